@@ -1,0 +1,213 @@
+"""What the controller is told and what it answers. Pure data; the shell (`wrapper.supervisor`) translates.
+
+Events come from sockets, the clock and signals; actions go to agents, the journal and the user. The order of actions
+in one answer is the order in which the shell carries them out: `Log` is on disk before what follows it happens.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from resihp.faults import Fault
+from resihp.journal import AnyEntry
+from resihp.protocol.messages import Beat, WorkerMessage, WorkerOrder
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the job was asked to be. Times in seconds; defaults are those of the design's detection table."""
+
+    job: str
+    nodes: int
+    gpus_per_node: int
+    tp: int
+    pp: int
+    schedule: str = "1f1b"
+    faults: tuple[Fault, ...] = ()
+    checkpoint_every: int = 0
+    beat_s: float = 1.0
+    silent_beats: int = 3
+    node_given_up_s: float = 6.0
+    hang_given_up_s: float = 15.0
+    start_budget_s: float = 600.0
+    transition_budget_s: float = 60.0
+    reconnect_s: float = 1.0
+
+
+# --- events -----------------------------------------------------------------------------------------------------
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+class AgentJoined(Event):
+    node: str
+    host: str
+    devices: int
+
+
+class AgentLost(Event):
+    """The agent's process ended, or its connection closed and it did not come back within `reconnect_s`: a fact."""
+
+    node: str
+    reason: str
+
+
+class AgentBeat(Event):
+    node: str
+    beat: Beat
+
+
+class WorkerSpawned(Event):
+    rank: int
+    node: str
+    device: int
+    pid: int
+
+
+class SpawnRefused(Event):
+    node: str
+    reason: str
+
+
+class WorkerExited(Event):
+    rank: int
+    status: int
+
+
+class WorkerSaid(Event):
+    rank: int
+    message: WorkerMessage
+
+
+class StoreReady(Event):
+    """The rendezvous store listens (again)."""
+
+    host: str
+    port: int
+
+
+class InjectAsked(Event):
+    """An operator wants a fault now; `request` is echoed in `Reply`."""
+
+    request: int
+    fault: Fault
+
+
+class Signalled(Event):
+    """The supervisor received this signal."""
+
+    signal: int
+
+
+class Tick(Event):
+    """Time has passed; sent about four times a second."""
+
+
+AnyEvent = (
+    AgentJoined
+    | AgentLost
+    | AgentBeat
+    | WorkerSpawned
+    | SpawnRefused
+    | WorkerExited
+    | WorkerSaid
+    | StoreReady
+    | InjectAsked
+    | Signalled
+    | Tick
+)
+
+
+# --- actions ----------------------------------------------------------------------------------------------------
+
+
+class Action(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+class Log(Action):
+    """Append to the journal, flushed, then hand to the ledger."""
+
+    entry: AnyEntry
+
+
+class StartWorkers(Action):
+    """`workers`: (rank, device) on `node`."""
+
+    node: str
+    workers: tuple[tuple[int, int], ...]
+
+
+class Order(Action):
+    """Send to these workers, through their agents. Ranks whose agent is gone are skipped."""
+
+    ranks: tuple[int, ...]
+    order: WorkerOrder
+
+
+class SignalWorker(Action):
+    rank: int
+    signal: int
+
+
+class SignalNode(Action):
+    node: str
+    signal: int
+
+
+class DropNode(Action):
+    """Close the agent's connection and refuse it from now on."""
+
+    node: str
+
+
+class Reply(Action):
+    """Answer an operator's request."""
+
+    request: int
+    ok: bool
+    text: str
+
+
+class CommitCheckpoint(Action):
+    """Write the manifest that makes the parts in `folder` a complete checkpoint, then prune old ones."""
+
+    iteration: int
+    folder: str
+    parts: tuple[tuple[str, int], ...]
+    seconds: float
+
+
+class Say(Action):
+    """One line for the user."""
+
+    level: Literal["progress", "notice", "warning", "error"]
+    text: str
+
+
+class End(Action):
+    """Release agents and workers, close the ledger, exit. The last action there is.
+
+    `workers_leave` True: they were told to halt and end by themselves; else they are ended with TERM, then KILL.
+    """
+
+    exit_code: int
+    reason: str
+    workers_leave: bool
+
+
+AnyAction = (
+    Log
+    | StartWorkers
+    | Order
+    | SignalWorker
+    | SignalNode
+    | DropNode
+    | Reply
+    | CommitCheckpoint
+    | Say
+    | End
+)

@@ -1,0 +1,74 @@
+"""Faults on purpose: `KIND:TARGET[,key=value...]@WHEN` as of `resihp run --fault`, parsed and explained. Pure."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import msgspec
+
+from resihp.errors import ConfigurationError
+
+Kind = Literal["kill", "crash", "stop", "hang", "raise"]
+"""`slow` and links come with the detector."""
+
+Phase = Literal["forward", "backward", "reduce", "step"]
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault: fires once, when its target (or, if that is standby, the first rank) enters `phase` of `iteration`.
+
+    Exactly one of `rank` and `node` is set. `iteration` is None for a fault that an operator asked for at once.
+    """
+
+    id: int
+    kind: Kind
+    rank: int | None = None
+    node: str | None = None
+    iteration: int | None = None
+    phase: Phase = "forward"
+
+    @property
+    def target(self) -> str:
+        return f"rank={self.rank}" if self.rank is not None else f"node={self.node}"
+
+    def __str__(self) -> str:
+        when = "" if self.iteration is None else f"@iteration={self.iteration},phase={self.phase}"
+        return f"{self.kind}:{self.target}{when}"
+
+
+def parse(text: str, fault_id: int) -> Fault:
+    """Parse one `--fault` value.
+
+    Raises ConfigurationError that says which part is wrong and shows a valid example.
+    """
+    example = "example: kill:rank=1@iteration=3,phase=backward"
+    head, at, when = text.partition("@")
+    kind, colon, target = head.partition(":")
+    if not at or not colon:
+        raise ConfigurationError(f"fault {text!r}: expected KIND:TARGET@WHEN; {example}")
+    if kind not in get_args(Kind):
+        raise ConfigurationError(f"fault {text!r}: unknown kind {kind!r}, one of {', '.join(get_args(Kind))}; {example}")
+    values: dict[str, str] = {}
+    for part in (*target.split(","), *when.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals or key in values:
+            raise ConfigurationError(f"fault {text!r}: {part!r} is not one key=value; {example}")
+        values[key] = value
+    unknown = set(values) - {"rank", "node", "iteration", "phase"}
+    if unknown:
+        raise ConfigurationError(f"fault {text!r}: {', '.join(sorted(unknown))} does not apply to {kind}; {example}")
+    if ("rank" in values) == ("node" in values):
+        raise ConfigurationError(f"fault {text!r}: the target is one of rank=R and node=N; {example}")
+    if kind in ("hang", "raise") and "node" in values:
+        raise ConfigurationError(f"fault {text!r}: {kind} happens to a rank, not to a node; {example}")
+    phase = values.get("phase", "forward")
+    if phase not in get_args(Phase):
+        raise ConfigurationError(f"fault {text!r}: unknown phase {phase!r}, one of {', '.join(get_args(Phase))}")
+    try:
+        iteration = int(values["iteration"])
+        rank = int(values["rank"]) if "rank" in values else None
+    except (KeyError, ValueError):
+        raise ConfigurationError(f"fault {text!r}: iteration and rank are whole numbers; {example}") from None
+    if iteration < 1 or (rank is not None and rank < 0):
+        raise ConfigurationError(f"fault {text!r}: iterations count from 1, ranks from 0; {example}")
+    return Fault(id=fault_id, kind=kind, rank=rank, node=values.get("node"), iteration=iteration, phase=phase)  # type: ignore[arg-type]

@@ -1,0 +1,48 @@
+"""What the planner must know about a model: its size and what its tensors can be divided by. No torch here."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape of a decoder-only transformer, as declared by the training script when it starts.
+
+    All counts are of the whole model. `kv_groups` is the number of key/value heads (equal to `heads` without
+    grouped queries). `ffn_hidden` is the width of the MLP's inner layer, `gated` tells a gated one (SwiGLU).
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_groups: int
+    ffn_hidden: int
+    vocab: int
+    sequence: int
+    gated: bool = False
+    tied_embeddings: bool = False
+
+    @property
+    def parameters_per_layer(self) -> int:
+        """Weights of one transformer layer; biases and norms, below 0.1 %, are left out."""
+        head_width = self.hidden // self.heads
+        attention = self.hidden * (self.heads + 2 * self.kv_groups) * head_width + self.hidden * self.heads * head_width
+        mlp = self.hidden * self.ffn_hidden * (3 if self.gated else 2)
+        return attention + mlp
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the whole model, embedding and head included."""
+        return self.layers * self.parameters_per_layer + self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
+
+    def tensor_parallel_obstacle(self, degree: int) -> str | None:
+        """Why this model cannot be split `degree` ways, or None when it can."""
+        for name, count in (
+            ("attention heads", self.heads),
+            ("query groups", self.kv_groups),
+            ("vocabulary", self.vocab),
+            ("MLP width", self.ffn_hidden),
+        ):
+            if count % degree:
+                return f"{count} {name} cannot be divided by tensor-parallel degree {degree}"
+        return None

@@ -1,0 +1,348 @@
+"""Everything that crosses a socket, typed. Encoded by msgspec as tagged msgpack; nothing is ever unpickled.
+
+Three conversations, each a pair of unions:
+
+====================  =====================  ==========================================================
+from -> to            union                  carried by
+====================  =====================  ==========================================================
+worker -> agent       `WorkerMessage`        inherited socket, plain frames (`framing.LocalChannel`)
+agent -> worker       `WorkerOrder`          the same
+agent -> supervisor   `AgentMessage`         TCP, authenticated frames (`framing.SecureChannel`)
+supervisor -> agent   `AgentOrder`           the same
+command line <->      `OperatorRequest`,     TCP, authenticated frames; same listener as the agents'
+supervisor            `OperatorReply`
+====================  =====================  ==========================================================
+
+Iterations count from 1; 0 means none yet. Seconds are intervals. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from resihp.faults import Fault
+from resihp.model import ModelSpec
+from resihp.plan import Plan
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all messages."""
+
+
+class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of an iteration's last synchronisation, equal on all ranks: what a step needs, and what it used.
+
+    A rank that has it may step; with it, another rank can finish the same step. `clip` multiplies gradients;
+    `skip` means that gradients were not finite and no rank may update. `loss` is the mean over tokens of the global
+    batch; `samples_digest` (16 hexadecimal digits, `resihp.workload.samples_digest`) and the other sums come from
+    the ranks that computed the micro-batches.
+    """
+
+    iteration: int
+    clip: float
+    skip: bool
+    learning_rate: float
+    gradient_norm: float
+    loss: float
+    tokens: int
+    sum_squared_lengths: int
+    samples: int
+    samples_digest: str
+
+
+# --- worker -> agent -> supervisor ------------------------------------------------------------------------------
+
+
+class Declare(Message):
+    """The training script is ready: what it trains. All ranks of a job must declare the same."""
+
+    model: ModelSpec
+    micro_batches: int
+    iterations: int
+    resume_from: int
+    """Iteration of the checkpoint that will be loaded, 0 when starting afresh."""
+    fingerprint: str
+    """Digest of model and optimizer settings, data set description and library versions."""
+
+
+class Refuse(Message):
+    """The script cannot start, for a reason that is the user's to mend (a `resihp.errors.UsageError`)."""
+
+    reason: str
+
+
+class Confirm(Message):
+    """The worker could carry out the proposed plan; `digest` is the one it computed itself."""
+
+    epoch: int
+    digest: str
+
+
+class Object(Message):
+    """The worker cannot carry out the proposed plan; it goes on as before."""
+
+    epoch: int
+    reason: str
+
+
+class Resumed(Message):
+    """Communicators of `epoch` are built and state is in place; the next iteration begins."""
+
+    epoch: int
+    groups_s: float
+    state_s: float
+
+
+class Stepped(Message):
+    """The worker's parameters have taken the step of `outcome.iteration` (for it, the iteration is committed)."""
+
+    epoch: int
+    outcome: StepOutcome
+    seconds: float
+    compute_s: float
+
+
+class Parked(Message):
+    """The worker has let go of its communicators and waits for a plan.
+
+    `epoch` is the one that the order to park announced. `stepped` is the last iteration whose step it took, with
+    its outcome; `ready` tells that all gradients of iteration `stepped + 1` are reduced on this rank and still held.
+    """
+
+    epoch: int
+    stepped: int
+    outcome: StepOutcome | None
+    ready: bool
+
+
+class Stuck(Message):
+    """A collective or transfer of `epoch` failed under the worker before anybody asked it to park."""
+
+    epoch: int
+    error: str
+
+
+class Raised(Message):
+    """The user's code raised; the process ends after this."""
+
+    iteration: int
+    error: str
+    traceback: str
+
+
+class Finished(Message):
+    """The last iteration is done; the worker waits for `Halt`."""
+
+    iteration: int
+
+
+class FaultDue(Message):
+    """An armed fault's moment has come on this rank, which waits for `FaultGo`."""
+
+    fault: int
+
+
+class CheckpointPart(Message):
+    """This rank's part of a checkpoint is on disk, flushed."""
+
+    epoch: int
+    iteration: int
+    folder: str
+    file: str
+    bytes: int
+    seconds: float
+
+
+class Progress(Message):
+    """A beat from the worker's own thread: where training stands.
+
+    `primitives` counts chunks and synchronisations done since the process started; it grows while training does.
+    `activity` tells what the main thread is in: peers that wait in communication are victims, not culprits.
+    """
+
+    epoch: int
+    iteration: int
+    primitives: int
+    activity: Literal["starting", "compute", "communication", "parked", "checkpoint", "idle"]
+
+
+WorkerMessage = (
+    Declare
+    | Refuse
+    | Confirm
+    | Object
+    | Resumed
+    | Stepped
+    | Parked
+    | Stuck
+    | Raised
+    | Finished
+    | FaultDue
+    | CheckpointPart
+    | Progress
+)
+
+
+# --- supervisor -> agent -> worker ------------------------------------------------------------------------------
+
+
+class Propose(Message):
+    """Check this plan, compute its digest, confirm; change nothing yet."""
+
+    plan: Plan
+    next_iteration: int
+
+
+class Go(Message):
+    """All ranks confirmed `epoch`: finish the step of `finish` if it is not taken yet, then build and resume."""
+
+    epoch: int
+    store_host: str
+    store_port: int
+    next_iteration: int
+    finish: StepOutcome | None
+
+
+class Park(Message):
+    """Stop what you do, let go of all communicators, report; `epoch` is the one being prepared."""
+
+    epoch: int
+    reason: str
+
+
+class FaultGo(Message):
+    """Carry out the fault (`hang`, `raise`), or wait to be killed (the others), or go on (`fire` False)."""
+
+    fault: int
+    fire: bool
+
+
+class Halt(Message):
+    """Training is over; leave the training loop."""
+
+    reason: str
+
+
+WorkerOrder = Propose | Go | Park | FaultGo | Halt
+
+
+# --- agent -> supervisor ----------------------------------------------------------------------------------------
+
+
+class Join(Message):
+    """First message of an agent, and of one that reconnects (`epoch` > 0)."""
+
+    node: str
+    host: str
+    pid: int
+    devices: int
+    epoch: int
+
+
+class Spawned(Message):
+    rank: int
+    device: int
+    pid: int
+
+
+class SpawnFailed(Message):
+    """The fork server could not start or fork: the interpreter's own words."""
+
+    reason: str
+
+
+class Exited(Message):
+    """`status` as in subprocess: negative for a signal. All that the worker had sent was forwarded before this."""
+
+    rank: int
+    pid: int
+    status: int
+
+
+class FromWorker(Message):
+    rank: int
+    message: WorkerMessage
+
+
+class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True):
+    """Last progress of one worker as its agent knows it.
+
+    `age_s` is the time since the worker's own thread last beat; `state` the kernel's process state letter (R, S, D,
+    T, Z).
+    """
+
+    rank: int
+    age_s: float
+    state: str
+    progress: Progress | None
+
+
+class Beat(Message):
+    """Sent once a second, workers aggregated: cost grows with nodes, not devices."""
+
+    workers: tuple[WorkerBeat, ...]
+
+
+AgentMessage = Join | Spawned | SpawnFailed | Exited | FromWorker | Beat
+
+
+# --- supervisor -> agent ----------------------------------------------------------------------------------------
+
+
+class Spawn(Message):
+    """Fork one worker for each entry (rank, device). `faults` are armed in each."""
+
+    workers: tuple[tuple[int, int], ...]
+    world_size: int
+    environment: dict[str, str]
+    faults: tuple[Fault, ...]
+    checkpoint_every: int
+    resume: bool
+
+
+class ToWorkers(Message):
+    ranks: tuple[int, ...]
+    order: WorkerOrder
+
+
+class Signal(Message):
+    """Send a signal to one worker (fence a hung one, inject a fault)."""
+
+    rank: int
+    signal: int
+
+
+class KillNode(Message):
+    """Fault injection: SIGKILL (or SIGSTOP) to every process of the virtual node, the agent included."""
+
+    signal: int
+
+
+class Release(Message):
+    """Wait up to `grace_s` for the workers to end, then kill what is left, then exit."""
+
+    grace_s: float
+
+
+AgentOrder = Spawn | ToWorkers | Signal | KillNode | Release
+
+
+# --- command line <-> supervisor --------------------------------------------------------------------------------
+
+
+class Inject(Message):
+    """Ask a running job for a fault at once."""
+
+    kind: str
+    rank: int | None = None
+    node: str | None = None
+
+
+class OperatorReply(Message):
+    ok: bool
+    text: str
+
+
+OperatorRequest = Inject

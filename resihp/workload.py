@@ -1,0 +1,59 @@
+"""The unit of work: a micro-batch of packed documents, its cost terms, and how to recognise its samples afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+SAMPLE_MODULUS = 1 << 64
+
+
+class MicroBatch(msgspec.Struct, frozen=True):
+    """Documents packed one after the other; attention never crosses from one into the next.
+
+    `lengths[i]` tokens belong to sample `samples[i]`, an identifier that is unique within the data set. `load`
+    returns (tokens, labels), both int64 arrays of shape [sum(lengths)], and is called only on ranks that need them:
+    lengths are known before anything is read.
+    """
+
+    lengths: tuple[int, ...]
+    samples: tuple[int, ...]
+    load: Callable[[], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]
+
+    @property
+    def tokens(self) -> int:
+        """N of the paper's Eq. 1."""
+        return sum(self.lengths)
+
+    @property
+    def sum_squared_lengths(self) -> int:
+        """Sum of l_i squared of the paper's Eq. 1."""
+        return sum(length * length for length in self.lengths)
+
+
+class Dataset(Protocol):
+    """What `resihp.Trainer` asks of a data set.
+
+    `micro_batches` is pure: equal iterations give equal micro-batches on every rank, in every process, whoever
+    computes them. It returns the global batch, the same number of micro-batches every time.
+    """
+
+    def micro_batches(self, iteration: int) -> Sequence[MicroBatch]: ...
+
+
+def samples_digest(samples: Iterable[int]) -> int:
+    """Order-independent digest of a multiset of samples: the sum of their 64-bit hashes, modulo 2**64.
+
+    A sum, not an exclusive or, so that a sample used twice shows.
+    """
+    total = 0
+    for sample in samples:
+        total += int.from_bytes(hashlib.blake2b(str(sample).encode(), digest_size=8).digest(), "big")
+    return total % SAMPLE_MODULUS

@@ -225,7 +225,20 @@ class Halt(Message):
     reason: str
 
 
-WorkerOrder = Propose | Go | Park | FaultGo | Halt
+class Start(Message):
+    """First frame on a worker's socket: who it is. `faults` are armed from the beginning."""
+
+    rank: int
+    node: str
+    device: int
+    world_size: int
+    faults: tuple[Fault, ...]
+    checkpoint_folder: str
+    checkpoint_every: int
+    resume: bool
+
+
+WorkerOrder = Start | Propose | Go | Park | FaultGo | Halt
 
 
 # --- agent -> supervisor ----------------------------------------------------------------------------------------
@@ -292,14 +305,10 @@ AgentMessage = Join | Spawned | SpawnFailed | Exited | FromWorker | Beat
 
 
 class Spawn(Message):
-    """Fork one worker for each entry (rank, device). `faults` are armed in each."""
+    """Start one worker for each `Start`, which the agent passes on. `environment` is added to the worker's own."""
 
-    workers: tuple[tuple[int, int], ...]
-    world_size: int
+    workers: tuple[Start, ...]
     environment: dict[str, str]
-    faults: tuple[Fault, ...]
-    checkpoint_every: int
-    resume: bool
 
 
 class ToWorkers(Message):

@@ -47,11 +47,11 @@ def parse(text: str, fault_id: int) -> Fault:
     if not at or not colon:
         raise ConfigurationError(f"fault {text!r}: expected KIND:TARGET@WHEN; {example}")
     if kind not in get_args(Kind):
-        raise ConfigurationError(f"fault {text!r}: unknown kind {kind!r}, one of {', '.join(get_args(Kind))}; {example}")
+        raise ConfigurationError(f"fault {text!r}: unknown kind {kind!r}, one of {', '.join(get_args(Kind))}")
     values: dict[str, str] = {}
     for part in (*target.split(","), *when.split(",")):
         key, equals, value = part.partition("=")
-        if not equals or key in values:
+        if not equals or not value or key in values:
             raise ConfigurationError(f"fault {text!r}: {part!r} is not one key=value; {example}")
         values[key] = value
     unknown = set(values) - {"rank", "node", "iteration", "phase"}

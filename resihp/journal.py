@@ -30,7 +30,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all entries."""
 
 
-class JobStarted(Entry):
+class JobStarted(Entry, frozen=True, kw_only=True):
     """First entry. `configuration` is the effective configuration as TOML-like plain data."""
 
     job: str
@@ -47,18 +47,18 @@ class JobStarted(Entry):
     configuration: dict[str, object]
 
 
-class NodeJoined(Entry):
+class NodeJoined(Entry, frozen=True, kw_only=True):
     node: str
     host: str
     devices: int
 
 
-class NodeLost(Entry):
+class NodeLost(Entry, frozen=True, kw_only=True):
     node: str
     reason: str
 
 
-class WorkerStarted(Entry):
+class WorkerStarted(Entry, frozen=True, kw_only=True):
     rank: int
     node: str
     device: int
@@ -66,7 +66,7 @@ class WorkerStarted(Entry):
     epoch: int
 
 
-class WorkerEnded(Entry):
+class WorkerEnded(Entry, frozen=True, kw_only=True):
     """`exit` as in subprocess: negative for a signal; None when it died with its node and nobody saw how."""
 
     rank: int
@@ -74,7 +74,7 @@ class WorkerEnded(Entry):
     epoch: int
 
 
-class PlanDecided(Entry):
+class PlanDecided(Entry, frozen=True, kw_only=True):
     """`action` tells what becomes of the iteration that was under way: nothing was, it is redone, or it counts."""
 
     plan: Plan
@@ -84,7 +84,7 @@ class PlanDecided(Entry):
     reason: str
 
 
-class IterationCommitted(Entry):
+class IterationCommitted(Entry, frozen=True, kw_only=True):
     """`seconds` is the slowest rank's, of the attempt that counted; None if no rank lived to report it."""
 
     epoch: int
@@ -93,7 +93,7 @@ class IterationCommitted(Entry):
     predicted_seconds: float | None
 
 
-class Suspected(Entry):
+class Suspected(Entry, frozen=True, kw_only=True):
     """Silence or lack of progress. Not a failure. `cleared` True when it has ended."""
 
     rank: int | None
@@ -102,7 +102,7 @@ class Suspected(Entry):
     cleared: bool = False
 
 
-class FailureFound(Entry):
+class FailureFound(Entry, frozen=True, kw_only=True):
     """One root cause. `failure` numbers the job's failures from 1.
 
     `kind`: `fail-stop` (a process, device or node), `communication` (ranks alive, transfer broken), `program`
@@ -122,7 +122,7 @@ class FailureFound(Entry):
     detect_s: float | None
 
 
-class Reconfigured(Entry):
+class Reconfigured(Entry, frozen=True, kw_only=True):
     """One transition, from the failure's detection to the first committed iteration after it.
 
     Phases in seconds, in order: `park` (detected to all parked), `plan` (to all confirmed), `groups` and `state`
@@ -141,7 +141,7 @@ class Reconfigured(Entry):
     seconds: float
 
 
-class FaultInjected(Entry):
+class FaultInjected(Entry, frozen=True, kw_only=True):
     """Written before the fault is carried out."""
 
     fault: int
@@ -151,14 +151,14 @@ class FaultInjected(Entry):
     iteration: int
 
 
-class CheckpointCommitted(Entry):
+class CheckpointCommitted(Entry, frozen=True, kw_only=True):
     iteration: int
     folder: str
     bytes: int
     seconds: float
 
 
-class JobEnded(Entry):
+class JobEnded(Entry, frozen=True, kw_only=True):
     """`state`: completed, failed, cancelled (signalled), abnormal (found dead by a successor or a reader)."""
 
     exit_code: int | None
@@ -204,7 +204,7 @@ def _scan(content: bytes, name: str) -> Iterator[tuple[int, Record]]:
         length = int.from_bytes(content[at : at + 4], "little")
         crc = int.from_bytes(content[at + 4 : at + 8], "little")
         body = content[at + 8 : at + 8 + length]
-        if length > MAX_RECORD_BYTES or len(body) < length or zlib.crc32(body) != crc:
+        if not 0 < length <= MAX_RECORD_BYTES or len(body) < length or zlib.crc32(body) != crc:
             return
         try:
             record = _decoder.decode(body)

@@ -42,67 +42,67 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pass
 
 
-class AgentJoined(Event):
+class AgentJoined(Event, frozen=True, kw_only=True):
     node: str
     host: str
     devices: int
 
 
-class AgentLost(Event):
+class AgentLost(Event, frozen=True, kw_only=True):
     """The agent's process ended, or its connection closed and it did not come back within `reconnect_s`: a fact."""
 
     node: str
     reason: str
 
 
-class AgentBeat(Event):
+class AgentBeat(Event, frozen=True, kw_only=True):
     node: str
     beat: Beat
 
 
-class WorkerSpawned(Event):
+class WorkerSpawned(Event, frozen=True, kw_only=True):
     rank: int
     node: str
     device: int
     pid: int
 
 
-class SpawnRefused(Event):
+class SpawnRefused(Event, frozen=True, kw_only=True):
     node: str
     reason: str
 
 
-class WorkerExited(Event):
+class WorkerExited(Event, frozen=True, kw_only=True):
     rank: int
     status: int
 
 
-class WorkerSaid(Event):
+class WorkerSaid(Event, frozen=True, kw_only=True):
     rank: int
     message: WorkerMessage
 
 
-class StoreReady(Event):
+class StoreReady(Event, frozen=True, kw_only=True):
     """The rendezvous store listens (again)."""
 
     host: str
     port: int
 
 
-class InjectAsked(Event):
+class InjectAsked(Event, frozen=True, kw_only=True):
     """An operator wants a fault now; `request` is echoed in `Reply`."""
 
     request: int
     fault: Fault
 
 
-class Signalled(Event):
+class Signalled(Event, frozen=True, kw_only=True):
     """The supervisor received this signal."""
 
     signal: int
 
 
-class Tick(Event):
+class Tick(Event, frozen=True, kw_only=True):
     """Time has passed; sent about four times a second."""
 
 
@@ -128,43 +128,43 @@ class Action(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pass
 
 
-class Log(Action):
+class Log(Action, frozen=True, kw_only=True):
     """Append to the journal, flushed, then hand to the ledger."""
 
     entry: AnyEntry
 
 
-class StartWorkers(Action):
+class StartWorkers(Action, frozen=True, kw_only=True):
     """`workers`: (rank, device) on `node`."""
 
     node: str
     workers: tuple[tuple[int, int], ...]
 
 
-class Order(Action):
+class Order(Action, frozen=True, kw_only=True):
     """Send to these workers, through their agents. Ranks whose agent is gone are skipped."""
 
     ranks: tuple[int, ...]
     order: WorkerOrder
 
 
-class SignalWorker(Action):
+class SignalWorker(Action, frozen=True, kw_only=True):
     rank: int
     signal: int
 
 
-class SignalNode(Action):
+class SignalNode(Action, frozen=True, kw_only=True):
     node: str
     signal: int
 
 
-class DropNode(Action):
+class DropNode(Action, frozen=True, kw_only=True):
     """Close the agent's connection and refuse it from now on."""
 
     node: str
 
 
-class Reply(Action):
+class Reply(Action, frozen=True, kw_only=True):
     """Answer an operator's request."""
 
     request: int
@@ -172,7 +172,7 @@ class Reply(Action):
     text: str
 
 
-class CommitCheckpoint(Action):
+class CommitCheckpoint(Action, frozen=True, kw_only=True):
     """Write the manifest that makes the parts in `folder` a complete checkpoint, then prune old ones."""
 
     iteration: int
@@ -181,14 +181,14 @@ class CommitCheckpoint(Action):
     seconds: float
 
 
-class Say(Action):
+class Say(Action, frozen=True, kw_only=True):
     """One line for the user."""
 
     level: Literal["progress", "notice", "warning", "error"]
     text: str
 
 
-class End(Action):
+class End(Action, frozen=True, kw_only=True):
     """Release agents and workers, close the ledger, exit. The last action there is.
 
     `workers_leave` True: they were told to halt and end by themselves; else they are ended with TERM, then KILL.
@@ -199,15 +199,4 @@ class End(Action):
     workers_leave: bool
 
 
-AnyAction = (
-    Log
-    | StartWorkers
-    | Order
-    | SignalWorker
-    | SignalNode
-    | DropNode
-    | Reply
-    | CommitCheckpoint
-    | Say
-    | End
-)
+AnyAction = Log | StartWorkers | Order | SignalWorker | SignalNode | DropNode | Reply | CommitCheckpoint | Say | End

@@ -55,7 +55,7 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
 # --- worker -> agent -> supervisor ------------------------------------------------------------------------------
 
 
-class Declare(Message):
+class Declare(Message, frozen=True, kw_only=True):
     """The training script is ready: what it trains. All ranks of a job must declare the same."""
 
     model: ModelSpec
@@ -67,27 +67,27 @@ class Declare(Message):
     """Digest of model and optimizer settings, data set description and library versions."""
 
 
-class Refuse(Message):
+class Refuse(Message, frozen=True, kw_only=True):
     """The script cannot start, for a reason that is the user's to mend (a `resihp.errors.UsageError`)."""
 
     reason: str
 
 
-class Confirm(Message):
+class Confirm(Message, frozen=True, kw_only=True):
     """The worker could carry out the proposed plan; `digest` is the one it computed itself."""
 
     epoch: int
     digest: str
 
 
-class Object(Message):
+class Object(Message, frozen=True, kw_only=True):
     """The worker cannot carry out the proposed plan; it goes on as before."""
 
     epoch: int
     reason: str
 
 
-class Resumed(Message):
+class Resumed(Message, frozen=True, kw_only=True):
     """Communicators of `epoch` are built and state is in place; the next iteration begins."""
 
     epoch: int
@@ -95,7 +95,7 @@ class Resumed(Message):
     state_s: float
 
 
-class Stepped(Message):
+class Stepped(Message, frozen=True, kw_only=True):
     """The worker's parameters have taken the step of `outcome.iteration` (for it, the iteration is committed)."""
 
     epoch: int
@@ -104,7 +104,7 @@ class Stepped(Message):
     compute_s: float
 
 
-class Parked(Message):
+class Parked(Message, frozen=True, kw_only=True):
     """The worker has let go of its communicators and waits for a plan.
 
     `epoch` is the one that the order to park announced. `stepped` is the last iteration whose step it took, with
@@ -117,14 +117,14 @@ class Parked(Message):
     ready: bool
 
 
-class Stuck(Message):
+class Stuck(Message, frozen=True, kw_only=True):
     """A collective or transfer of `epoch` failed under the worker before anybody asked it to park."""
 
     epoch: int
     error: str
 
 
-class Raised(Message):
+class Raised(Message, frozen=True, kw_only=True):
     """The user's code raised; the process ends after this."""
 
     iteration: int
@@ -132,19 +132,19 @@ class Raised(Message):
     traceback: str
 
 
-class Finished(Message):
+class Finished(Message, frozen=True, kw_only=True):
     """The last iteration is done; the worker waits for `Halt`."""
 
     iteration: int
 
 
-class FaultDue(Message):
+class FaultDue(Message, frozen=True, kw_only=True):
     """An armed fault's moment has come on this rank, which waits for `FaultGo`."""
 
     fault: int
 
 
-class CheckpointPart(Message):
+class CheckpointPart(Message, frozen=True, kw_only=True):
     """This rank's part of a checkpoint is on disk, flushed."""
 
     epoch: int
@@ -155,7 +155,7 @@ class CheckpointPart(Message):
     seconds: float
 
 
-class Progress(Message):
+class Progress(Message, frozen=True, kw_only=True):
     """A beat from the worker's own thread: where training stands.
 
     `primitives` counts chunks and synchronisations done since the process started; it grows while training does.
@@ -188,14 +188,14 @@ WorkerMessage = (
 # --- supervisor -> agent -> worker ------------------------------------------------------------------------------
 
 
-class Propose(Message):
+class Propose(Message, frozen=True, kw_only=True):
     """Check this plan, compute its digest, confirm; change nothing yet."""
 
     plan: Plan
     next_iteration: int
 
 
-class Go(Message):
+class Go(Message, frozen=True, kw_only=True):
     """All ranks confirmed `epoch`: finish the step of `finish` if it is not taken yet, then build and resume."""
 
     epoch: int
@@ -205,33 +205,35 @@ class Go(Message):
     finish: StepOutcome | None
 
 
-class Park(Message):
+class Park(Message, frozen=True, kw_only=True):
     """Stop what you do, let go of all communicators, report; `epoch` is the one being prepared."""
 
     epoch: int
     reason: str
 
 
-class FaultGo(Message):
+class FaultGo(Message, frozen=True, kw_only=True):
     """Carry out the fault (`hang`, `raise`), or wait to be killed (the others), or go on (`fire` False)."""
 
     fault: int
     fire: bool
 
 
-class Halt(Message):
+class Halt(Message, frozen=True, kw_only=True):
     """Training is over; leave the training loop."""
 
     reason: str
 
 
-class Start(Message):
+class Start(Message, frozen=True, kw_only=True):
     """First frame on a worker's socket: who it is. `faults` are armed from the beginning."""
 
     rank: int
     node: str
     device: int
     world_size: int
+    nodes: tuple[str, ...]
+    """Node of each rank that was started with this one, by rank."""
     faults: tuple[Fault, ...]
     checkpoint_folder: str
     checkpoint_every: int
@@ -244,7 +246,7 @@ WorkerOrder = Start | Propose | Go | Park | FaultGo | Halt
 # --- agent -> supervisor ----------------------------------------------------------------------------------------
 
 
-class Join(Message):
+class Join(Message, frozen=True, kw_only=True):
     """First message of an agent, and of one that reconnects (`epoch` > 0)."""
 
     node: str
@@ -254,19 +256,19 @@ class Join(Message):
     epoch: int
 
 
-class Spawned(Message):
+class Spawned(Message, frozen=True, kw_only=True):
     rank: int
     device: int
     pid: int
 
 
-class SpawnFailed(Message):
+class SpawnFailed(Message, frozen=True, kw_only=True):
     """The fork server could not start or fork: the interpreter's own words."""
 
     reason: str
 
 
-class Exited(Message):
+class Exited(Message, frozen=True, kw_only=True):
     """`status` as in subprocess: negative for a signal. All that the worker had sent was forwarded before this."""
 
     rank: int
@@ -274,7 +276,7 @@ class Exited(Message):
     status: int
 
 
-class FromWorker(Message):
+class FromWorker(Message, frozen=True, kw_only=True):
     rank: int
     message: WorkerMessage
 
@@ -292,7 +294,7 @@ class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True):
     progress: Progress | None
 
 
-class Beat(Message):
+class Beat(Message, frozen=True, kw_only=True):
     """Sent once a second, workers aggregated: cost grows with nodes, not devices."""
 
     workers: tuple[WorkerBeat, ...]
@@ -304,32 +306,32 @@ AgentMessage = Join | Spawned | SpawnFailed | Exited | FromWorker | Beat
 # --- supervisor -> agent ----------------------------------------------------------------------------------------
 
 
-class Spawn(Message):
+class Spawn(Message, frozen=True, kw_only=True):
     """Start one worker for each `Start`, which the agent passes on. `environment` is added to the worker's own."""
 
     workers: tuple[Start, ...]
     environment: dict[str, str]
 
 
-class ToWorkers(Message):
+class ToWorkers(Message, frozen=True, kw_only=True):
     ranks: tuple[int, ...]
     order: WorkerOrder
 
 
-class Signal(Message):
+class Signal(Message, frozen=True, kw_only=True):
     """Send a signal to one worker (fence a hung one, inject a fault)."""
 
     rank: int
     signal: int
 
 
-class KillNode(Message):
+class KillNode(Message, frozen=True, kw_only=True):
     """Fault injection: SIGKILL (or SIGSTOP) to every process of the virtual node, the agent included."""
 
     signal: int
 
 
-class Release(Message):
+class Release(Message, frozen=True, kw_only=True):
     """Wait up to `grace_s` for the workers to end, then kill what is left, then exit."""
 
     grace_s: float
@@ -341,7 +343,7 @@ AgentOrder = Spawn | ToWorkers | Signal | KillNode | Release
 # --- command line <-> supervisor --------------------------------------------------------------------------------
 
 
-class Inject(Message):
+class Inject(Message, frozen=True, kw_only=True):
     """Ask a running job for a fault at once."""
 
     kind: str
@@ -349,7 +351,7 @@ class Inject(Message):
     node: str | None = None
 
 
-class OperatorReply(Message):
+class OperatorReply(Message, frozen=True, kw_only=True):
     ok: bool
     text: str
 

@@ -1,0 +1,76 @@
+"""Pretrain a byte-level GPT on Python's own standard library: real text, on every machine, with long-tailed lengths.
+
+resihp run --local --nodes 6 --gpus-per-node 2 --tp 2 --pp 2 -- python examples/pretrain_gpt.py --iterations 60
+torchrun --nproc-per-node 4 examples/pretrain_gpt.py --tp 2 --pp 2        # the same, unsupervised
+"""
+
+from __future__ import annotations
+
+import argparse
+import sysconfig
+
+from megatron.core.transformer import TransformerConfig
+
+import resihp
+from resihp.datasets import ByteFiles, MegatronIndexed, PackedDataset
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    model = parser.add_argument_group("model")
+    model.add_argument("--layers", type=int, default=4)
+    model.add_argument("--hidden", type=int, default=64)
+    model.add_argument("--heads", type=int, default=4)
+    model.add_argument("--llama", action="store_true", help="RMSNorm, SwiGLU and RoPE instead of GPT's originals")
+    batch = parser.add_argument_group("data and batch")
+    batch.add_argument("--corpus", default=sysconfig.get_paths()["stdlib"], help="folder of source files")
+    batch.add_argument("--indexed", help="a Megatron data set (prefix of .bin and .idx) instead of a folder")
+    batch.add_argument("--vocab-size", type=int, default=256)
+    batch.add_argument("--micro-batches", type=int, default=12, help="in the global batch of an iteration")
+    batch.add_argument("--tokens", type=int, default=256, help="token budget of a micro-batch")
+    batch.add_argument("--iterations", type=int, default=30)
+    batch.add_argument("--seed", type=int, default=1234)
+    batch.add_argument("--lr", type=float, default=1e-3)
+    alone = parser.add_argument_group("without `resihp run` only")
+    alone.add_argument("--tp", type=int, default=1)
+    alone.add_argument("--pp", type=int, default=1)
+    alone.add_argument("--checkpoint-every", type=int, default=0)
+    alone.add_argument("--checkpoint-folder", default="checkpoints")
+    alone.add_argument("--resume", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    config = TransformerConfig(
+        num_layers=args.layers,
+        hidden_size=args.hidden,
+        num_attention_heads=args.heads,
+        normalization="RMSNorm" if args.llama else "LayerNorm",
+        gated_linear_unit=args.llama,
+        add_bias_linear=not args.llama,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        use_cpu_initialization=True,
+    )
+    source = MegatronIndexed(args.indexed) if args.indexed else ByteFiles(args.corpus)
+    trainer = resihp.Trainer(
+        config,
+        vocab_size=args.vocab_size,
+        dataset=PackedDataset(
+            source, budget=args.tokens, micro_batches_per_iteration=args.micro_batches, seed=args.seed
+        ),
+        optimizer=resihp.AdamW(lr=args.lr),
+        sequence=args.tokens,
+        seed=args.seed,
+        tp=args.tp,
+        pp=args.pp,
+        checkpoint_every=args.checkpoint_every,
+        checkpoint_folder=args.checkpoint_folder,
+        resume=args.resume,
+    )
+    trainer.train(iterations=args.iterations)
+
+
+if __name__ == "__main__":
+    main()

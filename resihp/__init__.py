@@ -1,0 +1,31 @@
+"""resihp: training that goes on when a GPU does not.
+
+    import resihp
+    trainer = resihp.Trainer(TransformerConfig(...), vocab_size=256, dataset=corpus, optimizer=resihp.AdamW(lr=3e-4))
+    trainer.train(iterations=1000)
+
+Importing this package is light: torch and megatron-core load when `Trainer` or `AdamW` is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from resihp.errors import ResihpError, UsageError
+from resihp.workload import Dataset, MicroBatch
+
+if TYPE_CHECKING:
+    from resihp.executor.optimizer import AdamW
+    from resihp.executor.trainer import Trainer
+
+__version__ = "0.1.0"
+__all__ = ["AdamW", "Dataset", "MicroBatch", "ResihpError", "Trainer", "UsageError", "__version__"]
+
+_LAZY = {"Trainer": "resihp.executor.trainer", "AdamW": "resihp.executor.optimizer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'resihp' has no attribute {name!r}")

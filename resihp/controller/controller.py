@@ -1,0 +1,126 @@
+"""The way into the decisions of a running job: one event in, the actions out.
+
+Never looks at a clock, a socket or a tensor. Called by the supervisor shell, by the simulator and by the fuzz harness
+with the same code. A job's life, and the modules that decide each part of it:
+
+    gathering -> (proposing -> building -> first iteration -> running) -> halting -> ended
+                      ^                                          |
+                      +---------------- parking <---- failure ---+     any failure on the way parks again, one epoch up
+
+`gathering` the start · `transitions` plans · `iterations` commits · `failures` losses · `judge` silence and time ·
+`injection` faults on purpose · `incidents` root causes and the end.
+"""
+
+from __future__ import annotations
+
+import signal as signals
+from typing import assert_never
+
+from resihp.controller import (
+    failures,
+    gathering,
+    incidents,
+    injection,
+    iterations,
+    judge,
+    transitions,
+)
+from resihp.controller import interface as api
+from resihp.controller.interface import AnyAction, AnyEvent, Settings
+from resihp.controller.state import Job
+from resihp.protocol import messages as m
+
+
+class Controller:
+    """One job's state machine. `handle` is the only way in; its answer is the only way out."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.job = Job(settings)
+
+    def handle(self, event: AnyEvent, now: float) -> list[AnyAction]:
+        """Take one event at time `now` (monotonic seconds); return what to do, in order."""
+        job = self.job
+        job.now = max(now, job.now)
+        job.actions = []
+        if job.phase == "ended":
+            return []
+        if job.started_at is None:
+            job.started_at = job.progress_at = job.now
+        match event:
+            case api.AgentJoined():
+                gathering.agent_joined(job, event)
+            case api.AgentLost():
+                failures.node_lost(job, event.node, event.reason)
+            case api.AgentBeat():
+                judge.beat(job, event)
+            case api.WorkerSpawned():
+                gathering.spawned(job, event)
+            case api.SpawnRefused():
+                incidents.end(job, 2, f"node {event.node}: cannot start workers: {event.reason}")
+            case api.WorkerExited():
+                failures.exited(job, event)
+            case api.WorkerSaid():
+                _said(job, event)
+            case api.StoreReady():
+                job.store = (event.host, event.port)
+                gathering.propose_when_ready(job)
+                transitions.go_when_confirmed(job)
+            case api.InjectAsked():
+                injection.inject_asked(job, event)
+            case api.Signalled():
+                if event.signal in (signals.SIGTERM, signals.SIGINT):
+                    incidents.end(job, 128 + event.signal, f"received {signals.Signals(event.signal).name}")
+            case api.Tick():
+                judge.tick(job)
+            case _:
+                assert_never(event)
+        return job.actions
+
+    def check(self) -> None:
+        """Assert what must hold between events. Tests call it after each one."""
+        job = self.job
+        if job.plan is not None and job.phase == "running":
+            dead = [rank for rank in job.plan.layout.active if not job.members[rank].alive]
+            done = job.committed >= job.goal
+            assert not dead or done, f"running with dead ranks {dead}"
+        if job.transition is not None and job.phase != "ended":
+            assert job.transition.epoch == job.epoch, "a transition of an older epoch is under way"
+            assert all(job.members[rank].alive for rank in job.transition.waiting), "waiting for the dead"
+        assert all(i > job.committed for i in job.reports), "reports of a committed iteration are still held"
+
+
+def _said(job: Job, event: api.WorkerSaid) -> None:
+    member = job.members.get(event.rank)
+    message = event.message
+    if member is None or (not member.alive and not isinstance(message, m.Stepped | m.Raised)):
+        return
+    match message:
+        case m.Declare():
+            gathering.declared(job, member, message)
+        case m.Refuse():
+            incidents.end(job, 2, message.reason)
+        case m.Confirm():
+            transitions.confirmed(job, member, message)
+        case m.Object():
+            transitions.objected(job, member, message)
+        case m.Resumed():
+            transitions.resumed(job, member, message)
+        case m.Stepped():
+            iterations.stepped(job, member, message)
+        case m.Parked():
+            transitions.parked(job, member, message)
+        case m.Stuck():
+            if message.epoch == job.epoch and job.stuck is None:
+                job.stuck = (job.now, member.rank, message.error)
+        case m.Raised():
+            failures.raised(job, member, message)
+        case m.Finished():
+            iterations.finished(job, member)
+        case m.FaultDue():
+            injection.fault_due(job, member, message.fault)
+        case m.CheckpointPart():
+            iterations.checkpoint_part(job, member, message)
+        case m.Progress():
+            pass  # beats carry it
+        case _:
+            assert_never(message)

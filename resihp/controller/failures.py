@@ -1,0 +1,178 @@
+"""What a lost worker, a lost node, an exception or broken communication leads to."""
+
+from __future__ import annotations
+
+import signal as signals
+
+from resihp.controller import incidents, iterations, transitions
+from resihp.controller import interface as api
+from resihp.controller.state import Incident, Job, Member
+from resihp.journal import (
+    NodeLost,
+)
+from resihp.protocol import messages as m
+
+RAISED_GRACE_S = 3.0
+"""How long an exception before the first plan waits for the same one on the other ranks."""
+
+
+def exited(job: Job, event: api.WorkerExited) -> None:
+    member = job.members.get(event.rank)
+    if member is None or not member.alive:
+        return
+    incidents.bury(job, member, event.status)
+    if job.phase == "halting":
+        if event.status != 0:
+            incidents.end(job, 1, f"{job.where(member.rank)}: {_ending(event.status)} after training was done")
+        else:
+            iterations.end_when_gone(job)
+        return
+    if job.phase == "gathering":
+        exited_early(job, member, event.status)
+        return
+    incident(job, member, event.status)
+    transition_after(job, f"{job.where(member.rank)}: {_ending(event.status)}")
+
+
+def exited_early(job: Job, member: Member, status: int) -> None:
+    """An exit before the first plan: a plain program that is done, or a start that failed."""
+    if status == 0 and member.declared is None:
+        iterations.end_when_gone(job)
+    elif member.raised is None:
+        incidents.end(job, 1, f"{job.where(member.rank)}: {_ending(status)} before training began; its log tells more")
+    else:
+        tell_early_errors(job)
+
+
+def tell_early_errors(job: Job) -> None:
+    """Exceptions before the first plan: the same on all ranks is a broken script."""
+    raised = {rank: member.raised.error for rank, member in job.members.items() if member.raised is not None}
+    everyone = len(raised) == job.settings.nodes * job.settings.gpus_per_node
+    if everyone and len(set(raised.values())) == 1:
+        incidents.program_is_broken(job, min(raised), len(raised))
+    elif raised and (not job.live or job.now - (job.raised_at or job.now) > RAISED_GRACE_S):
+        rank = min(raised)
+        job.say("error", incidents.traceback_of(job, rank))
+        incidents.end(job, 1, f"{job.where(rank)}: {raised[rank]} before training began; other ranks did not raise it")
+
+
+def raised(job: Job, member: Member, raised: m.Raised) -> None:
+    member.raised = raised
+    job.errors[member.rank] = raised.error
+    if job.raised_at is None:
+        job.raised_at = job.now
+
+
+def incident(job: Job, member: Member, status: int) -> None:
+    injected = job.signalled.get(member.rank)
+    if member.raised is not None:
+        kind, component = "program", "script"
+        cause, evidence = f"rank {member.rank} raised {member.raised.error}", member.raised.traceback[-4000:]
+    else:
+        kind, component = "fail-stop", "process"
+        cause = f"rank {member.rank} {_ending(status)}"
+        if member.fenced:
+            cause = f"rank {member.rank} {member.fenced}"
+        evidence = f"pid {member.pid} on node {member.node}: {_ending(status)}"
+    blamed = kind == "fail-stop"
+    job.say("warning", f"{job.where(member.rank)}: {cause.removeprefix(f'rank {member.rank} ')}")
+    job.incidents.append(
+        Incident(
+            kind,  # type: ignore[arg-type]
+            component,  # type: ignore[arg-type]
+            cause,
+            {member.rank},
+            member.node if blamed else None,
+            member.device if blamed else None,
+            evidence,
+            job.now,
+            job.committed + 1,
+            job.epoch,
+            None if injected is None else job.now - injected,
+            member.raised.error if member.raised else None,
+        )
+    )
+
+
+def transition_after(job: Job, reason: str) -> None:
+    """After a loss: park, unless everybody left has finished and nothing needs them any more."""
+    if job.phase == "gathering" or job.phase == "ended":
+        return
+    if job.phase == "running" and job.plan is not None and job.committed >= job.goal and not job.transition:
+        alive = [rank for rank in job.plan.layout.active if job.members[rank].alive]
+        if alive and all(job.members[rank].stepped >= job.goal for rank in alive):
+            incidents.log_incidents(job)
+            job.incidents = []
+            iterations.halt_when_finished(job)
+            return
+    transitions.park(job, reason)
+
+
+def node_lost(job: Job, name: str, reason: str) -> None:
+    node = job.nodes.get(name)
+    if node is None or not node.alive:
+        return
+    node.alive = False
+    job.do(api.Log(entry=NodeLost(node=name, reason=reason)))
+    job.do(api.DropNode(node=name))
+    ranks = [rank for rank in job.live if job.members[rank].node == name]
+    for rank in ranks:
+        incidents.bury(job, job.members[rank], None)
+    if job.phase == "gathering":
+        incidents.end(job, 5, f"node {name}: {reason} before training began")
+        return
+    if job.phase == "halting":
+        iterations.end_when_gone(job)
+        return
+    # Workers of the node whose exits came in first are part of the same root cause.
+    earlier = [i for i in job.incidents if i.node == name and i.kind == "fail-stop"]
+    job.incidents = [i for i in job.incidents if i not in earlier]
+    victims = {*ranks, *(rank for i in earlier for rank in i.ranks)}
+    injected = [job.signalled[rank] for rank in sorted(victims) if rank in job.signalled]
+    job.say("warning", f"node {name}: {reason}; ranks {sorted(victims)} are lost")
+    job.incidents.append(
+        Incident(
+            "fail-stop",
+            "node",
+            f"node {name} {reason}",
+            victims,
+            name,
+            None,
+            reason,
+            min([job.now, *(i.found_at for i in earlier)]),
+            job.committed + 1,
+            job.epoch,
+            job.now - min(injected) if injected else None,
+        )
+    )
+    transition_after(job, f"node {name}: {reason}")
+
+
+def communication_failed(job: Job, evidence: str) -> None:
+    """Everybody is alive, yet a transfer broke: rebuild the communicators with the same layout."""
+    job.stuck = None
+    job.say("warning", f"communication of epoch {job.epoch} failed: {evidence}; rebuilding")
+    incident = Incident(
+        "communication",
+        "link",
+        "communication failed",
+        set(),
+        None,
+        None,
+        evidence,
+        job.now,
+        job.committed + 1,
+        job.epoch,
+    )
+    job.incidents.append(incident)
+    transitions.park(job, evidence)
+
+
+def _ending(status: int) -> str:
+    """How a process ended, in words: `killed by signal 9 (SIGKILL)`, `exited with status 1`."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"killed by signal {-status} ({signals.Signals(-status).name})"
+    except ValueError:
+        return f"killed by signal {-status}"

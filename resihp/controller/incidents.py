@@ -1,0 +1,96 @@
+"""Root causes: collected while a transition is under way, logged when it is decided; and the end of the job."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from resihp.controller import interface as api
+from resihp.controller.state import Incident, Job, Member
+from resihp.journal import (
+    FailureFound,
+    JobEnded,
+    Suspected,
+    WorkerEnded,
+)
+
+
+def traceback_of(job: Job, rank: int) -> str:
+    raised = job.members[rank].raised
+    return f"{job.where(rank)} raised:\n{raised.traceback.rstrip()}" if raised else ""
+
+
+def program_is_broken(job: Job, rank: int, count: int) -> None:
+    raised = job.members[rank].raised
+    assert raised is not None
+    job.say("error", traceback_of(job, rank))
+    job.incidents = [
+        Incident(
+            "program",
+            "script",
+            f"{count} ranks raised the same: {raised.error}",
+            set(),
+            None,
+            None,
+            raised.traceback[-4000:],
+            job.now,
+            job.committed + 1,
+            job.epoch,
+        )
+    ]
+    log_incidents(job)
+    end(job, 93, f"the training script fails in the same way on {count} ranks: {raised.error}; no node is to blame")
+
+
+def bury(job: Job, member: Member, status: int | None) -> None:
+    member.alive = False
+    job.do(api.Log(entry=WorkerEnded(rank=member.rank, exit=status, epoch=job.epoch)))
+    clear_suspicion(job, member)
+    if job.transition is not None:
+        job.transition.waiting.discard(member.rank)
+
+
+def log_incidents(job: Job) -> list[int]:
+    numbers = []
+    for incident in job.incidents:
+        job.failures += 1
+        numbers.append(job.failures)
+        job.do(
+            api.Log(
+                entry=FailureFound(
+                    failure=job.failures,
+                    kind=incident.kind,
+                    component=incident.component,
+                    cause=incident.cause,
+                    ranks=tuple(sorted(incident.ranks)),
+                    node=incident.node,
+                    device=incident.device,
+                    iteration=incident.iteration,
+                    epoch=incident.epoch,
+                    evidence=incident.evidence,
+                    detect_s=incident.detect_s,
+                )
+            )
+        )
+    return numbers
+
+
+def clear_suspicion(job: Job, member: Member) -> None:
+    if member.suspected:
+        member.suspected = False
+        if member.alive:
+            entry = Suspected(rank=member.rank, node=member.node, evidence="progress again", cleared=True)
+            job.do(api.Log(entry=entry))
+
+
+def end(job: Job, exit_code: int, reason: str, workers_leave: bool = False) -> None:
+    if job.phase == "ended":
+        return
+    log_incidents(job)
+    job.incidents = []
+    job.phase = "ended"
+    state: Literal["completed", "failed", "cancelled"] = "completed" if exit_code == 0 else "failed"
+    if exit_code in (130, 143):
+        state = "cancelled"
+    job.say("progress" if exit_code == 0 else "error", reason)
+    job.do(api.Log(entry=JobEnded(exit_code=exit_code, state=state, reason=reason)))
+    job.do(api.End(exit_code=exit_code, reason=reason, workers_leave=workers_leave))

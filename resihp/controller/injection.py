@@ -1,0 +1,70 @@
+"""Faults on purpose: carried out when a rank reports that their moment has come, or at once for an operator."""
+
+from __future__ import annotations
+
+import signal as signals
+
+from resihp.controller import interface as api
+from resihp.controller.state import Job, Member, natural
+from resihp.faults import Fault
+from resihp.journal import (
+    FaultInjected,
+)
+from resihp.protocol import messages as m
+
+
+def fault_due(job: Job, member: Member, fault_id: int) -> None:
+    armed = job.faults.get(fault_id)
+    if armed is None or armed.fired_at is not None:
+        job.order((member.rank,), m.FaultGo(fault=fault_id, fire=False))
+        return
+    obstacle = inject(job, armed.fault)
+    if obstacle is None:
+        armed.fired_at = job.now
+    else:
+        armed.refused = obstacle
+    hits_itself = armed.fault.rank == member.rank or armed.fault.node == member.node
+    if obstacle is not None or not hits_itself:
+        job.order((member.rank,), m.FaultGo(fault=fault_id, fire=False))
+
+
+def inject(job: Job, fault: Fault) -> str | None:
+    """Carry out a fault; returns why not, if it cannot be."""
+    if fault.rank is not None:
+        member = job.members.get(fault.rank)
+        if member is None:
+            return f"there is no rank {fault.rank}"
+        if not member.alive:
+            return f"rank {fault.rank} was already gone"
+        victims = [fault.rank]
+    else:
+        node = job.nodes.get(fault.node or "")
+        if node is None:
+            return f"there is no node {fault.node}; the job has {', '.join(sorted(job.nodes, key=natural))}"
+        if not node.alive:
+            return f"node {fault.node} was already gone"
+        victims = [rank for rank in job.live if job.members[rank].node == node.name]
+    entry = FaultInjected(
+        fault=fault.id, text=str(fault), rank=fault.rank, node=fault.node, iteration=job.committed + 1
+    )
+    job.do(api.Log(entry=entry))
+    for rank in victims:
+        job.signalled.setdefault(rank, job.now)
+    if fault.kind in ("hang", "raise"):
+        job.order(tuple(victims), m.FaultGo(fault=fault.id, fire=True))
+        return None
+    number = int(signals.SIGSTOP if fault.kind == "stop" else signals.SIGKILL)
+    if fault.node is not None:
+        job.do(api.SignalNode(node=fault.node, signal=number))
+    else:
+        job.do(api.SignalWorker(rank=victims[0], signal=number))
+    return None
+
+
+def inject_asked(job: Job, event: api.InjectAsked) -> None:
+    if event.fault.kind in ("hang", "raise"):
+        obstacle: str | None = f"{event.fault.kind} needs a moment: use resihp run --fault"
+    else:
+        obstacle = inject(job, event.fault)
+    text = obstacle or f"{event.fault} injected in iteration {job.committed + 1}"
+    job.do(api.Reply(request=event.request, ok=obstacle is None, text=text))

@@ -1,0 +1,132 @@
+"""Iterations: committed once any rank has taken their step (architecture.md, "One iteration, and when it counts")."""
+
+from __future__ import annotations
+
+from resihp.controller import incidents
+from resihp.controller import interface as api
+from resihp.controller.state import IterationReports, Job, Member
+from resihp.journal import (
+    IterationCommitted,
+    Reconfigured,
+)
+from resihp.protocol import messages as m
+
+
+def transition_done(job: Job) -> None:
+    """The first iteration under the new plan is committed: the interruption is over."""
+    transition = job.transition
+    if transition is None:
+        return
+    job.transition = None
+    if transition.initial or transition.action == "start":
+        return
+    job.do(
+        api.Log(
+            entry=Reconfigured(
+                epoch=transition.epoch,
+                failures=tuple(transition.failures),
+                attempts=transition.attempts,
+                action=transition.action,
+                park_s=transition.park_s,
+                plan_s=transition.plan_s,
+                groups_s=transition.groups_s,
+                state_s=transition.state_s,
+                first_iteration_s=job.now - transition.resumed_at,
+                seconds=job.now - transition.began_at,
+            )
+        )
+    )
+
+
+def stepped(job: Job, member: Member, report: m.Stepped) -> None:
+    note_step(job, member, report)
+    if job.phase != "running" or job.plan is None or report.epoch != job.epoch:
+        return
+    commit_reported(job)
+
+
+def note_step(job: Job, member: Member, report: m.Stepped) -> None:
+    member.stepped = max(member.stepped, report.outcome.iteration)
+    job.progress_at = member.progress_at = job.now
+    if report.outcome.iteration > job.committed:
+        reports = job.reports.setdefault(report.outcome.iteration, IterationReports())
+        if member.rank not in reports.by_rank:
+            reports.by_rank[member.rank] = report
+
+
+def commit_reported(job: Job) -> None:
+    """Commit iterations that every active rank has reported, in order."""
+    assert job.plan is not None
+    while (reports := job.reports.get(job.committed + 1)) is not None:
+        if any(rank not in reports.by_rank for rank in job.plan.layout.active):
+            return
+        commit_up_to(job, job.committed + 1)
+        if job.transition is not None:
+            transition_done(job)
+
+
+def commit_up_to(job: Job, iteration: int) -> None:
+    """Log every iteration up to this one as committed: somebody has taken its step."""
+    for i in range(job.committed + 1, iteration + 1):
+        reports = job.reports.pop(i)
+        seconds = reports.seconds or None
+        epoch = max(report.epoch for report in reports.by_rank.values())
+        job.committed = i
+        job.last_outcome = reports.outcome
+        job.do(
+            api.Log(
+                entry=IterationCommitted(
+                    epoch=min(epoch, job.plan.epoch) if job.plan else epoch,
+                    outcome=reports.outcome,
+                    seconds=seconds,
+                    predicted_seconds=None,
+                )
+            )
+        )
+        if seconds is not None:
+            job.recent.append(seconds)
+
+
+def finished(job: Job, member: Member) -> None:
+    member.finished = True
+    halt_when_finished(job)
+
+
+def halt_when_finished(job: Job) -> None:
+    if job.phase != "running" or job.plan is None or job.committed < job.goal:
+        return
+    if all(job.members[rank].finished for rank in job.plan.layout.active if job.members[rank].alive):
+        job.phase = "halting"
+        job.order(job.live, m.Halt(reason=f"iteration {job.goal} of {job.goal} is committed"))
+        end_when_gone(job)
+
+
+def end_when_gone(job: Job) -> None:
+    if job.live:
+        return
+    unfired = [armed for armed in job.faults.values() if armed.fired_at is None]
+    if unfired:
+        told = "; ".join(f"fault {armed.fault} did not fire: {armed.refused}" for armed in unfired)
+        incidents.end(job, 1, told)
+    elif job.phase == "halting":
+        incidents.end(job, 0, f"done: {job.committed} iterations", workers_leave=True)
+    else:
+        incidents.end(job, 0, "done", workers_leave=True)
+
+
+def checkpoint_part(job: Job, member: Member, part: m.CheckpointPart) -> None:
+    if job.plan is None or part.epoch != job.plan.epoch:
+        return
+    parts = job.parts.setdefault((part.epoch, part.iteration, part.folder), {})
+    parts[member.rank] = part
+    writers = job.plan.layout.replicas[0].ranks
+    if set(writers) <= parts.keys():
+        job.parts = {key: value for key, value in job.parts.items() if key[1] > part.iteration}
+        job.do(
+            api.CommitCheckpoint(
+                iteration=part.iteration,
+                folder=part.folder,
+                parts=tuple((parts[rank].file, parts[rank].bytes) for rank in writers),
+                seconds=max(p.seconds for p in parts.values()),
+            )
+        )

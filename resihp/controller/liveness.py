@@ -1,0 +1,70 @@
+"""Silence and lack of progress: when to suspect, when to give up, and whom. Pure functions of what was heard.
+
+Rules (interface.md, "Detection times"): a silent node is suspected after three missed beats and given up six seconds
+after it fell silent, unless its peers' collectives progress; a hang is suspected after max(3 beats, 3 predicted
+iterations) without progress and given up after max(15 s, 10 predicted iterations), at once if the process is stopped.
+A rank that waits in communication is a victim, never the culprit. Called by the controller on every tick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from resihp.controller.interface import Settings
+from resihp.controller.state import Member, Node
+
+STOPPED = frozenset("Tt")
+
+
+def silence_limit_s(settings: Settings) -> float:
+    """Silence, of a node's or of a worker's own beat, after which it is suspected."""
+    return settings.silent_beats * settings.beat_s
+
+
+def is_stopped(member: Member) -> bool:
+    """The kernel says that the process is stopped (SIGSTOP, a debugger)."""
+    return member.beat is not None and member.beat.state in STOPPED
+
+
+def is_mute(member: Member, now: float, settings: Settings) -> bool:
+    """The worker's own thread has not beaten for a while though its agent does: an interpreter that holds the GIL."""
+    if member.beat is None:
+        return False
+    return member.beat.age_s + (now - member.beat_at) > silence_limit_s(settings)
+
+
+def node_given_up(node: Node, committed: int, now: float, settings: Settings) -> bool:
+    """Silent for too long while nothing proves that it still computes.
+
+    Two iterations committed since its last beat cannot have been without it: the first may have been under way.
+    """
+    silent_s = now - node.last_beat
+    return silent_s > settings.node_given_up_s - settings.beat_s and committed < node.committed_when_silent + 2
+
+
+def hang_suspected_s(settings: Settings, predicted_s: float) -> float:
+    return max(silence_limit_s(settings), 3 * predicted_s)
+
+
+def hang_given_up_s(settings: Settings, predicted_s: float) -> float:
+    return max(settings.hang_given_up_s, 10 * predicted_s)
+
+
+def culprits(members: Iterable[Member], now: float, settings: Settings) -> list[Member]:
+    """Of ranks that make no progress together, those that keep the others waiting.
+
+    Stopped processes first; else those whose own thread is mute; else those that are not in communication. Empty when
+    all wait for each other: then it is the communication that is broken.
+    """
+    ranks = list(members)
+    stopped = [m for m in ranks if is_stopped(m)]
+    if stopped:
+        return stopped
+    mute = [m for m in ranks if is_mute(m, now, settings)]
+    if mute:
+        return mute
+    return [
+        m
+        for m in ranks
+        if m.beat is not None and m.beat.progress is not None and m.beat.progress.activity != "communication"
+    ]

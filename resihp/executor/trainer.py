@@ -1,0 +1,342 @@
+"""The training loop that users call: under an agent it follows plans, without one it trains plainly.
+
+`Trainer` owns the order of things in a worker (plan, communicators, iterations, step, report, park); how an iteration
+is computed is `engine.Engine`'s, how to talk to the supervisor `protocol.client`'s. It decides nothing about failures.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from resihp import checkpoints
+from resihp.errors import CheckpointError, CommunicatorError, LayoutError, ResihpError
+from resihp.executor import checkpoint
+from resihp.executor.engine import Engine
+from resihp.executor.optimizer import AdamW
+from resihp.faults import Fault, Phase
+from resihp.layout import Layout, validate
+from resihp.plan import Plan, spread
+from resihp.protocol import client as agent
+from resihp.protocol import messages as m
+from resihp.workload import Dataset
+
+COMMUNICATION_TIMEOUT_S = 1800.0
+"""Collectives are not timed out by the back end: the supervisor notices hangs sooner, and wakes who is blocked."""
+
+
+class Trainer:
+    """Trains a GPT-like model of megatron-core layers under whatever layout the job has.
+
+    ==================  =====================================================================================
+    `config`            megatron-core's TransformerConfig; a field that is not honoured raises ModelError
+    `vocab_size`        rows of the embedding; every tensor-parallel degree in use must divide it
+    `dataset`           `resihp.Dataset`: `micro_batches(iteration)`, pure
+    `optimizer`         `resihp.AdamW(...)`
+    `sequence`          longest document; positions restart with each document
+    `tp`, `pp`          degrees without `resihp run` (plain python or torchrun); with it, the job's are used
+    `checkpoint_*`      likewise: without `resihp run` only
+    ==================  =====================================================================================
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        vocab_size: int,
+        dataset: Dataset,
+        optimizer: AdamW,
+        sequence: int,
+        seed: int = 1234,
+        tp: int = 1,
+        pp: int = 1,
+        checkpoint_every: int = 0,
+        checkpoint_folder: str | os.PathLike[str] = "checkpoints",
+        resume: bool = False,
+    ) -> None:
+        self._client = agent.attach()
+        if "OMP_NUM_THREADS" not in os.environ or self._client is not None:
+            torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
+        self._tp, self._pp = tp, pp
+        self._every, self._folder, self._resume = checkpoint_every, Path(checkpoint_folder), resume
+        if self._client is not None:
+            start = self._client.start
+            self._every, self._folder, self._resume = (
+                start.checkpoint_every,
+                Path(start.checkpoint_folder),
+                start.resume,
+            )
+        self.engine = Engine(
+            config, vocab_size=vocab_size, dataset=dataset, optimizer=optimizer, seed=seed, sequence=sequence
+        )
+
+    def train(self, iterations: int) -> None:
+        """Train up to and including iteration `iterations`, from the newest checkpoint when resuming.
+
+        Raises a `UsageError` before any communicator is built when the job cannot run as it is.
+        """
+        found = checkpoints.newest_complete(self._folder) if self._resume else None
+        resume_from = checkpoints.iteration_of(found) if found else 0
+        if self._client is not None:
+            _Supervised(self._client, self.engine, found, resume_from, iterations, self._folder, self._every).run()
+        else:
+            self._train_alone(found, resume_from, iterations)
+
+    def _train_alone(self, found: Path | None, resume_from: int, iterations: int) -> None:
+        """Without an agent: torchrun's environment, or a single process."""
+        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        if world % (self._tp * self._pp):
+            raise LayoutError(f"tp={self._tp} pp={self._pp} does not divide the {world} processes that were started")
+        layout = Layout.uniform(
+            tp=self._tp, pp=self._pp, dp=world // (self._tp * self._pp), layers=self.engine.model.layers
+        )
+        validate(layout, self.engine.model)
+        plan = Plan(epoch=1, layout=layout, assignment=spread(self.engine.micro_batches, len(layout.replicas)))
+        self.engine.adopt(plan, rank)
+        if found is not None:
+            checkpoint.load(self.engine, found)
+        self.engine.connect(plan, rank, _torchrun_store(world), COMMUNICATION_TIMEOUT_S)
+        observer = _Silent()
+        for iteration in range(resume_from + 1, iterations + 1):
+            began = time.perf_counter()
+            outcome = self.engine.run(plan, iteration, observer)
+            self.engine.step(outcome)
+            if rank == 0:
+                print(
+                    f"iteration {iteration}/{iterations} | loss {outcome.loss:.6f} | "
+                    f"grad norm {outcome.gradient_norm:.4f} | {time.perf_counter() - began:.3f} s",
+                    flush=True,
+                )
+            if self._every and iteration % self._every == 0:
+                self._save_alone(plan, rank, iteration)
+        self.engine.disconnect()
+
+    def _save_alone(self, plan: Plan, rank: int, iteration: int) -> None:
+        folder = checkpoints.folder_of(self._folder, iteration)
+        writers = plan.layout.replicas[0].ranks
+        part = checkpoint.save_part(self.engine, folder) if rank in writers else None
+        parts: list[object] = [None] * len(plan.layout.active)
+        if len(parts) > 1:
+            torch.distributed.all_gather_object(parts, part)
+        else:
+            parts = [part]
+        if rank == 0:
+            checkpoints.write_manifest(folder, iteration, [p for p in parts if p is not None])  # type: ignore[misc]
+
+
+class _Silent:
+    """Observer of an iteration that nobody watches."""
+
+    def enter(self, phase: Phase) -> None: ...
+    def progressed(self) -> None: ...
+    def communicating(self, waits: bool) -> None: ...
+
+
+class _Supervised:
+    """One worker under a supervisor: takes orders, and is the observer of its own iterations."""
+
+    def __init__(
+        self,
+        client: agent.AgentClient,
+        engine: Engine,
+        found: Path | None,
+        resume_from: int,
+        iterations: int,
+        folder: Path,
+        every: int,
+    ) -> None:
+        self._client = client
+        self._engine = engine
+        self._rank = client.start.rank
+        self._found = found
+        self._resume_from = resume_from
+        self._iterations = iterations
+        self._folder = folder
+        self._every = every
+        self._proposal: m.Propose | None = None
+        self._plan: Plan | None = None
+        self._outcome: m.StepOutcome | None = None
+        """Outcome of the last step this rank took."""
+
+    def run(self) -> None:
+        client, engine = self._client, self._engine
+        client.on_park(engine.wake)
+        client.arm(self._absent)
+        client.declare(
+            m.Declare(
+                model=engine.model,
+                micro_batches=engine.micro_batches,
+                iterations=self._iterations,
+                resume_from=self._resume_from,
+                fingerprint=engine.fingerprint,
+            )
+        )
+        while True:
+            client.activity = "idle" if self._plan is None else "parked"
+            match client.next_order():
+                case m.Propose() as proposal:
+                    self._consider(proposal)
+                case m.Go() as go:
+                    self._go(go)
+                case m.Park() as park:
+                    self._park(park)
+                case m.Halt():
+                    engine.disconnect()
+                    return
+                case m.Start() | m.FaultGo():
+                    raise ResihpError("agent: sent an order that the training loop never waits for")
+
+    # --- orders -----------------------------------------------------------------------------------------------
+
+    def _consider(self, proposal: m.Propose) -> None:
+        """Check a plan and say so; nothing is touched yet."""
+        plan = proposal.plan
+        try:
+            validate(plan.layout, self._engine.model)
+            if plan.micro_batches != self._engine.micro_batches:
+                raise LayoutError(f"{plan.micro_batches} micro-batches assigned, the data set has another number")
+        except LayoutError as error:
+            self._client.send(m.Object(epoch=plan.epoch, reason=str(error)))
+            return
+        self._proposal = proposal
+        self._client.send(m.Confirm(epoch=plan.epoch, digest=plan.digest))
+
+    def _park(self, park: m.Park) -> None:
+        engine = self._engine
+        engine.disconnect()
+        self._client.send(
+            m.Parked(
+                epoch=park.epoch,
+                stepped=engine.stepped,
+                outcome=self._outcome,
+                ready=engine.ready == engine.stepped + 1,
+            )
+        )
+
+    def _go(self, go: m.Go) -> None:
+        proposal, client = self._proposal, self._client
+        if proposal is None or proposal.plan.epoch != go.epoch or client.park_asked(go.epoch):
+            return  # overtaken by a newer epoch, whose order to park is next in the queue
+        plan = self._plan = proposal.plan
+        client.epoch, client.iteration = go.epoch, go.next_iteration
+        began = time.perf_counter()
+        active = plan.layout.place(self._rank) is not None
+        try:
+            self._engine.adopt(plan, self._rank)
+            if not active:
+                return
+            if self._found is not None and self._engine.stepped < self._resume_from:
+                checkpoint.load(self._engine, self._found)
+            self._finish(go.finish)
+            if self._engine.stepped != go.next_iteration - 1:
+                raise CheckpointError(
+                    f"rank {self._rank}: holds the state of iteration {self._engine.stepped}, "
+                    f"the plan of epoch {go.epoch} begins at {go.next_iteration}"
+                )
+            state_s = time.perf_counter() - began
+            began = time.perf_counter()
+            client.activity = "communication"
+            self._engine.connect(plan, self._rank, (go.store_host, go.store_port), COMMUNICATION_TIMEOUT_S)
+            groups_s = time.perf_counter() - began
+            if client.park_asked(go.epoch):
+                return
+            client.send(m.Resumed(epoch=go.epoch, groups_s=groups_s, state_s=state_s))
+            self._iterate(plan, go.next_iteration)
+        except CommunicatorError as error:
+            if not client.park_asked(go.epoch):
+                client.send(m.Stuck(epoch=go.epoch, error=str(error)))
+
+    def _finish(self, finish: m.StepOutcome | None) -> None:
+        """Take the step that others took before the failure, with their coefficients."""
+        engine = self._engine
+        if finish is not None and engine.stepped == finish.iteration - 1 and engine.ready == finish.iteration:
+            engine.step(finish)
+            self._outcome = finish
+
+    def _iterate(self, plan: Plan, first: int) -> None:
+        client, engine = self._client, self._engine
+        for iteration in range(first, self._iterations + 1):
+            client.iteration = iteration
+            client.activity = "compute"
+            began = time.perf_counter()
+            outcome = engine.run(plan, iteration, self)
+            self.enter("step")
+            engine.step(outcome)
+            self._outcome = outcome
+            client.send(
+                m.Stepped(
+                    epoch=plan.epoch,
+                    outcome=outcome,
+                    seconds=time.perf_counter() - began,
+                    compute_s=engine.compute_s,
+                )
+            )
+            if self._every and iteration % self._every == 0:
+                self._save(plan, iteration)
+        client.activity = "idle"
+        client.send(m.Finished(iteration=self._iterations))
+
+    def _save(self, plan: Plan, iteration: int) -> None:
+        if self._rank not in plan.layout.replicas[0].ranks:
+            return
+        with self._activity("checkpoint"):
+            began = time.perf_counter()
+            folder = checkpoints.folder_of(self._folder, iteration)
+            file, size = checkpoint.save_part(self._engine, folder)
+            self._client.send(
+                m.CheckpointPart(
+                    epoch=plan.epoch,
+                    iteration=iteration,
+                    folder=str(folder),
+                    file=file,
+                    bytes=size,
+                    seconds=time.perf_counter() - began,
+                )
+            )
+
+    def _absent(self, fault: Fault) -> bool:
+        """Whether a fault's target has no work now, so that the first rank to come by stands in for its moment."""
+        if self._plan is None:
+            return False
+        nodes = self._client.start.nodes
+        if fault.rank is not None:
+            return self._plan.layout.place(fault.rank) is None
+        return all(nodes[rank] != fault.node for rank in self._plan.layout.active if rank < len(nodes))
+
+    # --- observer of the engine -------------------------------------------------------------------------------
+
+    def enter(self, phase: Phase) -> None:
+        self._client.faults_at(self._client.iteration, phase)
+
+    def progressed(self) -> None:
+        self._client.primitives += 1
+
+    def communicating(self, waits: bool) -> None:
+        self._client.activity = "communication" if waits else "compute"
+
+    @contextmanager
+    def _activity(self, name: agent.Activity) -> Iterator[None]:
+        before, self._client.activity = self._client.activity, name
+        try:
+            yield
+        finally:
+            self._client.activity = before
+
+
+def _torchrun_store(world: int) -> tuple[str, int] | torch.distributed.Store:
+    """The store of torchrun, or of plain environment variables; a private one for a single process."""
+    if world == 1:
+        return torch.distributed.HashStore()
+    try:
+        store, _, _ = next(torch.distributed.rendezvous("env://"))
+    except ValueError as error:
+        raise LayoutError(
+            f"WORLD_SIZE={world} without a rendezvous ({error}); start with torchrun or resihp run"
+        ) from error
+    return store

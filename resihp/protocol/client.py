@@ -1,0 +1,195 @@
+"""The worker's end of the socket to its agent: orders in, reports and beats out.
+
+One thread beats and listens; the main thread sends what it has to say and fetches orders when it is ready for them. Two
+orders act at once, whatever the main thread does: `Park` wakes it from a blocked collective, and the end of the socket
+(the agent is gone) ends the process: without an agent nobody could fence it. Used by `resihp.executor.trainer`; decides
+nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Literal
+
+from resihp.errors import CommunicatorError, ProtocolError, ResihpError, UsageError
+from resihp.faults import Fault, Phase
+from resihp.protocol import messages as m
+from resihp.protocol.framing import LocalChannel
+
+AGENT_FD = "RESIHP_AGENT_FD"
+BEAT_S = 1.0
+AGENT_GONE_STATUS = 70
+"""Exit status of a worker whose agent vanished (EX_SOFTWARE of sysexits.h)."""
+
+Activity = Literal["starting", "compute", "communication", "parked", "checkpoint", "idle"]
+
+
+class InjectedFaultError(ResihpError):
+    """The exception that a `raise` fault raises in the user's thread."""
+
+
+class AgentClient:
+    """This worker's conversation with its agent. Thread-safe where noted; everything else is the main thread's."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._channel = LocalChannel(sock)
+        start = self._channel.recv(m.WorkerOrder)
+        if not isinstance(start, m.Start):
+            raise ProtocolError(f"agent: first frame is {type(start).__name__}, expected Start")
+        self.start = start
+        self.park_epoch = 0
+        """Newest epoch that somebody asked this rank to park for."""
+        self.epoch = 0
+        self.iteration = 0
+        self.primitives = 0
+        self.activity: Activity = "starting"
+        self.declared = False
+        self._orders: queue.SimpleQueue[m.WorkerOrder] = queue.SimpleQueue()
+        self._fault_answers: queue.SimpleQueue[m.FaultGo] = queue.SimpleQueue()
+        self._spent: set[int] = set()
+        self._wake: Callable[[], None] = lambda: None
+        self._absent: Callable[[Fault], bool] = lambda fault: False
+        threading.Thread(target=self._listen, name="resihp-agent", daemon=True).start()
+
+    # --- to the agent -----------------------------------------------------------------------------------------
+
+    def send(self, message: m.WorkerMessage) -> None:
+        """Send one message. Any thread. A vanished agent ends the process."""
+        try:
+            self._channel.send(message)
+        except OSError:
+            os._exit(AGENT_GONE_STATUS)
+
+    def declare(self, declaration: m.Declare) -> None:
+        self.declared = True
+        self.send(declaration)
+
+    # --- from the agent ---------------------------------------------------------------------------------------
+
+    def on_park(self, wake: Callable[[], None]) -> None:
+        """`wake` is called in the listening thread when a `Park` arrives; it must unblock the main thread."""
+        self._wake = wake
+
+    def next_order(self) -> m.WorkerOrder:
+        """Block until the next order to the main thread. A `hang` or `raise` fault may strike here (standby ranks)."""
+        while True:
+            order = self._orders.get()
+            if isinstance(order, m.FaultGo):
+                self._suffer(order)
+            else:
+                return order
+
+    def park_asked(self, epoch: int) -> bool:
+        """Whether an epoch newer than `epoch` was announced."""
+        return self.park_epoch > epoch
+
+    def _listen(self) -> None:
+        next_beat = time.monotonic()
+        while True:
+            patience_s = next_beat - time.monotonic()
+            if patience_s <= 0:
+                self.send(
+                    m.Progress(
+                        epoch=self.epoch, iteration=self.iteration, primitives=self.primitives, activity=self.activity
+                    )
+                )
+                next_beat = time.monotonic() + BEAT_S
+                continue
+            if not select.select([self._socket], [], [], patience_s)[0]:
+                continue
+            try:
+                order = self._channel.recv(m.WorkerOrder)
+            except (OSError, EOFError, ProtocolError):
+                os._exit(AGENT_GONE_STATUS)
+            if isinstance(order, m.Park):
+                self.park_epoch = max(self.park_epoch, order.epoch)
+                self._wake()
+            if isinstance(order, m.FaultGo) and self._waiting_for == order.fault:
+                self._fault_answers.put(order)
+            else:
+                self._orders.put(order)
+
+    # --- faults on purpose ------------------------------------------------------------------------------------
+
+    _waiting_for: int | None = None
+
+    def arm(self, absent: Callable[[Fault], bool]) -> None:
+        """`absent(fault)` tells whether the fault's target has no work in the present plan."""
+        self._absent = absent
+
+    def faults_at(self, iteration: int, phase: Phase) -> None:
+        """Called when the main thread enters `phase` of `iteration`: report due faults, wait, suffer them.
+
+        Raises InjectedFaultError for `raise`; CommunicatorError when asked to park while it waits.
+        """
+        for fault in self.start.faults:
+            if fault.id in self._spent or (fault.iteration, fault.phase) != (iteration, phase):
+                continue
+            mine = fault.rank == self.start.rank or fault.node == self.start.node
+            if mine or self._absent(fault):
+                self._ask(fault)
+
+    def _ask(self, fault: Fault) -> None:
+        epoch = self.epoch
+        self._waiting_for = fault.id
+        self.send(m.FaultDue(fault=fault.id))
+        while True:
+            try:
+                answer = self._fault_answers.get(timeout=0.05)
+            except queue.Empty:
+                if self.park_asked(epoch):
+                    self._waiting_for = None
+                    raise CommunicatorError("asked to park while a fault was due") from None
+                continue
+            if answer.fault == fault.id:
+                break
+        self._waiting_for = None
+        self._spent.add(fault.id)
+        self._suffer(answer)
+
+    def _suffer(self, go: m.FaultGo) -> None:
+        if not go.fire:
+            return
+        fault = next((fault for fault in self.start.faults if fault.id == go.fault), None)
+        if fault is not None and fault.kind == "raise":
+            raise InjectedFaultError(f"fault injected: {fault}")
+        self.activity = "compute"
+        while True:  # hang: stuck in user code, alive and beating
+            time.sleep(3600)
+
+
+_client: AgentClient | None = None
+
+
+def attach() -> AgentClient | None:
+    """The client of this process, or None when it was not started by an agent."""
+    global _client
+    if _client is None and AGENT_FD in os.environ:
+        _client = AgentClient(socket.socket(fileno=int(os.environ[AGENT_FD])))
+    return _client
+
+
+def report_exception(error: BaseException) -> None:
+    """Tell the supervisor that the user's script is about to end with `error`. Called by the fork server's child."""
+    client = attach()
+    if client is None:
+        return
+    if isinstance(error, UsageError) and not client.declared:
+        client.send(m.Refuse(reason=str(error)))
+        return
+    text = str(error).strip().splitlines()
+    client.send(
+        m.Raised(
+            iteration=client.iteration,
+            error=f"{type(error).__name__}: {text[0][:500] if text else ''}".rstrip(": "),
+            traceback="".join(traceback.format_exception(error))[-16000:],
+        )
+    )

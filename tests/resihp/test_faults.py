@@ -1,0 +1,79 @@
+"""`--fault` values: what is understood, and what is said about those that are not."""
+
+from __future__ import annotations
+
+import pytest
+
+from resihp.errors import ConfigurationError
+from resihp.faults import Fault, parse
+
+GOOD = [
+    ("kill:rank=1@iteration=3", Fault(id=7, kind="kill", rank=1, iteration=3)),
+    ("kill:rank=1@iteration=3,phase=backward", Fault(id=7, kind="kill", rank=1, iteration=3, phase="backward")),
+    ("crash:rank=0@iteration=1,phase=reduce", Fault(id=7, kind="crash", rank=0, iteration=1, phase="reduce")),
+    ("kill:node=n2@iteration=12,phase=step", Fault(id=7, kind="kill", node="n2", iteration=12, phase="step")),
+    ("stop:node=gpu-17@phase=forward,iteration=2", Fault(id=7, kind="stop", node="gpu-17", iteration=2)),
+    ("stop:rank=5@iteration=2", Fault(id=7, kind="stop", rank=5, iteration=2)),
+    ("hang:rank=5@iteration=2", Fault(id=7, kind="hang", rank=5, iteration=2)),
+    ("raise:rank=5@iteration=2", Fault(id=7, kind="raise", rank=5, iteration=2)),
+]
+
+
+@pytest.mark.parametrize(("text", "fault"), GOOD, ids=[text for text, _ in GOOD])
+def test_parses(text: str, fault: Fault) -> None:
+    assert parse(text, 7) == fault
+
+
+@pytest.mark.parametrize("text", [text for text, _ in GOOD])
+def test_its_own_words_parse_to_itself(text: str) -> None:
+    fault = parse(text, 1)
+    assert parse(str(fault), 1) == fault
+
+
+BAD = [
+    ("", "expected KIND:TARGET@WHEN"),
+    ("kill", "expected KIND:TARGET@WHEN"),
+    ("kill:rank=1", "expected KIND:TARGET@WHEN"),
+    ("kill@iteration=3", "expected KIND:TARGET@WHEN"),
+    ("explode:rank=1@iteration=3", "unknown kind 'explode', one of kill, crash, stop, hang, raise"),
+    ("KILL:rank=1@iteration=3", "unknown kind 'KILL'"),
+    ("kill:1@iteration=3", "'1' is not one key=value"),
+    ("kill:rank=1,rank=2@iteration=3", "'rank=2' is not one key=value"),
+    ("kill:rank=1@iteration=3,", "'' is not one key=value"),
+    ("kill:rank=1,speed=0.5@iteration=3", "speed does not apply to kill"),
+    ("kill:link=n1-n2@iteration=3", "link does not apply to kill"),
+    ("kill:rank=1@iteration=3,until=5", "until does not apply to kill"),
+    ("kill:rank=1,node=n2@iteration=3", "one of rank=R and node=N"),
+    ("kill:phase=step@iteration=3", "one of rank=R and node=N"),
+    ("hang:node=n2@iteration=3", "hang happens to a rank, not to a node"),
+    ("raise:node=n2@iteration=3", "raise happens to a rank, not to a node"),
+    ("kill:rank=1@iteration=3,phase=sideways", "unknown phase 'sideways', one of forward, backward, reduce, step"),
+    ("kill:rank=1@phase=step", "iteration and rank are whole numbers"),
+    ("kill:rank=one@iteration=3", "iteration and rank are whole numbers"),
+    ("kill:rank=1@iteration=3.5", "iteration and rank are whole numbers"),
+    ("kill:rank=1@iteration=0", "iterations count from 1, ranks from 0"),
+    ("kill:rank=-1@iteration=3", "iterations count from 1, ranks from 0"),
+    ("kill:node=@iteration=3", "node"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BAD, ids=[text or "empty" for text, _ in BAD])
+def test_refuses_and_quotes_what_is_wrong(text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse(text, 0)
+    told = str(caught.value)
+    assert told.startswith(f"fault {text!r}: ")
+    assert message in told
+
+
+@pytest.mark.parametrize("text", [text for text, message in BAD if "unknown" not in message])
+def test_refusals_show_a_valid_example(text: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse(text, 0)
+    parse(str(caught.value).rpartition("example: ")[2], 0)
+
+
+def test_target_names_rank_or_node() -> None:
+    assert parse("kill:rank=1@iteration=3", 0).target == "rank=1"
+    assert parse("kill:node=n2@iteration=3", 0).target == "node=n2"
+    assert str(Fault(id=1, kind="kill", rank=3)) == "kill:rank=3"

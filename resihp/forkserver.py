@@ -9,7 +9,6 @@ threads when it forks. It dies with the agent, and its children with it.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import importlib
 import os
@@ -23,14 +22,13 @@ from typing import Literal, NoReturn
 import msgspec
 
 from resihp.errors import ProtocolError
+from resihp.process import die_with_parent, threads
 from resihp.protocol.framing import LocalChannel
 from resihp.worker_process import become
 
 PRELOAD = "torch,resihp.executor"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Environment of the fork server: with more threads, libraries start theirs on import, and a fork loses them."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -85,18 +83,6 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 Request = Fork | Deliver
 Report = Ready | Unable | Forked | NotForked | Ended
-
-
-def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Ask the kernel for `number` when the parent process ends; end at once if it already has."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(0)
-
-
-def threads() -> int:
-    """Threads of this process, native ones included."""
-    return len(os.listdir("/proc/self/task"))
 
 
 class ForkServer:
@@ -208,8 +194,9 @@ def main(arguments: list[str] | None = None) -> None:
     begun = time.monotonic()
     try:
         preload(options.preload)
-    except Exception as error:  # noqa: BLE001 - whatever an import raises is for the user to read
-        channel.send(Unable(reason=f"{sys.executable}: cannot import {options.preload}: {type(error).__name__}: {error}"))
+    except Exception as error:
+        what = f"{sys.executable}: cannot import {options.preload}: {type(error).__name__}: {error}"
+        channel.send(Unable(reason=what))
         raise
     server = ForkServer(channel)
     channel.send(Ready(seconds=time.monotonic() - begun))

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import msgspec
 
-from resihp.forkserver import die_with_parent
+from resihp.process import die_with_parent
 from resihp.protocol.framing import LocalChannel
 
 TIMEOUT_S = 300.0
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = LocalChannel(socket.socket(fileno=options.fd))
 
-    from torch.distributed import TCPStore  # two seconds: the parent is not to wait for them before the checks above
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # two seconds: after the checks above
 
     listener = socket.socket(fileno=options.listen)
     port = listener.getsockname()[1]

@@ -31,7 +31,7 @@ def exited(job: Job, event: api.WorkerExited) -> None:
         exited_early(job, member, event.status)
         return
     incident(job, member, event.status)
-    transition_after(job, f"{job.where(member.rank)}: {_ending(event.status)}")
+    transition_after(job, {member.rank}, f"{job.where(member.rank)}: {_ending(event.status)}")
 
 
 def exited_early(job: Job, member: Member, status: int) -> None:
@@ -94,13 +94,14 @@ def incident(job: Job, member: Member, status: int) -> None:
     )
 
 
-def transition_after(job: Job, reason: str) -> None:
-    """After a loss: park, unless everybody left has finished and nothing needs them any more."""
+def transition_after(job: Job, lost: set[int], reason: str) -> None:
+    """After the loss of these ranks: park, unless nobody waits for them: they were standby, or all is done."""
     if job.phase == "gathering" or job.phase == "ended":
         return
-    if job.phase == "running" and job.plan is not None and job.committed >= job.goal and not job.transition:
-        alive = [rank for rank in job.plan.layout.active if job.members[rank].alive]
-        if alive and all(job.members[rank].stepped >= job.goal for rank in alive):
+    if job.phase == "running" and job.plan is not None:
+        active = [rank for rank in job.plan.layout.active if job.members[rank].alive]
+        done = not job.transition and active and all(job.members[rank].stepped >= job.goal for rank in active)
+        if done or lost.isdisjoint(job.plan.layout.active):
             incidents.log_incidents(job)
             job.incidents = []
             iterations.halt_when_finished(job)
@@ -145,7 +146,7 @@ def node_lost(job: Job, name: str, reason: str) -> None:
             job.now - min(injected) if injected else None,
         )
     )
-    transition_after(job, f"node {name}: {reason}")
+    transition_after(job, victims, f"node {name}: {reason}")
 
 
 def communication_failed(job: Job, evidence: str) -> None:

@@ -11,6 +11,8 @@ from resihp.journal import (
 )
 from resihp.protocol import messages as m
 
+MOST_OPEN = 3
+
 
 def transition_done(job: Job) -> None:
     """The first iteration under the new plan is committed: the interruption is over."""
@@ -46,6 +48,10 @@ def stepped(job: Job, member: Member, report: m.Stepped) -> None:
 
 
 def note_step(job: Job, member: Member, report: m.Stepped) -> None:
+    """Remember that a rank took a step. A report from before a decision that has been made without it is void."""
+    parking = job.transition is not None and job.transition.stage == "parking"
+    if report.epoch < job.epoch and not parking:
+        return
     member.stepped = max(member.stepped, report.outcome.iteration)
     job.progress_at = member.progress_at = job.now
     if report.outcome.iteration > job.committed:
@@ -55,10 +61,14 @@ def note_step(job: Job, member: Member, report: m.Stepped) -> None:
 
 
 def commit_reported(job: Job) -> None:
-    """Commit iterations that every active rank has reported, in order."""
+    """Commit iterations in order, each when every active rank has reported it.
+
+    Reports that a silent control connection holds back are not waited for longer than `MOST_OPEN` iterations.
+    """
     assert job.plan is not None
     while (reports := job.reports.get(job.committed + 1)) is not None:
-        if any(rank not in reports.by_rank for rank in job.plan.layout.active):
+        missing = any(rank not in reports.by_rank for rank in job.plan.layout.active)
+        if missing and job.furthest <= job.committed + MOST_OPEN:
             return
         commit_up_to(job, job.committed + 1)
         if job.transition is not None:

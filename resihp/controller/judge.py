@@ -20,7 +20,7 @@ def beat(job: Job, event: api.AgentBeat) -> None:
     if node is None or not node.alive:
         return
     node.last_beat = job.now
-    node.committed_when_silent = job.committed
+    node.furthest_when_heard = job.furthest
     if node.suspected:
         node.suspected = False
         job.do(api.Log(entry=Suspected(rank=None, node=node.name, evidence="beats again", cleared=True)))
@@ -60,7 +60,7 @@ def judge_nodes(job: Job) -> None:
             text = f"{job.settings.silent_beats} missed beats, last {job.now - node.last_beat:.1f} s ago"
             job.do(api.Log(entry=Suspected(rank=None, node=node.name, evidence=text)))
             job.say("notice", f"node {node.name}: suspected, {text}")
-        if node.suspected and needed(job, node) and liveness.node_given_up(node, job.committed, job.now, job.settings):
+        if node.suspected and needed(job, node) and liveness.node_given_up(node, job.furthest, job.now, job.settings):
             failures.node_lost(job, node.name, f"silent for {job.now - node.last_beat:.1f} s, no progress without it")
 
 

@@ -33,13 +33,13 @@ def is_mute(member: Member, now: float, settings: Settings) -> bool:
     return member.beat.age_s + (now - member.beat_at) > silence_limit_s(settings)
 
 
-def node_given_up(node: Node, committed: int, now: float, settings: Settings) -> bool:
+def node_given_up(node: Node, furthest: int, now: float, settings: Settings) -> bool:
     """Silent for too long while nothing proves that it still computes.
 
-    Two iterations committed since its last beat cannot have been without it: the first may have been under way.
+    Two iterations stepped since its last beat cannot have been without it: the first may have been under way.
     """
     silent_s = now - node.last_beat
-    return silent_s > settings.node_given_up_s - settings.beat_s and committed < node.committed_when_silent + 2
+    return silent_s > settings.node_given_up_s - settings.beat_s and furthest < node.furthest_when_heard + 2
 
 
 def hang_suspected_s(settings: Settings, predicted_s: float) -> float:

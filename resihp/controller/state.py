@@ -34,8 +34,8 @@ class Node:
     alive: bool = True
     last_beat: float = 0.0
     suspected: bool = False
-    committed_when_silent: int = 0
-    """Committed iterations when its last beat came: peers that go on from there prove that it computes."""
+    furthest_when_heard: int = 0
+    """The furthest iteration that any rank had stepped when its last beat came."""
 
 
 @dataclass
@@ -169,6 +169,11 @@ class Job:
     @property
     def live(self) -> tuple[int, ...]:
         return tuple(sorted(rank for rank, member in self.members.items() if member.alive))
+
+    @property
+    def furthest(self) -> int:
+        """The furthest iteration whose step any rank has reported."""
+        return max((member.stepped for member in self.members.values()), default=0)
 
     @property
     def predicted_s(self) -> float:

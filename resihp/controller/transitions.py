@@ -63,9 +63,6 @@ def decide_when_parked(job: Job) -> None:
     transition.park_s = job.now - transition.began_at
     iterations.commit_up_to(job, max(job.reports, default=job.committed))
     transition.failures += incidents.log_incidents(job)
-    if job.plan is None and transition.plan is None:
-        incidents.end(job, 1, "a worker was lost before the first plan")
-        return
     base = layout_in_force(job)
     lost = frozenset(rank for rank in base.ranks if not job.members[rank].alive)
     stale = frozenset(rank for rank in base.active if rank not in lost and not can_go_on(job, rank))
@@ -76,7 +73,10 @@ def decide_when_parked(job: Job) -> None:
     if not layout.replicas:
         incidents.end(job, 5, f"no whole replica is left: {loss_of_replicas(job, base)}")
         return
-    transition.action = "commit" if job.committed > transition.committed_before else "redo"
+    if job.committed > transition.committed_before:
+        transition.action = "commit"
+    else:
+        transition.action = "start" if transition.initial else "redo"
     transition.finish = job.last_outcome
     model = declaration(job)
     reason = "; ".join(i.cause for i in job.incidents) or "communication rebuilt"

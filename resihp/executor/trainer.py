@@ -121,13 +121,10 @@ class Trainer:
         folder = checkpoints.folder_of(self._folder, iteration)
         writers = plan.layout.replicas[0].ranks
         part = checkpoint.save_part(self.engine, folder) if rank in writers else None
-        parts: list[object] = [None] * len(plan.layout.active)
-        if len(parts) > 1:
-            torch.distributed.all_gather_object(parts, part)
-        else:
-            parts = [part]
+        parts = self.engine.gather(part)
         if rank == 0:
-            checkpoints.write_manifest(folder, iteration, [p for p in parts if p is not None])  # type: ignore[misc]
+            written = [(str(file), int(size)) for file, size in (p for p in parts if p is not None)]
+            checkpoints.write_manifest(folder, iteration, written, self.engine.fingerprint)
 
 
 class _Silent:
@@ -213,7 +210,7 @@ class _Supervised:
         self._client.send(
             m.Parked(
                 epoch=park.epoch,
-                stepped=engine.stepped,
+                stepped=max(engine.stepped, self._resume_from),  # what it has not loaded yet, it can
                 outcome=self._outcome,
                 ready=engine.ready == engine.stepped + 1,
             )

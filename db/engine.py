@@ -1,0 +1,159 @@
+"""From a ledger's URL to a SQLAlchemy engine: which databases we speak to, and how each one is opened.
+
+Used by the writer, the migrations and the queries. Every refusal is a LedgerError of one line that names the URL, its
+password masked, and what to do.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, Engine, create_engine, event
+from sqlalchemy.engine import Connection, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy.pool import ConnectionPoolEntry
+
+from resihp.errors import LedgerError
+
+LEDGER_FILE = "ledger.db"
+BUSY_TIMEOUT_S = 5.0
+EXAMPLES = "use sqlite:///PATH or postgresql+psycopg://USER@HOST/DATABASE"
+NETWORK_FILE_SYSTEMS = frozenset(
+    """
+    9p afs beegfs ceph cifs fuse.beegfs fuse.ceph fuse.dfuse fuse.glusterfs fuse.juicefs fuse.lustre fuse.s3fs
+    fuse.sshfs gfs2 glusterfs gpfs lustre nfs nfs4 ocfs2 orangefs panfs pvfs2 quobyte smb3 smbfs wekafs
+    """.split()  # noqa: SIM905 - a list of one word a line would be a page
+)
+"""Types in /proc/mounts whose locks and shared memory SQLite's WAL cannot rely on (sqlite.org/wal.html)."""
+
+
+def default_url(job_folder: Path) -> str:
+    """The ledger of a job that names none: SQLite in the job's folder."""
+    return f"sqlite:///{job_folder.absolute() / LEDGER_FILE}"
+
+
+def masked(url: str | URL) -> str:
+    """`url` for messages: without its password, wherever it stands."""
+    text = url if isinstance(url, str) else url.render_as_string(hide_password=True)
+    text = re.sub(r"(://[^:/@]*):.*@", r"\1:***@", text)
+    return re.sub(r"(?i)([?&](?:password|passwd|sslpassword)=)[^&]*", r"\1***", text)
+
+
+def resolve(url: str, job_folder: Path | None = None) -> URL:
+    """What `url` names, absolute: `sqlite` alone is the job's own. Raises LedgerError if we cannot speak to it."""
+    if url == "sqlite":
+        if job_folder is None:
+            raise LedgerError(f"ledger sqlite: names no file; {EXAMPLES}")
+        url = default_url(job_folder)
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        raise LedgerError(f"ledger {masked(url)}: not a database's URL; {EXAMPLES}") from None
+    if parsed.drivername in ("postgresql", "postgres"):
+        parsed = parsed.set(drivername="postgresql+psycopg")
+    if parsed.drivername not in ("sqlite", "sqlite+pysqlite", "postgresql+psycopg"):
+        raise LedgerError(f"ledger {masked(url)}: driver {parsed.drivername} is not known here; {EXAMPLES}")
+    if parsed.get_backend_name() == "sqlite":
+        if not parsed.database or parsed.database == ":memory:" or parsed.database.startswith("file:"):
+            raise LedgerError(f"ledger {masked(url)}: names no file; {EXAMPLES}")
+        parsed = parsed.set(database=str(Path(parsed.database).expanduser().absolute()))
+    return parsed
+
+
+def file_of(url: URL) -> Path | None:
+    """SQLite's file; None for a server."""
+    return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
+
+
+def file_system(path: Path, mounts: str | None = None) -> str:
+    """Type of the file system that holds `path`, of the longest mount point above it; empty if it cannot be told."""
+    if mounts is None:
+        try:
+            mounts = Path("/proc/mounts").read_text(errors="replace")
+        except OSError:
+            return ""
+    target = path.resolve() if path.is_absolute() else path.absolute().resolve()
+    best, kind = -1, ""
+    for line in mounts.splitlines():
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        point = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[1]))
+        if target.is_relative_to(point) and len(point.parts) >= best:
+            best, kind = len(point.parts), fields[2]
+    return kind
+
+
+def is_on_network(url: URL) -> bool:
+    file = file_of(url)
+    return file is not None and file_system(file.parent) in NETWORK_FILE_SYSTEMS
+
+
+def make_engine(url: URL, *, write: bool) -> Engine:
+    """An engine whose transactions are real ones on SQLite too (pysqlite's own begin too late for migrations).
+
+    Nothing is opened yet. Writers take SQLite's lock when a transaction begins, so that it cannot fail half-way.
+    Raises LedgerError if the driver is not installed.
+    """
+    if url.get_backend_name() == "sqlite":
+        engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S})
+        wal = write and not is_on_network(url)
+
+        def connected(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
+            connection.isolation_level = None
+            connection.execute("PRAGMA foreign_keys=ON")
+            if write:
+                connection.execute(f"PRAGMA journal_mode={'WAL' if wal else 'DELETE'}")
+                connection.execute(f"PRAGMA synchronous={'NORMAL' if wal else 'FULL'}")
+
+        def begun(connection: Connection) -> None:
+            connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+        event.listen(engine, "connect", connected)
+        event.listen(engine, "begin", begun)
+        return engine
+    try:
+        arguments: dict[str, Any] = {} if "connect_timeout" in url.query else {"connect_timeout": 5}
+        return create_engine(url, connect_args=arguments, pool_pre_ping=True)
+    except (ModuleNotFoundError, NoSuchModuleError):
+        raise LedgerError(
+            f"ledger {masked(url)}: Python package psycopg is not installed; pip install 'psycopg[binary]', "
+            "or use sqlite"
+        ) from None
+
+
+def refusal(url: URL, error: DBAPIError | OSError) -> LedgerError:
+    """What to tell the user when the database at `url` cannot be opened."""
+    name = masked(url)
+    if isinstance(error, OSError):
+        return LedgerError(
+            f"ledger {name}: {error.strerror or error}; choose another folder with --ledger sqlite:///PATH"
+        )
+    words = (str(error.orig).strip().splitlines() or ["no answer"])[0].strip()
+    if "not a database" in words or "malformed" in words:
+        advice = "move the file away, or name another with --ledger"
+    elif "locked" in words:
+        advice = "another process holds it: try again when it is done, or name another with --ledger"
+    elif file_of(url) is not None:
+        advice = "is its folder writable? name another with --ledger sqlite:///PATH"
+    else:
+        advice = "is the server up, and may this user connect? name another with --ledger"
+    return LedgerError(f"ledger {name}: {words}; {advice}")
+
+
+def prepare_folder(url: URL) -> None:
+    """Make the folder of a SQLite file, for its owner alone. Raises LedgerError."""
+    file = file_of(url)
+    if file is None:
+        return
+    try:
+        with suppress(FileExistsError):
+            file.parent.mkdir(mode=0o700, parents=True)
+        if not file.parent.is_dir():
+            raise NotADirectoryError(20, f"{file.parent} is not a folder")
+    except OSError as error:
+        raise refusal(url, error) from error

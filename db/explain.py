@@ -1,0 +1,90 @@
+"""Journal entries in one line of words each, for the ledger's `events`, `status` and the live view. Pure.
+
+House style: lower case, subject first, ids in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from resihp import journal
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """`rank 5`, `ranks 0-3, 8`; `no rank`."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    if not runs:
+        return "no rank"
+    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank {words}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {words}"
+
+
+def _numbers(numbers: tuple[int, ...], one: str) -> str:
+    return f"{one} {numbers[0]}" if len(numbers) == 1 else f"{one}s {', '.join(map(str, numbers))}"
+
+
+def _exit(exit: int | None) -> str:
+    if exit is None:
+        return "gone with its node"
+    return f"killed by signal {-exit}" if exit < 0 else f"exited with status {exit}"
+
+
+def _failure(entry: journal.FailureFound) -> str:
+    cause = entry.cause
+    where = [entry.node] if entry.node is not None else []
+    if entry.device is not None:
+        where.append(f"device {entry.device}")
+    if len(entry.ranks) == 1 and where:
+        subject = f"rank {entry.ranks[0]}"
+        bare = cause.removeprefix(subject).strip(" :")
+        cause = f"{subject} ({' '.join(where)}) {bare}"
+    elif entry.ranks and entry.component == "node":
+        cause = f"{cause}, {rank_list(entry.ranks)} lost"
+    return f"failure {entry.failure}: {cause}, noticed in iteration {entry.iteration}"
+
+
+def explain(entry: journal.AnyEntry) -> str:
+    """One line; whatever names and reasons it quotes stand in it as they are."""
+    match entry:
+        case journal.JobStarted():
+            restart = f", restart {entry.restart_count}" if entry.restart_count else ""
+            return (
+                f"job {entry.job}: started on {entry.host} with {entry.nodes} nodes of {entry.gpus_per_node}, "
+                f"TP{entry.tp} x PP{entry.pp}{restart}"
+            )
+        case journal.NodeJoined():
+            return f"node {entry.node}: joined on {entry.host} with {entry.devices} devices"
+        case journal.NodeLost():
+            return f"node {entry.node}: lost, {entry.reason}"
+        case journal.WorkerStarted():
+            return f"rank {entry.rank}: started on {entry.node} device {entry.device}, pid {entry.pid}"
+        case journal.WorkerEnded():
+            return f"rank {entry.rank}: {_exit(entry.exit)}"
+        case journal.PlanDecided():
+            plan = entry.plan
+            what = {"start": "starts", "redo": "redone", "commit": "next, the one before counts"}[entry.action]
+            tail = f": {entry.reason}" if entry.reason else ""
+            return f"epoch {plan.epoch}: {plan.layout.describe()}, iteration {entry.next_iteration} {what}{tail}"
+        case journal.IterationCommitted():
+            return f"iteration {entry.outcome.iteration}: committed, loss {entry.outcome.loss:.4f}"
+        case journal.Suspected():
+            subject = f"rank {entry.rank}" if entry.rank is not None else f"node {entry.node}"
+            return f"{subject}: {'no longer suspected' if entry.cleared else 'suspected'}, {entry.evidence}"
+        case journal.FailureFound():
+            return _failure(entry)
+        case journal.Reconfigured():
+            causes = _numbers(entry.failures, "failure") if entry.failures else "interruption"
+            tries = f" after {entry.attempts} attempts" if entry.attempts > 1 else ""
+            return f"epoch {entry.epoch}: recovered from {causes} in {entry.seconds:.2f} s{tries}"
+        case journal.FaultInjected():
+            return f"fault {entry.fault}: {entry.text} injected in iteration {entry.iteration}"
+        case journal.CheckpointCommitted():
+            return f"checkpoint of iteration {entry.iteration}: {entry.bytes} bytes in {entry.seconds:.2f} s"
+        case journal.JobEnded():
+            code = "" if entry.exit_code is None else f", exit code {entry.exit_code}"
+            return f"job: {entry.state}{code}{f', {entry.reason}' if entry.reason else ''}"

@@ -1,0 +1,19 @@
+"""Run by Alembic for `db.migrate`: always online, on the connection and in the transaction that it is given."""
+
+from __future__ import annotations
+
+from alembic import context
+from sqlalchemy import Connection
+
+from db.migrate import VERSION_TABLE
+from db.models import Base
+
+connection: Connection = context.config.attributes["connection"]
+context.configure(
+    connection=connection,
+    target_metadata=Base.metadata,
+    version_table=VERSION_TABLE,
+    render_as_batch=connection.dialect.name == "sqlite",
+)
+with context.begin_transaction():
+    context.run_migrations()

@@ -1,0 +1,312 @@
+"""The ledger's tables (interface.md, "Ledger"). Declares; decides nothing. `db.migrations` creates what stands here.
+
+Every row belongs to a job by its surrogate id, because several jobs may share one PostgreSQL. A job is recognised by
+its uuid, which follows from the first record of its journal: `local-1` of two users are two jobs. Times are UTC.
+Layouts, assignments and lists of ranks are JSON text (layouts in the form of interface.md's LAYOUT).
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    DateTime,
+    Dialect,
+    Float,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Text,
+    TypeDecorator,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+
+class UtcDateTime(TypeDecorator[datetime]):
+    """A point in time: aware in Python, UTC in every database (SQLite keeps no zone, so it is put back here)."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        if value.tzinfo is None:
+            raise ValueError(f"time {value} has no time zone")
+        return value.astimezone(UTC)
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+class Base(DeclarativeBase):
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "ck": "ck_%(table_name)s_%(constraint_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map = {datetime: UtcDateTime, float: Float(53)}  # noqa: RUF012 - as SQLAlchemy wants it
+
+
+def _of_job(*, primary_key: bool = False) -> Mapped[int]:
+    return mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=primary_key)
+
+
+class Job(Base):
+    """`journal_seq`: the last journal record whose rows are here; written in the same transaction as they are."""
+
+    __tablename__ = "jobs"
+    __table_args__ = (
+        CheckConstraint("state IN ('running', 'completed', 'failed', 'cancelled', 'abnormal')", name="state"),
+        CheckConstraint("journal_seq >= 0", name="journal_seq"),
+        Index(None, "name", "host"),
+        Index(None, "started_at"),
+    )
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
+    uuid: Mapped[str] = mapped_column(String(36), unique=True)
+    name: Mapped[str] = mapped_column(Text)
+    host: Mapped[str] = mapped_column(Text)
+    owner: Mapped[str] = mapped_column(Text)
+    command: Mapped[str] = mapped_column(Text)
+    nodes: Mapped[int] = mapped_column(Integer)
+    gpus_per_node: Mapped[int] = mapped_column(Integer)
+    tp: Mapped[int] = mapped_column(Integer)
+    pp: Mapped[int] = mapped_column(Integer)
+    schedule: Mapped[str] = mapped_column(Text)
+    restart_count: Mapped[int] = mapped_column(Integer)
+    version: Mapped[str] = mapped_column(Text)
+    configuration: Mapped[str] = mapped_column(Text)
+    state: Mapped[str] = mapped_column(String(16))
+    exit_code: Mapped[int | None] = mapped_column(Integer)
+    reason: Mapped[str | None] = mapped_column(Text)
+    started_at: Mapped[datetime]
+    ended_at: Mapped[datetime | None]
+    last_entry_at: Mapped[datetime]
+    """Time of the last record that the job itself wrote; what a reader adds to a dead job does not count."""
+    journal_seq: Mapped[int] = mapped_column(BigInteger, default=0)
+    telemetry_dropped: Mapped[int] = mapped_column(BigInteger, default=0)
+
+
+class Node(Base):
+    __tablename__ = "nodes"
+
+    job_id: Mapped[int] = _of_job(primary_key=True)
+    node: Mapped[str] = mapped_column(Text, primary_key=True)
+    host: Mapped[str] = mapped_column(Text)
+    devices: Mapped[int] = mapped_column(Integer)
+    joined_at: Mapped[datetime]
+    lost_at: Mapped[datetime | None]
+    lost_reason: Mapped[str | None] = mapped_column(Text)
+
+
+class Worker(Base):
+    """One process. `exit`: negative for a signal, null while it runs or when it died with its node, unseen."""
+
+    __tablename__ = "workers"
+    __table_args__ = (
+        ForeignKeyConstraint(["job_id", "node"], ["nodes.job_id", "nodes.node"], ondelete="CASCADE"),
+        Index(None, "job_id", "node"),
+    )
+
+    job_id: Mapped[int] = _of_job(primary_key=True)
+    rank: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    node: Mapped[str] = mapped_column(Text)
+    device: Mapped[int] = mapped_column(Integer)
+    pid: Mapped[int] = mapped_column(Integer)
+    epoch_joined: Mapped[int] = mapped_column(Integer)
+    epoch_left: Mapped[int | None] = mapped_column(Integer)
+    exit: Mapped[int | None] = mapped_column(Integer)
+    started_at: Mapped[datetime]
+    ended_at: Mapped[datetime | None]
+
+
+class Plan(Base):
+    """`layout` and `assignment` as JSON; `digest` is the one that all ranks confirmed."""
+
+    __tablename__ = "plans"
+    __table_args__ = (CheckConstraint("action IN ('start', 'redo', 'commit')", name="action"),)
+
+    job_id: Mapped[int] = _of_job(primary_key=True)
+    epoch: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    action: Mapped[str] = mapped_column(String(16))
+    next_iteration: Mapped[int] = mapped_column(BigInteger)
+    description: Mapped[str] = mapped_column(Text)
+    replicas: Mapped[int] = mapped_column(Integer)
+    active: Mapped[int] = mapped_column(Integer)
+    standby: Mapped[int] = mapped_column(Integer)
+    schedule: Mapped[str] = mapped_column(Text)
+    reason: Mapped[str] = mapped_column(Text)
+    decided_at: Mapped[datetime]
+    layout: Mapped[str] = mapped_column(Text)
+    assignment: Mapped[str] = mapped_column(Text)
+    digest: Mapped[str] = mapped_column(String(64))
+
+
+class Iteration(Base):
+    """One committed iteration. `seconds` is null when no rank lived to report it."""
+
+    __tablename__ = "iterations"
+    __table_args__ = (
+        CheckConstraint("iteration >= 1", name="iteration"),
+        CheckConstraint("seconds >= 0", name="seconds"),
+        Index(None, "job_id", "finished_at"),
+    )
+
+    job_id: Mapped[int] = _of_job(primary_key=True)
+    iteration: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    epoch: Mapped[int] = mapped_column(Integer)
+    seconds: Mapped[float | None]
+    predicted_seconds: Mapped[float | None]
+    tokens: Mapped[int] = mapped_column(BigInteger)
+    sum_squared_lengths: Mapped[int] = mapped_column(BigInteger)
+    samples: Mapped[int] = mapped_column(BigInteger)
+    samples_digest: Mapped[str] = mapped_column(String(16))
+    loss: Mapped[float | None]
+    finished_at: Mapped[datetime]
+    gradient_norm: Mapped[float | None]
+    learning_rate: Mapped[float | None]
+    skipped: Mapped[bool]
+
+
+class RankReport(Base):
+    """Telemetry: thinned or lost without harm."""
+
+    __tablename__ = "rank_reports"
+    __table_args__ = (Index(None, "job_id", "iteration", "rank"),)
+
+    id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True)
+    job_id: Mapped[int] = _of_job()
+    iteration: Mapped[int] = mapped_column(BigInteger)
+    epoch: Mapped[int] = mapped_column(Integer)
+    rank: Mapped[int] = mapped_column(Integer)
+    seconds: Mapped[float | None]
+    compute_seconds: Mapped[float | None]
+
+
+class Reconfiguration(Base):
+    """One transition, from the failure's detection to the first committed iteration after it."""
+
+    __tablename__ = "reconfigurations"
+    __table_args__ = (
+        CheckConstraint("action IN ('redo', 'commit')", name="action"),
+        CheckConstraint("attempts >= 1", name="attempts"),
+    )
+
+    job_id: Mapped[int] = _of_job(primary_key=True)
+    epoch: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    action: Mapped[str] = mapped_column(String(16))
+    attempts: Mapped[int] = mapped_column(Integer)
+    seconds: Mapped[float]
+    park_seconds: Mapped[float]
+    plan_seconds: Mapped[float]
+    groups_seconds: Mapped[float]
+    state_seconds: Mapped[float]
+    first_iteration_seconds: Mapped[float]
+    finished_at: Mapped[datetime]
+
+
+class Failure(Base):
+    """One root cause. `noticed_at`: the first of its processes' ends, or of the entry; `recovered_epoch`: the
+    reconfiguration that ended it, null until then."""
+
+    __tablename__ = "failures"
+    __table_args__ = (
+        CheckConstraint("kind IN ('fail-stop', 'communication', 'program')", name="kind"),
+        CheckConstraint("component IN ('process', 'device', 'node', 'link', 'script')", name="component"),
+        ForeignKeyConstraint(["job_id", "recovered_epoch"], ["reconfigurations.job_id", "reconfigurations.epoch"]),
+        Index(None, "job_id", "node"),
+    )
+
+    job_id: Mapped[int] = _of_job(primary_key=True)
+    failure: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    kind: Mapped[str] = mapped_column(String(16))
+    component: Mapped[str] = mapped_column(String(16))
+    cause: Mapped[str] = mapped_column(Text)
+    ranks: Mapped[str] = mapped_column(Text)
+    node: Mapped[str | None] = mapped_column(Text)
+    device: Mapped[int | None] = mapped_column(Integer)
+    iteration: Mapped[int] = mapped_column(BigInteger)
+    epoch: Mapped[int] = mapped_column(Integer)
+    noticed_at: Mapped[datetime]
+    detect_seconds: Mapped[float | None]
+    recovered_epoch: Mapped[int | None] = mapped_column(Integer)
+    evidence: Mapped[str] = mapped_column(Text)
+
+
+class Probe(Base):
+    """A test of a device or link. No journal entry fills this yet."""
+
+    __tablename__ = "probes"
+    __table_args__ = (Index(None, "job_id", "node"),)
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
+    job_id: Mapped[int] = _of_job()
+    node: Mapped[str] = mapped_column(Text)
+    device: Mapped[int | None] = mapped_column(Integer)
+    kind: Mapped[str] = mapped_column(Text)
+    passed: Mapped[bool | None]
+    seconds: Mapped[float | None]
+    evidence: Mapped[str] = mapped_column(Text)
+    started_at: Mapped[datetime]
+
+
+class Drain(Base):
+    """A node that we asked Slurm to drain, and when it was given back. No journal entry fills this yet."""
+
+    __tablename__ = "drains"
+    __table_args__ = (Index(None, "job_id", "node"),)
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
+    job_id: Mapped[int] = _of_job()
+    node: Mapped[str] = mapped_column(Text)
+    step: Mapped[str] = mapped_column(Text)
+    outcome: Mapped[str | None] = mapped_column(Text)
+    reason: Mapped[str] = mapped_column(Text)
+    drained_at: Mapped[datetime]
+    undrained_at: Mapped[datetime | None]
+
+
+class Replacement(Base):
+    """A node asked for in place of a lost one. No journal entry fills this yet."""
+
+    __tablename__ = "replacements"
+    __table_args__ = (Index(None, "job_id", "node"),)
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
+    job_id: Mapped[int] = _of_job()
+    slurm_job: Mapped[str | None] = mapped_column(Text)
+    node: Mapped[str | None] = mapped_column(Text)
+    outcome: Mapped[str | None] = mapped_column(Text)
+    reason: Mapped[str] = mapped_column(Text)
+    asked_at: Mapped[datetime]
+    joined_at: Mapped[datetime | None]
+    ended_at: Mapped[datetime | None]
+
+
+class Event(Base):
+    """What happened, in words: every journal record but committed iterations. `seq` is the record's number."""
+
+    __tablename__ = "events"
+    __table_args__ = (Index(None, "job_id", "at"),)
+
+    job_id: Mapped[int] = _of_job(primary_key=True)
+    seq: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    at: Mapped[datetime]
+    kind: Mapped[str] = mapped_column(Text)
+    text: Mapped[str] = mapped_column(Text)
+    iteration: Mapped[int | None] = mapped_column(BigInteger)
+    epoch: Mapped[int | None] = mapped_column(Integer)
+    rank: Mapped[int | None] = mapped_column(Integer)
+    node: Mapped[str | None] = mapped_column(Text)

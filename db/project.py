@@ -1,0 +1,299 @@
+"""Journal records -> rows of the ledger: the mapping, one function for each type of entry.
+
+Called by `db.writer` inside its transaction. Applying a record moves `jobs.journal_seq`, so that with the rows it is
+known which records are in; a record that is in already changes nothing. Reads no file and no clock.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from db import layouts, models
+from db.explain import explain
+from resihp import journal
+
+_NAMESPACE = uuid.UUID("5b1f6a38-7c0e-4b8e-9d55-6a1d2a9c4f10")
+MAX_TEXT = 8192
+
+
+def moment(at: float) -> datetime:
+    return datetime.fromtimestamp(at, UTC)
+
+
+def identity(first: journal.Record) -> str:
+    """The job's uuid, from the first record of its journal. Raises ValueError if that is not the start of a job."""
+    entry = first.entry
+    if first.seq != 1 or not isinstance(entry, journal.JobStarted):
+        raise ValueError(f"record {first.seq} ({type(entry).__name__}) does not begin a journal")
+    return str(uuid.uuid5(_NAMESPACE, json.dumps([entry.job, entry.host, entry.user, entry.restart_count, first.at])))
+
+
+def job_of(session: Session, first: journal.Record) -> models.Job:
+    """The row of the job whose journal begins with `first`, made if it is not there; locked where locks exist."""
+    key = identity(first)
+    query = select(models.Job).where(models.Job.uuid == key).with_for_update()
+    job = session.scalars(query).one_or_none()
+    if job is None:
+        job = models.Job(uuid=key, started_at=moment(first.at), journal_seq=0, telemetry_dropped=0)
+        assert isinstance(first.entry, journal.JobStarted)
+        _describe_job(job, first.entry, first.at)
+        session.add(job)
+        session.flush()
+    return job
+
+
+def apply(session: Session, job: models.Job, record: journal.Record) -> None:
+    """Bring one record in, if it is not. Records come in order of `seq`."""
+    if record.seq <= job.journal_seq:
+        return
+    entry = record.entry
+    _APPLY[type(entry)](session, job, entry, record.at)
+    if not isinstance(entry, journal.IterationCommitted):
+        session.add(_event(job, record, type(entry).__name__, explain(entry)))
+    if not (isinstance(entry, journal.JobEnded) and entry.state == "abnormal"):
+        job.last_entry_at = moment(record.at)
+    job.journal_seq = record.seq
+
+
+def apply_as_event(session: Session, job: models.Job, record: journal.Record, error: str) -> None:
+    """Keep a record that fits no table as an event that says so, so that those after it are not held up."""
+    if record.seq <= job.journal_seq:
+        return
+    kind = type(record.entry).__name__
+    text = f"record {record.seq}: {kind} does not fit the ledger: {error}"
+    session.add(_event(job, record, f"Unprojected{kind}", text))
+    job.last_entry_at = moment(record.at)
+    job.journal_seq = record.seq
+
+
+def _event(job: models.Job, record: journal.Record, kind: str, text: str) -> models.Event:
+    entry: Any = record.entry
+    plan = getattr(entry, "plan", None)
+    ranks: tuple[int, ...] = getattr(entry, "ranks", ())
+    rank = getattr(entry, "rank", None)
+    return models.Event(
+        job_id=job.id,
+        seq=record.seq,
+        at=moment(record.at),
+        kind=kind,
+        text=_text(text),
+        iteration=getattr(entry, "iteration", getattr(entry, "next_iteration", None)),
+        epoch=plan.epoch if plan is not None else getattr(entry, "epoch", None),
+        rank=rank if rank is not None else ranks[0] if len(ranks) == 1 else None,
+        node=getattr(entry, "node", None),
+    )
+
+
+def _text(text: str) -> str:
+    """Text that every database takes: PostgreSQL refuses NUL, UTF-8 lone surrogates."""
+    return text.replace("\x00", "\\0").encode("utf-8", "backslashreplace").decode()[:MAX_TEXT]
+
+
+def _number(value: float | None) -> float | None:
+    """None for what is not a number: SQLite would store NULL, PostgreSQL NaN."""
+    return None if value is None or not math.isfinite(value) else value
+
+
+def _describe_job(job: models.Job, entry: journal.JobStarted, at: float) -> None:
+    job.name = _text(entry.job)
+    job.host = _text(entry.host)
+    job.owner = _text(entry.user)
+    job.command = _text(json.dumps(list(entry.command)))
+    job.nodes = entry.nodes
+    job.gpus_per_node = entry.gpus_per_node
+    job.tp = entry.tp
+    job.pp = entry.pp
+    job.schedule = entry.schedule
+    job.restart_count = entry.restart_count
+    job.version = entry.version
+    job.configuration = json.dumps(entry.configuration, default=str)
+    job.state = "running"
+    job.exit_code = job.reason = job.ended_at = None
+    job.last_entry_at = moment(at)
+
+
+def _job_started(session: Session, job: models.Job, entry: journal.JobStarted, at: float) -> None:
+    _describe_job(job, entry, at)
+
+
+def _node_joined(session: Session, job: models.Job, entry: journal.NodeJoined, at: float) -> None:
+    session.merge(
+        models.Node(
+            job_id=job.id,
+            node=_text(entry.node),
+            host=_text(entry.host),
+            devices=entry.devices,
+            joined_at=moment(at),
+            lost_at=None,
+            lost_reason=None,
+        )
+    )
+
+
+def _node_lost(session: Session, job: models.Job, entry: journal.NodeLost, at: float) -> None:
+    node = session.get(models.Node, (job.id, _text(entry.node)))
+    if node is not None:
+        node.lost_at = moment(at)
+        node.lost_reason = _text(entry.reason)
+
+
+def _worker_started(session: Session, job: models.Job, entry: journal.WorkerStarted, at: float) -> None:
+    session.merge(
+        models.Worker(
+            job_id=job.id,
+            rank=entry.rank,
+            node=_text(entry.node),
+            device=entry.device,
+            pid=entry.pid,
+            epoch_joined=entry.epoch,
+            epoch_left=None,
+            exit=None,
+            started_at=moment(at),
+            ended_at=None,
+        )
+    )
+
+
+def _worker_ended(session: Session, job: models.Job, entry: journal.WorkerEnded, at: float) -> None:
+    worker = session.get(models.Worker, (job.id, entry.rank))
+    if worker is not None:
+        worker.epoch_left = entry.epoch
+        worker.exit = entry.exit
+        worker.ended_at = moment(at)
+
+
+def _plan_decided(session: Session, job: models.Job, entry: journal.PlanDecided, at: float) -> None:
+    plan = entry.plan
+    session.merge(
+        models.Plan(
+            job_id=job.id,
+            epoch=plan.epoch,
+            action=entry.action,
+            next_iteration=entry.next_iteration,
+            description=plan.layout.describe(),
+            replicas=len(plan.layout.replicas),
+            active=len(plan.layout.active),
+            standby=len(plan.layout.standby),
+            schedule=plan.schedule,
+            reason=_text(entry.reason),
+            decided_at=moment(at),
+            layout=layouts.to_json(plan.layout),
+            assignment=json.dumps(plan.assignment, separators=(",", ":")),
+            digest=plan.digest,
+        )
+    )
+
+
+def _iteration_committed(session: Session, job: models.Job, entry: journal.IterationCommitted, at: float) -> None:
+    outcome = entry.outcome
+    session.merge(
+        models.Iteration(
+            job_id=job.id,
+            iteration=outcome.iteration,
+            epoch=entry.epoch,
+            seconds=_number(entry.seconds),
+            predicted_seconds=_number(entry.predicted_seconds),
+            tokens=outcome.tokens,
+            sum_squared_lengths=outcome.sum_squared_lengths,
+            samples=outcome.samples,
+            samples_digest=outcome.samples_digest,
+            loss=_number(outcome.loss),
+            finished_at=moment(at),
+            gradient_norm=_number(outcome.gradient_norm),
+            learning_rate=_number(outcome.learning_rate),
+            skipped=outcome.skip,
+        )
+    )
+
+
+def _suspected(session: Session, job: models.Job, entry: journal.Suspected, at: float) -> None:
+    """Events only: a suspicion is not a failure."""
+
+
+def _failure_found(session: Session, job: models.Job, entry: journal.FailureFound, at: float) -> None:
+    """The entry is written once all survivors are parked; what died was noticed when its process was seen to end."""
+    ended = session.scalars(
+        select(models.Worker.ended_at).where(models.Worker.job_id == job.id, models.Worker.rank.in_(entry.ranks))
+    )
+    session.merge(
+        models.Failure(
+            job_id=job.id,
+            failure=entry.failure,
+            kind=entry.kind,
+            component=entry.component,
+            cause=_text(entry.cause),
+            ranks=json.dumps(entry.ranks),
+            node=None if entry.node is None else _text(entry.node),
+            device=entry.device,
+            iteration=entry.iteration,
+            epoch=entry.epoch,
+            noticed_at=min([moment(at), *(time for time in ended if time is not None)]),
+            detect_seconds=_number(entry.detect_s),
+            recovered_epoch=None,
+            evidence=_text(entry.evidence),
+        )
+    )
+
+
+def _reconfigured(session: Session, job: models.Job, entry: journal.Reconfigured, at: float) -> None:
+    session.merge(
+        models.Reconfiguration(
+            job_id=job.id,
+            epoch=entry.epoch,
+            action=entry.action,
+            attempts=entry.attempts,
+            seconds=entry.seconds,
+            park_seconds=entry.park_s,
+            plan_seconds=entry.plan_s,
+            groups_seconds=entry.groups_s,
+            state_seconds=entry.state_s,
+            first_iteration_seconds=entry.first_iteration_s,
+            finished_at=moment(at),
+        )
+    )
+    session.flush()
+    session.execute(
+        update(models.Failure)
+        .where(models.Failure.job_id == job.id, models.Failure.failure.in_(entry.failures))
+        .values(recovered_epoch=entry.epoch)
+    )
+
+
+def _fault_injected(session: Session, job: models.Job, entry: journal.FaultInjected, at: float) -> None:
+    """Events only."""
+
+
+def _checkpoint_committed(session: Session, job: models.Job, entry: journal.CheckpointCommitted, at: float) -> None:
+    """Events only."""
+
+
+def _job_ended(session: Session, job: models.Job, entry: journal.JobEnded, at: float) -> None:
+    job.state = entry.state
+    job.exit_code = entry.exit_code
+    job.reason = _text(entry.reason)
+    job.ended_at = moment(at)
+
+
+_APPLY: dict[type, Callable[[Session, models.Job, Any, float], None]] = {
+    journal.JobStarted: _job_started,
+    journal.NodeJoined: _node_joined,
+    journal.NodeLost: _node_lost,
+    journal.WorkerStarted: _worker_started,
+    journal.WorkerEnded: _worker_ended,
+    journal.PlanDecided: _plan_decided,
+    journal.IterationCommitted: _iteration_committed,
+    journal.Suspected: _suspected,
+    journal.FailureFound: _failure_found,
+    journal.Reconfigured: _reconfigured,
+    journal.FaultInjected: _fault_injected,
+    journal.CheckpointCommitted: _checkpoint_committed,
+    journal.JobEnded: _job_ended,
+}

@@ -1,0 +1,337 @@
+"""The one writer of a job's ledger: takes journal records and telemetry, writes them behind the job's back.
+
+The supervisor calls `submit` and `telemetry`, which return at once whatever the database does. A thread of its own
+writes in batches, one transaction each, and tries again with growing pauses while the database does not take them.
+Journal records are never dropped: they wait in memory, or, when too many wait, are read again from the journal.
+Telemetry is dropped when its queue is full, and counted. Decides nothing about the job.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from sqlalchemy import URL, Engine, insert
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
+from sqlalchemy.orm import Session
+
+from db import migrate, models, project
+from db.engine import file_system, is_on_network, make_engine, masked, prepare_folder, refusal, resolve
+from resihp import journal
+from resihp.errors import LedgerError, ResihpError
+
+BATCH_S = 0.2
+BATCH_ROWS = 500
+TELEMETRY_ROWS = 50_000
+RECORDS_IN_MEMORY = 20_000
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 10.0
+_TELEMETRY_COLUMNS = ("iteration", "epoch", "rank", "seconds", "compute_seconds")
+_log = logging.getLogger("resihp.ledger")
+
+
+class Ledger:
+    """An open ledger. `submit`, `telemetry` and `close` may be called from any thread."""
+
+    def __init__(
+        self,
+        url: URL,
+        *,
+        say: Callable[[str], None] | None = None,
+        journal_path: Path | None = None,
+        telemetry_rows: int = TELEMETRY_ROWS,
+        records_in_memory: int = RECORDS_IN_MEMORY,
+    ) -> None:
+        """Use `Ledger.open`, which checks and migrates first."""
+        self.url = url.render_as_string(hide_password=False)
+        """Absolute, with its password: for `resihp.errors` messages use `name`."""
+        self.name = masked(url)
+        self._say_to = say
+        self._engine: Engine = make_engine(url, write=True)
+        self._journal_path = journal_path
+        self._records: deque[journal.Record] = deque()
+        self._first: journal.Record | None = None
+        self._rows: deque[dict[str, Any]] = deque()
+        self._most_rows = telemetry_rows
+        self._most_records = records_in_memory
+        self._reread = False
+        self._last_submitted = 0
+        self._dropped = 0
+        self._dropped_written = 0
+        self._applied = 0
+        self._lock = threading.Lock()
+        self._written = threading.Condition(self._lock)
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._deadline = float("inf")
+        self._failing = False
+        # A hung file system must not keep the process from ending, hence a daemon; it reports what it could not do.
+        self._thread = threading.Thread(target=self._write_until_closed, name="ledger", daemon=True)
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        job_folder: Path,
+        *,
+        say: Callable[[str], None] | None = None,
+        journal_path: Path | None = None,
+        telemetry_rows: int = TELEMETRY_ROWS,
+        records_in_memory: int = RECORDS_IN_MEMORY,
+    ) -> Ledger:
+        """Open the ledger at `url` (`sqlite` alone: in the job's folder), making or upgrading it, and start writing.
+
+        `say` takes one-line warnings, from the writer's thread; without it they are logged. With `journal_path`,
+        records that pile up while the database is away are read again from there instead of kept in memory.
+        Raises LedgerError of one line, the URL's password masked, when the ledger cannot be written.
+        """
+        parsed = resolve(url, job_folder)
+        prepare_folder(parsed)
+        migrate.upgrade(parsed.render_as_string(hide_password=False))
+        ledger = cls(
+            parsed,
+            say=say,
+            journal_path=journal_path,
+            telemetry_rows=telemetry_rows,
+            records_in_memory=records_in_memory,
+        )
+        try:
+            with ledger._engine.connect():
+                pass
+        except (DBAPIError, OSError) as error:
+            raise refusal(parsed, error) from error
+        if is_on_network(parsed):
+            kind = file_system(Path(parsed.database or "").parent)
+            ledger._say(f"ledger {ledger.name}: on {kind}, opened without WAL; readers may wait for the writer")
+        ledger._thread.start()
+        return ledger
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def submit(self, record: journal.Record) -> None:
+        """Hand over one journal record, in order. Never waits, never raises for what the database does."""
+        with self._lock:
+            if record.seq == 1:
+                self._first = record
+            if self._journal_path is not None and len(self._records) >= self._most_records:
+                self._records.clear()
+                self._reread = True
+            self._records.append(record)
+            self._last_submitted = max(self._last_submitted, record.seq)
+        self._wake.set()
+
+    def telemetry(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Hand over rank reports (iteration, epoch, rank, seconds, compute_seconds); dropped when too many wait."""
+        with self._lock:
+            for row in rows:
+                if len(self._rows) >= self._most_rows:
+                    self._dropped += 1
+                else:
+                    self._rows.append({column: row.get(column) for column in _TELEMETRY_COLUMNS})
+        self._wake.set()
+
+    def catch_up(self, journal_path: Path) -> None:
+        """Bring in what the journal has and the ledger lacks, behind the job's back like everything else.
+
+        To be called before `submit` when a job's journal is taken over: its first record tells which job it is.
+        Raises ProtocolError or OSError if the journal cannot be read.
+        """
+        records = journal.read(journal_path)
+        with self._lock:
+            self._journal_path = journal_path
+            if records:
+                self._first = records[0]
+                self._last_submitted = max(self._last_submitted, records[-1].seq)
+            waiting = {record.seq: record for record in (*records, *self._records)}
+            self._records = deque(waiting[seq] for seq in sorted(waiting))
+        self._wake.set()
+
+    @property
+    def dropped(self) -> int:
+        """Telemetry rows that were dropped."""
+        with self._lock:
+            return self._dropped
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait until everything handed over so far is written; False if it was not in time."""
+        self._wake.set()
+        with self._lock:
+            seq = self._last_submitted
+            return self._written.wait_for(lambda: self._applied >= seq and not self._rows, timeout_s)
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Write what waits, for at most `timeout_s`, and stop; False if something was left (the journal has it)."""
+        self._deadline = time.monotonic() + timeout_s
+        self._closing.set()
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s + BATCH_S)
+        if self._thread.is_alive():
+            self._say(f"ledger {self.name}: does not answer; the next resihp status brings in what it lacks")
+            return False
+        self._engine.dispose()
+        with self._lock:
+            complete = self._applied >= self._last_submitted
+        if not complete:
+            self._say(f"ledger {self.name}: incomplete; the next resihp status brings in what it lacks")
+        return complete
+
+    # --- the writer's thread -----------------------------------------------------------------------------------
+
+    def _say(self, text: str) -> None:
+        try:
+            if self._say_to is None:
+                _log.warning("%s", text)
+            else:
+                self._say_to(text)
+        except Exception:  # noqa: BLE001 - the listener may be gone before we are; the writer goes on
+            _log.exception("%s", text)
+
+    def _write_until_closed(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            self._wake.wait()
+            self._closing.wait(BATCH_S)  # let a batch gather, unless there is no time left for that
+            self._wake.clear()
+            try:
+                while self._write_batch():
+                    pause_s = FIRST_PAUSE_S
+            except Exception as error:  # noqa: BLE001 - whatever it is, training goes on and the records are kept
+                self._engine.dispose()
+                if not self._failing:
+                    self._failing = True
+                    what = f"cannot be written, {_first_line(error)}; trying again, the job goes on"
+                    self._say(f"ledger {self.name}: {what}")
+                left_s = self._deadline - time.monotonic()
+                if left_s <= 0:
+                    return
+                if self._closing.is_set():
+                    time.sleep(min(FIRST_PAUSE_S, left_s))
+                else:
+                    self._closing.wait(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                self._wake.set()
+                continue
+            if self._failing:
+                self._failing = False
+                self._say(f"ledger {self.name}: written again, nothing of the journal is missing")
+            if self._closing.is_set() and not self._wake.is_set():
+                return
+
+    def _write_batch(self) -> bool:
+        """Write one batch; True if more may wait. Raises what the database raises; nothing is forgotten then."""
+        with self._lock:
+            reread, path = self._reread, self._journal_path
+        known: list[journal.Record] | None = None
+        if reread and path is not None:
+            known = journal.read(path)
+        with self._lock:
+            if known is not None:
+                waiting = {record.seq: record for record in (*known, *self._records)}
+                self._records = deque(waiting[seq] for seq in sorted(waiting) if seq > self._applied)
+                self._first = known[0] if known else self._first
+                self._reread = False
+            first = self._first
+            records = [record for record, _ in zip(self._records, range(BATCH_ROWS), strict=False)]
+            rows = [row for row, _ in zip(self._rows, range(BATCH_ROWS), strict=False)]
+            dropped = self._dropped
+        if first is None or not (records or rows or dropped != self._dropped_written):
+            return False  # without the journal's first record nobody knows whose records these are
+        try:
+            seq = self._transaction(first, records, rows, dropped)
+        except Exception as error:
+            if not _lies_in_the_rows(error):
+                raise
+            seq = self._one_by_one(first, records)
+            self._say_about_rows(rows, error)
+        with self._lock:
+            gone = 0
+            while self._records and gone < len(records) and self._records[0].seq <= seq:
+                self._records.popleft()
+                gone += 1
+            for _ in rows:
+                self._rows.popleft()
+            if records:
+                self._applied = max(self._applied, seq)
+            stalled = bool(records) and not gone
+            if stalled and path is not None and known is None:
+                self._reread, stalled = True, False  # a gap: what was not handed over is in the journal
+            self._dropped_written = dropped
+            more = bool(self._records or self._rows) and not stalled
+            self._written.notify_all()
+        return more
+
+    def _transaction(
+        self, first: journal.Record, records: list[journal.Record], rows: list[dict[str, Any]], dropped: int
+    ) -> int:
+        """One batch, as a whole or not at all; returns the ledger's `journal_seq` after it."""
+        with Session(self._engine) as session, session.begin():
+            job = project.job_of(session, first)
+            for record in records:
+                if record.seq > job.journal_seq + 1:
+                    break
+                project.apply(session, job, record)
+            if rows:
+                session.flush()
+                session.execute(insert(models.RankReport), [{"job_id": job.id, **row} for row in rows])
+            job.telemetry_dropped = max(job.telemetry_dropped, dropped)
+            return job.journal_seq
+
+    def _say_about_rows(self, rows: list[dict[str, Any]], error: Exception) -> None:
+        if rows:
+            with self._lock:
+                self._dropped += len(rows)
+            self._say(f"ledger {self.name}: {len(rows)} rank reports dropped: {_first_line(error)}")
+
+    def _one_by_one(self, first: journal.Record, records: list[journal.Record]) -> int:
+        seq = 0
+        for record in records:
+            try:
+                seq = self._transaction(first, [record], [], 0)
+            except Exception as error:
+                if not _lies_in_the_rows(error):
+                    raise
+                self._say(f"ledger {self.name}: record {record.seq} fits no table: {_first_line(error)}")
+                with Session(self._engine) as session, session.begin():
+                    job = project.job_of(session, first)
+                    project.apply_as_event(session, job, record, _first_line(error))
+                    seq = job.journal_seq
+        return seq
+
+
+def _lies_in_the_rows(error: Exception) -> bool:
+    """Whether trying again is of no use: the database works, it is what we write that it does not take."""
+    return isinstance(error, IntegrityError | DataError) or not isinstance(error, DBAPIError | OSError)
+
+
+def _first_line(error: Exception) -> str:
+    words: object = error.orig if isinstance(error, DBAPIError) else error
+    return (str(words).strip().splitlines() or [type(error).__name__])[0]
+
+
+def catch_up(url: str, job_folder: Path, journal_path: Path, timeout_s: float = 60.0) -> None:
+    """Bring a ledger up to a journal and wait for it.
+
+    Raises LedgerError if it cannot be opened or written in time, ProtocolError if the journal cannot be read.
+    """
+    said: list[str] = []
+    ledger = Ledger.open(url, job_folder, say=said.append)
+    try:
+        ledger.catch_up(journal_path)
+    except (ResihpError, OSError):
+        ledger.close(0.0)
+        raise
+    if not ledger.close(timeout_s):
+        raise LedgerError(said[0] if said else f"ledger {ledger.name}: not written within {timeout_s:.0f} s")

@@ -1,0 +1,80 @@
+"""Attention over packed documents: each token sees its own document's past and nothing else.
+
+Takes the place of `core_attention` in megatron-core's layers, whose local implementation refuses packed input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+
+@dataclass
+class Packing(PackedSeqParams):
+    """How documents lie in a packed micro-batch. Passed through the layers as megatron's `packed_seq_params`.
+
+    `qkv_format` stays "sbhd": activations keep the shape [N, 1, H], and positions come already restarted.
+    """
+
+    lengths: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...]) -> Packing:
+        return cls(qkv_format="sbhd", max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths), lengths=lengths)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Position of each token within its document, int64 [N]."""
+        return torch.cat([torch.arange(length, device=device) for length in self.lengths])
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention inside each document; cost follows the sum of squared lengths."""
+
+    def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: Packing,
+        **_: Any,
+    ) -> Tensor:
+        """[N, 1, heads, width] and twice [N, 1, groups, width] -> [N, 1, heads * width]."""
+        if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+            return self._varlen(query, key, value, packed_seq_params.lengths)
+        lengths = list(packed_seq_params.lengths)
+        # [N, 1, heads, width] -> one [1, heads, length, width] for each document
+        segments = (tensor.permute(1, 2, 0, 3).split(lengths, dim=2) for tensor in (query, key, value))
+        attended = [
+            F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+            for q, k, v in zip(*segments, strict=True)
+        ]
+        return torch.cat(attended, dim=2).permute(2, 0, 1, 3).flatten(2)
+
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """One kernel for all documents. Untested: needs CUDA, and half precision, which the executor refuses so far."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=query.device)
+        repeats = query.shape[2] // key.shape[2]
+        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        if self.softmax_scale is not None:
+            # the kernel scales by width ** -0.5
+            query = query * (self.softmax_scale * query.shape[-1] ** 0.5)
+        longest = max(lengths)
+        out = varlen_attn(query, key, value, ends, ends, longest, longest, is_causal=True)
+        return out.reshape(out.shape[0], 1, -1)

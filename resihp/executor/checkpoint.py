@@ -1,0 +1,123 @@
+"""A rank's part of a checkpoint: slices by name, so that any layout can read what any other has written.
+
+Each slice of parameters and moments is written once, by the rank that speaks for it (`resihp.ownership.counted`: ranks
+of the first replica). The folder counts only once its manifest is written (`resihp.checkpoints`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from resihp import checkpoints
+from resihp.errors import CheckpointError
+from resihp.executor.engine import Engine
+from resihp.ownership import ParameterSpec, Slice, counted, share
+
+Piece = tuple[int, int, dict[str, Tensor]]
+"""(start, stop, tensors by kind) of one stored slice."""
+
+
+def save_part(engine: Engine, folder: Path) -> tuple[str, int]:
+    """Write this rank's part of the checkpoint of the last step to `folder`; returns (file, bytes).
+
+    The file is complete and flushed when it appears, and its name holds epoch and rank, so that no attempt overwrites
+    another's. Only ranks of the first replica have anything to write; from any other, the part is empty.
+    """
+    plan = engine.plan
+    assert plan is not None
+    specs = {spec.name: spec for spec in engine.held_specs}
+    slices: dict[str, dict[str, Tensor]] = {}
+    for piece in counted(plan.layout, engine.specs)[engine.rank]:
+        tensors = engine.tensors(specs[piece.name], piece)
+        slices[f"{piece.name}:{piece.start}:{piece.stop}"] = {
+            kind: tensor.detach().cpu().clone() for kind, tensor in tensors.items()
+        }
+    content = {
+        "iteration": engine.stepped,
+        "updates": engine.updates,
+        "model": msgspec.json.encode(engine.model).decode(),
+        "slices": slices,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"part-e{plan.epoch:04d}-r{engine.rank:05d}.pt"
+    temporary = path.with_suffix(".writing")
+    with temporary.open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    checkpoints.commit_file(temporary, path)
+    return path.name, path.stat().st_size
+
+
+def load(engine: Engine, folder: Path) -> None:
+    """Fill the adopted place's state from a committed checkpoint, whatever layout wrote it.
+
+    Raises CheckpointError, before anything is changed, if the checkpoint is incomplete or of another model.
+    """
+    iteration, _, files = checkpoints.read_manifest(folder)
+    stored: dict[str, list[Piece]] = defaultdict(list)
+    updates = 0
+    for file in files:
+        content = _read(folder / file)
+        if content["model"] != msgspec.json.encode(engine.model).decode() or content["iteration"] != iteration:
+            raise CheckpointError(
+                f"checkpoint {folder}: {file} holds iteration {content['iteration']} of {content['model']}, "
+                f"not iteration {iteration} of this model"
+            )
+        updates = content["updates"]
+        for key, tensors in content["slices"].items():
+            name, start, stop = key.rsplit(":", 2)
+            stored[name].append((int(start), int(stop), tensors))
+    held = engine.held
+    copies: list[tuple[Tensor, Tensor]] = []
+    for spec in engine.held_specs:
+        assert held is not None
+        copies += _copies(engine, spec, share(spec, held.t, held.tp), stored[spec.name], folder)
+    with torch.no_grad():
+        for target, source in copies:
+            target.copy_(source)
+    engine.resume(iteration, updates)
+
+
+def _copies(
+    engine: Engine, spec: ParameterSpec, wanted: Slice, pieces: list[Piece], folder: Path
+) -> list[tuple[Tensor, Tensor]]:
+    """(view of the engine's state, view of a stored tensor) pairs that together cover `wanted`."""
+    found: list[tuple[Tensor, Tensor]] = []
+    reached = wanted.start
+    for start, stop, tensors in sorted(pieces, key=lambda piece: piece[:2]):
+        begin, end = max(start, reached), min(stop, wanted.stop)
+        if begin >= end:
+            continue
+        if begin > reached:
+            break
+        targets = engine.tensors(spec, Slice(spec.name, begin, end))
+        for kind, target in targets.items():
+            source = tensors[kind]
+            if spec.axis is not None:  # stored as [..., parts, stop - start, ...]
+                source = source.narrow(spec.axis + 1, begin - start, end - begin)
+            if source.shape != target.shape:
+                raise CheckpointError(f"checkpoint {folder}: {spec.name} has another shape in this model")
+            found.append((target, source))
+        reached = end
+    if reached < wanted.stop:
+        raise CheckpointError(f"checkpoint {folder}: rows {reached} to {wanted.stop} of {spec.name} are missing")
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A part, mapped and not read: each rank touches only the slices that it needs. Nothing is unpickled but tensors."""
+    try:
+        content: dict[str, Any] = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+        for key in ("iteration", "updates", "model", "slices"):
+            content[key]
+    except Exception as error:  # noqa: BLE001 torch raises anything from KeyError to PickleError for a damaged file
+        raise CheckpointError(f"checkpoint {path.parent}: {path.name} cannot be read: {error}") from error
+    return content

@@ -1,0 +1,278 @@
+"""All communicators of one epoch: which there are, built eagerly in one order, woken from outside, closed.
+
+Derived from the plan alone, so that every rank arrives at the same list: tensor-parallel groups, one communicator for
+each directed pipeline edge, one for each set of ranks that sum gradients, and the world of active ranks. Each is made
+under its own name in the store, straight from the back end: `torch.distributed.new_group` with local synchronisation
+names groups after the *number* of groups that a process has, which differs between our ranks, and a default group
+would be the user's business. Used by the engine; decides nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from resihp.errors import CommunicatorError, LayoutError
+from resihp.executor.tensor_group import Backend
+from resihp.plan import Plan
+
+Store = Any
+"""A torch.distributed store; which class is up to its host."""
+
+_POLL_S = 0.002
+_ASSEMBLY_NOTICES_S = 0.2
+"""A rank that waits for others to come polls; only if it is stuck in the store must the store's connection go."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """One communicator: its name within the epoch, and its ranks in order (sender before receiver for an edge)."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One direction between two ranks. Transfers on it complete in the order in which they were begun."""
+
+    backend: Backend
+
+    def send(self, tensor: Tensor) -> Any:
+        with guarded("pipeline send"):
+            return self.backend.send([tensor], 1, 0)
+
+    def receive(self, tensor: Tensor) -> Any:
+        with guarded("pipeline receive"):
+            return self.backend.recv([tensor], 0, 0)
+
+
+def memberships(plan: Plan, gradient_sets: Sequence[tuple[int, ...]]) -> tuple[Membership, ...]:
+    """Every communicator of a plan, in the one order in which all ranks build those they belong to.
+
+    Raises LayoutError if neighbouring stages of a replica have unequal tensor-parallel degrees.
+    """
+    groups = [Membership("world", plan.layout.active)] if len(plan.layout.active) > 1 else []
+    for d, replica in enumerate(plan.layout.replicas):
+        for s, stage in enumerate(replica.stages):
+            if stage.tp > 1:
+                groups.append(Membership(f"tensor/{d}/{s}", stage.ranks))
+            if s + 1 == len(replica.stages):
+                continue
+            following = replica.stages[s + 1]
+            if following.tp != stage.tp:
+                raise LayoutError(
+                    f"replica {d}: stages {s} and {s + 1} have tensor-parallel degrees {stage.tp} and "
+                    f"{following.tp}; they must be equal"
+                )
+            for low, high in zip(stage.ranks, following.ranks, strict=True):
+                groups.append(Membership(f"forward/{low}-{high}", (low, high)))
+                groups.append(Membership(f"backward/{high}-{low}", (high, low)))
+    for ranks in dict.fromkeys(tuple(sorted(owners)) for owners in gradient_sets):
+        if 1 < len(ranks) < len(plan.layout.active):
+            groups.append(Membership("gradients/" + "-".join(map(str, ranks)), ranks))
+    return tuple(groups)
+
+
+class Communicators:
+    """One rank's communicators of one epoch. `wake` may be called from any thread, all else from the rank's own."""
+
+    def __init__(self, plan: Plan, rank: int, gradient_sets: Sequence[tuple[int, ...]], timeout_s: float) -> None:
+        place = plan.layout.place(rank)
+        assert place is not None, "a standby rank has no communicators"
+        self._plan, self._rank, self._place = plan, rank, place
+        self._wanted = [group for group in memberships(plan, gradient_sets) if rank in group.ranks]
+        self._timeout = timedelta(seconds=timeout_s)
+        self._backends: dict[str, Backend] = {}
+        self._before: set[int] | None = None
+        """Inodes of the TCP sockets that were there before us; None until we begin."""
+        self._ours: set[int] | None = None
+        """Inodes of our TCP sockets; None until all are built."""
+        self._guard = threading.Lock()
+        self._woken = False
+        self._past_assembly = threading.Event()
+
+    def open(self, store: Store | tuple[str, int]) -> None:
+        """Build everything, waiting for the other ranks. `store` outlives the ranks; (host, port) of a TCPStore will do.
+
+        Raises CommunicatorError when a peer does not come in time, or when woken.
+        """
+        try:
+            self._build(store)
+        except CommunicatorError:
+            self._check_awake()  # the better reason
+            raise
+        finally:
+            self._past_assembly.set()
+
+    def _build(self, store: Store | tuple[str, int]) -> None:
+        self._before = _tcp_sockets()
+        before = set(self._before)
+        with guarded(f"communicators of epoch {self._plan.epoch}"):
+            if isinstance(store, tuple):
+                store = torch.distributed.TCPStore(*store, None, False, timeout=self._timeout)
+                before |= _tcp_sockets()
+            named = torch.distributed.PrefixStore(f"epoch-{self._plan.epoch}", store)
+            self._assemble(named)
+            self._past_assembly.set()
+            make = _nccl if torch.cuda.is_available() else _Gloo()
+            for group in self._wanted:
+                self._check_awake()
+                prefix = torch.distributed.PrefixStore(group.name, named)
+                self._backends[group.name] = make(prefix, group.ranks.index(self._rank), len(group.ranks), self._timeout)
+        with self._guard:
+            self._ours = _tcp_sockets() - before
+        self._check_awake()
+
+    def _assemble(self, store: Store) -> None:
+        """Wait, here and awake, until all members have come: the back ends' own wait cannot be interrupted."""
+        store.set(f"here/{self._rank}", "1")
+        peers = {rank for group in self._wanted for rank in group.ranks}
+        keys = [f"here/{rank}" for rank in sorted(peers)]
+        limit = time.monotonic() + self._timeout.total_seconds()
+        while keys and not store.check(keys):
+            self._check_awake()
+            if time.monotonic() > limit:
+                raise CommunicatorError(f"epoch {self._plan.epoch}: not all of ranks {sorted(peers)} came in time")
+            time.sleep(_POLL_S)
+
+    def _check_awake(self) -> None:
+        if self._woken:
+            raise CommunicatorError(f"communicators of epoch {self._plan.epoch}: woken")
+
+    # --- who is who -------------------------------------------------------------------------------------------
+
+    @property
+    def world(self) -> Backend | None:
+        """All active ranks; None when there is only one."""
+        return self._backends.get("world")
+
+    @property
+    def tensor(self) -> Backend | None:
+        return self._backends.get(f"tensor/{self._place.replica}/{self._place.stage}")
+
+    def gradients(self, owners: tuple[int, ...]) -> Backend:
+        name = "gradients/" + "-".join(map(str, sorted(owners)))
+        return self._backends[name] if name in self._backends else self._backends["world"]
+
+    def edge(self, direction: str, *, outgoing: bool) -> Edge | None:
+        """The edge "forward" or "backward" on which this rank sends or receives; None at the pipeline's ends."""
+        for group in self._wanted:
+            if group.name.startswith(f"{direction}/") and group.ranks[0 if outgoing else 1] == self._rank:
+                return Edge(self._backends[group.name])
+        return None
+
+    # --- the end ----------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Make whatever the rank waits for fail at once, by shutting down the sockets under it. From any thread.
+
+        On gloo only this works: aborting a group does not wake its waiters. Sockets that were there before, the
+        store's and other people's, are left alone. Idempotent.
+        """
+        self._woken = True
+        if self._before is not None:
+            self._past_assembly.wait(_ASSEMBLY_NOTICES_S)
+        with self._guard:
+            ours = self._ours
+            if ours is None and self._before is not None:  # still building: then our connection to the store, too
+                ours = _tcp_sockets() - self._before
+        if torch.cuda.is_available():  # untested: NCCL is woken by abort, which is safe from another thread
+            for backend in list(self._backends.values()):
+                backend.abort()
+            return
+        _shut_down(ours or set())
+
+    def close(self) -> None:
+        """Let go of everything. Safe after `wake`, after failures, and twice. Peers that still wait for us fail."""
+        self.wake()  # a back end joins its threads when it goes, so nothing may be blocked in them
+        self._backends.clear()
+
+
+@contextmanager
+def guarded(what: str) -> Iterator[None]:
+    """Turn a back end's errors, which are RuntimeErrors of its own, into CommunicatorError."""
+    try:
+        yield
+    except CommunicatorError:
+        raise
+    except RuntimeError as error:
+        raise CommunicatorError(f"{what}: {error}") from error
+
+
+class _Gloo:
+    """Makes gloo back ends that share one listening socket and have one thread each: FIFO, as NCCL's are."""
+
+    def __init__(self) -> None:
+        gloo = torch.distributed.ProcessGroupGloo
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        self._device = gloo.create_device(interface=interface) if interface else gloo.create_default_device()
+
+    def __call__(self, store: Store, index: int, size: int, timeout: timedelta) -> Backend:
+        options = torch.distributed.ProcessGroupGloo._Options()
+        options._devices = [self._device]
+        options._threads = 1
+        options._timeout = timeout
+        return torch.distributed.ProcessGroupGloo(store, index, size, options)
+
+
+def _nccl(store: Store, index: int, size: int, timeout: timedelta) -> Backend:
+    """Untested: written by reading."""
+    options = torch.distributed.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return torch.distributed.ProcessGroupNCCL(store, index, size, options)
+
+
+def _tcp_sockets() -> set[int]:
+    """Inodes of this process's connected TCP sockets."""
+    found = set()
+    for inode, held in _sockets():
+        with held:
+            if _connected(held):
+                found.add(inode)
+    return found
+
+
+def _shut_down(inodes: set[int]) -> None:
+    for inode, held in _sockets():
+        with held:
+            if inode in inodes and _connected(held):
+                try:
+                    held.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    continue  # closed by its peer meanwhile
+
+
+def _sockets() -> Iterator[tuple[int, socket.socket]]:
+    """(inode, duplicate) of every open socket; duplicated first, so that a number reused meanwhile does no harm."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            duplicate = os.dup(int(name))
+        except OSError:
+            continue
+        status = os.fstat(duplicate)
+        if not stat.S_ISSOCK(status.st_mode):
+            os.close(duplicate)
+            continue
+        yield status.st_ino, socket.socket(fileno=duplicate)
+
+
+def _connected(held: socket.socket) -> bool:
+    if held.family not in (socket.AF_INET, socket.AF_INET6) or held.type != socket.SOCK_STREAM:
+        return False
+    try:
+        held.getpeername()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,118 @@
+"""The tensor-parallel group as megatron-core's layers see it: one object for a stage's life, whatever is behind it.
+
+Layers keep the group they are built with, communicators live for one epoch. So layers get this object, which tells
+size and rank before any communicator exists, and passes collectives on to the one that is bound at the moment. It
+also keeps the time spent waiting for peers apart from computation: a rank that waits is a victim, not a culprit.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from resihp.errors import CommunicatorError
+
+Backend = Any
+"""torch's ProcessGroupGloo or ProcessGroupNCCL; their type stubs differ between versions."""
+
+
+class TensorGroup:
+    """Stands in for a `torch.distributed.ProcessGroup` in megatron-core's layers and in `torch.distributed` calls."""
+
+    def __init__(self, size: int = 1, rank: int = 0) -> None:
+        self._size = size
+        self._rank = rank
+        self._backend: Backend | None = None
+        self.waited_s = 0.0
+        """Seconds spent in collectives since the group was made."""
+        self.on_wait: Callable[[bool], None] = _ignore
+        """Called with True before and False after each wait."""
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def bind(self, backend: Backend | None) -> None:
+        """Use this communicator from now on; None when it is gone."""
+        self._backend = backend
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> _Waiting:
+        """What `torch.distributed.all_reduce(..., group=self)` calls. Raises CommunicatorError."""
+        if self._backend is None:
+            raise CommunicatorError("tensor-parallel group: no communicator is connected")
+        try:
+            return _Waiting(self, self._backend.allreduce(tensors, options))
+        except RuntimeError as error:
+            raise CommunicatorError(f"tensor-parallel group: {error}") from error
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM) -> None:
+        """Reduce in place and wait; nothing to do for a group of one. Raises CommunicatorError."""
+        if self._size > 1:
+            options = torch.distributed.AllreduceOptions()
+            options.reduceOp = op
+            self.allreduce([tensor], options).wait()
+
+
+class _Waiting:
+    """A collective under way, whose wait is timed and whose failure is a CommunicatorError."""
+
+    def __init__(self, group: TensorGroup, work: Any) -> None:
+        self._group = group
+        self._work = work
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        group = self._group
+        group.on_wait(True)
+        began = time.perf_counter()
+        try:
+            return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
+        except RuntimeError as error:
+            raise CommunicatorError(f"tensor-parallel group: {error}") from error
+        finally:
+            group.waited_s += time.perf_counter() - began
+            group.on_wait(False)
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+def _ignore(waits: bool) -> None:
+    """Nobody watches."""
+
+
+def teach_megatron() -> None:
+    """Make megatron-core believe a `TensorGroup`; for any other group nothing changes.
+
+    It asks a group for size and rank only once torch.distributed has a default group, and otherwise takes it for a
+    group of one, or for none at all. We have no default group: communicators are made by name for each epoch.
+    """
+    for module in [module for name, module in sys.modules.items() if name.startswith("megatron.core.")]:
+        for name, answer in _ANSWERS.items():
+            asked = getattr(module, name, None)
+            if asked is not None and not hasattr(asked, "resihp"):
+                setattr(module, name, _answered(asked, answer))
+
+
+_ANSWERS: dict[str, Callable[[TensorGroup], Any]] = {
+    "get_pg_size": TensorGroup.size,
+    "get_pg_rank": TensorGroup.rank,
+    "get_tensor_model_parallel_group_if_none": lambda group: group,
+}
+
+
+def _answered(asked: Callable[..., Any], answer: Callable[[TensorGroup], Any]) -> Callable[..., Any]:
+    @functools.wraps(asked)
+    def ask(*arguments: Any, **keywords: Any) -> Any:
+        group = arguments[0] if arguments else next(iter(keywords.values()), None)
+        return answer(group) if isinstance(group, TensorGroup) else asked(*arguments, **keywords)
+
+    ask.resihp = True  # type: ignore[attr-defined]
+    return ask

@@ -1,0 +1,45 @@
+"""megatron-core itself as the oracle: its GPTModel under its own 1F1B gives the losses and gradients that ours does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SERVER = HERE.parent / "resihp" / "executor" / "ranks.py"
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[tuple[str, str], list[dict]]:
+    """Both configurations, each on eight ranks (TP2 PP2 DP2)."""
+    cases = [("gpt", "learned_absolute"), ("llama", "rope")]
+    requests = [
+        json.dumps({"scenario": "compare", "world": 8, "arguments": {"kind": kind, "positions": positions}})
+        for kind, positions in cases
+    ]
+    done = subprocess.run(
+        [sys.executable, str(SERVER), str(HERE / "oracle.py")],
+        input="\n".join(requests) + "\n",
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize(("kind", "positions"), [("gpt", "learned_absolute"), ("llama", "rope")])
+def test_loss_and_gradients_equal_megatrons(
+    answers: dict[tuple[str, str], list[dict]], kind: str, positions: str
+) -> None:
+    for rank, answer in enumerate(answers[kind, positions]):
+        assert "result" in answer, f"rank {rank}: {answer}"
+        result = answer["result"]
+        assert result["ours"] == pytest.approx(result["megatron"], rel=1e-5)
+        assert result["difference"] < 1e-5, f"rank {rank}: gradient of {result['worst']}"

@@ -1,0 +1,420 @@
+"""The simulated machines: agents with their connections, workers that train, park, resume and die. The truth.
+
+A `Worker` behaves as `resihp.protocol.client` and the trainer promise to; every choice that they leave open (when, in
+which order, before or after) is drawn from the seed. What it asserts about its orders is what makes a step safe.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from resihp.controller import interface as api
+from resihp.faults import Fault
+from resihp.plan import Plan
+from resihp.protocol import messages as m
+from tests.resihp.controller.rules import expect
+from tests.resihp.controller.scenario import NEVER
+
+if TYPE_CHECKING:
+    from tests.resihp.controller.world import World
+
+
+@dataclass(eq=False)
+class SimNode:
+    """One agent and its connection, first in first out in each direction."""
+
+    name: str
+    ranks: tuple[int, ...]
+    alive: bool = True
+    dropped: bool = False
+    silent: bool = False
+    frozen: bool = False
+    up: deque[api.AnyEvent] = field(default_factory=deque)
+    down: deque[tuple[int, m.WorkerOrder | int]] = field(default_factory=deque)
+    up_at: float = 0.0
+    down_at: float = 0.0
+    owed_up: int = 0
+    owed_down: int = 0
+    silent_since: float = NEVER
+    silences: int = 0
+    last_delivered: float = 0.0
+    last_beat: float = 0.0
+    lost_told: bool = False
+
+
+class Worker:
+    """The truth of one process: what it computed, stepped and holds."""
+
+    def __init__(self, world: World, rank: int, node: SimNode) -> None:
+        self.world, self.rank, self.node = world, rank, node
+        self.spawned = False
+        self.alive = True
+        self.state = "S"
+        self.frozen: Literal["", "stop", "mute", "hang"] = ""
+        self.frozen_at = 0.0
+        self.thawed_at = -NEVER
+        self.deferred: list[tuple[int | None, Callable[..., None], tuple[Any, ...]]] = []
+        self.generation = 0
+        self.seen = 0
+        self.epoch = 0
+        self.proposed: Plan | None = None
+        self.plan: Plan | None = None
+        self.active = False
+        self.stepped = world.scenario.resume_from
+        self.outcome: m.StepOutcome | None = None
+        self.reduced: m.StepOutcome | None = None
+        """Result of the last synchronisation of iteration stepped + 1, once this rank has it."""
+        self.ready = False
+        self.primitives = 0
+        self.progress_at = 0.0
+        self.activity: Any = "starting"
+        self.iteration_began = 0.0
+        self.armed = {fault.id: fault for fault in world.scenario.faults}
+        self.held_by: int | None = None
+        self.resume: tuple[Callable[..., None], tuple[Any, ...]] | None = None
+        self.waits: tuple[Any, ...] | None = None
+        self.raised = False
+        self.fenced = False
+        self.status: int | None = None
+        self.gone = False
+        """Dead, and its connections are closed."""
+        self.answered_at = 0.0
+        self.told_at = 0.0
+        self.shown = -1
+        self.shown_at = 0.0
+        """Primitives that the controller has heard of, and when."""
+        self.halted = False
+        self.injected = False
+        self.died_with_node = False
+
+    # time
+
+    def later(self, delay: float, function: Callable[..., None], *arguments: Any) -> None:
+        """Go on after `delay`, unless the process dies or is told to do something else before."""
+        self.world.at(delay, self._go_on, self.generation, function, arguments)
+
+    def _go_on(self, generation: int | None, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        if not self.alive or (generation is not None and generation != self.generation):
+            return
+        if self.frozen:
+            self.deferred.append((generation, function, arguments))
+        else:
+            function(*arguments)
+
+    def freeze(self, kind: Literal["stop", "mute", "hang"], seconds: float) -> None:
+        if not self.alive or not self.spawned:
+            return
+        if not self.frozen or kind == "stop":
+            self.frozen, self.frozen_at = kind, self.world.now if not self.frozen else self.frozen_at
+            self.state = {"stop": "T", "mute": "R", "hang": "R"}[kind]
+        if seconds < NEVER:
+            self.world.at(seconds, self.thaw)
+
+    def thaw(self) -> None:
+        if not self.alive or not self.frozen:
+            return
+        self.frozen, self.state, self.thawed_at = "", "S", self.world.now
+        deferred, self.deferred = self.deferred, []
+        for generation, function, arguments in deferred:
+            self._go_on(generation, function, arguments)
+
+    def work(self, chunks: int, activity: str) -> None:
+        self.primitives += chunks
+        self.progress_at = self.world.now
+        self.activity = activity
+
+    # life and death
+
+    def start(self) -> None:
+        if not self.node.alive or not self.alive:
+            return
+        self.spawned = True
+        world = self.world
+        world.up(
+            self.node,
+            api.WorkerSpawned(
+                rank=self.rank, node=self.node.name, device=self.node.ranks.index(self.rank), pid=1000 + self.rank
+            ),
+        )
+        world.happens("spawn", self.rank)
+        self.later(world.rng.uniform(0.5, 2.5), self.declare)
+
+    def declare(self) -> None:
+        scenario, world = self.world.scenario, self.world
+        if scenario.early_exit is not None:
+            self.die(scenario.early_exit)
+            return
+        if scenario.refuses == self.rank:
+            self.say(m.Refuse(reason="the data set is empty; choose another"))
+            self.later(0.1, self.die, 2)
+            return
+        model = scenario.model
+        if scenario.odd_declare == self.rank:
+            model = msgspec.structs.replace(model, hidden=model.hidden * 2)
+        self.activity = "idle"
+        self.say(
+            m.Declare(
+                model=model,
+                micro_batches=scenario.micro_batches,
+                iterations=scenario.iterations,
+                resume_from=scenario.resume_from,
+                fingerprint="same",
+            )
+        )
+        world.happens("declare", self.rank)
+
+    def say(self, message: m.WorkerMessage) -> None:
+        self.world.up(self.node, api.WorkerSaid(rank=self.rank, message=message))
+
+    def die(self, status: int, told: bool = True) -> None:
+        """End; `told` False: no connection of its is closed, so peers do not notice."""
+        if not self.alive:
+            return
+        self.alive = False
+        self.status = status
+        self.generation += 1
+        self.deferred.clear()
+        if self.node.alive:
+            self.world.up(self.node, api.WorkerExited(rank=self.rank, status=status))
+        self.gone = told
+        if told:
+            self.world.peers_notice(self)
+
+    def throw(self, error: str) -> None:
+        if self.alive and self.spawned and not self.raised:
+            self.raised = True
+            self.generation += 1
+            self.say(m.Raised(iteration=self.stepped + 1, error=error, traceback=f"Traceback\n{error}"))
+            self.later(self.world.rng.uniform(0.0, 0.2), self.die, 1)
+
+    # orders
+
+    def hear(self, order: m.WorkerOrder) -> None:
+        self._go_on(None, self._obey, (order,))
+
+    def _obey(self, order: m.WorkerOrder) -> None:
+        rng = self.world.rng
+        if self.halted or self.raised:
+            return
+        match order:
+            case m.Park():
+                if order.epoch > self.seen:
+                    self.seen = order.epoch
+                    self._let_go(order.epoch)
+            case m.Propose():
+                if order.plan.epoch >= self.seen:
+                    self.seen = order.plan.epoch
+                    self.proposed = order.plan
+                    self.later(rng.uniform(0.0, 0.05), self.confirm, order.plan)
+            case m.Go():
+                if order.epoch >= self.seen:
+                    self.go(order)
+            case m.FaultGo():
+                self.fault_go(order)
+            case m.Halt():
+                self.halted = True
+                self.generation += 1
+                self.activity = "idle"
+                self.later(rng.uniform(0.0, 0.5), self.die, 0)
+            case _:
+                raise AssertionError(f"the controller does not send {order}")
+
+    def _let_go(self, epoch: int) -> None:
+        """Park: a step that has begun is taken or not begun at all; gradients stay."""
+        rng = self.world.rng
+        self.generation += 1
+        self.waits = self.resume = None
+        self.held_by = None
+        if self.reduced is not None and rng.random() < 0.5:
+            self.take_step(self.reduced)
+        self.reduced = None
+        self.activity = "parked"
+        self.later(rng.choice([0.001, 0.01, rng.uniform(0, 0.3), rng.uniform(0, 2.0)]), self.park, epoch)
+
+    def park(self, epoch: int) -> None:
+        self.say(m.Parked(epoch=epoch, stepped=self.stepped, outcome=self.outcome, ready=self.ready))
+        self.world.happens("parked", self.rank)
+
+    def confirm(self, plan: Plan) -> None:
+        if self.world.scenario.objects == self.rank:
+            self.say(m.Object(epoch=plan.epoch, reason="too little memory"))
+        else:
+            self.say(m.Confirm(epoch=plan.epoch, digest=plan.digest))
+
+    def go(self, go: m.Go) -> None:
+        world = self.world
+        plan = self.proposed
+        expect(plan is not None and plan.epoch == go.epoch, f"rank {self.rank}: go to an epoch it never confirmed")
+        assert plan is not None
+        self.seen = self.epoch = go.epoch
+        self.plan = plan
+        self.generation += 1
+        self.active = self.rank in world.active_ranks(plan)
+        if not self.active:
+            self.ready, self.reduced = False, None
+            self.activity = "idle"
+            if world.scenario.seed % 2:
+                self.later(0.01, self.say, m.Resumed(epoch=go.epoch, groups_s=0.0, state_s=0.0))
+            return
+        if go.finish is not None:
+            done = go.finish.iteration
+            if self.stepped == done:
+                same = self.outcome is None or self.outcome == go.finish
+                expect(same, f"rank {self.rank}: told to finish {done} with another outcome than it took")
+            else:
+                expect(self.stepped == done - 1, f"rank {self.rank}: at {self.stepped}, told to finish {done}")
+                expect(self.ready, f"rank {self.rank}: told to finish {done} without reduced gradients")
+                self.take_step(go.finish, told=world.scenario.seed % 3 != 0)
+        expect(
+            go.next_iteration == self.stepped + 1,
+            f"rank {self.rank}: stands after {self.stepped}, told to begin {go.next_iteration}",
+        )
+        self.activity = "communication"
+        self.later(world.rng.uniform(0.01, 0.3), world.enter, self, ("build", go.epoch), self.built)
+
+    def built(self) -> None:
+        rng = self.world.rng
+        self.say(m.Resumed(epoch=self.epoch, groups_s=rng.uniform(0, 1), state_s=0.0))
+        self.world.happens("resumed", self.rank)
+        self.work(1, "communication")
+        self.later(rng.uniform(0, 0.01), self.begin, 2.0)
+
+    # an iteration
+
+    def begin(self, slower: float = 1.0) -> None:
+        scenario, world = self.world.scenario, self.world
+        if self.stepped >= scenario.iterations:
+            self.activity = "idle"
+            self.say(m.Finished(iteration=self.stepped))
+            world.happens("finished", self.rank)
+            return
+        self.ready, self.reduced = False, None
+        self.iteration_began = world.now
+        self.activity = "compute"
+        self.enter_phase("forward", self.forward, slower)
+
+    def forward(self, slower: float) -> None:
+        self.work(2, "compute")
+        self.later(self._part(0.3) * slower, self.enter_phase, "backward", self.backward, slower)
+
+    def backward(self, slower: float) -> None:
+        self.work(2, "compute")
+        self.later(self._part(0.6) * slower, self.enter_phase, "reduce", self.reduce)
+
+    def reduce(self) -> None:
+        assert self.plan is not None
+        place = self.world.places(self.plan)[self.rank]
+        self.work(1, "communication")
+        self.world.enter(self, ("reduce", self.epoch, self.stepped + 1, place), self.gradients_reduced)
+
+    def gradients_reduced(self) -> None:
+        self.work(1, "communication")
+        self.ready = True
+        self.later(self._part(0.05), self.world.enter, self, ("sync", self.epoch, self.stepped + 1), self.synchronised)
+
+    def synchronised(self) -> None:
+        self.work(1, "compute")
+        self.reduced = self.world.outcome_of(self.plan, self.stepped + 1)
+        self.world.happens("sync", self.rank)
+        self.enter_phase("step", self.step)
+
+    def step(self) -> None:
+        self.later(self.world.rng.choice([0.001, self._part(0.05), self._part(0.5)]), self.stepped_now)
+
+    def stepped_now(self) -> None:
+        scenario = self.world.scenario
+        assert self.reduced is not None
+        assert self.plan is not None
+        self.take_step(self.reduced)
+        self.reduced = None
+        every = scenario.checkpoint_every
+        if every and self.stepped % every == 0 and self.rank in self.plan.layout.replicas[0].ranks:
+            self.activity = "checkpoint"
+            self.later(self.world.rng.uniform(0.1, 1.0), self.checkpoint)
+        else:
+            self.begin()
+
+    def take_step(self, outcome: m.StepOutcome, told: bool = True) -> None:
+        world = self.world
+        self.stepped, self.outcome = outcome.iteration, outcome
+        self.work(1, self.activity)
+        world.rules.has_stepped(self, outcome)
+        if told:
+            seconds = world.now - self.iteration_began
+            self.say(m.Stepped(epoch=self.epoch, outcome=outcome, seconds=seconds, compute_s=seconds / 2))
+        world.happens("step", self.rank)
+
+    def checkpoint(self) -> None:
+        self.say(
+            m.CheckpointPart(
+                epoch=self.epoch,
+                iteration=self.stepped,
+                folder=f"iteration-{self.stepped}",
+                file=f"rank-{self.rank}",
+                bytes=100,
+                seconds=0.5,
+            )
+        )
+        self.begin()
+
+    def _part(self, share: float) -> float:
+        return self.world.scenario.iteration_s * share * self.world.rng.uniform(0.7, 1.3)
+
+    def stuck(self, error: str) -> None:
+        """The transport tells that a transfer failed."""
+        if self.waits is None:
+            return
+        self.generation += 1
+        self.waits = None
+        self.activity = "communication"
+        self.say(m.Stuck(epoch=self.epoch, error=error))
+
+    # faults on purpose
+
+    def enter_phase(self, phase: str, function: Callable[..., None], *arguments: Any) -> None:
+        assert self.plan is not None
+        for fault in self.armed.values():
+            if fault.iteration == self.stepped + 1 and fault.phase == phase and self._concerns(fault):
+                self.held_by, self.resume = fault.id, (self.enter_phase, (phase, function, *arguments))
+                self.say(m.FaultDue(fault=fault.id))
+                return
+        function(*arguments)
+
+    def _concerns(self, fault: Fault) -> bool:
+        """Whether this rank is the target, or stands in for one that does not work."""
+        assert self.plan is not None
+        active = self.world.active_ranks(self.plan)
+        if fault.rank is not None:
+            return fault.rank == self.rank or fault.rank not in active
+        return fault.node == self.node.name or not any(self.world.workers[r].node.name == fault.node for r in active)
+
+    def fault_go(self, order: m.FaultGo) -> None:
+        fault = self.armed.pop(order.fault, None)
+        if fault is None:
+            return
+        if order.fire and fault.kind == "hang":
+            self.injected = True
+            self.freeze("hang", NEVER)
+        elif order.fire and fault.kind == "raise":
+            self.injected = True
+            self.throw("injected by resihp")
+        elif not order.fire and self.held_by == order.fault and self.resume is not None:
+            self.held_by = None
+            (function, arguments), self.resume = self.resume, None
+            function(*arguments)
+
+
+@dataclass
+class Meeting:
+    """One collective: who has come, whether it is over."""
+
+    come: dict[int, Callable[[], None]] = field(default_factory=dict)
+    over: bool = False
+    over_at: float = 0.0
+    pending: set[int] = field(default_factory=set)
+    broken: bool = False

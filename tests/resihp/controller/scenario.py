@@ -1,0 +1,195 @@
+"""What a simulated job is and what befalls it; `Scenario.drawn(seed)` draws one. Pure data."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+from resihp.faults import Fault
+from resihp.model import ModelSpec
+
+SIGKILL, SIGSTOP, SIGTERM, SIGINT = 9, 19, 15, 2
+NEVER = float("inf")
+
+MODEL = ModelSpec(layers=6, hidden=32, heads=4, kv_groups=2, ffn_hidden=64, vocab=128, sequence=64)
+
+DisturbanceKind = Literal[
+    "kill",  # the worker dies (status -9, or what `status` says)
+    "node",  # agent and workers of the worker's node die at once
+    "agent",  # the agent dies, its workers with it, some of their exits still reported
+    "vanish",  # like `node`, and nobody is told: the connection just carries nothing any more
+    "silent",  # the control connection carries nothing for `seconds`, then all of it
+    "blackout",  # agent and workers of the node freeze for `seconds`
+    "stop",  # state T for `seconds`
+    "mute",  # the interpreter is held for `seconds`: no beats of its own, state R
+    "hang",  # stuck in user code for `seconds`, its own thread beats on
+    "broken",  # a transfer of the running epoch fails on this rank, everybody alive
+    "deadlock",  # a collective of the running epoch never completes, nobody is told
+    "reconnect",  # the agent reconnects
+    "store",  # the store listens again, elsewhere
+    "raise",  # the user's code raises on this rank
+    "raise_all",  # ... and on all the others in the same place
+    "signal",  # the supervisor receives `status`
+    "inject",  # an operator asks for a kill
+]
+
+SHARES: dict[DisturbanceKind, int] = {
+    "kill": 30,
+    "node": 8,
+    "agent": 6,
+    "vanish": 3,
+    "silent": 8,
+    "blackout": 4,
+    "stop": 7,
+    "mute": 8,
+    "hang": 5,
+    "broken": 5,
+    "deadlock": 2,
+    "reconnect": 2,
+    "store": 1,
+    "raise": 3,
+    "signal": 1,
+    "inject": 3,
+}
+"""How often each is drawn."""
+
+Trigger = Literal[
+    "time", "spawn", "declare", "park", "parked", "propose", "go", "resumed", "sync", "step", "finished", "halt"
+]
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """Happens `delay` after the `nth` occurrence of `trigger`, to `rank` or, if None, to whom it concerned."""
+
+    kind: DisturbanceKind
+    trigger: Trigger = "time"
+    nth: int = 1
+    delay: float = 0.0
+    rank: int | None = None
+    seconds: float = NEVER
+    status: int = -SIGKILL
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is run. The remaining choices (delays, order) are drawn from `seed`."""
+
+    seed: int = 0
+    nodes: int = 2
+    gpus_per_node: int = 2
+    tp: int = 1
+    pp: int = 2
+    iterations: int = 6
+    micro_batches: int = 8
+    iteration_s: float = 0.5
+    resume_from: int = 0
+    checkpoint_every: int = 0
+    faults: tuple[Fault, ...] = ()
+    disturbances: tuple[Disturbance, ...] = ()
+    latency_s: float = 0.02
+    duplicates: float = 0.0
+    """Chance of a worker's message to be delivered a second time, some of them much later."""
+    breaks_loudly: float = 1.0
+    """Chance that a rank whose peer dies is told so by the transport."""
+    limit_s: float = 900.0
+    model: ModelSpec = MODEL
+    start_budget_s: float = 60.0
+    odd_declare: int | None = None
+    refuses: int | None = None
+    objects: int | None = None
+    early_exit: int | None = None
+
+    @classmethod
+    def drawn(cls, seed: int) -> Scenario:
+        rng = random.Random(seed * 2 + 1)
+        nodes, gpus = rng.choice(
+            [(1, 4), (2, 2), (2, 2), (2, 4), (3, 2), (3, 4), (4, 1), (4, 2), (4, 3), (6, 2), (2, 3)]
+        )
+        ranks = nodes * gpus
+        grids = [(tp, pp) for tp in (1, 2) for pp in (1, 2, 3) if gpus % tp == 0 and ranks // (tp * pp) >= 2]
+        tp, pp = rng.choice(grids)
+        dp = ranks // (tp * pp)
+        iterations = rng.randint(3, 10)
+        iteration_s = rng.choice([0.2, 0.4, 0.4, 0.8, 1.2]) if rng.random() < 0.95 else rng.uniform(3, 5)
+        length_s = 4 + iterations * iteration_s
+        disturbances = []
+        drawn = rng.random()
+        if drawn < 0.02:
+            raise_all = Disturbance("raise_all", "sync" if rng.random() < 0.8 else "declare", nth=rng.randint(1, 3))
+            disturbances.append(raise_all)
+        else:
+            for _ in range(rng.choice([0, 1, 1, 1, 2, 2, 2, 3, 3, 4, 5])):
+                disturbances += cls._disturbances(rng, length_s, ranks, iterations)
+        faults = []
+        if rng.random() < 0.3:
+            for number in range(rng.choice([1, 1, 2])):
+                kind = rng.choice(["kill", "kill", "crash", "stop", "hang", "raise"])
+                on_node = kind not in ("hang", "raise") and rng.random() < 0.3
+                faults.append(
+                    Fault(
+                        id=number,
+                        kind=kind,  # type: ignore[arg-type]
+                        rank=None if on_node else rng.randrange(ranks),
+                        node=f"n{rng.randint(1, nodes)}" if on_node else None,
+                        iteration=rng.randint(1, iterations + (rng.random() < 0.1)),
+                        phase=rng.choice(["forward", "backward", "reduce", "step"]),
+                    )
+                )
+        return cls(
+            seed=seed,
+            nodes=nodes,
+            gpus_per_node=gpus,
+            tp=tp,
+            pp=pp,
+            iterations=iterations,
+            micro_batches=rng.randint(dp, 3 * dp),
+            iteration_s=iteration_s,
+            resume_from=rng.randint(1, iterations - 1) if rng.random() < 0.1 else 0,
+            checkpoint_every=rng.randint(1, 3) if rng.random() < 0.15 else 0,
+            faults=tuple(faults),
+            disturbances=tuple(disturbances),
+            latency_s=rng.choice([0.002, 0.02, 0.02, 0.2]),
+            duplicates=rng.choice([0.0, 0.0, 0.05, 0.2]),
+            breaks_loudly=rng.choice([1.0, 1.0, 0.5, 0.0]),
+        )
+
+    @staticmethod
+    def _disturbances(rng: random.Random, length_s: float, ranks: int, iterations: int) -> list[Disturbance]:
+        kind = rng.choices(list(SHARES), list(SHARES.values()))[0]
+        trigger: Trigger = "time"
+        nth, delay = 1, rng.uniform(0, length_s)
+        if rng.random() < 0.6:
+            trigger = rng.choice(
+                ["park", "parked", "propose", "go", "resumed", "sync", "sync", "step", "step", "finished", "halt"]
+            )
+            nth = {"sync": rng.randint(1, iterations), "step": rng.randint(1, iterations * ranks)}.get(
+                trigger, rng.choice([1, 1, 2, 3]) if trigger != "parked" else rng.randint(1, ranks)
+            )
+            delay = rng.choice([0.0, rng.uniform(0, 0.1), rng.uniform(0, 1.0)])
+        elif rng.random() < 0.95:
+            delay = max(delay, 5.0)
+        seconds = NEVER
+        if kind == "silent":
+            seconds = rng.uniform(0.5, 20)
+        elif kind == "mute":
+            seconds = rng.uniform(5, 12)
+        elif kind in ("stop", "hang", "blackout") and rng.random() < 0.4:
+            seconds = rng.uniform(0.5, 20)
+        status = rng.choice([-SIGKILL, -SIGKILL, -11, -6, 1, 1, 0]) if kind == "kill" else -SIGKILL
+        if kind == "signal":
+            status = rng.choice([SIGTERM, SIGINT])
+        rank = rng.randrange(ranks) if trigger == "time" or rng.random() < 0.7 else None
+        several = rng.choice([2, 3]) if kind == "kill" and rng.random() < 0.15 else 1
+        first = Disturbance(kind, trigger, nth, delay, rank, seconds, status)
+        others = [
+            Disturbance(kind, trigger, nth, delay + rng.choice([0.0, 0.05]), rng.randrange(ranks), seconds, status)
+            for _ in range(several - 1)
+        ]
+        if kind == "vanish" and rng.random() < 0.5:  # it had fallen silent before, while it still computed
+            before = rng.uniform(0.0, 8.0)
+            others.append(Disturbance("silent", trigger, nth, delay, rank))
+            first = dataclasses.replace(first, delay=delay + before)
+        return [first, *others]

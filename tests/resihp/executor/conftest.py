@@ -1,0 +1,53 @@
+"""Fixture for tests that need ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def serve() -> Iterator[Callable[..., list[dict[str, Any]]]]:
+    """`serve(scenario, world, **arguments)`: the answers of all ranks, see `ranks.py`."""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    with subprocess.Popen(
+        [sys.executable, str(HERE / "ranks.py"), str(HERE / "scenarios.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as server:
+
+        def ask(scenario: str, world: int = 1, **arguments: Any) -> list[dict[str, Any]]:
+            assert server.stdin is not None
+            assert server.stdout is not None
+            server.stdin.write(json.dumps({"scenario": scenario, "world": world, "arguments": arguments}) + "\n")
+            server.stdin.flush()
+            answers: list[dict[str, Any]] = json.loads(server.stdout.readline())
+            return answers
+
+        yield ask
+        assert server.stdin is not None
+        server.stdin.close()
+
+
+@pytest.fixture
+def ranks(serve: Callable[..., list[dict[str, Any]]]) -> Callable[..., list[Any]]:
+    """As `serve`, but every rank must succeed; gives their results."""
+
+    def ask(scenario: str, world: int = 1, **arguments: Any) -> list[Any]:
+        answers = serve(scenario, world, **arguments)
+        errors = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if "result" not in answer]
+        assert not errors, "\n".join(errors)
+        return [answer["result"] for answer in answers]
+
+    return ask

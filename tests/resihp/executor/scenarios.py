@@ -1,0 +1,403 @@
+"""What ranks do in the executor's tests. Loaded by the fork server (`ranks.py`), called once per rank."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+
+from resihp import checkpoints
+from resihp.errors import CommunicatorError, DatasetError, ResihpError
+from resihp.executor import checkpoint
+from resihp.executor.attention import Packing, PackedAttention
+from resihp.executor.engine import Engine
+from resihp.executor.optimizer import AdamW
+from resihp.layout import Layout, Replica, Stage
+from resihp.ownership import share
+from resihp.plan import Plan, spread
+from resihp.workload import MicroBatch
+
+VOCAB, SEQUENCE, MICRO_BATCHES = 64, 32, 6
+TIMEOUT_S = 60.0
+Address = tuple[str, int]
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt": {"add_qkv_bias": True},
+    "llama": {
+        "num_query_groups": 2,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "ffn_hidden_size": 48,
+    },
+}
+
+
+class Corpus:
+    """Packed documents of uneven lengths with a rule that can be learned; `broken` gives ranks different data."""
+
+    def __init__(self, broken: int = 0) -> None:
+        self._broken = broken
+
+    def micro_batches(self, iteration: int) -> list[MicroBatch]:
+        return [self._micro_batch(iteration, m) for m in range(MICRO_BATCHES)]
+
+    def _micro_batch(self, iteration: int, m: int) -> MicroBatch:
+        generator = np.random.default_rng((iteration, m))
+        lengths = tuple(int(n) for n in generator.integers(1, SEQUENCE, size=1 + m % 3))
+        tokens = generator.integers(0, VOCAB, size=sum(lengths))
+        samples = tuple(1000 * iteration + 10 * m + i + self._broken for i in range(len(lengths)))
+        return MicroBatch(lengths, samples, lambda: (tokens, (tokens * 5 + 1) % VOCAB))
+
+
+class Watcher:
+    """Observer that remembers, and may do something on entering a phase or on waiting."""
+
+    def __init__(self, on_enter: Any = None, on_wait: Any = None) -> None:
+        self.phases: list[str] = []
+        self.primitives = 0
+        self.waits: list[bool] = []
+        self._on_enter, self._on_wait = on_enter, on_wait
+
+    def enter(self, phase: str) -> None:
+        self.phases.append(phase)
+        if self._on_enter:
+            self._on_enter(phase)
+
+    def progressed(self) -> None:
+        self.primitives += 1
+
+    def communicating(self, waits: bool) -> None:
+        self.waits.append(waits)
+        if self._on_wait and waits:
+            self._on_wait()
+
+
+def engine_of(kind: str, *, broken: int = 0, optimizer: AdamW | None = None, **extra: Any) -> Engine:
+    config = TransformerConfig(
+        **{
+            "num_layers": 4,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            **CONFIGS[kind],
+        }
+    )
+    return Engine(
+        config,
+        vocab_size=VOCAB,
+        dataset=Corpus(broken),
+        optimizer=optimizer or AdamW(lr=2e-2, warmup=2, decay_iterations=20),
+        seed=7,
+        sequence=SEQUENCE,
+        **extra,
+    )
+
+
+def plan_of(epoch: int, layout: Layout, assignment: Any = None) -> Plan:
+    shares = assignment or spread(MICRO_BATCHES, len(layout.replicas))
+    return Plan(epoch=epoch, layout=layout, assignment=tuple(tuple(share) for share in shares))
+
+
+def grid(tp: int, pp: int, dp: int) -> Layout:
+    return Layout.uniform(tp=tp, pp=pp, dp=dp, layers=4)
+
+
+def state_digest(engine: Engine) -> dict[str, str]:
+    """Digest of each held slice's value and moments, by name and interval."""
+    assert engine.held is not None
+    digests = {}
+    for spec in engine.held_specs:
+        piece = share(spec, engine.held.t, engine.held.tp)
+        content = b"".join(t.contiguous().numpy().tobytes() for t in engine.tensors(spec, piece).values())
+        digests[f"{spec.name}:{piece.start}"] = hashlib.sha256(content).hexdigest()
+    return digests
+
+
+def train(
+    rank: int,
+    store: Address,
+    *,
+    kind: str = "gpt",
+    grid_of: tuple[int, int, int] = (1, 1, 1),
+    stages: list[Any] | None = None,
+    iterations: int = 4,
+    assignment: Any = None,
+    extra: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    engine = engine_of(kind, **(extra or {}))
+    layout = grid(*grid_of)
+    if stages is not None:  # [replica][stage] = (ranks, (first, last))
+        layout = Layout(
+            tuple(Replica(tuple(Stage(tuple(r), (tuple(span),)) for r, span in replica)) for replica in stages)
+        )
+    plan = plan_of(1, layout, assignment)
+    engine.adopt(plan, rank)
+    engine.connect(plan, rank, store, TIMEOUT_S)
+    outcomes, watcher = [], Watcher()
+    for iteration in range(1, iterations + 1):
+        outcome = engine.run(plan, iteration, watcher)
+        assert engine.ready == iteration
+        engine.step(outcome)
+        outcomes.append(msgspec.to_builtins(outcome))
+    gathered = engine.gather([rank, "x" * rank])
+    engine.disconnect()
+    return {
+        "outcomes": outcomes,
+        "phases": watcher.phases,
+        "primitives": watcher.primitives,
+        "waits": len(watcher.waits),
+        "compute_s": engine.compute_s,
+        "gathered": gathered,
+        "digest": state_digest(engine),
+    }
+
+
+def attention(rank: int, store: Address, *, groups: int) -> dict[str, float]:
+    """Largest differences of packed attention and its gradients from a block mask over the whole micro-batch."""
+    heads, width, lengths = 4, 8, (5, 1, 17, 9)
+    torch.manual_seed(1)
+    total = sum(lengths)
+    tensors = [torch.randn(total, 1, n, width, dtype=torch.float64) for n in (heads, groups, groups)]
+    packed = [tensor.clone().requires_grad_() for tensor in tensors]
+    plain = [tensor.clone().requires_grad_() for tensor in tensors]
+    module = PackedAttention(None, 1)
+    out = module(*packed, None, packed_seq_params=Packing.of(lengths))
+    q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in plain)
+    k, v = (tensor.repeat_interleave(heads // groups, dim=1) for tensor in (k, v))
+    document = torch.cat([torch.full((length,), i) for i, length in enumerate(lengths)])
+    allowed = (document[:, None] == document[None]) & torch.ones(total, total).tril().bool()
+    scores = (q @ k.transpose(-1, -2) / width**0.5).masked_fill(~allowed, float("-inf"))
+    expected = (scores.softmax(-1) @ v).permute(2, 0, 1, 3).flatten(2)
+    weight = torch.randn_like(out)
+    (out * weight).sum().backward()
+    (expected * weight).sum().backward()
+    return {
+        "shape": list(out.shape) == [total, 1, heads * width],
+        "output": (out - expected).abs().max().item(),
+        "gradients": max((a.grad - b.grad).abs().max().item() for a, b in zip(packed, plain, strict=True)),
+    }
+
+
+def packing_is_invisible(rank: int, store: Address, *, positions: str) -> list[float]:
+    """Loss sums of two documents packed together, and each alone."""
+    engine = engine_of("gpt", position_embedding=positions)
+    engine.adopt(plan_of(1, grid(1, 1, 1)), 0)
+    stage = engine._stage
+    tokens = torch.from_numpy(np.random.default_rng(3).integers(0, VOCAB, size=30))
+    both = stage((11, 19), tokens, tokens.roll(-1)).item()
+    alone = [stage((len(t),), t, lab).item() for t, lab in zip(tokens.split([11, 19]), tokens.roll(-1).split([11, 19]))]
+    return [both, sum(alone)]
+
+
+def save(rank: int, store: Address, *, kind: str, grid_of: tuple[int, int, int], root: str, iterations: int) -> Any:
+    """Train, save, and go on for two iterations more."""
+    engine = engine_of(kind)
+    plan = plan_of(1, grid(*grid_of))
+    engine.adopt(plan, rank)
+    engine.connect(plan, rank, store, TIMEOUT_S)
+    for iteration in range(1, iterations + 1):
+        engine.step(engine.run(plan, iteration, Watcher()))
+    folder = checkpoints.folder_of(Path(root), iterations)
+    part = checkpoint.save_part(engine, folder) if rank in plan.layout.replicas[0].ranks else None
+    parts = [part for part in engine.gather(part) if part is not None]
+    if rank == 0:
+        checkpoints.write_manifest(folder, iterations, [(file, size) for file, size in parts])
+    digest = state_digest(engine)
+    losses = []
+    for iteration in (iterations + 1, iterations + 2):
+        outcome = engine.run(plan, iteration, Watcher())
+        engine.step(outcome)
+        losses.append(outcome.loss)
+    engine.disconnect()
+    return {"digest": digest, "losses": losses}
+
+
+def restore(rank: int, store: Address, *, kind: str, grid_of: tuple[int, int, int], root: str) -> Any:
+    """Load the newest checkpoint, save it again next to it, and go on for two iterations."""
+    engine = engine_of(kind)
+    plan = plan_of(2, grid(*grid_of))
+    engine.adopt(plan, rank)
+    folder = checkpoints.newest_complete(Path(root))
+    assert folder is not None
+    checkpoint.load(engine, folder)
+    digest = state_digest(engine)
+    engine.connect(plan, rank, store, TIMEOUT_S)
+    losses = []
+    for iteration in (engine.stepped + 1, engine.stepped + 2):
+        outcome = engine.run(plan, iteration, Watcher())
+        engine.step(outcome)
+        losses.append(outcome.loss)
+    engine.disconnect()
+    return {"digest": digest, "losses": losses, "updates": engine.updates}
+
+
+def restore_error(rank: int, store: Address, *, kind: str, folder: str) -> str:
+    engine = engine_of(kind)
+    engine.adopt(plan_of(1, grid(1, 1, 1)), 0)
+    try:
+        checkpoint.load(engine, Path(folder))
+    except ResihpError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def woken(rank: int, store: Address) -> dict[str, Any]:
+    """Rank 0 waits for a peer that does not come, is woken by a thread, and finishes under the next epoch."""
+    keys = torch.distributed.TCPStore(*store, None, False, timeout=timedelta(seconds=TIMEOUT_S))
+    engine = engine_of("gpt")
+    plan = plan_of(1, grid(1, 1, 2))
+    engine.adopt(plan, rank)
+    engine.connect(plan, rank, store, TIMEOUT_S)
+    error = ""
+    if rank == 0:
+        waits = threading.Event()
+        threading.Thread(target=lambda: (waits.wait(), engine.wake()), daemon=True).start()
+        try:
+            engine.run(plan, 1, Watcher(on_wait=waits.set))
+        except CommunicatorError as caught:
+            error = str(caught)
+        keys.set("woken", "1")
+    else:
+        keys.wait(["woken"], timedelta(seconds=TIMEOUT_S))
+    engine.disconnect()
+    engine.disconnect()
+    plan = plan_of(2, grid(1, 1, 2))
+    engine.adopt(plan, rank)
+    engine.connect(plan, rank, store, TIMEOUT_S)
+    outcome = engine.run(plan, 1, Watcher())
+    engine.step(outcome)
+    engine.disconnect()
+    return {"error": error, "loss": outcome.loss}
+
+
+def woken_while_connecting(rank: int, store: Address) -> str:
+    """The only rank that comes, of two."""
+    engine = engine_of("gpt")
+    plan = plan_of(1, grid(1, 1, 2))
+    engine.adopt(plan, 0)
+    done = threading.Event()
+    threading.Thread(target=_wake_until_done, args=(engine, done), daemon=True).start()
+    try:
+        engine.connect(plan, 0, store, TIMEOUT_S)
+    except CommunicatorError as caught:
+        return str(caught)
+    finally:
+        done.set()
+    return ""
+
+
+def _wake_until_done(engine: Engine, done: threading.Event) -> None:
+    while not done.wait(0.01):
+        engine.wake()
+
+
+def survive(rank: int, store: Address, *, phase: str) -> dict[str, Any]:
+    """Rank 3 of TP1 PP2 DP2 dies in `phase` of iteration 2; replica 0 goes on alone and redoes or finishes it."""
+    keys = torch.distributed.TCPStore(*store, None, False, timeout=timedelta(seconds=TIMEOUT_S))
+    alarms = torch.distributed.TCPStore(*store, None, False, timeout=timedelta(seconds=TIMEOUT_S))
+    engine = engine_of("gpt")
+    plan = plan_of(1, grid(1, 2, 2))
+    engine.adopt(plan, rank)
+    engine.connect(plan, rank, store, TIMEOUT_S)
+
+    def watch() -> None:
+        alarms.wait(["alarm"], timedelta(seconds=TIMEOUT_S))
+        engine.wake()
+
+    def die(entered: str) -> None:
+        if entered == phase:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+    losses, error, iteration = [], "", 1
+    try:
+        for iteration in range(1, 5):
+            outcome = engine.run(plan, iteration, Watcher(die if (rank, iteration) == (3, 2) else None))
+            engine.step(outcome)
+            losses.append(outcome.loss)
+    except CommunicatorError as caught:
+        error = str(caught)
+        keys.set("alarm", "1")
+    engine.disconnect()
+    if rank == 2:
+        return {"error": error}
+    plan = plan_of(2, Layout(plan.layout.replicas[:1], standby=(2,)))
+    engine.adopt(plan, rank)
+    engine.connect(plan, rank, store, TIMEOUT_S)
+    for again in range(iteration, 5):
+        outcome = engine.run(plan, again, Watcher())
+        engine.step(outcome)
+        losses.append(outcome.loss)
+    engine.disconnect()
+    return {"error": error, "losses": losses}
+
+
+def impure(rank: int, store: Address) -> str:
+    """Ranks whose data sets disagree."""
+    engine = engine_of("gpt", broken=rank)
+    plan = plan_of(1, grid(1, 1, 2))
+    engine.adopt(plan, rank)
+    engine.connect(plan, rank, store, TIMEOUT_S)
+    try:
+        engine.run(plan, 1, Watcher())
+    except DatasetError as error:
+        return str(error)
+    return ""
+
+
+def not_finite(rank: int, store: Address) -> dict[str, Any]:
+    """One rank's parameters are broken before iteration 2."""
+    engine = engine_of("gpt")
+    plan = plan_of(1, grid(2, 1, 2))
+    engine.adopt(plan, rank)
+    engine.connect(plan, rank, store, TIMEOUT_S)
+    engine.step(engine.run(plan, 1, Watcher()))
+    if rank == 2:
+        engine._named["layers.1.mlp.linear_fc2.weight"].data[0, 0] = float("inf")
+    before = state_digest(engine)
+    outcome = engine.run(plan, 2, Watcher())
+    engine.step(outcome)
+    return {
+        "skip": outcome.skip,
+        "clip": outcome.clip,
+        "unchanged": state_digest(engine) == before,
+        "stepped": engine.stepped,
+        "updates": engine.updates,
+    }
+
+
+def rules(rank: int, store: Address) -> list[str]:
+    """Messages of everything an engine refuses after a step."""
+    engine = engine_of("gpt")
+    plan = plan_of(1, grid(1, 1, 1))
+    engine.adopt(plan, 0)
+    engine.connect(plan, 0, torch.distributed.HashStore(), TIMEOUT_S)
+    outcome = engine.run(plan, 1, Watcher())
+    engine.step(outcome)
+    attempts = (
+        lambda: engine.step(outcome),
+        lambda: engine.run(plan, 1, Watcher()),
+        lambda: (engine.disconnect(), engine.adopt(plan_of(2, grid(2, 1, 1)), 0)),
+        lambda: engine.run(plan, 2, Watcher()),
+    )
+    messages = []
+    for attempt in attempts:
+        try:
+            attempt()
+            messages.append("")
+        except ResihpError as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages

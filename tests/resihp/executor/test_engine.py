@@ -1,0 +1,153 @@
+"""The engine on real ranks (gloo, loopback): any layout trains the same model as a single process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Ranks = Callable[..., list[Any]]
+
+
+def losses(answer: dict[str, Any]) -> list[float]:
+    return [outcome["loss"] for outcome in answer["outcomes"]]
+
+
+@pytest.fixture(scope="module")
+def serial(serve: Callable[..., list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    return {kind: serve("train", 1, kind=kind)[0]["result"] for kind in ("gpt", "llama")}
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+@pytest.mark.parametrize("grid", [(2, 2, 2), (2, 1, 1), (1, 4, 1)])
+def test_uniform_layouts_train_like_one_process(
+    ranks: Ranks, serial: dict[str, dict[str, Any]], kind: str, grid: tuple[int, int, int]
+) -> None:
+    answers = ranks("train", math.prod(grid), kind=kind, grid_of=grid)
+    assert all(answer["outcomes"] == answers[0]["outcomes"] for answer in answers)
+    assert losses(answers[0]) == pytest.approx(losses(serial[kind]), rel=1e-5)
+    for ours, theirs in zip(answers[0]["outcomes"], serial[kind]["outcomes"], strict=True):
+        assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-5)
+        assert {key: ours[key] for key in ("tokens", "samples", "samples_digest", "learning_rate")} == {
+            key: theirs[key] for key in ("tokens", "samples", "samples_digest", "learning_rate")
+        }
+    assert losses(answers[0])[-1] < losses(answers[0])[0]
+
+
+def test_uneven_shares_and_unequal_stages_keep_the_mathematics(
+    ranks: Ranks, serial: dict[str, dict[str, Any]]
+) -> None:
+    stages = [
+        [([4], (0, 0)), ([2], (1, 3))],
+        [([0, 1], (0, 3))],
+        [([3], (0, 2)), ([5], (3, 3))],
+    ]
+    answers = ranks("train", 6, kind="llama", stages=stages, assignment=[[4, 0], [1], [2, 5, 3]])
+    assert losses(answers[0]) == pytest.approx(losses(serial["llama"]), rel=1e-5)
+    norms = [outcome["gradient_norm"] for outcome in answers[0]["outcomes"]]
+    assert norms == pytest.approx([o["gradient_norm"] for o in serial["llama"]["outcomes"]], rel=1e-5)
+    assert all(answer["outcomes"] == answers[0]["outcomes"] for answer in answers)
+
+
+def test_replicas_stay_equal_to_the_bit(ranks: Ranks) -> None:
+    answers = ranks("train", 4, kind="gpt", grid_of=(1, 2, 2))
+    assert answers[0]["digest"] == answers[2]["digest"]
+    assert answers[1]["digest"] == answers[3]["digest"]
+
+
+def test_observer_sees_phases_primitives_and_waits(ranks: Ranks) -> None:
+    answers = ranks("train", 4, kind="gpt", grid_of=(1, 2, 2), iterations=1)
+    for answer in answers:
+        assert answer["phases"] == ["forward", "backward", "reduce"]
+        assert answer["primitives"] == 2 * 3 + 1 + 1  # three micro-batches, one bucket, the last synchronisation
+        assert answer["waits"] > 0
+        assert answer["waits"] % 2 == 0
+        assert answer["compute_s"] > 0
+        assert answer["gathered"] == [[rank, "x" * rank] for rank in range(4)]
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_packed_attention_equals_a_block_mask(ranks: Ranks, groups: int) -> None:
+    (answer,) = ranks("attention", groups=groups)
+    assert answer["shape"]
+    assert answer["output"] < 1e-12
+    assert answer["gradients"] < 1e-12
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned_absolute"])
+def test_documents_do_not_see_what_they_are_packed_with(ranks: Ranks, positions: str) -> None:
+    (answer,) = ranks("packing_is_invisible", positions=positions)
+    assert answer[0] == pytest.approx(answer[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_a_checkpoint_of_one_layout_loads_bit_equal_under_others(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    saved = ranks("save", 8, kind=kind, grid_of=(2, 2, 2), root=str(tmp_path), iterations=2)
+    alone = ranks("restore", 1, kind=kind, grid_of=(1, 1, 1), root=str(tmp_path))
+    same = ranks("restore", 4, kind=kind, grid_of=(2, 2, 1), root=str(tmp_path))
+    assert [answer["digest"] for answer in same] == [answer["digest"] for answer in saved[:4]]
+    assert alone[0]["updates"] == 4
+    assert alone[0]["losses"] == pytest.approx(saved[0]["losses"], rel=1e-5)
+    assert same[0]["losses"] == pytest.approx(saved[0]["losses"], rel=1e-5)
+
+
+def test_a_checkpoint_of_one_process_loads_bit_equal_when_spread_and_gathered(ranks: Ranks, tmp_path: Path) -> None:
+    whole, spread, again = (tmp_path / name for name in ("whole", "spread", "again"))
+    (saved,) = ranks("save", 1, kind="llama", grid_of=(1, 1, 1), root=str(whole), iterations=0)
+    ranks("save", 4, kind="llama", grid_of=(2, 2, 1), root=str(spread), iterations=0)
+    restored = ranks("restore", 1, kind="llama", grid_of=(1, 1, 1), root=str(spread))
+    assert restored[0]["digest"] == saved["digest"]
+    assert not again.exists()
+
+
+def test_a_checkpoint_of_another_model_or_damaged_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    ranks("save", 1, kind="llama", grid_of=(1, 1, 1), root=str(tmp_path), iterations=1)
+    folder = tmp_path / "iteration-000001"
+    assert ranks("restore_error", kind="gpt", folder=str(folder))[0].startswith("CheckpointError")
+    assert ranks("restore_error", kind="llama", folder=str(folder)) == [""]
+    (part,) = folder.glob("part-*")
+    content = bytearray(part.read_bytes())
+    part.write_bytes(content[:-100])
+    assert "not of" in ranks("restore_error", kind="llama", folder=str(folder))[0]
+
+
+def test_wake_frees_a_waiting_rank_and_leaves_the_store_alone(ranks: Ranks, serial: dict[str, dict[str, Any]]) -> None:
+    answers = ranks("woken", 2)
+    assert answers[0]["error"]
+    assert [answer["loss"] for answer in answers] == pytest.approx([losses(serial["gpt"])[0]] * 2, rel=1e-5)
+
+
+def test_wake_frees_a_rank_that_waits_for_others_to_connect(ranks: Ranks) -> None:
+    assert "woken" in ranks("woken_while_connecting")[0]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "reduce"])
+def test_survivors_of_a_kill_redo_the_iteration_under_a_new_plan(
+    serve: Callable[..., list[dict[str, Any]]], serial: dict[str, dict[str, Any]], phase: str
+) -> None:
+    answers = serve("survive", 4, phase=phase)
+    assert answers[3] == {"killed": 9}, answers
+    for answer in answers[:2]:
+        assert "result" in answer, answer
+        assert answer["result"]["error"]
+        assert answer["result"]["losses"] == pytest.approx(losses(serial["gpt"]), rel=1e-5)
+
+
+def test_ranks_with_different_data_are_told(ranks: Ranks) -> None:
+    assert all("must give every process the same" in message for message in ranks("impure", 2))
+
+
+def test_gradients_that_are_not_finite_are_skipped_by_all(ranks: Ranks) -> None:
+    for answer in ranks("not_finite", 4):
+        assert answer == {"skip": True, "clip": 1.0, "unchanged": True, "stepped": 2, "updates": 1}
+
+
+def test_what_an_engine_refuses(ranks: Ranks) -> None:
+    (messages,) = ranks("rules")
+    assert "cannot take step 1 after 1" in messages[0]
+    assert "cannot run 1" in messages[1]
+    assert messages[2].startswith("LayoutError")
+    assert messages[3].startswith("CommunicatorError: rank 0: not connected")

@@ -1,0 +1,84 @@
+"""Configuration: who overrules whom, and that nothing is ignored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from resihp.errors import ConfigurationError
+from wrapper.config import read
+
+
+def toml(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_precedence_key_by_key(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    six = (
+        "[layout]\ntp = {0}\npp = {0}\n[job]\nnodes = {0}\ngpus_per_node = {0}\n[checkpoint]\nevery = {0}\nkeep = {0}\n"
+    )
+    keys = ["tp = {0}\n", "pp = {0}\n", "nodes = {0}\n", "gpus_per_node = {0}\n", "every = {0}\n"]
+    etc = toml(fresh_home / "etc.toml", six.format(1))
+    user = toml(fresh_home / "user.toml", six.format(2).replace("keep = 2\n", ""))
+    here = toml(fresh_home / "resihp.toml", "".join(six.format(3).replace("keep = 3\n", "").replace("every = 3\n", "")))
+    job = toml(fresh_home / "job.toml", "[layout]\ntp = 4\npp = 4\n[job]\nnodes = 4\n")
+    monkeypatch.setenv("RESIHP_LAYOUT__TP", "5")
+    monkeypatch.setenv("RESIHP_LAYOUT__PP", "5")
+    found = read({"layout": {"tp": 6}}, job, site=(here, user, etc))
+    assert len(keys) == 5
+    assert (found.layout.tp, found.layout.pp) == (6, 5)
+    assert (found.job.nodes, found.job.gpus_per_node) == (4, 3)
+    assert (found.checkpoint.every, found.checkpoint.keep) == (2, 1)
+    assert found.layout.schedule == "1f1b"
+
+
+def test_files_are_found_where_they_are_said_to_be(fresh_home: Path) -> None:
+    toml(fresh_home / "configuration" / "resihp" / "config.toml", "[layout]\ntp = 2\npp = 2\n")
+    toml(fresh_home / "resihp.toml", "[layout]\npp = 3\n")
+    assert (read({}).layout.tp, read({}).layout.pp) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[layout]\ntq = 2\n", r"job\.toml: unknown key tq in \[layout\]; did you mean tp\?"),
+        ("[layuot]\ntp = 2\n", r"job\.toml: unknown section \[layuot\]; did you mean layout\?"),
+        ("tp = 2\n", r"job\.toml: unknown section \[tp\]; valid: job, layout"),
+        ("layout = 2\n", r"layout is a section"),
+        ("[layout]\ntp = 0\n", r"job\.toml: \[layout\] tp: .* got 0"),
+        ("[layout]\nschedule = 'gpipe'\n", r"\[layout\] schedule: .*1f1b"),
+        ("[adapt]\nmode = 'restart'\n", r"\[adapt\] mode: .*in-job"),
+        ("[slurm]\npartition = 'gpu'\n", r"\[slurm\]: .*not supported yet"),
+        ("[container]\nimage = 'x'\n", r"\[container\]: .*not supported yet"),
+        ("[job]\ntime = '24h'\n", r"time limit is not supported yet"),
+        ("[layout\n", r"job\.toml: .*line 1"),
+    ],
+)
+def test_mistakes_name_their_place(fresh_home: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        read({}, toml(fresh_home / "job.toml", text))
+
+
+def test_mistakes_in_the_environment_name_it(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESIHP_LAYOUT__TQ", "2")
+    with pytest.raises(ConfigurationError, match=r"environment: unknown key tq in \[layout\]; did you mean tp"):
+        read({})
+    monkeypatch.delenv("RESIHP_LAYOUT__TQ")
+    monkeypatch.setenv("RESIHP_LAYOUT__TP", "two")
+    with pytest.raises(ConfigurationError, match=r"environment: \[layout\] tp: .*'two'"):
+        read({})
+
+
+def test_missing_job_file_is_told(fresh_home: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no such file"):
+        read({}, fresh_home / "job.toml")
+
+
+def test_commands_and_numbers_from_the_environment(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESIHP_JOB__COMMAND", '["python", "train.py"]')
+    monkeypatch.setenv("RESIHP_CHECKPOINT__EVERY", "7")
+    assert read({}).job.command == ("python", "train.py")
+    assert read({}).checkpoint.every == 7

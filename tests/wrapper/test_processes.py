@@ -1,0 +1,286 @@
+"""Agents, fork servers, supervisor and guardian as real processes: who starts, who is watched, who dies with whom."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from resihp.journal import JobEnded, WorkerEnded, WorkerStarted
+from tests.wrapper.conftest import StubJob
+from wrapper import operate
+from wrapper.jobs import finish_dead_job
+
+FOREVER = "import time\nprint('here', flush=True)\ntime.sleep(3600)\n"
+STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER
+
+
+def running(job: StubJob, workers: int = 1) -> list[WorkerStarted]:
+    """Wait until that many workers are in their script."""
+
+    def started() -> list[WorkerStarted]:
+        found = [entry for entry in job.entries() if isinstance(entry, WorkerStarted)]
+        here = [entry for entry in found if "here" in job.log(f"{entry.node}.rank{entry.rank}.log")]
+        return here if len(here) == workers else []
+
+    return list(job.until(started))
+
+
+def ended(job: StubJob) -> JobEnded:
+    (entry,) = [entry for entry in job.entries() if isinstance(entry, JobEnded)]
+    return entry
+
+
+def exits(job: StubJob) -> dict[int, int | None]:
+    return {entry.rank: entry.exit for entry in job.entries() if isinstance(entry, WorkerEnded)}
+
+
+# --- starting -----------------------------------------------------------------------------------------------------
+
+
+def test_script_runs_to_its_end_on_every_device(stub_job: StubJob) -> None:
+    script = (
+        "import os, sys\n"
+        "print(*[os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'GLOO_SOCKET_IFNAME')])\n"
+        "assert 'RESIHP_AGENT_FD' in os.environ and 'MASTER_ADDR' not in os.environ\n"
+        "print(sys.argv[1:], __name__)\n"
+        "open('here' + os.environ['RANK'], 'w').close()\n"
+        "while not all(os.path.exists(f'here{rank}') for rank in range(4)): pass\n"
+    )
+    stub_job.start(script, nodes=2, gpus=2, arguments=("--lr", "1"), environment={"MASTER_ADDR": "elsewhere"})
+    assert stub_job.wait() == 0, stub_job.stderr
+    assert stub_job.log("n2.rank3.log") == "3 1 4 lo\n['--lr', '1'] __main__\n"
+    assert exits(stub_job) == {0: 0, 1: 0, 2: 0, 3: 0}
+    assert (ended(stub_job).exit_code, ended(stub_job).state) == (0, "completed")
+    assert (stub_job.job.folder / "exit_code").read_text() == "0\n"
+    assert (stub_job.job.folder / "journal").read_bytes() == stub_job.job.journal_file.read_bytes()
+
+
+def test_users_modules_win_over_ours_and_their_python_path_is_theirs(stub_job: StubJob) -> None:
+    for name in ("db", "wrapper", "resihp_config"):
+        (stub_job.folder / f"{name}.py").write_text(f"OWNER = 'user {name}'\n")
+    (stub_job.folder / "slurm").mkdir()
+    (stub_job.folder / "slurm" / "__init__.py").write_text("OWNER = 'user slurm'\n")
+    libraries = stub_job.folder / "libraries"
+    libraries.mkdir()
+    (libraries / "asyncio.py").write_text("raise SystemExit('the PYTHONPATH of the user is in our processes')\n")
+    (libraries / "tokens.py").write_text("OWNER = 'user tokens'\n")
+    script = (
+        "import sys\n"
+        "assert not {'db', 'wrapper', 'slurm'} & set(sys.modules)\n"
+        "import db, slurm, wrapper, resihp_config, tokens\n"
+        "print([module.OWNER for module in (db, slurm, wrapper, resihp_config, tokens)])\n"
+        "print(sys.path[:2])\n"
+    )
+    stub_job.start(script, python_path=str(libraries))
+    assert stub_job.wait() == 0, stub_job.stderr + stub_job.log("n1.rank0.log")
+    assert stub_job.log("n1.rank0.log").splitlines() == [
+        "['user db', 'user slurm', 'user wrapper', 'user resihp_config', 'user tokens']",
+        str([str(stub_job.folder), str(libraries)]),
+    ]
+
+
+def test_module_and_plain_command(stub_job: StubJob) -> None:
+    stub_job.start("import sys\nprint(__name__, sys.argv, sys.path[0])\n", kind="module", arguments=("a",))
+    assert stub_job.wait() == 0, stub_job.stderr
+    path = stub_job.folder / "train.py"
+    assert stub_job.log("n1.rank0.log") == f"__main__ {[str(path), 'a']} {stub_job.folder}\n"
+
+
+def test_plain_command_gets_its_rank_and_is_watched(stub_job: StubJob) -> None:
+    stub_job.start("echo rank $RANK of $WORLD_SIZE; exit $RANK", kind="command", gpus=2)
+    assert stub_job.wait() == 1, stub_job.stderr
+    assert stub_job.log("n1.rank1.log") == "rank 1 of 2\n"
+    assert exits(stub_job)[1] == 1
+    assert "rank 1 (n1 device 1)" in stub_job.stderr
+
+
+def test_preload_that_cannot_be_imported_is_a_usage_error(stub_job: StubJob) -> None:
+    stub_job.start(FOREVER, preload="no_such_library")
+    assert stub_job.wait() == 2
+    assert "cannot import no_such_library" in stub_job.stderr
+
+
+# --- watching -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("death", "status"), [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", -9)])
+def test_exit_is_known_within_a_fifth_of_a_second(stub_job: StubJob, death: str, status: int) -> None:
+    script = f"import os, time\ntime.sleep(0.5)\nprint(time.time(), flush=True)\n{death}\n"
+    stub_job.start(script)
+    assert stub_job.wait() == 1
+    (record,) = [record for record in stub_job.job.records() if isinstance(record.entry, WorkerEnded)]
+    assert exits(stub_job) == {0: status}
+    assert record.at - float(stub_job.log("n1.rank0.log")) < 0.2
+
+
+def test_last_words_come_before_the_exit(stub_job: StubJob) -> None:
+    """`Refuse`, sent right before the end, decides the exit code: had the exit come first, it would be 1."""
+    script = (
+        "import os, socket\n"
+        "from resihp.protocol.framing import LocalChannel\n"
+        "from resihp.protocol import messages as m\n"
+        "channel = LocalChannel(socket.socket(fileno=int(os.environ['RESIHP_AGENT_FD'])))\n"
+        "start = channel.recv(m.WorkerOrder)\n"
+        "for i in range(2000):\n"
+        "    channel.send(m.Finished(iteration=i))\n"
+        "channel.send(m.Refuse(reason=f'rank {start.rank} has no data'))\n"
+        "os._exit(7)\n"
+    )
+    stub_job.start(script)
+    assert stub_job.wait() == 2, stub_job.stderr
+    assert "rank 0 has no data" in stub_job.stderr
+
+
+def test_exception_is_in_the_log_without_our_frames_and_reported(stub_job: StubJob) -> None:
+    script = "def train():\n    raise KeyError('no such tokenizer')\ntrain()\n"
+    stub_job.start(script, gpus=2, preload="resihp.protocol.client")
+    assert stub_job.wait() == 93, stub_job.stderr
+    log = stub_job.log("n1.rank1.log")
+    assert log.startswith("Traceback (most recent call last):\n")
+    assert log.endswith("KeyError: 'no such tokenizer'\n")
+    assert "runpy" not in log
+    assert "forkserver" not in log
+
+
+def test_operator_injects_a_fault(stub_job: StubJob) -> None:
+    stub_job.start(FOREVER)
+    running(stub_job)
+    assert "injected" in operate.inject(stub_job.job.name, "kill", 0, None)
+    assert stub_job.wait() == 1
+    assert exits(stub_job) == {0: -9}
+
+
+def test_dead_agent_is_a_lost_node_at_once(stub_job: StubJob) -> None:
+    stub_job.start(FOREVER, nodes=2)
+    running(stub_job, 2)
+    (agent,) = stub_job.processes("--node n2")
+    begun = time.monotonic()
+    agent.kill()
+    assert stub_job.wait() == 5
+    assert time.monotonic() - begun < 5
+    assert "node n2: its agent was killed by SIGKILL" in stub_job.stderr
+
+
+def test_key_is_in_no_environment_and_no_command_line(stub_job: StubJob) -> None:
+    stub_job.start(FOREVER)
+    running(stub_job)
+    key = stub_job.job.key
+    processes = stub_job.processes()
+    assert len(processes) >= 5  # guardian, supervisor, agent, fork server, worker
+    for process in processes:
+        for file in ("environ", "cmdline"):
+            with open(f"/proc/{process.pid}/{file}", "rb") as proc:
+                content = proc.read()
+            assert key not in content
+            assert key.hex().encode() not in content
+    assert stub_job.job.key_file.stat().st_mode & 0o777 == 0o600
+    assert stub_job.job.folder.stat().st_mode & 0o777 == 0o700
+    assert stub_job.process is not None
+    stub_job.process.send_signal(signal.SIGTERM)
+    assert stub_job.wait() == 143
+
+
+# --- ending -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_ends_the_job_in_order(stub_job: StubJob, number: signal.Signals, status: int) -> None:
+    stub_job.start(FOREVER, gpus=2)
+    running(stub_job, 2)
+    assert stub_job.process is not None
+    stub_job.process.send_signal(number)
+    assert stub_job.wait(10) == status
+    assert stub_job.processes() == []
+    assert ended(stub_job).state == "cancelled"
+    assert exits(stub_job) == {0: -15, 1: -15}
+
+
+def test_worker_that_ignores_term_is_killed(stub_job: StubJob) -> None:
+    stub_job.start(STUBBORN)
+    running(stub_job)
+    assert stub_job.process is not None
+    stub_job.process.send_signal(signal.SIGTERM)
+    assert stub_job.wait(10) == 143
+    assert exits(stub_job) == {0: -9}
+
+
+def test_second_interrupt_ends_at_once(stub_job: StubJob) -> None:
+    stub_job.start(STUBBORN)
+    running(stub_job)
+    assert stub_job.process is not None
+    stub_job.process.send_signal(signal.SIGINT)
+    stub_job.until(lambda: any(isinstance(entry, JobEnded) for entry in stub_job.entries()))
+    begun = time.monotonic()
+    stub_job.process.send_signal(signal.SIGINT)
+    assert stub_job.wait(10) == 130
+    assert time.monotonic() - begun < 1.5
+
+
+def test_what_workers_started_ends_with_them(stub_job: StubJob) -> None:
+    script = "import subprocess\nsubprocess.Popen(['sleep', '3600'], start_new_session=True)\nprint('here')\n" + FOREVER
+    stub_job.start(script)
+    running(stub_job)
+    stub_job.until(lambda: stub_job.processes("sleep 3600"))
+    assert stub_job.process is not None
+    stub_job.process.send_signal(signal.SIGTERM)
+    assert stub_job.wait(10) == 143
+    assert stub_job.processes() == []
+
+
+def test_nothing_outlives_guardian_and_supervisor(stub_job: StubJob) -> None:
+    stub_job.start(STUBBORN, nodes=2, gpus=2)
+    running(stub_job, 4)
+    assert stub_job.process is not None
+    (supervisor,) = stub_job.processes("supervise ")
+    stub_job.process.kill()
+    supervisor.kill()
+    stub_job.wait()
+    begun = time.monotonic()
+    stub_job.until(lambda: not stub_job.processes(), 10)
+    print(f"gone after {time.monotonic() - begun:.1f} s")
+    assert finish_dead_job(stub_job.job)
+    assert (ended(stub_job).state, ended(stub_job).exit_code) == ("abnormal", 1)
+    assert not finish_dead_job(stub_job.job), "a job ends once"
+
+
+def test_guardian_writes_the_end_of_a_killed_supervisors_job(stub_job: StubJob) -> None:
+    stub_job.start(FOREVER, gpus=2)
+    running(stub_job, 2)
+    (supervisor,) = stub_job.processes("supervise ")
+    supervisor.kill()
+    assert stub_job.wait(15) == 1
+    assert stub_job.processes() == []
+    assert ended(stub_job).state == "abnormal"
+    assert "was killed by SIGKILL" in stub_job.stderr
+
+
+def test_supervisor_ends_the_job_when_the_guardian_is_killed(stub_job: StubJob) -> None:
+    stub_job.start(FOREVER)
+    running(stub_job)
+    assert stub_job.process is not None
+    stub_job.process.kill()
+    stub_job.until(lambda: not stub_job.processes(), 10)
+    assert ended(stub_job).state == "cancelled"
+
+
+def test_bug_in_the_supervisor_ends_the_job_with_its_traceback_in_the_log(stub_job: StubJob) -> None:
+    stub_job.start(FOREVER, environment={"STUB_BROKEN": "1"})
+    assert stub_job.wait() == 1
+    assert "internal error" in stub_job.stderr
+    assert "Traceback" not in stub_job.stderr
+    assert "ZeroDivisionError: a bug" in stub_job.log("supervisor.log")
+    assert ended(stub_job).state == "failed"
+
+
+def test_dead_fork_server_takes_its_workers_and_is_told(stub_job: StubJob) -> None:
+    stub_job.start(FOREVER)
+    (worker,) = running(stub_job)
+    server = psutil.Process(worker.pid).parent()
+    assert server is not None
+    os.kill(server.pid, signal.SIGKILL)
+    assert stub_job.wait() != 0
+    assert exits(stub_job) == {0: -9}

@@ -1,0 +1,89 @@
+"""What a running job refuses on its socket: strangers, twins and agents of the past. It goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from resihp.errors import ProtocolError, UsageError
+from resihp.protocol import framing
+from resihp.protocol import messages as m
+from resihp.protocol.framing import SecureChannel
+from tests.wrapper.conftest import StubJob
+from tests.wrapper.test_processes import FOREVER, exits, running
+from wrapper import operate
+from wrapper.jobs import SupervisorFile
+
+
+async def throw(address: SupervisorFile, content: bytes) -> None:
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    writer.write(content)
+    try:
+        while await reader.read(1000):
+            pass
+    except ConnectionError:
+        pass
+    writer.close()
+
+
+async def answer_to(address: SupervisorFile, key: bytes, message: m.Message) -> list[object]:
+    """What the supervisor says to this message until it closes the connection."""
+    channel: SecureChannel[object] = await SecureChannel.connect(address.host, address.port, key, m.AgentOrder)
+    await channel.send(message)
+    said = []
+    async with asyncio.timeout(5):
+        while (order := await channel.recv()) is not None:
+            said.append(order)
+    channel.close()
+    return said
+
+
+def join(node: str, epoch: int) -> m.Join:
+    return m.Join(node=node, host="elsewhere", pid=1, devices=1, epoch=epoch)
+
+
+def test_job_goes_on_while_bad_frames_are_thrown_at_it(stub_job: StubJob) -> None:
+    stub_job.start(FOREVER)
+    running(stub_job)
+    address = stub_job.job.supervisor()
+    assert address is not None
+    assert address.host == "127.0.0.1"
+    greeting = framing.MAGIC + os.urandom(32)
+    for content in (b"GET / HTTP/1.1\r\n\r\n", greeting + b"\xff" * 20, greeting + bytes(12) + os.urandom(32)) * 5:
+        asyncio.run(throw(address, content))
+    with pytest.raises(ProtocolError):
+        asyncio.run(SecureChannel.connect(address.host, address.port, bytes(32), m.AgentOrder))
+    for message in (join("n1", 0), join("n1", 1), join("n1", 7), join("n9", 0)):
+        assert asyncio.run(answer_to(address, stub_job.job.key, message)) == [m.Release(grace_s=0.0)]
+    assert asyncio.run(answer_to(address, stub_job.job.key, m.Exited(rank=0, pid=1, status=0))) == []
+    assert exits(stub_job) == {}
+
+    log = stub_job.log("supervisor.log")
+    for reason in ("garbage", "oversize", "wrong key"):
+        assert reason in log
+    assert len(log.splitlines()) <= 10, "refusals are not told without end"
+
+    with pytest.raises(UsageError, match="there is no rank 5"):
+        operate.inject(None, "kill", 5, None)
+    with pytest.raises(UsageError, match="unknown kind"):
+        operate.inject(None, "maim", 0, None)
+    assert stub_job.process is not None
+    stub_job.process.send_signal(signal.SIGTERM)
+    assert stub_job.wait() == 143
+    with pytest.raises(UsageError, match="not running"):
+        operate.inject(None, "kill", 0, None)
+
+
+def test_silent_node_that_is_given_up_is_ended(stub_job: StubJob) -> None:
+    """Stopped as a whole, its sockets stay open: only its silence tells, and nothing of it may stay."""
+    stub_job.start(FOREVER, nodes=2)
+    workers = running(stub_job, 2)
+    assert "injected" in operate.inject(None, "stop", None, "n2")
+    stub_job.until(lambda: all(p.status() == "stopped" for p in stub_job.processes("--node n2")))
+    assert stub_job.wait(20) == 5, stub_job.stderr
+    assert "node n2: silent" in stub_job.stderr
+    assert len(workers) == 2
+    assert stub_job.processes() == []

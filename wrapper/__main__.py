@@ -1,0 +1,27 @@
+"""`resihp` and `python -m wrapper`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def main() -> None:
+    _leave_python_path()
+    from wrapper.cli import main as run
+
+    run()
+
+
+def _leave_python_path() -> None:
+    """Take the user's PYTHONPATH off sys.path, where a db.py of theirs would hide ours. Workers get it back.
+
+    Unless resihp itself is found there.
+    """
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    theirs = {os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry} - {ours}
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) not in theirs]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The command line: `resihp ...`. Parses, calls, maps errors to exit codes; decides nothing.
+
+Everything that takes time to import is imported in the command that needs it: `resihp --help` answers at once. Data
+goes to stdout, messages to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module, util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from resihp.errors import ResihpError
+from wrapper.exit_codes import EXIT_CODES, exit_code_of
+
+app = typer.Typer(
+    name="resihp",
+    help="Keeps LLM training running when GPUs die.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[list[str] | None, typer.Argument(help="After --: what each worker runs.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A job file (TOML).")] = None,
+    local: Annotated[bool, typer.Option("--local", help="Run on this machine, with virtual nodes n1..nN.")] = False,
+    nodes: Annotated[int | None, typer.Option(help="Nodes.", show_default="1")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="Devices of a node.", show_default="1")] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", show_default="1")] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline-parallel degree.", show_default="1")] = None,
+    schedule: Annotated[str | None, typer.Option(help="Pipeline schedule.", show_default="1f1b")] = None,
+    ledger: Annotated[str | None, typer.Option(help="SQLAlchemy URL.", show_default="in the job's folder")] = None,
+    fault: Annotated[list[str] | None, typer.Option(help="Inject KIND:TARGET@WHEN; repeatable.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Iterations between.", show_default="0")] = None,
+    checkpoint_folder: Annotated[Path | None, typer.Option(help="Where checkpoints are.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest complete checkpoint.")] = False,
+) -> None:
+    """Run a training script under supervision, one worker for each device.
+
+    Example: resihp run --local --nodes 2 --gpus-per-node 4 --tp 2 --pp 2 -- python train.py
+    """
+    from wrapper import start
+
+    options = start.Options(
+        job={"nodes": nodes, "gpus_per_node": gpus_per_node, "command": tuple(command) if command else None},
+        layout={"tp": tp, "pp": pp, "schedule": schedule},
+        ledger={"url": ledger},
+        checkpoint={
+            "every": checkpoint_every,
+            "folder": None if checkpoint_folder is None else str(checkpoint_folder.absolute()),
+        },
+        config=config,
+        local=local,
+        faults=tuple(fault or ()),
+        resume=resume,
+    )
+    raise typer.Exit(start.run(options))
+
+
+@app.command()
+def inject(
+    kind: Annotated[str, typer.Argument(help="kill, crash, stop, hang or raise.")],
+    job: Annotated[str | None, typer.Argument(help="The job; the newest if left out.")] = None,
+    rank: Annotated[int | None, typer.Option(help="The worker to hit.")] = None,
+    node: Annotated[str | None, typer.Option(help="The node to hit.")] = None,
+) -> None:
+    """Inject a fault into a running test job, at once."""
+    from wrapper import operate
+
+    message(operate.inject(job, kind, rank, node))
+
+
+def message(text: str) -> None:
+    print(f"resihp: {text}", file=sys.stderr)
+
+
+if util.find_spec("wrapper.ledger_commands") is not None:
+    import_module("wrapper.ledger_commands").register(app)
+
+
+def main() -> None:
+    """Entry point of `resihp`."""
+    try:
+        app()
+    except ResihpError as error:
+        message(str(error))
+        sys.exit(exit_code_of(error))
+    except BrokenPipeError:
+        sys.stderr.close()  # whoever read our output has seen enough
+        sys.exit(141)
+
+
+__all__ = ["EXIT_CODES", "app", "main", "message"]

@@ -1,0 +1,24 @@
+"""Which error ends a command with which exit code: one table, used by the command line and the supervisor.
+
+0 done · 1 training failed · 2 usage · 3 unhealthy environment · 4 restart budget spent · 5 not enough healthy nodes ·
+75 please requeue · 93 do not requeue (the training program is broken) · 130/143 signalled.
+"""
+
+from __future__ import annotations
+
+from resihp import errors
+
+EXIT_CODES: dict[type[errors.ResihpError], int] = {
+    errors.UsageError: 2,
+    errors.ProtocolError: 1,
+    errors.CommunicatorError: 1,
+    errors.FaultNotFiredError: 1,
+    errors.NotEnoughDevicesError: 5,
+    errors.TrainingProgramError: 93,
+    errors.ResihpError: 1,
+}
+"""The nearest class in an exception's ancestry decides."""
+
+
+def exit_code_of(error: errors.ResihpError) -> int:
+    return next(EXIT_CODES[kind] for kind in type(error).__mro__ if kind in EXIT_CODES)

@@ -1,0 +1,45 @@
+"""What an operator asks of a running job: one request, one answer, over the supervisor's authenticated socket."""
+
+from __future__ import annotations
+
+import asyncio
+
+from resihp.errors import ResihpError, UsageError
+from resihp.protocol.framing import SecureChannel
+from resihp.protocol.messages import Inject, OperatorReply, OperatorRequest
+from wrapper.jobs import Job, find_job
+
+ANSWER_S = 10.0
+
+
+def inject(name: str | None, kind: str, rank: int | None, node: str | None) -> str:
+    """Inject a fault at once; returns what the job answered. Raises UsageError when it refuses or is not running."""
+    if (rank is None) == (node is None):
+        raise UsageError("inject: name one target, --rank R or --node N")
+    job = find_job(name)
+    reply = asyncio.run(ask(job, Inject(kind=kind, rank=rank, node=node)))
+    if not reply.ok:
+        raise UsageError(f"job {job.name}: {reply.text}")
+    return f"job {job.name}: {reply.text}"
+
+
+async def ask(job: Job, request: OperatorRequest) -> OperatorReply:
+    """Raises UsageError when the job is not running, ResihpError when it does not answer."""
+    address = job.supervisor()
+    if address is None:
+        raise UsageError(f"job {job.name}: is not running; resihp status {job.name} tells how it ended")
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            channel: SecureChannel[OperatorReply] = await SecureChannel.connect(
+                address.host, address.port, job.key, OperatorReply
+            )
+            try:
+                await channel.send(request)
+                reply = await channel.recv()
+            finally:
+                channel.close()
+    except (OSError, TimeoutError) as error:
+        raise ResihpError(f"job {job.name}: the supervisor does not answer: {error}") from error
+    if reply is None:
+        raise ResihpError(f"job {job.name}: the supervisor ended before it answered")
+    return reply

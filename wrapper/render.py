@@ -1,0 +1,173 @@
+"""Pieces of what a user sees on a terminal: the layout grid with health, durations, counts, text printed as it is.
+
+Used by `wrapper.live` and `wrapper.ledger_commands`. Decides nothing. Nothing here reads Rich markup: names and
+reasons come from outside and are printed literally.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Literal
+
+from resihp.layout import Layout, Replica, Stage
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+Health = Literal["active", "standby", "suspected", "dead"]
+LETTERS: Mapping[Health, str] = {"active": "", "standby": "s", "suspected": "?", "dead": "x"}
+"""Put behind a rank, so that health shows without colour."""
+STYLES: Mapping[Health, str] = {"active": "green", "standby": "yellow", "suspected": "magenta", "dead": "bold red"}
+MOST_REPLICAS = 16
+"""Rows of a grid; more replicas than that and healthy ones are left out."""
+
+
+def literal(text: str) -> str:
+    """`text` without control characters: a reason quoted from a log must not steer the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def duration(seconds: float | None) -> str:
+    """`0.62 s`, `12.3 s`, `4 min 05 s`, `2 h 03 min`, `3 d 04 h`; `-` for None or what is no duration."""
+    if seconds is None or seconds != seconds or seconds in (float("inf"), float("-inf")):
+        return "-"
+    if seconds < 0:
+        return f"-{duration(-seconds)}"
+    if seconds < 9.995:
+        return f"{seconds:.2f} s"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24:02d} h"
+
+
+def count(number: float) -> str:
+    """`812`, `18.2k`, `3.4M`, `1.2G`."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.1f}{letter}"
+    return f"{number:.0f}"
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def _runs(ranks: Iterable[int], health: Mapping[int, Health], default: Health) -> list[tuple[str, Health]]:
+    """Words for ranks in order, neighbours of equal health as one range: `0-3`, `4x`."""
+    words: list[tuple[str, Health]] = []
+    key = lambda pair: (pair[1] - pair[0], health.get(pair[1], default))  # noqa: E731 - consecutive, equal health
+    for (_, state), group in groupby(enumerate(ranks), key):
+        run = [rank for _, rank in group]
+        span = str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"
+        words.append((span + LETTERS[state], state))
+    return words
+
+
+def _layers(stage: Stage) -> str:
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in stage.chunks)
+
+
+def _is_calm(replica: Replica, health: Mapping[int, Health]) -> bool:
+    return all(health.get(rank, "active") == "active" for rank in replica.ranks)
+
+
+def _shown(layout: Layout, health: Mapping[int, Health]) -> list[int]:
+    """Replicas that get a row: all, or of many the first ones and those with something to see."""
+    every = range(len(layout.replicas))
+    if len(every) <= MOST_REPLICAS:
+        return list(every)
+    odd = [d for d in every if not _is_calm(layout.replicas[d], health)][: MOST_REPLICAS - 2]
+    return sorted({*range(MOST_REPLICAS - len(odd)), *odd})
+
+
+def layout_grid(layout: Layout, health: Mapping[int, Health] | None = None, width: int = 80) -> Text:
+    """A row for each replica, a column for each stage, in each cell the ranks of its tensor-parallel group.
+
+    Below it standby ranks, and those known to `health` but in no place of the layout. Stages that do not fit into
+    `width` columns continue below. Colours are a second hint: letters tell the health as well.
+    """
+    from rich.text import Text
+
+    health = health or {}
+    depth = max((len(replica.stages) for replica in layout.replicas), default=0)
+    spans = [{_layers(r.stages[s]) for r in layout.replicas if s < len(r.stages)} for s in range(depth)]
+    rows = _shown(layout, health)
+    cells: list[list[list[tuple[str, Health]]]] = []
+    for d in rows:
+        stages = layout.replicas[d].stages
+        cells.append([])
+        for s, stage in enumerate(stages):
+            cell = _runs(stage.ranks, health, "active")
+            cells[-1].append(cell if len(spans[s]) == 1 else [*cell, (f"L{_layers(stage)}", "active")])
+    heads = [f"stage {s}" for s in range(depth)]
+    layers = [f"layers {next(iter(span))}" if len(span) == 1 else "" for span in spans]
+    label = max([len("replica 0"), *(len(f"replica {d}") for d in rows)]) + 2
+    widths = [
+        max(len(heads[s]), len(layers[s]), *(_width(row[s]) for row in cells if s < len(row))) + 2 for s in range(depth)
+    ]
+    lines: list[Text] = []
+    for block in _blocks(widths, width - label):
+        lines.append(Text(" " * label + "".join(heads[s].ljust(widths[s]) for s in block), style="bold"))
+        if any(layers[s] for s in block):
+            lines.append(Text(" " * label + "".join(layers[s].ljust(widths[s]) for s in block), style="dim"))
+        previous = -1
+        for d, row in zip(rows, cells, strict=True):
+            if d != previous + 1:
+                lines.append(Text(f"... {d - previous - 1} more, all active"))
+            previous = d
+            line = Text(f"replica {d}".ljust(label))
+            for s in block:
+                if s < len(row):
+                    for n, (word, state) in enumerate(row[s]):
+                        line.append(" " if n else "").append(word, STYLES[state])
+                    line.append(" " * (widths[s] - _width(row[s])))
+            lines.append(line)
+        if previous < len(layout.replicas) - 1:
+            lines.append(Text(f"... {len(layout.replicas) - 1 - previous} more, all active"))
+    if not layout.replicas:
+        lines.append(Text("no replica"))
+    dead = sorted(rank for rank in health if health[rank] == "dead" and layout.place(rank) is None)
+    standby = [rank for rank in layout.standby if rank not in dead]
+    if standby:
+        lines += _wrapped("standby".ljust(label), _runs(standby, health, "standby"), width)
+    if dead:
+        lines += _wrapped("dead".ljust(label), _runs(dead, health, "dead"), width)
+    for line in lines:
+        line.rstrip()
+    return Text("\n").join(lines)
+
+
+def _width(cell: Sequence[tuple[str, Health]]) -> int:
+    return sum(len(word) for word, _ in cell) + len(cell) - 1
+
+
+def _blocks(widths: Sequence[int], room: int) -> list[list[int]]:
+    """Columns that go side by side."""
+    blocks: list[list[int]] = []
+    used = 0
+    for s, width in enumerate(widths):
+        if not blocks or used + width > room + 2:  # the last column's two blanks may be cut off
+            blocks.append([])
+            used = 0
+        blocks[-1].append(s)
+        used += width
+    return blocks
+
+
+def _wrapped(label: str, words: Sequence[tuple[str, Health]], width: int) -> list[Text]:
+    from rich.text import Text
+
+    lines = [Text(label)]
+    for word, state in words:
+        if lines[-1].cell_len + len(word) > width and lines[-1].plain.strip():
+            lines.append(Text(" " * len(label)))
+        lines[-1].append(word, STYLES[state]).append(" ")
+    return lines

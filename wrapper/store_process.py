@@ -1,0 +1,72 @@
+"""The supervisor's handle on the rendezvous store (`resihp.store`): starts it, tells when it listens, restarts it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from resihp.errors import ResihpError
+from resihp.process import ending
+from resihp.protocol.framing import LocalCodec
+from resihp.store import Listening
+from wrapper.launcher import own_environment
+
+MAX_FAILED_STARTS = 3
+
+
+class StoreProcess:
+    """One store at a time. `run` ends when the job does, or raises ResihpError if the store cannot start at all."""
+
+    def __init__(self, host: str, interpreter: str, log: Path) -> None:
+        self._host = host
+        self._interpreter = interpreter
+        self._log = log
+
+    async def run(self, ready: Callable[[str, int], None]) -> None:
+        """Keep a store running; call `ready(host, port)` each time a new one listens. Cancel to stop it."""
+        failed = 0
+        while True:
+            listened, status = await self._one(ready)
+            failed = 0 if listened else failed + 1
+            if failed >= MAX_FAILED_STARTS:
+                raise ResihpError(f"store: {ending(status)} before it listened, {failed} times; see {self._log}")
+
+    async def _one(self, ready: Callable[[str, int], None]) -> tuple[bool, int]:
+        ours, theirs = socket.socketpair()
+        listener = socket.create_server((self._host, 0))
+        with ours, theirs, listener, self._log.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *[self._interpreter, "-P", "-m", "resihp.store", "--host", self._host, "--parent", str(os.getpid())],
+                *["--fd", str(theirs.fileno()), "--listen", str(listener.fileno())],
+                pass_fds=[theirs.fileno(), listener.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=own_environment() | {"OMP_NUM_THREADS": "1"},
+                process_group=0,
+            )
+            theirs.close()
+            listener.close()
+            try:
+                listened = await self._announce(ours, ready)
+                return listened, await process.wait()
+            finally:
+                with suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+
+    async def _announce(self, sock: socket.socket, ready: Callable[[str, int], None]) -> bool:
+        sock.setblocking(False)
+        codec: LocalCodec[Listening] = LocalCodec(Listening)
+        loop = asyncio.get_running_loop()
+        with suppress(ConnectionError):
+            while chunk := await loop.sock_recv(sock, 4096):
+                for message in codec.feed(chunk):
+                    ready(message.host, message.port)
+                    return True
+        return False

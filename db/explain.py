@@ -82,7 +82,8 @@ def explain(entry: journal.AnyEntry) -> str:
             tries = f" after {entry.attempts} attempts" if entry.attempts > 1 else ""
             return f"epoch {entry.epoch}: recovered from {causes} in {entry.seconds:.2f} s{tries}"
         case journal.FaultInjected():
-            return f"fault {entry.fault}: {entry.text} injected in iteration {entry.iteration}"
+            when = "" if "@iteration=" in entry.text else f" in iteration {entry.iteration}"
+            return f"fault {entry.fault}: {entry.text} injected{when}"
         case journal.CheckpointCommitted():
             return f"checkpoint of iteration {entry.iteration}: {entry.bytes} bytes in {entry.seconds:.2f} s"
         case journal.JobEnded():

@@ -20,7 +20,18 @@ from datetime import UTC, datetime, timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import BigInteger, Boolean, ColumnElement, Connection, Float, FromClause, Integer, Select, Text, select
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    ColumnElement,
+    Connection,
+    Float,
+    FromClause,
+    Integer,
+    Select,
+    String,
+    select,
+)
 from sqlalchemy.exc import DBAPIError
 
 from db import models
@@ -318,7 +329,7 @@ def frame(reader: Reader, table: str, job_id: int, **filters: Any) -> pd.DataFra
             found[column.key] = found[column.key].astype("float64")
         elif isinstance(column.type, models.UtcDateTime):
             found[column.key] = pd.to_datetime(found[column.key], utc=True)
-        elif isinstance(column.type, Text):
+        elif isinstance(column.type, String):
             found[column.key] = found[column.key].astype("string")
     return found
 

@@ -475,6 +475,7 @@ def render_status(state: dict[str, Any], width: int) -> RenderableType:
     import json
 
     from rich.console import Group
+    from rich.table import Table
     from rich.text import Text
 
     from db.layouts import from_json
@@ -501,9 +502,11 @@ def render_status(state: dict[str, Any], width: int) -> RenderableType:
         if any(value != "active" for value in health.values()):
             parts.append(Text("s standby, ? suspected, x dead", style="dim"))
     if state["events"]:
-        parts.append(Text())
-    for event in state["events"][-EVENTS_SHOWN:]:
-        parts.append(Text.assemble((f"{event['at'].astimezone(UTC):%H:%M:%S}  ", "dim"), literal(event["text"])))
+        events = Table.grid(padding=(0, 2, 0, 0))
+        for event in state["events"][-EVENTS_SHOWN:]:
+            clock = Text(f"{event['at'].astimezone(UTC):%H:%M:%S}", style="dim")
+            events.add_row(clock, Text(literal(event["text"]), overflow="fold"))
+        parts += [Text(), events]
     return Group(*parts)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec
 
@@ -64,12 +63,12 @@ class LiveView:
         self._health: dict[int, Health] = {}
         self._layout: Layout | None = None
         self._last: journal.IterationCommitted | None = None
+        self._next = 1
         self._event = ""
         self._printed = 0
         self._printed_at = float("-inf")
         self._always = 1
         self._reports: dict[int, int] = {}
-        self._steps: deque[float] = deque(maxlen=20)
         self._drawn_at = float("-inf")
         self._dirty = True
         self._live: Live | None = None
@@ -105,6 +104,7 @@ class LiveView:
                     self._place_standby()
             case journal.PlanDecided():
                 self._layout = entry.plan.layout
+                self._next = entry.next_iteration
                 self._place_standby()
             case journal.IterationCommitted():
                 self._committed(entry)
@@ -166,15 +166,13 @@ class LiveView:
 
     def _recovered(self, entry: journal.Reconfigured) -> str:
         layout = self._layout.describe() if self._layout is not None else f"epoch {entry.epoch}"
-        iteration = self._last.outcome.iteration if self._last is not None else 0
-        what = f"iteration {iteration} redone" if entry.action == "redo" else f"iteration {iteration - 1} counted"
+        redone = entry.action == "redo"
+        what = f"iteration {self._next} redone" if redone else f"iteration {self._next - 1} counts"
         since = "the failure was noticed" if len(entry.failures) == 1 else "the first sign of trouble"
         return f"recovered: {layout}, {what}, {duration(entry.seconds)} after {since}"
 
     def _committed(self, entry: journal.IterationCommitted) -> None:
         self._last = entry
-        if entry.seconds is not None and entry.seconds > 0:
-            self._steps.append(entry.seconds)
         now = self._clock()
         if self._live is not None:
             return

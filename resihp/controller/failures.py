@@ -12,6 +12,9 @@ from resihp.journal import (
 )
 from resihp.protocol import messages as m
 
+MAX_REBUILDS = 5
+"""Communication failures in a row, all ranks alive and no iteration committed, before the job gives up."""
+
 RAISED_GRACE_S = 3.0
 """How long an exception before the first plan waits for the same one on the other ranks."""
 
@@ -22,7 +25,7 @@ def exited(job: Job, event: api.WorkerExited) -> None:
         return
     incidents.bury(job, member, event.status)
     if job.phase == "halting":
-        if event.status != 0:
+        if event.status != 0 and member.fenced is None:
             incidents.end(job, 1, f"{job.where(member.rank)}: {_ending(event.status)} after training was done")
         else:
             iterations.end_when_gone(job)
@@ -58,7 +61,7 @@ def tell_early_errors(job: Job) -> None:
 
 def raised(job: Job, member: Member, raised: m.Raised) -> None:
     member.raised = raised
-    job.errors[member.rank] = raised.error
+    job.errors[member.rank] = (raised.iteration, raised.error)
     if job.raised_at is None:
         job.raised_at = job.now
 
@@ -86,12 +89,17 @@ def incident(job: Job, member: Member, status: int) -> None:
             member.device if blamed else None,
             evidence,
             job.now,
-            job.committed + 1,
+            under_way(job, {member.rank}),
             job.epoch,
             None if injected is None else job.now - injected,
             member.raised.error if member.raised else None,
         )
     )
+
+
+def under_way(job: Job, victims: set[int]) -> int:
+    """The iteration that lost ranks were in: after the last step that any of them reported."""
+    return max([job.committed, *(job.members[rank].stepped for rank in victims)]) + 1
 
 
 def transition_after(job: Job, lost: set[int], reason: str) -> None:
@@ -100,10 +108,12 @@ def transition_after(job: Job, lost: set[int], reason: str) -> None:
         return
     if job.phase == "running" and job.plan is not None:
         active = [rank for rank in job.plan.layout.active if job.members[rank].alive]
-        done = not job.transition and active and all(job.members[rank].stepped >= job.goal for rank in active)
+        done = active and all(job.members[rank].stepped >= job.goal for rank in active)
         if done or lost.isdisjoint(job.plan.layout.active):
             incidents.log_incidents(job)
-            job.incidents = []
+            if done:
+                iterations.commit_up_to(job, job.goal)
+                iterations.transition_done(job)
             iterations.halt_when_finished(job)
             return
     transitions.park(job, reason)
@@ -141,7 +151,7 @@ def node_lost(job: Job, name: str, reason: str) -> None:
             None,
             reason,
             min([job.now, *(i.found_at for i in earlier)]),
-            job.committed + 1,
+            under_way(job, victims),
             job.epoch,
             job.now - min(injected) if injected else None,
         )
@@ -150,8 +160,15 @@ def node_lost(job: Job, name: str, reason: str) -> None:
 
 
 def communication_failed(job: Job, evidence: str) -> None:
-    """Everybody is alive, yet a transfer broke: rebuild the communicators with the same layout."""
+    """Everybody is alive, yet a transfer broke: rebuild the communicators with the same layout.
+
+    Unlike after a loss, nothing shrinks by it: without a bound it could go on for ever.
+    """
     job.stuck = None
+    job.rebuilds += 1
+    if job.rebuilds > MAX_REBUILDS:
+        incidents.end(job, 1, f"communication failed {job.rebuilds} times without an iteration in between: {evidence}")
+        return
     job.say("warning", f"communication of epoch {job.epoch} failed: {evidence}; rebuilding")
     incident = Incident(
         "communication",

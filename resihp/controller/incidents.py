@@ -71,6 +71,7 @@ def log_incidents(job: Job) -> list[int]:
                 )
             )
         )
+    job.incidents = []
     return numbers
 
 
@@ -86,7 +87,6 @@ def end(job: Job, exit_code: int, reason: str, workers_leave: bool = False) -> N
     if job.phase == "ended":
         return
     log_incidents(job)
-    job.incidents = []
     job.phase = "ended"
     state: Literal["completed", "failed", "cancelled"] = "completed" if exit_code == 0 else "failed"
     if exit_code in (130, 143):

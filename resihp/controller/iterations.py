@@ -83,6 +83,7 @@ def commit_up_to(job: Job, iteration: int) -> None:
         epoch = max(report.epoch for report in reports.by_rank.values())
         job.committed = i
         job.last_outcome = reports.outcome
+        job.rebuilds = 0
         job.do(
             api.Log(
                 entry=IterationCommitted(
@@ -107,19 +108,25 @@ def halt_when_finished(job: Job) -> None:
         return
     if all(job.members[rank].finished for rank in job.plan.layout.active if job.members[rank].alive):
         job.phase = "halting"
+        job.halted_at = job.now
         job.order(job.live, m.Halt(reason=f"iteration {job.goal} of {job.goal} is committed"))
         end_when_gone(job)
 
 
 def end_when_gone(job: Job) -> None:
-    if job.live:
-        return
+    """Once the last worker has left: the job is done."""
+    if not job.live:
+        conclude(job)
+
+
+def conclude(job: Job) -> None:
+    """End a job whose training (or plain program) is done; a fault that never fired makes it a failure."""
     unfired = [armed for armed in job.faults.values() if armed.fired_at is None]
     if unfired:
         told = "; ".join(f"fault {armed.fault} did not fire: {armed.refused}" for armed in unfired)
         incidents.end(job, 1, told)
     elif job.phase == "halting":
-        incidents.end(job, 0, f"done: {job.committed} iterations", workers_leave=True)
+        incidents.end(job, 0, f"done: {job.committed} iterations", workers_leave=not job.live)
     else:
         incidents.end(job, 0, "done", workers_leave=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal as signals
 
-from resihp.controller import failures, incidents, liveness
+from resihp.controller import failures, incidents, iterations, liveness
 from resihp.controller import interface as api
 from resihp.controller.state import Job, Member, Node
 from resihp.journal import (
@@ -20,7 +20,6 @@ def beat(job: Job, event: api.AgentBeat) -> None:
     if node is None or not node.alive:
         return
     node.last_beat = job.now
-    node.furthest_when_heard = job.furthest
     if node.suspected:
         node.suspected = False
         job.do(api.Log(entry=Suspected(rank=None, node=node.name, evidence="beats again", cleared=True)))
@@ -40,15 +39,50 @@ def beat(job: Job, event: api.AgentBeat) -> None:
 def tick(job: Job) -> None:
     judge_nodes(job)
     if job.phase == "gathering":
-        if job.raised_at is not None:
-            failures.tell_early_errors(job)
+        judge_start(job)
         return
-    if job.stuck is not None and job.now - job.stuck[0] > STUCK_GRACE_S and job.phase != "halting":
+    if job.phase == "halting":
+        judge_leaving(job)
+        return
+    if job.stuck is not None and job.now - job.stuck[0] > STUCK_GRACE_S:
         failures.communication_failed(job, f"rank {job.stuck[1]}: {job.stuck[2]}")
     if job.phase == "running":
         judge_progress(job)
     elif job.phase == "transition":
         judge_transition(job)
+
+
+def judge_start(job: Job) -> None:
+    """The start has a budget of its own. Without any declaration it has none: a plain program never declares."""
+    if job.raised_at is not None:
+        failures.tell_early_errors(job)
+        return
+    budget_s = job.settings.start_budget_s
+    if job.now - (job.started_at or 0.0) <= budget_s:
+        return
+    if len(job.nodes) < job.settings.nodes:
+        incidents.end(job, 5, f"only {len(job.nodes)} of {job.settings.nodes} nodes joined within {budget_s:.0f} s")
+        return
+    late = sorted(rank for rank, member in job.members.items() if member.declared is None)
+    if late and len(late) < len(job.members):
+        where = ", ".join(job.where(rank) for rank in late[:4])
+        incidents.end(job, 1, f"{where}: not ready to train within {budget_s:.0f} s of the start; its log tells more")
+    elif not late and job.store is None:
+        incidents.end(job, 1, f"the rendezvous store did not start within {budget_s:.0f} s; see logs/store.log")
+
+
+def judge_leaving(job: Job) -> None:
+    """Training is done: stopped workers are ended at once, others have the start's budget for what the script adds."""
+    members = [job.members[rank] for rank in job.live]
+    fence(job, [member for member in members if stopped_for_long(job, member)])
+    if job.now - job.halted_at > job.settings.start_budget_s:
+        names = ", ".join(job.where(member.rank) for member in members)
+        job.say("warning", f"{names}: did not leave within {job.settings.start_budget_s:.0f} s of the end")
+        iterations.conclude(job)
+
+
+def stopped_for_long(job: Job, member: Member) -> bool:
+    return liveness.is_stopped(member) and job.now - member.progress_at > liveness.silence_limit_s(job.settings)
 
 
 def judge_nodes(job: Job) -> None:
@@ -60,8 +94,12 @@ def judge_nodes(job: Job) -> None:
             text = f"{job.settings.silent_beats} missed beats, last {job.now - node.last_beat:.1f} s ago"
             job.do(api.Log(entry=Suspected(rank=None, node=node.name, evidence=text)))
             job.say("notice", f"node {node.name}: suspected, {text}")
-        if node.suspected and needed(job, node) and liveness.node_given_up(node, job.furthest, job.now, job.settings):
+        if node.suspected and needed(job, node) and given_up(job, node):
             failures.node_lost(job, node.name, f"silent for {job.now - node.last_beat:.1f} s, no progress without it")
+
+
+def given_up(job: Job, node: Node) -> bool:
+    return liveness.node_given_up(node, job.progress_at, job.predicted_s, job.now, job.settings)
 
 
 def needed(job: Job, node: Node) -> bool:
@@ -78,30 +116,27 @@ def needed(job: Job, node: Node) -> bool:
 def judge_progress(job: Job) -> None:
     assert job.plan is not None
     active = [job.members[rank] for rank in job.plan.layout.active if job.members[rank].alive]
-    if any(m_.beat and m_.beat.progress and m_.beat.progress.activity == "checkpoint" for m_ in active):
+    stopped = [member for member in active if stopped_for_long(job, member)]
+    if stopped:
+        suspect(job, stopped)
+        fence(job, stopped)
+        return
+    if any(m.beat and m.beat.progress and m.beat.progress.activity == "checkpoint" for m in active):
         job.progress_at = max(job.progress_at, job.now - liveness.silence_limit_s(job.settings))
     idle_s = job.now - job.progress_at
     if idle_s <= liveness.hang_suspected_s(job.settings, job.predicted_s):
         for member in active:
             incidents.clear_suspicion(job, member)
         return
-    suspects = liveness.culprits(active, job.now, job.settings)
-    for member in suspects:
-        if not member.suspected:
-            member.suspected = True
-            found = evidence(job, member, idle_s)
-            job.do(api.Log(entry=Suspected(rank=member.rank, node=member.node, evidence=found)))
-            job.say("notice", f"{job.where(member.rank)}: suspected, {found}")
+    suspects = liveness.culprits((m for m in active if not m.finished), job.now, job.settings)
+    suspect(job, suspects)
     budget_s = liveness.hang_given_up_s(job.settings, job.predicted_s)
     if not job.recent:
         budget_s = job.settings.start_budget_s
     elif job.transition is not None:
         budget_s = max(budget_s, job.settings.transition_budget_s)
-    stopped = [member for member in suspects if liveness.is_stopped(member)]
-    if stopped:
-        fence(job, stopped, idle_s)
-    elif idle_s > budget_s and suspects:
-        fence(job, suspects, idle_s)
+    if idle_s > budget_s and suspects:
+        fence(job, suspects)
     elif idle_s > budget_s:
         failures.communication_failed(job, f"no progress for {idle_s:.1f} s, all ranks wait for each other")
 
@@ -114,7 +149,7 @@ def judge_transition(job: Job) -> None:
     late = [job.members[rank] for rank in sorted(transition.waiting)]
     stopped = [member for member in late if liveness.is_stopped(member)]
     if stopped and waited_s > liveness.silence_limit_s(job.settings):
-        fence(job, stopped, waited_s)
+        fence(job, stopped)
         return
     budget_s = job.settings.hang_given_up_s
     if transition.stage == "building" or transition.initial:
@@ -123,12 +158,22 @@ def judge_transition(job: Job) -> None:
         return
     guilty = late if transition.stage != "building" else liveness.culprits(late, job.now, job.settings)
     if guilty:
-        fence(job, guilty, waited_s)
+        fence(job, guilty)
     else:
         failures.communication_failed(job, f"communicators of epoch {job.epoch} were not built within {budget_s:.0f} s")
 
 
-def evidence(job: Job, member: Member, idle_s: float) -> str:
+def suspect(job: Job, members: list[Member]) -> None:
+    for member in members:
+        if not member.suspected:
+            member.suspected = True
+            found = evidence(job, member)
+            job.do(api.Log(entry=Suspected(rank=member.rank, node=member.node, evidence=found)))
+            job.say("notice", f"{job.where(member.rank)}: suspected, {found}")
+
+
+def evidence(job: Job, member: Member) -> str:
+    idle_s = job.now - member.progress_at
     if liveness.is_stopped(member):
         return f"process {member.pid} is stopped, no progress for {idle_s:.1f} s"
     if liveness.is_mute(member, job.now, job.settings):
@@ -136,10 +181,10 @@ def evidence(job: Job, member: Member, idle_s: float) -> str:
     return f"no progress for {idle_s:.1f} s while its peers wait for it"
 
 
-def fence(job: Job, members: list[Member], idle_s: float) -> None:
+def fence(job: Job, members: list[Member]) -> None:
     """Kill what is given up, so that it cannot come back; its exit starts the transition."""
     for member in members:
         if member.fenced is None:
-            member.fenced = "hung: " + evidence(job, member, idle_s)
+            member.fenced = "hung: " + evidence(job, member)
             job.say("warning", f"{job.where(member.rank)}: given up, {member.fenced}")
             job.do(api.SignalWorker(rank=member.rank, signal=int(signals.SIGKILL)))

@@ -33,13 +33,12 @@ def is_mute(member: Member, now: float, settings: Settings) -> bool:
     return member.beat.age_s + (now - member.beat_at) > silence_limit_s(settings)
 
 
-def node_given_up(node: Node, furthest: int, now: float, settings: Settings) -> bool:
-    """Silent for too long while nothing proves that it still computes.
-
-    Two iterations stepped since its last beat cannot have been without it: the first may have been under way.
-    """
-    silent_s = now - node.last_beat
-    return silent_s > settings.node_given_up_s - settings.beat_s and furthest < node.furthest_when_heard + 2
+def node_given_up(node: Node, progress_at: float, predicted_s: float, now: float, settings: Settings) -> bool:
+    """Silent for too long, and its peers have stopped progressing: they go on without it for one iteration at most."""
+    silent_s, idle_s = now - node.last_beat, now - progress_at
+    return silent_s > settings.node_given_up_s - settings.beat_s and idle_s > max(
+        silence_limit_s(settings), predicted_s
+    )
 
 
 def hang_suspected_s(settings: Settings, predicted_s: float) -> float:

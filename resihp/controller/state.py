@@ -34,8 +34,6 @@ class Node:
     alive: bool = True
     last_beat: float = 0.0
     suspected: bool = False
-    furthest_when_heard: int = 0
-    """The furthest iteration that any rank had stepped when its last beat came."""
 
 
 @dataclass
@@ -153,15 +151,18 @@ class Job:
         self.failures = 0
         self.signalled: dict[int, float] = {}
         """When a fault was injected into a rank, by rank."""
-        self.errors: dict[int, str] = {}
-        """What each rank's script raised, by rank."""
+        self.errors: dict[int, tuple[int, str]] = {}
+        """What each rank's script raised, and in which iteration, by rank."""
         self.stuck: tuple[float, int, str] | None = None
+        self.rebuilds = 0
+        """Communication failures since the last committed iteration."""
         self.reports: dict[int, IterationReports] = {}
         self.last_outcome: StepOutcome | None = None
         self.recent: deque[float] = deque(maxlen=20)
         self.parts: dict[tuple[int, int, str], dict[int, CheckpointPart]] = {}
         self.started_at: float | None = None
         self.progress_at = 0.0
+        self.halted_at = 0.0
         self.raised_at: float | None = None
         self.now = 0.0
         self.actions: list[AnyAction] = []

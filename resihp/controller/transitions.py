@@ -12,9 +12,6 @@ from resihp.layout import Layout
 from resihp.plan import Plan, spread
 from resihp.protocol import messages as m
 
-MAX_ATTEMPTS = 8
-"""Transitions in a row without a committed iteration before the job gives up."""
-
 
 def park(job: Job, reason: str) -> None:
     """Open a new epoch: everybody lets go and reports. Restarts a transition that was under way."""
@@ -33,9 +30,6 @@ def park(job: Job, reason: str) -> None:
         waiting=set(job.live),
         failures=old.failures if old else [],
     )
-    if job.transition.attempts > MAX_ATTEMPTS:
-        incidents.end(job, 1, f"{MAX_ATTEMPTS} attempts to go on failed in a row, the last because {reason}")
-        return
     for rank in job.live:
         job.members[rank].finished = False
     job.order(job.live, m.Park(epoch=job.epoch, reason=reason))
@@ -62,6 +56,7 @@ def decide_when_parked(job: Job) -> None:
         return
     transition.park_s = job.now - transition.began_at
     iterations.commit_up_to(job, max(job.reports, default=job.committed))
+    reason = "; ".join(i.cause for i in job.incidents) or "communication rebuilt"
     transition.failures += incidents.log_incidents(job)
     base = layout_in_force(job)
     lost = frozenset(rank for rank in base.ranks if not job.members[rank].alive)
@@ -79,8 +74,6 @@ def decide_when_parked(job: Job) -> None:
         transition.action = "start" if transition.initial else "redo"
     transition.finish = job.last_outcome
     model = declaration(job)
-    reason = "; ".join(i.cause for i in job.incidents) or "communication rebuilt"
-    job.incidents = []
     transition.stage = "proposing"
     transition.stage_at = job.now
     propose(
@@ -205,11 +198,11 @@ def resumed(job: Job, member: Member, resumed: m.Resumed) -> None:
 
 def same_error_everywhere(job: Job, base: Layout) -> bool:
     """End the job when two ranks raised the same: a script or a sample that no other device would digest better."""
-    by_error: dict[str, list[int]] = {}
+    by_error: dict[tuple[int, str], list[int]] = {}
     for rank, error in job.errors.items():
         by_error.setdefault(error, []).append(rank)
     worst = max(by_error.values(), key=len, default=[])
-    if len(worst) >= 2 or (worst and len(base.active) == 1):
+    if len(worst) >= 2 or (worst and base.active == tuple(worst)):
         job.incidents = []
         incidents.program_is_broken(job, min(worst), len(worst))
         return True

@@ -69,12 +69,16 @@ class PackedAttention(torch.nn.Module):
         from torch.nn.attention.varlen import varlen_attn
 
         ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=query.device)
-        repeats = query.shape[2] // key.shape[2]
-        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-        if self.softmax_scale is not None:
-            # the kernel scales by width ** -0.5
-            query = query * (self.softmax_scale * query.shape[-1] ** 0.5)
         longest = max(lengths)
-        out = varlen_attn(query, key, value, ends, ends, longest, longest, is_causal=True)
+        out = varlen_attn(
+            *(tensor.squeeze(1) for tensor in (query, key, value)),
+            ends,
+            ends,
+            longest,
+            longest,
+            scale=self.softmax_scale,
+            window_size=(-1, 0),  # everything before, nothing after: causal
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        assert isinstance(out, Tensor)
         return out.reshape(out.shape[0], 1, -1)

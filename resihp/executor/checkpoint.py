@@ -113,11 +113,11 @@ def _copies(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A part, mapped and not read: each rank touches only the slices that it needs. Nothing is unpickled but tensors."""
+    """A part, mapped and not read: a rank touches only the slices that it needs. Only tensors are unpickled."""
     try:
         content: dict[str, Any] = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
         for key in ("iteration", "updates", "model", "slices"):
             content[key]
-    except Exception as error:  # noqa: BLE001 torch raises anything from KeyError to PickleError for a damaged file
+    except Exception as error:  # torch raises anything from KeyError to PickleError for a damaged file
         raise CheckpointError(f"checkpoint {path.parent}: {path.name} cannot be read: {error}") from error
     return content

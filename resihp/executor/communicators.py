@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from resihp.errors import CommunicatorError, LayoutError
-from resihp.executor.tensor_group import Backend
+from resihp.executor.tensor_group import Backend, dist
 from resihp.plan import Plan
 
 Store = Any
@@ -85,15 +85,47 @@ def memberships(plan: Plan, gradient_sets: Sequence[tuple[int, ...]]) -> tuple[M
     return tuple(groups)
 
 
+class Directory:
+    """A rank's connections to stores, kept from epoch to epoch.
+
+    torch asks the name service for the name of each store that it connects to; where that does not answer, the first
+    connection of a process takes 5 s (1 s with RES_OPTIONS="timeout:1 attempts:1"), which no recovery should pay.
+    """
+
+    def __init__(self) -> None:
+        self._clients: dict[tuple[str, int], tuple[Store, set[int]]] = {}
+
+    def client(self, address: tuple[str, int], timeout: timedelta) -> tuple[Store, set[int]]:
+        """A client of the TCPStore at (host, port), and the inodes of its sockets. Raises RuntimeError."""
+        if address not in self._clients:
+            before = _tcp_sockets()
+            store = dist.TCPStore(*address, None, False, timeout=timeout)
+            self._clients[address] = (store, _tcp_sockets() - before)
+        return self._clients[address]
+
+    def forget(self, address: tuple[str, int]) -> None:
+        """Connect anew the next time: the connection may be what failed, or was shut down by `wake`."""
+        self._clients.pop(address, None)
+
+
 class Communicators:
     """One rank's communicators of one epoch. `wake` may be called from any thread, all else from the rank's own."""
 
-    def __init__(self, plan: Plan, rank: int, gradient_sets: Sequence[tuple[int, ...]], timeout_s: float) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        gradient_sets: Sequence[tuple[int, ...]],
+        timeout_s: float,
+        directory: Directory,
+    ) -> None:
         place = plan.layout.place(rank)
         assert place is not None, "a standby rank has no communicators"
         self._plan, self._rank, self._place = plan, rank, place
         self._wanted = [group for group in memberships(plan, gradient_sets) if rank in group.ranks]
         self._timeout = timedelta(seconds=timeout_s)
+        self._directory = directory
+        self._store_sockets: set[int] = set()
         self._backends: dict[str, Backend] = {}
         self._before: set[int] | None = None
         """Inodes of the TCP sockets that were there before us; None until we begin."""
@@ -104,35 +136,36 @@ class Communicators:
         self._past_assembly = threading.Event()
 
     def open(self, store: Store | tuple[str, int]) -> None:
-        """Build everything, waiting for the other ranks. `store` outlives the ranks; (host, port) of a TCPStore will do.
+        """Build everything, waiting for the other ranks. `store` is a store, or (host, port) of a TCPStore.
 
         Raises CommunicatorError when a peer does not come in time, or when woken.
         """
         try:
             self._build(store)
         except CommunicatorError:
+            if isinstance(store, tuple):
+                self._directory.forget(store)
             self._check_awake()  # the better reason
             raise
         finally:
             self._past_assembly.set()
 
     def _build(self, store: Store | tuple[str, int]) -> None:
-        self._before = _tcp_sockets()
-        before = set(self._before)
         with guarded(f"communicators of epoch {self._plan.epoch}"):
             if isinstance(store, tuple):
-                store = torch.distributed.TCPStore(*store, None, False, timeout=self._timeout)
-                before |= _tcp_sockets()
-            named = torch.distributed.PrefixStore(f"epoch-{self._plan.epoch}", store)
+                store, self._store_sockets = self._directory.client(store, self._timeout)
+            self._before = _tcp_sockets()
+            named = dist.PrefixStore(f"epoch-{self._plan.epoch}", store)
             self._assemble(named)
             self._past_assembly.set()
             make = _nccl if torch.cuda.is_available() else _Gloo()
             for group in self._wanted:
                 self._check_awake()
-                prefix = torch.distributed.PrefixStore(group.name, named)
-                self._backends[group.name] = make(prefix, group.ranks.index(self._rank), len(group.ranks), self._timeout)
+                prefix = dist.PrefixStore(group.name, named)
+                index = group.ranks.index(self._rank)
+                self._backends[group.name] = make(prefix, index, len(group.ranks), self._timeout)
         with self._guard:
-            self._ours = _tcp_sockets() - before
+            self._ours = _tcp_sockets() - self._before
         self._check_awake()
 
     def _assemble(self, store: Store) -> None:
@@ -187,7 +220,7 @@ class Communicators:
         with self._guard:
             ours = self._ours
             if ours is None and self._before is not None:  # still building: then our connection to the store, too
-                ours = _tcp_sockets() - self._before
+                ours = _tcp_sockets() - self._before | self._store_sockets
         if torch.cuda.is_available():  # untested: NCCL is woken by abort, which is safe from another thread
             for backend in list(self._backends.values()):
                 backend.abort()
@@ -215,23 +248,23 @@ class _Gloo:
     """Makes gloo back ends that share one listening socket and have one thread each: FIFO, as NCCL's are."""
 
     def __init__(self) -> None:
-        gloo = torch.distributed.ProcessGroupGloo
+        gloo = dist.ProcessGroupGloo
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         self._device = gloo.create_device(interface=interface) if interface else gloo.create_default_device()
 
     def __call__(self, store: Store, index: int, size: int, timeout: timedelta) -> Backend:
-        options = torch.distributed.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()
         options._devices = [self._device]
         options._threads = 1
         options._timeout = timeout
-        return torch.distributed.ProcessGroupGloo(store, index, size, options)
+        return dist.ProcessGroupGloo(store, index, size, options)
 
 
 def _nccl(store: Store, index: int, size: int, timeout: timedelta) -> Backend:
     """Untested: written by reading."""
-    options = torch.distributed.ProcessGroupNCCL.Options()
+    options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return torch.distributed.ProcessGroupNCCL(store, index, size, options)
+    return dist.ProcessGroupNCCL(store, index, size, options)
 
 
 def _tcp_sockets() -> set[int]:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from resihp.errors import CommunicatorError, DatasetError, LayoutError, ResihpError
 from resihp.executor import parameters
-from resihp.executor.communicators import Communicators, Store, guarded
+from resihp.executor.communicators import Communicators, Directory, Store, guarded
 from resihp.executor.honoured import describe
 from resihp.executor.optimizer import AdamW, AdamWState
 from resihp.executor.pipeline import Interpreter, Observer
@@ -60,9 +60,7 @@ def holding(plan: Plan, rank: int) -> Holding | None:
     stage = replica.stages[place.stage]
     if len(stage.chunks) > 1:
         raise LayoutError(f"replica {place.replica} stage {place.stage}: {plan.schedule} runs one chunk, not several")
-    return Holding(
-        stage.chunks, place.stage == 0, place.stage == len(replica.stages) - 1, place.t, stage.tp
-    )  # fmt: skip
+    return Holding(stage.chunks, place.stage == 0, place.stage == len(replica.stages) - 1, place.t, stage.tp)
 
 
 class Engine:
@@ -87,7 +85,7 @@ class Engine:
         self._config, self._dataset, self._settings, self._seed = config, dataset, optimizer, seed
         self._positions: tuple[PositionEmbedding, int] = (position_embedding, rotary_base)
         self.model: ModelSpec = model_spec(config, vocab_size, sequence)
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with torch.device("meta"):
             whole = self._module(((0, 0),), True, True, TensorGroup())
         self.specs: tuple[ParameterSpec, ...] = parameters.specs_of(whole, config.num_layers)
@@ -109,6 +107,7 @@ class Engine:
         self._stage: StageModule | None = None
         self._state: AdamWState | None = None
         self._communicators: Communicators | None = None
+        self._directory = Directory()
         self._named: dict[str, torch.nn.Parameter] = {}
         self._by_name = {spec.name: spec for spec in self.specs}
         self._sets: tuple[OwnerSet, ...] = ()
@@ -169,7 +168,9 @@ class Engine:
         sets = owner_sets(plan.layout, self.specs)
         self._sets = tuple(entry for entry in sets if rank in entry.owners)
         self._counted = counted(plan.layout, self.specs)[rank]
-        self._communicators = communicators = Communicators(plan, rank, [entry.owners for entry in sets], timeout_s)
+        self._communicators = communicators = Communicators(
+            plan, rank, [entry.owners for entry in sets], timeout_s, self._directory
+        )
         try:
             communicators.open(store)
         except BaseException:
@@ -272,9 +273,7 @@ class Engine:
             padded[: len(encoded)] = encoded
             rows = [torch.zeros_like(padded) for _ in range(world.size())]
             world.allgather([rows], [padded]).wait()
-        return [
-            msgspec.msgpack.decode(bytes(row[: int(size)].tolist())) for row, size in zip(rows, sizes, strict=True)
-        ]
+        return [msgspec.msgpack.decode(bytes(row[: int(size)].tolist())) for row, size in zip(rows, sizes, strict=True)]
 
     # --- state, for checkpoints and transfers -----------------------------------------------------------------
 
@@ -335,7 +334,9 @@ class Engine:
     def _fingerprint(self, first: Sequence[MicroBatch]) -> str:
         content = {
             "model": msgspec.to_builtins(self.model),
-            "config": {field.name: describe(getattr(self._config, field.name)) for field in dataclasses.fields(self._config)},
+            "config": {
+                field.name: describe(getattr(self._config, field.name)) for field in dataclasses.fields(self._config)
+            },
             "positions": self._positions,
             "optimizer": dataclasses.asdict(self._settings),
             "seed": self._seed,
@@ -346,7 +347,8 @@ class Engine:
 
 
 def _check_assignment(plan: Plan, micro_batches: int) -> None:
+    shares, replicas = len(plan.assignment), len(plan.layout.replicas)
     if sorted(m for share in plan.assignment for m in share) != list(range(micro_batches)):
         raise LayoutError(f"plan of epoch {plan.epoch}: does not assign each of {micro_batches} micro-batches once")
-    if len(plan.assignment) != len(plan.layout.replicas):
-        raise LayoutError(f"plan of epoch {plan.epoch}: {len(plan.assignment)} shares for {len(plan.layout.replicas)} replicas")
+    if shares != replicas:
+        raise LayoutError(f"plan of epoch {plan.epoch}: {shares} shares for {replicas} replicas")

@@ -77,7 +77,7 @@ def refuse_unhonoured(config: TransformerConfig) -> None:
 def describe(value: Any) -> Any:
     """A value of a configuration as plain text and numbers, equal in every process for equal settings."""
     if isinstance(value, partial):
-        return [describe(value.func), [describe(v) for v in value.args], {k: describe(v) for k, v in value.keywords.items()}]
+        return [describe(value.func), describe(value.args), {k: describe(v) for k, v in value.keywords.items()}]
     if isinstance(value, list | tuple):
         return [describe(item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):

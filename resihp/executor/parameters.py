@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 
+import msgspec
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer import TransformerConfig
@@ -37,15 +38,12 @@ def specs_of(whole: nn.Module, layers: int) -> tuple[ParameterSpec, ...]:
     inside = [spec for spec in first if spec.unit == "layer.0"]
     before = [spec for spec in first if spec.unit == "embedding"]
     after = [spec for spec in first if spec.unit in ("final", "head")]
-    return (
-        *before,
-        *(
-            ParameterSpec(spec.name.replace("layers.0.", f"layers.{i}.", 1), f"layer.{i}", spec.shape, spec.axis, spec.parts)
-            for i in range(layers)
-            for spec in inside
-        ),
-        *after,
-    )
+    every = [
+        msgspec.structs.replace(spec, name=spec.name.replace("layers.0.", f"layers.{i}.", 1), unit=f"layer.{i}")
+        for i in range(layers)
+        for spec in inside
+    ]
+    return (*before, *every, *after)
 
 
 def unit_of(name: str) -> str:

@@ -72,7 +72,9 @@ class Interpreter:
         self._forward_sends: dict[int, tuple[Any, Tensor]] = {}
         self._backward_sends: deque[tuple[Any, Tensor]] = deque()
         width = stage.config.hidden_size
-        shapes = {m: (batch[m].tokens, 1, width) for m in {primitive.micro_batch for primitive in order}}
+        shapes: dict[int, tuple[int, ...]] = {
+            primitive.micro_batch: (batch[primitive.micro_batch].tokens, 1, width) for primitive in order
+        }
         micro_batches = [primitive.micro_batch for primitive in order if primitive.kind == "F"]
         self._activations = _inbox(communicators.edge("forward", outgoing=False), micro_batches, shapes, device)
         self._gradients = _inbox(communicators.edge("backward", outgoing=False), micro_batches, shapes, device)

@@ -18,6 +18,9 @@ import torch
 
 from resihp.errors import CommunicatorError
 
+dist: Any = torch.distributed
+"""torch's own stubs lack most of what is used of it here."""
+
 Backend = Any
 """torch's ProcessGroupGloo or ProcessGroupNCCL; their type stubs differ between versions."""
 
@@ -53,10 +56,10 @@ class TensorGroup:
         except RuntimeError as error:
             raise CommunicatorError(f"tensor-parallel group: {error}") from error
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Reduce in place and wait; nothing to do for a group of one. Raises CommunicatorError."""
         if self._size > 1:
-            options = torch.distributed.AllreduceOptions()
+            options = dist.AllreduceOptions()
             options.reduceOp = op
             self.allreduce([tensor], options).wait()
 

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-import resihp.executor  # noqa: F401 imports megatron-core the way workers do
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
+import resihp.executor  # noqa: F401 imports megatron-core the way workers do
 from resihp.executor.engine import Engine
 from resihp.executor.optimizer import AdamW
 from resihp.layout import Layout

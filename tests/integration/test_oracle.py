@@ -28,7 +28,13 @@ def answers() -> dict[tuple[str, str], list[dict]]:
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        env={
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "RES_OPTIONS": "timeout:1",
+        },
     )
     assert done.returncode == 0, done.stderr
     return dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))

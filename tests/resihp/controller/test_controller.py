@@ -182,6 +182,7 @@ def test_killed_before_the_last_synchronisation_the_iteration_is_redone(seed: in
     (failure,) = result.failures
     assert (failure.kind, failure.component, failure.ranks, failure.node) == ("fail-stop", "process", (1,), "n1")
     assert (failure.iteration, failure.device) == (3, 1)
+    assert [entry.iteration for entry in result.all(FaultInjected)] == [3]
     assert failure.detect_s is not None
     assert failure.detect_s < 1.0
 

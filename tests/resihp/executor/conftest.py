@@ -18,7 +18,13 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="session")
 def serve() -> Iterator[Callable[..., list[dict[str, Any]]]]:
     """`serve(scenario, world, **arguments)`: the answers of all ranks, see `ranks.py`."""
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = {
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "RES_OPTIONS": "timeout:1 attempts:1",  # torch's store clients ask for names, see `communicators.Directory`
+    }
     with subprocess.Popen(
         [sys.executable, str(HERE / "ranks.py"), str(HERE / "scenarios.py")],
         stdin=subprocess.PIPE,

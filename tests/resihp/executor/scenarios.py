@@ -19,7 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from resihp import checkpoints
 from resihp.errors import CommunicatorError, DatasetError, ResihpError
 from resihp.executor import checkpoint
-from resihp.executor.attention import Packing, PackedAttention
+from resihp.executor.attention import PackedAttention, Packing
 from resihp.executor.engine import Engine
 from resihp.executor.optimizer import AdamW
 from resihp.layout import Layout, Replica, Stage

@@ -37,9 +37,7 @@ def test_uniform_layouts_train_like_one_process(
     assert losses(answers[0])[-1] < losses(answers[0])[0]
 
 
-def test_uneven_shares_and_unequal_stages_keep_the_mathematics(
-    ranks: Ranks, serial: dict[str, dict[str, Any]]
-) -> None:
+def test_uneven_shares_and_unequal_stages_keep_the_mathematics(ranks: Ranks, serial: dict[str, dict[str, Any]]) -> None:
     stages = [
         [([4], (0, 0)), ([2], (1, 3))],
         [([0, 1], (0, 3))],

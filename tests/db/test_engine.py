@@ -1,0 +1,98 @@
+"""Ledger URLs: which are understood, and what is said about the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from db.engine import default_url, file_system, masked, resolve
+from db.queries import Reader
+from db.writer import Ledger
+from resihp.errors import LedgerError
+
+MOUNTS = """\
+/dev/sda1 / ext4 rw 0 0
+server:/home /home nfs4 rw 0 0
+tmpfs /home/me/fast tmpfs rw 0 0
+lfs /scratch\\040of\\040us lustre rw 0 0
+garbage
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/var/tmp/x", "ext4"),
+        ("/home/me/.resihp", "nfs4"),
+        ("/home/me/fast/jobs", "tmpfs"),
+        ("/homeless", "ext4"),
+        ("/scratch of us/a", "lustre"),
+    ],
+)
+def test_file_system_is_that_of_the_longest_mount_point(path: str, kind: str) -> None:
+    assert file_system(Path(path), MOUNTS) == kind
+
+
+def test_sqlite_alone_is_the_job_s_own(tmp_path: Path) -> None:
+    assert resolve("sqlite", tmp_path).database == str(tmp_path / "ledger.db")
+    assert default_url(tmp_path) == f"sqlite:///{tmp_path}/ledger.db"
+
+
+def test_postgresql_means_psycopg() -> None:
+    assert resolve("postgresql://me@host/x").drivername == "postgresql+psycopg"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("nonsense", "not a database's URL; use sqlite:///PATH"),
+        ("mysql://me:secret@host/x", "driver mysql is not known here"),
+        ("postgresql+nodriver://me:secret@host/x", "driver postgresql+nodriver is not known here"),
+        ("sqlite://", "names no file"),
+        ("sqlite:///:memory:", "names no file"),
+        ("postgresql://me:secret@host:port/x", "not a database's URL"),
+        ("mysql://host/x?password=secret", "driver mysql is not known"),
+        ("mysql://me:se@cret@host/x", "driver mysql is not known"),
+    ],
+)
+def test_refusals_say_why_and_hide_passwords(tmp_path: Path, url: str, words: str) -> None:
+    with pytest.raises(LedgerError) as caught:
+        Ledger.open(url, tmp_path)
+    text = str(caught.value)
+    assert words in text
+    assert "cret" not in text
+    assert "\n" not in text
+
+
+def test_masked_leaves_urls_without_password_alone() -> None:
+    assert masked("postgresql+psycopg://me@host/x?sslmode=require") == "postgresql+psycopg://me@host/x?sslmode=require"
+
+
+def test_unwritable_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LedgerError, match=r"ledger sqlite:.*file.*choose another folder"):
+        Ledger.open(f"sqlite:///{tmp_path}/file/ledger.db", tmp_path)
+    (tmp_path / "folder.db").mkdir()
+    with pytest.raises(LedgerError, match="unable to open database file; is its folder writable"):
+        Ledger.open(f"sqlite:///{tmp_path}/folder.db", tmp_path)
+
+
+def test_file_that_is_no_database(tmp_path: Path) -> None:
+    (tmp_path / "ledger.db").write_text("garbage " * 1000)
+    for opener in (lambda: Ledger.open("sqlite", tmp_path), lambda: Reader.open(default_url(tmp_path))):
+        with pytest.raises(LedgerError, match="file is not a database; move the file away"):
+            opener()
+
+
+def test_reader_makes_no_ledger(tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match="no such file"):
+        Reader.open(default_url(tmp_path))
+    (tmp_path / "ledger.db").touch()
+    with pytest.raises(LedgerError, match="holds no ledger of resihp"):
+        Reader.open(default_url(tmp_path))
+
+
+def test_new_folder_is_the_owner_s_alone(tmp_path: Path) -> None:
+    Ledger.open(f"sqlite:///{tmp_path}/new/ledger.db", tmp_path).close()
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700

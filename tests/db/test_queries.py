@@ -1,0 +1,108 @@
+"""What the ledger answers: a job's figures, frames with the types that pandas users expect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+
+import pandas as pd
+import pytest
+
+from db import queries
+from db.queries import Reader
+from db.writer import Ledger
+from resihp import journal
+from resihp.errors import JobNotFoundError, UsageError
+
+from .conftest import BEGAN
+
+
+@pytest.fixture
+def reader(records: list[journal.Record], open_ledger: Callable[..., Ledger]) -> Iterator[Reader]:
+    ledger = open_ledger()
+    for record in records:
+        ledger.submit(record)
+    assert ledger.close()
+    with Reader.open(ledger.url) as reader:
+        yield reader
+
+
+def test_summary(reader: Reader) -> None:
+    figures = reader.summary(reader.job("local-1")["id"])
+    assert figures["committed_iterations"] == figures["iteration"] == 20
+    assert figures["useful_seconds"] == pytest.approx(11 * 0.5 + 9 * 0.6)
+    # From the first iteration's start: 11 healthy ones, 1.3 s with the failure, 8 more, 0.3 s to the end.
+    assert figures["wall_seconds"] == pytest.approx(5.5 + 1.3 + 8 * 0.6 + 0.3, abs=1e-4)
+    assert figures["goodput"] == pytest.approx(10.9 / 11.9, abs=1e-4)
+    assert figures["ettr"] == pytest.approx(10.9 / 13.9, abs=1e-4)
+    assert figures["lost_seconds"] == pytest.approx({"fail-stop": 0.7, "other": 0.3}, abs=1e-4)
+    assert figures["loss"] == 2.0
+
+
+def test_summary_of_a_running_job_counts_until_now(reader: Reader) -> None:
+    [job] = reader.jobs()
+    iterations = reader.rows("iterations", job["id"])
+    running = {**job, "state": "running", "ended_at": None}
+    now = iterations[-1]["finished_at"] + timedelta(seconds=10)
+    figures = queries.summarise(running, iterations, [], [], [], now)
+    assert figures["wall_seconds"] == pytest.approx(21.6, abs=1e-4)
+    assert figures["goodput"] == pytest.approx(10.9 / 21.6, abs=1e-4)
+
+
+def test_summary_before_anything_happened(reader: Reader) -> None:
+    [job] = reader.jobs()
+    figures = queries.summarise(job, [], [], [], [], datetime.now(UTC))
+    assert figures["goodput"] is None
+    assert figures["iteration"] == 0
+
+
+def test_a_failure_that_nobody_mended_costs_until_the_end(reader: Reader) -> None:
+    [job] = reader.jobs()
+    iterations = reader.rows("iterations", job["id"])[:11]
+    [failure] = reader.rows("failures", job["id"])
+    end = iterations[-1]["finished_at"] + timedelta(seconds=30)
+    failure |= {"recovered_epoch": None, "kind": "program"}
+    figures = queries.summarise({**job, "ended_at": end}, iterations, [failure], [], [], end)
+    assert figures["lost_seconds"]["program"] == pytest.approx(30)
+
+
+def test_an_iteration_without_seconds_counts_as_a_typical_one(reader: Reader) -> None:
+    [job] = reader.jobs()
+    iterations = reader.rows("iterations", job["id"])[:5]
+    iterations[3]["seconds"] = None
+    figures = queries.summarise(job, iterations, [], [], [], datetime.now(UTC))
+    assert figures["useful_seconds"] == pytest.approx(2.5)
+
+
+def test_frames(reader: Reader) -> None:
+    job = reader.job()["id"]
+    iterations = queries.iterations(reader, job)
+    assert len(iterations) == 20
+    assert iterations["predicted_seconds"].isna().sum() == 12
+    assert str(iterations["finished_at"].dt.tz) == "UTC"
+    assert iterations["finished_at"].iloc[0] == pd.Timestamp(BEGAN + 2.5, unit="s", tz="UTC")
+    workers = queries.workers(reader, job)
+    assert workers["exit"].dtype == "Int64"
+    assert workers.set_index("rank")["exit"][5] == -9
+    assert queries.failures(reader, job)["seconds_to_recover"].tolist() == [1.0]
+    assert queries.plans(reader, job)["standby"].tolist() == [0, 3]
+    assert queries.nodes(reader, job)["node"].tolist() == ["n1", "n2", "n3"]
+    assert queries.reconfigurations(reader, job)["attempts"].tolist() == [1]
+    empty = queries.frame(reader, "drains", job)
+    assert list(empty.columns) == ["node", "step", "outcome", "reason", "drained_at", "undrained_at"]
+
+
+def test_filters(reader: Reader) -> None:
+    job = reader.job()["id"]
+    cut = datetime.fromtimestamp(BEGAN + 2.0 + 5.6, UTC)
+    assert len(reader.rows("iterations", job, until=cut)) == 11
+    assert len(reader.rows("iterations", job, since=cut)) == 9
+    assert [row["rank"] for row in reader.rows("workers", job, node="n2")] == [4, 5, 6, 7]
+    assert [row["iteration"] for row in reader.rows("iterations", job, last=2)] == [19, 20]
+    with pytest.raises(UsageError, match="history plans: has no nodes"):
+        reader.rows("plans", job, node="n1")
+
+
+def test_unknown_job(reader: Reader) -> None:
+    with pytest.raises(JobNotFoundError, match=r"job nix: not in ledger .* which holds local-1"):
+        reader.job("nix")

@@ -1,0 +1,322 @@
+"""The writer: everything of the journal arrives, once, whatever the database does meanwhile."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import db.engine
+import db.writer
+from db.queries import TABLES, Reader
+from db.writer import Ledger, catch_up
+from resihp import journal
+
+from .conftest import BEGAN, Listener, outcome, started, story
+
+Opener = Callable[..., Ledger]
+
+
+def everything(ledger: Ledger, name: str | None = None) -> dict[str, Any]:
+    with Reader.open(ledger.url) as reader:
+        job = reader.job(name)
+        return {"job": job, **{table: reader.rows(table, job["id"]) for table in TABLES}}
+
+
+def test_a_whole_journal(records: list[journal.Record], open_ledger: Opener) -> None:
+    ledger = open_ledger()
+    for record in records:
+        ledger.submit(record)
+    assert ledger.close()
+    found = everything(ledger)
+    assert found["job"]["state"] == "completed"
+    assert found["job"]["exit_code"] == 0
+    assert [row["iteration"] for row in found["iterations"]] == list(range(1, 21))
+    assert list(found["iterations"][0])[:10] == [
+        *("iteration", "epoch", "seconds", "predicted_seconds", "tokens", "sum_squared_lengths", "samples"),
+        *("samples_digest", "loss", "finished_at"),
+    ]
+    assert list(found["workers"][0])[:7] == ["rank", "node", "device", "pid", "epoch_joined", "epoch_left", "exit"]
+    assert [row["exit"] for row in found["workers"]] == [0, 0, 0, 0, 0, -9, 0, 0, 0, 0, 0, 0]
+    assert found["plans"][1]["layout"]["standby"] == [4, 6, 7]
+    assert found["plans"][0]["layout"]["replicas"][0][1] == {"ranks": [2, 3], "layers": [4, 7]}
+    [failure] = found["failures"]
+    assert failure["ranks"] == [5]
+    assert failure["seconds_to_recover"] == 1.0
+    assert failure["noticed_at"].timestamp() == pytest.approx(BEGAN + 2.0 + 11 * 0.5 + 0.3)
+    [transition] = found["reconfigurations"]
+    assert transition["epoch"] == failure["recovered_epoch"] == 2
+    assert "rank 3: suspected, no progress for 3.0 s" in [row["text"] for row in found["events"]]
+
+
+def test_applying_twice_changes_nothing(records: list[journal.Record], open_ledger: Opener) -> None:
+    ledger = open_ledger()
+    for record in records:
+        ledger.submit(record)
+    assert ledger.flush()
+    before = everything(ledger)
+    for record in records:
+        ledger.submit(record)
+    assert ledger.close()
+    second = open_ledger()
+    for record in records:
+        second.submit(record)
+    assert second.close()
+    assert everything(ledger) == before
+    with Reader.open(ledger.url) as reader:
+        assert len(reader.jobs()) == 1
+
+
+def test_catch_up_brings_in_what_is_missing(records: list[journal.Record], open_ledger: Opener, tmp_path: Path) -> None:
+    ledger = open_ledger()
+    for record in records[:20]:
+        ledger.submit(record)
+    assert ledger.close()
+    second = open_ledger()
+    second.catch_up(tmp_path / "journal")
+    assert second.close()
+    found = everything(ledger)
+    assert len(found["iterations"]) == 20
+    assert found["job"]["state"] == "completed"
+
+
+def test_records_before_the_journal_is_known_wait_for_it(
+    records: list[journal.Record], open_ledger: Opener, tmp_path: Path
+) -> None:
+    ledger = open_ledger()
+    ledger.submit(records[-1])
+    ledger.catch_up(tmp_path / "journal")
+    assert ledger.close()
+    assert len(everything(ledger)["iterations"]) == 20
+
+
+def test_a_gap_is_filled_from_the_journal(records: list[journal.Record], open_ledger: Opener, tmp_path: Path) -> None:
+    ledger = open_ledger(journal_path=tmp_path / "journal")
+    for record in (*records[:10], *records[30:]):
+        ledger.submit(record)
+    assert ledger.close()
+    assert len(everything(ledger)["iterations"]) == 20
+
+
+def test_a_gap_without_journal_is_not_skipped(records: list[journal.Record], open_ledger: Opener) -> None:
+    listener = Listener()
+    ledger = open_ledger(say=listener)
+    for record in (*records[:20], *records[30:]):
+        ledger.submit(record)
+    assert not ledger.close()
+    assert "incomplete" in listener.heard[-1]
+    with Reader.open(ledger.url) as reader:
+        assert reader.applied(reader.job()["id"]) == 20
+
+
+def test_locked_database_loses_nothing(
+    records: list[journal.Record], open_ledger: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(db.engine, "BUSY_TIMEOUT_S", 0.05)
+    failed = threading.Event()
+    heard: list[str] = []
+
+    def say(text: str) -> None:
+        heard.append(text)
+        failed.set()
+
+    ledger = open_ledger(say=say)
+    other = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    for record in records[:30]:
+        ledger.submit(record)
+    ledger.telemetry([{"iteration": 1, "epoch": 1, "rank": 0, "seconds": 0.5, "compute_seconds": 0.4}])
+    assert failed.wait(20)
+    assert "database is locked; trying again" in heard[0]
+    for record in records[30:]:
+        ledger.submit(record)
+    assert not ledger.flush(0.1)
+    other.execute("ROLLBACK")
+    other.close()
+    assert ledger.flush(20)
+    assert ledger.close()
+    assert len(heard) == 2
+    assert "written again" in heard[1]
+    found = everything(ledger)
+    assert len(found["iterations"]) == 20
+    assert found["job"]["state"] == "completed"
+
+
+def test_locked_until_after_close_is_caught_up_later(
+    records: list[journal.Record], open_ledger: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(db.engine, "BUSY_TIMEOUT_S", 0.05)
+    listener = Listener()
+    ledger = open_ledger(say=listener)
+    other = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    for record in records:
+        ledger.submit(record)
+    assert not ledger.close(0.3)
+    other.execute("ROLLBACK")
+    other.close()
+    catch_up("sqlite", tmp_path, tmp_path / "journal")
+    assert len(everything(ledger)["iterations"]) == 20
+
+
+def test_too_many_waiting_records_are_read_again(
+    records: list[journal.Record], open_ledger: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(db.engine, "BUSY_TIMEOUT_S", 0.05)
+    ledger = open_ledger(journal_path=tmp_path / "journal", records_in_memory=5, say=Listener())
+    other = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    for record in records:
+        ledger.submit(record)
+    assert len(ledger._records) <= 5
+    other.execute("ROLLBACK")
+    other.close()
+    assert ledger.close()
+    assert len(everything(ledger)["iterations"]) == 20
+
+
+def test_telemetry_is_dropped_and_counted(records: list[journal.Record], open_ledger: Opener) -> None:
+    ledger = open_ledger(telemetry_rows=3)
+    # The job is not known yet, so that nothing is written in between.
+    ledger.telemetry(
+        [{"iteration": 1, "epoch": 1, "rank": r, "seconds": 0.5, "compute_seconds": 0.4, "odd": r} for r in range(5)]
+    )
+    assert ledger.dropped == 2
+    ledger.submit(records[0])
+    assert ledger.close()
+    with Reader.open(ledger.url) as reader:
+        assert reader.job()["telemetry_dropped"] == 2
+    with sqlite3.connect(ledger.url.removeprefix("sqlite:///")) as connection:
+        assert connection.execute("SELECT rank, compute_seconds FROM rank_reports").fetchall() == [
+            (0, 0.4),
+            (1, 0.4),
+            (2, 0.4),
+        ]
+    connection.close()
+
+
+def test_bad_telemetry_holds_nothing_up(records: list[journal.Record], open_ledger: Opener) -> None:
+    listener = Listener()
+    ledger = open_ledger(say=listener)
+    ledger.telemetry([{"rank": None}])
+    for record in records:
+        ledger.submit(record)
+    assert ledger.close()
+    assert ledger.dropped == 1
+    assert len(everything(ledger)["iterations"]) == 20
+
+
+def test_a_record_that_fits_no_table_becomes_an_event(open_ledger: Opener) -> None:
+    listener = Listener()
+    ledger = open_ledger(say=listener)
+    entries: list[journal.AnyEntry] = [
+        started(),
+        journal.WorkerStarted(rank=0, node="never joined", device=0, pid=1, epoch=0),
+        journal.IterationCommitted(epoch=1, outcome=outcome(1), seconds=0.5, predicted_seconds=None),
+    ]
+    for seq, entry in enumerate(entries, 1):
+        ledger.submit(journal.Record(seq, BEGAN, entry))
+    assert ledger.close()
+    found = everything(ledger)
+    assert len(found["iterations"]) == 1
+    assert found["workers"] == []
+    [event] = [row for row in found["events"] if row["kind"] == "UnprojectedWorkerStarted"]
+    assert "does not fit the ledger" in event["text"]
+    assert any("record 2 fits no table" in text for text in listener.heard)
+
+
+def test_what_is_not_a_number_is_null(open_ledger: Opener) -> None:
+    ledger = open_ledger()
+    ledger.submit(journal.Record(1, BEGAN, started()))
+    odd = journal.IterationCommitted(epoch=1, outcome=outcome(1, float("nan")), seconds=None, predicted_seconds=None)
+    ledger.submit(journal.Record(2, BEGAN, odd))
+    assert ledger.close()
+    [row] = everything(ledger)["iterations"]
+    assert row["loss"] is None
+    assert row["seconds"] is None
+
+
+def test_two_users_jobs_of_one_name_do_not_collide(open_ledger: Opener) -> None:
+    for n, user in enumerate(("me", "you")):
+        ledger = open_ledger()
+        ledger.submit(journal.Record(1, BEGAN + n, started(user=user)))
+        ledger.submit(journal.Record(2, BEGAN + n, journal.NodeJoined(node="n1", host="here", devices=1 + n)))
+        assert ledger.close()
+    with Reader.open(ledger.url) as reader:
+        assert [(row["name"], row["owner"]) for row in reader.jobs()] == [("local-1", "you"), ("local-1", "me")]
+        assert [reader.rows("nodes", row["id"])[0]["devices"] for row in reader.jobs()] == [2, 1]
+
+
+def test_a_job_marked_dead_later_ended_when_it_fell_silent(open_ledger: Opener) -> None:
+    ledger = open_ledger()
+    seq = 0
+    for entry, at in story(ended=False):
+        seq += 1
+        ledger.submit(journal.Record(seq, at, entry))
+    dead = journal.JobEnded(exit_code=1, state="abnormal", reason="found dead")
+    ledger.submit(journal.Record(seq + 1, at + 86400, dead))
+    assert ledger.close()
+    with Reader.open(ledger.url) as reader:
+        figures = reader.summary(reader.job()["id"])
+    assert figures["state"] == "abnormal"
+    assert figures["wall_seconds"] < 20
+
+
+def test_names_and_reasons_that_databases_dislike(open_ledger: Opener) -> None:
+    ledger = open_ledger()
+    reason = 'it\'s "gone"; DROP TABLE jobs; -- [red] \x00 \udcff'
+    ledger.submit(journal.Record(1, BEGAN, started()))
+    ledger.submit(journal.Record(2, BEGAN, journal.NodeJoined(node="n'1\"[b]", host="h", devices=1)))
+    ledger.submit(journal.Record(3, BEGAN, journal.NodeLost(node="n'1\"[b]", reason=reason)))
+    assert ledger.close()
+    [row] = everything(ledger)["nodes"]
+    assert row["node"] == "n'1\"[b]"
+    assert row["lost_reason"] == reason.replace("\x00", "\\0").replace("\udcff", "\\udcff")
+
+
+def test_a_listener_that_raises_stops_nothing(records: list[journal.Record], open_ledger: Opener) -> None:
+    def say(text: str) -> None:
+        raise RuntimeError("gone")
+
+    ledger = open_ledger(say=say)
+    ledger.telemetry([{"rank": None}])
+    for record in records:
+        ledger.submit(record)
+    assert ledger.close()
+
+
+def test_no_wal_on_network_file_systems(
+    tmp_path: Path, open_ledger: Opener, monkeypatch: pytest.MonkeyPatch, records: list[journal.Record]
+) -> None:
+    def mode() -> str:
+        connection = sqlite3.connect(tmp_path / "ledger.db")
+        [value] = connection.execute("PRAGMA journal_mode").fetchone()
+        connection.close()
+        return str(value)
+
+    open_ledger().close()
+    assert mode() == "wal"
+    (tmp_path / "ledger.db").unlink()
+    monkeypatch.setattr(db.engine, "file_system", lambda path: "lustre")
+    monkeypatch.setattr(db.writer, "file_system", lambda path: "lustre")
+    listener = Listener()
+    open_ledger(say=listener).close()
+    assert mode() == "delete"
+    assert "on lustre, opened without WAL" in listener.heard[0]
+
+
+def test_a_reader_sees_the_job_while_it_runs(records: list[journal.Record], open_ledger: Opener) -> None:
+    ledger = open_ledger()
+    ledger.submit(records[0])
+    assert ledger.flush()
+    with Reader.open(ledger.url) as reader:
+        job = reader.job()["id"]
+        assert reader.summary(job)["iteration"] == 0
+        for record in records[1:30]:
+            ledger.submit(record)
+        assert ledger.flush()
+        assert reader.summary(job)["iteration"] == 11

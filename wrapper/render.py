@@ -51,7 +51,7 @@ def duration(seconds: float | None) -> str:
 def count(number: float) -> str:
     """`812`, `18.2k`, `3.4M`, `1.2G`."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
+        if number >= 0.9995 * size:
             return f"{number / size:.1f}{letter}"
     return f"{number:.0f}"
 

@@ -140,6 +140,9 @@ def node_lost(job: Job, name: str, reason: str) -> None:
     job.incidents = [i for i in job.incidents if i not in earlier]
     victims = {*ranks, *(rank for i in earlier for rank in i.ranks)}
     injected = [job.signalled[rank] for rank in sorted(victims) if rank in job.signalled]
+    if not victims:  # its workers were gone before, and accounted for
+        job.say("warning", f"node {name}: {reason}")
+        return
     job.say("warning", f"node {name}: {reason}; ranks {sorted(victims)} are lost")
     job.incidents.append(
         Incident(

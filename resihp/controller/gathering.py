@@ -53,7 +53,7 @@ def propose_when_ready(job: Job) -> None:
     """Once every rank has declared the same model and the store listens: the first plan."""
     if job.phase != "gathering" or job.store is None:
         return
-    if len(job.members) < job.settings.nodes * job.settings.gpus_per_node:
+    if len(job.live) < job.settings.nodes * job.settings.gpus_per_node:
         return
     declares = {rank: member.declared for rank, member in job.members.items()}
     first = declares[min(declares)]

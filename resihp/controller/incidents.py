@@ -50,8 +50,10 @@ def bury(job: Job, member: Member, status: int | None) -> None:
 
 
 def log_incidents(job: Job) -> list[int]:
+    """Number and log the root causes of a transition. Broken communication is a victim of any loss beside it."""
     numbers = []
-    for incident in job.incidents:
+    losses = [incident for incident in job.incidents if incident.kind != "communication"]
+    for incident in losses or job.incidents:
         job.failures += 1
         numbers.append(job.failures)
         job.do(

@@ -45,7 +45,11 @@ def inject(job: Job, fault: Fault) -> str | None:
             return f"node {fault.node} was already gone"
         victims = [rank for rank in job.live if job.members[rank].node == node.name]
     entry = FaultInjected(
-        fault=fault.id, text=str(fault), rank=fault.rank, node=fault.node, iteration=fault.iteration or job.committed + 1
+        fault=fault.id,
+        text=str(fault),
+        rank=fault.rank,
+        node=fault.node,
+        iteration=fault.iteration or job.committed + 1,
     )
     job.do(api.Log(entry=entry))
     for rank in victims:

@@ -138,6 +138,8 @@ def checkpoint_part(job: Job, member: Member, part: m.CheckpointPart) -> None:
     parts[member.rank] = part
     writers = job.plan.layout.replicas[0].ranks
     if set(writers) <= parts.keys():
+        if part.iteration > job.committed:  # all its writers have taken that step, whoever has not reported it yet
+            commit_up_to(job, part.iteration)
         job.parts = {key: value for key, value in job.parts.items() if key[1] > part.iteration}
         job.do(
             api.CommitCheckpoint(

@@ -121,8 +121,8 @@ def judge_progress(job: Job) -> None:
         suspect(job, stopped)
         fence(job, stopped)
         return
-    if any(m.beat and m.beat.progress and m.beat.progress.activity == "checkpoint" for m in active):
-        job.progress_at = max(job.progress_at, job.now - liveness.silence_limit_s(job.settings))
+    if any(is_saving(job, member) for member in active):
+        return  # its peers wait for it, and rightly so
     idle_s = job.now - job.progress_at
     if idle_s <= liveness.hang_suspected_s(job.settings, job.predicted_s):
         for member in active:
@@ -139,6 +139,14 @@ def judge_progress(job: Job) -> None:
         fence(job, suspects)
     elif idle_s > budget_s:
         failures.communication_failed(job, f"no progress for {idle_s:.1f} s, all ranks wait for each other")
+
+
+def is_saving(job: Job, member: Member) -> bool:
+    """Whether a rank writes a checkpoint, as its own fresh beats say, within a budget of its own."""
+    if member.beat is None or member.beat.progress is None or liveness.is_mute(member, job.now, job.settings):
+        return False
+    saving = member.beat.progress.activity == "checkpoint"
+    return saving and job.now - member.progress_at <= job.settings.start_budget_s
 
 
 def judge_transition(job: Job) -> None:

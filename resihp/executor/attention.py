@@ -71,7 +71,9 @@ class PackedAttention(torch.nn.Module):
         ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=query.device)
         longest = max(lengths)
         out = varlen_attn(
-            *(tensor.squeeze(1) for tensor in (query, key, value)),
+            query.squeeze(1),
+            key.squeeze(1),
+            value.squeeze(1),
             ends,
             ends,
             longest,

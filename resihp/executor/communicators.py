@@ -30,6 +30,7 @@ from resihp.plan import Plan
 Store = Any
 """A torch.distributed store; which class is up to its host."""
 
+STORE_TIMEOUT_S = 60.0
 _POLL_S = 0.002
 _ASSEMBLY_NOTICES_S = 0.2
 """A rank that waits for others to come polls; only if it is stuck in the store must the store's connection go."""
@@ -99,7 +100,9 @@ class Directory:
         """A client of the TCPStore at (host, port), and the inodes of its sockets. Raises RuntimeError."""
         if address not in self._clients:
             before = _tcp_sockets()
-            store = dist.TCPStore(*address, None, False, timeout=timeout)
+            # Nothing can wake a rank that looks for a store which is gone, so it does not look for long.
+            limit = min(timeout, timedelta(seconds=STORE_TIMEOUT_S))
+            store = dist.TCPStore(*address, None, False, timeout=limit)
             self._clients[address] = (store, _tcp_sockets() - before)
         return self._clients[address]
 

@@ -17,18 +17,19 @@ def toml(path: Path, text: str) -> Path:
 
 
 def test_precedence_key_by_key(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    six = (
-        "[layout]\ntp = {0}\npp = {0}\n[job]\nnodes = {0}\ngpus_per_node = {0}\n[checkpoint]\nevery = {0}\nkeep = {0}\n"
+    layout, job_size, keeping = (
+        "[layout]\ntp = {0}\npp = {0}\n",
+        "[job]\nnodes = {0}\ngpus_per_node = {0}\n",
+        "keep = {0}\n",
     )
-    keys = ["tp = {0}\n", "pp = {0}\n", "nodes = {0}\n", "gpus_per_node = {0}\n", "every = {0}\n"]
-    etc = toml(fresh_home / "etc.toml", six.format(1))
-    user = toml(fresh_home / "user.toml", six.format(2).replace("keep = 2\n", ""))
-    here = toml(fresh_home / "resihp.toml", "".join(six.format(3).replace("keep = 3\n", "").replace("every = 3\n", "")))
+    every = "[checkpoint]\nevery = {0}\n"
+    etc = toml(fresh_home / "etc.toml", (layout + job_size + every + keeping).format(1))
+    user = toml(fresh_home / "user.toml", (layout + job_size + every).format(2))
+    here = toml(fresh_home / "resihp.toml", (layout + job_size).format(3))
     job = toml(fresh_home / "job.toml", "[layout]\ntp = 4\npp = 4\n[job]\nnodes = 4\n")
     monkeypatch.setenv("RESIHP_LAYOUT__TP", "5")
     monkeypatch.setenv("RESIHP_LAYOUT__PP", "5")
     found = read({"layout": {"tp": 6}}, job, site=(here, user, etc))
-    assert len(keys) == 5
     assert (found.layout.tp, found.layout.pp) == (6, 5)
     assert (found.job.nodes, found.job.gpus_per_node) == (4, 3)
     assert (found.checkpoint.every, found.checkpoint.keep) == (2, 1)

@@ -231,7 +231,7 @@ class Worker:
         self.waits = self.resume = None
         self.held_by = None
         if self.reduced is not None and rng.random() < 0.5:
-            self.take_step(self.reduced)
+            self.take_step(self.reduced, told=self.world.scenario.seed % 3 != 1)
         self.reduced = None
         self.activity = "parked"
         self.later(rng.choice([0.001, 0.01, rng.uniform(0, 0.3), rng.uniform(0, 2.0)]), self.park, epoch)
@@ -244,7 +244,8 @@ class Worker:
         if self.world.scenario.objects == self.rank:
             self.say(m.Object(epoch=plan.epoch, reason="too little memory"))
         else:
-            self.say(m.Confirm(epoch=plan.epoch, digest=plan.digest))
+            other = self.world.scenario.other_digest == self.rank
+            self.say(m.Confirm(epoch=plan.epoch, digest="0" * 64 if other else plan.digest))
 
     def go(self, go: m.Go) -> None:
         world = self.world

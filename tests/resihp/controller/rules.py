@@ -52,7 +52,10 @@ class Rules:
         self.known_dead: set[int] = set()
         self.committed = world.scenario.resume_from
         self.reported = world.scenario.resume_from
-        """Highest iteration that a delivered report says was stepped."""
+        self.witnessed = world.scenario.resume_from
+        """Highest iteration that a delivered report says was stepped: by somebody who was not given up, by anybody."""
+        self.parked: dict[int, set[int]] = {}
+        """Who has answered to which order to park."""
         self.last_order: dict[int, tuple[int, int]] = {}
         self.highest_epoch = 0
         self.confirmed: dict[int, set[int]] = {}
@@ -146,10 +149,11 @@ class Rules:
                         if not again and epoch == self.highest_epoch:
                             worker.answered_at = self.world.now
                 if isinstance(message, m.Stepped):
-                    self.reported = max(self.reported, message.outcome.iteration)
+                    self.note_report(worker, message.outcome.iteration)
                     self.prove(worker, message.epoch, message.outcome.iteration)
                 elif isinstance(message, m.Parked):
-                    self.reported = max(self.reported, message.stepped)
+                    self.note_report(worker, message.stepped)
+                    self.parked.setdefault(message.epoch, set()).add(event.rank)
                 elif isinstance(message, m.Confirm):
                     plan = self.plans.get(message.epoch)
                     if plan is not None and plan.digest == message.digest:
@@ -166,6 +170,12 @@ class Rules:
         for name in {self.world.workers[rank].node.name for rank in self.world.active_ranks(plan)}:
             if name != worker.node.name:
                 self.proofs[name] = max(self.proofs.get(name, 0.0), meeting.over_at)
+
+    def note_report(self, worker: Worker, iteration: int) -> None:
+        """A report of somebody who was given up before may count or not: his state is lost with him."""
+        self.witnessed = max(self.witnessed, iteration)
+        if worker.rank not in self.known_dead:
+            self.reported = max(self.reported, iteration)
 
     def has_stepped(self, worker: Worker, outcome: m.StepOutcome) -> None:
         for other in self.world.workers.values():
@@ -332,6 +342,8 @@ class Rules:
         if decided.finish is not None:
             expect(decided.finish.iteration == self.committed, f"finishes {decided.finish.iteration}")
         if self.plan is not None:
+            awaited = set(plan.layout.ranks) - self.parked.get(plan.epoch, set())
+            expect(not awaited, f"plan {plan.epoch} is decided though ranks {sorted(awaited)} have not parked for it")
             gone = {*self.plan.layout.ranks} - {*plan.layout.ranks}
             unexplained = gone - self.known_dead - {rank for rank in gone if self.world.workers[rank].fenced}
             expect(not unexplained, f"plan {plan.epoch} loses {sorted(unexplained)}, which are alive")
@@ -349,13 +361,16 @@ class Rules:
         expected = self.world.outcome_of(self.plan, outcome.iteration)
         for name in ("samples_digest", "samples", "loss", "tokens"):
             expect(getattr(outcome, name) == getattr(expected, name), f"{name} of {outcome}")
+        expect(entry.epoch in self.plans, f"commits in epoch {entry.epoch}, which is unknown")
+        same = outcome == self.world.outcome_of(self.plans[entry.epoch], outcome.iteration)
+        expect(same, f"the outcome of {outcome.iteration} is not of epoch {entry.epoch}")
         took = [
             w for w in self.world.workers.values() if w.outcome is not None and w.outcome.iteration == outcome.iteration
         ]
         for worker in took:
             if worker.alive and not self.given_up(worker) and worker.active:
                 expect(worker.outcome == outcome, f"rank {worker.rank} took another outcome than {outcome}")
-        expect(outcome.iteration <= self.reported, f"{outcome.iteration} is committed, nobody reported its step")
+        expect(outcome.iteration <= self.witnessed, f"{outcome.iteration} is committed, nobody reported its step")
 
     def check_suspicion(self, entry: Suspected) -> None:
         key = (entry.rank, None if entry.rank is not None else entry.node)
@@ -378,6 +393,7 @@ class Rules:
     def check_blame(self, failure: FailureFound) -> None:
         """After the whole answer: whoever is named is dead, fenced, or its communication was."""
         if failure.kind == "communication":
+            expect(failure.epoch in self.world.broken_epochs, f"blames the communication of epoch {failure.epoch}")
             return
         for rank in failure.ranks:
             worker = self.world.workers[rank]

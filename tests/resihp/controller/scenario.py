@@ -91,7 +91,9 @@ class Scenario:
     disturbances: tuple[Disturbance, ...] = ()
     latency_s: float = 0.02
     duplicates: float = 0.0
-    """Chance of a worker's message to be delivered a second time, some of them much later."""
+    """Chance of a worker's message to be delivered a second time, some of them epochs later."""
+    leaks: bool = False
+    """What a dropped node had sent before may still be delivered."""
     breaks_loudly: float = 1.0
     """Chance that a rank whose peer dies is told so by the transport."""
     limit_s: float = 900.0
@@ -100,6 +102,8 @@ class Scenario:
     odd_declare: int | None = None
     refuses: int | None = None
     objects: int | None = None
+    other_digest: int | None = None
+    """Ranks that refuse to start, object to each plan, compute another digest of it."""
     early_exit: int | None = None
 
     @classmethod
@@ -154,6 +158,7 @@ class Scenario:
             latency_s=rng.choice([0.002, 0.02, 0.02, 0.2]),
             duplicates=rng.choice([0.0, 0.0, 0.05, 0.2]),
             breaks_loudly=rng.choice([1.0, 1.0, 0.5, 0.0]),
+            leaks=rng.random() < 0.3,
         )
 
     @staticmethod

@@ -134,6 +134,15 @@ def test_a_rank_that_cannot_carry_out_the_first_plan_ends_the_run() -> None:
     assert result.orders(m.Go) == []
 
 
+@pytest.mark.parametrize("seed", FEW)
+def test_a_rank_that_computes_another_digest_is_never_told_to_go(seed: int) -> None:
+    result = run(seed, other_digest=1)
+    assert result.exit_code == 2
+    assert "rank 1" in result.reason
+    assert "digest" in result.reason
+    assert result.orders(m.Go) == []
+
+
 def test_a_spawn_that_is_refused_ends_the_run() -> None:
     controller = Controller(Settings(job="local-1", nodes=1, gpus_per_node=1, tp=1, pp=1))
     controller.handle(api.AgentJoined(node="n1", host="h", devices=1), 0.0)
@@ -461,6 +470,10 @@ def test_broken_communication_with_everybody_alive_is_rebuilt_with_everybody(see
     (failure,) = result.failures
     assert (failure.kind, failure.component) == ("communication", "link")
     assert result.plans[1].plan.layout == result.plans[0].plan.layout
+    if kind == "broken":
+        stuck = [at for at, e in result.events if isinstance(e, api.WorkerSaid) and isinstance(e.message, m.Stuck)]
+        parks = [at for at, a in result.actions if isinstance(a, api.Order) and isinstance(a.order, m.Park)]
+        assert parks[0] - stuck[0] < 1.5
 
 
 @pytest.mark.parametrize("seed", range(20))

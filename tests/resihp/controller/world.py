@@ -95,6 +95,8 @@ class World:
         self._active: dict[int, tuple[int, ...]] = {}
         self._outcomes: dict[tuple[int, int], m.StepOutcome] = {}
         self.waiting_for: dict[str, list[Disturbance]] = {}
+        self.sent: list[tuple[SimNode, api.AnyEvent]] = []
+        """What may be delivered again."""
         self.broken_epochs: set[int] = set()
         """Epochs in which a transfer was broken on purpose."""
         self.rules = Rules(self)
@@ -153,8 +155,10 @@ class World:
         duplicates = self.scenario.duplicates
         message = event.message if isinstance(event, api.WorkerSaid) else None
         may_repeat = isinstance(event, api.WorkerSaid | api.WorkerExited) and not isinstance(message, m.Raised)
-        if duplicates and may_repeat and self.rng.random() < duplicates:
-            self.at(self.rng.choice([0.0, 0.3, 3.0]), self.repeat_up, node, event)
+        if duplicates and may_repeat:
+            self.sent.append((node, event))
+            if self.rng.random() < duplicates:
+                self.at(self.rng.choice([0.0, 0.3, 3.0]), self.repeat_up, node, event)
 
     def repeat_up(self, node: SimNode, event: api.AnyEvent) -> None:
         """Deliver a message once more."""
@@ -476,6 +480,9 @@ class World:
                         worker.told_at = self.now
                     self.down(worker.node, rank, action.order)
                 name = TRIGGERS.get(type(action.order))
+                if name is not None and self.sent and self.rng.random() < 3 * self.scenario.duplicates:
+                    for node, event in self.rng.choices(self.sent, k=5):  # when an answer is awaited, old ones confuse
+                        self.at(self.rng.uniform(0.0, 0.1), self.repeat_up, node, event)
                 if name is not None:
                     self.happens(name, action.ranks[self.rng.randrange(len(action.ranks))])
             case api.SignalWorker():
@@ -496,6 +503,9 @@ class World:
     def drop(self, node: SimNode) -> None:
         """The shell closes the connection; whatever still lives there is cleaned up some time, or never."""
         node.dropped = True
+        if self.scenario.leaks and node.alive and self.rng.random() < 0.7:
+            for event in node.up:
+                self.at(self.rng.choice([0.0, 0.1, 0.5]), self.feed, event)
         node.up.clear()
         if node.alive and self.rng.random() < 0.3:
             self.at(self.rng.uniform(0, 2.0), self.agent_lost, node)

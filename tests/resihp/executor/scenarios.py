@@ -198,8 +198,8 @@ def packing_is_invisible(rank: int, store: Address, *, positions: str) -> list[f
     stage = engine._stage
     tokens = torch.from_numpy(np.random.default_rng(3).integers(0, VOCAB, size=30))
     both = stage((11, 19), tokens, tokens.roll(-1)).item()
-    alone = [stage((len(t),), t, lab).item() for t, lab in zip(tokens.split([11, 19]), tokens.roll(-1).split([11, 19]))]
-    return [both, sum(alone)]
+    halves = zip(tokens.split([11, 19]), tokens.roll(-1).split([11, 19]), strict=True)
+    return [both, sum(stage((len(half),), half, labels).item() for half, labels in halves)]
 
 
 def save(rank: int, store: Address, *, kind: str, grid_of: tuple[int, int, int], root: str, iterations: int) -> Any:

@@ -1,0 +1,256 @@
+"""What a terminal shows: grids that fit it and need no colour, durations, the live view's lines, literal text."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from resihp import journal
+from resihp.controller.interface import Settings
+from resihp.layout import Layout, Replica, Stage
+from resihp.plan import Plan, spread
+from resihp.protocol.messages import Beat, StepOutcome, Stepped, WorkerBeat
+from wrapper.live import LiveView
+from wrapper.render import Health, count, duration, layout_grid, literal
+
+SETTINGS = Settings(job="local-1 [red]", nodes=2, gpus_per_node=4, tp=2, pp=2)
+DP2 = Layout.uniform(tp=2, pp=2, dp=2, layers=8)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0, "0.00 s"),
+        (0.617, "0.62 s"),
+        (9.999, "10.0 s"),
+        (12.34, "12.3 s"),
+        (59.97, "1 min 00 s"),
+        (245, "4 min 05 s"),
+        (3599.7, "1 h 00 min"),
+        (7380, "2 h 03 min"),
+        (86399, "1 d 00 h"),
+        (3 * 86400 + 4 * 3600, "3 d 04 h"),
+        (-2, "-2.00 s"),
+        (None, "-"),
+        (float("nan"), "-"),
+    ],
+)
+def test_duration(seconds: float | None, words: str) -> None:
+    assert duration(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(812, "812"), (18234, "18.2k"), (999_960, "1.0M"), (3.4e6, "3.4M"), (1.2e9, "1.2G")]
+)
+def test_count(number: float, words: str) -> None:
+    assert count(number) == words
+
+
+def test_literal_disarms_control_characters() -> None:
+    assert literal("a\x1b[31mb\tc\nd é") == "a\\x1b[31mb\\tc\nd é"
+
+
+def test_grid_tells_places_and_health_without_colour() -> None:
+    layout = DP2.without(frozenset({5}))
+    health: dict[int, Health] = {rank: "active" for rank in range(8)} | {5: "dead", 2: "suspected", 6: "standby"}
+    assert layout_grid(layout, health).plain.splitlines() == [
+        "           stage 0     stage 1",
+        "           layers 0-3  layers 4-7",
+        "replica 0  0-1         2? 3",
+        "standby    4 6s 7",
+        "dead       5x",
+    ]
+
+
+def test_grid_of_a_layout_with_unequal_stages() -> None:
+    layout = Layout(
+        replicas=(
+            Replica((Stage((0, 1), ((0, 5),)), Stage((2, 3), ((6, 7),)))),
+            Replica((Stage((4,), ((0, 3),)), Stage((6, 7), ((4, 7),)))),
+        )
+    )
+    assert layout_grid(layout).plain.splitlines() == [
+        "           stage 0   stage 1",
+        "replica 0  0-1 L0-5  2-3 L6-7",
+        "replica 1  4 L0-3    6-7 L4-7",
+    ]
+
+
+def test_grid_without_replica() -> None:
+    assert layout_grid(Layout(replicas=(), standby=(3,))).plain == "no replica\nstandby    3s"
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_large_grids_fit(width: int) -> None:
+    layout = Layout.uniform(tp=8, pp=16, dp=64, layers=126)
+    health: dict[int, Health] = {rank: "dead" for rank in range(6400, 6500, 2)} | {
+        9000 + 2 * i: "dead" for i in range(90)
+    }
+    lines = layout_grid(layout, health, width).plain.splitlines()
+    assert max(map(len, lines)) <= width
+    assert any(line.startswith("replica 50 ") and "6400x 6401 6402x" in line for line in lines)
+    assert any("more, all active" in line for line in lines)
+    assert sum("stage 15" in line for line in lines) == 1
+    assert len(lines) < 300
+
+
+# --- live view --------------------------------------------------------------------------------------------------------
+
+
+def outcome(iteration: int) -> StepOutcome:
+    return StepOutcome(
+        iteration=iteration,
+        clip=1.0,
+        skip=False,
+        learning_rate=1e-3,
+        gradient_norm=2.0,
+        loss=4.0312,
+        tokens=8192,
+        sum_squared_lengths=1,
+        samples=1,
+        samples_digest="00ff00ff00ff00ff",
+    )
+
+
+def committed(iteration: int) -> journal.IterationCommitted:
+    return journal.IterationCommitted(epoch=1, outcome=outcome(iteration), seconds=0.45, predicted_seconds=None)
+
+
+def failed(cause: str = "rank 5 killed by signal 9") -> journal.FailureFound:
+    return journal.FailureFound(
+        failure=1,
+        kind="fail-stop",
+        component="process",
+        cause=cause,
+        ranks=(5,),
+        node="n2",
+        device=1,
+        iteration=31,
+        epoch=2,
+        evidence="",
+        detect_s=None,
+    )
+
+
+def entries() -> Iterator[journal.AnyEntry]:
+    for rank in range(8):
+        yield journal.WorkerStarted(rank=rank, node=f"n{1 + rank // 4}", device=rank % 4, pid=1, epoch=0)
+    plan = Plan(epoch=1, layout=DP2, assignment=spread(4, 2))
+    yield journal.PlanDecided(plan=plan, next_iteration=1, action="start", finish=None, reason="start")
+    for i in range(1, 31):
+        yield committed(i)
+    yield journal.WorkerEnded(rank=5, exit=-9, epoch=1)
+    yield failed()
+    plan = Plan(epoch=2, layout=DP2.without(frozenset({5})), assignment=spread(4, 1))
+    yield journal.PlanDecided(plan=plan, next_iteration=31, action="redo", finish=None, reason="rank 5 killed")
+    yield committed(31)
+    yield journal.Reconfigured(
+        epoch=2,
+        failures=(1,),
+        attempts=1,
+        action="redo",
+        park_s=0.1,
+        plan_s=0.1,
+        groups_s=0.1,
+        state_s=0.1,
+        first_iteration_s=0.2,
+        seconds=0.62,
+    )
+    for i in range(32, 61):
+        yield committed(i)
+
+
+class Shown:
+    """A live view on a console of 80 columns and a clock of its own, 0.1 s for each entry."""
+
+    def __init__(self, terminal: bool) -> None:
+        self.file = io.StringIO()
+        self.now = 0.0
+        console = Console(file=self.file, force_terminal=terminal, width=80, _environ={"TERM": "xterm"})
+        self.view = LiveView(console, SETTINGS, clock=lambda: self.now)
+
+    def play(self) -> None:
+        for seq, entry in enumerate(entries(), 1):
+            self.now += 0.1
+            self.view.entry(journal.Record(seq, 1e9 + self.now, entry))
+            self.view.tick()
+
+    @property
+    def text(self) -> str:
+        return self.file.getvalue()
+
+
+def test_plain_lines() -> None:
+    shown = Shown(terminal=False)
+    shown.play()
+    shown.view.close()
+    lines = shown.text.splitlines()
+    assert lines[0] == "iteration 1  loss 4.0312  18.2k tokens/s  0.45 s"
+    failure = lines.index("failure 1: rank 5 (n2 device 1) killed by signal 9, noticed in iteration 31")
+    assert failure <= 6  # 30 iterations in 3 s: one line a second
+    assert lines[failure + 1].startswith("iteration 31 ")
+    assert lines[failure + 2] == (
+        "recovered: DP1 x PP2 x TP2 + 3 standby, iteration 31 redone, 0.62 s after the failure was noticed"
+    )
+    assert [line.split("  ")[0] for line in lines[failure + 3 :][:2]] == ["iteration 32", "iteration 33"]
+    assert len(lines) - failure <= 10
+    assert lines[-1].startswith("iteration 60 ")
+    assert "\x1b" not in shown.text
+    assert shown.view.errors == 0
+
+
+def test_panel() -> None:
+    shown = Shown(terminal=True)
+    shown.play()
+    stepped = Stepped(epoch=2, outcome=outcome(61), seconds=0.4, compute_s=0.3)
+    shown.view.report(0, stepped)
+    shown.now += 1.0
+    shown.view.tick()
+    last = shown.text[shown.text.rindex("╭") :]
+    assert "job local-1 [red], DP1 x PP2 x TP2 + 3 standby" in last
+    assert "1 of 4 ranks have stepped" in last
+    assert "5x" in last
+    assert "failure 1: rank 5 (n2 device 1)" in shown.text
+    shown.view.close()
+    assert shown.text.rstrip().endswith("\x1b[2K")  # nothing of the panel stays
+    assert "\x1b[?25h" in shown.text  # the cursor is back
+    assert shown.view.errors == 0
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_names_and_reasons_are_shown_literally(terminal: bool) -> None:
+    shown = Shown(terminal)
+    shown.view.say("warning", "node [red]n1[/red]: 'gone' \"away\" :smile: \x1b[2J")
+    shown.view.entry(journal.Record(1, 0.0, failed("rank 5 [/nonsense] it's [bold]odd[/bold]")))
+    shown.view.close()
+    assert "node [red]n1[/red]: 'gone' \"away\" :smile: \\x1b[2J" in shown.text
+    assert "rank 5 (n2 device 1) [/nonsense] it's [bold]odd[/bold]" in shown.text
+    assert shown.view.errors == 0
+
+
+class Broken(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_odd_input_and_a_lost_terminal_never_reach_the_supervisor(terminal: bool) -> None:
+    shown = Shown(terminal)
+    shown.view.entry(None)  # type: ignore[arg-type]
+    shown.view.say("loud", None)  # type: ignore[arg-type]
+    shown.view.report(1, None)  # type: ignore[arg-type]
+    shown.view.beats("n1", None)  # type: ignore[arg-type]
+    assert shown.view.errors == 4
+    shown.view.beats("n1", Beat(workers=(WorkerBeat(rank=99, age_s=0.0, state="T", progress=None),)))
+    shown.view.entry(journal.Record(1, 0.0, journal.WorkerEnded(rank=99, exit=None, epoch=0)))
+    shown.view.close()
+    assert shown.view.errors == 4
+    console = Console(file=Broken(), force_terminal=terminal, width=80, stderr=True)
+    view = LiveView(console, SETTINGS)
+    for seq, entry in enumerate(entries(), 1):
+        view.entry(journal.Record(seq, 0.0, entry))
+    view.close()
+    assert view.errors > 0

@@ -296,7 +296,8 @@ class Replacement(Base):
 
 
 class Event(Base):
-    """What happened, in words: every journal record but committed iterations. `seq` is the record's number."""
+    """What happened, in words: every journal record but committed iterations. `seq` is the record's number, `kind`
+    the name of its entry (`SuspicionCleared` for a `Suspected` that has ended)."""
 
     __tablename__ = "events"
     __table_args__ = (Index(None, "job_id", "at"),)

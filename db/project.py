@@ -57,7 +57,8 @@ def apply(session: Session, job: models.Job, record: journal.Record) -> None:
     entry = record.entry
     _APPLY[type(entry)](session, job, entry, record.at)
     if not isinstance(entry, journal.IterationCommitted):
-        session.add(_event(job, record, type(entry).__name__, explain(entry)))
+        cleared = isinstance(entry, journal.Suspected) and entry.cleared
+        session.add(_event(job, record, "SuspicionCleared" if cleared else type(entry).__name__, explain(entry)))
     if not (isinstance(entry, journal.JobEnded) and entry.state == "abnormal"):
         job.last_entry_at = moment(record.at)
     job.journal_seq = record.seq

@@ -4,7 +4,8 @@
 the functions that return frames import it when called.
 
 Summary (all times in seconds): *useful* is the sum of the committed iterations' seconds, an unknown one counted as the
-median. *Goodput* = useful / wall time from the start of the first committed iteration to the end (now, while it runs).
+median. *Goodput* = useful / wall time of training: from the start of the first committed iteration to the end (now,
+while it runs); of a completed job to its last commit, since winding down is as little training as starting up.
 *ETTR*, effective training time ratio, has the same numerator and counts wall time from the job's start (Kokolis et
 al., "Revisiting reliability in large-scale ML clusters", productive run time / available time). What is lost to a
 failure runs from the last commit before it was noticed to the first commit after it, less the iterations in between.
@@ -247,14 +248,15 @@ def summarise(
     end = job["ended_at"] or now
     if job["state"] == "abnormal":
         end = job["last_entry_at"]
+    stop = useful[-1][0] if job["state"] == "completed" and useful else end
     begin = None
     if useful:
         begin = useful[0][0] - timedelta(seconds=useful[0][1])
     elif plans:
         begin = plans[0]["decided_at"]
-    wall = max((end - begin).total_seconds(), 0.0) if begin is not None else 0.0
+    wall = max((stop - begin).total_seconds(), 0.0) if begin is not None else 0.0
     available = max((end - job["started_at"]).total_seconds(), 0.0)
-    lost = _lost(useful, failures, reconfigurations, end, begin)
+    lost = _lost(useful, failures, reconfigurations, stop, begin)
     overall = max(wall - useful_seconds, 0.0)
     lost["other"] = max(overall - sum(lost.values()), 0.0)
     last = iterations[-1] if iterations else None

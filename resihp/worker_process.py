@@ -113,10 +113,9 @@ def _print(error: BaseException) -> None:
 
 
 def _report(error: BaseException) -> None:
-    """Tell the supervisor, if the program has spoken with its agent at all."""
-    client = sys.modules.get("resihp.protocol.client")
-    if client is None:
-        return
+    """Tell the supervisor, also when the program ended before it had anything to do with us."""
+    from resihp.protocol import client
+
     try:
         client.report_exception(error)
     except (OSError, EOFError, ResihpError) as failure:

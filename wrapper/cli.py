@@ -39,14 +39,19 @@ def run(
     fault: Annotated[list[str] | None, typer.Option(help="Inject KIND:TARGET@WHEN; repeatable.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Iterations between.", show_default="0")] = None,
     checkpoint_folder: Annotated[Path | None, typer.Option(help="Where checkpoints are.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest complete checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from a checkpoint; [JOB] names whose.")] = False,
 ) -> None:
     """Run a training script under supervision, one worker for each device.
 
     Example: resihp run --local --nodes 2 --gpus-per-node 4 --tp 2 --pp 2 -- python train.py
+
+    --resume takes the newest complete checkpoint; --resume JOB (last before the --) that of another job.
     """
     from wrapper import start
 
+    whose = ""
+    if resume and command and len(command) > 1 and command[1] == "--":
+        whose, command = command[0], command[2:]
     options = start.Options(
         job={"nodes": nodes, "gpus_per_node": gpus_per_node, "command": tuple(command) if command else None},
         layout={"tp": tp, "pp": pp, "schedule": schedule},
@@ -58,7 +63,7 @@ def run(
         config=config,
         local=local,
         faults=tuple(fault or ()),
-        resume=resume,
+        resume=whose if resume else None,
     )
     raise typer.Exit(start.run(options))
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 from pathlib import Path
@@ -22,20 +21,18 @@ import typer
 from resihp.errors import LedgerError, UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.table import Table
+    from rich.console import Console
 
     from db.queries import Reader
     from wrapper.jobs import Job
     from wrapper.render import Health
 
 SCHEMA = 1
-EVENTS_SHOWN = 8
 EVENTS_IN_JSON = 50
 WATCH_S = 1.0
 EVENT_KINDS = (
-    *("FailureFound", "Reconfigured", "PlanDecided", "NodeLost", "Suspected", "FaultInjected", "CheckpointCommitted"),
-    "JobEnded",
+    *("FailureFound", "Reconfigured", "PlanDecided", "NodeLost", "Suspected", "SuspicionCleared"),
+    *("FaultInjected", "CheckpointCommitted", "JobEnded"),
 )
 
 
@@ -86,6 +83,8 @@ def status(
     if as_json:
         print(to_json(state))
     else:
+        from wrapper.tables import render_status
+
         console = _console()
         console.print(render_status(state, console.width))
 
@@ -124,6 +123,8 @@ def history(
     elif not rows:
         _message(f"job {row['name']}: no {name}")
     else:
+        from wrapper.tables import history_table
+
         _console().print(history_table(name, rows))
 
 
@@ -146,6 +147,8 @@ def upgrade(job: JobArgument = None, ledger: LedgerOption = None) -> None:
 def summary_text(job: str | None = None, ledger: str | None = None, width: int = 80) -> str:
     """What died, when it was noticed, seconds until the next committed iteration, and the goodput: plain text."""
     from rich.console import Console
+
+    from wrapper.tables import goodput_line, history_table
 
     with opened(job, ledger) as (reader, row):
         rows = reader.rows("failures", row["id"])
@@ -249,11 +252,11 @@ def job_status(reader: Reader, row: dict[str, Any], now: datetime | None = None)
         health[rank] = "standby" if rank in standby else "active"
         if worker["ended_at"] is not None and worker["exit"] != 0:
             health[rank] = "dead"
-    for event in reader.events(row["id"], ("Suspected",), 200):
-        if event["rank"] in health and health[event["rank"]] != "dead":
-            cleared = "no longer suspected" in event["text"]
-            calm: Health = "standby" if event["rank"] in standby else "active"
-            health[event["rank"]] = calm if cleared or figures["state"] != "running" else "suspected"
+    if figures["state"] == "running":
+        suspicions = {e["rank"]: e["kind"] for e in reader.events(row["id"], ("Suspected", "SuspicionCleared"), 1000)}
+        for rank, kind in suspicions.items():
+            if kind == "Suspected" and health.get(rank, "dead") != "dead":
+                health[rank] = "suspected"
     return {
         "schema": SCHEMA,
         **figures,
@@ -335,184 +338,11 @@ def _console() -> Console:
     return Console(highlight=False, markup=False, emoji=False)
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of a table on the terminal: heading, and the cell's text from the row."""
-
-    heading: str
-    cell: Callable[[dict[str, Any]], str]
-    right: bool = False
-    wraps: bool = False
-
-
-def _words(name: str, heading: str | None = None, *, wraps: bool = False) -> Column:
-    return Column(heading or name, lambda row: "-" if row[name] is None else str(row[name]), wraps=wraps)
-
-
-def _number(name: str, heading: str | None = None, form: str = "{}") -> Column:
-    return Column(heading or name, lambda row: "-" if row[name] is None else form.format(row[name]), right=True)
-
-
-def _seconds(name: str, heading: str) -> Column:
-    from wrapper.render import duration
-
-    return Column(heading, lambda row: duration(row[name]), right=True)
-
-
-def _time(name: str, heading: str) -> Column:
-    return Column(heading, lambda row: "-" if row[name] is None else f"{row[name].astimezone(UTC):%m-%d %H:%M:%S}")
-
-
-def _device(row: dict[str, Any]) -> str:
-    return "-" if row["node"] is None else row["node"] if row["device"] is None else f"{row['node']} {row['device']}"
-
-
-def _terminal_columns(table: str) -> list[Column]:
-    """What fits 80 columns; `--json` has the rest."""
-    return {
-        "failures": [
-            _number("failure", "#"),
-            _words("cause", wraps=True),
-            Column("node, device", _device),
-            _number("iteration"),
-            _time("noticed_at", "noticed (UTC)"),
-            _seconds("seconds_to_recover", "recovered in"),
-        ],
-        "nodes": [
-            _words("node"),
-            _words("host", wraps=True),
-            _number("devices"),
-            _time("joined_at", "joined (UTC)"),
-            _time("lost_at", "lost (UTC)"),
-            _words("lost_reason", "reason", wraps=True),
-        ],
-        "workers": [
-            _number("rank"),
-            _words("node", wraps=True),
-            _number("device"),
-            _number("pid"),
-            _number("epoch_joined", "joined in"),
-            _number("epoch_left", "left in"),
-            _number("exit"),
-        ],
-        "iterations": [
-            _number("iteration"),
-            _number("epoch"),
-            _number("seconds", form="{:.3f}"),
-            _number("predicted_seconds", "predicted", form="{:.3f}"),
-            _number("tokens"),
-            _number("loss", form="{:.4f}"),
-            _time("finished_at", "finished (UTC)"),
-        ],
-        "plans": [
-            _number("epoch"),
-            _words("description", "layout", wraps=True),
-            _number("next_iteration", "from"),
-            _words("action"),
-            _time("decided_at", "decided (UTC)"),
-            _words("reason", wraps=True),
-        ],
-        "reconfigurations": [
-            _number("epoch"),
-            _words("action"),
-            _number("attempts", "tries"),
-            *(_number(f"{name}_seconds", name, form="{:.2f}") for name in ("park", "plan", "groups", "state")),
-            _number("first_iteration_seconds", "first it.", form="{:.2f}"),
-            _number("seconds", "total s", form="{:.2f}"),
-        ],
-        "drains": [
-            _words("node"),
-            _words("step"),
-            _words("outcome"),
-            _time("drained_at", "drained (UTC)"),
-            _time("undrained_at", "undrained (UTC)"),
-            _words("reason", wraps=True),
-        ],
-        "replacements": [
-            _words("slurm_job", "job"),
-            _words("node"),
-            _words("outcome"),
-            _time("asked_at", "asked (UTC)"),
-            _time("joined_at", "joined (UTC)"),
-            _words("reason", wraps=True),
-        ],
-    }[table]
-
-
-def history_table(table: str, rows: list[dict[str, Any]]) -> Table:
-    """Rows of one of `History` as a Rich table; cells are shown literally."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    from wrapper.render import literal
-
-    columns = _terminal_columns(table)
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for column in columns:
-        overflow: Any = "fold"
-        shown.add_column(
-            Text(column.heading),
-            justify="right" if column.right else "left",
-            no_wrap=not column.wraps,
-            overflow=overflow,
-        )
-    for row in rows:
-        shown.add_row(*(Text(literal(column.cell(row))) for column in columns))
-    return shown
-
-
-def goodput_line(figures: dict[str, Any]) -> str:
-    """`goodput 91.6 %, ETTR 78.4 %; lost: fail-stop 0.70 s, other 0.30 s`."""
-    from wrapper.render import duration, percent
-
-    lost = ", ".join(f"{cause} {duration(s)}" for cause, s in figures["lost_seconds"].items() if s >= 0.005)
-    return f"goodput {percent(figures['goodput'])}, ETTR {percent(figures['ettr'])}; lost: {lost or 'nothing'}"
-
-
-def render_status(state: dict[str, Any], width: int) -> RenderableType:
-    """What `status` prints on a terminal of `width` columns."""
-    import json
-
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    from db.layouts import from_json
-    from wrapper.render import duration, layout_grid, literal
-
-    colour = {"running": "green", "completed": "green", "cancelled": "yellow"}.get(state["state"], "bold red")
-    head = Text.assemble((f"job {literal(state['job'])}", "bold"), "  ", (state["state"], colour))
-    head.append(f"  iteration {state['iteration']}")
-    if state["loss"] is not None:
-        head.append(f"  loss {state['loss']:.4f}")
-    if state["iteration_seconds"] is not None:
-        head.append(f"  {duration(state['iteration_seconds'])} an iteration")
-    parts: list[RenderableType] = [head]
-    if state["state"] not in ("running", "completed") and state["reason"]:
-        parts.append(Text(literal(state["reason"]), style=colour))
-    parts.append(Text(goodput_line(state)))
-    if state["layout"] is not None:
-        health = {int(rank): value for rank, value in state["health"].items()}
-        parts += [
-            Text(f"epoch {state['epoch']}: {state['description']}"),
-            Text(),
-            layout_grid(from_json(json.dumps(state["layout"])), health, width),
-        ]
-        if any(value != "active" for value in health.values()):
-            parts.append(Text("s standby, ? suspected, x dead", style="dim"))
-    if state["events"]:
-        events = Table.grid(padding=(0, 2, 0, 0))
-        for event in state["events"][-EVENTS_SHOWN:]:
-            clock = Text(f"{event['at'].astimezone(UTC):%H:%M:%S}", style="dim")
-            events.add_row(clock, Text(literal(event["text"]), overflow="fold"))
-        parts += [Text(), events]
-    return Group(*parts)
-
-
 def _watch(job: str | None, ledger: str | None, as_json: bool) -> None:
     """Show the status again and again until the job ends; without a terminal, only when it has changed."""
     from rich.live import Live
+
+    from wrapper.tables import render_status
 
     console = _console()
     live = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None

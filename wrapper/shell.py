@@ -122,7 +122,7 @@ class Supervisor:
         server = await serve(listener, self._job.key, receives, self._connected, self._refused)
         address = SupervisorFile(host=self._launcher.host, port=port, pid=os.getpid())
         write_private(self._job.supervisor_file, msgspec.json.encode(address))
-        self._start(self._store.run(lambda host, at: self._event(api.StoreReady(host=host, port=at))))
+        self._start(self._keep_store())
         self._start(self._tick())
         self._start(self._launcher.start(port, self._links.agent_ended))
         end = await self._end
@@ -235,6 +235,14 @@ class Supervisor:
         self.log(
             CheckpointCommitted(iteration=action.iteration, folder=str(folder), bytes=size, seconds=action.seconds)
         )
+
+    async def _keep_store(self) -> None:
+        try:
+            await self._store.run(lambda host, port: self._event(api.StoreReady(host=host, port=port)))
+        except ResihpError as error:
+            if self._request.program.kind != "command":
+                raise
+            self._view.say("notice", f"{error}; a plain command may do without")  # its interpreter may lack torch
 
     async def _tick(self) -> None:
         while True:

@@ -17,9 +17,9 @@ from resihp.errors import CheckpointError, ConfigurationError, LayoutError, Usag
 from resihp.faults import Fault
 from wrapper import guardian
 from wrapper.config import Configuration, read
-from wrapper.jobs import all_jobs, create_local_job, home
+from wrapper.jobs import Job, all_jobs, create_local_job, find_job, home
 from wrapper.program import resolve
-from wrapper.request import RunRequest
+from wrapper.request import RunRequest, load
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Options:
     config: Path | None = None
     local: bool = False
     faults: tuple[str, ...] = ()
-    resume: bool = False
+    resume: str | None = None
+    """Job whose newest checkpoint is taken; empty: that of the newest job that has one."""
 
 
 def run(options: Options) -> int:
@@ -58,7 +59,7 @@ def prepare(options: Options) -> RunRequest:
     for fault in planned:
         check_target(fault, devices, configuration.job.nodes)
     program = resolve(configuration.job.command, _notice)
-    inherited = find_checkpoints(configuration) if options.resume else None
+    inherited = None if options.resume is None else find_checkpoints(configuration, options.resume)
 
     job = create_local_job()
     return RunRequest(
@@ -77,7 +78,7 @@ def prepare(options: Options) -> RunRequest:
         checkpoint_folder=str(inherited or Path(configuration.checkpoint.folder or job.checkpoints).absolute()),
         checkpoint_every=configuration.checkpoint.every,
         checkpoint_keep=configuration.checkpoint.keep,
-        resume=options.resume,
+        resume=options.resume is not None,
         ledger_url=configuration.ledger.url,
         restart_count=int(os.environ.get("SLURM_RESTART_COUNT") or 0),
         configuration=configuration.model_dump(mode="json"),
@@ -119,24 +120,30 @@ def check_target(fault: Fault, devices: int, nodes: int) -> None:
         raise ConfigurationError(f"fault {fault}: there is no node {fault.node}; nodes are {names[0]} to {names[-1]}")
 
 
-def find_checkpoints(configuration: Configuration) -> Path:
-    """The folder to resume from: the configured one, or that of this home's newest job that has a checkpoint.
+def find_checkpoints(configuration: Configuration, name: str) -> Path:
+    """The folder to resume from: the named job's, the configured one, or the newest job's that has a checkpoint.
 
     Raises CheckpointError when there is none. Which checkpoint in it is complete, the trainer finds out.
     """
     from resihp.checkpoints import newest_complete
 
-    if configuration.checkpoint.folder:
-        folder = Path(configuration.checkpoint.folder).absolute()
+    if name or configuration.checkpoint.folder:
+        folder = checkpoint_folder_of(find_job(name)) if name else Path(configuration.checkpoint.folder).absolute()
         if newest_complete(folder, verify=False) is None:
             raise CheckpointError(f"--resume: no complete checkpoint in {folder}")
         return folder
     for job in all_jobs():
-        if newest_complete(job.checkpoints, verify=False) is not None:
-            return job.checkpoints
+        folder = checkpoint_folder_of(job)
+        if newest_complete(folder, verify=False) is not None:
+            return folder
     raise CheckpointError(
         f"--resume: no job in {home()} has a complete checkpoint; name a folder with --checkpoint-folder"
     )
+
+
+def checkpoint_folder_of(job: Job) -> Path:
+    """Where a job wrote its checkpoints: a resumed one goes on in the folder that it took over."""
+    return Path(load(job.run_file).checkpoint_folder) if job.run_file.exists() else job.checkpoints
 
 
 def _absolute_entries(python_path: str) -> str:

@@ -26,7 +26,7 @@ class ByteFiles:
         files: list[tuple[str, int]] = []
 
         def refuse(error: OSError) -> None:
-            raise DatasetError(f"corpus {self.folder}: {error.strerror} ({error.filename})") from error
+            raise DatasetError(f"corpus {error.filename}: {error.strerror}") from error
 
         for parent, folders, names in os.walk(self.folder, onerror=refuse):
             folders[:] = [name for name in folders if name not in exclude]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -20,6 +21,7 @@ from resihp.errors import CheckpointError, CommunicatorError, LayoutError, Resih
 from resihp.executor import checkpoint
 from resihp.executor.engine import Engine
 from resihp.executor.optimizer import AdamW
+from resihp.executor.tensor_group import dist
 from resihp.faults import Fault, Phase
 from resihp.layout import Layout, validate
 from resihp.plan import Plan, spread
@@ -326,12 +328,12 @@ class _Supervised:
             self._client.activity = before
 
 
-def _torchrun_store(world: int) -> tuple[str, int] | torch.distributed.Store:
+def _torchrun_store(world: int) -> tuple[str, int] | Any:
     """The store of torchrun, or of plain environment variables; a private one for a single process."""
     if world == 1:
-        return torch.distributed.HashStore()
+        return dist.HashStore()
     try:
-        store, _, _ = next(torch.distributed.rendezvous("env://"))
+        store, _, _ = next(dist.rendezvous("env://"))
     except ValueError as error:
         raise LayoutError(
             f"WORLD_SIZE={world} without a rendezvous ({error}); start with torchrun or resihp run"

@@ -52,7 +52,7 @@ def test_schema_journal_and_queries(records: list[journal.Record], tmp_path: Pat
         for row in reader.jobs():
             assert len(reader.rows("iterations", row["id"])) == 20
             lost = reader.summary(row["id"])["lost_seconds"]
-            assert lost == pytest.approx({"fail-stop": 0.7, "other": 0.3}, abs=1e-4)
+            assert lost == pytest.approx({"fail-stop": 0.7, "other": 0.0}, abs=1e-4)
             assert queries.failures(reader, row["id"])["seconds_to_recover"].tolist() == [1.0]
             for table in TABLES:
                 queries.frame(reader, table, row["id"])

@@ -22,7 +22,7 @@ from resihp.errors import UsageError
 from resihp.layout import Layout
 from resihp.plan import Plan, spread
 from resihp.protocol.messages import StepOutcome
-from wrapper import ledger_commands
+from wrapper import ledger_commands, tables
 from wrapper.cli import app
 from wrapper.jobs import Job, create_local_job, take_lock
 
@@ -113,6 +113,9 @@ def record_job(job: Job, *, ended: bool = True, loss: float = 3.25) -> list[jour
         ),
         5.5,
     )
+    log(journal.Suspected(rank=0, node="n1", evidence="no progress for 3.0 s"), 5.5)
+    log(journal.Suspected(rank=0, node="n1", evidence="progress again", cleared=True), 5.5)
+    log(journal.Suspected(rank=1, node="n1", evidence="no progress for 3.0 s"), 5.5)
     if ended:
         log(journal.JobEnded(exit_code=0, state="completed", reason="3 iterations done"), 6.0)
         job.exit_code_file.write_text("0\n")
@@ -161,13 +164,22 @@ def test_status_json(job: Job) -> None:
     assert state["iteration"] == 3
     assert state["loss"] == 3.25
     assert state["iteration_seconds"] == 1.0
-    assert state["goodput"] == pytest.approx(3.0 / 5.0, abs=1e-3)
-    assert state["lost_seconds"] == pytest.approx({"fail-stop": 1.5, "other": 0.5}, abs=1e-3)
+    assert state["goodput"] == pytest.approx(3.0 / 4.5, abs=1e-3)
+    assert state["lost_seconds"] == pytest.approx({"fail-stop": 1.5, "other": 0.0}, abs=1e-3)
     stages = [{"ranks": [0], "layers": [0, 1]}, {"ranks": [1], "layers": [2, 3]}]
     assert state["layout"] == {"replicas": [stages], "standby": [2]}
     assert state["health"] == {"0": "active", "1": "active", "2": "standby", "3": "dead"}
     kinds = [event["kind"] for event in state["events"]]
-    assert kinds == ["PlanDecided", "FailureFound", "PlanDecided", "Reconfigured", "JobEnded"]
+    assert kinds == [
+        "PlanDecided",
+        "FailureFound",
+        "PlanDecided",
+        "Reconfigured",
+        "Suspected",
+        "SuspicionCleared",
+        "Suspected",
+        "JobEnded",
+    ]
     assert datetime.fromisoformat(state["events"][0]["at"]).tzinfo == UTC
     assert state["events"][0]["at"].endswith("Z")
 
@@ -177,8 +189,8 @@ def test_status_fits_a_terminal_and_needs_no_colour(job: Job) -> None:
     assert max(map(len, text.splitlines())) <= 80
     assert "\x1b" not in text
     assert text.startswith(f"job {job.name}  completed  iteration 3  loss 3.2500  1.00 s an iteration\n")
-    assert "goodput 60.0 %" in text
-    assert "lost: fail-stop 1.50 s, other 0.50 s" in text
+    assert "goodput 66.7 %" in text
+    assert "lost: fail-stop 1.50 s\n" in text
     assert "replica 0  0           1" in text
     assert "standby    2s" in text
     assert "dead       3x" in text
@@ -236,7 +248,7 @@ def test_terminal_forms_of_what_no_entry_fills_yet() -> None:
     }
     for table, row in filled.items():
         console = Console(file=io.StringIO(), width=80)
-        console.print(ledger_commands.history_table(table, [row | {"reason": "why [b] " * 30}]))
+        console.print(tables.history_table(table, [row | {"reason": "why [b] " * 30}]))
         text = console.file.getvalue()  # type: ignore[attr-defined]
         assert max(map(len, text.splitlines())) <= 80
         assert "01-31 00:00:00" in text
@@ -316,6 +328,7 @@ def test_running_job_is_left_alone_and_a_dead_one_is_marked() -> None:
     assert lock is not None
     try:
         assert json.loads(resihp("status", "--json").stdout)["state"] == "running"
+        assert json.loads(resihp("status", "--json").stdout)["health"]["1"] == "suspected"
         text = resihp("status").stdout
         assert f"job {job.name}  running" in text
     finally:
@@ -364,7 +377,7 @@ def test_summary_text(job: Job) -> None:
     text = ledger_commands.summary_text(job.name)
     assert max(map(len, text.splitlines())) <= 80
     assert "2.00 s" in text
-    assert "goodput 60.0 %" in text
+    assert "goodput 66.7 %" in text
 
 
 def test_moment() -> None:

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from resihp import errors
-from resihp.errors import CheckpointError, ConfigurationError, LayoutError, UsageError
+from resihp.checkpoints import write_manifest
+from resihp.errors import CheckpointError, ConfigurationError, JobNotFoundError, LayoutError, UsageError
 from wrapper.exit_codes import EXIT_CODES, exit_code_of
 from wrapper.program import resolve
+from wrapper.request import RunRequest
 from wrapper.start import Options, prepare
 
 COMMAND = (sys.executable, "train.py", "--lr", "1")
@@ -65,7 +67,9 @@ def test_request_carries_what_was_asked_for(script: Path, monkeypatch: pytest.Mo
         (options(job={"command": None}), UsageError, "no command to run"),
         (options(job={"command": ("no_such_program",)}), UsageError, "no_such_program: no such command"),
         (options(job={"command": (sys.executable, "gone.py")}), UsageError, "gone.py: no such script"),
-        (options(resume=True), CheckpointError, "--resume: no job in"),
+        (options(resume=""), CheckpointError, "--resume: no job in"),
+        (options(resume="local-7"), JobNotFoundError, "job local-7: not in"),
+        (options(checkpoint={"folder": "/gone"}, resume=""), CheckpointError, "no complete checkpoint in /gone"),
     ],
 )
 def test_what_cannot_run_is_refused_before_a_folder_is_made(
@@ -75,6 +79,34 @@ def test_what_cannot_run_is_refused_before_a_folder_is_made(
         prepare(asked)
     assert exit_code_of(caught.value) == 2
     assert not (script.parent / "home").exists()
+
+
+def with_checkpoint(request: RunRequest) -> Path:
+    """Make the run's job one that has written a complete checkpoint."""
+    request.save()
+    folder = Path(request.checkpoint_folder)
+    part = folder / "iteration-000004" / "part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"1234")
+    write_manifest(part.parent, 4, [("part", 4)], "fingerprint", keep=2)
+    return folder
+
+
+def test_resume_finds_the_newest_checkpoint_or_the_one_of_the_job_named(script: Path) -> None:
+    first, second, empty = (
+        with_checkpoint(prepare(options())),
+        with_checkpoint(prepare(options())),
+        prepare(options()),
+    )
+    empty.save()
+    assert prepare(options(resume="")).checkpoint_folder == str(second)
+    resumed = prepare(options(resume="local-1"))
+    assert resumed.checkpoint_folder == str(first)
+    assert resumed.resume
+    resumed.save()
+    assert prepare(options(resume=resumed.job)).checkpoint_folder == str(first), "it went on there"
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        prepare(options(resume="local-3"))
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,8 @@ class Rules:
         self.reported = world.scenario.resume_from
         self.witnessed = world.scenario.resume_from
         """Highest iteration that a delivered report says was stepped: by somebody who was not given up, by anybody."""
+        self.resumed: dict[int, dict[int, float]] = {}
+        """Who has resumed in which epoch, and how long it says that its communicators took."""
         self.parked: dict[int, set[int]] = {}
         """Who has answered to which order to park."""
         self.last_order: dict[int, tuple[int, int]] = {}
@@ -158,6 +160,10 @@ class Rules:
                     plan = self.plans.get(message.epoch)
                     if plan is not None and plan.digest == message.digest:
                         self.confirmed.setdefault(message.epoch, set()).add(event.rank)
+                elif isinstance(message, m.Resumed):
+                    plan = self.plans.get(message.epoch)
+                    if plan is not None and event.rank in self.world.active_ranks(plan):
+                        self.resumed.setdefault(message.epoch, {})[event.rank] = message.groups_s
                 elif isinstance(message, m.CheckpointPart):
                     self.checkpoints.setdefault(message.folder, set()).add(message.file)
 
@@ -309,6 +315,11 @@ class Rules:
             case Reconfigured():
                 expect(set(entry.failures) <= set(range(1, self.failures + 1)), f"unknown failures in {entry}")
                 expect(entry.attempts >= 1 and entry.seconds >= 0, f"impossible {entry}")
+                built = self.resumed.get(entry.epoch, {})
+                if self.plan is not None and set(built) >= set(self.world.active_ranks(self.plan)):
+                    expect(
+                        entry.groups_s == max(built.values()), f"{entry}, its slowest rank took {max(built.values())} s"
+                    )
             case JobEnded():
                 expect(
                     not any(isinstance(other, JobEnded) for _, other in self.world.entries), "two ends in the journal"
@@ -432,9 +443,8 @@ class Rules:
         if self.signalled is not None:
             expect(code == 128 + self.signalled, f"signalled {self.signalled}, ends with {code}")
         elif code == 2:
-            expect(
-                self.plan is None or self.world.scenario.objects is not None, f"ends with 2: {self.world.end.reason}"
-            )
+            unwilling = (self.world.scenario.objects, self.world.scenario.other_digest) != (None, None)
+            expect(self.plan is None or unwilling, f"ends with 2: {self.world.end.reason}")
         elif self.plan is None:
             expect(code in ((1, 5, 93) if self.early_loss else (1, 2, 3, 5, 93)), f"ends with {code}")
         elif code == 0:

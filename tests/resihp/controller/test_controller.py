@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from resihp.controller import Controller, Settings
@@ -206,7 +207,7 @@ def test_killed_once_a_rank_has_stepped_the_iteration_counts(seed: int) -> None:
     assert replan.next_iteration == 4
     assert replan.finish is not None
     assert replan.finish.iteration == 3
-    assert all(order.order.finish == replan.finish for order in result.orders(m.Go)[1:])
+    assert [a.order.finish for a in result.orders(m.Go)[1:] if isinstance(a.order, m.Go)] == [replan.finish]
 
 
 def test_both_ways_to_count_are_seen_after_a_death_in_the_step() -> None:
@@ -352,6 +353,24 @@ def test_an_iteration_that_was_declared_committed_stays_so_when_its_only_witness
     assert committed(result) == [1, 2, 3, 4, 5]
     assert result.exit_code == 0
     assert result.plans[-1].finish is not None
+
+
+@pytest.mark.parametrize("seed", FEW)
+def test_a_report_that_comes_after_the_decision_to_redo_is_void(seed: int) -> None:
+    """Rank 1 died and iteration 3 is redone; a report of its step in the old epoch turns up afterwards."""
+    fault = "kill:rank=1@iteration=3,phase=backward"
+    result = run(seed, faults=(fault,))
+    controller = Controller(Settings(job="local-1", nodes=2, gpus_per_node=2, tp=1, pp=2, faults=(parse(fault, 0),)))
+    third = next(entry.outcome for entry in result.all(IterationCommitted) if entry.outcome.iteration == 3)
+    old = msgspec.structs.replace(third, gradient_norm=123.0)
+    late = api.WorkerSaid(rank=1, message=m.Stepped(epoch=1, outcome=old, seconds=0.5, compute_s=0.5))
+    gone = [at for at, a in result.actions if isinstance(a, api.Order) and isinstance(a.order, m.Go)][1]
+    actions: list[tuple[float, api.AnyAction]] = []
+    for at, event in result.events:
+        actions += [(at, action) for action in controller.handle(event, at)]
+        if at == gone:
+            actions += [(at, action) for action in controller.handle(late, at)]
+    assert actions == result.actions
 
 
 @pytest.mark.parametrize("seed", FEW)

@@ -504,8 +504,9 @@ class World:
         """The shell closes the connection; whatever still lives there is cleaned up some time, or never."""
         node.dropped = True
         if self.scenario.leaks and node.alive and self.rng.random() < 0.7:
-            for event in node.up:
-                self.at(self.rng.choice([0.0, 0.1, 0.5]), self.feed, event)
+            delay = self.rng.choice([0.0, 0.1, 0.5])
+            for number, event in enumerate(node.up):
+                self.at(delay + number * 1e-4, self.feed, event)
         node.up.clear()
         if node.alive and self.rng.random() < 0.3:
             self.at(self.rng.uniform(0, 2.0), self.agent_lost, node)

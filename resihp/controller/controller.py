@@ -92,6 +92,8 @@ class Controller:
 def _said(job: Job, event: api.WorkerSaid) -> None:
     member = job.members.get(event.rank)
     message = event.message
+    if member is not None:
+        job.nodes[member.node].last_beat = job.now  # any message is a sign of life
     if member is None or (not member.alive and not isinstance(message, m.Stepped | m.Raised)):
         return
     match message:

@@ -114,8 +114,9 @@ def halt_when_finished(job: Job) -> None:
 
 
 def end_when_gone(job: Job) -> None:
-    """Once the last worker has left: the job is done."""
-    if not job.live:
+    """Once the last worker has left: the job is done. Before the start is complete, some may not have begun."""
+    begun = len(job.members) == job.settings.nodes * job.settings.gpus_per_node
+    if begun and not job.live:
         conclude(job)
 
 

@@ -82,7 +82,9 @@ def judge_leaving(job: Job) -> None:
 
 
 def stopped_for_long(job: Job, member: Member) -> bool:
-    return liveness.is_stopped(member) and job.now - member.progress_at > liveness.silence_limit_s(job.settings)
+    return liveness.is_stopped(
+        member, job.now, job.settings
+    ) and job.now - member.progress_at > liveness.silence_limit_s(job.settings)
 
 
 def judge_nodes(job: Job) -> None:
@@ -99,7 +101,8 @@ def judge_nodes(job: Job) -> None:
 
 
 def given_up(job: Job, node: Node) -> bool:
-    return liveness.node_given_up(node, job.progress_at, job.predicted_s, job.now, job.settings)
+    predicted_s = job.predicted_s if job.phase == "running" else 0.0  # in a transition no collective can progress
+    return liveness.node_given_up(node, job.progress_at, predicted_s, job.now, job.settings)
 
 
 def needed(job: Job, node: Node) -> bool:
@@ -155,7 +158,7 @@ def judge_transition(job: Job) -> None:
     assert transition is not None
     waited_s = job.now - transition.stage_at
     late = [job.members[rank] for rank in sorted(transition.waiting)]
-    stopped = [member for member in late if liveness.is_stopped(member)]
+    stopped = [member for member in late if liveness.is_stopped(member, job.now, job.settings)]
     if stopped and waited_s > liveness.silence_limit_s(job.settings):
         fence(job, stopped)
         return
@@ -182,7 +185,7 @@ def suspect(job: Job, members: list[Member]) -> None:
 
 def evidence(job: Job, member: Member) -> str:
     idle_s = job.now - member.progress_at
-    if liveness.is_stopped(member):
+    if liveness.is_stopped(member, job.now, job.settings):
         return f"process {member.pid} is stopped, no progress for {idle_s:.1f} s"
     if liveness.is_mute(member, job.now, job.settings):
         return f"its interpreter does not answer, no progress for {idle_s:.1f} s"

@@ -21,16 +21,17 @@ def silence_limit_s(settings: Settings) -> float:
     return settings.silent_beats * settings.beat_s
 
 
-def is_stopped(member: Member) -> bool:
+def is_stopped(member: Member, now: float, settings: Settings) -> bool:
     """The kernel says that the process is stopped (SIGSTOP, a debugger)."""
-    return member.beat is not None and member.beat.state in STOPPED
+    fresh = now - member.beat_at <= 2 * settings.beat_s
+    return fresh and member.beat is not None and member.beat.state in STOPPED
 
 
 def is_mute(member: Member, now: float, settings: Settings) -> bool:
     """The worker's own thread has not beaten for a while though its agent does: an interpreter that holds the GIL."""
     if member.beat is None:
         return False
-    return member.beat.age_s + (now - member.beat_at) > silence_limit_s(settings)
+    return member.beat.age_s > silence_limit_s(settings)
 
 
 def node_given_up(node: Node, progress_at: float, predicted_s: float, now: float, settings: Settings) -> bool:
@@ -56,7 +57,7 @@ def culprits(members: Iterable[Member], now: float, settings: Settings) -> list[
     all wait for each other: then it is the communication that is broken.
     """
     ranks = list(members)
-    stopped = [m for m in ranks if is_stopped(m)]
+    stopped = [m for m in ranks if is_stopped(m, now, settings)]
     if stopped:
         return stopped
     mute = [m for m in ranks if is_mute(m, now, settings)]

@@ -14,7 +14,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +32,9 @@ Store = Any
 
 STORE_TIMEOUT_S = 60.0
 _POLL_S = 0.002
+_GLANCE = timedelta(seconds=0.1)
+_TIMED_OUT = "Operation timed out"
+_CLOSING_S = 0.2
 _ASSEMBLY_NOTICES_S = 0.2
 """A rank that waits for others to come polls; only if it is stuck in the store must the store's connection go."""
 
@@ -44,19 +47,71 @@ class Membership:
     ranks: tuple[int, ...]
 
 
+class Transfer:
+    """A collective or a pipeline transfer under way."""
+
+    def __init__(self, work: Any, woken: Callable[[], bool]) -> None:
+        self._work = work
+        self._woken = woken
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for it. Raises CommunicatorError once the rank has been woken, RuntimeError for what the back end says.
+
+        Shutting down gloo's sockets wakes its waiters at once, with one exception: gloo (transport/tcp/pair.cc,
+        signalException) forgets whoever is in the middle of a message. So a wait looks up now and then.
+        """
+        if torch.cuda.is_available():
+            return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
+        limit = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        while True:
+            try:
+                return bool(self._work.wait(_GLANCE))
+            except RuntimeError as error:
+                if _TIMED_OUT not in str(error) or (limit is not None and time.monotonic() > limit):
+                    raise
+            if self._woken():
+                raise CommunicatorError("woken in the middle of a message")
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+class Channel:
+    """One communicator. Everything on it is a collective of the back end's own thread, which a wait can outlive."""
+
+    def __init__(self, backend: Backend, woken: Callable[[], bool]) -> None:
+        self.backend = backend
+        self._woken = woken
+
+    def size(self) -> int:
+        return int(self.backend.size())
+
+    def allreduce(self, tensors: list[Tensor], *options: Any) -> Transfer:
+        return Transfer(self.backend.allreduce(tensors, *options), self._woken)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Transfer:
+        return Transfer(self.backend.allgather(outputs, inputs), self._woken)
+
+    def broadcast(self, tensor: Tensor) -> Transfer:
+        """From the first rank to the others."""
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        return Transfer(self.backend.broadcast([tensor], options), self._woken)
+
+
 @dataclass(frozen=True)
 class Edge:
-    """One direction between two ranks. Transfers on it complete in the order in which they were begun."""
+    """One direction between two ranks, sender first. Transfers complete in the order in which they were begun."""
 
-    backend: Backend
+    channel: Channel
 
-    def send(self, tensor: Tensor) -> Any:
+    def send(self, tensor: Tensor) -> Transfer:
         with guarded("pipeline send"):
-            return self.backend.send([tensor], 1, 0)
+            return self.channel.broadcast(tensor)
 
-    def receive(self, tensor: Tensor) -> Any:
+    def receive(self, tensor: Tensor) -> Transfer:
         with guarded("pipeline receive"):
-            return self.backend.recv([tensor], 0, 0)
+            return self.channel.broadcast(tensor)
 
 
 def memberships(plan: Plan, gradient_sets: Sequence[tuple[int, ...]]) -> tuple[Membership, ...]:
@@ -129,7 +184,7 @@ class Communicators:
         self._timeout = timedelta(seconds=timeout_s)
         self._directory = directory
         self._store_sockets: set[int] = set()
-        self._backends: dict[str, Backend] = {}
+        self._channels: dict[str, Channel] = {}
         self._before: set[int] | None = None
         """Inodes of the TCP sockets that were there before us; None until we begin."""
         self._ours: set[int] | None = None
@@ -166,7 +221,8 @@ class Communicators:
                 self._check_awake()
                 prefix = dist.PrefixStore(group.name, named)
                 index = group.ranks.index(self._rank)
-                self._backends[group.name] = make(prefix, index, len(group.ranks), self._timeout)
+                backend = make(prefix, index, len(group.ranks), self._timeout)
+                self._channels[group.name] = Channel(backend, lambda: self._woken)
         with self._guard:
             self._ours = _tcp_sockets() - self._before
         self._check_awake()
@@ -190,23 +246,23 @@ class Communicators:
     # --- who is who -------------------------------------------------------------------------------------------
 
     @property
-    def world(self) -> Backend | None:
+    def world(self) -> Channel | None:
         """All active ranks; None when there is only one."""
-        return self._backends.get("world")
+        return self._channels.get("world")
 
     @property
-    def tensor(self) -> Backend | None:
-        return self._backends.get(f"tensor/{self._place.replica}/{self._place.stage}")
+    def tensor(self) -> Channel | None:
+        return self._channels.get(f"tensor/{self._place.replica}/{self._place.stage}")
 
-    def gradients(self, owners: tuple[int, ...]) -> Backend:
+    def gradients(self, owners: tuple[int, ...]) -> Channel:
         name = "gradients/" + "-".join(map(str, sorted(owners)))
-        return self._backends[name] if name in self._backends else self._backends["world"]
+        return self._channels[name] if name in self._channels else self._channels["world"]
 
     def edge(self, direction: str, *, outgoing: bool) -> Edge | None:
         """The edge "forward" or "backward" on which this rank sends or receives; None at the pipeline's ends."""
         for group in self._wanted:
             if group.name.startswith(f"{direction}/") and group.ranks[0 if outgoing else 1] == self._rank:
-                return Edge(self._backends[group.name])
+                return Edge(self._channels[group.name])
         return None
 
     # --- the end ----------------------------------------------------------------------------------------------
@@ -225,15 +281,20 @@ class Communicators:
             if ours is None and self._before is not None:  # still building: then our connection to the store, too
                 ours = _tcp_sockets() - self._before | self._store_sockets
         if torch.cuda.is_available():  # untested: NCCL is woken by abort, which is safe from another thread
-            for backend in list(self._backends.values()):
-                backend.abort()
+            for channel in list(self._channels.values()):
+                channel.backend.abort()
             return
         _shut_down(ours or set())
 
     def close(self) -> None:
         """Let go of everything. Safe after `wake`, after failures, and twice. Peers that still wait for us fail."""
-        self.wake()  # a back end joins its threads when it goes, so nothing may be blocked in them
-        self._backends.clear()
+        self.wake()
+        channels, self._channels = self._channels, {}
+        # A back end joins its threads when it goes, and one may be stuck in the middle of a message (`Transfer.wait`):
+        # then it is left behind, until gloo's own timeout ends it.
+        closing = threading.Thread(target=channels.clear, name="resihp-closing", daemon=True)
+        closing.start()
+        closing.join(_CLOSING_S)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ clock, `Rules` (rules.py) assert after every event what architecture.md and inte
     .venv/bin/python -m tests.resihp.controller.harness 4711            the log of one seed
     .venv/bin/python -m tests.resihp.controller.harness 4711 --beats    with the agents' beats
     .venv/bin/python -m tests.resihp.controller.harness 0 5000          many seeds: violations by kind, exit codes
+    ... --storm                                                         the same with `Scenario.stormy`
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 
 from tests.resihp.controller.log import log_tail
 from tests.resihp.controller.rules import Violation
@@ -31,9 +33,8 @@ def play(scenario: Scenario, replay: bool = True) -> Result:
     return result
 
 
-def show(seed: int, beats: bool) -> int:
-    """Print one seed's log."""
-    scenario = Scenario.drawn(seed)
+def show(scenario: Scenario, beats: bool) -> int:
+    """Print one scenario's log."""
     world = World(scenario)
     verdict = "ended"
     try:
@@ -47,13 +48,13 @@ def show(seed: int, beats: bool) -> int:
     return 0 if verdict == "ended" else 1
 
 
-def sweep(first: int, last: int) -> int:
+def sweep(draw: Callable[[int], Scenario], first: int, last: int) -> int:
     """Run seeds first to last, both inclusive; count what happened."""
     codes: Counter[int] = Counter()
     kinds: dict[str, list[int]] = {}
     for seed in range(first, last + 1):
         try:
-            codes[play(Scenario.drawn(seed)).exit_code] += 1
+            codes[play(draw(seed)).exit_code] += 1
         except Violation as violation:
             line = str(violation).splitlines()[0].partition(" s: ")[2]
             kinds.setdefault(re.sub(r"[\d.]+", "#", line), []).append(seed)
@@ -66,10 +67,11 @@ def sweep(first: int, last: int) -> int:
 
 
 def main(arguments: list[str]) -> int:
+    draw = Scenario.stormy if "--storm" in arguments else Scenario.drawn
     numbers = [int(argument) for argument in arguments if argument.isdigit()]
     if len(numbers) == 2:
-        return sweep(*numbers)
-    return show(numbers[0], "--beats" in arguments)
+        return sweep(draw, *numbers)
+    return show(draw(numbers[0]), "--beats" in arguments)
 
 
 if __name__ == "__main__":

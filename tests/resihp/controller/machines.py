@@ -57,6 +57,7 @@ class Worker:
         self.state = "S"
         self.frozen: Literal["", "stop", "mute", "hang"] = ""
         self.frozen_at = 0.0
+        self.frozen_until = 0.0
         self.thawed_at = -NEVER
         self.deferred: list[tuple[int | None, Callable[..., None], tuple[Any, ...]]] = []
         self.generation = 0
@@ -112,11 +113,12 @@ class Worker:
         if not self.frozen or kind == "stop":
             self.frozen, self.frozen_at = kind, self.world.now if not self.frozen else self.frozen_at
             self.state = {"stop": "T", "mute": "R", "hang": "R"}[kind]
+        self.frozen_until = max(self.frozen_until, self.world.now + seconds)
         if seconds < NEVER:
             self.world.at(seconds, self.thaw)
 
     def thaw(self) -> None:
-        if not self.alive or not self.frozen:
+        if not self.alive or not self.frozen or self.world.now < self.frozen_until:
             return
         self.frozen, self.state, self.thawed_at = "", "S", self.world.now
         deferred, self.deferred = self.deferred, []

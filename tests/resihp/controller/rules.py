@@ -271,7 +271,7 @@ class Rules:
             return
         recently = self.world.now - worker.thawed_at < 3.0
         expect(bool(worker.frozen) or recently, f"rank {action.rank} is fenced though it is a victim")
-        asked = worker.told_at > worker.answered_at
+        asked = worker.told_at >= worker.answered_at
         sign = worker.told_at if asked else max(worker.shown_at, worker.answered_at)
         if recently and not worker.frozen:
             return
@@ -404,7 +404,8 @@ class Rules:
     def check_blame(self, failure: FailureFound) -> None:
         """After the whole answer: whoever is named is dead, fenced, or its communication was."""
         if failure.kind == "communication":
-            expect(failure.epoch in self.world.broken_epochs, f"blames the communication of epoch {failure.epoch}")
+            told = failure.epoch in self.world.broken_epochs or self.signalled is not None
+            expect(told, f"blames the communication of epoch {failure.epoch}")
             return
         for rank in failure.ranks:
             worker = self.world.workers[rank]
@@ -445,6 +446,8 @@ class Rules:
         elif code == 2:
             unwilling = (self.world.scenario.objects, self.world.scenario.other_digest) != (None, None)
             expect(self.plan is None or unwilling, f"ends with 2: {self.world.end.reason}")
+        elif self.world.scenario.early_exit == 0:  # a plain program, which trains without us
+            expect(code == (1 if unfired else 0), f"ends with {code}")
         elif self.plan is None:
             expect(code in ((1, 5, 93) if self.early_loss else (1, 2, 3, 5, 93)), f"ends with {code}")
         elif code == 0:

@@ -161,6 +161,27 @@ class Scenario:
             leaks=rng.random() < 0.3,
         )
 
+    @classmethod
+    def stormy(cls, seed: int) -> Scenario:
+        """A longer job with the disturbances of four, duplicates of everything, and leaks."""
+        base = cls.drawn(seed)
+        rng = random.Random(seed)
+        ranks = base.nodes * base.gpus_per_node
+        length_s = 4 + 2 * base.iterations * base.iteration_s
+        more: list[Disturbance] = []
+        for _ in range(rng.randint(2, 8)):
+            more += cls._disturbances(rng, length_s, ranks, 2 * base.iterations)
+        return dataclasses.replace(
+            base,
+            disturbances=(*base.disturbances, *(one for one in more if one.kind != "signal")),
+            iterations=2 * base.iterations,
+            pp=1 if seed % 2 else base.pp,
+            micro_batches=3 * ranks,
+            duplicates=0.2,
+            leaks=True,
+            limit_s=3000.0,
+        )
+
     @staticmethod
     def _disturbances(rng: random.Random, length_s: float, ranks: int, iterations: int) -> list[Disturbance]:
         kind = rng.choices(list(SHARES), list(SHARES.values()))[0]

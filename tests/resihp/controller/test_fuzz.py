@@ -1,9 +1,11 @@
-"""Two thousand small jobs with random failures at random moments, each checked after every event.
+"""Two thousand small jobs with random failures at random moments, each checked after every event; a thousand worse.
 
-A failure names its seed; `python -m tests.resihp.controller.harness SEED` shows what happened.
+A failure names its seed; `python -m tests.resihp.controller.harness SEED` (`--storm` for a storm) shows what happened.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 
@@ -14,10 +16,19 @@ CHUNK = 100
 
 @pytest.mark.parametrize("first", range(0, 2000, CHUNK), ids=lambda first: f"seeds-{first}-{first + CHUNK - 1}")
 def test_invariants_hold_and_every_run_ends(first: int) -> None:
+    play_chunk(Scenario.drawn, first)
+
+
+@pytest.mark.parametrize("first", range(0, 1000, CHUNK), ids=lambda first: f"storms-{first}-{first + CHUNK - 1}")
+def test_invariants_hold_in_storms(first: int) -> None:
+    play_chunk(Scenario.stormy, first)
+
+
+def play_chunk(scenario: Callable[[int], Scenario], first: int) -> None:
     failed: dict[int, Violation] = {}
     for seed in range(first, first + CHUNK):
         try:
-            play(Scenario.drawn(seed), replay=seed % 10 == 0)
+            play(scenario(seed), replay=seed % 10 == 0)
         except Violation as violation:
             failed[seed] = violation
     if failed:

@@ -1,13 +1,14 @@
 """What supervision costs a healthy job: CPU seconds of our processes and hooks, and wall-clock against the bare script.
 
-The same 8-worker training runs twice at the same time, once under `resihp run`, once under torchrun. Blocks of iterations
-alternate: while one job computes, all ranks of the other wait at a gate (a blocking read of a pipe), so that the machine's
-mood hits both alike. The waiting supervised job still beats once a second, which is charged to the bare one.
+The same 8-worker training runs twice at the same time, once under `resihp run`, once under torchrun. Blocks of
+iterations alternate: while one job computes, all ranks of the other wait at a gate (a blocking read of a pipe), so that
+the machine's mood hits both alike. The waiting supervised job still beats once a second, charged to the bare one.
 
     python benchmarks/overhead.py [--blocks 30] [--iterations-per-block 10]
 
-Printed: CPU share = (guardian, supervisor, store, agents, fork servers, and the hooks' threads in the workers) / (workers);
-wall-clock ratio supervised / bare as the geometric mean over pairs of blocks with its 95 % confidence interval.
+Printed: CPU share = (guardian, supervisor, store, agents, the hooks' threads in the workers) / (workers). The main
+threads' part of the hooks is in the wall-clock ratio supervised / bare, the geometric mean over pairs of blocks with
+its 95 % confidence interval.
 """
 
 from __future__ import annotations
@@ -173,13 +174,12 @@ def main() -> None:
     logs = [math.log(ratio) for ratio in pairs]
     mean, half = statistics.mean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))
     print(
-        f"CPU of supervision: {1000 * ours / iterations:.2f} ms an iteration, workers {1000 * workers / iterations:.0f} ms"
+        f"CPU an iteration: supervision {1000 * ours / iterations:.2f} ms, workers {1000 * workers / iterations:.0f} ms"
     )
     print(f"  share {100 * ours / workers:.2f} % (target 1.5 %)")
     print(f"wall-clock supervised / bare over {args.blocks} pairs of blocks: {math.exp(mean):.3f}")
-    print(
-        f"  95 % confidence interval {math.exp(mean - half):.3f} to {math.exp(mean + half):.3f} (upper bound target 1.05)"
-    )
+    low, high = math.exp(mean - half), math.exp(mean + half)
+    print(f"  95 % confidence interval {low:.3f} to {high:.3f} (upper bound target 1.05)")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """SIGKILL of one of eight workers to the first committed iteration afterwards: resihp against torchrun, in one run.
 
-Same script, same sizes, TP2 PP2 DP2 on this machine, runs interleaved. resihp: `kill` fault in mid-iteration, moment of the
-kill and of the next commit from its journal. torchrun: restarts all workers (--max-restarts), which load their last
+Same script, same sizes, TP2 PP2 DP2 on this machine, runs interleaved. resihp: `kill` fault in mid-iteration, moment of
+the kill and of the next commit from its journal. torchrun: restarts all workers (--max-restarts), which load their last
 checkpoint (every 5 iterations); moment of our SIGKILL to the first iteration line printed afterwards.
 
     python benchmarks/recovery.py [--runs 10]

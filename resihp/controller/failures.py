@@ -148,7 +148,7 @@ def node_lost(job: Job, name: str, reason: str) -> None:
         Incident(
             "fail-stop",
             "node",
-            f"node {name} {reason}",
+            f"node {name}: {reason}",
             victims,
             name,
             None,

@@ -1,7 +1,7 @@
 """Megatron's indexed data sets (`NAME.bin` and `NAME.idx`), read as they are.
 
-Format (megatron-core `datasets/indexed_dataset.py`): the index begins with the 9 bytes `MMIDIDX\\0\\0`, u64 version 1, u8
-code of the token type, u64 number of sequences, u64 number of document boundaries; then int32 lengths, int64 byte
+Format (megatron-core `datasets/indexed_dataset.py`): the index begins with the 9 bytes `MMIDIDX\\0\\0`, u64 version 1,
+u8 code of the token type, u64 number of sequences, u64 number of document boundaries; then int32 lengths, int64 byte
 offsets into the .bin file, int64 document boundaries. All little-endian.
 """
 

@@ -1,9 +1,9 @@
 """The worker's end of the socket to its agent: orders in, reports and beats out.
 
-One thread beats and listens; the main thread sends what it has to say and fetches orders when it is ready for them. Two
-orders act at once, whatever the main thread does: `Park` wakes it from a blocked collective, and the end of the socket
-(the agent is gone) ends the process: without an agent nobody could fence it. Used by `resihp.executor.trainer`; decides
-nothing else.
+One thread beats and listens, one sends; the main thread hands over what it has to say and fetches orders when it is
+ready for them: an agent that is slow or stopped never holds up training. Two orders act at once, whatever the main
+thread does: `Park` wakes it from a blocked collective, and the end of the socket (the agent is gone) ends the process:
+without an agent nobody could fence it. Used by `resihp.executor.trainer`; decides nothing else.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from resihp.protocol.framing import LocalChannel
 
 AGENT_FD = "RESIHP_AGENT_FD"
 BEAT_S = 1.0
+LAST_WORDS_S = 10.0
+"""How long a process that ends by an exception waits for its agent to take the news."""
 AGENT_GONE_STATUS = 70
 """Exit status of a worker whose agent vanished (EX_SOFTWARE of sysexits.h)."""
 
@@ -58,16 +60,38 @@ class AgentClient:
         self._spent: set[int] = set()
         self._wake: Callable[[], None] = lambda: None
         self._absent: Callable[[Fault], bool] = lambda fault: False
-        threading.Thread(target=self._listen, name="resihp-agent", daemon=True).start()
+        self._outbox: queue.SimpleQueue[m.WorkerMessage | threading.Event] = queue.SimpleQueue()
+        for work in (self._listen, self._deliver):
+            threading.Thread(target=self._named, args=(work,), name="resihp-agent", daemon=True).start()
 
     # --- to the agent -----------------------------------------------------------------------------------------
 
     def send(self, message: m.WorkerMessage) -> None:
-        """Send one message. Any thread. A vanished agent ends the process."""
-        try:
-            self._channel.send(message)
-        except OSError:
-            os._exit(AGENT_GONE_STATUS)
+        """Hand over one message, in order, without waiting. Any thread. A vanished agent ends the process."""
+        self._outbox.put(message)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that was handed over has been sent; False if it took too long."""
+        sent = threading.Event()
+        self._outbox.put(sent)
+        return sent.wait(timeout_s)
+
+    def _deliver(self) -> None:
+        while True:
+            message = self._outbox.get()
+            if isinstance(message, threading.Event):
+                message.set()
+                continue
+            try:
+                self._channel.send(message)
+            except OSError:
+                os._exit(AGENT_GONE_STATUS)
+
+    @staticmethod
+    def _named(work: Callable[[], None]) -> None:
+        with suppress(OSError), open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as name:
+            name.write("resihp-agent")  # so that `top -H` and our own benchmark can tell it from the user's threads
+        work()
 
     def declare(self, declaration: m.Declare) -> None:
         self.declared = True
@@ -93,17 +117,19 @@ class AgentClient:
         return self.park_epoch > epoch
 
     def _listen(self) -> None:
-        with suppress(OSError), open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as name:
-            name.write("resihp-agent")  # so that `top -H` and our own benchmark can tell this thread from the user's
         next_beat = time.monotonic()
         while True:
             patience_s = next_beat - time.monotonic()
             if patience_s <= 0:
-                self.send(
-                    m.Progress(
-                        epoch=self.epoch, iteration=self.iteration, primitives=self.primitives, activity=self.activity
+                if self._outbox.empty():  # an agent that does not take reports gets no beats on top of them
+                    self.send(
+                        m.Progress(
+                            epoch=self.epoch,
+                            iteration=self.iteration,
+                            primitives=self.primitives,
+                            activity=self.activity,
+                        )
                     )
-                )
                 next_beat = time.monotonic() + BEAT_S
                 continue
             if not select.select([self._socket], [], [], patience_s)[0]:
@@ -187,6 +213,7 @@ def report_exception(error: BaseException) -> None:
         return
     if isinstance(error, UsageError) and not client.declared:
         client.send(m.Refuse(reason=str(error)))
+        client.flush(LAST_WORDS_S)
         return
     text = str(error).strip().splitlines()
     client.send(
@@ -196,3 +223,4 @@ def report_exception(error: BaseException) -> None:
             traceback="".join(traceback.format_exception(error))[-16000:],
         )
     )
+    client.flush(LAST_WORDS_S)

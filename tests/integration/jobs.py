@@ -38,6 +38,8 @@ class Job:
             **{k: v for k, v in os.environ.items() if not k.startswith(("RESIHP_", "PYTHONPATH"))},
             "RESIHP_HOME": str(self.folder / "home"),
             "RESIHP_LOCAL": str(self.folder / "local"),
+            # torch asks for the name of the store's address; a machine without a resolver waits 5 s for that.
+            "RES_OPTIONS": "timeout:1 attempts:1",
         }
 
     def start(

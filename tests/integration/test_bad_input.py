@@ -127,6 +127,27 @@ def test_interpreter_frozen_for_ten_seconds_is_only_suspected(job: Job) -> None:
     assert {row["exit"] for row in job.history("workers")} == {0}
 
 
+def test_control_connection_silent_while_collectives_progress_is_left_alone(job: Job) -> None:
+    job.train(iterations=100_000, nodes=2, gpus=1, tp=1, pp=1)
+    job.until(lambda: "iteration 3" in (job.folder / "stderr").read_text())
+    agents = [p for p in job.processes() if "wrapper.agent" in p.cmdline() and "n2" in p.cmdline()]
+    assert len(agents) == 1, [p.cmdline() for p in job.processes()]
+    agents[0].suspend()
+    try:
+        job.until(lambda: "node n2: suspected" in (job.folder / "stderr").read_text())
+        silent_until = time.monotonic() + 20
+        job.until(lambda: time.monotonic() > silent_until, timeout_s=40)
+    finally:
+        agents[0].resume()
+    before = len(job.history("iterations"))
+    job.until(lambda: len(job.history("iterations")) > before + 5)
+    assert job.process is not None
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait(30).status == 143, job.stderr
+    assert job.history("failures") == []
+    assert len(job.history("plans")) == 1
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_end_workers_and_close_the_ledger(job: Job, number: int, status: int) -> None:
     job.train(iterations=100_000, **SMALL)

@@ -69,30 +69,27 @@ def raised(job: Job, member: Member, raised: m.Raised) -> None:
 def incident(job: Job, member: Member, status: int) -> None:
     injected = job.signalled.get(member.rank)
     if member.raised is not None:
-        kind, component = "program", "script"
         cause, evidence = f"rank {member.rank} raised {member.raised.error}", member.raised.traceback[-4000:]
     else:
-        kind, component = "fail-stop", "process"
         cause = f"rank {member.rank} {_ending(status)}"
         if member.fenced:
             cause = f"rank {member.rank} {member.fenced}"
         evidence = f"pid {member.pid} on node {member.node}: {_ending(status)}"
-    blamed = kind == "fail-stop"
+    blamed = member.raised is None
     job.say("warning", f"{job.where(member.rank)}: {cause.removeprefix(f'rank {member.rank} ')}")
     job.incidents.append(
         Incident(
-            kind,  # type: ignore[arg-type]
-            component,  # type: ignore[arg-type]
-            cause,
-            {member.rank},
-            member.node if blamed else None,
-            member.device if blamed else None,
-            evidence,
-            job.now,
-            under_way(job, {member.rank}),
-            job.epoch,
-            None if injected is None else job.now - injected,
-            member.raised.error if member.raised else None,
+            kind="fail-stop" if blamed else "program",
+            component="process" if blamed else "script",
+            cause=cause,
+            evidence=evidence,
+            found_at=job.now,
+            iteration=under_way(job, {member.rank}),
+            epoch=job.epoch,
+            ranks={member.rank},
+            node=member.node if blamed else None,
+            device=member.device if blamed else None,
+            detect_s=None if injected is None else job.now - injected,
         )
     )
 
@@ -146,17 +143,16 @@ def node_lost(job: Job, name: str, reason: str) -> None:
     job.say("warning", f"node {name}: {reason}; ranks {sorted(victims)} are lost")
     job.incidents.append(
         Incident(
-            "fail-stop",
-            "node",
-            f"node {name}: {reason}",
-            victims,
-            name,
-            None,
-            reason,
-            min([job.now, *(i.found_at for i in earlier)]),
-            under_way(job, victims),
-            job.epoch,
-            job.now - min(injected) if injected else None,
+            kind="fail-stop",
+            component="node",
+            cause=f"node {name}: {reason}",
+            evidence=reason,
+            found_at=min([job.now, *(i.found_at for i in earlier)]),
+            iteration=under_way(job, victims),
+            epoch=job.epoch,
+            ranks=victims,
+            node=name,
+            detect_s=job.now - min(injected) if injected else None,
         )
     )
     transition_after(job, victims, f"node {name}: {reason}")
@@ -173,19 +169,17 @@ def communication_failed(job: Job, evidence: str) -> None:
         incidents.end(job, 1, f"communication failed {job.rebuilds} times without an iteration in between: {evidence}")
         return
     job.say("warning", f"communication of epoch {job.epoch} failed: {evidence}; rebuilding")
-    incident = Incident(
-        "communication",
-        "link",
-        "communication failed",
-        set(),
-        None,
-        None,
-        evidence,
-        job.now,
-        job.committed + 1,
-        job.epoch,
+    job.incidents.append(
+        Incident(
+            kind="communication",
+            component="link",
+            cause="communication failed",
+            evidence=evidence,
+            found_at=job.now,
+            iteration=job.committed + 1,
+            epoch=job.epoch,
+        )
     )
-    job.incidents.append(incident)
     transitions.park(job, evidence)
 
 

@@ -25,16 +25,13 @@ def program_is_broken(job: Job, rank: int, count: int) -> None:
     job.say("error", traceback_of(job, rank))
     job.incidents = [
         Incident(
-            "program",
-            "script",
-            f"{count} ranks raised the same: {raised.error}",
-            set(),
-            None,
-            None,
-            raised.traceback[-4000:],
-            job.now,
-            job.committed + 1,
-            job.epoch,
+            kind="program",
+            component="script",
+            cause=f"{count} ranks raised the same: {raised.error}",
+            evidence=raised.traceback[-4000:],
+            found_at=job.now,
+            iteration=job.committed + 1,
+            epoch=job.epoch,
         )
     ]
     log_incidents(job)

@@ -57,23 +57,21 @@ class Member:
     suspected: bool = False
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Incident:
     """A root cause found during the transition under way; becomes a FailureFound entry when the new plan is decided."""
 
     kind: Literal["fail-stop", "communication", "program"]
     component: Literal["process", "device", "node", "link", "script"]
     cause: str
-    ranks: set[int]
-    node: str | None
-    device: int | None
     evidence: str
     found_at: float
     iteration: int
     epoch: int
+    ranks: set[int] = field(default_factory=set)
+    node: str | None = None
+    device: int | None = None
     detect_s: float | None = None
-    error: str | None = None
-    """For `program`: what was raised."""
 
 
 @dataclass

@@ -29,13 +29,16 @@ import psutil
 
 WORKERS = 8
 TRAIN = """
-import os, sys
+import gc, os, sys
 import numpy as np
 import resihp
 from resihp.datasets import ByteFiles, PackedDataset
 from megatron.core.transformer import TransformerConfig
 import sysconfig
 
+if "RESIHP_AGENT_FD" not in os.environ:  # our fork server does this for its workers, supervision or not
+    gc.collect()
+    gc.freeze()
 gates, every, blocks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 rank = os.environ["RANK"]
 done = open(f"{gates}/done", "wb", buffering=0)

@@ -154,7 +154,7 @@ def main() -> None:
         for job in jobs:
             for _ in range(warm_up - 1):
                 job.block()
-        before = cpu_seconds(supervised)
+        before, bare_before = cpu_seconds(supervised), sum(cpu_seconds(bare))
         pairs = []
         for number in range(args.blocks):
             order = (bare, supervised) if number % 2 else (supervised, bare)
@@ -164,7 +164,7 @@ def main() -> None:
                 f"block {number + 1}: supervised {seconds['supervised']:.3f} s, bare {seconds['bare']:.3f} s",
                 file=sys.stderr,
             )
-        after = cpu_seconds(supervised)
+        after, bare_after = cpu_seconds(supervised), sum(cpu_seconds(bare))
     finally:
         for job in jobs:
             job.process.terminate()
@@ -179,6 +179,7 @@ def main() -> None:
     print(
         f"CPU an iteration: supervision {1000 * ours / iterations:.2f} ms, workers {1000 * workers / iterations:.0f} ms"
     )
+    print(f"  for comparison, torchrun and its workers {1000 * (bare_after - bare_before) / iterations:.0f} ms")
     print(f"  share {100 * ours / workers:.2f} % (target 1.5 %)")
     print(f"wall-clock supervised / bare over {args.blocks} pairs of blocks: {math.exp(mean):.3f}")
     low, high = math.exp(mean - half), math.exp(mean + half)

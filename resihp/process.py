@@ -6,6 +6,9 @@ import ctypes
 import os
 import signal
 
+AGENT_FD = "RESIHP_AGENT_FD"
+"""Environment variable of a worker: the number of its inherited socket to the agent."""
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -16,8 +16,7 @@ from types import TracebackType
 from typing import Literal
 
 from resihp.errors import ResihpError
-
-AGENT_FD = "RESIHP_AGENT_FD"
+from resihp.process import AGENT_FD
 
 
 def become(

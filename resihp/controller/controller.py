@@ -16,15 +16,7 @@ from __future__ import annotations
 import signal as signals
 from typing import assert_never
 
-from resihp.controller import (
-    failures,
-    gathering,
-    incidents,
-    injection,
-    iterations,
-    judge,
-    transitions,
-)
+from resihp.controller import failures, gathering, incidents, injection, iterations, judge, transitions
 from resihp.controller import interface as api
 from resihp.controller.interface import AnyAction, AnyEvent, Settings
 from resihp.controller.state import Job

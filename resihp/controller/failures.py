@@ -7,9 +7,7 @@ import signal as signals
 from resihp.controller import incidents, iterations, transitions
 from resihp.controller import interface as api
 from resihp.controller.state import Incident, Job, Member
-from resihp.journal import (
-    NodeLost,
-)
+from resihp.journal import NodeLost
 from resihp.protocol import messages as m
 
 MAX_REBUILDS = 5

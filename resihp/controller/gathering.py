@@ -6,10 +6,7 @@ from resihp.controller import incidents, transitions
 from resihp.controller import interface as api
 from resihp.controller.state import Job, Member, Node, Transition, natural
 from resihp.errors import LayoutError
-from resihp.journal import (
-    NodeJoined,
-    WorkerStarted,
-)
+from resihp.journal import NodeJoined, WorkerStarted
 from resihp.layout import Layout, validate
 from resihp.plan import Plan, spread
 from resihp.protocol import messages as m
@@ -84,12 +81,7 @@ def propose_when_ready(job: Job) -> None:
     job.epoch = 1
     job.phase = "transition"
     job.transition = Transition(
-        stage="proposing",
-        epoch=1,
-        began_at=job.now,
-        stage_at=job.now,
-        committed_before=job.committed,
-        initial=True,
+        stage="proposing", epoch=1, began_at=job.now, stage_at=job.now, committed_before=job.committed, initial=True
     )
     begin = f"iteration {job.committed + 1}" if job.committed else "the beginning"
     transitions.propose(

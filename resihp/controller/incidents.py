@@ -6,12 +6,7 @@ from typing import Literal
 
 from resihp.controller import interface as api
 from resihp.controller.state import Incident, Job, Member
-from resihp.journal import (
-    FailureFound,
-    JobEnded,
-    Suspected,
-    WorkerEnded,
-)
+from resihp.journal import FailureFound, JobEnded, Suspected, WorkerEnded
 
 
 def traceback_of(job: Job, rank: int) -> str:

@@ -7,9 +7,7 @@ import signal as signals
 from resihp.controller import interface as api
 from resihp.controller.state import Job, Member, natural
 from resihp.faults import Fault
-from resihp.journal import (
-    FaultInjected,
-)
+from resihp.journal import FaultInjected
 from resihp.protocol import messages as m
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from resihp.controller import incidents
 from resihp.controller import interface as api
 from resihp.controller.state import IterationReports, Job, Member
-from resihp.journal import (
-    IterationCommitted,
-    Reconfigured,
-)
+from resihp.journal import IterationCommitted, Reconfigured
 from resihp.protocol import messages as m
 
 MOST_OPEN = 3

@@ -7,9 +7,7 @@ import signal as signals
 from resihp.controller import failures, incidents, iterations, liveness
 from resihp.controller import interface as api
 from resihp.controller.state import Job, Member, Node
-from resihp.journal import (
-    Suspected,
-)
+from resihp.journal import Suspected
 
 STUCK_GRACE_S = 0.5
 """How long a broken transfer waits for the exit that explains it, before it is a failure of its own."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 from resihp.controller import incidents, iterations
 from resihp.controller import interface as api
 from resihp.controller.state import Job, Member, Transition
-from resihp.journal import (
-    PlanDecided,
-)
+from resihp.journal import PlanDecided
 from resihp.layout import Layout
 from resihp.plan import Plan, spread
 from resihp.protocol import messages as m

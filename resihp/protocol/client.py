@@ -21,10 +21,10 @@ from typing import Literal
 
 from resihp.errors import CommunicatorError, ProtocolError, ResihpError, UsageError
 from resihp.faults import Fault, Phase
+from resihp.process import AGENT_FD
 from resihp.protocol import messages as m
 from resihp.protocol.framing import LocalChannel
 
-AGENT_FD = "RESIHP_AGENT_FD"
 BEAT_S = 1.0
 LAST_WORDS_S = 10.0
 """How long a process that ends by an exception waits for its agent to take the news."""

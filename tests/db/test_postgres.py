@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not URL, reason="RESIHP_TEST_POSTGRES names no d
 
 
 def test_schema_journal_and_queries(records: list[journal.Record], tmp_path: Path) -> None:
-    pytest.importorskip("psycopg")
+    pytest.importorskip("psycopg", reason="the PostgreSQL driver is not installed: pip install psycopg[binary]")
     # Jobs of two users that start at once: one of them migrates, both write.
     begun = [journal.Record(1, BEGAN + n, started("pg-1", user)) for n, user in enumerate(("me", "you"))]
 

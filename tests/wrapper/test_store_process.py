@@ -16,7 +16,7 @@ import pytest
 from resihp.errors import ResihpError
 from wrapper.store_process import StoreProcess
 
-distributed = pytest.importorskip("torch.distributed")
+distributed = pytest.importorskip("torch.distributed", reason="the store is torch's: pip install 'resihp[train]'")
 
 
 def test_store_serves_is_restarted_when_killed_and_ends_when_cancelled(tmp_path: Path) -> None:

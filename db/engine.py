@@ -93,10 +93,12 @@ def is_on_network(url: URL) -> bool:
     return file is not None and file_system(file.parent) in NETWORK_FILE_SYSTEMS
 
 
-def make_engine(url: URL, *, write: bool) -> Engine:
+def make_engine(url: URL, *, write: bool, migrate: bool = False) -> Engine:
     """An engine whose transactions are real ones on SQLite too (pysqlite's own begin too late for migrations).
 
-    Nothing is opened yet. Writers take SQLite's lock when a transaction begins, so that it cannot fail half-way.
+    Nothing is opened yet. Writers take SQLite's lock when a transaction begins, so that it cannot fail half-way. With
+    `migrate`, SQLite does not enforce foreign keys, so that tables can be remade (sqlite.org, "Making Other Kinds Of
+    Table Schema Changes"); who migrates checks them before the commit.
     Raises LedgerError if the driver is not installed.
     """
     if url.get_backend_name() == "sqlite":
@@ -105,7 +107,7 @@ def make_engine(url: URL, *, write: bool) -> Engine:
 
         def connected(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
             connection.isolation_level = None
-            connection.execute("PRAGMA foreign_keys=ON")
+            connection.execute(f"PRAGMA foreign_keys={'OFF' if migrate else 'ON'}")
             if write:
                 connection.execute(f"PRAGMA journal_mode={'WAL' if wal else 'DELETE'}")
                 connection.execute(f"PRAGMA synchronous={'NORMAL' if wal else 'FULL'}")

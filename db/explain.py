@@ -24,6 +24,14 @@ def rank_list(ranks: Iterable[int]) -> str:
     return f"rank {words}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {words}"
 
 
+def size(count: int) -> str:
+    """`812 B`, `18.2 kB`, `340 MB`, `3.4 GB`: powers of 1000."""
+    for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= 0.9995 * unit:
+            return f"{count / unit:.{0 if count >= 99.95 * unit else 1}f} {letter}B"
+    return f"{count} B"
+
+
 def _numbers(numbers: tuple[int, ...], one: str) -> str:
     return f"{one} {numbers[0]}" if len(numbers) == 1 else f"{one}s {', '.join(map(str, numbers))}"
 
@@ -67,9 +75,15 @@ def explain(entry: journal.AnyEntry) -> str:
             return f"rank {entry.rank}: {_exit(entry.exit)}"
         case journal.PlanDecided():
             plan = entry.plan
-            what = {"start": "starts", "redo": "redone", "commit": "next, the one before counts"}[entry.action]
+            what = {
+                "start": "starts",
+                "redo": "redone",
+                "commit": "next, the one before counts",
+                "between": "next",
+            }[entry.action]
+            moved = f", {size(entry.bytes_planned)} to move" if entry.bytes_planned else ""
             tail = f": {entry.reason}" if entry.reason else ""
-            return f"epoch {plan.epoch}: {plan.layout.describe()}, iteration {entry.next_iteration} {what}{tail}"
+            return f"epoch {plan.epoch}: {plan.layout.describe()}, iteration {entry.next_iteration} {what}{moved}{tail}"
         case journal.IterationCommitted():
             return f"iteration {entry.outcome.iteration}: committed, loss {entry.outcome.loss:.4f}"
         case journal.Suspected():
@@ -78,9 +92,19 @@ def explain(entry: journal.AnyEntry) -> str:
         case journal.FailureFound():
             return _failure(entry)
         case journal.Reconfigured():
+            planned = entry.action == "between" and not entry.failures
             causes = _numbers(entry.failures, "failure") if entry.failures else "interruption"
+            what = "layout changed" if planned else f"recovered from {causes}"
             tries = f" after {entry.attempts} attempts" if entry.attempts > 1 else ""
-            return f"epoch {entry.epoch}: recovered from {causes} in {entry.seconds:.2f} s{tries}"
+            moved = f", {size(entry.bytes_moved)} moved" if entry.bytes_moved else ""
+            return f"epoch {entry.epoch}: {what} in {entry.seconds:.2f} s{tries}{moved}"
+        case journal.PlanInEffect():
+            return f"epoch {entry.epoch}: in effect"
+        case journal.PlanRefused():
+            who = "our own check" if entry.rank is None else f"rank {entry.rank}"
+            return f"epoch {entry.epoch}: plan refused by {who}: {entry.reason}"
+        case journal.JoinRefused():
+            return f"rank {entry.rank} ({entry.node} device {entry.device}): not taken in, {entry.reason}"
         case journal.FaultInjected():
             when = "" if "@iteration=" in entry.text else f" in iteration {entry.iteration}"
             return f"fault {entry.fault}: {entry.text} injected{when}"

@@ -59,7 +59,7 @@ def upgrade(url: str) -> str:
     """
     parsed = resolve(url)
     prepare_folder(parsed)
-    engine = make_engine(parsed, write=True)
+    engine = make_engine(parsed, write=True, migrate=True)
     try:
         with engine.begin() as connection:
             upgrade_connection(connection, masked(parsed))
@@ -94,6 +94,13 @@ def upgrade_connection(connection: Connection, name: str) -> None:
     config = _config()
     config.attributes["connection"] = connection
     command.upgrade(config, "head")
+    if connection.dialect.name == "sqlite":
+        broken = connection.execute(text("PRAGMA foreign_key_check")).first()
+        if broken is not None:
+            raise LedgerError(
+                f"ledger {name}: table {broken[0]} refers to rows of {broken[2]} that are not there; it was damaged "
+                "before, and is left as it is: move the file away, or name another with --ledger"
+            )
 
 
 def check_known(version: str, name: str) -> None:

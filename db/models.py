@@ -133,10 +133,15 @@ class Worker(Base):
 
 
 class Plan(Base):
-    """`layout` and `assignment` as JSON; `digest` is the one that all ranks confirmed."""
+    """`layout` and `assignment` as JSON; `digest` is the one that all ranks confirmed.
+
+    `in_effect_at`: when every rank had acknowledged its state; in journals that do not tell, when the first iteration
+    under the plan was committed. Null for one that never took effect: refused (by a rank, or by our own check), or
+    overtaken by the next one.
+    """
 
     __tablename__ = "plans"
-    __table_args__ = (CheckConstraint("action IN ('start', 'redo', 'commit')", name="action"),)
+    __table_args__ = (CheckConstraint("action IN ('start', 'redo', 'commit', 'between')", name="action"),)
 
     job_id: Mapped[int] = _of_job(primary_key=True)
     epoch: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
@@ -152,6 +157,10 @@ class Plan(Base):
     layout: Mapped[str] = mapped_column(Text)
     assignment: Mapped[str] = mapped_column(Text)
     digest: Mapped[str] = mapped_column(String(64))
+    bytes_planned: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    in_effect_at: Mapped[datetime | None]
+    refused_reason: Mapped[str | None] = mapped_column(Text)
+    refused_by: Mapped[int | None] = mapped_column(Integer)
 
 
 class Iteration(Base):
@@ -196,11 +205,14 @@ class RankReport(Base):
 
 
 class Reconfiguration(Base):
-    """One transition, from the failure's detection to the first committed iteration after it."""
+    """One transition, from the failure's detection to the first committed iteration after it.
+
+    `bytes_moved`: what ranks received in all; `extra_bytes`: the most that one held beside its state meanwhile.
+    """
 
     __tablename__ = "reconfigurations"
     __table_args__ = (
-        CheckConstraint("action IN ('redo', 'commit')", name="action"),
+        CheckConstraint("action IN ('redo', 'commit', 'between')", name="action"),
         CheckConstraint("attempts >= 1", name="attempts"),
     )
 
@@ -215,6 +227,8 @@ class Reconfiguration(Base):
     state_seconds: Mapped[float]
     first_iteration_seconds: Mapped[float]
     finished_at: Mapped[datetime]
+    bytes_moved: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    extra_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
 
 
 class Failure(Base):

@@ -171,6 +171,24 @@ def _worker_ended(session: Session, job: models.Job, entry: journal.WorkerEnded,
         worker.ended_at = moment(at)
 
 
+def _plan_in_effect(session: Session, job: models.Job, entry: journal.PlanInEffect, at: float) -> None:
+    plan = session.get(models.Plan, (job.id, entry.epoch))
+    if plan is not None:
+        plan.in_effect_at = moment(at)
+
+
+def _plan_refused(session: Session, job: models.Job, entry: journal.PlanRefused, at: float) -> None:
+    """Our own check may refuse a plan before it is journaled: then it is an event only."""
+    plan = session.get(models.Plan, (job.id, entry.epoch))
+    if plan is not None:
+        plan.refused_reason = _text(entry.reason)
+        plan.refused_by = entry.rank
+
+
+def _join_refused(session: Session, job: models.Job, entry: journal.JoinRefused, at: float) -> None:
+    """Events only: the process has its row, if it ever started."""
+
+
 def _plan_decided(session: Session, job: models.Job, entry: journal.PlanDecided, at: float) -> None:
     plan = entry.plan
     session.merge(
@@ -189,12 +207,19 @@ def _plan_decided(session: Session, job: models.Job, entry: journal.PlanDecided,
             layout=layouts.to_json(plan.layout),
             assignment=json.dumps(plan.assignment, separators=(",", ":")),
             digest=plan.digest,
+            bytes_planned=entry.bytes_planned,
+            in_effect_at=None,
+            refused_reason=None,
+            refused_by=None,
         )
     )
 
 
 def _iteration_committed(session: Session, job: models.Job, entry: journal.IterationCommitted, at: float) -> None:
     outcome = entry.outcome
+    plan = session.get(models.Plan, (job.id, entry.epoch))
+    if plan is not None and plan.in_effect_at is None:  # a journal that does not tell when a plan takes effect
+        plan.in_effect_at = moment(at)
     session.merge(
         models.Iteration(
             job_id=job.id,
@@ -258,6 +283,8 @@ def _reconfigured(session: Session, job: models.Job, entry: journal.Reconfigured
             state_seconds=entry.state_s,
             first_iteration_seconds=entry.first_iteration_s,
             finished_at=moment(at),
+            bytes_moved=entry.bytes_moved,
+            extra_bytes=entry.extra_bytes,
         )
     )
     session.flush()
@@ -294,6 +321,9 @@ _APPLY: dict[type, Callable[[Session, models.Job, Any, float], None]] = {
     journal.Suspected: _suspected,
     journal.FailureFound: _failure_found,
     journal.Reconfigured: _reconfigured,
+    journal.PlanInEffect: _plan_in_effect,
+    journal.PlanRefused: _plan_refused,
+    journal.JoinRefused: _join_refused,
     journal.FaultInjected: _fault_injected,
     journal.CheckpointCommitted: _checkpoint_committed,
     journal.JobEnded: _job_ended,

@@ -31,9 +31,12 @@ from sqlalchemy import (
     Integer,
     Select,
     String,
+    case,
+    exists,
     select,
 )
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import aliased
 
 from db import models
 from db.engine import file_of, make_engine, masked, refusal, resolve
@@ -85,6 +88,19 @@ _failure_columns = (
     Failure.evidence,
 )
 
+_later = aliased(Plan)
+_plan_columns = (
+    *_columns(Plan),
+    case(
+        (Plan.in_effect_at.is_not(None), "in effect"),
+        (Plan.refused_reason.is_not(None), "refused"),
+        (exists().where(_later.job_id == Plan.job_id, _later.epoch > Plan.epoch), "superseded"),
+        else_="pending",
+    ).label("outcome"),
+)
+"""`outcome`: it took effect, at `in_effect_at`; it was refused; the next one was decided before it took effect; or it
+is on its way."""
+
 TABLES: Mapping[str, Table] = {
     "failures": Table(
         select(*_failure_columns).select_from(_recovery), Failure.__table__, "failure", "noticed_at", ("ranks",)
@@ -92,7 +108,7 @@ TABLES: Mapping[str, Table] = {
     "nodes": _table(models.Node, "node", "joined_at"),
     "workers": _table(Worker, "rank", "started_at"),
     "iterations": _table(Iteration, "iteration", "finished_at"),
-    "plans": _table(Plan, "epoch", "decided_at", ("layout", "assignment")),
+    "plans": Table(select(*_plan_columns), Plan.__table__, "epoch", "decided_at", ("layout", "assignment")),
     "reconfigurations": _table(Reconfiguration, "epoch", "finished_at"),
     "drains": _table(models.Drain, "id", "drained_at", left_out=("id",)),
     "replacements": _table(models.Replacement, "id", "asked_at", left_out=("id",)),
@@ -206,11 +222,13 @@ class Reader:
         if until is not None:
             query = query.where(columns[asked.time] <= until)
         if last is not None:
-            found = self._fetch(query.order_by(columns[asked.order].desc()).limit(last))[::-1]
-        else:
-            found = self._fetch(query.order_by(columns[asked.order]))
+            return self._decoded(table, query.order_by(columns[asked.order].desc()).limit(last))[::-1]
+        return self._decoded(table, query.order_by(columns[asked.order]))
+
+    def _decoded(self, table: str, query: Select[Any]) -> list[Row]:
+        found = self._fetch(query)
         for row in found:
-            for column in asked.json_columns:
+            for column in TABLES[table].json_columns:
                 row[column] = json.loads(row[column])
         return found
 
@@ -218,6 +236,11 @@ class Reader:
         """The `last` events of these kinds (names of journal entries), oldest first."""
         query = TABLES["events"].query.where(Event.job_id == job_id, Event.kind.in_(kinds))
         return self._fetch(query.order_by(Event.seq.desc()).limit(last))[::-1]
+
+    def shown_plan(self, job_id: int) -> list[Row]:
+        """The plan that a job's status is about, if any: the newest not refused, in effect or about to be."""
+        query = TABLES["plans"].query.where(Plan.job_id == job_id, Plan.refused_reason.is_(None))
+        return self._decoded("plans", query.order_by(Plan.epoch.desc()).limit(1))
 
     def summary(self, job_id: int, now: datetime | None = None) -> Row:
         """The job in figures, as `summarise` tells them."""
@@ -227,7 +250,7 @@ class Reader:
             self.rows("iterations", job_id),
             self.rows("failures", job_id),
             self.rows("reconfigurations", job_id),
-            self.rows("plans", job_id, last=1),
+            self.shown_plan(job_id),
             now or datetime.now(UTC),
         )
 
@@ -296,7 +319,7 @@ def _lost(
     for transition in reconfigurations:
         kinds = [row["kind"] for row in failures if row["recovered_epoch"] == transition["epoch"]]
         noticed = transition["finished_at"] - timedelta(seconds=transition["seconds"])
-        spans.append((kinds[0] if kinds else "other", noticed, transition["finished_at"]))
+        spans.append((kinds[0] if kinds else "reconfiguration", noticed, transition["finished_at"]))
     unmended = [row for row in failures if row["recovered_epoch"] is None]
     if unmended:
         spans.append((unmended[0]["kind"], min(row["noticed_at"] for row in unmended), end))

@@ -9,10 +9,29 @@ from __future__ import annotations
 import argparse
 import sysconfig
 
+import torch
 from megatron.core.transformer import TransformerConfig
 
 import resihp
 from resihp.datasets import ByteFiles, MegatronIndexed, PackedDataset
+
+
+_LLAMA = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+}
+ARCHITECTURES = {
+    "gpt": {},
+    "llama": _LLAMA,
+    "qwen": {**_LLAMA, "num_query_groups": 2, "add_qkv_bias": True},
+}
+RECOMPUTE = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 
 def arguments() -> argparse.Namespace:
@@ -21,7 +40,14 @@ def arguments() -> argparse.Namespace:
     model.add_argument("--layers", type=int, default=4)
     model.add_argument("--hidden", type=int, default=64)
     model.add_argument("--heads", type=int, default=4)
-    model.add_argument("--llama", action="store_true", help="RMSNorm, SwiGLU and RoPE instead of GPT's originals")
+    model.add_argument(
+        "--architecture",
+        choices=sorted(ARCHITECTURES),
+        default="gpt",
+        help="gpt: LayerNorm, GELU, biases; llama: RMSNorm, SwiGLU; qwen: llama with grouped queries and QKV biases",
+    )
+    model.add_argument("--tie-embeddings", action="store_true", help="one table for embedding and head")
+    model.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
     batch = parser.add_argument_group("data and batch")
     batch.add_argument("--corpus", default=sysconfig.get_paths()["stdlib"], help="folder of source files")
     batch.add_argument("--indexed", help="a Megatron data set (prefix of .bin and .idx) instead of a folder")
@@ -34,6 +60,9 @@ def arguments() -> argparse.Namespace:
     alone = parser.add_argument_group("without `resihp run` only")
     alone.add_argument("--tp", type=int, default=1)
     alone.add_argument("--pp", type=int, default=1)
+    alone.add_argument("--schedule", default="1f1b")
+    alone.add_argument("--virtual-stages", type=int, default=1)
+    alone.add_argument("--sequence-parallel", action="store_true")
     alone.add_argument("--checkpoint-every", type=int, default=0)
     alone.add_argument("--checkpoint-folder", default="checkpoints")
     alone.add_argument("--resume", action="store_true")
@@ -46,12 +75,11 @@ def main() -> None:
         num_layers=args.layers,
         hidden_size=args.hidden,
         num_attention_heads=args.heads,
-        normalization="RMSNorm" if args.llama else "LayerNorm",
-        gated_linear_unit=args.llama,
-        add_bias_linear=not args.llama,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         use_cpu_initialization=True,
+        **ARCHITECTURES[args.architecture],
+        **RECOMPUTE[args.recompute],
     )
     source = MegatronIndexed(args.indexed) if args.indexed else ByteFiles(args.corpus)
     trainer = resihp.Trainer(
@@ -63,8 +91,12 @@ def main() -> None:
         optimizer=resihp.AdamW(lr=args.lr),
         sequence=args.tokens,
         seed=args.seed,
+        share_embeddings_and_output_weights=args.tie_embeddings,
         tp=args.tp,
         pp=args.pp,
+        schedule=args.schedule,
+        virtual_stages=args.virtual_stages,
+        sequence_parallel=args.sequence_parallel,
         checkpoint_every=args.checkpoint_every,
         checkpoint_folder=args.checkpoint_folder,
         resume=args.resume,

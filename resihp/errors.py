@@ -23,6 +23,10 @@ class LayoutError(UsageError):
     """A layout contradicts itself, or does not fit the devices, the model or the batch."""
 
 
+class PlanError(LayoutError):
+    """A plan cannot be carried out: an order that never ends, communication that would deadlock, too much memory."""
+
+
 class ModelError(UsageError):
     """A model configuration asks for something that the executor does not honour."""
 
@@ -37,6 +41,10 @@ class LedgerError(UsageError):
 
 class CheckpointError(UsageError):
     """No complete checkpoint is there to resume from, or it belongs to another model."""
+
+
+class DeviceError(UsageError):
+    """A device failed the examination before a process on it was given work."""
 
 
 class JobNotFoundError(UsageError):

@@ -8,10 +8,11 @@ import msgspec
 
 from resihp.errors import ConfigurationError
 
-Kind = Literal["kill", "crash", "stop", "hang", "raise"]
-"""`slow` and links come with the detector."""
+Kind = Literal["kill", "crash", "stop", "hang", "raise", "disconnect"]
+"""`disconnect` cuts the supervisor's connection to a node's agent, once. `slow` and links come with the detector."""
 
-Phase = Literal["forward", "backward", "reduce", "step"]
+Phase = Literal["forward", "backward", "reduce", "step", "park", "groups", "transfer", "resume"]
+"""The first four are moments of an iteration; the others of the transition that leads up to it, where there is one."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +62,9 @@ def parse(text: str, fault_id: int) -> Fault:
         raise ConfigurationError(f"fault {text!r}: the target is one of rank=R and node=N; {example}")
     if kind in ("hang", "raise") and "node" in values:
         raise ConfigurationError(f"fault {text!r}: {kind} happens to a rank, not to a node; {example}")
+    if kind == "disconnect" and "rank" in values:
+        example = "example: disconnect:node=n2@iteration=3"
+        raise ConfigurationError(f"fault {text!r}: disconnect happens to a node, not to a rank; {example}")
     phase = values.get("phase", "forward")
     if phase not in get_args(Phase):
         raise ConfigurationError(f"fault {text!r}: unknown phase {phase!r}, one of {', '.join(get_args(Phase))}")

@@ -75,13 +75,15 @@ class WorkerEnded(Entry, frozen=True, kw_only=True):
 
 
 class PlanDecided(Entry, frozen=True, kw_only=True):
-    """`action` tells what becomes of the iteration that was under way: nothing was, it is redone, or it counts."""
+    """`action` tells what becomes of the iteration that was under way: none was, it is redone, or it counts."""
 
     plan: Plan
     next_iteration: int
-    action: Literal["start", "redo", "commit"]
+    action: Literal["start", "redo", "commit", "between"]
     finish: StepOutcome | None
     reason: str
+    bytes_planned: int = 0
+    """State that has to travel between ranks, from the two layouts alone."""
 
 
 class IterationCommitted(Entry, frozen=True, kw_only=True):
@@ -127,18 +129,45 @@ class Reconfigured(Entry, frozen=True, kw_only=True):
 
     Phases in seconds, in order: `park` (detected to all parked), `plan` (to all confirmed), `groups` and `state`
     (slowest rank's own figures), `first_iteration` (resumed to committed). `seconds` is their total as observed.
+    `bytes_moved` is what ranks received in all, `extra_bytes` the most that any rank held beside its state while both
+    layouts' were there. `action` "between": parked between two iterations, no work was under way.
     """
 
     epoch: int
     failures: tuple[int, ...]
     attempts: int
-    action: Literal["redo", "commit"]
+    action: Literal["redo", "commit", "between"]
     park_s: float
     plan_s: float
     groups_s: float
     state_s: float
     first_iteration_s: float
     seconds: float
+    bytes_moved: int = 0
+    extra_bytes: int = 0
+
+
+class PlanInEffect(Entry, frozen=True, kw_only=True):
+    """Every rank has acknowledged its state: from here on the state is where this epoch's layout says."""
+
+    epoch: int
+
+
+class PlanRefused(Entry, frozen=True, kw_only=True):
+    """A plan that no rank acted on: `rank` objected, or the controller's own check failed (`rank` None)."""
+
+    epoch: int
+    rank: int | None
+    reason: str
+
+
+class JoinRefused(Entry, frozen=True, kw_only=True):
+    """A new process on a device was turned away; the job goes on without it."""
+
+    rank: int
+    node: str
+    device: int
+    reason: str
 
 
 class FaultInjected(Entry, frozen=True, kw_only=True):
@@ -177,6 +206,9 @@ AnyEntry = (
     | Suspected
     | FailureFound
     | Reconfigured
+    | PlanInEffect
+    | PlanRefused
+    | JoinRefused
     | FaultInjected
     | CheckpointCommitted
     | JobEnded

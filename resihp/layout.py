@@ -65,24 +65,30 @@ class Layout(msgspec.Struct, frozen=True):
     standby: tuple[int, ...] = ()
 
     @classmethod
-    def uniform(cls, *, tp: int, pp: int, dp: int, layers: int, standby: tuple[int, ...] = ()) -> Layout:
+    def uniform(
+        cls, *, tp: int, pp: int, dp: int, layers: int, chunks: int = 1, standby: tuple[int, ...] = ()
+    ) -> Layout:
         """Megatron's grid: rank = (replica * pp + stage) * tp + t, layers spread evenly, the remainder to the first.
 
-        Raises LayoutError if a degree is below 1 or there are fewer layers than stages.
+        With `chunks` above 1 each stage holds that many spans of layers (Megatron's virtual pipeline): virtual stage v
+        is chunk v // pp of stage v % pp. Raises LayoutError if a degree is below 1 or there are fewer layers than
+        virtual stages.
         """
-        if min(tp, pp, dp) < 1:
-            raise LayoutError(f"layout tp={tp} pp={pp} dp={dp}: every degree must be at least 1")
-        if layers < pp:
-            raise LayoutError(f"layout pp={pp}: the model has only {layers} layers; choose --pp {layers} or fewer")
+        if min(tp, pp, dp, chunks) < 1:
+            raise LayoutError(f"layout tp={tp} pp={pp} dp={dp} chunks={chunks}: every degree must be at least 1")
+        if layers < pp * chunks:
+            fewer = f"choose --pp {layers} or fewer" if chunks == 1 else "choose fewer stages or virtual stages"
+            raise LayoutError(f"layout pp={pp}: the model has only {layers} layers; {fewer}")
+        depth = pp * chunks
         spans: list[LayerSpan] = []
-        for s in range(pp):
+        for v in range(depth):
             first = spans[-1][1] + 1 if spans else 0
-            spans.append((first, first + layers // pp + (s < layers % pp) - 1))
+            spans.append((first, first + layers // depth + (v < layers % depth) - 1))
         return cls(
             replicas=tuple(
                 Replica(
                     stages=tuple(
-                        Stage(ranks=tuple((d * pp + s) * tp + t for t in range(tp)), chunks=(spans[s],))
+                        Stage(ranks=tuple((d * pp + s) * tp + t for t in range(tp)), chunks=tuple(spans[s::pp]))
                         for s in range(pp)
                     )
                 )
@@ -129,14 +135,16 @@ class Layout(msgspec.Struct, frozen=True):
         return hashlib.sha256(msgspec.msgpack.encode(self, order="deterministic")).hexdigest()
 
     def describe(self) -> str:
-        """Short text for messages: `DP3 x PP2 x TP2` for uniform layouts, else per replica."""
+        """Short text for messages: `DP3 x PP2 x TP2` for uniform layouts, else per replica, `2x TP4,4 | TP2,1`."""
         shapes = [tuple(stage.tp for stage in replica.stages) for replica in self.replicas]
         tail = f" + {len(self.standby)} standby" if self.standby else ""
         if not shapes:
             return f"no replica{tail}"
         if len(set(shapes)) == 1 and len(set(shapes[0])) == 1:
             return f"DP{len(shapes)} x PP{len(shapes[0])} x TP{shapes[0][0]}{tail}"
-        return " | ".join("TP" + ",".join(map(str, shape)) for shape in shapes) + tail
+        words = {shape: "TP" + ",".join(map(str, shape)) for shape in shapes}  # in order of their first replica
+        counts = {shape: shapes.count(shape) for shape in words}
+        return " | ".join(f"{n}x {words[shape]}" if n > 1 else words[shape] for shape, n in counts.items()) + tail
 
 
 def validate(layout: Layout, model: ModelSpec) -> None:

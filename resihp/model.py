@@ -9,7 +9,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Shape of a decoder-only transformer, as declared by the training script when it starts.
 
     All counts are of the whole model. `kv_groups` is the number of key/value heads (equal to `heads` without
-    grouped queries). `ffn_hidden` is the width of the MLP's inner layer, `gated` tells a gated one (SwiGLU).
+    grouped queries). `ffn_hidden` is the width of the MLP's inner layer, `gated` tells a gated one (SwiGLU). The
+    rows of embedding and head are padded to a multiple of `vocab_multiple`, so that tensor parallelism can cut them;
+    the padding never takes part in the loss.
     """
 
     layers: int
@@ -21,6 +23,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     sequence: int
     gated: bool = False
     tied_embeddings: bool = False
+    vocab_multiple: int = 1
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding and of the head, padding included."""
+        return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
 
     @property
     def parameters_per_layer(self) -> int:
@@ -33,14 +41,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def parameters(self) -> int:
         """Weights of the whole model, embedding and head included."""
-        return self.layers * self.parameters_per_layer + self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
+        return self.layers * self.parameters_per_layer + self.vocab_rows * self.hidden * (
+            1 if self.tied_embeddings else 2
+        )
 
     def tensor_parallel_obstacle(self, degree: int) -> str | None:
         """Why this model cannot be split `degree` ways, or None when it can."""
         for name, count in (
             ("attention heads", self.heads),
             ("query groups", self.kv_groups),
-            ("vocabulary", self.vocab),
+            ("vocabulary rows", self.vocab_rows),
             ("MLP width", self.ffn_hidden),
         ):
             if count % degree:

@@ -4,13 +4,14 @@ A parameter is named independently of any layout and cut along its tensor-parall
 ends, so that each piece (`Slice`) has one set of owners. Gradient synchronisation, norms, checkpoints and state
 transfers are all read off these functions; none of them is decided here.
 
-Called by `resihp.executor`; part of the answer to "what moves?" for the scheduler.
+Called by `resihp.executor`, and by `resihp.transfers`, which answers "what moves?" for it and for the scheduler.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 
 import msgspec
@@ -26,6 +27,11 @@ class ParameterSpec(msgspec.Struct, frozen=True):
     is the axis that tensor parallelism cuts, None when every rank of the group holds all of it. `parts` says how
     many blocks of equal size lie one after the other along `axis`, each cut separately: 2 for a gated MLP's fused
     [gate; up], of which rank t holds [gate_t; up_t]. A fused QKV with rows grouped by query group is one part.
+
+    `tied` is a second unit that uses the same parameter: "head" for an embedding tied to it. Every stage that holds
+    either unit has a copy, and their gradients add up. `partial` is true of parameters that each rank of a group
+    holds whole but sees only its part of the sequence pass (norms and some biases under sequence parallelism): then
+    gradients add up over the group, too.
     """
 
     name: str
@@ -33,6 +39,17 @@ class ParameterSpec(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     axis: int | None = None
     parts: int = 1
+    tied: str | None = None
+    partial: bool = False
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        return (self.unit,) if self.tied is None else (self.unit, self.tied)
+
+    @property
+    def elements(self) -> int:
+        """Of the whole parameter."""
+        return math.prod(self.shape)
 
     @property
     def extent(self) -> int:
@@ -52,7 +69,10 @@ class Slice(msgspec.Struct, frozen=True, order=True):
 
 
 class OwnerSet(msgspec.Struct, frozen=True):
-    """Ranks, one of each replica and in replica order, that hold copies of the same slices and sum their gradients."""
+    """Ranks in replica order that hold copies of the same slices and sum their gradients.
+
+    One of each replica, unless a parameter is tied (one for each stage that holds it) or partial (whole groups).
+    """
 
     owners: tuple[int, ...]
     slices: tuple[Slice, ...]
@@ -88,16 +108,40 @@ def holder(layout: Layout, replica: int, unit: str) -> Stage:
     raise LayoutError(f"replica {replica}: no stage holds layer {layer}")
 
 
+def holders(layout: Layout, spec: ParameterSpec) -> tuple[Stage, ...]:
+    """Every stage that holds a copy of a parameter, in replica order; a tied one may have two in each replica."""
+    found: list[Stage] = []
+    for replica in range(len(layout.replicas)):
+        own = [holder(layout, replica, unit) for unit in spec.units]
+        found += own[:1] if own[0] == own[-1] else own
+    return tuple(found)
+
+
+def cuts(points: Iterable[int], spec: ParameterSpec) -> tuple[Slice, ...]:
+    """The pieces of a parameter between these points (and its ends)."""
+    bounds = sorted({0, spec.extent, *points})
+    return tuple(Slice(spec.name, start, stop) for start, stop in itertools.pairwise(bounds))
+
+
+def ends(layout: Layout, spec: ParameterSpec) -> set[int]:
+    """Where some holder's share of a parameter ends."""
+    return {share(spec, t, tp).stop for tp in {stage.tp for stage in holders(layout, spec)} for t in range(tp)}
+
+
+def size_of(spec: ParameterSpec, piece: Slice) -> int:
+    """Elements of one tensor of a slice (value or one moment)."""
+    return spec.elements * (piece.stop - piece.start) // spec.extent
+
+
 def owned(layout: Layout, specs: Sequence[ParameterSpec]) -> dict[int, tuple[Slice, ...]]:
     """Each active rank's slices, in the order of `specs`, at the finest cut in use for each parameter."""
     held: dict[int, list[Slice]] = {rank: [] for rank in layout.active}
     for spec in specs:
-        cuts = _cuts(layout, spec)
-        for replica in range(len(layout.replicas)):
-            stage = holder(layout, replica, spec.unit)
+        pieces = cuts(ends(layout, spec), spec)
+        for stage in holders(layout, spec):
             for t, rank in enumerate(stage.ranks):
                 mine = share(spec, t, stage.tp)
-                held[rank] += [cut for cut in cuts if mine.start <= cut.start and cut.stop <= mine.stop]
+                held[rank] += [cut for cut in pieces if mine.start <= cut.start and cut.stop <= mine.stop]
     return {rank: tuple(slices) for rank, slices in held.items()}
 
 
@@ -133,26 +177,15 @@ def counted(layout: Layout, specs: Sequence[ParameterSpec]) -> dict[int, tuple[S
     return {rank: tuple(slices) for rank, slices in turns.items()}
 
 
-def _degrees(layout: Layout, spec: ParameterSpec) -> tuple[int, ...]:
-    return tuple(holder(layout, replica, spec.unit).tp for replica in range(len(layout.replicas)))
-
-
-def _cuts(layout: Layout, spec: ParameterSpec) -> tuple[Slice, ...]:
-    """The pieces between all ends of all holders' shares."""
-    ends = {0, spec.extent}
-    for tp in set(_degrees(layout, spec)):
-        ends.update(share(spec, t, tp).stop for t in range(tp))
-    bounds = sorted(ends)
-    return tuple(Slice(spec.name, start, stop) for start, stop in itertools.pairwise(bounds))
-
-
 def _owners(layout: Layout, spec: ParameterSpec) -> Iterator[tuple[tuple[int, ...], Slice]]:
-    stages = [holder(layout, replica, spec.unit) for replica in range(len(layout.replicas))]
-    if spec.axis is None:
+    stages = holders(layout, spec)
+    if spec.partial:
+        yield tuple(rank for stage in stages for rank in stage.ranks), Slice(spec.name, 0, spec.extent)
+    elif spec.axis is None:
         # Walk all groups side by side, from 0 to 1: at each point, the indices that stand there are counterparts.
         points = sorted({Fraction(t, stage.tp) for stage in stages for t in range(stage.tp)})
         for point in points:
             yield tuple(stage.ranks[int(point * stage.tp)] for stage in stages), Slice(spec.name, 0, 1)
-        return
-    for cut in _cuts(layout, spec):
-        yield tuple(stage.ranks[cut.start * stage.tp // spec.extent] for stage in stages), cut
+    else:
+        for cut in cuts(ends(layout, spec), spec):
+            yield tuple(stage.ranks[cut.start * stage.tp // spec.extent] for stage in stages), cut

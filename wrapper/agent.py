@@ -1,8 +1,9 @@
 """The agent: one per node. Starts workers, passes messages on, tells at once who ended.
 
 `python -P -m wrapper.agent --run FILE --node N --supervisor HOST:PORT`, started by a launcher. It decides nothing but
-this: when the supervisor cannot be reached for `RETRY_S`, it ends its workers and itself, so that nothing of a job
-outlives both. Its log is `<job>/logs/<node>.agent.log`.
+this: when the supervisor cannot be reached for `RETRY_S`, or reads so little that no more can be kept for it
+(`wrapper.conversation`), it ends its workers and itself, so that nothing of a job outlives both. A connection that
+breaks is made again, and nothing is lost with it. Its log is `<job>/logs/<node>.agent.log`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from resihp.errors import ProtocolError, ResihpError
 from resihp.forkserver import ONE_THREAD, Ended, Fork, Forked, NotForked
 from resihp.process import adopt_orphans, ending, state_letter
 from resihp.protocol import messages as m
-from resihp.protocol.framing import SecureChannel
+from resihp.protocol.framing import Envelope, SecureChannel
 from wrapper.agent_workers import ForkServerLink, Worker, WorkerPipe
+from wrapper.conversation import Conversation
 from wrapper.request import RunRequest, load
 
 BEAT_S = 1.0
@@ -35,6 +37,8 @@ RETRY_S = 3.0
 RETRY_EVERY_S = 0.1
 TERM_GRACE_S = 1.0
 REAP_S = 2.0
+LAST_WORDS_S = 1.0
+"""How long the supervisor may take to acknowledge what an agent that ends has told it."""
 
 
 class Agent:
@@ -46,8 +50,14 @@ class Agent:
         self._address = (host, port)
         self._key = request.of_job.key
         self._workers: dict[int, Worker] = {}
-        self._channel: SecureChannel[m.AgentOrder] | None = None
-        self._unsent: list[m.AgentMessage] = []
+        self._channel: SecureChannel[Envelope[m.AgentOrder]] | None = None
+        self._conversation: Conversation[m.AgentOrder] = Conversation()
+        self._settled = asyncio.Event()
+        """Set while the supervisor has acknowledged all that it was told."""
+        self._welcome = False
+        """The supervisor has answered to a `Join`: it takes us for this node's agent."""
+        self._answered = False
+        """The supervisor has answered on the present connection."""
         self._epoch = 0
         self._release: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         """Resolved with the seconds of grace once it is time to go; negative: end workers with TERM first."""
@@ -66,20 +76,16 @@ class Agent:
             await self._forks.start()
         except OSError as error:
             self._tell(m.SpawnFailed(reason=f"{self._request.program.interpreter}: {error.strerror}"))
-        tasks = [asyncio.create_task(self._converse()), asyncio.create_task(self._beat())]
+        conversing = asyncio.create_task(self._converse())
+        tasks = [conversing, asyncio.create_task(self._beat())]
         reasons_to_go: list[asyncio.Future[Any]] = [*tasks, self._release]
         await asyncio.wait(reasons_to_go, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             if task.done():
                 task.result()  # a bug in one of them ends the agent with its traceback
         await self._end_workers(self._release.result() if self._release.done() else -TERM_GRACE_S)
-        if self._channel is not None:
-            self._channel.close()
-            try:
-                async with asyncio.timeout(1.0):
-                    await self._channel.flushed()
-            except TimeoutError:
-                print("the supervisor does not read", flush=True)
+        if not conversing.done():
+            await self._say_last_words(conversing)
         for task in tasks:
             task.cancel()
 
@@ -87,51 +93,78 @@ class Agent:
 
     async def _converse(self) -> None:
         """Stay in touch; return when the supervisor is lost for good."""
-        joined = False
         deadline = time.monotonic() + RETRY_S
         while True:
+            self._answered = False
+            trouble = "it broke the connection off"
             try:
-                channel: SecureChannel[m.AgentOrder] = await SecureChannel.connect(
-                    *self._address, self._key, m.AgentOrder, timeout_s=RETRY_S
+                channel: SecureChannel[Envelope[m.AgentOrder]] = await SecureChannel.connect(
+                    *self._address, self._key, Envelope[m.AgentOrder], timeout_s=RETRY_S
                 )
             except (OSError, TimeoutError, ProtocolError) as error:
-                if time.monotonic() > deadline:
-                    print(f"supervisor not reached for {RETRY_S:g} s: {error}", flush=True)
-                    return
-                await asyncio.sleep(RETRY_EVERY_S)
+                trouble = str(error)
+            else:
+                try:
+                    await self._listen(channel)
+                except ProtocolError as error:
+                    trouble = str(error)
+                self._channel = None
+                self._conversation.disconnect()
+                channel.abort()
+            if self._answered:
+                print(f"supervisor: {trouble}; connecting again", flush=True)
+                deadline = time.monotonic() + RETRY_S
                 continue
-            channel.post(
-                m.Join(
-                    node=self._node,
-                    host=socket.gethostname(),
-                    pid=os.getpid(),
-                    devices=self._request.gpus_per_node,
-                    epoch=max(1, self._epoch) if joined else 0,
-                )
-            )
-            joined = True
-            self._channel = channel
-            unsent, self._unsent = self._unsent, []
-            for message in unsent:
-                self._tell(message)
-            try:
-                while (order := await channel.recv()) is not None:
-                    self._obey(order)
-            except ProtocolError as error:
-                print(f"supervisor: {error}", flush=True)
-            self._channel = None
-            channel.abort()
-            deadline = time.monotonic() + RETRY_S
+            if time.monotonic() > deadline:
+                print(f"supervisor not reached for {RETRY_S:g} s: {trouble}", flush=True)
+                return
+            await asyncio.sleep(RETRY_EVERY_S)
+
+    async def _listen(self, channel: SecureChannel[Envelope[m.AgentOrder]]) -> None:
+        """One connection, to its end. Raises ProtocolError."""
+        self._channel = channel
+        join = m.Join(
+            node=self._node,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            devices=self._request.gpus_per_node,
+            epoch=max(1, self._epoch) if self._welcome else 0,
+        )
+        self._conversation.connect(channel.post, join)
+        while (envelope := await channel.recv()) is not None:
+            if envelope.number == 0 and isinstance(envelope.message, m.Release):
+                print("supervisor: refuses this agent", flush=True)
+                self._settled.set()  # nothing that is still to be told will be heard
+                self._go(envelope.message.grace_s)
+                return
+            order = self._conversation.take(envelope)
+            self._answered = self._welcome = True
+            if self._conversation.acknowledged == self._conversation.sent:
+                self._settled.set()
+            if order is not None:
+                self._obey(order)
 
     def _tell(self, message: m.AgentMessage) -> None:
-        if self._channel is not None:
-            try:
-                self._channel.post(message)
-                return
-            except ConnectionError:
-                self._channel = None
-        if not isinstance(message, m.Beat):
-            self._unsent.append(message)
+        if isinstance(message, m.Beat):
+            self._conversation.mention(message)
+            return
+        self._settled.clear()
+        self._conversation.post(message)
+        if self._conversation.overdue:
+            print("supervisor: does not read", flush=True)
+            self._go(-TERM_GRACE_S)
+
+    async def _say_last_words(self, conversing: asyncio.Task[None]) -> None:
+        """Wait until the supervisor has all that it was told, also over a new connection; then close."""
+        try:
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._settled.wait()
+                conversing.cancel()  # it would connect again
+                if self._channel is not None:
+                    self._channel.close()
+                    await self._channel.flushed()
+        except TimeoutError:
+            print("the supervisor does not read", flush=True)
 
     def _obey(self, order: m.AgentOrder) -> None:
         match order:
@@ -207,7 +240,7 @@ class Agent:
                 self._tell(m.Spawned(rank=report.rank, device=worker.start.device, pid=report.pid))
             case NotForked() if report.rank in self._workers:
                 self._forget(report.rank)
-                self._tell(m.SpawnFailed(reason=f"rank {report.rank}: {report.reason}"))
+                self._tell(m.SpawnFailed(reason=report.reason, rank=report.rank))
             case Ended() if report.rank in self._workers:
                 self._ended(report.rank, report.pid, report.status)
 

@@ -9,7 +9,7 @@ import asyncio
 import os
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,7 +142,7 @@ class ForkServerLink:
         """Ask for a worker; takes over `worker_end`."""
         if self._ready:
             with worker_end:
-                self._channel.send(request, [worker_end.fileno()])
+                self._tell(request, [worker_end.fileno()])
         else:
             self._waiting.append((request, worker_end))
 
@@ -154,9 +154,9 @@ class ForkServerLink:
         asyncio.get_running_loop().remove_reader(self._sock)
         self._channel.close()
 
-    def _tell(self, request: msgspec.Struct) -> None:
+    def _tell(self, request: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
         try:
-            self._channel.send(request)
+            self._channel.send(request, descriptors)
         except OSError as error:
             print(f"fork server: {error}", flush=True)  # its end is noticed by the reader
 

@@ -34,9 +34,21 @@ def run(
     gpus_per_node: Annotated[int | None, typer.Option(help="Devices of a node.", show_default="1")] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", show_default="1")] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline-parallel degree.", show_default="1")] = None,
-    schedule: Annotated[str | None, typer.Option(help="Pipeline schedule.", show_default="1f1b")] = None,
+    schedule: Annotated[str | None, typer.Option(help="1f1b, interleaved or zero-bubble.", show_default="1f1b")] = None,
+    virtual_stages: Annotated[
+        int | None, typer.Option(help="Layer chunks of each stage, for interleaved.", show_default="1")
+    ] = None,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Split activations along the sequence.")
+    ] = False,
+    memory_per_device: Annotated[
+        str | None, typer.Option(help="What a device has for the job: 80GB, 79.5GiB.", show_default="unknown")
+    ] = None,
     ledger: Annotated[str | None, typer.Option(help="SQLAlchemy URL.", show_default="in the job's folder")] = None,
-    fault: Annotated[list[str] | None, typer.Option(help="Inject KIND:TARGET@WHEN; repeatable.")] = None,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(help="Inject KIND:TARGET@WHEN; repeatable."),
+    ] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Iterations between.", show_default="0")] = None,
     checkpoint_folder: Annotated[Path | None, typer.Option(help="Where checkpoints are.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from a checkpoint; [JOB] names whose.")] = False,
@@ -46,6 +58,12 @@ def run(
     Example: resihp run --local --nodes 2 --gpus-per-node 4 --tp 2 --pp 2 -- python train.py
 
     --resume takes the newest complete checkpoint; --resume JOB (last before the --) that of another job.
+
+    --fault hurts the job on purpose. KIND: kill, crash, stop, hang, raise or
+    disconnect. TARGET: rank=R or node=N. WHEN: iteration=I[,phase=P], where P is
+    a moment of the iteration (forward, backward, reduce, step) or of the
+    transition that leads up to it (park, groups, transfer, resume).
+    Example: --fault kill:rank=1@iteration=3,phase=backward
     """
     from wrapper import start
 
@@ -53,8 +71,19 @@ def run(
     if resume and command and len(command) > 1 and command[1] == "--":
         whose, command = command[0], command[2:]
     options = start.Options(
-        job={"nodes": nodes, "gpus_per_node": gpus_per_node, "command": tuple(command) if command else None},
-        layout={"tp": tp, "pp": pp, "schedule": schedule},
+        job={
+            "nodes": nodes,
+            "gpus_per_node": gpus_per_node,
+            "memory_per_device": memory_per_device,
+            "command": tuple(command) if command else None,
+        },
+        layout={
+            "tp": tp,
+            "pp": pp,
+            "schedule": schedule,
+            "virtual_stages": virtual_stages,
+            "sequence_parallel": sequence_parallel or None,
+        },
         ledger={"url": ledger},
         checkpoint={
             "every": checkpoint_every,
@@ -70,7 +99,7 @@ def run(
 
 @app.command()
 def inject(
-    kind: Annotated[str, typer.Argument(help="kill, crash, stop, hang or raise.")],
+    kind: Annotated[str, typer.Argument(help="kill, crash, stop or disconnect.")],
     job: Annotated[str | None, typer.Argument(help="The job; the newest if left out.")] = None,
     rank: Annotated[int | None, typer.Option(help="The worker to hit.")] = None,
     node: Annotated[str | None, typer.Option(help="The node to hit.")] = None,

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -24,6 +25,7 @@ from pydantic_settings import (
 )
 
 from resihp.errors import ConfigurationError
+from resihp.pipeline.schedules import SCHEDULES
 
 PREFIX = "RESIHP_"
 SEPARATOR = "__"
@@ -33,6 +35,31 @@ NOT_YET = {
     "container": "containers are not supported yet; remove the section",
 }
 """Sections of the design that this version would ignore."""
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(I?)B", re.IGNORECASE)
+
+
+def size(text: object) -> int | None:
+    """Bytes of `80GB`, `79.5 GiB`, `512MB`: powers of 1000, with an i of 1024. Raises ValueError."""
+    if text is None:
+        return None
+    match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError("not a size with a unit; examples: 80GB, 79.5GiB, 512MB")
+    number, letter, binary = match.groups()
+    unit = float(1024 if binary else 1000) ** " KMGTP".index(letter.upper() or " ")
+    found = round(float(number) * unit)
+    if found < 1:
+        raise ValueError("must be more than nothing")
+    return found
+
+
+def known_schedule(name: str) -> str:
+    """Raises ValueError naming those that there are."""
+    if name not in SCHEDULES:
+        raise ValueError(f"is one of {', '.join(SCHEDULES)}")
+    return name
 
 
 class Section(BaseModel):
@@ -48,6 +75,8 @@ class JobSection(Section):
     """Nodes, or virtual nodes with --local."""
     gpus_per_node: int = Field(default=1, ge=1, le=1024)
     """Devices of a node, one worker each."""
+    memory_per_device: Annotated[int | None, BeforeValidator(size)] = None
+    """What each device has for the job, with its unit, as `80GB`; if left out, it is not known, and not checked."""
     command: tuple[str, ...] = ()
     """What each worker runs, unless the command line tells after `--`."""
 
@@ -59,8 +88,12 @@ class LayoutSection(Section):
     """Tensor-parallel degree; at most `job.gpus_per_node`."""
     pp: int = Field(default=1, ge=1)
     """Pipeline-parallel degree."""
-    schedule: Literal["1f1b"] = "1f1b"
-    """Pipeline schedule."""
+    schedule: Annotated[str, AfterValidator(known_schedule)] = "1f1b"
+    """Pipeline schedule: `1f1b`, `interleaved` or `zero-bubble`."""
+    virtual_stages: int = Field(default=1, ge=1)
+    """Chunks of layers that each stage holds; 2 or more with `interleaved`, 1 with others."""
+    sequence_parallel: bool = False
+    """Split activations between layers along the sequence, over each tensor-parallel group."""
 
 
 class AdaptSection(Section):
@@ -68,6 +101,8 @@ class AdaptSection(Section):
 
     mode: Literal["in-job"] = "in-job"
     """Re-plan inside the job; `restart` and `observe` are not supported yet."""
+    come_backs: int = Field(default=3, ge=0)
+    """How often a process may be started again on the same device."""
 
 
 class CheckpointSection(Section):
@@ -185,6 +220,9 @@ def _check_keys(source: str, content: Mapping[str, Any]) -> None:
         assert isinstance(model, type)
         assert issubclass(model, Section)
         for key in keys:
+            mode = keys[key] if (section, key) == ("adapt", "mode") else None
+            if mode in ("restart", "observe"):
+                raise ConfigurationError(f"{source}: [adapt] mode: {mode} is not supported yet, only in-job is")
             if (section, key) == ("job", "time"):
                 raise ConfigurationError(f"{source}: [job] time: a time limit is not supported yet; remove the key")
             if key not in model.model_fields:
@@ -202,4 +240,6 @@ def _explain(error: ValidationError, sources: list[tuple[str, Any]]) -> str:
     problem = error.errors()[0]
     section, key = (str(part) for part in (*problem["loc"], "", "")[:2])
     source = next((name for name, content in sources if key in content.get(section, {})), "configuration")
-    return f"{source}: [{section}] {key}: {problem['msg'].lower()}, got {problem['input']!r}"
+    words = problem["msg"].removeprefix("Value error, ")
+    words = words if problem["type"] == "value_error" else words.lower()
+    return f"{source}: [{section}] {key}: {words}, got {problem['input']!r}"

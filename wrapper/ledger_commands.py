@@ -31,7 +31,8 @@ SCHEMA = 1
 EVENTS_IN_JSON = 50
 WATCH_S = 1.0
 EVENT_KINDS = (
-    *("FailureFound", "Reconfigured", "PlanDecided", "NodeLost", "Suspected", "SuspicionCleared"),
+    *("FailureFound", "Reconfigured", "PlanDecided", "PlanRefused", "JoinRefused", "NodeLost"),
+    *("Suspected", "SuspicionCleared"),
     *("FaultInjected", "CheckpointCommitted", "JobEnded"),
 )
 
@@ -242,16 +243,23 @@ def _is_over(job: Job) -> bool:
 
 def job_status(reader: Reader, row: dict[str, Any], now: datetime | None = None) -> dict[str, Any]:
     """What `status --json` prints: `schema`, `job`, `state`, `iteration`, `loss`, `goodput`, `layout`, `events`, ..."""
+    import json
+
+    from db.layouts import from_json
+    from wrapper.render import placed
+
     figures = reader.summary(row["id"], now)
-    plans = reader.rows("plans", row["id"], last=1)
+    plans = reader.shown_plan(row["id"])
     layout = plans[0]["layout"] if plans else None
-    standby = set(layout["standby"]) if layout else set()
+    places = from_json(json.dumps(layout)) if layout else None
     health: dict[int, Health] = {}
     for worker in reader.rows("workers", row["id"]):
         rank = worker["rank"]
-        health[rank] = "standby" if rank in standby else "active"
+        state: Health = "active" if places is None else placed("active", rank, places)
         if worker["ended_at"] is not None and worker["exit"] != 0:
             health[rank] = "dead"
+        elif worker["ended_at"] is None or state != "starting":  # not one that left before it was given a place
+            health[rank] = state
     if figures["state"] == "running":
         suspicions = {e["rank"]: e["kind"] for e in reader.events(row["id"], ("Suspected", "SuspicionCleared"), 1000)}
         for rank, kind in suspicions.items():

@@ -16,9 +16,9 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from db.explain import explain
+from db.explain import explain, size
 from resihp import journal
-from wrapper.render import Health, count, duration, layout_grid, literal
+from wrapper.render import Health, count, duration, layout_grid, legend, literal, placed
 
 if TYPE_CHECKING:
     from resihp.controller.interface import Settings
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 Level = Literal["progress", "notice", "warning", "error"]
 BETWEEN_LINES_S = 1.0
 BETWEEN_FRAMES_S = 0.2
+ROOM_FOR_ECHO = 6
+"""Columns left free beside the panel: a terminal that echoes ^C there does not begin a new line, and Rich, which
+counts lines, takes all of the panel off the screen."""
 SHOWN_AFTER_FAILURE = 3
 """Iterations that are told one by one after a failure, however fast they are."""
 _STYLES: Mapping[Level, str] = {"progress": "", "notice": "cyan", "warning": "yellow", "error": "bold red"}
@@ -62,6 +65,7 @@ class LiveView:
         self._clock = clock
         self._health: dict[int, Health] = {}
         self._layout: Layout | None = None
+        self._in_effect: Layout | None = None
         self._last: journal.IterationCommitted | None = None
         self._next = 1
         self._event = ""
@@ -93,7 +97,7 @@ class LiveView:
         self._dirty = True
         match entry:
             case journal.WorkerStarted():
-                self._health[entry.rank] = "active"
+                self._health[entry.rank] = "active" if self._layout is None else "starting"
             case journal.WorkerEnded():
                 # Those that end by themselves when training is over are not dead.
                 if entry.exit != 0:
@@ -101,11 +105,16 @@ class LiveView:
             case journal.Suspected():
                 if entry.rank is not None and self._health.get(entry.rank) != "dead":
                     self._health[entry.rank] = "active" if entry.cleared else "suspected"
-                    self._place_standby()
+                    self._place()
             case journal.PlanDecided():
                 self._layout = entry.plan.layout
                 self._next = entry.next_iteration
-                self._place_standby()
+                self._place()
+            case journal.PlanInEffect():
+                self._in_effect = self._layout
+            case journal.PlanRefused():
+                self._layout = self._in_effect or self._layout
+                self._place()
             case journal.IterationCommitted():
                 self._committed(entry)
             case journal.FailureFound():
@@ -157,19 +166,22 @@ class LiveView:
         self._event = shown.splitlines()[0] if shown else ""
         self._console.print(Text(shown, style=style), soft_wrap=True)
 
-    def _place_standby(self) -> None:
-        if self._layout is None:
-            return
-        for rank in self._layout.standby:
-            if self._health.get(rank) == "active":
-                self._health[rank] = "standby"
+    def _place(self) -> None:
+        if self._layout is not None:
+            self._health = {rank: placed(was, rank, self._layout) for rank, was in self._health.items()}
 
     def _recovered(self, entry: journal.Reconfigured) -> str:
         layout = self._layout.describe() if self._layout is not None else f"epoch {entry.epoch}"
-        redone = entry.action == "redo"
-        what = f"iteration {self._next} redone" if redone else f"iteration {self._next - 1} counts"
+        what = {
+            "redo": f"iteration {self._next} redone",
+            "commit": f"iteration {self._next - 1} counts",
+            "between": f"iteration {self._next} next",
+        }[entry.action]
+        moved = f", {size(entry.bytes_moved)} moved" if entry.bytes_moved else ""
+        if entry.action == "between" and not entry.failures:
+            return f"layout changed: {layout}, {what}, in {duration(entry.seconds)}{moved}"
         since = "the failure was noticed" if len(entry.failures) == 1 else "the first sign of trouble"
-        return f"recovered: {layout}, {what}, {duration(entry.seconds)} after {since}"
+        return f"recovered: {layout}, {what}, {duration(entry.seconds)} after {since}{moved}"
 
     def _committed(self, entry: journal.IterationCommitted) -> None:
         self._last = entry
@@ -198,9 +210,13 @@ class LiveView:
         self._live.update(self._panel(), refresh=True)
 
     def _panel(self) -> Panel:
+        width = max(self._console.width - ROOM_FOR_ECHO, 24)
         parts: list[Text] = []
         if self._last is None:
-            parts.append(Text("waiting for the first iteration", style="dim"))
+            there = sum(state != "dead" for state in self._health.values())
+            of = self._settings.nodes * self._settings.gpus_per_node
+            started = f", {there} of {of} workers have started" if self._layout is None else ""
+            parts.append(Text(f"waiting for the first iteration{started}", style="dim"))
         else:
             parts.append(Text(iteration_line(self._last), style="bold"))
             under_way = self._last.outcome.iteration + 1
@@ -208,11 +224,14 @@ class LiveView:
                 done, of = self._reports[under_way], len(self._layout.active)
                 parts.append(Text(f"iteration {under_way}  {done} of {of} ranks have stepped", style="dim"))
         if self._layout is not None:
-            parts.append(layout_grid(self._layout, self._health, max(self._console.width - 4, 20)))
+            parts.append(layout_grid(self._layout, self._health, max(width - 4, 20)))
+            if meaning := legend(self._health.values()):
+                parts.append(Text(meaning, style="dim"))
         if self._event:
             parts.append(Text(self._event, style="dim", no_wrap=True, overflow="ellipsis"))
         layout = f", {self._layout.describe()}" if self._layout is not None else ""
-        return Panel(Group(*parts), title=Text(f"job {literal(self._settings.job)}{layout}"), title_align="left")
+        title = Text(f"job {literal(self._settings.job)}{layout}", no_wrap=True, overflow="ellipsis")
+        return Panel(Group(*parts), title=title, title_align="left", width=width)
 
 
 def iteration_line(entry: journal.IterationCommitted) -> str:

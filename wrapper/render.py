@@ -6,19 +6,26 @@ reasons come from outside and are printed literally.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
-from resihp.layout import Layout, Replica, Stage
+from resihp.layout import Layout, Stage
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-Health = Literal["active", "standby", "suspected", "dead"]
-LETTERS: Mapping[Health, str] = {"active": "", "standby": "s", "suspected": "?", "dead": "x"}
+Health = Literal["active", "standby", "starting", "suspected", "dead"]
+LETTERS: Mapping[Health, str] = {"active": "", "standby": "s", "starting": "+", "suspected": "?", "dead": "x"}
 """Put behind a rank, so that health shows without colour."""
-STYLES: Mapping[Health, str] = {"active": "green", "standby": "yellow", "suspected": "magenta", "dead": "bold red"}
+STYLES: Mapping[Health, str] = {
+    "active": "green",
+    "standby": "yellow",
+    "starting": "cyan",
+    "suspected": "magenta",
+    "dead": "bold red",
+}
 MOST_REPLICAS = 16
 """Rows of a grid; more replicas than that and healthy ones are left out."""
 
@@ -75,71 +82,116 @@ def _layers(stage: Stage) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in stage.chunks)
 
 
-def _is_calm(replica: Replica, health: Mapping[int, Health]) -> bool:
-    return all(health.get(rank, "active") == "active" for rank in replica.ranks)
+def placed(health: Health, rank: int, layout: Layout) -> Health:
+    """What a live rank is by its place in the layout; what it is otherwise stays."""
+    if health in ("suspected", "dead"):
+        return health
+    if rank in layout.standby:
+        return "standby"
+    return "starting" if layout.place(rank) is None else "active"
 
 
-def _shown(layout: Layout, health: Mapping[int, Health]) -> list[int]:
-    """Replicas that get a row: all, or of many the first ones and those with something to see."""
-    every = range(len(layout.replicas))
-    if len(every) <= MOST_REPLICAS:
-        return list(every)
-    odd = [d for d in every if not _is_calm(layout.replicas[d], health)][: MOST_REPLICAS - 2]
-    return sorted({*range(MOST_REPLICAS - len(odd)), *odd})
+def legend(health: Iterable[Health]) -> str:
+    """`s standby, x dead`: what the letters mean that are there."""
+    there = set(health)
+    return ", ".join(f"{letter} {name}" for name, letter in LETTERS.items() if letter and name in there)
+
+
+def _usual(layout: Layout, depth: int) -> list[str | None]:
+    """The layers of each stage in most replicas; where no shape has a majority, what all of them agree on."""
+    shapes = [tuple(_layers(stage) for stage in replica.stages) for replica in layout.replicas]
+    if not shapes:
+        return []
+    common, times = Counter(shapes).most_common(1)[0]
+    if 2 * times > len(shapes):
+        return [*common, *[None] * (depth - len(common))]
+    agreed = [{shape[s] if s < len(shape) else None for shape in shapes} for s in range(depth)]
+    return [spans.pop() if len(spans) == 1 else None for spans in agreed]
+
+
+def _odd(layout: Layout, health: Mapping[int, Health], usual: Sequence[str | None]) -> list[int]:
+    """Replicas with something to see: another shape or other layers than most have, or a rank that is not active."""
+    shapes = [tuple(stage.tp for stage in replica.stages) for replica in layout.replicas]
+    common = Counter(shapes).most_common(1)[0][0] if shapes else ()
+    return [
+        d
+        for d, replica in enumerate(layout.replicas)
+        if shapes[d] != common
+        or any(_layers(stage) != usual[s] for s, stage in enumerate(replica.stages))
+        or any(health.get(rank, "active") != "active" for rank in replica.ranks)
+    ]
+
+
+def _rows(count: int, odd: Sequence[int]) -> list[int | str]:
+    """Replicas that get a row, all, or of many the first ones and odd ones, and lines that tell of those left out."""
+    if count <= MOST_REPLICAS:
+        return list(range(count))
+    shown = odd[: MOST_REPLICAS - 2]
+    picked = sorted({*range(MOST_REPLICAS - len(shown)), *shown})
+    rows: list[int | str] = []
+    for d, following in zip([-1, *picked], [*picked, count], strict=True):
+        rows += [d] if d >= 0 else []
+        left_out = range(d + 1, following)
+        if left_out:
+            calm = "all active" if not set(left_out).intersection(odd) else "not all active"
+            rows.append(f"... {len(left_out)} more, {calm}")
+    return rows
 
 
 def layout_grid(layout: Layout, health: Mapping[int, Health] | None = None, width: int = 80) -> Text:
     """A row for each replica, a column for each stage, in each cell the ranks of its tensor-parallel group.
 
-    Below it standby ranks, and those known to `health` but in no place of the layout. Stages that do not fit into
-    `width` columns continue below. Colours are a second hint: letters tell the health as well.
+    Layers stand above the columns, and in the cells of stages that hold others (`L0-3`). Below the grid are standby
+    ranks, and those known to `health` but in no place of the layout: started and not taken in yet, or dead. Stages
+    that do not fit into `width` columns continue below. Colours are a second hint: letters tell the health as well.
     """
     from rich.text import Text
 
     health = health or {}
     depth = max((len(replica.stages) for replica in layout.replicas), default=0)
-    spans = [{_layers(r.stages[s]) for r in layout.replicas if s < len(r.stages)} for s in range(depth)]
-    rows = _shown(layout, health)
-    cells: list[list[list[tuple[str, Health]]]] = []
+    usual = _usual(layout, depth)
+    rows = _rows(len(layout.replicas), _odd(layout, health, usual))
+    cells: dict[int, list[list[tuple[str, Health]]]] = {}
     for d in rows:
-        stages = layout.replicas[d].stages
-        cells.append([])
-        for s, stage in enumerate(stages):
-            cell = _runs(stage.ranks, health, "active")
-            cells[-1].append(cell if len(spans[s]) == 1 else [*cell, (f"L{_layers(stage)}", "active")])
+        if isinstance(d, int):
+            cells[d] = []
+            for s, stage in enumerate(layout.replicas[d].stages):
+                cell = _runs(stage.ranks, health, "active")
+                cells[d].append(cell if _layers(stage) == usual[s] else [*cell, (f"L{_layers(stage)}", "active")])
     heads = [f"stage {s}" for s in range(depth)]
-    layers = [f"layers {next(iter(span))}" if len(span) == 1 else "" for span in spans]
-    label = max([len("replica 0"), *(len(f"replica {d}") for d in rows)]) + 2
+    layers = ["" if span is None else f"layers {span}" for span in usual]
+    label = max([len("replica 0"), *(len(f"replica {d}") for d in cells)]) + 2
     widths = [
-        max(len(heads[s]), len(layers[s]), *(_width(row[s]) for row in cells if s < len(row))) + 2 for s in range(depth)
+        max(len(heads[s]), len(layers[s]), *(_width(row[s]) for row in cells.values() if s < len(row))) + 2
+        for s in range(depth)
     ]
     lines: list[Text] = []
     for block in _blocks(widths, width - label):
         lines.append(Text(" " * label + "".join(heads[s].ljust(widths[s]) for s in block), style="bold"))
         if any(layers[s] for s in block):
             lines.append(Text(" " * label + "".join(layers[s].ljust(widths[s]) for s in block), style="dim"))
-        previous = -1
-        for d, row in zip(rows, cells, strict=True):
-            if d != previous + 1:
-                lines.append(Text(f"... {d - previous - 1} more, all active"))
-            previous = d
+        for d in rows:
+            if isinstance(d, str):
+                lines.append(Text(d))
+                continue
             line = Text(f"replica {d}".ljust(label))
             for s in block:
-                if s < len(row):
-                    for n, (word, state) in enumerate(row[s]):
+                if s < len(cells[d]):
+                    for n, (word, state) in enumerate(cells[d][s]):
                         line.append(" " if n else "").append(word, STYLES[state])
-                    line.append(" " * (widths[s] - _width(row[s])))
+                    line.append(" " * (widths[s] - _width(cells[d][s])))
             lines.append(line)
-        if previous < len(layout.replicas) - 1:
-            lines.append(Text(f"... {len(layout.replicas) - 1 - previous} more, all active"))
     if not layout.replicas:
         lines.append(Text("no replica"))
     dead = sorted(rank for rank in health if health[rank] == "dead" and layout.place(rank) is None)
     standby = [rank for rank in layout.standby if rank not in dead]
-    if standby:
-        lines += _wrapped("standby".ljust(label), _runs(standby, health, "standby"), width)
-    if dead:
-        lines += _wrapped("dead".ljust(label), _runs(dead, health, "dead"), width)
+    starting = sorted(set(health) - set(layout.ranks) - set(dead))
+    below: list[tuple[str, Sequence[int], Health]] = [
+        *(("standby", standby, "standby"), ("starting", starting, "starting"), ("dead", dead, "dead"))
+    ]
+    for name, ranks, state in below:
+        if ranks:
+            lines += _wrapped(name.ljust(label), _runs(ranks, health, state), width)
     for line in lines:
         line.rstrip()
     return Text("\n").join(lines)

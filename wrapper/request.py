@@ -40,6 +40,11 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     tp: int
     pp: int
     schedule: str
+    virtual_stages: int = 1
+    sequence_parallel: bool = False
+    memory_bytes: int | None = None
+    """Of each device; None where it is not known."""
+    come_backs: int = 3
     faults: tuple[Fault, ...]
     checkpoint_folder: str
     checkpoint_every: int
@@ -66,6 +71,10 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
             tp=self.tp,
             pp=self.pp,
             schedule=self.schedule,
+            chunks=self.virtual_stages,
+            sequence_parallel=self.sequence_parallel,
+            memory_bytes=self.memory_bytes,
+            come_backs=self.come_backs,
             faults=self.faults,
             checkpoint_every=self.checkpoint_every,
         )

@@ -26,7 +26,7 @@ from resihp.errors import CheckpointError, ProtocolError, ResihpError
 from resihp.faults import Fault, Kind
 from resihp.journal import AnyEntry, CheckpointCommitted, JobEnded, Journal, Record, WorkerEnded
 from resihp.protocol import messages as m
-from resihp.protocol.framing import SecureChannel, serve
+from resihp.protocol.framing import Envelope, SecureChannel, serve
 from wrapper.agent_links import AgentLinks
 from wrapper.jobs import SupervisorFile, copy_journal, write_private
 from wrapper.launcher import Launcher
@@ -118,7 +118,7 @@ class Supervisor:
         self.log(started)
         listener = socket.create_server((self._launcher.host, 0), backlog=1024)
         port = listener.getsockname()[1]
-        receives = m.AgentMessage | m.OperatorRequest
+        receives = Envelope[m.AgentMessage] | m.OperatorRequest
         server = await serve(listener, self._job.key, receives, self._connected, self._refused)
         address = SupervisorFile(host=self._launcher.host, port=port, pid=os.getpid())
         write_private(self._job.supervisor_file, msgspec.json.encode(address))
@@ -185,6 +185,8 @@ class Supervisor:
                 self._links.signal(action.rank, action.signal)
             case api.SignalNode():
                 self._links.signal_node(action.node, action.signal)
+            case api.CutConnection():
+                self._links.cut(action.node)
             case api.DropNode():
                 self._links.drop(action.node)
             case api.Reply():
@@ -209,12 +211,14 @@ class Supervisor:
                     rank=rank,
                     node=action.node,
                     device=device,
-                    world_size=request.nodes * request.gpus_per_node,
-                    nodes=tuple(node for node in self._launcher.nodes for _ in range(request.gpus_per_node)),
+                    world_size=len(action.nodes),
+                    nodes=action.nodes,
                     faults=request.faults,
                     checkpoint_folder=request.checkpoint_folder,
                     checkpoint_every=request.checkpoint_every,
                     resume=request.resume,
+                    memory_bytes=request.memory_bytes,
+                    joins=action.joins,
                 )
                 for rank, device in action.workers
             ),
@@ -248,6 +252,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(TICK_S)
             self._event(api.Tick())
+            self._links.acknowledge()
             self._view.tick()
             self._flush_telemetry()
 
@@ -274,8 +279,8 @@ class Supervisor:
         match first:
             case None:
                 return
-            case m.Join():
-                await self._links.converse(channel, first)
+            case Envelope(message=m.Join() as join):
+                await self._links.converse(channel, first, join)
             case m.Inject():
                 await self._serve_operator(channel, first)
             case _:
@@ -377,4 +382,6 @@ def _obstacle(asked: m.Inject) -> str | None:
         return f"unknown kind {asked.kind!r}, one of {', '.join(get_args(Kind))}"
     if (asked.rank is None) == (asked.node is None):
         return "the target is one of --rank R and --node N"
+    if asked.kind == "disconnect" and asked.node is None:
+        return "disconnect happens to a node, not to a rank"
     return None

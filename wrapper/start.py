@@ -48,7 +48,7 @@ def prepare(options: Options) -> RunRequest:
     """Check everything, then make the job's folder. Raises UsageError; then no folder was made."""
     given = {
         section: {key: value for key, value in getattr(options, section).items() if value is not None}
-        for section in ("job", "layout", "ledger", "checkpoint")
+        for section in ("job", "layout", "ledger", "checkpoint")  # the command line has no [adapt]
     }
     configuration = read(given, options.config)
     if not options.local:
@@ -57,7 +57,7 @@ def prepare(options: Options) -> RunRequest:
     devices = configuration.job.nodes * configuration.job.gpus_per_node
     planned = tuple(faults.parse(text, i + 1) for i, text in enumerate(options.faults))
     for fault in planned:
-        check_target(fault, devices, configuration.job.nodes)
+        check_target(fault, devices, configuration.job.nodes, configuration.adapt.come_backs)
     program = resolve(configuration.job.command, _notice)
     inherited = None if options.resume is None else find_checkpoints(configuration, options.resume)
 
@@ -74,6 +74,10 @@ def prepare(options: Options) -> RunRequest:
         tp=configuration.layout.tp,
         pp=configuration.layout.pp,
         schedule=configuration.layout.schedule,
+        virtual_stages=configuration.layout.virtual_stages,
+        sequence_parallel=configuration.layout.sequence_parallel,
+        memory_bytes=configuration.job.memory_per_device,
+        come_backs=configuration.adapt.come_backs,
         faults=planned,
         checkpoint_folder=str(inherited or Path(configuration.checkpoint.folder or job.checkpoints).absolute()),
         checkpoint_every=configuration.checkpoint.every,
@@ -109,12 +113,26 @@ def check_layout(configuration: Configuration) -> None:
             f"layout tp={layout.tp}: {job.gpus_per_node} devices a node are not a multiple of it, so a "
             "tensor-parallel group would cross nodes"
         )
+    if layout.schedule == "interleaved" and layout.virtual_stages == 1:
+        raise LayoutError(
+            "layout schedule=interleaved: interleaves the virtual stages of each stage, and there is one; "
+            "choose --virtual-stages 2 or more, or --schedule 1f1b"
+        )
+    if layout.schedule != "interleaved" and layout.virtual_stages > 1:
+        raise LayoutError(
+            f"layout schedule={layout.schedule}: has one virtual stage a stage, not {layout.virtual_stages}; "
+            "choose --schedule interleaved, or --virtual-stages 1"
+        )
 
 
-def check_target(fault: Fault, devices: int, nodes: int) -> None:
-    """Raises ConfigurationError for a fault that hits nobody."""
-    if fault.rank is not None and fault.rank >= devices:
-        raise ConfigurationError(f"fault {fault}: there is no rank {fault.rank}; ranks are 0 to {devices - 1}")
+def check_target(fault: Fault, devices: int, nodes: int, come_backs: int) -> None:
+    """Raises ConfigurationError for a fault that hits nobody. Processes that come back have ranks of their own."""
+    most = devices * (1 + come_backs)
+    if fault.rank is not None and fault.rank >= most:
+        later = f", {devices} to {most - 1} for processes that come back" if come_backs else ""
+        raise ConfigurationError(
+            f"fault {fault}: there is no rank {fault.rank}; ranks are 0 to {devices - 1} at the start{later}"
+        )
     names = [f"n{i + 1}" for i in range(nodes)]
     if fault.node is not None and fault.node not in names:
         raise ConfigurationError(f"fault {fault}: there is no node {fault.node}; nodes are {names[0]} to {names[-1]}")

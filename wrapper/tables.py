@@ -16,8 +16,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from db.explain import size
 from db.layouts import from_json
-from wrapper.render import duration, layout_grid, literal, percent
+from wrapper.render import duration, layout_grid, legend, literal, percent
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -47,12 +48,28 @@ def _seconds(name: str, heading: str) -> Column:
     return Column(heading, lambda row: duration(row[name]), right=True)
 
 
+def _bytes(name: str, heading: str) -> Column:
+    return Column(heading, lambda row: size(row[name]), right=True)
+
+
 def _time(name: str, heading: str) -> Column:
     return Column(heading, lambda row: "-" if row[name] is None else f"{row[name].astimezone(UTC):%m-%d %H:%M:%S}")
 
 
 def _device(row: dict[str, Any]) -> str:
     return "-" if row["node"] is None else row["node"] if row["device"] is None else f"{row['node']} {row['device']}"
+
+
+def _effect(row: dict[str, Any]) -> str:
+    """When a plan took effect, or what became of it instead."""
+    return f"{row['in_effect_at'].astimezone(UTC):%m-%d %H:%M:%S}" if row["in_effect_at"] else str(row["outcome"])
+
+
+def _plan_reason(row: dict[str, Any]) -> str:
+    if row["refused_reason"] is None:
+        return str(row["reason"])
+    who = "our own check" if row["refused_by"] is None else f"rank {row['refused_by']}"
+    return f"{row['reason']}; {who}: {row['refused_reason']}"
 
 
 def _terminal_columns(table: str) -> list[Column]:
@@ -97,16 +114,17 @@ def _terminal_columns(table: str) -> list[Column]:
             _words("description", "layout", wraps=True),
             _number("next_iteration", "from"),
             _words("action"),
-            _time("decided_at", "decided (UTC)"),
-            _words("reason", wraps=True),
+            Column("in effect (UTC)", _effect),
+            Column("reason", _plan_reason, wraps=True),
         ],
         "reconfigurations": [
             _number("epoch"),
             _words("action"),
             _number("attempts", "tries"),
             *(_number(f"{name}_seconds", name, form="{:.2f}") for name in ("park", "plan", "groups", "state")),
-            _number("first_iteration_seconds", "first it.", form="{:.2f}"),
+            _number("first_iteration_seconds", "first", form="{:.2f}"),
             _number("seconds", "total s", form="{:.2f}"),
+            _bytes("bytes_moved", "moved"),
         ],
         "drains": [
             _words("node"),
@@ -130,7 +148,8 @@ def _terminal_columns(table: str) -> list[Column]:
 def history_table(table: str, rows: list[dict[str, Any]]) -> Table:
     """Rows of one of `History` as a Rich table; cells are shown literally."""
     columns = _terminal_columns(table)
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    tight = table in ("plans", "reconfigurations")
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0) if tight else (0, 1))
     for column in columns:
         shown.add_column(
             Text(column.heading),
@@ -169,8 +188,8 @@ def render_status(state: dict[str, Any], width: int) -> RenderableType:
             Text(),
             layout_grid(from_json(json.dumps(state["layout"])), health, width),
         ]
-        if any(value != "active" for value in health.values()):
-            parts.append(Text("s standby, ? suspected, x dead", style="dim"))
+        if meaning := legend(health.values()):
+            parts.append(Text(meaning, style="dim"))
     if state["events"]:
         events = Table.grid(padding=(0, 2, 0, 0))
         for event in state["events"][-EVENTS_SHOWN:]:

@@ -3,12 +3,19 @@
 Never looks at a clock, a socket or a tensor. Called by the supervisor shell, by the simulator and by the fuzz harness
 with the same code. A job's life, and the modules that decide each part of it:
 
-    gathering -> (proposing -> building -> first iteration -> running) -> halting -> ended
-                      ^                                          |
-                      +---------------- parking <---- failure ---+     any failure on the way parks again, one epoch up
+    gathering -> proposing -> building -> [in effect] -> first iteration -> running -> halting -> ended
+                     ^  |                                                      |
+                     |  +-- refused --+                       a newcomer is worth it: pausing
+                     |                v                                        |
+                     +------------ parking <-- failure, at any time; or -------+
 
-`gathering` the start · `transitions` plans · `iterations` commits · `failures` losses · `judge` silence and time ·
-`injection` faults on purpose · `incidents` root causes and the end.
+A transition is a transaction: parked, everybody reports; proposed, everybody checks and confirms; building, state is
+moved beside what is there; only when all have acknowledged, the plan is in effect (journal), and the old state is let
+go. Until then a failure parks again, one epoch up, from the plan that still is in effect.
+
+`gathering` the start · `transitions` from one plan to the next · `planning` which plan, from which state · `consent`
+what ranks say to it · `iterations` commits · `failures` losses · `newcomers` processes that join · `judge` silence and
+time · `injection` faults on purpose · `incidents` root causes and the end.
 """
 
 from __future__ import annotations
@@ -16,7 +23,17 @@ from __future__ import annotations
 import signal as signals
 from typing import assert_never
 
-from resihp.controller import failures, gathering, incidents, injection, iterations, judge, transitions
+from resihp.controller import (
+    consent,
+    failures,
+    gathering,
+    incidents,
+    injection,
+    iterations,
+    judge,
+    newcomers,
+    transitions,
+)
 from resihp.controller import interface as api
 from resihp.controller.interface import AnyAction, AnyEvent, Settings
 from resihp.controller.state import Job
@@ -48,7 +65,7 @@ class Controller:
             case api.WorkerSpawned():
                 gathering.spawned(job, event)
             case api.SpawnRefused():
-                incidents.end(job, 2, f"node {event.node}: cannot start workers: {event.reason}")
+                gathering.spawn_refused(job, event)
             case api.WorkerExited():
                 failures.exited(job, event)
             case api.WorkerSaid():
@@ -66,6 +83,8 @@ class Controller:
                 judge.tick(job)
             case _:
                 assert_never(event)
+        if job.unconsidered:
+            newcomers.consider(job)
         return job.actions
 
     def check(self) -> None:
@@ -77,7 +96,12 @@ class Controller:
             assert not dead or done, f"running with dead ranks {dead}"
         if job.transition is not None and job.phase != "ended":
             assert job.transition.epoch == job.epoch, "a transition of an older epoch is under way"
-            assert all(job.members[rank].alive for rank in job.transition.waiting), "waiting for the dead"
+            assert all(job.members[rank].ready for rank in job.transition.waiting), "waiting for somebody who is gone"
+            assert job.transition.waiting <= job.transition.asked, "waiting for somebody who takes no part"
+            assert job.transition.stage != "building" or job.plan is not job.transition.plan, "in effect too early"
+        if job.pause is not None:
+            assert job.phase == "running", "pausing what does not run"
+            assert job.transition is None, "pausing in a transition"
         assert all(i > job.committed for i in job.reports), "reports of a committed iteration are still held"
 
 
@@ -92,20 +116,19 @@ def _said(job: Job, event: api.WorkerSaid) -> None:
         case m.Declare():
             gathering.declared(job, member, message)
         case m.Refuse():
-            incidents.end(job, 2, message.reason)
+            gathering.refused(job, member, message)
         case m.Confirm():
-            transitions.confirmed(job, member, message)
+            consent.confirmed(job, member, message)
         case m.Object():
-            transitions.objected(job, member, message)
-        case m.Resumed():
-            transitions.resumed(job, member, message)
+            consent.objected(job, member, message)
+        case m.Ready():
+            transitions.acknowledged(job, member, message)
         case m.Stepped():
             iterations.stepped(job, member, message)
         case m.Parked():
             transitions.parked(job, member, message)
         case m.Stuck():
-            if message.epoch == job.epoch and job.stuck is None:
-                job.stuck = (job.now, member.rank, message.error)
+            failures.stuck(job, member, message)
         case m.Raised():
             failures.raised(job, member, message)
         case m.Finished():

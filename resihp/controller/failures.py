@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal as signals
 
-from resihp.controller import incidents, iterations, transitions
+from resihp.controller import incidents, iterations, newcomers, transitions
 from resihp.controller import interface as api
 from resihp.controller.state import Incident, Job, Member
 from resihp.journal import NodeLost
@@ -21,9 +21,10 @@ def exited(job: Job, event: api.WorkerExited) -> None:
     member = job.members.get(event.rank)
     if member is None or not member.alive:
         return
+    job.nodes[member.node].last_beat = job.now  # its agent tells of it
     incidents.bury(job, member, event.status)
     if job.phase == "halting":
-        if event.status != 0 and member.fenced is None:
+        if event.status != 0 and member.declared is not None and member.fenced is None:
             incidents.end(job, 1, f"{job.where(member.rank)}: {_ending(event.status)} after training was done")
         else:
             iterations.end_when_gone(job)
@@ -31,8 +32,12 @@ def exited(job: Job, event: api.WorkerExited) -> None:
     if job.phase == "gathering":
         exited_early(job, member, event.status)
         return
+    if member.declared is None:
+        newcomers.exited(job, member, _ending(event.status))
+        return
     incident(job, member, event.status)
     transition_after(job, {member.rank}, f"{job.where(member.rank)}: {_ending(event.status)}")
+    newcomers.come_back(job, member)
 
 
 def exited_early(job: Job, member: Member, status: int) -> None:
@@ -48,7 +53,7 @@ def exited_early(job: Job, member: Member, status: int) -> None:
 def tell_early_errors(job: Job) -> None:
     """Exceptions before the first plan: the same on all ranks is a broken script."""
     raised = {rank: member.raised.error for rank, member in job.members.items() if member.raised is not None}
-    everyone = len(raised) == job.settings.nodes * job.settings.gpus_per_node
+    everyone = len(raised) == len(job.placements)
     if everyone and len(set(raised.values())) == 1:
         incidents.program_is_broken(job, min(raised), len(raised))
     elif raised and (not job.live or job.now - (job.raised_at or job.now) > RAISED_GRACE_S):
@@ -59,6 +64,8 @@ def tell_early_errors(job: Job) -> None:
 
 def raised(job: Job, member: Member, raised: m.Raised) -> None:
     member.raised = raised
+    if member.declared is None and member.joins:
+        return
     job.errors[member.rank] = (raised.iteration, raised.error)
     if job.raised_at is None:
         job.raised_at = job.now
@@ -74,11 +81,12 @@ def incident(job: Job, member: Member, status: int) -> None:
             cause = f"rank {member.rank} {member.fenced}"
         evidence = f"pid {member.pid} on node {member.node}: {_ending(status)}"
     blamed = member.raised is None
+    dead = (member.node, member.device) in job.dead_devices
     job.say("warning", f"{job.where(member.rank)}: {cause.removeprefix(f'rank {member.rank} ')}")
     job.incidents.append(
         Incident(
             kind="fail-stop" if blamed else "program",
-            component="process" if blamed else "script",
+            component="script" if not blamed else "device" if dead else "process",
             cause=cause,
             evidence=evidence,
             found_at=job.now,
@@ -98,7 +106,7 @@ def under_way(job: Job, victims: set[int]) -> int:
 
 
 def transition_after(job: Job, lost: set[int], reason: str) -> None:
-    """After the loss of these ranks: park, unless nobody waits for them: they were standby, or all is done."""
+    """After the loss of these ranks: park, unless nobody waits for them: they had no work, or all is done."""
     if job.phase == "gathering" or job.phase == "ended":
         return
     if job.phase == "running" and job.plan is not None:
@@ -111,6 +119,10 @@ def transition_after(job: Job, lost: set[int], reason: str) -> None:
                 iterations.transition_done(job)
             iterations.halt_when_finished(job)
             return
+    if job.transition is not None and job.phase == "transition" and lost.isdisjoint(job.transition.asked):
+        if job.transition.stage != "parking":
+            incidents.log_incidents(job)
+        return
     transitions.park(job, reason)
 
 
@@ -121,6 +133,8 @@ def node_lost(job: Job, name: str, reason: str) -> None:
     node.alive = False
     job.do(api.Log(entry=NodeLost(node=name, reason=reason)))
     job.do(api.DropNode(node=name))
+    for placement in job.placements:
+        placement.settled = placement.settled or placement.node == name
     ranks = [rank for rank in job.live if job.members[rank].node == name]
     for rank in ranks:
         incidents.bury(job, job.members[rank], None)
@@ -156,6 +170,16 @@ def node_lost(job: Job, name: str, reason: str) -> None:
     transition_after(job, victims, f"node {name}: {reason}")
 
 
+def stuck(job: Job, member: Member, stuck: m.Stuck) -> None:
+    """A transfer broke under a rank. If that is because a peer died, its exit comes next: `judge.tick` waits for it."""
+    transition = job.transition
+    if stuck.epoch == job.epoch:
+        if job.stuck is None:
+            job.stuck = (job.now, member.rank, stuck.error)
+    elif transition is not None and job.plan is not None and stuck.epoch == job.plan.epoch:
+        transitions.broke(job, f"rank {member.rank}: {stuck.error}")
+
+
 def communication_failed(job: Job, evidence: str) -> None:
     """Everybody is alive, yet a transfer broke: rebuild the communicators with the same layout.
 
@@ -178,7 +202,7 @@ def communication_failed(job: Job, evidence: str) -> None:
             epoch=job.epoch,
         )
     )
-    transitions.park(job, evidence)
+    transitions.park(job, evidence, cautious=job.transition is not None and job.transition.cautious)
 
 
 def _ending(status: int) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from resihp.controller import incidents, transitions
+from resihp.controller import incidents, iterations, newcomers, planning, transitions
 from resihp.controller import interface as api
-from resihp.controller.state import Job, Member, Node, Transition, natural
+from resihp.controller.state import Job, Member, Node, Placement, Transition, natural
 from resihp.errors import LayoutError
 from resihp.journal import NodeJoined, WorkerStarted
-from resihp.layout import Layout, validate
-from resihp.plan import Plan, spread
 from resihp.protocol import messages as m
 
 
@@ -20,37 +18,64 @@ def agent_joined(job: Job, event: api.AgentJoined) -> None:
     job.nodes[event.node] = Node(event.node, event.host, event.devices, last_beat=job.now)
     job.do(api.Log(entry=NodeJoined(node=event.node, host=event.host, devices=event.devices)))
     if len(job.nodes) == job.settings.nodes:
+        order = sorted(job.nodes, key=natural)
+        job.placements = [Placement(name, d) for name in order for d in range(job.settings.gpus_per_node)]
+        names = tuple(placement.node for placement in job.placements)
         rank = 0
-        for name in sorted(job.nodes, key=natural):
+        for name in order:
             devices = range(job.settings.gpus_per_node)
-            job.do(api.StartWorkers(node=name, workers=tuple((rank + d, d) for d in devices)))
+            job.do(api.StartWorkers(node=name, workers=tuple((rank + d, d) for d in devices), nodes=names))
             rank += job.settings.gpus_per_node
 
 
 def spawned(job: Job, event: api.WorkerSpawned) -> None:
-    if event.rank in job.members:
+    if event.rank >= len(job.placements) or job.placements[event.rank].settled:
         return
+    job.placements[event.rank].settled = True
+    job.nodes[event.node].last_beat = job.now
     member = Member(event.rank, event.node, event.device, event.pid, beat_at=job.now, progress_at=job.now)
+    member.spawned_at = job.now
+    member.joins = job.phase != "gathering"
     job.members[event.rank] = member
     job.do(
         api.Log(
             entry=WorkerStarted(rank=event.rank, node=event.node, device=event.device, pid=event.pid, epoch=job.epoch)
         )
     )
+    if job.phase == "halting":
+        iterations.newcomers_leave(job)
+
+
+def spawn_refused(job: Job, event: api.SpawnRefused) -> None:
+    if job.phase == "gathering":
+        incidents.end(job, 2, f"node {event.node}: cannot start workers: {event.reason}")
+    else:
+        newcomers.spawn_refused(job, event)
 
 
 def declared(job: Job, member: Member, declare: m.Declare) -> None:
-    if job.phase != "gathering" or member.declared is not None:
+    if job.phase != "gathering":
+        newcomers.declared(job, member, declare)
+        return
+    if member.declared is not None:
         return
     member.declared = declare
     propose_when_ready(job)
+
+
+def refused(job: Job, member: Member, refuse: m.Refuse) -> None:
+    """The script cannot start: at the start of the job for the user to mend, later a device that is no good."""
+    if job.phase == "gathering":
+        incidents.end(job, 2, refuse.reason)
+    elif member.declared is None and member.fenced is None:
+        newcomers.turn_away(job, member, refuse.reason)
 
 
 def propose_when_ready(job: Job) -> None:
     """Once every rank has declared the same model and the store listens: the first plan."""
     if job.phase != "gathering" or job.store is None:
         return
-    if len(job.live) < job.settings.nodes * job.settings.gpus_per_node:
+    if not job.placements or len(job.live) < len(job.placements):
         return
     declares = {rank: member.declared for rank, member in job.members.items()}
     first = declares[min(declares)]
@@ -62,28 +87,26 @@ def propose_when_ready(job: Job) -> None:
             job, 2, f"{job.where(odd[0])}: declares another model, batch or version than rank {min(declares)}"
         )
         return
-    tp, pp = job.settings.tp, job.settings.pp
-    dp = len(job.members) // (tp * pp)
-    standby = tuple(range(dp * tp * pp, len(job.members)))
+    job.goal = first.iterations
+    job.committed = first.resume_from
     try:
-        if dp < 1:
-            raise LayoutError(f"layout tp={tp} pp={pp}: needs {tp * pp} devices, the job has {len(job.members)}")
-        layout = Layout.uniform(tp=tp, pp=pp, dp=dp, layers=first.model.layers, standby=standby)
-        validate(layout, first.model)
-        assignment = spread(first.micro_batches, dp)
+        plan = planning.first(job)
     except LayoutError as error:
         incidents.end(job, 2, str(error))
         return
-    job.goal = first.iterations
-    job.committed = first.resume_from
     for member in job.members.values():
         member.stepped = first.resume_from
-    job.epoch = 1
+    job.epoch = plan.epoch
+    job.first_plan = plan
     job.phase = "transition"
     job.transition = Transition(
-        stage="proposing", epoch=1, began_at=job.now, stage_at=job.now, committed_before=job.committed, initial=True
+        stage="proposing",
+        epoch=plan.epoch,
+        began_at=job.now,
+        stage_at=job.now,
+        committed_before=job.committed,
+        initial=True,
+        asked=set(job.ready),
+        reason=f"start from {f'iteration {job.committed + 1}' if job.committed else 'the beginning'}",
     )
-    begin = f"iteration {job.committed + 1}" if job.committed else "the beginning"
-    transitions.propose(
-        job, Plan(epoch=1, layout=layout, assignment=assignment, schedule=job.settings.schedule), f"start from {begin}"
-    )
+    transitions.propose(job, plan)

@@ -33,6 +33,20 @@ def program_is_broken(job: Job, rank: int, count: int) -> None:
     end(job, 93, f"the training script fails in the same way on {count} ranks: {raised.error}; no node is to blame")
 
 
+def same_error_everywhere(job: Job) -> bool:
+    """End the job when two ranks raised the same: a script or a sample that no other device would digest better."""
+    by_error: dict[tuple[int, str], list[int]] = {}
+    for rank, error in job.errors.items():
+        by_error.setdefault(error, []).append(rank)
+    worst = max(by_error.values(), key=len, default=[])
+    plan = job.plan or job.first_plan
+    if len(worst) >= 2 or (worst and plan is not None and plan.layout.active == tuple(worst)):
+        job.incidents = []
+        program_is_broken(job, min(worst), len(worst))
+        return True
+    return False
+
+
 def bury(job: Job, member: Member, status: int | None) -> None:
     member.alive = False
     job.do(api.Log(entry=WorkerEnded(rank=member.rank, exit=status, epoch=job.epoch)))
@@ -82,6 +96,7 @@ def end(job: Job, exit_code: int, reason: str, workers_leave: bool = False) -> N
         return
     log_incidents(job)
     job.phase = "ended"
+    job.pause = None
     state: Literal["completed", "failed", "cancelled"] = "completed" if exit_code == 0 else "failed"
     if exit_code in (130, 143):
         state = "cancelled"

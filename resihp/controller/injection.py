@@ -16,18 +16,18 @@ def fault_due(job: Job, member: Member, fault_id: int) -> None:
     if armed is None or armed.fired_at is not None:
         job.order((member.rank,), m.FaultGo(fault=fault_id, fire=False))
         return
-    obstacle = inject(job, armed.fault)
+    obstacle = inject(job, armed.fault, member.rank)
     if obstacle is None:
         armed.fired_at = job.now
     else:
         armed.refused = obstacle
     hits_itself = armed.fault.rank == member.rank or armed.fault.node == member.node
-    if obstacle is not None or not hits_itself:
+    if obstacle is not None or not (hits_itself or armed.fault.kind == "disconnect"):
         job.order((member.rank,), m.FaultGo(fault=fault_id, fire=False))
 
 
-def inject(job: Job, fault: Fault) -> str | None:
-    """Carry out a fault; returns why not, if it cannot be."""
+def inject(job: Job, fault: Fault, waiting: int | None = None) -> str | None:
+    """Carry out a fault, for which rank `waiting` waits; returns why not, if it cannot be."""
     if fault.rank is not None:
         member = job.members.get(fault.rank)
         if member is None:
@@ -42,6 +42,8 @@ def inject(job: Job, fault: Fault) -> str | None:
         if not node.alive:
             return f"node {fault.node} was already gone"
         victims = [rank for rank in job.live if job.members[rank].node == node.name]
+    if fault.kind == "disconnect" and fault.node is None:
+        return "a connection is cut between the supervisor and a node, not a rank"
     entry = FaultInjected(
         fault=fault.id,
         text=str(fault),
@@ -50,6 +52,11 @@ def inject(job: Job, fault: Fault) -> str | None:
         iteration=fault.iteration or job.committed + 1,
     )
     job.do(api.Log(entry=entry))
+    if fault.kind == "disconnect" and fault.node is not None:
+        if waiting is not None:  # while it can still be told
+            job.order((waiting,), m.FaultGo(fault=fault.id, fire=False))
+        job.do(api.CutConnection(node=fault.node))
+        return None
     for rank in victims:
         job.signalled.setdefault(rank, job.now)
     if fault.kind in ("hang", "raise"):
@@ -59,7 +66,10 @@ def inject(job: Job, fault: Fault) -> str | None:
     if fault.node is not None:
         job.do(api.SignalNode(node=fault.node, signal=number))
     else:
-        job.do(api.SignalWorker(rank=victims[0], signal=number))
+        member = job.members[victims[0]]
+        if fault.kind == "kill":
+            job.dead_devices.add((member.node, member.device))
+        job.do(api.SignalWorker(rank=member.rank, signal=number))
     return None
 
 

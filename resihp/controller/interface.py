@@ -24,6 +24,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     tp: int
     pp: int
     schedule: str = "1f1b"
+    chunks: int = 1
+    """Layer chunks of each stage (Megatron's virtual pipeline stages)."""
+    sequence_parallel: bool = False
+    memory_bytes: int | None = None
+    """What each device has for the job; None where it is not known, and then not checked."""
+    come_backs: int = 3
+    """How often a process may be started again on the same device."""
     faults: tuple[Fault, ...] = ()
     checkpoint_every: int = 0
     beat_s: float = 1.0
@@ -68,8 +75,11 @@ class WorkerSpawned(Event, frozen=True, kw_only=True):
 
 
 class SpawnRefused(Event, frozen=True, kw_only=True):
+    """`rank` None: the node cannot start any worker."""
+
     node: str
     reason: str
+    rank: int | None = None
 
 
 class WorkerExited(Event, frozen=True, kw_only=True):
@@ -135,10 +145,15 @@ class Log(Action, frozen=True, kw_only=True):
 
 
 class StartWorkers(Action, frozen=True, kw_only=True):
-    """`workers`: (rank, device) on `node`."""
+    """`workers`: (rank, device) on `node`. `joins`: the job is under way, they wait to be given work.
+
+    `nodes` names the node of each rank of the job so far, these included, by rank.
+    """
 
     node: str
     workers: tuple[tuple[int, int], ...]
+    nodes: tuple[str, ...] = ()
+    joins: bool = False
 
 
 class Order(Action, frozen=True, kw_only=True):
@@ -156,6 +171,12 @@ class SignalWorker(Action, frozen=True, kw_only=True):
 class SignalNode(Action, frozen=True, kw_only=True):
     node: str
     signal: int
+
+
+class CutConnection(Action, frozen=True, kw_only=True):
+    """Fault injection: close the connection to the node's agent once; it may come back."""
+
+    node: str
 
 
 class DropNode(Action, frozen=True, kw_only=True):
@@ -199,4 +220,16 @@ class End(Action, frozen=True, kw_only=True):
     workers_leave: bool
 
 
-AnyAction = Log | StartWorkers | Order | SignalWorker | SignalNode | DropNode | Reply | CommitCheckpoint | Say | End
+AnyAction = (
+    Log
+    | StartWorkers
+    | Order
+    | SignalWorker
+    | SignalNode
+    | CutConnection
+    | DropNode
+    | Reply
+    | CommitCheckpoint
+    | Say
+    | End
+)

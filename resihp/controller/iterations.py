@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal as signals
+
 from resihp.controller import incidents
 from resihp.controller import interface as api
 from resihp.controller.state import IterationReports, Job, Member
@@ -30,8 +32,10 @@ def transition_done(job: Job) -> None:
                 plan_s=transition.plan_s,
                 groups_s=transition.groups_s,
                 state_s=transition.state_s,
-                first_iteration_s=job.now - transition.resumed_at,
+                first_iteration_s=job.now - transition.begun_at,
                 seconds=job.now - transition.began_at,
+                bytes_moved=transition.bytes_moved,
+                extra_bytes=transition.extra_bytes,
             )
         )
     )
@@ -106,14 +110,27 @@ def halt_when_finished(job: Job) -> None:
     if all(job.members[rank].finished for rank in job.plan.layout.active if job.members[rank].alive):
         job.phase = "halting"
         job.halted_at = job.now
-        job.order(job.live, m.Halt(reason=f"iteration {job.goal} of {job.goal} is committed"))
+        job.pause = None
+        job.order(job.ready, m.Halt(reason=f"iteration {job.goal} of {job.goal} is committed"))
+        newcomers_leave(job)
         end_when_gone(job)
+
+
+def newcomers_leave(job: Job) -> None:
+    """Training is done: whoever is still starting is not waited for."""
+    for rank in job.live:
+        member = job.members[rank]
+        if not member.ready and member.fenced is None:
+            member.fenced = "started too late to take part"
+            job.do(api.SignalWorker(rank=rank, signal=int(signals.SIGKILL)))
 
 
 def end_when_gone(job: Job) -> None:
     """Once the last worker has left: the job is done. Before the start is complete, some may not have begun."""
-    begun = len(job.members) == job.settings.nodes * job.settings.gpus_per_node
-    if begun and not job.live:
+    if job.phase == "halting":
+        if not job.ready:
+            conclude(job)
+    elif job.placements and all(placement.settled for placement in job.placements) and not job.live:
         conclude(job)
 
 
@@ -121,7 +138,7 @@ def conclude(job: Job) -> None:
     """End a job whose training (or plain program) is done; a fault that never fired makes it a failure."""
     unfired = [armed for armed in job.faults.values() if armed.fired_at is None]
     if unfired:
-        told = "; ".join(f"fault {armed.fault} did not fire: {armed.refused}" for armed in unfired)
+        told = "; ".join(f"fault {armed.fault} did not fire: {armed.excuse}" for armed in unfired)
         incidents.end(job, 1, told)
     elif job.phase == "halting":
         incidents.end(job, 0, f"done: {job.committed} iterations", workers_leave=not job.live)

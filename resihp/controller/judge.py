@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal as signals
 
-from resihp.controller import failures, incidents, iterations, liveness
+from resihp.controller import failures, incidents, iterations, liveness, newcomers, transitions
 from resihp.controller import interface as api
 from resihp.controller.state import Job, Member, Node
 from resihp.journal import Suspected
@@ -30,6 +30,9 @@ def beat(job: Job, event: api.AgentBeat) -> None:
             member.progress_at = job.now
             if job.plan is not None and job.plan.layout.place(member.rank) is not None:
                 job.progress_at = job.now
+            building = job.transition if job.transition and job.transition.stage == "building" else None
+            if building is not None and member.rank in building.asked:
+                job.progress_at = building.moved_at = job.now
         member.beat = beat
         member.beat_at = job.now
 
@@ -42,6 +45,7 @@ def tick(job: Job) -> None:
     if job.phase == "halting":
         judge_leaving(job)
         return
+    newcomers.judge(job)
     if job.stuck is not None and job.now - job.stuck[0] > STUCK_GRACE_S:
         failures.communication_failed(job, f"rank {job.stuck[1]}: {job.stuck[2]}")
     if job.phase == "running":
@@ -154,18 +158,23 @@ def judge_transition(job: Job) -> None:
     """Answers that do not come: a stopped process at once, others after the budget of the stage."""
     transition = job.transition
     assert transition is not None
-    waited_s = job.now - transition.stage_at
-    late = [job.members[rank] for rank in sorted(transition.waiting)]
+    waited_s = job.now - max(transition.stage_at, transition.moved_at)
+    late = [job.members[rank] for rank in sorted(transition.waiting) if not is_saving(job, job.members[rank])]
     stopped = [member for member in late if liveness.is_stopped(member, job.now, job.settings)]
     if stopped and waited_s > liveness.silence_limit_s(job.settings):
         fence(job, stopped)
         return
+    if late and waited_s > liveness.hang_suspected_s(job.settings, job.predicted_s):
+        transitions.urge(job, f"not at the end of the iteration after {waited_s:.1f} s")
     budget_s = job.settings.hang_given_up_s
     if transition.stage == "building" or transition.initial:
         budget_s = job.settings.transition_budget_s
     if waited_s <= budget_s or not late:
         return
-    guilty = late if transition.stage != "building" else liveness.culprits(late, job.now, job.settings)
+    if transition.stage != "building":  # a step that was still taken is a sign of life
+        fence(job, [member for member in late if job.now - member.progress_at > budget_s])
+        return
+    guilty = liveness.culprits(late, job.now, job.settings)
     if guilty:
         fence(job, guilty)
     else:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from resihp.controller.interface import AnyAction, Order, Say, Settings
 from resihp.faults import Fault
+from resihp.ownership import ParameterSpec
 from resihp.plan import Plan
 from resihp.protocol.messages import (
     CheckpointPart,
@@ -24,6 +25,7 @@ from resihp.protocol.messages import (
     WorkerBeat,
     WorkerOrder,
 )
+from resihp.transfers import Base
 
 
 @dataclass
@@ -44,8 +46,12 @@ class Member:
     node: str
     device: int
     pid: int
+    spawned_at: float = 0.0
+    joins: bool = False
+    """Started while the job was under way: it waits to be given work."""
     alive: bool = True
     declared: Declare | None = None
+    """What it trains, once that was found to be what the job trains."""
     raised: Raised | None = None
     finished: bool = False
     fenced: str | None = None
@@ -55,6 +61,20 @@ class Member:
     beat_at: float = 0.0
     progress_at: float = 0.0
     suspected: bool = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether it may be given work, and has to answer: it declared, and was not turned away."""
+        return self.alive and self.declared is not None
+
+
+@dataclass
+class Placement:
+    """Where a rank was asked to be started, and whether it has been (or never will be)."""
+
+    node: str
+    device: int
+    settled: bool = False
 
 
 @dataclass(kw_only=True)
@@ -74,6 +94,10 @@ class Incident:
     detect_s: float | None = None
 
 
+Outlook = Literal["start", "redo", "commit", "between"]
+"""What becomes of the iteration that was under way when a transition began."""
+
+
 @dataclass
 class Transition:
     """From a failure (or the start of the job) to the first committed iteration under a new plan."""
@@ -85,26 +109,57 @@ class Transition:
     committed_before: int
     initial: bool = False
     attempts: int = 1
+    graceful: bool = False
+    """Everybody was asked to stop between two iterations."""
+    urged: bool = False
+    """Whoever has not parked was asked to stop at once."""
+    cautious: bool = False
+    """A plan was refused: propose no other than one that is known to work."""
     waiting: set[int] = field(default_factory=set)
     """Ranks whose answer this stage still needs."""
+    asked: set[int] = field(default_factory=set)
+    """Ranks that take part: asked to park for this epoch, or of the first plan."""
     parked: dict[int, Parked] = field(default_factory=dict)
     plan: Plan | None = None
+    base: Base | None = None
     next_iteration: int = 1
     finish: StepOutcome | None = None
-    action: Literal["start", "redo", "commit"] = "start"
+    action: Outlook = "start"
+    reason: str = ""
     failures: list[int] = field(default_factory=list)
+    moved_at: float = 0.0
+    """When a rank last showed that it builds or moves state."""
     park_s: float = 0.0
     plan_s: float = 0.0
     groups_s: float = 0.0
     state_s: float = 0.0
-    resumed_at: float = 0.0
+    begun_at: float = 0.0
+    bytes_moved: int = 0
+    extra_bytes: int = 0
+
+
+@dataclass
+class Pause:
+    """A request to stop after an iteration, while training goes on."""
+
+    epoch: int
+    reason: str
+    asked: set[int]
+    answers: dict[int, Parked] = field(default_factory=dict)
 
 
 @dataclass
 class ArmedFault:
     fault: Fault
     fired_at: float | None = None
-    refused: str = "its iteration never came"
+    refused: str = ""
+    """Why it could not be carried out when its moment came, if it came."""
+
+    @property
+    def excuse(self) -> str:
+        """Why it did not fire."""
+        in_iteration = self.fault.phase in ("forward", "backward", "reduce", "step")
+        return self.refused or f"its {'iteration' if in_iteration else 'transition'} never came"
 
 
 @dataclass
@@ -138,9 +193,19 @@ class Job:
         self.phase: Phase = "gathering"
         self.nodes: dict[str, Node] = {}
         self.members: dict[int, Member] = {}
+        self.placements: list[Placement] = []
+        """Of every rank ever asked for, by rank."""
+        self.dead_devices: set[tuple[str, int]] = set()
+        """(node, device) on which no process is to be started again."""
         self.epoch = 0
         self.plan: Plan | None = None
+        """The plan in effect: what the state of every rank follows."""
+        self.first_plan: Plan | None = None
         self.transition: Transition | None = None
+        self.pause: Pause | None = None
+        self.unconsidered: set[int] = set()
+        """Newcomers that became ready, and may be worth an interruption."""
+        self.specs: tuple[ParameterSpec, ...] = ()
         self.committed = 0
         self.goal = 0
         self.store: tuple[str, int] | None = None
@@ -167,7 +232,23 @@ class Job:
 
     @property
     def live(self) -> tuple[int, ...]:
+        """Every process, also those that are still starting."""
         return tuple(sorted(rank for rank, member in self.members.items() if member.alive))
+
+    @property
+    def ready(self) -> tuple[int, ...]:
+        """Ranks that can be given work, standby ones included."""
+        return tuple(sorted(rank for rank, member in self.members.items() if member.ready))
+
+    @property
+    def node_of(self) -> dict[int, str]:
+        """The node of every rank that was ever asked for."""
+        return {rank: placement.node for rank, placement in enumerate(self.placements)}
+
+    @property
+    def declaration(self) -> Declare:
+        """What the job trains."""
+        return next(member.declared for member in self.members.values() if member.declared is not None)
 
     @property
     def furthest(self) -> int:

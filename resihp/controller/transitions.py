@@ -1,18 +1,47 @@
-"""From one plan to the next: park, decide, propose, go, resume. Any failure on the way parks again, one epoch up."""
+"""From one plan to the next, as a transaction: park, decide, propose, build beside the old, take effect.
+
+Nothing is given up before every rank has acknowledged the new plan: until `PlanInEffect` is in the journal, the plan in
+effect (`Job.plan`) is the old one, and state is where its layout says. Any failure on the way parks again, one epoch
+up, from there. What is proposed is `planning`'s business, what ranks say to it `consent`'s.
+"""
 
 from __future__ import annotations
 
-from resihp.controller import incidents, iterations
+from resihp.controller import incidents, iterations, planning
 from resihp.controller import interface as api
-from resihp.controller.state import Job, Member, Transition
-from resihp.journal import PlanDecided
-from resihp.layout import Layout
-from resihp.plan import Plan, spread
+from resihp.controller.state import Job, Member, Outlook, Pause, Transition
+from resihp.errors import LayoutError, NotEnoughDevicesError
+from resihp.journal import PlanDecided, PlanInEffect, PlanRefused
+from resihp.plan import Plan
 from resihp.protocol import messages as m
 
 
-def park(job: Job, reason: str) -> None:
+def park(job: Job, reason: str, cautious: bool = False) -> None:
     """Open a new epoch: everybody lets go and reports. Restarts a transition that was under way."""
+    job.pause = None
+    _open(job, reason, job.ready, cautious=cautious)
+    assert job.transition is not None
+    job.order(job.ready, m.Park(epoch=job.epoch, reason=reason))
+    decide_when_parked(job)
+
+
+def pause(job: Job, reason: str) -> None:
+    """Ask everybody to stop between two iterations; the transition begins when the first active rank has."""
+    assert job.phase == "running"
+    assert job.transition is None
+    assert job.pause is None
+    job.say("progress", f"{reason}: pausing after an iteration")
+    job.pause = Pause(epoch=job.epoch + 1, reason=reason, asked=set())
+    ask_to_pause(job, job.ready)
+
+
+def ask_to_pause(job: Job, ranks: tuple[int, ...]) -> None:
+    assert job.pause is not None
+    job.pause.asked.update(ranks)
+    job.order(ranks, m.Park(epoch=job.pause.epoch, reason=job.pause.reason, after_iteration=True))
+
+
+def _open(job: Job, reason: str, asked: tuple[int, ...], *, cautious: bool = False, graceful: bool = False) -> None:
     old = job.transition
     job.epoch += 1
     job.phase = "transition"
@@ -25,13 +54,16 @@ def park(job: Job, reason: str) -> None:
         committed_before=old.committed_before if old else job.committed,
         initial=bool(old and old.initial),
         attempts=old.attempts + 1 if old else 1,
-        waiting=set(job.live),
+        graceful=graceful or bool(old and old.graceful and old.stage != "first-iteration"),
+        urged=not graceful,
+        cautious=cautious,
+        waiting=set(asked),
+        asked=set(asked),
         failures=old.failures if old else [],
+        reason=reason,
     )
-    for rank in job.live:
+    for rank in asked:
         job.members[rank].finished = False
-    job.order(job.live, m.Park(epoch=job.epoch, reason=reason))
-    decide_when_parked(job)
 
 
 def parked(job: Job, member: Member, parked: m.Parked) -> None:
@@ -39,12 +71,57 @@ def parked(job: Job, member: Member, parked: m.Parked) -> None:
         iterations.note_step(
             job, member, m.Stepped(epoch=parked.epoch, outcome=parked.outcome, seconds=0.0, compute_s=0.0)
         )
+    if job.pause is not None and parked.epoch == job.pause.epoch:
+        _paused(job, member, parked)
+        return
     transition = job.transition
     if transition is None or transition.stage != "parking" or parked.epoch != job.epoch:
+        return
+    if member.rank not in transition.asked:
         return
     transition.parked[member.rank] = parked
     transition.waiting.discard(member.rank)
     decide_when_parked(job)
+
+
+def _paused(job: Job, member: Member, parked: m.Parked) -> None:
+    """An answer to a request to pause: with an active rank's, the transition begins; unless training is done."""
+    pause = job.pause
+    assert pause is not None
+    assert job.plan is not None
+    pause.answers[member.rank] = parked
+    if job.plan.layout.place(member.rank) is None:
+        return
+    job.pause = None
+    if parked.stepped >= job.goal:
+        return
+    stuck = job.stuck
+    _open(job, pause.reason, tuple(rank for rank in job.ready if rank in pause.asked), graceful=True)
+    assert job.transition is not None
+    job.transition.parked = {rank: answer for rank, answer in pause.answers.items() if rank in job.transition.asked}
+    job.transition.waiting -= job.transition.parked.keys()
+    if stuck is not None:
+        broke(job, f"rank {stuck[1]}: {stuck[2]}")
+    decide_when_parked(job)
+
+
+def broke(job: Job, evidence: str) -> None:
+    """A transfer broke before everybody had come to the end of the iteration: it is lost, or some have to finish it."""
+    transition = job.transition
+    assert transition is not None
+    if transition.stage == "parking" and transition.graceful:
+        transition.graceful = False
+        transition.reason += f"; communication failed: {evidence}"
+        urge(job, evidence)
+
+
+def urge(job: Job, reason: str) -> None:
+    """Whoever cannot get to the end of the iteration any more: park at once, for the same epoch."""
+    transition = job.transition
+    assert transition is not None
+    if transition.stage == "parking" and not transition.urged:
+        transition.urged = True
+        job.order(tuple(sorted(transition.waiting)), m.Park(epoch=transition.epoch, reason=reason))
 
 
 def decide_when_parked(job: Job) -> None:
@@ -54,62 +131,64 @@ def decide_when_parked(job: Job) -> None:
         return
     transition.park_s = job.now - transition.began_at
     iterations.commit_up_to(job, max(job.reports, default=job.committed))
-    reason = "; ".join(i.cause for i in job.incidents) or "communication rebuilt"
+    if job.incidents:
+        transition.reason = "; ".join(incident.cause for incident in job.incidents)
     transition.failures += incidents.log_incidents(job)
-    base = layout_in_force(job)
-    lost = frozenset(rank for rank in base.ranks if not job.members[rank].alive)
-    stale = frozenset(rank for rank in base.active if rank not in lost and not can_go_on(job, rank))
-    layout = base.without(lost | stale)
-    layout = Layout(replicas=layout.replicas, standby=tuple(sorted({*layout.standby, *stale})))
-    if same_error_everywhere(job, base):
+    if incidents.same_error_everywhere(job):
         return
-    if not layout.replicas:
-        incidents.end(job, 5, f"no whole replica is left: {loss_of_replicas(job, base)}")
+    transition.base = planning.base(job)
+    lost = planning.state_lost(job, transition.base)
+    if lost is not None:
+        incidents.end(job, 5, lost)
         return
-    if job.committed > transition.committed_before:
-        transition.action = "commit"
-    else:
-        transition.action = "start" if transition.initial else "redo"
+    transition.action = _action(job, transition)
     transition.finish = job.last_outcome
-    model = declaration(job)
     transition.stage = "proposing"
     transition.stage_at = job.now
-    propose(
-        job,
-        Plan(
-            epoch=job.epoch,
-            layout=layout,
-            assignment=spread(model.micro_batches, len(layout.replicas)),
-            schedule=job.settings.schedule,
-        ),
-        reason,
-    )
+    decided = _decide(job, transition)
+    if decided is not None:
+        plan, why = decided
+        transition.reason = f"{transition.reason}; {why}"
+        propose(job, plan)
 
 
-def declaration(job: Job) -> m.Declare:
-    return next(member.declared for member in job.members.values() if member.declared is not None)
+def _action(job: Job, transition: Transition) -> Outlook:
+    """What becomes of the iteration that was under way."""
+    if transition.initial and job.committed == transition.committed_before:
+        return "start"
+    stepped = {answer.stepped for rank, answer in transition.parked.items() if planning.can_go_on(job, rank)}
+    if transition.graceful and stepped <= {job.committed}:
+        return "between"
+    return "commit" if job.committed > transition.committed_before else "redo"
 
 
-def layout_in_force(job: Job) -> Layout:
-    """Layout of the last plan that ranks may hold state for: in this part, layouts only shrink."""
-    if job.plan is not None:
-        return job.plan.layout
-    declared = declaration(job)
-    tp, pp = job.settings.tp, job.settings.pp
-    dp = job.settings.nodes * job.settings.gpus_per_node // (tp * pp)
-    every = range(job.settings.nodes * job.settings.gpus_per_node)
-    return Layout.uniform(tp=tp, pp=pp, dp=dp, layers=declared.model.layers, standby=tuple(every[dp * tp * pp :]))
+def _decide(job: Job, transition: Transition) -> tuple[Plan, str] | None:
+    """The best plan, or after a refusal a cautious one. None: there is none, and the job has ended."""
+    available = set(transition.parked)
+    if not transition.cautious:
+        try:
+            return planning.best(job, job.epoch, available, transition.base)
+        except (LayoutError, NotEnoughDevicesError) as error:
+            refused(job, None, str(error))
+            transition.cautious = True
+    try:
+        return planning.cautious(job, job.epoch, available, transition.base)
+    except NotEnoughDevicesError as error:
+        incidents.end(job, 5, str(error))
+    except LayoutError as error:
+        refused(job, None, str(error))
+        incidents.end(job, 1, f"no plan can be carried out: {error}")
+    return None
 
 
-def can_go_on(job: Job, rank: int) -> bool:
-    """Whether an active rank holds the state of the last committed iteration, or can finish its step."""
-    parked = job.transition.parked.get(rank) if job.transition else None
-    if parked is None:
-        return False
-    return parked.stepped == job.committed or (parked.stepped == job.committed - 1 and parked.ready)
+def refused(job: Job, rank: int | None, reason: str) -> None:
+    """A plan that nobody acted on: told and remembered."""
+    job.do(api.Log(entry=PlanRefused(epoch=job.epoch, rank=rank, reason=reason)))
+    who = "the planner" if rank is None else job.where(rank)
+    job.say("warning", f"{who}: refuses a plan for epoch {job.epoch}: {reason}")
 
 
-def propose(job: Job, plan: Plan, reason: str) -> None:
+def propose(job: Job, plan: Plan) -> None:
     transition = job.transition
     assert transition is not None
     transition.plan = plan
@@ -122,39 +201,31 @@ def propose(job: Job, plan: Plan, reason: str) -> None:
                 next_iteration=transition.next_iteration,
                 action=transition.action,
                 finish=transition.finish,
-                reason=reason,
+                reason=transition.reason,
+                bytes_planned=planning.bytes_planned(job, transition.base, plan),
             )
         )
     )
-    job.order(plan.layout.ranks, m.Propose(plan=plan, next_iteration=transition.next_iteration))
-
-
-def confirmed(job: Job, member: Member, confirm: m.Confirm) -> None:
-    transition = job.transition
-    if transition is None or transition.stage != "proposing" or confirm.epoch != job.epoch:
-        return
-    assert transition.plan is not None
-    if confirm.digest != transition.plan.digest:
-        objected(job, member, m.Object(epoch=confirm.epoch, reason="computes another digest of the plan"))
-        return
-    transition.waiting.discard(member.rank)
-    go_when_confirmed(job)
+    job.order(
+        plan.layout.ranks,
+        m.Propose(plan=plan, next_iteration=transition.next_iteration, base=transition.base, nodes=job.node_of),
+    )
 
 
 def go_when_confirmed(job: Job) -> None:
+    """All ranks can carry it out: they finish the step, build, and move state, beside what they hold."""
     transition = job.transition
     if transition is None or transition.stage != "proposing" or transition.waiting or job.store is None:
         return
     assert transition.plan is not None
     transition.plan_s = job.now - transition.stage_at
     transition.stage = "building"
-    transition.stage_at = job.now
-    transition.waiting = set(transition.plan.layout.active)
-    job.plan = transition.plan
+    transition.stage_at = transition.moved_at = job.now
+    transition.waiting = set(transition.plan.layout.ranks)
     job.stuck = None
     host, port = job.store
     job.order(
-        job.plan.layout.ranks,
+        transition.plan.layout.ranks,
         m.Go(
             epoch=job.epoch,
             store_host=host,
@@ -165,50 +236,38 @@ def go_when_confirmed(job: Job) -> None:
     )
 
 
-def objected(job: Job, member: Member, objection: m.Object) -> None:
+def acknowledged(job: Job, member: Member, ready: m.Ready) -> None:
+    """A rank has what the plan under way needs of it, and still what it had before."""
     transition = job.transition
-    if transition is None or transition.stage != "proposing" or objection.epoch != job.epoch:
+    if transition is None or transition.stage != "building" or ready.epoch != job.epoch:
         return
-    code = 2 if transition.initial else 1
-    incidents.end(job, code, f"{job.where(member.rank)}: refuses the plan of epoch {job.epoch}: {objection.reason}")
-
-
-def resumed(job: Job, member: Member, resumed: m.Resumed) -> None:
-    transition = job.transition
-    if transition is None or transition.stage != "building" or resumed.epoch != job.epoch:
+    if member.rank not in transition.waiting:
         return
-    transition.groups_s = max(transition.groups_s, resumed.groups_s)
-    transition.state_s = max(transition.state_s, resumed.state_s)
+    transition.groups_s = max(transition.groups_s, ready.groups_s)
+    transition.state_s = max(transition.state_s, ready.state_s)
+    transition.bytes_moved += ready.bytes_received
+    transition.extra_bytes = max(transition.extra_bytes, ready.extra_bytes)
+    transition.moved_at = job.now
     transition.waiting.discard(member.rank)
-    if transition.waiting:
-        return
-    assert job.plan is not None
+    if not transition.waiting:
+        _take_effect(job, transition)
+
+
+def _take_effect(job: Job, transition: Transition) -> None:
+    """The commit of the transaction: from here on, state is where the new plan's layout says."""
+    assert transition.plan is not None
+    plan = job.plan = transition.plan
+    job.do(api.Log(entry=PlanInEffect(epoch=job.epoch)))
+    for rank in plan.layout.active:
+        job.members[rank].stepped = job.committed
+    job.order(plan.layout.ranks, m.Begin(epoch=job.epoch))
     transition.stage = "first-iteration"
-    transition.stage_at = transition.resumed_at = job.now
+    transition.cautious = False
+    transition.stage_at = transition.begun_at = job.now
     job.phase = "running"
     job.progress_at = job.now
     verb = "started" if transition.initial else "resumed"
-    job.say("notice", f"{verb}: {job.plan.layout.describe()}, epoch {job.epoch}, iteration {job.committed + 1}")
+    job.say("notice", f"{verb}: {plan.layout.describe()}, epoch {job.epoch}, iteration {job.committed + 1}")
     if job.committed >= job.goal:
         iterations.transition_done(job)
     iterations.halt_when_finished(job)
-
-
-def same_error_everywhere(job: Job, base: Layout) -> bool:
-    """End the job when two ranks raised the same: a script or a sample that no other device would digest better."""
-    by_error: dict[tuple[int, str], list[int]] = {}
-    for rank, error in job.errors.items():
-        by_error.setdefault(error, []).append(rank)
-    worst = max(by_error.values(), key=len, default=[])
-    if len(worst) >= 2 or (worst and base.active == tuple(worst)):
-        job.incidents = []
-        incidents.program_is_broken(job, min(worst), len(worst))
-        return True
-    return False
-
-
-def loss_of_replicas(job: Job, base: Layout) -> str:
-    return "; ".join(
-        f"replica {d} lost rank {', '.join(str(r) for r in replica.ranks if not job.members[r].alive) or 'state'}"
-        for d, replica in enumerate(base.replicas)
-    )

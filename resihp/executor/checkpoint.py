@@ -18,7 +18,8 @@ from torch import Tensor
 from resihp import checkpoints
 from resihp.errors import CheckpointError
 from resihp.executor.engine import Engine
-from resihp.ownership import ParameterSpec, Slice, counted, share
+from resihp.executor.state import State
+from resihp.ownership import ParameterSpec, Slice, counted
 
 Piece = tuple[int, int, dict[str, Tensor]]
 """(start, stop, tensors by kind) of one stored slice."""
@@ -30,12 +31,12 @@ def save_part(engine: Engine, folder: Path) -> tuple[str, int]:
     The file is complete and flushed when it appears, and its name holds epoch and rank, so that no attempt overwrites
     another's. Only ranks of the first replica have anything to write; from any other, the part is empty.
     """
-    plan = engine.plan
+    plan, state = engine.plan, engine.state
     assert plan is not None
-    specs = {spec.name: spec for spec in engine.held_specs}
+    assert state is not None
     slices: dict[str, dict[str, Tensor]] = {}
     for piece in counted(plan.layout, engine.specs)[engine.rank]:
-        tensors = engine.tensors(specs[piece.name], piece)
+        tensors = state.tensors(state.specs[piece.name], piece)
         slices[f"{piece.name}:{piece.start}:{piece.stop}"] = {
             kind: tensor.detach().cpu().clone() for kind, tensor in tensors.items()
         }
@@ -75,21 +76,20 @@ def load(engine: Engine, folder: Path) -> None:
         for key, tensors in content["slices"].items():
             name, start, stop = key.rsplit(":", 2)
             stored[name].append((int(start), int(stop), tensors))
-    held = engine.held
+    state = engine.state
+    assert state is not None
     copies: list[tuple[Tensor, Tensor]] = []
-    for spec in engine.held_specs:
-        assert held is not None
-        copies += _copies(engine, spec, share(spec, held.t, held.tp), stored[spec.name], folder)
+    for spec in state.specs.values():
+        copies += _copies(state, spec, stored[spec.name], folder)
     with torch.no_grad():
         for target, source in copies:
             target.copy_(source)
     engine.resume(iteration, updates)
 
 
-def _copies(
-    engine: Engine, spec: ParameterSpec, wanted: Slice, pieces: list[Piece], folder: Path
-) -> list[tuple[Tensor, Tensor]]:
-    """(view of the engine's state, view of a stored tensor) pairs that together cover `wanted`."""
+def _copies(state: State, spec: ParameterSpec, pieces: list[Piece], folder: Path) -> list[tuple[Tensor, Tensor]]:
+    """(view of the rank's state, view of a stored tensor) pairs that together cover its share of a parameter."""
+    wanted = state.share(spec)
     found: list[tuple[Tensor, Tensor]] = []
     reached = wanted.start
     for start, stop, tensors in sorted(pieces, key=lambda piece: piece[:2]):
@@ -98,7 +98,7 @@ def _copies(
             continue
         if begin > reached:
             break
-        targets = engine.tensors(spec, Slice(spec.name, begin, end))
+        targets = state.tensors(spec, Slice(spec.name, begin, end))
         for kind, target in targets.items():
             source = tensors[kind]
             if spec.axis is not None:  # stored as [..., parts, stop - start, ...]

@@ -1,10 +1,9 @@
-"""All communicators of one epoch: which there are, built eagerly in one order, woken from outside, closed.
+"""All communicators of one epoch: built eagerly in one order, woken from outside, closed.
 
-Derived from the plan alone, so that every rank arrives at the same list: tensor-parallel groups, one communicator for
-each directed pipeline edge, one for each set of ranks that sum gradients, and the world of active ranks. Each is made
-under its own name in the store, straight from the back end: `torch.distributed.new_group` with local synchronisation
-names groups after the *number* of groups that a process has, which differs between our ranks, and a default group
-would be the user's business. Used by the engine; decides nothing.
+Which there are follows from the plan alone (`resihp.pipeline.program.memberships`), so that every rank arrives at the
+same list. Each is made under its own name in the store, straight from the back end: `torch.distributed.new_group` with
+local synchronisation names groups after the *number* of groups that a process has, which differs between our ranks, and
+a default group would be the user's business. Used by the engine; decides nothing. The back ends are in `backends`.
 """
 
 from __future__ import annotations
@@ -14,131 +13,26 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from resihp.errors import CommunicatorError, LayoutError
-from resihp.executor.tensor_group import Backend, dist
-from resihp.plan import Plan
+from resihp.errors import CommunicatorError
+from resihp.executor import backends
+from resihp.executor.channels import Channel, SingleFile, guarded
+from resihp.executor.tensor_group import dist
+from resihp.pipeline.program import Membership
 
 Store = Any
 """A torch.distributed store; which class is up to its host."""
 
 STORE_TIMEOUT_S = 60.0
 _POLL_S = 0.002
-_GLANCE = timedelta(seconds=0.1)
-_TIMED_OUT = "Operation timed out"
 _CLOSING_S = 0.2
 _ASSEMBLY_NOTICES_S = 0.2
 """A rank that waits for others to come polls; only if it is stuck in the store must the store's connection go."""
-
-
-@dataclass(frozen=True)
-class Membership:
-    """One communicator: its name within the epoch, and its ranks in order (sender before receiver for an edge)."""
-
-    name: str
-    ranks: tuple[int, ...]
-
-
-class Transfer:
-    """A collective or a pipeline transfer under way."""
-
-    def __init__(self, work: Any, woken: Callable[[], bool]) -> None:
-        self._work = work
-        self._woken = woken
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for it. Raises CommunicatorError once the rank has been woken, RuntimeError for what the back end says.
-
-        Shutting down gloo's sockets wakes its waiters at once, with one exception: gloo (transport/tcp/pair.cc,
-        signalException) forgets whoever is in the middle of a message. So a wait looks up now and then.
-        """
-        if torch.cuda.is_available():
-            return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
-        limit = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        while True:
-            try:
-                return bool(self._work.wait(_GLANCE))
-            except RuntimeError as error:
-                if _TIMED_OUT not in str(error) or (limit is not None and time.monotonic() > limit):
-                    raise
-            if self._woken():
-                raise CommunicatorError("woken in the middle of a message")
-
-    def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
-
-
-class Channel:
-    """One communicator. Everything on it is a collective of the back end's own thread, which a wait can outlive."""
-
-    def __init__(self, backend: Backend, woken: Callable[[], bool]) -> None:
-        self.backend = backend
-        self._woken = woken
-
-    def size(self) -> int:
-        return int(self.backend.size())
-
-    def allreduce(self, tensors: list[Tensor], *options: Any) -> Transfer:
-        return Transfer(self.backend.allreduce(tensors, *options), self._woken)
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Transfer:
-        return Transfer(self.backend.allgather(outputs, inputs), self._woken)
-
-    def broadcast(self, tensor: Tensor) -> Transfer:
-        """From the first rank to the others."""
-        options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
-        return Transfer(self.backend.broadcast([tensor], options), self._woken)
-
-
-@dataclass(frozen=True)
-class Edge:
-    """One direction between two ranks, sender first. Transfers complete in the order in which they were begun."""
-
-    channel: Channel
-
-    def send(self, tensor: Tensor) -> Transfer:
-        with guarded("pipeline send"):
-            return self.channel.broadcast(tensor)
-
-    def receive(self, tensor: Tensor) -> Transfer:
-        with guarded("pipeline receive"):
-            return self.channel.broadcast(tensor)
-
-
-def memberships(plan: Plan, gradient_sets: Sequence[tuple[int, ...]]) -> tuple[Membership, ...]:
-    """Every communicator of a plan, in the one order in which all ranks build those they belong to.
-
-    Raises LayoutError if neighbouring stages of a replica have unequal tensor-parallel degrees.
-    """
-    groups = [Membership("world", plan.layout.active)] if len(plan.layout.active) > 1 else []
-    for d, replica in enumerate(plan.layout.replicas):
-        for s, stage in enumerate(replica.stages):
-            if stage.tp > 1:
-                groups.append(Membership(f"tensor/{d}/{s}", stage.ranks))
-            if s + 1 == len(replica.stages):
-                continue
-            following = replica.stages[s + 1]
-            if following.tp != stage.tp:
-                raise LayoutError(
-                    f"replica {d}: stages {s} and {s + 1} have tensor-parallel degrees {stage.tp} and "
-                    f"{following.tp}; they must be equal"
-                )
-            for low, high in zip(stage.ranks, following.ranks, strict=True):
-                groups.append(Membership(f"forward/{low}-{high}", (low, high)))
-                groups.append(Membership(f"backward/{high}-{low}", (high, low)))
-    for ranks in dict.fromkeys(tuple(sorted(owners)) for owners in gradient_sets):
-        if 1 < len(ranks) < len(plan.layout.active):
-            groups.append(Membership("gradients/" + "-".join(map(str, ranks)), ranks))
-    return tuple(groups)
 
 
 class Directory:
@@ -171,16 +65,17 @@ class Communicators:
 
     def __init__(
         self,
-        plan: Plan,
+        epoch: int,
         rank: int,
-        gradient_sets: Sequence[tuple[int, ...]],
+        memberships: Sequence[Membership],
         timeout_s: float,
         directory: Directory,
+        *,
+        strict: bool = False,
     ) -> None:
-        place = plan.layout.place(rank)
-        assert place is not None, "a standby rank has no communicators"
-        self._plan, self._rank, self._place = plan, rank, place
-        self._wanted = [group for group in memberships(plan, gradient_sets) if rank in group.ranks]
+        self._epoch, self._rank = epoch, rank
+        self.wanted = [group for group in memberships if rank in group.ranks]
+        self._strict = SingleFile() if strict else None
         self._timeout = timedelta(seconds=timeout_s)
         self._directory = directory
         self._store_sockets: set[int] = set()
@@ -209,20 +104,20 @@ class Communicators:
             self._past_assembly.set()
 
     def _build(self, store: Store | tuple[str, int]) -> None:
-        with guarded(f"communicators of epoch {self._plan.epoch}"):
+        with guarded(f"communicators of epoch {self._epoch}"):
             if isinstance(store, tuple):
                 store, self._store_sockets = self._directory.client(store, self._timeout)
             self._before = _tcp_sockets()
-            named = dist.PrefixStore(f"epoch-{self._plan.epoch}", store)
+            named = dist.PrefixStore(f"epoch-{self._epoch}", store)
             self._assemble(named)
             self._past_assembly.set()
-            make = _nccl if torch.cuda.is_available() else _Gloo()
-            for group in self._wanted:
+            make = backends.nccl if torch.cuda.is_available() else backends.Gloo()
+            for group in self.wanted:
                 self._check_awake()
                 prefix = dist.PrefixStore(group.name, named)
                 index = group.ranks.index(self._rank)
                 backend = make(prefix, index, len(group.ranks), self._timeout)
-                self._channels[group.name] = Channel(backend, lambda: self._woken)
+                self._channels[group.name] = Channel(backend, lambda: self._woken, self._strict)
         with self._guard:
             self._ours = _tcp_sockets() - self._before
         self._check_awake()
@@ -230,40 +125,46 @@ class Communicators:
     def _assemble(self, store: Store) -> None:
         """Wait, here and awake, until all members have come: the back ends' own wait cannot be interrupted."""
         store.set(f"here/{self._rank}", "1")
-        peers = {rank for group in self._wanted for rank in group.ranks}
+        peers = {rank for group in self.wanted for rank in group.ranks}
         keys = [f"here/{rank}" for rank in sorted(peers)]
         limit = time.monotonic() + self._timeout.total_seconds()
         while keys and not store.check(keys):
             self._check_awake()
             if time.monotonic() > limit:
-                raise CommunicatorError(f"epoch {self._plan.epoch}: not all of ranks {sorted(peers)} came in time")
+                raise CommunicatorError(f"epoch {self._epoch}: not all of ranks {sorted(peers)} came in time")
             time.sleep(_POLL_S)
 
     def _check_awake(self) -> None:
         if self._woken:
-            raise CommunicatorError(f"communicators of epoch {self._plan.epoch}: woken")
+            raise CommunicatorError(f"communicators of epoch {self._epoch}: woken")
 
     # --- who is who -------------------------------------------------------------------------------------------
 
+    def channel(self, name: str) -> Channel:
+        """The communicator of that name. Raises CommunicatorError if it is closed, or was never built."""
+        try:
+            return self._channels[name]
+        except KeyError:
+            raise CommunicatorError(f"rank {self._rank}: no communicator {name} in epoch {self._epoch}") from None
+
     @property
     def world(self) -> Channel | None:
-        """All active ranks; None when there is only one."""
+        """All active ranks; None when there is only one, or this rank is not active."""
         return self._channels.get("world")
 
+    def find(self, name: str) -> Channel | None:
+        return self._channels.get(name)
+
     @property
-    def tensor(self) -> Channel | None:
-        return self._channels.get(f"tensor/{self._place.replica}/{self._place.stage}")
+    def names(self) -> tuple[str, ...]:
+        """Of the communicators that this rank belongs to."""
+        return tuple(self._channels)
 
-    def gradients(self, owners: tuple[int, ...]) -> Channel:
-        name = "gradients/" + "-".join(map(str, sorted(owners)))
-        return self._channels[name] if name in self._channels else self._channels["world"]
-
-    def edge(self, direction: str, *, outgoing: bool) -> Edge | None:
-        """The edge "forward" or "backward" on which this rank sends or receives; None at the pipeline's ends."""
-        for group in self._wanted:
-            if group.name.startswith(f"{direction}/") and group.ranks[0 if outgoing else 1] == self._rank:
-                return Edge(self._channels[group.name])
-        return None
+    def release(self, prefix: str) -> None:
+        """Let go of the communicators whose names begin so, once nobody uses them any more."""
+        going = {name: self._channels.pop(name) for name in list(self._channels) if name.startswith(prefix)}
+        if going:
+            _let_go(going)
 
     # --- the end ----------------------------------------------------------------------------------------------
 
@@ -280,9 +181,8 @@ class Communicators:
             ours = self._ours
             if ours is None and self._before is not None:  # still building: then our connection to the store, too
                 ours = _tcp_sockets() - self._before | self._store_sockets
-        if torch.cuda.is_available():  # untested: NCCL is woken by abort, which is safe from another thread
-            for channel in list(self._channels.values()):
-                channel.backend.abort()
+        if torch.cuda.is_available():  # never run so far: see `backends`
+            backends.abort_all([channel.backend for channel in list(self._channels.values())])
             return
         _shut_down(ours or set())
 
@@ -290,45 +190,22 @@ class Communicators:
         """Let go of everything. Safe after `wake`, after failures, and twice. Peers that still wait for us fail."""
         self.wake()
         channels, self._channels = self._channels, {}
-        # A back end joins its threads when it goes, and one may be stuck in the middle of a message (`Transfer.wait`):
-        # then it is left behind, until gloo's own timeout ends it.
-        closing = threading.Thread(target=channels.clear, name="resihp-closing", daemon=True)
-        closing.start()
-        closing.join(_CLOSING_S)
+        if self._strict is not None:
+            self._strict.close()
+        _let_go(channels)
 
 
-@contextmanager
-def guarded(what: str) -> Iterator[None]:
-    """Turn a back end's errors, which are RuntimeErrors of its own, into CommunicatorError."""
-    try:
-        yield
-    except CommunicatorError:
-        raise
-    except RuntimeError as error:
-        raise CommunicatorError(f"{what}: {error}") from error
+def _let_go(channels: dict[str, Channel]) -> None:
+    """Destroy back ends, without waiting for one that is stuck.
 
-
-class _Gloo:
-    """Makes gloo back ends that share one listening socket and have one thread each: FIFO, as NCCL's are."""
-
-    def __init__(self) -> None:
-        gloo = dist.ProcessGroupGloo
-        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-        self._device = gloo.create_device(interface=interface) if interface else gloo.create_default_device()
-
-    def __call__(self, store: Store, index: int, size: int, timeout: timedelta) -> Backend:
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [self._device]
-        options._threads = 1
-        options._timeout = timeout
-        return dist.ProcessGroupGloo(store, index, size, options)
-
-
-def _nccl(store: Store, index: int, size: int, timeout: timedelta) -> Backend:
-    """Untested: written by reading."""
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, index, size, options)
+    A back end joins its threads when it goes, and one may be in the middle of a message (`Transfer.wait`): then it is
+    left behind, until gloo's own timeout ends it. Nothing else may hold a back end, or the garbage collector would
+    destroy it, and block, in any thread at any time.
+    """
+    going = [channel.detach() for channel in channels.values()]
+    closing = threading.Thread(target=going.clear, name="resihp-closing", daemon=True)
+    closing.start()
+    closing.join(_CLOSING_S)
 
 
 def _tcp_sockets() -> set[int]:

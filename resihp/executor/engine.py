@@ -2,71 +2,72 @@
 
 Life of an engine, driven by `resihp.executor.trainer`::
 
-    adopt(plan, rank) -> connect(...) -> [run(plan, i, observer) -> step(outcome)] ... -> disconnect()
-       ^_____________________________ a new plan, after a failure or a decision ____________________|
+    adopt(plan, rank, base) -> connect(...) -> move(...) -> begin(epoch) -> [run(...) -> step(outcome)] ...
+       ^___________________ a new plan, after a failure or a decision; disconnect() first ________________|
 
-`run` computes an iteration's gradients and agrees on the step; only `step` changes parameters, and needs nobody else.
-Gradients are kept until the next `run`, so that a step which others took before a failure can still be finished.
+A transition is a transaction: between `adopt` and `begin` the state in effect and the next one stand side by side, and
+whatever goes wrong leaves the former as it was. `run` computes an iteration's gradients and agrees on the step; only
+`step` changes parameters, and needs nobody else. Gradients are kept until the next `run`, so that a step which others
+took before a failure can still be finished.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
-from collections.abc import Sequence
-from importlib import metadata
+import math
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 import torch
 from megatron.core.transformer import TransformerConfig
-from torch import Tensor
 
-from resihp.errors import CommunicatorError, DatasetError, LayoutError, ResihpError
-from resihp.executor import parameters
-from resihp.executor.communicators import Communicators, Directory, Store, guarded
-from resihp.executor.honoured import describe
+from resihp import ownership, transfers
+from resihp.errors import CommunicatorError, LayoutError, PlanError, ResihpError
+from resihp.executor import movement, parameters
+from resihp.executor.batches import Batches, fingerprint
+from resihp.executor.channels import guarded
+from resihp.executor.communicators import Communicators, Directory, Store
+from resihp.executor.interpreter import Interpreter, Observer, Pace, computed, loss_speaker
 from resihp.executor.optimizer import AdamW, AdamWState
-from resihp.executor.pipeline import Interpreter, Observer
 from resihp.executor.stage import PositionEmbedding, StageModule, model_spec, refuse_unhonoured
-from resihp.executor.synchronisation import last_synchronisation, reduce_gradients
+from resihp.executor.state import Holding, State, extra_bytes
+from resihp.executor.synchronisation import last_synchronisation
 from resihp.executor.tensor_group import TensorGroup
-from resihp.layout import LayerSpan
+from resihp.layout import validate
 from resihp.model import ModelSpec
-from resihp.ownership import OwnerSet, ParameterSpec, Slice, counted, owner_sets
-from resihp.pipeline.schedules import one_forward_one_backward
-from resihp.plan import Plan
+from resihp.ownership import ParameterSpec, Slice
+from resihp.pipeline import checker, program
+from resihp.pipeline.program import Bucket, Membership, Program
+from resihp.plan import Plan, Stop
 from resihp.protocol.messages import StepOutcome
-from resihp.workload import Dataset, MicroBatch, samples_digest
+from resihp.transfers import Base, Move
+from resihp.workload import Dataset
+
+STRICT_ORDER = "RESIHP_STRICT_ORDER"
+"""Environment variable that makes gloo behave as NCCL does at its strictest (`channels.SingleFile`)."""
 
 
-class Holding(msgspec.Struct, frozen=True):
-    """What a place holds: as long as it stays the same, so does the rank's state."""
+class Prepared(msgspec.Struct, frozen=True):
+    """What follows from a plan: equal on all ranks, but for `counted`."""
 
-    chunks: tuple[LayerSpan, ...]
-    first: bool
-    last: bool
-    t: int
-    tp: int
-
-
-def holding(plan: Plan, rank: int) -> Holding | None:
-    """What `rank` holds under `plan`, None for a standby. Raises LayoutError for what the schedule cannot run."""
-    place = plan.layout.place(rank)
-    if place is None:
-        return None
-    replica = plan.layout.replicas[place.replica]
-    stage = replica.stages[place.stage]
-    if len(stage.chunks) > 1:
-        raise LayoutError(f"replica {place.replica} stage {place.stage}: {plan.schedule} runs one chunk, not several")
-    return Holding(stage.chunks, place.stage == 0, place.stage == len(replica.stages) - 1, place.t, stage.tp)
+    plan: Plan
+    paths: dict[int, tuple[Stop, ...]]
+    buckets: tuple[Bucket, ...]
+    programs: dict[int, Program]
+    memberships: tuple[Membership, ...]
+    counted: tuple[Slice, ...]
+    """What this rank counts in sums over the whole model."""
+    multiple: int
+    """Micro-batches are padded to a multiple of so many tokens: sequence parallelism splits them evenly."""
 
 
 class Engine:
     """See the module. `sequence` is the length of the longest document; `seed` that of the first parameters.
 
-    Raises ModelError for a configuration with settings that are not honoured, DatasetError for an empty data set.
+    `vocab_multiple` pads the vocabulary tables to a multiple, `tied` shares the embedding with the head, `pace`
+    emulates a device's speed. Raises ModelError for a configuration with settings that are not honoured, DatasetError
+    for an empty data set.
     """
 
     def __init__(
@@ -80,183 +81,307 @@ class Engine:
         sequence: int,
         position_embedding: PositionEmbedding = "rope",
         rotary_base: int = 10000,
+        tied: bool = False,
+        vocab_multiple: int = 1,
+        pace: Pace | None = None,
     ) -> None:
         refuse_unhonoured(config)
-        self._config, self._dataset, self._settings, self._seed = config, dataset, optimizer, seed
+        self._config, self._settings, self._seed, self._pace = config, optimizer, seed, pace
         self._positions: tuple[PositionEmbedding, int] = (position_embedding, rotary_base)
-        self.model: ModelSpec = model_spec(config, vocab_size, sequence)
+        self.model: ModelSpec = model_spec(config, vocab_size, sequence, tied=tied, vocab_multiple=vocab_multiple)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        with torch.device("meta"):
-            whole = self._module(((0, 0),), True, True, TensorGroup())
-        self.specs: tuple[ParameterSpec, ...] = parameters.specs_of(whole, config.num_layers)
-        self.micro_batches: int = 0
+        self._specs = {parallel: self._read_specs(parallel) for parallel in (False, True)}
+        self._by_name = {spec.name: spec for spec in self.specs}
+        self._batches = Batches(dataset, sequence)
+        self.micro_batches: int = self._batches.per_iteration
         """Micro-batches of the global batch, as the data set has them."""
-        first = self._batch(1)
-        self.micro_batches = len(first)
-        self.fingerprint: str = self._fingerprint(first)
+        self.fingerprint: str = fingerprint(config, self.model, self._positions, optimizer, seed, self._batches.first)
         """Digest of model and optimizer settings, the data set's first iteration and library versions."""
-        self.stepped = 0
-        """Last iteration whose step this rank has taken or loaded."""
-        self.ready: int | None = None
-        """Iteration whose gradients are all reduced on this rank and still held."""
         self.compute_s = 0.0
-        """Seconds that the last `run` spent in forward and backward chunks, without waits for peers."""
-        self.plan: Plan | None = None
+        """Seconds that the last `run` spent in chunks of work, without waits for peers."""
         self.rank = -1
-        self.held: Holding | None = None
-        self._stage: StageModule | None = None
-        self._state: AdamWState | None = None
+        self.plan: Plan | None = None
+        """The plan adopted last, in effect once `begin` was called."""
+        self.state: State | None = None
+        """What is held under the layout in effect."""
+        self.next: State | None = None
+        """What will be held under the plan being prepared; the same object as `state` where nothing changes."""
+        self.acknowledged: int | None = None
+        """Epoch of `next`, once its state is complete."""
+        self._prepared: Prepared | None = None
+        self._moves: tuple[Move, ...] = ()
         self._communicators: Communicators | None = None
         self._directory = Directory()
-        self._named: dict[str, torch.nn.Parameter] = {}
-        self._by_name = {spec.name: spec for spec in self.specs}
-        self._sets: tuple[OwnerSet, ...] = ()
-        self._counted: tuple[Slice, ...] = ()
+        self._strict = os.environ.get(STRICT_ORDER) == "1"
+
+    def _read_specs(self, sequence_parallel: bool) -> tuple[ParameterSpec, ...]:
+        with torch.device("meta"):
+            whole = self._module(Holding(((0, 0),), True, True, 0, 1), TensorGroup(), sequence_parallel)
+        return parameters.specs_of(
+            whole, self._config.num_layers, tied=self.model.tied_embeddings, sequence_parallel=sequence_parallel
+        )
+
+    @property
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """All parameters of the model: names, shapes and cuts, which do not depend on the plan."""
+        return self._specs[False]
+
+    @property
+    def stepped(self) -> int:
+        """Last iteration whose step this rank's state has taken or was loaded from; 0 without state."""
+        return self.state.stepped if self.state else 0
+
+    @property
+    def ready(self) -> int | None:
+        """Iteration whose gradients are all reduced on this rank and still held."""
+        return self.state.ready if self.state else None
+
+    @property
+    def holds(self) -> tuple[int, ...]:
+        """Epochs whose layouts the rank's state follows."""
+        found = [self.state.epoch] if self.state else []
+        if self.acknowledged is not None and self.next is not None and self.acknowledged not in found:
+            found.append(self.acknowledged)
+        return tuple(found)
 
     # --- a place in a plan ------------------------------------------------------------------------------------
 
-    def adopt(self, plan: Plan, rank: int) -> None:
-        """Take `rank`'s place in `plan`; what is held already is kept, a standby rank takes up nothing.
+    def prepare(self, plan: Plan, rank: int) -> Prepared:
+        """Everything that follows from a plan, checked; nothing is touched. Raises LayoutError or PlanError."""
+        if self._prepared is not None and self._prepared.plan == plan:
+            return self._prepared
+        specs = self._specs[plan.sequence_parallel]
+        validate(plan.layout, self.model)
+        self._check_assignment(plan)
+        buckets = program.buckets(plan.layout, specs)
+        programs = program.programs(plan, buckets)
+        checker.check(plan, programs, buckets)
+        degrees = [stage.tp for replica in plan.layout.replicas for stage in replica.stages]
+        self._prepared = Prepared(
+            plan,
+            plan.paths(),
+            buckets,
+            programs,
+            program.memberships(plan, programs, buckets),
+            ownership.counted(plan.layout, specs).get(rank, ()),
+            math.lcm(*degrees) if plan.sequence_parallel else 1,
+        )
+        return self._prepared
 
-        Raises LayoutError if the place needs state that this rank does not have after the first step.
+    def check(
+        self, plan: Plan, rank: int, base: Base | None, nodes: Mapping[int, str], memory_bytes: int | None
+    ) -> None:
+        """Whether this rank could carry out a plan. Raises PlanError or LayoutError saying why not."""
+        self.prepare(plan, rank)
+        if base is not None:
+            transfers.moves(base, plan.layout, self.specs, nodes)
+        if memory_bytes is not None:
+            from resihp.scheduler import memory
+
+            obstacle = memory.obstacle(plan, self.model, memory_bytes, self._batches.longest)
+            if obstacle:
+                raise PlanError(obstacle)
+
+    def adopt(self, plan: Plan, rank: int, base: Base | None = None, nodes: Mapping[int, str] | None = None) -> None:
+        """Prepare to take `rank`'s place in `plan`: build what it will hold beside what it holds.
+
+        Without a `base` nobody has stepped yet: first parameters are drawn, and the plan is in effect at once.
         """
         assert self._communicators is None, "disconnect first"
-        wanted = holding(plan, rank)
-        if wanted is not None and wanted != self.held:
-            if self.stepped > 0:
-                raise LayoutError(
-                    f"rank {rank}: holds {self.held}, epoch {plan.epoch} asks for {wanted} at iteration "
-                    f"{self.stepped + 1}; state is not moved between ranks"
-                )
-            self._build(wanted)
+        self.prepare(plan, rank)
+        if base is not None and self.acknowledged == base.epoch:
+            self.begin(base.epoch)  # what we acknowledged did take effect: we only did not hear of it
+        if base is None or rank not in base.survivors:
+            self.state = None
         self.plan, self.rank = plan, rank
+        self.next, self.acknowledged = None, None
+        self._moves = () if base is None else transfers.moves(base, plan.layout, self.specs, nodes or {})
+        holding = Holding.of(plan, rank)
+        if holding is not None:
+            self.next = self._build(plan, holding)
+        if base is None:
+            if self.next is not None:
+                self._draw(self.next)
+            self.begin(plan.epoch)
 
-    def _build(self, held: Holding) -> None:
-        """Make the stage and its optimizer state, with first parameters that do not depend on the layout."""
-        self.ready = None
-        stage = self._module(held.chunks, held.first, held.last, TensorGroup(held.tp, held.t))
-        for name, parameter in stage.named_parameters():
+    def _build(self, plan: Plan, holding: Holding) -> State:
+        """What a place will hold, beside what is held; tensors that stay are shared, all of them if nothing changes."""
+        parallel = plan.sequence_parallel and holding.tp > 1
+        if self.state is not None and (self.state.holding, self.state.sequence_parallel) == (holding, parallel):
+            return self.state
+        stage = self._module(holding, TensorGroup(holding.tp, holding.t), plan.sequence_parallel).to(self.device)
+        specs = {name: self._by_name[name] for name, _ in stage.named_parameters()}
+        old = self.state
+        if old is not None:
+            for name, spec in specs.items():
+                if name in old.specs and old.share(spec) == ownership.share(spec, holding.t, holding.tp):
+                    module, _, local = name.rpartition(".")
+                    stage.get_submodule(module).register_parameter(local, old.optimizer.parameters[name])
+        optimizer = AdamWState(self._settings, dict(stage.named_parameters()), old.optimizer if old else None)
+        new = State(plan.epoch, holding, stage, optimizer, specs, parallel)
+        if old is not None:
+            movement.copy_kept(old, new)
+        return new
+
+    def _draw(self, state: State) -> None:
+        """First values, which do not depend on the layout."""
+        t, tp = state.holding.t, state.holding.tp
+        for name, parameter in state.optimizer.parameters.items():
             spec = self._by_name[name]
-            parameters.fill(parameter, spec, held.t, held.tp, parameters.draw(spec, self._config, self._seed))
-        self._stage = stage.to(self.device)
-        self._named = dict(self._stage.named_parameters())
-        self._state = AdamWState(self._settings, self._named)
-        self.held = held
+            parameters.fill(parameter, spec, t, tp, parameters.draw(spec, self._config, self._seed, self.model))
 
-    def _module(self, chunks: tuple[LayerSpan, ...], first: bool, last: bool, group: TensorGroup) -> StageModule:
+    def _module(self, holding: Holding, group: TensorGroup, sequence_parallel: bool) -> StageModule:
         position_embedding, rotary_base = self._positions
         return StageModule(
             self._config,
             self.model,
-            chunks,
-            first,
-            last,
+            holding.chunks,
+            holding.first,
+            holding.last,
             group,
             position_embedding=position_embedding,
             rotary_base=rotary_base,
+            sequence_parallel=sequence_parallel,
         )
 
     def connect(self, plan: Plan, rank: int, store: Store | tuple[str, int], timeout_s: float) -> None:
-        """Build all communicators of `plan`; nothing to do for a standby rank.
+        """Build all communicators of `plan` that this rank has, those for moving state included; it may have none.
 
         `store` is a torch.distributed store, or (host, port) of a TCPStore, that outlives the ranks; it must be
         fresh for each epoch. Raises CommunicatorError when a peer does not come within `timeout_s`, or when woken.
         """
         self.disconnect()
-        if plan.layout.place(rank) is None:
-            return
-        sets = owner_sets(plan.layout, self.specs)
-        self._sets = tuple(entry for entry in sets if rank in entry.owners)
-        self._counted = counted(plan.layout, self.specs)[rank]
+        prepared = self.prepare(plan, rank)
+        moving = [Membership(movement.channel_name(move), (move.source, move.target)) for move in self._moves]
+        wanted = (*prepared.memberships, *moving)
         self._communicators = communicators = Communicators(
-            plan, rank, [entry.owners for entry in sets], timeout_s, self._directory
+            plan.epoch, rank, wanted, timeout_s, self._directory, strict=self._strict
         )
+        if not communicators.wanted:
+            return
         try:
             communicators.open(store)
         except BaseException:
             self.disconnect()
             raise
-        assert self._stage is not None
-        self._stage.tp_group.bind(communicators.tensor)
+
+    def move(self, plan: Plan, observer: Observer, stepped: int, updates: int) -> int:
+        """Bring in the state that the adopted place lacks, of iteration `stepped`; returns the bytes received.
+
+        From here on the rank holds both states, until `begin`. Raises CommunicatorError.
+        """
+        assert self._communicators is not None, "connect first"
+        received = movement.move_state(
+            self._moves, self.rank, self.state, self.next, self._by_name, self._communicators, observer, self.device
+        )
+        if self.next is not None:
+            self.next.stepped = stepped
+            self.next.optimizer.resume(updates)
+        self.acknowledged = plan.epoch
+        return received
+
+    @property
+    def extra_bytes(self) -> int:
+        """What holding the present and the next state beside each other costs."""
+        return extra_bytes(self.state, self.next)
+
+    def begin(self, epoch: int) -> None:
+        """The plan of `epoch` is in effect: let go of what only the one before needed; without work, of everything."""
+        if self.next is not None or self.state is None or self.state.epoch != epoch:
+            self.state = self.next
+        self.next, self.acknowledged = None, None
+        self._moves = ()
+        if self.state is not None:
+            self.state.epoch = epoch
+        if self._communicators is not None:
+            self._communicators.release("state/")
 
     def disconnect(self) -> None:
         """Let go of all communicators. Safe at any time in the rank's own thread."""
-        if self._stage is not None:
-            self._stage.tp_group.bind(None)
+        if self.state is not None:
+            self.state.stage.tp_group.bind(None)
         if self._communicators is not None:
             self._communicators.close()
             self._communicators = None
 
     def wake(self) -> None:
-        """From another thread: make whatever this rank waits for in `connect` or `run` raise CommunicatorError."""
+        """From another thread: make whatever this rank waits for raise CommunicatorError."""
         communicators = self._communicators
         if communicators is not None:
             communicators.wake()
 
     # --- an iteration -----------------------------------------------------------------------------------------
 
-    def run(self, plan: Plan, iteration: int, observer: Observer) -> StepOutcome:
+    def run(
+        self, plan: Plan, iteration: int, observer: Observer, pause: Callable[[], bool] = lambda: False
+    ) -> StepOutcome:
         """Compute this rank's share of an iteration, and agree with all others on its step, which is not taken yet.
 
-        Raises CommunicatorError when a peer is lost or `wake` was called; the same iteration can then be run again
-        after `disconnect`, `adopt` and `connect`. Raises DatasetError, and whatever the data set itself raises.
+        `pause` is asked at the end whether this rank was told to park after the iteration. Raises CommunicatorError
+        when a peer is lost or `wake` was called; the same iteration can then be run again after `disconnect`, `adopt`
+        and `connect`. Raises DatasetError, and whatever the data set itself raises.
         """
-        stage, communicators, held = self._stage, self._communicators, self.held
-        if stage is None or held is None or communicators is None:
+        state, communicators = self.state, self._communicators
+        if state is None or communicators is None:
             raise CommunicatorError(f"rank {self.rank}: not connected")
-        if iteration != self.stepped + 1:
-            raise ResihpError(f"rank {self.rank}: holds the state of iteration {self.stepped}, cannot run {iteration}")
-        self.ready = None
+        if iteration != state.stepped + 1:
+            raise ResihpError(f"rank {self.rank}: holds the state of iteration {state.stepped}, cannot run {iteration}")
+        prepared = self.prepare(plan, self.rank)
+        state.ready = None
+        stage = state.stage
         stage.zero_grad(set_to_none=True)
-        stage.tp_group.on_wait = observer.communicating
-        batch = self._batch(iteration)
-        _check_assignment(plan, len(batch))
         place = plan.layout.place(self.rank)
         assert place is not None
-        share = plan.assignment[place.replica]
-        order = one_forward_one_backward(place.stage, len(plan.layout.replicas[place.replica].stages), share)
+        stage.tp_group.bind(communicators.find(f"tensor/{place.replica}/{place.stage}"))
+        stage.tp_group.on_wait = observer.communicating
+        batch = self._batches.of(iteration)
+        mine = prepared.programs[self.rank]
         interpreter = Interpreter(
-            stage,
-            self.model.vocab,
-            communicators,
-            order,
+            state,
+            self.rank,
+            (place.replica, place.stage),
+            plan.layout.active,
+            prepared.paths,
+            mine,
+            prepared.buckets,
             batch,
-            sum(micro_batch.tokens for micro_batch in batch),
+            self.model.vocab,
+            prepared.multiple,
+            communicators,
             observer,
             self.device,
+            self._pace,
         )
         try:
             interpreter.run()
         finally:
             self.compute_s = interpreter.compute_s
-        for parameter in stage.parameters():
-            if parameter.grad is None:  # a replica without micro-batches
-                parameter.grad = torch.zeros_like(parameter)
-        reduce_gradients(self._sets, self._gradient, communicators, observer)
-        self.ready = iteration
-        speaks = held.last and held.t == 0
+        state.ready = iteration
+        speaks = loss_speaker(state)
         return last_synchronisation(
             iteration,
             batch,
-            share if speaks else (),
+            computed(mine, state) if speaks else (),
             float(interpreter.loss_sum) if speaks else 0.0,
-            (self._gradient(piece) for piece in self._counted),
+            (state.gradient(piece) for piece in prepared.counted),
             self._settings,
+            state.optimizer.updates,
+            pause(),
             communicators,
             observer,
         )
 
     def step(self, outcome: StepOutcome) -> None:
         """Take the step that all agreed on. Local: needs no communicator and no peer."""
-        if self.ready != outcome.iteration or outcome.iteration != self.stepped + 1:
+        state = self.state
+        if state is None or state.ready != outcome.iteration or outcome.iteration != state.stepped + 1:
             raise ResihpError(
                 f"rank {self.rank}: cannot take step {outcome.iteration} after {self.stepped} "
                 f"with gradients of {self.ready}"
             )
-        assert self._state is not None
         if not outcome.skip:
-            self._state.apply(outcome.clip, outcome.learning_rate)
-        self.stepped = outcome.iteration
+            state.optimizer.apply(outcome.clip, outcome.learning_rate)
+        state.stepped = outcome.iteration
 
     def gather(self, value: Any) -> list[Any]:
         """Every active rank's value, in the order of `plan.layout.active`. Values are what msgpack can carry."""
@@ -275,80 +400,22 @@ class Engine:
             world.allgather([rows], [padded]).wait()
         return [msgspec.msgpack.decode(bytes(row[: int(size)].tolist())) for row, size in zip(rows, sizes, strict=True)]
 
-    # --- state, for checkpoints and transfers -----------------------------------------------------------------
-
-    @property
-    def held_specs(self) -> tuple[ParameterSpec, ...]:
-        """Specifications of the parameters that this rank holds a part of."""
-        return tuple(self._by_name[name] for name in self._named)
-
-    def tensors(self, spec: ParameterSpec, piece: Slice) -> dict[str, Tensor]:
-        """Views of a slice's state by kind ("value", "exp_avg", "exp_avg_sq"), which may be written to."""
-        assert self._state is not None
-        assert self.held is not None
-        return {
-            kind: parameters.view(tensor, spec, self.held.t, self.held.tp, piece)
-            for kind, tensor in self._state.tensors(spec.name).items()
-        }
-
     @property
     def updates(self) -> int:
         """Optimizer updates so far; skipped iterations do not count."""
-        return 0 if self._state is None else self._state.updates
+        return self.state.optimizer.updates if self.state else 0
 
     def resume(self, iteration: int, updates: int) -> None:
         """Go on after `iteration`, once all tensors have been filled."""
-        self.stepped, self.ready = iteration, None
-        if self._state is not None:
-            self._state.resume(updates)
+        assert self.state is not None
+        self.state.stepped, self.state.ready = iteration, None
+        self.state.optimizer.resume(updates)
 
-    def _gradient(self, piece: Slice) -> Tensor:
-        assert self.held is not None
-        gradient = self._named[piece.name].grad
-        assert gradient is not None
-        return parameters.view(gradient, self._by_name[piece.name], self.held.t, self.held.tp, piece)
-
-    # --- data -------------------------------------------------------------------------------------------------
-
-    def _batch(self, iteration: int) -> Sequence[MicroBatch]:
-        """The global batch, checked. Raises DatasetError naming the micro-batch at fault."""
-        batch = self._dataset.micro_batches(iteration)
-        if not batch or (self.micro_batches and len(batch) != self.micro_batches):
-            raise DatasetError(
-                f"iteration {iteration}: {len(batch)} micro-batches; the data set must give the same number, at "
-                f"least one, every time (iteration 1 has {self.micro_batches})"
+    def _check_assignment(self, plan: Plan) -> None:
+        shares, replicas = len(plan.assignment), len(plan.layout.replicas)
+        if sorted(m for share in plan.assignment for m in share) != list(range(self.micro_batches)):
+            raise LayoutError(
+                f"plan of epoch {plan.epoch}: does not assign each of {self.micro_batches} micro-batches once"
             )
-        for m, micro_batch in enumerate(batch):
-            lengths = micro_batch.lengths
-            if not lengths or min(lengths) < 1 or max(lengths) > self.model.sequence:
-                raise DatasetError(
-                    f"iteration {iteration} micro-batch {m}: document lengths {list(lengths)}; each must lie between "
-                    f"1 and the sequence length {self.model.sequence}"
-                )
-            if len(lengths) != len(micro_batch.samples):
-                raise DatasetError(
-                    f"iteration {iteration} micro-batch {m}: {len(lengths)} lengths, {len(micro_batch.samples)} samples"
-                )
-        return batch
-
-    def _fingerprint(self, first: Sequence[MicroBatch]) -> str:
-        content = {
-            "model": msgspec.to_builtins(self.model),
-            "config": {
-                field.name: describe(getattr(self._config, field.name)) for field in dataclasses.fields(self._config)
-            },
-            "positions": self._positions,
-            "optimizer": dataclasses.asdict(self._settings),
-            "seed": self._seed,
-            "data": [[*micro_batch.lengths, samples_digest(micro_batch.samples)] for micro_batch in first],
-            "versions": [torch.__version__, metadata.version("megatron-core"), metadata.version("resihp")],
-        }
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _check_assignment(plan: Plan, micro_batches: int) -> None:
-    shares, replicas = len(plan.assignment), len(plan.layout.replicas)
-    if sorted(m for share in plan.assignment for m in share) != list(range(micro_batches)):
-        raise LayoutError(f"plan of epoch {plan.epoch}: does not assign each of {micro_batches} micro-batches once")
-    if shares != replicas:
-        raise LayoutError(f"plan of epoch {plan.epoch}: {shares} shares for {replicas} replicas")
+        if shares != replicas:
+            raise LayoutError(f"plan of epoch {plan.epoch}: {shares} shares for {replicas} replicas")

@@ -14,6 +14,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from resihp.errors import ModelError
+from resihp.executor.recomputation import MODULES
 
 HONOURED = frozenset(
     {
@@ -26,6 +27,8 @@ HONOURED = frozenset(
         # initialisation
         *("init_method", "output_layer_init_method", "embedding_init_method"),
         *("init_method_std", "embedding_init_method_std"),
+        # recomputation of activations, carried out by `recomputation`
+        *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
         # true of us whatever they say: packed lengths vary, the loss is a mean over tokens, all is float32, and
         # attention and cross entropy are our own
         *("variable_seq_lengths", "calculate_per_token_loss", "attention_softmax_in_fp32", "masked_softmax_fusion"),
@@ -41,6 +44,9 @@ HINTS = {
     "numbers",
     "tensor_model_parallel_size": "leave it at 1: the job's layout decides (--tp)",
     "pipeline_model_parallel_size": "leave it at 1: the job's layout decides (--pp)",
+    "virtual_pipeline_model_parallel_size": "leave it unset: the job's layout decides (--chunks)",
+    "sequence_parallel": "leave it False and use --sequence-parallel: the job's layout decides",
+    "distribute_saved_activations": "leave it unset: --sequence-parallel cuts the saved activations, too",
     "params_dtype": "use torch.float32",
     "kv_channels": "leave it unset: heads of hidden_size / num_attention_heads",
 }
@@ -66,6 +72,10 @@ def refuse_unhonoured(config: TransformerConfig) -> None:
         refused.append(("kv_channels", config.kv_channels, config.hidden_size // config.num_attention_heads))
     if config.normalization not in ("LayerNorm", "RMSNorm"):
         refused.append(("normalization", config.normalization, "LayerNorm or RMSNorm"))
+    if config.recompute_granularity == "full" and config.recompute_num_layers < 1:
+        refused.append(("recompute_num_layers", config.recompute_num_layers, 1))
+    if config.recompute_granularity == "selective" and not set(config.recompute_modules) <= MODULES:
+        refused.append(("recompute_modules", config.recompute_modules, sorted(MODULES)))
     if refused:
         reasons = [
             f"{name}={_short(value)} is not honoured; " + HINTS.get(name, f"set {name}={_short(allowed)}")

@@ -63,10 +63,13 @@ class AdamW:
 
 
 class AdamWState:
-    """torch's AdamW over one rank's parameters, with moments that exist from the beginning and can be reached."""
+    """torch's AdamW over one rank's parameters, with moments that exist from the beginning and can be reached.
 
-    def __init__(self, settings: AdamW, parameters: dict[str, nn.Parameter]) -> None:
-        self._parameters = parameters
+    Moments of `parameters` that `shared` has too, the same object under the same name, are shared with it.
+    """
+
+    def __init__(self, settings: AdamW, parameters: dict[str, nn.Parameter], shared: AdamWState | None = None) -> None:
+        self.parameters = parameters
         decayed = [p for p in parameters.values() if p.ndim > 1]
         others = [p for p in parameters.values() if p.ndim <= 1]
         self._torch = torch.optim.AdamW(
@@ -77,20 +80,20 @@ class AdamWState:
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
+            fused=True,
         )
-        for parameter in parameters.values():
-            self._torch.state[parameter] = {
-                "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-            }
+        for name, parameter in parameters.items():
+            moments = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in ("exp_avg", "exp_avg_sq")}
+            if shared is not None and shared.parameters.get(name) is parameter:
+                moments = {kind: shared.tensors(name)[kind] for kind in moments}
+            self._torch.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
         self.updates = 0
         """Updates made so far; iterations that were skipped do not count."""
 
     def apply(self, clip: float, learning_rate: float) -> None:
         """Update the parameters from their gradients, which are scaled by `clip` in place. No communication."""
         if clip != 1.0:
-            for parameter in self._parameters.values():
+            for parameter in self.parameters.values():
                 if parameter.grad is not None:
                     parameter.grad.mul_(clip)
         for group in self._torch.param_groups:
@@ -100,12 +103,12 @@ class AdamWState:
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """A parameter's state by kind: "value", "exp_avg", "exp_avg_sq", each of the parameter's own shape."""
-        parameter = self._parameters[name]
+        parameter = self.parameters[name]
         state = self._torch.state[parameter]
         return {"value": parameter.data, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
 
     def resume(self, updates: int) -> None:
         """Go on as after that many updates, once the tensors have been filled."""
         self.updates = updates
-        for parameter in self._parameters.values():
+        for parameter in self.parameters.values():
             self._torch.state[parameter]["step"].fill_(updates)

@@ -15,14 +15,18 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
+from resihp.model import ModelSpec
 from resihp.ownership import ParameterSpec, Slice, share
 
 
-def specs_of(whole: nn.Module, layers: int) -> tuple[ParameterSpec, ...]:
+def specs_of(
+    whole: nn.Module, layers: int, *, tied: bool = False, sequence_parallel: bool = False
+) -> tuple[ParameterSpec, ...]:
     """Specifications of a model of `layers` equal layers, read off one that has only layer 0, uncut (tp 1).
 
     Which axis is cut follows from the kind of megatron's module: column-parallel ones cut their outputs (weight and
-    bias), row-parallel ones their inputs (weight only), the vocabulary embedding its rows.
+    bias), row-parallel ones their inputs (weight only), the vocabulary embedding its rows. Under sequence parallelism
+    norms and row-parallel biases, which are added after the reduce-scatter, see a part of the tokens on each rank.
     """
     first: list[ParameterSpec] = []
     for path, module in whole.named_modules():
@@ -34,7 +38,19 @@ def specs_of(whole: nn.Module, layers: int) -> tuple[ParameterSpec, ...]:
                 axis = 1
             gated = path.endswith(".linear_fc1") and module.config.gated_linear_unit
             name = f"{path}.{local}"
-            first.append(ParameterSpec(name, unit_of(name), tuple(parameter.shape), axis, 2 if gated else 1))
+            first.append(
+                ParameterSpec(
+                    name,
+                    unit_of(name),
+                    tuple(parameter.shape),
+                    axis,
+                    2 if gated else 1,
+                    tied="head" if tied and isinstance(module, VocabParallelEmbedding) else None,
+                    partial=sequence_parallel
+                    and isinstance(module, RowParallelLinear | nn.LayerNorm | nn.RMSNorm)
+                    and axis is None,
+                )
+            )
     inside = [spec for spec in first if spec.unit == "layer.0"]
     before = [spec for spec in first if spec.unit == "embedding"]
     after = [spec for spec in first if spec.unit in ("final", "head")]
@@ -54,16 +70,17 @@ def unit_of(name: str) -> str:
     return {"embedding": "embedding", "final_layernorm": "final", "output_layer": "head"}[top]
 
 
-def draw(spec: ParameterSpec, config: TransformerConfig, seed: int) -> Tensor:
+def draw(spec: ParameterSpec, config: TransformerConfig, seed: int, model: ModelSpec) -> Tensor:
     """The whole parameter's first value: a function of (seed, name) alone, so that any layout starts from the same.
 
     Follows megatron-core: the config's init methods (normal(0, init_method_std), divided by sqrt(2 layers) for the
-    projections that end in the residual stream), ones for norms' weights, zeros for biases.
+    projections that end in the residual stream), ones for norms' weights, zeros for biases. Rows that pad the
+    vocabulary are zero, and the others do not depend on how many these are.
     """
-    whole = torch.empty(spec.shape, dtype=torch.float32)
+    whole = torch.zeros(spec.shape, dtype=torch.float32)
     path, _, kind = spec.name.rpartition(".")
     if kind == "bias":
-        return whole.zero_()
+        return whole
     if path.endswith("layernorm"):
         return whole.fill_(1.0)
     method: Callable[[Tensor], object] = config.init_method
@@ -75,7 +92,7 @@ def draw(spec: ParameterSpec, config: TransformerConfig, seed: int) -> Tensor:
     digest = hashlib.blake2b(f"{seed}/{spec.name}".encode(), digest_size=8).digest()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(int.from_bytes(digest, "big") >> 1)
-        method(whole)
+        method(whole[: model.vocab] if path.endswith(("word_embeddings", "output_layer")) else whole)
     return whole
 
 

@@ -1,60 +1,22 @@
-"""The two synchronisations that end an iteration: gradients over their owners, then what a step needs over all ranks.
+"""The synchronisation that ends an iteration: all ranks agree on the step.
 
-After the second one every rank knows that all gradients are reduced everywhere, and holds the same `StepOutcome`.
+After it every rank knows that all gradients are reduced everywhere, and holds the same `StepOutcome`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from resihp.errors import DatasetError
-from resihp.executor.communicators import Communicators, guarded
+from resihp.executor.communicators import Communicators
+from resihp.executor.interpreter import Observer, waiting
 from resihp.executor.optimizer import AdamW
-from resihp.executor.pipeline import Observer, waiting
-from resihp.ownership import OwnerSet, Slice
 from resihp.protocol.messages import StepOutcome
 from resihp.workload import SAMPLE_MODULUS, MicroBatch, samples_digest
-
-BUCKET_BYTES = 32 << 20
-"""Gradients travel in flat buckets of about this size."""
-
-
-def reduce_gradients(
-    sets: Iterable[OwnerSet],
-    gradient: Callable[[Slice], Tensor],
-    communicators: Communicators,
-    observer: Observer,
-) -> None:
-    """Sum gradients in place over each of this rank's owner sets.
-
-    All buckets are filled before any result is written back: a slice that is in several sets (unequal degrees) must
-    be offered unreduced to each. Costs one more copy of the gradients.
-    """
-    buckets = [
-        (communicators.gradients(entry.owners), views)
-        for entry in sets
-        if len(entry.owners) > 1
-        for views in _buckets([gradient(piece) for piece in entry.slices])
-    ]
-    under_way = []
-    if len(buckets) < 2:
-        observer.enter("reduce")
-    for index, (backend, views) in enumerate(buckets):
-        flat = torch.cat([view.reshape(-1) for view in views])
-        with guarded("gradient reduction"):
-            under_way.append((backend.allreduce([flat]), flat, views))
-        if index == 0 and len(buckets) > 1:
-            observer.enter("reduce")  # half-way: one bucket is under way, the others are not
-    for work, flat, views in under_way:
-        with waiting(observer, "gradient reduction"):
-            work.wait()
-        for view, part in zip(views, flat.split([view.numel() for view in views]), strict=True):
-            view.copy_(part.view(view.shape))
-        observer.progressed()
 
 
 def last_synchronisation(
@@ -64,20 +26,23 @@ def last_synchronisation(
     loss_sum: float,
     gradients: Iterable[Tensor],
     optimizer: AdamW,
+    updates: int,
+    pause: bool,
     communicators: Communicators,
     observer: Observer,
 ) -> StepOutcome:
     """One float64 all-reduce over all active ranks, from which each computes the same outcome.
 
     `gradients` are the slices that this rank counts (`resihp.ownership.counted`); `computed` the micro-batches of
-    `batch` whose loss this rank contributes, with their sum over tokens `loss_sum`. Raises DatasetError when ranks
-    were given different data for the iteration.
+    `batch` whose loss this rank contributes, with their sum over tokens `loss_sum`; `updates` how many the optimizer
+    has made so far; `pause` whether this rank was asked to park after the iteration: if any was, all do. Raises
+    DatasetError when ranks were given different data for the iteration.
     """
     squares = sum(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2 for gradient in gradients)
     finite = math.isfinite(squares)
     mine = _totals([batch[m] for m in computed])
     sums = torch.tensor(
-        [squares if finite else 0.0, 0.0 if finite else 1.0, loss_sum, *mine[:3], *_limbs(mine[3])],
+        [squares if finite else 0.0, float(not finite), float(pause), loss_sum, *mine[:3], *_limbs(mine[3])],
         dtype=torch.float64,
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
@@ -85,7 +50,7 @@ def last_synchronisation(
         with waiting(observer, "last synchronisation"):
             communicators.world.allreduce([sums]).wait()
     observer.progressed()
-    squares, broken, loss_sum, tokens, lengths, samples, *limbs = sums.tolist()
+    squares, broken, pauses, loss_sum, tokens, lengths, samples, *limbs = sums.tolist()
     totals = (int(tokens), int(lengths), int(samples), _joined(limbs))
     expected = _totals(batch)
     if totals != expected:
@@ -106,6 +71,8 @@ def last_synchronisation(
         sum_squared_lengths=totals[1],
         samples=totals[2],
         samples_digest=f"{totals[3]:016x}",
+        updates=updates + (not skip),
+        pause=pauses > 0,
     )
 
 
@@ -126,17 +93,3 @@ def _limbs(digest: int) -> list[float]:
 
 def _joined(limbs: Sequence[float]) -> int:
     return sum(int(limb) << shift for limb, shift in zip(limbs, (0, 16, 32, 48), strict=True)) % SAMPLE_MODULUS
-
-
-def _buckets(views: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    filled = 0
-    for view in views:
-        size = view.numel() * view.element_size()
-        if bucket and filled + size > BUCKET_BYTES:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(view)
-        filled += size
-    if bucket:
-        yield bucket

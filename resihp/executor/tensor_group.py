@@ -47,29 +47,59 @@ class TensorGroup:
         """Use this communicator from now on; None when it is gone."""
         self._backend = backend
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> _Waiting:
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Waiting:
         """What `torch.distributed.all_reduce(..., group=self)` calls. Raises CommunicatorError."""
-        if self._backend is None:
-            raise CommunicatorError("tensor-parallel group: no communicator is connected")
-        try:
-            return _Waiting(self, self._backend.allreduce(tensors, options))
-        except RuntimeError as error:
-            raise CommunicatorError(f"tensor-parallel group: {error}") from error
+        return self._start(tensors[0], lambda backend: backend.allreduce(tensors, options))
+
+    def start_all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Waiting:
+        """Begin to reduce in place."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        return self.allreduce([tensor], options)
+
+    def start_all_gather(self, tensor: torch.Tensor) -> Waiting:
+        """Begin to concatenate all ranks' tensors, of equal shapes, along their first dimension."""
+        gathered = tensor.new_empty((self._size * tensor.shape[0], *tensor.shape[1:]))
+        parts = list(gathered.chunk(self._size))
+        return self._start(gathered, lambda backend: backend.allgather([parts], [tensor.contiguous()]))
+
+    def start_reduce_scatter(self, tensor: torch.Tensor) -> Waiting:
+        """Begin to sum over all ranks, of which each gets its own equal part of the first dimension."""
+        if tensor.shape[0] % self._size:
+            raise ValueError(f"tensor-parallel group: {tensor.shape[0]} rows cannot be cut for {self._size} ranks")
+        parts = list(tensor.contiguous().chunk(self._size))
+        own = torch.empty_like(parts[self._rank])
+        return self._start(own, lambda backend: backend.reduce_scatter(own, parts))
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Reduce in place and wait; nothing to do for a group of one. Raises CommunicatorError."""
         if self._size > 1:
-            options = dist.AllreduceOptions()
-            options.reduceOp = op
-            self.allreduce([tensor], options).wait()
+            self.start_all_reduce(tensor, op).wait()
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All ranks' tensors, one after the other. For a group of one the tensor itself. Raises CommunicatorError."""
+        return tensor if self._size == 1 else self.start_all_gather(tensor).result()
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum. For a group of one the tensor itself. Raises CommunicatorError."""
+        return tensor if self._size == 1 else self.start_reduce_scatter(tensor).result()
+
+    def _start(self, result: torch.Tensor, begin: Callable[[Backend], Any]) -> Waiting:
+        if self._backend is None:
+            raise CommunicatorError("tensor-parallel group: no communicator is connected")
+        try:
+            return Waiting(self, begin(self._backend), result)
+        except RuntimeError as error:
+            raise CommunicatorError(f"tensor-parallel group: {error}") from error
 
 
-class _Waiting:
+class Waiting:
     """A collective under way, whose wait is timed and whose failure is a CommunicatorError."""
 
-    def __init__(self, group: TensorGroup, work: Any) -> None:
+    def __init__(self, group: TensorGroup, work: Any, result: torch.Tensor) -> None:
         self._group = group
         self._work = work
+        self._result = result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         group = self._group
@@ -83,6 +113,11 @@ class _Waiting:
             group.waited_s += time.perf_counter() - began
             group.on_wait(False)
 
+    def result(self) -> torch.Tensor:
+        """Wait for it, and give what came out."""
+        self.wait()
+        return self._result
+
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
 
@@ -95,7 +130,8 @@ def teach_megatron() -> None:
     """Make megatron-core believe a `TensorGroup`; for any other group nothing changes.
 
     It asks a group for size and rank only once torch.distributed has a default group, and otherwise takes it for a
-    group of one, or for none at all. We have no default group: communicators are made by name for each epoch.
+    group of one, or for none at all. We have no default group: communicators are made by name for each epoch. Its
+    collectives along the sequence allocate on CUDA or in a global buffer, whatever the tensor's device.
     """
     for module in [module for name, module in sys.modules.items() if name.startswith("megatron.core.")]:
         for name, answer in _ANSWERS.items():
@@ -104,18 +140,23 @@ def teach_megatron() -> None:
                 setattr(module, name, _answered(asked, answer))
 
 
-_ANSWERS: dict[str, Callable[[TensorGroup], Any]] = {
-    "get_pg_size": TensorGroup.size,
-    "get_pg_rank": TensorGroup.rank,
-    "get_tensor_model_parallel_group_if_none": lambda group: group,
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    "get_pg_size": lambda group, *_: group.size(),
+    "get_pg_rank": lambda group, *_: group.rank(),
+    "get_tensor_model_parallel_group_if_none": lambda group, *_: group,
+    "_gather_along_first_dim": lambda group, tensor, *_: group.all_gather(tensor),
+    "_reduce_scatter_along_first_dim": lambda group, tensor, *_: group.reduce_scatter(tensor),
 }
+"""By function of megatron's: what to answer instead, given the TensorGroup among its arguments, and all of them."""
 
 
-def _answered(asked: Callable[..., Any], answer: Callable[[TensorGroup], Any]) -> Callable[..., Any]:
+def _answered(asked: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(asked)
     def ask(*arguments: Any, **keywords: Any) -> Any:
-        group = arguments[0] if arguments else next(iter(keywords.values()), None)
-        return answer(group) if isinstance(group, TensorGroup) else asked(*arguments, **keywords)
+        for argument in (*arguments, *keywords.values()):
+            if isinstance(argument, TensorGroup):
+                return answer(argument, *arguments)
+        return asked(*arguments, **keywords)
 
     ask.resihp = True  # type: ignore[attr-defined]
     return ask

@@ -18,12 +18,13 @@ from megatron.core.transformer import TransformerConfig
 
 from resihp import checkpoints
 from resihp.errors import CheckpointError, CommunicatorError, LayoutError, ResihpError
-from resihp.executor import checkpoint
+from resihp.executor import checkpoint, probe
 from resihp.executor.engine import Engine
 from resihp.executor.optimizer import AdamW
+from resihp.executor.stage import PositionEmbedding
 from resihp.executor.tensor_group import dist
 from resihp.faults import Fault, Phase
-from resihp.layout import Layout, validate
+from resihp.layout import Layout
 from resihp.plan import Plan, spread
 from resihp.protocol import client as agent
 from resihp.protocol import messages as m
@@ -38,12 +39,13 @@ class Trainer:
 
     ==================  =====================================================================================
     `config`            megatron-core's TransformerConfig; a field that is not honoured raises ModelError
-    `vocab_size`        rows of the embedding; every tensor-parallel degree in use must divide it
+    `vocab_size`        of the tokens; tables are padded to a multiple of `make_vocab_size_divisible_by`
     `dataset`           `resihp.Dataset`: `micro_batches(iteration)`, pure
     `optimizer`         `resihp.AdamW(...)`
     `sequence`          longest document; positions restart with each document
-    `tp`, `pp`          degrees without `resihp run` (plain python or torchrun); with it, the job's are used
+    `tp`, `pp`, ...     the layout without `resihp run` (plain python or torchrun); with it, the job's is used
     `checkpoint_*`      likewise: without `resihp run` only
+    `share_embeddings_and_output_weights`, `position_embedding`, `rotary_base`: as of megatron-core's GPTModel
     ==================  =====================================================================================
     """
 
@@ -56,8 +58,15 @@ class Trainer:
         optimizer: AdamW,
         sequence: int,
         seed: int = 1234,
+        position_embedding: PositionEmbedding = "rope",
+        rotary_base: int = 10000,
+        share_embeddings_and_output_weights: bool = False,
+        make_vocab_size_divisible_by: int = 128,
         tp: int = 1,
         pp: int = 1,
+        schedule: str = "1f1b",
+        virtual_stages: int = 1,
+        sequence_parallel: bool = False,
         checkpoint_every: int = 0,
         checkpoint_folder: str | os.PathLike[str] = "checkpoints",
         resume: bool = False,
@@ -65,7 +74,8 @@ class Trainer:
         self._client = agent.attach()
         if "OMP_NUM_THREADS" not in os.environ or self._client is not None:
             torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
-        self._tp, self._pp = tp, pp
+        self._tp, self._pp, self._chunks = tp, pp, virtual_stages
+        self._schedule, self._sequence_parallel = schedule, sequence_parallel
         self._every, self._folder, self._resume = checkpoint_every, Path(checkpoint_folder), resume
         if self._client is not None:
             start = self._client.start
@@ -75,7 +85,16 @@ class Trainer:
                 start.resume,
             )
         self.engine = Engine(
-            config, vocab_size=vocab_size, dataset=dataset, optimizer=optimizer, seed=seed, sequence=sequence
+            config,
+            vocab_size=vocab_size,
+            dataset=dataset,
+            optimizer=optimizer,
+            seed=seed,
+            sequence=sequence,
+            position_embedding=position_embedding,
+            rotary_base=rotary_base,
+            tied=share_embeddings_and_output_weights,
+            vocab_multiple=make_vocab_size_divisible_by,
         )
 
     def train(self, iterations: int) -> None:
@@ -96,10 +115,19 @@ class Trainer:
         if world % (self._tp * self._pp):
             raise LayoutError(f"tp={self._tp} pp={self._pp} does not divide the {world} processes that were started")
         layout = Layout.uniform(
-            tp=self._tp, pp=self._pp, dp=world // (self._tp * self._pp), layers=self.engine.model.layers
+            tp=self._tp,
+            pp=self._pp,
+            dp=world // (self._tp * self._pp),
+            layers=self.engine.model.layers,
+            chunks=self._chunks,
         )
-        validate(layout, self.engine.model)
-        plan = Plan(epoch=1, layout=layout, assignment=spread(self.engine.micro_batches, len(layout.replicas)))
+        plan = Plan(
+            epoch=1,
+            layout=layout,
+            assignment=spread(self.engine.micro_batches, len(layout.replicas)),
+            schedule=self._schedule,
+            sequence_parallel=self._sequence_parallel,
+        )
         self.engine.adopt(plan, rank)
         if found is not None:
             checkpoint.load(self.engine, found)
@@ -160,6 +188,9 @@ class _Supervised:
         self._every = every
         self._proposal: m.Propose | None = None
         self._plan: Plan | None = None
+        """The plan that the rank is to carry out, or carries out."""
+        self._go_ahead: m.Go | None = None
+        """Acknowledged, and waiting for all others' acknowledgement."""
         self._outcome: m.StepOutcome | None = None
         """Outcome of the last step this rank took."""
 
@@ -167,6 +198,8 @@ class _Supervised:
         client, engine = self._client, self._engine
         client.on_park(engine.wake)
         client.arm(self._absent)
+        if client.start.joins:
+            probe.examine(engine.device)
         client.declare(
             m.Declare(
                 model=engine.model,
@@ -183,6 +216,8 @@ class _Supervised:
                     self._consider(proposal)
                 case m.Go() as go:
                     self._go(go)
+                case m.Begin() as begin:
+                    self._begin(begin)
                 case m.Park() as park:
                     self._park(park)
                 case m.Halt():
@@ -195,23 +230,26 @@ class _Supervised:
 
     def _consider(self, proposal: m.Propose) -> None:
         """Check a plan and say so; nothing is touched yet."""
-        plan = proposal.plan
+        plan, start = proposal.plan, self._client.start
         try:
-            validate(plan.layout, self._engine.model)
-            if plan.micro_batches != self._engine.micro_batches:
-                raise LayoutError(f"{plan.micro_batches} micro-batches assigned, the data set has another number")
+            self._engine.check(plan, self._rank, proposal.base, proposal.nodes, start.memory_bytes)
         except LayoutError as error:
             self._client.send(m.Object(epoch=plan.epoch, reason=str(error)))
             return
-        self._proposal = proposal
+        self._proposal, self._go_ahead = proposal, None
         self._client.send(m.Confirm(epoch=plan.epoch, digest=plan.digest))
 
     def _park(self, park: m.Park) -> None:
         engine = self._engine
         engine.disconnect()
+        try:
+            self.enter("park")
+        except CommunicatorError:
+            return  # overtaken by a newer epoch, whose order to park is next in the queue
         self._client.send(
             m.Parked(
                 epoch=park.epoch,
+                holds=engine.holds,
                 stepped=max(engine.stepped, self._resume_from),  # what it has not loaded yet, it can
                 outcome=self._outcome,
                 ready=engine.ready == engine.stepped + 1,
@@ -219,37 +257,75 @@ class _Supervised:
         )
 
     def _go(self, go: m.Go) -> None:
-        proposal, client = self._proposal, self._client
+        """Build what the plan asks for beside what is held, move state, acknowledge."""
+        proposal, client, engine = self._proposal, self._client, self._engine
         if proposal is None or proposal.plan.epoch != go.epoch or client.park_asked(go.epoch):
             return  # overtaken by a newer epoch, whose order to park is next in the queue
         plan = self._plan = proposal.plan
         client.epoch, client.iteration = go.epoch, go.next_iteration
         began = time.perf_counter()
-        active = plan.layout.place(self._rank) is not None
         try:
-            self._engine.adopt(plan, self._rank)
-            if not active:
-                return
-            if self._found is not None and self._engine.stepped < self._resume_from:
-                checkpoint.load(self._engine, self._found)
             self._finish(go.finish)
-            if self._engine.stepped != go.next_iteration - 1:
-                raise CheckpointError(
-                    f"rank {self._rank}: holds the state of iteration {self._engine.stepped}, "
-                    f"the plan of epoch {go.epoch} begins at {go.next_iteration}"
-                )
-            state_s = time.perf_counter() - began
-            began = time.perf_counter()
+            engine.adopt(plan, self._rank, proposal.base, proposal.nodes)
+            built = time.perf_counter()
             client.activity = "communication"
-            self._engine.connect(plan, self._rank, (go.store_host, go.store_port), COMMUNICATION_TIMEOUT_S)
-            groups_s = time.perf_counter() - began
+            self.enter("groups")
+            engine.connect(plan, self._rank, (go.store_host, go.store_port), COMMUNICATION_TIMEOUT_S)
+            connected = time.perf_counter()
+            received = self._fetch_state(proposal, go)
             if client.park_asked(go.epoch):
                 return
-            client.send(m.Resumed(epoch=go.epoch, groups_s=groups_s, state_s=state_s))
-            self._iterate(plan, go.next_iteration)
         except CommunicatorError as error:
-            if not client.park_asked(go.epoch):
-                client.send(m.Stuck(epoch=go.epoch, error=str(error)))
+            self._stuck(go.epoch, error)
+            return
+        self._go_ahead = go
+        client.activity = "parked"
+        client.send(
+            m.Ready(
+                epoch=go.epoch,
+                groups_s=connected - built,
+                state_s=built - began + time.perf_counter() - connected,
+                bytes_received=received,
+                extra_bytes=engine.extra_bytes,
+            )
+        )
+
+    def _fetch_state(self, proposal: m.Propose, go: m.Go) -> int:
+        """Complete what is held under the new plan, from peers or from the checkpoint; returns the bytes received."""
+        engine = self._engine
+        if proposal.base is not None:
+            self.enter("transfer")
+            updates = go.finish.updates if go.finish is not None else engine.updates
+            return engine.move(proposal.plan, self, go.next_iteration - 1, updates)
+        if engine.state is not None:
+            if self._found is not None:
+                checkpoint.load(engine, self._found)
+            if engine.stepped != go.next_iteration - 1:
+                raise CheckpointError(
+                    f"rank {self._rank}: holds the state of iteration {engine.stepped}, "
+                    f"the plan of epoch {go.epoch} begins at {go.next_iteration}"
+                )
+        return 0
+
+    def _begin(self, begin: m.Begin) -> None:
+        """The plan is in effect: whatever only the layout before it needed may go, and training goes on."""
+        go, client = self._go_ahead, self._client
+        if go is None or go.epoch != begin.epoch:
+            return
+        self._go_ahead = None
+        assert self._plan is not None
+        self._engine.begin(begin.epoch)
+        if client.park_asked(begin.epoch) or self._engine.state is None:
+            return
+        try:
+            self.enter("resume")
+            self._iterate(self._plan, go.next_iteration)
+        except CommunicatorError as error:
+            self._stuck(begin.epoch, error)
+
+    def _stuck(self, epoch: int, error: CommunicatorError) -> None:
+        if not self._client.park_asked(epoch):
+            self._client.send(m.Stuck(epoch=epoch, error=str(error)))
 
     def _finish(self, finish: m.StepOutcome | None) -> None:
         """Take the step that others took before the failure, with their coefficients."""
@@ -264,7 +340,7 @@ class _Supervised:
             client.iteration = iteration
             client.activity = "compute"
             began = time.perf_counter()
-            outcome = engine.run(plan, iteration, self)
+            outcome = engine.run(plan, iteration, self, lambda: client.pause_asked(plan.epoch))
             self.enter("step")
             engine.step(outcome)
             self._outcome = outcome
@@ -278,6 +354,8 @@ class _Supervised:
             )
             if self._every and iteration % self._every == 0:
                 self._save(plan, iteration)
+            if outcome.pause and iteration < self._iterations:
+                return  # all ranks do: the order to park is here already, or on its way
         client.activity = "idle"
         client.send(m.Finished(iteration=self._iterations))
 

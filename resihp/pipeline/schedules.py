@@ -1,17 +1,46 @@
-"""Orders of forward and backward chunks on one stage. Pure; the executor interprets them, the timeline prices them."""
+"""Orders of F, B and W on each stage. Pure; the executor carries them out, the timeline prices them.
+
+Plain shapes get the orders of the literature: 1F1B, Megatron's interleaved order where stages hold several chunks,
+ZB-H1 where F, B and W are apart. Anything else (micro-batches that migrate, stages with unequal numbers of chunks) is
+scheduled greedily on a virtual clock, which always yields an order that can be carried out. Nothing here decides which
+schedule, or which migration, is good: that is the scheduler's (`resihp.scheduler`).
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import heapq
+from collections import defaultdict
 
-import msgspec
+from resihp.errors import PlanError
+from resihp.layout import Replica
+from resihp.pipeline.timeline import Node, Orders, Seconds, layer_units, needs
+from resihp.plan import Order, Plan, Primitive
+
+SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
+"""Names that a plan may give. The first two are the same rule, for one and for several chunks a stage."""
 
 
-class Primitive(msgspec.Struct, frozen=True):
-    """One chunk of work on one stage: F forward, B backward (both input and weight gradients)."""
+def orders_of(plan: Plan) -> Orders:
+    """What each stage computes in an iteration: the plan's own orders if it has any, else what its schedule says.
 
-    kind: Literal["F", "B"]
-    micro_batch: int
+    Raises PlanError for an unknown schedule, or orders that do not fit the layout's stages.
+    """
+    replicas = plan.layout.replicas
+    if plan.orders:
+        if [len(orders) for orders in plan.orders] != [len(replica.stages) for replica in replicas]:
+            raise PlanError(f"plan of epoch {plan.epoch}: its orders do not fit its layout, one for each stage")
+        return plan.orders
+    if plan.schedule not in SCHEDULES:
+        raise PlanError(f"plan of epoch {plan.epoch}: unknown schedule {plan.schedule}; choose {', '.join(SCHEDULES)}")
+    mixed = _mixed(plan)
+    orders = [
+        None if d in mixed else _textbook(plan.schedule, replica, share)
+        for d, (replica, share) in enumerate(zip(replicas, plan.assignment, strict=True))
+    ]
+    if None in orders:
+        own = greedy(plan, layer_units(plan.layout), split=plan.schedule == "zero-bubble")
+        orders = [own[d] if found is None else found for d, found in enumerate(orders)]
+    return tuple(found for found in orders if found is not None)
 
 
 def one_forward_one_backward(stage: int, stages: int, micro_batches: tuple[int, ...]) -> tuple[Primitive, ...]:
@@ -26,3 +55,212 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: tuple[int, 
         order += [Primitive("F", m), Primitive("B", micro_batches[done])]
     order += [Primitive("B", m) for m in micro_batches[len(micro_batches) - warm_up :]]
     return tuple(order)
+
+
+def interleaved(stage: int, stages: int, chunks: int, micro_batches: tuple[int, ...]) -> Order:
+    """Megatron's interleaved 1F1B (`forward_backward_pipelining_with_interleaving`) for `stage` of `stages`.
+
+    Micro-batches go in groups, chunk after chunk within a group; then one forward and one backward alternate. Warm-up:
+    2 (stages - stage - 1) + (chunks - 1) group forwards. A group has `stages` micro-batches; a remainder is spread
+    over the groups, since one smaller than `stages` costs bubbles and may even deadlock (Megatron refuses it).
+    """
+    count = len(micro_batches)
+    groups = max(1, count // stages)
+    sizes = [count // groups + (g < count % groups) for g in range(groups)]
+    forwards = [
+        (m, chunk)
+        for g in range(groups)
+        for chunk in range(chunks)
+        for m in micro_batches[sum(sizes[:g]) : sum(sizes[: g + 1])]
+    ]
+    backwards = [(m, chunks - 1 - chunk) for m, chunk in forwards]
+    warm_up = min(2 * (stages - stage - 1) + (chunks - 1) * sizes[0], len(forwards))
+    order = [Primitive("F", m, chunk) for m, chunk in forwards[:warm_up]]
+    for (m, chunk), (done, its_chunk) in zip(forwards[warm_up:], backwards, strict=False):
+        order += [Primitive("F", m, chunk), Primitive("B", done, its_chunk)]
+    order += [Primitive("B", m, chunk) for m, chunk in backwards[len(forwards) - warm_up :]]
+    return tuple(order)
+
+
+def zero_bubble(stage: int, stages: int, micro_batches: tuple[int, ...]) -> Order:
+    """ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", 2024) for `stage` of `stages`.
+
+    1F1B with W apart and `stage` micro-batches behind B. Between F and B a stage holds no more micro-batches than
+    under 1F1B; between F and W every stage holds at most `stages`, which is what 1F1B's first stage holds. With
+    F = B = W the bubble is a third of 1F1B's.
+    """
+    order: list[Primitive] = []
+    done = 0
+    for p in one_forward_one_backward(stage, stages, micro_batches):
+        order.append(p)
+        if p.kind == "B":
+            if done >= stage:
+                order.append(Primitive("W", micro_batches[done - stage]))
+            done += 1
+    order += [Primitive("W", m) for m in micro_batches[max(0, done - stage) :]]
+    return tuple(order)
+
+
+def greedy(plan: Plan, seconds: Seconds, transfer_s: float = 0.0, *, split: bool = False) -> Orders:
+    """List scheduling on a virtual clock: whenever a stage is free it begins a B, else an F, else a W that is ready.
+
+    For any layout and any migrations, at costs of the caller's. `split` gives every B a W. Forwards are held back
+    as in 1F1B: a stage begins one only while fewer micro-batches are between F and B (and, split, between F and W)
+    than its place in the pipeline asks for. Where that would leave all stages waiting, the most urgent forward goes
+    ahead, so an order always comes out, and it can always be carried out.
+    """
+    return _Greedy(plan, seconds, transfer_s, split).run()
+
+
+class _Greedy:
+    """One run of the virtual clock: stages are numbered over all replicas, queues hold what is ready on each."""
+
+    def __init__(self, plan: Plan, seconds: Seconds, transfer_s: float, split: bool) -> None:
+        self._paths = plan.paths()
+        self._seconds, self._transfer_s, self._split = seconds, transfer_s, split
+        self._lanes = [(d, s) for d, replica in enumerate(plan.layout.replicas) for s in range(len(replica.stages))]
+        self._lane = {place: i for i, place in enumerate(self._lanes)}
+        self._rank: dict[int, tuple[int, int, int]] = {}
+        for d, share in enumerate(plan.assignment):
+            group = len(plan.layout.replicas[d].stages)
+            self._rank |= {m: (position // group, position, d) for position, m in enumerate(share)}
+        self._limits, self._most = _limits(plan)
+        self._orders: list[list[Primitive]] = [[] for _ in self._lanes]
+        self._ready: list[dict[str, list[tuple[tuple[int, ...], Node]]]] = [
+            {"B": [], "F": [], "W": []} for _ in self._lanes
+        ]
+        self._free = [True] * len(self._lanes)
+        self._to_b = [0] * len(self._lanes)
+        self._to_w = [0] * len(self._lanes)
+        self._missing: dict[Node, int] = {}
+        self._clock = 0.0
+        self._events: list[tuple[float, int, int, Node | None]] = []
+        """(time, tie, lane, node that is ready there or None for a stage that becomes free)."""
+        self._count = 0
+
+    def run(self) -> Orders:
+        for m, path in self._paths.items():
+            for v in range(len(path)):
+                for kind in ("F", "B", "W") if self._split else ("F", "B"):
+                    node: Node = (kind, m, v)
+                    self._missing[node] = len(needs(node, len(path) - 1))
+                    if not self._missing[node]:
+                        self._at(0.0, node)
+        left = len(self._missing)
+        while left:
+            touched = set()
+            if self._events:
+                self._clock = self._events[0][0]
+            while self._events and self._events[0][0] <= self._clock:
+                _, _, lane, ready = heapq.heappop(self._events)
+                touched.add(lane)
+                if ready is None:
+                    self._free[lane] = True
+                else:
+                    heapq.heappush(self._ready[lane][ready[0]], (self._urgency(ready), ready))
+            for lane in sorted(touched):
+                if self._free[lane]:
+                    node_now = self._choice(lane)
+                    if node_now is not None:
+                        self._begin(lane, node_now)
+                        left -= 1
+            if left and not self._events:  # every stage is held back: let the most urgent forward go
+                queues = [(entry["F"][0], lane) for lane, entry in enumerate(self._ready) if entry["F"]]
+                (_, node_now), lane = min(queues)
+                heapq.heappop(self._ready[lane]["F"])
+                self._begin(lane, node_now)
+                left -= 1
+        orders: dict[int, list[Order]] = defaultdict(list)
+        for (d, _), order in zip(self._lanes, self._orders, strict=True):
+            orders[d].append(tuple(order))
+        return tuple(tuple(orders[d]) for d in sorted(orders))
+
+    def _choice(self, lane: int) -> Node | None:
+        ready = self._ready[lane]
+        if ready["B"]:
+            return heapq.heappop(ready["B"])[1]
+        if ready["F"] and self._to_b[lane] < self._limits[lane] and self._to_w[lane] < self._most[lane]:
+            return heapq.heappop(ready["F"])[1]
+        return heapq.heappop(ready["W"])[1] if ready["W"] else None
+
+    def _begin(self, lane: int, node: Node) -> None:
+        kind, m, v = node
+        path = self._paths[m]
+        primitive = Primitive(kind, m, path[v].chunk)
+        self._orders[lane].append(primitive)
+        self._free[lane] = False
+        self._to_b[lane] += {"F": 1, "B": -1, "W": 0}[kind]
+        self._to_w[lane] += {"F": 1, "B": 0 if self._split else -1, "W": -1}[kind]
+        end = self._clock + self._seconds(path[v], primitive)
+        heapq.heappush(self._events, (end, self._tie(), lane, None))
+        last = len(path) - 1
+        after: list[Node] = [("F", m, v + 1)] if kind == "F" and v < last else []
+        if kind == "F":
+            after.append(("B", m, v))
+        elif kind == "B":
+            after += [("B", m, v - 1)] if v else []
+            after += [("W", m, v)] if self._split else []
+        for follower in after:
+            self._missing[follower] -= 1
+            if not self._missing[follower]:
+                there = path[follower[2]]
+                same = (there.replica, there.stage) == (path[v].replica, path[v].stage)
+                self._at(end if same else end + self._transfer_s, follower)
+
+    def _at(self, time: float, node: Node) -> None:
+        stop = self._paths[node[1]][node[2]]
+        heapq.heappush(self._events, (time, self._tie(), self._lane[stop.replica, stop.stage], node))
+
+    def _tie(self) -> int:
+        self._count += 1
+        return self._count
+
+    def _urgency(self, node: Node) -> tuple[int, ...]:
+        """Depth first: groups of micro-batches as large as the pipeline is deep, in them the furthest first for B."""
+        kind, m, v = node
+        group, position, home = self._rank[m]
+        return (group, v if kind == "F" else -v, position, home)
+
+
+def _limits(plan: Plan) -> tuple[list[int], list[int]]:
+    """For each stage: most micro-batches between F and B, and most between F and W.
+
+    1F1B's stages - stage, generalised to virtual stages: of depth V and at most C chunks a stage, one micro-batch for
+    every C virtual stages still to come, and one more for each chunk where there are several.
+    """
+    limits: list[int] = []
+    most: list[int] = []
+    for replica in plan.layout.replicas:
+        virtual = replica.virtual_stages
+        chunks = max(len(stage.chunks) for stage in replica.stages)
+        own = [0] * len(replica.stages)
+        for v, (s, _) in enumerate(virtual):
+            own[s] += -(-(len(virtual) - v) // chunks) + (chunks > 1)
+        limits += own
+        most += [max(own)] * len(own)
+    return limits, most
+
+
+def _mixed(plan: Plan) -> set[int]:
+    """Replicas that give micro-batches to others, or take some."""
+    homes = {m: d for d, share in enumerate(plan.assignment) for m in share}
+    mixed: set[int] = set()
+    for migration in plan.migrations:
+        home = homes.get(migration.micro_batch)
+        if home is not None and home != migration.replica:
+            mixed |= {home, migration.replica}
+    return mixed
+
+
+def _textbook(schedule: str, replica: Replica, share: tuple[int, ...]) -> tuple[Order, ...] | None:
+    """The literature's orders, or None where it has none for a replica of this shape."""
+    depth = len(replica.stages)
+    counts = {len(stage.chunks) for stage in replica.stages}
+    if len(counts) > 1:
+        return None
+    chunks = counts.pop()
+    if schedule == "zero-bubble":
+        return None if chunks > 1 else tuple(zero_bubble(s, depth, share) for s in range(depth))
+    if chunks > 1:
+        return tuple(interleaved(s, depth, chunks, share) for s in range(depth))
+    return tuple(one_forward_one_backward(s, depth, share) for s in range(depth))

@@ -2,8 +2,9 @@
 
 One thread beats and listens, one sends; the main thread hands over what it has to say and fetches orders when it is
 ready for them: an agent that is slow or stopped never holds up training. Two orders act at once, whatever the main
-thread does: `Park` wakes it from a blocked collective, and the end of the socket (the agent is gone) ends the process:
-without an agent nobody could fence it. Used by `resihp.executor.trainer`; decides nothing else.
+thread does: a `Park` that does not wait for the iteration wakes it from a blocked collective, and the end of the socket
+(the agent is gone) ends the process: without an agent nobody could fence it. Used by `resihp.executor.trainer`; decides
+nothing else.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class AgentClient:
             raise ProtocolError(f"agent: first frame is {type(start).__name__}, expected Start")
         self.start = start
         self.park_epoch = 0
-        """Newest epoch that somebody asked this rank to park for."""
+        """Newest epoch that somebody asked this rank to park for at once."""
+        self.pause_epoch = 0
+        """The same, after the iteration under way."""
         self.epoch = 0
         self.iteration = 0
         self.primitives = 0
@@ -113,8 +116,12 @@ class AgentClient:
                 return order
 
     def park_asked(self, epoch: int) -> bool:
-        """Whether an epoch newer than `epoch` was announced."""
+        """Whether an epoch newer than `epoch` was announced, to park for at once."""
         return self.park_epoch > epoch
+
+    def pause_asked(self, epoch: int) -> bool:
+        """Whether an epoch newer than `epoch` was announced, to park for after the iteration."""
+        return max(self.pause_epoch, self.park_epoch) > epoch
 
     def _listen(self) -> None:
         next_beat = time.monotonic()
@@ -138,7 +145,9 @@ class AgentClient:
                 order = self._channel.recv(m.WorkerOrder)
             except (OSError, EOFError, ProtocolError):
                 os._exit(AGENT_GONE_STATUS)
-            if isinstance(order, m.Park):
+            if isinstance(order, m.Park) and order.after_iteration:
+                self.pause_epoch = max(self.pause_epoch, order.epoch)
+            elif isinstance(order, m.Park):
                 self.park_epoch = max(self.park_epoch, order.epoch)
                 self._wake()
             if isinstance(order, m.FaultGo) and self._waiting_for == order.fault:
@@ -167,7 +176,7 @@ class AgentClient:
                 self._ask(fault)
 
     def _ask(self, fault: Fault) -> None:
-        epoch = self.epoch
+        epoch = max(self.epoch, self.park_epoch)
         self._waiting_for = fault.id
         self.send(m.FaultDue(fault=fault.id))
         while True:

@@ -51,6 +51,24 @@ T = TypeVar("T")
 Side = Literal["client", "server"]
 
 
+class Envelope(msgspec.Struct, Generic[T], frozen=True, kw_only=True, tag=True):
+    """What agents and supervisor wrap their messages in, so that none is lost with a connection.
+
+    `number` counts the sender's messages from 1 over all connections of a conversation; 0 is one that may be lost (a
+    beat, the first of a connection, an answer to a stranger). `acknowledged` is the last number that the sender has
+    received, all before it included; without a message an envelope does nothing but tell that
+    (`wrapper.conversation`).
+    """
+
+    number: int = 0
+    acknowledged: int = 0
+    message: T | None = None
+
+
+MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - 64
+"""Of a message in an envelope."""
+
+
 def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes) -> Any:
     try:
         return decoder.decode(body)

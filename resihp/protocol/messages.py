@@ -25,6 +25,7 @@ import msgspec
 from resihp.faults import Fault
 from resihp.model import ModelSpec
 from resihp.plan import Plan
+from resihp.transfers import Base
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -50,6 +51,10 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
     sum_squared_lengths: int
     samples: int
     samples_digest: str
+    updates: int = 0
+    """Updates that the optimizer has made once this step is taken; skipped iterations do not count."""
+    pause: bool = False
+    """Some rank was asked to park after this iteration: all do."""
 
 
 # --- worker -> agent -> supervisor ------------------------------------------------------------------------------
@@ -87,12 +92,19 @@ class Object(Message, frozen=True, kw_only=True):
     reason: str
 
 
-class Resumed(Message, frozen=True, kw_only=True):
-    """Communicators of `epoch` are built and state is in place; the next iteration begins."""
+class Ready(Message, frozen=True, kw_only=True):
+    """Communicators of `epoch` are built and the state that its layout needs here is in place, beside the old one.
+
+    The rank's acknowledgement in the transition's transaction: it holds on to what it held before until `Begin`.
+    `bytes_received` counts state that came from other ranks, `extra_bytes` what the rank holds beyond the larger of
+    the old state and the new one.
+    """
 
     epoch: int
     groups_s: float
     state_s: float
+    bytes_received: int = 0
+    extra_bytes: int = 0
 
 
 class Stepped(Message, frozen=True, kw_only=True):
@@ -109,9 +121,12 @@ class Parked(Message, frozen=True, kw_only=True):
 
     `epoch` is the one that the order to park announced. `stepped` is the last iteration whose step it took, with
     its outcome; `ready` tells that all gradients of iteration `stepped + 1` are reduced on this rank and still held.
+    `holds` lists the epochs whose layouts its state follows: the one in effect and, after `Ready`, the next one; empty
+    for a rank without state.
     """
 
     epoch: int
+    holds: tuple[int, ...] = ()
     stepped: int
     outcome: StepOutcome | None
     ready: bool
@@ -173,7 +188,7 @@ WorkerMessage = (
     | Refuse
     | Confirm
     | Object
-    | Resumed
+    | Ready
     | Stepped
     | Parked
     | Stuck
@@ -189,14 +204,23 @@ WorkerMessage = (
 
 
 class Propose(Message, frozen=True, kw_only=True):
-    """Check this plan, compute its digest, confirm; change nothing yet."""
+    """Check this plan, compute its digest, confirm; change nothing yet.
+
+    `base` tells where the state is that the plan's layout will need, `nodes` which node each rank of the job is on;
+    without a base nobody has stepped yet, and every rank draws its state or loads it from the checkpoint.
+    """
 
     plan: Plan
     next_iteration: int
+    base: Base | None = None
+    nodes: dict[int, str] = {}
 
 
 class Go(Message, frozen=True, kw_only=True):
-    """All ranks confirmed `epoch`: finish the step of `finish` if it is not taken yet, then build and resume."""
+    """All ranks confirmed `epoch`: finish the step of `finish` if it is not taken yet, build, move state, acknowledge.
+
+    A rank that has no work in the plan may still have state to send.
+    """
 
     epoch: int
     store_host: str
@@ -205,11 +229,22 @@ class Go(Message, frozen=True, kw_only=True):
     finish: StepOutcome | None
 
 
+class Begin(Message, frozen=True, kw_only=True):
+    """All ranks are ready: the plan of `epoch` is in effect. Let go of what only the layout before needed, iterate."""
+
+    epoch: int
+
+
 class Park(Message, frozen=True, kw_only=True):
-    """Stop what you do, let go of all communicators, report; `epoch` is the one being prepared."""
+    """Stop what you do, let go of all communicators, report; `epoch` is the one being prepared.
+
+    With `after_iteration`, stop between two iterations: go on until an iteration's last synchronisation has told every
+    rank of it (`StepOutcome.pause`), so that no work is lost.
+    """
 
     epoch: int
     reason: str
+    after_iteration: bool = False
 
 
 class FaultGo(Message, frozen=True, kw_only=True):
@@ -233,14 +268,18 @@ class Start(Message, frozen=True, kw_only=True):
     device: int
     world_size: int
     nodes: tuple[str, ...]
-    """Node of each rank that was started with this one, by rank."""
+    """Node of each rank of the job so far, by rank."""
     faults: tuple[Fault, ...]
     checkpoint_folder: str
     checkpoint_every: int
     resume: bool
+    memory_bytes: int | None = None
+    """What the device has for the job; None where it is not known, and then not checked."""
+    joins: bool = False
+    """Whether the job is under way already: it waits to be given work."""
 
 
-WorkerOrder = Start | Propose | Go | Park | FaultGo | Halt
+WorkerOrder = Start | Propose | Go | Begin | Park | FaultGo | Halt
 
 
 # --- agent -> supervisor ----------------------------------------------------------------------------------------
@@ -263,9 +302,10 @@ class Spawned(Message, frozen=True, kw_only=True):
 
 
 class SpawnFailed(Message, frozen=True, kw_only=True):
-    """The fork server could not start or fork: the interpreter's own words."""
+    """The fork server could not start or fork: the interpreter's own words. `rank` None: it cannot fork any."""
 
     reason: str
+    rank: int | None = None
 
 
 class Exited(Message, frozen=True, kw_only=True):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from db.writer import Ledger
 from resihp import journal
-from resihp.layout import Layout
+from resihp.layout import Layout, Replica, Stage
 from resihp.plan import Plan, spread
 from resihp.protocol.messages import StepOutcome
+
+Moved = Literal["redo", "commit", "between"]
+Action = Literal["start", "redo", "commit", "between"]
 
 BEGAN = 1_750_000_000.0
 DP3 = Layout.uniform(tp=2, pp=2, dp=3, layers=8)
@@ -117,15 +121,105 @@ def story(ended: bool = True) -> Iterator[tuple[journal.AnyEntry, float]]:
         yield journal.JobEnded(exit_code=0, state="completed", reason="20 iterations done"), at + 0.3
 
 
-@pytest.fixture
-def records(tmp_path: Path) -> list[journal.Record]:
-    """The story's journal, read back from its file, `journal` in the test's folder."""
-    path = tmp_path / "journal"
+UNEQUAL = Layout(
+    replicas=(
+        *DP3.replicas[:1],
+        Replica((Stage((4, 7), ((0, 4),)), Stage((6,), ((5, 7),)))),
+        *DP3.replicas[2:],
+    )
+)
+"""After rank 5's end: its replica goes on with three ranks and layers spread otherwise."""
+BACK = Layout(
+    replicas=(
+        *DP3.replicas[:1],
+        Replica((Stage((4, 12), ((0, 3),)), Stage((6, 7), ((4, 7),)))),
+        *DP3.replicas[2:],
+    )
+)
+
+
+def any_layout_story() -> Iterator[tuple[journal.AnyEntry, float]]:
+    """Rank 5 dies, one plan is refused and one overtaken before the third takes effect; rank 12 comes in its place."""
+    assignment = spread(12, 3)
+
+    def decided(epoch: int, layout: Layout, action: Action, reason: str, moved: int = 0) -> journal.PlanDecided:
+        plan = Plan(epoch=epoch, layout=layout, assignment=assignment)
+        following = {1: 1, 5: 3}.get(epoch, 2)
+        return journal.PlanDecided(
+            plan=plan, next_iteration=following, action=action, finish=None, reason=reason, bytes_planned=moved
+        )
+
+    def reconfigured(epoch: int, failures: tuple[int, ...], action: Moved, moved: int) -> journal.Reconfigured:
+        return journal.Reconfigured(
+            epoch=epoch,
+            failures=failures,
+            attempts=3 if failures else 1,
+            action=action,
+            park_s=0.1,
+            plan_s=0.05,
+            groups_s=0.2,
+            state_s=0.05,
+            first_iteration_s=0.6,
+            seconds=1.0,
+            bytes_moved=moved,
+            extra_bytes=moved // 4,
+        )
+
+    yield started(), BEGAN
+    for n in range(3):
+        yield journal.NodeJoined(node=f"n{n + 1}", host="here", devices=4), BEGAN
+        for device in range(4):
+            rank = 4 * n + device
+            yield journal.WorkerStarted(rank=rank, node=f"n{n + 1}", device=device, pid=1000 + rank, epoch=0), BEGAN
+    yield decided(1, DP3, "start", "start"), BEGAN + 1
+    yield journal.PlanInEffect(epoch=1), BEGAN + 1.5
+    yield journal.IterationCommitted(epoch=1, outcome=outcome(1), seconds=0.5, predicted_seconds=None), BEGAN + 2
+    yield journal.WorkerEnded(rank=5, exit=-9, epoch=1), BEGAN + 2.2
+    yield (
+        journal.FailureFound(
+            failure=1,
+            kind="fail-stop",
+            component="device",
+            cause="rank 5 killed by signal 9 (SIGKILL)",
+            ranks=(5,),
+            node="n2",
+            device=1,
+            iteration=2,
+            epoch=2,
+            evidence="pid 1005",
+            detect_s=0.02,
+        ),
+        BEGAN + 2.3,
+    )
+    yield decided(2, UNEQUAL, "redo", "rank 5 killed", 3_400_000_000), BEGAN + 2.4
+    yield journal.PlanRefused(epoch=2, rank=3, reason="79.1 GB needed, 79.0 GB there"), BEGAN + 2.5
+    yield decided(3, UNEQUAL, "redo", "rank 5 killed", 3_400_000_000), BEGAN + 2.6
+    yield decided(4, UNEQUAL, "redo", "rank 5 killed", 3_400_000_000), BEGAN + 2.7
+    yield journal.PlanInEffect(epoch=4), BEGAN + 2.9
+    yield journal.WorkerStarted(rank=12, node="n2", device=1, pid=2012, epoch=4), BEGAN + 2.95
+    yield journal.IterationCommitted(epoch=4, outcome=outcome(2), seconds=0.6, predicted_seconds=0.6), BEGAN + 3.2
+    yield reconfigured(4, (1,), "redo", 3_400_000_000), BEGAN + 3.2
+    yield journal.WorkerStarted(rank=13, node="n3", device=3, pid=2013, epoch=4), BEGAN + 3.3
+    yield journal.JoinRefused(rank=13, node="n3", device=3, reason="not ready within 600 s"), BEGAN + 3.4
+    yield journal.WorkerEnded(rank=13, exit=-9, epoch=4), BEGAN + 3.5
+    yield decided(5, BACK, "between", "rank 12 joined", 1_200_000), BEGAN + 3.9
+    yield journal.PlanInEffect(epoch=5), BEGAN + 4.3
+    yield journal.IterationCommitted(epoch=5, outcome=outcome(3), seconds=0.5, predicted_seconds=0.5), BEGAN + 4.8
+    yield reconfigured(5, (), "between", 1_200_000), BEGAN + 4.8
+
+
+def write_journal(path: Path, told: Iterator[tuple[journal.AnyEntry, float]]) -> list[journal.Record]:
     writer = journal.Journal(path, sync=False)
-    for entry, at in story():
+    for entry, at in told:
         writer.append(entry, at)
     writer.close()
     return journal.read(path)
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> list[journal.Record]:
+    """The story's journal, read back from its file, `journal` in the test's folder."""
+    return write_journal(tmp_path / "journal", story())
 
 
 class Listener:

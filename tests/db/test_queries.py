@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -14,7 +15,7 @@ from db.writer import Ledger
 from resihp import journal
 from resihp.errors import JobNotFoundError, UsageError
 
-from .conftest import BEGAN
+from .conftest import BEGAN, any_layout_story, write_journal
 
 
 @pytest.fixture
@@ -54,6 +55,37 @@ def test_summary_before_anything_happened(reader: Reader) -> None:
     figures = queries.summarise(job, [], [], [], [], datetime.now(UTC))
     assert figures["goodput"] is None
     assert figures["iteration"] == 0
+
+
+def test_time_lost_to_a_change_of_layout_without_a_failure_has_its_own_name(
+    tmp_path: Path, open_ledger: Callable[..., Ledger]
+) -> None:
+    ledger = open_ledger()
+    for record in write_journal(tmp_path / "journal", any_layout_story()):
+        ledger.submit(record)
+    assert ledger.close()
+    with Reader.open(ledger.url) as reader:
+        [job] = reader.jobs()
+        now = reader.rows("iterations", job["id"])[-1]["finished_at"]
+        figures = reader.summary(job["id"], now)
+    # Iterations of 0.5, 0.6 and 0.5 s end 2.0, 3.2 and 4.8 s after the start: 0.6 and 1.1 s between them are lost.
+    assert figures["lost_seconds"] == pytest.approx({"fail-stop": 0.6, "reconfiguration": 1.1, "other": 0.0}, abs=1e-4)
+    assert figures["epoch"] == 5
+
+
+def test_status_is_about_the_newest_plan_that_was_not_refused(
+    tmp_path: Path, open_ledger: Callable[..., Ledger]
+) -> None:
+    ledger = open_ledger()
+    for record in write_journal(tmp_path / "journal", any_layout_story()):
+        ledger.submit(record)
+        if isinstance(record.entry, journal.PlanRefused):
+            break
+    assert ledger.close()
+    with Reader.open(ledger.url) as reader:
+        [plan] = reader.shown_plan(reader.jobs()[0]["id"])
+    assert plan["epoch"] == 1
+    assert len(plan["layout"]["replicas"]) == 3
 
 
 def test_a_failure_that_nobody_mended_costs_until_the_end(reader: Reader) -> None:

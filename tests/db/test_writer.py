@@ -16,7 +16,7 @@ from db.queries import TABLES, Reader
 from db.writer import Ledger, catch_up
 from resihp import journal
 
-from .conftest import BEGAN, Listener, outcome, started, story
+from .conftest import BEGAN, Listener, any_layout_story, outcome, started, story, write_journal
 
 Opener = Callable[..., Ledger]
 
@@ -51,6 +51,58 @@ def test_a_whole_journal(records: list[journal.Record], open_ledger: Opener) -> 
     [transition] = found["reconfigurations"]
     assert transition["epoch"] == failure["recovered_epoch"] == 2
     assert "rank 3: suspected, no progress for 3.0 s" in [row["text"] for row in found["events"]]
+
+
+def test_plans_that_take_effect_and_those_that_do_not(open_ledger: Opener, tmp_path: Path) -> None:
+    ledger = open_ledger()
+    for record in write_journal(tmp_path / "journal", any_layout_story()):
+        ledger.submit(record)
+    assert ledger.close()
+    found = everything(ledger)
+    plans = found["plans"]
+    assert [row["outcome"] for row in plans] == ["in effect", "refused", "superseded", "in effect", "in effect"]
+    assert [row["in_effect_at"] and row["in_effect_at"].timestamp() - BEGAN for row in plans] == [
+        *(pytest.approx(1.5), None, None, pytest.approx(2.9), pytest.approx(4.3))
+    ]
+    assert (plans[1]["refused_reason"], plans[1]["refused_by"]) == ("79.1 GB needed, 79.0 GB there", 3)
+    assert [row["bytes_planned"] for row in plans] == [0, *[3_400_000_000] * 3, 1_200_000]
+    assert plans[4]["action"] == "between"
+    assert plans[3]["layout"]["replicas"][1] == [{"ranks": [4, 7], "layers": [0, 4]}, {"ranks": [6], "layers": [5, 7]}]
+    recovered, joined = found["reconfigurations"]
+    assert (recovered["bytes_moved"], recovered["extra_bytes"]) == (3_400_000_000, 850_000_000)
+    assert joined["action"] == "between"
+    assert found["failures"][0]["component"] == "device"
+    assert found["failures"][0]["recovered_epoch"] == 4
+    newcomers = [(row["rank"], row["epoch_joined"], row["epoch_left"], row["exit"]) for row in found["workers"][12:]]
+    assert newcomers == [(12, 4, None, None), (13, 4, 4, -9)]
+    told = {row["kind"]: row["text"] for row in found["events"]}
+    assert told["PlanRefused"] == "epoch 2: plan refused by rank 3: 79.1 GB needed, 79.0 GB there"
+    assert told["JoinRefused"] == "rank 13 (n3 device 3): not taken in, not ready within 600 s"
+    assert told["PlanInEffect"] == "epoch 5: in effect"
+    assert told["Reconfigured"] == "epoch 5: layout changed in 1.00 s, 1.2 MB moved"
+    assert told["PlanDecided"].endswith("iteration 3 next, 1.2 MB to move: rank 12 joined")
+    assert [row["rank"] for row in found["events"] if row["kind"] in ("JoinRefused", "PlanRefused")] == [3, 13]
+
+
+def test_a_plan_that_our_own_check_refused_is_an_event(records: list[journal.Record], open_ledger: Opener) -> None:
+    ledger = open_ledger()
+    refused = journal.PlanRefused(epoch=9, rank=None, reason="would deadlock")
+    for record in (*records, journal.Record(len(records) + 1, BEGAN + 99, refused)):
+        ledger.submit(record)
+    assert ledger.close()
+    found = everything(ledger)
+    assert found["events"][-1]["text"] == "epoch 9: plan refused by our own check: would deadlock"
+    assert len(found["plans"]) == 2
+
+
+def test_a_plan_on_its_way_is_pending(open_ledger: Opener, tmp_path: Path) -> None:
+    ledger = open_ledger()
+    for record in write_journal(tmp_path / "journal", any_layout_story()):
+        ledger.submit(record)
+        if isinstance(record.entry, journal.PlanDecided) and record.entry.plan.epoch == 5:
+            break
+    assert ledger.close()
+    assert [row["outcome"] for row in everything(ledger)["plans"]][-2:] == ["in effect", "pending"]
 
 
 def test_applying_twice_changes_nothing(records: list[journal.Record], open_ledger: Opener) -> None:

@@ -59,7 +59,7 @@ class Job:
         command = (sys.executable, str(EXAMPLE), *TINY, "--iterations", str(iterations), *script)
         return self.start(*options, command=command, **where)
 
-    def wait(self, timeout_s: float = 120) -> Job:
+    def wait(self, timeout_s: float = 240) -> Job:
         assert self.process is not None
         try:
             self.status = self.process.wait(timeout_s)

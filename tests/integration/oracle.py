@@ -80,10 +80,12 @@ def compare(rank: int, store: tuple[str, int], *, kind: str, positions: str) -> 
     engine.connect(plan, ours, store, TIMEOUT.total_seconds())
     outcome = engine.run(plan, 1, _Silent())
     engine.disconnect()
-    loss, gradients = _megatron(rank, store, kind, positions, plan.assignment[d], engine._named, s)
-    assert set(gradients) == set(engine._named)
+    assert engine.state is not None
+    named = engine.state.optimizer.parameters
+    loss, gradients = _megatron(rank, store, kind, positions, plan.assignment[d], named, s)
+    assert set(gradients) == set(named)
     differences = {}
-    for name, parameter in engine._named.items():
+    for name, parameter in named.items():
         scale = gradients[name].abs().max()
         differences[name] = ((parameter.grad - gradients[name]).abs().max() / scale).item()
     worst = max(differences, key=differences.__getitem__)

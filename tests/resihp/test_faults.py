@@ -16,6 +16,11 @@ GOOD = [
     ("stop:rank=5@iteration=2", Fault(id=7, kind="stop", rank=5, iteration=2)),
     ("hang:rank=5@iteration=2", Fault(id=7, kind="hang", rank=5, iteration=2)),
     ("raise:rank=5@iteration=2", Fault(id=7, kind="raise", rank=5, iteration=2)),
+    ("disconnect:node=n2@iteration=2", Fault(id=7, kind="disconnect", node="n2", iteration=2)),
+    ("disconnect:node=n2@iteration=2,phase=park", Fault(id=7, kind="disconnect", node="n2", iteration=2, phase="park")),
+    ("kill:rank=1@iteration=3,phase=groups", Fault(id=7, kind="kill", rank=1, iteration=3, phase="groups")),
+    ("crash:rank=1@iteration=3,phase=transfer", Fault(id=7, kind="crash", rank=1, iteration=3, phase="transfer")),
+    ("kill:node=n1@iteration=3,phase=resume", Fault(id=7, kind="kill", node="n1", iteration=3, phase="resume")),
 ]
 
 
@@ -35,7 +40,7 @@ BAD = [
     ("kill", "expected KIND:TARGET@WHEN"),
     ("kill:rank=1", "expected KIND:TARGET@WHEN"),
     ("kill@iteration=3", "expected KIND:TARGET@WHEN"),
-    ("explode:rank=1@iteration=3", "unknown kind 'explode', one of kill, crash, stop, hang, raise"),
+    ("explode:rank=1@iteration=3", "unknown kind 'explode', one of kill, crash, stop, hang, raise, disconnect"),
     ("KILL:rank=1@iteration=3", "unknown kind 'KILL'"),
     ("kill:1@iteration=3", "'1' is not one key=value"),
     ("kill:rank=1,rank=2@iteration=3", "'rank=2' is not one key=value"),
@@ -47,7 +52,11 @@ BAD = [
     ("kill:phase=step@iteration=3", "one of rank=R and node=N"),
     ("hang:node=n2@iteration=3", "hang happens to a rank, not to a node"),
     ("raise:node=n2@iteration=3", "raise happens to a rank, not to a node"),
-    ("kill:rank=1@iteration=3,phase=sideways", "unknown phase 'sideways', one of forward, backward, reduce, step"),
+    ("disconnect:rank=2@iteration=3", "disconnect happens to a node, not to a rank"),
+    (
+        "kill:rank=1@iteration=3,phase=sideways",
+        "unknown phase 'sideways', one of forward, backward, reduce, step, park, groups, transfer, resume",
+    ),
     ("kill:rank=1@phase=step", "iteration and rank are whole numbers"),
     ("kill:rank=one@iteration=3", "iteration and rank are whole numbers"),
     ("kill:rank=1@iteration=3.5", "iteration and rank are whole numbers"),

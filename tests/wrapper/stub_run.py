@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from resihp.controller import Controller
-from resihp.controller.interface import AgentJoined, AnyAction, AnyEvent
+from resihp.controller.interface import AgentJoined, AnyAction, AnyEvent, CutConnection, WorkerSaid
 from resihp.process import die_with_parent
 from wrapper.guardian import guard
 from wrapper.request import load
@@ -45,6 +45,23 @@ class BrokenController(Controller):
         return super().handle(event, now)
 
 
+class CuttingController(Controller):
+    """Cuts n1's connection with every seventh answer to a worker, so that the answer is lost with it."""
+
+    said = 0
+
+    def handle(self, event: AnyEvent, now: float) -> list[AnyAction]:
+        actions = super().handle(event, now)
+        if isinstance(event, WorkerSaid):
+            self.said += 1
+            if self.said % 7 == 0:
+                actions.append(CutConnection(node="n1"))
+        return actions
+
+
+CONTROLLERS = {"": Controller, "broken": BrokenController, "cutting": CuttingController}
+
+
 def command(run_file: Path, died: str | None) -> list[str]:
     base = [sys.executable, "-P", __file__, "supervise", str(run_file), str(os.getpid())]
     return base if died is None else [*base, died]
@@ -59,7 +76,7 @@ def supervise(run_file: str, parent: str, *died: str) -> int:
     logging.basicConfig(filename=request.of_job.logs / "supervisor.log")
     hold_lock(request.of_job)
     nothing: Any = Nothing()
-    controller = (BrokenController if os.environ.get("STUB_BROKEN") else Controller)(request.settings)
+    controller = CONTROLLERS[os.environ.get("STUB_CONTROLLER", "")](request.settings)
     return asyncio.run(supervise_with(request, controller, nothing, nothing, PretendedStore()))
 
 

@@ -50,8 +50,20 @@ def test_files_are_found_where_they_are_said_to_be(fresh_home: Path) -> None:
         ("tp = 2\n", r"job\.toml: unknown section \[tp\]; valid: job, layout"),
         ("layout = 2\n", r"layout is a section"),
         ("[layout]\ntp = 0\n", r"job\.toml: \[layout\] tp: .* got 0"),
-        ("[layout]\nschedule = 'gpipe'\n", r"\[layout\] schedule: .*1f1b"),
-        ("[adapt]\nmode = 'restart'\n", r"\[adapt\] mode: .*in-job"),
+        (
+            "[layout]\nschedule = 'gpipe'\n",
+            r"job\.toml: \[layout\] schedule: is one of 1f1b, interleaved, zero-bubble, got 'gpipe'",
+        ),
+        ("[layout]\nvirtual_stages = 0\n", r"\[layout\] virtual_stages: .* got 0"),
+        ("[layout]\nvirtual_stage = 2\n", r"unknown key virtual_stage in \[layout\]; did you mean virtual_stages\?"),
+        ("[layout]\nsequence_parallel = 'often'\n", r"\[layout\] sequence_parallel: .* got 'often'"),
+        ("[adapt]\nmode = 'restart'\n", r"\[adapt\] mode: restart is not supported yet, only in-job is"),
+        ("[adapt]\nmode = 'in_job'\n", r"\[adapt\] mode: .*'in-job'.*got 'in_job'"),
+        ("[adapt]\ncome_backs = -1\n", r"\[adapt\] come_backs: .* got -1"),
+        ("[adapt]\ncomebacks = 1\n", r"unknown key comebacks in \[adapt\]; did you mean come_backs\?"),
+        ("[job]\nmemory_per_device = 80\n", r"\[job\] memory_per_device: not a size with a unit; examples: 80GB"),
+        ("[job]\nmemory_per_device = '80'\n", r"not a size with a unit.*, got '80'"),
+        ("[job]\nmemory_per_device = '0GB'\n", r"must be more than nothing"),
         ("[slurm]\npartition = 'gpu'\n", r"\[slurm\]: .*not supported yet"),
         ("[container]\nimage = 'x'\n", r"\[container\]: .*not supported yet"),
         ("[job]\ntime = '24h'\n", r"time limit is not supported yet"),
@@ -83,3 +95,31 @@ def test_commands_and_numbers_from_the_environment(fresh_home: Path, monkeypatch
     monkeypatch.setenv("RESIHP_CHECKPOINT__EVERY", "7")
     assert read({}).job.command == ("python", "train.py")
     assert read({}).checkpoint.every == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_of_it"),
+    [
+        ("80GB", 80 * 10**9),
+        ("80 gb", 80 * 10**9),
+        ("79.5GiB", int(79.5 * 2**30)),
+        ("512MiB", 512 * 2**20),
+        ("512MB", 512 * 10**6),
+        ("7kB", 7000),
+        ("7KiB", 7168),
+        ("1TB", 10**12),
+        ("64B", 64),
+    ],
+)
+def test_sizes_have_units(fresh_home: Path, text: str, bytes_of_it: int) -> None:
+    assert read({"job": {"memory_per_device": text}}).job.memory_per_device == bytes_of_it
+    assert read({}).job.memory_per_device is None
+
+
+def test_layout_and_adaptation_from_a_job_file(fresh_home: Path) -> None:
+    text = "[layout]\nschedule = 'interleaved'\nvirtual_stages = 2\nsequence_parallel = true\n[adapt]\ncome_backs = 0\n"
+    found = read({}, toml(fresh_home / "job.toml", text))
+    layout = found.layout
+    assert (layout.schedule, layout.virtual_stages, layout.sequence_parallel) == ("interleaved", 2, True)
+    assert found.adapt.come_backs == 0
+    assert (read({}).layout.virtual_stages, read({}).adapt.come_backs) == (1, 3)

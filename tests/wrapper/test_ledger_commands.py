@@ -9,6 +9,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,12 +17,14 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner, Result
 
-from db.writer import Ledger
+from db.queries import Reader
+from db.writer import Ledger, catch_up
 from resihp import journal
 from resihp.errors import UsageError
 from resihp.layout import Layout
 from resihp.plan import Plan, spread
 from resihp.protocol.messages import StepOutcome
+from tests.db.conftest import any_layout_story, write_journal
 from wrapper import ledger_commands, tables
 from wrapper.cli import app
 from wrapper.jobs import Job, create_local_job, take_lock
@@ -238,6 +241,72 @@ def test_every_table_has_json_csv_parquet_and_a_terminal_form(
         assert shown.stderr == f"resihp: job {job.name}: no {table.value}\n"
 
 
+def lines_of(shown: object) -> list[str]:
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=80, highlight=False, markup=False)
+    console.print(shown)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= 80
+    return [line for line in lines if line]
+
+
+def any_layout(folder: Path, until: Callable[[journal.AnyEntry], bool] = lambda entry: False) -> str:
+    """A ledger of layouts that change: plans refused and overtaken, a newcomer taken in, another turned away."""
+
+    def told() -> Iterator[tuple[journal.AnyEntry, float]]:
+        for entry, at in any_layout_story():
+            yield entry, at
+            if until(entry):
+                return
+
+    write_journal(folder / "journal", told())
+    catch_up("sqlite", folder, folder / "journal")
+    return f"sqlite:///{folder / 'ledger.db'}"
+
+
+def test_history_tells_which_plans_took_effect_and_what_was_moved(tmp_path: Path) -> None:
+    url = any_layout(tmp_path)
+    with Reader.open(url) as reader:
+        [job] = reader.jobs()
+        plans = lines_of(tables.history_table("plans", reader.rows("plans", job["id"])))
+        moves = lines_of(tables.history_table("reconfigurations", reader.rows("reconfigurations", job["id"])))
+    assert [" ".join(line.split()) for line in plans if line[:6].strip().isdigit()] == [
+        "1 DP3 x PP2 x TP2 1 start 06-15 15:06:41 start",
+        "2 2x TP2,2 | TP2,1 2 redo refused rank 5 killed; rank",
+        "3 2x TP2,2 | TP2,1 2 redo superseded rank 5 killed",
+        "4 2x TP2,2 | TP2,1 2 redo 06-15 15:06:42 rank 5 killed",
+        "5 DP3 x PP2 x TP2 3 between 06-15 15:06:44 rank 12 joined",
+    ]
+    assert "rank 3: 79.1 GB needed, 79.0 GB there" in " ".join(" ".join(plans).split())
+    assert [" ".join(line.split()) for line in moves if line[:6].strip().isdigit()] == [
+        "4 redo 3 0.10 0.05 0.20 0.05 0.60 1.00 3.4 GB",
+        "5 between 1 0.10 0.05 0.20 0.05 0.60 1.00 1.2 MB",
+    ]
+
+
+def test_status_shows_unequal_stages_and_newcomers_that_start(tmp_path: Path) -> None:
+    url = any_layout(tmp_path, lambda entry: isinstance(entry, journal.Reconfigured))
+    with Reader.open(url) as reader:
+        [job] = reader.jobs()
+        state = ledger_commands.job_status(reader, job)
+    assert (state["health"]["12"], state["health"]["5"], state["health"]["6"]) == ("starting", "dead", "active")
+    lines = lines_of(tables.render_status(state, 80))
+    at = next(n for n, line in enumerate(lines) if line.startswith("epoch 4: "))
+    assert lines[at : at + 9] == [
+        "epoch 4: 2x TP2,2 | TP2,1",
+        "           stage 0     stage 1",
+        "           layers 0-3  layers 4-7",
+        "replica 0  0-1         2-3",
+        "replica 1  4 7 L0-4    6 L5-7",
+        "replica 2  8-9         10-11",
+        "starting   12+",
+        "dead       5x",
+        "+ starting, x dead",
+    ]
+    assert any("plan refused by rank 3" in line for line in lines)
+
+
 def test_terminal_forms_of_what_no_entry_fills_yet() -> None:
     from rich.console import Console
 
@@ -357,10 +426,10 @@ def test_ledger_option_reads_another_ledger(job: Job, tmp_path: Path) -> None:
 
 def test_db_upgrade(job: Job, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/shared.db"
-    assert "schema 0001, made" in resihp("db", "upgrade", "--ledger", url).stderr
-    assert "schema 0001, is up to date" in resihp("db", "upgrade", "--ledger", url).stderr
+    assert "schema 0002, made" in resihp("db", "upgrade", "--ledger", url).stderr
+    assert "schema 0002, is up to date" in resihp("db", "upgrade", "--ledger", url).stderr
     resihp("status")
-    assert "ledger.db: schema 0001, is up to date" in resihp("db", "upgrade").stderr
+    assert "ledger.db: schema 0002, is up to date" in resihp("db", "upgrade").stderr
 
 
 def test_newer_ledger_says_what_to_do(job: Job) -> None:
@@ -369,7 +438,7 @@ def test_newer_ledger_says_what_to_do(job: Job) -> None:
     with connection:
         connection.execute("UPDATE resihp_version SET version_num = '0999'")
     connection.close()
-    with pytest.raises(UsageError, match=r"schema 0999 is newer than 0001.*upgrade resihp"):
+    with pytest.raises(UsageError, match=r"schema 0999 is newer than 0002.*upgrade resihp"):
         resihp("status")
 
 

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from resihp.journal import JobEnded, WorkerEnded, WorkerStarted
+from resihp.journal import FaultInjected, JobEnded, NodeLost, WorkerEnded, WorkerStarted
 from tests.wrapper.conftest import StubJob
 from wrapper import operate
 from wrapper.jobs import finish_dead_job
@@ -268,7 +268,7 @@ def test_supervisor_ends_the_job_when_the_guardian_is_killed(stub_job: StubJob) 
 
 
 def test_bug_in_the_supervisor_ends_the_job_with_its_traceback_in_the_log(stub_job: StubJob) -> None:
-    stub_job.start(FOREVER, environment={"STUB_BROKEN": "1"})
+    stub_job.start(FOREVER, environment={"STUB_CONTROLLER": "broken"})
     assert stub_job.wait() == 1
     assert "internal error" in stub_job.stderr
     assert "Traceback" not in stub_job.stderr
@@ -284,3 +284,39 @@ def test_dead_fork_server_takes_its_workers_and_is_told(stub_job: StubJob) -> No
     os.kill(server.pid, signal.SIGKILL)
     assert stub_job.wait() != 0
     assert exits(stub_job) == {0: -9}
+
+
+ASKING = """
+import os, socket
+from resihp.process import AGENT_FD
+from resihp.protocol import messages as m
+from resihp.protocol.framing import LocalChannel
+agent = LocalChannel(socket.socket(fileno=int(os.environ[AGENT_FD])))
+start = agent.recv(m.WorkerOrder)
+for n in range(200):
+    agent.send(m.FaultDue(fault=1000 * start.rank + n))
+    answer = agent.recv(m.WorkerOrder)
+    assert answer == m.FaultGo(fault=1000 * start.rank + n, fire=False), (n, answer)
+print("all answered")
+"""
+
+
+def test_nothing_is_lost_when_connections_are_cut_all_the_time(stub_job: StubJob) -> None:
+    """Each answer is asked for once, and must come once, though every seventh goes down with its connection."""
+    stub_job.start(ASKING, gpus=2, environment={"STUB_CONTROLLER": "cutting"})
+    assert stub_job.wait(60) == 0, stub_job.stderr
+    assert exits(stub_job) == {0: 0, 1: 0}, stub_job.stderr
+    assert stub_job.log("n1.agent.log").count("connecting again") > 20
+    assert [stub_job.log(f"n1.rank{rank}.log") for rank in (0, 1)] == ["all answered\n"] * 2
+    assert len([entry for entry in stub_job.entries() if isinstance(entry, WorkerStarted)]) == 2
+    assert not [entry for entry in stub_job.entries() if isinstance(entry, NodeLost)]
+
+
+def test_disconnect_fault_costs_nothing(stub_job: StubJob) -> None:
+    stub_job.start("import time\nprint('here', flush=True)\ntime.sleep(2)\n", nodes=2)
+    running(stub_job, 2)
+    assert "disconnect:node=n2 injected" in operate.inject(None, "disconnect", None, "n2")
+    assert stub_job.wait() == 0, stub_job.stderr
+    assert exits(stub_job) == {0: 0, 1: 0}
+    assert not [entry for entry in stub_job.entries() if isinstance(entry, NodeLost)]
+    assert [entry.text for entry in stub_job.entries() if isinstance(entry, FaultInjected)] == ["disconnect:node=n2"]

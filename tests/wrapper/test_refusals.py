@@ -6,12 +6,13 @@ import asyncio
 import os
 import signal
 
+import msgspec
 import pytest
 
 from resihp.errors import ProtocolError, UsageError
 from resihp.protocol import framing
 from resihp.protocol import messages as m
-from resihp.protocol.framing import SecureChannel
+from resihp.protocol.framing import Envelope, SecureChannel
 from tests.wrapper.conftest import StubJob
 from tests.wrapper.test_processes import FOREVER, exits, running
 from wrapper import operate
@@ -29,20 +30,24 @@ async def throw(address: SupervisorFile, content: bytes) -> None:
     writer.close()
 
 
-async def answer_to(address: SupervisorFile, key: bytes, message: m.Message) -> list[object]:
-    """What the supervisor says to this message until it closes the connection."""
-    channel: SecureChannel[object] = await SecureChannel.connect(address.host, address.port, key, m.AgentOrder)
+async def answer_to(address: SupervisorFile, key: bytes, message: msgspec.Struct) -> list[object]:
+    """What the supervisor says to this until it closes the connection."""
+    receives = Envelope[m.AgentOrder]
+    channel: SecureChannel[Envelope[m.AgentOrder]] = await SecureChannel.connect(
+        address.host, address.port, key, receives
+    )
     await channel.send(message)
-    said = []
+    said: list[object] = []
     async with asyncio.timeout(5):
-        while (order := await channel.recv()) is not None:
-            said.append(order)
+        while (envelope := await channel.recv()) is not None:
+            assert (envelope.number, envelope.acknowledged) == (0, 0)
+            said.append(envelope.message)
     channel.close()
     return said
 
 
-def join(node: str, epoch: int) -> m.Join:
-    return m.Join(node=node, host="elsewhere", pid=1, devices=1, epoch=epoch)
+def join(node: str, epoch: int) -> Envelope[m.AgentMessage]:
+    return Envelope(message=m.Join(node=node, host="elsewhere", pid=1, devices=1, epoch=epoch))
 
 
 def test_job_goes_on_while_bad_frames_are_thrown_at_it(stub_job: StubJob) -> None:
@@ -58,7 +63,10 @@ def test_job_goes_on_while_bad_frames_are_thrown_at_it(stub_job: StubJob) -> Non
         asyncio.run(SecureChannel.connect(address.host, address.port, bytes(32), m.AgentOrder))
     for message in (join("n1", 0), join("n1", 1), join("n1", 7), join("n9", 0)):
         assert asyncio.run(answer_to(address, stub_job.job.key, message)) == [m.Release(grace_s=0.0)]
-    assert asyncio.run(answer_to(address, stub_job.job.key, m.Exited(rank=0, pid=1, status=0))) == []
+    gone = m.Exited(rank=0, pid=1, status=0)
+    for strange in (gone, Envelope(number=1, message=gone), join("n1", 1).message, Envelope[m.AgentMessage]()):
+        assert isinstance(strange, msgspec.Struct)
+        assert asyncio.run(answer_to(address, stub_job.job.key, strange)) == []
     assert exits(stub_job) == {}
 
     log = stub_job.log("supervisor.log")
@@ -68,6 +76,8 @@ def test_job_goes_on_while_bad_frames_are_thrown_at_it(stub_job: StubJob) -> Non
 
     with pytest.raises(UsageError, match="there is no rank 5"):
         operate.inject(None, "kill", 5, None)
+    with pytest.raises(UsageError, match="disconnect happens to a node, not to a rank"):
+        operate.inject(None, "disconnect", 0, None)
     with pytest.raises(UsageError, match="unknown kind"):
         operate.inject(None, "maim", 0, None)
     assert stub_job.process is not None

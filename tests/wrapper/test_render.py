@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 from rich.console import Console
@@ -14,7 +16,7 @@ from resihp.layout import Layout, Replica, Stage
 from resihp.plan import Plan, spread
 from resihp.protocol.messages import Beat, StepOutcome, Stepped, WorkerBeat
 from wrapper.live import LiveView
-from wrapper.render import Health, count, duration, layout_grid, literal
+from wrapper.render import Health, count, duration, layout_grid, legend, literal
 
 SETTINGS = Settings(job="local-1 [red]", nodes=2, gpus_per_node=4, tp=2, pp=2)
 DP2 = Layout.uniform(tp=2, pp=2, dp=2, layers=8)
@@ -77,6 +79,60 @@ def test_grid_of_a_layout_with_unequal_stages() -> None:
         "replica 0  0-1 L0-5  2-3 L6-7",
         "replica 1  4 L0-3    6-7 L4-7",
     ]
+
+
+def test_grid_names_layers_where_a_replica_has_others_than_most() -> None:
+    uniform = Layout.uniform(tp=2, pp=2, dp=3, layers=8)
+    odd = Replica((Stage((4, 7), ((0, 4),)), Stage((6,), ((5, 7),))))
+    layout = Layout(replicas=(uniform.replicas[0], odd, uniform.replicas[2]), standby=(13,))
+    health: dict[int, Health] = {rank: "active" for rank in range(12)}
+    health |= {5: "dead", 13: "standby", 14: "starting", 15: "starting", 9: "suspected"}
+    assert layout_grid(layout, health).plain.splitlines() == [
+        "           stage 0     stage 1",
+        "           layers 0-3  layers 4-7",
+        "replica 0  0-1         2-3",
+        "replica 1  4 7 L0-4    6 L5-7",
+        "replica 2  8 9?        10-11",
+        "standby    13s",
+        "starting   14-15+",
+        "dead       5x",
+    ]
+    assert legend(health.values()) == "s standby, + starting, ? suspected, x dead"
+    assert legend(["active"]) == ""
+
+
+def test_grid_of_virtual_stages_and_unequal_depths() -> None:
+    first = Layout.uniform(tp=1, pp=2, dp=1, layers=8, chunks=2).replicas[0]
+    layout = Layout(replicas=(first, Replica((Stage((2, 3), ((0, 7),)),))))
+    assert layout_grid(layout).plain.splitlines() == [
+        "           stage 0     stage 1",
+        "replica 0  0 L0-1,4-5  1 L2-3,6-7",
+        "replica 1  2-3 L0-7",
+    ]
+    whole = Replica((Stage((4,), ((0, 7),)),))
+    assert layout_grid(Layout(replicas=(*layout.replicas, whole))).plain.splitlines() == [
+        "           stage 0     stage 1",
+        "           layers 0-7",
+        "replica 0  0 L0-1,4-5  1 L2-3,6-7",
+        "replica 1  2-3",
+        "replica 2  4",
+    ]
+
+
+def test_of_many_replicas_the_odd_ones_are_shown() -> None:
+    layout = Layout.uniform(tp=2, pp=2, dp=40, layers=8)
+    replicas = list(layout.replicas)
+    replicas[20] = Replica((Stage(replicas[20].ranks[:3], ((0, 7),)),))
+    replicas[30] = Replica((Stage(replicas[30].ranks[:2], ((0, 2),)), Stage(replicas[30].ranks[2:], ((3, 7),))))
+    lines = layout_grid(Layout(replicas=tuple(replicas))).plain.splitlines()
+    assert "replica 20  80-82 L0-7" in lines
+    assert "replica 30  120-121 L0-2  122-123 L3-7" in lines
+    assert [line for line in lines if "more" in line] == [
+        *("... 6 more, all active", "... 9 more, all active", "... 9 more, all active")
+    ]
+    health: dict[int, Health] = {4 * d: "suspected" for d in range(20)}
+    lines = layout_grid(Layout(replicas=tuple(replicas)), health).plain.splitlines()
+    assert [line for line in lines if "more" in line] == ["... 26 more, not all active"]
 
 
 def test_grid_without_replica() -> None:
@@ -218,6 +274,132 @@ def test_panel() -> None:
     assert shown.text.rstrip().endswith("\x1b[2K")  # nothing of the panel stays
     assert "\x1b[?25h" in shown.text  # the cursor is back
     assert shown.view.errors == 0
+
+
+class Screen:
+    """A terminal of 80 columns: what is left on it after carriage returns, cursor movements and erased lines."""
+
+    def __init__(self) -> None:
+        self.lines: list[list[str]] = [[]]
+        self.row = self.column = 0
+
+    def write(self, text: str) -> None:
+        for part in re.findall(r"\x1b\[[?0-9;]*[A-Za-z]|.", text, re.DOTALL):
+            if part == "\n":
+                self.row, self.column = self.row + 1, 0
+            elif part == "\r":
+                self.column = 0
+            elif part.startswith("\x1b") and part[-1] == "A":
+                self.row = max(self.row - int(part[2:-1] or 1), 0)
+            elif part.startswith("\x1b") and part[-1] == "K":
+                self.lines[self.row] = []
+            elif not part.startswith("\x1b"):
+                if self.column == 80:
+                    self.row, self.column = self.row + 1, 0
+                while len(self.lines) <= self.row:
+                    self.lines.append([])
+                line = self.lines[self.row]
+                line += " " * (self.column + 1 - len(line))
+                line[self.column] = part
+                self.column += 1
+            while len(self.lines) <= self.row:
+                self.lines.append([])
+
+    @property
+    def text(self) -> str:
+        return "\n".join("".join(line) for line in self.lines)
+
+
+def test_nothing_of_the_panel_stays_after_interrupts_that_the_terminal_echoes() -> None:
+    shown, screen = Shown(terminal=True), Screen()
+    seen = 0
+    for seq, entry in enumerate(entries(), 1):
+        shown.now += 1.0
+        shown.view.entry(journal.Record(seq, 1e9, entry))
+        screen.write(shown.text[seen:])
+        seen = len(shown.text)
+        assert screen.text.count("╭") == 1
+        if seq % 10 == 0:
+            screen.write("^C^C")
+    shown.view.close()
+    screen.write(shown.text[seen:])
+    assert "failure 1: rank 5" in screen.text
+    assert not set(screen.text) & set("╭│╰^")
+
+
+def newcomer_entries() -> Iterator[journal.AnyEntry]:
+    """Rank 5 is lost, rank 8 comes in its place; a first plan for it is refused."""
+    for rank in range(8):
+        yield journal.WorkerStarted(rank=rank, node=f"n{1 + rank // 4}", device=rank % 4, pid=1, epoch=0)
+    less = DP2.without(frozenset({5}))
+    whole = Layout(replicas=(DP2.replicas[0], Replica((Stage((4, 8), ((0, 3),)), Stage((6, 7), ((4, 7),))))))
+    yield decided(1, DP2, "start")
+    yield journal.PlanInEffect(epoch=1)
+    yield committed(1)
+    yield journal.WorkerEnded(rank=5, exit=-9, epoch=1)
+    yield decided(2, less, "redo")
+    yield journal.PlanInEffect(epoch=2)
+    yield committed(2)
+    yield journal.WorkerStarted(rank=8, node="n2", device=1, pid=1, epoch=2)
+    yield decided(3, whole, "between")
+    yield journal.PlanRefused(epoch=3, rank=8, reason="no room")
+    yield decided(4, whole, "between")
+    yield journal.PlanInEffect(epoch=4)
+    yield committed(3)
+    yield journal.Reconfigured(
+        epoch=4,
+        failures=(),
+        attempts=1,
+        action="between",
+        park_s=0.1,
+        plan_s=0.1,
+        groups_s=0.1,
+        state_s=0.1,
+        first_iteration_s=0.2,
+        seconds=0.62,
+        bytes_moved=3_400_000,
+    )
+
+
+def decided(epoch: int, layout: Layout, action: Literal["start", "redo", "between"]) -> journal.PlanDecided:
+    plan = Plan(epoch=epoch, layout=layout, assignment=spread(4, len(layout.replicas)))
+    return journal.PlanDecided(
+        plan=plan, next_iteration={1: 1, 2: 2}.get(epoch, 3), action=action, finish=None, reason="a reason"
+    )
+
+
+def test_panel_follows_newcomers_and_plans_that_are_refused() -> None:
+    shown = Shown(terminal=True)
+    panels: dict[str, str] = {}
+    for seq, entry in enumerate(newcomer_entries(), 1):
+        shown.now += 1.0
+        shown.view.entry(journal.Record(seq, 1e9, entry))
+        kind = type(entry).__name__
+        panels[f"{kind} {entry.epoch}" if hasattr(entry, "epoch") else f"{kind} {seq}"] = shown.text[
+            shown.text.rindex("╭") :
+        ]
+    before = panels["WorkerStarted 2"]
+    assert "DP1 x PP2 x TP2 + 3 standby" in before
+    assert re.search(r"starting .*8\+", before)
+    assert "s standby, + starting, x dead" in before
+    refused = panels["PlanRefused 3"]
+    assert "DP1 x PP2 x TP2 + 3 standby" in refused, "the plan in effect is shown again"
+    assert re.search(r"starting .*8\+", refused)
+    after = panels["PlanInEffect 4"]
+    assert "DP2 x PP2 x TP2" in after
+    assert "starting" not in after
+    assert "standby" not in after, "ranks that were idle have work again"
+    assert "layout changed: DP2 x PP2 x TP2, iteration 3 next, in 0.62 s, 3.4 MB moved" in shown.text
+    assert shown.view.errors == 0
+
+
+def test_panel_counts_workers_before_there_is_a_layout() -> None:
+    shown = Shown(terminal=True)
+    for rank in range(3):
+        shown.now += 1.0
+        started = journal.WorkerStarted(rank=rank, node="n1", device=rank, pid=1, epoch=0)
+        shown.view.entry(journal.Record(rank + 1, 1e9, started))
+    assert "waiting for the first iteration, 3 of 8 workers have started" in shown.text
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from resihp import errors
@@ -16,7 +17,7 @@ from resihp.checkpoints import write_manifest
 from resihp.errors import CheckpointError, ConfigurationError, JobNotFoundError, LayoutError, UsageError
 from wrapper.exit_codes import EXIT_CODES, exit_code_of
 from wrapper.program import resolve
-from wrapper.request import RunRequest
+from wrapper.request import RunRequest, load
 from wrapper.start import Options, prepare
 
 COMMAND = (sys.executable, "train.py", "--lr", "1")
@@ -48,9 +49,34 @@ def test_request_carries_what_was_asked_for(script: Path, monkeypatch: pytest.Mo
     assert request.program.interpreter == sys.executable
     assert request.python_path == str(Path("mine").absolute())
     assert request.faults[0].rank == 5
+    settings = request.settings
+    assert (settings.schedule, settings.chunks, settings.sequence_parallel) == ("1f1b", 1, False)
+    assert (settings.memory_bytes, settings.come_backs) == (None, 3)
     assert request.settings.checkpoint_every == 5
     assert request.checkpoint_folder == str(request.of_job.checkpoints)
     assert request.save().stat().st_mode & 0o777 == 0o600
+
+
+def test_new_layout_options_reach_the_controllers_settings(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESIHP_ADAPT__COME_BACKS", "1")
+    asked = options(
+        job={"gpus_per_node": 2, "memory_per_device": "80GB"},
+        layout={"tp": 2, "schedule": "interleaved", "virtual_stages": 4, "sequence_parallel": True},
+        faults=("kill:rank=3@iteration=3,phase=transfer", "disconnect:node=n1@iteration=2,phase=park"),
+    )
+    settings = prepare(asked).settings
+    assert (settings.schedule, settings.chunks, settings.sequence_parallel) == ("interleaved", 4, True)
+    assert (settings.memory_bytes, settings.come_backs) == (80 * 10**9, 1)
+    assert [fault.phase for fault in settings.faults] == ["transfer", "park"]
+
+
+def test_request_of_an_older_version_is_still_understood(script: Path) -> None:
+    request = prepare(options())
+    plain = msgspec.json.decode(request.save().read_bytes())
+    for name in ("virtual_stages", "sequence_parallel", "memory_bytes", "come_backs"):
+        del plain[name]
+    request.of_job.run_file.write_bytes(msgspec.json.encode(plain))
+    assert load(request.of_job.run_file) == request
 
 
 @pytest.mark.parametrize(
@@ -61,7 +87,19 @@ def test_request_carries_what_was_asked_for(script: Path, monkeypatch: pytest.Mo
         (options(job={"gpus_per_node": 2}, layout={"tp": 2, "pp": 2}), LayoutError, "needs 4 devices, the job has 2"),
         (options(job={"gpus_per_node": 3}, layout={"pp": 2}), LayoutError, "not a multiple"),
         (options(job={"gpus_per_node": 3, "nodes": 2}, layout={"tp": 2}), LayoutError, "would cross nodes"),
-        (options(faults=("kill:rank=1@iteration=3",)), ConfigurationError, "there is no rank 1"),
+        (
+            options(faults=("kill:rank=4@iteration=3",)),
+            ConfigurationError,
+            "no rank 4; ranks are 0 to 0 at the start, 1 to 3 for processes that come back",
+        ),
+        (options(faults=("disconnect:rank=0@iteration=3",)), ConfigurationError, "happens to a node, not to a rank"),
+        (options(layout={"schedule": "interleaved"}), LayoutError, "choose --virtual-stages 2 or more"),
+        (options(layout={"virtual_stages": 2}), LayoutError, "schedule=1f1b: has one virtual stage a stage, not 2"),
+        (
+            options(layout={"schedule": "zero-bubble", "virtual_stages": 2}),
+            LayoutError,
+            "choose --schedule interleaved, or --virtual-stages 1",
+        ),
         (options(faults=("kill:node=n2@iteration=3",)), ConfigurationError, "there is no node n2"),
         (options(faults=("kill:rank=0",)), ConfigurationError, "expected KIND:TARGET@WHEN"),
         (options(job={"command": None}), UsageError, "no command to run"),

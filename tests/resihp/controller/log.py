@@ -26,7 +26,14 @@ def written(what: object) -> str:
             return f"  -> ranks {list(what.ranks)}: {short(what.order)}"
         case api.Say():
             return f"  -> say {what.text}"
-        case api.End() | api.DropNode() | api.SignalWorker() | api.SignalNode() | api.StartWorkers():
+        case (
+            api.End()
+            | api.DropNode()
+            | api.SignalWorker()
+            | api.SignalNode()
+            | api.StartWorkers()
+            | api.CutConnection()
+        ):
             return f"  -> {what}"
         case _:
             return f"  <- {what}"
@@ -42,9 +49,10 @@ def short(what: object) -> str:
         case m.Stepped():
             return f"Stepped epoch {what.epoch} iteration {what.outcome.iteration}"
         case m.Parked():
-            return f"Parked {what.epoch} stepped {what.stepped} ready {what.ready}"
+            return f"Parked {what.epoch} holds {list(what.holds)} stepped {what.stepped} ready {what.ready}"
         case m.Propose():
-            return f"Propose {what.plan.epoch}"
+            base = what.base and f"base {what.base.epoch} survivors {list(what.base.survivors)}"
+            return f"Propose {what.plan.epoch} {base}"
         case m.Go():
             return f"Go {what.epoch} next {what.next_iteration} finish {what.finish and what.finish.iteration}"
         case PlanDecided():

@@ -6,6 +6,7 @@ which order, before or after) is drawn from the seed. What it asserts about its 
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,8 +18,11 @@ from resihp.controller import interface as api
 from resihp.faults import Fault
 from resihp.plan import Plan
 from resihp.protocol import messages as m
+from resihp.transfers import Base
+from tests.resihp.controller import holdings
+from tests.resihp.controller.holdings import Holding
 from tests.resihp.controller.rules import expect
-from tests.resihp.controller.scenario import NEVER
+from tests.resihp.controller.scenario import NEVER, SIGKILL
 
 if TYPE_CHECKING:
     from tests.resihp.controller.world import World
@@ -29,7 +33,8 @@ class SimNode:
     """One agent and its connection, first in first out in each direction."""
 
     name: str
-    ranks: tuple[int, ...]
+    ranks: list[int]
+    devices: int
     alive: bool = True
     dropped: bool = False
     silent: bool = False
@@ -50,8 +55,8 @@ class SimNode:
 class Worker:
     """The truth of one process: what it computed, stepped and holds."""
 
-    def __init__(self, world: World, rank: int, node: SimNode) -> None:
-        self.world, self.rank, self.node = world, rank, node
+    def __init__(self, world: World, rank: int, node: SimNode, device: int, joins: bool = False) -> None:
+        self.world, self.rank, self.node, self.device, self.joins = world, rank, node, device, joins
         self.spawned = False
         self.alive = True
         self.state = "S"
@@ -64,6 +69,14 @@ class Worker:
         self.seen = 0
         self.epoch = 0
         self.proposed: Plan | None = None
+        self.base: Base | None = None
+        self.held: dict[int, Holding] = {}
+        """State by the epoch whose layout it follows; two of them between `Ready` and `Begin`."""
+        self.upcoming = 0
+        self.nodes: dict[int, str] = {}
+        self.pause_asked = 0
+        self.pausing = False
+        """Stopped between two iterations, because some rank was asked to."""
         self.plan: Plan | None = None
         self.active = False
         self.stepped = world.scenario.resume_from
@@ -89,6 +102,9 @@ class Worker:
         self.shown = -1
         self.shown_at = 0.0
         """Primitives that the controller has heard of, and when."""
+        self.objections = 0
+        self.forgets = False
+        """Loses its state when it parks."""
         self.halted = False
         self.injected = False
         self.died_with_node = False
@@ -139,21 +155,28 @@ class Worker:
         world = self.world
         world.up(
             self.node,
-            api.WorkerSpawned(
-                rank=self.rank, node=self.node.name, device=self.node.ranks.index(self.rank), pid=1000 + self.rank
-            ),
+            api.WorkerSpawned(rank=self.rank, node=self.node.name, device=self.device, pid=1000 + self.rank),
         )
-        world.happens("spawn", self.rank)
+        world.happens("join" if self.joins else "spawn", self.rank)
         self.later(world.rng.uniform(0.5, 2.5), self.declare)
 
     def declare(self) -> None:
         scenario, world = self.world.scenario, self.world
+        fate = world.fate_of(self)
         if scenario.early_exit is not None:
             self.die(scenario.early_exit)
             return
-        if scenario.refuses == self.rank:
+        if scenario.refuses == self.rank or fate == "refuses":
             self.say(m.Refuse(reason="the data set is empty; choose another"))
             self.later(0.1, self.die, 2)
+            return
+        if fate == "dies":
+            self.die(world.rng.choice([1, -SIGKILL, 0]))
+            return
+        if fate == "raises":
+            self.throw("ImportError: no such module")
+            return
+        if fate == "hangs":
             return
         model = scenario.model
         if scenario.odd_declare == self.rank:
@@ -164,11 +187,11 @@ class Worker:
                 model=model,
                 micro_batches=scenario.micro_batches,
                 iterations=scenario.iterations,
-                resume_from=scenario.resume_from,
-                fingerprint="same",
+                resume_from=scenario.resume_from if not self.joins else world.rng.randint(0, scenario.iterations),
+                fingerprint="other" if fate == "odd" else "same",
             )
         )
-        world.happens("declare", self.rank)
+        world.happens("joined" if self.joins else "declare", self.rank)
 
     def say(self, message: m.WorkerMessage) -> None:
         self.world.up(self.node, api.WorkerSaid(rank=self.rank, message=message))
@@ -204,6 +227,11 @@ class Worker:
         if self.halted or self.raised:
             return
         match order:
+            case m.Park(after_iteration=True):
+                if order.epoch > self.seen:
+                    self.pause_asked = max(order.epoch, self.pause_asked)
+                    if self.pausing or not self.active:
+                        self.later(rng.choice([0.001, rng.uniform(0, 0.3)]), self.park, order.epoch)
             case m.Park():
                 if order.epoch > self.seen:
                     self.seen = order.epoch
@@ -211,11 +239,15 @@ class Worker:
             case m.Propose():
                 if order.plan.epoch >= self.seen:
                     self.seen = order.plan.epoch
-                    self.proposed = order.plan
+                    self.proposed, self.base, self.nodes = order.plan, order.base, order.nodes
+                    self.settle(order.base)
                     self.later(rng.uniform(0.0, 0.05), self.confirm, order.plan)
             case m.Go():
                 if order.epoch >= self.seen:
                     self.go(order)
+            case m.Begin():
+                if order.epoch >= self.seen:
+                    self.begin_plan(order.epoch)
             case m.FaultGo():
                 self.fault_go(order)
             case m.Halt():
@@ -232,38 +264,76 @@ class Worker:
         self.generation += 1
         self.waits = self.resume = None
         self.held_by = None
+        self.pausing = False
         if self.reduced is not None and rng.random() < 0.5:
             self.take_step(self.reduced, told=self.world.scenario.seed % 3 != 1)
         self.reduced = None
         self.activity = "parked"
-        self.later(rng.choice([0.001, 0.01, rng.uniform(0, 0.3), rng.uniform(0, 2.0)]), self.park, epoch)
+        delay_s = rng.choice([0.001, 0.01, rng.uniform(0, 0.3), rng.uniform(0, 2.0)])
+        self.later(delay_s, self.enter_phase, "park", self.park, epoch)
 
     def park(self, epoch: int) -> None:
-        self.say(m.Parked(epoch=epoch, stepped=self.stepped, outcome=self.outcome, ready=self.ready))
+        self.activity = "parked"
+        if self.forgets:
+            self.held, self.ready, self.forgets = {}, False, False
+        self.say(
+            m.Parked(
+                epoch=epoch,
+                holds=tuple(sorted(self.held)),
+                stepped=self.stepped,
+                outcome=self.outcome,
+                ready=self.ready,
+            )
+        )
         self.world.happens("parked", self.rank)
 
     def confirm(self, plan: Plan) -> None:
-        if self.world.scenario.objects == self.rank:
+        scenario = self.world.scenario
+        if plan.epoch <= scenario.agrees_up_to:
+            self.say(m.Confirm(epoch=plan.epoch, digest=plan.digest))
+        elif scenario.objects == self.rank and self.objections < scenario.objections:
+            self.objections += 1
             self.say(m.Object(epoch=plan.epoch, reason="too little memory"))
         else:
-            other = self.world.scenario.other_digest == self.rank
+            other = scenario.other_digest == self.rank and self.objections < scenario.objections
+            self.objections += other
             self.say(m.Confirm(epoch=plan.epoch, digest="0" * 64 if other else plan.digest))
 
+    def settle(self, base: Base | None) -> None:
+        """The base of a proposal tells which of two holdings counts."""
+        if base is None:
+            kept: dict[int, Holding] = {}
+        else:
+            kept = {epoch: holding for epoch, holding in self.held.items() if epoch == base.epoch}
+        for epoch in self.held.keys() - kept.keys():
+            self.world.rules.freed(self, epoch, None if base is None else base.epoch)
+        self.held = kept
+
     def go(self, go: m.Go) -> None:
-        world = self.world
-        plan = self.proposed
+        """Finish the step on the old holding, then build and move state beside it."""
+        world, base, plan = self.world, self.base, self.proposed
         expect(plan is not None and plan.epoch == go.epoch, f"rank {self.rank}: go to an epoch it never confirmed")
         assert plan is not None
         self.seen = self.epoch = go.epoch
+        self.upcoming = go.next_iteration
         self.plan = plan
         self.generation += 1
         self.active = self.rank in world.active_ranks(plan)
-        if not self.active:
-            self.ready, self.reduced = False, None
-            self.activity = "idle"
-            if world.scenario.seed % 2:
-                self.later(0.01, self.say, m.Resumed(epoch=go.epoch, groups_s=0.0, state_s=0.0))
-            return
+        self.pausing, self.pause_asked, self.reduced = False, 0, None
+        if base is None:
+            self.held = {}
+            self.stepped, self.outcome = world.scenario.resume_from, None
+        elif self.rank not in base.survivors:
+            self.held.pop(base.epoch, None)
+        else:
+            expect(base.epoch in self.held, f"rank {self.rank}: holds {list(self.held)}, asked for {base.epoch}")
+            self.finish(go)
+        self.ready = False
+        self.activity = "communication"
+        self.later(world.rng.uniform(0.01, 0.3), self.enter_phase, "groups", self.build)
+
+    def finish(self, go: m.Go) -> None:
+        """A rank that has the state of the iteration before, and its gradients, takes the step that counts."""
         if go.finish is not None:
             done = go.finish.iteration
             if self.stepped == done:
@@ -272,20 +342,65 @@ class Worker:
             else:
                 expect(self.stepped == done - 1, f"rank {self.rank}: at {self.stepped}, told to finish {done}")
                 expect(self.ready, f"rank {self.rank}: told to finish {done} without reduced gradients")
-                self.take_step(go.finish, told=world.scenario.seed % 3 != 0)
+                self.take_step(go.finish, told=self.world.scenario.seed % 3 != 0)
         expect(
             go.next_iteration == self.stepped + 1,
             f"rank {self.rank}: stands after {self.stepped}, told to begin {go.next_iteration}",
         )
-        self.activity = "communication"
-        self.later(world.rng.uniform(0.01, 0.3), world.enter, self, ("build", go.epoch), self.built)
+
+    def build(self) -> None:
+        self.world.enter(self, ("build", self.epoch), self.built)
 
     def built(self) -> None:
-        rng = self.world.rng
-        self.say(m.Resumed(epoch=self.epoch, groups_s=rng.uniform(0, 1), state_s=0.0))
+        self.work(1, "communication")
+        self.later(self.world.rng.uniform(0.0, 0.1), self.enter_phase, "transfer", self.transfer)
+
+    def transfer(self) -> None:
+        chunks = self.world.rng.choice([0, 0, 1, 3])
+        self.world.enter(self, ("transfer", self.epoch), functools.partial(self.receive, chunks))
+
+    def receive(self, chunks: int) -> None:
+        """Chunk after chunk arrives; each is a sign of life."""
+        self.work(1, "communication")
+        if chunks:
+            self.later(self.world.scenario.chunk_s * self.world.rng.random(), self.receive, chunks - 1)
+        else:
+            self.acknowledge()
+
+    def acknowledge(self) -> None:
+        rng, world = self.world.rng, self.world
+        assert self.plan is not None
+        moved = 0
+        if self.active:
+            self.held[self.epoch], moved = world.assemble(self)
+            self.stepped = self.held[self.epoch].iteration
+            if self.outcome is not None and self.outcome.iteration != self.stepped:
+                self.outcome = None
+        self.say(
+            m.Ready(
+                epoch=self.epoch,
+                groups_s=rng.uniform(0, 1),
+                state_s=rng.uniform(0, 1),
+                bytes_received=moved,
+                extra_bytes=moved // 2,
+            )
+        )
+        self.world.happens("ready", self.rank)
+
+    def begin_plan(self, epoch: int) -> None:
+        """The plan is in effect: nothing else is needed any more."""
+        if epoch != self.epoch or self.plan is None or self.plan.epoch != epoch:
+            return
+        self.seen = epoch
+        for old in self.held.keys() - {epoch}:
+            self.world.rules.freed(self, old, epoch)
+        self.held = {epoch: self.held[epoch]} if self.active else {}
+        if not self.active:
+            self.activity = "idle"
+            return
         self.world.happens("resumed", self.rank)
         self.work(1, "communication")
-        self.later(rng.uniform(0, 0.01), self.begin, 2.0)
+        self.later(self.world.rng.uniform(0, 0.01), self.enter_phase, "resume", self.begin, 2.0)
 
     # an iteration
 
@@ -295,6 +410,18 @@ class Worker:
             self.activity = "idle"
             self.say(m.Finished(iteration=self.stepped))
             world.happens("finished", self.rank)
+        if (
+            self.outcome is not None
+            and self.outcome.pause
+            and self.outcome.iteration == self.stepped
+            and not slower > 1
+        ):
+            self.pausing = True
+            self.activity = "idle"
+            if self.pause_asked > self.epoch:
+                self.later(world.rng.choice([0.001, world.rng.uniform(0, 0.3)]), self.park, self.pause_asked)
+            return
+        if self.stepped >= scenario.iterations:
             return
         self.ready, self.reduced = False, None
         self.iteration_began = world.now
@@ -345,6 +472,8 @@ class Worker:
     def take_step(self, outcome: m.StepOutcome, told: bool = True) -> None:
         world = self.world
         self.stepped, self.outcome = outcome.iteration, outcome
+        basis = self.epoch if self.epoch in self.held else max(self.held)
+        self.held[basis] = holdings.after(self.held[basis], outcome)
         self.work(1, self.activity)
         world.rules.has_stepped(self, outcome)
         if told:
@@ -376,13 +505,16 @@ class Worker:
         self.waits = None
         self.activity = "communication"
         self.say(m.Stuck(epoch=self.epoch, error=error))
+        self.pausing = True
+        if self.pause_asked > self.epoch:
+            self.later(0.001, self.park, self.pause_asked)
 
     # faults on purpose
 
     def enter_phase(self, phase: str, function: Callable[..., None], *arguments: Any) -> None:
-        assert self.plan is not None
         for fault in self.armed.values():
-            if fault.iteration == self.stepped + 1 and fault.phase == phase and self._concerns(fault):
+            coming = self.upcoming if phase in ("groups", "transfer", "resume") else self.stepped + 1
+            if fault.iteration == coming and fault.phase == phase and self._concerns(fault):
                 self.held_by, self.resume = fault.id, (self.enter_phase, (phase, function, *arguments))
                 self.say(m.FaultDue(fault=fault.id))
                 return
@@ -390,8 +522,7 @@ class Worker:
 
     def _concerns(self, fault: Fault) -> bool:
         """Whether this rank is the target, or stands in for one that does not work."""
-        assert self.plan is not None
-        active = self.world.active_ranks(self.plan)
+        active = self.world.active_ranks(self.plan) if self.plan is not None else ()
         if fault.rank is not None:
             return fault.rank == self.rank or fault.rank not in active
         return fault.node == self.node.name or not any(self.world.workers[r].node.name == fault.node for r in active)

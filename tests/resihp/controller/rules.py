@@ -10,13 +10,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from resihp.controller import interface as api
+from resihp.controller import planning
+from resihp.faults import Fault
 from resihp.journal import (
     AnyEntry,
     FailureFound,
     FaultInjected,
     IterationCommitted,
     JobEnded,
+    JoinRefused,
     PlanDecided,
+    PlanInEffect,
+    PlanRefused,
     Reconfigured,
     Suspected,
     WorkerEnded,
@@ -24,6 +29,7 @@ from resihp.journal import (
 from resihp.layout import validate
 from resihp.plan import Plan
 from resihp.protocol import messages as m
+from tests.resihp.controller.holdings import after, drawn, everything, needed
 from tests.resihp.controller.scenario import SIGINT, SIGKILL, SIGTERM
 
 if TYPE_CHECKING:
@@ -31,6 +37,9 @@ if TYPE_CHECKING:
     from tests.resihp.controller.world import World
 
 EPSILON = 1e-6
+
+PATIENCE = 6
+"""Iterations until a newcomer must have been given the work that there is for it."""
 
 
 class Violation(AssertionError):
@@ -54,12 +63,29 @@ class Rules:
         self.reported = world.scenario.resume_from
         self.witnessed = world.scenario.resume_from
         """Highest iteration that a delivered report says was stepped: by somebody who was not given up, by anybody."""
-        self.resumed: dict[int, dict[int, float]] = {}
-        """Who has resumed in which epoch, and how long it says that its communicators took."""
         self.parked: dict[int, set[int]] = {}
         """Who has answered to which order to park."""
         self.last_order: dict[int, tuple[int, int]] = {}
         self.highest_epoch = 0
+        self.in_effect: Plan | None = None
+        self.acknowledged: dict[int, dict[int, m.Ready]] = {}
+        """Who has said that it is ready, by epoch, and what else."""
+        self.refused: set[int] = set()
+        """Epochs whose plan was refused."""
+        self.objected = 0
+        """Refusals since the last plan took effect."""
+        self.turned_away: set[int] = set()
+        self.declared_at: dict[int, int] = {}
+        """Newcomers that are ready to join, and how many iterations were committed when they were."""
+        self.value = drawn(0, self.world.scenario.resume_from)
+        """The state after the last committed iteration, as any holder of any slice must have it."""
+        self.hurried: set[int] = set()
+        """Asked to park at once, after they were asked to park between two iterations."""
+        self.taking_part = set(self.world.workers)
+        """To whom the last order to park went."""
+        self.underway = False
+        """Whether a transition is, from its first order or plan until its plan is in effect."""
+        self.bytes_planned = 0
         self.confirmed: dict[int, set[int]] = {}
         self.blamed: dict[int, int] = {}
         self.failed_nodes: set[str] = set()
@@ -89,14 +115,15 @@ class Rules:
                 expect(bool(action.ranks), "an order to nobody")
                 self.check_order(action)
             case api.StartWorkers():
-                ranks = self.world.nodes[action.node].ranks
-                for rank, device in action.workers:
-                    expect(ranks[device] == rank, f"rank {rank} on device {device} of {action.node}")
+                self.check_start(action)
             case api.SignalWorker():
                 self.check_signal(action)
             case api.SignalNode():
                 ordered = any(entry.node == action.node for entry in self.injected_now)
                 expect(ordered, f"{action.node} signalled without a fault in the journal")
+            case api.CutConnection():
+                ordered = any((e.kind, e.node) == ("disconnect", action.node) for e in self.injected_faults())
+                expect(ordered, f"{action.node} is cut off without a fault in the journal")
             case api.DropNode():
                 self.check_drop(action.node)
                 self.known_dead.update(self.world.nodes[action.node].ranks)
@@ -145,9 +172,7 @@ class Rules:
                 worker = self.world.workers[event.rank]
                 message = event.message
                 match message:
-                    case (
-                        m.Parked(epoch=epoch) | m.Confirm(epoch=epoch) | m.Resumed(epoch=epoch) | m.Stepped(epoch=epoch)
-                    ):
+                    case m.Parked(epoch=epoch) | m.Confirm(epoch=epoch) | m.Ready(epoch=epoch) | m.Stepped(epoch=epoch):
                         if not again and epoch == self.highest_epoch:
                             worker.answered_at = self.world.now
                 if isinstance(message, m.Stepped):
@@ -160,10 +185,12 @@ class Rules:
                     plan = self.plans.get(message.epoch)
                     if plan is not None and plan.digest == message.digest:
                         self.confirmed.setdefault(message.epoch, set()).add(event.rank)
-                elif isinstance(message, m.Resumed):
-                    plan = self.plans.get(message.epoch)
-                    if plan is not None and event.rank in self.world.active_ranks(plan):
-                        self.resumed.setdefault(message.epoch, {})[event.rank] = message.groups_s
+                elif isinstance(message, m.Ready):
+                    if message.epoch in self.plans:
+                        self.acknowledged.setdefault(message.epoch, {})[event.rank] = message
+                elif isinstance(message, m.Declare):
+                    if worker.joins and message.fingerprint == "same" and worker.rank not in self.known_dead:
+                        self.declared_at.setdefault(worker.rank, self.committed)
                 elif isinstance(message, m.CheckpointPart):
                     self.checkpoints.setdefault(message.folder, set()).add(message.file)
 
@@ -200,30 +227,45 @@ class Rules:
         order = action.order
         match order:
             case m.Park():
-                epoch, step = order.epoch, 0
-                if step == 0:
-                    expect(epoch > self.highest_epoch, f"park for epoch {epoch} after epoch {self.highest_epoch}")
+                epoch, step = order.epoch, 0 if order.after_iteration else 1
+                urged = step == 1 and all(self.last_order.get(rank) == (epoch, 0) for rank in action.ranks)
+                self.hurried = set(action.ranks) if urged else set()
+                expect(epoch > self.highest_epoch or urged, f"park for epoch {epoch} after epoch {self.highest_epoch}")
+                if order.after_iteration:
+                    expect(self.in_effect is not None and not self.underway, "pauses while a transition is under way")
+                    expect(epoch == self.highest_epoch + 1, f"pauses for epoch {epoch} in epoch {self.highest_epoch}")
+                else:
                     self.highest_epoch = epoch
+                    self.underway = True
             case m.Propose():
-                epoch, step = order.plan.epoch, 1
+                epoch, step = order.plan.epoch, 2
+                self.underway = True
+                self.check_base(order)
                 self.highest_epoch = max(self.highest_epoch, epoch)
                 expect(epoch == self.highest_epoch, f"proposes epoch {epoch} after {self.highest_epoch}")
                 expect(self.plans.get(epoch) == order.plan, f"plan of epoch {epoch} is not in the journal")
                 expect(set(action.ranks) <= set(order.plan.layout.ranks), "proposes to ranks outside the plan")
             case m.Go():
-                epoch, step = order.epoch, 2
+                epoch, step = order.epoch, 3
+                expect(epoch not in self.refused, f"go to epoch {epoch}, which was refused")
                 expect(epoch == self.highest_epoch, f"go to epoch {epoch} after {self.highest_epoch}")
                 plan = self.plans.get(epoch)
                 expect(plan is not None, f"go to epoch {epoch}, which is not in the journal")
                 assert plan is not None
                 missing = set(plan.layout.ranks) - self.confirmed.get(epoch, set()) - self.known_dead
                 expect(not missing, f"go to epoch {epoch} though ranks {sorted(missing)} have not confirmed")
-                lost = set(self.world.active_ranks(plan)) & self.known_dead
+                lost = set(plan.layout.ranks) & self.known_dead
                 expect(not lost, f"go to epoch {epoch} with dead ranks {sorted(lost)}")
                 expect(
                     order.next_iteration == self.committed + 1,
                     f"go to iteration {order.next_iteration} with {self.committed} committed",
                 )
+            case m.Begin():
+                epoch, step = order.epoch, 4
+                plan = self.plans.get(epoch)
+                expect(plan is not None and plan is self.in_effect, f"begins epoch {epoch}, which is not in effect")
+                assert plan is not None
+                expect(action.ranks == plan.layout.ranks, f"begins epoch {epoch} with ranks {action.ranks}")
             case m.FaultGo():
                 if order.fire:
                     fired = order.fault in self.fired
@@ -237,23 +279,31 @@ class Rules:
         for rank in action.ranks:
             before = self.last_order.get(rank, (0, 0))
             expect((epoch, step) > before, f"rank {rank}: {type(order).__name__} {epoch} after {before}")
-            self.last_order[rank] = (epoch, step)
             expect(rank not in self.known_dead, f"{type(order).__name__} to rank {rank}, which is gone")
-        if step != 1:
+        if step < 2:
             self.check_signs(action)
+        self.last_order.update(dict.fromkeys(action.ranks, (epoch, step)))
+        if step < 2:
+            self.taking_part = set(action.ranks)
 
     def check_signs(self, action: api.Order) -> None:
         """Nobody is disturbed on mere suspicion: a park needs a loss, a stuck transfer, or silence beyond the times."""
-        if not isinstance(action.order, m.Park) or self.plan is None:
+        if not isinstance(action.order, m.Park) or self.plan is None or self.plan.epoch in self.refused:
+            return
+        if action.order.after_iteration:
+            new = {rank for rank in self.declared_at if rank not in self.plan.layout.ranks}
+            expect(bool(new - self.known_dead), "pauses though nobody has joined")
             return
         active = self.world.active_ranks(self.plan)
-        lost = any(rank in self.known_dead or self.world.workers[rank].fenced for rank in self.plan.layout.ranks)
+        lost = any(rank in self.known_dead or self.world.workers[rank].fenced for rank in self.taking_part)
         if (
             lost
             or self.world.broken_epochs & {self.plan.epoch}
             or any(self.world.workers[rank].raised for rank in active)
         ):
             return
+        if self.last_order.get(action.ranks[0], (0, 0))[1] == 0:
+            return  # asked to hurry, after a request to stop between two iterations
         loud = any(not self.world.workers[rank].alive for rank in active)
         quiet_s = self.world.now - max(self.world.workers[rank].progress_at for rank in active)
         expect(loud or quiet_s >= 15.0 - EPSILON, f"parks everybody for nothing, progress {quiet_s:.1f} s ago")
@@ -267,6 +317,10 @@ class Rules:
             return
         expect(action.signal == SIGKILL, f"signal {action.signal} to rank {action.rank} without a fault")
         worker.fenced = True
+        if action.rank in self.turned_away:
+            return
+        if self.halted_at is not None and worker.joins and action.rank not in self.declared_at:
+            return
         if not worker.alive or worker.raised or worker.frozen == "stop":
             return
         recently = self.world.now - worker.thawed_at < 3.0
@@ -306,6 +360,17 @@ class Rules:
                 expect(entry.fault not in self.fired, f"fault {entry.fault} fires twice")
                 self.fired[entry.fault] = entry
                 self.injected_now.append(entry)
+            case PlanInEffect():
+                self.check_effect(entry.epoch)
+            case PlanRefused():
+                if entry.rank is not None:
+                    self.refused.add(entry.epoch)
+                self.objected += 1
+            case JoinRefused():
+                expect(self.world.workers[entry.rank].joins, f"{entry} of a rank that was there from the start")
+                expect(entry.rank not in self.turned_away, f"{entry} twice")
+                self.turned_away.add(entry.rank)
+                self.declared_at.pop(entry.rank, None)
             case Suspected():
                 self.check_suspicion(entry)
             case WorkerEnded():
@@ -315,11 +380,10 @@ class Rules:
             case Reconfigured():
                 expect(set(entry.failures) <= set(range(1, self.failures + 1)), f"unknown failures in {entry}")
                 expect(entry.attempts >= 1 and entry.seconds >= 0, f"impossible {entry}")
-                built = self.resumed.get(entry.epoch, {})
-                if self.plan is not None and set(built) >= set(self.world.active_ranks(self.plan)):
-                    expect(
-                        entry.groups_s == max(built.values()), f"{entry}, its slowest rank took {max(built.values())} s"
-                    )
+                built = self.acknowledged.get(entry.epoch, {}).values()
+                expect(entry.groups_s == max(r.groups_s for r in built), f"{entry}, of {built}")
+                expect(entry.bytes_moved == sum(r.bytes_received for r in built), f"{entry}, of {built}")
+                expect(entry.bytes_moved == self.bytes_planned, f"{entry}, planned were {self.bytes_planned} bytes")
             case JobEnded():
                 expect(
                     not any(isinstance(other, JobEnded) for _, other in self.world.entries), "two ends in the journal"
@@ -352,16 +416,15 @@ class Rules:
                 )
         if decided.finish is not None:
             expect(decided.finish.iteration == self.committed, f"finishes {decided.finish.iteration}")
+        self.bytes_planned = decided.bytes_planned
+        expect(not self.plans or plan.epoch > max(self.plans), f"plan {plan.epoch} after {max(self.plans, default=0)}")
         if self.plan is not None:
             awaited = set(plan.layout.ranks) - self.parked.get(plan.epoch, set())
             expect(not awaited, f"plan {plan.epoch} is decided though ranks {sorted(awaited)} have not parked for it")
             gone = {*self.plan.layout.ranks} - {*plan.layout.ranks}
             unexplained = gone - self.known_dead - {rank for rank in gone if self.world.workers[rank].fenced}
+            unexplained -= self.turned_away
             expect(not unexplained, f"plan {plan.epoch} loses {sorted(unexplained)}, which are alive")
-            for replica in self.plan.layout.replicas:
-                whole = all(not self.given_up(self.world.workers[rank]) for rank in replica.ranks)
-                kept = not whole or replica in plan.layout.replicas
-                expect(kept, f"plan {plan.epoch} drops a whole replica, ranks {replica.ranks}")
         self.plans[plan.epoch] = self.plan = plan
 
     def check_commit(self, entry: IterationCommitted) -> None:
@@ -375,13 +438,36 @@ class Rules:
         expect(entry.epoch in self.plans, f"commits in epoch {entry.epoch}, which is unknown")
         same = outcome == self.world.outcome_of(self.plans[entry.epoch], outcome.iteration)
         expect(same, f"the outcome of {outcome.iteration} is not of epoch {entry.epoch}")
+        self.value = after(self.value, outcome)
         took = [
             w for w in self.world.workers.values() if w.outcome is not None and w.outcome.iteration == outcome.iteration
         ]
         for worker in took:
             if worker.alive and not self.given_up(worker) and worker.active:
                 expect(worker.outcome == outcome, f"rank {worker.rank} took another outcome than {outcome}")
+        self.check_newcomers()
         expect(outcome.iteration <= self.witnessed, f"{outcome.iteration} is committed, nobody reported its step")
+
+    def check_newcomers(self) -> None:
+        """Whoever has been ready for a while is in the plan, or the planner has no work for it."""
+        assert self.in_effect is not None
+        idle = {
+            rank
+            for rank, since in self.declared_at.items()
+            if self.committed - since > PATIENCE and rank not in self.known_dead | set(self.in_effect.layout.ranks)
+        }
+        job, scenario = self.world.controller.job, self.world.scenario
+        if (
+            not idle
+            or job.phase != "running"
+            or self.committed + 2 >= job.goal
+            or scenario.planner_trouble
+            or scenario.checker_trouble
+        ):
+            return
+        better, _ = planning.best(job, job.epoch + 1, set(job.ready), planning.base_while_running(job))
+        unused = better.layout.active == self.in_effect.layout.active
+        expect(unused, f"ranks {sorted(idle)} have no work, though {better.layout} has some for them")
 
     def check_suspicion(self, entry: Suspected) -> None:
         key = (entry.rank, None if entry.rank is not None else entry.node)
@@ -438,14 +524,13 @@ class Rules:
         expect(all(self.requests.values()), "an operator was not answered")
         done = self.committed >= self.world.scenario.iterations
         unfired = [fault for fault in self.world.scenario.faults if fault.id not in self.fired]
-        whole = self.whole_replicas()
-        raised = sum(w.raised for w in self.world.workers.values())
+        raised = sum(w.raised for w in self.world.workers.values() if not w.joins or w.plan)
         same = raised >= 2 or (raised == 1 and self.plan is not None and len(self.world.active_ranks(self.plan)) == 1)
         if self.signalled is not None:
             expect(code == 128 + self.signalled, f"signalled {self.signalled}, ends with {code}")
         elif code == 2:
             unwilling = (self.world.scenario.objects, self.world.scenario.other_digest) != (None, None)
-            expect(self.plan is None or unwilling, f"ends with 2: {self.world.end.reason}")
+            expect(self.plan is None or (unwilling and len(self.plans) == 1), f"ends with 2: {self.world.end.reason}")
         elif self.world.scenario.early_exit == 0:  # a plain program, which trains without us
             expect(code == (1 if unfired else 0), f"ends with {code}")
         elif self.plan is None:
@@ -455,25 +540,104 @@ class Rules:
             expect(not unfired, f"ends with 0 though {unfired} did not fire")
             left = any(
                 w.alive and not w.halted for w in self.world.workers.values() if w.spawned and not self.given_up(w)
-            )
+            ) or any(w.spawned and w.joins and w.rank not in self.known_dead for w in self.world.workers.values())
             expect(
                 self.world.end.workers_leave or left or self.world.now - (self.halted_at or 0.0) > 3.0,
                 "they were leaving",
             )
         elif code == 1:
             late = self.halted_at is not None and any(w.status not in (0, None) for w in self.world.workers.values())
-            expect(done and (bool(unfired) or late), f"fails though {whole} replicas are whole")
-            for fault in unfired if not late else []:
+            hopeless = self.objected >= 2 or "communication failed 6 times" in self.world.end.reason
+            expect(hopeless or (done and (bool(unfired) or late)), f"fails: {self.world.end.reason}")
+            for fault in unfired if not late and not hopeless else []:
                 expect(str(fault) in self.world.end.reason, f"does not name {fault}: {self.world.end.reason}")
         elif code == 5:
-            expect(whole == 0, f"gives up with {whole} whole replicas")
+            expect(self.is_lost(), f"gives up though no state is lost: {self.world.end.reason}")
         elif code == 93:
             expect(same, "blames the script, which raised nowhere twice")
         else:
             raise Violation(f"exit code {code}: {self.world.end.reason}")
 
-    def whole_replicas(self) -> int:
-        if self.plan is None:
-            return 0
-        replicas = self.plan.layout.replicas
-        return sum(all(not self.given_up(self.world.workers[rank]) for rank in replica.ranks) for replica in replicas)
+    def is_lost(self) -> bool:
+        """Whether nobody is left, or a slice of the state has no holder any more, or nothing else was accepted."""
+        able = {w.rank for w in self.world.workers.values() if w.spawned and not self.given_up(w)}
+        if self.in_effect is None or self.committed == self.world.scenario.resume_from:
+            return not able - self.turned_away or self.objected > 0
+        held = 0
+        for rank, slices in needed(self.world.scenario.model, self.in_effect.layout).items():
+            held |= slices if rank in able and self.in_effect.epoch in self.world.workers[rank].held else 0
+        return held != everything(self.world.scenario.model) or self.objected > 0
+
+    # the transaction
+
+    def check_start(self, action: api.StartWorkers) -> None:
+        """A device's first process, or another where the last one died and the device is not to blame."""
+        workers, scenario = self.world.workers, self.world.scenario
+        node = self.world.nodes[action.node]
+        expect(node.name not in self.lost_nodes and not node.dropped, f"{action} on a node that is lost")
+        for rank, device in action.workers:
+            expect(action.nodes[rank] == node.name, f"{action} names another node")
+            if not action.joins:
+                expect(node.ranks[device] == rank, f"rank {rank} on device {device} of {action.node}")
+                continue
+            expect(rank == len(workers), f"{action}: the next rank is {len(workers)}")
+            before = [w for w in workers.values() if w.node is node and w.device == device]
+            expect(len(before) <= scenario.come_backs, f"{action}: started {len(before)} times before")
+            for worker in before:
+                gone = worker.rank in self.known_dead or worker.rank in self.turned_away
+                expect(gone, f"{action}: rank {worker.rank} is still on that device")
+                expect(not worker.raised, f"{action}: rank {worker.rank} raised there")
+                killed = any(f.kind == "kill" and f.rank == worker.rank for f in self.injected_faults())
+                expect(not killed, f"{action}: the device is dead")
+
+    def injected_faults(self) -> list[Fault]:
+        armed = {fault.id: fault for fault in self.world.scenario.faults}
+        return [armed.get(number) or self.world.asked[number] for number in self.fired]
+
+    def check_base(self, propose: m.Propose) -> None:
+        base = propose.base
+        if self.in_effect is None or self.committed == self.world.scenario.resume_from:
+            expect(base is None, f"{base} though every rank can draw its state")
+            return
+        expect(base is not None, "no base though iterations are committed")
+        assert base is not None
+        effective = self.in_effect
+        expect((base.epoch, base.layout) == (effective.epoch, effective.layout), f"{base}, in effect is {effective}")
+        expect(set(base.survivors) <= set(effective.layout.active), f"survivors {base.survivors} without work")
+        for rank in base.survivors:
+            worker = self.world.workers[rank]
+            if self.given_up(worker) or not worker.alive:
+                continue
+            expect(base.epoch in worker.held, f"survivor {rank} holds {list(worker.held)}, base is {base.epoch}")
+        expect(propose.nodes == {r: w.node.name for r, w in self.world.workers.items()}, "names other nodes")
+
+    def check_effect(self, epoch: int) -> None:
+        """The commit: everybody has acknowledged, and every slice that anybody holds is the last committed one."""
+        plan = self.plans.get(epoch)
+        expect(plan is not None and epoch == self.highest_epoch, f"epoch {epoch} takes effect out of turn")
+        expect(epoch not in self.refused, f"epoch {epoch} takes effect, though it was refused")
+        assert plan is not None
+        missing = set(plan.layout.ranks) - self.acknowledged.get(epoch, {}).keys()
+        expect(not missing, f"epoch {epoch} takes effect before ranks {sorted(missing)} are ready")
+        need = needed(self.world.scenario.model, plan.layout)
+        for rank in plan.layout.active:
+            worker = self.world.workers[rank]
+            if not worker.alive or self.given_up(worker):
+                continue
+            holding = worker.held.get(epoch)
+            expect(holding is not None and holding.slices == need[rank], f"rank {rank} lacks slices of epoch {epoch}")
+            assert holding is not None
+            right = (holding.iteration, holding.value) == (self.value.iteration, self.value.value)
+            expect(right, f"rank {rank} holds iteration {holding.iteration}, committed is {self.value.iteration}")
+        self.in_effect = plan
+        self.underway = False
+        self.objected = 0
+
+    def freed(self, worker: Worker, epoch: int, kept: int | None) -> None:
+        """A rank lets go of what an epoch's layout needed of it."""
+        if self.given_up(worker):
+            return
+        if self.committed == self.world.scenario.resume_from:
+            return
+        effective = self.in_effect
+        expect(effective is not None and epoch != effective.epoch, f"rank {worker.rank} frees epoch {epoch} for {kept}")

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-from resihp.faults import Fault
+from resihp.faults import Fault, Phase
 from resihp.model import ModelSpec
 
 SIGKILL, SIGSTOP, SIGTERM, SIGINT = 9, 19, 15, 2
@@ -26,6 +26,7 @@ DisturbanceKind = Literal[
     "mute",  # the interpreter is held for `seconds`: no beats of its own, state R
     "hang",  # stuck in user code for `seconds`, its own thread beats on
     "broken",  # a transfer of the running epoch fails on this rank, everybody alive
+    "forget",  # the worker loses its state when it parks next
     "deadlock",  # a collective of the running epoch never completes, nobody is told
     "reconnect",  # the agent reconnects
     "store",  # the store listens again, elsewhere
@@ -47,6 +48,7 @@ SHARES: dict[DisturbanceKind, int] = {
     "hang": 5,
     "broken": 5,
     "deadlock": 2,
+    "forget": 3,
     "reconnect": 2,
     "store": 1,
     "raise": 3,
@@ -56,8 +58,17 @@ SHARES: dict[DisturbanceKind, int] = {
 """How often each is drawn."""
 
 Trigger = Literal[
-    "time", "spawn", "declare", "park", "parked", "propose", "go", "resumed", "sync", "step", "finished", "halt"
-]
+    "time", "spawn", "declare", "join", "joined", "park", "parked", "pause", "propose", "go", "ready", "begin",
+    "resumed", "sync", "step", "finished", "halt",
+]  # fmt: skip
+
+Fate = Literal["fine", "odd", "refuses", "dies", "raises", "hangs", "spawn"]
+"""How a process that was started again begins: it joins, declares something else, fails its probe, and so on."""
+
+
+PHASES: tuple[Phase, ...] = ("forward", "backward", "reduce", "step", "park", "groups", "transfer", "resume")
+
+FATES: dict[Fate, int] = {"fine": 60, "odd": 8, "refuses": 7, "dies": 8, "raises": 6, "hangs": 3, "spawn": 5}
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,21 @@ class Scenario:
     refuses: int | None = None
     objects: int | None = None
     other_digest: int | None = None
-    """Ranks that refuse to start, object to each plan, compute another digest of it."""
+    """Ranks that refuse to start, object to plans, compute another digest of them."""
+    agrees_up_to: int = 0
+    """Epoch up to which nobody objects."""
+    objections: int = 99
+    """How often a rank objects before it gives in."""
+    fates: tuple[Fate, ...] = ("fine",)
+    """Of newcomers, one after the other, the last one's again and again."""
+    come_backs: int = 3
+    chunk_s: float = 0.3
+    """At most so long a chunk of moved state takes."""
+    planner: Literal["real", "wild", "cautious"] = "real"
+    """Who plans: see `planner.Planner`."""
+    planner_trouble: float = 0.0
+    checker_trouble: float = 0.0
+    """How often the planner finds no plan, the checker refuses it."""
     early_exit: int | None = None
 
     @classmethod
@@ -130,8 +155,8 @@ class Scenario:
         faults = []
         if rng.random() < 0.3:
             for number in range(rng.choice([1, 1, 2])):
-                kind = rng.choice(["kill", "kill", "crash", "stop", "hang", "raise"])
-                on_node = kind not in ("hang", "raise") and rng.random() < 0.3
+                kind = rng.choice(["kill", "kill", "crash", "crash", "stop", "hang", "raise", "disconnect"])
+                on_node = kind == "disconnect" or (kind not in ("hang", "raise") and rng.random() < 0.3)
                 faults.append(
                     Fault(
                         id=number,
@@ -139,7 +164,7 @@ class Scenario:
                         rank=None if on_node else rng.randrange(ranks),
                         node=f"n{rng.randint(1, nodes)}" if on_node else None,
                         iteration=rng.randint(1, iterations + (rng.random() < 0.1)),
-                        phase=rng.choice(["forward", "backward", "reduce", "step"]),
+                        phase=rng.choice(PHASES if rng.random() < 0.3 else PHASES[:4]),
                     )
                 )
         return cls(
@@ -159,6 +184,16 @@ class Scenario:
             duplicates=rng.choice([0.0, 0.0, 0.05, 0.2]),
             breaks_loudly=rng.choice([1.0, 1.0, 0.5, 0.0]),
             leaks=rng.random() < 0.3,
+            objects=rng.randrange(ranks + 4) if rng.random() < 0.06 else None,
+            other_digest=rng.randrange(ranks + 4) if rng.random() < 0.03 else None,
+            agrees_up_to=rng.choice([1, 1, 2]),
+            objections=rng.choice([1, 1, 2, 99]),
+            fates=tuple(rng.choices(list(FATES), list(FATES.values()), k=8)),
+            come_backs=rng.choice([3, 3, 3, 1, 0]),
+            chunk_s=rng.choice([0.1, 0.3, 0.3, 8.0]),
+            planner="wild" if seed % 4 else "real",
+            planner_trouble=rng.choice([0.0, 0.0, 0.0, 0.2]),
+            checker_trouble=rng.choice([0.0, 0.0, 0.0, 0.2]),
         )
 
     @classmethod
@@ -189,7 +224,10 @@ class Scenario:
         nth, delay = 1, rng.uniform(0, length_s)
         if rng.random() < 0.6:
             trigger = rng.choice(
-                ["park", "parked", "propose", "go", "resumed", "sync", "sync", "step", "step", "finished", "halt"]
+                [
+                    *("park", "parked", "propose", "go", "ready", "begin", "resumed", "sync", "sync", "step", "step"),
+                    *("finished", "halt", "pause", "join", "joined"),
+                ]
             )
             nth = {"sync": rng.randint(1, iterations), "step": rng.randint(1, iterations * ranks)}.get(
                 trigger, rng.choice([1, 1, 2, 3]) if trigger != "parked" else rng.randint(1, ranks)

@@ -33,9 +33,18 @@ FEW = range(5)
 
 
 def run(seed: int, *disturbances: Disturbance, faults: tuple[str, ...] = (), **options: Any) -> Result:
-    """2 nodes of 2 GPUs, 2 stages, 2 replicas (0, 1) and (2, 3), 6 iterations, unless told otherwise."""
+    """2 nodes of 2 GPUs, 2 stages, 2 replicas (0, 1) and (2, 3), 6 iterations, unless told otherwise.
+
+    Replicas that lose a rank are dropped and nobody comes back, unless told otherwise: see `adapt`.
+    """
+    options = {"planner": "cautious", "come_backs": 0} | options
     armed = tuple(parse(text, number) for number, text in enumerate(faults))
     return play(Scenario(seed=seed, faults=armed, disturbances=disturbances, **options))
+
+
+def adapt(seed: int, *disturbances: Disturbance, faults: tuple[str, ...] = (), **options: Any) -> Result:
+    """The same with the real planner, and devices that get another process."""
+    return run(seed, *disturbances, faults=faults, **{"planner": "real", "come_backs": 3} | options)
 
 
 def committed(result: Result) -> list[int]:
@@ -202,7 +211,7 @@ def test_killed_before_the_last_synchronisation_the_iteration_is_redone(seed: in
     assert result.plans[1].plan.layout.standby == (0,)
     assert result.plans[1].plan.assignment == (tuple(range(8)),)
     (failure,) = result.failures
-    assert (failure.kind, failure.component, failure.ranks, failure.node) == ("fail-stop", "process", (1,), "n1")
+    assert (failure.kind, failure.component, failure.ranks, failure.node) == ("fail-stop", "device", (1,), "n1")
     assert (failure.iteration, failure.device) == (3, 1)
     assert [entry.iteration for entry in result.all(FaultInjected)] == [3]
     assert failure.detect_s is not None
@@ -392,7 +401,8 @@ def test_the_last_replica_lost_ends_with_5_and_says_what_each_lost(seed: int) ->
     result = run(seed, faults=("kill:rank=1@iteration=3", "kill:rank=2@iteration=4"))
     assert result.exit_code == 5
     assert committed(result) == [1, 2, 3]
-    assert "no whole replica is left" in result.reason
+    assert "was lost with ranks" in result.reason
+    assert "--resume" in result.reason
     assert [text for text in result.said if text == result.reason] == [result.reason]
     assert len(result.failures) == 2
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
+from resihp.controller import interface as api
+from resihp.journal import Reconfigured
 from tests.resihp.controller.harness import Scenario, Violation, play
 
 CHUNK = 100
@@ -54,12 +56,28 @@ def test_the_seeds_reach_what_they_are_for() -> None:
             continue
         kinds.add(f"exit {result.exit_code}")
         kinds |= {type(action).__name__ for _, action in result.actions}
+        kinds |= {type(entry).__name__ for _, entry in result.entries}
+        kinds |= {entry.action for entry in result.all(Reconfigured) if entry.bytes_moved}
+        kinds |= {type(a.order).__name__ for _, a in result.actions if isinstance(a, api.Order)}
+        starts = [a for _, a in result.actions if isinstance(a, api.StartWorkers) and a.joins]
+        joined = {rank for start in starts for rank, _ in start.workers}
+        kinds |= {"newcomer works" for plan in result.plans if joined & {*plan.plan.layout.active}}
+        kinds |= {"newcomer stands by" for plan in result.plans if joined & {*plan.plan.layout.standby}}
         kinds |= {plan.action for plan in result.plans}
         kinds |= {f"{failure.kind} {failure.component}" for failure in result.failures}
         kinds |= {"standby" for plan in result.plans if plan.plan.layout.standby}
     assert kinds >= {
         *("exit 0", "exit 1", "exit 5", "exit 93"),
         *("start", "redo", "commit", "standby"),
-        *("SignalWorker", "SignalNode", "DropNode", "Reply", "CommitCheckpoint"),
-        *("fail-stop process", "fail-stop node", "communication link", "program script"),
+        *(
+            "between",
+            "PlanRefused",
+            "PlanInEffect",
+            "JoinRefused",
+            "StartWorkers",
+            "newcomer works",
+            "newcomer stands by",
+        ),
+        *("SignalWorker", "SignalNode", "CutConnection", "DropNode", "Reply", "CommitCheckpoint"),
+        *("fail-stop process", "fail-stop device", "fail-stop node", "communication link", "program script"),
     }

@@ -6,22 +6,27 @@ import heapq
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from resihp.controller import Controller, Settings
+from resihp.controller import Controller, Settings, planning
 from resihp.controller import interface as api
 from resihp.errors import ResihpError
 from resihp.faults import Fault
 from resihp.journal import AnyEntry, FailureFound, PlanDecided
+from resihp.layout import Layout
+from resihp.ownership import ParameterSpec
 from resihp.plan import Plan
 from resihp.protocol import messages as m
+from resihp.transfers import Base, Move, bytes_of, moves
 from resihp.workload import samples_digest
+from tests.resihp.controller.holdings import Holding, bits, drawn, needed, outline
 from tests.resihp.controller.log import log_tail
 from tests.resihp.controller.machines import Meeting, SimNode, Worker
+from tests.resihp.controller.planner import Checker, Planner
 from tests.resihp.controller.rules import Rules, Violation, expect
-from tests.resihp.controller.scenario import NEVER, SIGKILL, SIGSTOP, SIGTERM, Disturbance, Scenario, Trigger
+from tests.resihp.controller.scenario import NEVER, SIGKILL, SIGSTOP, SIGTERM, Disturbance, Fate, Scenario, Trigger
 
 TICK = api.Tick()
 
@@ -75,13 +80,19 @@ class World:
             faults=scenario.faults,
             checkpoint_every=scenario.checkpoint_every,
             start_budget_s=scenario.start_budget_s,
+            come_backs=scenario.come_backs,
         )
         self.controller = Controller(self.settings)
         per = scenario.gpus_per_node
         self.nodes = {
-            f"n{i + 1}": SimNode(f"n{i + 1}", tuple(range(i * per, (i + 1) * per))) for i in range(scenario.nodes)
+            f"n{i + 1}": SimNode(f"n{i + 1}", list(range(i * per, (i + 1) * per)), per) for i in range(scenario.nodes)
         }
-        self.workers = {rank: Worker(self, rank, node) for node in self.nodes.values() for rank in node.ranks}
+        self.workers = {
+            rank: Worker(self, rank, node, d) for node in self.nodes.values() for d, rank in enumerate(node.ranks)
+        }
+        self.pauses: set[tuple[int, int]] = set()
+        """(epoch, iteration) whose last synchronisation told everybody to stop."""
+        self._moves: dict[tuple[Base, Layout], tuple[Move, ...]] = {}
         self.meetings: dict[tuple[Any, ...], Meeting] = {}
         self.cursed: set[tuple[str, int]] = set()
         """(kind, epoch) of collectives that never complete."""
@@ -95,6 +106,8 @@ class World:
         self._active: dict[int, tuple[int, ...]] = {}
         self._outcomes: dict[tuple[int, int], m.StepOutcome] = {}
         self.waiting_for: dict[str, list[Disturbance]] = {}
+        self.asked: dict[int, Fault] = {}
+        """Faults that an operator asked for."""
         self.sent: list[tuple[SimNode, api.AnyEvent]] = []
         """What may be delivered again."""
         self.broken_epochs: set[int] = set()
@@ -109,6 +122,7 @@ class World:
     def run(self) -> Result:
         """Play to the end; raises Violation."""
         scenario = self.scenario
+        self.put_planner()
         for disturbance in scenario.disturbances:
             if disturbance.trigger == "time":
                 self.at(disturbance.delay, self.disturb, disturbance, 0)
@@ -135,6 +149,22 @@ class World:
             self.end.exit_code, self.end.reason, self.entries, self.actions, self.events, said,
             self.end.workers_leave, self.now,
         )  # fmt: skip
+
+    def put_planner(self) -> None:
+        """Let the controller ask a planner and a checker of our own."""
+        scenario = self.scenario
+        planning.planner = Planner(scenario.seed, scenario.planner_trouble, scenario.planner)  # type: ignore[assignment]
+        planning.outline = outline  # type: ignore[assignment]
+        planning.moves = self.moves  # type: ignore[assignment]
+        planning.checker = Checker(scenario.seed, scenario.checker_trouble, scenario.planner)  # type: ignore[assignment]
+
+    def moves(
+        self, base: Base, layout: Layout, specs: Sequence[ParameterSpec], nodes: Mapping[int, str]
+    ) -> tuple[Move, ...]:
+        """Worked out once for all who ask."""
+        if (base, layout) not in self._moves:
+            self._moves[base, layout] = moves(base, layout, specs, nodes)
+        return self._moves[base, layout]
 
     def tick(self) -> None:
         self.feed(TICK)
@@ -229,7 +259,7 @@ class World:
     # --- agents ---------------------------------------------------------------------------------------------------
 
     def join(self, node: SimNode) -> None:
-        self.up(node, api.AgentJoined(node=node.name, host=f"host-{node.name}", devices=len(node.ranks)))
+        self.up(node, api.AgentJoined(node=node.name, host=f"host-{node.name}", devices=node.devices))
         self.at(self.rng.uniform(0.0, 1.0), self.beat, node)
 
     def beat(self, node: SimNode) -> None:
@@ -308,10 +338,15 @@ class World:
 
     def places(self, plan: Plan) -> dict[int, tuple[int, int]]:
         if plan.epoch not in self._places:
-            self._places[plan.epoch] = {rank: (place.stage, place.t) for rank, place in plan.layout.places()}
+            shapes = {tuple((stage.tp, stage.chunks) for stage in replica.stages) for replica in plan.layout.replicas}
+            self._places[plan.epoch] = {
+                rank: (place.stage, place.t) if len(shapes) == 1 else (0, 0) for rank, place in plan.layout.places()
+            }
         return self._places[plan.epoch]
 
     def members(self, key: tuple[Any, ...], plan: Plan) -> tuple[int, ...]:
+        if key[0] in ("build", "transfer"):
+            return plan.layout.ranks
         if key[0] == "reduce":
             return tuple(rank for rank, place in self.places(plan).items() if place == key[3])
         return self.active_ranks(plan)
@@ -330,6 +365,8 @@ class World:
             self.tell_broken(worker, "connection reset by peer")
         elif all(rank in meeting.come for rank in members):
             meeting.over, meeting.over_at = True, self.now
+            if key[0] == "sync" and any(self.workers[rank].pause_asked > worker.epoch for rank in members):
+                self.pauses.add(key[1:])
             meeting.pending = set(members)
             slowest = worker._part(0.3)
             for rank in members:
@@ -353,18 +390,20 @@ class World:
 
     def peers_notice(self, dead: Worker) -> None:
         """Collectives that wait for a dead rank break, for some who are told and others who are not."""
-        if not dead.active or dead.plan is None:
+        if dead.plan is None:
             return
-        for rank in self.active_ranks(dead.plan):
+        for rank in dead.plan.layout.ranks:
             peer = self.workers[rank]
             if not peer.alive or peer.epoch != dead.epoch or peer.waits is None:
                 continue
             meeting = self.meetings[peer.waits]
+            if dead.rank not in self.members(peer.waits, dead.plan):
+                continue
             if meeting.over:
                 if self.rng.random() < 0.4:  # this rank's part of it was not through yet
                     peer.generation += 1
                     self.tell_broken(peer, "connection closed by peer")
-            elif dead.rank in self.members(peer.waits, dead.plan) and dead.rank not in meeting.come:
+            elif dead.rank not in meeting.come:
                 self.tell_broken(peer, "connection closed by peer")
 
     def outcome_of(self, plan: Plan | None, iteration: int) -> m.StepOutcome:
@@ -383,8 +422,55 @@ class World:
                 sum_squared_lengths=4096 * len(samples),
                 samples=len(samples),
                 samples_digest=f"{samples_digest(samples):016x}",
+                pause=key in self.pauses,
             )
         return self._outcomes[key]
+
+    def fate_of(self, worker: Worker) -> Fate:
+        """How a process that was started again begins."""
+        if not worker.joins:
+            return "fine"
+        fates = self.scenario.fates
+        number = worker.rank - self.scenario.nodes * self.scenario.gpus_per_node
+        return fates[min(number, len(fates) - 1)]
+
+    def assemble(self, worker: Worker) -> tuple[Holding, int]:
+        """What a rank holds under its new plan, from what it has and what the survivors sent; bytes received."""
+        plan, base, model = worker.plan, worker.base, self.scenario.model
+        assert plan is not None
+        need = needed(model, plan.layout)[worker.rank]
+        if base is None:
+            return drawn(need, self.scenario.resume_from), 0
+        specs = {spec.name: spec for spec in outline(model)}
+        old = worker.held.get(base.epoch)
+        parts = [] if old is None else [Holding(old.slices & need, old.iteration, old.value)]
+        received = 0
+        for move in self.moves(base, plan.layout, outline(model), worker.nodes):
+            if move.target != worker.rank:
+                continue
+            source = self.workers[move.source]
+            there = source.held.get(base.epoch)
+            if self.rules.given_up(worker) or self.rules.given_up(source):
+                there = there or max(source.held.values(), key=lambda h: h.iteration, default=drawn(0, 0))
+            else:
+                expect(
+                    there is not None, f"rank {source.rank} freed epoch {base.epoch}, which rank {worker.rank} needs"
+                )
+            assert there is not None
+            wanted = bits(model, move.slices)
+            lacks = wanted & ~there.slices
+            expect(not lacks or self.rules.given_up(source), f"rank {source.rank} has not what {worker.rank} needs")
+            parts.append(Holding(wanted, there.iteration, there.value))
+            received += bytes_of(move, specs)
+        whole = 0
+        for part in parts:
+            expect(not whole & part.slices, f"rank {worker.rank} receives what it has")
+            whole |= part.slices
+        values = {(part.iteration, part.value) for part in parts if part.slices}
+        if not self.rules.given_up(worker):
+            expect(whole == need, f"rank {worker.rank} lacks slices of epoch {plan.epoch}")
+            expect(len(values) == 1, f"rank {worker.rank} mixes iterations {sorted(i for i, _ in values)}")
+        return Holding(whole, *max(values)), received
 
     # --- disturbances ---------------------------------------------------------------------------------------------
 
@@ -417,6 +503,8 @@ class World:
                 self.freeze_node(node, seconds, "mute")
             case "stop" | "mute" | "hang":
                 worker.freeze(disturbance.kind, seconds)
+            case "forget":
+                worker.forgets = True
             case "broken":
                 if worker.alive and worker.active:
                     self.broken_epochs.add(worker.epoch)
@@ -428,7 +516,7 @@ class World:
                     self.broken_epochs.add(worker.epoch)
                     self.cursed.add(("any", worker.epoch))
             case "reconnect":
-                self.up(node, api.AgentJoined(node=node.name, host=f"host-{node.name}", devices=len(node.ranks)))
+                self.up(node, api.AgentJoined(node=node.name, host=f"host-{node.name}", devices=node.devices))
             case "store":
                 self.store_ready()
             case "raise":
@@ -443,6 +531,7 @@ class World:
                 request = len(self.rules.requests)
                 self.rules.requests[request] = False
                 fault = Fault(id=1000 + request, kind=self.rng.choice(["kill", "stop", "crash"]), rank=rank)
+                self.asked[fault.id] = fault
                 self.feed(api.InjectAsked(request=request, fault=fault))
 
     # --- the controller -------------------------------------------------------------------------------------------
@@ -471,15 +560,29 @@ class World:
             case api.Log():
                 self.entries.append((self.now, action.entry))
             case api.StartWorkers():
-                for rank, _ in action.workers:
-                    self.at(self.rng.uniform(0.05, 0.5), self.workers[rank].start)
+                node = self.nodes[action.node]
+                for rank, device in action.workers:
+                    if rank not in self.workers:
+                        self.workers[rank] = Worker(self, rank, node, device, joins=True)
+                        node.ranks.append(rank)
+                    delay_s = self.rng.uniform(0.05, 0.5)
+                    if self.fate_of(self.workers[rank]) == "spawn":
+                        self.workers[rank].alive = False
+                        whom = rank if self.rng.random() < 0.7 else None
+                        refusal = api.SpawnRefused(node=node.name, reason="cannot fork", rank=whom)
+                        self.at(delay_s, self.up, node, refusal)
+                    else:
+                        self.at(delay_s, self.workers[rank].start)
             case api.Order():
                 for rank in action.ranks:
                     worker = self.workers[rank]
-                    if isinstance(action.order, m.Park | m.Propose | m.Go):
+                    again = isinstance(action.order, m.Park) and rank in self.rules.hurried
+                    if isinstance(action.order, m.Park | m.Propose | m.Go | m.Begin) and not again:
                         worker.told_at = self.now
                     self.down(worker.node, rank, action.order)
                 name = TRIGGERS.get(type(action.order))
+                if isinstance(action.order, m.Park) and action.order.after_iteration:
+                    name = "pause"
                 if name is not None and self.sent and self.rng.random() < 3 * self.scenario.duplicates:
                     for node, event in self.rng.choices(self.sent, k=5):  # when an answer is awaited, old ones confuse
                         self.at(self.rng.uniform(0.0, 0.1), self.repeat_up, node, event)
@@ -493,6 +596,12 @@ class World:
                     self.at(self._latency(), self.kill_node, node, self.rng.random() < 0.5)
                 else:
                     self.at(self._latency(), self.freeze_node, node, NEVER, "stop")
+            case api.CutConnection():
+                node = self.nodes[action.node]
+                if self.rng.random() < 0.8:
+                    self.hush(node, self.rng.uniform(0.0, 0.5))
+                else:
+                    self.kill_node(node, announced=False)
             case api.DropNode():
                 self.drop(self.nodes[action.node])
             case api.End():
@@ -529,8 +638,15 @@ class World:
     def replay(self) -> None:
         """The same events give the same actions: nothing depends on a clock, on chance or on the order of a set."""
         controller = Controller(self.settings)
+        self.put_planner()
         again = [(at, action) for at, event in self.events for action in controller.handle(event, at)]
         expect(again == self.actions, "a replay of the events gives other actions")
 
 
-TRIGGERS: dict[type, Trigger] = {m.Park: "park", m.Propose: "propose", m.Go: "go", m.Halt: "halt"}
+TRIGGERS: dict[type, Trigger] = {
+    m.Park: "park",
+    m.Propose: "propose",
+    m.Go: "go",
+    m.Begin: "begin",
+    m.Halt: "halt",
+}

@@ -23,8 +23,8 @@ from resihp.executor.attention import PackedAttention, Packing
 from resihp.executor.engine import Engine
 from resihp.executor.optimizer import AdamW
 from resihp.layout import Layout, Replica, Stage
-from resihp.ownership import share
 from resihp.plan import Plan, spread
+from resihp.transfers import Base
 from resihp.workload import MicroBatch
 
 VOCAB, SEQUENCE, MICRO_BATCHES = 64, 32, 6
@@ -117,11 +117,11 @@ def grid(tp: int, pp: int, dp: int) -> Layout:
 
 def state_digest(engine: Engine) -> dict[str, str]:
     """Digest of each held slice's value and moments, by name and interval."""
-    assert engine.held is not None
+    assert engine.state is not None
     digests = {}
-    for spec in engine.held_specs:
-        piece = share(spec, engine.held.t, engine.held.tp)
-        content = b"".join(t.contiguous().numpy().tobytes() for t in engine.tensors(spec, piece).values())
+    for spec in engine.state.specs.values():
+        piece = engine.state.share(spec)
+        content = b"".join(t.contiguous().numpy().tobytes() for t in engine.state.tensors(spec, piece).values())
         digests[f"{spec.name}:{piece.start}"] = hashlib.sha256(content).hexdigest()
     return digests
 
@@ -195,11 +195,11 @@ def packing_is_invisible(rank: int, store: Address, *, positions: str) -> list[f
     """Loss sums of two documents packed together, and each alone."""
     engine = engine_of("gpt", position_embedding=positions)
     engine.adopt(plan_of(1, grid(1, 1, 1)), 0)
-    stage = engine._stage
+    stage = engine.state.stage
     tokens = torch.from_numpy(np.random.default_rng(3).integers(0, VOCAB, size=30))
-    both = stage((11, 19), tokens, tokens.roll(-1)).item()
+    both = stage(0, (11, 19), tokens, tokens.roll(-1)).item()
     halves = zip(tokens.split([11, 19]), tokens.roll(-1).split([11, 19]), strict=True)
-    return [both, sum(stage((len(half),), half, labels).item() for half, labels in halves)]
+    return [both, sum(stage(0, (len(half),), half, labels).item() for half, labels in halves)]
 
 
 def save(rank: int, store: Address, *, kind: str, grid_of: tuple[int, int, int], root: str, iterations: int) -> Any:
@@ -334,9 +334,12 @@ def survive(rank: int, store: Address, *, phase: str) -> dict[str, Any]:
     engine.disconnect()
     if rank == 2:
         return {"error": error}
+    base = Base(epoch=1, layout=plan.layout, survivors=(0, 1, 2))
     plan = plan_of(2, Layout(plan.layout.replicas[:1], standby=(2,)))
-    engine.adopt(plan, rank)
+    engine.adopt(plan, rank, base, dict.fromkeys(range(4), "n1"))
     engine.connect(plan, rank, store, TIMEOUT_S)
+    engine.move(plan, Watcher(), engine.stepped, engine.updates)
+    engine.begin(2)
     for again in range(iteration, 5):
         outcome = engine.run(plan, again, Watcher())
         engine.step(outcome)
@@ -366,7 +369,7 @@ def not_finite(rank: int, store: Address) -> dict[str, Any]:
     engine.connect(plan, rank, store, TIMEOUT_S)
     engine.step(engine.run(plan, 1, Watcher()))
     if rank == 2:
-        engine._named["layers.1.mlp.linear_fc2.weight"].data[0, 0] = float("inf")
+        engine.state.optimizer.parameters["layers.1.mlp.linear_fc2.weight"].data[0, 0] = float("inf")
     before = state_digest(engine)
     outcome = engine.run(plan, 2, Watcher())
     engine.step(outcome)
@@ -390,7 +393,7 @@ def rules(rank: int, store: Address) -> list[str]:
     attempts = (
         lambda: engine.step(outcome),
         lambda: engine.run(plan, 1, Watcher()),
-        lambda: (engine.disconnect(), engine.adopt(plan_of(2, grid(2, 1, 1)), 0)),
+        lambda: (engine.disconnect(), engine.adopt(plan_of(2, grid(3, 1, 1)), 0)),
         lambda: engine.run(plan, 2, Watcher()),
     )
     messages = []

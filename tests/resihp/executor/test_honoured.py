@@ -35,6 +35,10 @@ def config(**settings: Any) -> TransformerConfig:
         {"num_query_groups": 2, "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu},
         {"add_bias_linear": False, "ffn_hidden_size": 96, "init_method_std": 0.01, "layernorm_epsilon": 1e-6},
         {"add_qkv_bias": True, "bias_dropout_fusion": True, "calculate_per_token_loss": True},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 9},
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
     ],
 )
 def test_honoured_settings_pass(settings: dict[str, Any]) -> None:
@@ -51,7 +55,10 @@ def test_honoured_settings_pass(settings: dict[str, Any]) -> None:
         {"num_moe_experts": 4, "add_bias_linear": False},
         {"mtp_num_layers": 1},
         {"sequence_parallel": True, "tensor_model_parallel_size": 2},
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_num_layers": 0, "recompute_granularity": "full", "recompute_method": "uniform"},
+        {"recompute_modules": ["mlp", "layernorm"], "recompute_granularity": "selective"},
+        {"distribute_saved_activations": True},
+        {"virtual_pipeline_model_parallel_size": 2},
         {"bf16": True, "params_dtype": torch.bfloat16},
         {"qk_layernorm": True},
         {"apply_query_key_layer_scaling": True},
@@ -70,6 +77,12 @@ def test_each_other_setting_is_refused_by_name(settings: dict[str, Any]) -> None
 def test_megatrons_default_dropout_is_refused_with_what_to_set() -> None:
     with pytest.raises(ModelError, match=r"set hidden_dropout=0\.0.*set attention_dropout=0\.0"):
         refuse_unhonoured(TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4))
+
+
+def test_what_the_layout_decides_is_refused_with_the_option_to_use() -> None:
+    with pytest.raises(ModelError, match=r"tensor_model_parallel_size=2 .*\(--tp\)") as error:
+        refuse_unhonoured(config(sequence_parallel=True, tensor_model_parallel_size=2))
+    assert "sequence_parallel=True is not honoured; leave it False and use --sequence-parallel" in str(error.value)
 
 
 def test_a_field_of_a_later_megatron_is_refused_once_it_is_set() -> None:

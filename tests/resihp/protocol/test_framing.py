@@ -11,22 +11,22 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from resihp.errors import ProtocolError
 from resihp.protocol import framing
-from resihp.protocol.framing import LocalChannel, LocalCodec, SecureChannel, SecureCodec, serve
-from resihp.protocol.messages import AgentMessage, Exited, Halt, Inject, OperatorReply, Park, WorkerOrder
+from resihp.protocol.framing import Envelope, LocalChannel, LocalCodec, SecureChannel, SecureCodec, serve
+from resihp.protocol.messages import AgentMessage, Exited, Halt, Inject, KillNode, OperatorReply, Park, WorkerOrder
 
 KEY = bytes(range(32))
 OTHER_KEY = bytes(32)
 
 Codec = SecureCodec[Any]
-messages = st.lists(
-    st.builds(Exited, rank=st.integers(0, 2**31), pid=st.integers(1, 2**22), status=st.integers(-64, 255)), max_size=6
-)
+EXITED: Any = {"rank": st.integers(0, 2**31), "pid": st.integers(1, 2**22), "status": st.integers(-64, 255)}
+messages = st.lists(st.builds(Exited, **EXITED), max_size=6)
 
 
 def codec(side: Literal["client", "server"], key: bytes = KEY, nonce: bytes | None = None) -> Codec:
@@ -53,6 +53,30 @@ def pair() -> tuple[Codec, Codec]:
 def pieces(content: bytes, cuts: list[int]) -> list[bytes]:
     edges = sorted({0, len(content), *(cut % (len(content) + 1) for cut in cuts)})
     return [content[a:b] for a, b in itertools.pairwise(edges)]
+
+
+# --- envelopes ----------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.none() | st.builds(Exited, **EXITED))
+def test_envelopes_arrive_as_they_were_sent(number: int, acknowledged: int, message: Exited | None) -> None:
+    receives = Envelope[AgentMessage] | Inject
+    envelope = Envelope(number=number, acknowledged=acknowledged, message=message)
+    sender, receiver = LocalCodec[Any](receives), LocalCodec[Any](receives)
+    ask = Inject(kind="kill", rank=1)
+    assert list(receiver.feed(sender.encode(envelope) + sender.encode(ask))) == [envelope, ask]
+
+
+def test_any_message_that_fits_an_envelope_fits_a_frame() -> None:
+    body = msgspec.Raw(msgspec.msgpack.encode("x" * (framing.MAX_MESSAGE_BYTES - 5)))
+    assert len(body) == framing.MAX_MESSAGE_BYTES
+    LocalCodec[Any](AgentMessage).encode(Envelope(number=2**64 - 1, acknowledged=2**64 - 1, message=body))
+
+
+def test_messages_of_the_wrong_direction_are_refused_in_envelopes_too() -> None:
+    frame = LocalCodec[Any](AgentMessage).encode(Envelope(message=KillNode(signal=9)))
+    with pytest.raises(ProtocolError, match="malformed message"):
+        list(LocalCodec[Any](Envelope[AgentMessage]).feed(frame))
 
 
 # --- secure frames ------------------------------------------------------------------------------------------------

@@ -1,0 +1,47 @@
+"""What ranks say to a proposed plan. Nothing was touched yet: a refused plan costs the time that it took, no more.
+
+A plan that any rank refuses is never acted on. At the start that ends the job, which was asked for something that
+cannot be. Later, a cautious plan follows: the one in effect once more, or that one without its lost replicas. Only if
+that is refused as well, there is nothing left to try.
+"""
+
+from __future__ import annotations
+
+from resihp.controller import incidents, newcomers, transitions
+from resihp.controller.state import Job, Member
+from resihp.protocol import messages as m
+
+
+def confirmed(job: Job, member: Member, confirm: m.Confirm) -> None:
+    transition = job.transition
+    if transition is None or transition.stage != "proposing" or confirm.epoch != job.epoch:
+        return
+    assert transition.plan is not None
+    if member.rank not in transition.plan.layout.ranks:
+        return
+    if confirm.digest != transition.plan.digest:
+        objected(job, member, m.Object(epoch=confirm.epoch, reason="computes another digest of the plan"))
+        return
+    transition.waiting.discard(member.rank)
+    transitions.go_when_confirmed(job)
+
+
+def objected(job: Job, member: Member, objection: m.Object) -> None:
+    transition = job.transition
+    if transition is None or transition.stage != "proposing" or objection.epoch != job.epoch:
+        return
+    assert transition.plan is not None
+    if member.rank not in transition.plan.layout.ranks:
+        return
+    told = f"{job.where(member.rank)}: refuses the plan of epoch {job.epoch}: {objection.reason}"
+    if transition.plan is job.first_plan:
+        incidents.end(job, 2, told)
+        return
+    transitions.refused(job, member.rank, objection.reason)
+    if member.joins and (job.plan is None or member.rank not in job.plan.layout.ranks):
+        newcomers.turn_away(job, member, objection.reason)
+        transitions.park(job, "a newcomer cannot take part", cautious=transition.cautious)
+    elif transition.cautious:
+        incidents.end(job, 1, told)
+    else:
+        transitions.park(job, f"rank {member.rank} refuses the plan", cautious=True)

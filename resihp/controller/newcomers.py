@@ -1,0 +1,116 @@
+"""Processes that start while the job is under way: a crashed worker's next one on its device.
+
+Decides when a device gets another process, whether the newcomer may join, and whether it is worth an interruption.
+A newcomer counts for nothing until it has declared what the job trains; then it is a standby rank, and part of every
+transition. One that is turned away never stops the job. Called by `gathering`, `failures`, `judge`, `consent` and, at
+the end of each event, by the controller.
+"""
+
+from __future__ import annotations
+
+import signal as signals
+
+import msgspec
+
+from resihp.controller import interface as api
+from resihp.controller import planning, transitions
+from resihp.controller.state import Job, Member, Placement
+from resihp.errors import LayoutError, NotEnoughDevicesError
+from resihp.journal import JoinRefused
+from resihp.protocol import messages as m
+
+
+def come_back(job: Job, lost: Member) -> None:
+    """Start another process where one died, unless the script raised, or the device is dead or had its chances."""
+    device = (lost.node, lost.device)
+    if job.phase not in ("transition", "running") or job.furthest >= job.goal:
+        return
+    if lost.raised is not None or device in job.dead_devices or not job.nodes[lost.node].alive:
+        return
+    if sum((p.node, p.device) == device for p in job.placements) > job.settings.come_backs:
+        return
+    rank = len(job.placements)
+    job.placements.append(Placement(lost.node, lost.device))
+    names = tuple(placement.node for placement in job.placements)
+    job.say("notice", f"node {lost.node} device {lost.device}: started again, as rank {rank}")
+    job.do(api.StartWorkers(node=lost.node, workers=((rank, lost.device),), nodes=names, joins=True))
+
+
+def declared(job: Job, member: Member, declare: m.Declare) -> None:
+    """A newcomer trains what the job trains, or it is turned away. The checkpoint that it found does not matter."""
+    if member.declared is not None or member.fenced is not None or job.phase not in ("transition", "running"):
+        return
+    first = job.declaration
+    odd = [
+        name
+        for name in m.Declare.__struct_fields__
+        if name != "resume_from" and getattr(declare, name) != getattr(first, name)
+    ]
+    if odd:
+        turn_away(job, member, f"declares another {' and '.join(name.replace('_', ' ') for name in odd)} than the job")
+        return
+    member.declared = msgspec.structs.replace(declare, resume_from=first.resume_from)
+    job.say("notice", f"{job.where(member.rank)}: ready to join")
+    job.unconsidered.add(member.rank)
+    if job.pause is not None:
+        job.pause.reason += f", rank {member.rank} joined"
+        transitions.ask_to_pause(job, (member.rank,))
+
+
+def consider(job: Job) -> None:
+    """Once nothing else is going on: interrupt training for newcomers if the planner would give one of them work."""
+    plan = job.plan
+    if job.phase != "running" or job.transition is not None or job.pause is not None or plan is None:
+        return
+    idle = job.unconsidered & set(job.ready) - set(plan.layout.ranks)
+    job.unconsidered = set()
+    if not idle or job.furthest + 1 >= job.goal:  # the iteration under way is finished before anybody could help
+        return
+    try:
+        better, _ = planning.best(job, job.epoch + 1, set(job.ready), planning.base_while_running(job))
+    except (LayoutError, NotEnoughDevicesError):
+        return
+    if better.layout.active != plan.layout.active:
+        transitions.pause(job, f"rank {', '.join(map(str, sorted(idle)))} joined")
+
+
+def turn_away(job: Job, member: Member, reason: str) -> None:
+    """A newcomer that cannot take part is ended, and its device left alone; the job goes on."""
+    member.declared = None
+    member.fenced = reason
+    job.dead_devices.add((member.node, member.device))
+    refuse(job, member.rank, reason)
+    job.do(api.SignalWorker(rank=member.rank, signal=int(signals.SIGKILL)))
+
+
+def refuse(job: Job, rank: int, reason: str) -> None:
+    placement = job.placements[rank]
+    job.say("warning", f"rank {rank} ({placement.node} device {placement.device}): does not join: {reason}")
+    job.do(api.Log(entry=JoinRefused(rank=rank, node=placement.node, device=placement.device, reason=reason)))
+
+
+def exited(job: Job, member: Member, ending: str) -> None:
+    """A newcomer ended before it was ready; unless its script is at fault, its device has another try."""
+    if member.fenced is not None:
+        return
+    if member.raised is not None:
+        job.dead_devices.add((member.node, member.device))
+        ending = f"raised {member.raised.error}"
+    refuse(job, member.rank, f"{ending} before it was ready")
+    come_back(job, member)
+
+
+def spawn_refused(job: Job, event: api.SpawnRefused) -> None:
+    """The node could not start a newcomer, or none at all."""
+    for rank, placement in enumerate(job.placements):
+        if placement.node == event.node and not placement.settled and event.rank in (None, rank):
+            placement.settled = True
+            refuse(job, rank, event.reason)
+
+
+def judge(job: Job) -> None:
+    """Newcomers have the start's budget to get ready."""
+    for rank in job.live:
+        member = job.members[rank]
+        if not member.ready and member.fenced is None and job.now - member.spawned_at > job.settings.start_budget_s:
+            turn_away(job, member, f"not ready within {job.settings.start_budget_s:.0f} s of its start")

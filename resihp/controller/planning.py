@@ -1,0 +1,139 @@
+"""Which plan is proposed, and from which state: the controller's questions to the scheduler and to the checker.
+
+Decides where the state is (the base of a transition) and what is tried after a plan was refused. Which layout is good
+is the scheduler's to say, whether a plan can be carried out the checker's. Called by `gathering`, `transitions` and
+`newcomers`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from resihp.controller.state import Job
+from resihp.errors import LayoutError, NotEnoughDevicesError
+from resihp.layout import Layout
+from resihp.outline import outline
+from resihp.ownership import ParameterSpec
+from resihp.pipeline import checker
+from resihp.plan import Plan
+from resihp.scheduler import planner
+from resihp.scheduler.situation import Situation
+from resihp.transfers import Base, bytes_of, missing, moves
+
+
+def first(job: Job) -> Plan:
+    """Plan of a job that starts. Raises LayoutError when it cannot be as the job was asked to be."""
+    declared, settings = job.declaration, job.settings
+    plan = planner.first_plan(
+        model=declared.model,
+        nodes={rank: job.members[rank].node for rank in job.ready},
+        tp=settings.tp,
+        pp=settings.pp,
+        micro_batches=declared.micro_batches,
+        chunks=settings.chunks,
+        schedule=settings.schedule,
+        sequence_parallel=settings.sequence_parallel,
+        memory_bytes=settings.memory_bytes,
+        tokens=declared.model.sequence,
+    )
+    checker.check(plan)
+    return plan
+
+
+def best(job: Job, epoch: int, available: set[int], base: Base | None) -> tuple[Plan, str]:
+    """What the scheduler makes of these ranks, checked, and why.
+
+    Raises LayoutError when no plan is found, or the one that is found is no good.
+    """
+    decision = planner.decide(_situation(job, epoch, available, base))
+    checker.check(decision.plan)
+    return decision.plan, decision.reason
+
+
+def cautious(job: Job, epoch: int, available: set[int], base: Base | None) -> tuple[Plan, str]:
+    """The plan in effect once more if it can be, else without the replicas that lost a rank.
+
+    Raises NotEnoughDevicesError when no replica is whole, LayoutError when not even that can be carried out.
+    """
+    old = job.plan or job.first_plan
+    assert old is not None
+    if available.issuperset(old.layout.active) and (base is None or set(base.survivors) >= set(old.layout.active)):
+        standby = tuple(sorted(available - set(old.layout.active)))
+        plan = msgspec.structs.replace(old, epoch=epoch, layout=Layout(old.layout.replicas, standby))
+        reason = "the plan in effect once more"
+    else:
+        try:
+            decision = planner.without_lost_replicas(_situation(job, epoch, available, base))
+        except LayoutError as error:
+            raise NotEnoughDevicesError(f"no whole replica is left: {error}") from None
+        plan, reason = decision.plan, decision.reason
+    checker.check(plan)
+    return plan, reason
+
+
+def _situation(job: Job, epoch: int, available: set[int], base: Base | None) -> Situation:
+    """The planner's view. While no plan is in effect, the first one stands for it."""
+    declared, settings, old = job.declaration, job.settings, job.plan or job.first_plan
+    assert old is not None
+    stale = set() if base is None else available & set(old.layout.active) - set(base.survivors)
+    return Situation(
+        epoch=epoch,
+        base=old.layout,
+        available=tuple(sorted(available)),
+        nodes=job.node_of,
+        model=declared.model,
+        micro_batches=declared.micro_batches,
+        tokens=declared.model.sequence,
+        tp=settings.tp,
+        pp=settings.pp,
+        chunks=settings.chunks,
+        schedule=settings.schedule,
+        sequence_parallel=settings.sequence_parallel,
+        memory_bytes=settings.memory_bytes,
+        stale=tuple(sorted(stale)),
+    )
+
+
+def base(job: Job) -> Base | None:
+    """Where the state is once all have parked; None while every rank draws it or loads it from the checkpoint."""
+    if job.plan is None or job.committed == job.declaration.resume_from:
+        return None
+    survivors = tuple(rank for rank in job.plan.layout.active if job.members[rank].ready and can_go_on(job, rank))
+    return Base(epoch=job.plan.epoch, layout=job.plan.layout, survivors=survivors)
+
+
+def base_while_running(job: Job) -> Base | None:
+    """The base of a transition that began now, with everybody alive and up to date."""
+    if job.plan is None or job.committed == job.declaration.resume_from:
+        return None
+    return Base(epoch=job.plan.epoch, layout=job.plan.layout, survivors=job.plan.layout.active)
+
+
+def can_go_on(job: Job, rank: int) -> bool:
+    """Whether a parked rank holds the last committed iteration's state of the plan in effect, or can finish its step.
+
+    Which plan is in effect is known here alone: a rank that acknowledged the next one holds both.
+    """
+    parked = job.transition.parked.get(rank) if job.transition else None
+    if parked is None or job.plan is None or job.plan.epoch not in parked.holds:
+        return False
+    return parked.stepped == job.committed or (parked.stepped == job.committed - 1 and parked.ready)
+
+
+def state_lost(job: Job, base: Base | None) -> str | None:
+    """Why training cannot go on from what survived, or None when it can."""
+    lost = None if base is None else missing(base, specs(job))
+    return None if lost is None else f"{lost}; resume from the last checkpoint with --resume"
+
+
+def bytes_planned(job: Job, base: Base | None, plan: Plan) -> int:
+    if base is None:
+        return 0
+    names = {spec.name: spec for spec in specs(job)}
+    return sum(bytes_of(move, names) for move in moves(base, plan.layout, specs(job), job.node_of))
+
+
+def specs(job: Job) -> tuple[ParameterSpec, ...]:
+    if not job.specs:
+        job.specs = tuple(outline(job.declaration.model))
+    return job.specs

@@ -1,0 +1,168 @@
+"""One communicator, and what is under way on it. Waits never outlive the moment at which a rank is woken.
+
+`SingleFile` is the strict mode of tests: NCCL's rules at their strictest, on gloo. Used by `communicators`, which makes
+channels, and by all that communicates.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from resihp.errors import CommunicatorError
+from resihp.executor.tensor_group import Backend, dist
+
+_GLANCE = timedelta(seconds=0.1)
+_TIMED_OUT = "Operation timed out"
+
+
+class Transfer:
+    """A collective or a pipeline transfer under way."""
+
+    def __init__(self, work: Any, woken: Callable[[], bool]) -> None:
+        self._work = work
+        self._woken = woken
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for it. Raises CommunicatorError once the rank has been woken, RuntimeError for what the back end says.
+
+        Shutting down gloo's sockets wakes its waiters at once, with one exception: gloo (transport/tcp/pair.cc,
+        signalException) forgets whoever is in the middle of a message. So a wait looks up now and then.
+        """
+        if torch.cuda.is_available():
+            return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
+        limit = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        while True:
+            try:
+                return bool(self._work.wait(_GLANCE))
+            except RuntimeError as error:
+                if _TIMED_OUT not in str(error) or (limit is not None and time.monotonic() > limit):
+                    raise
+            if self._woken():
+                raise CommunicatorError("woken in the middle of a message")
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+class SingleFile:
+    """The strictest reading of NCCL's rules, for tests: one thread carries out one communication after the other.
+
+    gloo runs communicators beside each other and so forgives orders that deadlock elsewhere. Here all that a rank
+    begins waits until all that it began before is done, on both ends. Switched on by RESIHP_STRICT_ORDER=1.
+    """
+
+    def __init__(self) -> None:
+        self._due: queue.SimpleQueue[_Deferred | None] = queue.SimpleQueue()
+        threading.Thread(target=self._carry_out, name="resihp-strict", daemon=True).start()
+
+    def begin(self, operation: Callable[[], Any], woken: Callable[[], bool]) -> Transfer:
+        deferred = _Deferred(operation, woken)
+        self._due.put(deferred)
+        return Transfer(deferred, woken)
+
+    def close(self) -> None:
+        self._due.put(None)
+
+    def _carry_out(self) -> None:
+        while (deferred := self._due.get()) is not None:
+            deferred.carry_out()
+
+
+class _Deferred:
+    """Stands in for a back end's work that has not begun yet."""
+
+    def __init__(self, operation: Callable[[], Any], woken: Callable[[], bool]) -> None:
+        self._operation, self._woken = operation, woken
+        self._done = threading.Event()
+        self._error: Exception | None = None
+
+    def carry_out(self) -> None:
+        try:
+            Transfer(self._operation(), self._woken).wait()
+        except (CommunicatorError, RuntimeError) as error:
+            self._error = error
+        self._done.set()
+
+    def wait(self, timeout: timedelta) -> bool:
+        if not self._done.wait(timeout.total_seconds()):
+            raise RuntimeError(_TIMED_OUT)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+
+class Channel:
+    """One communicator. Everything on it is a collective of the back end's own thread, which a wait can outlive.
+
+    In strict order (`strict`), the rank begins nothing before what it began earlier is done, on whatever communicator.
+    """
+
+    def __init__(self, backend: Backend, woken: Callable[[], bool], strict: SingleFile | None = None) -> None:
+        self._backend: Backend | None = backend
+        self._woken = woken
+        self._strict = strict
+
+    @property
+    def backend(self) -> Backend:
+        """Raises CommunicatorError once the channel is closed."""
+        if self._backend is None:
+            raise CommunicatorError("this communicator is closed")
+        return self._backend
+
+    def detach(self) -> Backend | None:
+        """Close the channel and hand over its back end, to be destroyed where a blocked destructor does no harm.
+
+        Whoever still knows the channel, an interpreter in some exception's traceback for one, keeps nothing alive.
+        """
+        backend, self._backend = self._backend, None
+        return backend
+
+    def size(self) -> int:
+        return int(self.backend.size())
+
+    def rank(self) -> int:
+        return int(self.backend.rank())
+
+    def allreduce(self, tensors: list[Tensor], *options: Any) -> Transfer:
+        return self._begin(lambda: self.backend.allreduce(tensors, *options))
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Transfer:
+        return self._begin(lambda: self.backend.allgather(outputs, inputs))
+
+    def reduce_scatter(self, output: Tensor, inputs: list[Tensor]) -> Transfer:
+        """Sum `inputs[r]` of all ranks into rank r's `output`."""
+        return self._begin(lambda: self.backend.reduce_scatter([output], [inputs]))
+
+    def broadcast(self, tensor: Tensor) -> Transfer:
+        """From the first rank to the others. On two ranks, how anything is sent: gloo forgets interrupted sends."""
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        return self._begin(lambda: self.backend.broadcast([tensor], options))
+
+    def _begin(self, operation: Callable[[], Any]) -> Transfer:
+        if self._strict is not None:
+            return self._strict.begin(operation, self._woken)
+        return Transfer(operation(), self._woken)
+
+
+@contextmanager
+def guarded(what: str) -> Iterator[None]:
+    """Turn a back end's errors, which are RuntimeErrors of its own, into CommunicatorError."""
+    try:
+        yield
+    except CommunicatorError:
+        raise
+    except RuntimeError as error:
+        raise CommunicatorError(f"{what}: {error}") from error

@@ -1,0 +1,155 @@
+"""Splits the backward pass of a stage: B computes input gradients at once, W the weight gradients later (zero bubble).
+
+Weight gradients need no peer and nobody waits for them, so a schedule may put them where a rank would idle (Qi et al.,
+2024). When, is decided by the plan's order of primitives; here is only what makes it possible. Gradients of biases,
+norms and embeddings are small and stay in B.
+
+A stage gives its megatron linear layers to `DeferredWeights.take` when it is built; the interpreter calls the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+
+from resihp.executor.tensor_group import TensorGroup
+
+Queued = tuple[Tensor, Tensor, Tensor]
+"""A weight [out, in], the inputs it was multiplied with [N, in], and its output's gradient [N, out]."""
+
+
+class DeferredWeights:
+    """Weight gradients of one stage that are still to be computed, by the key they were collected under.
+
+    A key stands for one backward chunk. What is queued under it keeps the chunk's activations alive until `finish`.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[Hashable, list[Queued]] = {}
+        self._open: list[Queued] | None = None
+
+    def take(self, module: nn.Module) -> None:
+        """From now on split the backward pass of all of megatron's linear layers in `module` while collecting."""
+        for linear in module.modules():
+            if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+                linear._forward_impl = partial(_multiply, self)
+
+    @contextmanager
+    def collecting(self, key: Hashable) -> Iterator[None]:
+        """Around `output.backward(gradient)`: weight gradients are queued under `key`, which must be new."""
+        assert self._open is None, "one backward chunk at a time"
+        assert key not in self._queues, f"{key} is still to be finished"
+        self._open = self._queues[key] = []
+        try:
+            yield
+        finally:
+            self._open = None
+
+    def finish(self, key: Hashable) -> None:
+        """Add the weight gradients queued under `key` to `.grad`, freeing what each needs. Waits for nobody.
+
+        Raises KeyError for a key that nothing was collected under.
+        """
+        queue = self._queues.pop(key)
+        with torch.no_grad():
+            while queue:
+                weight, inputs, gradient = queue.pop(0)
+                product = _product(inputs, gradient)
+                if weight.grad is None:
+                    weight.grad = product
+                else:
+                    weight.grad.add_(product)
+
+    def discard(self) -> None:
+        """Forget all that is queued: the iteration broke."""
+        self._queues.clear()
+
+    @property
+    def unfinished(self) -> tuple[Hashable, ...]:
+        """Keys that are still to be finished, in the order of their collection."""
+        return tuple(self._queues)
+
+    def put(self, weight: Tensor, inputs: Tensor, gradient: Tensor) -> bool:
+        """Queue a weight's gradient if collecting; else False, and the caller computes it itself."""
+        if self._open is None:
+            return False
+        self._open.append((weight, inputs, gradient))
+        return True
+
+
+def _multiply(
+    deferred: DeferredWeights,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    allreduce_dgrad: bool = False,
+    sequence_parallel: bool = False,
+    tp_group: TensorGroup | None = None,
+    **_: Any,
+) -> Tensor:
+    """Takes the place of `_forward_impl` of one linear layer, and is called as megatron calls that."""
+    output: Tensor = _Linear.apply(input, weight, bias, allreduce_dgrad, sequence_parallel, tp_group, deferred)
+    return output
+
+
+class _Linear(torch.autograd.Function):
+    """input [N, 1, in] -> [N, 1, out], split in its backward pass if weights are collected at that time.
+
+    Does what megatron's own function does, which cannot be split, and under sequence parallelism (input [N/tp, 1, in])
+    wants CUDA and a global buffer: exchanges input gradients while the weights' are computed. A split one keeps the
+    gathered input from B until W: then W waits for nobody.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        reduces: bool,
+        scatters: bool,
+        group: TensorGroup | None,
+        deferred: DeferredWeights,
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.parameter = weight  # saved tensors come back as copies when activations are recomputed
+        ctx.deferred, ctx.group, ctx.use_bias = deferred, group, bias is not None
+        ctx.reduces, ctx.scatters = reduces, scatters
+        if scatters:
+            assert group is not None
+            input = group.all_gather(input)
+        return F.linear(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        inputs, weight = ctx.saved_tensors
+        group: TensorGroup = ctx.group
+        gathering = group.start_all_gather(inputs) if ctx.scatters else None
+        input_gradient = gradient.matmul(weight)
+        if gathering is not None:
+            inputs = gathering.result()
+        exchange = None
+        if ctx.scatters:
+            exchange = group.start_reduce_scatter(input_gradient)
+        elif ctx.reduces:
+            exchange = group.start_all_reduce(input_gradient)
+        weight_gradient = None
+        if not ctx.deferred.put(ctx.parameter, inputs.detach(), gradient.detach()):
+            weight_gradient = _product(inputs, gradient)
+        bias_gradient = gradient.flatten(0, -2).sum(0) if ctx.use_bias else None
+        if exchange is not None:
+            input_gradient = exchange.result()
+        return input_gradient, weight_gradient, bias_gradient, None, None, None, None
+
+
+def _product(inputs: Tensor, gradient: Tensor) -> Tensor:
+    """Gradient of a weight, with megatron's order of operations."""
+    return gradient.flatten(0, -2).t().matmul(inputs.flatten(0, -2))

@@ -1,0 +1,350 @@
+"""Plays programs under NCCL's rules, before anyone acts on them. Pure; it refuses, it never repairs.
+
+What is computed: every micro-batch passes each of its stops once forward and once backward, in an order that respects
+what needs what. What is communicated: every parcel once, after it is made and before it is used; every bucket once,
+when its gradients are there. Whether it can end: under the strictest reading of NCCL's rules
+(`resihp.pipeline.rendezvous`), computations of a tensor-parallel group included.
+
+Called by the controller before it proposes a plan, and by each rank before it confirms one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import NoReturn
+
+from resihp.errors import PlanError
+from resihp.pipeline import program as compiled
+from resihp.pipeline.program import Bucket, Compute, Instruction, Parcel, Program, Reduce, Transmit, chunks_of
+from resihp.pipeline.rendezvous import Rendezvous, spoken_parcel
+from resihp.pipeline.schedules import orders_of
+from resihp.pipeline.timeline import Node, Orders, spoken, virtual_stages
+from resihp.plan import Order, Plan, Primitive, Stop
+
+_Edge = tuple[str, int, int]
+"""Direction, micro-batch, boundary: which parcel."""
+
+
+def check(plan: Plan, programs: Mapping[int, Program] | None = None, buckets: Sequence[Bucket] = ()) -> None:
+    """Raise PlanError if `programs` (by default: those that follow from the plan) must not be carried out.
+
+    The message names rank, instruction and fault, or which ranks wait for what. Linear in the number of instructions.
+    """
+    _shares(plan)
+    facts = _Facts(plan, buckets)
+    if programs is None:
+        facts.orders(orders_of(plan))
+        programs = compiled.programs(plan, buckets)
+    else:
+        orders = facts.orders_in(programs)
+        facts.orders(orders)
+        for replica, due, shape in zip(orders, orders_of(plan), plan.layout.replicas, strict=True):
+            for order, expected, stage in zip(replica, due, shape.stages, strict=True):
+                if order != expected:
+                    k, mine, planned = _difference(order, expected)
+                    facts.refuse(f"computation {k} is {mine} on rank {stage.ranks[0]}, but {planned} in the plan")
+    _Wire(facts, programs).judge()
+
+
+def _shares(plan: Plan) -> None:
+    """Each micro-batch has one home, and migrates to a replica that exists, at most once at each virtual stage."""
+    said = f"plan of epoch {plan.epoch}: "
+    replicas = plan.layout.replicas
+    if len(plan.assignment) != len(replicas):
+        raise PlanError(f"{said}{len(plan.assignment)} shares of micro-batches for {len(replicas)} replicas")
+    homes = {m: d for d, share in enumerate(plan.assignment) for m in share}
+    if sorted(m for share in plan.assignment for m in share) != list(range(len(homes))):
+        raise PlanError(f"{said}shares {list(map(list, plan.assignment))} do not give each micro-batch one home")
+    seen: set[tuple[int, int]] = set()
+    for migration in plan.migrations:
+        m, v = migration.micro_batch, migration.virtual_stage
+        if m not in homes or not 0 <= v < len(replicas[homes[m]].virtual_stages):
+            raise PlanError(f"{said}micro-batch {m} has no virtual stage {v} that could migrate")
+        if not 0 <= migration.replica < len(replicas):
+            raise PlanError(f"{said}micro-batch {m} migrates to replica {migration.replica}, which does not exist")
+        if (m, v) in seen:
+            raise PlanError(f"{said}micro-batch {m} migrates twice at virtual stage {v}")
+        seen.add((m, v))
+
+
+class _Facts:
+    """What a plan asks for, worked out once, and the rules for what is computed."""
+
+    def __init__(self, plan: Plan, buckets: Sequence[Bucket]) -> None:
+        self.plan, self.buckets = plan, buckets
+        self.paths = plan.paths()
+        self.at = virtual_stages(self.paths)
+        self.stage_of = {rank: (place.replica, place.stage) for rank, place in plan.layout.places()}
+        for b, bucket in enumerate(buckets):
+            strange = [rank for rank in bucket.owners if rank not in self.stage_of]
+            if strange or len(set(bucket.owners)) < len(bucket.owners):
+                self.refuse(f"bucket {b} is of ranks {list(bucket.owners)}, which are not different ranks with work")
+        self.gradients_of: dict[tuple[int, int, int], int] = defaultdict(int)
+        """B and W of each (replica, stage, chunk)."""
+
+    def refuse(self, fault: str) -> NoReturn:
+        raise PlanError(f"plan of epoch {self.plan.epoch}: {fault}")
+
+    def ranks(self, stop: Stop) -> tuple[int, ...]:
+        return self.plan.layout.replicas[stop.replica].stages[stop.stage].ranks
+
+    def orders_in(self, programs: Mapping[int, Program]) -> Orders:
+        """What each stage computes by the programs of its ranks, which must agree."""
+        for rank in sorted(set(self.stage_of).symmetric_difference(programs)):
+            fault = "has no program" if rank in self.stage_of else "has a program, but no work in this layout"
+            self.refuse(f"rank {rank} {fault}")
+        found: dict[tuple[int, int], tuple[int, Order]] = {}
+        for rank, place in self.stage_of.items():
+            order = tuple(entry.primitive for entry in programs[rank] if isinstance(entry, Compute))
+            lead, expected = found.setdefault(place, (rank, order))
+            if order != expected:
+                k, mine, others = _difference(order, expected)
+                self.refuse(
+                    f"computation {k} is {mine} on rank {rank}, but {others} on rank {lead} of the same stage; "
+                    f"tensor-parallel ranks must compute the same"
+                )
+        shape = [len(replica.stages) for replica in self.plan.layout.replicas]
+        return tuple(tuple(found[d, s][1] for s in range(stages)) for d, stages in enumerate(shape))
+
+    def orders(self, orders: Orders) -> None:
+        """Each primitive once, where its micro-batch passes, after what it needs on the same stage."""
+        done: set[Node] = set()
+        weights: dict[tuple[int, int, int], set[int]] = defaultdict(set)
+        for d, replica in enumerate(orders):
+            for s, order in enumerate(replica):
+                for k, p in enumerate(order):
+                    v = self.at.get((d, s, p.chunk, p.micro_batch))
+                    fault = self._misplaced(d, s, p) if v is None else self._untimely(p, v, done)
+                    if fault or v is None:
+                        rank = self.plan.layout.replicas[d].stages[s].ranks[0]
+                        self.refuse(f"rank {rank} (replica {d} stage {s}), computation {k} ({spoken(p)}): {fault}")
+                    done.add((p.kind, p.micro_batch, v))
+                    if p.kind == "W":
+                        weights[d, s, p.chunk].add(p.micro_batch)
+                    if p.kind != "F":
+                        self.gradients_of[d, s, p.chunk] += 1
+        for m, path in self.paths.items():
+            for v, stop in enumerate(path):
+                with_weights = weights.get((stop.replica, stop.stage, stop.chunk), ())
+                asked = [("F", True), ("B", True), ("W", bool(with_weights))]
+                for kind, needed in asked:
+                    if needed and (kind, m, v) not in done:
+                        why = ", though others of this chunk have theirs" if kind == "W" else ""
+                        self.refuse(
+                            f"rank {self.ranks(stop)[0]} (replica {stop.replica} stage {stop.stage}) lacks {kind} of "
+                            f"micro-batch {m} in chunk {stop.chunk}{why}"
+                        )
+
+    def _misplaced(self, d: int, s: int, p: Primitive) -> str:
+        if p.micro_batch not in self.paths:
+            return f"there is no micro-batch {p.micro_batch}"
+        if not 0 <= p.chunk < len(self.plan.layout.replicas[d].stages[s].chunks):
+            return f"the stage has no chunk {p.chunk}"
+        return f"wrong stop, micro-batch {p.micro_batch} does not pass chunk {p.chunk} there"
+
+    def _untimely(self, p: Primitive, v: int, done: set[Node]) -> str | None:
+        m = p.micro_batch
+        if (p.kind, m, v) in done:
+            return "comes twice"
+        if p.kind == "W":
+            return None if ("B", m, v) in done else "comes before its B"
+        if p.kind == "B" and ("F", m, v) not in done:
+            return "comes before its F"
+        before = v - 1 if p.kind == "F" else v + 1
+        path = self.paths[m]
+        if 0 <= before < len(path) and _same_stage(path[before], path[v]) and (p.kind, m, before) not in done:
+            return f"comes before {spoken(Primitive(p.kind, m, path[before].chunk))}, which this stage hands over to it"
+        return None
+
+
+class _Wire:
+    """What is communicated: each rank's operations in the order in which it begins them."""
+
+    def __init__(self, facts: _Facts, programs: Mapping[int, Program]) -> None:
+        self._facts, self._programs = facts, programs
+        self._owners = [tuple(sorted(bucket.owners)) for bucket in facts.buckets]
+        self._chunks: dict[tuple[int, int, tuple[str, ...]], tuple[int, ...]] = {}
+        self._sound: dict[tuple[object, ...], str | None] = {}
+        self._parcels: dict[_Edge, tuple[int, Parcel]] = {}
+        self._handled: dict[_Edge, set[int]] = defaultdict(set)
+        self._rendezvous = Rendezvous(programs)
+
+    def judge(self) -> None:
+        """Check each instruction by itself, then all of them together."""
+        for rank in self._programs:
+            self._read(rank)
+        for m, path in self._facts.paths.items():
+            for b in range(len(path) - 1):
+                if not _same_stage(path[b], path[b + 1]):
+                    self._nothing_lost(("forward", m, b))
+                    self._nothing_lost(("backward", m, b))
+        fault = self._rendezvous.mismatch() or self._rendezvous.deadlock()
+        if fault:
+            self._facts.refuse(fault)
+
+    def _read(self, rank: int) -> None:
+        facts, rendezvous = self._facts, self._rendezvous
+        place = d, s = facts.stage_of[rank]
+        stage = facts.plan.layout.replicas[d].stages[s]
+        left = {c: facts.gradients_of.get((d, s, c), 0) for c in range(len(stage.chunks))}
+        computed: set[Node] = set()
+        received: dict[_Edge, list[int]] = {}
+        summed: set[int] = set()
+        for index, entry in enumerate(self._programs[rank]):
+            if isinstance(entry, Compute):
+                p = entry.primitive
+                v = facts.at[d, s, p.chunk, p.micro_batch]
+                computed.add((p.kind, p.micro_batch, v))
+                left[p.chunk] -= p.kind != "F"
+                arrival = received.get(("forward" if p.kind == "F" else "backward", p.micro_batch, v - (p.kind == "F")))
+                if arrival and p.kind != "W":
+                    rendezvous.step(rank, index, [], arrival)
+                if stage.tp > 1:
+                    together = [rendezvous.operation(("tensor", stage.ranks), rank, (p.kind, p.micro_batch, v))]
+                    rendezvous.step(rank, index, together, together)
+            elif isinstance(entry, Transmit):
+                edge = (entry.parcel.direction, entry.parcel.micro_batch, entry.parcel.boundary)
+                self._check_parcel(rank, index, entry, edge, computed)
+                begun = [
+                    rendezvous.operation(
+                        (edge[0], (piece.sender, piece.receiver)), rank, (*edge, piece.start, piece.stop, piece.of)
+                    )
+                    for piece in entry.parcel.pieces
+                    if rank in (piece.sender, piece.receiver)
+                ]
+                rendezvous.step(rank, index, begun, [])
+                if self._ends(edge)[1] == place:
+                    received[edge] = begun
+            else:
+                self._check_reduce(rank, index, entry, left, summed)
+                if len(self._owners[entry.bucket]) > 1:
+                    channel = ("gradients", self._owners[entry.bucket])
+                    rendezvous.step(rank, index, [rendezvous.operation(channel, rank, ("bucket", entry.bucket))], [])
+        for b, owners in enumerate(self._owners):
+            if rank in owners and b not in summed:
+                facts.refuse(f"rank {rank} owns bucket {b} and never begins to sum it")
+
+    def _ends(self, edge: _Edge) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Stages from which and to which a parcel goes."""
+        direction, m, b = edge
+        first, second = ((stop.replica, stop.stage) for stop in self._facts.paths[m][b : b + 2])
+        return (first, second) if direction == "forward" else (second, first)
+
+    def _check_parcel(self, rank: int, index: int, entry: Transmit, edge: _Edge, computed: set[Node]) -> None:
+        direction, m, b = edge
+        parcel, path = entry.parcel, self._facts.paths.get(m, ())
+        if not 0 <= b < len(path) - 1:
+            self._refuse(rank, index, entry, "there is no such boundary")
+        source, target = self._ends(edge)
+        place = self._facts.stage_of[rank]
+        if source == target:
+            self._refuse(rank, index, entry, "both sides are the same stage, which hands over without a parcel")
+        if place not in (source, target):
+            self._refuse(rank, index, entry, f"it is for the ranks of {_stages(source, target)}, not for this one")
+        key = (source, target, parcel.pieces, parcel.gathered)
+        if key not in self._sound:
+            self._sound[key] = self._unsound(source, target, parcel)
+        fault = self._sound[key]
+        if fault:
+            self._refuse(rank, index, entry, fault)
+        first, known = self._parcels.setdefault(edge, (rank, parcel))
+        if known is not parcel and known != parcel:
+            self._refuse(rank, index, entry, f"its pieces are not those that rank {first} has")
+        if rank in self._handled[edge]:
+            self._refuse(rank, index, entry, "a second time")
+        self._handled[edge].add(rank)
+        forward = direction == "forward"
+        if place == source and ("F" if forward else "B", m, b if forward else b + 1) not in computed:
+            self._refuse(rank, index, entry, "sent before it is computed")
+        if place == target and ("F" if forward else "B", m, b + 1 if forward else b) in computed:
+            self._refuse(rank, index, entry, "received after its use")
+
+    def _unsound(self, source: tuple[int, int], target: tuple[int, int], parcel: Parcel) -> str | None:
+        """Whether the pieces go between the right ranks and bring each receiver what it needs, once."""
+        split = self._facts.plan.sequence_parallel
+        replicas = self._facts.plan.layout.replicas
+        senders, receivers = (replicas[d].stages[s].ranks for d, s in (source, target))
+        if split and parcel.gathered:
+            return "under sequence parallelism receivers keep their parts, but this is to be gathered"
+        brought: dict[int, list[tuple[Fraction, Fraction]]] = defaultdict(list)
+        for piece in parcel.pieces:
+            if piece.sender not in senders or piece.receiver not in receivers:
+                wrong = piece.sender if piece.sender not in senders else piece.receiver
+                return f"a piece goes from rank {piece.sender} to rank {piece.receiver}, but rank {wrong} has no part"
+            if not 0 <= piece.start < piece.stop <= piece.of:
+                return f"a piece has the elements {piece.start} to {piece.stop} of {piece.of}"
+            extent = Fraction(piece.start, piece.of), Fraction(piece.stop, piece.of)
+            t = senders.index(piece.sender)
+            if split and not Fraction(t, len(senders)) <= extent[0] < extent[1] <= Fraction(t + 1, len(senders)):
+                return f"rank {piece.sender} does not hold elements {piece.start} to {piece.stop} of {piece.of}"
+            brought[piece.receiver].append(extent)
+        for rank in senders:
+            if all(piece.sender != rank for piece in parcel.pieces):
+                return f"rank {rank} has nothing to send"
+        in_parts = split or parcel.gathered
+        for t, rank in enumerate(receivers):
+            start, stop = (Fraction(t + i, len(receivers)) if in_parts else Fraction(i) for i in (0, 1))
+            for here, after in sorted(brought[rank]):
+                if here != start:
+                    break
+                start = after
+            else:
+                if start == stop:
+                    continue
+            return f"its pieces do not bring rank {rank} just what it needs"
+        return None
+
+    def _nothing_lost(self, edge: _Edge) -> None:
+        source, target = self._ends(edge)
+        replicas = self._facts.plan.layout.replicas
+        for what, (d, s) in (("sends", source), ("receives", target)):
+            for rank in replicas[d].stages[s].ranks:
+                if rank not in self._handled[edge]:
+                    self._facts.refuse(f"rank {rank} never {what} the {spoken_parcel(*edge)}")
+
+    def _check_reduce(self, rank: int, index: int, entry: Reduce, left: dict[int, int], summed: set[int]) -> None:
+        b = entry.bucket
+        if not 0 <= b < len(self._owners):
+            self._refuse(rank, index, entry, "there is no such bucket")
+        if rank not in self._owners[b]:
+            self._refuse(rank, index, entry, "the rank is no owner of it")
+        if b in summed:
+            self._refuse(rank, index, entry, "a second time")
+        summed.add(b)
+        d, s = self._facts.stage_of[rank]
+        key = (d, s, self._facts.buckets[b].units)
+        if key not in self._chunks:
+            self._chunks[key] = chunks_of(self._facts.plan.layout, *key)
+        for chunk in self._chunks[key]:
+            if left[chunk]:
+                self._refuse(rank, index, entry, f"too early, gradients of chunk {chunk} are not complete yet")
+
+    def _refuse(self, rank: int, index: int, entry: Instruction, fault: str) -> NoReturn:
+        self._facts.refuse(f"rank {rank}, instruction {index} ({_instruction(entry)}): {fault}")
+
+
+def _difference(order: Order, expected: Order) -> tuple[int, str, str]:
+    """Where two orders begin to differ, and what each has there."""
+    pairs = itertools.zip_longest(order, expected)
+    k, pair = next((k, pair) for k, pair in enumerate(pairs) if pair[0] != pair[1])
+    mine, other = ("nothing" if p is None else spoken(p) for p in pair)
+    return k, mine, other
+
+
+def _same_stage(a: Stop, b: Stop) -> bool:
+    return (a.replica, a.stage) == (b.replica, b.stage)
+
+
+def _instruction(entry: Instruction) -> str:
+    if isinstance(entry, Compute):
+        return spoken(entry.primitive)
+    if isinstance(entry, Transmit):
+        return spoken_parcel(entry.parcel.direction, entry.parcel.micro_batch, entry.parcel.boundary)
+    return f"sum of bucket {entry.bucket}"
+
+
+def _stages(*places: tuple[int, int]) -> str:
+    return " and ".join(f"replica {d} stage {s}" for d, s in places)

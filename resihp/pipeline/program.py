@@ -1,0 +1,307 @@
+"""What each rank does in an iteration, computation and communication in one order, derived from a plan. Pure.
+
+The order is safe under NCCL's rules, not only under gloo's. There is one linear order of all communication of the plan:
+the order in which it becomes possible when the plan is played on a virtual clock (`resihp.pipeline.timeline`). Every
+rank begins its own part in that order, and begins all that comes before X before it waits for X. Then the first
+communication in the order that is not done can always be done, even if a rank carries out one at a time, and if sends
+wait for their receives. `resihp.pipeline.checker` plays programs under those rules; nobody acts on one that it refuses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from resihp.layout import Layout, Stage
+from resihp.ownership import ParameterSpec, Slice, holders, owner_sets, size_of
+from resihp.pipeline.schedules import orders_of
+from resihp.pipeline.timeline import layer_units, play, virtual_stages
+from resihp.plan import Plan, Primitive, Stop
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Elements [start * n / of, stop * n / of) of a tensor of n elements go from one rank to another."""
+
+    sender: int
+    receiver: int
+    start: int
+    stop: int
+    of: int
+
+
+class Parcel(msgspec.Struct, frozen=True):
+    """A micro-batch's activations, or their gradients, on the way between two stages.
+
+    `boundary` b lies between virtual stages b and b + 1 of the micro-batch's path; activations cross it forward,
+    gradients backward. Between equal tensor-parallel degrees each rank sends the whole tensor to its counterpart;
+    between unequal ones, or under sequence parallelism, it goes in N chunks, each sent once (the paper's section 7:
+    N = max of both degrees, here their least common multiple, which is the same for powers of two; chunk c goes from
+    sender c * U // N to receiver c * D // N, and its gradient back between the same two). `gathered`: the receivers
+    then complete the tensor with an all-gather among themselves; without it, each needs only what it got.
+    """
+
+    direction: Literal["forward", "backward"]
+    micro_batch: int
+    boundary: int
+    pieces: tuple[Piece, ...]
+    gathered: bool
+
+
+class Bucket(msgspec.Struct, frozen=True):
+    """Gradients that are summed in one all-reduce over `owners`, once all chunks that hold `units` are through."""
+
+    owners: tuple[int, ...]
+    slices: tuple[Slice, ...]
+    units: tuple[str, ...]
+
+
+class Compute(msgspec.Struct, frozen=True, tag=True):
+    """Carry out a primitive, once what it needs from other stages has come."""
+
+    primitive: Primitive
+
+
+class Transmit(msgspec.Struct, frozen=True, tag=True):
+    """Begin to send, or to receive, this rank's pieces of a parcel; wait for nothing."""
+
+    parcel: Parcel
+
+
+class Reduce(msgspec.Struct, frozen=True, tag=True):
+    """Begin to sum a bucket, by its index; wait for nothing."""
+
+    bucket: int
+
+
+Instruction = Compute | Transmit | Reduce
+Program = tuple[Instruction, ...]
+
+
+class Membership(msgspec.Struct, frozen=True):
+    """One communicator: its name within the epoch, and its ranks in order (sender before receiver for an edge)."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+def programs(plan: Plan, buckets: Sequence[Bucket] = ()) -> dict[int, Program]:
+    """Every active rank's program: its part of one list of all that happens, in the order in which it can.
+
+    Computes stand at their start, transfers where the tensor is there, reductions where the last owner's gradients
+    are; what happens at the same time has an order, too. Every program being a part of the same list, and the list one
+    in which everything comes after what it needs, the module's argument applies.
+
+    Raises PlanError if the plan's orders cannot be carried out.
+    """
+    replicas = plan.layout.replicas
+    orders = orders_of(plan)
+    timeline = play(plan, orders, layer_units(plan.layout))
+    paths = plan.paths()
+    at = virtual_stages(paths)
+    parcels = _Parcels(plan)
+    ready: dict[tuple[int, int, int], float] = {}
+    """When a chunk's gradients are there, by (replica, stage, chunk)."""
+    events: list[tuple[tuple[float, int, int, int, int], Instruction, tuple[int, ...]]] = []
+    for d, replica in enumerate(replicas):
+        for s, order in enumerate(orders[d]):
+            ranks = replica.stages[s].ranks
+            starts, ends = timeline.starts[d][s], timeline.ends[d][s]
+            for position, primitive in enumerate(order):
+                kind, m, chunk = primitive.kind, primitive.micro_batch, primitive.chunk
+                events.append(((starts[position], COMPUTE, d, s, position), Compute(primitive), ranks))
+                if kind != "F":
+                    ready[d, s, chunk] = ends[position]
+                if kind == "W":
+                    continue
+                path, v = paths[m], at[d, s, chunk, m]
+                to = v + 1 if kind == "F" else v - 1
+                if 0 <= to < len(path) and (path[to].replica, path[to].stage) != (d, s):
+                    key = (ends[position], TRANSMIT, m, min(v, to), int(kind == "B"))
+                    events.append((key, *parcels.between(path[v], path[to], m, min(v, to), forward=kind == "F")))
+    waits = _Waits(plan.layout)
+    for index, bucket in enumerate(buckets):
+        held = (chunk for owner in bucket.owners for chunk in waits.of(owner, bucket.units))
+        moment = max((ready.get(chunk, 0.0) for chunk in held), default=0.0)
+        events.append(((moment, REDUCE, index, 0, 0), Reduce(index), bucket.owners))
+    events.sort(key=lambda event: event[0])
+    found: dict[int, list[Instruction]] = {rank: [] for rank in plan.layout.active}
+    for _, instruction, ranks in events:
+        for rank in ranks:
+            found[rank].append(instruction)
+    return {rank: tuple(program) for rank, program in found.items()}
+
+
+TRANSMIT, REDUCE, COMPUTE = range(3)
+"""What comes first of things at the same time: communication, for others may wait for it."""
+
+
+def pieces_between(senders: Sequence[int], receivers: Sequence[int], *, sequence_parallel: bool) -> tuple[Piece, ...]:
+    """How activations travel between two stages; `mirrored` gives their gradients' way back."""
+    up, down = len(senders), len(receivers)
+    if up == down and not sequence_parallel:
+        return tuple(Piece(a, b, 0, 1, 1) for a, b in zip(senders, receivers, strict=True))
+    of = math.lcm(up, down)
+    pieces: list[Piece] = []
+    for c in range(of):
+        a, b = senders[c * up // of], receivers[c * down // of]
+        if pieces and (pieces[-1].sender, pieces[-1].receiver) == (a, b):
+            pieces[-1] = Piece(a, b, pieces[-1].start, c + 1, of)
+        else:
+            pieces.append(Piece(a, b, c, c + 1, of))
+    return tuple(pieces)
+
+
+def mirrored(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    return tuple(Piece(piece.receiver, piece.sender, piece.start, piece.stop, piece.of) for piece in pieces)
+
+
+def chunks_of(layout: Layout, replica: int, stage: int, units: Sequence[str]) -> tuple[int, ...]:
+    """Which chunks of a stage hold any of `units`, ascending."""
+    order = layout.replicas[replica].virtual_stages
+    ends = {"embedding": order[0], "final": order[-1], "head": order[-1]}
+    chunks = layout.replicas[replica].stages[stage].chunks
+    held: set[int] = set()
+    for unit in units:
+        if unit in ends:
+            held |= {c for s, c in (ends[unit],) if s == stage}
+        else:
+            layer = int(unit.removeprefix("layer."))
+            held |= {c for c, (first, last) in enumerate(chunks) if first <= layer <= last}
+    return tuple(sorted(held))
+
+
+def buckets(
+    layout: Layout, specs: Sequence[ParameterSpec], bucket_bytes: int = 32 << 20, element: int = 4
+) -> tuple[Bucket, ...]:
+    """What is summed over several ranks, in buckets of about `bucket_bytes`: one list that is equal on all ranks.
+
+    The model's last parameters come first, since their gradients do. A bucket waits for the same chunks of each of its
+    owners throughout, so that no gradient waits for a chunk that it does not come from. Slices stay whole; `element`
+    is in bytes.
+
+    Copies of a parameter that tensor parallelism does not cut are summed in several sets, and must come out equal to
+    the bit, though the order of a sum depends on where in a bucket it stands. Buckets of such sets are laid out alike,
+    unless the cuts of the others are uneven (degrees 3 and 2, say): then these parameters get buckets of their own.
+    """
+    by_name = {spec.name: spec for spec in specs}
+    position = {spec.name: i for i, spec in enumerate(specs)}
+    waits = _Waits(layout)
+    entries = [
+        (position[piece.name], i, piece, entry.owners)
+        for i, entry in enumerate(owner_sets(layout, specs))
+        if len(entry.owners) > 1
+        for piece in entry.slices
+    ]
+    entries.sort(key=lambda entry: (-entry[0], entry[1], entry[2].start))
+    groups: dict[tuple[tuple[int, ...], object, bool], list[Slice]] = {}
+    for _, _, piece, owners in entries:
+        spec = by_name[piece.name]
+        chunks = tuple(waits.of(owner, spec.units) for owner in owners)
+        groups.setdefault((owners, chunks, _apart(layout, spec)), []).append(piece)
+    found: list[Bucket] = []
+    for (owners, _, _), pieces in groups.items():
+        taken: list[Slice] = []
+        held = 0
+        for piece in pieces:
+            size = size_of(by_name[piece.name], piece) * element
+            if taken and held + size > bucket_bytes:
+                found.append(_bucket(owners, taken, by_name))
+                taken, held = [], 0
+            taken.append(piece)
+            held += size
+        found.append(_bucket(owners, taken, by_name))
+    return tuple(found)
+
+
+def memberships(plan: Plan, programs: dict[int, Program], buckets: Sequence[Bucket] = ()) -> tuple[Membership, ...]:
+    """All communicators of a plan, in one order that is equal on all ranks.
+
+    "world" joins all active ranks, "tensor/{replica}/{stage}" a stage's, "forward/{a}-{b}" and "backward/{a}-{b}" a
+    pair that activations or gradients pass, "gradients/{ranks}" other ranks that sum a bucket (`communicator_of`).
+    """
+    active = plan.layout.active
+    found = [Membership(WORLD, active)] if len(active) > 1 else []
+    for d, replica in enumerate(plan.layout.replicas):
+        for s, stage in enumerate(replica.stages):
+            if stage.tp > 1:
+                found.append(Membership(f"tensor/{d}/{s}", stage.ranks))
+    edges: set[tuple[str, int, int]] = set()
+    for instructions in programs.values():
+        for instruction in instructions:
+            if isinstance(instruction, Transmit):
+                parcel = instruction.parcel
+                edges |= {(parcel.direction, piece.sender, piece.receiver) for piece in parcel.pieces}
+    for direction in ("forward", "backward"):
+        found += [Membership(f"{direction}/{a}-{b}", (a, b)) for kind, a, b in sorted(edges) if kind == direction]
+    groups = {gradients_of(bucket.owners, active): bucket.owners for bucket in buckets if len(bucket.owners) > 1}
+    found += [Membership(name, ranks) for name, ranks in sorted(groups.items()) if name != WORLD]
+    return tuple(found)
+
+
+WORLD = "world"
+"""The communicator of all active ranks."""
+
+
+def gradients_of(owners: Sequence[int], active: Sequence[int]) -> str:
+    """Name of the communicator over which `owners` sum."""
+    group = sorted(owners)
+    return WORLD if len(group) == len(active) else f"gradients/{'-'.join(map(str, group))}"
+
+
+class _Waits:
+    """Which chunks of a rank's stage must be through before it can offer gradients of some units."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._places = {rank: (place.replica, place.stage) for rank, place in layout.places()}
+        self._known: dict[tuple[int, int, tuple[str, ...]], tuple[tuple[int, int, int], ...]] = {}
+
+    def of(self, rank: int, units: tuple[str, ...]) -> tuple[tuple[int, int, int], ...]:
+        """(replica, stage, chunk) of each."""
+        d, s = self._places[rank]
+        key = (d, s, units)
+        if key not in self._known:
+            self._known[key] = tuple((d, s, c) for c in chunks_of(self._layout, d, s, units))
+        return self._known[key]
+
+
+class _Parcels:
+    """Parcels and who takes part in them; the pieces between two stages are worked out once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._replicas, self._sequence_parallel = plan.layout.replicas, plan.sequence_parallel
+        self._known: dict[tuple[int, int, int, int, bool], tuple[tuple[Piece, ...], bool, tuple[int, ...]]] = {}
+
+    def between(
+        self, source: Stop, target: Stop, m: int, boundary: int, *, forward: bool
+    ) -> tuple[Transmit, tuple[int, ...]]:
+        key = (source.replica, source.stage, target.replica, target.stage, forward)
+        if key not in self._known:
+            self._known[key] = self._work_out(self._stage(source), self._stage(target), forward)
+        pieces, gathered, ranks = self._known[key]
+        return Transmit(Parcel("forward" if forward else "backward", m, boundary, pieces, gathered)), ranks
+
+    def _work_out(self, source: Stage, target: Stage, forward: bool) -> tuple[tuple[Piece, ...], bool, tuple[int, ...]]:
+        first, second = (source, target) if forward else (target, source)
+        pieces = pieces_between(first.ranks, second.ranks, sequence_parallel=self._sequence_parallel)
+        gathered = source.tp != target.tp and target.tp > 1 and not self._sequence_parallel
+        return pieces if forward else mirrored(pieces), gathered, (*source.ranks, *target.ranks)
+
+    def _stage(self, stop: Stop) -> Stage:
+        return self._replicas[stop.replica].stages[stop.stage]
+
+
+def _apart(layout: Layout, spec: ParameterSpec) -> bool:
+    """Whether an uncut parameter is held by groups whose cuts of other parameters differ in width."""
+    if spec.axis is not None or spec.partial:
+        return False
+    degrees = {stage.tp for stage in holders(layout, spec)}
+    return math.lcm(*degrees) != max(degrees)
+
+
+def _bucket(owners: tuple[int, ...], pieces: Sequence[Slice], specs: dict[str, ParameterSpec]) -> Bucket:
+    units = dict.fromkeys(unit for piece in pieces for unit in specs[piece.name].units)
+    return Bucket(owners, tuple(pieces), tuple(units))

@@ -1,0 +1,6 @@
+"""What to do with what is left of a job: `decide`. Pure: no torch, no clock, deterministic."""
+
+from resihp.scheduler.planner import decide, first_plan, without_lost_replicas
+from resihp.scheduler.situation import Decision, Situation
+
+__all__ = ["Decision", "Situation", "decide", "first_plan", "without_lost_replicas"]

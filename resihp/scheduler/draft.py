@@ -1,0 +1,141 @@
+"""A set of replicas in the making, and what to add to it or leave out of it. Pure.
+
+Starts from what `resihp.scheduler.groups` makes of the replicas that were there; then idle groups become further stages
+of replicas that are short of some, or new replicas, and stages and replicas that are slower than the work they take
+off the others are given up. Each change must be significantly better than none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from resihp.errors import PlanError
+from resihp.scheduler.groups import SIGNIFICANT, Group, Pipe, idle_groups, lay, regroup, untouched
+from resihp.scheduler.prices import Priced, Prices
+from resihp.scheduler.situation import Situation
+
+
+class Draft:
+    """`pipes` are the replicas, in order, with their layers and prices; `seconds` the predicted time of an iteration.
+
+    Replicas of the base that are `given_up` leave their ranks to the others; so do those whose layers do not fit into
+    memory, the weakest first.
+    """
+
+    def __init__(
+        self, situation: Situation, prices: Prices, given_up: Iterable[int] = (), *, vacant_first: bool = True
+    ) -> None:
+        self._situation, self._prices = situation, prices
+        self._laid: dict[Pipe, Priced | None] = {}
+        self.given_up = set(given_up)
+        while True:
+            found = regroup(situation, self.given_up, vacant_first=vacant_first)
+            unfit = self._unfit(found)
+            if unfit is None:
+                break
+            self.given_up.add(unfit)
+        self.pipes: dict[Pipe, Priced] = {pipe: priced for pipe in found if (priced := self._priced(pipe)) is not None}
+        self.seconds = self._seconds(self.pipes)
+
+    def improve(self) -> None:
+        """Make the best of all single changes, as long as it is significantly better."""
+        while True:
+            best, pipes = math.inf, self.pipes
+            for offer in self._offers():
+                seconds = self._seconds(offer)
+                if seconds < best:
+                    best, pipes = seconds, offer
+            if math.isinf(best) or best >= self.seconds * (1 - SIGNIFICANT):
+                return
+            self.seconds, self.pipes = best, pipes
+
+    @property
+    def weak(self) -> int | None:
+        """The weakest replica of the base that goes on with half of what a replica was started with, or less, or None.
+
+        Only where ranks have come: they may make better use of its ranks than itself, for what it had lost is back.
+        """
+        half = self._situation.tp * self._situation.pp / 2
+        if set(self._situation.available).issubset(self._situation.base.ranks):
+            return None
+        weak = [pipe for pipe in self.pipes if pipe.base is not None and self._strength(pipe)[0] <= half]
+        return min(weak, key=self._strength).base if weak else None
+
+    def _strength(self, pipe: Pipe) -> tuple[float, int]:
+        return sum(self._situation.speed(group.ranks) for group in pipe.groups), -(pipe.base or 0)
+
+    def _priced(self, pipe: Pipe) -> Priced | None:
+        """A replica with its layers, None if these do not fit."""
+        if pipe not in self._laid:
+            try:
+                self._laid[pipe] = self._prices.priced(lay(self._situation, pipe))
+            except PlanError:
+                self._laid[pipe] = None
+        return self._laid[pipe]
+
+    def _seconds(self, pipes: dict[Pipe, Priced]) -> float:
+        if not pipes or len(pipes) > self._situation.micro_batches:
+            return math.inf
+        return self._prices.iteration([*pipes.values()])[1]
+
+    def _unfit(self, pipes: Iterable[Pipe]) -> int | None:
+        """The replica of the base to give up next; None if all can run and there is work for each."""
+        laid = {pipe: self._priced(pipe) for pipe in pipes}
+        unfit = [pipe for pipe, priced in laid.items() if priced is None]
+        if not unfit and len(laid) > self._situation.micro_batches:
+            unfit = [*laid]
+        return min(unfit, key=self._strength).base if unfit else None
+
+    def _offers(self) -> Iterator[dict[Pipe, Priced]]:
+        """Every single change, but for those that are like another one before it."""
+        used = {rank for priced in self.pipes.values() for rank in priced.replica.ranks}
+        idle = idle_groups(self._situation, used)
+        unlike = {self._situation.speed(group.ranks): group for group in reversed(idle)}
+        alike = {(priced.shape, len(pipe.groups)): pipe for pipe, priced in reversed(self.pipes.items())}
+        for pipe in reversed(alike.values()):
+            if len(pipe.groups) < self._situation.pp:
+                for group in unlike.values():
+                    yield from self._replaced(pipe, self._longer(pipe, group))
+            yield from self._replaced(pipe, self._without_drag(pipe))
+        for count in range(1, min(self._situation.pp, len(idle)) + 1):
+            fresh = Pipe(tuple(sorted(idle[:count], key=self._position)))
+            priced = self._priced(fresh)
+            if priced is not None:
+                yield {**self.pipes, fresh: priced}
+        if len(self.pipes) > 1:
+            slowest = max(self.pipes, key=lambda pipe: self._prices.seconds(self.pipes[pipe], 1))
+            yield {pipe: priced for pipe, priced in self.pipes.items() if pipe != slowest}
+
+    def _replaced(self, pipe: Pipe, other: Pipe | None) -> Iterator[dict[Pipe, Priced]]:
+        priced = None if other is None else self._priced(other)
+        if other is not None and priced is not None:
+            yield {
+                (other if old == pipe else old): (priced if old == pipe else same) for old, same in self.pipes.items()
+            }
+
+    def _longer(self, pipe: Pipe, group: Group) -> Pipe | None:
+        """With one more stage, where the slowest stage becomes fastest, then where the fewest layers move."""
+        found: list[tuple[float, int, int, Pipe]] = []
+        for i in range(len(pipe.groups) + 1):
+            longer = Pipe((*pipe.groups[:i], group, *pipe.groups[i:]), pipe.base)
+            priced = self._priced(longer)
+            if priced is not None:
+                held = {g.ranks: {x for a, b in g.held for x in range(a, b + 1)} for g in longer.groups}
+                moves = sum(len(set(stage.layers) - held[stage.ranks]) for stage in priced.replica.stages)
+                found.append((priced.slowest, moves, i, longer))
+        return min(found, key=lambda entry: entry[:3])[3] if found else None
+
+    def _without_drag(self, pipe: Pipe) -> Pipe | None:
+        """Without the stage that holds all others up although it has as few layers as a stage can have."""
+        priced = self.pipes[pipe]
+        if len(priced.replica.stages) < max(2, len(pipe.groups)) or untouched(self._situation, pipe):
+            return None
+        times = [sum(chunks) for chunks in priced.shape]
+        s = times.index(max(times))
+        if len(priced.replica.stages[s].layers) > self._situation.chunks:
+            return None
+        return Pipe((*pipe.groups[:s], *pipe.groups[s + 1 :]), pipe.base)
+
+    def _position(self, group: Group) -> tuple[str, tuple[int, ...]]:
+        return self._situation.nodes[group.ranks[0]], group.ranks

@@ -1,0 +1,205 @@
+"""Which layout, and which work where: the best plan for what is left of a job, or has come to it. Pure.
+
+Progressive, as the paper has it: groups first, then layers, then micro-batches, each taking up what the one before
+could not (`resihp.scheduler.groups`, `layers`, `shares`). What that gives is compared, by predicted time of an
+iteration, with going on without the replicas that lost a rank, and with leaving everything as it is. Whether the
+transition itself is worth its time, and whether all state is still there, is the caller's question.
+
+Called by the controller whenever ranks went or came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+import msgspec
+
+from resihp.errors import LayoutError, PlanError
+from resihp.layout import Layout, Replica, Stage, validate
+from resihp.model import ModelSpec
+from resihp.plan import Plan, spread
+from resihp.scheduler import memory, shares
+from resihp.scheduler.draft import Draft
+from resihp.scheduler.groups import SIGNIFICANT
+from resihp.scheduler.prices import Priced, Prices, bytes_to_move
+from resihp.scheduler.situation import Decision, Situation
+
+TIE = 1e-9
+"""Relative difference below which two predictions are the same."""
+
+
+class _Candidate(msgspec.Struct, frozen=True):
+    name: str
+    plan: Plan
+    seconds: float
+
+
+def first_plan(
+    *,
+    model: ModelSpec,
+    nodes: Mapping[int, str],
+    tp: int,
+    pp: int,
+    micro_batches: int,
+    chunks: int = 1,
+    schedule: str = "1f1b",
+    sequence_parallel: bool = False,
+    memory_bytes: int | None = None,
+    tokens: int = 0,
+    epoch: int = 1,
+) -> Plan:
+    """Megatron's grid over all ranks of `nodes`, in ascending order; those that do not fill a replica stand by.
+
+    Raises LayoutError for a grid that the model, the ranks or the batch do not allow, PlanError if a rank has too
+    little memory.
+    """
+    ranks = sorted(nodes)
+    dp = len(ranks) // (tp * pp)
+    if dp < 1:
+        raise LayoutError(f"layout tp={tp} pp={pp}: needs {tp * pp} devices, the job has {len(ranks)}")
+    grid = Layout.uniform(tp=tp, pp=pp, dp=dp, layers=model.layers, chunks=chunks)
+    layout = Layout(
+        tuple(
+            Replica(tuple(Stage(tuple(ranks[i] for i in stage.ranks), stage.chunks) for stage in replica.stages))
+            for replica in grid.replicas
+        ),
+        tuple(ranks[dp * tp * pp :]),
+    )
+    validate(layout, model)
+    plan = Plan(
+        epoch=epoch,
+        layout=layout,
+        assignment=spread(micro_batches, dp),
+        schedule=schedule,
+        sequence_parallel=sequence_parallel,
+    )
+    if memory_bytes is not None:
+        obstacle = memory.obstacle(plan, model, memory_bytes, tokens)
+        if obstacle:
+            raise PlanError(f"{obstacle}; raise --tp or --pp, or make micro-batches shorter")
+    return plan
+
+
+def decide(situation: Situation) -> Decision:
+    """The best plan for a situation. Raises PlanError if nothing can run.
+
+    Deterministic, and stable: asked again with its own layout in effect and nothing changed, it answers the same.
+    """
+    prices = Prices(situation)
+    first = _candidates(situation, prices)
+    chosen = _best(situation, first)
+    while True:  # each round is faster than the one before, or the last
+        after = msgspec.structs.replace(situation, base=chosen.plan.layout, stale=())
+        better = _best(after, _candidates(after, prices))
+        if better.plan.layout == chosen.plan.layout or better.seconds >= chosen.seconds:
+            break
+        chosen = better
+    others = tuple((candidate.name, candidate.seconds) for candidate in first if candidate.name != chosen.name)
+    against = "".join(f", against {seconds:.4g} {name}" for name, seconds in others)
+    return Decision(
+        plan=chosen.plan,
+        seconds=chosen.seconds,
+        reason=f"{chosen.name}: predicted {chosen.seconds:.4g}{against}",
+        alternatives=others,
+    )
+
+
+def without_lost_replicas(situation: Situation) -> Decision:
+    """The cautious plan: replicas that lost a rank, or the state of one, are given up, and nothing moves.
+
+    Raises PlanError if no replica is left.
+    """
+    found = _without_lost(situation, Prices(situation))
+    return Decision(plan=found.plan, seconds=found.seconds, reason=f"{found.name}: predicted {found.seconds:.4g}")
+
+
+def _candidates(situation: Situation, prices: Prices) -> list[_Candidate]:
+    """Everything that can run, at most one of each name. Raises PlanError if there is nothing."""
+    makers: list[Callable[[Situation, Prices], _Candidate]] = [_without_lost]
+    if not situation.lost:
+        makers.insert(0, _keep)
+    makers += [_progressive]
+    found: list[_Candidate] = []
+    obstacles: list[str] = []
+    for make in makers:
+        try:
+            found.append(make(situation, prices))
+        except LayoutError as error:
+            obstacles.append(str(error))
+    if not found:
+        raise PlanError(f"nothing can run on ranks {list(situation.available)}: {'; '.join(dict.fromkeys(obstacles))}")
+    return found
+
+
+def _best(situation: Situation, candidates: list[_Candidate]) -> _Candidate:
+    """The fastest; of equally fast ones that which moves the fewest bytes, then changes the fewest stages."""
+    fastest = min(candidate.seconds for candidate in candidates)
+    equal = [candidate for candidate in candidates if candidate.seconds <= fastest * (1 + TIE)]
+    if len(equal) == 1:
+        return equal[0]
+    present = {stage for replica in situation.base.replicas for stage in replica.stages}
+
+    def unrest(candidate: _Candidate) -> tuple[int, int]:
+        layout = candidate.plan.layout
+        stages = {stage for replica in layout.replicas for stage in replica.stages}
+        return bytes_to_move(situation, layout), len(stages.symmetric_difference(present))
+
+    return min(equal, key=unrest)
+
+
+def _keep(situation: Situation, prices: Prices) -> _Candidate:
+    return _candidate("keep", situation, prices, [prices.priced(replica) for replica in situation.base.replicas])
+
+
+def _without_lost(situation: Situation, prices: Prices) -> _Candidate:
+    gone = situation.lost.union(situation.stale)
+    left = situation.base.without(gone).replicas
+    if not left:
+        raise PlanError(f"every replica has lost a rank: {sorted(gone)}")
+    return _candidate("without lost replicas", situation, prices, [prices.priced(replica) for replica in left])
+
+
+def _progressive(situation: Situation, prices: Prices) -> _Candidate:
+    best = _draft(situation, prices, ())
+    while best.weak is not None:  # its ranks may serve better elsewhere
+        other = _draft(situation, prices, {*best.given_up, best.weak})
+        if other.seconds >= best.seconds * (1 - SIGNIFICANT):
+            break
+        best = other
+    if not best.pipes:
+        raise PlanError("no replica can be put together from the ranks that are left")
+    return _candidate("progressive", situation, prices, [*best.pipes.values()])
+
+
+def _draft(situation: Situation, prices: Prices, given_up: Collection[int]) -> Draft:
+    drafts = [Draft(situation, prices, given_up)]
+    stages = [stage for replica in situation.base.replicas for stage in replica.stages]
+    if any(set(stage.ranks).isdisjoint(situation.available) for stage in stages):
+        drafts.append(Draft(situation, prices, given_up, vacant_first=False))
+    for draft in drafts:
+        draft.improve()
+    return min(drafts, key=lambda draft: draft.seconds)
+
+
+def _candidate(name: str, situation: Situation, prices: Prices, replicas: list[Priced]) -> _Candidate:
+    """A plan of these replicas; everybody else stands by. Raises PlanError if memory forbids it."""
+    if situation.micro_batches < len(replicas):
+        raise PlanError(f"{situation.micro_batches} micro-batches an iteration cannot feed {len(replicas)} replicas")
+    counts, seconds = prices.iteration(replicas)
+    used = {rank for priced in replicas for rank in priced.replica.ranks}
+    layout = Layout(
+        tuple(priced.replica for priced in replicas), tuple(sorted(set(situation.available).difference(used)))
+    )
+    validate(layout, situation.model)
+    plan = Plan(
+        epoch=situation.epoch,
+        layout=layout,
+        assignment=shares.contiguous(counts),
+        schedule=situation.schedule,
+        sequence_parallel=situation.sequence_parallel,
+    )
+    if situation.memory_bytes is not None:
+        obstacle = memory.obstacle(plan, situation.model, situation.memory_bytes, situation.tokens)
+        if obstacle:
+            raise PlanError(obstacle)
+    return _Candidate(name, plan, seconds)

@@ -1,0 +1,134 @@
+"""Whatever is left of a job takes the layout that suits it, in the same processes, with nothing lost."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from resihp.datasets import ByteFiles, PackedDataset
+from resihp.workload import samples_digest
+from tests.integration.jobs import Job, jobs
+
+ITERATIONS = 12
+SIX_LAYERS = ("--layers", "6")
+WHERE = {"nodes": 4, "gpus": 2, "tp": 2, "pp": 2}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, float]]:
+    """Losses of the same training without failures."""
+    for make in jobs(tmp_path_factory.mktemp("reference")):
+        done = make("job").train(script=SIX_LAYERS, iterations=ITERATIONS, **WHERE).wait()
+        assert done.status == 0, done.stderr
+        yield done.losses()
+
+
+def run(job: Job, *faults: str, options: tuple[str, ...] = (), **where: int) -> Job:
+    given = [word for fault in faults for word in ("--fault", fault)]
+    return job.train(*given, *options, script=SIX_LAYERS, iterations=ITERATIONS, **(where or WHERE)).wait()
+
+
+def assert_nothing_lost(job: Job, reference: dict[int, float]) -> None:
+    assert job.status == 0, job.stderr
+    rows = job.history("iterations")
+    assert [row["iteration"] for row in rows] == list(range(1, ITERATIONS + 1))
+    for row in rows:
+        assert row["loss"] == pytest.approx(reference[row["iteration"]], rel=1e-4), f"iteration {row['iteration']}"
+    data = PackedDataset(
+        ByteFiles(sysconfig.get_paths()["stdlib"]), budget=64, micro_batches_per_iteration=8, seed=1234
+    )
+    for row in rows:
+        samples = (s for batch in data.micro_batches(row["iteration"]) for s in batch.samples)
+        assert row["samples_digest"] == f"{samples_digest(samples):016x}"
+
+
+def exits(job: Job) -> dict[int, int]:
+    return {row["rank"]: row["exit"] for row in job.history("workers")}
+
+
+def layouts(job: Job) -> list[Any]:
+    """Of the plans that took effect, in order."""
+    return [row["layout"] for row in job.history("plans") if row["state"] in ("in effect", "superseded")]
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["gloo", "strict"])
+def test_five_kills_in_five_iterations_leave_three_ranks_that_finish(
+    job: Job, reference: dict[int, float], strict: bool
+) -> None:
+    if strict:
+        job.environment["RESIHP_STRICT_ORDER"] = "1"
+    phases = ("backward", "forward", "reduce", "backward", "step")
+    run(job, *(f"kill:rank={rank}@iteration={3 + i},phase={phases[i]}" for i, rank in enumerate((1, 4, 5, 6, 7))))
+    assert_nothing_lost(job, reference)
+    assert exits(job) == {rank: 0 if rank in (0, 2, 3) else -9 for rank in range(8)}, "the same processes"
+    assert len(job.history("failures")) == 5
+    assert {row["component"] for row in job.history("failures")} == {"device"}
+
+
+@pytest.mark.parametrize("phase", ["park", "groups", "transfer", "resume"])
+def test_a_second_kill_in_mid_transition(job: Job, reference: dict[int, float], phase: str) -> None:
+    run(job, "kill:rank=1@iteration=4,phase=backward", f"kill:rank=6@iteration=4,phase={phase}")
+    assert_nothing_lost(job, reference)
+    assert exits(job) == {rank: -9 if rank in (1, 6) else 0 for rank in range(8)}
+
+
+@pytest.mark.parametrize("phase", ["park", "groups", "transfer", "resume"])
+def test_the_supervisor_is_cut_off_in_mid_transition(job: Job, reference: dict[int, float], phase: str) -> None:
+    cut = [f"disconnect:node=n{n}@iteration=4,phase={phase}" for n in (1, 2, 3, 4)]
+    run(job, "kill:rank=1@iteration=4,phase=backward", *cut)
+    assert_nothing_lost(job, reference)
+    assert exits(job) == {rank: -9 if rank == 1 else 0 for rank in range(8)}
+    assert len(job.history("failures")) == 1, "a broken connection is none"
+
+
+def test_a_crashed_process_comes_back_on_its_device(job: Job) -> None:
+    run(job, "crash:rank=2@iteration=3,phase=backward", nodes=2, gpus=4, tp=4, pp=1)
+    assert job.status == 0, job.stderr
+    degrees = [
+        sorted(len(stage["ranks"]) for replica in layout["replicas"] for stage in replica) for layout in layouts(job)
+    ]
+    assert degrees == [[4, 4], [2, 4], [4, 4]]
+    assert exits(job) == {**{rank: -9 if rank == 2 else 0 for rank in range(8)}, 8: 0}
+    newcomer = next(row for row in job.history("workers") if row["rank"] == 8)
+    assert (newcomer["node"], newcomer["device"]) == ("n1", 2)
+    assert layouts(job)[1]["standby"] == [
+        next(iter(set(range(4)) - {2} - {r for s in layouts(job)[1]["replicas"][0] for r in s["ranks"]}))
+    ]
+
+
+def test_a_killed_device_stays_out_and_the_standby_is_used_next(job: Job) -> None:
+    faults = ("kill:rank=2@iteration=3,phase=backward", "kill:rank=0@iteration=6,phase=backward")
+    run(job, *faults, nodes=2, gpus=4, tp=4, pp=1)
+    assert job.status == 0, job.stderr
+    first, second, third = layouts(job)
+    assert [len(replica[0]["ranks"]) for replica in second["replicas"]] == [2, 4]
+    (standby,) = second["standby"]
+    assert standby in third["replicas"][0][0]["ranks"]
+    assert len(third["replicas"][0][0]["ranks"]) == 2
+    assert first["standby"] == third["standby"] == []
+    assert set(exits(job)) == set(range(8)), "nothing was started on a dead device"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--schedule", "zero-bubble"),
+        ("--schedule", "interleaved", "--virtual-stages", "3"),
+        ("--sequence-parallel",),
+    ],
+    ids=lambda options: options[-1],
+)
+def test_every_schedule_survives(job: Job, reference: dict[int, float], options: tuple[str, ...]) -> None:
+    run(job, "kill:rank=1@iteration=4,phase=backward", "crash:rank=6@iteration=7,phase=forward", options=options)
+    assert_nothing_lost(job, reference)
+
+
+def test_state_that_nobody_holds_any_more_ends_the_job_with_advice(job: Job) -> None:
+    run(job, "kill:rank=0@iteration=3", nodes=1, gpus=2, tp=1, pp=2)
+    assert job.status == 5, job.stderr
+    assert "was lost with ranks 0" in job.stderr
+    assert "--resume" in job.stderr
+    assert [row["iteration"] for row in job.history("iterations")] == [1, 2]

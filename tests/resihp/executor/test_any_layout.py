@@ -1,0 +1,32 @@
+"""Any layout, any schedule, any chain of them: the mathematics of a serial model, and state that is never touched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Ranks = Callable[..., list[Any]]
+
+CHAINS = int(os.environ.get("RESIHP_CHAINS", "16"))
+"""Each is three plans on 2 to 8 ranks."""
+
+
+@pytest.mark.parametrize("seed", range(CHAINS))
+def test_a_chain_of_random_plans_equals_a_serial_model(chain_ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    answers = chain_ranks(
+        "chain",
+        2 + seed % 7,
+        seed=seed,
+        ranks=2 + seed % 7,
+        plans=3,
+        kind=("gpt", "llama")[seed // 7 % 2],
+        recompute=("none", "none", "full", "selective")[seed % 4],
+        strict=seed % 3 == 0,
+        root=str(tmp_path),
+    )
+    assert sum(answer["work"] for answer in answers) > 0
+    assert max(answer["worst"] for answer in answers) <= 1e-5

@@ -1,0 +1,230 @@
+"""Programs: pieces between unequal degrees, buckets, communicators, and one order that all ranks obey."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+
+from resihp.layout import Layout, Replica, Stage
+from resihp.ownership import ParameterSpec, owner_sets, size_of
+from resihp.pipeline.program import (
+    Bucket,
+    Compute,
+    Instruction,
+    Membership,
+    Piece,
+    Reduce,
+    Transmit,
+    buckets,
+    chunks_of,
+    gradients_of,
+    memberships,
+    mirrored,
+    pieces_between,
+    programs,
+)
+from resihp.plan import Plan
+from tests.resihp.pipeline.plans import model, random_plan
+
+
+def written(program: tuple[Instruction, ...]) -> str:
+    """F3 for a computation, f3 and b3 for a parcel, r0 for a sum."""
+    words = []
+    for entry in program:
+        if isinstance(entry, Compute):
+            words.append(f"{entry.primitive.kind}{entry.primitive.micro_batch}")
+        elif isinstance(entry, Transmit):
+            words.append(f"{entry.parcel.direction[0]}{entry.parcel.micro_batch}")
+        else:
+            words.append(f"r{entry.bucket}")
+    return " ".join(words)
+
+
+UNEQUAL = Layout(
+    replicas=(
+        Replica((Stage((0, 1), ((0, 1),)), Stage((2,), ((2, 3),)))),
+        Replica((Stage((3,), ((0, 1),)), Stage((4,), ((2, 3),)))),
+    ),
+    standby=(5,),
+)
+
+
+def test_programs_by_hand() -> None:
+    plan = Plan(epoch=1, layout=UNEQUAL, assignment=((0, 1), (2,)))
+    cut = buckets(UNEQUAL, model(4))
+    assert [bucket.owners for bucket in cut] == [(2, 4), (0, 3), (1, 3)]
+    found = programs(plan, cut)
+    assert {rank: written(program) for rank, program in found.items()} == {
+        0: "F0 f0 F1 f1 b0 B0 b1 B1 r1",
+        1: "F0 f0 F1 f1 b0 B0 b1 B1 r2",
+        2: "f0 F0 f1 B0 b0 F1 B1 b1 r0",
+        3: "F2 f2 b2 B2 r1 r2",
+        4: "f2 F2 B2 b2 r0",
+    }
+    assert memberships(plan, found, cut) == (
+        Membership("world", (0, 1, 2, 3, 4)),
+        Membership("tensor/0/0", (0, 1)),
+        Membership("forward/0-2", (0, 2)),
+        Membership("forward/1-2", (1, 2)),
+        Membership("forward/3-4", (3, 4)),
+        Membership("backward/2-0", (2, 0)),
+        Membership("backward/2-1", (2, 1)),
+        Membership("backward/4-3", (4, 3)),
+        Membership("gradients/0-3", (0, 3)),
+        Membership("gradients/1-3", (1, 3)),
+        Membership("gradients/2-4", (2, 4)),
+    )
+    sent = [entry.parcel for entry in found[2] if isinstance(entry, Transmit)]
+    assert sent[0].pieces == (Piece(0, 2, 0, 1, 2), Piece(1, 2, 1, 2, 2))
+    assert not sent[0].gathered
+    assert sent[2].direction == "backward"
+    assert sent[2].pieces == (Piece(2, 0, 0, 1, 2), Piece(2, 1, 1, 2, 2))
+    assert sent[2].gathered
+
+
+def test_a_rank_without_micro_batches_still_sums() -> None:
+    plan = Plan(epoch=1, layout=UNEQUAL, assignment=((0, 1), ()))
+    found = programs(plan, buckets(UNEQUAL, model(4)))
+    assert (written(found[3]), written(found[4])) == ("r1 r2", "r0")
+    assert set(programs(plan)) == {0, 1, 2, 3, 4}
+
+
+def test_stages_of_equal_degree_send_whole_tensors_to_counterparts() -> None:
+    assert pieces_between((4, 5), (2, 3), sequence_parallel=False) == (Piece(4, 2, 0, 1, 1), Piece(5, 3, 0, 1, 1))
+    assert pieces_between((4, 5), (2, 3), sequence_parallel=True) == (Piece(4, 2, 0, 1, 2), Piece(5, 3, 1, 2, 2))
+
+
+@pytest.mark.parametrize("up", range(1, 7))
+@pytest.mark.parametrize("down", range(1, 7))
+@pytest.mark.parametrize("split", [False, True])
+def test_pieces_bring_every_element_once_in_one_piece_a_pair(up: int, down: int, split: bool) -> None:
+    senders, receivers = tuple(range(up)), tuple(range(10, 10 + down))
+    pieces = pieces_between(senders, receivers, sequence_parallel=split)
+    assert {piece.sender for piece in pieces} == set(senders)
+    assert {piece.receiver for piece in pieces} == set(receivers)
+    assert len({(piece.sender, piece.receiver) for piece in pieces}) == len(pieces)
+    if up == down and not split:
+        return
+    assert sum(Fraction(piece.stop - piece.start, piece.of) for piece in pieces) == 1
+    for piece in pieces:
+        start, stop = Fraction(piece.start, piece.of), Fraction(piece.stop, piece.of)
+        assert Fraction(piece.sender, up) <= start < stop <= Fraction(piece.sender + 1, up)
+        assert Fraction(piece.receiver - 10, down) <= start < stop <= Fraction(piece.receiver - 9, down)
+    assert mirrored(mirrored(pieces)) == pieces
+    assert {(p.receiver, p.sender, p.start, p.stop) for p in mirrored(pieces)} == {
+        (p.sender, p.receiver, p.start, p.stop) for p in pieces
+    }
+
+
+def test_every_slice_of_several_owners_is_in_one_bucket_of_these_owners() -> None:
+    for seed in range(200):
+        plan, specs = random_plan(random.Random(seed))
+        cut = buckets(plan.layout, specs, bucket_bytes=1500)
+        by_name = {spec.name: spec for spec in specs}
+        expected = Counter(
+            (entry.owners, piece)
+            for entry in owner_sets(plan.layout, specs)
+            if len(entry.owners) > 1
+            for piece in entry.slices
+        )
+        assert Counter((bucket.owners, piece) for bucket in cut for piece in bucket.slices) == expected
+        places = {rank: (place.replica, place.stage) for rank, place in plan.layout.places()}
+        for bucket in cut:
+            assert bucket.slices
+            assert set(bucket.units) == {unit for piece in bucket.slices for unit in by_name[piece.name].units}
+            size = 4 * sum(size_of(by_name[piece.name], piece) for piece in bucket.slices)
+            assert size <= 1500 or len(bucket.slices) == 1
+            for owner in bucket.owners:  # no gradient waits for a chunk that it does not come from
+                needed = chunks_of(plan.layout, *places[owner], bucket.units)
+                for piece in bucket.slices:
+                    assert chunks_of(plan.layout, *places[owner], by_name[piece.name].units) == needed
+
+
+def test_buckets_begin_with_the_models_last_parameters() -> None:
+    layout = Layout.uniform(tp=1, pp=1, dp=2, layers=4, chunks=2)
+    found = buckets(layout, model(4), bucket_bytes=1 << 20)
+    assert [bucket.units for bucket in found] == [
+        ("head", "final", "layer.3", "layer.2"),
+        ("layer.1", "layer.0", "embedding"),
+    ]
+    smaller = buckets(layout, model(4), bucket_bytes=2500)
+    assert len(smaller) > 2
+    names = [piece.name for bucket in smaller for piece in bucket.slices]
+    assert names == [spec.name for spec in reversed(model(4))]
+
+
+def test_a_tied_parameter_waits_for_both_of_its_units() -> None:
+    layout = Layout.uniform(tp=1, pp=2, dp=2, layers=2)
+    (tied,) = (bucket for bucket in buckets(layout, model(2, tied=True)) if len(bucket.owners) == 4)
+    assert tied.units == ("embedding", "head")
+    assert [chunks_of(layout, 0, stage, tied.units) for stage in (0, 1)] == [(0,), (0,)]
+    (one,) = buckets(Layout.uniform(tp=2, pp=1, dp=1, layers=2), (ParameterSpec("n", "layer.1", (8,), partial=True),))
+    assert one.owners == (0, 1)
+    assert buckets(Layout.uniform(tp=2, pp=2, dp=1, layers=2), model(2)) == ()
+
+
+def test_sums_over_all_ranks_use_the_communicator_of_all() -> None:
+    layout = Layout.uniform(tp=1, pp=1, dp=3, layers=2)
+    plan = Plan(epoch=1, layout=layout, assignment=((0,), (1,), (2,)))
+    cut = buckets(layout, model(2))
+    assert memberships(plan, programs(plan, cut), cut) == (Membership("world", (0, 1, 2)),)
+    assert gradients_of((2, 0, 1), (0, 1, 2)) == "world"
+    assert gradients_of((2, 0), (0, 1, 2)) == "gradients/0-2"
+    alone = Plan(epoch=1, layout=Layout.uniform(tp=1, pp=1, dp=1, layers=2), assignment=((0,),))
+    assert memberships(alone, programs(alone)) == ()
+
+
+def test_all_ranks_obey_one_order() -> None:
+    """The ranks' communications, tensor-parallel computations included, are parts of one list without a circle."""
+    for seed in range(150):
+        plan, specs = random_plan(random.Random(seed))
+        cut = buckets(plan.layout, specs, bucket_bytes=1500)
+        found = programs(plan, cut)
+        after: dict[object, set[object]] = {}
+        for rank, program in found.items():
+            place = plan.layout.place(rank)
+            assert place is not None
+            events: list[object] = [
+                (place.replica, place.stage, entry.primitive)
+                if isinstance(entry, Compute)
+                else (entry.parcel.direction, entry.parcel.micro_batch, entry.parcel.boundary)
+                if isinstance(entry, Transmit)
+                else entry
+                for entry in program
+            ]
+            for event, then in itertools.pairwise(events):
+                after.setdefault(event, set()).add(then)
+                after.setdefault(then, set())
+        entering = Counter(then for others in after.values() for then in others)
+        free = [event for event in after if not entering[event]]
+        passed = 0
+        while free:
+            passed += 1
+            for then in after[free.pop()]:
+                entering[then] -= 1
+                if not entering[then]:
+                    free.append(then)
+        assert passed == len(after)
+
+
+def test_every_communication_has_a_communicator() -> None:
+    for seed in range(200):
+        plan, specs = random_plan(random.Random(seed))
+        cut: tuple[Bucket, ...] = buckets(plan.layout, specs, bucket_bytes=1500)
+        found = programs(plan, cut)
+        known = {membership.name: membership.ranks for membership in memberships(plan, found, cut)}
+        assert len(known) == len(memberships(plan, found, cut))
+        for rank, program in found.items():
+            for entry in program:
+                if isinstance(entry, Transmit):
+                    for piece in entry.parcel.pieces:
+                        pair = (piece.sender, piece.receiver)
+                        assert known[f"{entry.parcel.direction}/{pair[0]}-{pair[1]}"] == pair
+                elif isinstance(entry, Reduce):
+                    owners = cut[entry.bucket].owners
+                    assert sorted(known[gradients_of(owners, plan.layout.active)]) == sorted(owners)
+                    assert rank in owners

@@ -9,10 +9,10 @@ HOME_OF_DEMO := .resihp-demo
 .PHONY: help setup setup-system demo test lint bench soak clean
 
 help:
-	@echo "make demo     train on 12 workers of 6 virtual nodes, kill a worker and a node, show what happened"
+	@echo "make demo     train on 8 workers of 4 virtual nodes, lose two of them, get one back, show what happened"
 	@echo "make test     all tests (sets itself up)"
 	@echo "make lint     ruff and mypy"
-	@echo "make bench    recovery and overhead, measured against torchrun and against the bare script"
+	@echo "make bench    recovery, overhead, changes of layout and steady state, each against its baseline"
 
 setup: .venv/complete
 
@@ -32,10 +32,11 @@ setup-system:
 
 demo: setup
 	rm -rf $(HOME_OF_DEMO)
-	RESIHP_HOME=$(HOME_OF_DEMO) $(RUN) run --local --nodes 6 --gpus-per-node 2 --tp 2 --pp 2 \
-	  --fault kill:rank=5@iteration=10,phase=backward --fault kill:node=n6@iteration=25,phase=forward \
-	  -- $(BIN)/python examples/pretrain_gpt.py --iterations 40
+	RESIHP_HOME=$(HOME_OF_DEMO) $(RUN) run --local --nodes 4 --gpus-per-node 2 --tp 2 --pp 2 \
+	  --fault crash:rank=5@iteration=10,phase=backward --fault kill:rank=1@iteration=30,phase=forward \
+	  -- $(BIN)/python examples/pretrain_gpt.py --layers 6 --iterations 45
 	RESIHP_HOME=$(HOME_OF_DEMO) $(RUN) history failures
+	RESIHP_HOME=$(HOME_OF_DEMO) $(RUN) history plans
 	RESIHP_HOME=$(HOME_OF_DEMO) $(RUN) history reconfigurations
 	RESIHP_HOME=$(HOME_OF_DEMO) $(RUN) status
 
@@ -50,9 +51,13 @@ lint: setup
 bench: setup
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/reconfigure.py
+	$(BIN)/python benchmarks/steady.py
 
 soak: setup
 	RESIHP_FUZZ_SEEDS=50000 $(BIN)/python -m pytest tests/resihp/controller/test_fuzz.py --timeout 7200
+	RESIHP_CHECKED_PLANS=10000 $(BIN)/python -m pytest tests/resihp/pipeline --timeout 3600
+	RESIHP_CHAINS=200 $(BIN)/python -m pytest tests/resihp/executor/test_any_layout.py --timeout 3600
 
 clean:
 	rm -rf .venv .resihp $(HOME_OF_DEMO) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -17,7 +17,7 @@ def confirmed(job: Job, member: Member, confirm: m.Confirm) -> None:
     if transition is None or transition.stage != "proposing" or confirm.epoch != job.epoch:
         return
     assert transition.plan is not None
-    if member.rank not in transition.plan.layout.ranks:
+    if member.rank not in transition.waiting:
         return
     if confirm.digest != transition.plan.digest:
         objected(job, member, m.Object(epoch=confirm.epoch, reason="computes another digest of the plan"))
@@ -31,7 +31,7 @@ def objected(job: Job, member: Member, objection: m.Object) -> None:
     if transition is None or transition.stage != "proposing" or objection.epoch != job.epoch:
         return
     assert transition.plan is not None
-    if member.rank not in transition.plan.layout.ranks:
+    if member.rank not in transition.waiting:
         return
     told = f"{job.where(member.rank)}: refuses the plan of epoch {job.epoch}: {objection.reason}"
     if transition.plan is job.first_plan:

@@ -91,7 +91,7 @@ class Controller:
         """Assert what must hold between events. Tests call it after each one."""
         job = self.job
         if job.plan is not None and job.phase == "running":
-            dead = [rank for rank in job.plan.layout.active if not job.members[rank].alive]
+            dead = [rank for rank in job.active if not job.members[rank].alive]
             done = job.committed >= job.goal
             assert not dead or done, f"running with dead ranks {dead}"
         if job.transition is not None and job.phase != "ended":

@@ -110,9 +110,9 @@ def transition_after(job: Job, lost: set[int], reason: str) -> None:
     if job.phase == "gathering" or job.phase == "ended":
         return
     if job.phase == "running" and job.plan is not None:
-        active = [rank for rank in job.plan.layout.active if job.members[rank].alive]
+        active = [rank for rank in job.active if job.members[rank].alive]
         done = active and all(job.members[rank].stepped >= job.goal for rank in active)
-        if done or lost.isdisjoint(job.plan.layout.active):
+        if done or lost.isdisjoint(job.working):
             incidents.log_incidents(job)
             if done:
                 iterations.commit_up_to(job, job.goal)

@@ -68,7 +68,7 @@ def commit_reported(job: Job) -> None:
     """
     assert job.plan is not None
     while (reports := job.reports.get(job.committed + 1)) is not None:
-        missing = any(rank not in reports.by_rank for rank in job.plan.layout.active)
+        missing = any(rank not in reports.by_rank for rank in job.active)
         if missing and job.furthest <= job.committed + MOST_OPEN:
             return
         commit_up_to(job, job.committed + 1)
@@ -107,7 +107,7 @@ def finished(job: Job, member: Member) -> None:
 def halt_when_finished(job: Job) -> None:
     if job.phase != "running" or job.plan is None or job.committed < job.goal:
         return
-    if all(job.members[rank].finished for rank in job.plan.layout.active if job.members[rank].alive):
+    if all(job.members[rank].finished for rank in job.active if job.members[rank].alive):
         job.phase = "halting"
         job.halted_at = job.now
         job.pause = None

@@ -28,7 +28,7 @@ def beat(job: Job, event: api.AgentBeat) -> None:
         old = member.beat.progress if member.beat else None
         if beat.progress is not None and (old is None or beat.progress.primitives > old.primitives):
             member.progress_at = job.now
-            if job.plan is not None and job.plan.layout.place(member.rank) is not None:
+            if member.rank in job.working:
                 job.progress_at = job.now
             building = job.transition if job.transition and job.transition.stage == "building" else None
             if building is not None and member.rank in building.asked:
@@ -111,7 +111,7 @@ def needed(job: Job, node: Node) -> bool:
     """Whether the job waits for something that this node's workers have to do."""
     if job.phase == "running":
         assert job.plan is not None
-        return any(job.members[rank].node == node.name for rank in job.plan.layout.active)
+        return any(job.members[rank].node == node.name for rank in job.active)
     if job.phase == "transition":
         assert job.transition is not None
         return any(job.members[rank].node == node.name for rank in job.transition.waiting)
@@ -120,7 +120,7 @@ def needed(job: Job, node: Node) -> bool:
 
 def judge_progress(job: Job) -> None:
     assert job.plan is not None
-    active = [job.members[rank] for rank in job.plan.layout.active if job.members[rank].alive]
+    active = [job.members[rank] for rank in job.active if job.members[rank].alive]
     stopped = [member for member in active if stopped_for_long(job, member)]
     if stopped:
         suspect(job, stopped)

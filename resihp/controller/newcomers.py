@@ -70,7 +70,7 @@ def consider(job: Job) -> None:
         better, _ = planning.best(job, job.epoch + 1, set(job.ready), planning.base_while_running(job))
     except (LayoutError, NotEnoughDevicesError):
         return
-    if better.layout.active != plan.layout.active:
+    if better.layout.active != job.active:
         transitions.pause(job, f"rank {', '.join(map(str, sorted(idle)))} joined")
 
 

@@ -98,7 +98,7 @@ def base(job: Job) -> Base | None:
     """Where the state is once all have parked; None while every rank draws it or loads it from the checkpoint."""
     if job.plan is None or job.committed == job.declaration.resume_from:
         return None
-    survivors = tuple(rank for rank in job.plan.layout.active if job.members[rank].ready and can_go_on(job, rank))
+    survivors = tuple(rank for rank in job.active if job.members[rank].ready and can_go_on(job, rank))
     return Base(epoch=job.plan.epoch, layout=job.plan.layout, survivors=survivors)
 
 
@@ -106,7 +106,7 @@ def base_while_running(job: Job) -> Base | None:
     """The base of a transition that began now, with everybody alive and up to date."""
     if job.plan is None or job.committed == job.declaration.resume_from:
         return None
-    return Base(epoch=job.plan.epoch, layout=job.plan.layout, survivors=job.plan.layout.active)
+    return Base(epoch=job.plan.epoch, layout=job.plan.layout, survivors=job.active)
 
 
 def can_go_on(job: Job, rank: int) -> bool:

@@ -199,7 +199,11 @@ class Job:
         """(node, device) on which no process is to be started again."""
         self.epoch = 0
         self.plan: Plan | None = None
-        """The plan in effect: what the state of every rank follows."""
+        """The plan in effect: what the state of every rank follows. Set by `take_effect` alone."""
+        self.active: tuple[int, ...] = ()
+        """Ranks with work in the plan in effect, ascending."""
+        self.working: frozenset[int] = frozenset()
+        """The same, to look up."""
         self.first_plan: Plan | None = None
         self.transition: Transition | None = None
         self.pause: Pause | None = None
@@ -259,6 +263,11 @@ class Job:
     def predicted_s(self) -> float:
         """Seconds of a healthy iteration, as far as recent ones tell; 0 when none was seen."""
         return statistics.median(self.recent) if self.recent else 0.0
+
+    def take_effect(self, plan: Plan) -> None:
+        self.plan = plan
+        self.active = plan.layout.active
+        self.working = frozenset(self.active)
 
     def do(self, action: AnyAction) -> None:
         self.actions.append(action)

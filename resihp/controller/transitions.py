@@ -88,9 +88,8 @@ def _paused(job: Job, member: Member, parked: m.Parked) -> None:
     """An answer to a request to pause: with an active rank's, the transition begins; unless training is done."""
     pause = job.pause
     assert pause is not None
-    assert job.plan is not None
     pause.answers[member.rank] = parked
-    if job.plan.layout.place(member.rank) is None:
+    if member.rank not in job.working:
         return
     job.pause = None
     if parked.stepped >= job.goal:
@@ -256,9 +255,10 @@ def acknowledged(job: Job, member: Member, ready: m.Ready) -> None:
 def _take_effect(job: Job, transition: Transition) -> None:
     """The commit of the transaction: from here on, state is where the new plan's layout says."""
     assert transition.plan is not None
-    plan = job.plan = transition.plan
+    plan = transition.plan
+    job.take_effect(plan)
     job.do(api.Log(entry=PlanInEffect(epoch=job.epoch)))
-    for rank in plan.layout.active:
+    for rank in job.active:
         job.members[rank].stepped = job.committed
     job.order(plan.layout.ranks, m.Begin(epoch=job.epoch))
     transition.stage = "first-iteration"

@@ -30,6 +30,11 @@ class Transfer:
     def __init__(self, work: Any, woken: Callable[[], bool]) -> None:
         self._work = work
         self._woken = woken
+        self._finish: Callable[[], object] | None = None
+
+    def then(self, finish: Callable[[], object]) -> None:
+        """What is left to do when it is done, by whoever waits for it."""
+        self._finish = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for it. Raises CommunicatorError once the rank has been woken, RuntimeError for what the back end says.
@@ -42,7 +47,11 @@ class Transfer:
         limit = None if timeout is None else time.monotonic() + timeout.total_seconds()
         while True:
             try:
-                return bool(self._work.wait(_GLANCE))
+                done = bool(self._work.wait(_GLANCE))
+                if self._finish is not None:
+                    self._finish()
+                    self._finish = None
+                return done
             except RuntimeError as error:
                 if _TIMED_OUT not in str(error) or (limit is not None and time.monotonic() > limit):
                     raise
@@ -142,8 +151,17 @@ class Channel:
         return self._begin(lambda: self.backend.allgather(outputs, inputs))
 
     def reduce_scatter(self, output: Tensor, inputs: list[Tensor]) -> Transfer:
-        """Sum `inputs[r]` of all ranks into rank r's `output`."""
-        return self._begin(lambda: self.backend.reduce_scatter([output], [inputs]))
+        """Sum `inputs[r]` of all ranks into rank r's `output`.
+
+        gloo's own is a sum over everything, too, but one whose wait cannot be told to look up.
+        """
+        if output.is_cuda:
+            return self._begin(lambda: self.backend.reduce_scatter([output], [inputs]))
+        whole = torch.stack(inputs)
+        index = self.rank()
+        transfer = self.allreduce([whole])
+        transfer.then(lambda: output.copy_(whole[index]))
+        return transfer
 
     def broadcast(self, tensor: Tensor) -> Transfer:
         """From the first rank to the others. On two ranks, how anything is sent: gloo forgets interrupted sends."""

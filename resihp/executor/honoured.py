@@ -44,7 +44,7 @@ HINTS = {
     "numbers",
     "tensor_model_parallel_size": "leave it at 1: the job's layout decides (--tp)",
     "pipeline_model_parallel_size": "leave it at 1: the job's layout decides (--pp)",
-    "virtual_pipeline_model_parallel_size": "leave it unset: the job's layout decides (--chunks)",
+    "virtual_pipeline_model_parallel_size": "leave it unset: the job's layout decides (--virtual-stages)",
     "sequence_parallel": "leave it False and use --sequence-parallel: the job's layout decides",
     "distribute_saved_activations": "leave it unset: --sequence-parallel cuts the saved activations, too",
     "params_dtype": "use torch.float32",

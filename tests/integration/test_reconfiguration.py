@@ -51,7 +51,7 @@ def exits(job: Job) -> dict[int, int]:
 
 def layouts(job: Job) -> list[Any]:
     """Of the plans that took effect, in order."""
-    return [row["layout"] for row in job.history("plans") if row["state"] in ("in effect", "superseded")]
+    return [row["layout"] for row in job.history("plans") if row["outcome"] in ("in effect", "superseded")]
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["gloo", "strict"])

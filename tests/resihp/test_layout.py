@@ -120,7 +120,7 @@ def test_validation_names_the_culprit(layout: Layout, culprit: str) -> None:
     assert isinstance(caught.value, UsageError)
 
 
-@pytest.mark.parametrize(("field", "name"), [("vocab", "vocabulary"), ("ffn_hidden", "MLP width")])
+@pytest.mark.parametrize(("field", "name"), [("vocab", "vocabulary rows"), ("ffn_hidden", "MLP width")])
 def test_validation_names_the_tensor_that_does_not_divide(field: str, name: str) -> None:
     model = msgspec.structs.replace(MODEL, **{field: 514})
     with pytest.raises(LayoutError, match=f"514 {name} cannot be divided by tensor-parallel degree 4"):

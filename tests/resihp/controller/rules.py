@@ -327,7 +327,7 @@ class Rules:
         expect(bool(worker.frozen) or recently, f"rank {action.rank} is fenced though it is a victim")
         asked = worker.told_at >= worker.answered_at
         sign = worker.told_at if asked else max(worker.shown_at, worker.answered_at)
-        if recently and not worker.frozen:
+        if recently:  # the last beat told that it was stopped
             return
         expect(
             self.world.now - sign >= self.world.settings.hang_given_up_s - EPSILON,

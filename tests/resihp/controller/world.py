@@ -576,7 +576,9 @@ class World:
             case api.Order():
                 for rank in action.ranks:
                     worker = self.workers[rank]
-                    again = isinstance(action.order, m.Park) and rank in self.rules.hurried
+                    again = isinstance(action.order, m.Park) and (
+                        action.order.after_iteration or rank in self.rules.hurried
+                    )
                     if isinstance(action.order, m.Park | m.Propose | m.Go | m.Begin) and not again:
                         worker.told_at = self.now
                     self.down(worker.node, rank, action.order)

@@ -15,7 +15,6 @@ from megatron.core.transformer import TransformerConfig
 import resihp
 from resihp.datasets import ByteFiles, MegatronIndexed, PackedDataset
 
-
 _LLAMA = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,

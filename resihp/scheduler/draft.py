@@ -56,11 +56,17 @@ class Draft:
 
         Only where ranks have come: they may make better use of its ranks than itself, for what it had lost is back.
         """
-        half = self._situation.tp * self._situation.pp / 2
         if set(self._situation.available).issubset(self._situation.base.ranks):
             return None
-        weak = [pipe for pipe in self.pipes if pipe.base is not None and self._strength(pipe)[0] <= half]
+        weak = [pipe for pipe in self.pipes if pipe.base is not None and self._strength(pipe)[0] <= self._half]
         return min(weak, key=self._strength).base if weak else None
+
+    @property
+    def _half(self) -> float:
+        """Half of what a replica was started with. New ones must have more: less serves better as standby, for the
+        groups that it came from.
+        """
+        return self._situation.tp * self._situation.pp / 2
 
     def _strength(self, pipe: Pipe) -> tuple[float, int]:
         return sum(self._situation.speed(group.ranks) for group in pipe.groups), -(pipe.base or 0)
@@ -100,7 +106,7 @@ class Draft:
             yield from self._replaced(pipe, self._without_drag(pipe))
         for count in range(1, min(self._situation.pp, len(idle)) + 1):
             fresh = Pipe(tuple(sorted(idle[:count], key=self._position)))
-            priced = self._priced(fresh)
+            priced = self._priced(fresh) if self._strength(fresh)[0] > self._half else None
             if priced is not None:
                 yield {**self.pipes, fresh: priced}
         if len(self.pipes) > 1:

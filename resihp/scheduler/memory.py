@@ -69,8 +69,8 @@ def obstacle(plan: Plan, model: ModelSpec, memory_bytes: int, tokens: int, *, el
     if needed <= memory_bytes:
         return None
     return (
-        f"rank {-rank}: needs {needed / 2**30:.2f} GiB under the plan of epoch {plan.epoch}, its device has "
-        f"{memory_bytes / 2**30:.2f} GiB"
+        f"rank {-rank}: needs {needed / 1e9:.3g} GB under the plan of epoch {plan.epoch}, its device has "
+        f"{memory_bytes / 1e9:.3g} GB"
     )
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from resihp.datasets import ByteFiles, PackedDataset
 from resihp.workload import samples_digest
-from tests.integration.jobs import Job, jobs
+from tests.integration.jobs import EXAMPLE, TINY, Job, jobs
 
 ITERATIONS = 12
 SIX_LAYERS = ("--layers", "6")
@@ -132,3 +133,38 @@ def test_state_that_nobody_holds_any_more_ends_the_job_with_advice(job: Job) -> 
     assert "was lost with ranks 0" in job.stderr
     assert "--resume" in job.stderr
     assert [row["iteration"] for row in job.history("iterations")] == [1, 2]
+
+
+CHANGED = """
+import os, runpy, sys
+sys.argv += ["--lr", "0.002"] if int(os.environ["RANK"]) >= 4 else []
+runpy.run_path({example!r}, run_name="__main__")
+"""
+
+
+def test_a_newcomer_of_another_training_is_turned_away(job: Job) -> None:
+    """The script was edited while the job ran: whoever starts now would train something else."""
+    job.folder.mkdir(parents=True)
+    script = job.folder / "train.py"
+    script.write_text(CHANGED.replace("{example!r}", repr(str(EXAMPLE))))
+    sizes = (*TINY, "--iterations", "30")
+    job.start(
+        "--fault", "crash:rank=1@iteration=4", command=(sys.executable, str(script), *sizes), nodes=2, gpus=2, pp=1
+    )
+    job.wait()
+    assert job.status == 0, job.stderr
+    assert "does not join: declares another fingerprint than the job" in job.stderr
+    assert [row["iteration"] for row in job.history("iterations")] == list(range(1, 31))
+    assert exits(job)[4] == -9
+
+
+def test_a_plan_that_needs_more_memory_than_there_is_is_not_tried(job: Job) -> None:
+    """Without its counterpart, a rank would have to hold a whole stage: the replica is given up instead."""
+    job.train(
+        "--memory-per-device", "1MB", "--fault", "kill:rank=1@iteration=3", script=SIX_LAYERS, iterations=6, **WHERE
+    )
+    job.wait()
+    assert job.status == 0, job.stderr
+    first, second = layouts(job)
+    assert [len(first["replicas"]), len(second["replicas"])] == [2, 1]
+    assert {len(stage["ranks"]) for stage in second["replicas"][0]} == {2}

@@ -27,6 +27,9 @@ try:
         import megatron.core.models.common.embeddings.rotary_pos_embedding
         import megatron.core.models.gpt.gpt_layer_specs
         import megatron.core.transformer.transformer_layer  # noqa: F401
+
+        # Half a second, which the first optimizer of every process would take otherwise, in the middle of a transition.
+        import torch._dynamo
         from megatron.core.tensor_parallel import random as megatron_random
 finally:
     torch.compile = _compile

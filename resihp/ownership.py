@@ -96,11 +96,10 @@ def share(spec: ParameterSpec, t: int, tp: int) -> Slice:
 def holder(layout: Layout, replica: int, unit: str) -> Stage:
     """The stage of a replica that holds `unit`. Raises LayoutError when the replica lacks that layer."""
     stages = layout.replicas[replica].stages
-    order = layout.replicas[replica].virtual_stages
     if unit == "embedding":
-        return stages[order[0][0]]
+        return stages[layout.replicas[replica].virtual_stages[0][0]]
     if unit in ("final", "head"):
-        return stages[order[-1][0]]
+        return stages[layout.replicas[replica].virtual_stages[-1][0]]
     layer = int(unit.removeprefix("layer."))
     for stage in stages:
         if any(first <= layer <= last for first, last in stage.chunks):

@@ -99,7 +99,7 @@ def decide(situation: Situation) -> Decision:
     return Decision(
         plan=chosen.plan,
         seconds=chosen.seconds,
-        reason=f"{chosen.name}: predicted {chosen.seconds:.4g}{against}",
+        reason=f"{chosen.name}: predicted {chosen.seconds:.4g} layer times an iteration{against}",
         alternatives=others,
     )
 
@@ -110,7 +110,8 @@ def without_lost_replicas(situation: Situation) -> Decision:
     Raises PlanError if no replica is left.
     """
     found = _without_lost(situation, Prices(situation))
-    return Decision(plan=found.plan, seconds=found.seconds, reason=f"{found.name}: predicted {found.seconds:.4g}")
+    reason = f"{found.name}: predicted {found.seconds:.4g} layer times an iteration"
+    return Decision(plan=found.plan, seconds=found.seconds, reason=reason)
 
 
 def _candidates(situation: Situation, prices: Prices) -> list[_Candidate]:

@@ -63,7 +63,7 @@ class Draft:
 
     @property
     def _half(self) -> float:
-        """Half of what a replica was started with. New ones must have more: less serves better as standby, for the
+        """Half of what a replica was started with. New ones must have as much: less serves better as standby, for the
         groups that it came from.
         """
         return self._situation.tp * self._situation.pp / 2
@@ -106,7 +106,7 @@ class Draft:
             yield from self._replaced(pipe, self._without_drag(pipe))
         for count in range(1, min(self._situation.pp, len(idle)) + 1):
             fresh = Pipe(tuple(sorted(idle[:count], key=self._position)))
-            priced = self._priced(fresh) if self._strength(fresh)[0] > self._half else None
+            priced = self._priced(fresh) if self._strength(fresh)[0] >= self._half else None
             if priced is not None:
                 yield {**self.pipes, fresh: priced}
         if len(self.pipes) > 1:

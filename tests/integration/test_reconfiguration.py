@@ -15,7 +15,7 @@ from tests.integration.jobs import EXAMPLE, TINY, Job, jobs
 
 ITERATIONS = 12
 SIX_LAYERS = ("--layers", "6")
-WHERE = {"nodes": 4, "gpus": 2, "tp": 2, "pp": 2}
+WHERE = {"nodes": 2, "gpus": 4, "tp": 2, "pp": 2}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_a_second_kill_in_mid_transition(job: Job, reference: dict[int, float], 
 
 @pytest.mark.parametrize("phase", ["park", "groups", "transfer", "resume"])
 def test_the_supervisor_is_cut_off_in_mid_transition(job: Job, reference: dict[int, float], phase: str) -> None:
-    cut = [f"disconnect:node=n{n}@iteration=4,phase={phase}" for n in (1, 2, 3, 4)]
+    cut = [f"disconnect:node=n{n}@iteration=4,phase={phase}" for n in (1, 2)]
     run(job, "kill:rank=1@iteration=4,phase=backward", *cut)
     assert_nothing_lost(job, reference)
     assert exits(job) == {rank: -9 if rank == 1 else 0 for rank in range(8)}

@@ -55,6 +55,7 @@ def test_state_equals_torchs_adamw_and_norms_do_not_decay() -> None:
         betas=settings.betas,
         eps=settings.eps,
         weight_decay=0.5,
+        fused=True,
     )
     for _ in range(3):
         for mine, other in zip(ours.values(), theirs, strict=True):

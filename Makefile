@@ -57,6 +57,7 @@ bench: setup
 soak: setup
 	RESIHP_FUZZ_SEEDS=50000 $(BIN)/python -m pytest tests/resihp/controller/test_fuzz.py --timeout 7200
 	RESIHP_CHECKED_PLANS=10000 $(BIN)/python -m pytest tests/resihp/pipeline --timeout 3600
+	RESIHP_STRICT_ORDER=1 $(BIN)/python -m pytest tests/resihp/executor tests/integration --timeout 600
 	RESIHP_CHAINS=200 $(BIN)/python -m pytest tests/resihp/executor/test_any_layout.py --timeout 3600
 
 clean:

@@ -11,7 +11,7 @@ import pytest
 
 from resihp.datasets import ByteFiles, PackedDataset
 from resihp.workload import samples_digest
-from tests.integration.jobs import EXAMPLE, TINY, Job, jobs
+from tests.integration.jobs import EXAMPLE, STRICT, TINY, Job, jobs
 
 ITERATIONS = 12
 SIX_LAYERS = ("--layers", "6")
@@ -60,7 +60,7 @@ def test_five_kills_in_five_iterations_leave_three_ranks_that_finish(
     job: Job, reference: dict[int, float], strict: bool
 ) -> None:
     if strict:
-        job.environment["RESIHP_STRICT_ORDER"] = "1"
+        job.environment[STRICT] = "1"
     phases = ("backward", "forward", "reduce", "backward", "step")
     run(job, *(f"kill:rank={rank}@iteration={3 + i},phase={phases[i]}" for i, rank in enumerate((1, 4, 5, 6, 7))))
     assert_nothing_lost(job, reference)

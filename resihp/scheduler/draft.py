@@ -52,13 +52,13 @@ class Draft:
 
     @property
     def weak(self) -> int | None:
-        """The weakest replica of the base that goes on with half of what a replica was started with, or less, or None.
+        """The weakest replica of the base that goes on with less than half of what one was started with, or None.
 
         Only where ranks have come: they may make better use of its ranks than itself, for what it had lost is back.
         """
         if set(self._situation.available).issubset(self._situation.base.ranks):
             return None
-        weak = [pipe for pipe in self.pipes if pipe.base is not None and self._strength(pipe)[0] <= self._half]
+        weak = [pipe for pipe in self.pipes if pipe.base is not None and self._strength(pipe)[0] < self._half]
         return min(weak, key=self._strength).base if weak else None
 
     @property

@@ -105,6 +105,33 @@ def explain(entry: journal.AnyEntry) -> str:
             return f"epoch {entry.epoch}: plan refused by {who}: {entry.reason}"
         case journal.JoinRefused():
             return f"rank {entry.rank} ({entry.node} device {entry.device}): not taken in, {entry.reason}"
+        case journal.ModelDeclared():
+            declare = entry.declare
+            return (
+                f"model: {declare.model.layers} layers, {declare.micro_batches} micro-batches, "
+                f"{declare.iterations} iterations"
+            )
+        case journal.LeaderChosen():
+            how = "started again" if entry.how == "restarted" else "chosen by a quorum of agents"
+            return f"supervisor: {how} on {entry.node or entry.host}, term {entry.term}"
+        case journal.JobSignalled():
+            nodes = f" on {len(entry.nodes)} nodes" if entry.nodes else ""
+            return f"job: received signal {entry.signal}{nodes} ({entry.meaning})"
+        case journal.DrainDecided():
+            return f"drain {entry.drain}: node {entry.node}, {entry.reason}"
+        case journal.DrainAnswered():
+            return f"drain {entry.drain}: node {entry.node}, {entry.step} {entry.outcome}: {entry.text}"
+        case journal.NodeReleased():
+            return f"node {entry.node}: given back to Slurm, {entry.outcome}{f': {entry.text}' if entry.text else ''}"
+        case journal.ReplacementAsked():
+            return f"replacement {entry.replacement}: asked for in place of node {entry.node}, {entry.reason}"
+        case journal.ReplacementChanged():
+            job = f" (Slurm job {entry.slurm_job})" if entry.slurm_job else ""
+            node = f" as node {entry.node}" if entry.node else ""
+            tail = f": {entry.text}" if entry.text else ""
+            return f"replacement {entry.replacement}{job}: {entry.state}{node}{tail}"
+        case journal.SlurmSaw():
+            return f"node {entry.node}: {entry.state} for Slurm{f', {entry.text}' if entry.text else ''}"
         case journal.FaultInjected():
             when = "" if "@iteration=" in entry.text else f" in iteration {entry.iteration}"
             return f"fault {entry.fault}: {entry.text} injected{when}"

@@ -100,6 +100,9 @@ class Job(Base):
 
 
 class Node(Base):
+    """`replacement`: of the request that it answered, null for a node of the job's own allocation. `released_at`: when
+    Slurm took it back."""
+
     __tablename__ = "nodes"
 
     job_id: Mapped[int] = _of_job(primary_key=True)
@@ -109,6 +112,8 @@ class Node(Base):
     joined_at: Mapped[datetime]
     lost_at: Mapped[datetime | None]
     lost_reason: Mapped[str | None] = mapped_column(Text)
+    replacement: Mapped[int | None] = mapped_column(Integer)
+    released_at: Mapped[datetime | None]
 
 
 class Worker(Base):
@@ -277,36 +282,55 @@ class Probe(Base):
 
 
 class Drain(Base):
-    """A node that we asked Slurm to drain, and when it was given back. No journal entry fills this yet."""
+    """A node with a verdict, and what was done to keep Slurm from giving it to the next job.
+
+    `failure` is the verdict's. `step`: the rung of the ladder that holds, the first one that worked (`slurm`, `spool`,
+    `exclusion`), or the last one tried; `outcome` is that rung's, null until one has answered. `answers`: all rungs'
+    as JSON. `drained_at`: when it was decided; `undrained_at`: when Slurm was first seen to use the node again.
+    """
 
     __tablename__ = "drains"
-    __table_args__ = (Index(None, "job_id", "node"),)
+    __table_args__ = (
+        CheckConstraint("step IN ('slurm', 'spool', 'exclusion')", name="step"),
+        CheckConstraint("outcome IN ('done', 'refused', 'unknown')", name="outcome"),
+        Index(None, "job_id", "node"),
+    )
 
-    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
-    job_id: Mapped[int] = _of_job()
+    job_id: Mapped[int] = _of_job(primary_key=True)
+    drain: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
     node: Mapped[str] = mapped_column(Text)
-    step: Mapped[str] = mapped_column(Text)
-    outcome: Mapped[str | None] = mapped_column(Text)
+    failure: Mapped[int] = mapped_column(Integer)
+    step: Mapped[str | None] = mapped_column(String(16))
+    outcome: Mapped[str | None] = mapped_column(String(16))
     reason: Mapped[str] = mapped_column(Text)
     drained_at: Mapped[datetime]
     undrained_at: Mapped[datetime | None]
+    answers: Mapped[str] = mapped_column(Text)
 
 
 class Replacement(Base):
-    """A node asked for in place of a lost one. No journal entry fills this yet."""
+    """A node asked for in place of `instead`. `node`: what came, or is about to. `text`: what was said of it last."""
 
     __tablename__ = "replacements"
-    __table_args__ = (Index(None, "job_id", "node"),)
+    __table_args__ = (
+        CheckConstraint(
+            "outcome IN ('asked', 'pending', 'running', 'joined', 'refused', 'cancelled', 'ended')", name="outcome"
+        ),
+        Index(None, "job_id", "node"),
+    )
 
-    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
-    job_id: Mapped[int] = _of_job()
+    job_id: Mapped[int] = _of_job(primary_key=True)
+    replacement: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    instead: Mapped[str] = mapped_column(Text)
     slurm_job: Mapped[str | None] = mapped_column(Text)
     node: Mapped[str | None] = mapped_column(Text)
-    outcome: Mapped[str | None] = mapped_column(Text)
+    outcome: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str] = mapped_column(Text)
+    text: Mapped[str] = mapped_column(Text)
     asked_at: Mapped[datetime]
     joined_at: Mapped[datetime | None]
     ended_at: Mapped[datetime | None]
+    excluded: Mapped[str] = mapped_column(Text)
 
 
 class Event(Base):

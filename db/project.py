@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import select, update
+from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from db import layouts, models
@@ -48,6 +48,30 @@ def job_of(session: Session, first: journal.Record) -> models.Job:
         session.add(job)
         session.flush()
     return job
+
+
+def follows(record: journal.Record, seq: int) -> bool:
+    """Whether nothing is missing between record `seq` and this one: numbers are consecutive within a term."""
+    entry = record.entry
+    return record.seq <= seq + 1 or (isinstance(entry, journal.LeaderChosen) and entry.after <= seq)
+
+
+def overtakes(record: journal.Record, seq: int) -> bool:
+    """Whether a leader begins here without all that is in: what came after `after` was never decided."""
+    entry = record.entry
+    return isinstance(entry, journal.LeaderChosen) and entry.after < seq < record.seq
+
+
+def forget(session: Session, job: models.Job) -> None:
+    """Take out all that came from the journal, to be brought in again."""
+    for table in reversed(models.Base.metadata.sorted_tables):
+        if "job_id" in table.c and table.name not in _NOT_OF_THE_JOURNAL:
+            session.execute(delete(table).where(table.c.job_id == job.id))
+    session.expire_all()
+    job.journal_seq = 0
+
+
+_NOT_OF_THE_JOURNAL = (models.RankReport.__tablename__, models.Probe.__tablename__)
 
 
 def apply(session: Session, job: models.Job, record: journal.Record) -> None:
@@ -135,6 +159,8 @@ def _node_joined(session: Session, job: models.Job, entry: journal.NodeJoined, a
             joined_at=moment(at),
             lost_at=None,
             lost_reason=None,
+            replacement=None,
+            released_at=None,
         )
     )
 
@@ -303,6 +329,102 @@ def _checkpoint_committed(session: Session, job: models.Job, entry: journal.Chec
     """Events only."""
 
 
+RUNGS = ("slurm", "spool", "exclusion")
+"""Of the drain ladder, from the one that does most."""
+
+
+def _drain_decided(session: Session, job: models.Job, entry: journal.DrainDecided, at: float) -> None:
+    session.merge(
+        models.Drain(
+            job_id=job.id,
+            drain=entry.drain,
+            node=_text(entry.node),
+            failure=entry.failure,
+            step=None,
+            outcome=None,
+            reason=_text(entry.reason),
+            drained_at=moment(at),
+            undrained_at=None,
+            answers="[]",
+        )
+    )
+
+
+def _drain_answered(session: Session, job: models.Job, entry: journal.DrainAnswered, at: float) -> None:
+    drain = session.get(models.Drain, (job.id, entry.drain))
+    if drain is None:
+        return
+    answer = {"step": entry.step, "outcome": entry.outcome, "text": _text(entry.text)}
+    answers = [each for each in json.loads(drain.answers) if each["step"] != entry.step] + [answer]
+    worked = [each for each in answers if each["outcome"] == "done"]
+    holds = min(worked, key=lambda each: RUNGS.index(each["step"])) if worked else answer
+    drain.answers = json.dumps(answers)
+    drain.step, drain.outcome = holds["step"], holds["outcome"]
+
+
+def _node_released(session: Session, job: models.Job, entry: journal.NodeReleased, at: float) -> None:
+    node = session.get(models.Node, (job.id, _text(entry.node)))
+    if node is not None and entry.outcome == "done":
+        node.released_at = moment(at)
+
+
+def _replacement_asked(session: Session, job: models.Job, entry: journal.ReplacementAsked, at: float) -> None:
+    session.merge(
+        models.Replacement(
+            job_id=job.id,
+            replacement=entry.replacement,
+            instead=_text(entry.node),
+            slurm_job=None,
+            node=None,
+            outcome="asked",
+            reason=_text(entry.reason),
+            text="",
+            asked_at=moment(at),
+            joined_at=None,
+            ended_at=None,
+            excluded=json.dumps(entry.excluded),
+        )
+    )
+
+
+def _replacement_changed(session: Session, job: models.Job, entry: journal.ReplacementChanged, at: float) -> None:
+    request = session.get(models.Replacement, (job.id, entry.replacement))
+    if request is None:
+        return
+    request.outcome = entry.state
+    request.slurm_job = entry.slurm_job
+    request.node = None if entry.node is None else _text(entry.node)
+    request.text = _text(entry.text)
+    if entry.state == "joined":
+        request.joined_at = request.joined_at or moment(at)
+        node = session.get(models.Node, (job.id, request.node or ""))
+        if node is not None:
+            node.replacement = entry.replacement
+    elif entry.state in ("refused", "cancelled", "ended"):
+        request.ended_at = moment(at)
+
+
+def _slurm_saw(session: Session, job: models.Job, entry: journal.SlurmSaw, at: float) -> None:
+    """A node that we had drained and that Slurm uses again was undrained by somebody."""
+    base, *flags = entry.state.split("+")
+    if base not in ("idle", "allocated", "mixed") or "drain" in flags:
+        return
+    found = select(models.Drain).where(models.Drain.job_id == job.id, models.Drain.node == _text(entry.node))
+    for drain in session.scalars(found):
+        if (drain.step, drain.outcome) == ("slurm", "done"):
+            drain.undrained_at = drain.undrained_at or moment(at)
+
+
+def _event_only(session: Session, job: models.Job, entry: journal.AnyEntry, at: float) -> None:
+    """Its words are all that is kept of it."""
+
+
+def _leader_chosen(session: Session, job: models.Job, entry: journal.LeaderChosen, at: float) -> None:
+    """Whoever has said that the job has ended did not know."""
+    job.state = "running"
+    job.exit_code = job.reason = job.ended_at = None
+
+
 def _job_ended(session: Session, job: models.Job, entry: journal.JobEnded, at: float) -> None:
     job.state = entry.state
     job.exit_code = entry.exit_code
@@ -324,6 +446,15 @@ _APPLY: dict[type, Callable[[Session, models.Job, Any, float], None]] = {
     journal.PlanInEffect: _plan_in_effect,
     journal.PlanRefused: _plan_refused,
     journal.JoinRefused: _join_refused,
+    journal.ModelDeclared: _event_only,
+    journal.LeaderChosen: _leader_chosen,
+    journal.JobSignalled: _event_only,
+    journal.DrainDecided: _drain_decided,
+    journal.DrainAnswered: _drain_answered,
+    journal.NodeReleased: _node_released,
+    journal.ReplacementAsked: _replacement_asked,
+    journal.ReplacementChanged: _replacement_changed,
+    journal.SlurmSaw: _slurm_saw,
     journal.FaultInjected: _fault_injected,
     journal.CheckpointCommitted: _checkpoint_committed,
     journal.JobEnded: _job_ended,

@@ -33,6 +33,7 @@ from sqlalchemy import (
     String,
     case,
     exists,
+    or_,
     select,
 )
 from sqlalchemy.exc import DBAPIError
@@ -110,8 +111,8 @@ TABLES: Mapping[str, Table] = {
     "iterations": _table(Iteration, "iteration", "finished_at"),
     "plans": Table(select(*_plan_columns), Plan.__table__, "epoch", "decided_at", ("layout", "assignment")),
     "reconfigurations": _table(Reconfiguration, "epoch", "finished_at"),
-    "drains": _table(models.Drain, "id", "drained_at", left_out=("id",)),
-    "replacements": _table(models.Replacement, "id", "asked_at", left_out=("id",)),
+    "drains": _table(models.Drain, "drain", "drained_at", ("answers",)),
+    "replacements": _table(models.Replacement, "replacement", "asked_at", ("excluded",)),
     "probes": _table(models.Probe, "id", "started_at", left_out=("id",)),
     "events": _table(Event, "seq", "at"),
 }
@@ -214,9 +215,10 @@ class Reader:
         columns = asked.source.c
         query = asked.query.where(columns.job_id == job_id)
         if node is not None:
-            if "node" not in columns:
+            named = [columns[name] == node for name in ("node", "instead") if name in columns]
+            if not named:
                 raise UsageError(f"history {table}: has no nodes; leave --node out")
-            query = query.where(columns.node == node)
+            query = query.where(or_(*named))
         if since is not None:
             query = query.where(columns[asked.time] >= since)
         if until is not None:

@@ -280,8 +280,13 @@ class Ledger:
         with Session(self._engine) as session, session.begin():
             job = project.job_of(session, first)
             for record in records:
-                if record.seq > job.journal_seq + 1:
+                if not project.follows(record, job.journal_seq):
                     break
+                if project.overtakes(record, job.journal_seq) and self._journal_path is not None:
+                    project.forget(session, job)
+                    for earlier in journal.read(self._journal_path):
+                        if earlier.seq < record.seq:
+                            project.apply(session, job, earlier)
                 project.apply(session, job, record)
             if rows:
                 session.flush()

@@ -67,5 +67,9 @@ class NotEnoughDevicesError(ResihpError):
     """What is left cannot run the model: no whole replica (exit code 5)."""
 
 
+class RestartBudgetError(ResihpError):
+    """The job was run again and again and got nowhere: it is not run once more (exit code 4)."""
+
+
 class FaultNotFiredError(ResihpError):
     """A fault injected on purpose never happened, so the run proves nothing (exit code 1)."""

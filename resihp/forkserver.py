@@ -2,6 +2,7 @@
 
 Run by the interpreter that the user named, one per node: `python -P -m resihp.forkserver --fd N --parent PID`. Asked by
 the agent (`wrapper.agent`) through an inherited socket; a request carries the worker's own socket. It decides nothing.
+In a container it does not know its parent, and ends when the agent's end of the socket is closed.
 It imports neither wrapper, slurm nor db, so that a user's modules of these names are found in the worker, and has no
 threads when it forks. It dies with the agent, and its children with it.
 """
@@ -14,21 +15,25 @@ import importlib
 import os
 import select
 import signal
-import socket
 import sys
 import time
+from collections.abc import Mapping
 from typing import Literal, NoReturn
 
 import msgspec
 
 from resihp.errors import ProtocolError
-from resihp.process import die_with_parent, threads
+from resihp.process import die_with_parent, inherited_socket, threads
 from resihp.protocol.framing import LocalChannel
 from resihp.worker_process import become
 
 PRELOAD = "torch,resihp.executor"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Environment of the fork server: with more threads, libraries start theirs on import, and a fork loses them."""
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""What Slurm sends to every process of a job that is to stop: the fork server and its workers end when told to."""
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -88,8 +93,10 @@ Report = Ready | Unable | Forked | NotForked | Ended
 class ForkServer:
     """The loop: requests in, children's ends out. One thread."""
 
-    def __init__(self, channel: LocalChannel) -> None:
+    def __init__(self, channel: LocalChannel, own: Mapping[str, str] | None = None) -> None:
+        """`own`: environment that workers have from here, where a request does not say otherwise."""
         self._channel = channel
+        self._own = own or {}
         self._ranks: dict[int, int] = {}
         self._pid = os.getpid()
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -157,6 +164,8 @@ class ForkServer:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to act on
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
             socket_fd = os.dup(agent_fd)
             silence = os.open(os.devnull, os.O_RDONLY)
             os.dup2(silence, 0)
@@ -166,7 +175,7 @@ class ForkServer:
             os.close(self._wake)
             os.close(self._woken)
             self._channel.close()
-            status = become(request.kind, request.argv, request.cwd, request.environment, socket_fd)
+            status = become(request.kind, request.argv, request.cwd, {**self._own, **request.environment}, socket_fd)
         except BaseException as error:  # noqa: BLE001 - the child must never become a second server
             os.write(2, f"resihp: rank {request.rank}: {type(error).__name__}: {error}\n".encode())
             os._exit(1)
@@ -185,12 +194,14 @@ def preload(modules: str) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="resihp.forkserver")
     parser.add_argument("--fd", type=int, required=True, help="socket to the agent")
-    parser.add_argument("--parent", type=int, required=True, help="process id of the agent")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the agent; 0 in a container")
+    parser.add_argument("--own", default="", help="environment variables that workers have from here, with commas")
     parser.add_argument("--preload", default=PRELOAD, help="modules to import before the first fork")
     options = parser.parse_args(arguments)
     die_with_parent(options.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = LocalChannel(socket.socket(fileno=options.fd))
+    for number in (signal.SIGINT, *STOP_SIGNALS):
+        signal.signal(number, signal.SIG_IGN)
+    channel = LocalChannel(inherited_socket(options.fd))
     begun = time.monotonic()
     try:
         preload(options.preload)
@@ -198,7 +209,7 @@ def main(arguments: list[str] | None = None) -> None:
         what = f"{sys.executable}: cannot import {options.preload}: {type(error).__name__}: {error}"
         channel.send(Unable(reason=what))
         raise
-    server = ForkServer(channel)
+    server = ForkServer(channel, {name: os.environ[name] for name in options.own.split(",") if name in os.environ})
     channel.send(Ready(seconds=time.monotonic() - begun))
     try:
         server.run()

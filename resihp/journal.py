@@ -20,7 +20,7 @@ import msgspec
 
 from resihp.errors import ProtocolError
 from resihp.plan import Plan
-from resihp.protocol.messages import StepOutcome
+from resihp.protocol.messages import Declare, StepOutcome
 
 MAGIC = b"RESIHPJ1"
 MAX_RECORD_BYTES = 16 << 20
@@ -31,7 +31,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class JobStarted(Entry, frozen=True, kw_only=True):
-    """First entry. `configuration` is the effective configuration as TOML-like plain data."""
+    """First entry. `configuration` is the effective configuration as TOML-like plain data.
+
+    `leader` is the node on which the supervisor runs; empty where it runs on none of the job's (`--local`).
+    """
 
     job: str
     command: tuple[str, ...]
@@ -45,6 +48,7 @@ class JobStarted(Entry, frozen=True, kw_only=True):
     restart_count: int
     version: str
     configuration: dict[str, object]
+    leader: str = ""
 
 
 class NodeJoined(Entry, frozen=True, kw_only=True):
@@ -170,6 +174,92 @@ class JoinRefused(Entry, frozen=True, kw_only=True):
     reason: str
 
 
+class ModelDeclared(Entry, frozen=True, kw_only=True):
+    """What the job trains, once all ranks have declared the same: what a later supervisor needs to know of it."""
+
+    declare: Declare
+
+
+class LeaderChosen(Entry, frozen=True, kw_only=True):
+    """A supervisor took over: the first record of its term, whose numbers begin at `first_seq(term)`.
+
+    `node` is where it runs. `how`: the guardian started it again, or a quorum of agents chose a successor. `after`:
+    number of the last record of the journal that it took over.
+    """
+
+    term: int
+    node: str
+    host: str
+    how: Literal["restarted", "elected"]
+    after: int = 0
+
+
+class JobSignalled(Entry, frozen=True, kw_only=True):
+    """Slurm, or an operator, wants the job to stop; nobody is to blame. `nodes`: whose agents were signalled as well.
+
+    `meaning`: `warning` (time is running out, sent ahead by --signal), `time-limit`, `cancelled`, `preempted` or
+    `unknown`, as far as Slurm tells.
+    """
+
+    signal: int
+    nodes: tuple[str, ...]
+    meaning: Literal["warning", "time-limit", "cancelled", "preempted", "unknown"]
+
+
+class DrainDecided(Entry, frozen=True, kw_only=True):
+    """A node with a verdict is to be drained. `drain` numbers the job's drains from 1, `failure` is the verdict's."""
+
+    drain: int
+    node: str
+    failure: int
+    reason: str
+
+
+class DrainAnswered(Entry, frozen=True, kw_only=True):
+    """How one rung of the drain ladder went. `unknown`: no answer, it may have happened."""
+
+    drain: int
+    node: str
+    step: Literal["slurm", "spool", "exclusion"]
+    outcome: Literal["done", "refused", "unknown"]
+    text: str
+
+
+class NodeReleased(Entry, frozen=True, kw_only=True):
+    """A node was given back to Slurm, or could not be now."""
+
+    node: str
+    outcome: Literal["done", "refused", "unknown"]
+    text: str
+
+
+class ReplacementAsked(Entry, frozen=True, kw_only=True):
+    """A node is wanted in place of `node`. `replacement` numbers the job's requests from 1."""
+
+    replacement: int
+    node: str
+    excluded: tuple[str, ...]
+    reason: str
+
+
+class ReplacementChanged(Entry, frozen=True, kw_only=True):
+    """What became of a request. `node` is the new node's name, once it is known."""
+
+    replacement: int
+    state: Literal["pending", "running", "joined", "refused", "cancelled", "ended"]
+    slurm_job: str | None
+    node: str | None
+    text: str
+
+
+class SlurmSaw(Entry, frozen=True, kw_only=True):
+    """Slurm's own view of a node that we had an opinion about, when it changed."""
+
+    node: str
+    state: str
+    text: str
+
+
 class FaultInjected(Entry, frozen=True, kw_only=True):
     """Written before the fault is carried out."""
 
@@ -209,14 +299,39 @@ AnyEntry = (
     | PlanInEffect
     | PlanRefused
     | JoinRefused
+    | ModelDeclared
+    | LeaderChosen
+    | JobSignalled
+    | DrainDecided
+    | DrainAnswered
+    | NodeReleased
+    | ReplacementAsked
+    | ReplacementChanged
+    | SlurmSaw
     | FaultInjected
     | CheckpointCommitted
     | JobEnded
 )
 
 
+TERM_SEQS = 10**9
+"""Record numbers of a term: a record's number is unique for the life of the job, whoever wrote it."""
+
+
+def first_seq(term: int) -> int:
+    return (term - 1) * TERM_SEQS + 1
+
+
+def term_of(seq: int) -> int:
+    """The term in which a record was written; 0 for no record."""
+    return (seq - 1) // TERM_SEQS + 1 if seq else 0
+
+
 class Record(msgspec.Struct, frozen=True):
-    """One journal record: consecutive number from 1, UTC time in seconds since 1970, entry."""
+    """One journal record: number, UTC time in seconds since 1970, entry.
+
+    Numbers are consecutive from 1, but for a gap where a new term begins (`first_seq`).
+    """
 
     seq: int
     at: float
@@ -246,6 +361,10 @@ def _scan(content: bytes, name: str) -> Iterator[tuple[int, Record]]:
         yield at, record
 
 
+def encode(record: Record) -> bytes:
+    return _encoder.encode(record)
+
+
 def read(path: Path) -> list[Record]:
     """All whole records; a torn tail is ignored. Raises ProtocolError if the file is no journal of this version."""
     return [record for _, record in _scan(path.read_bytes(), str(path))]
@@ -256,8 +375,9 @@ class Journal:
 
     def __init__(self, path: Path, *, sync: bool = True) -> None:
         """Open or create; cut a torn tail. `sync=False` leaves flushing to the kernel (tests, simulator)."""
-        self._sync = sync
+        self.path = path
         self.seq = 0
+        self._sync = sync
         end = 0
         if path.exists():
             content = path.read_bytes()
@@ -272,9 +392,34 @@ class Journal:
             os.write(self._fd, MAGIC)
 
     def append(self, entry: AnyEntry, at: float) -> Record:
-        """Number, stamp, write and flush one entry. Raises OSError when the disk does not take it."""
-        record = Record(self.seq + 1, at, entry)
-        body = _encoder.encode(record)
+        """Number, stamp, write and flush one entry. Raises OSError when the disk does not take it.
+
+        A `LeaderChosen` begins its term's numbers.
+        """
+        seq = self.seq + 1
+        if isinstance(entry, LeaderChosen):
+            seq = max(seq, first_seq(entry.term))
+        record = Record(seq, at, entry)
+        self._write(_encoder.encode(record))
+        self.seq = seq
+        return record
+
+    def copy(self, body: bytes) -> Record:
+        """Append a record that another journal holds, as encoded there (`encode`): its number must be a later one.
+
+        Raises ProtocolError for anything else.
+        """
+        try:
+            record = _decoder.decode(body)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"journal: a record of another version: {error}") from error
+        if record.seq <= self.seq:
+            raise ProtocolError(f"journal: record {record.seq} came after {self.seq}")
+        self._write(body)
+        self.seq = record.seq
+        return record
+
+    def _write(self, body: bytes) -> None:
         frame = len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
         start = os.lseek(self._fd, 0, os.SEEK_CUR)
         try:
@@ -287,8 +432,6 @@ class Journal:
             os.ftruncate(self._fd, start)
             os.lseek(self._fd, start, os.SEEK_SET)
             raise
-        self.seq += 1
-        return record
 
     def close(self) -> None:
         os.close(self._fd)

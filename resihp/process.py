@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 
 AGENT_FD = "RESIHP_AGENT_FD"
 """Environment variable of a worker: the number of its inherited socket to the agent."""
@@ -16,11 +17,34 @@ _PR_SET_CHILD_SUBREAPER = 36
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Ask the kernel for signal `number` when the parent process ends; send it to ourselves if it already has.
 
-    The kernel's parent is the *thread* that forked: start processes that call this from a main thread.
+    The kernel's parent is the *thread* that forked: start processes that call this from a main thread. `parent` 0:
+    nobody is asked, as in a container, where the parent is a process of the runtime.
     """
+    if parent == 0:
+        return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def end_by(number: int) -> None:
+    """End this process by a signal, whatever its handler is and whatever the main thread does. Any thread."""
+    ctypes.CDLL(None, use_errno=True).signal(int(number), None)
+    os.kill(os.getpid(), number)
+
+
+def inherited_socket(descriptor: int) -> socket.socket:
+    """The socket that we were started with. Standard input, if it was that, is empty from here on.
+
+    Of all descriptors only 0, 1 and 2 come through every container runtime.
+    """
+    if descriptor > 2:
+        return socket.socket(fileno=descriptor)
+    own = os.dup(descriptor)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, descriptor)
+    os.close(nothing)
+    return socket.socket(fileno=own)
 
 
 def adopt_orphans() -> None:

@@ -52,10 +52,16 @@ def run(
     checkpoint_every: Annotated[int | None, typer.Option(help="Iterations between.", show_default="0")] = None,
     checkpoint_folder: Annotated[Path | None, typer.Option(help="Where checkpoints are.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from a checkpoint; [JOB] names whose.")] = False,
+    resume_or_start: Annotated[
+        bool, typer.Option("--resume-or-start", help="Go on if --checkpoint-folder has a checkpoint.")
+    ] = False,
 ) -> None:
     """Run a training script under supervision, one worker for each device.
 
     Example: resihp run --local --nodes 2 --gpus-per-node 4 --tp 2 --pp 2 -- python train.py
+
+    In a Slurm allocation it finds nodes and devices itself: leave out --local,
+    --nodes and --gpus-per-node. What Slurm runs again goes on by itself.
 
     --resume takes the newest complete checkpoint; --resume JOB (last before the --) that of another job.
 
@@ -93,8 +99,26 @@ def run(
         local=local,
         faults=tuple(fault or ()),
         resume=whose if resume else None,
+        resume_or_start=resume_or_start,
     )
     raise typer.Exit(start.run(options))
+
+
+@app.command()
+def submit(
+    job_file: Annotated[Path, typer.Argument(help="A job file (TOML).")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script, submit nothing.")] = False,
+    chain: Annotated[int, typer.Option(help="Submit so many jobs, each going on where the last one ended.")] = 1,
+) -> None:
+    """Submit a job to Slurm. Prints the job's id, one a line for a chain.
+
+    Example: resihp submit job.toml
+    """
+    from slurm.commands import CommandLine
+    from wrapper.submit import submit as submit_job
+
+    for line in submit_job(job_file, dry_run=dry_run, chain=chain, slurm=CommandLine, notice=message):
+        print(line)
 
 
 @app.command()
@@ -116,6 +140,7 @@ def message(text: str) -> None:
 
 if util.find_spec("wrapper.ledger_commands") is not None:
     import_module("wrapper.ledger_commands").register(app)
+import_module("wrapper.node_commands").register(app)
 
 
 def main() -> None:

@@ -3,20 +3,20 @@
     command line > RESIHP_SECTION__KEY > --config FILE > ./resihp.toml > ~/.config/resihp/config.toml > /etc/resihp.toml
 
 and defaults last. No key is ever ignored: an unknown one is an error that names the nearest valid key and where it
-stands, and one that this version does not act upon is refused.
+stands, and one that this version does not act upon is refused. What `/etc/resihp.toml` says in `[site]` bounds all
+others, and stands nowhere else.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -25,41 +25,16 @@ from pydantic_settings import (
 )
 
 from resihp.errors import ConfigurationError
-from resihp.pipeline.schedules import SCHEDULES
+from wrapper import config_values as values
 
 PREFIX = "RESIHP_"
 SEPARATOR = "__"
 
-NOT_YET = {
-    "slurm": "Slurm allocations are not supported yet; remove the section, and use --local",
-    "container": "containers are not supported yet; remove the section",
-}
-"""Sections of the design that this version would ignore."""
+SITE_FILE = Path("/etc/resihp.toml")
+"""The administrator's: the only place for [site]."""
 
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(I?)B", re.IGNORECASE)
-
-
-def size(text: object) -> int | None:
-    """Bytes of `80GB`, `79.5 GiB`, `512MB`: powers of 1000, with an i of 1024. Raises ValueError."""
-    if text is None:
-        return None
-    match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
-    if match is None:
-        raise ValueError("not a size with a unit; examples: 80GB, 79.5GiB, 512MB")
-    number, letter, binary = match.groups()
-    unit = float(1024 if binary else 1000) ** " KMGTP".index(letter.upper() or " ")
-    found = round(float(number) * unit)
-    if found < 1:
-        raise ValueError("must be more than nothing")
-    return found
-
-
-def known_schedule(name: str) -> str:
-    """Raises ValueError naming those that there are."""
-    if name not in SCHEDULES:
-        raise ValueError(f"is one of {', '.join(SCHEDULES)}")
-    return name
+Duration = Annotated[float, BeforeValidator(values.duration)]
+Plain = Annotated[str, AfterValidator(values.plain)]
 
 
 class Section(BaseModel):
@@ -72,13 +47,17 @@ class JobSection(Section):
     """[job]: how many devices, and what runs on them."""
 
     nodes: int = Field(default=1, ge=1, le=100_000)
-    """Nodes, or virtual nodes with --local."""
+    """Nodes that the layout uses, or virtual nodes with --local; in an allocation, all but the spares if left out."""
     gpus_per_node: int = Field(default=1, ge=1, le=1024)
-    """Devices of a node, one worker each."""
-    memory_per_device: Annotated[int | None, BeforeValidator(size)] = None
+    """Devices of a node, one worker each; in an allocation, those that Slurm gave if left out."""
+    memory_per_device: Annotated[int | None, BeforeValidator(values.size)] = None
     """What each device has for the job, with its unit, as `80GB`; if left out, it is not known, and not checked."""
     command: tuple[str, ...] = ()
     """What each worker runs, unless the command line tells after `--`."""
+    time: Annotated[float | None, BeforeValidator(values.duration)] = None
+    """How long Slurm gives the job, with its unit, as `24h`; the partition's default if left out."""
+    name: Annotated[str, AfterValidator(values.plain)] = "resihp"
+    """What Slurm calls the job. Jobs of a chain share it."""
 
 
 class LayoutSection(Section):
@@ -88,7 +67,7 @@ class LayoutSection(Section):
     """Tensor-parallel degree; at most `job.gpus_per_node`."""
     pp: int = Field(default=1, ge=1)
     """Pipeline-parallel degree."""
-    schedule: Annotated[str, AfterValidator(known_schedule)] = "1f1b"
+    schedule: Annotated[str, AfterValidator(values.known_schedule)] = "1f1b"
     """Pipeline schedule: `1f1b`, `interleaved` or `zero-bubble`."""
     virtual_stages: int = Field(default=1, ge=1)
     """Chunks of layers that each stage holds; 2 or more with `interleaved`, 1 with others."""
@@ -103,6 +82,9 @@ class AdaptSection(Section):
     """Re-plan inside the job; `restart` and `observe` are not supported yet."""
     come_backs: int = Field(default=3, ge=0)
     """How often a process may be started again on the same device."""
+    succession: bool | None = None
+    """Agents keep copies of the journal and choose another supervisor when the first one's node is gone; by default
+    in allocations of several nodes."""
 
 
 class CheckpointSection(Section):
@@ -123,6 +105,67 @@ class LedgerSection(Section):
     """`sqlite` for a file in the job's folder, or a SQLAlchemy URL."""
 
 
+class SlurmSection(Section):
+    """[slurm]: what is asked of Slurm, at submission and while the job runs. With --local, only `spares` counts."""
+
+    partition: Plain = ""
+    """Where the job runs, and nodes that replace lost ones; Slurm's default if left out."""
+    account: Plain = ""
+    """Whom Slurm charges."""
+    qos: Plain = ""
+    """Quality of service."""
+    constraint: Annotated[str, AfterValidator(values.features)] = ""
+    """Features that nodes must have, as `a100&nvlink`."""
+    reservation: Plain = ""
+    """A reservation to run in."""
+    exclusive: bool = True
+    """Take nodes whole, with all their CPUs and memory; else say in `extra` what the job needs of them."""
+    extra: tuple[Annotated[str, AfterValidator(values.option)], ...] = ()
+    """Further options for sbatch, as `--mail-type=END`."""
+    spares: int = Field(default=0, ge=0, le=10_000)
+    """Nodes beyond those of the layout, whose workers stand by."""
+    replacements: int = Field(default=0, ge=0, le=10_000)
+    """How many nodes the job may ask for in place of lost ones, each as a Slurm job of its own."""
+    replacement_min_left: Duration = 1800.0
+    """No replacement is asked for when less time than this is left until the job's limit."""
+    drains: int = Field(default=2, ge=0, le=10_000)
+    """How many nodes the job may have drained."""
+    spool: str = ""
+    """Folder of the site's hook, for requests to drain a node by users who may not do it themselves."""
+    on_warning: Literal["requeue", "end"] = "requeue"
+    """What follows the checkpoint when the time limit is near."""
+    warning: Annotated[Duration, Field(ge=60, le=65535)] = 300.0
+    """How long before the time limit that is."""
+    restarts: int = Field(default=3, ge=1)
+    """Runs of one Slurm job in a row that add no checkpoint; after so many it is not run again (exit code 4)."""
+
+
+class ContainerSection(Section):
+    """[container]: what workers run in. Supervisor and agents stay outside; only they talk to Slurm."""
+
+    runtime: Literal["", "apptainer", "enroot", "pyxis"] = ""
+    """`apptainer`, or `enroot`, which is what pyxis uses: `pyxis` means the same here."""
+    image: str = ""
+    """A file that every node can read: .sif for apptainer, .sqsh for enroot."""
+    mounts: tuple[Annotated[str, AfterValidator(values.mount)], ...] = ()
+    """Folders beside the job's own, as `/data` or `/scratch:/data:ro`."""
+    python: str = "python3"
+    """The interpreter in the image; resihp must be installed there."""
+
+
+class SiteSection(Section):
+    """[site], in /etc/resihp.toml only: what no user's job may exceed."""
+
+    drains: int | None = Field(default=None, ge=0)
+    """Highest `slurm.drains`."""
+    replacements: int | None = Field(default=None, ge=0)
+    """Highest `slurm.replacements`."""
+    spares: int | None = Field(default=None, ge=0)
+    """Highest `slurm.spares`."""
+    partitions: tuple[str, ...] = ()
+    """Partitions that jobs may use; all when empty."""
+
+
 class Configuration(BaseSettings):
     """The effective configuration of one run. `read` makes one."""
 
@@ -139,8 +182,16 @@ class Configuration(BaseSettings):
     adapt: AdaptSection = AdaptSection()
     checkpoint: CheckpointSection = CheckpointSection()
     ledger: LedgerSection = LedgerSection()
+    slurm: SlurmSection = SlurmSection()
+    container: ContainerSection = ContainerSection()
+    site: SiteSection = SiteSection()
 
     _files: ClassVar[list[tuple[str, dict[str, Any]]]] = []
+    _origins: dict[tuple[str, str], str] = PrivateAttr(default_factory=dict)
+
+    def origin(self, section: str, key: str) -> str | None:
+        """Which source says it, the strongest one; None for a default."""
+        return self._origins.get((section, key))
 
     @classmethod
     def settings_customise_sources(
@@ -160,8 +211,11 @@ def read(
     job_file: Path | None = None,
     *,
     site: tuple[Path, ...] | None = None,
+    authority: Path = SITE_FILE,
 ) -> Configuration:
     """Put the sources together. `command_line`: section -> key -> value, of options that were given.
+
+    `site`: files that are read if they exist, the strongest first; `authority`: the one whose [site] counts.
 
     Raises ConfigurationError that names the source, the key, and the nearest valid one.
     """
@@ -174,20 +228,50 @@ def read(
     environment = _environment()
     sources: list[tuple[str, dict[str, Any]]] = [("command line", given), ("environment", environment), *files]
     for source, content in sources:
-        _check_keys(source, content)
+        _check_keys(source, content, str(authority))
+    origins = {
+        (section, key): source
+        for source, content in reversed(sources)
+        for section in content
+        for key in content[section]
+    }
     Configuration._files = files
     try:
-        return Configuration(**given)  # type: ignore[arg-type]  # sections as mappings, which pydantic validates
+        found = Configuration(**given)  # type: ignore[arg-type]  # sections as mappings, which pydantic validates
     except ValidationError as error:
         raise ConfigurationError(_explain(error, sources)) from None
     finally:
         Configuration._files = []
+    found._origins = origins
+    return _bounded(found, str(authority))
+
+
+def _bounded(found: Configuration, authority: str) -> Configuration:
+    """Raises ConfigurationError for what the site does not allow. Defaults give way in silence."""
+    slurm, lower = found.slurm, {}
+    for key in ("drains", "replacements", "spares"):
+        asked, most = getattr(slurm, key), getattr(found.site, key)
+        if most is None or asked <= most:
+            continue
+        if source := found.origin("slurm", key):
+            raise ConfigurationError(f"{source}: [slurm] {key}: {asked}, but {authority} allows {most}; lower it")
+        lower[key] = most
+    check_partition(slurm.partition, found, "[slurm] partition", authority)
+    return found.model_copy(update={"slurm": slurm.model_copy(update=lower)}) if lower else found
+
+
+def check_partition(named: str, found: Configuration, whose: str, authority: str = str(SITE_FILE)) -> None:
+    """Raises ConfigurationError for a partition that the site does not allow. Slurm takes several, with commas."""
+    allowed = found.site.partitions
+    for name in filter(None, named.split(",")):
+        if allowed and name not in allowed:
+            raise ConfigurationError(f"{whose}: {name} is not allowed by {authority}; choose {' or '.join(allowed)}")
 
 
 def site_files() -> tuple[Path, ...]:
     """Files that are read when they exist, the strongest first."""
     configuration = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return (Path("resihp.toml"), configuration / "resihp" / "config.toml", Path("/etc/resihp.toml"))
+    return (Path("resihp.toml"), configuration / "resihp" / "config.toml", SITE_FILE)
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -207,11 +291,11 @@ def _environment() -> dict[str, dict[str, str]]:
     return found
 
 
-def _check_keys(source: str, content: Mapping[str, Any]) -> None:
+def _check_keys(source: str, content: Mapping[str, Any], authority: str) -> None:
     sections = {name: field.annotation for name, field in Configuration.model_fields.items()}
     for section, keys in content.items():
-        if section in NOT_YET:
-            raise ConfigurationError(f"{source}: [{section}]: {NOT_YET[section]}")
+        if section == "site" and source != authority:
+            raise ConfigurationError(f"{source}: [site] stands in {authority} only, where administrators write it")
         model = sections.get(section)
         if model is None:
             raise ConfigurationError(f"{source}: unknown section [{section}]; {_nearest(section, sections)}")
@@ -223,8 +307,6 @@ def _check_keys(source: str, content: Mapping[str, Any]) -> None:
             mode = keys[key] if (section, key) == ("adapt", "mode") else None
             if mode in ("restart", "observe"):
                 raise ConfigurationError(f"{source}: [adapt] mode: {mode} is not supported yet, only in-job is")
-            if (section, key) == ("job", "time"):
-                raise ConfigurationError(f"{source}: [job] time: a time limit is not supported yet; remove the key")
             if key not in model.model_fields:
                 hint = _nearest(key, model.model_fields)
                 raise ConfigurationError(f"{source}: unknown key {key} in [{section}]; {hint}")

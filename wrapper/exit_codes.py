@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from resihp import errors
 
+REQUEUE = 75
+DEPOSED = 76
+"""Of a supervisor that gave up the lead, to its guardian; never that of `resihp run`."""
+
 EXIT_CODES: dict[type[errors.ResihpError], int] = {
     errors.UsageError: 2,
     errors.ProtocolError: 1,
     errors.CommunicatorError: 1,
     errors.FaultNotFiredError: 1,
+    errors.RestartBudgetError: 4,
     errors.NotEnoughDevicesError: 5,
     errors.TrainingProgramError: 93,
     errors.ResihpError: 1,

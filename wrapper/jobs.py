@@ -4,8 +4,11 @@ A job's folder is `<RESIHP_HOME, default ./.resihp>/jobs/<job>/`, readable by it
 
     job.json          name, host, journal, ledger                key              32 random bytes
     run.json          what was asked for (`wrapper.request`)     supervisor.json  address and pid, while it runs
-    supervisor.lock   held by the supervisor                     logs/            one file for each process
+    supervisor.lock   held by the guardian                       logs/            one file for each process
     journal           a copy, made when the job has ended        checkpoints/     unless configured elsewhere
+
+A job is called after the Slurm job that it runs in, `1234`, and once Slurm has run that again `1234-r1`, `1234-r2`; a
+further one in the same allocation is `1234-2`; without Slurm it is `local-<n>`.
 
 The journal itself is on local disk, `<RESIHP_LOCAL, default /var/tmp/resihp-<uid>>/<job>-<digest of the folder>/`.
 Used by every command that names a job. Never talks to a running job.
@@ -16,6 +19,7 @@ from __future__ import annotations
 import difflib
 import fcntl
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -30,7 +34,11 @@ from resihp import journal
 from resihp.errors import JobNotFoundError, ProtocolError, UsageError
 from resihp.protocol.framing import KEY_BYTES
 
+LOCK_PATIENCE_S = 2.0
+"""Commands that look whether a job is alive hold its lock for a moment."""
+
 _LOCAL_NAME = re.compile(r"local-(\d+)")
+_SLURM_NAME = re.compile(r"(\d+)(-r\d+)?(-\d+)?")
 
 
 class JobFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +113,11 @@ class Job:
         """Remember where the job's ledger is, for the commands that read it."""
         write_private(self.folder / "job.json", msgspec.json.encode(msgspec.structs.replace(self.read(), ledger=url)))
 
+    def move_journal(self, path: Path) -> None:
+        """Remember that the journal is on this machine now."""
+        file = msgspec.structs.replace(self.read(), journal=str(path), host=socket.gethostname())
+        write_private(self.folder / "job.json", msgspec.json.encode(file))
+
     def supervisor(self) -> SupervisorFile | None:
         """Where the supervisor listens; None when none has the job's lock."""
         if not _is_locked(self):
@@ -126,12 +139,15 @@ def home() -> Path:
     return Path(os.environ.get("RESIHP_HOME") or ".resihp").absolute()
 
 
-def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read, whole or not at all."""
+def write_private(path: Path, content: bytes, *, sync: bool = False) -> None:
+    """Write a file that only its owner can read, whole or not at all; with `sync`, also if the machine fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
     temporary.replace(path)
 
 
@@ -151,6 +167,30 @@ def create_local_job() -> Job:
         return _furnish(Job(f"local-{number}", jobs / f"local-{number}"))
     except OSError as error:
         raise UsageError(f"{jobs}: cannot make a job's folder: {error.strerror}; set RESIHP_HOME to another") from error
+
+
+def create_slurm_job(job_id: str, restart_count: int) -> Job:
+    """Make the folder, key and journal place of a run of this Slurm job."""
+    jobs = home() / "jobs"
+    name = f"{job_id}-r{restart_count}" if restart_count else job_id
+    try:
+        jobs.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(2):
+            try:
+                (jobs / name).mkdir(mode=0o700)
+                break
+            except FileExistsError:
+                name = f"{job_id}-r{restart_count}-{number}" if restart_count else f"{job_id}-{number}"
+        return _furnish(Job(name, jobs / name))
+    except OSError as error:
+        raise UsageError(
+            f"{jobs}: cannot make a job's folder: {error.strerror}; set RESIHP_HOME to a folder that all nodes share"
+        ) from error
+
+
+def runs_of(job_id: str) -> list[Job]:
+    """What has run in this Slurm job, newest first."""
+    return [job for job in all_jobs() if (match := _SLURM_NAME.fullmatch(job.name)) and match[1] == job_id]
 
 
 def _furnish(job: Job) -> Job:
@@ -200,14 +240,18 @@ def all_jobs() -> list[Job]:
 
 
 def find_job(name: str | None = None) -> Job:
-    """The job of that name, the newest one without a name. Raises JobNotFoundError naming near matches."""
+    """The job of that name, the newest one without a name; of a Slurm job that was run again, its newest run.
+
+    Raises JobNotFoundError naming near matches.
+    """
     jobs = all_jobs()
     if name is None:
         if not jobs:
             raise JobNotFoundError(f"no job in {home()}; start one with resihp run, or set RESIHP_HOME")
         return jobs[0]
+    again = re.compile(rf"{re.escape(name)}(-r\d+)?(-\d+)?" if name.isdigit() else re.escape(name))
     for job in jobs:
-        if job.name == name:
+        if again.fullmatch(job.name):
             return job
     near = difflib.get_close_matches(name, [job.name for job in jobs], n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"it holds {len(jobs)} others"
@@ -216,7 +260,12 @@ def find_job(name: str | None = None) -> Job:
 
 def take_lock(job: Job) -> int | None:
     """Become the one who may write the job's journal: a descriptor to keep open, or None if somebody else is."""
-    descriptor = os.open(job.folder / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    return lock_file(job.folder / "supervisor.lock")
+
+
+def lock_file(path: Path) -> int | None:
+    """Lock a file, made if it is not there, while the descriptor is open; None if somebody else has it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -225,25 +274,50 @@ def take_lock(job: Job) -> int | None:
     return descriptor
 
 
+def hold_lock(job: Job) -> int:
+    """Take the job's lock, for good. Raises UsageError when somebody else has it."""
+    deadline = time.monotonic() + LOCK_PATIENCE_S
+    while (lock := take_lock(job)) is None:
+        if time.monotonic() > deadline:
+            raise UsageError(f"job {job.name}: another supervisor holds {job.folder / 'supervisor.lock'}")
+        time.sleep(0.05)
+    return lock
+
+
 def _is_locked(job: Job) -> bool:
+    """Whether somebody supervises the job: from where it was started, or from another node, if that is this one."""
     descriptor = take_lock(job)
+    if descriptor is None:
+        return True
+    os.close(descriptor)
+    return _is_succeeded(job.journal_file)
+
+
+def _is_succeeded(path: Path) -> bool:
+    """Whether an agent of this machine watches over a successor, which writes this journal."""
+    lock = path.with_suffix(".lock")
+    if not lock.exists():
+        return False
+    descriptor = lock_file(lock)
     if descriptor is None:
         return True
     os.close(descriptor)
     return False
 
 
-def finish_dead_job(job: Job, reason: str = "the supervisor was found dead") -> bool:
+def finish_dead_job(job: Job, reason: str = "the supervisor was found dead", *, locked: bool = False) -> bool:
     """Write the end of a job that nobody supervises any more; True if that was to be done.
 
     A no-op while a supervisor holds the lock, for a job that has ended or has not begun, and where the journal is on
-    another machine. The ledger catches up with the journal.
+    another machine. The ledger catches up with the journal. `locked`: our guardian has the lock for us.
     """
     path = job.journal_file
     if not path.exists():
         return False
-    lock = take_lock(job)
-    if lock is None:
+    if _is_succeeded(path):
+        return False
+    lock = None if locked else take_lock(job)
+    if lock is None and not locked:
         return False
     try:
         try:
@@ -263,7 +337,8 @@ def finish_dead_job(job: Job, reason: str = "the supervisor was found dead") -> 
 
             catch_up(url, job.folder, path)
     finally:
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
     return True
 
 

@@ -17,8 +17,8 @@ from typing import Protocol
 
 from wrapper.jobs import Job
 
-AgentEnded = Callable[[str, int], None]
-"""Called in the event loop with the node and its agent's exit status (negative for a signal)."""
+AgentEnded = Callable[[str, int | None], None]
+"""Called in the event loop with the node and its agent's exit status: negative for a signal, None if nobody saw it."""
 
 
 class Launcher(Protocol):
@@ -34,6 +34,9 @@ class Launcher(Protocol):
 
     async def start(self, port: int, ended: AgentEnded) -> None:
         """Start all agents; they will connect to `host`:`port`."""
+
+    def adopt(self, node: str, pid: int, ended: AgentEnded) -> None:
+        """Take over an agent that was started for an earlier supervisor, instead of `start`."""
 
     def kill(self, node: str) -> None:
         """SIGKILL every process of the node. No error if none is left."""
@@ -77,6 +80,17 @@ class LocalLauncher:
             self._groups[node] = process.pid
             self._watches.add(asyncio.create_task(self._watch(node, process, ended)))
 
+    def adopt(self, node: str, pid: int, ended: AgentEnded) -> None:
+        """Its process is not our child: how it ends cannot be seen, only when."""
+        if node not in self.nodes or node in self._groups:
+            return
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return  # its connection is about to close
+        self._groups[node] = pid
+        self._watches.add(asyncio.create_task(self._watch_adopted(node, handle, ended)))
+
     def kill(self, node: str) -> None:
         group = self._groups.get(node)
         if group is not None:
@@ -90,7 +104,44 @@ class LocalLauncher:
         return not left
 
     async def _watch(self, node: str, process: asyncio.subprocess.Process, ended: AgentEnded) -> None:
-        status = await process.wait()
+        self._ended(node, await process.wait(), ended)
+
+    async def _watch_adopted(self, node: str, handle: int, ended: AgentEnded) -> None:
+        loop = asyncio.get_running_loop()
+        gone = asyncio.Event()
+        loop.add_reader(handle, gone.set)
+        try:
+            await gone.wait()
+        finally:
+            loop.remove_reader(handle)
+            os.close(handle)
+        self._ended(node, None, ended)
+
+    def _ended(self, node: str, status: int | None, ended: AgentEnded) -> None:
         self.kill(node)  # what an agent leaves behind has nobody to answer to
         del self._groups[node]  # its number may be given to another process from here on
         ended(node, status)
+
+
+class Followers:
+    """The launcher of a successor: it has started no agent and can end none but by telling it; connections are all.
+
+    `nodes`: those that the journal knows of.
+    """
+
+    worker_environment: Mapping[str, str] = {}
+
+    def __init__(self, host: str, nodes: tuple[str, ...]) -> None:
+        self.host = host
+        self.nodes = nodes
+        self._there: dict[str, asyncio.Event] = {}
+
+    async def start(self, port: int, ended: AgentEnded) -> None:
+        raise AssertionError("a successor starts no agents")
+
+    def adopt(self, node: str, pid: int, ended: AgentEnded) -> None: ...
+
+    def kill(self, node: str) -> None: ...
+
+    async def wait(self, timeout_s: float) -> bool:
+        return True

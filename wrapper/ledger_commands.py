@@ -33,7 +33,8 @@ WATCH_S = 1.0
 EVENT_KINDS = (
     *("FailureFound", "Reconfigured", "PlanDecided", "PlanRefused", "JoinRefused", "NodeLost"),
     *("Suspected", "SuspicionCleared"),
-    *("FaultInjected", "CheckpointCommitted", "JobEnded"),
+    *("DrainDecided", "DrainAnswered", "NodeReleased", "ReplacementAsked", "ReplacementChanged", "SlurmSaw"),
+    *("LeaderChosen", "JobSignalled", "FaultInjected", "CheckpointCommitted", "JobEnded"),
 )
 
 
@@ -271,6 +272,8 @@ def job_status(reader: Reader, row: dict[str, Any], now: datetime | None = None)
         "description": plans[0]["description"] if plans else None,
         "layout": layout,
         "health": {str(rank): health[rank] for rank in sorted(health)},
+        "drains": reader.rows("drains", row["id"]),
+        "replacements": reader.rows("replacements", row["id"]),
         "events": reader.events(row["id"], EVENT_KINDS, EVENTS_IN_JSON),
     }
 

@@ -23,15 +23,18 @@ _HARMLESS = frozenset("uB")
 """Options of python that change nothing for us: output is line-buffered anyway, bytecode is written or not."""
 
 
-def resolve(command: Sequence[str], notice: Callable[[str], None]) -> Program:
-    """Raises UsageError for a command that is not there, or an interpreter without resihp."""
+def resolve(command: Sequence[str], notice: Callable[[str], None], inside: str | None = None) -> Program:
+    """Raises UsageError for a command that is not there, or an interpreter without resihp.
+
+    `inside`: the interpreter of the container that the command runs in; what is there cannot be looked at from here.
+    """
     if not command:
         raise UsageError("no command to run; resihp run ... -- python train.py, or command = [...] in [job]")
     first = command[0]
     if not _PYTHON.fullmatch(os.path.basename(first)):
-        if shutil.which(first) is None:
+        if not inside and shutil.which(first) is None:
             raise UsageError(f"{first}: no such command; after -- comes what workers run, as in -- python train.py")
-        return Program(kind="command", argv=tuple(command), interpreter=sys.executable)
+        return Program(kind="command", argv=tuple(command), interpreter=inside or sys.executable)
     rest = list(command[1:])
     while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c", "-"):
         option = rest.pop(0)
@@ -43,16 +46,16 @@ def resolve(command: Sequence[str], notice: Callable[[str], None]) -> Program:
     if not rest:
         raise UsageError(f"{first}: no script; name one, as in -- {first} train.py")
     if rest[0] in ("-c", "-"):
-        if shutil.which(first) is None:
+        if not inside and shutil.which(first) is None:
             raise UsageError(f"{first}: no such command")
-        return Program(kind="command", argv=tuple(command), interpreter=sys.executable)
+        return Program(kind="command", argv=tuple(command), interpreter=inside or sys.executable)
     if rest[0] == "-m":
         if len(rest) == 1:
             raise UsageError(f"{first} -m: no module; name one")
-        return Program(kind="module", argv=tuple(rest[1:]), interpreter=_interpreter(first, notice))
+        return Program(kind="module", argv=tuple(rest[1:]), interpreter=inside or _interpreter(first, notice))
     if not Path(rest[0]).exists():
         raise UsageError(f"{rest[0]}: no such script in {Path.cwd()}")
-    return Program(kind="script", argv=tuple(rest), interpreter=_interpreter(first, notice))
+    return Program(kind="script", argv=tuple(rest), interpreter=inside or _interpreter(first, notice))
 
 
 def _interpreter(named: str, notice: Callable[[str], None]) -> str:

@@ -6,15 +6,20 @@ A file and not arguments, so that nothing of a job stands in the list of process
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from resihp.controller.interface import Settings
 from resihp.errors import UsageError
 from resihp.faults import Fault
 from resihp.forkserver import PRELOAD
 from wrapper.jobs import Job, write_private
+
+if TYPE_CHECKING:
+    from resihp.controller.interface import Settings
+
+NO_JOB_STATUS = 3
+"""Exit status of an agent that cannot read the run's file: the job's folder is not there on its node."""
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +29,43 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     argv: tuple[str, ...]
     interpreter: str
     preload: str = PRELOAD
+
+
+class SlurmRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The Slurm job that the run is in, and what may be asked of Slurm for it. Empty strings: nothing is said.
+
+    Counts are of each node, None where they are not known. `host_names`: by node, what Slurm reaches it by.
+    """
+
+    job_id: str
+    cluster: str
+    batch_node: str
+    host_names: dict[str, str]
+    cpus: int | None
+    gpus: int | None
+    """Slurm's GPUs, that steps ask for; None: the allocation has none."""
+    memory_mb: int | None
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    constraint: str = ""
+    reservation: str = ""
+    exclusive: bool = True
+    extra: tuple[str, ...] = ()
+    """Further options of sbatch."""
+    replacements: int = 0
+    replacement_min_left_s: float = 1800.0
+    drains: int = 0
+    spool: str = ""
+    on_warning: Literal["requeue", "end"] = "requeue"
+
+
+class Container(msgspec.Struct, frozen=True, kw_only=True):
+    """What workers run in. `mounts`: (source, destination, read-only), the job's own folders among them."""
+
+    runtime: Literal["apptainer", "enroot"]
+    image: str
+    mounts: tuple[tuple[str, str, bool], ...]
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +94,23 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     resume: bool
     ledger_url: str
     restart_count: int
+    host: str = "127.0.0.1"
+    """Address that the supervisor listens on: never all of a machine's."""
+    succession: bool = False
+    """Whether agents keep copies of the journal, and choose another supervisor when this one's node is gone."""
+    node_names: tuple[str, ...] = ()
+    """In Slurm's order, in which a step's tasks are numbered; n1, n2, ... without Slurm."""
+    spares: int = 0
+    """How many of the nodes are not in the first layout: those with the highest ranks."""
+    begins_at: int = 0
+    """Iteration of the newest checkpoint that there was; 0 for none."""
+    slurm: SlurmRequest | None = None
+    container: Container | None = None
     configuration: dict[str, object]
+
+    def __post_init__(self) -> None:
+        if not self.node_names:
+            msgspec.structs.force_setattr(self, "node_names", virtual_nodes(self.nodes))
 
     def save(self) -> Path:
         write_private(self.of_job.run_file, msgspec.json.encode(self))
@@ -64,6 +122,9 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def settings(self) -> Settings:
+        from resihp.controller.interface import Settings  # a third of an agent's start, which needs none of it
+
+        slurm = self.slurm
         return Settings(
             job=self.job,
             nodes=self.nodes,
@@ -77,7 +138,19 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
             come_backs=self.come_backs,
             faults=self.faults,
             checkpoint_every=self.checkpoint_every,
+            spares=self.spares,
+            slurm=slurm is not None,
+            drains=slurm.drains if slurm else 0,
+            replacements=slurm.replacements if slurm else 0,
+            replacement_least_left_s=slurm.replacement_min_left_s if slurm else 0.0,
+            batch_node=slurm.batch_node if slurm else "",
+            on_warning=slurm.on_warning if slurm else "requeue",
         )
+
+
+def virtual_nodes(count: int) -> tuple[str, ...]:
+    """Names of nodes that are only processes on this machine."""
+    return tuple(f"n{i + 1}" for i in range(count))
 
 
 def load(path: Path) -> RunRequest:

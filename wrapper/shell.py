@@ -1,8 +1,9 @@
 """The supervisor's shell: sockets, clock, signals, journal and ledger around `resihp.controller`.
 
 Run by `wrapper.supervisor`, one for a job. What happens to the job is decided in
-the controller; here its actions are carried out in order, each `Log` on disk before what follows it. A crash in here
-ends the job with a message, exit code 1, and the traceback in `<job>/logs/supervisor.log`.
+the controller; here its actions are carried out in order, each `Log` on disk before what follows it, and a decision
+known to a quorum of agents as well (`wrapper.replication`). A crash in here ends the job with a message, exit code 1,
+and the traceback in `<job>/logs/supervisor.log`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol, assert_never, get_args
@@ -25,11 +27,14 @@ from resihp.controller import interface as api
 from resihp.errors import CheckpointError, ProtocolError, ResihpError
 from resihp.faults import Fault, Kind
 from resihp.journal import AnyEntry, CheckpointCommitted, JobEnded, Journal, Record, WorkerEnded
+from resihp.membership import DECISIONS, Membership
 from resihp.protocol import messages as m
 from resihp.protocol.framing import Envelope, SecureChannel, serve
 from wrapper.agent_links import AgentLinks
+from wrapper.exit_codes import DEPOSED, REQUEUE
 from wrapper.jobs import SupervisorFile, copy_journal, write_private
 from wrapper.launcher import Launcher
+from wrapper.replication import Replication
 from wrapper.request import RunRequest
 
 TICK_S = 0.25
@@ -40,6 +45,12 @@ AGENT_EXIT_S = 3.0
 GUARDIAN_GONE_S = 1.0
 """The kernel sends SIGHUP when the guardian dies (`wrapper.supervisor`); whoever killed it may be about to kill us."""
 REFUSALS_TOLD_PER_MINUTE = 10
+BEAT_S = 1.0
+STALL_S = 1.0
+"""A tick that comes that late: the silence since the last one was ours."""
+LISTEN_S = 2 * BEAT_S
+QUORUM_PATIENCE_S = 10.0
+"""How long a decision may wait for a quorum before we take it that we lead no longer."""
 
 _log = logging.getLogger("supervisor")
 
@@ -67,6 +78,40 @@ class ViewLike(Protocol):
     def close(self) -> None: ...
 
 
+class SlurmDeskLike(Protocol):
+    """`wrapper.slurm_desk.SlurmDesk`, as used here."""
+
+    def carry_out(
+        self,
+        action: api.DrainNode
+        | api.ReleaseNode
+        | api.AskReplacement
+        | api.CancelReplacement
+        | api.WatchNode
+        | api.AskWhy,
+    ) -> None:
+        """Do it in the background; the answer comes as an event."""
+
+    async def run(self) -> None:
+        """Whatever has to be looked at from time to time, until cancelled."""
+
+    async def close(self) -> None:
+        """The job has ended: cancel open requests for replacements."""
+
+
+class NoSlurm:
+    """The desk of a job without Slurm: nothing is ever asked of it."""
+
+    def carry_out(self, action: api.AnyAction) -> None:
+        raise AssertionError(f"{type(action).__name__} without Slurm")
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        pass
+
+
 class StoreLike(Protocol):
     """`wrapper.store_process.StoreProcess`, as used here."""
 
@@ -86,7 +131,19 @@ class Supervisor:
         journal: Journal,
         ledger: LedgerLike,
         view: ViewLike,
+        slurm: Callable[[Callable[[api.AnyEvent], None]], SlurmDeskLike] | None = None,
+        listener: socket.socket | None = None,
+        lead: m.Lead | None = None,
+        membership: Membership | None = None,
     ) -> None:
+        """`slurm` makes the desk, given whom to tell. `lead` tells that others led before; `membership` has read
+        their journal.
+
+        Without a `listener` one is made. Journal copies are kept if the request asks for succession.
+        """
+        self._slurm = slurm(self._event) if slurm else NoSlurm()
+        self._took_over = lead is not None
+        self._listener = listener
         self._request = request
         self._job = request.of_job
         self._controller = controller
@@ -95,10 +152,30 @@ class Supervisor:
         self._journal = journal
         self._ledger = ledger
         self._view = view
-        self._links = AgentLinks(launcher, self._event, self._start, reconnect_s=request.settings.reconnect_s)
+        self._replication: Replication | None = None
+        if request.succession:
+            self._replication = Replication(journal, membership or Membership(), self._post)
+        self._links = AgentLinks(
+            launcher,
+            self._event,
+            self._start,
+            reconnect_s=request.settings.reconnect_s,
+            lead=lead or m.Lead(term=1, node=request.settings.batch_node, log=0),
+            joined=self._agent_joined,
+            acknowledged=self._acknowledged,
+            deposed=self._deposed,
+            roster=request.succession,
+        )
+        self._actions: deque[api.AnyAction] = deque()
+        self._working_off = False
+        self._is_deposed = False
+        self._claim: AnyEntry | None = None
+        """That we lead: told and acted on only once a quorum of agents follows us."""
+        self._held_since: float | None = None
+        """Since when that or a decision has been waiting for a quorum."""
         self._operators: dict[int, SecureChannel[Any]] = {}
         self._requests = itertools.count(1)
-        self._fault_ids = itertools.count(len(request.faults) + 1)
+        self._fault_ids = itertools.count(len(request.faults) + (lead.term * 1000 if lead else 1))
         self._tasks: set[asyncio.Task[None]] = set()
         self._checkpoints: set[asyncio.Task[None]] = set()
         self._telemetry: list[dict[str, Any]] = []
@@ -110,33 +187,43 @@ class Supervisor:
         self._refusals: list[float] = []
 
     async def run(self, started: AnyEntry) -> int:
-        """Supervise to the end; `started` is the journal's first entry. Returns the exit code."""
+        """Supervise to the end; `started` is the first entry of ours. Returns the exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             loop.add_signal_handler(number, self._signalled, number)
         loop.add_signal_handler(signal.SIGHUP, loop.call_later, GUARDIAN_GONE_S, self._signalled, signal.SIGTERM)
-        self.log(started)
-        listener = socket.create_server((self._launcher.host, 0), backlog=1024)
+        if self._replication is not None and self._took_over:
+            self._claim, self._held_since = started, time.monotonic()
+        else:
+            self.log(started)
+        listener = self._listener or socket.create_server((self._launcher.host, 0), backlog=1024)
         port = listener.getsockname()[1]
         receives = Envelope[m.AgentMessage] | m.OperatorRequest
         server = await serve(listener, self._job.key, receives, self._connected, self._refused)
         address = SupervisorFile(host=self._launcher.host, port=port, pid=os.getpid())
         write_private(self._job.supervisor_file, msgspec.json.encode(address))
+        self._start(self._slurm.run())
         self._start(self._keep_store())
         self._start(self._tick())
-        self._start(self._launcher.start(port, self._links.agent_ended))
+        self._start(self._beat())
+        if not self._took_over:
+            self._start(self._launcher.start(port, self._links.agent_ended))
         end = await self._end
         await self._wind_down(end)
         server.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        return end.exit_code
+        return DEPOSED if self._is_deposed else end.exit_code
 
     def log(self, entry: AnyEntry) -> None:
-        """Write ahead, then tell the ledger and the user."""
+        """Write ahead, then tell the ledger and the user. What a deposed leader would say does not count."""
+        if self._is_deposed:
+            return
         self._job_ended = self._job_ended or isinstance(entry, JobEnded)
         record = self._journal.append(entry, time.time())
+        if self._replication is not None:
+            self._replication.appended(record, isinstance(entry, DECISIONS))
         self._ledger.submit(record)
         self._view.entry(record)
 
@@ -146,11 +233,78 @@ class Supervisor:
         """Hand one event to the controller and do what it answers. A crash on the way ends the job."""
         try:
             self._look(event)
-            for action in self._controller.handle(event, time.monotonic()):
-                self._do(action)
+            if self._end.done():
+                return  # the controller has said its last word, or is broken
+            self._actions += self._controller.handle(event, time.monotonic())
+            self._work_off()
         except Exception:  # noqa: BLE001 - logged with its traceback, and the job ends
             _log.exception("while handling %r", event)
             self._crash(f"internal error while handling {type(event).__name__}")
+
+    def _work_off(self) -> None:
+        """Do what the controller asked for, in order, as long as a quorum follows and knows of every decision."""
+        if self._working_off:
+            return
+        self._working_off = True
+        try:
+            while self._actions:
+                if not self._may_act:
+                    self._held_since = self._held_since or time.monotonic()
+                    return
+                self._held_since = None
+                if not self._links.lead.settled:  # from now on also those follow whose copies are ahead of ours
+                    self._links.lead = msgspec.structs.replace(self._links.lead, settled=True)
+                self._do(self._actions.popleft())
+        finally:
+            self._working_off = False
+
+    @property
+    def _may_act(self) -> bool:
+        """Whether a quorum of agents is connected and knows all that was decided; before there is a plan, nobody else
+        can be chosen."""
+        if self._replication is None:
+            return True
+        membership = self._replication.membership
+        followed = not membership.electable or membership.quorum(self._links.connected)
+        return self._claim is None and followed and self._replication.settled
+
+    def _agent_joined(self, join: m.Join) -> None:
+        if self._took_over:
+            self._launcher.adopt(join.node, join.pid, self._links.agent_ended)
+        if self._replication is None:
+            return
+        self._replication.joined(join.node, join.log)
+        if self._claim is not None and self._replication.accepted:
+            claim, self._claim = self._claim, None
+            self.log(claim)
+
+    def _acknowledged(self, node: str, number: int) -> None:
+        if self._replication is None:
+            return
+        self._replication.acknowledged(node, number)
+        if self._held_since is not None:
+            try:
+                if not self._actions and self._may_act:
+                    self._held_since = None
+                self._work_off()
+            except Exception:  # noqa: BLE001 - logged with its traceback, and the job ends
+                _log.exception("after a decision was acknowledged")
+                self._crash("internal error while acting on a decision")
+
+    def _deposed(self, reason: str) -> None:
+        """Somebody else leads, or may: what we still wanted to do no longer counts."""
+        if not self._end.done():
+            _log.warning("gives up the lead: %s", reason)
+            self._actions.clear()
+            self._held_since = self._claim = None
+            self._replication = None
+            self._is_deposed = True
+            self._event(api.QuorumLost(reason=reason))
+            if not self._end.done():  # the controller had ended the job already, and nobody agreed
+                self._end.set_result(api.End(exit_code=REQUEUE, reason=reason, workers_leave=False))
+
+    def _post(self, node: str, message: m.Replicate) -> int:
+        return self._links.post(node, message)
 
     def _look(self, event: api.AnyEvent) -> None:
         """Telemetry, which the controller does not record, and what it no longer does once it has ended the job."""
@@ -168,6 +322,11 @@ class Supervisor:
                 )
             case api.WorkerSaid(message=m.Declare() as declare):
                 self._fingerprint = declare.fingerprint
+            case api.AgentJoined(inventory=m.Inventory() as inventory):
+                for worker in inventory.workers:
+                    for message in worker.said:
+                        if isinstance(message, m.Declare):
+                            self._fingerprint = message.fingerprint
             case api.AgentBeat():
                 self._view.beats(event.node, event.beat)
             case api.WorkerExited() if self._end.done():
@@ -189,6 +348,17 @@ class Supervisor:
                 self._links.cut(action.node)
             case api.DropNode():
                 self._links.drop(action.node)
+                if self._replication is not None:
+                    self._replication.left(action.node)
+            case (
+                api.DrainNode()
+                | api.ReleaseNode()
+                | api.AskReplacement()
+                | api.CancelReplacement()
+                | api.WatchNode()
+                | api.AskWhy()
+            ):
+                self._slurm.carry_out(action)
             case api.Reply():
                 self._reply(action.request, action.ok, action.text)
             case api.CommitCheckpoint():
@@ -249,12 +419,25 @@ class Supervisor:
             self._view.say("notice", f"{error}; a plain command may do without")  # its interpreter may lack torch
 
     async def _tick(self) -> None:
+        listens_until = 0.0
         while True:
+            slept_at = time.monotonic()
             await asyncio.sleep(TICK_S)
-            self._event(api.Tick())
+            if (now := time.monotonic()) - slept_at > TICK_S + STALL_S:
+                _log.warning("was stopped for %.1f s: listens before it judges", now - slept_at)
+                listens_until = now + LISTEN_S
+            if now >= listens_until:
+                self._event(api.Tick())
             self._links.acknowledge()
             self._view.tick()
             self._flush_telemetry()
+            if self._held_since is not None and time.monotonic() - self._held_since > QUORUM_PATIENCE_S:
+                self._deposed(f"no quorum of agents has acknowledged a decision for {QUORUM_PATIENCE_S:g} s")
+
+    async def _beat(self) -> None:
+        while True:
+            self._links.beat()
+            await asyncio.sleep(BEAT_S)
 
     def _flush_telemetry(self) -> None:
         if self._telemetry:
@@ -326,10 +509,13 @@ class Supervisor:
                 self._links.signal(rank, signal.SIGTERM)
         grace_s = LEAVE_GRACE_S if end.workers_leave else TERM_GRACE_S
         self._links.release(grace_s)
-        await self._unless_hurried(self._launcher.wait(grace_s + AGENT_EXIT_S))
-        for node in self._launcher.nodes:
-            self._launcher.kill(node)
-        await self._launcher.wait(AGENT_EXIT_S)
+        if not self._is_deposed:  # else those who are left may follow another
+            await self._unless_hurried(self._agents_gone(grace_s + AGENT_EXIT_S))
+        await self._unless_hurried(self._links.all_closed(grace_s + AGENT_EXIT_S))
+        if not self._is_deposed:
+            for node in self._launcher.nodes:
+                self._launcher.kill(node)
+            await self._launcher.wait(AGENT_EXIT_S)
         if self._checkpoints:
             await self._unless_hurried(asyncio.gather(*self._checkpoints))
         if not self._job_ended:
@@ -338,11 +524,23 @@ class Supervisor:
                 state = "cancelled"
             self.log(JobEnded(exit_code=end.exit_code, state=state, reason=end.reason))
         self._flush_telemetry()
-        write_private(self._job.exit_code_file, f"{end.exit_code}\n".encode())
+        if not self._is_deposed:  # else all this is the successor's
+            await self._slurm.close()
+            write_private(self._job.exit_code_file, f"{end.exit_code}\n".encode())
         await asyncio.to_thread(self._ledger.close)
         self._journal.close()
-        copy_journal(self._job)
+        if not self._is_deposed:
+            copy_journal(self._job)
         self._view.close()
+
+    async def _agents_gone(self, timeout_s: float) -> None:
+        """Wait until the launcher says so, or the links do: srun waits for agents on dead nodes, too."""
+        ways = [asyncio.ensure_future(self._launcher.wait(timeout_s)), asyncio.ensure_future(self._links.all_gone())]
+        try:
+            await asyncio.wait(ways, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
 
     async def _unless_hurried(self, waiting: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
         hurried = asyncio.create_task(self._hurry.wait())

@@ -6,6 +6,7 @@ Nothing is started and no folder made before configuration, layout, faults and c
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from resihp import faults
-from resihp.errors import CheckpointError, ConfigurationError, LayoutError, UsageError
-from resihp.faults import Fault
-from wrapper import guardian
-from wrapper.config import Configuration, read
-from wrapper.jobs import Job, all_jobs, create_local_job, find_job, home
+from resihp.errors import UsageError
+from slurm.client import Slurm
+from wrapper import allocation, container, guardian
+from wrapper.allocation import Allocation
+from wrapper.config import Configuration, check_partition, read
+from wrapper.jobs import create_local_job, create_slurm_job, home
 from wrapper.program import resolve
-from wrapper.request import RunRequest, load
+from wrapper.request import RunRequest, SlurmRequest
+from wrapper.resumption import Resumption, after_restart, asked_for, if_there_is_one
+from wrapper.shape import check_layout, check_target, of_allocation, on_this_machine
 
 
 @dataclass(frozen=True)
@@ -35,42 +39,67 @@ class Options:
     faults: tuple[str, ...] = ()
     resume: str | None = None
     """Job whose newest checkpoint is taken; empty: that of the newest job that has one."""
+    resume_or_start: bool = False
+    """Take the newest checkpoint of the configured folder if there is one."""
 
 
 def run(options: Options) -> int:
-    """Run the job; returns its exit code. Raises UsageError."""
+    """Run the job; returns its exit code. Raises ResihpError."""
     request = prepare(options)
-    _notice(f"job {request.job}: {request.nodes} nodes of {request.gpus_per_node}, logs in {request.of_job.logs}")
+    spares = f", {request.spares} of them spare" if request.spares else ""
+    _notice(
+        f"job {request.job}: {request.nodes} nodes of {request.gpus_per_node}{spares}, logs in {request.of_job.logs}"
+    )
     return guardian.guard(request.save())
 
 
-def prepare(options: Options) -> RunRequest:
-    """Check everything, then make the job's folder. Raises UsageError; then no folder was made."""
+def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
+    """Check everything, then make the job's folder. Raises ResihpError; then no folder was made.
+
+    `slurm`: whom to ask in an allocation; the commands on PATH if left out.
+    """
     given = {
         section: {key: value for key, value in getattr(options, section).items() if value is not None}
-        for section in ("job", "layout", "ledger", "checkpoint")  # the command line has no [adapt]
+        for section in (
+            "job",
+            "layout",
+            "ledger",
+            "checkpoint",
+        )  # the command line has no [adapt], [slurm], [container]
     }
     configuration = read(given, options.config)
+    found = None
     if not options.local:
-        raise UsageError("a Slurm allocation is not supported yet; add --local to run on this machine")
-    check_layout(configuration)
-    devices = configuration.job.nodes * configuration.job.gpus_per_node
+        slurm = slurm or _slurm()
+        found = allocation.find(os.environ, slurm)
+        check_partition(found.partition, configuration, f"job {found.job_id}: partition")
+    shape = of_allocation(configuration, found, _notice) if found else on_this_machine(configuration)
+    check_layout(configuration.layout, shape.laid_out, shape.gpus_per_node)
     planned = tuple(faults.parse(text, i + 1) for i, text in enumerate(options.faults))
     for fault in planned:
-        check_target(fault, devices, configuration.job.nodes, configuration.adapt.come_backs)
-    program = resolve(configuration.job.command, _notice)
-    inherited = None if options.resume is None else find_checkpoints(configuration, options.resume)
+        check_target(fault, shape, configuration.adapt.come_backs)
+    inside = container.check(configuration.container)
+    program = resolve(configuration.job.command, _notice, configuration.container.python if inside else None)
+    cwd, python_path = os.getcwd(), _absolute_entries(os.environ.get("PYTHONPATH", ""))
+    container.with_folders(inside, [Path(cwd), home()])  # raises for what cannot be mounted
+    resumption = _resumption(options, configuration, found)
+    of_slurm = _of_slurm(configuration, found, slurm) if found and slurm else None
 
-    job = create_local_job()
+    job = create_slurm_job(found.job_id, found.restart_count) if found else create_local_job()
+    checkpoints = (
+        resumption.folder if resumption else Path(configuration.checkpoint.folder or job.checkpoints).absolute()
+    )
     return RunRequest(
         job=job.name,
         folder=str(job.folder),
         program=program,
         command=configuration.job.command,
-        cwd=os.getcwd(),
-        python_path=_absolute_entries(os.environ.get("PYTHONPATH", "")),
-        nodes=configuration.job.nodes,
-        gpus_per_node=configuration.job.gpus_per_node,
+        cwd=cwd,
+        python_path=python_path,
+        nodes=len(shape.nodes),
+        node_names=shape.nodes,
+        spares=shape.spares,
+        gpus_per_node=shape.gpus_per_node,
         tp=configuration.layout.tp,
         pp=configuration.layout.pp,
         schedule=configuration.layout.schedule,
@@ -79,89 +108,82 @@ def prepare(options: Options) -> RunRequest:
         memory_bytes=configuration.job.memory_per_device,
         come_backs=configuration.adapt.come_backs,
         faults=planned,
-        checkpoint_folder=str(inherited or Path(configuration.checkpoint.folder or job.checkpoints).absolute()),
+        checkpoint_folder=str(checkpoints),
         checkpoint_every=configuration.checkpoint.every,
         checkpoint_keep=configuration.checkpoint.keep,
-        resume=options.resume is not None,
+        resume=resumption is not None,
+        begins_at=resumption.iteration if resumption else 0,
         ledger_url=configuration.ledger.url,
-        restart_count=int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        restart_count=found.restart_count if found else 0,
+        host=of_slurm[1] if of_slurm else "127.0.0.1",
+        succession=_succession(configuration, found is not None and len(shape.nodes) > 1),
+        slurm=of_slurm[0] if of_slurm else None,
+        container=container.with_folders(inside, container.job_folders(cwd, job.folder, checkpoints, python_path)),
         configuration=configuration.model_dump(mode="json"),
     )
 
 
-def check_layout(configuration: Configuration) -> None:
-    """What is wrong with a layout whatever the model is. Raises LayoutError."""
-    job, layout = configuration.job, configuration.layout
-    devices = job.nodes * job.gpus_per_node
-    if layout.tp > job.gpus_per_node:
-        raise LayoutError(
-            f"layout tp={layout.tp}: a tensor-parallel group stays inside a node, which has {job.gpus_per_node} "
-            f"devices; choose --tp {job.gpus_per_node} or less"
-        )
-    if devices < layout.tp * layout.pp:
-        raise LayoutError(
-            f"layout tp={layout.tp} pp={layout.pp}: needs {layout.tp * layout.pp} devices, the job has {devices}; "
-            "raise --nodes or --gpus-per-node, or lower a degree"
-        )
-    if devices % (layout.tp * layout.pp):
-        raise LayoutError(
-            f"layout tp={layout.tp} pp={layout.pp}: a replica needs {layout.tp * layout.pp} devices, and the job's "
-            f"{devices} ({job.nodes} nodes of {job.gpus_per_node}) are not a multiple of that"
-        )
-    if job.gpus_per_node % layout.tp:
-        raise LayoutError(
-            f"layout tp={layout.tp}: {job.gpus_per_node} devices a node are not a multiple of it, so a "
-            "tensor-parallel group would cross nodes"
-        )
-    if layout.schedule == "interleaved" and layout.virtual_stages == 1:
-        raise LayoutError(
-            "layout schedule=interleaved: interleaves the virtual stages of each stage, and there is one; "
-            "choose --virtual-stages 2 or more, or --schedule 1f1b"
-        )
-    if layout.schedule != "interleaved" and layout.virtual_stages > 1:
-        raise LayoutError(
-            f"layout schedule={layout.schedule}: has one virtual stage a stage, not {layout.virtual_stages}; "
-            "choose --schedule interleaved, or --virtual-stages 1"
-        )
+def _slurm() -> Slurm:
+    """Raises UsageError outside of an allocation, before anything is looked for."""
+    if not allocation.job_id(os.environ):
+        raise UsageError(allocation.NOT_THERE)
+    from slurm.commands import CommandLine
+
+    return CommandLine()
 
 
-def check_target(fault: Fault, devices: int, nodes: int, come_backs: int) -> None:
-    """Raises ConfigurationError for a fault that hits nobody. Processes that come back have ranks of their own."""
-    most = devices * (1 + come_backs)
-    if fault.rank is not None and fault.rank >= most:
-        later = f", {devices} to {most - 1} for processes that come back" if come_backs else ""
-        raise ConfigurationError(
-            f"fault {fault}: there is no rank {fault.rank}; ranks are 0 to {devices - 1} at the start{later}"
+def _resumption(options: Options, configuration: Configuration, found: Allocation | None) -> Resumption | None:
+    """What Slurm starts again goes on by itself; what the command line asks for counts for a first start."""
+    if found is not None and found.restart_count:
+        job, most = configuration.job, configuration.slurm.restarts
+        resumption = after_restart(found.job_id, found.restart_count, job.command, most, _notice)
+        if resumption is not None:
+            return resumption
+    if options.resume is not None:
+        return asked_for(configuration, options.resume)
+    return if_there_is_one(configuration, _notice) if options.resume_or_start else None
+
+
+def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm) -> tuple[SlurmRequest, str]:
+    """What the run asks of Slurm, and the address to listen on. Raises UsageError, SlurmError."""
+    section = configuration.slurm
+    if found.uneven:
+        _notice(f"job {found.job_id}: nodes differ; each agent gets {found.cpus_per_node} CPUs, as the smallest has")
+    if not allocation.no_kill_seen(os.environ, allocation.batch_script(slurm, found.job_id)):
+        _notice(
+            f"job {found.job_id}: no --no-kill in the batch script: if a node fails, Slurm ends the whole job; "
+            "put #SBATCH --no-kill into it (unless it was given to sbatch itself, which cannot be seen)"
         )
-    names = [f"n{i + 1}" for i in range(nodes)]
-    if fault.node is not None and fault.node not in names:
-        raise ConfigurationError(f"fault {fault}: there is no node {fault.node}; nodes are {names[0]} to {names[-1]}")
-
-
-def find_checkpoints(configuration: Configuration, name: str) -> Path:
-    """The folder to resume from: the named job's, the configured one, or the newest job's that has a checkpoint.
-
-    Raises CheckpointError when there is none. Which checkpoint in it is complete, the trainer finds out.
-    """
-    from resihp.checkpoints import newest_complete
-
-    if name or configuration.checkpoint.folder:
-        folder = checkpoint_folder_of(find_job(name)) if name else Path(configuration.checkpoint.folder).absolute()
-        if newest_complete(folder, verify=False) is None:
-            raise CheckpointError(f"--resume: no complete checkpoint in {folder}")
-        return folder
-    for job in all_jobs():
-        folder = checkpoint_folder_of(job)
-        if newest_complete(folder, verify=False) is not None:
-            return folder
-    raise CheckpointError(
-        f"--resume: no job in {home()} has a complete checkpoint; name a folder with --checkpoint-folder"
+    host_names = allocation.addresses(slurm, found.nodes)
+    here = host_names.get(found.batch_node) or socket.gethostname()
+    others = [name for node, name in host_names.items() if node != found.batch_node]
+    request = SlurmRequest(
+        job_id=found.job_id,
+        cluster=os.environ.get("SLURM_CLUSTER_NAME") or slurm.cluster(),
+        batch_node=found.batch_node,
+        host_names=host_names,
+        cpus=found.cpus_per_node,
+        gpus=found.gpus_per_node,
+        memory_mb=found.memory_mb,
+        partition=section.partition or found.partition,
+        account=section.account or found.account,
+        qos=section.qos or found.qos,
+        constraint=section.constraint,
+        reservation=section.reservation or found.reservation,
+        exclusive=section.exclusive,
+        extra=section.extra,
+        replacements=section.replacements,
+        replacement_min_left_s=section.replacement_min_left,
+        drains=section.drains,
+        spool=section.spool,
+        on_warning=section.on_warning,
     )
+    return request, allocation.own_address(here, others)
 
 
-def checkpoint_folder_of(job: Job) -> Path:
-    """Where a job wrote its checkpoints: a resumed one goes on in the folder that it took over."""
-    return Path(load(job.run_file).checkpoint_folder) if job.run_file.exists() else job.checkpoints
+def _succession(configuration: Configuration, default: bool) -> bool:
+    asked = configuration.adapt.succession
+    return default if asked is None else asked
 
 
 def _absolute_entries(python_path: str) -> str:

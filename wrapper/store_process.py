@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from resihp.errors import ResihpError
 from resihp.process import ending
-from resihp.protocol.framing import LocalCodec
-from resihp.store import Listening
+from resihp.protocol.framing import LocalChannel, LocalCodec
+from resihp.store import Listening, Serve
+from wrapper import container
 from wrapper.launcher import own_environment
+from wrapper.request import Container
 
 MAX_FAILED_STARTS = 3
 
@@ -22,10 +23,11 @@ MAX_FAILED_STARTS = 3
 class StoreProcess:
     """One store at a time. `run` ends when the job does, or raises ResihpError if the store cannot start at all."""
 
-    def __init__(self, host: str, interpreter: str, log: Path) -> None:
+    def __init__(self, host: str, interpreter: str, log: Path, container: Container | None = None) -> None:
         self._host = host
         self._interpreter = interpreter
         self._log = log
+        self._container = container
 
     async def run(self, ready: Callable[[str, int], None]) -> None:
         """Keep a store running; call `ready(host, port)` each time a new one listens. Cancel to stop it."""
@@ -39,20 +41,23 @@ class StoreProcess:
     async def _one(self, ready: Callable[[str, int], None]) -> tuple[bool, int]:
         ours, theirs = socket.socketpair()
         listener = socket.create_server((self._host, 0))
+        environment = own_environment() | {"OMP_NUM_THREADS": "1"}
+        parent = 0 if self._container else os.getpid()
+        command = [self._interpreter, "-P", "-m", "resihp.store", "--fd", "0", "--parent", str(parent)]
         with ours, theirs, listener, self._log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *[self._interpreter, "-P", "-m", "resihp.store", "--host", self._host, "--parent", str(os.getpid())],
-                *["--fd", str(theirs.fileno()), "--listen", str(listener.fileno())],
-                pass_fds=[theirs.fileno(), listener.fileno()],
-                stdin=subprocess.DEVNULL,
+                *container.wrap(self._container, command, ["OMP_NUM_THREADS"]),
+                stdin=theirs.fileno(),
                 stdout=log,
                 stderr=log,
-                env=own_environment() | {"OMP_NUM_THREADS": "1"},
+                env=container.environment(self._container, environment),
                 process_group=0,
             )
             theirs.close()
-            listener.close()
             try:
+                with suppress(OSError):
+                    LocalChannel(ours).send(Serve(host=self._host), [listener.fileno()])
+                listener.close()
                 listened = await self._announce(ours, ready)
                 return listened, await process.wait()
             finally:

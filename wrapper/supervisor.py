@@ -1,7 +1,9 @@
 """The supervisor's process: opens what a job needs, runs `wrapper.shell.Supervisor`, maps errors to exit codes.
 
-`python -P -m wrapper.supervisor --run FILE [--recover HOW]`, started by the guardian. With `--recover` it runs after a
-supervisor that died: it writes the job's end and waits for the agents, which end themselves; it does not take over.
+`python -P -m wrapper.supervisor --run FILE --listen FD`, started by the guardian. With `--take-over` it runs after one
+that died, and with `--successor` an agent has started it because the guardian's node is gone: both make their
+controller from the journal, and agents that accept their term tell them the rest. With `--bury` nothing is left to be
+tried: it writes the job's end.
 """
 
 from __future__ import annotations
@@ -10,37 +12,69 @@ import argparse
 import asyncio
 import getpass
 import logging
-import os
+import shutil
 import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import psutil
 
 import resihp
-from resihp.errors import ResihpError, UsageError
-from resihp.journal import JobStarted, Journal
+from resihp.controller.interface import AnyEvent
+from resihp.errors import ProtocolError, ResihpError
+from resihp.journal import AnyEntry, JobEnded, JobStarted, Journal, LeaderChosen, NodeJoined, Record, read
+from resihp.membership import Membership
 from resihp.process import die_with_parent
-from wrapper.exit_codes import exit_code_of
-from wrapper.jobs import Job, finish_dead_job, take_lock
-from wrapper.launcher import LocalLauncher
+from resihp.protocol.messages import Lead
+from wrapper.exit_codes import DEPOSED, REQUEUE, exit_code_of
+from wrapper.jobs import Job, finish_dead_job, write_private
+from wrapper.late_ledger import LateLedger
+from wrapper.launcher import Followers, Launcher, LocalLauncher
 from wrapper.request import RunRequest, load
-from wrapper.shell import ControllerLike, LedgerLike, StoreLike, Supervisor, ViewLike
+from wrapper.shell import ControllerLike, LedgerLike, SlurmDeskLike, StoreLike, Supervisor, ViewLike
 from wrapper.store_process import StoreProcess
 
-LOCK_PATIENCE_S = 2.0
-"""Commands that look whether a job is alive hold its lock for a moment."""
+if TYPE_CHECKING:
+    from db.writer import Ledger
+
 AGENTS_GONE_S = 10.0
+GUARDIAN_LEAVES_S = 5.0
+"""How long a guardian that waits for its job's end takes to notice it, and to leave."""
+END_PATIENCE_S = 45.0
+"""How long a Slurm that does not answer is asked to end its job: our agent waits a little longer for us."""
 
 
-async def supervise(request: RunRequest) -> int:
+@dataclass(frozen=True)
+class Heir:
+    """Who takes over, from what: the journal as the one before left it, or as an agent's copy has it."""
+
+    node: str
+    term: int
+    how: Literal["restarted", "elected"]
+    records: tuple[Record, ...]
+
+    @property
+    def membership(self) -> Membership:
+        membership = Membership()
+        for record in self.records:
+            membership.apply(record)
+        return membership
+
+    @property
+    def lead(self) -> Lead:
+        return Lead(term=self.term, node=self.node, log=self.records[-1].seq)
+
+
+async def supervise(request: RunRequest, listener: socket.socket, heir: Heir | None, journal: Path) -> int:
     """Run one job to its end; returns the exit code. Raises UsageError before anything is started."""
     from rich.console import Console
 
-    from db.writer import Ledger
     from resihp.controller import Controller
     from wrapper.live import LiveView
 
@@ -50,10 +84,23 @@ async def supervise(request: RunRequest) -> int:
     def warn(text: str) -> None:
         loop.call_soon_threadsafe(lambda: view.say("warning", text))
 
-    ledger = Ledger.open(request.ledger_url, job.folder, say=warn, journal_path=job.journal_file)
-    job.set_ledger(ledger.url)
+    def open_ledger() -> Ledger:
+        from db.writer import Ledger
+
+        return Ledger.open(request.ledger_url, job.folder, say=warn, journal_path=journal)
+
+    ledger: LedgerLike
+    if heir is None:
+        ledger = opened = open_ledger()
+        job.set_ledger(opened.url)
+    else:
+        ledger = LateLedger(open_ledger, journal, warn)
     view: ViewLike = LiveView(Console(stderr=True), request.settings)
-    return await supervise_with(request, Controller(request.settings), ledger, view)
+    if heir is None:
+        controller = Controller(request.settings)
+    else:
+        controller = Controller.recover(request.settings, (record.entry for record in heir.records))
+    return await supervise_with(request, controller, ledger, view, listener=listener, heir=heir, journal=journal)
 
 
 async def supervise_with(
@@ -62,55 +109,133 @@ async def supervise_with(
     ledger: LedgerLike,
     view: ViewLike,
     store: StoreLike | None = None,
+    *,
+    listener: socket.socket,
+    heir: Heir | None = None,
+    journal: Path | None = None,
 ) -> int:
     """`supervise` with its parts given."""
     job = request.of_job
+    host = listener.getsockname()[0]
     supervisor = Supervisor(
         request,
         controller=controller,
-        launcher=LocalLauncher(job, job.run_file, request.nodes),
-        store=store or StoreProcess("127.0.0.1", request.program.interpreter, job.logs / "store.log"),
-        journal=Journal(job.journal_file),
+        launcher=_launcher(request, host, heir, view),
+        store=store or StoreProcess(host, request.program.interpreter, job.logs / "store.log", request.container),
+        journal=Journal(journal or job.journal_file),
         ledger=ledger,
         view=view,
+        slurm=_desk(request),
+        listener=listener,
+        lead=heir.lead if heir else None,
+        membership=heir.membership if heir else None,
     )
-    return await supervisor.run(
-        JobStarted(
-            job=request.job,
-            command=request.command,
-            nodes=request.nodes,
-            gpus_per_node=request.gpus_per_node,
-            tp=request.tp,
-            pp=request.pp,
-            schedule=request.schedule,
-            host=socket.gethostname(),
-            user=getpass.getuser(),
-            restart_count=request.restart_count,
-            version=resihp.__version__,
-            configuration=request.configuration,
-        )
+    return await supervisor.run(_first_entry(request, heir))
+
+
+def _launcher(request: RunRequest, host: str, heir: Heir | None, view: ViewLike) -> Launcher:
+    if heir is not None and heir.how == "elected":
+        return Followers(host, tuple(sorted(heir.membership.joined)))
+    if request.slurm is not None:
+        from wrapper.slurm_launcher import SlurmLauncher
+
+        return SlurmLauncher(request, host, view.say)
+    return LocalLauncher(request.of_job, request.of_job.run_file, request.nodes)
+
+
+def _desk(request: RunRequest) -> Callable[[Callable[[AnyEvent], None]], SlurmDeskLike] | None:
+    if request.slurm is None:
+        return None
+    from wrapper.slurm_desk import SlurmDesk
+
+    return lambda event: SlurmDesk(request, event)
+
+
+def _end_slurm_job(request: RunRequest, status: int) -> None:
+    """A successor has ended the job, and nobody may be left on the batch host to end Slurm's: do it then."""
+    assert request.slurm is not None
+    from slurm.commands import CommandLine
+    from slurm.errors import SlurmError, SlurmRefusedError
+    from wrapper.requeue import requeue
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to whoever is still in the job, so to us
+    slurm, number = CommandLine(), request.slurm.job_id
+    if status == REQUEUE:
+        requeue(number, slurm)
+        return
+    deadline = time.monotonic() + END_PATIENCE_S
+    while True:
+        time.sleep(GUARDIAN_LEAVES_S)
+        try:
+            view = slurm.job(number)
+            if view is not None and view.state == "running":
+                slurm.cancel(number)
+            return
+        except SlurmError as error:
+            if isinstance(error, SlurmRefusedError) or time.monotonic() > deadline:
+                text = f"Slurm job {number} may still run: {error}; scancel {number}"
+                print(f"resihp: job {request.job}: {text}", file=sys.stderr)
+                return
+
+
+def _first_entry(request: RunRequest, heir: Heir | None) -> AnyEntry:
+    if heir is not None:
+        host = socket.gethostname()
+        return LeaderChosen(term=heir.term, node=heir.node, host=host, how=heir.how, after=heir.lead.log)
+    return JobStarted(
+        job=request.job,
+        command=request.command,
+        nodes=request.nodes,
+        gpus_per_node=request.gpus_per_node,
+        tp=request.tp,
+        pp=request.pp,
+        schedule=request.schedule,
+        host=socket.gethostname(),
+        user=getpass.getuser(),
+        restart_count=request.restart_count,
+        version=resihp.__version__,
+        configuration=request.configuration,
+        leader=request.settings.batch_node,
     )
 
 
-def hold_lock(job: Job) -> int:
-    """Take the job's lock. Raises UsageError when another supervisor has it."""
-    deadline = time.monotonic() + LOCK_PATIENCE_S
-    while (lock := take_lock(job)) is None:
-        if time.monotonic() > deadline:
-            raise UsageError(f"job {job.name}: another supervisor holds {job.folder / 'supervisor.lock'}")
-        time.sleep(0.05)
-    return lock
+def heir_of(journal: Path, node: str, how: Literal["restarted", "elected"], least_term: int = 0) -> Heir:
+    """Who takes over from this journal. Raises ProtocolError when there is nothing to take over.
+
+    A term is noted beside the journal before anybody hears of it: one that was tried in vain is never tried again.
+    """
+    records = read(journal)
+    if not records or not isinstance(records[0].entry, JobStarted):
+        raise ProtocolError("the journal has no beginning")
+    ended = next((record.entry for record in records if isinstance(record.entry, JobEnded)), None)
+    if ended is not None:
+        raise ProtocolError(f"the job has ended: {ended.reason}")
+    heir = Heir(node, 0, how, tuple(records))
+    if not any(isinstance(record.entry, NodeJoined) for record in records):
+        raise ProtocolError("no agent had joined it")  # they may not even have been started
+    noted = journal.with_suffix(".term")
+    tried = int(noted.read_text()) if noted.exists() else 0
+    term = max(least_term, heir.membership.term + 1, tried + 1)
+    write_private(noted, str(term).encode(), sync=True)
+    return replace(heir, term=term)
 
 
-def recover(request: RunRequest, how: str) -> int:
-    """Write the end of a job whose supervisor died, and wait until its agents are gone."""
+def bury(request: RunRequest, how: str, listener: socket.socket) -> int:
+    """Write the end of a job whose supervisor died, unless it did; wait until its agents are gone. Its exit code."""
+    listener.shutdown(socket.SHUT_RDWR)  # whoever else has it open: nobody is to wait there any more
     job = request.of_job
-    reason = f"the supervisor {how}"
-    if not finish_dead_job(job, reason) and (url := job.read().ledger) is not None and job.journal_file.exists():
-        from db.writer import catch_up
+    finished = finish_dead_job(job, f"the supervisor {how}", locked=True)
+    ended = next((record.entry for record in job.records() if isinstance(record.entry, JobEnded)), None)
+    status = 1 if ended is None or ended.exit_code is None else ended.exit_code
+    text = "the job ended abnormally"
+    if ended is not None and not finished:
+        text = f"the job had ended: {ended.reason}"
+        write_private(job.exit_code_file, f"{status}\n".encode())
+        if (url := job.read().ledger) is not None and job.journal_file.exists():
+            from db.writer import catch_up
 
-        catch_up(url, job.folder, job.journal_file)
-    print(f"resihp: job {job.name}: {reason}; the job ended abnormally, logs in {job.logs}", file=sys.stderr)
+            catch_up(url, job.folder, job.journal_file)
+    print(f"resihp: job {job.name}: the supervisor {how}; {text}, logs in {job.logs}", file=sys.stderr)
     deadline = time.monotonic() + AGENTS_GONE_S
     while (left := _agents(job)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -119,7 +244,7 @@ def recover(request: RunRequest, how: str) -> int:
         for each in (*process.children(recursive=True), process):
             with suppress(psutil.NoSuchProcess):
                 each.kill()
-    return 1
+    return status
 
 
 def _agents(job: Job) -> list[psutil.Process]:
@@ -138,27 +263,51 @@ def _agents(job: Job) -> list[psutil.Process]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="wrapper.supervisor")
     parser.add_argument("--run", required=True, type=Path, help="the job's run.json")
-    parser.add_argument("--parent", type=int, help="process id of the guardian")
-    parser.add_argument("--recover", help="a supervisor died before this one: how")
+    parser.add_argument("--listen", required=True, type=int, help="bound socket that agents connect to")
+    parser.add_argument("--parent", type=int, help="process id of who watches over it")
+    parser.add_argument("--take-over", help="a supervisor died before this one: how")
+    parser.add_argument("--bury", help="all supervisors died: how the last one did")
+    parser.add_argument("--successor", help="the node on which it was started, by its agent")
+    parser.add_argument("--copy", type=Path, help="that agent's copy of the journal")
+    parser.add_argument("--term", type=int, default=0, help="the term that agents were asked about")
     options = parser.parse_args(arguments)
     if options.parent is not None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the shell listens to it
         die_with_parent(options.parent, signal.SIGHUP)
     try:
         request = load(options.run)
-        if options.recover:
-            sys.exit(recover(request, options.recover))
+        listener = socket.socket(fileno=options.listen)
+        if options.bury:
+            sys.exit(bury(request, options.bury, listener))
         logging.basicConfig(
             filename=request.of_job.logs / "supervisor.log", format="%(asctime)s %(levelname)s %(name)s: %(message)s"
         )
-        lock = hold_lock(request.of_job)
+        heir, journal = None, request.of_job.journal_file
         try:
-            sys.exit(asyncio.run(supervise(request)))
-        finally:
-            os.close(lock)
+            if options.successor:
+                journal = _inherit(request.of_job, options.copy)
+                heir = heir_of(journal, options.successor, "elected", options.term)
+            elif options.take_over:
+                heir = heir_of(journal, request.settings.batch_node, "restarted")
+        except (ProtocolError, OSError, ValueError) as error:
+            print(f"resihp: job {request.job}: cannot be taken over: {error}", file=sys.stderr)
+            sys.exit(bury(request, options.take_over or "is on another node", listener))
+        status = asyncio.run(supervise(request, listener, heir, journal))
+        if options.successor and request.slurm is not None and status != DEPOSED:
+            _end_slurm_job(request, status)
+        sys.exit(status)
     except ResihpError as error:
         print(f"resihp: {error}", file=sys.stderr)
         sys.exit(exit_code_of(error))
+
+
+def _inherit(job: Job, copy: Path) -> Path:
+    """The journal of a supervisor on this node: what its agent has of it. From here on, commands look for it here."""
+    journal = copy.with_suffix(".journal")
+    if not journal.exists():  # else one of ours was here before, and wrote on
+        shutil.copyfile(copy, journal)
+    job.move_journal(journal)
+    return journal
 
 
 if __name__ == "__main__":

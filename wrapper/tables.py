@@ -72,6 +72,17 @@ def _plan_reason(row: dict[str, Any]) -> str:
     return f"{row['reason']}; {who}: {row['refused_reason']}"
 
 
+def _rung(row: dict[str, Any]) -> str:
+    """Which rung of the drain ladder holds; of one that does not, what became of it."""
+    step = {"slurm": "Slurm", "spool": "site", "exclusion": "our jobs"}.get(row["step"], "-")
+    return step if row["outcome"] in ("done", None) else f"{step} {row['outcome']}"
+
+
+def _last_words(row: dict[str, Any]) -> str:
+    """Why a request came to nothing, or else why it was made."""
+    return str(row["text"] or row["reason"])
+
+
 def _terminal_columns(table: str) -> list[Column]:
     """What fits 80 columns; `--json` has the rest."""
     return {
@@ -127,20 +138,22 @@ def _terminal_columns(table: str) -> list[Column]:
             _bytes("bytes_moved", "moved"),
         ],
         "drains": [
-            _words("node"),
-            _words("step"),
-            _words("outcome"),
-            _time("drained_at", "drained (UTC)"),
+            _number("drain", "#"),
+            _words("node", wraps=True),
+            Column("by", _rung),
+            _time("drained_at", "decided (UTC)"),
             _time("undrained_at", "undrained (UTC)"),
             _words("reason", wraps=True),
         ],
         "replacements": [
+            _number("replacement", "#"),
+            _words("instead", "for", wraps=True),
             _words("slurm_job", "job"),
-            _words("node"),
+            _words("node", wraps=True),
             _words("outcome"),
             _time("asked_at", "asked (UTC)"),
             _time("joined_at", "joined (UTC)"),
-            _words("reason", wraps=True),
+            Column("reason", _last_words, wraps=True),
         ],
     }[table]
 
@@ -168,6 +181,21 @@ def goodput_line(figures: dict[str, Any]) -> str:
     return f"goodput {percent(figures['goodput'])}, ETTR {percent(figures['ettr'])}; lost: {lost or 'nothing'}"
 
 
+def nodes_line(state: dict[str, Any]) -> str:
+    """Which nodes were drained, which are asked for, and which came: `drained: n3; in use: n9 for n3`."""
+    by_slurm = [row for row in state["drains"] if (row["step"], row["outcome"]) == ("slurm", "done")]
+    drained = [row["node"] for row in by_slurm if row["undrained_at"] is None]
+    asked, came = [], []
+    for row in state["replacements"]:
+        if row["outcome"] == "joined":
+            came.append(f"{row['node']} for {row['instead']}")
+        elif row["outcome"] in ("asked", "pending", "running"):
+            job = f"Slurm job {row['slurm_job']}, " if row["slurm_job"] else ""
+            asked.append(f"a node for {row['instead']} ({job}{row['outcome']})")
+    found = {"drained": drained, "asked for": asked, "in use": came}
+    return "; ".join(f"{what}: {', '.join(nodes)}" for what, nodes in found.items() if nodes)
+
+
 def render_status(state: dict[str, Any], width: int) -> RenderableType:
     """What `status` prints on a terminal of `width` columns."""
     colour = {"running": "green", "completed": "green", "cancelled": "yellow"}.get(state["state"], "bold red")
@@ -181,6 +209,8 @@ def render_status(state: dict[str, Any], width: int) -> RenderableType:
     if state["state"] not in ("running", "completed") and state["reason"]:
         parts.append(Text(literal(state["reason"]), style=colour))
     parts.append(Text(goodput_line(state)))
+    if nodes := nodes_line(state):
+        parts.append(Text(literal(nodes)))
     if state["layout"] is not None:
         health = {int(rank): value for rank, value in state["health"].items()}
         parts += [

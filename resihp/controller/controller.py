@@ -15,28 +15,33 @@ go. Until then a failure parks again, one epoch up, from the plan that still is 
 
 `gathering` the start · `transitions` from one plan to the next · `planning` which plan, from which state · `consent`
 what ranks say to it · `iterations` commits · `failures` losses · `newcomers` processes that join · `judge` silence and
-time · `injection` faults on purpose · `incidents` root causes and the end.
+time · `injection` faults on purpose · `departure` being asked to stop · `upkeep` bad nodes out · `replacements` new
+ones in · `recovery` a new supervisor takes over · `incidents` root causes and the end.
 """
 
 from __future__ import annotations
 
-import signal as signals
-from typing import assert_never
+from collections.abc import Iterable
+from typing import Self, assert_never
 
 from resihp.controller import (
     consent,
+    departure,
     failures,
     gathering,
-    incidents,
     injection,
     iterations,
     judge,
     newcomers,
+    recovery,
+    replacements,
     transitions,
+    upkeep,
 )
 from resihp.controller import interface as api
 from resihp.controller.interface import AnyAction, AnyEvent, Settings
 from resihp.controller.state import Job
+from resihp.journal import AnyEntry
 from resihp.protocol import messages as m
 
 
@@ -45,6 +50,16 @@ class Controller:
 
     def __init__(self, settings: Settings) -> None:
         self.job = Job(settings)
+
+    @classmethod
+    def recover(cls, settings: Settings, entries: Iterable[AnyEntry]) -> Self:
+        """A controller that takes over from one that died: `entries` of its journal, then `AgentJoined` events.
+
+        Raises ProtocolError for a job that has ended.
+        """
+        controller = cls(settings)
+        controller.job = recovery.replay(settings, entries)
+        return controller
 
     def handle(self, event: AnyEvent, now: float) -> list[AnyAction]:
         """Take one event at time `now` (monotonic seconds); return what to do, in order."""
@@ -55,36 +70,17 @@ class Controller:
             return []
         if job.started_at is None:
             job.started_at = job.progress_at = job.now
-        match event:
-            case api.AgentJoined():
-                gathering.agent_joined(job, event)
-            case api.AgentLost():
-                failures.node_lost(job, event.node, event.reason)
-            case api.AgentBeat():
-                judge.beat(job, event)
-            case api.WorkerSpawned():
-                gathering.spawned(job, event)
-            case api.SpawnRefused():
-                gathering.spawn_refused(job, event)
-            case api.WorkerExited():
-                failures.exited(job, event)
-            case api.WorkerSaid():
-                _said(job, event)
-            case api.StoreReady():
-                job.store = (event.host, event.port)
-                gathering.propose_when_ready(job)
-                transitions.go_when_confirmed(job)
-            case api.InjectAsked():
-                injection.inject_asked(job, event)
-            case api.Signalled():
-                if event.signal in (signals.SIGTERM, signals.SIGINT):
-                    incidents.end(job, 128 + event.signal, f"received {signals.Signals(event.signal).name}")
-            case api.Tick():
-                judge.tick(job)
-            case _:
-                assert_never(event)
-        if job.unconsidered:
-            newcomers.consider(job)
+        waiting = [event]
+        if job.phase == "recovering":
+            waiting = recovery.handle(job, event)
+        for each in waiting:
+            if not job.has_ended:
+                _handle(job, each)
+        departure.proceed(job)
+        if job.phase not in ("recovering", "ended"):
+            if job.unconsidered:
+                newcomers.consider(job)
+            upkeep.review(job)
         return job.actions
 
     def check(self) -> None:
@@ -103,6 +99,52 @@ class Controller:
             assert job.phase == "running", "pausing what does not run"
             assert job.transition is None, "pausing in a transition"
         assert all(i > job.committed for i in job.reports), "reports of a committed iteration are still held"
+
+
+def _handle(job: Job, event: AnyEvent) -> None:
+    match event:
+        case api.AgentJoined():
+            gathering.agent_joined(job, event)
+        case api.AgentLost():
+            failures.node_lost(job, event.node, event.reason)
+        case api.AgentBeat():
+            judge.beat(job, event)
+        case api.WorkerSpawned():
+            gathering.spawned(job, event)
+        case api.SpawnRefused():
+            gathering.spawn_refused(job, event)
+        case api.WorkerExited():
+            failures.exited(job, event)
+        case api.WorkerSaid():
+            _said(job, event)
+        case api.StoreReady():
+            job.store = (event.host, event.port)
+            gathering.propose_when_ready(job)
+            transitions.go_when_confirmed(job)
+        case api.InjectAsked():
+            injection.inject_asked(job, event)
+        case api.Signalled():
+            departure.signalled(job, event)
+        case api.AgentSignalled():
+            departure.agent_signalled(job, event)
+        case api.TimeLeft():
+            departure.time_left(job, event)
+        case api.StopMeaning():
+            departure.meaning_told(job, event)
+        case api.QuorumLost():
+            departure.quorum_lost(job, event)
+        case api.DrainStep():
+            upkeep.drain_step(job, event)
+        case api.ReleaseAnswered():
+            upkeep.release_answered(job, event)
+        case api.ReplacementNews():
+            replacements.news(job, event)
+        case api.SlurmSees():
+            upkeep.slurm_sees(job, event)
+        case api.Tick():
+            judge.tick(job)
+        case _:
+            assert_never(event)
 
 
 def _said(job: Job, event: api.WorkerSaid) -> None:

@@ -24,13 +24,17 @@ def exited(job: Job, event: api.WorkerExited) -> None:
     job.nodes[member.node].last_beat = job.now  # its agent tells of it
     incidents.bury(job, member, event.status)
     if job.phase == "halting":
-        if event.status != 0 and member.declared is not None and member.fenced is None:
-            incidents.end(job, 1, f"{job.where(member.rank)}: {_ending(event.status)} after training was done")
-        else:
+        told = f"{job.where(member.rank)}: {_ending(event.status)} after training was done"
+        if event.status == 0 or member.declared is None or member.fenced is not None:
             iterations.end_when_gone(job)
+        elif job.departure is not None and job.departure.meaning != "warning":
+            job.departure.interrupted = told
+        else:
+            incidents.end(job, 1, told)
         return
     if job.phase == "gathering":
-        exited_early(job, member, event.status)
+        if job.departure is None:
+            exited_early(job, member, event.status)
         return
     if member.declared is None:
         newcomers.exited(job, member, _ending(event.status))
@@ -107,7 +111,9 @@ def under_way(job: Job, victims: set[int]) -> int:
 
 def transition_after(job: Job, lost: set[int], reason: str) -> None:
     """After the loss of these ranks: park, unless nobody waits for them: they had no work, or all is done."""
-    if job.phase == "gathering" or job.phase == "ended":
+    if job.phase in ("recovering", "gathering", "ended"):
+        return
+    if job.departure is not None and job.transition is not None and transitions.is_settling(job.transition):
         return
     if job.phase == "running" and job.plan is not None:
         active = [rank for rank in job.active if job.members[rank].alive]
@@ -128,6 +134,8 @@ def transition_after(job: Job, lost: set[int], reason: str) -> None:
 
 def node_lost(job: Job, name: str, reason: str) -> None:
     node = job.nodes.get(name)
+    if node is None and job.phase == "gathering" and job.departure is None:
+        incidents.end(job, 5, f"node {name}: {reason} before it joined")
     if node is None or not node.alive:
         return
     node.alive = False
@@ -139,11 +147,19 @@ def node_lost(job: Job, name: str, reason: str) -> None:
     for rank in ranks:
         incidents.bury(job, job.members[rank], None)
     if job.phase == "gathering":
-        incidents.end(job, 5, f"node {name}: {reason} before training began")
+        if job.departure is None:
+            incidents.end(job, 5, f"node {name}: {reason} before training began")
         return
     if job.phase == "halting":
         iterations.end_when_gone(job)
         return
+    victims = node_incident(job, name, reason, ranks)
+    if victims:
+        transition_after(job, victims, f"node {name}: {reason}")
+
+
+def node_incident(job: Job, name: str, reason: str, ranks: list[int]) -> set[int]:
+    """The loss of a node as a root cause, of all its workers that were still at work. Returns them."""
     # Workers of the node whose exits came in first are part of the same root cause.
     earlier = [i for i in job.incidents if i.node == name and i.kind == "fail-stop"]
     job.incidents = [i for i in job.incidents if i not in earlier]
@@ -151,7 +167,7 @@ def node_lost(job: Job, name: str, reason: str) -> None:
     injected = [job.signalled[rank] for rank in sorted(victims) if rank in job.signalled]
     if not victims:  # its workers were gone before, and accounted for
         job.say("warning", f"node {name}: {reason}")
-        return
+        return victims
     job.say("warning", f"node {name}: {reason}; ranks {sorted(victims)} are lost")
     job.incidents.append(
         Incident(
@@ -167,7 +183,7 @@ def node_lost(job: Job, name: str, reason: str) -> None:
             detect_s=job.now - min(injected) if injected else None,
         )
     )
-    transition_after(job, victims, f"node {name}: {reason}")
+    return victims
 
 
 def stuck(job: Job, member: Member, stuck: m.Stuck) -> None:
@@ -187,7 +203,7 @@ def communication_failed(job: Job, evidence: str) -> None:
     """
     job.stuck = None
     job.rebuilds += 1
-    if job.rebuilds > MAX_REBUILDS:
+    if job.rebuilds > MAX_REBUILDS and job.departure is None:
         incidents.end(job, 1, f"communication failed {job.rebuilds} times without an iteration in between: {evidence}")
         return
     job.say("warning", f"communication of epoch {job.epoch} failed: {evidence}; rebuilding")

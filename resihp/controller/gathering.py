@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from resihp.controller import incidents, iterations, newcomers, planning, transitions
 from resihp.controller import interface as api
 from resihp.controller.state import Job, Member, Node, Placement, Transition, natural
 from resihp.errors import LayoutError
-from resihp.journal import NodeJoined, WorkerStarted
+from resihp.journal import ModelDeclared, NodeJoined, WorkerStarted
 from resihp.protocol import messages as m
 
 
 def agent_joined(job: Job, event: api.AgentJoined) -> None:
     node = job.nodes.get(event.node)
-    if node is not None:  # the same agent, on a new connection
+    if node is not None and (node.alive or not event.lease):  # the same agent, on a new connection
         node.last_beat = job.now
+        return
+    if event.lease or job.phase != "gathering":
+        newcomers.node_joined(job, event)
         return
     job.nodes[event.node] = Node(event.node, event.host, event.devices, last_beat=job.now)
     job.do(api.Log(entry=NodeJoined(node=event.node, host=event.host, devices=event.devices)))
     if len(job.nodes) == job.settings.nodes:
-        order = sorted(job.nodes, key=natural)
-        job.placements = [Placement(name, d) for name in order for d in range(job.settings.gpus_per_node)]
-        names = tuple(placement.node for placement in job.placements)
-        rank = 0
-        for name in order:
-            devices = range(job.settings.gpus_per_node)
-            job.do(api.StartWorkers(node=name, workers=tuple((rank + d, d) for d in devices), nodes=names))
-            rank += job.settings.gpus_per_node
+        start_workers(job)
+
+
+def start_workers(job: Job) -> None:
+    """Once all nodes are there: a worker on each device, unless there is one already."""
+    if len(job.nodes) < job.settings.nodes:
+        return
+    order = sorted(job.nodes, key=natural)
+    devices = range(job.settings.gpus_per_node)
+    started = {rank for rank in job.members if job.members[rank].alive}
+    ordered = {rank for rank, placement in enumerate(job.placements) if not placement.settled}  # about to be forked
+    job.placements = [Placement(name, d) for name in order for d in devices]
+    names = tuple(placement.node for placement in job.placements)
+    for i, name in enumerate(order):
+        first = i * len(devices)
+        workers = tuple((first + d, d) for d in devices if first + d not in started | ordered)
+        if workers:
+            job.do(api.StartWorkers(node=name, workers=workers, nodes=names))
+    for rank in started:
+        job.placements[rank].settled = True
 
 
 def spawned(job: Job, event: api.WorkerSpawned) -> None:
@@ -63,6 +80,12 @@ def declared(job: Job, member: Member, declare: m.Declare) -> None:
     propose_when_ready(job)
 
 
+def trains_the_same(job: Job, declare: m.Declare) -> bool:
+    """Whether a rank declares what the job trains, wherever it would resume from."""
+    assert job.trains is not None
+    return msgspec.structs.replace(declare, resume_from=job.trains.resume_from) == job.trains
+
+
 def refused(job: Job, member: Member, refuse: m.Refuse) -> None:
     """The script cannot start: at the start of the job for the user to mend, later a device that is no good."""
     if job.phase == "gathering":
@@ -73,7 +96,7 @@ def refused(job: Job, member: Member, refuse: m.Refuse) -> None:
 
 def propose_when_ready(job: Job) -> None:
     """Once every rank has declared the same model and the store listens: the first plan."""
-    if job.phase != "gathering" or job.store is None:
+    if job.phase != "gathering" or job.store is None or job.departure is not None:
         return
     if not job.placements or len(job.live) < len(job.placements):
         return
@@ -87,6 +110,7 @@ def propose_when_ready(job: Job) -> None:
             job, 2, f"{job.where(odd[0])}: declares another model, batch or version than rank {min(declares)}"
         )
         return
+    job.trains = first
     job.goal = first.iterations
     job.committed = first.resume_from
     try:
@@ -94,6 +118,7 @@ def propose_when_ready(job: Job) -> None:
     except LayoutError as error:
         incidents.end(job, 2, str(error))
         return
+    job.do(api.Log(entry=ModelDeclared(declare=first)))
     for member in job.members.values():
         member.stepped = first.resume_from
     job.epoch = plan.epoch

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from resihp.controller import interface as api
-from resihp.controller.state import Incident, Job, Member
+from resihp.controller import replacements
+from resihp.controller.state import COINCIDENCE_S, Incident, Job, Member
 from resihp.journal import FailureFound, JobEnded, Suspected, WorkerEnded
 
 
@@ -56,10 +57,18 @@ def bury(job: Job, member: Member, status: int | None) -> None:
 
 
 def log_incidents(job: Job) -> list[int]:
-    """Number and log the root causes of a transition. Broken communication is a victim of any loss beside it."""
+    """Number and log the root causes of a transition. Broken communication is a victim of any loss beside it.
+
+    What broke while agents were told to stop is no node's fault; once the job is to stop, it is not even a failure.
+    """
     numbers = []
     losses = [incident for incident in job.incidents if incident.kind != "communication"]
     for incident in losses or job.incidents:
+        if job.departure is not None and incident.found_at >= job.departure.first_at - COINCIDENCE_S:
+            continue
+        if incident.kind == "fail-stop" and job.excused(incident.node or "", incident.found_at):
+            incident.cause += " when agents were told to stop"
+            incident.component, incident.node, incident.device = "process", None, None
         job.failures += 1
         numbers.append(job.failures)
         job.do(
@@ -91,15 +100,17 @@ def clear_suspicion(job: Job, member: Member) -> None:
             job.do(api.Log(entry=entry))
 
 
-def end(job: Job, exit_code: int, reason: str, workers_leave: bool = False) -> None:
+def end(job: Job, exit_code: int, reason: str, workers_leave: bool = False, requeue: bool = False) -> None:
     if job.phase == "ended":
         return
     log_incidents(job)
+    if requeue or exit_code != 75:  # else a successor may lead, and go on waiting for them
+        replacements.cancel_open(job, "the job ends")
     job.phase = "ended"
     job.pause = None
     state: Literal["completed", "failed", "cancelled"] = "completed" if exit_code == 0 else "failed"
-    if exit_code in (130, 143):
+    if exit_code in (130, 143) or requeue:
         state = "cancelled"
-    job.say("progress" if exit_code == 0 else "error", reason)
+    job.say("progress" if exit_code == 0 else "notice" if requeue else "error", reason)
     job.do(api.Log(entry=JobEnded(exit_code=exit_code, state=state, reason=reason)))
-    job.do(api.End(exit_code=exit_code, reason=reason, workers_leave=workers_leave))
+    job.do(api.End(exit_code=exit_code, reason=reason, workers_leave=workers_leave, requeue=requeue))

@@ -12,7 +12,7 @@ import msgspec
 
 from resihp.faults import Fault
 from resihp.journal import AnyEntry
-from resihp.protocol.messages import Beat, WorkerMessage, WorkerOrder
+from resihp.protocol.messages import Beat, Inventory, WorkerMessage, WorkerOrder
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +40,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     start_budget_s: float = 600.0
     transition_budget_s: float = 60.0
     reconnect_s: float = 1.0
+    spares: int = 0
+    """Nodes beyond what the first layout uses; their ranks begin as standby."""
+    slurm: bool = False
+    """Whether there is a Slurm to drain nodes, take them back, and give others."""
+    drains: int = 0
+    """How many nodes this job may ask to have drained."""
+    replacements: int = 0
+    """How many nodes this job may ask for in place of lost ones."""
+    replacement_least_left_s: float = 1800.0
+    """Time that must be left until the job's limit for a replacement to be worth asking for."""
+    batch_node: str = ""
+    """Where the job's batch script runs: Slurm cannot do without it. Empty without Slurm."""
+    on_warning: Literal["requeue", "end"] = "requeue"
+    """What follows the checkpoint when Slurm warns that time is running out."""
+    signal_grace_s: float = 20.0
+    """How long a checkpoint may take once Slurm has signalled all of the job; it kills the rest."""
 
 
 # --- events -----------------------------------------------------------------------------------------------------
@@ -50,9 +66,13 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AgentJoined(Event, frozen=True, kw_only=True):
+    """`inventory` is what runs there already, under a supervisor that took over. `lease`: see `messages.Join`."""
+
     node: str
     host: str
     devices: int
+    lease: int = 0
+    inventory: Inventory | None = None
 
 
 class AgentLost(Event, frozen=True, kw_only=True):
@@ -112,6 +132,65 @@ class Signalled(Event, frozen=True, kw_only=True):
     signal: int
 
 
+class AgentSignalled(Event, frozen=True, kw_only=True):
+    """Somebody else than us sent a signal to the node's agent; it lives on."""
+
+    node: str
+    signal: int
+
+
+class TimeLeft(Event, frozen=True, kw_only=True):
+    """Seconds until Slurm's time limit of the job; None when there is no limit."""
+
+    seconds: float | None
+
+
+class QuorumLost(Event, frozen=True, kw_only=True):
+    """Fewer agents than a quorum answer: what is decided now may not count (architecture.md, "Who may lead")."""
+
+    reason: str
+
+
+class DrainStep(Event, frozen=True, kw_only=True):
+    """How one rung of the ladder went (`journal.DrainAnswered`)."""
+
+    drain: int
+    node: str
+    step: Literal["slurm", "spool", "exclusion"]
+    outcome: Literal["done", "refused", "unknown"]
+    text: str
+
+
+class ReleaseAnswered(Event, frozen=True, kw_only=True):
+    node: str
+    outcome: Literal["done", "refused", "unknown"]
+    text: str
+
+
+class ReplacementNews(Event, frozen=True, kw_only=True):
+    """A request's state as Slurm has it. That its node has joined is told by `AgentJoined` with its `lease`."""
+
+    replacement: int
+    state: Literal["pending", "running", "refused", "ended"]
+    slurm_job: str | None
+    node: str | None
+    text: str
+
+
+class SlurmSees(Event, frozen=True, kw_only=True):
+    """Slurm's view of one of the job's nodes, told when it is first known and when it changes."""
+
+    node: str
+    state: str
+    reason: str
+
+
+class StopMeaning(Event, frozen=True, kw_only=True):
+    """Slurm's answer to why the job is being signalled (`journal.JobSignalled`)."""
+
+    meaning: Literal["time-limit", "cancelled", "preempted", "unknown"]
+
+
 class Tick(Event, frozen=True, kw_only=True):
     """Time has passed; sent about four times a second."""
 
@@ -127,6 +206,14 @@ AnyEvent = (
     | StoreReady
     | InjectAsked
     | Signalled
+    | AgentSignalled
+    | TimeLeft
+    | QuorumLost
+    | DrainStep
+    | ReleaseAnswered
+    | ReplacementNews
+    | SlurmSees
+    | StopMeaning
     | Tick
 )
 
@@ -185,6 +272,43 @@ class DropNode(Action, frozen=True, kw_only=True):
     node: str
 
 
+class DrainNode(Action, frozen=True, kw_only=True):
+    """Climb the drain ladder for a node with a verdict; each rung answers with `DrainStep`."""
+
+    drain: int
+    node: str
+    reason: str
+
+
+class ReleaseNode(Action, frozen=True, kw_only=True):
+    """Give a node back to Slurm: the job keeps `keep`. Answered with `ReleaseAnswered`."""
+
+    node: str
+    keep: tuple[str, ...]
+
+
+class AskReplacement(Action, frozen=True, kw_only=True):
+    """Submit a job of one node that joins this one, not on `exclude`. Answered with `ReplacementNews`."""
+
+    replacement: int
+    exclude: tuple[str, ...]
+
+
+class CancelReplacement(Action, frozen=True, kw_only=True):
+    replacement: int
+    reason: str
+
+
+class WatchNode(Action, frozen=True, kw_only=True):
+    """Look at Slurm's view of a node until it knows what we know; told with `SlurmSees`."""
+
+    node: str
+
+
+class AskWhy(Action, frozen=True, kw_only=True):
+    """Ask Slurm why the job is being signalled. Answered with `StopMeaning`."""
+
+
 class Reply(Action, frozen=True, kw_only=True):
     """Answer an operator's request."""
 
@@ -218,6 +342,8 @@ class End(Action, frozen=True, kw_only=True):
     exit_code: int
     reason: str
     workers_leave: bool
+    requeue: bool = False
+    """Ask Slurm to run the job again; it goes on from the last checkpoint."""
 
 
 AnyAction = (
@@ -228,6 +354,12 @@ AnyAction = (
     | SignalNode
     | CutConnection
     | DropNode
+    | DrainNode
+    | ReleaseNode
+    | AskReplacement
+    | CancelReplacement
+    | WatchNode
+    | AskWhy
     | Reply
     | CommitCheckpoint
     | Say

@@ -147,15 +147,18 @@ def conclude(job: Job) -> None:
 
 
 def checkpoint_part(job: Job, member: Member, part: m.CheckpointPart) -> None:
-    if job.plan is None or part.epoch != job.plan.epoch:
+    if job.plan is None or part.epoch != job.plan.epoch or part.iteration <= job.checkpointed:
         return
     parts = job.parts.setdefault((part.epoch, part.iteration, part.folder), {})
     parts[member.rank] = part
     writers = job.plan.layout.replicas[0].ranks
+    if job.departure is not None and job.departure.writers:
+        writers = job.departure.writers
     if set(writers) <= parts.keys():
         if part.iteration > job.committed:  # all its writers have taken that step, whoever has not reported it yet
             commit_up_to(job, part.iteration)
         job.parts = {key: value for key, value in job.parts.items() if key[1] > part.iteration}
+        job.checkpointed = max(job.checkpointed, part.iteration)
         job.do(
             api.CommitCheckpoint(
                 iteration=part.iteration,

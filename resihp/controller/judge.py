@@ -40,7 +40,8 @@ def beat(job: Job, event: api.AgentBeat) -> None:
 def tick(job: Job) -> None:
     judge_nodes(job)
     if job.phase == "gathering":
-        judge_start(job)
+        if job.departure is None:
+            judge_start(job)
         return
     if job.phase == "halting":
         judge_leaving(job)

@@ -1,6 +1,7 @@
-"""Processes that start while the job is under way: a crashed worker's next one on its device.
+"""Processes that start while the job is under way: a crashed worker's next one on its device, all those of a new node.
 
 Decides when a device gets another process, whether the newcomer may join, and whether it is worth an interruption.
+A node is taken in only when it was asked for (`replacements`); one that was left out stays out.
 A newcomer counts for nothing until it has declared what the job trains; then it is a standby rank, and part of every
 transition. One that is turned away never stops the job. Called by `gathering`, `failures`, `judge`, `consent` and, at
 the end of each event, by the controller.
@@ -13,10 +14,10 @@ import signal as signals
 import msgspec
 
 from resihp.controller import interface as api
-from resihp.controller import planning, transitions
-from resihp.controller.state import Job, Member, Placement
+from resihp.controller import planning, replacements, transitions
+from resihp.controller.state import Job, Member, Node, Placement
 from resihp.errors import LayoutError, NotEnoughDevicesError
-from resihp.journal import JoinRefused
+from resihp.journal import JoinRefused, NodeJoined
 from resihp.protocol import messages as m
 
 
@@ -24,6 +25,8 @@ def come_back(job: Job, lost: Member) -> None:
     """Start another process where one died, unless the script raised, or the device is dead or had its chances."""
     device = (lost.node, lost.device)
     if job.phase not in ("transition", "running") or job.furthest >= job.goal:
+        return
+    if job.departure is not None or job.excused(lost.node, job.now):
         return
     if lost.raised is not None or device in job.dead_devices or not job.nodes[lost.node].alive:
         return
@@ -34,6 +37,36 @@ def come_back(job: Job, lost: Member) -> None:
     names = tuple(placement.node for placement in job.placements)
     job.say("notice", f"node {lost.node} device {lost.device}: started again, as rank {rank}")
     job.do(api.StartWorkers(node=lost.node, workers=((rank, lost.device),), nodes=names, joins=True))
+
+
+def node_joined(job: Job, event: api.AgentJoined) -> None:
+    """An agent of a node that the job did not begin with."""
+    request = replacements.expected(job, event.lease)
+    if request is None or event.node in job.nodes or job.phase not in ("transition", "running"):
+        known = f"request {event.lease} is over" if event.lease else "nobody asked for it"
+        why = "it was left out before" if event.node in job.nodes else known
+        job.say("notice", f"node {event.node}: does not join: {why}")
+        job.do(api.DropNode(node=event.node))
+        if request is not None:
+            replacements.cancel(job, request, f"node {event.node} does not join: {why}")
+        return
+    job.nodes[event.node] = Node(event.node, event.host, event.devices, last_beat=job.now)
+    job.do(api.Log(entry=NodeJoined(node=event.node, host=event.host, devices=event.devices)))
+    replacements.joined(job, request, event.node)
+    job.say("notice", f"node {event.node}: joined in place of {request.instead}")
+    start_node(job, event.node)
+
+
+def start_node(job: Job, name: str) -> None:
+    """A worker on each device of a node that came later, unless there are some already."""
+    node = job.nodes[name]
+    if not node.alive or any(placement.node == name for placement in job.placements):
+        return
+    first = len(job.placements)
+    job.placements += [Placement(name, device) for device in range(node.devices)]
+    names = tuple(placement.node for placement in job.placements)
+    workers = tuple((first + device, device) for device in range(node.devices))
+    job.do(api.StartWorkers(node=name, workers=workers, nodes=names, joins=True))
 
 
 def declared(job: Job, member: Member, declare: m.Declare) -> None:
@@ -61,6 +94,8 @@ def consider(job: Job) -> None:
     """Once nothing else is going on: interrupt training for newcomers if the planner would give one of them work."""
     plan = job.plan
     if job.phase != "running" or job.transition is not None or job.pause is not None or plan is None:
+        return
+    if job.departure is not None:
         return
     idle = job.unconsidered & set(job.ready) - set(plan.layout.ranks)
     job.unconsidered = set()

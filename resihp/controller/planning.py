@@ -35,6 +35,7 @@ def first(job: Job) -> Plan:
         sequence_parallel=settings.sequence_parallel,
         memory_bytes=settings.memory_bytes,
         tokens=declared.model.sequence,
+        most=(settings.nodes - settings.spares) * settings.gpus_per_node,
     )
     checker.check(plan)
     return plan

@@ -11,13 +11,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from resihp.controller.interface import AnyAction, Order, Say, Settings
+from resihp.controller.interface import AnyAction, AnyEvent, Order, Say, Settings
 from resihp.faults import Fault
 from resihp.ownership import ParameterSpec
 from resihp.plan import Plan
 from resihp.protocol.messages import (
     CheckpointPart,
     Declare,
+    Inventory,
     Parked,
     Raised,
     StepOutcome,
@@ -148,6 +149,47 @@ class Pause:
     answers: dict[int, Parked] = field(default_factory=dict)
 
 
+Meaning = Literal["warning", "time-limit", "cancelled", "preempted", "unknown"]
+"""Why somebody wants the job to stop (`journal.JobSignalled`)."""
+
+COINCIDENCE_S = 2.0
+"""Agents that are signalled within this time are signalled together; so long deaths around it are nobody's fault."""
+LEFT_S = 60.0
+"""How long after its agent alone was signalled a node may end for that reason."""
+
+
+@dataclass
+class AgentSignal:
+    """Somebody told a node's agent to stop."""
+
+    signal: int
+    at: float
+    told: bool = False
+
+
+@dataclass(kw_only=True)
+class Departure:
+    """The job was asked to stop, and how far it is. Times are the controller's."""
+
+    signal: int
+    first_at: float
+    """When it began; what dies from then on is nobody's fault."""
+    asked_at: float
+    """When the last request came: its grace counts from here."""
+    nodes: set[str] = field(default_factory=set)
+    """Whose agents were signalled as well."""
+    meaning: Meaning | None = None
+    """None while Slurm is being asked."""
+    told: bool = False
+    """It is in the journal."""
+    hurried: bool = False
+    """The iteration under way was given up."""
+    writers: tuple[int, ...] = ()
+    """Ranks that were ordered to save what they hold."""
+    interrupted: str = ""
+    """What ended after training as only a signal ends it."""
+
+
 @dataclass
 class ArmedFault:
     fault: Fault
@@ -182,7 +224,107 @@ def natural(name: str) -> tuple[tuple[int, str | int], ...]:
     return tuple((1, int(part)) if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name) if part)
 
 
-Phase = Literal["gathering", "transition", "running", "halting", "ended"]
+@dataclass
+class Verdict:
+    """A node that a failure found was laid to; it is drained, unless more is learnt meanwhile."""
+
+    failure: int
+    node: str
+    cause: str
+    ranks: tuple[int, ...]
+    found_at: float
+
+
+@dataclass
+class Drain:
+    number: int
+    node: str
+    failure: int
+    reason: str
+    decided_at: float
+    answers: dict[str, str] = field(default_factory=dict)
+    """How each rung that answered went."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether Slurm has taken it, or all has been done to let somebody else do it."""
+        return self.answers.get("slurm") == "done" or not {"spool", "exclusion"}.isdisjoint(self.answers)
+
+
+@dataclass
+class LostNode:
+    """A node that was given up, and how far it is given back to Slurm."""
+
+    name: str
+    lost_at: float
+    signalled: bool
+    """Its agent was killed by a signal, and did not just fall silent."""
+    tries: int = 0
+    """How often Slurm was asked to take it back."""
+    next_try_at: float = 0.0
+    asked: bool = False
+    """Slurm's answer to the last try is still to come."""
+    told: bool = False
+    """A refusal is in the journal."""
+    released: bool = False
+
+
+@dataclass
+class Request:
+    """A node asked for in place of `instead`. `node`: what came, or is on its way."""
+
+    number: int
+    instead: str
+    excluded: tuple[str, ...]
+    state: Literal["asked", "pending", "running", "joined", "refused", "cancelled", "ended"] = "asked"
+    slurm_job: str | None = None
+    node: str | None = None
+    joined: bool = False
+    """Its node was, or is, one of the job's."""
+
+    @property
+    def open(self) -> bool:
+        """Asked for, and neither here nor given up."""
+        return self.state in ("asked", "pending", "running")
+
+
+@dataclass
+class Upkeep:
+    """Bad nodes and what is done about them, new nodes that were asked for: as far as the journal tells of it."""
+
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    """Found and not yet acted on, by node."""
+    drains: dict[int, Drain] = field(default_factory=dict)
+    lost: dict[str, LostNode] = field(default_factory=dict)
+    requests: dict[int, Request] = field(default_factory=dict)
+    ask_after: float = 0.0
+    """No node is asked for before: the last request was refused, or ended."""
+    failed_requests: int = 0
+    slurm_sees: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """(state, text) by node, as last journaled."""
+
+
+@dataclass
+class Recovery:
+    """A new supervisor waits for the agents of a dead one."""
+
+    undisturbed: bool
+    """The journal knows of no plan that was decided and is not in effect."""
+    began_at: float | None = None
+    first_at: float | None = None
+    """When the first agent came back."""
+    inventories: dict[str, Inventory] = field(default_factory=dict)
+    exits: dict[int, int] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
+    """Ranks that ended and nodes that were lost meanwhile: how, and why."""
+    waiting: list[AnyEvent] = field(default_factory=list)
+    """What else came meanwhile."""
+    unexplained: dict[int, int | None] = field(default_factory=dict)
+    unexplained_nodes: dict[str, str] = field(default_factory=dict)
+    """Ranks that ended, and how, and nodes that were lost, and why, of which the journal has no failure yet."""
+
+
+Phase = Literal["recovering", "gathering", "transition", "running", "halting", "ended"]
 
 
 class Job:
@@ -209,6 +351,15 @@ class Job:
         self.pause: Pause | None = None
         self.unconsidered: set[int] = set()
         """Newcomers that became ready, and may be worth an interruption."""
+        self.trains: Declare | None = None
+        """What the job trains, once all ranks have declared the same."""
+        self.recovery: Recovery | None = None
+        self.departure: Departure | None = None
+        self.agent_signals: dict[str, AgentSignal] = {}
+        """The last signal that each node's agent received from outside."""
+        self.deadline: float | None = None
+        """When Slurm's time limit ends the job, if it has one."""
+        self.upkeep = Upkeep()
         self.specs: tuple[ParameterSpec, ...] = ()
         self.committed = 0
         self.goal = 0
@@ -227,6 +378,8 @@ class Job:
         self.last_outcome: StepOutcome | None = None
         self.recent: deque[float] = deque(maxlen=20)
         self.parts: dict[tuple[int, int, str], dict[int, CheckpointPart]] = {}
+        self.checkpointed = 0
+        """Iteration of the newest checkpoint all of whose parts are written."""
         self.started_at: float | None = None
         self.progress_at = 0.0
         self.halted_at = 0.0
@@ -252,7 +405,12 @@ class Job:
     @property
     def declaration(self) -> Declare:
         """What the job trains."""
-        return next(member.declared for member in self.members.values() if member.declared is not None)
+        assert self.trains is not None
+        return self.trains
+
+    @property
+    def has_ended(self) -> bool:
+        return self.phase == "ended"
 
     @property
     def furthest(self) -> int:
@@ -278,6 +436,12 @@ class Job:
     def order(self, ranks: tuple[int, ...], order: WorkerOrder) -> None:
         if ranks:
             self.do(Order(ranks=ranks, order=order))
+
+    def excused(self, node: str, at: float) -> bool:
+        """Whether what died there at that time died because somebody was telling agents to stop."""
+        together = any(abs(at - signal.at) <= COINCIDENCE_S for signal in self.agent_signals.values())
+        own = self.agent_signals.get(node)
+        return together or (own is not None and 0.0 <= at - own.at <= LEFT_S)
 
     def where(self, rank: int) -> str:
         member = self.members[rank]

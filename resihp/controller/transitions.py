@@ -123,11 +123,18 @@ def urge(job: Job, reason: str) -> None:
         job.order(tuple(sorted(transition.waiting)), m.Park(epoch=transition.epoch, reason=reason))
 
 
+def is_settling(transition: Transition) -> bool:
+    """Whether everybody has parked, or was asked to at once: another loss keeps nobody from it."""
+    return transition.stage == "parking" and (transition.urged or not transition.waiting)
+
+
 def decide_when_parked(job: Job) -> None:
     """All survivors are parked: declare the iteration committed or redone, and propose what comes next."""
     transition = job.transition
     if transition is None or transition.stage != "parking" or transition.waiting:
         return
+    if job.departure is not None:
+        return  # no plan comes after this one: `departure` saves what is there, and ends the job
     transition.park_s = job.now - transition.began_at
     iterations.commit_up_to(job, max(job.reports, default=job.committed))
     if job.incidents:

@@ -1,7 +1,7 @@
 """A rank's part of a checkpoint: slices by name, so that any layout can read what any other has written.
 
-Each slice of parameters and moments is written once, by the rank that speaks for it (`resihp.ownership.counted`: ranks
-of the first replica). The folder counts only once its manifest is written (`resihp.checkpoints`).
+Each slice of parameters and moments is written once, by ranks of one replica (`resihp.ownership.counted`): the first
+one's, unless they cannot. The folder counts only once its manifest is written (`resihp.checkpoints`).
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from resihp import checkpoints
 from resihp.errors import CheckpointError
 from resihp.executor.engine import Engine
 from resihp.executor.state import State
+from resihp.layout import Layout
 from resihp.ownership import ParameterSpec, Slice, counted
+from resihp.plan import Plan
 
 Piece = tuple[int, int, dict[str, Tensor]]
 """(start, stop, tensors by kind) of one stored slice."""
 
 
-def save_part(engine: Engine, folder: Path) -> tuple[str, int]:
+def save_part(engine: Engine, plan: Plan, folder: Path, replica: int = 0) -> tuple[str, int]:
     """Write this rank's part of the checkpoint of the last step to `folder`; returns (file, bytes).
 
-    The file is complete and flushed when it appears, and its name holds epoch and rank, so that no attempt overwrites
-    another's. Only ranks of the first replica have anything to write; from any other, the part is empty.
+    What is held follows `plan`; the ranks of one replica of it write all of the state, each slice once. The file is
+    complete and flushed when it appears, and its name holds epoch and rank, so that no attempt overwrites another's.
     """
-    plan, state = engine.plan, engine.state
-    assert plan is not None
+    state = engine.state
     assert state is not None
     slices: dict[str, dict[str, Tensor]] = {}
-    for piece in counted(plan.layout, engine.specs)[engine.rank]:
+    writers = Layout((plan.layout.replicas[replica],))
+    for piece in counted(writers, engine.specs)[engine.rank]:
         tensors = state.tensors(state.specs[piece.name], piece)
         slices[f"{piece.name}:{piece.start}:{piece.stop}"] = {
             kind: tensor.detach().cpu().clone() for kind, tensor in tensors.items()

@@ -41,6 +41,7 @@ from resihp.pipeline import checker, program
 from resihp.pipeline.program import Bucket, Membership, Program
 from resihp.plan import Plan, Stop
 from resihp.protocol.messages import StepOutcome
+from resihp.scheduler import memory
 from resihp.transfers import Base, Move
 from resihp.workload import Dataset
 
@@ -176,8 +177,6 @@ class Engine:
         if base is not None:
             transfers.moves(base, plan.layout, self.specs, nodes)
         if memory_bytes is not None:
-            from resihp.scheduler import memory
-
             obstacle = memory.obstacle(plan, self.model, memory_bytes, self._batches.longest)
             if obstacle:
                 raise PlanError(obstacle)

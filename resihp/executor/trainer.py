@@ -105,7 +105,8 @@ class Trainer:
         found = checkpoints.newest_complete(self._folder) if self._resume else None
         resume_from = checkpoints.iteration_of(found) if found else 0
         if self._client is not None:
-            _Supervised(self._client, self.engine, found, resume_from, iterations, self._folder, self._every).run()
+            with self._client.deaf():
+                _Supervised(self._client, self.engine, found, resume_from, iterations, self._folder, self._every).run()
         else:
             self._train_alone(found, resume_from, iterations)
 
@@ -150,7 +151,7 @@ class Trainer:
     def _save_alone(self, plan: Plan, rank: int, iteration: int) -> None:
         folder = checkpoints.folder_of(self._folder, iteration)
         writers = plan.layout.replicas[0].ranks
-        part = checkpoint.save_part(self.engine, folder) if rank in writers else None
+        part = checkpoint.save_part(self.engine, plan, folder) if rank in writers else None
         parts = self.engine.gather(part)
         if rank == 0:
             written = [(str(file), int(size)) for file, size in (p for p in parts if p is not None)]
@@ -191,6 +192,8 @@ class _Supervised:
         """The plan that the rank is to carry out, or carries out."""
         self._go_ahead: m.Go | None = None
         """Acknowledged, and waiting for all others' acknowledgement."""
+        self._held: dict[int, Plan] = {}
+        """Plans by epoch, of those whose layouts what is held follows."""
         self._outcome: m.StepOutcome | None = None
         """Outcome of the last step this rank took."""
 
@@ -220,6 +223,8 @@ class _Supervised:
                     self._begin(begin)
                 case m.Park() as park:
                     self._park(park)
+                case m.Save() as save:
+                    self._save_parked(save)
                 case m.Halt():
                     engine.disconnect()
                     return
@@ -262,6 +267,7 @@ class _Supervised:
         if proposal is None or proposal.plan.epoch != go.epoch or client.park_asked(go.epoch):
             return  # overtaken by a newer epoch, whose order to park is next in the queue
         plan = self._plan = proposal.plan
+        self._held = {epoch: held for epoch, held in self._held.items() if epoch in engine.holds} | {plan.epoch: plan}
         client.epoch, client.iteration = go.epoch, go.next_iteration
         began = time.perf_counter()
         try:
@@ -359,13 +365,24 @@ class _Supervised:
         client.activity = "idle"
         client.send(m.Finished(iteration=self._iterations))
 
-    def _save(self, plan: Plan, iteration: int) -> None:
-        if self._rank not in plan.layout.replicas[0].ranks:
+    def _save_parked(self, save: m.Save) -> None:
+        """The job is about to end: write what is held under the plan in effect, after the step that counts."""
+        engine, plan = self._engine, self._held.get(save.epoch)
+        if plan is None or save.epoch not in engine.holds:
+            return
+        if engine.acknowledged == save.epoch:
+            engine.begin(save.epoch)  # it took effect, and we did not hear of it
+        self._finish(save.finish)
+        if engine.stepped == save.finish.iteration:
+            self._save(plan, engine.stepped, save.replica)
+
+    def _save(self, plan: Plan, iteration: int, replica: int = 0) -> None:
+        if self._rank not in plan.layout.replicas[replica].ranks:
             return
         with self._activity("checkpoint"):
             began = time.perf_counter()
             folder = checkpoints.folder_of(self._folder, iteration)
-            file, size = checkpoint.save_part(self._engine, folder)
+            file, size = checkpoint.save_part(self._engine, plan, folder, replica)
             self._client.send(
                 m.CheckpointPart(
                     epoch=plan.epoch,

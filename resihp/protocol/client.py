@@ -1,9 +1,9 @@
 """The worker's end of the socket to its agent: orders in, reports and beats out.
 
 One thread beats and listens, one sends; the main thread hands over what it has to say and fetches orders when it is
-ready for them: an agent that is slow or stopped never holds up training. Two orders act at once, whatever the main
-thread does: a `Park` that does not wait for the iteration wakes it from a blocked collective, and the end of the socket
-(the agent is gone) ends the process: without an agent nobody could fence it. Used by `resihp.executor.trainer`; decides
+ready for them: an agent that is slow or stopped never holds up training. Some things act at once, whatever the main
+thread does: a `Park` that does not wait for the iteration wakes it from a blocked collective; a `Halt` at once and the
+end of the socket (the agent is gone: nobody could fence it) end the process. Used by `resihp.executor.trainer`; decides
 nothing else.
 """
 
@@ -12,17 +12,19 @@ from __future__ import annotations
 import os
 import queue
 import select
+import signal
 import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Literal
 
 from resihp.errors import CommunicatorError, ProtocolError, ResihpError, UsageError
 from resihp.faults import Fault, Phase
-from resihp.process import AGENT_FD
+from resihp.process import AGENT_FD, end_by
 from resihp.protocol import messages as m
 from resihp.protocol.framing import LocalChannel
 
@@ -33,6 +35,22 @@ AGENT_GONE_STATUS = 70
 """Exit status of a worker whose agent vanished (EX_SOFTWARE of sysexits.h)."""
 
 Activity = Literal["starting", "compute", "communication", "parked", "checkpoint", "idle"]
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def _disregard(number: int, frame: FrameType | None) -> None:
+    """For this process alone: a program that it starts has the default again, and so has a fork."""
+
+
+def _hear_again() -> None:
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is _disregard:
+            signal.signal(number, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_hear_again)
 
 
 class InjectedFaultError(ResihpError):
@@ -62,6 +80,7 @@ class AgentClient:
         self._fault_answers: queue.SimpleQueue[m.FaultGo] = queue.SimpleQueue()
         self._spent: set[int] = set()
         self._wake: Callable[[], None] = lambda: None
+        self._deaf = False
         self._absent: Callable[[Fault], bool] = lambda fault: False
         self._outbox: queue.SimpleQueue[m.WorkerMessage | threading.Event] = queue.SimpleQueue()
         for work in (self._listen, self._deliver):
@@ -150,10 +169,37 @@ class AgentClient:
             elif isinstance(order, m.Park):
                 self.park_epoch = max(self.park_epoch, order.epoch)
                 self._wake()
+            elif isinstance(order, m.Halt) and order.at_once:
+                if self._deaf:
+                    end_by(signal.SIGTERM)
+                continue  # else the agent's own signal does what the script has arranged
             if isinstance(order, m.FaultGo) and self._waiting_for == order.fault:
                 self._fault_answers.put(order)
             else:
                 self._orders.put(order)
+
+    # --- signals ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def deaf(self) -> Iterator[None]:
+        """Disregard signals that would end the process, unless the script has its own use for them. Main thread.
+
+        Slurm sends them to every process of a job that is to stop. What is to be saved before it does, the supervisor
+        decides; when it ends a worker, it says so (`Halt`).
+        """
+        before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        unused = [number for number, handler in before.items() if handler is signal.SIG_DFL]
+        for number in unused:
+            signal.signal(number, _disregard)
+            signal.siginterrupt(number, False)
+        self._deaf = signal.SIGTERM in unused
+        try:
+            yield
+        finally:
+            self._deaf = False
+            for number in unused:
+                if signal.getsignal(number) is _disregard:
+                    signal.signal(number, signal.SIG_DFL)
 
     # --- faults on purpose ------------------------------------------------------------------------------------
 

@@ -280,6 +280,10 @@ class LocalChannel:
         return bytes(content)
 
 
+class NoAnswerError(TimeoutError):
+    """The connection was taken, and nobody has spoken in time: who is to serve it is busy, stopped or yet to come."""
+
+
 class SecureChannel(Generic[T]):
     """An authenticated asyncio connection: `connect`, or what `serve` hands out."""
 
@@ -293,20 +297,29 @@ class SecureChannel(Generic[T]):
         self._refused: ProtocolError | None = None
         name = writer.get_extra_info("peername")
         self.peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) and len(name) >= 2 else "an unknown peer"
+        own = writer.get_extra_info("sockname")
+        self.own_host = str(own[0]) if isinstance(own, tuple) and own else ""
+        """Address of this end of the connection."""
 
     @classmethod
     async def connect(
         cls, host: str, port: int, key: bytes, receives: Any, *, timeout_s: float = 5.0
     ) -> SecureChannel[T]:
-        """Connect and prove the key both ways. Raises OSError, TimeoutError, ProtocolError."""
-        async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(host, port)
-            channel = cls(reader, writer, key, "client", receives)
-            try:
-                await channel.prove()
-            except BaseException:
-                channel.close()
+        """Connect and prove the key both ways. Raises OSError, TimeoutError (`NoAnswerError`), ProtocolError."""
+        channel: SecureChannel[T] | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                reader, writer = await asyncio.open_connection(host, port)
+                channel = cls(reader, writer, key, "client", receives)
+                try:
+                    await channel.prove()
+                except BaseException:
+                    channel.close()
+                    raise
+        except TimeoutError:
+            if channel is None:
                 raise
+            raise NoAnswerError(f"{host}:{port}: no answer within {timeout_s:g} s") from None
         return channel
 
     async def prove(self) -> None:

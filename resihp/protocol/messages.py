@@ -247,6 +247,18 @@ class Park(Message, frozen=True, kw_only=True):
     after_iteration: bool = False
 
 
+class Save(Message, frozen=True, kw_only=True):
+    """To a parked rank that has work in `replica` of the plan of `epoch`, which is in effect: write a checkpoint.
+
+    It is of iteration `finish.iteration`, whose step the rank takes first if it has not. Together the replica's ranks
+    write all of the state; each answers with a `CheckpointPart`. Anybody else ignores it.
+    """
+
+    epoch: int
+    replica: int
+    finish: StepOutcome
+
+
 class FaultGo(Message, frozen=True, kw_only=True):
     """Carry out the fault (`hang`, `raise`), or wait to be killed (the others), or go on (`fire` False)."""
 
@@ -255,9 +267,10 @@ class FaultGo(Message, frozen=True, kw_only=True):
 
 
 class Halt(Message, frozen=True, kw_only=True):
-    """Training is over; leave the training loop."""
+    """Training is over; leave the training loop. With `at_once`, end the process, wherever it is."""
 
     reason: str
+    at_once: bool = False
 
 
 class Start(Message, frozen=True, kw_only=True):
@@ -279,20 +292,61 @@ class Start(Message, frozen=True, kw_only=True):
     """Whether the job is under way already: it waits to be given work."""
 
 
-WorkerOrder = Start | Propose | Go | Begin | Park | FaultGo | Halt
+WorkerOrder = Start | Propose | Go | Begin | Park | Save | FaultGo | Halt
 
 
 # --- agent -> supervisor ----------------------------------------------------------------------------------------
 
 
 class Join(Message, frozen=True, kw_only=True):
-    """First message of an agent, and of one that reconnects (`epoch` > 0)."""
+    """First message of an agent on every connection, outside of all numbers.
+
+    `term` is the newest that it has promised itself to, 0 none yet; a supervisor of a lower one is deposed. `log` is
+    the number of the last record in its copy of the journal. `peer_port`: where it listens to other agents, on `host`'s
+    address as seen by the supervisor. `lease`: the number of the replacement request that it answers, 0 for a node
+    of the job's own allocation.
+    """
 
     node: str
     host: str
     pid: int
     devices: int
     epoch: int
+    term: int = 0
+    log: int = 0
+    peer_port: int = 0
+    lease: int = 0
+
+
+class RunningWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """One live worker, for a supervisor that did not start it.
+
+    `steps`: reports of steps that the journal's copy does not show as committed. `said`: the last of each that is still
+    true of it, in order of arrival: `Declare`, `Parked`, `Stuck`, `Raised`, `Ready`, `Finished`, `FaultDue`.
+    """
+
+    rank: int
+    device: int
+    pid: int
+    steps: tuple[Stepped, ...] = ()
+    said: tuple[WorkerMessage, ...] = ()
+
+
+class Inventory(Message, frozen=True, kw_only=True):
+    """An agent's first numbered message to a leader of a new term: it accepts it, and this is what it has.
+
+    `ended`: (rank, exit status) of every worker that has ended there. `epoch`: the newest in any order that came.
+    """
+
+    workers: tuple[RunningWorker, ...] = ()
+    ended: tuple[tuple[int, int], ...] = ()
+    epoch: int = 0
+
+
+class Signalled(Message, frozen=True, kw_only=True):
+    """Somebody else than us sent this signal to the agent; it goes on, and waits for what the supervisor decides."""
+
+    signal: int
 
 
 class Spawned(Message, frozen=True, kw_only=True):
@@ -340,7 +394,7 @@ class Beat(Message, frozen=True, kw_only=True):
     workers: tuple[WorkerBeat, ...]
 
 
-AgentMessage = Join | Spawned | SpawnFailed | Exited | FromWorker | Beat
+AgentMessage = Join | Inventory | Spawned | SpawnFailed | Exited | FromWorker | Beat | Signalled
 
 
 # --- supervisor -> agent ----------------------------------------------------------------------------------------
@@ -371,13 +425,94 @@ class KillNode(Message, frozen=True, kw_only=True):
     signal: int
 
 
+class Lead(Message, frozen=True, kw_only=True):
+    """A supervisor's first message on every connection, outside of all numbers: who leads, and how much it knows.
+
+    An agent accepts a term later than all that it has promised, if `log` is not less than its own or a quorum has
+    accepted it already (`settled`): it starts a new conversation and answers with `Inventory`. The same term goes on
+    where it was. Anything else it leaves.
+    """
+
+    term: int
+    node: str
+    log: int
+    settled: bool = False
+
+
+class Alive(Message, frozen=True, kw_only=True):
+    """Once a second, outside of all numbers: the supervisor is there."""
+
+
+class Replicate(Message, frozen=True, kw_only=True):
+    """Records for the agent's copy of the journal: drop what it has after number `after`, append these.
+
+    An agent acknowledges it at once: decisions take effect when a quorum of agents has.
+    """
+
+    after: int
+    records: tuple[bytes, ...]
+
+
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """An agent, for other agents: where it listens."""
+
+    node: str
+    host: str
+    port: int
+
+
+class Roster(Message, frozen=True, kw_only=True):
+    """Whom to ask when the supervisor is gone, whenever that changes. `peers` without those that were left out."""
+
+    peers: tuple[Peer, ...]
+
+
 class Release(Message, frozen=True, kw_only=True):
     """Wait up to `grace_s` for the workers to end, then kill what is left, then exit."""
 
     grace_s: float
 
 
-AgentOrder = Spawn | ToWorkers | Signal | KillNode | Release
+AgentOrder = Lead | Alive | Replicate | Roster | Spawn | ToWorkers | Signal | KillNode | Release
+
+
+# --- agent <-> agent --------------------------------------------------------------------------------------------
+
+
+class AskVote(Message, frozen=True, kw_only=True):
+    """The supervisor is gone for me: would you follow a supervisor of `term` on my node? Binds nobody.
+
+    `log` is the number of the last record in the candidate's copy of the journal.
+    """
+
+    node: str
+    term: int
+    log: int
+
+
+class Vote(Message, frozen=True, kw_only=True):
+    """`term` is the newest that the voter has promised itself to."""
+
+    node: str
+    granted: bool
+    term: int
+    reason: str = ""
+
+
+class Successor(Message, frozen=True, kw_only=True):
+    """A quorum would follow: a supervisor of `term` is being started, connect there."""
+
+    node: str
+    term: int
+    host: str
+    port: int
+
+
+class Noted(Message, frozen=True, kw_only=True):
+    """The answer to `Successor`."""
+
+
+PeerMessage = AskVote | Vote | Successor | Noted
 
 
 # --- command line <-> supervisor --------------------------------------------------------------------------------

@@ -47,14 +47,15 @@ def first_plan(
     memory_bytes: int | None = None,
     tokens: int = 0,
     epoch: int = 1,
+    most: int | None = None,
 ) -> Plan:
-    """Megatron's grid over all ranks of `nodes`, in ascending order; those that do not fill a replica stand by.
+    """Megatron's grid over the ranks of `nodes`, in ascending order; those that do not fill a replica stand by.
 
-    Raises LayoutError for a grid that the model, the ranks or the batch do not allow, PlanError if a rank has too
-    little memory.
+    `most`: how many of them it may use, the first ones; all if left out. Raises LayoutError for a grid that the model,
+    the ranks or the batch do not allow, PlanError if a rank has too little memory.
     """
     ranks = sorted(nodes)
-    dp = len(ranks) // (tp * pp)
+    dp = len(ranks[:most]) // (tp * pp)
     if dp < 1:
         raise LayoutError(f"layout tp={tp} pp={pp}: needs {tp * pp} devices, the job has {len(ranks)}")
     grid = Layout.uniform(tp=tp, pp=pp, dp=dp, layers=model.layers, chunks=chunks)

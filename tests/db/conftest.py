@@ -16,6 +16,9 @@ from resihp.protocol.messages import StepOutcome
 
 Moved = Literal["redo", "commit", "between"]
 Action = Literal["start", "redo", "commit", "between"]
+Rung = Literal["slurm", "spool", "exclusion"]
+Outcome = Literal["done", "refused", "unknown"]
+State = Literal["pending", "running", "joined", "refused", "cancelled", "ended"]
 
 BEGAN = 1_750_000_000.0
 DP3 = Layout.uniform(tp=2, pp=2, dp=3, layers=8)
@@ -206,6 +209,45 @@ def any_layout_story() -> Iterator[tuple[journal.AnyEntry, float]]:
     yield journal.PlanInEffect(epoch=5), BEGAN + 4.3
     yield journal.IterationCommitted(epoch=5, outcome=outcome(3), seconds=0.5, predicted_seconds=0.5), BEGAN + 4.8
     yield reconfigured(5, (), "between", 1_200_000), BEGAN + 4.8
+
+
+def node_story() -> Iterator[tuple[journal.AnyEntry, float]]:
+    """Node n3 dies: drained by Slurm, given back at the second try; the second request brings n9, later undrained."""
+    yield started(), BEGAN
+    for n in range(3):
+        yield journal.NodeJoined(node=f"n{n + 1}", host="here", devices=4), BEGAN
+    yield journal.NodeLost(node="n3", reason="connection closed for 1 s"), BEGAN + 5
+    reason = "job local-1 lost rank 8, 9, 10, 11: connection closed for 1 s"
+    yield journal.DrainDecided(drain=1, node="n3", failure=1, reason=reason), BEGAN + 7
+
+    def answered(drain: int, node: str, step: Rung, outcome: Outcome, text: str) -> journal.DrainAnswered:
+        return journal.DrainAnswered(drain=drain, node=node, step=step, outcome=outcome, text=text)
+
+    def changed(number: int, state: State, node: str | None = None, text: str = "") -> journal.ReplacementChanged:
+        slurm_job = None if state == "refused" else f"4{number}"
+        return journal.ReplacementChanged(replacement=number, state=state, slurm_job=slurm_job, node=node, text=text)
+
+    yield answered(1, "n3", "slurm", "unknown", "no answer"), BEGAN + 7.1
+    yield answered(1, "n3", "spool", "done", "asked for"), BEGAN + 7.2
+    yield answered(1, "n3", "exclusion", "done", "kept out"), BEGAN + 7.3
+    yield journal.NodeReleased(node="n3", outcome="refused", text="DB index is being set"), BEGAN + 7.4
+    for number, text in ((1, "invalid partition"), (2, "")):
+        asked = journal.ReplacementAsked(
+            replacement=number, node="n3", excluded=("n1", "n2", "n3"), reason="8 of 12 ranks have work"
+        )
+        yield asked, BEGAN + 8 * number
+        if text:
+            yield changed(number, "refused", text=text), BEGAN + 9
+    yield answered(1, "n3", "slurm", "done", "drained"), BEGAN + 16.5
+    yield journal.SlurmSaw(node="n3", state="down+drain", text="resihp: job local-1 lost ranks"), BEGAN + 16.6
+    yield changed(2, "pending"), BEGAN + 17
+    yield changed(2, "running", "n9"), BEGAN + 18
+    yield journal.NodeReleased(node="n3", outcome="done", text=""), BEGAN + 19
+    yield journal.NodeJoined(node="n9", host="there", devices=4), BEGAN + 20
+    yield changed(2, "joined", "n9"), BEGAN + 20
+    yield journal.DrainDecided(drain=2, node="n2", failure=2, reason="job local-1 lost rank 5: killed"), BEGAN + 30
+    yield answered(2, "n2", "slurm", "refused", "Invalid user id"), BEGAN + 30.1
+    yield journal.SlurmSaw(node="n3", state="idle", text=""), BEGAN + 40
 
 
 def write_journal(path: Path, told: Iterator[tuple[journal.AnyEntry, float]]) -> list[journal.Record]:

@@ -121,7 +121,9 @@ def test_frames(reader: Reader) -> None:
     assert queries.nodes(reader, job)["node"].tolist() == ["n1", "n2", "n3"]
     assert queries.reconfigurations(reader, job)["attempts"].tolist() == [1]
     empty = queries.frame(reader, "drains", job)
-    assert list(empty.columns) == ["node", "step", "outcome", "reason", "drained_at", "undrained_at"]
+    assert list(empty.columns) == [
+        *("drain", "node", "failure", "step", "outcome", "reason", "drained_at", "undrained_at", "answers")
+    ]
 
 
 def test_filters(reader: Reader) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from db.queries import TABLES, Reader
 from db.writer import Ledger, catch_up
 from resihp import journal
 
-from .conftest import BEGAN, Listener, any_layout_story, outcome, started, story, write_journal
+from .conftest import BEGAN, Listener, any_layout_story, node_story, outcome, started, story, write_journal
 
 Opener = Callable[..., Ledger]
 
@@ -82,6 +83,40 @@ def test_plans_that_take_effect_and_those_that_do_not(open_ledger: Opener, tmp_p
     assert told["Reconfigured"] == "epoch 5: layout changed in 1.00 s, 1.2 MB moved"
     assert told["PlanDecided"].endswith("iteration 3 next, 1.2 MB to move: rank 12 joined")
     assert [row["rank"] for row in found["events"] if row["kind"] in ("JoinRefused", "PlanRefused")] == [3, 13]
+
+
+def test_a_bad_node_its_drain_and_the_node_that_came_in_its_place(open_ledger: Opener, tmp_path: Path) -> None:
+    ledger = open_ledger()
+    for record in write_journal(tmp_path / "journal", node_story()):
+        ledger.submit(record)
+    assert ledger.close()
+    found = everything(ledger)
+
+    def after(moment: Any) -> Any:
+        return moment and pytest.approx(moment.timestamp() - BEGAN)
+
+    first, second = found["drains"]
+    assert (first["drain"], first["node"], first["failure"], first["reason"][:11]) == (1, "n3", 1, "job local-1")
+    assert (first["step"], first["outcome"]) == ("slurm", "done"), "of several rungs that hold, the first"
+    assert [(each["step"], each["outcome"]) for each in first["answers"]] == [
+        ("spool", "done"),
+        ("exclusion", "done"),
+        ("slurm", "done"),
+    ]
+    assert (after(first["drained_at"]), after(first["undrained_at"])) == (7, 40)
+    assert (second["step"], second["outcome"], second["undrained_at"]) == ("slurm", "refused", None)
+    refused, joined = found["replacements"]
+    assert (refused["outcome"], refused["text"], refused["slurm_job"]) == ("refused", "invalid partition", None)
+    assert (after(refused["asked_at"]), after(refused["ended_at"]), refused["joined_at"]) == (8, 9, None)
+    assert (joined["replacement"], joined["instead"], joined["node"], joined["slurm_job"]) == (2, "n3", "n9", "42")
+    assert (joined["outcome"], after(joined["joined_at"]), joined["ended_at"]) == ("joined", 20, None)
+    assert joined["excluded"] == ["n1", "n2", "n3"]
+    assert [(row["node"], row["replacement"], after(row["released_at"])) for row in found["nodes"]] == [
+        ("n1", None, None),
+        ("n2", None, None),
+        ("n3", None, 19),
+        ("n9", 2, None),
+    ]
 
 
 def test_a_plan_that_our_own_check_refused_is_an_event(records: list[journal.Record], open_ledger: Opener) -> None:
@@ -163,6 +198,153 @@ def test_a_gap_without_journal_is_not_skipped(records: list[journal.Record], ope
     assert "incomplete" in listener.heard[-1]
     with Reader.open(ledger.url) as reader:
         assert reader.applied(reader.job()["id"]) == 20
+
+
+# --- leaders that change ------------------------------------------------------------------------------------------
+
+
+def taken_over(path: Path, records: list[journal.Record], after: int, term: int = 2) -> list[journal.Record]:
+    """The journal of a successor that has the records up to number `after` only, and goes on to the end from there."""
+    kept = [record for record in records if record.seq <= after]
+    chosen = journal.LeaderChosen(term=term, node="n2", host="there", how="elected", after=after)
+    writer = journal.Journal(path, sync=False)
+    for record in kept:
+        writer.copy(journal.encode(record))
+    writer.append(chosen, kept[-1].at + 5.0)
+    for record in records[len(kept) :]:
+        writer.append(record.entry, record.at + 5.0)
+    writer.close()
+    return journal.read(path)
+
+
+def told(found: dict[str, Any]) -> dict[str, Any]:
+    """What is known of a job, without when and by whom it was told."""
+
+    def bare(row: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in row.items() if name != "seq" and not isinstance(value, datetime)}
+
+    tables = {name: [bare(row) for row in rows] for name, rows in found.items() if isinstance(rows, list)}
+    tables["events"] = [row for row in tables["events"] if row["kind"] != "LeaderChosen"]
+    return {"state": found["job"]["state"], "exit_code": found["job"]["exit_code"], **tables}
+
+
+@pytest.mark.parametrize("after", [14, 17, 33, 40, 45])
+def test_the_numbers_of_a_new_term_are_no_gap(
+    records: list[journal.Record], open_ledger: Opener, tmp_path: Path, after: int
+) -> None:
+    whole = open_ledger()
+    for record in records:
+        whole.submit(record)
+    assert whole.close()
+    before = everything(whole)
+    for name in ("ledger.db", "ledger.db-wal", "ledger.db-shm"):
+        (tmp_path / name).unlink(missing_ok=True)
+    ledger = open_ledger()
+    for record in taken_over(tmp_path / "n2.journal", records, after):
+        ledger.submit(record)
+    assert ledger.close()
+    assert told(everything(ledger)) == told(before)
+    [event] = [row for row in everything(ledger)["events"] if row["kind"] == "LeaderChosen"]
+    assert "term 2" in event["text"]
+
+
+def test_a_successor_brings_in_what_is_missing_once(
+    records: list[journal.Record], open_ledger: Opener, tmp_path: Path
+) -> None:
+    first = open_ledger()
+    for record in records[:25]:
+        first.submit(record)
+    assert first.close()
+    again = taken_over(tmp_path / "n2.journal", records, 30)
+    for _ in range(2):
+        second = open_ledger(journal_path=tmp_path / "n2.journal")
+        second.catch_up(tmp_path / "n2.journal")
+        for record in again:
+            second.submit(record)
+        assert second.close()
+    found = everything(second)
+    assert [row["iteration"] for row in found["iterations"]] == list(range(1, 21))
+    assert len(found["events"]) == len([r for r in again if not isinstance(r.entry, journal.IterationCommitted)])
+    with Reader.open(second.url) as reader:
+        assert len(reader.jobs()) == 1
+        assert reader.applied(reader.job()["id"]) == again[-1].seq
+
+
+def test_what_a_leader_wrote_that_was_never_decided_is_taken_out_again(
+    records: list[journal.Record], open_ledger: Opener, tmp_path: Path
+) -> None:
+    """It was cut off: it lost nodes, found failures, committed, gave up, while the others went on without all that."""
+    reference = open_ledger()
+    expected = taken_over(tmp_path / "n2.journal", records, 25)
+    for record in expected:
+        reference.submit(record)
+    assert reference.close()
+    before = everything(reference)
+    for name in ("ledger.db", "ledger.db-wal", "ledger.db-shm"):
+        (tmp_path / name).unlink(missing_ok=True)
+
+    lonely: list[journal.AnyEntry] = [
+        journal.IterationCommitted(epoch=1, outcome=outcome(12, 9.9), seconds=0.5, predicted_seconds=None),
+        journal.NodeLost(node="n2", reason="cut off"),
+        journal.WorkerEnded(rank=4, exit=None, epoch=1),
+        journal.FailureFound(
+            failure=7,
+            kind="fail-stop",
+            component="node",
+            cause="node n2: cut off",
+            ranks=(4,),
+            node="n2",
+            device=None,
+            iteration=13,
+            epoch=1,
+            evidence="",
+            detect_s=None,
+        ),
+        journal.DrainDecided(drain=1, node="n2", failure=7, reason="cut off"),
+        journal.JobEnded(exit_code=5, state="failed", reason="not enough devices"),
+    ]
+    old = open_ledger()
+    for record in records[:25]:
+        old.submit(record)
+    for number, entry in enumerate(lonely, 26):
+        old.submit(journal.Record(number, BEGAN + 99, entry))
+    old.telemetry([{"iteration": 1, "epoch": 1, "rank": 0, "seconds": 0.5, "compute_seconds": 0.4}])
+    assert old.close()
+    assert everything(old)["job"]["state"] == "failed"
+
+    ledger = open_ledger(journal_path=tmp_path / "n2.journal")
+    ledger.catch_up(tmp_path / "n2.journal")
+    assert ledger.close()
+    assert everything(ledger) == before | {"job": everything(ledger)["job"]}
+    assert told(everything(ledger)) == told(before)
+    late = open_ledger()
+    for number, entry in enumerate(lonely, 26):  # the old one is back
+        late.submit(journal.Record(number, BEGAN + 99, entry))
+    late.submit(records[0])
+    assert late.close()
+    assert told(everything(ledger)) == told(before)
+    with sqlite3.connect(ledger.url.removeprefix("sqlite:///")) as connection:
+        assert connection.execute("SELECT COUNT(*) FROM rank_reports").fetchone() == (1,)
+    connection.close()
+
+
+def test_a_job_that_goes_on_under_another_leader_runs(
+    records: list[journal.Record], open_ledger: Opener, tmp_path: Path
+) -> None:
+    """Somebody found it dead while its agents were choosing."""
+    ledger = open_ledger()
+    for record in records[:25]:
+        ledger.submit(record)
+    ledger.submit(journal.Record(26, BEGAN + 99, journal.JobEnded(exit_code=1, state="abnormal", reason="found dead")))
+    assert ledger.close()
+    assert everything(ledger)["job"]["state"] == "abnormal"
+    successor = open_ledger()
+    chosen = journal.LeaderChosen(term=2, node="n2", host="there", how="elected", after=25)
+    successor.submit(records[0])
+    successor.submit(journal.Record(journal.first_seq(2), BEGAN + 100, chosen))
+    assert successor.close()
+    job = everything(successor)["job"]
+    assert (job["state"], job["exit_code"], job["reason"], job["ended_at"]) == ("running", None, None, None)
 
 
 def test_locked_database_loses_nothing(

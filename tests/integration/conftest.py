@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.jobs import Job, jobs
+from tests.integration.slurm_jobs import ITERATIONS, Reference, expected_digests
 
 pytest.importorskip("torch", reason="integration tests train: pip install 'resihp[train]'")
 
@@ -30,3 +31,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[
             return done[0]
 
         yield run
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+    """The tiny example on one device, undisturbed: what losses and samples have to be, whoever trains it."""
+    for make in jobs(tmp_path_factory.mktemp("reference")):
+        done = make("job").train(iterations=ITERATIONS, nodes=1, gpus=1, tp=1, pp=1).wait()
+        assert done.status == 0, done.stderr
+        yield Reference(losses=done.losses(), digests=expected_digests(ITERATIONS))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -176,18 +175,6 @@ def test_killing_guardian_and_supervisor_leaves_nothing_but_the_truth(job: Job) 
     status = job.ask("status")
     assert status["state"] == "abnormal"
     assert len(job.history("iterations")) >= 3
-
-
-def test_killed_supervisor_is_followed_by_one_that_ends_the_job_cleanly(job: Job) -> None:
-    job.train(iterations=100_000, **SMALL)
-    job.until(lambda: "iteration 3" in (job.folder / "stderr").read_text())
-    assert job.process is not None
-    supervisors = [p for p in job.processes() if "wrapper.supervisor" in " ".join(p.cmdline())]
-    os.kill(supervisors[0].pid, signal.SIGKILL)
-    job.wait(30)
-    assert job.status == 1, job.stderr
-    assert job.ask("status")["state"] == "abnormal"
-    assert job.processes() == []
 
 
 def test_users_own_modules_win_over_ours(job: Job) -> None:

@@ -15,27 +15,38 @@ from resihp.journal import (
     MAGIC,
     AnyEntry,
     CheckpointCommitted,
+    DrainAnswered,
+    DrainDecided,
     FailureFound,
     FaultInjected,
     IterationCommitted,
     JobEnded,
+    JobSignalled,
     JobStarted,
     JoinRefused,
     Journal,
+    LeaderChosen,
+    ModelDeclared,
     NodeJoined,
     NodeLost,
+    NodeReleased,
     PlanDecided,
     PlanInEffect,
     PlanRefused,
     Reconfigured,
+    ReplacementAsked,
+    ReplacementChanged,
+    SlurmSaw,
     Suspected,
     WorkerEnded,
     WorkerStarted,
+    first_seq,
     read,
 )
 from resihp.layout import Layout
+from resihp.model import ModelSpec
 from resihp.plan import Plan, spread
-from resihp.protocol.messages import StepOutcome
+from resihp.protocol.messages import Declare, StepOutcome
 
 OUTCOME = StepOutcome(
     iteration=6,
@@ -111,7 +122,24 @@ ENTRIES: list[AnyEntry] = [
     CheckpointCommitted(iteration=6, folder="/tmp/c", bytes=123, seconds=1.5),
     WorkerEnded(rank=3, exit=-9, epoch=2),
     NodeLost(node="n2", reason="agent process ended"),
+    ModelDeclared(
+        declare=Declare(
+            model=ModelSpec(layers=4, hidden=32, heads=4, kv_groups=4, ffn_hidden=128, vocab=256, sequence=64),
+            micro_batches=8,
+            iterations=12,
+            resume_from=0,
+            fingerprint="abcd",
+        )
+    ),
+    JobSignalled(signal=15, nodes=("n1", "n3"), meaning="preempted"),
+    DrainDecided(drain=1, node="n2", failure=1, reason="node n2 lost"),
+    DrainAnswered(drain=1, node="n2", step="slurm", outcome="refused", text="not an operator"),
+    NodeReleased(node="n2", outcome="done", text=""),
+    ReplacementAsked(replacement=1, node="n2", excluded=("n2",), reason="2 of 4 replicas are left"),
+    ReplacementChanged(replacement=1, state="joined", slurm_job="18", node="n5", text=""),
+    SlurmSaw(node="n2", state="down", text="not responding"),
     JobEnded(exit_code=0, state="completed", reason="done"),
+    LeaderChosen(term=2, node="n3", host="here", how="elected"),  # last: its number begins the term's
 ]
 
 
@@ -127,14 +155,14 @@ def test_every_kind_of_entry_reads_back_as_it_was_written(tmp_path: Path) -> Non
     assert {type(entry) for entry in ENTRIES} == set(get_args(AnyEntry)), "an entry is missing in this test"
     records = read(filled(tmp_path / "journal"))
     assert [record.entry for record in records] == ENTRIES
-    assert [record.seq for record in records] == list(range(1, len(ENTRIES) + 1))
+    assert [record.seq for record in records] == [*range(1, len(ENTRIES)), first_seq(2)]
     assert [record.at for record in records] == [float(at) for at in range(len(ENTRIES))]
 
 
 def test_records_are_readable_while_the_writer_goes_on(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "deep" / "journal")
     for count, entry in enumerate(ENTRIES, start=1):
-        assert journal.append(entry, 1.0).seq == count
+        journal.append(entry, 1.0)
         assert len(read(tmp_path / "deep" / "journal")) == count
     journal.close()
 
@@ -146,12 +174,13 @@ def test_journal_is_private(tmp_path: Path) -> None:
 def test_reopening_continues_the_numbers(tmp_path: Path) -> None:
     path = filled(tmp_path / "journal")
     journal = Journal(path, sync=False)
-    assert journal.seq == len(ENTRIES)
+    last = journal.seq
+    assert last == first_seq(2)
     journal.append(ENTRIES[1], 99.0)
     journal.close()
     records = read(path)
-    assert [record.seq for record in records] == list(range(1, len(ENTRIES) + 2))
-    assert records[-1].entry == ENTRIES[1]
+    assert len(records) == len(ENTRIES) + 1
+    assert (records[-1].seq, records[-1].entry) == (last + 1, ENTRIES[1])
 
 
 def test_reopening_changes_nothing(tmp_path: Path) -> None:

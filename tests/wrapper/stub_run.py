@@ -1,4 +1,4 @@
-"""`resihp run` for tests: `stub_run.py guard FILE` and `stub_run.py supervise FILE PARENT [how the first one died]`.
+"""`resihp run` for tests: `stub_run.py guard FILE` and `stub_run.py supervise FILE`, with the supervisor's options.
 
 Everything is real but the store (nobody rendezvous), the ledger (a list) and the view (lines on stderr).
 """
@@ -9,17 +9,19 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from resihp.controller import Controller
 from resihp.controller.interface import AgentJoined, AnyAction, AnyEvent, CutConnection, WorkerSaid
+from resihp.errors import ProtocolError
 from resihp.process import die_with_parent
 from wrapper.guardian import guard
 from wrapper.request import load
-from wrapper.supervisor import hold_lock, recover, supervise_with
+from wrapper.supervisor import bury, heir_of, supervise_with
 
 
 class Nothing:
@@ -59,25 +61,50 @@ class CuttingController(Controller):
         return actions
 
 
-CONTROLLERS = {"": Controller, "broken": BrokenController, "cutting": CuttingController}
+class DyingController(Controller):
+    """STUB_DIES `AgentBeat 2 5`: its process is killed at the second beat of a life, in the first five lives."""
+
+    heard = 0
+
+    def handle(self, event: AnyEvent, now: float) -> list[AnyAction]:
+        kind, nth, lives = os.environ["STUB_DIES"].split()
+        self.heard += type(event).__name__ == kind
+        died = Path(os.environ["RESIHP_LOCAL"], "deaths")
+        deaths = died.stat().st_size if died.exists() else 0
+        if self.heard == int(nth) and deaths < int(lives):
+            died.write_bytes(b"x" * (deaths + 1))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().handle(event, now)
 
 
-def command(run_file: Path, died: str | None) -> list[str]:
-    base = [sys.executable, "-P", __file__, "supervise", str(run_file), str(os.getpid())]
-    return base if died is None else [*base, died]
+CONTROLLERS = {"": Controller, "broken": BrokenController, "cutting": CuttingController, "dying": DyingController}
 
 
-def supervise(run_file: str, parent: str, *died: str) -> int:
+def command(run_file: Path, options: Sequence[str]) -> list[str]:
+    return [sys.executable, "-P", __file__, "supervise", str(run_file), *options]
+
+
+def supervise(run_file: str, *arguments: str) -> int:
+    options = dict(zip(arguments[::2], arguments[1::2], strict=True))
     request = load(Path(run_file))
-    if died:
-        return recover(request, died[0])
+    listener = socket.socket(fileno=int(options["--listen"]))
+    if "--bury" in options:
+        return bury(request, options["--bury"], listener)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    die_with_parent(int(parent), signal.SIGHUP)
+    die_with_parent(int(options["--parent"]), signal.SIGHUP)
     logging.basicConfig(filename=request.of_job.logs / "supervisor.log")
-    hold_lock(request.of_job)
     nothing: Any = Nothing()
-    controller = CONTROLLERS[os.environ.get("STUB_CONTROLLER", "")](request.settings)
-    return asyncio.run(supervise_with(request, controller, nothing, nothing, PretendedStore()))
+    kind = CONTROLLERS[os.environ.get("STUB_CONTROLLER", "")]
+    controller, heir = kind(request.settings), None
+    if "--take-over" in options:
+        try:
+            heir = heir_of(request.of_job.journal_file, "", "restarted")
+        except (ProtocolError, OSError) as error:
+            print(f"cannot be taken over: {error}", file=sys.stderr)
+            return bury(request, options["--take-over"], listener)
+        controller = kind.recover(request.settings, (record.entry for record in heir.records))
+    running = supervise_with(request, controller, nothing, nothing, PretendedStore(), listener=listener, heir=heir)
+    return asyncio.run(running)
 
 
 if __name__ == "__main__":

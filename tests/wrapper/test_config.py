@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from resihp.errors import ConfigurationError
-from wrapper.config import read
+from wrapper.config import Configuration, read
 
 
 def toml(path: Path, text: str) -> Path:
@@ -64,9 +64,23 @@ def test_files_are_found_where_they_are_said_to_be(fresh_home: Path) -> None:
         ("[job]\nmemory_per_device = 80\n", r"\[job\] memory_per_device: not a size with a unit; examples: 80GB"),
         ("[job]\nmemory_per_device = '80'\n", r"not a size with a unit.*, got '80'"),
         ("[job]\nmemory_per_device = '0GB'\n", r"must be more than nothing"),
-        ("[slurm]\npartition = 'gpu'\n", r"\[slurm\]: .*not supported yet"),
-        ("[container]\nimage = 'x'\n", r"\[container\]: .*not supported yet"),
-        ("[job]\ntime = '24h'\n", r"time limit is not supported yet"),
+        ("[slurm]\nspare = 1\n", r"unknown key spare in \[slurm\]; did you mean spares\?"),
+        ("[slurm]\npartition = 'gpu; rm -rf'\n", r"\[slurm\] partition: must consist of letters, digits and"),
+        ("[slurm]\npartition = '--wrap=x'\n", r"\[slurm\] partition: must consist"),
+        ("[slurm]\nconstraint = 'a100 `id`'\n", r"\[slurm\] constraint: must consist of feature names"),
+        ("[slurm]\non_warning = 'stop'\n", r"\[slurm\] on_warning: .*'requeue' or 'end', got 'stop'"),
+        ("[slurm]\nwarning = '5s'\n", r"\[slurm\] warning: .*greater than or equal to 60"),
+        ("[slurm]\nextra = ['-N 3']\n", r"\[slurm\] extra: must be a long option of sbatch"),
+        ("[slurm]\nextra = ['--comment=a\\nb']\n", r"\[slurm\] extra: must be a long option of sbatch"),
+        ("[slurm]\nextra = ['--comment=$(id)']\n", r"\[slurm\] extra: must be a long option of sbatch"),
+        ("[slurm]\nextra = ['--nodes=3']\n", r"\[slurm\] extra: --nodes: use \[job\] nodes and \[slurm\] spares"),
+        ("[slurm]\nextra = ['--no-kill']\n", r"\[slurm\] extra: --no-kill is ours to set"),
+        ("[container]\nruntime = 'docker'\n", r"\[container\] runtime: .*'apptainer'.*got 'docker'"),
+        ("[container]\nmounts = ['data']\n", r"\[container\] mounts: must be /source, /source:/destination"),
+        ("[job]\ntime = '24'\n", r"\[job\] time: not a time with its unit; examples: 24h, .*got '24'"),
+        ("[job]\ntime = 3600\n", r"\[job\] time: not a time with its unit.*got 3600"),
+        ("[job]\ntime = '0h'\n", r"\[job\] time: must be more than nothing"),
+        ("[site]\ndrains = 1\n", r"job\.toml: \[site\] stands in /etc/resihp\.toml only"),
         ("[layout\n", r"job\.toml: .*line 1"),
     ],
 )
@@ -123,3 +137,59 @@ def test_layout_and_adaptation_from_a_job_file(fresh_home: Path) -> None:
     assert (layout.schedule, layout.virtual_stages, layout.sequence_parallel) == ("interleaved", 2, True)
     assert found.adapt.come_backs == 0
     assert (read({}).layout.virtual_stages, read({}).adapt.come_backs) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("24h", 86400), ("1h30m", 5400), ("2d", 172800), ("45s", 45), ("2-01:00:30", 176430), ("00:20:00", 1200)],
+)
+def test_times_have_units(fresh_home: Path, text: str, seconds: int) -> None:
+    assert read({"job": {"time": text}}).job.time == seconds
+    assert read({}).job.time is None
+
+
+def test_slurm_and_container_from_a_job_file(fresh_home: Path) -> None:
+    text = (
+        "[slurm]\npartition = 'gpu,gpu2'\nconstraint = '[a100|h100]&ib'\nspares = 1\nreplacements = 2\n"
+        "warning = '10m'\nreplacement_min_left = '1h'\nextra = ['--mail-type=END', '--contiguous']\n"
+        "[container]\nruntime = 'apptainer'\nimage = '/i.sif'\nmounts = ['/data', '/a:/b:ro']\n"
+    )
+    found = read({}, toml(fresh_home / "job.toml", text))
+    assert (found.slurm.spares, found.slurm.replacements, found.slurm.drains) == (1, 2, 2)
+    assert (found.slurm.warning, found.slurm.replacement_min_left) == (600, 3600)
+    assert found.slurm.extra == ("--mail-type=END", "--contiguous")
+    assert found.container.mounts == ("/data", "/a:/b:ro")
+    assert (read({}).slurm.warning, read({}).slurm.replacement_min_left, read({}).container.runtime) == (300, 1800, "")
+
+
+def test_a_site_bounds_what_users_ask_for(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "[site]\ndrains = 1\nreplacements = 0\npartitions = ['gpu', 'long']\n[slurm]\nspool = '/site/spool'\n"
+    etc = toml(fresh_home / "etc.toml", text)
+
+    def asked(slurm: str) -> Configuration:
+        return read({}, toml(fresh_home / "job.toml", f"[slurm]\n{slurm}\n"), site=(etc,), authority=etc)
+
+    assert asked("partition = 'gpu'").slurm.drains == 1, "the default of 2 gives way"
+    assert asked("").slurm.spool == "/site/spool"
+    for slurm, message in (
+        ("drains = 2", r"job\.toml: \[slurm\] drains: 2, but .*etc\.toml allows 1; lower it"),
+        ("replacements = 1", r"job\.toml: \[slurm\] replacements: 1, but .*etc\.toml allows 0"),
+        ("partition = 'gpu,debug'", r"\[slurm\] partition: debug is not allowed by .*etc\.toml; choose gpu or long"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            asked(slurm)
+    monkeypatch.setenv("RESIHP_SLURM__DRAINS", "3")
+    with pytest.raises(ConfigurationError, match=r"environment: \[slurm\] drains: 3, but"):
+        asked("")
+    monkeypatch.setenv("RESIHP_SITE__DRAINS", "9")
+    with pytest.raises(ConfigurationError, match=r"environment: \[site\] stands in"):
+        asked("")
+
+
+def test_where_a_value_comes_from_can_be_asked(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESIHP_JOB__NODES", "3")
+    found = read({"layout": {"tp": 2}}, toml(fresh_home / "job.toml", "[job]\nnodes = 2\n[layout]\npp = 2\n"))
+    assert found.origin("job", "nodes") == "environment"
+    assert found.origin("layout", "tp") == "command line"
+    assert found.origin("layout", "pp") == str(fresh_home / "job.toml")
+    assert found.origin("job", "gpus_per_node") is None

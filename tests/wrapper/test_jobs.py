@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from resihp.errors import JobNotFoundError, UsageError
 from resihp.journal import AnyEntry, JobEnded, Journal, NodeJoined
 from wrapper import jobs
-from wrapper.jobs import create_local_job, find_job, finish_dead_job, take_lock
+from wrapper.jobs import create_local_job, find_job, finish_dead_job, lock_file, take_lock, write_private
 
 
 def test_numbers_are_given_once(fresh_home: Path) -> None:
@@ -90,3 +91,29 @@ def test_journal_is_read_from_its_copy_when_the_original_is_gone(fresh_home: Pat
     finish_dead_job(job)
     job.journal_file.unlink()
     assert len(job.records()) == 2
+
+
+def test_job_that_a_successor_leads_from_this_machine_is_left_alone(fresh_home: Path) -> None:
+    """The guardian's lock is free, since its node is gone; the successor's agent holds another, beside its journal."""
+    job = begun()
+    write_private(job.supervisor_file, b'{"host":"127.0.0.1","port":1,"pid":1}')
+    assert job.supervisor() is None
+    moved = job.journal_file.with_name("n2.journal")
+    job.journal_file.rename(moved)
+    job.move_journal(moved)
+    lock = lock_file(moved.with_suffix(".lock"))
+    assert lock is not None
+    assert job.supervisor() is not None
+    assert not finish_dead_job(job)
+    os.close(lock)
+    assert job.supervisor() is None
+    assert finish_dead_job(job)
+
+
+def test_guardians_supervisor_ends_the_job_under_the_guardians_lock(fresh_home: Path) -> None:
+    job = begun()
+    assert take_lock(job) is not None
+    assert finish_dead_job(job, "it died", locked=True)
+    last = job.records()[-1].entry
+    assert isinstance(last, JobEnded)
+    assert last.reason == "it died"

@@ -24,7 +24,7 @@ from resihp.errors import UsageError
 from resihp.layout import Layout
 from resihp.plan import Plan, spread
 from resihp.protocol.messages import StepOutcome
-from tests.db.conftest import any_layout_story, write_journal
+from tests.db.conftest import BEGAN, any_layout_story, node_story, write_journal
 from wrapper import ledger_commands, tables
 from wrapper.cli import app
 from wrapper.jobs import Job, create_local_job, take_lock
@@ -307,20 +307,62 @@ def test_status_shows_unequal_stages_and_newcomers_that_start(tmp_path: Path) ->
     assert any("plan refused by rank 3" in line for line in lines)
 
 
-def test_terminal_forms_of_what_no_entry_fills_yet() -> None:
-    from rich.console import Console
+def record_nodes(job: Job) -> None:
+    """A job that loses a node and gets another one, and still runs, as far as its journal tells."""
+    began = job.read().created_at
+    write_journal(job.journal_file, ((entry, at - BEGAN + began) for entry, at in node_story()))
+    catch_up("sqlite", job.folder, job.journal_file)
 
-    time = datetime(2026, 1, 31, tzinfo=UTC)
-    filled = {
-        "drains": {"node": "n1", "step": "drain", "outcome": None, "drained_at": time, "undrained_at": None},
-        "replacements": {"slurm_job": "12", "node": None, "outcome": None, "asked_at": time, "joined_at": None},
-    }
-    for table, row in filled.items():
-        console = Console(file=io.StringIO(), width=80)
-        console.print(tables.history_table(table, [row | {"reason": "why [b] " * 30}]))
-        text = console.file.getvalue()  # type: ignore[attr-defined]
-        assert max(map(len, text.splitlines())) <= 80
-        assert "01-31 00:00:00" in text
+
+def test_history_of_drains_and_replacements() -> None:
+    job = create_local_job()
+    record_nodes(job)
+    drains = rows("drains", job.name)
+    assert [(row["node"], row["step"], row["outcome"]) for row in drains] == [
+        ("n3", "slurm", "done"),
+        ("n2", "slurm", "refused"),
+    ]
+    assert len(rows("drains", job.name, "--node", "n2")) == 1
+    assert [row["replacement"] for row in rows("replacements", job.name, "--node", "n9")] == [2]
+    assert [row["replacement"] for row in rows("replacements", job.name, "--node", "n3")] == [1, 2]
+    asked = datetime.fromtimestamp(job.read().created_at + 10, UTC).isoformat()
+    assert [row["outcome"] for row in rows("replacements", "--job", job.name, "--until", asked)] == ["refused"]
+    assert [row["outcome"] for row in rows("replacements", "--job", job.name, "--since", asked)] == ["joined"]
+    table = list(csv.DictReader(io.StringIO(resihp("history", "replacements", job.name, "--csv").stdout)))
+    assert [(row["instead"], row["node"], row["excluded"]) for row in table] == [
+        ("n3", "", '["n1", "n2", "n3"]'),
+        ("n3", "n9", '["n1", "n2", "n3"]'),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("table", "told"),
+    [
+        ("drains", ["Slurm refused", "job local-1 lost rank 5: killed"]),
+        ("replacements", ["invalid partition", "8 of 12 ranks", "n9"]),
+    ],
+)
+def test_drains_and_replacements_fit_a_terminal(table: str, told: list[str]) -> None:
+    job = create_local_job()
+    record_nodes(job)
+    text = resihp("history", table, job.name).stdout
+    assert max(map(len, text.splitlines())) <= 80
+    for line in told:
+        assert set(line.split()) <= set(text.split()), line
+
+
+def test_status_tells_of_nodes_that_went_and_came() -> None:
+    job = create_local_job()
+    record_nodes(job)
+    state = json.loads(resihp("status", job.name, "--json").stdout)
+    assert [row["node"] for row in state["drains"]] == ["n3", "n2"]
+    assert [row["outcome"] for row in state["replacements"]] == ["refused", "joined"]
+    text = resihp("status", job.name).stdout
+    assert "\nin use: n9 for n3\n" in text
+    state["replacements"][1]["outcome"] = "pending"
+    state["drains"][0]["undrained_at"] = None
+    assert tables.nodes_line(state) == "drained: n3; asked for: a node for n3 (Slurm job 42, pending)"
+    assert tables.nodes_line({"drains": [], "replacements": []}) == ""
 
 
 def test_history_iterations_and_workers_columns(job: Job) -> None:
@@ -426,10 +468,10 @@ def test_ledger_option_reads_another_ledger(job: Job, tmp_path: Path) -> None:
 
 def test_db_upgrade(job: Job, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/shared.db"
-    assert "schema 0002, made" in resihp("db", "upgrade", "--ledger", url).stderr
-    assert "schema 0002, is up to date" in resihp("db", "upgrade", "--ledger", url).stderr
+    assert "schema 0003, made" in resihp("db", "upgrade", "--ledger", url).stderr
+    assert "schema 0003, is up to date" in resihp("db", "upgrade", "--ledger", url).stderr
     resihp("status")
-    assert "ledger.db: schema 0002, is up to date" in resihp("db", "upgrade").stderr
+    assert "ledger.db: schema 0003, is up to date" in resihp("db", "upgrade").stderr
 
 
 def test_newer_ledger_says_what_to_do(job: Job) -> None:
@@ -438,7 +480,7 @@ def test_newer_ledger_says_what_to_do(job: Job) -> None:
     with connection:
         connection.execute("UPDATE resihp_version SET version_num = '0999'")
     connection.close()
-    with pytest.raises(UsageError, match=r"schema 0999 is newer than 0002.*upgrade resihp"):
+    with pytest.raises(UsageError, match=r"schema 0999 is newer than 0003.*upgrade resihp"):
         resihp("status")
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
+from functools import partial
 
 import psutil
 import pytest
 
-from resihp.journal import FaultInjected, JobEnded, NodeLost, WorkerEnded, WorkerStarted
+from resihp.errors import UsageError
+from resihp.journal import FaultInjected, JobEnded, LeaderChosen, NodeLost, WorkerEnded, WorkerStarted, first_seq
 from tests.wrapper.conftest import StubJob
 from wrapper import operate
-from wrapper.jobs import finish_dead_job
+from wrapper.jobs import finish_dead_job, hold_lock
 
 FOREVER = "import time\nprint('here', flush=True)\ntime.sleep(3600)\n"
 STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER
@@ -247,17 +250,6 @@ def test_nothing_outlives_guardian_and_supervisor(stub_job: StubJob) -> None:
     assert not finish_dead_job(stub_job.job), "a job ends once"
 
 
-def test_guardian_writes_the_end_of_a_killed_supervisors_job(stub_job: StubJob) -> None:
-    stub_job.start(FOREVER, gpus=2)
-    running(stub_job, 2)
-    (supervisor,) = stub_job.processes("supervise ")
-    supervisor.kill()
-    assert stub_job.wait(15) == 1
-    assert stub_job.processes() == []
-    assert ended(stub_job).state == "abnormal"
-    assert "was killed by SIGKILL" in stub_job.stderr
-
-
 def test_supervisor_ends_the_job_when_the_guardian_is_killed(stub_job: StubJob) -> None:
     stub_job.start(FOREVER)
     running(stub_job)
@@ -265,6 +257,201 @@ def test_supervisor_ends_the_job_when_the_guardian_is_killed(stub_job: StubJob) 
     stub_job.process.kill()
     stub_job.until(lambda: not stub_job.processes(), 10)
     assert ended(stub_job).state == "cancelled"
+
+
+# --- supervisors that die -----------------------------------------------------------------------------------------
+
+UNTIL_TOLD = """
+import os, time
+print('here', flush=True)
+while not os.path.exists('go'):
+    time.sleep(0.02)
+"""
+
+
+def supervisor_of(job: StubJob) -> psutil.Process:
+    (supervisor,) = job.until(lambda: job.processes("supervise "))
+    return supervisor
+
+
+def leaders(job: StubJob) -> list[LeaderChosen]:
+    return [entry for entry in job.entries() if isinstance(entry, LeaderChosen)]
+
+
+def led_by(job: StubJob, term: int) -> bool:
+    return any(leader.term == term for leader in leaders(job))
+
+
+def inventories(job: StubJob) -> int:
+    """How often agents have accepted a later supervisor."""
+    logs = [job.log(path.name) for path in job.job.logs.glob("*.agent.log")]
+    return sum(log.count("leads term") for log in logs) - len(logs)
+
+
+def dying(event: str, nth: int, lives: int) -> dict[str, str]:
+    """Environment of supervisors that are killed at the nth such event, in so many lives."""
+    return {"STUB_CONTROLLER": "dying", "STUB_DIES": f"{event} {nth} {lives}"}
+
+
+def test_killed_supervisor_is_replaced_and_nothing_else_is(stub_job: StubJob) -> None:
+    stub_job.start(UNTIL_TOLD, nodes=2, gpus=2)
+    workers = {worker.rank: worker.pid for worker in running(stub_job, 4)}
+    agents = {process.pid for process in stub_job.processes("wrapper.agent")}
+    guardian = stub_job.processes("guard ")
+    first = supervisor_of(stub_job)
+    first.kill()
+    killed_at = time.time()
+    (chosen,) = stub_job.until(lambda: leaders(stub_job))
+    assert (chosen.term, chosen.how, chosen.node) == (2, "restarted", "")
+    (record,) = [record for record in stub_job.job.records() if isinstance(record.entry, LeaderChosen)]
+    assert record.seq == first_seq(2)
+    assert chosen.after == len(stub_job.entries()) - 1
+    print(f"led again {record.at - killed_at:.2f} s after the kill")
+    stub_job.until(lambda: inventories(stub_job) == 2)
+    assert {process.pid for process in stub_job.processes("wrapper.agent")} == agents
+    assert stub_job.processes("guard ") == guardian
+    assert operate.inject(None, "disconnect", None, "n2"), "it is found where commands look for it"
+    assert all(psutil.pid_exists(pid) for pid in workers.values())
+    (stub_job.folder / "go").touch()
+    assert stub_job.wait() == 0, stub_job.stderr
+    assert exits(stub_job) == dict.fromkeys(workers, 0)
+    started = {entry.rank: entry.pid for entry in stub_job.entries() if isinstance(entry, WorkerStarted)}
+    assert started == workers
+    assert len([entry for entry in stub_job.entries() if isinstance(entry, WorkerStarted)]) == 4
+    assert (ended(stub_job).exit_code, ended(stub_job).state) == (0, "completed")
+    assert "the supervisor was killed by SIGKILL; starting another" in stub_job.stderr
+
+
+def test_supervisor_is_replaced_five_times_and_then_the_job_is_over(stub_job: StubJob) -> None:
+    stub_job.start(FOREVER, gpus=2, environment=dying("AgentBeat", 1, 100))
+    assert stub_job.wait(60) == 1
+    assert stub_job.processes() == []
+    assert [leader.term for leader in leaders(stub_job)] == [2, 3, 4, 5, 6]
+    assert (ended(stub_job).state, ended(stub_job).exit_code) == ("abnormal", 1)
+    assert ended(stub_job).reason == "the supervisor was killed by SIGKILL"
+    assert (stub_job.job.folder / "exit_code").read_text() == "1\n"
+    assert "the job ended abnormally, logs in" in stub_job.stderr
+    assert "still there, killing it" not in stub_job.stderr, "agents end by themselves once nobody can come any more"
+
+
+def test_supervisors_that_die_while_agents_come_back_are_replaced(stub_job: StubJob) -> None:
+    stub_job.start(UNTIL_TOLD, nodes=2)
+    workers = running(stub_job, 2)
+    for term in (2, 3, 4):
+        supervisor_of(stub_job).kill()
+        stub_job.until(partial(led_by, stub_job, term))
+    (stub_job.folder / "go").touch()
+    assert stub_job.wait() == 0, stub_job.stderr
+    assert [leader.term for leader in leaders(stub_job)] == [2, 3, 4]
+    assert exits(stub_job) == {worker.rank: 0 for worker in workers}
+
+
+@pytest.mark.parametrize(("event", "nth"), [("AgentJoined", 2), ("WorkerSpawned", 1), ("WorkerSpawned", 4)])
+def test_supervisor_that_dies_during_the_start_is_replaced(stub_job: StubJob, event: str, nth: int) -> None:
+    """Whatever of the start was not done is done, and nothing twice."""
+    stub_job.start(UNTIL_TOLD, nodes=2, gpus=2, environment=dying(event, nth, 1))
+    workers = running(stub_job, 4)
+    (stub_job.folder / "go").touch()
+    assert stub_job.wait() == 0, stub_job.stderr
+    assert exits(stub_job) == {worker.rank: 0 for worker in workers} == dict.fromkeys(range(4), 0)
+    assert len(leaders(stub_job)) == 1
+
+
+def test_supervisor_that_dies_before_any_agent_has_joined_ends_the_job(stub_job: StubJob) -> None:
+    """Agents may not even have been started: nobody could tell whom to wait for."""
+    stub_job.start(FOREVER, nodes=2, environment=dying("AgentJoined", 1, 1))
+    assert stub_job.wait() == 1
+    assert "cannot be taken over: no agent had joined it" in stub_job.stderr
+    assert (ended(stub_job).state, ended(stub_job).exit_code) == ("abnormal", 1)
+    assert stub_job.processes() == []
+
+
+def test_supervisor_killed_before_it_has_begun_ends_the_job(stub_job: StubJob) -> None:
+    """Neither a journal nor an agent is there: nothing can be taken over."""
+    stub_job.start(FOREVER)
+    supervisor_of(stub_job).kill()
+    assert stub_job.wait() == 1
+    assert "cannot be taken over" in stub_job.stderr
+    assert stub_job.processes() == []
+
+
+def test_supervisor_killed_while_the_job_ends_leaves_its_exit_code(stub_job: StubJob) -> None:
+    stub_job.start(STUBBORN, gpus=2)
+    running(stub_job, 2)
+    assert stub_job.process is not None
+    stub_job.process.send_signal(signal.SIGTERM)
+    stub_job.until(lambda: any(isinstance(entry, JobEnded) for entry in stub_job.entries()))
+    supervisor_of(stub_job).kill()
+    assert stub_job.wait() == 143
+    assert stub_job.processes() == []
+    assert (ended(stub_job).exit_code, ended(stub_job).state) == (143, "cancelled")
+    assert (stub_job.job.folder / "exit_code").read_text() == "143\n"
+    assert "the job had ended: received SIGTERM" in stub_job.stderr
+
+
+def test_agent_that_died_with_the_supervisor_is_a_lost_node(stub_job: StubJob) -> None:
+    stub_job.start(UNTIL_TOLD, nodes=2)
+    running(stub_job, 2)
+    (agent,) = stub_job.processes("--node n2")
+    supervisor = supervisor_of(stub_job)
+    agent.kill()
+    supervisor.kill()
+    assert stub_job.wait() == 5, stub_job.stderr
+    lost = [entry for entry in stub_job.entries() if isinstance(entry, NodeLost)]
+    assert [(entry.node, entry.reason) for entry in lost] in (
+        [("n2", "its agent did not come back to the new supervisor")],
+        [("n2", "its agent was killed by SIGKILL")],  # the first one had time to notice
+    )
+
+
+def test_lock_and_socket_are_the_guardians(stub_job: StubJob) -> None:
+    """While nobody leads, nobody else can take the job, and agents wait where the next one will be."""
+    stub_job.start(UNTIL_TOLD)
+    running(stub_job)
+    address = stub_job.job.supervisor()
+    assert address is not None
+    assert stub_job.process is not None
+    supervisor = supervisor_of(stub_job)
+    supervisor.suspend()
+    guardian = psutil.Process(stub_job.process.pid)
+    guardian.suspend()
+    supervisor.kill()
+    assert not finish_dead_job(stub_job.job)
+    with pytest.raises(UsageError, match="another supervisor holds"):
+        hold_lock(stub_job.job)
+    with socket.create_connection((address.host, address.port), timeout=5):
+        pass
+    guardian.resume()
+    stub_job.until(lambda: leaders(stub_job))
+    stub_job.until(lambda: inventories(stub_job) == 1)
+    again = stub_job.job.supervisor()
+    assert again is not None
+    assert (again.host, again.port) == (address.host, address.port)
+    assert again.pid != address.pid
+    (stub_job.folder / "go").touch()
+    assert stub_job.wait() == 0, stub_job.stderr
+
+
+def test_agents_wait_for_a_supervisor_that_is_slow_to_start(stub_job: StubJob) -> None:
+    """As long as the guardian holds the socket, somebody is about to come."""
+    stub_job.start(UNTIL_TOLD)
+    running(stub_job)
+    (agent,) = stub_job.processes("wrapper.agent")
+    supervisor_of(stub_job).kill()
+    (slow,) = stub_job.until(lambda: [it for it in stub_job.processes("supervise ") if "--take-over" in it.cmdline()])
+    slow.suspend()
+    attempts: set[int] = set()
+
+    def tried_thrice() -> bool:
+        attempts.update(each.laddr.port for each in agent.net_connections() if each.raddr)
+        return len(attempts) >= 3
+
+    stub_job.until(tried_thrice)
+    assert leaders(stub_job) == []
+    slow.resume()
+    stub_job.until(lambda: inventories(stub_job) == 1)
+    (stub_job.folder / "go").touch()
+    assert stub_job.wait() == 0, stub_job.stderr
 
 
 def test_bug_in_the_supervisor_ends_the_job_with_its_traceback_in_the_log(stub_job: StubJob) -> None:

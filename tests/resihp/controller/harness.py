@@ -6,7 +6,7 @@ clock, `Rules` (rules.py) assert after every event what architecture.md and inte
     .venv/bin/python -m tests.resihp.controller.harness 4711            the log of one seed
     .venv/bin/python -m tests.resihp.controller.harness 4711 --beats    with the agents' beats
     .venv/bin/python -m tests.resihp.controller.harness 0 5000          many seeds: violations by kind, exit codes
-    ... --storm                                                         the same with `Scenario.stormy`
+    ... --storm, --orphan, --slurm               the same with `Scenario.stormy`, `.orphaned`, `.allocated`
 """
 
 from __future__ import annotations
@@ -67,7 +67,13 @@ def sweep(draw: Callable[[int], Scenario], first: int, last: int) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    draw = Scenario.stormy if "--storm" in arguments else Scenario.drawn
+    kinds = {
+        "--storm": Scenario.stormy,
+        "--stop": Scenario.stopped,
+        "--orphan": Scenario.orphaned,
+        "--slurm": Scenario.allocated,
+    }
+    draw = next((kinds[argument] for argument in arguments if argument in kinds), Scenario.drawn)
     numbers = [int(argument) for argument in arguments if argument.isdigit()]
     if len(numbers) == 2:
         return sweep(draw, *numbers)

@@ -50,6 +50,11 @@ class SimNode:
     last_delivered: float = 0.0
     last_beat: float = 0.0
     lost_told: bool = False
+    joined: bool = False
+    """The present supervisor has its inventory."""
+    ended: dict[int, int] = field(default_factory=dict)
+    epoch: int = 0
+    """Newest in any order that came."""
 
 
 class Worker:
@@ -59,6 +64,7 @@ class Worker:
         self.world, self.rank, self.node, self.device, self.joins = world, rank, node, device, joins
         self.spawned = False
         self.alive = True
+        self.died_at = NEVER
         self.state = "S"
         self.frozen: Literal["", "stop", "mute", "hang"] = ""
         self.frozen_at = 0.0
@@ -105,6 +111,9 @@ class Worker:
         self.objections = 0
         self.forgets = False
         """Loses its state when it parks."""
+        self.steps: deque[m.Stepped] = deque(maxlen=4096)
+        self.said: dict[type, m.WorkerMessage] = {}
+        """What its agent remembers of it for another supervisor: steps, and the last of each other report."""
         self.halted = False
         self.injected = False
         self.died_with_node = False
@@ -194,6 +203,10 @@ class Worker:
         world.happens("joined" if self.joins else "declare", self.rank)
 
     def say(self, message: m.WorkerMessage) -> None:
+        if isinstance(message, m.Stepped):
+            self.steps.append(message)
+        else:
+            self.said[type(message)] = message
         self.world.up(self.node, api.WorkerSaid(rank=self.rank, message=message))
 
     def die(self, status: int, told: bool = True) -> None:
@@ -201,10 +214,13 @@ class Worker:
         if not self.alive:
             return
         self.alive = False
+        self.died_at = self.world.now
         self.status = status
         self.generation += 1
         self.deferred.clear()
         if self.node.alive:
+            if self.spawned:
+                self.node.ended[self.rank] = status
             self.world.up(self.node, api.WorkerExited(rank=self.rank, status=status))
         self.gone = told
         if told:
@@ -220,6 +236,14 @@ class Worker:
     # orders
 
     def hear(self, order: m.WorkerOrder) -> None:
+        self.node.epoch = max(
+            self.node.epoch, order.plan.epoch if isinstance(order, m.Propose) else getattr(order, "epoch", 0)
+        )
+        if isinstance(order, m.Park | m.Begin):
+            for kind in (m.Stuck, m.Finished, m.Ready, m.Parked, m.Confirm):
+                self.said.pop(kind, None)
+        elif isinstance(order, m.FaultGo):
+            self.said.pop(m.FaultDue, None)
         self._go_on(None, self._obey, (order,))
 
     def _obey(self, order: m.WorkerOrder) -> None:
@@ -250,6 +274,9 @@ class Worker:
                     self.begin_plan(order.epoch)
             case m.FaultGo():
                 self.fault_go(order)
+            case m.Save():
+                expect(self.waits is None and self.reduced is None, f"rank {self.rank}: saves while it trains")
+                self.later(rng.choice([0.01, rng.uniform(0, 1.0), rng.uniform(0, 4.0)]), self.save, order)
             case m.Halt():
                 self.halted = True
                 self.generation += 1
@@ -482,17 +509,28 @@ class Worker:
         world.happens("step", self.rank)
 
     def checkpoint(self) -> None:
+        self.write_part(self.epoch)
+        self.begin()
+
+    def write_part(self, epoch: int) -> None:
+        folder, file = f"iteration-{self.held[epoch].iteration}", f"epoch-{epoch}-rank-{self.rank}"
+        self.world.stopping.write(self, epoch, folder, file)
         self.say(
             m.CheckpointPart(
-                epoch=self.epoch,
-                iteration=self.stepped,
-                folder=f"iteration-{self.stepped}",
-                file=f"rank-{self.rank}",
-                bytes=100,
-                seconds=0.5,
+                epoch=epoch, iteration=self.held[epoch].iteration, folder=folder, file=file, bytes=100, seconds=0.5
             )
         )
-        self.begin()
+
+    def save(self, order: m.Save) -> None:
+        """Write what is held for an epoch, once it has taken the step that counts."""
+        held = self.held.get(order.epoch)
+        if held is None:
+            return
+        if held.iteration == order.finish.iteration - 1 and self.ready and self.stepped == held.iteration:
+            self.held[order.epoch] = holdings.after(held, order.finish)
+            self.stepped, self.outcome = order.finish.iteration, order.finish
+        if self.held[order.epoch].iteration == order.finish.iteration:
+            self.write_part(order.epoch)
 
     def _part(self, share: float) -> float:
         return self.world.scenario.iteration_s * share * self.world.rng.uniform(0.7, 1.3)

@@ -77,12 +77,15 @@ class Rules:
         self.turned_away: set[int] = set()
         self.declared_at: dict[int, int] = {}
         """Newcomers that are ready to join, and how many iterations were committed when they were."""
+        self.taking_over = False
+        """Whether this answer is one of a supervisor that may still be finding out what there is."""
         self.value = drawn(0, self.world.scenario.resume_from)
         """The state after the last committed iteration, as any holder of any slice must have it."""
         self.hurried: set[int] = set()
         """Asked to park at once, after they were asked to park between two iterations."""
         self.taking_part = set(self.world.workers)
-        """To whom the last order to park went."""
+        """To whom the last orders to park went."""
+        self.parking = 0
         self.underway = False
         """Whether a transition is, from its first order or plan until its plan is in effect."""
         self.bytes_planned = 0
@@ -102,9 +105,20 @@ class Rules:
         self.requests: dict[int, bool] = {}
         self.checkpoints: dict[str, set[str]] = {}
 
+    def took_over(self) -> None:
+        """Another supervisor knows what is in the journal, and remembers no suspicions, orders or answers."""
+        self.suspected.clear()
+        self.pending_blame.clear()
+        self.underway = False
+        self.last_order.clear()
+        self.reported = self.committed  # what was told to the one before, and is not in the journal, it takes along
+        known = [0, *self.plans, *(node.epoch for node in self.world.nodes.values())]
+        self.highest_epoch = max(known)  # what nobody was told of never was
+
     def begin(self) -> None:
         """Before each answer."""
         self.injected_now = []
+        self.taking_over = self.world.controller.job.phase == "recovering"
 
     def judge(self, action: api.AnyAction) -> None:
         """Before the action is carried out."""
@@ -142,6 +156,8 @@ class Rules:
         for failure in self.pending_blame:
             self.check_blame(failure)
         self.pending_blame.clear()
+        if self.taking_over:  # nobody was there who could have given them work
+            self.declared_at = {rank: max(since, self.committed) for rank, since in self.declared_at.items()}
         if self.world.end is not None:
             self.check_end()
 
@@ -158,8 +174,19 @@ class Rules:
                 if not self.plan:
                     self.early_loss = True
             case api.Signalled():
-                if event.signal in (SIGTERM, SIGINT):
+                if event.signal == SIGINT or (event.signal == SIGTERM and not self.world.scenario.slurm):
                     self.signalled = event.signal
+            case api.AgentJoined():
+                self.world.nodes[event.node].last_beat = self.world.now
+                if event.inventory is not None:
+                    self.known_dead.update(rank for rank, _ in event.inventory.ended)
+                    self.early_loss = self.early_loss or bool(event.inventory.ended and not self.plan)
+                for running in event.inventory.workers if event.inventory else ():
+                    for step in running.steps:
+                        self.note_report(self.world.workers[running.rank], step.outcome.iteration)
+                    for message in running.said:
+                        if isinstance(message, m.Declare):
+                            self.learn(api.WorkerSaid(rank=running.rank, message=message), again=True)
             case api.AgentBeat():
                 self.world.nodes[event.node].last_beat = self.world.now
                 for beat in event.beat.workers:
@@ -230,6 +257,9 @@ class Rules:
                 epoch, step = order.epoch, 0 if order.after_iteration else 1
                 urged = step == 1 and all(self.last_order.get(rank) == (epoch, 0) for rank in action.ranks)
                 self.hurried = set(action.ranks) if urged else set()
+                if self.world.takeovers:  # whoever heard of a later one may be left out by now
+                    told = [node.epoch for node in self.world.nodes.values() if node.joined and not node.dropped]
+                    self.highest_epoch = min(self.highest_epoch, max([0, *self.plans, *told]))
                 expect(epoch > self.highest_epoch or urged, f"park for epoch {epoch} after epoch {self.highest_epoch}")
                 if order.after_iteration:
                     expect(self.in_effect is not None and not self.underway, "pauses while a transition is under way")
@@ -271,6 +301,8 @@ class Rules:
                     fired = order.fault in self.fired
                     expect(fired, f"fault {order.fault} is told to fire without an entry in the journal")
                 return
+            case m.Save():
+                return  # see stopping.py
             case m.Halt():
                 self.halted_at = self.world.now if self.halted_at is None else self.halted_at
                 return
@@ -283,17 +315,22 @@ class Rules:
         if step < 2:
             self.check_signs(action)
         self.last_order.update(dict.fromkeys(action.ranks, (epoch, step)))
-        if step < 2:
-            self.taking_part = set(action.ranks)
+        if step < 2:  # several orders for the same epoch go to some each
+            self.taking_part = set(action.ranks) | (self.taking_part if epoch == self.parking else set())
+            self.parking = epoch
 
     def check_signs(self, action: api.Order) -> None:
         """Nobody is disturbed on mere suspicion: a park needs a loss, a stuck transfer, or silence beyond the times."""
         if not isinstance(action.order, m.Park) or self.plan is None or self.plan.epoch in self.refused:
             return
+        if self.world.stopping.is_on:
+            return
         if action.order.after_iteration:
             new = {rank for rank in self.declared_at if rank not in self.plan.layout.ranks}
             expect(bool(new - self.known_dead), "pauses though nobody has joined")
             return
+        if self.world.takeovers and self.world.now - self.world.takeovers[-1] < 12.0:
+            return  # a change was under way, or may have been
         active = self.world.active_ranks(self.plan)
         lost = any(rank in self.known_dead or self.world.workers[rank].fenced for rank in self.taking_part)
         if (
@@ -319,7 +356,8 @@ class Rules:
         worker.fenced = True
         if action.rank in self.turned_away:
             return
-        if self.halted_at is not None and worker.joins and action.rank not in self.declared_at:
+        known = action.rank in self.declared_at and not self.taking_over  # what it declared may still be waiting
+        if self.halted_at is not None and worker.joins and not known:
             return
         if not worker.alive or worker.raised or worker.frozen == "stop":
             return
@@ -336,8 +374,10 @@ class Rules:
 
     def check_drop(self, name: str) -> None:
         node = self.world.nodes[name]
+        if self.world.allocation.is_refusal(name):
+            return
         expect(not node.dropped, f"node {name} is dropped twice")
-        if not node.alive:
+        if not node.alive or not node.joined:
             return
         least = self.world.settings.silent_beats * self.world.settings.beat_s
         heard_s, proven_s = self.world.now - node.last_delivered, self.world.now - self.proofs.get(name, 0.0)
@@ -451,6 +491,8 @@ class Rules:
     def check_newcomers(self) -> None:
         """Whoever has been ready for a while is in the plan, or the planner has no work for it."""
         assert self.in_effect is not None
+        if self.world.stopping.is_on:
+            return
         idle = {
             rank
             for rank, since in self.declared_at.items()
@@ -459,6 +501,7 @@ class Rules:
         job, scenario = self.world.controller.job, self.world.scenario
         if (
             not idle
+            or self.taking_over
             or job.phase != "running"
             or self.committed + 2 >= job.goal
             or scenario.planner_trouble
@@ -500,7 +543,7 @@ class Rules:
             expect(rank not in self.blamed, f"rank {rank} is in failures {self.blamed.get(rank)} and {failure.failure}")
             self.blamed[rank] = failure.failure
             late = worker.node.name in self.lost_nodes and worker.died_with_node and not worker.raised
-            late = late and failure.component != "node"
+            late = late and failure.component != "node" and not self.world.stopping.told
             expect(not late, f"failure {failure.failure} is part of the loss of node {worker.node.name}")
         if failure.component == "node":
             assert failure.node is not None
@@ -518,7 +561,8 @@ class Rules:
         ended = [entry for _, entry in self.world.entries if isinstance(entry, JobEnded)]
         expect(len(ended) == 1, f"{len(ended)} ends in the journal")
         expect(ended[0].exit_code == code, f"the journal says {ended[0].exit_code}, the end {code}")
-        state = "completed" if code == 0 else "cancelled" if code in (130, 143) else "failed"
+        cancelled = code in (130, 143) or self.world.end.requeue
+        state = "completed" if code == 0 else "cancelled" if cancelled else "failed"
         expect(ended[0].state == state, f"exit code {code} is called {ended[0].state}")
         expect(isinstance(self.world.entries[-1][1], JobEnded), "entries after the end")
         expect(all(self.requests.values()), "an operator was not answered")
@@ -526,6 +570,8 @@ class Rules:
         unfired = [fault for fault in self.world.scenario.faults if fault.id not in self.fired]
         raised = sum(w.raised for w in self.world.workers.values() if not w.joins or w.plan)
         same = raised >= 2 or (raised == 1 and self.plan is not None and len(self.world.active_ranks(self.plan)) == 1)
+        if self.world.stopping.check_end(self.world.end):
+            return
         if self.signalled is not None:
             expect(code == 128 + self.signalled, f"signalled {self.signalled}, ends with {code}")
         elif code == 2:
@@ -542,11 +588,16 @@ class Rules:
                 w.alive and not w.halted for w in self.world.workers.values() if w.spawned and not self.given_up(w)
             ) or any(w.spawned and w.joins and w.rank not in self.known_dead for w in self.world.workers.values())
             expect(
-                self.world.end.workers_leave or left or self.world.now - (self.halted_at or 0.0) > 3.0,
+                self.world.end.workers_leave
+                or left
+                or bool(self.world.takeovers)
+                or self.world.now - (self.halted_at or 0.0) > 3.0,
                 "they were leaving",
             )
         elif code == 1:
-            late = self.halted_at is not None and any(w.status not in (0, None) for w in self.world.workers.values())
+            # whoever dies while nobody leads may have been told to halt before
+            halted = self.halted_at is not None or bool(self.world.takeovers)
+            late = halted and any(w.status not in (0, None) for w in self.world.workers.values())
             hopeless = self.objected >= 2 or "communication failed 6 times" in self.world.end.reason
             expect(hopeless or (done and (bool(unfired) or late)), f"fails: {self.world.end.reason}")
             for fault in unfired if not late and not hopeless else []:
@@ -561,6 +612,9 @@ class Rules:
     def is_lost(self) -> bool:
         """Whether nobody is left, or a slice of the state has no holder any more, or nothing else was accepted."""
         able = {w.rank for w in self.world.workers.values() if w.spawned and not self.given_up(w)}
+        if "no agent came back" in (self.world.end.reason if self.world.end else ""):
+            nodes, is_stranger = self.world.nodes.values(), self.world.allocation.is_stranger
+            return not any(node.joined for node in nodes if not is_stranger(node.name))
         if self.in_effect is None or self.committed == self.world.scenario.resume_from:
             return not able - self.turned_away or self.objected > 0
         held = 0
@@ -574,19 +628,24 @@ class Rules:
         """A device's first process, or another where the last one died and the device is not to blame."""
         workers, scenario = self.world.workers, self.world.scenario
         node = self.world.nodes[action.node]
-        expect(node.name not in self.lost_nodes and not node.dropped, f"{action} on a node that is lost")
-        for rank, device in action.workers:
+        lost = node.name in self.lost_nodes and not self.taking_over  # that may still be waiting to be heard
+        expect(not lost and not node.dropped, f"{action} on a node that is lost")
+        for number, (rank, device) in enumerate(action.workers):
             expect(action.nodes[rank] == node.name, f"{action} names another node")
             if not action.joins:
                 expect(node.ranks[device] == rank, f"rank {rank} on device {device} of {action.node}")
                 continue
-            expect(rank == len(workers), f"{action}: the next rank is {len(workers)}")
+            following = rank == len(workers) + number
+            if self.world.takeovers:  # some went with a supervisor, or are on nodes that were left out
+                following |= rank > len(workers) or (rank in workers and workers[rank].node.dropped)
+            expect(following, f"{action}: the next rank is {len(workers)}")
             before = [w for w in workers.values() if w.node is node and w.device == device]
             expect(len(before) <= scenario.come_backs, f"{action}: started {len(before)} times before")
             for worker in before:
                 gone = worker.rank in self.known_dead or worker.rank in self.turned_away
                 expect(gone, f"{action}: rank {worker.rank} is still on that device")
-                expect(not worker.raised, f"{action}: rank {worker.rank} raised there")
+                unheard = bool(self.world.takeovers)  # what it raised may have been told to a supervisor that died
+                expect(not worker.raised or unheard, f"{action}: rank {worker.rank} raised there")
                 killed = any(f.kind == "kill" and f.rank == worker.rank for f in self.injected_faults())
                 expect(not killed, f"{action}: the device is dead")
 
@@ -609,7 +668,10 @@ class Rules:
             if self.given_up(worker) or not worker.alive:
                 continue
             expect(base.epoch in worker.held, f"survivor {rank} holds {list(worker.held)}, base is {base.epoch}")
-        expect(propose.nodes == {r: w.node.name for r, w in self.world.workers.items()}, "names other nodes")
+        named = {rank: node for rank, node in propose.nodes.items() if node}
+        truth = {rank: worker.node.name for rank, worker in self.world.workers.items()}
+        same = named == truth or (self.world.takeovers and named.items() <= truth.items())
+        expect(bool(same), f"names other nodes: {named.items() ^ truth.items()}")
 
     def check_effect(self, epoch: int) -> None:
         """The commit: everybody has acknowledged, and every slice that anybody holds is the last committed one."""

@@ -11,6 +11,7 @@ from resihp.faults import Fault, Phase
 from resihp.model import ModelSpec
 
 SIGKILL, SIGSTOP, SIGTERM, SIGINT = 9, 19, 15, 2
+SIGUSR1, SIGUSR2, SIGCONT = 10, 12, 18
 NEVER = float("inf")
 
 MODEL = ModelSpec(layers=6, hidden=32, heads=4, kv_groups=2, ffn_hidden=64, vocab=128, sequence=64)
@@ -33,7 +34,10 @@ DisturbanceKind = Literal[
     "raise",  # the user's code raises on this rank
     "raise_all",  # ... and on all the others in the same place
     "signal",  # the supervisor receives `status`
+    "cancel",  # all agents, their workers and maybe the supervisor receive `status` (stopping.py)
+    "told",  # the node's agent and its workers receive `status`; the node dies after `seconds`
     "inject",  # an operator asks for a kill
+    "supervisor",  # the supervisor dies; another takes over after `seconds`
 ]
 
 SHARES: dict[DisturbanceKind, int] = {
@@ -59,7 +63,7 @@ SHARES: dict[DisturbanceKind, int] = {
 
 Trigger = Literal[
     "time", "spawn", "declare", "join", "joined", "park", "parked", "pause", "propose", "go", "ready", "begin",
-    "resumed", "sync", "step", "finished", "halt",
+    "resumed", "sync", "step", "finished", "halt", "save",
 ]  # fmt: skip
 
 Fate = Literal["fine", "odd", "refuses", "dies", "raises", "hangs", "spawn"]
@@ -130,6 +134,20 @@ class Scenario:
     checker_trouble: float = 0.0
     """How often the planner finds no plan, the checker refuses it."""
     early_exit: int | None = None
+    meaning: Literal["time-limit", "cancelled", "preempted", "unknown"] | None = "cancelled"
+    """Why Slurm stops the job, if it tells."""
+    time_left_s: float | None = None
+    """Until Slurm's limit, from the start on."""
+    mortality: float = 0.0
+    """Chance that a worker dies of a signal that was meant for its job."""
+    signal_grace_s: float = 20.0
+    on_warning: Literal["requeue", "end"] = "requeue"
+    slurm: bool = False
+    """In an allocation (allocation.py); the batch script runs on `batch_node`."""
+    batch_node: str = ""
+    drains: int = 0
+    replacements: int = 0
+    spares: int = 0
 
     @classmethod
     def drawn(cls, seed: int) -> Scenario:
@@ -214,6 +232,105 @@ class Scenario:
             micro_batches=3 * ranks,
             duplicates=0.2,
             leaks=True,
+            limit_s=3000.0,
+        )
+
+    @classmethod
+    def orphaned(cls, seed: int) -> Scenario:
+        """A drawn job whose supervisor dies, once or more, at moments that matter; nobody interrupts it by hand."""
+        base = cls.drawn(seed)
+        rng = random.Random(seed + 1)
+        triggers: list[Trigger] = [
+            *("spawn", "declare", "park", "parked", "propose", "go", "ready", "begin", "resumed", "sync", "step"),
+            *("finished", "halt", "pause", "join", "joined", "time"),
+        ]
+        deaths = tuple(
+            Disturbance(
+                "supervisor",
+                rng.choice(triggers),
+                rng.choice([1, 1, 2, 3, 8]),
+                rng.choice([0.0, rng.uniform(0.0, 0.1), rng.uniform(0.0, 2.0)]),
+                seconds=rng.choice([0.1, 1.0, 3.0]),
+            )
+            for _ in range(rng.choice([1, 1, 2, 3]))
+        )
+        kept = tuple(one for one in base.disturbances if one.kind not in ("signal", "inject"))
+        return dataclasses.replace(base, disturbances=(*kept, *deaths), duplicates=0.0, leaks=False)
+
+    @classmethod
+    def allocated(cls, seed: int) -> Scenario:
+        """A longer job in a Slurm allocation, which loses nodes and may ask for others."""
+        base = cls.drawn(seed)
+        rng = random.Random(seed + 1_000_000)
+        nodes = max(base.nodes, 2)
+        iterations = rng.choice([2, 6, 6]) * base.iterations
+        length_s = 4 + iterations * base.iteration_s
+        kinds: tuple[DisturbanceKind, ...] = ("node", "agent", "vanish", "blackout", "kill")
+        ranks = nodes * base.gpus_per_node
+        more = tuple(
+            Disturbance(rng.choice(kinds), delay=rng.uniform(4, length_s), rank=rng.randrange(ranks))
+            for _ in range(rng.choice([1, 1, 2, 3]))
+        )
+        if rng.random() < 0.3:
+            away_s = rng.choice([0.1, 1.0, 3.0])
+            more += (Disturbance("supervisor", delay=rng.uniform(4, 2 * length_s), seconds=away_s),)
+        return dataclasses.replace(
+            base,
+            nodes=nodes,
+            iterations=iterations,
+            micro_batches=3 * ranks,
+            disturbances=(*base.disturbances, *more),
+            slurm=True,
+            batch_node=rng.choice(["n1", "n1", "n2"]),
+            drains=rng.choice([0, 1, 2, 4]),
+            replacements=rng.choice([0, 1, 2, 4]),
+            limit_s=3000.0,
+        )
+
+    @classmethod
+    def stopped(cls, seed: int) -> Scenario:
+        """A drawn job that somebody wants to end, at any moment and in any way; half of them are left alone else."""
+        rng = random.Random(seed + 2_000_000)
+        base = cls.allocated(seed) if rng.random() < 0.2 else cls.drawn(seed)
+        kinds: list[tuple[DisturbanceKind, int]] = [
+            *[("signal", SIGUSR2)] * 3,
+            *[
+                ("signal", SIGTERM),
+                ("cancel", SIGTERM),
+                ("cancel", SIGTERM),
+                ("cancel", rng.choice([SIGUSR1, SIGUSR2])),
+            ],
+            *[("told", SIGTERM), ("told", SIGUSR1)],
+        ]
+        triggers: list[Trigger] = [
+            *("park", "parked", "propose", "go", "ready", "begin", "resumed", "sync", "sync", "step", "step", "pause"),
+            *("finished", "halt", "join", "joined", "spawn", "declare", "save", *(["time"] * 8)),
+        ]
+        iterations = rng.choice([1, 2, 6]) * base.iterations
+        stops: list[Disturbance] = []
+        for _ in range(rng.choice([1, 1, 1, 2, 3])):
+            kind, status = rng.choice(kinds)
+            trigger = rng.choice(triggers)
+            delay = rng.uniform(3, 8 + base.iterations * base.iteration_s) if trigger == "time" else rng.uniform(0, 1)
+            seconds = rng.uniform(0.1, 30.0) if kind == "told" and rng.random() < 0.7 else NEVER
+            nth = rng.randint(1, 2 * base.iterations) if trigger in ("sync", "step") else rng.choice([1, 1, 2])
+            rank = rng.randrange(base.nodes * base.gpus_per_node)
+            stops.append(Disturbance(kind, trigger, nth, delay, rank, seconds, status))
+        others = base.disturbances if rng.random() < 0.5 else ()
+        if rng.random() < 0.1:
+            others += (Disturbance("supervisor", delay=rng.uniform(4, 20), seconds=rng.choice([0.1, 1.0, 3.0])),)
+        return dataclasses.replace(
+            base,
+            iterations=iterations,
+            disturbances=(*(one for one in others if one.kind != "signal"), *stops),
+            faults=base.faults if others else (),
+            slurm=base.slurm or bool(seed % 5 > 1),
+            batch_node=base.batch_node or ("n1" if seed % 5 > 1 else ""),
+            meaning=rng.choice(["time-limit", "cancelled", "cancelled", "preempted", "unknown", None]),
+            time_left_s=rng.choice([None, None, rng.uniform(20, 400)]),
+            mortality=rng.choice([0.0, 0.0, 0.1, 1.0]),
+            signal_grace_s=rng.choice([20.0, 20.0, 20.0, 6.0, 3.0]),
+            on_warning=rng.choice(["requeue", "requeue", "end"]),
             limit_s=3000.0,
         )
 

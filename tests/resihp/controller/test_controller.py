@@ -678,5 +678,5 @@ def test_a_checkpoint_is_complete_once_its_writers_are_and_its_iteration_counts(
     done = [(at, a) for at, a in result.actions if isinstance(a, api.CommitCheckpoint)]
     assert [a.iteration for _, a in done] == [2, 4, 6]
     for at, action in done:
-        assert sorted(file for file, _ in action.parts) == ["rank-0", "rank-1"]
+        assert sorted(file for file, _ in action.parts) == ["epoch-1-rank-0", "epoch-1-rank-1"]
         assert at >= commits[action.iteration]

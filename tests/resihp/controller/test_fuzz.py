@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from resihp.controller import interface as api
-from resihp.journal import Reconfigured
+from resihp.journal import DrainAnswered, NodeReleased, Reconfigured, ReplacementChanged, WorkerStarted
 from tests.resihp.controller.harness import Scenario, Violation, play
 
 CHUNK = 100
@@ -27,6 +27,11 @@ def test_invariants_hold_and_every_run_ends(first: int) -> None:
 @pytest.mark.parametrize("first", range(0, SEEDS // 2, CHUNK), ids=lambda first: f"storms-{first}-{first + CHUNK - 1}")
 def test_invariants_hold_in_storms(first: int) -> None:
     play_chunk(Scenario.stormy, first)
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS // 4, CHUNK), ids=lambda first: f"slurm-{first}-{first + CHUNK - 1}")
+def test_invariants_hold_in_an_allocation(first: int) -> None:
+    play_chunk(Scenario.allocated, first)
 
 
 def play_chunk(scenario: Callable[[int], Scenario], first: int) -> None:
@@ -80,4 +85,26 @@ def test_the_seeds_reach_what_they_are_for() -> None:
         ),
         *("SignalWorker", "SignalNode", "CutConnection", "DropNode", "Reply", "CommitCheckpoint"),
         *("fail-stop process", "fail-stop device", "fail-stop node", "communication link", "program script"),
+    }
+
+
+def test_the_seeds_in_an_allocation_reach_what_they_are_for() -> None:
+    kinds: set[str] = set()
+    for seed in range(150):
+        try:
+            result = play(Scenario.allocated(seed), replay=False)
+        except Violation:
+            continue
+        kinds |= {type(action).__name__ for _, action in result.actions}
+        kinds |= {f"drain {entry.outcome}" for entry in result.all(DrainAnswered)}
+        kinds |= {f"release {entry.outcome}" for entry in result.all(NodeReleased)}
+        kinds |= {f"replacement {entry.state}" for entry in result.all(ReplacementChanged)}
+        guests = {entry.node for entry in result.all(ReplacementChanged) if entry.state == "joined"}
+        ranks = {entry.rank for entry in result.all(WorkerStarted) if entry.node in guests}
+        kinds |= {"its ranks work" for plan in result.plans if ranks & {*plan.plan.layout.active}}
+    assert kinds >= {
+        *("DrainNode", "ReleaseNode", "AskReplacement", "CancelReplacement", "WatchNode", "its ranks work"),
+        *(f"drain {outcome}" for outcome in ("done", "refused", "unknown")),
+        *(f"release {outcome}" for outcome in ("done", "refused", "unknown")),
+        *(f"replacement {state}" for state in ("pending", "running", "joined", "refused", "cancelled", "ended")),
     }

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from resihp.controller import Controller, Settings, planning
 from resihp.controller import interface as api
-from resihp.errors import ResihpError
+from resihp.errors import ProtocolError, ResihpError
 from resihp.faults import Fault
 from resihp.journal import AnyEntry, FailureFound, PlanDecided
 from resihp.layout import Layout
@@ -21,12 +21,14 @@ from resihp.plan import Plan
 from resihp.protocol import messages as m
 from resihp.transfers import Base, Move, bytes_of, moves
 from resihp.workload import samples_digest
+from tests.resihp.controller.allocation import Allocation
 from tests.resihp.controller.holdings import Holding, bits, drawn, needed, outline
 from tests.resihp.controller.log import log_tail
 from tests.resihp.controller.machines import Meeting, SimNode, Worker
 from tests.resihp.controller.planner import Checker, Planner
 from tests.resihp.controller.rules import Rules, Violation, expect
 from tests.resihp.controller.scenario import NEVER, SIGKILL, SIGSTOP, SIGTERM, Disturbance, Fate, Scenario, Trigger
+from tests.resihp.controller.stopping import Stopping
 
 TICK = api.Tick()
 
@@ -81,6 +83,13 @@ class World:
             checkpoint_every=scenario.checkpoint_every,
             start_budget_s=scenario.start_budget_s,
             come_backs=scenario.come_backs,
+            slurm=scenario.slurm,
+            signal_grace_s=scenario.signal_grace_s,
+            on_warning=scenario.on_warning,
+            batch_node=scenario.batch_node,
+            drains=scenario.drains,
+            replacements=scenario.replacements,
+            spares=scenario.spares,
         )
         self.controller = Controller(self.settings)
         per = scenario.gpus_per_node
@@ -112,7 +121,13 @@ class World:
         """What may be delivered again."""
         self.broken_epochs: set[int] = set()
         """Epochs in which a transfer was broken on purpose."""
+        self.leaderless = 0
+        """Supervisors that have died and were not replaced yet."""
+        self.takeovers: list[float] = []
+        """When a supervisor took over."""
         self.rules = Rules(self)
+        self.allocation = Allocation(self)
+        self.stopping = Stopping(self)
 
     # --- time -----------------------------------------------------------------------------------------------------
 
@@ -132,6 +147,8 @@ class World:
             self.at(self.rng.uniform(0.0, 1.0), self.join, node)
         self.at(self.rng.uniform(0.0, 4.0) if self.rng.random() < 0.2 else 0.0, self.store_ready)
         self.at(0.25, self.tick)
+        if scenario.time_left_s is not None:
+            self.at(self.rng.uniform(0.0, 2.0), self.feed, api.TimeLeft(seconds=scenario.time_left_s))
         heap = self.heap
         try:
             while self.end is None:
@@ -177,7 +194,7 @@ class World:
 
     def up(self, node: SimNode, event: api.AnyEvent) -> None:
         """From the agent to the supervisor."""
-        if not node.alive or node.dropped:
+        if not node.alive or node.dropped or self.leaderless or not (node.joined or isinstance(event, api.AgentJoined)):
             return
         node.up.append(event)
         node.up_at = max(node.up_at, self.now + self._latency())
@@ -259,6 +276,7 @@ class World:
     # --- agents ---------------------------------------------------------------------------------------------------
 
     def join(self, node: SimNode) -> None:
+        node.joined = True
         self.up(node, api.AgentJoined(node=node.name, host=f"host-{node.name}", devices=node.devices))
         self.at(self.rng.uniform(0.0, 1.0), self.beat, node)
 
@@ -283,6 +301,66 @@ class World:
             )
             beats.append(m.WorkerBeat(rank=rank, age_s=age + self.rng.random(), state=worker.state, progress=progress))
         self.up(node, api.AgentBeat(node=node.name, beat=m.Beat(workers=tuple(beats))))
+
+    def lose_supervisor(self, seconds: float) -> None:
+        """It dies with all that it had not read or sent; what agents and workers know stays."""
+        if self.leaderless:
+            return
+        self.leaderless += 1
+        for node in self.nodes.values():
+            node.up.clear()
+            node.down.clear()
+            node.owed_up = node.owed_down = 0
+            node.joined = False
+        unstarted = [rank for rank, worker in self.workers.items() if worker.joins and not worker.spawned]
+        for rank in unstarted:
+            if rank in self.rules.turned_away:
+                continue
+            self.workers[rank].alive = False  # the order to start it is lost
+            self.workers[rank].node.ranks.remove(rank)
+            del self.workers[rank]
+            self.rules.known_dead.discard(rank)
+        self.rules.requests = dict.fromkeys(self.rules.requests, True)  # whoever asked has lost the connection
+        self.at(seconds, self.take_over)
+
+    def take_over(self) -> None:
+        """Another one reads the journal, and the agents come to it."""
+        self.leaderless = 0
+        self.takeovers.append(self.now)
+        self.log.append((self.now, "!!! another supervisor takes over"))
+        self.rules.took_over()
+        self.stopping.took_over()
+        try:
+            self.controller = Controller.recover(self.settings, (entry for _, entry in self.entries))
+        except ProtocolError:  # nothing was in the journal yet
+            self.controller = Controller(self.settings)
+        for node in self.nodes.values():
+            if node.alive and not node.dropped:
+                self.at(self.rng.choice([0.0, 0.1, self.rng.uniform(0.0, 4.0)]), self.join_again, node)
+        self.at(self.rng.uniform(0.0, 2.0), self.store_ready)
+
+    def join_again(self, node: SimNode) -> None:
+        if node.silent or node.frozen:
+            self.at(0.5, self.join_again, node)
+            return
+        if not node.alive or node.dropped or self.leaderless or node.joined:
+            return
+        node.joined = True
+        running = tuple(
+            m.RunningWorker(
+                rank=rank,
+                device=self.workers[rank].device,
+                pid=1000 + rank,
+                steps=tuple(self.workers[rank].steps),
+                said=tuple(self.workers[rank].said.values()),
+            )
+            for rank in node.ranks
+            if self.workers[rank].spawned and self.workers[rank].alive
+        )
+        inventory = m.Inventory(workers=running, ended=tuple(node.ended.items()), epoch=node.epoch)
+        host, lease = f"host-{node.name}", self.allocation.guests.get(node.name, 0)
+        joined = api.AgentJoined(node=node.name, host=host, devices=node.devices, lease=lease, inventory=inventory)
+        self.up(node, joined)
 
     def store_ready(self) -> None:
         self.feed(api.StoreReady(host="127.0.0.1", port=self.rng.randint(1024, 65535)))
@@ -515,8 +593,10 @@ class World:
                 if worker.alive and worker.active:
                     self.broken_epochs.add(worker.epoch)
                     self.cursed.add(("any", worker.epoch))
-            case "reconnect":
+            case "reconnect" if node.joined:
                 self.up(node, api.AgentJoined(node=node.name, host=f"host-{node.name}", devices=node.devices))
+            case "supervisor":
+                self.lose_supervisor(seconds)
             case "store":
                 self.store_ready()
             case "raise":
@@ -525,9 +605,9 @@ class World:
                 for other in self.workers.values():
                     if other.spawned:
                         self.at(self.rng.uniform(0, 0.2), other._go_on, None, other.throw, ("ValueError: bad sample",))
-            case "signal":
-                self.feed(api.Signalled(signal=disturbance.status))
-            case "inject":
+            case "signal" | "cancel" | "told":
+                self.stopping.disturb(disturbance, node)
+            case "inject" if not self.leaderless:
                 request = len(self.rules.requests)
                 self.rules.requests[request] = False
                 fault = Fault(id=1000 + request, kind=self.rng.choice(["kill", "stop", "crash"]), rank=rank)
@@ -538,11 +618,12 @@ class World:
 
     def feed(self, event: api.AnyEvent, again: bool = False) -> None:
         """Give one event to the controller and carry out its answer."""
-        if self.end is not None:
+        if self.end is not None or self.leaderless:
             return
         rules = self.rules
         self.log.append((self.now, event))
         self.events.append((self.now, event))
+        self.stopping.learn(event)
         rules.learn(event, again)
         rules.begin()
         actions = self.controller.handle(event, self.now)
@@ -552,8 +633,11 @@ class World:
             self.log.append((self.now, action))
             self.actions.append((self.now, action))
             rules.judge(action)
+            self.allocation.judge(action)
+            self.stopping.judge(action)
             self.carry_out(action)
         rules.settle()
+        self.stopping.settle()
 
     def carry_out(self, action: api.AnyAction) -> None:
         match action:
@@ -562,7 +646,13 @@ class World:
             case api.StartWorkers():
                 node = self.nodes[action.node]
                 for rank, device in action.workers:
-                    if rank not in self.workers:
+                    known = self.workers.get(rank)
+                    if known is not None and known.node is not node and self.takeovers:
+                        known.node.ranks.remove(rank)  # ordered by a supervisor that died, of a node that is lost
+                        self.rules.known_dead.discard(rank)
+                        del self.workers[rank]
+                    if rank not in self.workers or self.workers[rank].node is not node:
+                        self.rules.known_dead.discard(rank)
                         self.workers[rank] = Worker(self, rank, node, device, joins=True)
                         node.ranks.append(rank)
                     delay_s = self.rng.uniform(0.05, 0.5)
@@ -607,7 +697,13 @@ class World:
             case api.DropNode():
                 self.drop(self.nodes[action.node])
             case api.End():
+                self.allocation.check_end(action.exit_code)
                 self.end = action
+            case api.AskWhy():
+                self.stopping.answer_why()
+            case api.DrainNode() | api.ReleaseNode() | api.AskReplacement() | api.CancelReplacement() | api.WatchNode():
+                expect(self.scenario.slurm, f"{action} without Slurm")
+                self.allocation.carry_out(action)
             case api.Reply() | api.CommitCheckpoint() | api.Say():
                 pass
 
@@ -640,6 +736,8 @@ class World:
     def replay(self) -> None:
         """The same events give the same actions: nothing depends on a clock, on chance or on the order of a set."""
         controller = Controller(self.settings)
+        if self.takeovers:
+            return  # it was not one controller that did all this
         self.put_planner()
         again = [(at, action) for at, event in self.events for action in controller.handle(event, at)]
         expect(again == self.actions, "a replay of the events gives other actions")
@@ -651,4 +749,5 @@ TRIGGERS: dict[type, Trigger] = {
     m.Go: "go",
     m.Begin: "begin",
     m.Halt: "halt",
+    m.Save: "save",
 }

@@ -193,8 +193,9 @@ def chain(
             worst = max(worst, _compare_gradients(engine, serial, told))
             engine.step(outcome)
         folder = checkpoints.folder_of(Path(root), k)
-        if rank in plan.layout.replicas[0].ranks:
-            checkpoint.save_part(engine, folder)
+        writer = k % len(plan.layout.replicas)  # any replica can write all of the state
+        if rank in plan.layout.replicas[writer].ranks:
+            checkpoint.save_part(engine, plan, folder, writer)
         _barrier(keys, f"saved/{k}", world)
         if rank == 0:
             files = [(path.name, path.stat().st_size) for path in sorted(folder.glob("part-*"))]

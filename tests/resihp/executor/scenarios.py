@@ -211,7 +211,7 @@ def save(rank: int, store: Address, *, kind: str, grid_of: tuple[int, int, int],
     for iteration in range(1, iterations + 1):
         engine.step(engine.run(plan, iteration, Watcher()))
     folder = checkpoints.folder_of(Path(root), iterations)
-    part = checkpoint.save_part(engine, folder) if rank in plan.layout.replicas[0].ranks else None
+    part = checkpoint.save_part(engine, plan, folder) if rank in plan.layout.replicas[0].ranks else None
     parts = [part for part in engine.gather(part) if part is not None]
     if rank == 0:
         checkpoints.write_manifest(folder, iterations, [(file, size) for file, size in parts])

@@ -41,6 +41,13 @@ def test_the_first_plan_is_megatrons_grid() -> None:
     assert (plan.epoch, plan.schedule, plan.sequence_parallel) == (1, "zero-bubble", False)
 
 
+def test_ranks_of_spare_nodes_stand_by_in_the_first_plan() -> None:
+    plan = first_plan(model=MODEL, nodes=on_nodes(12, 2), tp=2, pp=2, micro_batches=8, most=8)
+    assert plan.layout == Layout.uniform(tp=2, pp=2, dp=2, layers=6, standby=(8, 9, 10, 11))
+    early = first_plan(model=MODEL, nodes={rank: "n" for rank in (2, 3, 4, 5)}, tp=2, pp=1, micro_batches=8, most=8)
+    assert early.layout.standby == (), "fewer are left than it may use"
+
+
 def test_the_first_plan_with_chunks_and_ranks_of_any_number() -> None:
     nodes = {rank: "n1" for rank in (3, 5, 8, 9)}
     plan = first_plan(model=MODEL, nodes=nodes, tp=1, pp=2, chunks=2, micro_batches=4, sequence_parallel=True, epoch=3)
@@ -339,7 +346,8 @@ def test_memory_is_never_exceeded(case: Situation, share: float, tokens: int) ->
     case = msgspec.structs.replace(case, memory_bytes=limit, tokens=tokens)
     try:
         decision = decide(case)
-    except PlanError:  # it searches step by step, and may miss a plan that would just fit
+    except PlanError:  # it searches step by step, and may miss a new layout that would just fit; never the old one
+        assert share < 1 or plan.layout.replicas != case.base.replicas
         return
     check(case, decision)
     assert memory.obstacle(decision.plan, case.model, limit, tokens) is None

@@ -1,0 +1,186 @@
+"""New nodes in place of lost ones: asked for when training is below its first layout, let go when no longer needed.
+
+Decides when a request is made, which node it stands for, and when it is given up; `newcomers` takes in the node that
+comes. Never asks for more than the job was allowed, nor twice for one node at a time. What the journal tells is all
+that is known of a request, so that a new supervisor knows the same. Called by `upkeep`, `newcomers` and `incidents`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from resihp.controller import interface as api
+from resihp.controller.state import COINCIDENCE_S, Job, Request
+from resihp.journal import AnyEntry, ReplacementAsked, ReplacementChanged
+
+LEAST_USE_S = 10.0
+"""Training that must be left for another node: it takes about as long to start its processes and move state there."""
+AGAIN_AFTER_S = 30.0
+"""How long after a request that came to nothing the next one is made; twice as long after each further one."""
+AGAIN_AT_MOST_S = 600.0
+
+
+def review(job: Job) -> None:
+    """At the end of each event: give up what is not needed any more, ask for what is missing."""
+    for request in tuple(job.upkeep.requests.values()):
+        if request.state == "joined" and request.node is not None and not job.nodes[request.node].alive:
+            _let_go(job, request, "ended", f"node {request.node} was lost")
+    if job.phase == "halting":
+        cancel_open(job, "training is done")
+    elif job.departure is not None:
+        cancel_open(job, "the job is to stop")
+    elif job.phase == "running" and job.transition is None and job.pause is None:
+        _compare(job)
+
+
+def _compare(job: Job) -> None:
+    """What is on its way against what is missing."""
+    lacking = nodes_lacking(job)
+    coming = [request for request in job.upkeep.requests.values() if _is_coming(job, request)]
+    if not in_time(job):
+        for request in coming:
+            if request.state in ("asked", "pending"):
+                _let_go(job, request, "cancelled", "the job's time limit is too near")
+        return
+    needless = max(0, len(coming) - lacking)
+    for request in [request for request in reversed(coming) if request.open][:needless]:
+        _let_go(job, request, "cancelled", "no longer needed" if lacking else "the first layout is back")
+    wanted = min(lacking - len(coming), job.settings.replacements - len(job.upkeep.requests))
+    if wanted > 0 and job.now >= job.upkeep.ask_after and _is_worth_it(job):
+        for name in missing(job)[:wanted]:
+            _ask(job, name)
+
+
+def nodes_lacking(job: Job) -> int:
+    """How many nodes' worth of ranks the plan in effect is below the first one."""
+    assert job.first_plan is not None
+    ranks = len(job.first_plan.layout.active) - len(job.active)
+    return max(0, -(-ranks // job.settings.gpus_per_node))
+
+
+def missing(job: Job) -> list[str]:
+    """Lost nodes of the job's own, in the order of their loss, in whose place nothing came or is about to.
+
+    A node counts once it is clear that it is not the first of all of them, which somebody is ending.
+    """
+    requests = job.upkeep.requests.values()
+    filled = {request.instead for request in requests if request.open or request.state == "joined"}
+    came = {request.node for request in requests if request.joined}
+    return [
+        lost.name
+        for lost in job.upkeep.lost.values()
+        if lost.name not in filled and lost.name not in came and job.now - lost.lost_at >= COINCIDENCE_S
+    ]
+
+
+def in_time(job: Job) -> bool:
+    """Whether enough time is left until the job's limit, as far as it is known."""
+    return job.deadline is None or job.deadline - job.now > job.settings.replacement_least_left_s
+
+
+def _is_coming(job: Job, request: Request) -> bool:
+    """On its way, or here and without work: starting, or of no use, like any other that we could ask for."""
+    if request.state != "joined":
+        return request.open
+    return not any(job.members[rank].node == request.node for rank in job.active)
+
+
+def _is_worth_it(job: Job) -> bool:
+    return (job.goal - job.furthest) * job.predicted_s > LEAST_USE_S
+
+
+def _ask(job: Job, instead: str) -> None:
+    assert job.first_plan is not None
+    number = len(job.upkeep.requests) + 1
+    reason = f"{len(job.active)} of {len(job.first_plan.layout.active)} ranks have work"
+    excluded = tuple(job.nodes)
+    record(job, ReplacementAsked(replacement=number, node=instead, excluded=excluded, reason=reason))
+    job.say("notice", f"node {instead}: lost, {reason}; asking Slurm for another one")
+    job.do(api.AskReplacement(replacement=number, exclude=excluded))
+
+
+def news(job: Job, event: api.ReplacementNews) -> None:
+    """What Slurm says of a request. One that is over stays so; one that has joined can only end."""
+    request = job.upkeep.requests.get(event.replacement)
+    if request is None or not (request.open or request.state == "joined"):
+        return
+    state: Literal["pending", "running", "joined", "refused", "ended"] = event.state
+    if request.state in ("running", "joined") and event.state in ("pending", "running"):
+        state = request.state  # a supervisor that has just come may find out from the beginning
+    slurm_job = event.slurm_job or request.slurm_job
+    node = request.node if request.joined else event.node or request.node
+    if (state, slurm_job, node) == (request.state, request.slurm_job, request.node):
+        return
+    was_open = request.open
+    record(
+        job,
+        ReplacementChanged(replacement=request.number, state=state, slurm_job=slurm_job, node=node, text=event.text),
+    )
+    if was_open and state in ("refused", "ended"):
+        upkeep = job.upkeep
+        pause_s = min(AGAIN_AFTER_S * 2 ** (upkeep.failed_requests - 1), AGAIN_AT_MOST_S)
+        upkeep.ask_after = job.now + pause_s
+        job.say("notice", f"replacement {request.number} for node {request.instead}: {state}: {event.text}")
+
+
+def expected(job: Job, lease: int) -> Request | None:
+    """The request that an agent may answer, if there is one."""
+    request = job.upkeep.requests.get(lease)
+    return request if request is not None and request.open else None
+
+
+def joined(job: Job, request: Request, node: str) -> None:
+    record(
+        job,
+        ReplacementChanged(replacement=request.number, state="joined", slurm_job=request.slurm_job, node=node, text=""),
+    )
+
+
+def cancel(job: Job, request: Request, reason: str) -> None:
+    _let_go(job, request, "cancelled", reason)
+
+
+def cancel_open(job: Job, reason: str) -> None:
+    for request in tuple(job.upkeep.requests.values()):
+        if request.open:
+            _let_go(job, request, "cancelled", reason)
+
+
+def _let_go(job: Job, request: Request, state: Literal["cancelled", "ended"], reason: str) -> None:
+    record(
+        job,
+        ReplacementChanged(
+            replacement=request.number, state=state, slurm_job=request.slurm_job, node=request.node, text=reason
+        ),
+    )
+    job.do(api.CancelReplacement(replacement=request.number, reason=reason))
+
+
+def record(job: Job, entry: ReplacementAsked | ReplacementChanged) -> None:
+    job.do(api.Log(entry=entry))
+    replay(job, entry)
+
+
+def replay(job: Job, entry: AnyEntry) -> None:
+    """What an entry tells of requests."""
+    upkeep = job.upkeep
+    match entry:
+        case ReplacementAsked():
+            upkeep.requests[entry.replacement] = Request(entry.replacement, entry.node, entry.excluded)
+        case ReplacementChanged() if entry.replacement in upkeep.requests:
+            request = upkeep.requests[entry.replacement]
+            if request.open and entry.state in ("refused", "ended"):
+                upkeep.failed_requests += 1
+            request.state, request.slurm_job, request.node = entry.state, entry.slurm_job, entry.node
+            request.joined = request.joined or entry.state == "joined"
+        case _:
+            pass
+
+
+def resume(job: Job) -> None:
+    """A new supervisor: whatever may not have been said to Slurm is said again."""
+    for request in job.upkeep.requests.values():
+        if request.open:
+            job.do(api.AskReplacement(replacement=request.number, exclude=request.excluded))
+        elif request.state == "cancelled":
+            job.do(api.CancelReplacement(replacement=request.number, reason="cancelled before"))

@@ -1,0 +1,218 @@
+"""Slurm, asked by its own commands: `CommandLine` is what `slurm.client.Slurm` promises, on a real cluster.
+
+Decides how each question is put, and what a failed command means: no answer, a refusal, or a refusal because of who
+asks. Slurm prints its reasons as sentences, so sentences are what this goes by; one that is not known is a refusal
+that says so. Never retries, caches or limits anything: that is `slurm.polite`. Names and ids are checked before they
+get near a command line, and nothing ever goes through a shell.
+
+Measured with Slurm 22.05.8; fields are asked for by name, so other versions since 20.11 should answer alike.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from slurm import reading
+from slurm.calls import Answer, call, query_environment, submit_environment
+from slurm.client import JobView, NodeView, sanitised
+from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
+
+TIMEOUT_S = 10.0
+AT_ONCE = 1000
+"""How many nodes or jobs one command line names; the kernel allows 128 KiB for each argument."""
+
+_NO_ANSWER = (
+    "unable to contact slurm controller",
+    "unable to establish",
+    "unable to connect",
+    "unable to process configuration",
+    "socket timed out",
+    "connection refused",
+    "connection reset",
+    "connection timed out",
+    "connection failure",
+    "shutdown failure",
+    "receive failure",
+    "send failure",
+    "zero bytes were transmitted",
+    "no route to host",
+    "network is unreachable",
+    "temporarily unable",
+    "temporarily unavailable",
+    "standby mode",
+    # Of munge, or between clusters: the controller has not looked at who asks.
+    "munge encode failed",
+    "protocol authentication error",
+    "invalid authentication credential",
+    # scontrol says this for an answer that never came (22.05.8, slurmctld stopped) and for some refusals of `update`.
+    "unexpected message received",
+)
+_PERMISSION = ("invalid user id", "permission denied", "access denied", "operation not permitted", "not authorized")
+_SPEAKER = re.compile(r"^\S+: (?:error: |fatal: )?")
+_UNKNOWN_JOB = "invalid job id specified"
+
+
+class CommandLine:
+    """Slurm's commands. Safe to use from several threads.
+
+    `bin`: a folder to take the commands from instead of PATH. `environment`: instead of this process's.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        bin: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self._bin = bin
+        base = os.environ if environment is None else environment
+        self._environment = query_environment(base)
+        self._submit_environment = submit_environment(base)
+        # What a list stands for never changes, and a job's is asked for again and again.
+        self._expanded: dict[str, tuple[str, ...]] = {}
+        self._lock = threading.Lock()
+
+    def version(self) -> tuple[int, int, int]:
+        return reading.version(self._ask("slurm", "sinfo", "--version"))
+
+    def cluster(self) -> str:
+        return reading.cluster(self._ask("slurm", "scontrol", "show", "config"))
+
+    def nodes(self, names: Sequence[str]) -> Mapping[str, NodeView]:
+        views: dict[str, NodeView] = {}
+        for some in _portions(filter(reading.is_node, names)):
+            # --all: also those in partitions that are hidden from us. --noconvert: 2048 CPUs are not 2K.
+            options = ["-h", "-N", "--all", "--noconvert", "-n", ",".join(some), "-O", reading.NODE_FORMAT]
+            found = reading.nodes(self._ask("slurm", "sinfo", *options))
+            views |= {name: view for name, view in found.items() if name in some}
+        return views
+
+    def job(self, job_id: str) -> JobView | None:
+        return self.jobs([job_id]).get(job_id)
+
+    def jobs(self, job_ids: Iterable[str]) -> Mapping[str, JobView]:
+        views: dict[str, JobView] = {}
+        for some in _portions(filter(reading.JOB_ID.fullmatch, job_ids)):
+            options = ["-h", "--all", "-t", "all", "-j", ",".join(some), "-O", reading.JOB_FORMAT]
+            answer = self._call("squeue", *options)
+            if answer.status != 0 and _UNKNOWN_JOB in answer.complaint.lower():
+                # Only when a single job is asked for; of several, those that are unknown are left out.
+                continue
+            for ids, view, nodelist in reading.jobs(self._checked(answer, "slurm", "squeue")):
+                for job_id in ids.intersection(some):
+                    nodes = self._expand(nodelist) if nodelist else ()
+                    views[job_id] = msgspec.structs.replace(view, id=job_id, nodes=nodes)
+        return views
+
+    def batch_script(self, job_id: str) -> str:
+        self._check_job(job_id)
+        subject = f"job {job_id}: its batch script cannot be had"
+        answer = self._call("scontrol", "write", "batch_script", job_id, "-")
+        if not answer.output and answer.complaint:
+            # scontrol ends with 0 all the same.
+            raise failure(subject, "scontrol", answer.complaint)
+        return reading.script(self._checked(answer, subject, "scontrol"), job_id)
+
+    def expand(self, nodelist: str) -> tuple[str, ...]:
+        if not reading.NODE_LIST.fullmatch(nodelist):
+            raise SlurmOutputError(f"node list {nodelist[:80]!a}: this is not one")
+        return self._expand(nodelist)
+
+    def drain(self, node: str, reason: str) -> None:
+        text = sanitised(reason)
+        command = ["update", f"NodeName={self._checked_node(node)}", "State=DRAIN", f"Reason={text}"]
+        self._ask(f"node {node}: not drained", "scontrol", *command)
+
+    def undrain(self, node: str) -> None:
+        command = ["update", f"NodeName={self._checked_node(node)}", "State=UNDRAIN"]
+        self._ask(f"node {node}: not undrained", "scontrol", *command)
+
+    def keep_nodes(self, job_id: str, keep: Sequence[str]) -> None:
+        self._check_job(job_id)
+        names = ",".join(self._checked_node(node) for node in keep)
+        if not names:
+            raise SlurmRefusedError(f"job {job_id}: cannot be left without nodes; try: scancel {job_id}")
+        self._ask(f"job {job_id}: its nodes stay", "scontrol", "update", f"JobId={job_id}", f"NodeList={names}")
+
+    def submit(self, script: Path, options: Sequence[str] = ()) -> str:
+        # Absolute: a script's name must not be taken for an option.
+        argv = ["sbatch", "--parsable", *options, "--", str(script.absolute())]
+        answer = self._call(*argv, environment=self._submit_environment)
+        return reading.submitted(self._checked(answer, f"{script}: not submitted", "sbatch"))
+
+    def requeue(self, job_id: str) -> None:
+        self._check_job(job_id)
+        answer = self._call("scontrol", "requeue", job_id)
+        if "is pending execution" not in answer.complaint.lower():  # else it waits already, which is what is wanted
+            self._checked(answer, f"job {job_id}: not requeued", "scontrol")
+
+    def cancel(self, job_id: str) -> None:
+        self._check_job(job_id)
+        self._ask(f"job {job_id}: not cancelled", "scancel", job_id)
+
+    def _expand(self, nodelist: str) -> tuple[str, ...]:
+        with self._lock:
+            known = self._expanded.get(nodelist)
+        if known is None:
+            known = reading.hostnames(self._ask("slurm", "scontrol", "show", "hostnames", nodelist), nodelist)
+            with self._lock:
+                if len(self._expanded) > AT_ONCE:
+                    self._expanded.clear()
+                self._expanded[nodelist] = known
+        return known
+
+    def _ask(self, subject: str, *argv: str) -> bytes:
+        """The output of a command that has to succeed. `subject` begins the message if it does not."""
+        return self._checked(self._call(*argv), subject, argv[0])
+
+    def _call(self, *argv: str, environment: Mapping[str, str] | None = None) -> Answer:
+        program = argv[0] if self._bin is None else str(self._bin / argv[0])
+        environment = self._environment if environment is None else environment
+        return call([program, *argv[1:]], environment=environment, timeout_s=self.timeout_s)
+
+    @staticmethod
+    def _checked(answer: Answer, subject: str, command: str) -> bytes:
+        if answer.status < 0:
+            raise SlurmUnavailableError(f"{subject}: {command} was ended by signal {-answer.status}")
+        if answer.status > 0:
+            raise failure(subject, command, answer.complaint)
+        return answer.output
+
+    @staticmethod
+    def _checked_node(name: str) -> str:
+        if not reading.is_node(name):
+            raise SlurmRefusedError(f"node {name[:80]!a}: no node has such a name; try: sinfo -N")
+        return name
+
+    @staticmethod
+    def _check_job(job_id: str) -> None:
+        if not reading.JOB_ID.fullmatch(job_id):
+            raise SlurmRefusedError(f"job {job_id[:80]!a}: no job has such an id; try: squeue --me")
+
+
+def failure(subject: str, command: str, complaint: str) -> SlurmOutputError | SlurmRefusedError | SlurmUnavailableError:
+    """What a command's complaint means."""
+    known = complaint.lower()
+    # Some begin with who says it, some do not.
+    text = f"{subject}: {command}: {_SPEAKER.sub('', complaint)[:300]}"
+    if not complaint:
+        return SlurmOutputError(f"{subject}: {command} failed and did not say why")
+    if any(sentence in known for sentence in _NO_ANSWER):
+        return SlurmUnavailableError(f"{text}; try: scontrol ping")
+    if any(sentence in known for sentence in _PERMISSION):
+        return SlurmRefusedError(f"{text}; ask a Slurm operator, or the job's owner", permission=True)
+    return SlurmRefusedError(text)
+
+
+def _portions(items: Iterable[str]) -> Iterator[list[str]]:
+    distinct = list(dict.fromkeys(items))
+    for start in range(0, len(distinct), AT_ONCE):
+        yield distinct[start : start + AT_ONCE]

@@ -1,0 +1,211 @@
+"""Slurm, asked rarely: one `Polite` for a whole job stands between all that ask and the controller that all jobs share.
+
+Decides when a question is passed on and when the last answer does. Nodes are asked about once a minute at most in
+steady state, all of them in one call; a caller that knows that something has changed says how old an answer may be
+(`fresh_s`). A question that has failed is not put again before a while, which doubles each time; meanwhile the failure
+is the answer, never an old view. Requests that change something always go through, and nothing is ever retried.
+
+Keeps the protocol of `slurm.client.Slurm`, so that callers need not care. Safe to use from several threads: those that
+ask the same at the same time share one call.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Generic, ParamSpec, TypeVar
+
+from slurm.client import JobView, NodeView, Slurm
+from slurm.errors import SlurmError
+
+NODES_FRESH_S = 60.0
+JOBS_FRESH_S = 15.0
+FORGET_AFTER = 5
+"""What nobody has asked about for so many times `fresh_s` is left out of later calls."""
+FIRST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 300.0
+
+_View = TypeVar("_View")
+_Answer = TypeVar("_Answer")
+_Arguments = ParamSpec("_Arguments")
+
+
+class _Pause:
+    """How long one kind of question is not put again after failures."""
+
+    def __init__(self) -> None:
+        self._error: SlurmError | None = None
+        self._failures = 0
+        self._until = 0.0
+
+    def check(self, now: float) -> None:
+        """Raise the last failure again while it counts."""
+        if self._error is not None and now < self._until:
+            raise copy.copy(self._error)
+
+    def failed(self, error: SlurmError, now: float) -> None:
+        self._error = error
+        self._until = now + min(FIRST_PAUSE_S * 2**self._failures, LONGEST_PAUSE_S)
+        self._failures = min(self._failures + 1, 30)
+
+    def answered(self) -> None:
+        self._error, self._failures = None, 0
+
+
+class _Views(Generic[_View]):
+    """Views of one kind by name, with the times of their asking. None is what Slurm does not know."""
+
+    def __init__(self, fetch: Callable[[list[str]], Mapping[str, _View]], clock: Callable[[], float]) -> None:
+        self._fetch = fetch
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._views: dict[str, _View | None] = {}
+        self._seen: dict[str, float] = {}
+        self._wanted: dict[str, float] = {}
+        self._pause = _Pause()
+
+    def get(self, names: Iterable[str], fresh_s: float, remember_s: float, urgent: bool = False) -> dict[str, _View]:
+        asked = list(dict.fromkeys(names))
+        with self._lock:
+            # After the wait for the lock: whoever held it may have asked for us.
+            now = self._clock()
+            for name in asked:
+                self._wanted[name] = now
+            if any(name not in self._seen or now - self._seen[name] >= fresh_s for name in asked):
+                if not urgent:
+                    self._pause.check(now)
+                self._refresh(now, remember_s)
+            return {name: view for name in asked if (view := self._views[name]) is not None}
+
+    def forget(self, name: str) -> None:
+        """The next question about it is put."""
+        with self._lock:
+            self._seen.pop(name, None)
+
+    def _refresh(self, now: float, remember_s: float) -> None:
+        """Ask about all that anybody has lately asked about: the next one who does then finds it here."""
+        for name in [name for name, when in self._wanted.items() if now - when > remember_s]:
+            for of in (self._wanted, self._seen, self._views):
+                of.pop(name, None)
+        names = list(self._wanted)
+        try:
+            found = self._fetch(names)
+        except SlurmError as error:
+            self._pause.failed(error, self._clock())
+            raise
+        self._pause.answered()
+        for name in names:
+            self._views[name] = found.get(name)
+            self._seen[name] = now
+
+
+class Polite:
+    """See the module. `calls` counts what was passed on, by the name of the method."""
+
+    def __init__(
+        self,
+        slurm: Slurm,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        nodes_fresh_s: float = NODES_FRESH_S,
+        jobs_fresh_s: float = JOBS_FRESH_S,
+    ) -> None:
+        self.calls: Counter[str] = Counter()
+        self._slurm = slurm
+        self._clock = clock
+        self._nodes_fresh_s = nodes_fresh_s
+        self._jobs_fresh_s = jobs_fresh_s
+        self._counting = threading.Lock()
+        self._constant = threading.Lock()
+        self._pauses = {"version": _Pause(), "cluster": _Pause()}
+        self._version: tuple[int, int, int] | None = None
+        self._cluster: str | None = None
+        self._nodes = _Views[NodeView](lambda names: self._count("nodes", slurm.nodes)(names), clock)
+        self._jobs = _Views[JobView](lambda ids: self._count("jobs", slurm.jobs)(ids), clock)
+
+    def version(self) -> tuple[int, int, int]:
+        with self._constant:
+            if self._version is None:
+                self._version = self._guarded("version", self._slurm.version)
+            return self._version
+
+    def cluster(self) -> str:
+        with self._constant:
+            if self._cluster is None:
+                self._cluster = self._guarded("cluster", self._slurm.cluster)
+            return self._cluster
+
+    def nodes(self, names: Sequence[str], *, fresh_s: float | None = None) -> Mapping[str, NodeView]:
+        """`fresh_s`: how old an answer may be; 0 when something is known to have changed."""
+        usual = self._nodes_fresh_s
+        return self._nodes.get(names, usual if fresh_s is None else fresh_s, usual * FORGET_AFTER)
+
+    def job(self, job_id: str, *, fresh_s: float | None = None, urgent: bool = False) -> JobView | None:
+        return self.jobs([job_id], fresh_s=fresh_s, urgent=urgent).get(job_id)
+
+    def jobs(
+        self, job_ids: Iterable[str], *, fresh_s: float | None = None, urgent: bool = False
+    ) -> Mapping[str, JobView]:
+        """`fresh_s` as with `nodes`; `urgent`: ask even if there was no answer a moment ago."""
+        usual = self._jobs_fresh_s
+        return self._jobs.get(job_ids, usual if fresh_s is None else fresh_s, usual * FORGET_AFTER, urgent)
+
+    def batch_script(self, job_id: str) -> str:
+        return self._count("batch_script", self._slurm.batch_script)(job_id)
+
+    def expand(self, nodelist: str) -> tuple[str, ...]:
+        return self._count("expand", self._slurm.expand)(nodelist)
+
+    def drain(self, node: str, reason: str) -> None:
+        with self._changing(self._nodes, node):
+            self._count("drain", self._slurm.drain)(node, reason)
+
+    def undrain(self, node: str) -> None:
+        with self._changing(self._nodes, node):
+            self._count("undrain", self._slurm.undrain)(node)
+
+    def keep_nodes(self, job_id: str, keep: Sequence[str]) -> None:
+        with self._changing(self._jobs, job_id):
+            self._count("keep_nodes", self._slurm.keep_nodes)(job_id, keep)
+
+    def submit(self, script: Path, options: Sequence[str] = ()) -> str:
+        return self._count("submit", self._slurm.submit)(script, options)
+
+    def requeue(self, job_id: str) -> None:
+        with self._changing(self._jobs, job_id):
+            self._count("requeue", self._slurm.requeue)(job_id)
+
+    def cancel(self, job_id: str) -> None:
+        with self._changing(self._jobs, job_id):
+            self._count("cancel", self._slurm.cancel)(job_id)
+
+    def _count(self, kind: str, method: Callable[_Arguments, _Answer]) -> Callable[_Arguments, _Answer]:
+        with self._counting:
+            self.calls[kind] += 1
+        return method
+
+    @staticmethod
+    @contextmanager
+    def _changing(views: _Views[NodeView] | _Views[JobView], name: str) -> Iterator[None]:
+        """Whatever becomes of the request, what we knew before is old."""
+        try:
+            yield
+        finally:
+            views.forget(name)
+
+    def _guarded(self, kind: str, question: Callable[[], _Answer]) -> _Answer:
+        """Put a question whose answer never changes, unless it has just failed."""
+        pause = self._pauses[kind]
+        pause.check(self._clock())
+        try:
+            answer = self._count(kind, question)()
+        except SlurmError as error:
+            pause.failed(error, self._clock())
+            raise
+        pause.answered()
+        return answer

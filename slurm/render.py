@@ -1,0 +1,113 @@
+"""Batch scripts: a template as users copy it, with the directives and the command of one job put in.
+
+Templates (`slurm/templates/*.sbatch`) are whole scripts that sbatch takes as they are. `render` replaces values line by
+line; it knows no other language. What a directive may hold is checked, the command is quoted for the shell. Used by
+`resihp submit`; submits nothing itself.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from importlib import resources
+
+from slurm.errors import SlurmUsageError
+
+TEMPLATES = ("one-node", "nodes", "spares", "chain")
+
+Directives = Mapping[str, str | bool]
+"""Option of sbatch without its dashes -> value; True for a flag that is set, False for an option that is left out."""
+
+_DIRECTIVE = re.compile(r"#SBATCH --([a-z-]+)(?:=(.*))?")
+_NAME = re.compile(r"[a-z][a-z0-9-]*")
+_VALUE = re.compile(r"[^\x00-\x20\x7f\"'`$\\#]+")
+"""What sbatch takes without quotes. Spaces would end the value."""
+
+
+def template(name: str) -> str:
+    """The text of a shipped template."""
+    return (resources.files("slurm") / "templates" / f"{name}.sbatch").read_text(encoding="utf-8")
+
+
+def render(
+    text: str, directives: Directives, command: Sequence[str], *, title: str, exports: Mapping[str, str] | None = None
+) -> str:
+    """A template's text with these directives; those that it does not have are added, its others stay.
+
+    `command` replaces the template's, `exports` its environment variables. Raises SlurmUsageError for a value that no
+    batch script can hold.
+    """
+    left = dict(directives)
+    lines = ["#!/bin/bash", f"# {_one_line(title)}", ""]
+    for comments, options, last in _blocks(text):
+        block = [_line(name, left.pop(name, None), line) for name, line in options]
+        if last:
+            block += [_line(name, value, None) for name, value in left.items()]
+        kept = [line for line in block if line is not None]
+        lines += [*comments, *kept] if kept else []
+    lines += ["", *(f"export {_variable(name)}={shlex.quote(value)}" for name, value in (exports or {}).items())]
+    if exports:
+        lines.append("")
+    lines.append(f"exec {shlex.join(_one_line(argument) for argument in command)}")
+    return "\n".join(lines) + "\n"
+
+
+def _blocks(text: str) -> list[tuple[list[str], list[tuple[str, str]], bool]]:
+    """Directives with the comments above them; what is there to be edited is left out. The last block is marked."""
+    blocks: list[tuple[list[str], list[tuple[str, str]]]] = []
+    comments: list[str] = []
+    editing = False
+    for line in text.splitlines()[1:]:
+        match = _DIRECTIVE.fullmatch(line)
+        if match:
+            if comments or editing or not blocks:
+                blocks.append((comments, []))
+                comments, editing = [], False
+            blocks[-1][1].append((match[1], line))
+        elif line.startswith("##SBATCH"):
+            continue
+        elif line.startswith("#"):
+            editing = editing or line.startswith("# EDIT")
+            comments = [] if editing else [*comments, line]
+        else:
+            comments, editing = [], False
+    return [(*block, i == len(blocks) - 1) for i, block in enumerate(blocks)]
+
+
+def _line(name: str, value: str | bool | None, line: str | None) -> str | None:
+    if value is None:
+        return line
+    if value is False:
+        return None
+    if not _NAME.fullmatch(name):
+        raise SlurmUsageError(f"--{name[:40]!a}: not an option of sbatch")
+    if value is True:
+        return f"#SBATCH --{name}"
+    if not _VALUE.fullmatch(value):
+        raise SlurmUsageError(
+            f"--{name}={value[:80]!a}: a batch script cannot hold this value; leave out spaces, quotes, $, # and "
+            "backslashes, or write the script yourself: resihp submit --dry-run prints one"
+        )
+    return f"#SBATCH --{name}={value}"
+
+
+def _one_line(text: str) -> str:
+    """Raises SlurmUsageError for text that would not stay on its line."""
+    if any(not character.isprintable() for character in text):
+        raise SlurmUsageError(f"{text[:80]!a}: has a character that a batch script cannot hold")
+    return text
+
+
+def _variable(name: str) -> str:
+    if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
+        raise SlurmUsageError(f"{name[:40]!a}: not a name of an environment variable")
+    return name
+
+
+def time_limit(seconds: float) -> str:
+    """Slurm's `days-hours:minutes:seconds`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days}-{hours:02}:{minutes:02}:{rest:02}"

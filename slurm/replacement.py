@@ -1,0 +1,191 @@
+"""A node in place of a lost one: a Slurm job of one node, submitted through submitit, whose only process is our agent.
+
+Decides what the job asks Slurm for, from what the main job has; when one is wanted is `resihp.controller`'s business,
+what becomes of it `wrapper.slurm_desk`'s. submitit looks at the environment of its process and waits for sbatch without
+end, so it gets a process of its own: `submit` starts `python -P -m slurm.replacement FOLDER` with an environment that
+says nothing of the main job, and a time limit. A job that has been submitted is noted in its folder by that process,
+whoever has died meanwhile: asked again, `submit` finds it there.
+
+What submitit pickles is in that folder, written by us: the call of `os.execv` by which the job becomes the agent. So
+nothing is pickled on the way back, signals reach the agent, and its output is the job's. submitit's own `srun` is left
+out, since the batch step of one node has all of the node; and of its defaults a wckey, which many clusters refuse.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from slurm import commands
+from slurm.calls import call, submit_environment
+from slurm.errors import SlurmOutputError, SlurmUnavailableError
+
+TIMEOUT_S = 30.0
+"""For starting Python, importing submitit, and sbatch."""
+
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+"""What the main job has on its own nodes."""
+_NOT_FOR_ONE = frozenset(
+    {
+        *("array", "begin", "chdir", "comment", "contiguous", "deadline", "error", "hold", "input", "mail-type"),
+        *("mail-user", "mincpus", "nodefile", "nodelist", "ntasks", "output", "parsable", "spread-job", "switches"),
+        *("test-only", "use-min-nodes", "wait", "wait-all-nodes", "wrap"),
+    }
+)
+"""Options of the main job that say nothing of what one more node must be like."""
+
+_WANTED, _SUBMITTED = "wanted.json", "slurm_job"
+
+
+class ReplacementJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked for. Empty strings: nothing is said. `folder` is the job's own, on the shared file system.
+
+    `seconds`: its time limit, None for none, 0 for the partition's default. `cpus` and `memory_mb` are for nodes that
+    are not taken whole. `extra`: options of sbatch, as the main job was given them.
+    """
+
+    folder: str
+    name: str
+    comment: str
+    command: tuple[str, ...]
+    exclude: tuple[str, ...] = ()
+    seconds: float | None = 0.0
+    gpus: int | None = None
+    cpus: int | None = None
+    memory_mb: int | None = None
+    exclusive: bool = True
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    constraint: str = ""
+    reservation: str = ""
+    extra: tuple[str, ...] = ()
+
+
+def submit(wanted: ReplacementJob, *, environment: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> str:
+    """Submit the job, unless it was before; returns its id.
+
+    Raises SlurmRefusedError when it was not, SlurmUnavailableError or SlurmOutputError when that is not known.
+    """
+    known = submitted(Path(wanted.folder))
+    if known is not None:
+        return known
+    folder = Path(wanted.folder)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (folder / _WANTED).write_bytes(msgspec.json.encode(wanted))
+    except OSError as error:
+        raise SlurmUnavailableError(f"{folder}: cannot be written: {error.strerror}") from None
+    clean = {name: value for name, value in submit_environment(environment).items() if name not in _DEVICES}
+    clean.pop("PYTHONPATH", None)  # the user's modules could shadow ours
+    argv = [sys.executable, "-P", "-m", "slurm.replacement", str(folder)]
+    answer = call(argv, environment=clean, timeout_s=timeout_s, folder=folder)
+    known = submitted(folder)
+    if known is not None:
+        return known
+    subject = f"{wanted.name}: not submitted"
+    if answer.complaint and "Traceback" not in answer.complaint:
+        raise commands.failure(subject, "sbatch", answer.complaint)
+    last_words = f": ...{answer.complaint[-200:]}" if answer.complaint else ""
+    raise SlurmOutputError(f"{subject}: submitit ended with {answer.status} and told of no job{last_words}")
+
+
+def submitted(folder: Path) -> str | None:
+    """The Slurm job that was submitted from this folder, if one was."""
+    try:
+        text = (folder / _SUBMITTED).read_text().strip()
+    except OSError:
+        return None
+    return text if text.isdigit() else None
+
+
+def folder_of(folder: Path, number: int) -> Path:
+    """Where request `number` of a job is kept, in the folder of all of them."""
+    return folder / f"r{number}"
+
+
+def all_submitted(folder: Path) -> dict[int, str]:
+    """The Slurm jobs that were submitted for a job, by the number of the request; `folder` is that of all of them."""
+    try:
+        names = [each.name for each in folder.iterdir()]
+    except OSError:
+        return {}
+    numbers = sorted(int(name[1:]) for name in names if name[:1] == "r" and name[1:].isdigit())
+    found = {number: submitted(folder_of(folder, number)) for number in numbers}
+    return {number: job for number, job in found.items() if job is not None}
+
+
+def parameters(wanted: ReplacementJob) -> dict[str, Any]:
+    """For `submitit.SlurmExecutor.update_parameters`, whose names for sbatch's options these are."""
+    options, exclude = _extra(wanted.extra, wanted.exclude)
+    options |= {"no-requeue": True, **({"reservation": wanted.reservation} if wanted.reservation else {})}
+    if wanted.exclusive:
+        options["mem"] = 0
+    elif wanted.memory_mb is not None:
+        options["mem"] = f"{wanted.memory_mb}M"
+    given: dict[str, Any] = {
+        "job_name": wanted.name,
+        "comment": wanted.comment,
+        "nodes": 1,
+        "ntasks_per_node": 1,
+        "time": _minutes(wanted.seconds),
+        "gpus_per_node": wanted.gpus,
+        "cpus_per_task": None if wanted.exclusive else wanted.cpus,
+        "exclusive": wanted.exclusive or None,
+        "partition": wanted.partition or None,
+        "account": wanted.account or None,
+        "qos": wanted.qos or None,
+        "constraint": wanted.constraint or None,
+        "exclude": exclude or None,
+        "wckey": None,
+        "use_srun": False,
+        "stderr_to_stdout": True,
+        "additional_parameters": options,
+    }
+    return given
+
+
+def _minutes(seconds: float | None) -> int | None:
+    """As sbatch has time limits: 0 is none, nothing said the partition's default."""
+    if seconds is None:
+        return 0
+    return max(1, int(seconds // 60)) if seconds else None
+
+
+def _extra(extra: Iterable[str], exclude: Iterable[str]) -> tuple[dict[str, Any], str]:
+    """The main job's further options, and all that is to be left out."""
+    options: dict[str, Any] = {}
+    left_out = list(exclude)
+    for option in extra:
+        name, separator, value = option.removeprefix("--").partition("=")
+        if name == "exclude":
+            left_out.append(value)
+        elif name not in _NOT_FOR_ONE:
+            options[name] = value if separator else True
+    return options, ",".join(left_out)
+
+
+def main(folder: Path) -> None:
+    """In a process of its own: submit what is wanted, and note what came of it."""
+    import submitit
+
+    wanted = msgspec.json.decode((folder / _WANTED).read_bytes(), type=ReplacementJob)
+    executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=0, python=f"{shlex.quote(sys.executable)} -P")
+    executor.update_parameters(**parameters(wanted))
+    try:
+        job = executor.submit(os.execv, wanted.command[0], list(wanted.command))
+    except submitit.core.utils.FailedJobError:
+        sys.exit(1)  # sbatch's words are on standard error by now
+    note = folder / f".{_SUBMITTED}"
+    note.write_text(f"{job.job_id}\n")
+    note.rename(folder / _SUBMITTED)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

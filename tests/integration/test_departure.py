@@ -1,0 +1,109 @@
+"""A job that is asked to stop writes a checkpoint first, and goes on from there as if nothing had been."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from resihp import checkpoints, journal
+from tests.integration.jobs import Job, jobs
+
+ITERATIONS = 24
+SMALL = {"nodes": 2, "gpus": 2, "tp": 1, "pp": 2}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """The same job, left alone."""
+    for make in jobs(tmp_path_factory.mktemp("left-alone")):
+        job = make("job").train(iterations=ITERATIONS, **SMALL).wait()
+        assert job.status == 0, job.stderr
+        yield job
+
+
+def committed(job: Job) -> int:
+    """Iterations so far, from the journal itself: asking takes longer than they do."""
+    newest = 0
+    for file in (job.folder / "local").rglob("journal"):
+        with suppress(OSError):
+            entries = [record.entry for record in journal.read(file)]
+            newest = max(newest, sum(isinstance(entry, journal.IterationCommitted) for entry in entries))
+    return newest
+
+
+def newest_checkpoint(job: Job) -> int:
+    folder = checkpoints.newest_complete(job.folder / "home" / "jobs" / "local-1" / "checkpoints")
+    assert folder is not None, job.stderr
+    return checkpoints.iteration_of(folder)
+
+
+def goes_on(job: Job, reference: Job, stopped_after: int) -> None:
+    """Resume, and compare with the job that was left alone."""
+    job.train("--resume", "local-1", iterations=ITERATIONS, **SMALL).wait()
+    assert job.status == 0, job.stderr
+    losses, expected = job.losses(), reference.losses()
+    assert list(losses) == list(range(stopped_after + 1, ITERATIONS + 1))
+    assert losses == pytest.approx({i: expected[i] for i in losses}, rel=1e-6)
+
+
+def test_a_warning_leads_to_a_checkpoint_and_the_job_goes_on_from_it(job: Job, reference: Job) -> None:
+    job.train(iterations=ITERATIONS, **SMALL)
+    before = job.until(lambda: (done := committed(job)) >= 3 and done)
+    assert job.process is not None
+    job.process.send_signal(signal.SIGUSR2)
+    job.wait(60)
+    assert job.status == 75, job.stderr
+    done = max(job.losses())
+    assert before < done < ITERATIONS
+    assert newest_checkpoint(job) == done
+    assert job.history("failures") == []
+    entries = [record.entry for file in (job.folder / "local").rglob("journal") for record in journal.read(file)]
+    told = [entry for entry in entries if isinstance(entry, journal.JobSignalled)]
+    assert told == [journal.JobSignalled(signal=signal.SIGUSR2, nodes=(), meaning="warning")]
+    goes_on(job, reference, done)
+
+
+def test_signals_to_every_process_but_ours_stop_the_job_and_blame_nobody(job: Job, reference: Job) -> None:
+    """As Slurm does it: CONT and TERM to all processes of all steps. Only the supervisor's are spared here."""
+    job.train(iterations=ITERATIONS, **SMALL)
+    job.until(lambda: committed(job) >= 3)
+    targets = [p for p in job.processes() if _is_of_a_step(p)]
+    assert len(targets) == 2 * (1 + 1 + 2) + 1, "agents, fork servers, workers, and the store"
+    for number in (signal.SIGCONT, signal.SIGTERM):
+        for process in targets:
+            process.send_signal(number)
+    job.wait(60)
+    assert job.status == 143, job.stderr
+    done = max(job.losses())
+    assert newest_checkpoint(job) == done
+    assert job.history("failures") == []
+    assert {row["exit"] for row in job.history("workers")} == {-signal.SIGTERM}
+    goes_on(job, reference, done)
+
+
+def _is_of_a_step(process: psutil.Process) -> bool:
+    command = process.cmdline()
+    return any(name in command for name in ("wrapper.agent", "resihp.forkserver", "resihp.store"))
+
+
+def test_the_script_that_goes_on_after_training_hears_signals_again(job: Job, tmp_path: Path) -> None:
+    """Training disregards TERM, but what the script does before and after it does not."""
+    script = tmp_path / "after.py"
+    example = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
+    script.write_text(
+        "import os, runpy, signal, sys\n"
+        f"sys.argv[0] = {str(example)!r}\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
+        "print('heard again', flush=True)\n"
+    )
+    tiny = ("--layers", "4", "--hidden", "32", "--tokens", "64", "--micro-batches", "8", "--iterations", "2")
+    job.start(command=("python", str(script), *tiny), nodes=1, gpus=1, tp=1, pp=1)
+    assert job.wait().status == 0, job.stderr
+    logs = (job.folder / "home" / "jobs" / "local-1" / "logs").glob("*.rank0.log")
+    assert any("heard again" in log.read_text() for log in logs)

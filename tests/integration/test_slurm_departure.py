@@ -1,0 +1,53 @@
+"""Slurm wants a job to end: it is saved first, nobody is blamed, and it comes back if it is to."""
+
+from __future__ import annotations
+
+from resihp.journal import CheckpointCommitted, FailureFound, JobEnded, JobSignalled
+from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference
+
+PATIENT = {"KillWait": "30"}
+"""As Slurm has it: how long after TERM comes KILL."""
+
+
+def saved(desk: Desk, job: str) -> int:
+    """The last committed iteration, of which there must be a checkpoint."""
+    (checkpoint,) = desk.of(job, CheckpointCommitted)
+    done = desk.committed(job)
+    assert checkpoint.iteration == done, desk.output(job)
+    assert desk.of(job, FailureFound) == []
+    return done
+
+
+def test_a_cancelled_job_is_saved_before_it_ends(cluster: MakeCluster) -> None:
+    """TERM reaches every process of the job at once: agents, fork servers, workers, supervisor and store."""
+    desk = Desk(cluster(nodes=2, gpus=2, settings=PATIENT))
+    desk.pace(0.1)
+    job = desk.sbatch_training(ITERATIONS, nodes=2)
+    desk.until_committed(job, 3)
+    assert desk.run("scancel", job).returncode == 0
+    desk.wait(job)
+    assert desk.state(job)[0] == "CANCELLED"
+    desk.until(lambda: desk.of(job, JobEnded), job)
+    assert [entry.meaning for entry in desk.of(job, JobSignalled)] == ["cancelled"], desk.output(job)
+    assert desk.of(job, JobEnded)[0].exit_code == 143
+    assert 3 <= saved(desk, job) < ITERATIONS
+    told, ended = (next(r.at for r in desk.records(job) if isinstance(r.entry, k)) for k in (JobSignalled, JobEnded))
+    print(f"saved and ended {ended - told:.1f} s after Slurm had told why")
+    assert set(desk.cluster.states().values()) <= {"idle", "completing", "allocated", "mixed"}
+
+
+def test_a_warned_job_is_saved_and_comes_back(cluster: MakeCluster, reference: Reference) -> None:
+    desk = Desk(cluster(nodes=2, gpus=2, settings=PATIENT))
+    desk.pace(0.1)
+    job = desk.sbatch_training(ITERATIONS, nodes=2)
+    desk.until_committed(job, 3)
+    assert desk.run("scancel", "--batch", "--signal=USR2", job).returncode == 0
+    desk.until(lambda: desk.shown(job)["Restarts"] == "1" and desk.state(job)[0] == "PENDING", job)
+    assert [entry.meaning for entry in desk.of(job, JobSignalled)] == ["warning"]
+    assert desk.of(job, JobEnded)[0].exit_code == 75
+    done = saved(desk, job)
+    reference.check(desk.rows("iterations", job), last=done)
+    desk.pace(0.0)
+    assert desk.run("scontrol", "update", f"JobId={job}", "StartTime=now").returncode == 0
+    assert desk.wait(job) == ("COMPLETED", "0:0"), desk.output(job)
+    reference.check(desk.rows("iterations", job), first=done + 1)

@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration.cluster import Cluster, requires_slurm
+
+
+@pytest.fixture(scope="session")
+def real_cluster() -> Iterator[Cluster]:
+    """One cluster of four nodes for all tests that leave it as they found it."""
+    requires_slurm()
+    with Cluster(nodes=4, gpus=2) as cluster:
+        yield cluster

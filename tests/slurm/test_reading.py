@@ -1,0 +1,266 @@
+"""Output of Slurm's commands, as it is, as it could be, and as it must never be: a view or SlurmOutputError."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from slurm import reading
+from slurm.client import NodeView
+from slurm.errors import SlurmOutputError
+from slurm.fake import expand
+from slurm.reading import FIELD, RECORD
+
+SAMPLES = Path(__file__).parents[3] / "shared" / "data" / "slurm"
+
+READERS: dict[str, Callable[[bytes], object]] = {
+    "nodes": reading.nodes,
+    "jobs": reading.jobs,
+    "hostnames": lambda output: reading.hostnames(output, "n[1-3]"),
+    "version": reading.version,
+    "cluster": reading.cluster,
+    "submitted": reading.submitted,
+    "script": lambda output: reading.script(output, "7"),
+    "seconds_left": lambda output: reading.seconds_left(output.decode("utf-8", "replace")),
+    "gpus": lambda output: reading.gpus(output.decode("utf-8", "replace")),
+    "expand": lambda output: expand(output.decode("utf-8", "replace")),
+}
+
+NODE = ("n1", "idle+drain", "resihp: a | b = c é", "root", "10.0.0.1", "2048", "1031000", "gpu:h100:8(S:0-1),nic:2")
+JOB = ("17", "17", "me", "RUNNING", "n[1-2]", "n1", "None", "1", "1-02:03:04", "N/A", "a b|c")
+
+
+def sample(name: str) -> str:
+    path = SAMPLES / name
+    if not path.exists():
+        pytest.skip(f"the recorded outputs of Slurm are not here ({path.parent})")
+    return path.read_text()
+
+
+def output(*records: tuple[str, ...]) -> bytes:
+    return "".join(FIELD.join(record) + RECORD + "\n" for record in records).encode()
+
+
+def test_a_node() -> None:
+    assert reading.nodes(output(NODE)) == {
+        "n1": NodeView(
+            name="n1",
+            state="idle",
+            flags=frozenset({"drain"}),
+            reason="resihp: a | b = c é",
+            reason_by="root",
+            address="10.0.0.1",
+            cpus=2048,
+            memory_mb=1031000,
+            gpus=8,
+        )
+    }
+
+
+def test_nodes_of_two_partitions_are_one() -> None:
+    other = ("n2", "DOWN+NOT_RESPONDING", "none", "Unknown", "n2", "1", "1", "(null)")
+    views = reading.nodes(output(NODE, other, NODE))
+    assert set(views) == {"n1", "n2"}
+    assert views["n2"].flags == {"not_responding"}
+    assert (views["n2"].state, views["n2"].reason, views["n2"].reason_by, views["n2"].gpus) == ("down", "", "", 0)
+
+
+def test_line_breaks_in_a_reason_shift_nothing() -> None:
+    broken = (*NODE[:2], "two\nlines\n", *NODE[3:])
+    assert reading.nodes(output(broken, ("n2", *NODE[1:])))["n1"].reason == "two\nlines\n"
+
+
+def test_padded_fields_are_the_same() -> None:
+    padded = tuple(field.ljust(40) for field in NODE)
+    assert reading.nodes(output(padded)) == reading.nodes(output(NODE))
+
+
+def test_a_job() -> None:
+    ((ids, view, nodelist),) = reading.jobs(output(JOB))
+    assert ids == {"17"}
+    assert nodelist == "n[1-2]"
+    assert (view.name, view.user, view.state, view.batch_host) == ("a b|c", "me", "running", "n1")
+    assert (view.why, view.restarts, view.seconds_left, view.preempted) == ("", 1, 93784.0, False)
+
+
+def test_a_pending_job_of_an_array() -> None:
+    pending = ("57", "55_2", "me", "PENDING", "", "n/a", "Priority", "0", "UNLIMITED", "N/A", "x")
+    ((ids, view, nodelist),) = reading.jobs(output(pending))
+    assert ids == {"57", "55_2"}
+    assert (nodelist, view.batch_host, view.why, view.seconds_left) == ("", "", "Priority", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("0:00", 0),
+        ("4:59", 299),
+        ("1:00:00", 3600),
+        ("13-06:37:11", 1147031),
+        ("UNLIMITED", None),
+        ("NOT_SET", None),
+        ("INVALID", 0),
+    ],
+)
+def test_time_left(text: str, seconds: float | None) -> None:
+    assert reading.seconds_left(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "-1:00", "1:2:3:4", "soon", "5", "1-", "1:00:00 left", "1٣:00"])
+def test_no_time(text: str) -> None:
+    with pytest.raises(SlurmOutputError):
+        reading.seconds_left(text)
+
+
+@pytest.mark.parametrize(
+    ("gres", "count"),
+    [
+        ("(null)", 0),
+        ("", 0),
+        ("gpu", 1),
+        ("gpu:2", 2),
+        ("gpu:ampere:8", 8),
+        ("gpu:h100:8(S:0-1)", 8),
+        ("gpu:a100:4(S:0,1),gpu:v100:2(S:1),nic:mlx5:9", 6),
+        ("nic:2,shard:32", 0),
+    ],
+)
+def test_gpus(gres: str, count: int) -> None:
+    assert reading.gpus(gres) == count
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ("", *NODE[1:]),
+        ("-n", *NODE[1:]),
+        ("n 1", *NODE[1:]),
+        (NODE[0], "", *NODE[2:]),
+        (NODE[0], "idle*", *NODE[2:]),
+        (*NODE[:5], "2K", *NODE[6:]),
+        (*NODE[:5], "-1", *NODE[6:]),
+        (*NODE[:6], "", NODE[7]),
+        (*NODE[:7], "gpu:a:many"),
+        NODE[:-1],
+        (*NODE, "more"),
+    ],
+)
+def test_nodes_that_cannot_be(bad: tuple[str, ...]) -> None:
+    with pytest.raises(SlurmOutputError, match="slurm: "):
+        reading.nodes(output(NODE, bad))
+
+
+@pytest.mark.parametrize(
+    ("place", "text"), [(0, "x"), (0, ""), (3, ""), (3, "R U"), (4, "n[1 -2]"), (4, "-n"), (7, ""), (7, "?"), (8, "?")]
+)
+def test_jobs_that_cannot_be(place: int, text: str) -> None:
+    with pytest.raises(SlurmOutputError, match="slurm: "):
+        reading.jobs(output(JOB, (*JOB[:place], text, *JOB[place + 1 :])))
+
+
+@pytest.mark.parametrize("length", range(1, len(output(NODE)) - 2))
+def test_a_record_that_is_cut_off(length: int) -> None:
+    with pytest.raises(SlurmOutputError):
+        reading.nodes(output(NODE) + output(NODE)[:length])
+
+
+def test_other_encodings_look_odd_and_break_nothing() -> None:
+    assert reading.nodes(output(NODE).replace("é".encode(), b"\xe9"))["n1"].reason == "resihp: a | b = c �"
+    with pytest.raises(SlurmOutputError):
+        reading.nodes(output(NODE).replace(b"n1", b"n\xe9"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (b"slurm-wlm 22.05.8\n", (22, 5, 8)),
+        (b"slurm 24.11.3\n", (24, 11, 3)),
+        (b"slurm 25.05.0-0rc1\n", (25, 5, 0)),
+    ],
+)
+def test_versions(text: bytes, expected: tuple[int, int, int]) -> None:
+    assert reading.version(text) == expected
+
+
+def test_a_submitted_job() -> None:
+    assert reading.submitted(b"17\n") == "17"
+    assert reading.submitted(b"17;cluster-b\n") == "17"
+    assert reading.submitted(b"your quota is fine\n17\n") == "17"
+    for text in (b"", b"\n", b"Submitted batch job\n", b"17;\n", b"x17\n"):
+        with pytest.raises(SlurmOutputError):
+            reading.submitted(text)
+
+
+def test_a_script_is_read_as_it_is_or_not_at_all() -> None:
+    assert reading.script("#!/bin/sh\necho é\n".encode(), "7") == "#!/bin/sh\necho é\n"
+    for text in (b"", b"no script\n", b"#!/bin/sh\necho \xe9\n"):
+        with pytest.raises(SlurmOutputError, match="7"):
+            reading.script(text, "7")
+
+
+@pytest.mark.parametrize("reader", READERS)
+@given(text=st.binary() | st.text().map(str.encode) | st.text("n0123456789[]-,: \n+_|\x1e\x1f").map(str.encode))
+def test_whatever_comes_is_read_or_an_output_error(reader: str, text: bytes) -> None:
+    with contextlib.suppress(SlurmOutputError):
+        READERS[reader](text)
+
+
+@given(
+    fields=st.lists(
+        st.tuples(*(st.text(max_size=12) | st.sampled_from([*NODE, "gpu:1", "7"]) for _ in NODE)), max_size=4
+    ),
+    jobs=st.lists(st.tuples(*(st.text(max_size=12) | st.sampled_from([*JOB, "7"]) for _ in JOB)), max_size=4),
+)
+def test_records_of_the_right_shape_are_read_or_an_output_error(
+    fields: list[tuple[str, ...]], jobs: list[tuple[str, ...]]
+) -> None:
+    for read, records in ((reading.nodes, fields), (reading.jobs, jobs)):
+        raw = "".join(FIELD.join(record) + RECORD + "\n" for record in records).encode("utf-8", "replace")
+        with contextlib.suppress(SlurmOutputError):
+            read(raw)
+
+
+@given(
+    reason=st.text(st.characters(exclude_characters="\x00\x1e\x1f", exclude_categories=["Cs"])).map(
+        lambda text: text.strip(" ")
+    )
+)
+@example(reason="State=IDLE\n\nn2")
+def test_any_reason_is_read_back(reason: str) -> None:
+    view = reading.nodes(output((*NODE[:2], reason, *NODE[3:])))["n1"]
+    assert view.reason == ("" if reason == "none" else reason)
+    assert view.cpus == 2048
+
+
+@pytest.mark.parametrize("reader", sorted(READERS.keys() - {"gpus"}))
+def test_other_commands_output_is_no_answer(reader: str) -> None:
+    """Real output of other commands and formats: what a wrapper script in PATH may print."""
+    paths = sorted(SAMPLES.glob("*.txt"))
+    if not paths:
+        pytest.skip(f"the recorded outputs of Slurm are not here ({SAMPLES})")
+    for path in paths:
+        with pytest.raises(SlurmOutputError):
+            READERS[reader](path.read_bytes())
+
+
+def test_recorded_node_lists() -> None:
+    text = sample("sample-scontrol-output-large.txt")
+    found = re.findall(r" Nodes=(\S+) .* TotalNodes=([0-9]+) ", text)
+    assert len(found) == 8
+    for nodelist, total in found:
+        assert reading.NODE_LIST.fullmatch(nodelist)
+        names = expand(nodelist)
+        assert len(names) == len(set(names)) == int(total)
+
+
+def test_recorded_times_and_resources() -> None:
+    jobs = [line.split("|#") for line in sample("sample-squeue-output.txt").splitlines() if "|#" in line]
+    assert [reading.seconds_left(job[13]) for job in jobs] == [1147031.0, 237394.0, 258901.0, 3600.0, 259200.0]
+    nodes = [line.split("|") for line in sample("sinfo-output-for-structured.txt").splitlines() if "|" in line]
+    assert {reading.gpus(node[1].strip()) for node in nodes} == {8}

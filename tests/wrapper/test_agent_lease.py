@@ -1,0 +1,82 @@
+"""An agent that comes in answer to a request for another node finds the supervisor by itself, and says whose it is."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from resihp.protocol import messages as m
+from resihp.protocol.framing import Envelope, SecureChannel, serve
+from tests.wrapper.conftest import StubJob
+from wrapper.jobs import SupervisorFile, write_private
+from wrapper.request import Program, RunRequest
+
+
+def request_of(stub_job: StubJob) -> RunRequest:
+    job = stub_job.job
+    return RunRequest(
+        job=job.name,
+        folder=str(job.folder),
+        program=Program(kind="command", argv=("sleep", "60"), interpreter=sys.executable, preload="json"),
+        command=("sleep", "60"),
+        cwd=str(stub_job.folder),
+        python_path="",
+        nodes=1,
+        gpus_per_node=2,
+        tp=1,
+        pp=1,
+        schedule="1f1b",
+        faults=(),
+        checkpoint_folder="",
+        checkpoint_every=0,
+        checkpoint_keep=1,
+        resume=False,
+        ledger_url="sqlite",
+        restart_count=0,
+        configuration={},
+    )
+
+
+def command(run_file: Path) -> list[str]:
+    return [sys.executable, "-P", "-m", "wrapper.agent", "--run", str(run_file), "--node", "n9", "--lease", "3"]
+
+
+def test_it_connects_to_whom_the_jobs_folder_names_and_tells_its_lease(stub_job: StubJob) -> None:
+    run_file = request_of(stub_job).save()
+
+    async def play() -> m.Join:
+        joined: asyncio.Future[m.Join] = asyncio.get_running_loop().create_future()
+
+        async def connected(channel: SecureChannel[Envelope[m.AgentMessage]]) -> None:
+            first = await channel.recv()
+            assert first is not None
+            assert isinstance(first.message, m.Join)
+            joined.set_result(first.message)
+            channel.post(Envelope(message=m.Release(grace_s=0.0)))
+            await channel.recv()
+
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = await serve(listener, stub_job.job.key, Envelope[m.AgentMessage], connected, lambda peer, why: None)
+        address = SupervisorFile(host="127.0.0.1", port=listener.getsockname()[1], pid=1)
+        write_private(stub_job.job.supervisor_file, msgspec.json.encode(address))
+        agent = await asyncio.create_subprocess_exec(*command(run_file))
+        try:
+            found = await asyncio.wait_for(joined, 30)
+            await asyncio.wait_for(agent.wait(), 30)
+        finally:
+            server.close()
+        return found
+
+    join = asyncio.run(play())
+    assert (join.node, join.lease, join.devices) == ("n9", 3, 2)
+
+
+def test_without_a_supervisor_to_be_found_it_says_so(stub_job: StubJob) -> None:
+    done = subprocess.run(command(request_of(stub_job).save()), capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 1
+    assert "supervisor.json does not tell where its supervisor is" in done.stderr

@@ -1,0 +1,148 @@
+"""Where a job goes on that Slurm has started again, and when that is one time too many."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from resihp.checkpoints import write_manifest
+from resihp.errors import JobNotFoundError, RestartBudgetError, UsageError
+from slurm.client import JobView, NodeView
+from slurm.fake import FakeSlurm
+from wrapper.exit_codes import exit_code_of
+from wrapper.jobs import find_job, runs_of
+from wrapper.request import RunRequest
+from wrapper.start import Options, prepare
+
+COMMAND = (sys.executable, "train.py")
+
+
+@pytest.fixture
+def batch(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As in the batch script of job 77 on two nodes."""
+    (fresh_home / "train.py").write_text("")
+    for name in [name for name in os.environ if name.startswith(("SLURM", "SBATCH"))]:
+        monkeypatch.delenv(name)
+    for name, value in {
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURMD_NODENAME": "n1",
+        "SLURM_JOB_CPUS_PER_NODE": "8(x2)",
+        "SLURM_GPUS_ON_NODE": "2",
+        "SLURM_CLUSTER_NAME": "fake",
+        "SLURM_JOB_PARTITION": "gpu",
+    }.items():
+        monkeypatch.setenv(name, value)
+    return fresh_home
+
+
+def start(
+    restart: int = 0, command: tuple[str, ...] = COMMAND, script: str = "#SBATCH --no-kill", **options: object
+) -> RunRequest:
+    """One run of the job, which Slurm has started again so many times."""
+    slurm = FakeSlurm([NodeView(name=name, state="allocated", address="127.0.0.1") for name in ("n1", "n2")])
+    slurm.job_views["77"] = JobView(id="77", name="resihp", user=slurm.user, state="running")
+    slurm.scripts["77"] = f"#!/bin/bash\n{script}\n"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_RESTART_COUNT", str(restart))
+        request = prepare(Options(job={"command": command}, **options), slurm)  # type: ignore[arg-type]
+    request.save()
+    return request
+
+
+def checkpoint(request: RunRequest, iteration: int) -> None:
+    part = Path(request.checkpoint_folder) / f"iteration-{iteration:06d}" / "part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"1234")
+    write_manifest(part.parent, iteration, [("part", 4)], "fingerprint", keep=2)
+
+
+def test_a_run_is_named_by_slurms_job_and_found_by_it(batch: Path) -> None:
+    first, again, third = start(), start(1), start(2)
+    assert [first.job, again.job, third.job] == ["77", "77-r1", "77-r2"]
+    assert find_job("77").name == "77-r2"
+    assert find_job("77-r1").name == "77-r1"
+    assert [job.name for job in runs_of("77")] == ["77-r2", "77-r1", "77"]
+    assert start(2).job == "77-r2-2", "a second one in the same allocation"
+    with pytest.raises(JobNotFoundError):
+        find_job("7")
+
+
+def test_what_the_allocation_is_reaches_the_controller(batch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESIHP_SLURM__SPARES", "1")
+    monkeypatch.setenv("RESIHP_SLURM__REPLACEMENTS", "3")
+    monkeypatch.setenv("RESIHP_SLURM__ON_WARNING", "end")
+    request = start()
+    assert request.node_names == ("n1", "n2")
+    assert (request.nodes, request.spares, request.gpus_per_node, request.succession) == (2, 1, 2, True)
+    assert request.host == "127.0.0.1"
+    assert request.slurm is not None
+    assert (request.slurm.job_id, request.slurm.cluster, request.slurm.cpus, request.slurm.gpus) == ("77", "fake", 8, 2)
+    assert request.slurm.partition == "gpu", "replacements go where the job is"
+    settings = request.settings
+    assert (settings.slurm, settings.spares, settings.replacements, settings.drains) == (True, 1, 3, 2)
+    assert (settings.batch_node, settings.on_warning, settings.replacement_least_left_s) == ("n1", "end", 1800)
+
+
+def test_missing_no_kill_is_a_warning(batch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start()
+    assert "--no-kill" not in capsys.readouterr().err
+    start(script="exec resihp run")
+    assert "job 77: no --no-kill in the batch script: if a node fails, Slurm ends the whole job" in (
+        capsys.readouterr().err
+    )
+
+
+def test_what_slurm_starts_again_goes_on_unasked(batch: Path) -> None:
+    first = start()
+    checkpoint(first, 40)
+    again = start(1)
+    assert (again.resume, again.checkpoint_folder, again.begins_at) == (True, first.checkpoint_folder, 40)
+    checkpoint(again, 80)
+    assert start(2).begins_at == 80
+
+
+def test_without_a_checkpoint_it_starts_afresh_with_a_notice(batch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start()
+    again = start(1)
+    assert (again.resume, again.begins_at) == (False, 0)
+    assert "restarted, and 77 left no complete checkpoint; starting afresh" in capsys.readouterr().err
+    other = start(2, command=(sys.executable, "train.py", "--other"))
+    assert not other.resume
+    assert "no earlier run is found" in capsys.readouterr().err
+
+
+def test_runs_that_get_nowhere_are_not_started_for_ever(batch: Path) -> None:
+    for restart in range(3):
+        start(restart)
+    with pytest.raises(RestartBudgetError, match="3 runs in a row began at the beginning and added no") as caught:
+        start(3)
+    assert exit_code_of(caught.value) == 4
+    assert len(runs_of("77")) == 3, "no folder was made"
+
+
+def test_progress_pays_into_the_restart_budget(batch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start()
+    checkpoint(start(1), 10)
+    start(2)
+    start(3)
+    checkpoint(start(4), 20)
+    start(5)
+    monkeypatch.setenv("RESIHP_SLURM__RESTARTS", "1")
+    with pytest.raises(RestartBudgetError, match="the last run began at iteration 20"):
+        start(6)
+
+
+def test_jobs_of_a_chain_share_a_folder(batch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = {"folder": str(batch / "saved")}
+    first = start(checkpoint=folder, resume_or_start=True)
+    assert not first.resume
+    assert "starting afresh" in capsys.readouterr().err
+    checkpoint(first, 7)
+    second = start(checkpoint=folder, resume_or_start=True)
+    assert (second.resume, second.begins_at, second.checkpoint_folder) == (True, 7, str(batch / "saved"))
+    with pytest.raises(UsageError, match="--resume-or-start: needs a folder that all jobs of the chain share"):
+        start(resume_or_start=True)

@@ -1,0 +1,500 @@
+"""What the supervisor asks of Slurm, and how often; what it makes of answers, refusals, and silence. Virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resihp.controller import interface as api
+from slurm import replacement
+from slurm.client import NodeView
+from slurm.errors import SlurmRefusedError, SlurmUnavailableError
+from slurm.exclusions import Exclusions
+from slurm.fake import FakeSlurm
+from slurm.polite import Polite
+from slurm.replacement import ReplacementJob
+from wrapper.request import Program, RunRequest, SlurmRequest
+from wrapper.slurm_desk import SlurmDesk, meaning_of
+
+NODES = ("n1", "n2", "n3", "n4")
+
+
+class Desk:
+    """A desk, the Slurm that it talks to, and the time. `n5` and `n6` are other nodes of the cluster."""
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        self.now = 1000.0
+        self.slurm = FakeSlurm((*NODES, "n5", "n6"), **changes)
+        self.main = self.slurm.add_job(*NODES, id="77", seconds_left=7200.0)
+        self.events: list[api.AnyEvent] = []
+        self.submitted: list[ReplacementJob] = []
+        self.trouble: list[Exception] = []
+        """What the next submissions raise."""
+        self.polite = Polite(self.slurm, clock=self.clock)
+        self.home = folder
+        self.request = RunRequest(
+            job="77",
+            folder=str(folder / "jobs" / "77"),
+            program=Program(kind="script", argv=("train.py",), interpreter="python"),
+            command=("train.py",),
+            cwd=str(folder),
+            python_path="",
+            nodes=4,
+            gpus_per_node=2,
+            tp=2,
+            pp=2,
+            schedule="1f1b",
+            faults=(),
+            checkpoint_folder="",
+            checkpoint_every=0,
+            checkpoint_keep=2,
+            resume=False,
+            ledger_url="sqlite",
+            restart_count=0,
+            configuration={},
+            node_names=NODES,
+            slurm=SlurmRequest(
+                job_id="77",
+                cluster="fake",
+                batch_node="n1",
+                host_names={},
+                cpus=16,
+                gpus=2,
+                memory_mb=1000,
+                partition="gpu",
+                spool=str(folder / "spool"),
+                extra=("--licenses=x", "--mail-type=END"),
+            ),
+        )
+        self.another()
+
+    def another(self) -> None:
+        """Another supervisor takes over: nothing is known but what is in the job's folder."""
+        self.desk = SlurmDesk(
+            self.request, self.events.append, self.polite, submit=self.submit, clock=self.clock, now=lambda: 1e9
+        )
+
+    def clock(self) -> float:
+        return self.now
+
+    def submit(self, wanted: ReplacementJob, environment: Mapping[str, str]) -> str:
+        if self.trouble:
+            raise self.trouble.pop(0)
+        self.submitted.append(wanted)
+        job = self.slurm.add_job(name=wanted.name, why="Priority")
+        Path(wanted.folder).mkdir(parents=True)
+        (Path(wanted.folder) / "slurm_job").write_text(job)
+        return job
+
+    def wait(self, seconds: float) -> list[api.AnyEvent]:
+        """Let time pass; returns what came of it."""
+        seen, until = len(self.events), self.now + seconds
+        while True:
+            pause_s = asyncio.run(self.desk.turn())
+            if self.now + pause_s > until:
+                self.now = until
+                return self.events[seen:]
+            self.now += max(pause_s, 0.001)
+
+    def do(self, action: Any, seconds: float = 0.0) -> list[api.AnyEvent]:
+        self.desk.carry_out(action)
+        return self.wait(seconds)
+
+    def ask(self, number: int = 1, seconds: float = 0.0) -> list[api.AnyEvent]:
+        return self.do(api.AskReplacement(replacement=number, exclude=(*NODES,)), seconds)
+
+    def of(self, kind: type) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def calls(self) -> int:
+        return sum(self.slurm.calls.values())
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+# --- politeness ---------------------------------------------------------------------------------------------------
+
+
+def test_a_healthy_job_hardly_asks_anything(desk: Desk) -> None:
+    desk.wait(600)
+    assert desk.calls <= 6
+    assert desk.slurm.calls["nodes"] <= 4
+    assert desk.of(api.TimeLeft) == [api.TimeLeft(seconds=7200.0)]
+
+
+def test_nodes_are_asked_for_all_together_and_only_changes_are_told(desk: Desk) -> None:
+    desk.wait(300)
+    assert [(e.node, e.state) for e in desk.of(api.SlurmSees)] == [(node, "allocated") for node in NODES]
+    flags = frozenset({"drain", "planned"})
+    desk.slurm.set_node("n2", state="mixed", flags=flags, reason="somebody's", reason_by="admin")
+    events = desk.wait(300)
+    assert events == [api.SlurmSees(node="n2", state="mixed+drain", reason="somebody's")]
+
+
+def test_a_time_limit_that_slurm_does_not_tell_is_asked_for_again(desk: Desk) -> None:
+    desk.slurm.unavailable = True
+    desk.wait(100)
+    assert desk.events == []
+    assert desk.slurm.calls["jobs"] <= 6
+    desk.slurm.unavailable = False
+    desk.wait(300)
+    assert desk.of(api.TimeLeft) == [api.TimeLeft(seconds=7200.0)]
+    asked = desk.slurm.calls["jobs"]
+    desk.wait(2000)
+    assert desk.slurm.calls["jobs"] == asked
+
+
+def test_no_limit_is_told_as_none(desk: Desk) -> None:
+    desk.slurm.set_job("77", seconds_left=None)
+    desk.wait(1)
+    assert desk.of(api.TimeLeft) == [api.TimeLeft(seconds=None)]
+
+
+def test_slurm_that_is_away_is_not_asked_without_end(desk: Desk) -> None:
+    desk.slurm.unavailable = True
+    desk.ask()
+    desk.do(api.WatchNode(node="n3"))
+    desk.wait(600)
+    assert desk.calls <= 30
+    assert desk.of(api.SlurmSees) == []
+
+
+def test_a_bug_in_dealing_with_slurm_does_not_end_the_job(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    desk.trouble = [KeyError("a bug")]
+    desk.ask()
+    assert "a bug" in caplog.text
+    assert desk.ask(2) == [api.ReplacementNews(replacement=2, state="pending", slurm_job="1", node=None, text="")]
+
+
+# --- drains and releases ------------------------------------------------------------------------------------------
+
+
+def test_an_operators_drain_is_slurms(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, operator=True)
+    events = desk.do(api.DrainNode(drain=1, node="n3", reason="job 77 lost rank 4, 5: silent for 6.0 s"))
+    assert [(e.drain, e.node, e.step, e.outcome) for e in desk.of(api.DrainStep)] == [
+        (1, "n3", "slurm", "done"),
+        (1, "n3", "exclusion", "done"),
+    ]
+    assert len(events) == len(desk.of(api.DrainStep)) + len(desk.of(api.TimeLeft))
+    view = desk.slurm.node_views["n3"]
+    assert view.draining
+    assert view.reason == "resihp: job 77 lost rank 4, 5: silent for 6.0 s"
+    assert [each.node for each in Exclusions(tmp_path, "fake").current(1e9)] == ["n3"]
+
+
+def test_without_rights_the_site_is_asked(desk: Desk) -> None:
+    (desk.home / "spool").mkdir()
+    desk.do(api.DrainNode(drain=1, node="n3", reason="silent"))
+    assert [(e.step, e.outcome) for e in desk.of(api.DrainStep)] == [
+        ("slurm", "refused"),
+        ("spool", "done"),
+        ("exclusion", "done"),
+    ]
+    assert len(list((desk.home / "spool").iterdir())) == 1
+
+
+def test_no_answer_to_a_drain_is_unknown(desk: Desk) -> None:
+    desk.slurm.unavailable = True
+    desk.do(api.DrainNode(drain=1, node="n3", reason="silent"))
+    assert [(e.step, e.outcome) for e in desk.of(api.DrainStep)][:1] == [("slurm", "unknown")]
+
+
+def test_a_node_of_somebody_elses_job_is_never_drained(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, operator=True)
+    desk.do(api.DrainNode(drain=1, node="n5", reason="silent"))
+    assert [(e.step, e.outcome) for e in desk.of(api.DrainStep)] == [("slurm", "refused")]
+    assert not desk.slurm.node_views["n5"].draining
+
+
+def test_a_node_is_given_back_and_the_others_are_kept(desk: Desk) -> None:
+    desk.do(api.ReleaseNode(node="n3", keep=("n1", "n2", "n4")))
+    assert desk.of(api.ReleaseAnswered) == [api.ReleaseAnswered(node="n3", outcome="done", text="")]
+    assert desk.slurm.job_views["77"].nodes == ("n1", "n2", "n4")
+
+
+def test_what_slurm_has_taken_back_already_is_neither_kept_nor_released(desk: Desk) -> None:
+    desk.slurm.set_job("77", nodes=("n1", "n3", "n4"))
+    desk.do(api.ReleaseNode(node="n2", keep=("n1", "n3", "n4")))
+    desk.do(api.ReleaseNode(node="n3", keep=("n1", "n2", "n4")))
+    assert [(e.node, e.outcome) for e in desk.of(api.ReleaseAnswered)] == [("n2", "done"), ("n3", "done")]
+    assert desk.slurm.calls["keep_nodes"] == 1
+    assert desk.slurm.job_views["77"].nodes == ("n1", "n4")
+
+
+@pytest.mark.parametrize(("how", "outcome"), [("refuse", "refused"), ("unavailable", "unknown")])
+def test_a_release_that_does_not_happen_is_told(desk: Desk, how: str, outcome: str) -> None:
+    desk.wait(20)
+    if how == "refuse":
+        desk.slurm.refuse["keep_nodes"] = "Requested operation is presently disabled"
+    else:
+        desk.slurm.unavailable = True
+    desk.do(api.ReleaseNode(node="n3", keep=("n1", "n2", "n4")))
+    assert [event.outcome for event in desk.of(api.ReleaseAnswered)] == [outcome]
+
+
+# --- Slurm's view -------------------------------------------------------------------------------------------------
+
+
+def test_a_watched_node_is_looked_at_until_slurm_knows(desk: Desk) -> None:
+    desk.wait(100)
+    before = desk.slurm.calls["nodes"]
+    desk.do(api.WatchNode(node="n3"), 60)
+    assert 2 <= desk.slurm.calls["nodes"] - before <= 5
+    desk.slurm.set_node("n3", flags=frozenset({"not_responding"}))
+    assert desk.wait(65) == [api.SlurmSees(node="n3", state="allocated+not_responding", reason="")]
+    desk.slurm.set_node("n3", state="down", flags=frozenset({"not_responding"}), reason="Not responding")
+    events = desk.wait(65)
+    assert events == [api.SlurmSees(node="n3", state="down+not_responding", reason="Not responding")]
+    before = desk.slurm.calls["nodes"]
+    desk.wait(600)
+    assert desk.slurm.calls["nodes"] - before <= 4
+    desk.slurm.set_node("n3", state="idle", flags=frozenset(), reason="")
+    assert desk.wait(200) == [api.SlurmSees(node="n3", state="idle", reason="")]
+
+
+def test_a_node_that_slurm_never_loses_is_not_watched_for_ever(desk: Desk) -> None:
+    desk.do(api.WatchNode(node="n3"), 900)
+    before = desk.slurm.calls["nodes"]
+    desk.wait(1800)
+    assert desk.slurm.calls["nodes"] - before <= 11
+
+
+@pytest.mark.parametrize(
+    ("view", "meaning"),
+    [
+        ({"state": "completing"}, "cancelled"),
+        ({"state": "cancelled"}, "cancelled"),
+        ({"state": "completing", "why": "TimeLimit", "seconds_left": 0.0}, "time-limit"),
+        ({"state": "running", "seconds_left": 0.0}, "time-limit"),
+        ({"state": "timeout"}, "time-limit"),
+        ({"state": "running", "preempted": True}, "preempted"),
+        ({"state": "completing", "preempted": True}, "preempted"),
+        ({"state": "running"}, "unknown"),
+    ],
+)
+def test_why_a_job_is_signalled(desk: Desk, view: dict[str, Any], meaning: str) -> None:
+    desk.wait(1)
+    desk.slurm.set_job("77", **view)
+    desk.do(api.AskWhy(), 1.5)
+    assert [event.meaning for event in desk.of(api.StopMeaning)] == [meaning]
+    assert meaning_of(desk.slurm.job_views["77"]) == meaning
+
+
+def test_slurms_view_may_be_older_than_its_signal(desk: Desk) -> None:
+    desk.wait(1)
+    assert desk.do(api.AskWhy(), 0.5) == []
+    desk.slurm.set_job("77", state="completing")
+    assert desk.wait(1) == [api.StopMeaning(meaning="cancelled")]
+
+
+def test_no_answer_to_why_is_unknown(desk: Desk) -> None:
+    desk.slurm.unavailable = True
+    desk.do(api.AskWhy(), 1.5)
+    assert desk.of(api.StopMeaning) == [api.StopMeaning(meaning="unknown")]
+
+
+def test_why_comes_before_everything_else(desk: Desk) -> None:
+    for number in range(3):
+        desk.desk.carry_out(api.AskReplacement(replacement=number, exclude=NODES))
+    desk.slurm.set_job("77", state="completing")
+    events = desk.do(api.AskWhy())
+    assert isinstance(events[0], api.StopMeaning)
+
+
+# --- replacements -------------------------------------------------------------------------------------------------
+
+
+def test_a_replacement_is_one_node_like_those_of_the_main_job(desk: Desk) -> None:
+    assert desk.ask()[-1] == api.ReplacementNews(replacement=1, state="pending", slurm_job="1", node=None, text="")
+    (wanted,) = desk.submitted
+    assert wanted.name == "resihp-77-r1"
+    assert "job 77" in wanted.comment
+    assert wanted.folder == str(desk.home / "jobs/77/replacements/r1")
+    assert wanted.command[1:4] == ("-P", "-m", "wrapper.agent")
+    assert wanted.command[-2:] == ("--lease", "1")
+    assert (wanted.exclude, wanted.partition, wanted.gpus, wanted.seconds) == (NODES, "gpu", 2, 7200.0)
+    assert wanted.extra == ("--licenses=x", "--mail-type=END")
+
+
+def test_nodes_that_our_jobs_stay_away_from_are_left_out_as_far_as_slurm_knows_them(desk: Desk) -> None:
+    exclusions = Exclusions(desk.home, "fake")
+    for node, until in (("n5", 2e9), ("n6", 1.0), ("gone", 2e9), ("n1", 2e9)):
+        exclusions.add(node, "bad", until)
+    desk.ask()
+    assert desk.submitted[0].exclude == (*NODES, "n5")
+
+
+def test_a_request_is_followed_until_its_job_has_ended(desk: Desk) -> None:
+    desk.ask()
+    desk.wait(60)
+    asked = desk.slurm.calls["jobs"]
+    assert 8 <= asked <= 14, "every five seconds at first"
+    desk.wait(150)
+    assert desk.slurm.calls["jobs"] - asked <= 11, "then every fifteen"
+    desk.slurm.start("1", "n5")
+    (running,) = [e for e in desk.wait(20) if isinstance(e, api.ReplacementNews)]
+    assert (running.state, running.node, running.slurm_job) == ("running", "n5", "1")
+    asked = desk.slurm.calls["jobs"]
+    desk.wait(600)
+    assert desk.slurm.calls["jobs"] - asked <= 8
+    desk.slurm.finish("1", "failed")
+    (ended,) = [e for e in desk.wait(200) if isinstance(e, api.ReplacementNews)]
+    assert (ended.state, ended.text) == ("ended", "the job is failed")
+    asked = desk.slurm.calls["jobs"]
+    desk.wait(600)
+    assert desk.slurm.calls["jobs"] == asked
+
+
+def test_a_node_that_came_is_looked_at_with_the_others_and_may_be_drained(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, operator=True)
+    desk.ask()
+    desk.slurm.start("1", "n5")
+    desk.wait(300)
+    assert "n5" in {event.node for event in desk.of(api.SlurmSees)}
+    desk.do(api.DrainNode(drain=1, node="n5", reason="silent"))
+    assert desk.slurm.node_views["n5"].draining
+
+
+def test_a_refused_submission_is_told(desk: Desk) -> None:
+    desk.trouble = [SlurmRefusedError("invalid partition")]
+    assert desk.ask()[-1] == api.ReplacementNews(
+        replacement=1, state="refused", slurm_job=None, node=None, text="invalid partition"
+    )
+    desk.wait(1000)
+    assert desk.submitted == []
+
+
+def test_a_submission_without_an_answer_is_tried_again_some_times(desk: Desk) -> None:
+    desk.trouble = [SlurmUnavailableError("no answer")] * 2
+    desk.ask(seconds=100)
+    assert [event.state for event in desk.of(api.ReplacementNews)] == ["pending"]
+    desk.trouble = [SlurmUnavailableError("no answer")] * 9
+    desk.ask(2, seconds=1000)
+    assert [(e.replacement, e.state) for e in desk.of(api.ReplacementNews)][-1] == (2, "refused")
+    assert len(desk.trouble) == 5
+
+
+def test_silence_about_a_request_is_no_end_of_it(desk: Desk) -> None:
+    desk.ask(seconds=20)
+    desk.slurm.unavailable = True
+    assert desk.wait(600) == []
+    desk.slurm.unavailable = False
+    desk.slurm.start("1", "n5")
+    assert [e.state for e in desk.wait(400) if isinstance(e, api.ReplacementNews)] == ["running"]
+
+
+def test_a_request_that_is_not_wanted_any_more_is_cancelled(desk: Desk) -> None:
+    desk.ask(seconds=20)
+    desk.do(api.CancelReplacement(replacement=1, reason="the first layout is back"), 30)
+    assert desk.slurm.job_views["1"].state == "cancelled"
+    assert [event.state for event in desk.of(api.ReplacementNews)] == ["pending"]
+
+
+def test_a_cancellation_without_an_answer_is_tried_again(desk: Desk) -> None:
+    desk.ask(seconds=20)
+    desk.slurm.unavailable = True
+    desk.do(api.CancelReplacement(replacement=1, reason="done"), 30)
+    desk.slurm.unavailable = False
+    desk.wait(60)
+    assert desk.slurm.job_views["1"].state == "cancelled"
+
+
+def test_a_request_that_is_cancelled_before_it_was_submitted_never_is(desk: Desk) -> None:
+    desk.trouble = [SlurmUnavailableError("no answer")]
+    desk.ask()
+    desk.do(api.CancelReplacement(replacement=1, reason="done"), 600)
+    assert desk.submitted == []
+
+
+def test_all_requests_are_cancelled_when_the_job_has_ended(desk: Desk) -> None:
+    desk.ask(1)
+    desk.ask(2)
+    desk.slurm.start("1", "n5")
+    desk.wait(20)
+    other = desk.slurm.add_job("n6")
+    earlier = desk.home / "jobs/77/replacements/r9"
+    earlier.mkdir(parents=True)
+    by_another_supervisor = desk.slurm.add_job()
+    (earlier / "slurm_job").write_text(by_another_supervisor)
+    asyncio.run(desk.desk.close())
+    states = {job: view.state for job, view in desk.slurm.job_views.items()}
+    assert states == {
+        "77": "running",
+        "1": "cancelled",
+        "2": "cancelled",
+        by_another_supervisor: "cancelled",
+        other: "running",
+    }
+
+
+def test_a_drain_that_was_decided_last_is_still_carried_out(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, operator=True)
+    desk.desk.carry_out(api.DrainNode(drain=1, node="n3", reason="silent"))
+    desk.desk.carry_out(api.AskReplacement(replacement=1, exclude=NODES))
+    asyncio.run(desk.desk.close())
+    assert desk.slurm.node_views["n3"].draining
+    assert desk.submitted == []
+
+
+def test_another_supervisor_knows_the_nodes_that_came(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, operator=True)
+    desk.ask(1)
+    desk.ask(2)
+    desk.slurm.start("1", "n5")
+    desk.slurm.finish("2", "failed")
+    desk.another()
+    news = [event for event in desk.wait(100) if isinstance(event, api.ReplacementNews)]
+    assert [(e.replacement, e.state, e.slurm_job, e.node) for e in news] == [
+        (1, "running", "1", "n5"),
+        (2, "ended", "2", None),
+    ]
+    assert "n5" in {event.node for event in desk.of(api.SlurmSees)}
+    desk.do(api.DrainNode(drain=1, node="n5", reason="silent"))
+    assert desk.slurm.node_views["n5"].draining
+    desk.do(api.CancelReplacement(replacement=1, reason="its node was lost"))
+    assert desk.slurm.job_views["1"].state == "cancelled"
+
+
+def test_why_is_asked_even_when_there_was_no_answer_a_moment_ago(desk: Desk) -> None:
+    desk.slurm.unavailable = True
+    desk.wait(60)
+    desk.slurm.unavailable = False
+    desk.slurm.set_job("77", state="completing")
+    assert desk.do(api.AskWhy())[:1] == [api.StopMeaning(meaning="cancelled")]
+
+
+def test_run_wakes_up_for_what_comes_in(desk: Desk) -> None:
+    async def play() -> None:
+        running = asyncio.create_task(desk.desk.run())
+        await asyncio.sleep(0)
+        desk.desk.carry_out(api.AskWhy())
+        desk.slurm.set_job("77", state="completing")
+        while not desk.of(api.StopMeaning):
+            await asyncio.sleep(0.001)
+        running.cancel()
+
+    asyncio.run(asyncio.wait_for(play(), 10))
+
+
+def test_a_job_that_was_submitted_is_found_again(tmp_path: Path) -> None:
+    """By a supervisor that asks again for what the last one decided."""
+    assert replacement.submitted(tmp_path) is None
+    (tmp_path / "slurm_job").write_text("41\n")
+    wanted = ReplacementJob(folder=str(tmp_path), name="resihp-77-r1", comment="", command=("true",))
+    assert replacement.submit(wanted, environment={}) == "41"
+
+
+def test_states_are_told_with_the_flags_that_count() -> None:
+    from wrapper.slurm_desk import state_of
+
+    view = NodeView(name="n1", state="down", flags=frozenset({"not_responding", "completing", "drain"}))
+    assert state_of(view) == "down+drain+not_responding"

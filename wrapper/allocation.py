@@ -1,0 +1,221 @@
+"""What the environment says of the Slurm allocation that we are in: nodes, what they have, how they are reached.
+
+`find` reads what Slurm set when the job began; what has changed since (a node gone) is not in it. It never starts or
+changes anything. Used by `resihp run` (`wrapper.start`), and by whoever has to listen where other nodes can connect.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import shlex
+import socket
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from resihp.errors import UsageError
+from slurm.client import Slurm
+from slurm.errors import SlurmError
+
+NOT_THERE = (
+    "not in a Slurm allocation: resihp submit job.toml submits a job, resihp submit job.toml --dry-run > job.sbatch "
+    "writes a batch script for sbatch, and --local runs on this machine"
+)
+
+SLURM_FALLBACK = "/tmp"
+"""Where Slurm starts a batch script whose folder is not there."""
+
+
+class Allocation(msgspec.Struct, frozen=True, kw_only=True):
+    """One Slurm job's nodes. Counts are those of the node that has least; None where Slurm does not tell."""
+
+    job_id: str
+    restart_count: int
+    nodes: tuple[str, ...]
+    """In Slurm's order, which is that of a step's tasks."""
+    batch_node: str
+    """Where the batch script runs; empty when that is none of the nodes, as with salloc on a login node."""
+    cpus_per_node: int | None
+    gpus_per_node: int | None
+    memory_mb: int | None
+    partition: str
+    account: str
+    qos: str
+    reservation: str
+    uneven: bool
+    """Whether nodes have different numbers of CPUs."""
+
+
+def job_id(environment: Mapping[str, str]) -> str:
+    """The Slurm job that this environment is in; empty outside of one."""
+    return environment.get("SLURM_JOB_ID") or environment.get("SLURM_JOBID") or ""
+
+
+def find(environment: Mapping[str, str], slurm: Slurm) -> Allocation:
+    """The allocation that this environment is in. Raises UsageError where there is none, SlurmError."""
+    job = job_id(environment)
+    if not job:
+        raise UsageError(NOT_THERE)
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    if "SLURM_STEP_ID" in environment and tasks.isdigit() and int(tasks) > 1:
+        raise UsageError(
+            f"job {job}: resihp run was started {tasks} times by srun; call it in the batch script without srun, "
+            "it starts one agent a node itself"
+        )
+    submitted_in = environment.get("SLURM_SUBMIT_DIR", "")
+    if os.getcwd() == SLURM_FALLBACK and submitted_in and not os.path.isdir(submitted_in):
+        raise UsageError(
+            f"job {job}: the folder it was submitted from, {submitted_in}, is not there on {socket.gethostname()}; "
+            "submit from a folder that all nodes share, or name one: sbatch --chdir=FOLDER"
+        )
+    nodelist = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
+    if not nodelist:
+        raise UsageError(f"job {job}: SLURM_JOB_NODELIST is not set; call resihp run in the batch script itself")
+    nodes = slurm.expand(nodelist)
+    here = environment.get("SLURMD_NODENAME", "")
+    cpus = counts(environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    least = min(cpus, default=None)
+    restarts = environment.get("SLURM_RESTART_COUNT", "")
+    return Allocation(
+        job_id=job,
+        restart_count=int(restarts) if restarts.isdigit() else 0,
+        nodes=nodes,
+        batch_node=here if here in nodes else "",
+        cpus_per_node=least,
+        gpus_per_node=_gpus(environment),
+        memory_mb=_memory_mb(environment, least),
+        partition=environment.get("SLURM_JOB_PARTITION", ""),
+        account=environment.get("SLURM_JOB_ACCOUNT", ""),
+        qos=environment.get("SLURM_JOB_QOS", ""),
+        reservation=environment.get("SLURM_JOB_RESERVATION", ""),
+        uneven=len(set(cpus)) > 1,
+    )
+
+
+_COUNT = re.compile(r"(\d+)(?:\(x\d+\))?")
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """The different counts in Slurm's `16(x3),8`; none if it is not of that form."""
+    found = [_COUNT.fullmatch(part) for part in text.split(",")] if text else []
+    return tuple(int(match[1]) for match in found if match is not None) if all(found) else ()
+
+
+def _gpus(environment: Mapping[str, str]) -> int | None:
+    """`SLURM_GPUS_ON_NODE=8`, else the indices in `SLURM_JOB_GPUS=0,1`, else what was asked: `a100:8`, `gpu:8`."""
+    on_node = environment.get("SLURM_GPUS_ON_NODE", "")
+    if on_node.isdigit():
+        return int(on_node)
+    for name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
+        if indices := environment.get(name):
+            return len(indices.split(","))
+    asked = re.fullmatch(r"(?:[^,]*:)?(\d+)(?:\([^)]*\))?", environment.get("SLURM_GPUS_PER_NODE", ""))
+    return None if asked is None else int(asked[1])
+
+
+def _memory_mb(environment: Mapping[str, str], cpus: int | None) -> int | None:
+    node, cpu = environment.get("SLURM_MEM_PER_NODE", ""), environment.get("SLURM_MEM_PER_CPU", "")
+    if node.isdigit() and int(node) > 0:
+        return int(node)
+    return int(cpu) * cpus if cpu.isdigit() and int(cpu) > 0 and cpus is not None else None
+
+
+def batch_script(slurm: Slurm, job_id: str) -> str | None:
+    """The text of the job's batch script; None if Slurm does not give it, as for an interactive allocation."""
+    try:
+        return slurm.batch_script(job_id)
+    except SlurmError:
+        return None
+
+
+def no_kill_seen(environment: Mapping[str, str], script: str | None) -> bool:
+    """Whether sbatch was told --no-kill, as far as anybody can see: Slurm itself never tells (22.05 to 24.11).
+
+    `script`: the batch script's text, None if it cannot be had. On sbatch's own command line the option leaves no
+    trace.
+    """
+    if environment.get("SBATCH_NO_KILL", "off") != "off":
+        return True
+    for line in (script or "").splitlines():
+        if line.startswith("#SBATCH"):
+            try:
+                options = shlex.split(line.removeprefix("#SBATCH"), comments=True)
+            except ValueError:
+                continue
+            if any(option in ("--no-kill", "-k") for option in options):
+                return True
+        elif line.strip() and not line.startswith("#"):
+            return False  # sbatch reads no further
+    return False
+
+
+# --- addresses ------------------------------------------------------------------------------------------------------
+
+
+def addresses(slurm: Slurm, nodes: Sequence[str]) -> dict[str, str]:
+    """Name or address that Slurm itself reaches each node by; the node's name where it does not tell."""
+    try:
+        views = slurm.nodes(nodes)
+    except SlurmError:
+        views = {}
+    return {node: (views[node].address if node in views else "") or node for node in nodes}
+
+
+def own_address(own: str, others: Sequence[str]) -> str:
+    """The address of this machine that other nodes can connect to. Raises UsageError.
+
+    `own`, `others`: names or addresses of this node and the others. Where this node's name leads to itself only, as
+    /etc/hosts often has it, the address is taken that packets to the others start from.
+    """
+    theirs = [_resolve(other) for other in others]
+    alone = all(found and all(map(_is_loopback, found)) for found in theirs)
+    for address in _resolve(own):
+        if (alone or not _is_loopback(address)) and _is_ours(address):
+            return address
+    for address in (address for found in theirs for address in found):
+        source = _source_of_packets_to(address)
+        if source is not None and (alone or not _is_loopback(source)):
+            return source
+    if alone:
+        return "127.0.0.1"
+    raise UsageError(
+        f"{own}: no address of this machine is found that {others[0]} could connect to; "
+        f"check that getent hosts {own} and getent hosts {others[0]} answer here"
+    )
+
+
+def _resolve(name: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _is_ours(address: str) -> bool:
+    try:
+        with socket.socket(_family(address), socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _source_of_packets_to(address: str) -> str | None:
+    """No packet is sent."""
+    try:
+        with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None

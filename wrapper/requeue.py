@@ -1,0 +1,62 @@
+"""The last thing a guardian does for a job that is to come back: ask Slurm to run it again.
+
+Slurm ends the batch script as soon as it has accepted, so the answer may never be heard: `requeue` is deaf to TERM
+meanwhile, and so is the command that it starts. No answer means that it may have happened; asking twice does no harm,
+for a job that already waits is what was asked for. The job begins about two minutes later: Slurm sets its begin time
+when the last of its processes is gone, so that nobody is left who could ask for less. Decides nothing else.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from slurm.client import Slurm
+from slurm.errors import SlurmError, SlurmRefusedError
+
+PATIENCE_S = 20.0
+"""How long to ask a controller that does not answer: Slurm kills the batch script 30 s after TERM, if not told else."""
+PAUSE_S = 1.0
+
+
+def requeue(
+    job_id: str,
+    slurm: Slurm,
+    *,
+    patience_s: float = PATIENCE_S,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Ask until Slurm has answered; whether the job will run again, as far as is known. Main thread only."""
+    deadline = clock() + patience_s
+    with _deaf():
+        while True:
+            try:
+                slurm.requeue(job_id)
+            except SlurmRefusedError as error:
+                _say(f"{error}; it can be submitted again, to go on from its last checkpoint")
+                return False
+            except SlurmError as error:
+                if clock() + PAUSE_S > deadline:
+                    _say(f"{error}; if it does not come back, try: scontrol requeue {job_id}")
+                    return False
+            else:
+                _say(f"job {job_id}: requeued; it goes on from its last checkpoint, in two minutes or later")
+                return True
+            sleep(PAUSE_S)
+
+
+def _say(text: str) -> None:
+    print(f"resihp: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,102 @@
+"""Where a run goes on from: the checkpoints of another run, and whether another start is worth it.
+
+What Slurm starts again goes on where it was, asked or not. A job whose runs add no checkpoint, one after the other, is
+not run for ever: it ends with the exit code of a spent budget. Reads files, writes none. Used by `resihp run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from resihp.checkpoints import iteration_of, newest_complete
+from resihp.errors import CheckpointError, RestartBudgetError, UsageError
+from wrapper.config import Configuration
+from wrapper.jobs import Job, all_jobs, find_job, home, runs_of
+from wrapper.request import RunRequest, load
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """`folder`: whose checkpoints are taken, and where new ones go; `iteration`: of the newest one seen there."""
+
+    folder: Path
+    iteration: int
+
+
+def asked_for(configuration: Configuration, name: str) -> Resumption:
+    """For `--resume [NAME]`: the named job's folder, the configured one, or the newest job's that has a checkpoint.
+
+    Raises CheckpointError when there is none. Which checkpoint in it is complete, the trainer finds out.
+    """
+    if name or configuration.checkpoint.folder:
+        folder = checkpoint_folder_of(find_job(name)) if name else Path(configuration.checkpoint.folder).absolute()
+        found = _newest(folder)
+        if found is None:
+            raise CheckpointError(f"--resume: no complete checkpoint in {folder}")
+        return found
+    for job in all_jobs():
+        found = _newest(checkpoint_folder_of(job))
+        if found is not None:
+            return found
+    raise CheckpointError(
+        f"--resume: no job in {home()} has a complete checkpoint; name a folder with --checkpoint-folder"
+    )
+
+
+def if_there_is_one(configuration: Configuration, notice: Callable[[str], None]) -> Resumption | None:
+    """For `--resume-or-start`, as in a chain of jobs. Raises UsageError when no folder is configured."""
+    if not configuration.checkpoint.folder:
+        raise UsageError(
+            "--resume-or-start: needs a folder that all jobs of the chain share; name it with --checkpoint-folder"
+        )
+    folder = Path(configuration.checkpoint.folder).absolute()
+    found = _newest(folder)
+    if found is None:
+        notice(f"no complete checkpoint in {folder}; starting afresh")
+    return found
+
+
+def after_restart(
+    job_id: str, restart_count: int, command: Sequence[str], most_in_vain: int, notice: Callable[[str], None]
+) -> Resumption | None:
+    """Where the earlier runs of this command in the same Slurm job got to; None, with a notice, for nowhere.
+
+    Raises RestartBudgetError after `most_in_vain` runs in a row that added no checkpoint.
+    """
+    runs = [request for run in runs_of(job_id) if (request := _load(run)) is not None]
+    earlier = [run for run in runs if run.restart_count < restart_count and run.command == tuple(command)]
+    if not earlier:
+        notice(f"job {job_id}: restarted, and no earlier run is found in {home()}; starting afresh")
+        return None
+    found = _newest(Path(earlier[0].checkpoint_folder))
+    here = found.iteration if found else 0
+    in_vain = next((i for i, request in enumerate(earlier) if request.begins_at != here), len(earlier))
+    if in_vain >= most_in_vain:
+        where = f"iteration {here}" if found else "the beginning"
+        which = f"{in_vain} runs in a row" if in_vain > 1 else "the last run"
+        raise RestartBudgetError(
+            f"job {job_id}: {which} began at {where} and added no checkpoint; not running it "
+            f"again. Logs: {earlier[0].of_job.logs}. To go on, submit it anew; [slurm] restarts allows more"
+        )
+    if found is None:
+        notice(f"job {job_id}: restarted, and {earlier[0].job} left no complete checkpoint; starting afresh")
+    return found
+
+
+def checkpoint_folder_of(job: Job) -> Path:
+    """Where a job wrote its checkpoints: a resumed one goes on in the folder that it took over."""
+    return Path(load(job.run_file).checkpoint_folder) if job.run_file.exists() else job.checkpoints
+
+
+def _newest(folder: Path) -> Resumption | None:
+    newest = newest_complete(folder, verify=False)
+    return None if newest is None else Resumption(folder, iteration_of(newest))
+
+
+def _load(run: Job) -> RunRequest | None:
+    try:
+        return load(run.run_file)
+    except UsageError:
+        return None  # it ended before it began

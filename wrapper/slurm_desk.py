@@ -1,0 +1,477 @@
+"""What the supervisor has Slurm do and asks it: carried out in the background, one thing at a time, answers as events.
+
+Decides when Slurm is asked again, and what its views mean in the controller's words; what is wanted, and what follows
+from an answer, is decided there. A healthy job asks for its time limit once and for its nodes every few minutes. No
+answer is told as "unknown" or asked for again later, with growing pauses; it is never taken for an answer. Nothing in
+here ever ends the job: trouble is logged. Owned by `wrapper.shell`.
+
+Why a job is being signalled (22.05.8, measured by squeue while TERM arrived):
+
+===========================  ============  ===========  ==================================================
+cause                        state         reason       what else
+===========================  ============  ===========  ==================================================
+scancel                      completing    None         time left; then cancelled
+time limit                   completing    TimeLimit    TimeLeft INVALID; running until a moment before
+preemption, during grace     running       None         PreemptTime; steps are signalled, the batch script not
+preemption, after grace      completing    None         PreemptTime; with REQUEUE as well, until it runs again
+scancel --signal=TERM        running       None         nothing: anybody may have sent it
+===========================  ============  ===========  ==================================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal
+
+from resihp.controller import interface as api
+from slurm import drain, replacement
+from slurm.client import JobView, NodeView
+from slurm.commands import CommandLine
+from slurm.errors import SlurmError, SlurmRefusedError, SlurmUnavailableError
+from slurm.exclusions import Exclusions
+from slurm.polite import Polite
+from slurm.replacement import ReplacementJob
+from slurm.spool import folder_of
+from wrapper.request import RunRequest
+
+LOOK_FIRST_S = 60.0
+LOOK_EVERY_S = 180.0
+"""At the nodes, all in one call, while nothing is known to have changed."""
+WATCH_PAUSES_S = (5.0, 10.0, 20.0, 40.0, *(60.0,) * 10)
+"""Between looks at nodes that are lost, until Slurm does not count them to any job: up to SlurmdTimeout, 300 s usually,
+after they died."""
+REQUEST_PAUSES_S = (*(5.0,) * 12, 15.0)
+"""Between looks at requests that wait for a node, the last one again and again."""
+RUNNING_PAUSES_S = (5.0, 15.0, 60.0, 180.0)
+"""The same for those that run: what their agents tell comes sooner."""
+RETRY_PAUSES_S = (5.0, 15.0, 30.0, 60.0, 120.0, 300.0)
+"""After no answer, where one is needed."""
+MOST_SUBMISSIONS = 4
+WHY_AGAIN_S = 1.0
+"""Slurm's view may be older than its signal."""
+CLOSE_S = 20.0
+"""For cancelling what is open when the job has ended."""
+
+_TELLING = frozenset({"drain", "fail", "not_responding"})
+"""Flags of a node that mean something to a job; others come and go."""
+
+_log = logging.getLogger("slurm")
+
+Submit = Callable[[ReplacementJob, Mapping[str, str]], str]
+"""Submits a replacement job and returns its id; see `slurm.replacement.submit`."""
+
+
+@dataclass
+class Done:
+    """What came of some work: what to tell, and what to do next, in how many seconds."""
+
+    events: list[api.AnyEvent] = field(default_factory=list)
+    then: list[tuple[Hashable, float, Work]] = field(default_factory=list)
+
+
+Work = Callable[[], Done]
+"""Runs in the desk's thread; may wait for Slurm."""
+
+
+@dataclass
+class Request:
+    """One replacement, as far as Slurm knows of it."""
+
+    number: int
+    exclude: tuple[str, ...]
+    slurm_job: str | None = None
+    node: str | None = None
+    state: Literal["asked", "pending", "running", "over"] = "asked"
+    looks: int = 0
+    """Since its state changed."""
+    cancelled: bool = False
+
+
+class SlurmDesk:
+    """See the module. `event` hands an event to the controller; it is called in the event loop."""
+
+    def __init__(
+        self,
+        request: RunRequest,
+        event: Callable[[api.AnyEvent], None],
+        slurm: Polite | None = None,
+        *,
+        submit: Submit = lambda wanted, environment: replacement.submit(wanted, environment=environment),
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """`clock` is monotonic; `now` tells UTC in seconds since 1970."""
+        assert request.slurm is not None
+        self._request = request
+        self._main = request.slurm
+        self._event = event
+        self._slurm = slurm or Polite(CommandLine())
+        self._submit = submit
+        self._clock = clock
+        self._now = now
+        job = request.of_job
+        self._exclusions = Exclusions(job.folder.parent.parent, self._main.cluster)
+        self._folder = job.folder / "replacements"
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slurm")
+        self._agenda: dict[Hashable, tuple[float, int, Work]] = {}
+        """(when, in which order) by what it is about: the same thing is not done twice at a time."""
+        self._order = itertools.count()
+        self._wake = asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._watched: dict[str, int] = {}
+        """Nodes of which we know more than Slurm, and how often it was asked since."""
+        self._seen: dict[str, tuple[str, str]] = {}
+        self._requests: dict[int, Request] = {}
+        self._plan("earlier", 0.0, self._find_earlier)
+        self._plan("time", 0.0, self._time_left)
+        self._plan("nodes", LOOK_FIRST_S, self._look_at_nodes)
+
+    # --- for the shell ----------------------------------------------------------------------------------------
+
+    def carry_out(
+        self,
+        action: api.DrainNode
+        | api.ReleaseNode
+        | api.AskReplacement
+        | api.CancelReplacement
+        | api.WatchNode
+        | api.AskWhy,
+    ) -> None:
+        """Do it in the background; the answer comes as an event."""
+        match action:
+            case api.DrainNode():
+                rungs = self._climb(action)
+                self._plan(("drain", action.drain), 0.0, lambda: self._next_rung(action, rungs))
+            case api.ReleaseNode():
+                self._plan(("release", action.node), 0.0, lambda: self._release(action))
+            case api.AskReplacement():
+                self._requests[action.replacement] = Request(action.replacement, action.exclude)
+                self._plan(("ask", action.replacement), 0.0, lambda: self._ask(action.replacement, 1))
+            case api.CancelReplacement():
+                asked = self._requests.setdefault(action.replacement, Request(action.replacement, ()))
+                asked.cancelled = True
+                self._plan(("cancel", action.replacement), 0.0, lambda: self._cancel(action.replacement, 0))
+            case api.WatchNode():
+                self._watched[action.node] = 0
+                self._plan("nodes", WATCH_PAUSES_S[0], self._look_at_nodes)
+            case api.AskWhy():
+                self._plan("why", float("-inf"), lambda: self._why(again=True))
+
+    async def run(self) -> None:
+        """Whatever is due, when it is due, until cancelled."""
+        while True:
+            self._wake.clear()
+            pause_s = await self.turn()
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+
+    async def turn(self) -> float:
+        """Do all that is due; returns in how many seconds something will be."""
+        loop = asyncio.get_running_loop()
+        async with self._turn:
+            while (work := self._due()) is not None:
+                try:
+                    done = await loop.run_in_executor(self._thread, work)
+                except Exception:  # noqa: BLE001 - logged with its traceback; the job goes on without it
+                    _log.exception("while dealing with Slurm")
+                    continue
+                for key, pause_s, then in done.then:
+                    self._plan(key, pause_s, then)
+                for event in done.events:
+                    self._event(event)
+        return max(0.0, min((at for at, _, _ in self._agenda.values()), default=LOOK_EVERY_S) - self._clock())
+
+    async def close(self) -> None:
+        """The job has ended: drain what is still to be drained, and cancel all requests, joined or not."""
+        for key in [key for key in self._agenda if not (isinstance(key, tuple) and key[0] == "drain")]:
+            del self._agenda[key]
+        self._plan("close", 0.0, self._cancel_all)
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await self.turn()
+        except TimeoutError:
+            _log.warning("Slurm gave no answer in time; scancel --me --name lists what may be left: %s", self._folder)
+        self._agenda.clear()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _plan(self, key: Hashable, pause_s: float, work: Work) -> None:
+        """Do it then, or sooner if it is planned for sooner."""
+        at = self._clock() + pause_s
+        planned = self._agenda.get(key)
+        if planned is None or at < planned[0]:
+            self._agenda[key] = (at, next(self._order), work)
+            self._wake.set()
+
+    def _due(self) -> Work | None:
+        now = self._clock()
+        key = min(self._agenda, key=lambda key: self._agenda[key][:2], default=None)
+        if key is None or self._agenda[key][0] > now:
+            return None
+        return self._agenda.pop(key)[2]
+
+    # --- the job ----------------------------------------------------------------------------------------------
+
+    def _time_left(self, tries: int = 0) -> Done:
+        """Once, and again while Slurm does not answer."""
+        try:
+            view = self._slurm.job(self._main.job_id)
+        except SlurmError as error:
+            _log.info("time left: %s", error)
+            view = None
+        if view is not None:
+            return Done([api.TimeLeft(seconds=view.seconds_left)])
+        return Done(then=[("time", _pause(RETRY_PAUSES_S, tries), lambda: self._time_left(tries + 1))])
+
+    def _why(self, *, again: bool) -> Done:
+        try:
+            view = self._slurm.job(self._main.job_id, fresh_s=0.0, urgent=True)
+        except SlurmError as error:
+            _log.warning("why the job is signalled: %s", error)
+            view = None
+        meaning = meaning_of(view)
+        if meaning == "unknown" and again:
+            return Done(then=[("why", WHY_AGAIN_S, lambda: self._why(again=False))])
+        return Done([api.StopMeaning(meaning=meaning)])
+
+    def _release(self, action: api.ReleaseNode) -> Done:
+        """Keep what the controller wants kept and Slurm still counts; a node that it has taken back needs no release.
+
+        One more node than is known to be there would have Slurm refuse the whole.
+        """
+        outcome: Literal["done", "refused", "unknown"] = "done"
+        text = ""
+        try:
+            view = self._slurm.job(self._main.job_id, fresh_s=0.0)
+            if view is None or view.state != "running":
+                outcome, text = "refused", f"job {self._main.job_id} is {view.state if view else 'not known'} for Slurm"
+            elif action.node not in view.nodes:
+                text = "Slurm had taken it back already"
+            else:
+                self._slurm.keep_nodes(self._main.job_id, [node for node in action.keep if node in view.nodes])
+        except SlurmRefusedError as error:
+            outcome, text = "refused", str(error)
+        except SlurmError as error:
+            outcome, text = "unknown", str(error)
+        return Done([api.ReleaseAnswered(node=action.node, outcome=outcome, text=text)])
+
+    # --- nodes ------------------------------------------------------------------------------------------------
+
+    def _look_at_nodes(self) -> Done:
+        """All nodes in one call; changes are told."""
+        guests = [request.node for request in self._all() if request.node and request.state == "running"]
+        names = tuple(dict.fromkeys([*self._request.node_names, *guests, *self._watched]))
+        told: list[api.AnyEvent] = []
+        try:
+            views = self._slurm.nodes(names, fresh_s=WATCH_PAUSES_S[0] / 2)
+        except SlurmError as error:
+            _log.info("nodes: %s", error)
+        else:
+            for name, view in views.items():
+                seen = (state_of(view), view.reason)
+                if self._seen.get(name) != seen:
+                    self._seen[name] = seen
+                    told.append(api.SlurmSees(node=name, state=seen[0], reason=seen[1]))
+        for name in list(self._watched):
+            self._watched[name] += 1
+            known = name in self._seen and self._seen[name][0].partition("+")[0] not in ("allocated", "mixed")
+            if known or self._watched[name] >= len(WATCH_PAUSES_S):
+                del self._watched[name]
+        pause_s = min((WATCH_PAUSES_S[looks] for looks in self._watched.values()), default=LOOK_EVERY_S)
+        return Done(told, [("nodes", pause_s, self._look_at_nodes)])
+
+    def _climb(self, action: api.DrainNode) -> Iterator[drain.Step]:
+        """Nothing happens before the first rung is asked for."""
+        guests = {request.node: request.slurm_job for request in self._all() if request.node}
+        yield from drain.climb(
+            self._slurm,
+            action.node,
+            action.reason,
+            job_id=guests.get(action.node) or self._main.job_id,
+            allowed_nodes={*self._request.node_names, *guests},
+            batch_host=self._main.batch_node,
+            spool=folder_of(self._main.spool),
+            exclusions=self._exclusions,
+            now=self._now(),
+        )
+
+    def _next_rung(self, action: api.DrainNode, rungs: Iterator[drain.Step]) -> Done:
+        step = next(rungs, None)
+        if step is None:
+            return Done()
+        told = api.DrainStep(drain=action.drain, node=action.node, step=step.step, outcome=step.outcome, text=step.text)
+        return Done([told], [(("drain", action.drain), 0.0, lambda: self._next_rung(action, rungs))])
+
+    # --- replacements -----------------------------------------------------------------------------------------
+
+    def _ask(self, number: int, tries: int) -> Done:
+        request = self._requests[number]
+        if request.cancelled:
+            return Done()
+        try:
+            request.slurm_job = self._submit(self._wanted(request), os.environ)
+        except SlurmRefusedError as error:
+            return self._refused(request, str(error))
+        except SlurmError as error:
+            _log.warning("replacement %d: %s", number, error)
+            if tries >= MOST_SUBMISSIONS:
+                return self._refused(request, str(error))
+            return Done(then=[(("ask", number), _pause(RETRY_PAUSES_S, tries), lambda: self._ask(number, tries + 1))])
+        request.state = "pending"
+        look = ("requests", REQUEST_PAUSES_S[0], self._look_at_requests)
+        return Done([self._news(request, "pending", "")], [look])
+
+    def _wanted(self, request: Request) -> ReplacementJob:
+        """One node like those of the main job, for what is left of its time."""
+        main, run = self._main, self._request
+        command = (sys.executable, "-P", "-m", "wrapper.agent", "--run", str(run.of_job.run_file), "--node", "-")
+        return ReplacementJob(
+            folder=str(replacement.folder_of(self._folder, request.number)),
+            name=f"resihp-{run.job}-r{request.number}",
+            comment=f"replacement {request.number} of a node of job {main.job_id}",
+            command=(*command, "--lease", str(request.number)),
+            exclude=(*request.exclude, *self._excluded(request.exclude)),
+            seconds=self._seconds_left(),
+            gpus=main.gpus,
+            cpus=main.cpus,
+            memory_mb=main.memory_mb,
+            exclusive=main.exclusive,
+            partition=main.partition,
+            account=main.account,
+            qos=main.qos,
+            constraint=main.constraint,
+            reservation=main.reservation,
+            extra=main.extra,
+        )
+
+    def _excluded(self, known: tuple[str, ...]) -> tuple[str, ...]:
+        """What our jobs stay away from on this cluster; sbatch refuses names that it does not know."""
+        names = [each.node for each in self._exclusions.current(self._now()) if each.node not in known]
+        if not names:
+            return ()
+        try:
+            return tuple(self._slurm.nodes(names))
+        except SlurmError as error:
+            _log.info("excluded nodes: %s", error)
+            return ()
+
+    def _seconds_left(self) -> float | None:
+        """Of the main job; the partition's default where nobody knows."""
+        try:
+            view = self._slurm.job(self._main.job_id)
+        except SlurmError:
+            return 0.0
+        return 0.0 if view is None else view.seconds_left
+
+    def _all(self) -> tuple[Request, ...]:
+        """The event loop may add one meanwhile."""
+        return tuple(self._requests.values())
+
+    def _find_earlier(self) -> Done:
+        """Requests of a supervisor before this one: their nodes may be here, and are looked at like any other."""
+        for number, job in replacement.all_submitted(self._folder).items():
+            self._requests.setdefault(number, Request(number, (), slurm_job=job, state="pending"))
+        return Done(then=[("requests", 0.0, self._look_at_requests)] if self._requests else [])
+
+    def _refused(self, request: Request, text: str) -> Done:
+        request.state = "over"
+        return Done([self._news(request, "refused", text)])
+
+    def _news(
+        self, request: Request, state: Literal["pending", "running", "refused", "ended"], text: str
+    ) -> api.ReplacementNews:
+        return api.ReplacementNews(
+            replacement=request.number, state=state, slurm_job=request.slurm_job, node=request.node, text=text
+        )
+
+    def _look_at_requests(self) -> Done:
+        """All open requests in one call; changes are told."""
+        open_ones = [r for r in self._all() if r.state in ("pending", "running") and not r.cancelled]
+        if not open_ones:
+            return Done()
+        told: list[api.AnyEvent] = []
+        try:
+            views = self._slurm.jobs([request.slurm_job or "" for request in open_ones], fresh_s=1.0)
+        except SlurmError as error:
+            _log.info("replacements: %s", error)
+        else:
+            for request in open_ones:
+                told += self._compare(request, views.get(request.slurm_job or ""))
+        pauses = []
+        for request in open_ones:
+            if request.state != "over":
+                request.looks += 1
+                known = RUNNING_PAUSES_S if request.state == "running" else REQUEST_PAUSES_S
+                pauses.append(_pause(known, request.looks - 1))
+        return Done(told, [("requests", min(pauses), self._look_at_requests)] if pauses else [])
+
+    def _compare(self, request: Request, view: JobView | None) -> list[api.AnyEvent]:
+        if view is None or not view.active:
+            request.state = "over"
+            text = "Slurm does not know the job any more" if view is None else f"the job is {view.state}"
+            return [self._news(request, "ended", text)]
+        state: Literal["pending", "running"] = "pending"
+        if view.state in ("running", "completing", "suspended", "resizing") and view.nodes:
+            state, request.node = "running", view.nodes[0]
+        if state == request.state:
+            return []
+        request.state, request.looks = state, 0
+        return [self._news(request, state, view.why)]
+
+    def _cancel(self, number: int, tries: int) -> Done:
+        request = self._requests[number]
+        request.state = "over"
+        job = request.slurm_job or replacement.submitted(replacement.folder_of(self._folder, number))
+        if job is None:
+            return Done()  # never submitted, as far as anybody knows; an agent of it would be refused
+        try:
+            self._slurm.cancel(job)
+        except SlurmUnavailableError as error:
+            _log.warning("replacement %d: %s", number, error)
+            pause_s = _pause(RETRY_PAUSES_S, tries)
+            return Done(then=[(("cancel", number), pause_s, lambda: self._cancel(number, tries + 1))])
+        except SlurmError as error:
+            _log.warning("replacement %d: %s", number, error)
+        return Done()
+
+    def _cancel_all(self) -> Done:
+        """Those that are known to have been submitted by any supervisor of this job, and not cancelled by this one."""
+        over = {request.slurm_job for request in self._all() if request.state == "over"}
+        known = {request.slurm_job for request in self._all()} | {*replacement.all_submitted(self._folder).values()}
+        for job in sorted(job for job in known - over if job is not None):
+            try:
+                self._slurm.cancel(job)
+            except SlurmError as error:
+                _log.warning("replacement job %s: %s", job, error)
+        return Done()
+
+
+def meaning_of(view: JobView | None) -> Literal["time-limit", "cancelled", "preempted", "unknown"]:
+    """Why a job is being signalled, from Slurm's view of it while it is."""
+    if view is None:
+        return "unknown"
+    if view.preempted or view.state == "preempted":
+        return "preempted"
+    over = view.seconds_left is not None and view.seconds_left <= 0
+    if view.state == "timeout" or view.why == "TimeLimit" or over:
+        return "time-limit"
+    return "cancelled" if view.state in ("completing", "cancelled") else "unknown"
+
+
+def state_of(view: NodeView) -> str:
+    """A node's state with the flags that count, as `down+not_responding`."""
+    return "+".join([view.state, *sorted(view.flags & _TELLING)])
+
+
+def _pause(pauses_s: tuple[float, ...], tries: int) -> float:
+    return pauses_s[min(tries, len(pauses_s) - 1)]

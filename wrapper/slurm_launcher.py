@@ -142,6 +142,7 @@ class SlurmLauncher:
         """Wait for it no more; it cannot be killed, see the module. What runs on a lost node is fenced by its epoch."""
         self._given_up.add(node)
         if self._given_up.issuperset(self.nodes):
+            self._tell_troubles()  # whoever gathers them may not come to it any more
             self._over.set()
 
     async def wait(self, timeout_s: float) -> bool:

@@ -182,6 +182,20 @@ def test_the_step_is_watched_to_its_end(request_: RunRequest) -> None:
     asyncio.run(main())
 
 
+def test_what_ends_a_job_at_once_is_told_all_the_same(request_: RunRequest) -> None:
+    async def main() -> None:
+        script = "echo 'srun: error: n3: task 2: Exited with exit code 3' >&2\nread line < gate"
+        os.mkfifo("gate")
+        async with step(request_, script) as watched:
+            await watched.until(lambda: watched.ends)
+            for node in watched.launcher.nodes:
+                watched.launcher.kill(node)
+            assert len(watched.said) == 1 and watched.said[0].startswith("node n3: ")
+            Path("gate").write_text("\n")
+
+    asyncio.run(main())
+
+
 def test_a_step_whose_nodes_are_all_given_up_is_not_waited_for(request_: RunRequest) -> None:
     """srun waits for the agents of dead nodes, too."""
 

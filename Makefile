@@ -12,7 +12,7 @@ help:
 	@echo "make demo     train on 8 workers of 4 virtual nodes, lose two of them, get one back, show what happened"
 	@echo "make test     all tests (sets itself up)"
 	@echo "make lint     ruff and mypy"
-	@echo "make bench    recovery, overhead, changes of layout and steady state, each against its baseline"
+	@echo "make bench    recovery, overhead, changes of layout, steady state, detection, each against its baseline"
 
 setup: .venv/complete
 
@@ -56,8 +56,7 @@ demo: setup
 	RESIHP_HOME=$(HOME_OF_DEMO) $(RUN) status
 
 test: setup setup-system
-	$(BIN)/python -m pytest -n 2 tests/resihp tests/db tests/slurm
-	$(BIN)/python -m pytest tests/wrapper tests/integration
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests
 
 lint: setup
 	$(BIN)/ruff check .
@@ -69,6 +68,9 @@ bench: setup
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/reconfigure.py
 	$(BIN)/python benchmarks/steady.py
+	$(BIN)/python benchmarks/detector.py
+	$(BIN)/python benchmarks/prediction_cost.py
+	$(BIN)/python benchmarks/trace.py
 
 soak: setup
 	RESIHP_FUZZ_SEEDS=50000 $(BIN)/python -m pytest -n 2 tests/resihp/controller --timeout 7200

@@ -53,7 +53,16 @@ def _failure(entry: journal.FailureFound) -> str:
         cause = f"{subject} ({' '.join(where)}) {bare}"
     elif entry.ranks and entry.component == "node":
         cause = f"{cause}, {rank_list(entry.ranks)} lost"
-    return f"failure {entry.failure}: {cause}, noticed in iteration {entry.iteration}"
+    when = "slow since" if entry.kind == "fail-slow" else "noticed in"
+    return f"failure {entry.failure}: {cause}, {when} iteration {entry.iteration}"
+
+
+def _probes(entry: journal.ProbesTaken) -> str:
+    unfit = [f"rank {probe.rank} ({probe.node} device {probe.device})" for probe in entry.devices if not probe.fit]
+    unfit += [f"link {link.nodes[0]}-{link.nodes[1]}" for link in entry.links if not link.fit]
+    links = f", {len(entry.links)} links" if entry.links else ""
+    told = f"; not fit: {', '.join(unfit)}" if unfit else ", all fit"
+    return f"probe {entry.probe} ({entry.occasion}): {len(entry.devices)} devices{links} in {entry.seconds:.2f} s{told}"
 
 
 def explain(entry: journal.AnyEntry) -> str:
@@ -88,9 +97,15 @@ def explain(entry: journal.AnyEntry) -> str:
             return f"iteration {entry.outcome.iteration}: committed, loss {entry.outcome.loss:.4f}"
         case journal.Suspected():
             subject = f"rank {entry.rank}" if entry.rank is not None else f"node {entry.node}"
+            if entry.rank is None and entry.node is None:
+                subject = "no device in particular"
             return f"{subject}: {'no longer suspected' if entry.cleared else 'suspected'}, {entry.evidence}"
         case journal.FailureFound():
             return _failure(entry)
+        case journal.FailureEnded():
+            return f"failure {entry.failure}: over since iteration {entry.iteration}, {entry.evidence}"
+        case journal.ProbesTaken():
+            return _probes(entry)
         case journal.Reconfigured():
             planned = entry.action == "between" and not entry.failures
             causes = _numbers(entry.failures, "failure") if entry.failures else "interruption"

@@ -238,11 +238,17 @@ class Reconfiguration(Base):
 
 class Failure(Base):
     """One root cause. `noticed_at`: the first of its processes' ends, or of the entry; `recovered_epoch`: the
-    reconfiguration that ended it, null until then."""
+    reconfiguration that ended it, null until then.
+
+    Of what is slow (`fail-slow`): `iteration` is the first slow one, `speed` the share of a healthy one's that is left,
+    `confidence` the detector's; `ended_iteration` and `ended_at` when it was as fast as before, null while it is slow.
+    """
 
     __tablename__ = "failures"
     __table_args__ = (
-        CheckConstraint("kind IN ('fail-stop', 'communication', 'program')", name="kind"),
+        CheckConstraint("kind IN ('fail-stop', 'fail-slow', 'communication', 'program')", name="kind"),
+        CheckConstraint("speed > 0 AND speed <= 1", name="speed"),
+        CheckConstraint("confidence >= 0 AND confidence <= 1", name="confidence"),
         CheckConstraint("component IN ('process', 'device', 'node', 'link', 'script')", name="component"),
         ForeignKeyConstraint(["job_id", "recovered_epoch"], ["reconfigurations.job_id", "reconfigurations.epoch"]),
         Index(None, "job_id", "node"),
@@ -262,23 +268,42 @@ class Failure(Base):
     detect_seconds: Mapped[float | None]
     recovered_epoch: Mapped[int | None] = mapped_column(Integer)
     evidence: Mapped[str] = mapped_column(Text)
+    speed: Mapped[float | None]
+    confidence: Mapped[float | None]
+    ended_iteration: Mapped[int | None] = mapped_column(BigInteger)
+    ended_at: Mapped[datetime | None]
 
 
 class Probe(Base):
-    """A test of a device or link. No journal entry fills this yet."""
+    """A measurement of a device, or of the link between two ranks (`peer`, on `peer_node`).
+
+    `speed`: share of what its peers reach, null where there was nothing to compare with. `flops` and `memory_bytes`
+    are a device's own figures, per second.
+    """
 
     __tablename__ = "probes"
-    __table_args__ = (Index(None, "job_id", "node"),)
+    __table_args__ = (
+        CheckConstraint("occasion IN ('start', 'join', 'suspicion', 'standby')", name="occasion"),
+        CheckConstraint("kind IN ('device', 'link')", name="kind"),
+        Index(None, "job_id", "node"),
+    )
 
     id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
     job_id: Mapped[int] = _of_job()
+    probe: Mapped[int] = mapped_column(Integer)
+    occasion: Mapped[str] = mapped_column(String(16))
+    kind: Mapped[str] = mapped_column(String(16))
+    rank: Mapped[int] = mapped_column(Integer)
     node: Mapped[str] = mapped_column(Text)
     device: Mapped[int | None] = mapped_column(Integer)
-    kind: Mapped[str] = mapped_column(Text)
-    passed: Mapped[bool | None]
-    seconds: Mapped[float | None]
+    peer: Mapped[int | None] = mapped_column(Integer)
+    peer_node: Mapped[str | None] = mapped_column(Text)
+    flops: Mapped[float | None]
+    memory_bytes: Mapped[float | None]
+    speed: Mapped[float | None]
+    passed: Mapped[bool]
     evidence: Mapped[str] = mapped_column(Text)
-    started_at: Mapped[datetime]
+    measured_at: Mapped[datetime]
 
 
 class Drain(Base):

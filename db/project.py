@@ -71,7 +71,7 @@ def forget(session: Session, job: models.Job) -> None:
     job.journal_seq = 0
 
 
-_NOT_OF_THE_JOURNAL = (models.RankReport.__tablename__, models.Probe.__tablename__)
+_NOT_OF_THE_JOURNAL = (models.RankReport.__tablename__,)
 
 
 def apply(session: Session, job: models.Job, record: journal.Record) -> None:
@@ -291,8 +291,51 @@ def _failure_found(session: Session, job: models.Job, entry: journal.FailureFoun
             detect_seconds=_number(entry.detect_s),
             recovered_epoch=None,
             evidence=_text(entry.evidence),
+            speed=_number(entry.speed),
+            confidence=_number(entry.confidence),
         )
     )
+
+
+def _failure_ended(session: Session, job: models.Job, entry: journal.FailureEnded, at: float) -> None:
+    failure = session.get(models.Failure, (job.id, entry.failure))
+    if failure is not None:
+        failure.ended_iteration, failure.ended_at = entry.iteration, moment(at)
+
+
+def _probes_taken(session: Session, job: models.Job, entry: journal.ProbesTaken, at: float) -> None:
+    def row(**figures: Any) -> models.Probe:
+        return models.Probe(
+            job_id=job.id, probe=entry.probe, occasion=entry.occasion, measured_at=moment(at), **figures
+        )
+
+    for device in entry.devices:
+        session.add(
+            row(
+                kind="device",
+                rank=device.rank,
+                node=_text(device.node),
+                device=device.device,
+                flops=_number(device.flops),
+                memory_bytes=_number(device.memory_bytes),
+                speed=_number(device.speed),
+                passed=device.fit,
+                evidence=_text(device.evidence),
+            )
+        )
+    for link in entry.links:
+        session.add(
+            row(
+                kind="link",
+                rank=link.ranks[0],
+                node=_text(link.nodes[0]),
+                peer=link.ranks[1],
+                peer_node=_text(link.nodes[1]),
+                speed=_number(link.speed),
+                passed=link.fit,
+                evidence=f"at {link.speed:.0%} of its peers",
+            )
+        )
 
 
 def _reconfigured(session: Session, job: models.Job, entry: journal.Reconfigured, at: float) -> None:
@@ -442,6 +485,8 @@ _APPLY: dict[type, Callable[[Session, models.Job, Any, float], None]] = {
     journal.IterationCommitted: _iteration_committed,
     journal.Suspected: _suspected,
     journal.FailureFound: _failure_found,
+    journal.FailureEnded: _failure_ended,
+    journal.ProbesTaken: _probes_taken,
     journal.Reconfigured: _reconfigured,
     journal.PlanInEffect: _plan_in_effect,
     journal.PlanRefused: _plan_refused,

@@ -113,7 +113,7 @@ TABLES: Mapping[str, Table] = {
     "reconfigurations": _table(Reconfiguration, "epoch", "finished_at"),
     "drains": _table(models.Drain, "drain", "drained_at", ("answers",)),
     "replacements": _table(models.Replacement, "replacement", "asked_at", ("excluded",)),
-    "probes": _table(models.Probe, "id", "started_at", left_out=("id",)),
+    "probes": _table(models.Probe, "id", "measured_at", left_out=("id",)),
     "events": _table(Event, "seq", "at"),
 }
 
@@ -161,7 +161,7 @@ class Reader:
     ) -> None:
         self.close()
 
-    def _fetch(self, query: Select[Any]) -> list[Row]:
+    def fetch(self, query: Select[Any]) -> list[Row]:
         """All rows of one query, in a transaction that ends with it (a reader must not hold up the writer)."""
         try:
             found = [dict(row) for row in self._connection.execute(query).mappings()]
@@ -174,7 +174,7 @@ class Reader:
     def jobs(self) -> list[Row]:
         """All jobs of this ledger, newest first, columns `JOB_COLUMNS`."""
         columns = [Job.__table__.columns[name] for name in JOB_COLUMNS]
-        return self._fetch(select(*columns).order_by(Job.started_at.desc(), Job.id.desc()))
+        return self.fetch(select(*columns).order_by(Job.started_at.desc(), Job.id.desc()))
 
     def job(self, name: str | None = None, *, host: str | None = None, started: datetime | None = None) -> Row:
         """The newest job, or the newest of that name; with `host` and `started`, the one that began there nearest then.
@@ -195,7 +195,7 @@ class Reader:
 
     def applied(self, job_id: int) -> int:
         """Number of the last journal record that the ledger holds."""
-        return int(self._fetch(select(Job.journal_seq).where(Job.id == job_id))[0]["journal_seq"])
+        return int(self.fetch(select(Job.journal_seq).where(Job.id == job_id))[0]["journal_seq"])
 
     def rows(
         self,
@@ -228,7 +228,7 @@ class Reader:
         return self._decoded(table, query.order_by(columns[asked.order]))
 
     def _decoded(self, table: str, query: Select[Any]) -> list[Row]:
-        found = self._fetch(query)
+        found = self.fetch(query)
         for row in found:
             for column in TABLES[table].json_columns:
                 row[column] = json.loads(row[column])
@@ -237,7 +237,7 @@ class Reader:
     def events(self, job_id: int, kinds: Sequence[str], last: int) -> list[Row]:
         """The `last` events of these kinds (names of journal entries), oldest first."""
         query = TABLES["events"].query.where(Event.job_id == job_id, Event.kind.in_(kinds))
-        return self._fetch(query.order_by(Event.seq.desc()).limit(last))[::-1]
+        return self.fetch(query.order_by(Event.seq.desc()).limit(last))[::-1]
 
     def shown_plan(self, job_id: int) -> list[Row]:
         """The plan that a job's status is about, if any: the newest not refused, in effect or about to be."""
@@ -322,7 +322,7 @@ def _lost(
         kinds = [row["kind"] for row in failures if row["recovered_epoch"] == transition["epoch"]]
         noticed = transition["finished_at"] - timedelta(seconds=transition["seconds"])
         spans.append((kinds[0] if kinds else "reconfiguration", noticed, transition["finished_at"]))
-    unmended = [row for row in failures if row["recovered_epoch"] is None]
+    unmended = [row for row in failures if row["recovered_epoch"] is None and row["kind"] != "fail-slow"]
     if unmended:
         spans.append((unmended[0]["kind"], min(row["noticed_at"] for row in unmended), end))
     lost: dict[str, float] = {}

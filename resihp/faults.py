@@ -8,8 +8,8 @@ import msgspec
 
 from resihp.errors import ConfigurationError
 
-Kind = Literal["kill", "crash", "stop", "hang", "raise", "disconnect"]
-"""`disconnect` cuts the supervisor's connection to a node's agent, once. `slow` and links come with the detector."""
+Kind = Literal["kill", "crash", "stop", "hang", "raise", "disconnect", "slow"]
+"""`disconnect` cuts the supervisor's connection to a node's agent, once. `slow` lasts."""
 
 Phase = Literal["forward", "backward", "reduce", "step", "park", "groups", "transfer", "resume"]
 """The first four are moments of an iteration; the others of the transition that leads up to it, where there is one."""
@@ -27,14 +27,20 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     node: str | None = None
     iteration: int | None = None
     phase: Phase = "forward"
+    speed: float | None = None
+    """Of `slow`: 1 is healthy."""
+    until: int | None = None
+    """Of `slow`: the first iteration at full speed again; None: it stays slow."""
 
     @property
     def target(self) -> str:
         return f"rank={self.rank}" if self.rank is not None else f"node={self.node}"
 
     def __str__(self) -> str:
+        how = "" if self.speed is None else f",speed={self.speed:g}"
         when = "" if self.iteration is None else f"@iteration={self.iteration},phase={self.phase}"
-        return f"{self.kind}:{self.target}{when}"
+        end = "" if self.until is None else f",until={self.until}"
+        return f"{self.kind}:{self.target}{how}{when}{end}"
 
 
 def parse(text: str, fault_id: int) -> Fault:
@@ -55,7 +61,7 @@ def parse(text: str, fault_id: int) -> Fault:
         if not equals or not value or key in values:
             raise ConfigurationError(f"fault {text!r}: {part!r} is not one key=value; {example}")
         values[key] = value
-    unknown = set(values) - {"rank", "node", "iteration", "phase"}
+    unknown = set(values) - {"rank", "node", "iteration", "phase", *(("speed", "until") if kind == "slow" else ())}
     if unknown:
         raise ConfigurationError(f"fault {text!r}: {', '.join(sorted(unknown))} does not apply to {kind}; {example}")
     if ("rank" in values) == ("node" in values):
@@ -75,4 +81,28 @@ def parse(text: str, fault_id: int) -> Fault:
         raise ConfigurationError(f"fault {text!r}: iteration and rank are whole numbers; {example}") from None
     if iteration < 1 or (rank is not None and rank < 0):
         raise ConfigurationError(f"fault {text!r}: iterations count from 1, ranks from 0; {example}")
-    return Fault(id=fault_id, kind=kind, rank=rank, node=values.get("node"), iteration=iteration, phase=phase)  # type: ignore[arg-type]
+    speed, until = _slowness(text, values, iteration) if kind == "slow" else (None, None)
+    return Fault(
+        id=fault_id,
+        kind=kind,  # type: ignore[arg-type]
+        rank=rank,
+        node=values.get("node"),
+        iteration=iteration,
+        phase=phase,  # type: ignore[arg-type]
+        speed=speed,
+        until=until,
+    )
+
+
+def _slowness(text: str, values: dict[str, str], iteration: int) -> tuple[float, int | None]:
+    example = "example: slow:rank=5,speed=0.5@iteration=10,until=40"
+    try:
+        speed = float(values["speed"])
+        until = int(values["until"]) if "until" in values else None
+    except (KeyError, ValueError):
+        raise ConfigurationError(f"fault {text!r}: slow needs a speed, until is a whole number; {example}") from None
+    if not 0.01 <= speed < 1.0:
+        raise ConfigurationError(f"fault {text!r}: a speed is from 0.01 to below 1, which is healthy; {example}")
+    if until is not None and until <= iteration:
+        raise ConfigurationError(f"fault {text!r}: it ends before it begins; {example}")
+    return speed, until

@@ -100,23 +100,30 @@ class IterationCommitted(Entry, frozen=True, kw_only=True):
 
 
 class Suspected(Entry, frozen=True, kw_only=True):
-    """Silence or lack of progress. Not a failure. `cleared` True when it has ended."""
+    """Silence or lack of progress, or being slow. Not a failure.
+
+    `cleared` True when it has ended. A suspicion to be slow, of nobody in particular where rank and node are None, also
+    ends with a failure that is found.
+    """
 
     rank: int | None
     node: str | None
     evidence: str
     cleared: bool = False
+    kind: Literal["silent", "slow"] = "silent"
 
 
 class FailureFound(Entry, frozen=True, kw_only=True):
     """One root cause. `failure` numbers the job's failures from 1.
 
-    `kind`: `fail-stop` (a process, device or node), `communication` (ranks alive, transfer broken), `program`
-    (the training script). `detect_s` is known only where the moment of the fault is (injected), else None.
+    `kind`: `fail-stop` (a process, device or node), `fail-slow` (it works, but slower), `communication` (ranks alive,
+    transfer broken), `program` (the training script). `detect_s` is known only where the moment of the fault is
+    (injected), else None. For what is slow: `iteration` is the first slow one, `speed` what is left of a healthy
+    device's or link's, `confidence` how sure the detector is, `link` the ranks at its ends.
     """
 
     failure: int
-    kind: Literal["fail-stop", "communication", "program"]
+    kind: Literal["fail-stop", "fail-slow", "communication", "program"]
     component: Literal["process", "device", "node", "link", "script"]
     cause: str
     ranks: tuple[int, ...]
@@ -126,6 +133,52 @@ class FailureFound(Entry, frozen=True, kw_only=True):
     epoch: int
     evidence: str
     detect_s: float | None
+    speed: float | None = None
+    confidence: float | None = None
+    link: tuple[int, int] | None = None
+
+
+class FailureEnded(Entry, frozen=True, kw_only=True):
+    """What was slow is as fast as before, from `iteration` on."""
+
+    failure: int
+    node: str | None
+    device: int | None
+    iteration: int
+    evidence: str
+
+
+class DeviceProbe(msgspec.Struct, frozen=True, kw_only=True):
+    """One device's part of a probe: its own figures, and its speed against its peers' (None: nothing to compare)."""
+
+    rank: int
+    node: str
+    device: int
+    flops: float
+    memory_bytes: float
+    speed: float | None
+    fit: bool
+    evidence: str
+
+
+class LinkProbe(msgspec.Struct, frozen=True, kw_only=True):
+    """A link between two ranks, and its speed against its peers'."""
+
+    ranks: tuple[int, int]
+    nodes: tuple[str, str]
+    speed: float
+    fit: bool
+
+
+class ProbesTaken(Entry, frozen=True, kw_only=True):
+    """Devices and links were measured: before the first iteration, when a device joined, on a suspicion, or now and
+    then one that stands by because it was slow."""
+
+    probe: int
+    occasion: Literal["start", "join", "suspicion", "standby"]
+    devices: tuple[DeviceProbe, ...]
+    links: tuple[LinkProbe, ...]
+    seconds: float
 
 
 class Reconfigured(Entry, frozen=True, kw_only=True):
@@ -295,6 +348,8 @@ AnyEntry = (
     | IterationCommitted
     | Suspected
     | FailureFound
+    | FailureEnded
+    | ProbesTaken
     | Reconfigured
     | PlanInEffect
     | PlanRefused

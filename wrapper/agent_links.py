@@ -280,7 +280,7 @@ class AgentLinks:
             case m.Exited():
                 self._check(link, message.rank)
                 link.live.pop(message.rank, None)
-                self._event(api.WorkerExited(rank=message.rank, status=message.status))
+                self._event(api.WorkerExited(rank=message.rank, status=message.status, clues=message.clues))
                 link.conversation.acknowledge()  # an agent that ends waits for it
             case m.SpawnFailed():
                 if message.rank is not None:

@@ -22,11 +22,14 @@ from resihp.forkserver import ONE_THREAD, Ended, Fork, Forked, NotForked
 from resihp.process import ending, state_letter
 from resihp.protocol import messages as m
 from wrapper import container
+from wrapper.last_words import KernelClues, last_words_within
 from wrapper.request import RunRequest
 from wrapper.worker_links import ForkServerLink, WorkerPipe
 from wrapper.worker_record import LAST_STEPS, WorkerRecord
 
 REAP_S = 2.0
+LAST_WORDS_S = 0.2
+"""How long what a worker said before it ended is looked for."""
 
 
 @dataclass
@@ -59,6 +62,9 @@ class Workers:
         self._of_no_use = of_no_use
         self._workers: dict[int, Worker] = {}
         self._exits: list[tuple[int, int]] = []
+        self._telling: set[asyncio.Task[None]] = set()
+        """News of exits on their way."""
+        self._kernel = KernelClues()
         self._newest_epoch = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -213,7 +219,18 @@ class Workers:
         self._workers[rank].pipe.drain()
         self._forget(rank)
         self._exits.append((rank, status))
-        self._tell(m.Exited(rank=rank, pid=pid, status=status))
+        if status == 0:
+            self._tell(m.Exited(rank=rank, pid=pid, status=status))
+            return
+        telling = asyncio.get_running_loop().create_task(self._tell_why(rank, pid, status))
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
+
+    async def _tell_why(self, rank: int, pid: int, status: int) -> None:
+        """The news of an exit, with what was said of it; a file system that hangs does not hold it up."""
+        log = self._logs / f"{self._node}.rank{rank}.log"
+        clues = await last_words_within(LAST_WORDS_S, log, self._kernel)
+        self._tell(m.Exited(rank=rank, pid=pid, status=status, clues=clues))
 
     def _forget(self, rank: int) -> None:
         self._workers.pop(rank).pipe.close()
@@ -247,6 +264,8 @@ class Workers:
         if not self._idle.is_set():
             self._signal_all(signal.SIGKILL)
             await self._until_idle(REAP_S)
+        if self._telling:
+            await asyncio.wait(self._telling, timeout=REAP_S)
         self._forks.close()
         await self._forks.gone(REAP_S)
         spared = {spare, *(process.pid for process in _descendants(spare))} if spare is not None else set()

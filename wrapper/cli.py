@@ -123,15 +123,16 @@ def submit(
 
 @app.command()
 def inject(
-    kind: Annotated[str, typer.Argument(help="kill, crash, stop or disconnect.")],
+    kind: Annotated[str, typer.Argument(help="kill, crash, stop, disconnect or slow.")],
     job: Annotated[str | None, typer.Argument(help="The job; the newest if left out.")] = None,
     rank: Annotated[int | None, typer.Option(help="The worker to hit.")] = None,
     node: Annotated[str | None, typer.Option(help="The node to hit.")] = None,
+    speed: Annotated[float | None, typer.Option(help="How fast slow leaves it; 1 ends it.")] = None,
 ) -> None:
     """Inject a fault into a running test job, at once."""
     from wrapper import operate
 
-    message(operate.inject(job, kind, rank, node))
+    message(operate.inject(job, kind, rank, node, speed))
 
 
 def message(text: str) -> None:
@@ -141,6 +142,7 @@ def message(text: str) -> None:
 if util.find_spec("wrapper.ledger_commands") is not None:
     import_module("wrapper.ledger_commands").register(app)
 import_module("wrapper.node_commands").register(app)
+import_module("wrapper.analyze").register(app)
 
 
 def main() -> None:

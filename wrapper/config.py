@@ -82,6 +82,12 @@ class AdaptSection(Section):
     """Re-plan inside the job; `restart` and `observe` are not supported yet."""
     come_backs: int = Field(default=3, ge=0)
     """How often a process may be started again on the same device."""
+    examine: bool = True
+    """Measure devices and links before the first iteration, and a device that joins; what is not fit stands by."""
+    detect: bool = True
+    """Look for slow devices and links while training."""
+    recheck_s: float = Field(default=60.0, gt=0)
+    """How often a slow device that stands by is measured again."""
     succession: bool | None = None
     """Agents keep copies of the journal and choose another supervisor when the first one's node is gone; by default
     in allocations of several nodes."""

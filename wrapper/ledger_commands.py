@@ -31,7 +31,16 @@ SCHEMA = 1
 EVENTS_IN_JSON = 50
 WATCH_S = 1.0
 EVENT_KINDS = (
-    *("FailureFound", "Reconfigured", "PlanDecided", "PlanRefused", "JoinRefused", "NodeLost"),
+    *(
+        "FailureFound",
+        "FailureEnded",
+        "ProbesTaken",
+        "Reconfigured",
+        "PlanDecided",
+        "PlanRefused",
+        "JoinRefused",
+        "NodeLost",
+    ),
     *("Suspected", "SuspicionCleared"),
     *("DrainDecided", "DrainAnswered", "NodeReleased", "ReplacementAsked", "ReplacementChanged", "SlurmSaw"),
     *("LeaderChosen", "JobSignalled", "FaultInjected", "CheckpointCommitted", "JobEnded"),
@@ -49,6 +58,7 @@ class History(str, Enum):  # noqa: UP042 - StrEnum's help text shows differently
     reconfigurations = "reconfigurations"
     drains = "drains"
     replacements = "replacements"
+    probes = "probes"
 
 
 JobArgument = Annotated[str | None, typer.Argument(metavar="[JOB]", help="The job; the newest if left out.")]

@@ -1,4 +1,4 @@
-"""`resihp node drain|undrain|exclude|list`: the drain ladder by hand, for nodes of one's own jobs.
+"""`resihp node drain|undrain|exclude|list|health`: the drain ladder by hand, for nodes of one's own jobs.
 
 What a job does by itself after a verdict (`slurm.drain`), with the same rules: only nodes that one of the user's jobs
 holds or has held, never a batch host, never another owner's reason. Data goes to stdout, messages to stderr.
@@ -49,6 +49,7 @@ def register(app: typer.Typer) -> None:
     nodes.command("undrain")(undrain)
     nodes.command("exclude")(exclude)
     nodes.command("list")(show)
+    nodes.command("health")(health)
     app.add_typer(nodes, name="node")
 
 
@@ -117,6 +118,30 @@ def undrain(node: NodeArgument, job: JobOption = None, spool: SpoolOption = None
     )
     if not _reached(_print(steps, as_json)):
         raise SlurmRefusedError(f"node {node}: still drained; who drained it can undo it: sinfo -R -n {node}")
+
+
+def health(
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Whose ledger; if left out, the newest.")] = None,
+    ledger: Annotated[str | None, typer.Option("--ledger", help="Another ledger's URL.", show_default=False)] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Which nodes fail more often than the others, over all jobs of a ledger.
+
+    `probability`: that the node's rate of failures is above the fleet's. Faults injected on purpose do not count.
+
+    Example: resihp node health --ledger postgresql+psycopg://cluster/resihp
+    """
+    from db.health import health_rows
+    from wrapper.ledger_commands import opened, to_json
+
+    with opened(job, ledger) as (reader, _):
+        rows = health_rows(reader)
+    if as_json:
+        print(to_json({"schema": SCHEMA, "rows": rows}))
+    elif rows:
+        _print_table(_health_table(rows))
+    else:
+        _message("no node of this ledger has ever served")
 
 
 def exclude(
@@ -298,6 +323,15 @@ def _rows(exclusions: Exclusions, slurm: Slurm | None) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _health_table(rows: Sequence[dict[str, Any]]) -> Table:
+    cells = []
+    for row in rows:
+        last = "-" if row["last"] is None else f"{row['last']:%Y-%m-%d %H:%M}"
+        sure = f"{'yes' if row['lemon'] else 'no'}, {row['probability']:.0%}"
+        cells.append((row["node"], str(row["failures"]), last, sure, row["evidence"]))
+    return _table(("node", "failures", "last (UTC)", "a lemon?", "evidence"), cells)
 
 
 def _list_table(rows: Sequence[dict[str, Any]]) -> Table:

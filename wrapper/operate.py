@@ -12,12 +12,12 @@ from wrapper.jobs import Job, find_job
 ANSWER_S = 10.0
 
 
-def inject(name: str | None, kind: str, rank: int | None, node: str | None) -> str:
+def inject(name: str | None, kind: str, rank: int | None, node: str | None, speed: float | None = None) -> str:
     """Inject a fault at once; returns what the job answered. Raises UsageError when it refuses or is not running."""
     if (rank is None) == (node is None):
         raise UsageError("inject: name one target, --rank R or --node N")
     job = find_job(name)
-    reply = asyncio.run(ask(job, Inject(kind=kind, rank=rank, node=node)))
+    reply = asyncio.run(ask(job, Inject(kind=kind, rank=rank, node=node, speed=speed)))
     if not reply.ok:
         raise UsageError(f"job {job.name}: {reply.text}")
     return f"job {job.name}: {reply.text}"

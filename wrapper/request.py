@@ -87,6 +87,9 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None
     """Of each device; None where it is not known."""
     come_backs: int = 3
+    examine: bool = True
+    detect: bool = True
+    recheck_s: float = 60.0
     faults: tuple[Fault, ...]
     checkpoint_folder: str
     checkpoint_every: int
@@ -136,6 +139,9 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
             sequence_parallel=self.sequence_parallel,
             memory_bytes=self.memory_bytes,
             come_backs=self.come_backs,
+            examine=self.examine,
+            detect=self.detect,
+            recheck_s=self.recheck_s,
             faults=self.faults,
             checkpoint_every=self.checkpoint_every,
             spares=self.spares,

@@ -480,7 +480,13 @@ class Supervisor:
             if obstacle is not None:
                 self._reply(number, False, obstacle)
             else:
-                fault = Fault(id=next(self._fault_ids), kind=asked.kind, rank=asked.rank, node=asked.node)  # type: ignore[arg-type]
+                fault = Fault(
+                    id=next(self._fault_ids),
+                    kind=asked.kind,  # type: ignore[arg-type]
+                    rank=asked.rank,
+                    node=asked.node,
+                    speed=asked.speed,
+                )
                 self._event(api.InjectAsked(request=number, fault=fault))
             asked = await channel.recv()
 
@@ -582,4 +588,6 @@ def _obstacle(asked: m.Inject) -> str | None:
         return "the target is one of --rank R and --node N"
     if asked.kind == "disconnect" and asked.node is None:
         return "disconnect happens to a node, not to a rank"
+    if asked.kind == "slow" and not (asked.speed and 0.01 <= asked.speed <= 1.0):
+        return "slow needs a speed: --speed 0.5 is half as fast, --speed 1 healthy"
     return None

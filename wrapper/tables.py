@@ -128,6 +128,17 @@ def _terminal_columns(table: str) -> list[Column]:
             Column("in effect (UTC)", _effect),
             Column("reason", _plan_reason, wraps=True),
         ],
+        "probes": [
+            _number("probe", "#"),
+            _words("occasion"),
+            _words("kind"),
+            _number("rank"),
+            Column("node, device", _device),
+            _number("peer"),
+            _number("speed", form="{:.2f}"),
+            Column("fit", lambda row: "yes" if row["passed"] else "no"),
+            _words("evidence", wraps=True),
+        ],
         "reconfigurations": [
             _number("epoch"),
             _words("action"),

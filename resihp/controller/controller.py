@@ -15,8 +15,9 @@ go. Until then a failure parks again, one epoch up, from the plan that still is 
 
 `gathering` the start · `transitions` from one plan to the next · `planning` which plan, from which state · `consent`
 what ranks say to it · `iterations` commits · `failures` losses · `newcomers` processes that join · `judge` silence and
-time · `injection` faults on purpose · `departure` being asked to stop · `upkeep` bad nodes out · `replacements` new
-ones in · `recovery` a new supervisor takes over · `incidents` root causes and the end.
+time · `expectation` healthy times · `slowness` what is slow · `examination` probes · `injection` faults on purpose ·
+`departure` being asked to stop · `upkeep` bad nodes out · `replacements` new ones in · `recovery` a new supervisor ·
+`incidents` root causes and the end.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from resihp.controller import (
     newcomers,
     recovery,
     replacements,
+    slowness,
     transitions,
     upkeep,
 )
@@ -80,6 +82,8 @@ class Controller:
         if job.phase not in ("recovering", "ended"):
             if job.unconsidered:
                 newcomers.consider(job)
+            injection.end_slowness(job)
+            slowness.review(job)
             upkeep.review(job)
         return job.actions
 
@@ -179,6 +183,8 @@ def _said(job: Job, event: api.WorkerSaid) -> None:
             injection.fault_due(job, member, message.fault)
         case m.CheckpointPart():
             iterations.checkpoint_part(job, member, message)
+        case m.Probed():
+            slowness.probed(job, member, message)
         case m.Progress():
             pass  # beats carry it
         case _:

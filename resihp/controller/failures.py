@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal as signals
 
-from resihp.controller import incidents, iterations, newcomers, transitions
+from resihp.controller import causes, incidents, iterations, newcomers, transitions
 from resihp.controller import interface as api
 from resihp.controller.state import Incident, Job, Member
 from resihp.journal import NodeLost
@@ -22,6 +22,7 @@ def exited(job: Job, event: api.WorkerExited) -> None:
     if member is None or not member.alive:
         return
     job.nodes[member.node].last_beat = job.now  # its agent tells of it
+    member.exit_status, member.clues = event.status, event.clues
     incidents.bury(job, member, event.status)
     if job.phase == "halting":
         told = f"{job.where(member.rank)}: {_ending(event.status)} after training was done"
@@ -84,7 +85,11 @@ def incident(job: Job, member: Member, status: int) -> None:
         if member.fenced:
             cause = f"rank {member.rank} {member.fenced}"
         evidence = f"pid {member.pid} on node {member.node}: {_ending(status)}"
-    blamed = member.raised is None
+    member.exit_status = status
+    condemned = causes.condemns_its_device(job, member)
+    blamed = member.raised is None or condemned  # a dead GPU reaches the script as an exception
+    if condemned:
+        job.dead_devices.add((member.node, member.device))
     dead = (member.node, member.device) in job.dead_devices
     job.say("warning", f"{job.where(member.rank)}: {cause.removeprefix(f'rank {member.rank} ')}")
     job.incidents.append(
@@ -100,6 +105,7 @@ def incident(job: Job, member: Member, status: int) -> None:
             node=member.node if blamed else None,
             device=member.device if blamed else None,
             detect_s=None if injected is None else job.now - injected,
+            condemned=(member.node, member.device) if condemned else None,
         )
     )
 
@@ -163,6 +169,7 @@ def node_incident(job: Job, name: str, reason: str, ranks: list[int]) -> set[int
     # Workers of the node whose exits came in first are part of the same root cause.
     earlier = [i for i in job.incidents if i.node == name and i.kind == "fail-stop"]
     job.incidents = [i for i in job.incidents if i not in earlier]
+    job.dead_devices -= {i.condemned for i in earlier if i.condemned is not None}  # the journal will not tell of it
     victims = {*ranks, *(rank for i in earlier for rank in i.ranks)}
     injected = [job.signalled[rank] for rank in sorted(victims) if rank in job.signalled]
     if not victims:  # its workers were gone before, and accounted for

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
-from resihp.controller import incidents, iterations, newcomers, planning, transitions
+from resihp.controller import examination, incidents, iterations, newcomers, planning, transitions
 from resihp.controller import interface as api
 from resihp.controller.state import Job, Member, Node, Placement, Transition, natural
+from resihp.detector import probes
 from resihp.errors import LayoutError
 from resihp.journal import ModelDeclared, NodeJoined, WorkerStarted
 from resihp.protocol import messages as m
@@ -113,6 +116,27 @@ def propose_when_ready(job: Job) -> None:
     job.trains = first
     job.goal = first.iterations
     job.committed = first.resume_from
+    if job.settings.examine and not job.examinations:
+        order = sorted(job.ready)
+        examination.begin(job, "start", order, probes.ring(order))
+    elif not job.settings.examine:
+        _propose(job)
+
+
+def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
+    """Every device has been measured: those that are not fit stand by, the others begin."""
+    if job.phase != "gathering" or job.departure is not None:
+        return
+    for rank, verdict in sorted(judged.items()):
+        if not verdict.fit and job.members[rank].alive:
+            job.unfit.add((job.members[rank].node, job.members[rank].device))
+            job.say("warning", f"{job.where(rank)}: fails its probe: {verdict.evidence}")
+    _propose(job)
+
+
+def _propose(job: Job) -> None:
+    """The first plan."""
+    first = job.declaration
     try:
         plan = planning.first(job)
     except LayoutError as error:

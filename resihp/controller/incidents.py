@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from resihp.controller import causes, replacements
 from resihp.controller import interface as api
-from resihp.controller import replacements
 from resihp.controller.state import COINCIDENCE_S, Incident, Job, Member
 from resihp.journal import FailureFound, JobEnded, Suspected, WorkerEnded
 
@@ -62,6 +62,7 @@ def log_incidents(job: Job) -> list[int]:
     What broke while agents were told to stop is no node's fault; once the job is to stop, it is not even a failure.
     """
     numbers = []
+    causes.explain(job)
     losses = [incident for incident in job.incidents if incident.kind != "communication"]
     for incident in losses or job.incidents:
         if job.departure is not None and incident.found_at >= job.departure.first_at - COINCIDENCE_S:
@@ -71,25 +72,31 @@ def log_incidents(job: Job) -> list[int]:
             incident.component, incident.node, incident.device = "process", None, None
         job.failures += 1
         numbers.append(job.failures)
-        job.do(
-            api.Log(
-                entry=FailureFound(
-                    failure=job.failures,
-                    kind=incident.kind,
-                    component=incident.component,
-                    cause=incident.cause,
-                    ranks=tuple(sorted(incident.ranks)),
-                    node=incident.node,
-                    device=incident.device,
-                    iteration=incident.iteration,
-                    epoch=incident.epoch,
-                    evidence=incident.evidence,
-                    detect_s=incident.detect_s,
-                )
-            )
+        if incident.condemned is not None:  # what is logged counts
+            job.dead_devices.discard(incident.condemned)
+        entry = FailureFound(
+            failure=job.failures,
+            kind=incident.kind,
+            component=incident.component,
+            cause=incident.cause,
+            ranks=tuple(sorted(incident.ranks)),
+            node=incident.node,
+            device=incident.device,
+            iteration=incident.iteration,
+            epoch=incident.epoch,
+            evidence=incident.evidence,
+            detect_s=incident.detect_s,
         )
+        condemn(job, entry)
+        job.do(api.Log(entry=entry))
     job.incidents = []
     return numbers
+
+
+def condemn(job: Job, entry: FailureFound) -> None:
+    """A device that failed for good gets no process any more; the journal tells a new supervisor of the same ones."""
+    if entry.kind == "fail-stop" and entry.component == "device" and None not in (entry.node, entry.device):
+        job.dead_devices.add((entry.node or "", entry.device or 0))
 
 
 def clear_suspicion(job: Job, member: Member) -> None:

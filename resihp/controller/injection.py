@@ -22,7 +22,7 @@ def fault_due(job: Job, member: Member, fault_id: int) -> None:
     else:
         armed.refused = obstacle
     hits_itself = armed.fault.rank == member.rank or armed.fault.node == member.node
-    if obstacle is not None or not (hits_itself or armed.fault.kind == "disconnect"):
+    if obstacle is not None or not (hits_itself or armed.fault.kind in ("disconnect", "slow")):
         job.order((member.rank,), m.FaultGo(fault=fault_id, fire=False))
 
 
@@ -57,6 +57,15 @@ def inject(job: Job, fault: Fault, waiting: int | None = None) -> str | None:
             job.order((waiting,), m.FaultGo(fault=fault.id, fire=False))
         job.do(api.CutConnection(node=fault.node))
         return None
+    if fault.kind == "slow":
+        assert fault.speed is not None
+        job.slow_since.update(dict.fromkeys(victims, job.now))
+        job.order(tuple(victims), m.Slow(speed=fault.speed, until=fault.until))
+        if fault.until is not None:
+            job.slowed.append((fault.until, tuple(victims)))
+        if waiting is not None:
+            job.order((waiting,), m.FaultGo(fault=fault.id, fire=False))
+        return None
     for rank in victims:
         job.signalled.setdefault(rank, job.now)
     if fault.kind in ("hang", "raise"):
@@ -71,6 +80,14 @@ def inject(job: Job, fault: Fault, waiting: int | None = None) -> str | None:
             job.dead_devices.add((member.node, member.device))
         job.do(api.SignalWorker(rank=member.rank, signal=number))
     return None
+
+
+def end_slowness(job: Job) -> None:
+    """Who stands by does not see iterations pass: it is told when a `slow` fault is over."""
+    for until, ranks in job.slowed:
+        if job.committed >= until:
+            job.order(tuple(rank for rank in ranks if job.members[rank].alive), m.Slow(speed=1.0))
+    job.slowed = [(until, ranks) for until, ranks in job.slowed if job.committed < until]
 
 
 def inject_asked(job: Job, event: api.InjectAsked) -> None:

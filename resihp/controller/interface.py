@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from resihp.detector.clues import Clue
 from resihp.faults import Fault
 from resihp.journal import AnyEntry
 from resihp.protocol.messages import Beat, Inventory, WorkerMessage, WorkerOrder
@@ -54,6 +55,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Where the job's batch script runs: Slurm cannot do without it. Empty without Slurm."""
     on_warning: Literal["requeue", "end"] = "requeue"
     """What follows the checkpoint when Slurm warns that time is running out."""
+    examine: bool = False
+    """Whether devices and links are measured before the first iteration, and when a device joins."""
+    detect: bool = True
+    """Whether slow devices and links are looked for while training."""
+    probe_budget_s: float = 30.0
+    """How long an answer to a probe may take before the device counts as unfit; a suspicion is then dropped."""
+    recheck_s: float = 60.0
+    """How often a slow device that stands by is measured again."""
     signal_grace_s: float = 20.0
     """How long a checkpoint may take once Slurm has signalled all of the job; it kills the rest."""
 
@@ -105,6 +114,7 @@ class SpawnRefused(Event, frozen=True, kw_only=True):
 class WorkerExited(Event, frozen=True, kw_only=True):
     rank: int
     status: int
+    clues: tuple[Clue, ...] = ()
 
 
 class WorkerSaid(Event, frozen=True, kw_only=True):

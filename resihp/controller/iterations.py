@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal as signals
 
-from resihp.controller import incidents
+from resihp.controller import expectation, incidents
 from resihp.controller import interface as api
 from resihp.controller.state import IterationReports, Job, Member
 from resihp.journal import IterationCommitted, Reconfigured
@@ -82,6 +82,7 @@ def commit_up_to(job: Job, iteration: int) -> None:
         reports = job.reports.pop(i)
         seconds = reports.seconds or None
         epoch = max(report.epoch for report in reports.by_rank.values())
+        predicted_s = expectation.iteration_done(job, i, reports)
         job.committed = i
         job.last_outcome = reports.outcome
         job.rebuilds = 0
@@ -91,7 +92,7 @@ def commit_up_to(job: Job, iteration: int) -> None:
                     epoch=min(epoch, job.plan.epoch) if job.plan else epoch,
                     outcome=reports.outcome,
                     seconds=seconds,
-                    predicted_seconds=None,
+                    predicted_seconds=predicted_s,
                 )
             )
         )

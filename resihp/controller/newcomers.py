@@ -10,12 +10,14 @@ the end of each event, by the controller.
 from __future__ import annotations
 
 import signal as signals
+from collections.abc import Mapping
 
 import msgspec
 
+from resihp.controller import examination, planning, replacements, transitions
 from resihp.controller import interface as api
-from resihp.controller import planning, replacements, transitions
 from resihp.controller.state import Job, Member, Node, Placement
+from resihp.detector import probes
 from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.journal import JoinRefused, NodeJoined
 from resihp.protocol import messages as m
@@ -84,10 +86,29 @@ def declared(job: Job, member: Member, declare: m.Declare) -> None:
         return
     member.declared = msgspec.structs.replace(declare, resume_from=first.resume_from)
     job.say("notice", f"{job.where(member.rank)}: ready to join")
-    job.unconsidered.add(member.rank)
+    if job.settings.examine:
+        job.unmeasured.add(member.rank)
+        examination.begin(job, "join", (member.rank,))
+    else:
+        job.unconsidered.add(member.rank)
     if job.pause is not None:
         job.pause.reason += f", rank {member.rank} joined"
         transitions.ask_to_pause(job, (member.rank,))
+
+
+def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
+    """A newcomer's device was measured: one that is not fit stands by."""
+    for rank, verdict in judged.items():
+        member = job.members[rank]
+        job.unmeasured.discard(rank)
+        if not member.ready:
+            continue
+        if verdict.fit:
+            job.unfit.discard((member.node, member.device))
+            job.unconsidered.add(rank)
+        else:
+            job.unfit.add((member.node, member.device))
+            job.say("warning", f"{job.where(rank)}: stands by, it fails its probe: {verdict.evidence}")
 
 
 def consider(job: Job) -> None:
@@ -97,7 +118,7 @@ def consider(job: Job) -> None:
         return
     if job.departure is not None:
         return
-    idle = job.unconsidered & set(job.ready) - set(plan.layout.ranks)
+    idle = job.unconsidered & set(job.ready) - set(job.active)
     job.unconsidered = set()
     if not idle or job.furthest + 1 >= job.goal:  # the iteration under way is finished before anybody could help
         return

@@ -11,7 +11,7 @@ import msgspec
 
 from resihp.controller.state import Job
 from resihp.errors import LayoutError, NotEnoughDevicesError
-from resihp.layout import Layout
+from resihp.layout import Layout, Replica, Stage
 from resihp.outline import outline
 from resihp.ownership import ParameterSpec
 from resihp.pipeline import checker
@@ -37,6 +37,17 @@ def first(job: Job) -> Plan:
         tokens=declared.model.sequence,
         most=(settings.nodes - settings.spares) * settings.gpus_per_node,
     )
+    unfit = _kept_out(job, set(job.ready))
+    if unfit.intersection(plan.layout.active):
+        plan = _with_spares(job, plan, unfit)
+    if unfit.intersection(plan.layout.active):
+        job.first_plan = plan  # stands for the plan in effect
+        try:
+            fit = set(job.ready) - unfit
+            plan = with_standby(planner.decide(_situation(job, plan.epoch, fit, None)).plan, unfit)
+        except LayoutError:
+            job.say("warning", "not enough devices pass their probe: the others are used as well")
+        job.first_plan = None
     checker.check(plan)
     return plan
 
@@ -46,9 +57,69 @@ def best(job: Job, epoch: int, available: set[int], base: Base | None) -> tuple[
 
     Raises LayoutError when no plan is found, or the one that is found is no good.
     """
-    decision = planner.decide(_situation(job, epoch, available, base))
-    checker.check(decision.plan)
-    return decision.plan, decision.reason
+    unfit = _kept_out(job, available)
+    try:
+        decision = planner.decide(_situation(job, epoch, available - unfit, base))
+    except LayoutError:
+        if not unfit:
+            raise
+        unfit = set()
+        decision = planner.decide(_situation(job, epoch, available, base))
+    plan = with_standby(decision.plan, unfit)
+    checker.check(plan)
+    return plan, decision.reason
+
+
+def gain(job: Job) -> tuple[Plan, float, float]:
+    """The best plan now that devices have the speeds they have, and predicted times of the present one and of it.
+
+    In layer times of a healthy device. Raises LayoutError when no plan is found.
+    """
+    assert job.plan is not None
+    base = base_while_running(job)
+    situation = _situation(job, job.epoch + 1, set(job.ready), base)
+    plan, _ = best(job, job.epoch + 1, set(job.ready), base)
+    now_s, then_s = (planner.predicted(of, situation) for of in (job.plan, plan))
+    return plan, now_s, then_s
+
+
+def with_standby(plan: Plan, ranks: set[int]) -> Plan:
+    """The same plan, with more ranks that stand by."""
+    if not ranks:
+        return plan
+    layout = plan.layout
+    standby = tuple(sorted({*layout.standby, *ranks}))
+    return msgspec.structs.replace(plan, layout=Layout(layout.replicas, standby))
+
+
+def _with_spares(job: Job, plan: Plan, unfit: set[int]) -> Plan:
+    """Spares in the places of unfit ranks, as far as that keeps groups within their node."""
+    spares = [rank for rank in plan.layout.standby if rank not in unfit]
+    places: dict[int, int] = {}
+    for replica in plan.layout.replicas:
+        for stage in replica.stages:
+            for rank in unfit.intersection(stage.ranks):
+                node = job.members[rank].node
+                able = [spare for spare in spares if stage.tp == 1 or job.members[spare].node == node]
+                if able:
+                    places[rank] = min(able, key=lambda spare: (job.members[spare].node != node, spare))
+                    spares.remove(places[rank])
+    replicas = tuple(
+        Replica(tuple(Stage(tuple(places.get(rank, rank) for rank in s.ranks), s.chunks) for s in replica.stages))
+        for replica in plan.layout.replicas
+    )
+    active = {rank for replica in replicas for rank in replica.ranks}
+    layout = Layout(replicas, tuple(rank for rank in plan.layout.ranks if rank not in active))
+    return msgspec.structs.replace(plan, layout=layout)
+
+
+def _kept_out(job: Job, ranks: set[int]) -> set[int]:
+    """Of these, those that are to stand by: unfit, or not measured yet."""
+    return {rank for rank in ranks if _device(job, rank) in job.unfit or rank in job.unmeasured}
+
+
+def _device(job: Job, rank: int) -> tuple[str, int]:
+    return job.members[rank].node, job.members[rank].device
 
 
 def cautious(job: Job, epoch: int, available: set[int], base: Base | None) -> tuple[Plan, str]:
@@ -91,6 +162,7 @@ def _situation(job: Job, epoch: int, available: set[int], base: Base | None) -> 
         schedule=settings.schedule,
         sequence_parallel=settings.sequence_parallel,
         memory_bytes=settings.memory_bytes,
+        speeds={rank: slow.speed for rank in available if (slow := job.slow.get(_device(job, rank))) is not None},
         stale=tuple(sorted(stale)),
     )
 

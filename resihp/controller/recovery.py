@@ -15,7 +15,18 @@ from __future__ import annotations
 import signal as signals
 from collections.abc import Iterable
 
-from resihp.controller import departure, failures, gathering, incidents, iterations, newcomers, transitions, upkeep
+from resihp.controller import (
+    causes,
+    departure,
+    failures,
+    gathering,
+    incidents,
+    iterations,
+    newcomers,
+    slowness,
+    transitions,
+    upkeep,
+)
 from resihp.controller import interface as api
 from resihp.controller.interface import AnyEvent, Settings
 from resihp.controller.state import IterationReports, Job, Member, Node, Placement, Recovery, Transition
@@ -96,14 +107,16 @@ def replay(settings: Settings, entries: Iterable[AnyEntry]) -> Job:
                 job.last_outcome = entry.outcome
                 if entry.seconds is not None:
                     job.recent.append(entry.seconds)
+            case FailureFound(kind="fail-slow"):
+                job.failures = max(job.failures, entry.failure)
             case FailureFound():
                 job.failures = max(job.failures, entry.failure)
                 for rank in entry.ranks:
                     ended.pop(rank, None)
                 if entry.component == "node" and entry.node is not None:
                     lost.pop(entry.node, None)
-                if entry.component == "device" and entry.node is not None and entry.device is not None:
-                    job.dead_devices.add((entry.node, entry.device))
+                incidents.condemn(job, entry)
+                causes.remember(job, entry)
             case CheckpointCommitted():
                 job.checkpointed = entry.iteration
             case JobSignalled():
@@ -116,6 +129,7 @@ def replay(settings: Settings, entries: Iterable[AnyEntry]) -> Job:
             case _:
                 pass
         upkeep.replay(job, entry)
+        slowness.replay(job, entry)
     if not begun:
         raise ProtocolError(f"job {settings.job}: its journal is empty")
     for rank in job.active:
@@ -145,7 +159,7 @@ def handle(job: Job, event: AnyEvent) -> list[AnyEvent]:
         case api.AgentLost() if event.node in job.nodes:
             recovery.lost[event.node] = event.reason
         case api.WorkerExited():
-            recovery.exits[event.rank] = event.status
+            recovery.exits[event.rank], recovery.clues[event.rank] = event.status, event.clues
         case api.AgentBeat() if event.node in job.nodes:
             job.nodes[event.node].last_beat = job.now
         case api.StoreReady():
@@ -236,6 +250,7 @@ def _conclude(job: Job, recovery: Recovery) -> None:
             _go_on(job, undisturbed and all(job.members[rank].alive for rank in job.active))
     for rank in sorted(lost):
         newcomers.come_back(job, job.members[rank])
+    slowness.resume(job)
     upkeep.resume(job)
 
 
@@ -292,7 +307,7 @@ def _meet(job: Job, node: str, running: m.RunningWorker) -> list[api.WorkerSaid]
         if isinstance(message, m.Declare) and (job.trains is None or gathering.trains_the_same(job, message)):
             member.declared = message if job.trains is None else job.trains
             if member.joins and (job.plan is None or running.rank not in job.plan.layout.ranks):
-                job.unconsidered.add(running.rank)
+                (job.unmeasured if job.settings.examine else job.unconsidered).add(running.rank)
     for step in running.steps:
         member.stepped = max(member.stepped, step.outcome.iteration)
         if step.outcome.iteration > job.committed:
@@ -320,7 +335,8 @@ def _bury(job: Job, recovery: Recovery) -> set[int]:
     running = {worker.rank for inventory in told.values() for worker in inventory.workers} - exits.keys()
     for rank, member in sorted(job.members.items()):
         if member.alive and rank not in running and member.node in told and job.phase != "ended":
-            failures.exited(job, api.WorkerExited(rank=rank, status=exits.get(rank, -signals.SIGKILL)))
+            status, clues = exits.get(rank, -signals.SIGKILL), recovery.clues.get(rank, ())
+            failures.exited(job, api.WorkerExited(rank=rank, status=status, clues=clues))
     for name, node in job.nodes.items():
         reason = recovery.lost.get(name, "its agent did not come back to the new supervisor")
         if node.alive and (name not in told or name in recovery.lost) and job.phase != "ended":

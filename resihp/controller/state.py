@@ -12,7 +12,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from resihp.controller.interface import AnyAction, AnyEvent, Order, Say, Settings
+from resihp.detector.clues import Clue
+from resihp.detector.diagnosis import Diagnosis
+from resihp.detector.findings import Finding
+from resihp.detector.monitor import Monitor
 from resihp.faults import Fault
+from resihp.journal import Suspected
 from resihp.ownership import ParameterSpec
 from resihp.plan import Plan
 from resihp.protocol.messages import (
@@ -20,12 +25,14 @@ from resihp.protocol.messages import (
     Declare,
     Inventory,
     Parked,
+    Probed,
     Raised,
     StepOutcome,
     Stepped,
     WorkerBeat,
     WorkerOrder,
 )
+from resihp.protocol.messages import Speed as DeviceSpeed
 from resihp.transfers import Base
 
 
@@ -62,6 +69,9 @@ class Member:
     beat_at: float = 0.0
     progress_at: float = 0.0
     suspected: bool = False
+    exit_status: int | None = None
+    clues: tuple[Clue, ...] = ()
+    """What was said of its end, by itself and by the kernel."""
 
     @property
     def ready(self) -> bool:
@@ -93,6 +103,10 @@ class Incident:
     node: str | None = None
     device: int | None = None
     detect_s: float | None = None
+    diagnosis: Diagnosis | None = None
+    """Why, as far as anybody said so."""
+    condemned: tuple[str, int] | None = None
+    """(node, device) taken for dead as soon as its process had ended, for what was said of it."""
 
 
 Outlook = Literal["start", "redo", "commit", "between"]
@@ -139,6 +153,29 @@ class Transition:
     extra_bytes: int = 0
 
 
+@dataclass(kw_only=True)
+class Examination:
+    """A probe under way: who is measured, and for what."""
+
+    probe: int
+    occasion: Literal["start", "join", "suspicion", "standby"]
+    asked: tuple[int, ...]
+    asked_at: float
+    answers: dict[int, Probed] = field(default_factory=dict)
+    finding: Finding | None = None
+    """The suspicion that it is to confirm."""
+
+
+@dataclass(kw_only=True)
+class Slow:
+    """A device or link with a verdict: slow, but at work."""
+
+    failure: int
+    speed: float
+    since: int
+    """First slow iteration."""
+
+
 @dataclass
 class Pause:
     """A request to stop after an iteration, while training goes on."""
@@ -147,6 +184,8 @@ class Pause:
     reason: str
     asked: set[int]
     answers: dict[int, Parked] = field(default_factory=dict)
+    failures: list[int] = field(default_factory=list)
+    """Verdicts that it answers to."""
 
 
 Meaning = Literal["warning", "time-limit", "cancelled", "preempted", "unknown"]
@@ -317,6 +356,8 @@ class Recovery:
     exits: dict[int, int] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
     """Ranks that ended and nodes that were lost meanwhile: how, and why."""
+    clues: dict[int, tuple[Clue, ...]] = field(default_factory=dict)
+    """What was said of the ends of ranks meanwhile."""
     waiting: list[AnyEvent] = field(default_factory=list)
     """What else came meanwhile."""
     unexplained: dict[int, int | None] = field(default_factory=dict)
@@ -360,17 +401,52 @@ class Job:
         self.deadline: float | None = None
         """When Slurm's time limit ends the job, if it has one."""
         self.upkeep = Upkeep()
+        self.monitor = Monitor()
+        """What is known of healthy times, and who is suspected to be slow."""
+        self.expected_epoch = 0
+        """Epoch of the plan whose healthy times the monitor expects."""
+        self.examinations: dict[int, Examination] = {}
+        """Probes under way, by number."""
+        self.probes = 0
+        self.slow: dict[tuple[str, int], Slow] = {}
+        """(node, device) that are slow and at work."""
+        self.slow_links: dict[tuple[int, int], Slow] = {}
+        """The same for links, by the ranks at their ends."""
+        self.findings: tuple[Finding, ...] = ()
+        """What the monitor found and nobody has acted on yet."""
+        self.suspects_slow: Suspected | None = None
+        """The suspicion to be slow that is in the journal, and neither cleared nor a failure yet."""
+        self.acquitted: set[int] = set()
+        """Ranks that were suspected to be slow, and whose probe was fine."""
+        self.unmeasured: set[int] = set()
+        """Newcomers whose device is still to be measured before they are given work."""
+        self.reconsider: list[tuple[str, tuple[int, ...]]] = []
+        """Why another plan may be better now, and the verdicts behind it."""
+        self.recheck_at = 0.0
+        """When what stands by for being slow is measured next."""
+        self.unfit: set[tuple[str, int]] = set()
+        """(node, device) that failed the probe before they were given work: they stand by."""
+        self.reference: dict[tuple[str, int], DeviceSpeed] = {}
+        """What each device's last good probe gave."""
         self.specs: tuple[ParameterSpec, ...] = ()
         self.committed = 0
         self.goal = 0
         self.store: tuple[str, int] | None = None
         self.faults = {fault.id: ArmedFault(fault) for fault in settings.faults}
         self.incidents: list[Incident] = []
+        self.diagnoses: list[Diagnosis] = []
+        """Of the incidents so far: what a device does again is its own fault."""
+        self.explained: dict[str, set[str]] = {}
+        """Lines about a node as such, by node, that a failure was told by: they are no cause of what comes later."""
         self.failures = 0
         self.signalled: dict[int, float] = {}
-        """When a fault was injected into a rank, by rank."""
+        """When a fault was injected into a rank that may end it, by rank."""
+        self.slow_since: dict[int, float] = {}
+        """When a `slow` fault was last injected into a rank, by rank."""
         self.errors: dict[int, tuple[int, str]] = {}
         """What each rank's script raised, and in which iteration, by rank."""
+        self.slowed: list[tuple[int, tuple[int, ...]]] = []
+        """Injected slowness that ends by itself: before which iteration, and of which ranks."""
         self.stuck: tuple[float, int, str] | None = None
         self.rebuilds = 0
         """Communication failures since the last committed iteration."""

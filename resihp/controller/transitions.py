@@ -18,9 +18,11 @@ from resihp.protocol import messages as m
 
 def park(job: Job, reason: str, cautious: bool = False) -> None:
     """Open a new epoch: everybody lets go and reports. Restarts a transition that was under way."""
+    verdicts = job.pause.failures if job.pause is not None else []
     job.pause = None
     _open(job, reason, job.ready, cautious=cautious)
     assert job.transition is not None
+    job.transition.failures += verdicts
     job.order(job.ready, m.Park(epoch=job.epoch, reason=reason))
     decide_when_parked(job)
 
@@ -95,10 +97,12 @@ def _paused(job: Job, member: Member, parked: m.Parked) -> None:
     if parked.stepped >= job.goal:
         return
     stuck = job.stuck
+    verdicts = pause.failures
     _open(job, pause.reason, tuple(rank for rank in job.ready if rank in pause.asked), graceful=True)
     assert job.transition is not None
     job.transition.parked = {rank: answer for rank, answer in pause.answers.items() if rank in job.transition.asked}
     job.transition.waiting -= job.transition.parked.keys()
+    job.transition.failures += verdicts
     if stuck is not None:
         broke(job, f"rank {stuck[1]}: {stuck[2]}")
     decide_when_parked(job)

@@ -69,7 +69,9 @@ def _drain(job: Job) -> None:
 def _reason(job: Job, verdict: Verdict) -> str:
     """What the node's owner will read: whose job, what went, and why."""
     ranks = ", ".join(map(str, verdict.ranks))
-    cause = verdict.cause.removeprefix(f"node {verdict.node}: ").removeprefix(f"rank {ranks} ")
+    cause = verdict.cause
+    for subject in (f"node {verdict.node}: ", f"rank {ranks}: ", f"rank {ranks} "):
+        cause = cause.removeprefix(subject)
     return f"job {job.settings.job} lost rank {ranks}: {cause}"[:REASON_LENGTH]
 
 

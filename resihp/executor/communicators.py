@@ -13,7 +13,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +30,7 @@ Store = Any
 
 STORE_TIMEOUT_S = 60.0
 _POLL_S = 0.002
+_LOOK_UP_S = 0.05
 _CLOSING_S = 0.2
 _ASSEMBLY_NOTICES_S = 0.2
 """A rank that waits for others to come polls; only if it is stuck in the store must the store's connection go."""
@@ -61,11 +62,14 @@ class Directory:
 
 
 class Communicators:
-    """One rank's communicators of one epoch. `wake` may be called from any thread, all else from the rank's own."""
+    """One rank's communicators of one epoch, or of a probe between two.
+
+    `wake` may be called from any thread, all else from the rank's own.
+    """
 
     def __init__(
         self,
-        epoch: int,
+        epoch: int | str,
         rank: int,
         memberships: Sequence[Membership],
         timeout_s: float,
@@ -76,6 +80,7 @@ class Communicators:
         self._epoch, self._rank = epoch, rank
         self.wanted = [group for group in memberships if rank in group.ranks]
         self._strict = SingleFile() if strict else None
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._timeout = timedelta(seconds=timeout_s)
         self._directory = directory
         self._store_sockets: set[int] = set()
@@ -111,16 +116,35 @@ class Communicators:
             named = dist.PrefixStore(f"epoch-{self._epoch}", store)
             self._assemble(named)
             self._past_assembly.set()
-            make = backends.nccl if torch.cuda.is_available() else backends.Gloo()
-            for group in self.wanted:
-                self._check_awake()
-                prefix = dist.PrefixStore(group.name, named)
-                index = group.ranks.index(self._rank)
-                backend = make(prefix, index, len(group.ranks), self._timeout)
-                self._channels[group.name] = Channel(backend, lambda: self._woken, self._strict)
+            self._channels = self._connected(named)
         with self._guard:
             self._ours = _tcp_sockets() - self._before
         self._check_awake()
+
+    def _connected(self, store: Store) -> dict[str, Channel]:
+        """All channels, made in a thread of its own, which is left behind when the rank is woken.
+
+        A peer may die after it has told its address and before it connects: gloo then waits for it where no socket is
+        that could be shut down. Raises what the back ends raise, CommunicatorError when woken.
+        """
+        making = _Making(self._make, store)
+        while not making.done.wait(_LOOK_UP_S):
+            if self._woken and not making.done.wait(_CLOSING_S):
+                making.abandon()
+                raise CommunicatorError(f"communicators of epoch {self._epoch}: woken while a peer was waited for")
+        return making.taken()
+
+    def _make(self, store: Store, channels: dict[str, Channel]) -> None:
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)  # a thread's own
+        make = backends.nccl if self._gpu is not None else backends.Gloo()
+        for group in self.wanted:
+            self._check_awake()
+            prefix = dist.PrefixStore(group.name, store)
+            index = group.ranks.index(self._rank)
+            backend = make(prefix, index, len(group.ranks), self._timeout)
+            channels[group.name] = Channel(backend, lambda: self._woken, self._strict)
+            del backend  # it has one owner
 
     def _assemble(self, store: Store) -> None:
         """Wait, here and awake, until all members have come: the back ends' own wait cannot be interrupted."""
@@ -193,6 +217,50 @@ class Communicators:
         if self._strict is not None:
             self._strict.close()
         _let_go(channels)
+
+
+class _Making:
+    """Back ends being made, by a thread that owns them until they are taken; what nobody takes, it destroys itself."""
+
+    def __init__(self, make: Callable[[Store, dict[str, Channel]], None], store: Store) -> None:
+        self.done = threading.Event()
+        self._guard = threading.Lock()
+        self._abandoned = False
+        self._channels: dict[str, Channel] = {}
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, args=(make, store), name="resihp-connecting", daemon=True).start()
+
+    def _run(self, make: Callable[[Store, dict[str, Channel]], None], store: Store) -> None:
+        try:
+            make(store, self._channels)
+        except BaseException as error:  # noqa: BLE001 - whoever waits for it raises it
+            self._error = error
+        with self._guard:
+            self.done.set()
+            if not self._abandoned:
+                return
+        self._destroy()
+
+    def _destroy(self) -> None:
+        going = [channel.detach() for channel in self._channels.values()]
+        self._channels.clear()
+        going.clear()
+
+    def abandon(self) -> None:
+        """Nobody waits any more."""
+        with self._guard:
+            self._abandoned = True
+            left = self.done.is_set()
+        if left:
+            _let_go(self._channels)
+
+    def taken(self) -> dict[str, Channel]:
+        """The channels, which are the caller's from now on. Raises what making them raised."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            _let_go(self._channels)
+            raise error
+        return self._channels
 
 
 def _let_go(channels: dict[str, Channel]) -> None:

@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from megatron.core.transformer import TransformerConfig
 
 from resihp import ownership, transfers
+from resihp.detector.observation import CHUNKS, Floats
 from resihp.errors import CommunicatorError, LayoutError, PlanError, ResihpError
 from resihp.executor import movement, parameters
 from resihp.executor.batches import Batches, fingerprint
@@ -32,8 +34,9 @@ from resihp.executor.interpreter import Interpreter, Observer, Pace, computed, l
 from resihp.executor.optimizer import AdamW, AdamWState
 from resihp.executor.stage import PositionEmbedding, StageModule, model_spec, refuse_unhonoured
 from resihp.executor.state import Holding, State, extra_bytes
+from resihp.executor.stopwatch import Speed, full_speed, stopwatch_of
 from resihp.executor.synchronisation import last_synchronisation
-from resihp.executor.tensor_group import TensorGroup
+from resihp.executor.tensor_group import TensorGroup, nobody
 from resihp.layout import validate
 from resihp.model import ModelSpec
 from resihp.ownership import ParameterSpec, Slice
@@ -44,6 +47,9 @@ from resihp.protocol.messages import StepOutcome
 from resihp.scheduler import memory
 from resihp.transfers import Base, Move
 from resihp.workload import Dataset
+
+MEETING_S = 10.0
+"""How long ranks that measure their links wait for each other."""
 
 STRICT_ORDER = "RESIHP_STRICT_ORDER"
 """Environment variable that makes gloo behave as NCCL does at its strictest (`channels.SingleFile`)."""
@@ -98,8 +104,12 @@ class Engine:
         """Micro-batches of the global batch, as the data set has them."""
         self.fingerprint: str = fingerprint(config, self.model, self._positions, optimizer, seed, self._batches.first)
         """Digest of model and optimizer settings, the data set's first iteration and library versions."""
-        self.compute_s = 0.0
-        """Seconds that the last `run` spent in chunks of work, without waits for peers."""
+        self.speed: Speed = full_speed
+        """How fast an injected fault makes this device."""
+        self.measured: Floats = np.zeros((len(CHUNKS), 0))
+        """Times of the last `run`'s primitives (`resihp.detector.observation.CHUNKS`)."""
+        self.reduced_s = 0.0
+        """Offset from the beginning of the last `run` at which all of its gradients were summed."""
         self.rank = -1
         self.plan: Plan | None = None
         """The plan adopted last, in effect once `begin` was called."""
@@ -121,6 +131,11 @@ class Engine:
         return parameters.specs_of(
             whole, self._config.num_layers, tied=self.model.tied_embeddings, sequence_parallel=sequence_parallel
         )
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds that the last `run` spent in own work, without waits for peers."""
+        return float(self.measured[CHUNKS.index("compute")].sum())
 
     @property
     def specs(self) -> tuple[ParameterSpec, ...]:
@@ -264,6 +279,17 @@ class Engine:
             self.disconnect()
             raise
 
+    def meet(self, name: str, memberships: Sequence[Membership], rank: int, address: tuple[str, int]) -> Communicators:
+        """Communicators outside of any plan, of ranks that are parked; they go with the next `disconnect`.
+
+        Raises CommunicatorError when a peer does not come within `MEETING_S`, or when woken.
+        """
+        self.disconnect()
+        self._communicators = communicators = Communicators(name, rank, memberships, MEETING_S, self._directory)
+        if communicators.wanted:
+            communicators.open(address)
+        return communicators
+
     def move(self, plan: Plan, observer: Observer, stepped: int, updates: int) -> int:
         """Bring in the state that the adopted place lacks, of iteration `stepped`; returns the bytes received.
 
@@ -325,6 +351,7 @@ class Engine:
             raise CommunicatorError(f"rank {self.rank}: not connected")
         if iteration != state.stepped + 1:
             raise ResihpError(f"rank {self.rank}: holds the state of iteration {state.stepped}, cannot run {iteration}")
+        stopwatch = stopwatch_of(self.device, self.speed)
         prepared = self.prepare(plan, self.rank)
         state.ready = None
         stage = state.stage
@@ -332,7 +359,14 @@ class Engine:
         place = plan.layout.place(self.rank)
         assert place is not None
         stage.tp_group.bind(communicators.find(f"tensor/{place.replica}/{place.stage}"))
-        stage.tp_group.on_wait = observer.communicating
+        stage.tp_group.on_start = stopwatch.collective
+
+        def waits(waiting: bool) -> None:
+            observer.communicating(waiting)
+            if not waiting:
+                stopwatch.resumed()
+
+        stage.tp_group.on_wait = waits
         batch = self._batches.of(iteration)
         mine = prepared.programs[self.rank]
         interpreter = Interpreter(
@@ -349,12 +383,15 @@ class Engine:
             communicators,
             observer,
             self.device,
+            stopwatch,
             self._pace,
         )
         try:
             interpreter.run()
         finally:
-            self.compute_s = interpreter.compute_s
+            stage.tp_group.on_start = nobody
+        self.reduced_s = stopwatch.offset()
+        self.measured = interpreter.measured()
         state.ready = iteration
         speaks = loss_speaker(state)
         return last_synchronisation(

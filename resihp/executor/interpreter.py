@@ -7,7 +7,6 @@ iteration that breaks leaves nothing.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from resihp.detector.observation import Floats
 from resihp.errors import DatasetError
 from resihp.executor.channels import Transfer, guarded
 from resihp.executor.communicators import Communicators
 from resihp.executor.stage import IGNORED
 from resihp.executor.state import State
+from resihp.executor.stopwatch import Stopwatch
 from resihp.faults import Phase
 from resihp.pipeline.program import Bucket, Compute, Parcel, Program, Reduce, Transmit, gradients_of
 from resihp.plan import Primitive, Stop
@@ -90,12 +91,13 @@ class Interpreter:
         communicators: Communicators,
         observer: Observer,
         device: torch.device,
+        stopwatch: Stopwatch,
         pace: Pace | None = None,
     ) -> None:
         self._state, self._stage, self._rank = state, state.stage, rank
         self._program, self._buckets, self._batch, self._active = program, buckets, batch, active
         self._communicators, self._observer, self._device = communicators, observer, device
-        self._vocab, self._multiple, self._pace = vocab, multiple, pace
+        self._vocab, self._multiple, self._pace, self._stopwatch = vocab, multiple, pace, stopwatch
         self._total_tokens = sum(micro_batch.tokens for micro_batch in batch)
         self._tensor = communicators.find("tensor/{}/{}".format(*place))
         self._position = {
@@ -119,10 +121,8 @@ class Interpreter:
         self._entered: set[Phase] = set()
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         """Sum over tokens of the loss, of the micro-batches that passed here; stays 0 before the last stage."""
-        self.compute_s = 0.0
-        """Seconds in chunks of work, without waits for tensor-parallel peers."""
-        self._began = 0.0
-        """When the last chunk of work had all that it needs."""
+        self._work: list[tuple[float, float]] = []
+        """Tokens and sum of squared lengths of each primitive's micro-batch."""
 
     def run(self) -> None:
         """Raises CommunicatorError when a peer is lost, DatasetError, or whatever the data set raises."""
@@ -148,24 +148,30 @@ class Interpreter:
         elif primitive.kind == "B":
             self._backward(primitive.micro_batch, primitive.chunk)
         else:
-            with self._computing():
-                self._stage.weights.finish((primitive.micro_batch, primitive.chunk))
+            self._stopwatch.begin()
+            self._stage.weights.finish((primitive.micro_batch, primitive.chunk))
         if self._pace is not None:
             first, last = self._state.holding.chunks[primitive.chunk]
-            due = self._began + self._pace(primitive, last - first + 1)
-            time.sleep(max(0.0, due - time.perf_counter()))
+            self._stopwatch.emulate(self._pace(primitive, last - first + 1))
+        self._stopwatch.end()
+        micro_batch = self._batch[primitive.micro_batch]
+        self._work.append((float(micro_batch.tokens), float(micro_batch.sum_squared_lengths)))
         self._observer.progressed()
+
+    def measured(self) -> Floats:
+        """(5, primitives), rows as in `observation.CHUNKS`, in the order of the stage's primitives."""
+        return np.vstack([self._stopwatch.read(), np.array(self._work, dtype=np.float64).reshape(-1, 2).T])
 
     def _forward(self, m: int, chunk: int) -> None:
         v = self._position[m, chunk]
         tokens, labels, lengths = self._load(m, chunk)
         inputs = tokens if v == 0 else self._take(("forward", m, v - 1)).requires_grad_()
         assert inputs is not None
-        with self._computing():
-            output = self._stage(chunk, lengths, inputs, labels)
-            if labels is not None:
-                self.loss_sum += output.detach()
-                output = output / self._total_tokens
+        self._stopwatch.begin()
+        output = self._stage(chunk, lengths, inputs, labels)
+        if labels is not None:
+            self.loss_sum += output.detach()
+            output = output / self._total_tokens
         self._saved[m, chunk] = (inputs, output)
         if labels is None:
             self._produced["forward", m, v] = output.detach()
@@ -174,12 +180,12 @@ class Interpreter:
         v = self._position[m, chunk]
         gradient = None if self._ends(chunk) else self._take(("backward", m, v))
         inputs, output = self._saved.pop((m, chunk))
-        with self._computing():
-            if (m, chunk) in self._split:
-                with self._stage.weights.collecting((m, chunk)):
-                    output.backward(gradient)
-            else:
+        self._stopwatch.begin()
+        if (m, chunk) in self._split:
+            with self._stage.weights.collecting((m, chunk)):
                 output.backward(gradient)
+        else:
+            output.backward(gradient)
         if v > 0:
             assert inputs.grad is not None
             self._produced["backward", m, v - 1] = inputs.grad
@@ -209,13 +215,6 @@ class Interpreter:
             for array, fill in zip(arrays, (0, IGNORED), strict=True)
         )
         return tokens if begins else None, labels if self._ends(chunk) else None, lengths
-
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        group = self._stage.tp_group
-        self._began, waited = time.perf_counter(), group.waited_s
-        yield
-        self.compute_s += time.perf_counter() - self._began - (group.waited_s - waited)
 
     # --- between stages ---------------------------------------------------------------------------------------
 

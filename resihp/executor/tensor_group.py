@@ -36,6 +36,8 @@ class TensorGroup:
         """Seconds spent in collectives since the group was made."""
         self.on_wait: Callable[[bool], None] = _ignore
         """Called with True before and False after each wait."""
+        self.on_start: Callable[[], None] = nobody
+        """Called when a collective is about to start: own work up to here is done."""
 
     def size(self) -> int:
         return self._size
@@ -87,6 +89,7 @@ class TensorGroup:
     def _start(self, result: torch.Tensor, begin: Callable[[Backend], Any]) -> Waiting:
         if self._backend is None:
             raise CommunicatorError("tensor-parallel group: no communicator is connected")
+        self.on_start()
         try:
             return Waiting(self, begin(self._backend), result)
         except RuntimeError as error:
@@ -124,6 +127,10 @@ class Waiting:
 
 def _ignore(waits: bool) -> None:
     """Nobody watches."""
+
+
+def nobody() -> None:
+    """Nobody measures."""
 
 
 def teach_megatron() -> None:

@@ -17,6 +17,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from resihp import checkpoints
+from resihp.detector.observation import pack
 from resihp.errors import CheckpointError, CommunicatorError, LayoutError, ResihpError
 from resihp.executor import checkpoint, probe
 from resihp.executor.engine import Engine
@@ -200,6 +201,7 @@ class _Supervised:
     def run(self) -> None:
         client, engine = self._client, self._engine
         client.on_park(engine.wake)
+        engine.speed = client.speed
         client.arm(self._absent)
         if client.start.joins:
             probe.examine(engine.device)
@@ -225,10 +227,12 @@ class _Supervised:
                     self._park(park)
                 case m.Save() as save:
                     self._save_parked(save)
+                case m.Probe():
+                    self._answer_probes()
                 case m.Halt():
                     engine.disconnect()
                     return
-                case m.Start() | m.FaultGo():
+                case m.Start() | m.FaultGo() | m.Slow():
                     raise ResihpError("agent: sent an order that the training loop never waits for")
 
     # --- orders -----------------------------------------------------------------------------------------------
@@ -344,6 +348,7 @@ class _Supervised:
         client, engine = self._client, self._engine
         for iteration in range(first, self._iterations + 1):
             client.iteration = iteration
+            self._answer_probes()
             client.activity = "compute"
             began = time.perf_counter()
             outcome = engine.run(plan, iteration, self, lambda: client.pause_asked(plan.epoch))
@@ -356,6 +361,8 @@ class _Supervised:
                     outcome=outcome,
                     seconds=time.perf_counter() - began,
                     compute_s=engine.compute_s,
+                    reduced_s=engine.reduced_s,
+                    chunks=pack(engine.measured),
                 )
             )
             if self._every and iteration % self._every == 0:
@@ -364,6 +371,12 @@ class _Supervised:
                 return  # all ranks do: the order to park is here already, or on its way
         client.activity = "idle"
         client.send(m.Finished(iteration=self._iterations))
+
+    def _answer_probes(self) -> None:
+        """Measure the device, and where all are parked the links; whatever goes wrong is an answer, too."""
+        while (asked := self._client.due_probe()) is not None:
+            with self._activity("compute"):
+                self._client.send(probe.measure(asked, self._rank, self._engine))
 
     def _save_parked(self, save: m.Save) -> None:
         """The job is about to end: write what is held under the plan in effect, after the step that counts."""

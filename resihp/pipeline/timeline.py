@@ -5,7 +5,8 @@ F(m, v) needs F(m, v - 1); B(m, v) needs B(m, v + 1) and F(m, v), on the last vi
 What comes from another stage takes a transfer on the way. The iteration lasts as long as the critical path.
 
 This module prices an order; it makes none (`resihp.pipeline.schedules`) and decides nothing. Programs, the scheduler's
-predictions, the detector's expectations and the simulator all read their times here.
+predictions, the detector's expectations and the simulator all read their times here, or, for many durations over the
+same orders, in `resihp.pipeline.compiled`, which gives the same.
 """
 
 from __future__ import annotations

@@ -77,6 +77,8 @@ class AgentClient:
         self.activity: Activity = "starting"
         self.declared = False
         self._orders: queue.SimpleQueue[m.WorkerOrder] = queue.SimpleQueue()
+        self._probes: queue.SimpleQueue[m.Probe] = queue.SimpleQueue()
+        self._slow: m.Slow | None = None
         self._fault_answers: queue.SimpleQueue[m.FaultGo] = queue.SimpleQueue()
         self._spent: set[int] = set()
         self._wake: Callable[[], None] = lambda: None
@@ -142,6 +144,18 @@ class AgentClient:
         """Whether an epoch newer than `epoch` was announced, to park for after the iteration."""
         return max(self.pause_epoch, self.park_epoch) > epoch
 
+    def due_probe(self) -> m.Probe | None:
+        """A probe that was asked for and is still to be answered. Main thread."""
+        try:
+            return self._probes.get_nowait()
+        except queue.Empty:
+            return None
+
+    def speed(self) -> float:
+        """How fast an injected fault has this device be now."""
+        slow = self._slow
+        return 1.0 if slow is None or (slow.until is not None and self.iteration >= slow.until) else slow.speed
+
     def _listen(self) -> None:
         next_beat = time.monotonic()
         while True:
@@ -173,6 +187,11 @@ class AgentClient:
                 if self._deaf:
                     end_by(signal.SIGTERM)
                 continue  # else the agent's own signal does what the script has arranged
+            elif isinstance(order, m.Slow):
+                self._slow = order
+                continue
+            elif isinstance(order, m.Probe):
+                self._probes.put(order)  # fetched between two iterations, or with the next order
             if isinstance(order, m.FaultGo) and self._waiting_for == order.fault:
                 self._fault_answers.put(order)
             else:

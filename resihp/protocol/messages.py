@@ -22,6 +22,7 @@ from typing import Literal
 
 import msgspec
 
+from resihp.detector.clues import Clue
 from resihp.faults import Fault
 from resihp.model import ModelSpec
 from resihp.plan import Plan
@@ -114,6 +115,11 @@ class Stepped(Message, frozen=True, kw_only=True):
     outcome: StepOutcome
     seconds: float
     compute_s: float
+    """Own work, without waits for peers."""
+    reduced_s: float = 0.0
+    """From the iteration's beginning until all gradients of this rank were summed."""
+    chunks: bytes = b""
+    """Measurements of each primitive (`resihp.detector.observation.pack`); empty where nobody measures."""
 
 
 class Parked(Message, frozen=True, kw_only=True):
@@ -170,6 +176,35 @@ class CheckpointPart(Message, frozen=True, kw_only=True):
     seconds: float
 
 
+class Speed(msgspec.Struct, frozen=True, kw_only=True):
+    """What a device made of a probe. Per second of its own time; 0 for what was not tried."""
+
+    flops: float = 0.0
+    """Floating-point operations of a matrix product."""
+    memory_bytes: float = 0.0
+    """Read and written in copies of a buffer that is larger than the caches."""
+
+
+class Transfer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a link to another rank made of a probe."""
+
+    peer: int
+    seconds: float
+    """Of one buffer there and back, the median of several."""
+
+
+class Probed(Message, frozen=True, kw_only=True):
+    """The answer to `Probe`. `error` tells how the device fails, `missed` why its links could not be measured."""
+
+    probe: int
+    speed: Speed = Speed()
+    transfers: tuple[Transfer, ...] = ()
+    seconds: float = 0.0
+    """What it took in all."""
+    error: str = ""
+    missed: str = ""
+
+
 class Progress(Message, frozen=True, kw_only=True):
     """A beat from the worker's own thread: where training stands.
 
@@ -196,6 +231,7 @@ WorkerMessage = (
     | Finished
     | FaultDue
     | CheckpointPart
+    | Probed
     | Progress
 )
 
@@ -266,6 +302,25 @@ class FaultGo(Message, frozen=True, kw_only=True):
     fire: bool
 
 
+class Probe(Message, frozen=True, kw_only=True):
+    """Measure the device, between two iterations or while parked; answered with `Probed`.
+
+    With `pairs`, ranks that all are parked or without work measure the links between them as well: each round is of
+    disjoint pairs, and everybody knows all rounds. `store` and `probe` name where they meet.
+    """
+
+    probe: int
+    pairs: tuple[tuple[tuple[int, int], ...], ...] = ()
+    store: tuple[str, int] | None = None
+
+
+class Slow(Message, frozen=True, kw_only=True):
+    """Fault injection: from now on be as a device of this speed, up to but not including iteration `until`."""
+
+    speed: float
+    until: int | None = None
+
+
 class Halt(Message, frozen=True, kw_only=True):
     """Training is over; leave the training loop. With `at_once`, end the process, wherever it is."""
 
@@ -292,7 +347,7 @@ class Start(Message, frozen=True, kw_only=True):
     """Whether the job is under way already: it waits to be given work."""
 
 
-WorkerOrder = Start | Propose | Go | Begin | Park | Save | FaultGo | Halt
+WorkerOrder = Start | Propose | Go | Begin | Park | Save | Probe | Slow | FaultGo | Halt
 
 
 # --- agent -> supervisor ----------------------------------------------------------------------------------------
@@ -363,11 +418,15 @@ class SpawnFailed(Message, frozen=True, kw_only=True):
 
 
 class Exited(Message, frozen=True, kw_only=True):
-    """`status` as in subprocess: negative for a signal. All that the worker had sent was forwarded before this."""
+    """`status` as in subprocess: negative for a signal. All that the worker had sent was forwarded before this.
+
+    `clues`: what its log and its node's kernel say of it.
+    """
 
     rank: int
     pid: int
     status: int
+    clues: tuple[Clue, ...] = ()
 
 
 class FromWorker(Message, frozen=True, kw_only=True):
@@ -524,6 +583,8 @@ class Inject(Message, frozen=True, kw_only=True):
     kind: str
     rank: int | None = None
     node: str | None = None
+    speed: float | None = None
+    """Of `slow`."""
 
 
 class OperatorReply(Message, frozen=True, kw_only=True):

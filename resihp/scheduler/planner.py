@@ -17,11 +17,13 @@ import msgspec
 from resihp.errors import LayoutError, PlanError
 from resihp.layout import Layout, Replica, Stage, validate
 from resihp.model import ModelSpec
+from resihp.pipeline.schedules import orders_of
+from resihp.pipeline.timeline import play
 from resihp.plan import Plan, spread
 from resihp.scheduler import memory, shares
 from resihp.scheduler.draft import Draft
 from resihp.scheduler.groups import SIGNIFICANT
-from resihp.scheduler.prices import Priced, Prices, bytes_to_move
+from resihp.scheduler.prices import Priced, Prices, bytes_to_move, costs
 from resihp.scheduler.situation import Decision, Situation
 
 TIE = 1e-9
@@ -103,6 +105,12 @@ def decide(situation: Situation) -> Decision:
         reason=f"{chosen.name}: predicted {chosen.seconds:.4g} layer times an iteration{against}",
         alternatives=others,
     )
+
+
+def predicted(plan: Plan, situation: Situation) -> float:
+    """Time of an iteration of a plan, as it is, in the unit of `Decision.seconds`."""
+    orders = orders_of(plan)
+    return play(plan, orders, costs(plan, situation, orders)).makespan
 
 
 def without_lost_replicas(situation: Situation) -> Decision:

@@ -11,7 +11,7 @@ PATIENT = {"KillWait": "30"}
 
 def saved(desk: Desk, job: str) -> int:
     """The last committed iteration, of which there must be a checkpoint."""
-    (checkpoint,) = desk.of(job, CheckpointCommitted)
+    (checkpoint,) = desk.until(lambda: desk.of(job, CheckpointCommitted), job)  # its manifest follows the decision
     done = desk.committed(job)
     assert checkpoint.iteration == done, desk.output(job)
     assert desk.of(job, FailureFound) == []

@@ -21,6 +21,7 @@ def assert_saved(desk: Desk, job: str, meaning: str) -> int:
     """The job was stopped for this reason, with a checkpoint of all that was done, which is returned; nobody failed."""
     assert [entry.meaning for entry in desk.of(job, JobSignalled)] == [meaning], desk.output(job)
     assert [entry.exit_code for entry in desk.of(job, JobEnded)] == [75]
+    desk.until(lambda: desk.of(job, CheckpointCommitted), job)  # its manifest follows the decision
     done = desk.committed(job)
     assert [entry.iteration for entry in desk.of(job, CheckpointCommitted)] == [done]
     assert desk.of(job, FailureFound) == []

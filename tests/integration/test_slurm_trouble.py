@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ from tests.integration.slurm_jobs import Desk, MakeCluster, Reference, on_node
 pytestmark = pytest.mark.timeout(300)
 
 LAST = 20
+DOWN_S = 30.0 if "RESIHP_SOAK" in os.environ else 0.0
+"""How long slurmctld stays down, at least."""
 AGENT, WORKER_PARENT = "wrapper.agent", "resihp.forkserver"
 
 
@@ -97,14 +100,19 @@ def test_slurmctld_is_down_while_a_node_dies(cluster: MakeCluster, reference: Re
     """Training does not wait for Slurm; what it is to be told, it is told once, when it is back."""
     desk = Desk(cluster(nodes=4, gpus=2))
     job = begun(desk)
-    desk.pace(0.5)
+    desk.pace(max(0.5, DOWN_S / 12))
     desk.cluster.stop_controller()
+    stopped_at = time.monotonic()
     desk.cluster.kill_node("n3")
     desk.until(lambda: desk.of(job, Reconfigured), job)
     desk.until(lambda: desk.of(job, DrainDecided), job)
     desk.until_committed(job, desk.committed(job) + 2)
     unknown = desk.until(lambda: [e for e in desk.of(job, DrainAnswered) if e.step == "slurm"], job)
     assert [entry.outcome for entry in unknown] == ["unknown"], "nobody answered"
+    before = desk.committed(job)
+    desk.until(lambda: time.monotonic() - stopped_at > DOWN_S, job)
+    done = desk.committed(job) - before
+    print(f"slurmctld down for {time.monotonic() - stopped_at:.0f} s, {done} iterations in the last part of it")
     desk.cluster.start_controller()
     desk.until(lambda: [e for e in desk.of(job, NodeReleased) if e.outcome == "done"], job, 120)
     assert desk.nodes(job) == ["n1", "n2", "n4"]

@@ -21,6 +21,15 @@ GOOD = [
     ("kill:rank=1@iteration=3,phase=groups", Fault(id=7, kind="kill", rank=1, iteration=3, phase="groups")),
     ("crash:rank=1@iteration=3,phase=transfer", Fault(id=7, kind="crash", rank=1, iteration=3, phase="transfer")),
     ("kill:node=n1@iteration=3,phase=resume", Fault(id=7, kind="kill", node="n1", iteration=3, phase="resume")),
+    (
+        "slow:rank=5,speed=0.5@iteration=10,until=40",
+        Fault(id=7, kind="slow", rank=5, iteration=10, speed=0.5, until=40),
+    ),
+    ("slow:node=n2,speed=0.01@iteration=10", Fault(id=7, kind="slow", node="n2", iteration=10, speed=0.01)),
+    (
+        "slow:rank=0@until=11,speed=0.999,iteration=10,phase=backward",
+        Fault(id=7, kind="slow", rank=0, iteration=10, phase="backward", speed=0.999, until=11),
+    ),
 ]
 
 
@@ -63,6 +72,20 @@ BAD = [
     ("kill:rank=1@iteration=0", "iterations count from 1, ranks from 0"),
     ("kill:rank=-1@iteration=3", "iterations count from 1, ranks from 0"),
     ("kill:node=@iteration=3", "node"),
+    ("slow:rank=1@iteration=3", "slow needs a speed"),
+    ("slow:rank=1,speed=half@iteration=3", "slow needs a speed"),
+    ("slow:rank=1,speed=0.5@iteration=3,until=later", "until is a whole number"),
+    ("slow:rank=1,speed=0.5@iteration=3,until=7.5", "until is a whole number"),
+    ("slow:rank=1,speed=1@iteration=3", "a speed is from 0.01 to below 1"),
+    ("slow:rank=1,speed=50%@iteration=3", "slow needs a speed"),
+    ("slow:rank=1,speed=0@iteration=3", "a speed is from 0.01 to below 1"),
+    ("slow:rank=1,speed=-0.5@iteration=3", "a speed is from 0.01 to below 1"),
+    ("slow:rank=1,speed=nan@iteration=3", "a speed is from 0.01 to below 1"),
+    ("slow:rank=1,speed=inf@iteration=3", "a speed is from 0.01 to below 1"),
+    ("slow:rank=1,speed=0.5@iteration=3,until=3", "it ends before it begins"),
+    ("slow:rank=1,speed=0.5@iteration=3,until=1", "it ends before it begins"),
+    ("slow:rank=1,node=n2,speed=0.5@iteration=3", "one of rank=R and node=N"),
+    ("stop:rank=1,speed=0.5@iteration=3,until=5", "speed, until does not apply to stop"),
 ]
 
 
@@ -82,7 +105,15 @@ def test_refusals_show_a_valid_example(text: str) -> None:
     parse(str(caught.value).rpartition("example: ")[2], 0)
 
 
+@pytest.mark.parametrize("text", [text for text, _ in GOOD if text.startswith("slow:")])
+def test_a_fault_that_lasts_says_how_slow_and_until_when(text: str) -> None:
+    fault = parse(text, 1)
+    assert f",speed={fault.speed:g}@iteration=10," in str(fault)
+    assert str(fault).endswith(f",until={fault.until}") is (fault.until is not None)
+
+
 def test_target_names_rank_or_node() -> None:
     assert parse("kill:rank=1@iteration=3", 0).target == "rank=1"
     assert parse("kill:node=n2@iteration=3", 0).target == "node=n2"
     assert str(Fault(id=1, kind="kill", rank=3)) == "kill:rank=3"
+    assert str(Fault(id=1, kind="slow", node="n2", speed=0.25)) == "slow:node=n2,speed=0.25"

@@ -15,8 +15,10 @@ from resihp.journal import (
     MAGIC,
     AnyEntry,
     CheckpointCommitted,
+    DeviceProbe,
     DrainAnswered,
     DrainDecided,
+    FailureEnded,
     FailureFound,
     FaultInjected,
     IterationCommitted,
@@ -26,6 +28,7 @@ from resihp.journal import (
     JoinRefused,
     Journal,
     LeaderChosen,
+    LinkProbe,
     ModelDeclared,
     NodeJoined,
     NodeLost,
@@ -33,6 +36,7 @@ from resihp.journal import (
     PlanDecided,
     PlanInEffect,
     PlanRefused,
+    ProbesTaken,
     Reconfigured,
     ReplacementAsked,
     ReplacementChanged,
@@ -91,6 +95,18 @@ ENTRIES: list[AnyEntry] = [
     JoinRefused(rank=4, node="n1", device=1, reason="declares another model than the job"),
     IterationCommitted(epoch=2, outcome=OUTCOME, seconds=None, predicted_seconds=0.25),
     Suspected(rank=None, node="n2", evidence="3 missed beats"),
+    FailureEnded(failure=1, node="n2", device=1, iteration=9, evidence="as fast as before"),
+    ProbesTaken(
+        probe=1,
+        occasion="start",
+        devices=(
+            DeviceProbe(
+                rank=3, node="n2", device=1, flops=1e9, memory_bytes=1e9, speed=0.5, fit=False, evidence="at 50 %"
+            ),
+        ),
+        links=(LinkProbe(ranks=(0, 3), nodes=("n1", "n2"), speed=0.9, fit=True),),
+        seconds=0.2,
+    ),
     FailureFound(
         failure=1,
         kind="fail-stop",

@@ -190,7 +190,8 @@ def test_what_ends_a_job_at_once_is_told_all_the_same(request_: RunRequest) -> N
             await watched.until(lambda: watched.ends)
             for node in watched.launcher.nodes:
                 watched.launcher.kill(node)
-            assert len(watched.said) == 1 and watched.said[0].startswith("node n3: ")
+            assert len(watched.said) == 1
+            assert watched.said[0].startswith("node n3: ")
             Path("gate").write_text("\n")
 
     asyncio.run(main())

@@ -6,7 +6,7 @@ clock, `Rules` (rules.py) assert after every event what architecture.md and inte
     .venv/bin/python -m tests.resihp.controller.harness 4711            the log of one seed
     .venv/bin/python -m tests.resihp.controller.harness 4711 --beats    with the agents' beats
     .venv/bin/python -m tests.resihp.controller.harness 0 5000          many seeds: violations by kind, exit codes
-    ... --storm, --orphan, --slurm               the same with `Scenario.stormy`, `.orphaned`, `.allocated`
+    ... --storm, --orphan, --slurm, --slow       the same with `Scenario.stormy`, `.orphaned`, `.allocated`, `.sluggish`
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def main(arguments: list[str]) -> int:
         "--stop": Scenario.stopped,
         "--orphan": Scenario.orphaned,
         "--slurm": Scenario.allocated,
+        "--slow": Scenario.sluggish,
     }
     draw = next((kinds[argument] for argument in arguments if argument in kinds), Scenario.drawn)
     numbers = [int(argument) for argument in arguments if argument.isdigit()]

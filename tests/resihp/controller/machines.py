@@ -277,6 +277,10 @@ class Worker:
             case m.Save():
                 expect(self.waits is None and self.reduced is None, f"rank {self.rank}: saves while it trains")
                 self.later(rng.choice([0.01, rng.uniform(0, 1.0), rng.uniform(0, 4.0)]), self.save, order)
+            case m.Probe():
+                self.later(rng.choice([0.01, rng.uniform(0, 0.5)]), self.measure, order)
+            case m.Slow():
+                pass
             case m.Halt():
                 self.halted = True
                 self.generation += 1
@@ -284,6 +288,22 @@ class Worker:
                 self.later(rng.uniform(0.0, 0.5), self.die, 0)
             case _:
                 raise AssertionError(f"the controller does not send {order}")
+
+    def measure(self, order: m.Probe) -> None:
+        rng, unfit = self.world.rng, self.world.scenario.unfit
+        if rng.random() < unfit / 4:
+            return
+        bad = rng.random() < unfit
+        peers = [pair[pair[0] == self.rank] for round_ in order.pairs for pair in round_ if self.rank in pair]
+        self.say(
+            m.Probed(
+                probe=order.probe,
+                speed=m.Speed(flops=rng.uniform(0.2, 0.8) if bad else rng.uniform(0.97, 1.03), memory_bytes=1.0),
+                transfers=tuple(m.Transfer(peer=peer, seconds=rng.uniform(0.9, 1.1)) for peer in peers),
+                seconds=0.1,
+                error="the device fails" if rng.random() < unfit / 4 else "",
+            )
+        )
 
     def _let_go(self, epoch: int) -> None:
         """Park: a step that has begun is taken or not begun at all; gradients stay."""

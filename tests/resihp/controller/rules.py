@@ -22,6 +22,7 @@ from resihp.journal import (
     PlanDecided,
     PlanInEffect,
     PlanRefused,
+    ProbesTaken,
     Reconfigured,
     Suspected,
     WorkerEnded,
@@ -301,6 +302,8 @@ class Rules:
                     fired = order.fault in self.fired
                     expect(fired, f"fault {order.fault} is told to fire without an entry in the journal")
                 return
+            case m.Probe() | m.Slow():
+                return  # at any time, to anybody
             case m.Save():
                 return  # see stopping.py
             case m.Halt():
@@ -326,8 +329,13 @@ class Rules:
         if self.world.stopping.is_on:
             return
         if action.order.after_iteration:
-            new = {rank for rank in self.declared_at if rank not in self.plan.layout.ranks}
-            expect(bool(new - self.known_dead), "pauses though nobody has joined")
+            slow = any(
+                (isinstance(e, FailureFound) and e.kind == "fail-slow")
+                or (isinstance(e, ProbesTaken) and e.occasion == "standby")
+                for _, e in self.world.entries
+            )
+            new = {rank for rank in self.declared_at if rank not in self.plan.layout.active}
+            expect(bool(new - self.known_dead) or slow, "pauses though nobody has joined or is slow")
             return
         if self.world.takeovers and self.world.now - self.world.takeovers[-1] < 12.0:
             return  # a change was under way, or may have been
@@ -504,6 +512,7 @@ class Rules:
             or self.taking_over
             or job.phase != "running"
             or self.committed + 2 >= job.goal
+            or scenario.slow  # what is not worth an interruption waits
             or scenario.planner_trouble
             or scenario.checker_trouble
         ):
@@ -513,6 +522,9 @@ class Rules:
         expect(unused, f"ranks {sorted(idle)} have no work, though {better.layout} has some for them")
 
     def check_suspicion(self, entry: Suspected) -> None:
+        if entry.kind == "slow":
+            expect(entry.cleared == self.suspects_slow(entry), f"{entry} beside another, or after none")
+            return
         key = (entry.rank, None if entry.rank is not None else entry.node)
         if entry.cleared:
             expect(key in self.suspected, f"{entry} was not suspected")
@@ -530,8 +542,22 @@ class Rules:
             quiet_s = self.world.now - self.world.nodes[entry.node].last_beat
             expect(quiet_s >= least, f"{entry} only {quiet_s:.1f} s after its last beat")
 
+    def suspects_slow(self, before: Suspected | FailureFound) -> bool:
+        """Whether somebody was under suspicion to be slow when the journal came to an entry."""
+        entries = [entry for _, entry in self.world.entries]
+        here = next((i for i, entry in enumerate(entries) if entry is before), len(entries))
+        for entry in reversed(entries[:here]):
+            if isinstance(entry, Suspected) and entry.kind == "slow":
+                return not entry.cleared
+            if isinstance(entry, FailureFound) and entry.kind == "fail-slow" and entry.link is None:
+                return False
+        return False
+
     def check_blame(self, failure: FailureFound) -> None:
         """After the whole answer: whoever is named is dead, fenced, or its communication was."""
+        if failure.kind == "fail-slow":
+            expect(failure.link is not None or self.suspects_slow(failure), f"{failure} without a suspicion")
+            return
         if failure.kind == "communication":
             told = failure.epoch in self.world.broken_epochs or self.signalled is not None
             expect(told, f"blames the communication of epoch {failure.epoch}")

@@ -148,6 +148,25 @@ class Scenario:
     drains: int = 0
     replacements: int = 0
     spares: int = 0
+    examine: bool = False
+    """Devices and links are measured before they are used."""
+    slow: float = 0.0
+    """How often the detector finds something slow, in each iteration (monitor.py)."""
+    unfit: float = 0.0
+    """Chance that a probe comes out badly; half as often it fails, or is not answered."""
+
+    @classmethod
+    def sluggish(cls, seed: int) -> Scenario:
+        """A job whose detector sees slow devices everywhere, some of which are."""
+        rng = random.Random(seed * 2)
+        drawn = cls.drawn(seed) if rng.random() < 0.7 else cls.orphaned(seed)
+        return dataclasses.replace(
+            drawn,
+            iterations=drawn.iterations + 4,
+            examine=rng.random() < 0.6,
+            slow=rng.choice([0.1, 0.3, 0.6]),
+            unfit=rng.choice([0.05, 0.2, 0.5]),
+        )
 
     @classmethod
     def drawn(cls, seed: int) -> Scenario:

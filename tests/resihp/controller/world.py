@@ -25,6 +25,7 @@ from tests.resihp.controller.allocation import Allocation
 from tests.resihp.controller.holdings import Holding, bits, drawn, needed, outline
 from tests.resihp.controller.log import log_tail
 from tests.resihp.controller.machines import Meeting, SimNode, Worker
+from tests.resihp.controller.monitor import Wolf
 from tests.resihp.controller.planner import Checker, Planner
 from tests.resihp.controller.rules import Rules, Violation, expect
 from tests.resihp.controller.scenario import NEVER, SIGKILL, SIGSTOP, SIGTERM, Disturbance, Fate, Scenario, Trigger
@@ -90,8 +91,10 @@ class World:
             drains=scenario.drains,
             replacements=scenario.replacements,
             spares=scenario.spares,
+            examine=scenario.examine,
+            probe_budget_s=5.0,
         )
-        self.controller = Controller(self.settings)
+        self.controller = self.lead(Controller(self.settings))
         per = scenario.gpus_per_node
         self.nodes = {
             f"n{i + 1}": SimNode(f"n{i + 1}", list(range(i * per, (i + 1) * per)), per) for i in range(scenario.nodes)
@@ -128,6 +131,12 @@ class World:
         self.rules = Rules(self)
         self.allocation = Allocation(self)
         self.stopping = Stopping(self)
+
+    def lead(self, controller: Controller) -> Controller:
+        """With a detector of our own."""
+        if self.scenario.slow:
+            controller.job.monitor = Wolf(self.scenario.seed, self.scenario.slow)  # type: ignore[assignment]
+        return controller
 
     # --- time -----------------------------------------------------------------------------------------------------
 
@@ -331,9 +340,9 @@ class World:
         self.rules.took_over()
         self.stopping.took_over()
         try:
-            self.controller = Controller.recover(self.settings, (entry for _, entry in self.entries))
+            self.controller = self.lead(Controller.recover(self.settings, (entry for _, entry in self.entries)))
         except ProtocolError:  # nothing was in the journal yet
-            self.controller = Controller(self.settings)
+            self.controller = self.lead(Controller(self.settings))
         for node in self.nodes.values():
             if node.alive and not node.dropped:
                 self.at(self.rng.choice([0.0, 0.1, self.rng.uniform(0.0, 4.0)]), self.join_again, node)
@@ -735,7 +744,7 @@ class World:
 
     def replay(self) -> None:
         """The same events give the same actions: nothing depends on a clock, on chance or on the order of a set."""
-        controller = Controller(self.settings)
+        controller = self.lead(Controller(self.settings))
         if self.takeovers:
             return  # it was not one controller that did all this
         self.put_planner()

@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,16 @@ from megatron.core.transformer import TransformerConfig
 
 from resihp import checkpoints
 from resihp.errors import CommunicatorError, DatasetError, ResihpError
-from resihp.executor import checkpoint
+from resihp.executor import checkpoint, probe
+from resihp.executor import engine as engine_module
 from resihp.executor.attention import PackedAttention, Packing
+from resihp.executor.communicators import Communicators, Directory
 from resihp.executor.engine import Engine
 from resihp.executor.optimizer import AdamW
 from resihp.layout import Layout, Replica, Stage
+from resihp.pipeline.program import Membership
 from resihp.plan import Plan, spread
+from resihp.protocol import messages as m
 from resihp.transfers import Base
 from resihp.workload import MicroBatch
 
@@ -163,6 +168,84 @@ def train(
         "gathered": gathered,
         "digest": state_digest(engine),
     }
+
+
+def slow_peer(rank: int, store: Address, *, grid_of: tuple[int, int, int], slow: int, speed: float) -> dict[str, Any]:
+    """Medians over iterations of each rank's time in chunks and of its own work in them, with one slow device."""
+    engine = engine_of("gpt")
+    if rank == slow:
+        engine.speed = lambda: speed
+    plan = plan_of(1, grid(*grid_of))
+    engine.adopt(plan, rank)
+    engine.connect(plan, rank, store, TIMEOUT_S)
+    rows = []
+    for iteration in range(1, 9):
+        engine.step(engine.run(plan, iteration, Watcher()))
+        rows.append(engine.measured.sum(axis=1))
+    measured = engine.measured
+    engine.disconnect()
+    _, spans, compute, tokens, squares = np.median(rows, axis=0).tolist()
+    ends = measured[0] + measured[1]
+    return {
+        "spans": spans,
+        "compute": compute,
+        "tokens": tokens,
+        "squares": squares,
+        "primitives": measured.shape[1],
+        "ordered": bool((measured[0][1:] >= ends[:-1] - 1e-6).all()),
+        "reduced": bool(engine.reduced_s >= ends[-1]),
+    }
+
+
+def probe_devices(
+    rank: int, store: Address, *, pairs: list[list[list[int]]], slow: int, speed: float
+) -> dict[str, Any]:
+    engine = engine_of("gpt")
+    if rank == slow:
+        engine.speed = lambda: speed
+    rounds = tuple(tuple((a, b) for a, b in round_) for round_ in pairs)
+    answers = [probe.measure(m.Probe(probe=n, pairs=rounds, store=store), rank, engine) for n in (1, 2)]
+    return {
+        "speed": msgspec.to_builtins(answers[1].speed),
+        "error": "".join(answer.error + answer.missed for answer in answers),
+        "peers": [transfer.peer for transfer in answers[1].transfers],
+    }
+
+
+def peer_dies_while_it_connects(rank: int, store: Address, *, dies: int) -> float:
+    """Seconds from being woken to being free, when the peer has told its address and then died."""
+    world = Membership("world", (0, 1))
+    communicators = Communicators(1, rank, [world], TIMEOUT_S, Directory())
+    client = torch.distributed.TCPStore(*store, None, False, timeout=timedelta(seconds=TIMEOUT_S))
+    mine = f"epoch-1/world/0/{rank}"
+    if rank == dies:
+        client.set(f"epoch-1/here/{1 - rank}", "1")
+        threading.Thread(target=communicators.open, args=(store,), daemon=True).start()
+        while not client.check([mine]):
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not client.check([f"epoch-1/world/0/{dies}"]):
+        time.sleep(0.001)
+    time.sleep(0.2)
+    woken = []
+
+    def wake() -> None:
+        woken.append(time.monotonic())
+        communicators.wake()
+
+    threading.Timer(0.3, wake).start()
+    try:
+        communicators.open(store)
+    except CommunicatorError:
+        return time.monotonic() - woken[0] if woken else 0.0
+    raise AssertionError("connected to the dead")
+
+
+def probe_alone(rank: int, store: Address) -> dict[str, Any]:
+    """Ask for a peer that is not there."""
+    engine_module.MEETING_S = 0.3
+    answer = probe.measure(m.Probe(probe=1, pairs=(((0, 1),),), store=store), rank, engine_of("gpt"))
+    return {"error": answer.error, "missed": answer.missed, "speed": answer.speed.flops}
 
 
 def attention(rank: int, store: Address, *, groups: int) -> dict[str, float]:

@@ -122,6 +122,16 @@ def test_wake_frees_a_rank_that_waits_for_others_to_connect(ranks: Ranks) -> Non
     assert "woken" in ranks("woken_while_connecting")[0]
 
 
+@pytest.mark.parametrize("dies", [0, 1])
+def test_wake_frees_a_rank_whose_peer_died_while_it_connected(
+    serve: Callable[..., list[dict[str, Any]]], dies: int
+) -> None:
+    """gloo waits for a connection that the dead peer was to make: there is no socket to shut down."""
+    answers = serve("peer_dies_while_it_connects", 2, dies=dies)
+    assert answers[dies] == {"killed": 9}
+    assert answers[1 - dies]["result"] < 5.0
+
+
 @pytest.mark.parametrize("phase", ["forward", "backward", "reduce"])
 def test_survivors_of_a_kill_redo_the_iteration_under_a_new_plan(
     serve: Callable[..., list[dict[str, Any]]], serial: dict[str, dict[str, Any]], phase: str

@@ -1,0 +1,44 @@
+"""What an iteration should have taken: each committed one goes past the detector here. Decides nothing.
+
+`slowness` acts on what is found. Called by `iterations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from resihp.controller.state import IterationReports, Job
+from resihp.detector.observation import Observation, RankTimes, unpack
+from resihp.errors import ProtocolError
+from resihp.pipeline.schedules import orders_of
+from resihp.protocol.messages import Stepped
+
+
+def iteration_done(job: Job, iteration: int, reports: IterationReports) -> float | None:
+    """Show a committed iteration to the detector; returns the time that it should have taken, where that is known."""
+    plan = job.plan
+    if not job.settings.detect or plan is None:
+        return None
+    ours = {rank: report for rank, report in reports.by_rank.items() if report.epoch == plan.epoch and report.seconds}
+    if not ours:
+        return None
+    if job.expected_epoch != plan.epoch:
+        job.monitor.adopt(plan, job.declaration.model, orders_of(plan), job.node_of)
+        job.expected_epoch = plan.epoch
+    seconds = max(report.seconds for report in ours.values())
+    times = dict(_times(job, ours))
+    assessment = job.monitor.observe(Observation(iteration=iteration, epoch=plan.epoch, seconds=seconds, times=times))
+    job.findings += assessment.findings
+    return assessment.predicted_s
+
+
+def _times(job: Job, reports: dict[int, Stepped]) -> Iterator[tuple[int, RankTimes]]:
+    for rank, report in reports.items():
+        if not report.chunks or rank not in job.working:
+            continue
+        try:
+            chunks = unpack(report.chunks, f"rank {rank}")
+        except ProtocolError as error:
+            job.say("warning", f"{error}; the iteration is judged without it")
+            continue
+        yield rank, RankTimes(rank=rank, seconds=report.seconds, chunks=chunks, reduced=report.reduced_s)

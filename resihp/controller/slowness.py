@@ -1,0 +1,329 @@
+"""What is slow and still at work: from the detector's finding to a verdict, and to a plan that suits it.
+
+A finding is a suspicion. Its suspects are measured between two iterations, beside a few witnesses; what the probe
+confirms is a verdict. A device whose probe is fine, but which is found again, is slow in its training and not in a
+matrix product: then what was measured in training is the verdict. A link's verdict follows from its transfers. With a
+verdict the planner is asked what it would do; training is interrupted only if that gains enough. Verdicts end when the
+detector finds the device as fast as before. Nothing is drained for being slow: the job goes on using it.
+
+All of it follows from the journal (`replay`). Called by the controller with answers to probes, and at the end of each
+event; what the detector found, `expectation` has put there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from resihp.controller import examination, gathering, newcomers, planning, transitions
+from resihp.controller import interface as api
+from resihp.controller.state import Examination, Job, Member, Slow
+from resihp.detector import probes
+from resihp.detector.findings import Finding
+from resihp.errors import LayoutError, NotEnoughDevicesError
+from resihp.journal import AnyEntry, FailureEnded, FailureFound, ProbesTaken, Suspected
+from resihp.protocol import messages as m
+
+WORTHWHILE = 0.03
+"""Share of an iteration's time that another plan must save to be worth an interruption."""
+UNANSWERED = 1000
+"""Probes that the last supervisor may have asked for, and whose answers may still come: their numbers are taken."""
+CONFIRMED = 0.95
+"""A suspect whose probe reaches less than this is confirmed."""
+
+
+def review(job: Job) -> None:
+    """At the end of each event: act on what the detector found."""
+    for overdue in examination.overdue(job):
+        concluded(job, overdue)
+    if job.phase != "running":
+        return  # what was found waits
+    _measure_standby(job)
+    findings, job.findings = job.findings, ()
+    for finding in findings:
+        if finding.kind == "fail-slow":
+            _suspected(job, finding)
+        elif finding.kind == "recovered":
+            _recovered(job, finding)
+    _reconsider(job)
+
+
+def _suspected(job: Job, finding: Finding) -> None:
+    change = f"{finding.change:+.0%} since iteration {finding.iteration}"
+    if finding.link is not None:
+        _link_verdict(job, finding)
+        return
+    suspects = tuple(rank for rank in finding.ranks if rank in job.working and job.members[rank].alive)
+    if job.suspects_slow is not None:
+        return  # one suspicion after the other: what it finds may explain this one, too
+    if suspects and all(_device(job, rank) in job.slow for rank in suspects):
+        return
+    where = job.where(suspects[0]) if suspects else "no device stands out"
+    _record(
+        job,
+        Suspected(
+            rank=suspects[0] if suspects else None,
+            node=job.members[suspects[0]].node if suspects else None,
+            evidence=f"slow, {change}: {finding.evidence}",
+            kind="slow",
+        ),
+    )
+    job.say("notice", f"{where}: suspected to be slow, {change}; measuring")
+    measured = suspects or job.active
+    examination.begin(job, "suspicion", {*measured, *examination.witnesses(job, measured)}, finding=finding)
+
+
+def concluded(job: Job, done: Examination) -> None:
+    """Everybody who was measured has answered, or had the time to."""
+    judged = examination.conclude(job, done)
+    if done.occasion == "start":
+        gathering.measured(job, judged)
+        return
+    if done.occasion == "join":
+        newcomers.measured(job, judged)
+        return
+    if done.occasion == "standby":
+        _measured_standby(job, judged)
+        return
+    finding = done.finding
+    if finding is None:
+        return
+    if job.phase != "running":
+        _acquit(job, finding, "another plan is on its way")
+        return
+    suspects = [rank for rank in finding.ranks or judged if rank in done.answers and rank in job.working]
+    suspects = [rank for rank in suspects if _device(job, rank) not in job.slow]
+    slow = [rank for rank in suspects if not judged[rank].fit or (judged[rank].speed or 1.0) < CONFIRMED]
+    if slow:
+        worst = min(slow, key=lambda rank: judged[rank].speed or 0.0)
+        told = f"{judged[worst].evidence}; {finding.evidence}"
+        speed = job.monitor.speeds().get(worst) or judged[worst].speed or _speed(finding)
+        _verdict(job, worst, finding, speed, told)
+    elif not suspects:
+        _acquit(job, finding, "it did not answer, or has gone" if finding.ranks else "nobody answered")
+    elif finding.ranks and suspects[0] in job.acquitted:
+        worst = suspects[0]
+        speed = job.monitor.speeds().get(worst, _speed(finding))
+        _verdict(job, worst, finding, speed, f"its probe is fine ({judged[worst].evidence}); {finding.evidence}")
+    else:
+        job.acquitted.update(finding.ranks)
+        _acquit(job, finding, "its probe is fine" if finding.ranks else "every device's probe is fine")
+
+
+def _acquit(job: Job, finding: Finding, why: str) -> None:
+    """A suspicion that came to nothing."""
+    for rank in finding.ranks:
+        job.monitor.cleared(rank)
+    first = finding.ranks[0] if finding.ranks else None
+    node = job.members[first].node if first is not None else None
+    _record(job, Suspected(rank=first, node=node, evidence=why, cleared=True, kind="slow"))
+    job.say("notice", f"{'all devices' if first is None else job.where(first)}: no longer suspected to be slow, {why}")
+
+
+def _verdict(job: Job, rank: int, finding: Finding, speed: float, evidence: str) -> None:
+    member = job.members[rank]
+    speed = min(max(speed, 0.01), 1.0)
+    entry = FailureFound(
+        failure=job.failures + 1,
+        kind="fail-slow",
+        component="device",
+        cause=f"rank {rank} works at {speed:.0%} of a healthy device's speed",
+        ranks=(rank,),
+        node=member.node,
+        device=member.device,
+        iteration=finding.iteration,
+        epoch=job.epoch,
+        evidence=evidence,
+        detect_s=_since_fault(job, rank),
+        speed=speed,
+        confidence=finding.confidence,
+    )
+    job.acquitted.discard(rank)
+    job.monitor.confirmed(rank, speed)
+    _record(job, entry)
+    job.failures = entry.failure
+    job.say("warning", f"{job.where(rank)}: slow since iteration {finding.iteration}, at {speed:.0%} of its speed")
+    _consider(job, f"rank {rank} is slow", [entry.failure])
+
+
+def _link_verdict(job: Job, finding: Finding) -> None:
+    assert finding.link is not None
+    a, b = finding.link
+    if (a, b) in job.slow_links:
+        return
+    speed = _speed(finding)
+    nodes = f"{job.members[a].node}-{job.members[b].node}"
+    entry = FailureFound(
+        failure=job.failures + 1,
+        kind="fail-slow",
+        component="link",
+        cause=f"the link from rank {a} to rank {b} ({nodes}) works at {speed:.0%} of its speed",
+        ranks=(a, b),
+        node=job.members[a].node,
+        device=None,
+        iteration=finding.iteration,
+        epoch=job.epoch,
+        evidence=finding.evidence,
+        detect_s=_since_fault(job, a),
+        speed=speed,
+        confidence=finding.confidence,
+        link=(a, b),
+    )
+    _record(job, entry)
+    job.failures = entry.failure
+    job.say("warning", f"link {nodes} (ranks {a} and {b}): slow since iteration {finding.iteration}, at {speed:.0%}")
+
+
+def _record(job: Job, entry: AnyEntry) -> None:
+    job.do(api.Log(entry=entry))
+    replay(job, entry)
+
+
+def _recovered(job: Job, finding: Finding) -> None:
+    """As fast as before, at work; a suspicion without a verdict just ends."""
+    device = next((d for rank in finding.ranks if (d := _device(job, rank)) in job.slow), None)
+    if device is not None:
+        _device_recovered(job, device, finding.iteration, finding.evidence)
+    elif finding.link is not None and finding.link in job.slow_links:
+        a, b = finding.link
+        failure = job.slow_links[a, b].failure
+        _record(
+            job,
+            FailureEnded(
+                failure=failure, node=None, device=None, iteration=finding.iteration, evidence=finding.evidence
+            ),
+        )
+        job.say("notice", f"link between ranks {a} and {b}: as fast as before, since iteration {finding.iteration}")
+
+
+def _device_recovered(job: Job, device: tuple[str, int], iteration: int, evidence: str) -> None:
+    name = f"node {device[0]} device {device[1]}"
+    failure = job.slow[device].failure
+    _record(
+        job,
+        FailureEnded(failure=failure, node=device[0], device=device[1], iteration=iteration, evidence=evidence),
+    )
+    job.say("notice", f"{name}: as fast as before, since iteration {iteration}")
+    _consider(job, f"{name} is as fast as before", [])
+
+
+# --- devices that stand by because they are slow --------------------------------------------------------------------
+
+
+def _measure_standby(job: Job) -> None:
+    """Now and then: what stands by is not seen in training."""
+    if job.now < job.recheck_at:
+        return
+    job.recheck_at = job.now + job.settings.recheck_s
+    idle = [rank for rank in job.ready if rank not in job.working]
+    slow = [rank for rank in idle if _device(job, rank) in job.slow.keys() | job.unfit]
+    busy = {rank for known in job.examinations.values() for rank in known.asked}
+    if slow and not busy.intersection(slow):
+        examination.begin(job, "standby", slow)
+
+
+def _measured_standby(job: Job, judged: Mapping[int, probes.Judged]) -> None:
+    for rank, verdict in judged.items():
+        device = _device(job, rank)
+        if not verdict.fit or verdict.speed is None or verdict.speed < CONFIRMED or not job.members[rank].ready:
+            continue
+        if device in job.unfit:
+            job.unfit.discard(device)
+            job.unconsidered.add(rank)
+        if device in job.slow:
+            _device_recovered(job, device, job.committed + 1, f"standing by, its probe is fine: {verdict.evidence}")
+
+
+def _consider(job: Job, reason: str, failures: list[int]) -> None:
+    """Look for another plan, now or as soon as nothing else is under way."""
+    job.reconsider.append((reason, tuple(failures)))
+
+
+def _reconsider(job: Job) -> None:
+    """Interrupt training for another plan, if it is faster by enough."""
+    if not job.reconsider or job.phase != "running" or job.transition is not None or job.pause is not None:
+        return
+    asked, job.reconsider = job.reconsider, []
+    if job.plan is None or job.departure is not None or job.furthest + 1 >= job.goal:
+        return
+    reason = ", ".join(dict.fromkeys(why for why, _ in asked))
+    try:
+        better, now_s, then_s = planning.gain(job)
+    except (LayoutError, NotEnoughDevicesError) as error:
+        job.say("notice", f"{reason}: no other plan: {error}")
+        return
+    if (better.layout, better.assignment) == (job.plan.layout, job.plan.assignment):
+        job.say("notice", f"{reason}: the plan stays, no other is faster")
+    elif then_s > now_s * (1.0 - WORTHWHILE):
+        job.say("notice", f"{reason}: the plan stays, another would save only {1.0 - then_s / now_s:.1%}")
+    else:
+        transitions.pause(job, f"{reason}: another plan saves {1.0 - then_s / now_s:.0%} of an iteration")
+        assert job.pause is not None
+        job.pause.failures += [failure for _, failures in asked for failure in failures]
+
+
+def replay(job: Job, entry: AnyEntry) -> None:
+    """What the journal tells of slow devices."""
+    match entry:
+        case FailureFound(kind="fail-slow", speed=speed) if speed is not None:
+            slow = Slow(failure=entry.failure, speed=speed, since=entry.iteration)
+            if entry.link is None:
+                job.suspects_slow = None
+            if entry.link is not None:
+                job.slow_links[entry.link] = slow
+            elif entry.node is not None and entry.device is not None:
+                job.slow[entry.node, entry.device] = slow
+        case Suspected(kind="slow"):
+            job.suspects_slow = None if entry.cleared else entry
+        case ProbesTaken():
+            job.probes = max(job.probes, entry.probe)
+            for probe in entry.devices:
+                place = (probe.node, probe.device)
+                if probe.fit and probe.flops:
+                    job.reference.setdefault(place, m.Speed(flops=probe.flops, memory_bytes=probe.memory_bytes))
+                if entry.occasion in ("start", "join"):
+                    (job.unfit.discard if probe.fit else job.unfit.add)(place)
+                elif entry.occasion == "standby" and probe.fit and (probe.speed or 0.0) >= CONFIRMED:
+                    job.unfit.discard(place)
+        case FailureEnded():
+            job.slow = {device: slow for device, slow in job.slow.items() if slow.failure != entry.failure}
+            job.slow_links = {link: slow for link, slow in job.slow_links.items() if slow.failure != entry.failure}
+        case _:
+            pass
+
+
+def resume(job: Job) -> None:
+    """A new supervisor: nobody answers the probes of the last one, and the detector has all to learn again."""
+    job.probes += UNANSWERED
+    suspected = job.suspects_slow
+    if suspected is not None:
+        cleared = msgspec.structs.replace(suspected, evidence="not measured: another supervisor leads", cleared=True)
+        _record(job, cleared)
+    for rank in job.ready:
+        slow = job.slow.get(_device(job, rank))
+        if slow is not None:
+            job.monitor.confirmed(rank, slow.speed)
+    for rank in sorted(job.unmeasured):
+        if job.members[rank].ready:
+            examination.begin(job, "join", (rank,))
+
+
+def _speed(finding: Finding) -> float:
+    """What the change of time comes to."""
+    return 1.0 / (1.0 + max(finding.change, 0.0))
+
+
+def _since_fault(job: Job, rank: int) -> float | None:
+    injected = job.slow_since.get(rank)
+    return None if injected is None else job.now - injected
+
+
+def _device(job: Job, rank: int) -> tuple[str, int]:
+    return job.members[rank].node, job.members[rank].device
+
+
+def probed(job: Job, member: Member, answer: m.Probed) -> None:
+    done = examination.probed(job, member.rank, answer)
+    if done is not None:
+        concluded(job, done)

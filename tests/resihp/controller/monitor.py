@@ -1,0 +1,53 @@
+"""A detector for simulated jobs that cries wolf at random: what the controller makes of it is what is tested."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from resihp.detector.findings import Assessment, Finding
+from resihp.detector.observation import Observation
+from resihp.plan import Plan
+
+
+class Wolf:
+    """`chance` of a finding in each iteration: a slow rank, two that cannot be told apart, a link, nobody."""
+
+    def __init__(self, seed: int, chance: float) -> None:
+        self._seed, self._chance = seed, chance
+        self._ranks: tuple[int, ...] = ()
+        self._slow: dict[int, float] = {}
+
+    def adopt(self, plan: Plan, *_: Any) -> None:
+        self._ranks = plan.layout.active
+
+    def observe(self, observation: Observation) -> Assessment:
+        rng = random.Random(f"{self._seed} {observation.epoch} {observation.iteration}")
+        found = []
+        for _ in range(2):
+            if rng.random() >= self._chance:
+                continue
+            ranks = tuple(rng.sample(self._ranks, min(rng.choice([0, 1, 1, 1, 2]), len(self._ranks))))
+            link = tuple(rng.sample(self._ranks, 2)) if len(self._ranks) > 1 and rng.random() < 0.2 else None
+            found.append(
+                Finding(
+                    kind=rng.choice(["fail-slow", "fail-slow", "recovered", "workload"]),
+                    iteration=max(1, observation.iteration - rng.randint(0, 3)),
+                    detected=observation.iteration,
+                    change=rng.uniform(-0.3, 2.0),
+                    confidence=rng.uniform(0.5, 1.0),
+                    ranks=() if link else ranks,
+                    link=(link[0], link[1]) if link else None,
+                    evidence="a draw",
+                )
+            )
+        return Assessment(predicted_s=rng.choice([None, 0.4]), findings=tuple(found), known="workload")
+
+    def speeds(self) -> dict[int, float]:
+        return dict(self._slow)
+
+    def confirmed(self, rank: int, speed: float) -> None:
+        self._slow[rank] = speed
+
+    def cleared(self, rank: int) -> None:
+        self._slow.pop(rank, None)

@@ -1,0 +1,296 @@
+"""One realistic line, or more, for each kind of clue. Exceptions stand as a whole traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from resihp.detector.xids import XIDS
+
+
+def traceback(error: str, prefix: str = "") -> str:
+    lines = (
+        "Traceback (most recent call last):",
+        '  File "/home/me/train.py", line 88, in <module>',
+        "    main()",
+        '  File "/home/me/train.py", line 71, in main',
+        "    loss = step(batch)",
+        "           ^^^^^^^^^^^",
+        error,
+    )
+    return "\n".join(prefix + line for line in lines)
+
+
+def xid(code: int, bus: str = "0000:3b:00", pid: int | str = "'<unknown>'") -> str:
+    return f"[191433.212907] NVRM: Xid (PCI:{bus}): {code}, pid={pid}, name=python, {XIDS[code].description}"
+
+
+_KERNEL: dict[str, Sequence[str]] = {
+    "xid 79": (
+        "[191433.212907] NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.",
+        "Mar  3 09:26:51 gpu-17 kernel: NVRM: Xid (0000:3b:00): 79, GPU has fallen off the bus.",
+    ),
+    "xid 31": (
+        "[88.100000] NVRM: Xid (PCI:0000:89:00): 31, pid=2217, name=python, Ch 00000008, intr 00000000. MMU Fault: "
+        "ENGINE GRAPHICS GPCCLIENT_T1_4 faulted @ 0x7f0a_5c000000. Fault is of type FAULT_PDE ACCESS_TYPE_VIRT_READ",
+    ),
+    "xid 63": (
+        "NVRM: Xid (PCI:0000:b3:00): 63, pid=1, Row Remapper: New row (0x00000000035c21c9) marked for remapping",
+    ),
+    "xid 145": ("NVRM: Xid (PCI:0000:9b:00): 145, RLW_REMAP Nonfatal XC0 i0 Link 0 (0x00000010 0x00000004)",),
+    "sxid fatal": ("[7.1] nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 20034, Fatal, Link 30 LTSSM Fault Up",),
+    "sxid": (
+        "[7.1] nvidia-nvswitch0: SXid (PCI:0000:85:00.0): 12028, Non-fatal, Link 32 egress non-posted PRIV error",
+    ),
+    "gpu off the bus": ("[9.9] NVRM: GPU 0000:3b:00.0: GPU has fallen off the bus.",),
+    "gpu initialisation": ("[5.5] NVRM: GPU 0000:3b:00.0: RmInitAdapter failed! (0x26:0x56:1474)",),
+    "row remapping": ("[5.5] NVRM: GPU0 Row Remapper: Error recording row remapping for row 0x2a1 in the InfoROM",),
+    "pcie fatal": (
+        "[5.5] pcieport 0000:3a:00.0: AER: Uncorrected (Fatal) error received: 0000:3b:00.0",
+        "[5.5] nvme 0000:01:00.0: PCIe Bus Error: severity=Uncorrected (Non-Fatal), type=Transaction Layer",
+    ),
+    "machine check": (
+        "[5.5] mce: [Hardware Error]: CPU 12: Machine Check Exception: 5 Bank 7: be00000000800400",
+        "[5.5] mce: [Hardware Error]: CPU 40: Machine Check: 0 Bank 17: dc2040000000011b",
+    ),
+    "hardware error": ("[5.5] {1}[Hardware Error]: event severity: fatal",),
+    "uncorrected memory": ("[5.5] EDAC MC1: 1 UE memory read error on CPU_SrcID#1_MC#0_Chan#1_DIMM#0",),
+    "poisoned memory": ("Memory failure: 0x3f2a91: Killing python:2217 due to hardware memory corruption",),
+    "corrected memory": ("[5.5] EDAC MC0: 1 CE memory read error on CPU_SrcID#0_Ha#0_Chan#1_DIMM#1",),
+    "machine checks logged": ("[5.5] mce: [Hardware Error]: Machine check events logged",),
+    "kernel panic": ("[5.5] Kernel panic - not syncing: Fatal machine check",),
+    "overheated": ("[5.5] thermal thermal_zone0: acpitz: critical temperature reached, shutting down",),
+    "cpu throttled": ("[5.5] mce: CPU12: Package temperature above threshold, cpu clock throttled (total events = 8)",),
+    "soft lockup": ("[5.5] watchdog: BUG: soft lockup - CPU#12 stuck for 23s! [python:2217]",),
+    "blocked task": ("[5.5] INFO: task python:2217 blocked for more than 120 seconds.",),
+    "memory cgroup": (
+        "[5.5] Memory cgroup out of memory: Killed process 2217 (python) total-vm:91823412kB, anon-rss:64891234kB",
+    ),
+    "host memory": ("[5.5] Out of memory: Killed process 2217 (python) total-vm:91823412kB, anon-rss:64891234kB",),
+    "kernel segfault": ("[5.5] python[2217]: segfault at 0 ip 00007f2b1c0a1b2e sp 00007ffd8 error 4 in libc.so.6",),
+    "kernel trap": (
+        "[5.5] traps: python[2217] general protection fault ip:7f2b1c0a1b2e sp:7ffd8 error:0 in libc.so.6",
+    ),
+    "port down": (
+        "[5.5] mlx5_core 0000:5e:00.0 ens1f0: Link down",
+        "[5.5] mlx5_core 0000:5e:00.0: Port module event: module 0, Cable unplugged",
+        "[5.5] bnxt_en 0000:5e:00.0 eth0: NIC Link is Down",
+        "[5.5] bond0: (slave eth0): link status definitely down, disabling slave",
+    ),
+    "nic failure": (
+        "[5.5] mlx5_core 0000:5e:00.0: poll_health:800:(pid 0): device's health compromised - reached miss count",
+        "[5.5] mlx5_core 0000:5e:00.0: wait_func:1152:(pid 99): ACCESS_REG(0x805) timeout. Will cause a leak of a "
+        "command resource",
+    ),
+    "nic stuck": ("[5.5] NETDEV WATCHDOG: eth0 (bnxt_en): transmit queue 3 timed out",),
+    "disk failure": (
+        "[5.5] blk_update_request: I/O error, dev nvme0n1, sector 2048 op 0x0:(READ) flags 0x0",
+        "[5.5] nvme nvme0: controller is down; will reset: CSTS=0xffffffff, PCI_STATUS=0xffff",
+    ),
+    "file system damaged": ("[5.5] EXT4-fs error (device sda1): ext4_find_entry:1455: inode #2: comm python",),
+    "file server silent": (
+        "[5.5] nfs: server fs1 not responding, still trying",
+        "[5.5] LustreError: 11-0: scratch-OST0004-osc-ffff9: operation ost_read to node 10.0.0.4@o2ib failed: rc = "
+        "-107",
+    ),
+}
+_SLURM: dict[str, Sequence[str]] = {
+    "time limit": ("slurmstepd: error: *** JOB 4711 ON gpu-17 CANCELLED AT 2025-03-03T09:26:51 DUE TO TIME LIMIT ***",),
+    "preempted": ("slurmstepd: error: *** JOB 4711 ON gpu-17 CANCELLED AT 2025-03-03T09:26:51 DUE TO PREEMPTION ***",),
+    "node failure": (
+        "slurmstepd: error: *** JOB 4711 ON gpu-17 CANCELLED AT 2025-03-03T09:26:51 DUE TO NODE FAILURE, SEE SLURMCTLD "
+        "LOG FOR DETAILS ***",
+        "srun: error: Node failure on gpu-18",
+    ),
+    "slurm oom": (
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=4711.0. Some of the step tasks have been OOM Killed.",
+        "slurmstepd: error: Detected 2 oom-kill event(s) in StepId=191.batch cgroup. Some of your processes may have "
+        "been killed by the cgroup out-of-memory handler.",
+        "srun: error: gpu-17: task 4: Out Of Memory",
+    ),
+    "cancelled": ("slurmstepd: error: *** STEP 4711.0 ON gpu-17 CANCELLED AT 2025-03-03T09:26:51 ***",),
+    "task ended": (
+        "srun: error: gpu-17: task 3: Killed",
+        "srun: error: gpu-17: tasks 0-7: Exited with exit code 1",
+        "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.",
+        "srun: Terminating StepId=4711.0",
+    ),
+}
+_CUDA: dict[str, Sequence[str]] = {
+    "cuda ecc": (
+        "RuntimeError: CUDA error: uncorrectable ECC error encountered",
+        "gpu-17:2217:2301 [3] enqueue.cc:1402 NCCL WARN Cuda failure 214 'uncorrectable ECC error encountered'",
+    ),
+    "cuda nvlink": ("RuntimeError: CUDA error: uncorrectable NVLink error detected during the execution",),
+    "gpu lost": (
+        "Unable to determine the device handle for GPU0000:3B:00.0: GPU is lost.  Reboot the system to recover this "
+        "GPU",
+        "RuntimeError: CUDA error: no CUDA-capable device is detected",
+    ),
+    "gpu busy": ("RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable",),
+    "fabric manager": (
+        "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized",
+    ),
+    "driver mismatch": ("Failed to initialize NVML: Driver/library version mismatch",),
+    "nvml unknown": ("Failed to initialize NVML: Unknown Error",),
+    "illegal access": (
+        "RuntimeError: CUDA error: an illegal memory access was encountered",
+        "[rank3]:[E321 02:07:08.408271257 ProcessGroupNCCL.cpp:1895] [PG ID 0 PG GUID 0(default_pg) Rank 3] Process "
+        "group "
+        "watchdog thread terminated with exception: CUDA error: an illegal memory access was encountered",
+        "cuda_driver: CUDA_ERROR_ILLEGAL_ADDRESS",
+    ),
+    "device assert": (
+        "RuntimeError: CUDA error: device-side assert triggered",
+        "/pytorch/aten/src/ATen/native/cuda/Indexing.cu:1289: indexSelectLargeIndex: block: [173,0,0], thread: "
+        "[64,0,0] "
+        "Assertion `srcIndex < srcSelectDimSize` failed.",
+    ),
+    "launch failure": ("RuntimeError: CUDA error: unspecified launch failure",),
+    "bad kernel": (
+        "RuntimeError: CUDA error: misaligned address",
+        "RuntimeError: CUDA error: an illegal instruction was encountered",
+    ),
+    "launch timeout": ("RuntimeError: CUDA error: the launch timed out and was terminated",),
+    "no kernel": ("RuntimeError: CUDA error: no kernel image is available for execution on the device",),
+    "gpu memory": (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+        "79.10 GiB "
+        "of which 1.31 GiB is free. Including non-PyTorch memory, this process has 77.78 GiB memory in use.",
+        "RuntimeError: CUDA error: out of memory",
+        "gpu-17:2217:2301 [3] include/alloc.h:191 NCCL WARN Cuda failure 2 'out of memory'",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ),
+    "cuda libraries": ("RuntimeError: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle)`",),
+    "cuda error": ("RuntimeError: CUDA error: invalid resource handle", "Cuda failure 999 'unknown error'"),
+}
+_NCCL: dict[str, Sequence[str]] = {
+    "ib flushed": (
+        "gpu-17:983:1261 [3] net_ib.cc:1895 NCCL WARN NET/IB : Got completion from peer 10.0.0.2<55921> with status=5 "
+        "opcode=0 len=0 vendor err 249 (Recv) localGid ::ffff:10.0.0.1 remoteGids::ffff:10.0.0.2",
+        "gpu-17:983:1261 [3] misc/ibvwrap.cc:301 NCCL WARN NET/IB : Got completion with error 5, opcode 0, len 0, "
+        "vendor "
+        "err 249",
+    ),
+    "ib retry exceeded": (
+        "gpu-17:983:1261 [3] net_ib.cc:1895 NCCL WARN NET/IB : Got completion from peer 10.0.0.2<55921> with status=12 "
+        "opcode=1 len=0 vendor err 129 (Send) localGid ::ffff:10.0.0.1 remoteGids::ffff:10.0.0.2",
+        "gpu-17:983:1261 [3] transport/net_ib.cc:912 NCCL WARN NET/IB : Got completion with error 12, opcode 1, len "
+        "32631, "
+        "vendor err 129",
+        "gpu-17:983:1261 [3] net_ib.cc:2271 NCCL WARN NET/IB: Got completion from peer 10.0.0.2<55921> with "
+        "status=IBV_WC_RETRY_EXC_ERR(12) opcode=IBV_WC_SEND(0) reqSize=0 vendor_err=129",
+    ),
+    "ib completion": (
+        "gpu-17:983:1261 [3] NCCL WARN NET/IB : Got completion from peer 10.0.0.2<55921> with status=10 opcode=2 len=0 "
+        "vendor err 136 (Send)",
+    ),
+    "ib event": ("gpu-17:983:1261 [3] NCCL WARN NET/IB : mlx5_0:1 Got async event : port error",),
+    "ib no path": (
+        "gpu-17:983:1261 [3] NCCL WARN Call to ibv_modify_qp failed with error Connection timed out errno 110",
+        "gpu-17:983:1261 [3] misc/socket.cc:484 NCCL WARN socketStartConnect: Connect to 10.0.0.2<44545> failed : No "
+        "route to host",
+    ),
+    "ib locked memory": ("gpu-17:983:1261 [3] NCCL WARN Call to ibv_reg_mr failed with error Cannot allocate memory",),
+    "shm full": (
+        "gpu-17:983:1261 [3] misc/shmutils.cc:72 NCCL WARN Error: failed to extend /dev/shm/nccl-tVJ1pM to 33030532 "
+        "bytes",
+        "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
+        "RuntimeError: unable to write to file </torch_2217_1>: No space left on device (28): shared memory object",
+    ),
+    "nccl usage": ("ncclInvalidUsage: This usually reflects invalid usage of NCCL library.",),
+    "collective mismatch": (
+        "RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running collective: "
+        "CollectiveFingerPrint",
+    ),
+    "watchdog": (
+        "[rank0]:[E321 02:07:08.408271257 ProcessGroupNCCL.cpp:607] [Rank 0] Watchdog caught collective operation "
+        "timeout: "
+        "WorkNCCL(SeqNum=1580, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600060 "
+        "milliseconds",
+        "[rank4]:[E321 02:07:08.4 ProcessGroupNCCL.cpp:1664] [PG 1 Rank 4] Exception (either an error or timeout) "
+        "detected "
+        "by watchdog at work: 1580, last enqueued NCCL work: 1582, last completed NCCL work: 1579.",
+    ),
+    "nccl remote": (
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+        "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:275, remote "
+        "process exited or there was a network error, NCCL version 2.20.5",
+    ),
+    "nccl system": (
+        "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.",
+    ),
+    "nccl cuda": ("ncclUnhandledCudaError: Call to CUDA function failed.",),
+    "nccl internal": ("ncclInternalError: Internal check failed.",),
+}
+_HOST: dict[str, Sequence[str]] = {
+    "loader bus error": (
+        "RuntimeError: DataLoader worker (pid 46794) is killed by signal: Bus error. It is possible that dataloader's "
+        "workers are out of memory.",
+    ),
+    "loader segfault": ("RuntimeError: DataLoader worker (pid 46794) is killed by signal: Segmentation fault. ",),
+    "loader killed": ("RuntimeError: DataLoader worker (pid 46794) is killed by signal: Killed. ",),
+    "loader ended": ("RuntimeError: DataLoader worker (pid(s) 46794) exited unexpectedly",),
+    "disk full": ("OSError: [Errno 28] No space left on device: '/scratch/me/checkpoints/120'",),
+    "quota": ("OSError: [Errno 122] Disk quota exceeded",),
+    "stale handle": ("OSError: [Errno 116] Stale file handle: '/data/shard-17.bin'",),
+    "io error": ("OSError: [Errno 5] Input/output error",),
+    "mount gone": (
+        "OSError: [Errno 107] Transport endpoint is not connected: '/mnt/bucket'",
+        "OSError: [Errno 30] Read-only file system: '/scratch/log'",
+    ),
+    "broken file": (
+        "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory",
+        "RuntimeError: unexpected EOF, expected 1023 more bytes. The file might be corrupted.",
+    ),
+    "no host memory": (
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:83] err == 0. DefaultCPUAllocator: can't allocate memory",
+        "OSError: [Errno 12] Cannot allocate memory",
+        "terminate called after throwing an instance of 'std::bad_alloc'",
+    ),
+    "open files": ("OSError: [Errno 24] Too many open files",),
+    "heap": ("double free or corruption (!prev)", "malloc(): unsorted double linked list corrupted"),
+    "fatal python": ("Fatal Python error: Segmentation fault",),
+    "peer closed": (
+        "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer "
+        "[10.0.0.1]:1895",
+        "RuntimeError: [../gloo/transport/tcp/pair.cc:589] Read error [10.0.0.1]:25266: Connection reset by peer",
+        "BrokenPipeError: [Errno 32] Broken pipe",
+        "gpu-17:983:1261 [3] misc/socket.cc:58 NCCL WARN socketProgress: Connection closed by remote peer "
+        "gpu-18<39712>",
+    ),
+    "peer silent": (
+        "RuntimeError: [../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to "
+        "complete",
+        "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 7/8 clients joined.",
+    ),
+    "interrupted transfer": ("resihp.errors.CommunicatorError: all-reduce of epoch 4 was woken: asked to park",),
+    "launcher": (
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
+        "W0303 09:26:51.0 torch/distributed/elastic/multiprocessing/api.py:858] Sending process 2217 closing signal "
+        "SIGTERM",
+    ),
+}
+_PROGRAM: dict[str, Sequence[str]] = {
+    "not a number": (
+        "ERROR: loss is NaN in iteration 812, stopping",
+        traceback("RuntimeError: Unexpected result nan (message='found NaN in local forward loss calculation')"),
+    ),
+    "shapes": (
+        traceback("RuntimeError: mat1 and mat2 shapes cannot be multiplied (32x512 and 256x128)"),
+        traceback("RuntimeError: Error(s) in loading state_dict for GPT: size mismatch for head.weight", "[rank5]: "),
+    ),
+    "import": (
+        traceback("ModuleNotFoundError: No module named 'flash_attn'"),
+        traceback("ImportError: libcudart.so.12: cannot open shared object file: No such file or directory"),
+    ),
+    "file missing": (traceback("FileNotFoundError: [Errno 2] No such file or directory: '/data/corpus.idx'"),),
+    "interrupted": (traceback("KeyboardInterrupt"),),
+    "exception": (
+        traceback("ValueError: too many values to unpack (expected 2)"),
+        traceback("KeyError: 'input_ids'", "[rank5]: "),
+        traceback("AssertionError"),
+        traceback("my_project.errors.Diverged: gave up"),
+    ),
+}
+
+EXAMPLES: dict[str, Sequence[str]] = _KERNEL | _SLURM | _CUDA | _NCCL | _HOST | _PROGRAM

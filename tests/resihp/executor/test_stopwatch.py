@@ -1,0 +1,50 @@
+"""What tells a slow device from the peers that wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from resihp.detector import probes
+from resihp.protocol.messages import Speed
+
+Ranks = Callable[..., list[Any]]
+
+
+def test_only_own_work_tells_a_slow_rank_from_its_tensor_parallel_peers(ranks: Ranks) -> None:
+    answers = ranks("slow_peer", 4, grid_of=(4, 1, 1), slow=2, speed=0.25)
+    spans = [answer["spans"] for answer in answers]
+    compute = [answer["compute"] for answer in answers]
+    healthy = [seconds for rank, seconds in enumerate(compute) if rank != 2]
+    assert max(spans) < 1.1 * min(spans), "whole chunks look alike on all of them"
+    assert compute[2] > 3.0 * max(healthy)
+    assert max(healthy) < 1.5 * min(healthy)
+    assert compute[2] == pytest.approx(4 * sum(healthy) / 3, rel=0.35)
+
+
+def test_primitives_are_measured_in_order_with_their_workload(ranks: Ranks) -> None:
+    answers = ranks("slow_peer", 4, grid_of=(1, 2, 2), slow=-1, speed=1.0)
+    for answer in answers:
+        assert answer["primitives"] == 2 * 3
+        assert answer["ordered"]
+        assert answer["reduced"]
+        assert answer["squares"] > answer["tokens"] > 0
+
+
+def test_probes_find_the_slow_device_and_meet_every_neighbour(ranks: Ranks) -> None:
+    pairs = [[list(pair) for pair in round_] for round_ in probes.ring(range(4))]
+    answers = ranks("probe_devices", 4, pairs=pairs, slow=1, speed=0.5)
+    assert all(answer["error"] == "" for answer in answers)
+    assert [sorted(answer["peers"]) for answer in answers] == [[1, 3], [0, 2], [1, 3], [0, 2]]
+    judged = probes.judge_devices({rank: Speed(**answer["speed"]) for rank, answer in enumerate(answers)}, {})
+    assert judged[1].speed == pytest.approx(0.5, rel=0.25)
+    assert not judged[1].fit
+
+
+def test_a_peer_that_does_not_come_is_an_answer(ranks: Ranks) -> None:
+    (answer,) = ranks("probe_alone", 1)
+    assert "came in time" in answer["missed"]
+    assert answer["error"] == ""
+    assert answer["speed"] > 0

@@ -75,7 +75,7 @@ def pack(rows: npt.ArrayLike) -> bytes:
 
 
 def unpack(packed: bytes, where: str) -> Floats:
-    """The inverse of `pack`; NaN passes, whoever judges ignores it. Raises ProtocolError for what cannot be measured."""
+    """The inverse of `pack`; NaN passes, who judges ignores it. Raises ProtocolError for what cannot be measured."""
     row = 4 * len(CHUNKS)
     if len(packed) % row:
         raise ProtocolError(f"{where}: {len(packed)} bytes of measurements, not a multiple of {row}")

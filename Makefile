@@ -76,7 +76,7 @@ soak: setup
 	RESIHP_FUZZ_SEEDS=50000 $(BIN)/python -m pytest -n 2 tests/resihp/controller --timeout 7200
 	RESIHP_CHECKED_PLANS=10000 $(BIN)/python -m pytest tests/resihp/pipeline --timeout 3600
 	RESIHP_STRICT_ORDER=1 $(BIN)/python -m pytest tests/resihp/executor tests/integration --timeout 600
-	RESIHP_SOAK=1 RESIHP_CALLS_S=600 $(BIN)/python -m pytest -m "soak or not soak" tests/integration/test_slurm_*.py tests/integration/test_takeover.py --timeout 1200
+	RESIHP_SOAK=1 RESIHP_CALLS_S=600 $(BIN)/python -m pytest -m "soak or not soak" tests/integration/test_slurm_*.py tests/integration/test_takeover.py tests/integration/test_reconfiguration.py --timeout 1200
 	RESIHP_CHAINS=200 $(BIN)/python -m pytest tests/resihp/executor/test_any_layout.py --timeout 3600
 
 clean:

@@ -15,6 +15,8 @@ from tests.integration.jobs import EXAMPLE, STRICT, TINY, Job, jobs
 
 ITERATIONS = 12
 SIX_LAYERS = ("--layers", "6")
+SOAK = pytest.mark.soak
+PHASES = ["groups", "transfer", *(pytest.param(phase, marks=SOAK) for phase in ("park", "resume"))]
 WHERE = {"nodes": 2, "gpus": 4, "tp": 2, "pp": 2}
 
 
@@ -55,7 +57,7 @@ def layouts(job: Job) -> list[Any]:
     return [row["layout"] for row in job.history("plans") if row["outcome"] in ("in effect", "superseded")]
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["gloo", "strict"])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=SOAK)], ids=["gloo", "strict"])
 def test_five_kills_in_five_iterations_leave_three_ranks_that_finish(
     job: Job, reference: dict[int, float], strict: bool
 ) -> None:
@@ -69,14 +71,14 @@ def test_five_kills_in_five_iterations_leave_three_ranks_that_finish(
     assert {row["component"] for row in job.history("failures")} == {"device"}
 
 
-@pytest.mark.parametrize("phase", ["park", "groups", "transfer", "resume"])
+@pytest.mark.parametrize("phase", PHASES)
 def test_a_second_kill_in_mid_transition(job: Job, reference: dict[int, float], phase: str) -> None:
     run(job, "kill:rank=1@iteration=4,phase=backward", f"kill:rank=6@iteration=4,phase={phase}")
     assert_nothing_lost(job, reference)
     assert exits(job) == {rank: -9 if rank in (1, 6) else 0 for rank in range(8)}
 
 
-@pytest.mark.parametrize("phase", ["park", "groups", "transfer", "resume"])
+@pytest.mark.parametrize("phase", PHASES)
 def test_the_supervisor_is_cut_off_in_mid_transition(job: Job, reference: dict[int, float], phase: str) -> None:
     cut = [f"disconnect:node=n{n}@iteration=4,phase={phase}" for n in (1, 2)]
     run(job, "kill:rank=1@iteration=4,phase=backward", *cut)

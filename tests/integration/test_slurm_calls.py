@@ -13,7 +13,7 @@ import pytest
 from resihp.journal import FailureFound
 from tests.integration.slurm_jobs import Desk, MakeCluster
 
-WATCHED_S = float(os.environ.get("RESIHP_CALLS_S", "120"))
+WATCHED_S = float(os.environ.get("RESIHP_CALLS_S", "45"))
 """From the start of training on; `make soak` watches for ten minutes."""
 MOST_CALLS = 12
 """In ten minutes, the start included."""

@@ -28,6 +28,7 @@ from resihp.journal import (
 from resihp.workload import samples_digest
 from tests.integration.jobs import Job, jobs
 
+SOAK = pytest.mark.soak
 ITERATIONS = 24
 ADOPTED_S = 5.0
 WHERE = {"nodes": 2, "gpus": 2, "tp": 1, "pp": 2}
@@ -166,7 +167,7 @@ def test_a_rank_that_dies_with_the_supervisor_is_a_failure(job: Job, reference: 
     assert reconfiguration["epoch"] == failure["recovered_epoch"]
 
 
-@pytest.mark.parametrize("phase", ["park", "groups", "transfer", "resume"])
+@pytest.mark.parametrize("phase", ["groups", "transfer", *(pytest.param(p, marks=SOAK) for p in ("park", "resume"))])
 def test_supervisor_killed_in_mid_transition(job: Job, reference: dict[int, float], phase: str) -> None:
     """Rank 1 crashes; rank 2 is stopped in that phase of what follows, so that it goes no further before the kill."""
     train(job, "crash:rank=1@iteration=4,phase=backward", f"stop:rank=2@iteration=4,phase={phase}")

@@ -31,7 +31,8 @@ def test_a_slow_rank_of_a_tensor_parallel_group_is_found_and_worked_around(job: 
     assert 5 in changed["layout"]["standby"] or shares[1] < shares[0], "its replica has less to do, or goes without it"
     probes = job.history("probes")
     assert sum(row["kind"] == "device" for row in probes if row["occasion"] == "start") == 8
-    assert sum(row["kind"] == "link" for row in probes if row["occasion"] == "start") == 8
+    links = [row for row in probes if row["kind"] == "link" and row["occasion"] == "start"]
+    assert len(links) == 6, "neighbours within nodes; two between nodes are too few to compare"
     assert any(row["rank"] == 5 and not row["passed"] for row in probes if row["occasion"] == "suspicion")
     if 5 not in changed["layout"]["standby"]:  # standing by, it is measured once a minute
         assert END <= failure["ended_iteration"] <= END + 6

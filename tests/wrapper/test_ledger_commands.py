@@ -469,9 +469,9 @@ def test_ledger_option_reads_another_ledger(job: Job, tmp_path: Path) -> None:
 def test_db_upgrade(job: Job, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/shared.db"
     assert "schema 0004, made" in resihp("db", "upgrade", "--ledger", url).stderr
-    assert "schema 0003, is up to date" in resihp("db", "upgrade", "--ledger", url).stderr
+    assert "schema 0004, is up to date" in resihp("db", "upgrade", "--ledger", url).stderr
     resihp("status")
-    assert "ledger.db: schema 0003, is up to date" in resihp("db", "upgrade").stderr
+    assert "ledger.db: schema 0004, is up to date" in resihp("db", "upgrade").stderr
 
 
 def test_newer_ledger_says_what_to_do(job: Job) -> None:

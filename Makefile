@@ -56,7 +56,8 @@ demo: setup
 	RESIHP_HOME=$(HOME_OF_DEMO) $(RUN) status
 
 test: setup setup-system
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests --ignore tests/integration
+	$(BIN)/python -m pytest tests/integration
 
 lint: setup
 	$(BIN)/ruff check .

@@ -191,6 +191,8 @@ class Pause:
 Meaning = Literal["warning", "time-limit", "cancelled", "preempted", "unknown"]
 """Why somebody wants the job to stop (`journal.JobSignalled`)."""
 
+PATIENCE = 100
+"""Iterations after which a device is suspected again on the same evidence, though its probe was fine."""
 COINCIDENCE_S = 2.0
 """Agents that are signalled within this time are signalled together; so long deaths around it are nobody's fault."""
 LEFT_S = 60.0
@@ -401,7 +403,7 @@ class Job:
         self.deadline: float | None = None
         """When Slurm's time limit ends the job, if it has one."""
         self.upkeep = Upkeep()
-        self.monitor = Monitor()
+        self.monitor = Monitor(patience=PATIENCE)
         """What is known of healthy times, and who is suspected to be slow."""
         self.expected_epoch = 0
         """Epoch of the plan whose healthy times the monitor expects."""

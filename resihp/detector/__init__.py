@@ -3,9 +3,10 @@
 =============================  ===============================================================================
 `observation`                  what was measured of an iteration
 `predictor`, `regression`      how long a micro-batch takes where all is well (the paper's Eq. 1), learnt robustly
-`changes`, `noise`             change points of a series of residuals, and how noisy it is
+`changes`, `densities`         change points of a series of residuals
 `monitor`, `findings`          what the controller asks after each iteration: predicted time, findings
-`stacked`, `ranks`, `links`    the monitor's channels: which rank, which link; `relative` is their sequential test
+`whole`, `ranks`, `links`      the monitor's channels: iteration, which rank, which link; `stacked`: a plan as arrays
+`relative`, `noise`, `window`  the sequential test behind ranks and links: each against its peers
 `probes`                       what measurements of devices and links say, against peers and the past
 `diagnosis`, `reports`         why a process ended, from its exit and from `clues` in what was logged
 `clues`, `signatures`, `xids`  the lines that tell it

@@ -14,7 +14,7 @@ import msgspec
 
 from resihp.protocol.messages import Speed, Transfer
 
-FIT = 0.85
+FIT = 0.8
 """A device that reaches less than this of its peers, or of its own past, is not fit to be learnt as healthy."""
 LINK_FIT = 0.6
 """The same for links, whose times scatter more."""

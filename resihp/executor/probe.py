@@ -26,7 +26,7 @@ SEED = 20260507
 GEMM_SIZE = {"cpu": 256, "cuda": 4096}
 COPIED_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
 LINK_BYTES = 1 << 20
-REPEATS = 5
+REPEATS = 12
 
 
 def examine(device: torch.device) -> None:

@@ -23,7 +23,7 @@ from resihp.journal import IterationCommitted, Record
 from resihp.workload import samples_digest
 from slurm.render import template
 from tests.integration.cluster import Cluster
-from tests.integration.jobs import EXAMPLE, REPOSITORY, RESIHP, TINY
+from tests.integration.jobs import EXAMPLE, REPOSITORY, RESIHP, TINY, UNWATCHED
 from wrapper.jobs import Job
 
 MakeCluster = Callable[..., Cluster]
@@ -50,6 +50,7 @@ class Desk:
             "RESIHP_LOCAL": str(self.local),
             "XDG_CONFIG_HOME": str(cluster.folder),
             "RES_OPTIONS": "timeout:1 attempts:1",
+            **UNWATCHED,
             **environment,
         }
         if user is not None:

@@ -163,8 +163,7 @@ def test_a_rank_that_dies_with_the_supervisor_is_a_failure(job: Job, reference: 
     assert_the_same_processes(job, before, lost=(3,))
     (failure,) = job.history("failures")
     assert (failure["node"], failure["device"], failure["ranks"]) == ("n2", 1, [3])
-    (reconfiguration,) = [row for row in job.history("reconfigurations") if row["action"] != "between"]
-    assert reconfiguration["epoch"] == failure["recovered_epoch"]
+    assert failure["recovered_epoch"] in [row["epoch"] for row in job.history("reconfigurations")]
 
 
 @pytest.mark.parametrize("phase", ["groups", "transfer", *(pytest.param(p, marks=SOAK) for p in ("park", "resume"))])

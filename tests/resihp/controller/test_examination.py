@@ -222,9 +222,9 @@ def test_a_newcomer_that_fails_its_probe_stands_by() -> None:
 def test_a_newcomer_is_compared_with_what_all_devices_gave_at_the_start() -> None:
     job = crashed()
     job.join(6)
-    job.measure({6: 0.8})
+    job.measure({6: 0.7})
     (device,) = job.all(ProbesTaken)[-1].devices
-    assert (device.speed, device.fit) == (pytest.approx(0.8), False)
+    assert (device.speed, device.fit) == (pytest.approx(0.7), False)
 
 
 def test_a_newcomer_that_never_answers_stands_by() -> None:

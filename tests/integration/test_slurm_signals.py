@@ -40,6 +40,7 @@ def assert_goes_on(desk: Desk, job: str, done: int, reference: Reference) -> Non
     reference.check(desk.rows("iterations", job), first=done + 1)
 
 
+@pytest.mark.soak  # comes back as in test_slurm_departure.py, see there
 def test_a_preempted_job_is_saved_and_comes_back(cluster: MakeCluster, reference: Reference) -> None:
     desk = Desk(cluster(nodes=2, gpus=1, settings=PREEMPTION))
     desk.pace(0.1)

@@ -45,9 +45,9 @@ class Replica(msgspec.Struct, frozen=True):
 
     @property
     def virtual_stages(self) -> tuple[tuple[int, int], ...]:
-        """(stage, chunk) in the order in which a micro-batch passes: every stage's first chunk, then every second."""
-        depth = max(len(stage.chunks) for stage in self.stages)
-        return tuple((s, c) for c in range(depth) for s, stage in enumerate(self.stages) if c < len(stage.chunks))
+        """(stage, chunk) in the order in which a micro-batch passes: that of their layers."""
+        found = [(chunk[0], s, c) for s, stage in enumerate(self.stages) for c, chunk in enumerate(stage.chunks)]
+        return tuple((s, c) for _, s, c in sorted(found))
 
 
 class Place(msgspec.Struct, frozen=True):

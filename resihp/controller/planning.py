@@ -17,6 +17,7 @@ from resihp.ownership import ParameterSpec
 from resihp.pipeline import checker
 from resihp.plan import Plan
 from resihp.scheduler import planner
+from resihp.scheduler.prices import iteration_seconds
 from resihp.scheduler.situation import Situation
 from resihp.transfers import Base, bytes_of, missing, moves
 
@@ -79,7 +80,7 @@ def gain(job: Job) -> tuple[Plan, float, float]:
     base = base_while_running(job)
     situation = _situation(job, job.epoch + 1, set(job.ready), base)
     plan, _ = best(job, job.epoch + 1, set(job.ready), base)
-    now_s, then_s = (planner.predicted(of, situation) for of in (job.plan, plan))
+    now_s, then_s = (iteration_seconds(of, situation) for of in (job.plan, plan))
     return plan, now_s, then_s
 
 

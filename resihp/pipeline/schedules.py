@@ -13,7 +13,7 @@ from collections import defaultdict
 
 from resihp.errors import PlanError
 from resihp.layout import Replica
-from resihp.pipeline.timeline import Node, Orders, Seconds, layer_units, needs
+from resihp.pipeline.timeline import Node, Orders, Seconds, Transfers, layer_units, needs
 from resihp.plan import Order, Plan, Primitive
 
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
@@ -101,7 +101,7 @@ def zero_bubble(stage: int, stages: int, micro_batches: tuple[int, ...]) -> Orde
     return tuple(order)
 
 
-def greedy(plan: Plan, seconds: Seconds, transfer_s: float = 0.0, *, split: bool = False) -> Orders:
+def greedy(plan: Plan, seconds: Seconds, transfer_s: Transfers = 0.0, *, split: bool = False) -> Orders:
     """List scheduling on a virtual clock: whenever a stage is free it begins a B, else an F, else a W that is ready.
 
     For any layout and any migrations, at costs of the caller's. `split` gives every B a W. Forwards are held back
@@ -115,7 +115,7 @@ def greedy(plan: Plan, seconds: Seconds, transfer_s: float = 0.0, *, split: bool
 class _Greedy:
     """One run of the virtual clock: stages are numbered over all replicas, queues hold what is ready on each."""
 
-    def __init__(self, plan: Plan, seconds: Seconds, transfer_s: float, split: bool) -> None:
+    def __init__(self, plan: Plan, seconds: Seconds, transfer_s: Transfers, split: bool) -> None:
         self._paths = plan.paths()
         self._seconds, self._transfer_s, self._split = seconds, transfer_s, split
         self._lanes = [(d, s) for d, replica in enumerate(plan.layout.replicas) for s in range(len(replica.stages))]
@@ -204,8 +204,10 @@ class _Greedy:
             self._missing[follower] -= 1
             if not self._missing[follower]:
                 there = path[follower[2]]
-                same = (there.replica, there.stage) == (path[v].replica, path[v].stage)
-                self._at(end if same else end + self._transfer_s, follower)
+                late = 0.0
+                if (there.replica, there.stage) != (path[v].replica, path[v].stage):
+                    late = self._transfer_s(path[v], there) if callable(self._transfer_s) else self._transfer_s
+                self._at(end + late, follower)
 
     def _at(self, time: float, node: Node) -> None:
         stop = self._paths[node[1]][node[2]]
@@ -259,6 +261,8 @@ def _textbook(schedule: str, replica: Replica, share: tuple[int, ...]) -> tuple[
     if len(counts) > 1:
         return None
     chunks = counts.pop()
+    if replica.virtual_stages != tuple((s, c) for c in range(chunks) for s in range(depth)):
+        return None
     if schedule == "zero-bubble":
         return None if chunks > 1 else tuple(zero_bubble(s, depth, share) for s in range(depth))
     if chunks > 1:

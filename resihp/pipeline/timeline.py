@@ -25,6 +25,9 @@ Orders = tuple[tuple[Order, ...], ...]
 Seconds = Callable[[Stop, Primitive], float]
 """What a primitive costs where it is carried out."""
 
+Transfers = float | Callable[[Stop, Stop], float]
+"""Seconds between the end of a primitive and the moment another stage can use what it made: all alike, or by link."""
+
 Node = tuple[Kind, int, int]
 """A primitive by kind, micro-batch and virtual stage of the micro-batch's path: the same wherever it is carried out."""
 
@@ -67,12 +70,12 @@ def needs(node: Node, last: int) -> tuple[Node, ...]:
     return (("F", m, v),) if v == last else (("F", m, v), ("B", m, v + 1))
 
 
-def play(plan: Plan, orders: Orders, seconds: Seconds, transfer_s: float = 0.0) -> Timeline:
+def play(plan: Plan, orders: Orders, seconds: Seconds, transfer_s: Transfers = 0.0) -> Timeline:
     """Carry out `orders` on a virtual clock, each stage as soon as it can. Linear in the number of primitives.
 
-    `transfer_s` passes between the end of a primitive and the moment another stage can use what it made. Raises
-    PlanError if a primitive stands where its micro-batch does not pass or stands twice, if something needed is
-    absent, or if stages wait for each other in a circle.
+    `transfer_s` passes on the way from one stage to another. Raises PlanError if a primitive stands where its
+    micro-batch does not pass or stands twice, if something needed is absent, or if stages wait for each other in a
+    circle.
     """
     paths = plan.paths()
     lanes = _lanes(plan, orders, paths)
@@ -95,7 +98,7 @@ def play(plan: Plan, orders: Orders, seconds: Seconds, transfer_s: float = 0.0) 
                     break
                 source = path[need[2]]
                 if (source.replica, source.stage) != place:
-                    end += transfer_s
+                    end += transfer_s(source, path[node[2]]) if callable(transfer_s) else transfer_s
                 clock = max(clock, end)
             else:
                 starts[i].append(clock)

@@ -98,7 +98,7 @@ class Draft:
         used = {rank for priced in self.pipes.values() for rank in priced.replica.ranks}
         idle = idle_groups(self._situation, used)
         unlike = {self._situation.speed(group.ranks): group for group in reversed(idle)}
-        alike = {(priced.shape, len(pipe.groups)): pipe for pipe, priced in reversed(self.pipes.items())}
+        alike = {(priced.shape, priced.late, len(pipe.groups)): pipe for pipe, priced in reversed(self.pipes.items())}
         for pipe in reversed(alike.values()):
             if len(pipe.groups) < self._situation.pp:
                 for group in unlike.values():
@@ -137,7 +137,7 @@ class Draft:
         priced = self.pipes[pipe]
         if len(priced.replica.stages) < max(2, len(pipe.groups)) or untouched(self._situation, pipe):
             return None
-        times = [sum(chunks) for chunks in priced.shape]
+        times = [sum(chunk.total for chunk in chunks) for chunks in priced.shape]
         s = times.index(max(times))
         if len(priced.replica.stages[s].layers) > self._situation.chunks:
             return None

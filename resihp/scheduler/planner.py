@@ -17,13 +17,11 @@ import msgspec
 from resihp.errors import LayoutError, PlanError
 from resihp.layout import Layout, Replica, Stage, validate
 from resihp.model import ModelSpec
-from resihp.pipeline.schedules import orders_of
-from resihp.pipeline.timeline import play
 from resihp.plan import Plan, spread
 from resihp.scheduler import memory, shares
 from resihp.scheduler.draft import Draft
 from resihp.scheduler.groups import SIGNIFICANT
-from resihp.scheduler.prices import Priced, Prices, bytes_to_move, costs
+from resihp.scheduler.prices import Priced, Prices, bytes_to_move
 from resihp.scheduler.situation import Decision, Situation
 
 TIE = 1e-9
@@ -102,15 +100,9 @@ def decide(situation: Situation) -> Decision:
     return Decision(
         plan=chosen.plan,
         seconds=chosen.seconds,
-        reason=f"{chosen.name}: predicted {chosen.seconds:.4g} layer times an iteration{against}",
+        reason=f"{chosen.name}: predicted {chosen.seconds:.4g} {situation.unit} an iteration{against}",
         alternatives=others,
     )
-
-
-def predicted(plan: Plan, situation: Situation) -> float:
-    """Time of an iteration of a plan, as it is, in the unit of `Decision.seconds`."""
-    orders = orders_of(plan)
-    return play(plan, orders, costs(plan, situation, orders)).makespan
 
 
 def without_lost_replicas(situation: Situation) -> Decision:
@@ -119,7 +111,7 @@ def without_lost_replicas(situation: Situation) -> Decision:
     Raises PlanError if no replica is left.
     """
     found = _without_lost(situation, Prices(situation))
-    reason = f"{found.name}: predicted {found.seconds:.4g} layer times an iteration"
+    reason = f"{found.name}: predicted {found.seconds:.4g} {situation.unit} an iteration"
     return Decision(plan=found.plan, seconds=found.seconds, reason=reason)
 
 

@@ -1,9 +1,9 @@
 """What a layout costs: predicted time of an iteration, and bytes that must move to get there. Pure.
 
-Times are those of `resihp.pipeline.timeline`, in units of one layer's forward on one healthy device: a chunk takes its
-layers (with what the embedding and the head add) divided by the speed of its group; F, B and W take the same, a B
-without a W takes both. Transfers, gradient synchronisation and the step are left out: they are about the same for
-all that is compared. Replicas wait for each other only at the end, so each is played alone, and equal ones once.
+Times are those of `resihp.pipeline.timeline`: a chunk takes what its layers take (`Situation.times`) divided by the
+speed of its group, a transfer between two nodes what the slowest of their links takes; gradient synchronisation begins
+once the last replica has come. Replicas that exchange no micro-batches wait for each other only at the end, so each is
+played alone, and equal ones once.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from resihp.layout import Layout, Replica, Stage
 from resihp.outline import layer_outline, outline
 from resihp.ownership import ParameterSpec
 from resihp.pipeline.schedules import orders_of
-from resihp.pipeline.timeline import Orders, Seconds, play
+from resihp.pipeline.timeline import Orders, Seconds, Transfers, play
 from resihp.plan import Plan, Primitive, Stop
 from resihp.scheduler import shares
-from resihp.scheduler.layers import Ends, ends_of
+from resihp.scheduler.profile import Times
 from resihp.scheduler.situation import Situation
 from resihp.scheduler.tensor import overlap
 from resihp.transfers import TENSORS
 
-Shape = tuple[tuple[float, ...], ...]
-"""Cost of each chunk of each stage of a replica, one way."""
+Shape = tuple[tuple[Times, ...], ...]
+"""Times of each chunk of each stage of a replica."""
 
 
 class Priced(msgspec.Struct, frozen=True):
@@ -35,11 +35,13 @@ class Priced(msgspec.Struct, frozen=True):
 
     replica: Replica
     shape: Shape
+    late: tuple[tuple[float, ...], ...] = ()
+    """Seconds from each stage to each other one; empty where transfers take no time."""
 
     @property
     def slowest(self) -> float:
-        """Time of its slowest stage for one micro-batch one way."""
-        return max(sum(chunks) for chunks in self.shape)
+        """Time of its slowest stage for one micro-batch."""
+        return max(sum(times.total for times in chunks) for chunks in self.shape)
 
     @property
     def pace(self) -> shares.Seconds:
@@ -52,27 +54,15 @@ class Prices:
 
     def __init__(self, situation: Situation) -> None:
         self._situation = situation
-        self._ends = ends_of(situation.model)
-        self._played: dict[tuple[Shape, int], float] = {}
+        self._played: dict[tuple[object, int], float] = {}
 
     def priced(self, replica: Replica) -> Priced:
-        virtual = replica.virtual_stages
-        return Priced(
-            replica,
-            tuple(
-                tuple(
-                    _chunk_layers(stage, c, (s, c) == virtual[0], (s, c) == virtual[-1], self._ends) / speed
-                    if (speed := self._situation.speed(stage.ranks))
-                    else math.inf
-                    for c in range(len(stage.chunks))
-                )
-                for s, stage in enumerate(replica.stages)
-            ),
-        )
+        shape = tuple(_times(stage, self._situation) for stage in replica.stages)
+        return Priced(replica, shape, _late(replica, self._situation))
 
     def seconds(self, priced: Priced, micro_batches: int) -> float:
         """Time of one replica for so many micro-batches, played."""
-        key = (priced.shape, micro_batches)
+        key = ((priced.shape, priced.late), micro_batches)
         found = self._played.get(key)
         if found is None:
             plan = Plan(
@@ -82,7 +72,9 @@ class Prices:
                 schedule=self._situation.schedule,
             )
             orders = orders_of(plan)
-            found = self._played[key] = play(plan, orders, _costs((priced.shape,), orders)).makespan
+            late = priced.late
+            transfer_s: Transfers = (lambda a, b: late[a.stage][b.stage]) if late else 0.0
+            found = self._played[key] = play(plan, orders, _costs((priced.shape,), orders), transfer_s).makespan
         return found
 
     def iteration(self, replicas: Sequence[Priced]) -> tuple[tuple[int, ...], float]:
@@ -90,31 +82,95 @@ class Prices:
         guess = shares.split(self._situation.micro_batches, [priced.pace for priced in replicas])
         played = [self._clock(priced) for priced in replicas]
         counts = shares.improved(guess, played)
-        return counts, max(seconds(m) for seconds, m in zip(played, counts, strict=True))
+        longest = max(seconds(m) for seconds, m in zip(played, counts, strict=True))
+        return counts, longest + after_backward_s([priced.replica for priced in replicas], self._situation)
 
     def _clock(self, priced: Priced) -> shares.Seconds:
         return lambda micro_batches: self.seconds(priced, micro_batches)
 
 
+def iteration_seconds(plan: Plan, situation: Situation) -> float:
+    """Predicted time of an iteration of any plan, with its migrations, orders, transfers and synchronisation.
+
+    Raises PlanError if the plan cannot be carried out; infinite where a stage with work has speed 0.
+    """
+    orders = orders_of(plan)
+    found = play(plan, orders, costs(plan, situation, orders), transfers(plan, situation)).makespan
+    return found + after_backward_s(plan.layout.replicas, situation)
+
+
 def costs(plan: Plan, situation: Situation, orders: Orders) -> Seconds:
     """Cost of every primitive of a plan, for `resihp.pipeline.timeline.play`."""
-    prices = Prices(situation)
-    return _costs(tuple(prices.priced(replica).shape for replica in plan.layout.replicas), orders)
+    shapes = tuple(tuple(_times(stage, situation) for stage in replica.stages) for replica in plan.layout.replicas)
+    return _costs(shapes, orders)
+
+
+def transfers(plan: Plan, situation: Situation) -> Transfers:
+    """Seconds from one stage to another, for `resihp.pipeline.timeline.play`."""
+    if not (situation.times.transfer_s or situation.times.inside_s):
+        return 0.0
+    replicas = plan.layout.replicas
+    known: dict[tuple[int, int, int, int], float] = {}
+
+    def seconds(sender: Stop, receiver: Stop) -> float:
+        key = (sender.replica, sender.stage, receiver.replica, receiver.stage)
+        if key not in known:
+            a, b = (replicas[stop.replica].stages[stop.stage].ranks for stop in (sender, receiver))
+            known[key] = situation.transfer_s(a, b)
+        return known[key]
+
+    return seconds
+
+
+def after_backward_s(replicas: Sequence[Replica], situation: Situation) -> float:
+    """Gradient synchronisation of the slowest group, and the step.
+
+    A stage synchronises with those that hold the same layers in other replicas, over the slowest link between them.
+    """
+    times = situation.times
+    if len(replicas) < 2 or not times.gradient_s:
+        return times.step_s
+    working = [stage for replica in replicas for stage in replica.stages if stage.ranks]
+    slowest = max(len(stage.layers) * times.gradient_s / stage.tp for stage in working)
+    if situation.links:
+        for replica in replicas:
+            for stage in replica.stages:
+                mine = set(stage.layers)
+                peers = [s for r in replicas if r is not replica for s in r.stages if mine.intersection(s.layers)]
+                link = min((situation.link(stage.ranks, peer.ranks) for peer in peers), default=1.0)
+                if link < 1.0 and stage.ranks:
+                    slowest = max(slowest, len(mine) * times.gradient_s / stage.tp / link)
+    return slowest + times.step_s
 
 
 def _costs(shapes: tuple[Shape, ...], orders: Orders) -> Seconds:
     split = any(p.kind == "W" for replica in orders for order in replica for p in order)
 
     def seconds(stop: Stop, primitive: Primitive) -> float:
-        one_way = shapes[stop.replica][stop.stage][stop.chunk]
-        return one_way if split or primitive.kind == "F" else 2 * one_way
+        times = shapes[stop.replica][stop.stage][stop.chunk]
+        if primitive.kind == "F":
+            return times.f
+        if primitive.kind == "W":
+            return times.w
+        return times.b if split else times.b + times.w
 
     return seconds
 
 
-def _chunk_layers(stage: Stage, chunk: int, first: bool, last: bool, ends: Ends) -> float:
-    begin, end = stage.chunks[chunk]
-    return end - begin + 1 + (ends.embedding if first else 0.0) + (ends.head if last else 0.0)
+def _times(stage: Stage, situation: Situation) -> tuple[Times, ...]:
+    """Of each chunk of a stage, with what the embedding and the head add."""
+    speed = situation.speed(stage.ranks)
+    found = [situation.times.span(first, last) for first, last in stage.chunks]
+    if not speed:
+        return (Times(math.inf, math.inf, math.inf),) * len(found)
+    return tuple(Times(times.f / speed, times.b / speed, times.w / speed) for times in found)
+
+
+def _late(replica: Replica, situation: Situation) -> tuple[tuple[float, ...], ...]:
+    if not (situation.times.transfer_s or situation.times.inside_s):
+        return ()
+    groups = [stage.ranks for stage in replica.stages]
+    return tuple(tuple(situation.transfer_s(a, b) for b in groups) for a in groups)
 
 
 class _Holding(msgspec.Struct, frozen=True):

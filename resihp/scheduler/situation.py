@@ -7,6 +7,7 @@ import msgspec
 from resihp.layout import Layout
 from resihp.model import ModelSpec
 from resihp.plan import Plan
+from resihp.scheduler.profile import Profile, layer_units
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,12 +35,42 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """Normalised throughput where it was measured; 1, a healthy device's, where not."""
     memory_bytes: int | None = None
     """Of each device; None where it is not known, and then not checked."""
+    profile: Profile | None = None
+    """Times of the model; None where nothing was measured, and then those of `layer_units`."""
+    links: dict[tuple[str, str], float] = {}
+    """Slow links: speed, 1 a healthy one's, between two nodes, in ascending order."""
     stale: tuple[int, ...] = ()
     """Available ranks that have lost the state that `base` says they hold."""
 
     def speed(self, ranks: tuple[int, ...]) -> float:
         """Of a tensor-parallel group, in healthy devices: k * min p."""
         return len(ranks) * min((self.speeds.get(rank, 1.0) for rank in ranks), default=0.0)
+
+    @property
+    def times(self) -> Profile:
+        return layer_units(self.model) if self.profile is None else self.profile
+
+    @property
+    def unit(self) -> str:
+        """Of predicted times, in words."""
+        return "layer times" if self.profile is None else "s"
+
+    def link(self, sender: tuple[int, ...], receiver: tuple[int, ...]) -> float:
+        """Speed of the slowest link between two groups."""
+        if not self.links:
+            return 1.0
+        there = {self.nodes[rank] for rank in receiver}
+        pairs = [(a, b) if a < b else (b, a) for a in {self.nodes[rank] for rank in sender} for b in there]
+        return min((self.links.get(pair, 1.0) for pair in pairs), default=1.0)
+
+    def transfer_s(self, sender: tuple[int, ...], receiver: tuple[int, ...]) -> float:
+        """Seconds of one micro-batch's activations, or of their gradients, from a group to another."""
+        times = self.times
+        if not (times.transfer_s or times.inside_s):
+            return 0.0
+        if {self.nodes[rank] for rank in sender} == {self.nodes[rank] for rank in receiver}:
+            return times.inside_s
+        return times.transfer_s / self.link(sender, receiver)
 
     @property
     def lost(self) -> frozenset[int]:
@@ -52,7 +83,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     plan: Plan
     seconds: float
-    """Predicted for an iteration: 1 is the forward of one layer and one micro-batch on one healthy device."""
+    """Predicted for an iteration, in the unit of `Situation.times`."""
     reason: str
     alternatives: tuple[tuple[str, float], ...] = ()
     """What else was possible, with its prediction."""

@@ -28,8 +28,8 @@ setup: .venv/complete
 
 # What only tests need from the system. They start clusters of their own and use nothing in /etc; without these programs
 # they skip. Never fails: `make test` goes on.
-SLURM_PROGRAMS := slurmctld slurmd munged scontrol srun
-SLURM_PACKAGES := slurmctld slurmd slurm-client munge
+SLURM_PROGRAMS := slurmctld slurmd munged scontrol srun bindfs
+SLURM_PACKAGES := slurmctld slurmd slurm-client munge bindfs
 
 setup-system:
 	@PATH="$$PATH:/usr/sbin:/sbin"; missing=; \

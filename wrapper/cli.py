@@ -143,6 +143,7 @@ if util.find_spec("wrapper.ledger_commands") is not None:
     import_module("wrapper.ledger_commands").register(app)
 import_module("wrapper.node_commands").register(app)
 import_module("wrapper.analyze").register(app)
+import_module("wrapper.plan").register(app)
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from wrapper import allocation, container, guardian
 from wrapper.allocation import Allocation
 from wrapper.config import Configuration, check_partition, read
 from wrapper.jobs import create_local_job, create_slurm_job, home
+from wrapper.patient_output import never_wait_for_stderr
 from wrapper.program import resolve
 from wrapper.request import RunRequest, SlurmRequest
 from wrapper.resumption import Resumption, after_restart, asked_for, if_there_is_one
@@ -46,6 +47,7 @@ class Options:
 def run(options: Options) -> int:
     """Run the job; returns its exit code. Raises ResihpError."""
     request = prepare(options)
+    never_wait_for_stderr()
     spares = f", {request.spares} of them spare" if request.spares else ""
     _notice(
         f"job {request.job}: {request.nodes} nodes of {request.gpus_per_node}{spares}, logs in {request.of_job.logs}"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -48,7 +49,7 @@ class Level(msgspec.Struct, frozen=True, eq=False):
     """For each edge the slot that it comes from."""
 
 
-class CompiledOrders(msgspec.Struct, frozen=True, eq=False):
+class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
     """Orders as arrays over their V primitives: what each slot is, and what it waits for."""
 
     replica: Ints
@@ -112,6 +113,35 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False):
             ]
             starts, ends = (np.concatenate(times) for times in zip(*parts, strict=True))
         return starts.reshape(*lead, self.size), ends.reshape(*lead, self.size)
+
+    def makespan(self, seconds: Sequence[float], transfer_s: Sequence[float] | None = None) -> float:
+        """End of the last primitive of all, from the seconds (V,) of each slot, and of each transfer (E,) if any.
+
+        For one set of durations: as `play`, and several times faster than it for those.
+        """
+        late = [0.0] * self.size if transfer_s is None else [0.0, *transfer_s]
+        ends = [0.0] * (self.size + 1)
+        last = 0.0
+        for slot, (cost, (previous, source, edge)) in enumerate(zip(seconds, self._steps, strict=True)):
+            begin = ends[previous]
+            if source >= 0:
+                arrival = ends[source] + late[edge]
+                if arrival > begin:
+                    begin = arrival
+            begin += cost
+            ends[slot] = begin
+            if begin > last:
+                last = begin
+        return last
+
+    @cached_property
+    def _steps(self) -> list[tuple[int, int, int]]:
+        """For each slot: the one before it on its stage, the one whose transfer it waits for or -1, and one more than
+        the index of that transfer.
+        """
+        source, edge = np.full(self.size, -1), np.zeros(self.size, dtype=np.intp)
+        source[self.edges[1]], edge[self.edges[1]] = self.edges[0], 1 + np.arange(self.edges.shape[1])
+        return list(zip(self.previous.tolist(), source.tolist(), edge.tolist(), strict=True))
 
     def ready(self, ends: npt.ArrayLike, transfer_s: npt.ArrayLike = 0.0) -> Floats:
         """When each slot could have begun, (..., V), had others ended at `ends` (..., V), as measured for instance.

@@ -100,7 +100,7 @@ class Draft:
         unlike = {self._situation.speed(group.ranks): group for group in reversed(idle)}
         alike = {(priced.shape, priced.late, len(pipe.groups)): pipe for pipe, priced in reversed(self.pipes.items())}
         for pipe in reversed(alike.values()):
-            if len(pipe.groups) < self._situation.pp:
+            if len(pipe.groups) < self._situation.most_stages:
                 for group in unlike.values():
                     yield from self._replaced(pipe, self._longer(pipe, group))
             yield from self._replaced(pipe, self._without_drag(pipe))

@@ -122,7 +122,7 @@ def lay(situation: Situation, pipe: Pipe) -> Replica:
     stay = layers.fitting(model.layers, every, situation.chunks)
     groups = [pipe.groups[i] for i in stay]
     speeds = [every[i] for i in stay]
-    ends = layers.ends_of(model)
+    ends = layers.ends_of(situation.times)
     limits = None
     if situation.memory_bytes is not None:
         posts = [_post(situation, s, len(groups), len(group.ranks)) for s, group in enumerate(groups)]

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from resihp.errors import PlanError
 from resihp.layout import LayerSpan
-from resihp.model import ModelSpec
+from resihp.scheduler.profile import Profile
 
 Chunks = tuple[LayerSpan, ...]
 
 _SLACK = 1e-9
 """Relative difference below which two times are the same."""
+
+_MOST_TRADE_OFFS = 8
+"""Partitions that are looked at between the fastest slowest stage and the smallest sum."""
 
 
 class Ends(msgspec.Struct, frozen=True):
@@ -29,13 +32,10 @@ class Ends(msgspec.Struct, frozen=True):
     head: float = 0.0
 
 
-def ends_of(model: ModelSpec) -> Ends:
-    """From the operations that a token takes: 2 for each weight of the head, 2 for each weight of a layer.
-
-    The embedding looks rows up and computes nothing. Attention scores, which depend on the lengths of documents, are
-    left out: they make layers a little heavier than said here.
-    """
-    return Ends(head=model.hidden * model.vocab_rows / model.parameters_per_layer)
+def ends_of(times: Profile) -> Ends:
+    """Of a profile, in layers of mean duration."""
+    layer = sum(layer.total for layer in times.layers) / len(times.layers)
+    return Ends(times.embedding.total / layer, times.head.total / layer)
 
 
 def fitting(layers: int, speeds: Sequence[float], chunks: int = 1) -> tuple[int, ...]:
@@ -79,6 +79,57 @@ def partition(
     if chunks == 1:
         counts = _nearest(layers, speeds, ends, before, most, bound)
     return _cut(counts, chunks, ends)
+
+
+def trade_offs(times: Profile, speeds: Sequence[float], limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Partitions that may be best for some number of micro-batches, the one with the fastest slowest stage first.
+
+    What a pipeline takes is about the time of all its stages, and that of the slowest once for each further
+    micro-batch. So of each bound on the slowest stage there is one candidate, that with the smallest sum: as many
+    layers as the bound allows on the fastest stages. Layers count as equal. Nothing if memory does not suffice.
+    """
+    layers, ends = len(times.layers), ends_of(times)
+    limits = [min(limit, layers) for limit in limits]
+    extra = [
+        (ends.embedding if s == 0 else 0.0) + (ends.head if s == len(speeds) - 1 else 0.0) for s in range(len(speeds))
+    ]
+    if any(limit < 1 for limit in limits) or sum(limits) < layers or layers < len(speeds) or min(speeds) <= 0:
+        return
+    bounds = sorted(
+        {(n + x) / v for v, x, limit in zip(speeds, extra, limits, strict=True) for n in range(1, limit + 1)}
+    )
+    seen: set[tuple[int, ...]] = set()
+    for bound in bounds:
+        most = [
+            min(limit, int(bound * v * (1 + _SLACK) - x)) for v, x, limit in zip(speeds, extra, limits, strict=True)
+        ]
+        if min(most) < 1 or sum(most) < layers:
+            continue
+        counts = [1] * len(speeds)
+        left = layers - len(speeds)
+        for s in sorted(range(len(speeds)), key=lambda s: (-speeds[s], s)):
+            more = min(left, most[s] - 1)
+            counts[s] += more
+            left -= more
+        if tuple(counts) in seen:
+            continue
+        seen.add(tuple(counts))
+        yield tuple(counts)
+        if len(seen) == _MOST_TRADE_OFFS:
+            return
+
+
+def nearby(counts: Sequence[int], limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Partitions that differ by one layer, taken from one stage and given to another."""
+    for a, b in itertools.permutations(range(len(counts)), 2):
+        if counts[a] > 1 and counts[b] < limits[b]:
+            yield tuple(n - (s == a) + (s == b) for s, n in enumerate(counts))
+
+
+def stage_seconds(times: Profile, counts: Sequence[int]) -> list[float]:
+    """Time of each stage for one micro-batch at speed 1."""
+    ends = list(itertools.accumulate(counts))
+    return [times.span(end - count, end - 1).total for end, count in zip(ends, counts, strict=True)]
 
 
 def _count(held: Chunks) -> int:

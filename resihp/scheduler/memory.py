@@ -88,6 +88,57 @@ def capacity(model: ModelSpec, post: Post, memory_bytes: int, tokens: int, *, el
     return max(0, (memory_bytes - fixed) // per_layer)
 
 
+def fits(
+    replica: Replica,
+    micro_batches: int,
+    model: ModelSpec,
+    memory_bytes: int | None,
+    tokens: int,
+    *,
+    schedule: str = "1f1b",
+    sequence_parallel: bool = False,
+    element: int = ELEMENT,
+) -> bool:
+    """Whether every stage of a replica has memory enough for so many micro-batches, in the order of a schedule."""
+    if memory_bytes is None:
+        return True
+    virtual = replica.virtual_stages
+    stages = len(replica.stages)
+    orders: tuple[Order, ...] = ()
+    if tokens and len(virtual) > stages:
+        orders = _alone(schedule, virtual, stages, micro_batches)
+    for s, stage in enumerate(replica.stages):
+        first, last = virtual[0][0] == s, virtual[-1][0] == s
+        inside, per_layer = _layer_bytes(model, stage.tp, sequence_parallel, tokens, element)
+        needed = COPIES * element * _held(_outside(model, first, last), stage.tp) + len(stage.layers) * inside
+        if tokens:
+            needed += _outside_activations(model, first, last, stage.tp, tokens, element)
+            if orders:
+                needed += _peak(orders[s], [(b - a + 1) * per_layer for a, b in stage.chunks])
+            else:
+                needed += _most_alive(schedule, s, stages, 1, micro_batches) * len(stage.layers) * per_layer
+        if needed > memory_bytes:
+            return False
+    return True
+
+
+@lru_cache(maxsize=1024)
+def _layer_bytes(model: ModelSpec, tp: int, sequence_parallel: bool, tokens: int, element: int) -> tuple[int, int]:
+    """Of one rank: a layer's state, and its activations of one micro-batch."""
+    state = COPIES * element * _held(layer_outline(model, 0), tp)
+    return state, _layer_activations(model, tp, sequence_parallel, tokens, element)
+
+
+@lru_cache(maxsize=256)
+def _alone(schedule: str, virtual: tuple[tuple[int, int], ...], stages: int, micro_batches: int) -> tuple[Order, ...]:
+    """Orders of a replica that has the job for itself."""
+    spans: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
+    for v, (s, _) in enumerate(virtual):
+        spans[s].append((v, v))
+    layout = Layout((Replica(tuple(Stage((s,), tuple(held)) for s, held in enumerate(spans))),))
+    return orders_of(Plan(epoch=0, layout=layout, assignment=(tuple(range(micro_batches)),), schedule=schedule))[0]
+
+
 def smallest_degree(
     model: ModelSpec, post: Post, memory_bytes: int | None, tokens: int, *, element: int = ELEMENT
 ) -> int:

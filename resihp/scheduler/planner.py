@@ -10,6 +10,7 @@ Called by the controller whenever ranks went or came.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 
 import msgspec
@@ -18,14 +19,14 @@ from resihp.errors import LayoutError, PlanError
 from resihp.layout import Layout, Replica, Stage, validate
 from resihp.model import ModelSpec
 from resihp.plan import Plan, spread
-from resihp.scheduler import memory, shares
+from resihp.scheduler import memory, shares, whole
 from resihp.scheduler.draft import Draft
 from resihp.scheduler.groups import SIGNIFICANT
 from resihp.scheduler.prices import Priced, Prices, bytes_to_move
 from resihp.scheduler.situation import Decision, Situation
 
-TIE = 1e-9
-"""Relative difference below which two predictions are the same."""
+TIE = 0.002
+"""Relative difference below which two predictions are the same, and what moves the fewest bytes is taken."""
 
 
 class _Candidate(msgspec.Struct, frozen=True):
@@ -128,8 +129,13 @@ def _candidates(situation: Situation, prices: Prices) -> list[_Candidate]:
             found.append(make(situation, prices))
         except LayoutError as error:
             obstacles.append(str(error))
+    below = min((candidate.seconds for candidate in found), default=math.inf)
+    anew = whole.replicas(situation, prices, below)
+    if anew is not None:
+        found.append(_candidate("anew", situation, prices, anew))
     if not found:
-        raise PlanError(f"nothing can run on ranks {list(situation.available)}: {'; '.join(dict.fromkeys(obstacles))}")
+        ranks = situation.available
+        raise PlanError(f"nothing can run on {len(ranks)} ranks: {'; '.join(dict.fromkeys(obstacles))}")
     return found
 
 
@@ -176,7 +182,8 @@ def _progressive(situation: Situation, prices: Prices) -> _Candidate:
 def _draft(situation: Situation, prices: Prices, given_up: Collection[int]) -> Draft:
     drafts = [Draft(situation, prices, given_up)]
     stages = [stage for replica in situation.base.replicas for stage in replica.stages]
-    if any(set(stage.ranks).isdisjoint(situation.available) for stage in stages):
+    live = set(situation.available)
+    if any(live.isdisjoint(stage.ranks) for stage in stages):
         drafts.append(Draft(situation, prices, given_up, vacant_first=False))
     for draft in drafts:
         draft.improve()
@@ -200,8 +207,16 @@ def _candidate(name: str, situation: Situation, prices: Prices, replicas: list[P
         schedule=situation.schedule,
         sequence_parallel=situation.sequence_parallel,
     )
-    if situation.memory_bytes is not None:
-        obstacle = memory.obstacle(plan, situation.model, situation.memory_bytes, situation.tokens)
-        if obstacle:
-            raise PlanError(obstacle)
+    if math.isinf(seconds):
+        raise PlanError(_obstacle(plan, situation))
     return _Candidate(name, plan, seconds)
+
+
+def _obstacle(plan: Plan, situation: Situation) -> str:
+    """Why a plan takes for ever."""
+    if situation.memory_bytes is not None:
+        lacking = memory.obstacle(plan, situation.model, situation.memory_bytes, situation.tokens)
+        if lacking is not None:
+            return lacking
+    stopped = [rank for rank in plan.layout.active if not situation.speeds.get(rank, 1.0)]
+    return f"ranks {stopped} have work and speed 0"

@@ -11,16 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from functools import lru_cache
 
 import msgspec
+import numpy as np
 
 from resihp.layout import Layout, Replica, Stage
 from resihp.outline import layer_outline, outline
 from resihp.ownership import ParameterSpec
+from resihp.pipeline.compiled import CompiledOrders, compile_orders
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Orders, Seconds, Transfers, play
 from resihp.plan import Plan, Primitive, Stop
-from resihp.scheduler import shares
+from resihp.scheduler import memory, shares
 from resihp.scheduler.profile import Times
 from resihp.scheduler.situation import Situation
 from resihp.scheduler.tensor import overlap
@@ -54,39 +57,115 @@ class Prices:
 
     def __init__(self, situation: Situation) -> None:
         self._situation = situation
-        self._played: dict[tuple[object, int], float] = {}
+        self._shapes: dict[object, tuple[Shape, tuple[tuple[float, ...], ...]]] = {}
+        self._clocks: dict[object, _Clock] = {}
 
     def priced(self, replica: Replica) -> Priced:
-        shape = tuple(_times(stage, self._situation) for stage in replica.stages)
-        return Priced(replica, shape, _late(replica, self._situation))
+        situation = self._situation
+        speeds, nodes = situation.speeds, situation.nodes
+        slow = bool(speeds)
+        key: list[object] = [stage.chunks for stage in replica.stages]
+        key += [situation.speed(stage.ranks) if slow else len(stage.ranks) for stage in replica.stages]
+        if situation.times.transfer_s or situation.times.inside_s:
+            homes = [tuple(sorted({nodes[rank] for rank in stage.ranks})) for stage in replica.stages]
+            names = {home: i for i, home in reversed([*enumerate(homes)])}
+            key += [names[home] for home in homes] if not situation.links else homes
+        found = self._shapes.get(tuple(key))
+        if found is None:
+            shape = tuple(_times(stage, situation) for stage in replica.stages)
+            found = self._shapes[tuple(key)] = shape, _late(replica, situation)
+        return Priced(replica, *found)
 
     def seconds(self, priced: Priced, micro_batches: int) -> float:
         """Time of one replica for so many micro-batches, played."""
-        key = ((priced.shape, priced.late), micro_batches)
-        found = self._played.get(key)
-        if found is None:
-            plan = Plan(
-                epoch=self._situation.epoch,
-                layout=Layout((priced.replica,)),
-                assignment=(tuple(range(micro_batches)),),
-                schedule=self._situation.schedule,
-            )
-            orders = orders_of(plan)
-            late = priced.late
-            transfer_s: Transfers = (lambda a, b: late[a.stage][b.stage]) if late else 0.0
-            found = self._played[key] = play(plan, orders, _costs((priced.shape,), orders), transfer_s).makespan
+        return self._clock(priced)(micro_batches)
+
+    def shapes_seconds(self, shapes: Sequence[Sequence[Times]], micro_batches: int) -> list[float]:
+        """Times of pipelines of equally many stages, one chunk each, without transfers; played together."""
+        if not shapes:
+            return []
+        stages = len(shapes[0])
+        schedule = self._situation.schedule
+        compiled, slots, _ = _compiled(schedule, stages, tuple((s, 0) for s in range(stages)), micro_batches)
+        split = schedule == "zero-bubble"
+        table = np.array([[(t.f, t.b if split else t.b + t.w, t.w) for t in shape] for shape in shapes])
+        index = [s * 3 + kind for s, _, kind in slots]
+        found: list[float] = compiled.iteration_seconds(table.reshape(len(shapes), -1).take(index, axis=1)).tolist()
         return found
 
     def iteration(self, replicas: Sequence[Priced]) -> tuple[tuple[int, ...], float]:
         """Micro-batches of each replica, and the time of the iteration. Raises PlanError if some would get none."""
-        guess = shares.split(self._situation.micro_batches, [priced.pace for priced in replicas])
         played = [self._clock(priced) for priced in replicas]
+        guess = shares.split(self._situation.micro_batches, [clock.pace for clock in played])
         counts = shares.improved(guess, played)
         longest = max(seconds(m) for seconds, m in zip(played, counts, strict=True))
         return counts, longest + after_backward_s([priced.replica for priced in replicas], self._situation)
 
-    def _clock(self, priced: Priced) -> shares.Seconds:
-        return lambda micro_batches: self.seconds(priced, micro_batches)
+    def _clock(self, priced: Priced) -> _Clock:
+        stages = priced.replica.stages
+        key = (priced.shape, priced.late, tuple((stage.tp, len(stage.layers)) for stage in stages))
+        found = self._clocks.get(key)
+        if found is None:
+            found = self._clocks[key] = _Clock(priced, self._situation)
+        return found
+
+
+class _Clock:
+    """Times of replicas of one shape, by their number of micro-batches; each is played once.
+
+    Infinite for more micro-batches than the replica has memory for.
+    """
+
+    def __init__(self, priced: Priced, situation: Situation) -> None:
+        self.pace = priced.pace
+        self._priced, self._situation, self._schedule = priced, situation, situation.schedule
+        self._played: dict[int, float] = {}
+
+    def __call__(self, micro_batches: int) -> float:
+        found = self._played.get(micro_batches)
+        if found is None:
+            found = self._played[micro_batches] = self._play(micro_batches)
+        return found
+
+    def _play(self, micro_batches: int) -> float:
+        if not memory.fits(
+            self._priced.replica,
+            micro_batches,
+            self._situation.model,
+            self._situation.memory_bytes,
+            self._situation.tokens,
+            schedule=self._schedule,
+            sequence_parallel=self._situation.sequence_parallel,
+        ):
+            return math.inf
+        shape, late = self._priced.shape, self._priced.late
+        virtual = self._priced.replica.virtual_stages
+        compiled, slots, edges = _compiled(self._schedule, len(shape), virtual, micro_batches)
+        split = self._schedule == "zero-bubble"
+        by_stop = {
+            (s, c): (t.f, t.b if split else t.b + t.w, t.w)
+            for s, chunks in enumerate(shape)
+            for c, t in enumerate(chunks)
+        }
+        return compiled.makespan(
+            [by_stop[s, c][kind] for s, c, kind in slots], [late[a][b] for a, b in edges] if late else None
+        )
+
+
+@lru_cache(maxsize=1024)
+def _compiled(
+    schedule: str, stages: int, virtual: tuple[tuple[int, int], ...], micro_batches: int
+) -> tuple[CompiledOrders, list[tuple[int, int, int]], list[tuple[int, int]]]:
+    """Orders of one replica; stage, chunk and kind of each slot, and the stages of each transfer."""
+    spans: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
+    for v, (s, _) in enumerate(virtual):
+        spans[s].append((v, v))
+    replica = Replica(tuple(Stage((s,), tuple(held)) for s, held in enumerate(spans)))
+    plan = Plan(epoch=0, layout=Layout((replica,)), assignment=(tuple(range(micro_batches)),), schedule=schedule)
+    compiled = compile_orders(plan, orders_of(plan))
+    slots = list(zip(compiled.stage.tolist(), compiled.chunk.tolist(), compiled.kind.tolist(), strict=True))
+    edges = [(slots[a][0], slots[b][0]) for a, b in compiled.edges.T.tolist()]
+    return compiled, slots, edges
 
 
 def iteration_seconds(plan: Plan, situation: Situation) -> float:
@@ -161,9 +240,7 @@ def _times(stage: Stage, situation: Situation) -> tuple[Times, ...]:
     """Of each chunk of a stage, with what the embedding and the head add."""
     speed = situation.speed(stage.ranks)
     found = [situation.times.span(first, last) for first, last in stage.chunks]
-    if not speed:
-        return (Times(math.inf, math.inf, math.inf),) * len(found)
-    return tuple(Times(times.f / speed, times.b / speed, times.w / speed) for times in found)
+    return tuple(times.at(speed) for times in found)
 
 
 def _late(replica: Replica, situation: Situation) -> tuple[tuple[float, ...], ...]:

@@ -34,6 +34,12 @@ class Times(msgspec.Struct, frozen=True):
     def total(self) -> float:
         return self.f + self.b + self.w
 
+    def at(self, speed: float) -> Times:
+        """The same on a group of that speed; infinite at 0."""
+        if not speed:
+            return Times(math.inf, math.inf, math.inf)
+        return Times(self.f / speed, self.b / speed, self.w / speed)
+
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Times of every layer in order, of what comes before the first and after the last, and of communication.

@@ -41,14 +41,19 @@ def improved(counts: Sequence[int], replicas: Sequence[Seconds]) -> tuple[int, .
     """The same minimum, from a guess: for times that are costly to know, it asks for few of them.
 
     The replica that takes longest gives one away as long as somebody finishes it earlier. If nobody does, no other
-    distribution is better: the longest would have to get fewer there, and somebody else more.
+    distribution is better: the longest would have to get fewer there, and somebody else more. Replicas that are
+    equal should be the same object: they are asked once.
     """
     now = list(counts)
     times = [seconds(m) for seconds, m in zip(replicas, now, strict=True)]
     while True:
         longest = max(times)
         last = max(d for d, time in enumerate(times) if time == longest)
-        more = {d: seconds(now[d] + 1) for d, seconds in enumerate(replicas) if d != last}
+        alike: dict[tuple[int, int], int] = {}
+        for d, seconds in enumerate(replicas):
+            if d != last:
+                alike.setdefault((id(seconds), now[d]), d)
+        more = {d: replicas[d](now[d] + 1) for d in alike.values()}
         to = min(more, key=lambda d: (more[d], d), default=last)
         if now[last] == 1 or to == last or more[to] >= longest * (1 - 1e-12):
             return tuple(now)

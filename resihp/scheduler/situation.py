@@ -42,6 +42,14 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     stale: tuple[int, ...] = ()
     """Available ranks that have lost the state that `base` says they hold."""
 
+    @property
+    def most_stages(self) -> int:
+        """Of a replica: one more than the job was started with, where a leftover group may take some layers.
+
+        Where memory is not known, no more: then layouts change as little as they can.
+        """
+        return self.pp + (self.memory_bytes is not None and self.chunks == 1)
+
     def speed(self, ranks: tuple[int, ...]) -> float:
         """Of a tensor-parallel group, in healthy devices: k * min p."""
         return len(ranks) * min((self.speeds.get(rank, 1.0) for rank in ranks), default=0.0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from resihp.journal import CheckpointCommitted, FailureFound, JobEnded, JobSignalled
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference
 
@@ -38,7 +36,6 @@ def test_a_cancelled_job_is_saved_before_it_ends(cluster: MakeCluster) -> None:
     assert set(desk.cluster.states().values()) <= {"idle", "completing", "allocated", "mixed"}
 
 
-@pytest.mark.soak  # once in some twenty runs the second run ended with 1 and without a word: to be found out
 def test_a_warned_job_is_saved_and_comes_back(cluster: MakeCluster, reference: Reference) -> None:
     desk = Desk(cluster(nodes=2, gpus=2, settings=PATIENT))
     desk.pace(0.1)
@@ -51,6 +48,6 @@ def test_a_warned_job_is_saved_and_comes_back(cluster: MakeCluster, reference: R
     done = saved(desk, job)
     reference.check(desk.rows("iterations", job), last=done)
     desk.pace(0.0)
-    assert desk.run("scontrol", "update", f"JobId={job}", "StartTime=now").returncode == 0
+    desk.start_again(job)
     assert desk.wait(job) == ("COMPLETED", "0:0"), desk.output(job)
     reference.check(desk.rows("iterations", job), first=done + 1)

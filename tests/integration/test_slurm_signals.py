@@ -34,13 +34,11 @@ def assert_goes_on(desk: Desk, job: str, done: int, reference: Reference) -> Non
     """The second run begins where the first one ended, and computes the same."""
     reference.check(desk.rows("iterations", job), last=done)
     desk.pace(0.0)
-    desk.until(lambda: desk.shown(job)["Restarts"] == "1" and desk.state(job)[0] == "PENDING", job)
-    assert desk.run("scontrol", "update", f"JobId={job}", "StartTime=now", "TimeLimit=10").returncode == 0
+    desk.start_again(job, "TimeLimit=10")
     assert desk.wait(job) == ("COMPLETED", "0:0"), desk.output(job)
     reference.check(desk.rows("iterations", job), first=done + 1)
 
 
-@pytest.mark.soak  # comes back as in test_slurm_departure.py, see there
 def test_a_preempted_job_is_saved_and_comes_back(cluster: MakeCluster, reference: Reference) -> None:
     desk = Desk(cluster(nodes=2, gpus=1, settings=PREEMPTION))
     desk.pace(0.1)

@@ -12,6 +12,7 @@ from resihp.errors import PlanError
 from resihp.layout import Layout, Replica, Stage, validate
 from resihp.model import ModelSpec
 from resihp.scheduler.layers import Chunks, Ends, ends_of, fitting, partition, slowest
+from resihp.scheduler.profile import layer_units
 
 EVEN: tuple[Chunks, ...] = (((0, 3),), ((4, 7),), ((8, 11),))
 
@@ -38,7 +39,7 @@ def test_the_head_counts() -> None:
 
 def test_the_head_takes_time_in_proportion_to_its_weights() -> None:
     model = ModelSpec(layers=8, hidden=64, heads=4, kv_groups=4, ffn_hidden=256, vocab=768, sequence=64)
-    assert ends_of(model) == Ends(embedding=0.0, head=1.0)
+    assert ends_of(layer_units(model)) == Ends(embedding=0.0, head=1.0)
 
 
 def test_of_equally_good_partitions_the_present_one_stays() -> None:

@@ -1,0 +1,76 @@
+"""Messages to a file that may hang: under Slurm a job's stderr is a file on the shared file system.
+
+Whoever prints goes on at once; a thread writes. What does not fit the queue any more is left out, and said so. A
+terminal is left alone. Used by the guardian and the supervisor, which must never wait for a folder.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import queue
+import sys
+import threading
+from typing import TextIO
+
+MOST_LINES = 10_000
+LAST_WRITE_S = 2.0
+"""How long the end of a process waits for what it said last."""
+
+
+class PatientOutput(io.TextIOBase):
+    """Stands for a stream; never blocks."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._said: queue.Queue[str | None] = queue.Queue(MOST_LINES)
+        self._left_out = 0
+        self._thread = threading.Thread(target=self._run, name="resihp-output", daemon=True)
+        self._thread.start()
+
+    def write(self, text: str) -> int:
+        try:
+            if self._left_out:
+                self._said.put_nowait(f"resihp: {self._left_out} messages could not be written in time\n")
+                self._left_out = 0
+            self._said.put_nowait(text)
+        except queue.Full:
+            self._left_out += 1
+        return len(text)
+
+    def flush(self) -> None: ...
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def close(self) -> None:
+        """Write what is still to be written, or give it up where the file hangs."""
+        if self._thread.is_alive():
+            try:
+                self._said.put(None, timeout=LAST_WRITE_S)
+            except queue.Full:
+                return
+            self._thread.join(LAST_WRITE_S)
+
+    def _run(self) -> None:
+        while (text := self._said.get()) is not None:
+            try:
+                self._stream.write(text)
+                self._stream.flush()
+            except (OSError, ValueError):  # a full disk, or a reader that has gone: training is more important
+                self._left_out += 1
+
+
+def never_wait_for_stderr() -> None:
+    """From here on, printing to stderr does not block, unless it is a terminal."""
+    if not sys.stderr.isatty() and not isinstance(sys.stderr, PatientOutput):
+        patient = PatientOutput(sys.stderr)
+        sys.stderr = patient
+        atexit.register(patient.close)

@@ -1,4 +1,5 @@
-"""Which nodes fail again and again, over all jobs of a ledger. Reads only; `resihp.detector.health` judges.
+"""Which nodes fail again and again, and what their devices usually give, over all jobs of a ledger. Reads only;
+`resihp.detector.health` and `resihp.detector.probes` judge.
 
 What counts against a node: verdicts that name it (a process, device, node or link of it failed or was slow), and
 devices found unfit before they were given work; not what was injected on purpose, nor programs' failures or broken
@@ -8,7 +9,7 @@ what was slow, on the detector's confidence. A node's service is the time that i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ from sqlalchemy import ColumnElement, select
 from db.models import Base, Drain, Failure, Job, Node, Probe
 from db.queries import Reader
 from resihp.detector.health import HALF_LIFE_S, NodeHealth, Service, Verdict, node_health
+from resihp.detector.probes import Former, Place
+from resihp.detector.probes import usual_speeds as former_speeds
+from resihp.protocol.messages import Speed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,6 +30,8 @@ CERTAINTY: Mapping[str, float] = {"device": 0.9, "node": 0.9, "link": 0.5, "proc
 UNFIT_CERTAINTY = 0.7
 HORIZON = 10
 """Half-lives after which nothing counts any more."""
+MEMORY = timedelta(days=90)
+"""Older measurements say nothing of a node any more."""
 SHOWN = 3
 """Verdicts told as evidence, the last ones."""
 
@@ -93,6 +99,31 @@ def health_rows(reader: Reader, now: datetime | None = None, **options: Any) -> 
         }
         for one in nodes_by_health(reader, now, **options)
     ]
+
+
+def usual_speeds(reader: Reader, nodes: Sequence[str], now: datetime | None = None) -> dict[Place, Speed]:
+    """What the devices of these nodes usually gave before they were given work, while they were found fit.
+
+    Measurements of the last `MEMORY`. Raises LedgerError when the ledger cannot be read.
+    """
+    query = (
+        select(*_columns(Probe, "job_id", "node", "hardware", "flops", "memory_bytes"), *_columns(Node, "host"))
+        .join(Node, (Node.job_id == Probe.job_id) & (Node.node == Probe.node))
+        .where(Probe.kind == "device", Probe.passed.is_(True), Probe.occasion.in_(("start", "join")))
+        .where(Probe.node.in_(nodes), Probe.flops > 0.0, Probe.hardware.is_not(None))
+        .where(Probe.measured_at >= (now or datetime.now(UTC)) - MEMORY)
+        .order_by(Probe.measured_at.desc(), Probe.id.desc())
+    )
+    former = (
+        Former(
+            place=(row["node"], row["host"], row["hardware"]),
+            job=row["job_id"],
+            flops=row["flops"],
+            memory_bytes=row["memory_bytes"] or 0.0,
+        )
+        for row in reader.fetch(query)
+    )
+    return former_speeds(former)
 
 
 def _told(verdict: Verdict) -> str:

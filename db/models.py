@@ -278,7 +278,7 @@ class Probe(Base):
     """A measurement of a device, or of the link between two ranks (`peer`, on `peer_node`).
 
     `speed`: share of what its peers reach, null where there was nothing to compare with. `flops` and `memory_bytes`
-    are a device's own figures, per second.
+    are a device's own figures, per second, and `hardware` is what it is, by its maker's name.
     """
 
     __tablename__ = "probes"
@@ -286,6 +286,7 @@ class Probe(Base):
         CheckConstraint("occasion IN ('start', 'join', 'suspicion', 'standby')", name="occasion"),
         CheckConstraint("kind IN ('device', 'link')", name="kind"),
         Index(None, "job_id", "node"),
+        Index(None, "node", "measured_at"),
     )
 
     id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
@@ -304,6 +305,7 @@ class Probe(Base):
     passed: Mapped[bool]
     evidence: Mapped[str] = mapped_column(Text)
     measured_at: Mapped[datetime]
+    hardware: Mapped[str | None] = mapped_column(Text)
 
 
 class Drain(Base):

@@ -321,6 +321,7 @@ def _probes_taken(session: Session, job: models.Job, entry: journal.ProbesTaken,
                 speed=_number(device.speed),
                 passed=device.fit,
                 evidence=_text(device.evidence),
+                hardware=_text(device.hardware) or None,
             )
         )
     for link in entry.links:
@@ -333,9 +334,13 @@ def _probes_taken(session: Session, job: models.Job, entry: journal.ProbesTaken,
                 peer_node=_text(link.nodes[1]),
                 speed=_number(link.speed),
                 passed=link.fit,
-                evidence=f"at {link.speed:.0%} of its peers",
+                evidence=f"{_against_peers(link.speed)}, {link.seconds * 1e3:.3g} ms",
             )
         )
+
+
+def _against_peers(speed: float | None) -> str:
+    return "nothing to compare it with" if speed is None else f"at {speed:.0%} of its peers"
 
 
 def _reconfigured(session: Session, job: models.Job, entry: journal.Reconfigured, at: float) -> None:

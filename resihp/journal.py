@@ -159,15 +159,19 @@ class DeviceProbe(msgspec.Struct, frozen=True, kw_only=True):
     speed: float | None
     fit: bool
     evidence: str
+    hardware: str = ""
+    """By its maker's name; empty where that is not known."""
 
 
 class LinkProbe(msgspec.Struct, frozen=True, kw_only=True):
-    """A link between two ranks, and its speed against its peers'."""
+    """A link between two ranks: its speed against its peers' (None: nothing to compare with), and its own figure."""
 
     ranks: tuple[int, int]
     nodes: tuple[str, str]
-    speed: float
+    speed: float | None
     fit: bool
+    seconds: float = 0.0
+    """Of one buffer there and back."""
 
 
 class ProbesTaken(Entry, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol, assert_never, get_args
@@ -24,6 +24,7 @@ from typing import Any, Literal, Protocol, assert_never, get_args
 import msgspec
 
 from resihp.controller import interface as api
+from resihp.detector.probes import Place
 from resihp.errors import CheckpointError, ProtocolError, ResihpError
 from resihp.faults import Fault, Kind
 from resihp.journal import AnyEntry, CheckpointCommitted, JobEnded, Journal, Record, WorkerEnded
@@ -112,6 +113,12 @@ class NoSlurm:
         pass
 
 
+class MemoryLike(Protocol):
+    """`wrapper.node_memory.NodeMemory`, as used here."""
+
+    def recall(self, nodes: Sequence[str], tell: Callable[[Mapping[Place, m.Speed]], None]) -> None: ...
+
+
 class StoreLike(Protocol):
     """`wrapper.store_process.StoreProcess`, as used here."""
 
@@ -132,12 +139,13 @@ class Supervisor:
         ledger: LedgerLike,
         view: ViewLike,
         slurm: Callable[[Callable[[api.AnyEvent], None]], SlurmDeskLike] | None = None,
+        memory: MemoryLike | None = None,
         listener: socket.socket | None = None,
         lead: m.Lead | None = None,
         membership: Membership | None = None,
     ) -> None:
         """`slurm` makes the desk, given whom to tell. `lead` tells that others led before; `membership` has read
-        their journal.
+        their journal. `memory` knows what nodes gave in former jobs.
 
         Without a `listener` one is made. Journal copies are kept if the request asks for succession.
         """
@@ -152,6 +160,7 @@ class Supervisor:
         self._journal = journal
         self._ledger = ledger
         self._view = view
+        self._memory = memory
         self._replication: Replication | None = None
         if request.succession:
             self._replication = Replication(journal, membership or Membership(), self._post)
@@ -202,6 +211,7 @@ class Supervisor:
         server = await serve(listener, self._job.key, receives, self._connected, self._refused)
         address = SupervisorFile(host=self._launcher.host, port=port, pid=os.getpid())
         write_private(self._job.supervisor_file, msgspec.json.encode(address))
+        self._recall(self._request.node_names)
         self._start(self._slurm.run())
         self._start(self._keep_store())
         self._start(self._tick())
@@ -269,6 +279,8 @@ class Supervisor:
         return self._claim is None and followed and self._replication.settled
 
     def _agent_joined(self, join: m.Join) -> None:
+        if join.lease:
+            self._recall((join.node,))
         if self._took_over:
             self._launcher.adopt(join.node, join.pid, self._links.agent_ended)
         if self._replication is None:
@@ -305,6 +317,10 @@ class Supervisor:
 
     def _post(self, node: str, message: m.Replicate) -> int:
         return self._links.post(node, message)
+
+    def _recall(self, nodes: Sequence[str]) -> None:
+        if self._memory is not None:
+            self._memory.recall(nodes, lambda usual: self._event(api.NodesRemembered(usual=dict(usual))))
 
     def _look(self, event: api.AnyEvent) -> None:
         """Telemetry, which the controller does not record, and what it no longer does once it has ended the job."""

@@ -36,6 +36,8 @@ from wrapper.exit_codes import DEPOSED, REQUEUE, exit_code_of
 from wrapper.jobs import Job, finish_dead_job, write_private
 from wrapper.late_ledger import LateLedger
 from wrapper.launcher import Followers, Launcher, LocalLauncher
+from wrapper.node_memory import NodeMemory
+from wrapper.patient_output import never_wait_for_stderr
 from wrapper.request import RunRequest, load
 from wrapper.shell import ControllerLike, LedgerLike, SlurmDeskLike, StoreLike, Supervisor, ViewLike
 from wrapper.store_process import StoreProcess
@@ -95,7 +97,10 @@ async def supervise(request: RunRequest, listener: socket.socket, heir: Heir | N
         job.set_ledger(opened.url)
     else:
         ledger = LateLedger(open_ledger, journal, warn)
-    view: ViewLike = LiveView(Console(stderr=True), request.settings)
+    console = Console(stderr=True)
+    if not sys.stderr.isatty():
+        console = Console(stderr=True, width=120, height=25)  # asking a hung file for its size would wait, too
+    view: ViewLike = LiveView(console, request.settings)
     if heir is None:
         controller = Controller(request.settings)
     else:
@@ -126,6 +131,7 @@ async def supervise_with(
         ledger=ledger,
         view=view,
         slurm=_desk(request),
+        memory=NodeMemory(request.ledger_url) if request.examine and request.ledger_url != "sqlite" else None,
         listener=listener,
         lead=heir.lead if heir else None,
         membership=heir.membership if heir else None,
@@ -271,6 +277,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--copy", type=Path, help="that agent's copy of the journal")
     parser.add_argument("--term", type=int, default=0, help="the term that agents were asked about")
     options = parser.parse_args(arguments)
+    never_wait_for_stderr()
     if options.parent is not None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the shell listens to it
         die_with_parent(options.parent, signal.SIGHUP)

@@ -28,6 +28,7 @@ from typing import Self, assert_never
 from resihp.controller import (
     consent,
     departure,
+    expectation,
     failures,
     gathering,
     injection,
@@ -145,6 +146,8 @@ def _handle(job: Job, event: AnyEvent) -> None:
             replacements.news(job, event)
         case api.SlurmSees():
             upkeep.slurm_sees(job, event)
+        case api.NodesRemembered():
+            job.usual_speeds.update(event.usual)
         case api.Tick():
             judge.tick(job)
         case _:
@@ -169,6 +172,8 @@ def _said(job: Job, event: api.WorkerSaid) -> None:
             consent.objected(job, member, message)
         case m.Ready():
             transitions.acknowledged(job, member, message)
+        case m.Workload():
+            expectation.iteration_begins(job, message)
         case m.Stepped():
             iterations.stepped(job, member, message)
         case m.Parked():

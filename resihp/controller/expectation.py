@@ -1,17 +1,38 @@
-"""What an iteration should have taken: each committed one goes past the detector here. Decides nothing.
+"""What an iteration should take: each goes past the detector here, before it runs and once committed. Decides nothing.
 
-`slowness` acts on what is found. Called by `iterations`.
+Before, its workload is all that is known: how long it may be without progress follows from it (`judge`), so that one
+with an enormous document is not given up at ten times the usual. Afterwards `slowness` acts on what is found. Called by
+`controller` and `iterations`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from resihp.controller.state import IterationReports, Job
+from resihp.controller.state import Forecast, IterationReports, Job
 from resihp.detector.observation import Observation, RankTimes, unpack
 from resihp.errors import ProtocolError
 from resihp.pipeline.schedules import orders_of
-from resihp.protocol.messages import Stepped
+from resihp.plan import Plan
+from resihp.protocol.messages import Stepped, Workload
+
+
+def iteration_begins(job: Job, workload: Workload) -> None:
+    """Predict the time of an iteration that begins, where the detector knows enough."""
+    plan = job.plan
+    if not job.settings.detect or plan is None or workload.epoch != plan.epoch:
+        return
+    _adopt(job, plan)
+    seconds = job.monitor.forecast(workload.tokens, workload.squares)
+    if seconds is not None:
+        job.forecast = Forecast(epoch=plan.epoch, iteration=workload.iteration, seconds=seconds)
+
+
+def _adopt(job: Job, plan: Plan) -> None:
+    """From now on it is this plan's iterations that are judged."""
+    if job.expected_epoch != plan.epoch:
+        job.monitor.adopt(plan, job.declaration.model, orders_of(plan), job.node_of)
+        job.expected_epoch = plan.epoch
 
 
 def iteration_done(job: Job, iteration: int, reports: IterationReports) -> float | None:
@@ -22,9 +43,7 @@ def iteration_done(job: Job, iteration: int, reports: IterationReports) -> float
     ours = {rank: report for rank, report in reports.by_rank.items() if report.epoch == plan.epoch and report.seconds}
     if not ours:
         return None
-    if job.expected_epoch != plan.epoch:
-        job.monitor.adopt(plan, job.declaration.model, orders_of(plan), job.node_of)
-        job.expected_epoch = plan.epoch
+    _adopt(job, plan)
     seconds = max(report.seconds for report in ours.values())
     times = dict(_times(job, ours))
     assessment = job.monitor.observe(Observation(iteration=iteration, epoch=plan.epoch, seconds=seconds, times=times))

@@ -11,9 +11,10 @@ from typing import Literal
 import msgspec
 
 from resihp.detector.clues import Clue
+from resihp.detector.probes import Place
 from resihp.faults import Fault
 from resihp.journal import AnyEntry
-from resihp.protocol.messages import Beat, Inventory, WorkerMessage, WorkerOrder
+from resihp.protocol.messages import Beat, Inventory, Speed, WorkerMessage, WorkerOrder
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,6 +202,12 @@ class StopMeaning(Event, frozen=True, kw_only=True):
     meaning: Literal["time-limit", "cancelled", "preempted", "unknown"]
 
 
+class NodesRemembered(Event, frozen=True, kw_only=True):
+    """What devices of nodes usually gave in former jobs, as far as the ledger knows; may never come, or late."""
+
+    usual: dict[Place, Speed]
+
+
 class Tick(Event, frozen=True, kw_only=True):
     """Time has passed; sent about four times a second."""
 
@@ -224,6 +231,7 @@ AnyEvent = (
     | ReplacementNews
     | SlurmSees
     | StopMeaning
+    | NodesRemembered
     | Tick
 )
 

@@ -86,7 +86,7 @@ def _is_coming(job: Job, request: Request) -> bool:
 
 
 def _is_worth_it(job: Job) -> bool:
-    return (job.goal - job.furthest) * job.predicted_s > LEAST_USE_S
+    return (job.goal - job.furthest) * job.usual_s > LEAST_USE_S
 
 
 def _ask(job: Job, instead: str) -> None:
@@ -181,6 +181,6 @@ def resume(job: Job) -> None:
     """A new supervisor: whatever may not have been said to Slurm is said again."""
     for request in job.upkeep.requests.values():
         if request.open:
-            job.do(api.AskReplacement(replacement=request.number, exclude=request.excluded))
+            job.do(api.AskReplacement(replacement=request.number, exclude=tuple(job.nodes)))
         elif request.state == "cancelled":
             job.do(api.CancelReplacement(replacement=request.number, reason="cancelled before"))

@@ -2,7 +2,8 @@
 
 A finding is a suspicion. Its suspects are measured between two iterations, beside a few witnesses; what the probe
 confirms is a verdict. A device whose probe is fine, but which is found again, is slow in its training and not in a
-matrix product: then what was measured in training is the verdict. A link's verdict follows from its transfers. With a
+matrix product: then what was measured in training is the verdict. A link is measured as well, beside others of its
+kind, and its verdict rests on that; what was seen in training is it only where there is nothing to compare with. With a
 verdict the planner is asked what it would do; training is interrupted only if that gains enough. Verdicts end when the
 detector finds the device as fast as before. Nothing is drained for being slow: the job goes on using it.
 
@@ -12,6 +13,7 @@ event; what the detector found, `expectation` has put there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -31,6 +33,10 @@ UNANSWERED = 1000
 """Probes that the last supervisor may have asked for, and whose answers may still come: their numbers are taken."""
 CONFIRMED = 0.95
 """A suspect whose probe reaches less than this is confirmed."""
+ANNOUNCED_S = 0.5
+"""How long ahead ranks are told when to measure a link: orders take milliseconds."""
+LEAST_AHEAD = 2
+"""Iterations ahead, if these are longer."""
 
 
 def review(job: Job) -> None:
@@ -52,12 +58,12 @@ def review(job: Job) -> None:
 def _suspected(job: Job, finding: Finding) -> None:
     change = f"{finding.change:+.0%} since iteration {finding.iteration}"
     if finding.link is not None:
-        _link_verdict(job, finding)
+        _link_suspected(job, finding, finding.link)
         return
     suspects = tuple(rank for rank in finding.ranks if rank in job.working and job.members[rank].alive)
     if job.suspects_slow is not None:
         return  # one suspicion after the other: what it finds may explain this one, too
-    if suspects and all(_device(job, rank) in job.slow for rank in suspects):
+    if suspects and all(job.device_of(rank) in job.slow for rank in suspects):
         return
     where = job.where(suspects[0]) if suspects else "no device stands out"
     _record(
@@ -74,8 +80,53 @@ def _suspected(job: Job, finding: Finding) -> None:
     examination.begin(job, "suspicion", {*measured, *examination.witnesses(job, measured)}, finding=finding)
 
 
+def _link_suspected(job: Job, finding: Finding, link: tuple[int, int]) -> None:
+    """Have the link measured, once nothing else is going on."""
+    a, b = link
+    if link in job.slow_links or not all(rank in job.working and job.members[rank].alive for rank in link):
+        return
+    busy = job.transition is not None or job.pause is not None or job.departure is not None or job.store is None
+    if job.suspects_slow is not None or busy:
+        job.findings += (finding,)  # keeps
+        return
+    after = job.furthest + max(LEAST_AHEAD, math.ceil(ANNOUNCED_S / max(job.predicted_s, 1e-3)))
+    change = f"{finding.change:+.0%} since iteration {finding.iteration}"
+    if after >= job.goal:
+        job.monitor.cleared_link(a, b)
+        job.say("notice", f"{_named(job, link)}: may be slow, {change}; training ends before it could be measured")
+        return
+    evidence = f"{_named(job, link)}: slow, {change}: {finding.evidence}"
+    _record(job, Suspected(rank=None, node=None, evidence=evidence, kind="slow"))  # neither end by itself
+    job.say("notice", f"{_named(job, link)}: suspected to be slow, {change}; measuring after iteration {after}")
+    examination.begin_link(job, finding, after)
+
+
+def _named(job: Job, link: tuple[int, int]) -> str:
+    a, b = link
+    return f"link {job.members[a].node}-{job.members[b].node} (ranks {a} and {b})"
+
+
+def _link_measured(job: Job, done: Examination, finding: Finding, link: tuple[int, int]) -> None:
+    judged = examination.conclude_link(job, done)
+    if job.phase != "running":
+        _acquit(job, finding, "another plan is on its way")
+    elif judged is None:
+        missed = [answer.missed for rank, answer in sorted(done.answers.items()) if rank in link and answer.missed]
+        _acquit(job, finding, f"it was not measured: {next(iter(missed), 'no answer')}")
+    elif judged.speed is None:
+        told = f"measured, but there is {judged.evidence}; {finding.evidence}"
+        _link_verdict(job, finding, link, _speed(finding), told)
+    elif judged.slow:
+        _link_verdict(job, finding, link, judged.speed, f"{judged.evidence}; {finding.evidence}")
+    else:
+        _acquit(job, finding, judged.evidence)
+
+
 def concluded(job: Job, done: Examination) -> None:
     """Everybody who was measured has answered, or had the time to."""
+    if done.finding is not None and done.finding.link is not None:
+        _link_measured(job, done, done.finding, done.finding.link)
+        return
     judged = examination.conclude(job, done)
     if done.occasion == "start":
         gathering.measured(job, judged)
@@ -93,7 +144,7 @@ def concluded(job: Job, done: Examination) -> None:
         _acquit(job, finding, "another plan is on its way")
         return
     suspects = [rank for rank in finding.ranks or judged if rank in done.answers and rank in job.working]
-    suspects = [rank for rank in suspects if _device(job, rank) not in job.slow]
+    suspects = [rank for rank in suspects if job.device_of(rank) not in job.slow]
     slow = [rank for rank in suspects if not judged[rank].fit or (judged[rank].speed or 1.0) < CONFIRMED]
     if slow:
         worst = min(slow, key=lambda rank: judged[rank].speed or 0.0)
@@ -113,12 +164,17 @@ def concluded(job: Job, done: Examination) -> None:
 
 def _acquit(job: Job, finding: Finding, why: str) -> None:
     """A suspicion that came to nothing."""
-    for rank in finding.ranks:
-        job.monitor.cleared(rank)
-    first = finding.ranks[0] if finding.ranks else None
+    first = finding.ranks[0] if finding.ranks and finding.link is None else None
+    if finding.link is not None:
+        job.monitor.cleared_link(*finding.link)
+        who = _named(job, finding.link)
+    else:
+        for rank in finding.ranks:
+            job.monitor.cleared(rank)
+        who = "all devices" if first is None else job.where(first)
     node = job.members[first].node if first is not None else None
     _record(job, Suspected(rank=first, node=node, evidence=why, cleared=True, kind="slow"))
-    job.say("notice", f"{'all devices' if first is None else job.where(first)}: no longer suspected to be slow, {why}")
+    job.say("notice", f"{who}: no longer suspected to be slow, {why}")
 
 
 def _verdict(job: Job, rank: int, finding: Finding, speed: float, evidence: str) -> None:
@@ -147,12 +203,9 @@ def _verdict(job: Job, rank: int, finding: Finding, speed: float, evidence: str)
     _consider(job, f"rank {rank} is slow", [entry.failure])
 
 
-def _link_verdict(job: Job, finding: Finding) -> None:
-    assert finding.link is not None
-    a, b = finding.link
-    if (a, b) in job.slow_links:
-        return
-    speed = _speed(finding)
+def _link_verdict(job: Job, finding: Finding, link: tuple[int, int], speed: float, evidence: str) -> None:
+    a, b = link
+    speed = min(max(speed, 0.01), 1.0)
     nodes = f"{job.members[a].node}-{job.members[b].node}"
     entry = FailureFound(
         failure=job.failures + 1,
@@ -164,15 +217,15 @@ def _link_verdict(job: Job, finding: Finding) -> None:
         device=None,
         iteration=finding.iteration,
         epoch=job.epoch,
-        evidence=finding.evidence,
+        evidence=evidence,
         detect_s=_since_fault(job, a),
         speed=speed,
         confidence=finding.confidence,
-        link=(a, b),
+        link=link,
     )
     _record(job, entry)
     job.failures = entry.failure
-    job.say("warning", f"link {nodes} (ranks {a} and {b}): slow since iteration {finding.iteration}, at {speed:.0%}")
+    job.say("warning", f"{_named(job, link)}: slow since iteration {finding.iteration}, at {speed:.0%}")
 
 
 def _record(job: Job, entry: AnyEntry) -> None:
@@ -182,7 +235,9 @@ def _record(job: Job, entry: AnyEntry) -> None:
 
 def _recovered(job: Job, finding: Finding) -> None:
     """As fast as before, at work; a suspicion without a verdict just ends."""
-    device = next((d for rank in finding.ranks if (d := _device(job, rank)) in job.slow), None)
+    if finding.link is not None:
+        job.findings = tuple(one for one in job.findings if one.link != finding.link)
+    device = next((d for rank in finding.ranks if (d := job.device_of(rank)) in job.slow), None)
     if device is not None:
         _device_recovered(job, device, finding.iteration, finding.evidence)
     elif finding.link is not None and finding.link in job.slow_links:
@@ -217,7 +272,7 @@ def _measure_standby(job: Job) -> None:
         return
     job.recheck_at = job.now + job.settings.recheck_s
     idle = [rank for rank in job.ready if rank not in job.working]
-    slow = [rank for rank in idle if _device(job, rank) in job.slow.keys() | job.unfit]
+    slow = [rank for rank in idle if job.device_of(rank) in job.slow.keys() | job.unfit]
     busy = {rank for known in job.examinations.values() for rank in known.asked}
     if slow and not busy.intersection(slow):
         examination.begin(job, "standby", slow)
@@ -225,7 +280,7 @@ def _measure_standby(job: Job) -> None:
 
 def _measured_standby(job: Job, judged: Mapping[int, probes.Judged]) -> None:
     for rank, verdict in judged.items():
-        device = _device(job, rank)
+        device = job.device_of(rank)
         if not verdict.fit or verdict.speed is None or verdict.speed < CONFIRMED or not job.members[rank].ready:
             continue
         if device in job.unfit:
@@ -268,8 +323,7 @@ def replay(job: Job, entry: AnyEntry) -> None:
     match entry:
         case FailureFound(kind="fail-slow", speed=speed) if speed is not None:
             slow = Slow(failure=entry.failure, speed=speed, since=entry.iteration)
-            if entry.link is None:
-                job.suspects_slow = None
+            job.suspects_slow = None
             if entry.link is not None:
                 job.slow_links[entry.link] = slow
             elif entry.node is not None and entry.device is not None:
@@ -278,10 +332,13 @@ def replay(job: Job, entry: AnyEntry) -> None:
             job.suspects_slow = None if entry.cleared else entry
         case ProbesTaken():
             job.probes = max(job.probes, entry.probe)
+            if entry.occasion == "start":
+                job.link_seconds = {link.ranks: link.seconds for link in entry.links if link.seconds}
             for probe in entry.devices:
                 place = (probe.node, probe.device)
                 if probe.fit and probe.flops:
-                    job.reference.setdefault(place, m.Speed(flops=probe.flops, memory_bytes=probe.memory_bytes))
+                    found = m.Speed(flops=probe.flops, memory_bytes=probe.memory_bytes, hardware=probe.hardware)
+                    job.reference.setdefault(place, found)
                 if entry.occasion in ("start", "join"):
                     (job.unfit.discard if probe.fit else job.unfit.add)(place)
                 elif entry.occasion == "standby" and probe.fit and (probe.speed or 0.0) >= CONFIRMED:
@@ -301,7 +358,7 @@ def resume(job: Job) -> None:
         cleared = msgspec.structs.replace(suspected, evidence="not measured: another supervisor leads", cleared=True)
         _record(job, cleared)
     for rank in job.ready:
-        slow = job.slow.get(_device(job, rank))
+        slow = job.slow.get(job.device_of(rank))
         if slow is not None:
             job.monitor.confirmed(rank, slow.speed)
     for rank in sorted(job.unmeasured):
@@ -317,10 +374,6 @@ def _speed(finding: Finding) -> float:
 def _since_fault(job: Job, rank: int) -> float | None:
     injected = job.slow_since.get(rank)
     return None if injected is None else job.now - injected
-
-
-def _device(job: Job, rank: int) -> tuple[str, int]:
-    return job.members[rank].node, job.members[rank].device
 
 
 def probed(job: Job, member: Member, answer: m.Probed) -> None:

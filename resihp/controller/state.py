@@ -16,6 +16,7 @@ from resihp.detector.clues import Clue
 from resihp.detector.diagnosis import Diagnosis
 from resihp.detector.findings import Finding
 from resihp.detector.monitor import Monitor
+from resihp.detector.probes import Place
 from resihp.faults import Fault
 from resihp.journal import Suspected
 from resihp.ownership import ParameterSpec
@@ -164,6 +165,8 @@ class Examination:
     answers: dict[int, Probed] = field(default_factory=dict)
     finding: Finding | None = None
     """The suspicion that it is to confirm."""
+    ahead_s: float = 0.0
+    """How long after it was asked it can be answered."""
 
 
 @dataclass(kw_only=True)
@@ -367,6 +370,15 @@ class Recovery:
     """Ranks that ended, and how, and nodes that were lost, and why, of which the journal has no failure yet."""
 
 
+@dataclass(frozen=True)
+class Forecast:
+    """What the iteration under way should take, by its own workload."""
+
+    epoch: int
+    iteration: int
+    seconds: float
+
+
 Phase = Literal["recovering", "gathering", "transition", "running", "halting", "ended"]
 
 
@@ -430,6 +442,10 @@ class Job:
         """(node, device) that failed the probe before they were given work: they stand by."""
         self.reference: dict[tuple[str, int], DeviceSpeed] = {}
         """What each device's last good probe gave."""
+        self.link_seconds: dict[tuple[int, int], float] = {}
+        """What links took at the start, by the ranks at their ends in ascending order."""
+        self.usual_speeds: dict[Place, DeviceSpeed] = {}
+        """What devices of nodes gave in former jobs."""
         self.specs: tuple[ParameterSpec, ...] = ()
         self.committed = 0
         self.goal = 0
@@ -455,6 +471,8 @@ class Job:
         self.reports: dict[int, IterationReports] = {}
         self.last_outcome: StepOutcome | None = None
         self.recent: deque[float] = deque(maxlen=20)
+        self.forecast: Forecast | None = None
+        """Of the last iteration whose workload was told and whose time could be predicted."""
         self.parts: dict[tuple[int, int, str], dict[int, CheckpointPart]] = {}
         self.checkpointed = 0
         """Iteration of the newest checkpoint all of whose parts are written."""
@@ -496,9 +514,17 @@ class Job:
         return max((member.stepped for member in self.members.values()), default=0)
 
     @property
-    def predicted_s(self) -> float:
-        """Seconds of a healthy iteration, as far as recent ones tell; 0 when none was seen."""
+    def usual_s(self) -> float:
+        """Seconds of an iteration, as far as recent ones tell; 0 when none was seen."""
         return statistics.median(self.recent) if self.recent else 0.0
+
+    @property
+    def predicted_s(self) -> float:
+        """Seconds to be expected of the iteration under way: the usual, or more where its own workload says so."""
+        ahead = self.forecast
+        if ahead is None or self.plan is None or ahead.epoch != self.plan.epoch or ahead.iteration <= self.committed:
+            return self.usual_s
+        return max(self.usual_s, ahead.seconds)
 
     def take_effect(self, plan: Plan) -> None:
         self.plan = plan
@@ -520,6 +546,11 @@ class Job:
         together = any(abs(at - signal.at) <= COINCIDENCE_S for signal in self.agent_signals.values())
         own = self.agent_signals.get(node)
         return together or (own is not None and 0.0 <= at - own.at <= LEFT_S)
+
+    def device_of(self, rank: int) -> tuple[str, int]:
+        """(node, index): what speeds and verdicts belong to."""
+        member = self.members[rank]
+        return member.node, member.device
 
     def where(self, rank: int) -> str:
         member = self.members[rank]

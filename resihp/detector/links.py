@@ -167,9 +167,11 @@ class LinkTest:
         return np.asarray(np.exp(usual + self.test.levels(healthy=healthy)))
 
     def clear(self, name: tuple[int, int], iteration: int) -> None:
-        """The link was measured to be healthy."""
+        """The link was measured to be healthy; what was found with it had the same cause, that is: none."""
         if name in self._index:
-            self.test.clear(self._index[name], iteration)
+            series = self._index[name]
+            for i in {series, *self._together.pop(series, ())} & {series, *self.test.slow}:
+                self.test.clear(i, iteration)
 
     def update(
         self, iteration: int, delays: Floats, tokens: Floats, counts: Floats, excused: Mapping[int, int]

@@ -24,6 +24,7 @@ from collections.abc import Hashable, Mapping
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from resihp.detector.findings import Assessment, Finding, Known
 from resihp.detector.links import Links, LinkTest
@@ -217,6 +218,18 @@ class Monitor:
             columns = self._frame.stacked.columns(observation.times)
             self._teach(self._frame, observation.iteration, columns)
 
+    def forecast(self, tokens: npt.ArrayLike, squares: npt.ArrayLike) -> float | None:
+        """Seconds that an iteration of the adopted plan should take, from N and S (M,) of its micro-batches alone.
+
+        What is slow is taken to stay so. None while too little is known, or for another number of micro-batches.
+        """
+        workload = [np.asarray(one, dtype=np.float64) for one in (tokens, squares)]
+        if self._frame is None or any(len(one) != self._frame.stacked.compiled.micro_batches for one in workload):
+            return None
+        expected = self._frame.stacked.seconds(self.predictor, *workload)
+        seconds = 0.0 if expected is None else self._levelled(self._now_and_healthy(self._frame, expected)[0])
+        return seconds if 0.0 < seconds < LONGEST_S else None
+
     # --- what is slow -----------------------------------------------------------------------------------------------
 
     def speeds(self) -> dict[int, float]:
@@ -337,19 +350,28 @@ class Monitor:
         self, frame: _Frame, iteration: int, seconds: float, expected: Floats
     ) -> tuple[float | None, tuple[Finding, ...]]:
         """Healthy seconds of the iteration, and what it says about all of the job; `expected` (V,): of its chunks."""
-        healthy = present = self._priced(frame, expected, frame.transfers)
-        if frame.present_factors is not None or frame.present_transfers is not None:
-            chunks = expected if frame.present_factors is None else expected * frame.present_factors
-            transfers = frame.transfers if frame.present_transfers is None else frame.present_transfers
-            present = self._priced(frame, chunks, transfers)
+        present, healthy = self._now_and_healthy(frame, expected)
         if not 0.0 < healthy < LONGEST_S:
             return None, ()
-        level = self._whole.level
-        predicted = healthy * math.exp(level) if abs(level) < 0.2 else healthy
+        predicted = self._levelled(healthy)
         if not 0.0 < seconds < LONGEST_S:
             return predicted, ()
         hold = self._ranks.test.suspects or self._links.test.suspects
         return predicted, self._whole.update(iteration, math.log(seconds / present), hold=hold)
+
+    def _now_and_healthy(self, frame: _Frame, expected: Floats) -> tuple[float, float]:
+        """Seconds of an iteration as things stand, and where all is well."""
+        healthy = self._priced(frame, expected, frame.transfers)
+        if frame.present_factors is None and frame.present_transfers is None:
+            return healthy, healthy
+        chunks = expected if frame.present_factors is None else expected * frame.present_factors
+        transfers = frame.transfers if frame.present_transfers is None else frame.present_transfers
+        return self._priced(frame, chunks, transfers), healthy
+
+    def _levelled(self, seconds: float) -> float:
+        """By how much iterations usually differ from what they are made of."""
+        level = self._whole.level
+        return seconds * math.exp(level) if abs(level) < 0.2 else seconds
 
     def _priced(self, frame: _Frame, chunks: Floats, transfers: Floats) -> float:
         return float(frame.stacked.compiled.iteration_seconds(chunks, transfers, optimizer_s=frame.beside_s))

@@ -1,14 +1,15 @@
 """What probes of devices and links say: each compared with its peers, and with what it did before. Pure.
 
 A device's speed is the smaller of what its matrix products and its memory reach, against the median of its peers; a
-link's, how fast it is against the median link of its kind. Which pairs measure when, so that each link has the machine
-to itself, is decided here too. Called by the controller (`resihp.controller.examination`).
+link's, how fast it is against the median link of its kind. A node all of whose devices are slower than they were in
+former jobs is slow as well, unless most nodes are: then it is not the nodes. Which pairs measure when, so that each
+link has the machine to itself, is decided here too. Called by the controller (`resihp.controller.examination`).
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -18,9 +19,21 @@ FIT = 0.8
 """A device that reaches less than this of its peers, or of its own past, is not fit to be learnt as healthy."""
 LINK_FIT = 0.6
 """The same for links, whose times scatter more."""
+LINK_CONFIRMED = 0.8
+"""A link under suspicion that reaches less than this of its witnesses is slow. With one witness alone `LINK_FIT`, as
+with its past, when all were parked: now others train beside it."""
+MOST_WITNESSES = 4
+"""Links that are measured beside one under suspicion."""
 FEWEST_PEERS = 2
 """Fewer peers cannot tell which of them is odd."""
 
+FEWEST_JOBS = 3
+"""Former jobs that it takes to know what a node usually gives."""
+LATEST_JOBS = 9
+"""Former jobs that count, the latest: a new driver is what is usual after a few."""
+
+Place = tuple[str, str, str]
+"""A node, its host's name, and what its devices are: names of nodes recur in other clusters, and nodes are refitted."""
 Pair = tuple[int, int]
 """Two ranks, the lower one first."""
 
@@ -32,6 +45,57 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     speed: float | None
     fit: bool
     evidence: str
+
+
+class JudgedLink(msgspec.Struct, frozen=True, kw_only=True):
+    """A link under suspicion, measured. `speed`: 1 as fast as others; None where there is nothing to compare with."""
+
+    speed: float | None
+    slow: bool
+    evidence: str
+
+
+class Former(msgspec.Struct, frozen=True, kw_only=True):
+    """What a healthy device of a node gave in a former job, before it was given work."""
+
+    place: Place
+    job: int
+    flops: float
+    memory_bytes: float
+
+
+def usual_speeds(former: Iterable[Former]) -> dict[Place, Speed]:
+    """What the devices of nodes usually give: the median of the latest jobs, of each its devices' median.
+
+    `former`: the latest first. A node that was in fewer than `FEWEST_JOBS` is not known.
+    """
+    jobs: dict[Place, dict[int, list[Speed]]] = {}
+    for one in former:
+        of_place = jobs.setdefault(one.place, {})
+        if one.job in of_place or len(of_place) < LATEST_JOBS:
+            speed = Speed(flops=one.flops, memory_bytes=one.memory_bytes)
+            of_place.setdefault(one.job, []).append(speed)
+    return {
+        place: _median([_median(speeds) for speeds in of_place.values()])
+        for place, of_place in jobs.items()
+        if len(of_place) >= FEWEST_JOBS
+    }
+
+
+def judge_nodes(
+    found: Mapping[int, Speed], places: Mapping[int, Place], usual: Mapping[Place, Speed]
+) -> dict[str, tuple[float, str]]:
+    """Of each node whose usual speeds are known: the share of them that the best of its devices reaches, in words too.
+
+    The best, because what all devices of a node have in common is the node's; one that is slow alone its peers show.
+    """
+    shares: dict[str, tuple[float, str]] = {}
+    for rank, own in found.items():
+        place = places[rank]
+        parts = _against(own, usual[place], "of what this node gave in former jobs") if place in usual else []
+        if parts and min(parts) > shares.get(place[0], (0.0, "")):
+            shares[place[0]] = min(parts)
+    return shares
 
 
 def judge_devices(
@@ -76,15 +140,18 @@ def _against(own: Speed, other: Speed, of: str) -> list[tuple[float, str]]:
     return found
 
 
-def judge_links(found: Mapping[int, Sequence[Transfer]], nodes: Mapping[int, str]) -> dict[Pair, float]:
-    """Speed of each measured link against the median of its kind: inside a node, or between two."""
+def link_seconds(found: Mapping[int, Sequence[Transfer]]) -> dict[Pair, float]:
+    """Seconds of each measured link: of its ends, the mean."""
     seconds: dict[Pair, list[float]] = {}
     for rank, transfers in found.items():
         for transfer in transfers:
             if transfer.seconds > 0.0:
-                pair = (min(rank, transfer.peer), max(rank, transfer.peer))
-                seconds.setdefault(pair, []).append(transfer.seconds)
-    times = {pair: statistics.median(ends) for pair, ends in seconds.items()}
+                seconds.setdefault(_pair(rank, transfer.peer), []).append(transfer.seconds)
+    return {pair: statistics.mean(ends) for pair, ends in seconds.items()}
+
+
+def judge_links(times: Mapping[Pair, float], nodes: Mapping[int, str]) -> dict[Pair, float]:
+    """Speed of each measured link against the median of its kind: inside a node, or between two."""
     kinds: dict[bool, list[float]] = {}
     for (a, b), time in times.items():
         kinds.setdefault(nodes.get(a) == nodes.get(b), []).append(time)
@@ -94,6 +161,48 @@ def judge_links(found: Mapping[int, Sequence[Transfer]], nodes: Mapping[int, str
         for (a, b), time in times.items()
         if (kind := nodes.get(a) == nodes.get(b)) in medians
     }
+
+
+def judge_link(
+    link: Pair, times: Mapping[Pair, float], nodes: Mapping[int, str], past: Mapping[Pair, float]
+) -> JudgedLink:
+    """A link under suspicion, against its witnesses (`beside`); where it has none against its past, or its kind's."""
+    within = _within(link, nodes)
+    others = [seconds for pair, seconds in times.items() if pair != link and _within(pair, nodes) == within]
+    if others:
+        share = statistics.median(others) / times[link]
+        those = "another link's" if len(others) == 1 else f"{len(others)} other links'"
+        evidence = f"transfers at {share:.0%} of {those}"
+        least = LINK_CONFIRMED if len(others) > 1 else LINK_FIT
+        return JudgedLink(speed=share, slow=share < least, evidence=evidence)
+    alike = [seconds for pair, seconds in past.items() if _within(pair, nodes) == within]
+    if alike:
+        share = past.get(link, statistics.median(alike)) / times[link]
+        evidence = f"transfers at {share:.0%} of those at the start"
+        return JudgedLink(speed=share, slow=share < LINK_FIT, evidence=evidence)
+    return JudgedLink(speed=None, slow=False, evidence="nothing to compare it with")
+
+
+def beside(link: Pair, ranks: Iterable[int], nodes: Mapping[int, str]) -> tuple[Pair, ...]:
+    """One round: a link under suspicion, and witnesses of its kind.
+
+    Each has its nodes to itself; those of the link have none, because what slows it may slow all that they send.
+    """
+    own = {nodes[rank] for rank in link}
+    of_node: dict[str, list[int]] = {}
+    for rank in sorted(ranks):
+        if nodes[rank] not in own:
+            of_node.setdefault(nodes[rank], []).append(rank)
+    if _within(link, nodes):
+        pairs = [(there[0], there[1]) for there in of_node.values() if len(there) > 1]
+    else:
+        first = [there[0] for there in of_node.values()]
+        pairs = list(zip(first[::2], first[1::2], strict=False))
+    return (link, *(_pair(*pair) for pair in pairs[:MOST_WITNESSES]))
+
+
+def _within(pair: Pair, nodes: Mapping[int, str]) -> bool:
+    return nodes[pair[0]] == nodes[pair[1]]
 
 
 def ring(ranks: Sequence[int]) -> tuple[tuple[Pair, ...], ...]:

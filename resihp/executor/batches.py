@@ -26,6 +26,7 @@ class Batches:
         self._dataset, self._sequence = dataset, sequence
         self.per_iteration = 0
         """Micro-batches of the global batch."""
+        self._last: tuple[int, Sequence[MicroBatch]] | None = None
         self.first = self.of(1)
         self.per_iteration = len(self.first)
 
@@ -35,7 +36,12 @@ class Batches:
         return max(micro_batch.tokens for micro_batch in self.first)
 
     def of(self, iteration: int) -> Sequence[MicroBatch]:
-        """Raises DatasetError naming the micro-batch at fault."""
+        """The data set is asked once for an iteration. Raises DatasetError naming the micro-batch at fault."""
+        if self._last is None or self._last[0] != iteration:
+            self._last = iteration, self._checked(iteration)
+        return self._last[1]
+
+    def _checked(self, iteration: int) -> Sequence[MicroBatch]:
         batch = self._dataset.micro_batches(iteration)
         if not batch or (self.per_iteration and len(batch) != self.per_iteration):
             raise DatasetError(

@@ -7,9 +7,11 @@ one's, unless they cannot. The folder counts only once its manifest is written (
 from __future__ import annotations
 
 import os
+import threading
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -27,11 +29,18 @@ Piece = tuple[int, int, dict[str, Tensor]]
 """(start, stop, tensors by kind) of one stored slice."""
 
 
-def save_part(engine: Engine, plan: Plan, folder: Path, replica: int = 0) -> tuple[str, int]:
-    """Write this rank's part of the checkpoint of the last step to `folder`; returns (file, bytes).
+class Part(NamedTuple):
+    """What one rank writes, in host memory: training may go on."""
 
-    What is held follows `plan`; the ranks of one replica of it write all of the state, each slice once. The file is
-    complete and flushed when it appears, and its name holds epoch and rank, so that no attempt overwrites another's.
+    file: str
+    content: dict[str, Any]
+
+
+def part_of(engine: Engine, plan: Plan, replica: int = 0) -> Part:
+    """This rank's part of the checkpoint of the last step.
+
+    What is held follows `plan`; the ranks of one replica of it write all of the state, each slice once. The file's name
+    holds epoch and rank, so that no attempt overwrites another's.
     """
     state = engine.state
     assert state is not None
@@ -48,15 +57,63 @@ def save_part(engine: Engine, plan: Plan, folder: Path, replica: int = 0) -> tup
         "model": msgspec.json.encode(engine.model).decode(),
         "slices": slices,
     }
+    return Part(f"part-e{plan.epoch:04d}-r{engine.rank:05d}.pt", content)
+
+
+def write_part(part: Part, folder: Path) -> int:
+    """Write a part; returns its bytes. The file is complete and flushed when it appears."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"part-e{plan.epoch:04d}-r{engine.rank:05d}.pt"
+    path = folder / part.file
     temporary = path.with_suffix(".writing")
     with temporary.open("wb") as file:
-        torch.save(content, file)
+        torch.save(part.content, file)
         file.flush()
         os.fsync(file.fileno())
     checkpoints.commit_file(temporary, path)
-    return path.name, path.stat().st_size
+    return path.stat().st_size
+
+
+def save_part(engine: Engine, plan: Plan, folder: Path, replica: int = 0) -> tuple[str, int]:
+    """`part_of`, written at once; returns (file, bytes)."""
+    part = part_of(engine, plan, replica)
+    return part.file, write_part(part, folder)
+
+
+class Writer:
+    """Writes parts behind training's back, one at a time: a folder that hangs holds up checkpoints and nothing else."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, part: Part, folder: Path, done: Callable[[int], None]) -> None:
+        """Write `part`, then call `done` with its bytes, in the writer's thread. Raises what the last one failed with.
+
+        The process does not wait for it when it ends: `wait` does.
+        """
+        self.wait()
+
+        def write() -> None:
+            try:
+                done(write_part(part, folder))
+            except BaseException as error:  # noqa: BLE001 -- told by the next call, in the caller's thread
+                self._error = error
+
+        self._thread = threading.Thread(target=write, name="resihp-checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
 
 def load(engine: Engine, folder: Path) -> None:

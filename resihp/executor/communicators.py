@@ -76,8 +76,11 @@ class Communicators:
         directory: Directory,
         *,
         strict: bool = False,
+        patience_s: float | None = None,
     ) -> None:
+        """`timeout_s` is the back ends' own; `patience_s`, if it is less, how long the others are waited for."""
         self._epoch, self._rank = epoch, rank
+        self._patience_s = timeout_s if patience_s is None else patience_s
         self.wanted = [group for group in memberships if rank in group.ranks]
         self._strict = SingleFile() if strict else None
         self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -151,7 +154,7 @@ class Communicators:
         store.set(f"here/{self._rank}", "1")
         peers = {rank for group in self.wanted for rank in group.ranks}
         keys = [f"here/{rank}" for rank in sorted(peers)]
-        limit = time.monotonic() + self._timeout.total_seconds()
+        limit = time.monotonic() + self._patience_s
         while keys and not store.check(keys):
             self._check_awake()
             if time.monotonic() > limit:

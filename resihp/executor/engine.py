@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -122,6 +123,8 @@ class Engine:
         self._prepared: Prepared | None = None
         self._moves: tuple[Move, ...] = ()
         self._communicators: Communicators | None = None
+        self._aside: Communicators | None = None
+        """Of ranks that measure their links."""
         self._directory = Directory()
         self._strict = os.environ.get(STRICT_ORDER) == "1"
 
@@ -279,16 +282,31 @@ class Engine:
             self.disconnect()
             raise
 
-    def meet(self, name: str, memberships: Sequence[Membership], rank: int, address: tuple[str, int]) -> Communicators:
-        """Communicators outside of any plan, of ranks that are parked; they go with the next `disconnect`.
+    @contextmanager
+    def meet(
+        self,
+        name: str,
+        memberships: Sequence[Membership],
+        rank: int,
+        address: tuple[str, int],
+        patience_s: float | None = None,
+        called_off: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Communicators]:
+        """Communicators beside the plan's, which none of their ranks uses meanwhile: they are parked, or all stand
+        between the same two iterations.
 
-        Raises CommunicatorError when a peer does not come within `MEETING_S`, or when woken.
+        Raises CommunicatorError when a peer does not come within `patience_s` (`MEETING_S`), when woken, or called off.
         """
-        self.disconnect()
-        self._communicators = communicators = Communicators(name, rank, memberships, MEETING_S, self._directory)
-        if communicators.wanted:
-            communicators.open(address)
-        return communicators
+        patience_s = MEETING_S if patience_s is None else patience_s
+        self._aside = aside = Communicators(name, rank, memberships, MEETING_S, self._directory, patience_s=patience_s)
+        try:
+            if called_off():  # before there was anybody to wake
+                raise CommunicatorError(f"{name}: called off")
+            aside.open(address)
+            yield aside
+        finally:
+            self._aside = None
+            aside.close()
 
     def move(self, plan: Plan, observer: Observer, stepped: int, updates: int) -> int:
         """Bring in the state that the adopted place lacks, of iteration `stepped`; returns the bytes received.
@@ -331,11 +349,16 @@ class Engine:
 
     def wake(self) -> None:
         """From another thread: make whatever this rank waits for raise CommunicatorError."""
-        communicators = self._communicators
-        if communicators is not None:
-            communicators.wake()
+        for communicators in (self._aside, self._communicators):
+            if communicators is not None:
+                communicators.wake()
 
     # --- an iteration -----------------------------------------------------------------------------------------
+
+    def workload(self, iteration: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """N and sum of squared lengths of each micro-batch of an iteration; nothing is read. Raises DatasetError."""
+        batch = self._batches.of(iteration)
+        return tuple(one.tokens for one in batch), tuple(one.sum_squared_lengths for one in batch)
 
     def run(
         self, plan: Plan, iteration: int, observer: Observer, pause: Callable[[], bool] = lambda: False

@@ -10,11 +10,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from resihp.errors import CommunicatorError, DeviceError
-from resihp.executor.channels import guarded
+from resihp.executor.channels import Channel, guarded
 from resihp.executor.engine import Engine
 from resihp.executor.stopwatch import Speed
 from resihp.pipeline.program import Membership
@@ -27,6 +28,11 @@ GEMM_SIZE = {"cpu": 256, "cuda": 4096}
 COPIED_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
 LINK_BYTES = 1 << 20
 REPEATS = 12
+LINK_REPEATS = (3, 50)
+"""At least and at most, of which only as many as `LINK_S` allows: the processors may be busy, too."""
+LINK_S = 0.2
+ANNOUNCED_S = 2.0
+"""How long a rank that trains waits for one that was told to come at the same moment: meanwhile, training waits."""
 
 
 def examine(device: torch.device) -> None:
@@ -75,7 +81,19 @@ def device_speed(device: torch.device, speed: Speed) -> m.Speed:
         copy = _fastest(device, speed, lambda: target.copy_(source))
     except RuntimeError as error:
         raise DeviceError(f"device {device}: fails its probe: {error}") from error
-    return m.Speed(flops=2 * size**3 / product, memory_bytes=2 * count / copy)
+    return m.Speed(flops=2 * size**3 / product, memory_bytes=2 * count / copy, hardware=hardware(device))
+
+
+def hardware(device: torch.device) -> str:
+    """Whose figures may be compared with this device's: its model, and of a processor how many threads work."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "processor")
+    return f"{model}, {torch.get_num_threads()} threads"
 
 
 def _fastest(device: torch.device, speed: Speed, work: Callable[[], object]) -> float:
@@ -97,7 +115,26 @@ def _fastest(device: torch.device, speed: Speed, work: Callable[[], object]) -> 
     return min(times) / speed()
 
 
-def link_times(asked: m.Probe, rank: int, engine: Engine) -> tuple[m.Transfer, ...]:
+def measure_links(asked: m.Probe, rank: int, engine: Engine, called_off: Callable[[], bool]) -> m.Probed:
+    """Answer a probe of links that was announced for this moment, between two iterations; the plan's communicators
+    stand. Whatever goes wrong is in the answer."""
+    began = time.perf_counter()
+    transfers: tuple[m.Transfer, ...] = ()
+    missed = ""
+    try:
+        transfers = link_times(asked, rank, engine, ANNOUNCED_S, called_off)
+    except CommunicatorError as trouble:
+        missed = str(trouble)
+    return m.Probed(probe=asked.probe, transfers=transfers, seconds=time.perf_counter() - began, missed=missed)
+
+
+def link_times(
+    asked: m.Probe,
+    rank: int,
+    engine: Engine,
+    patience_s: float | None = None,
+    called_off: Callable[[], bool] = lambda: False,
+) -> tuple[m.Transfer, ...]:
     """All-reduce a buffer with one peer after the other: each round's pairs have their links to themselves.
 
     Raises CommunicatorError when a peer does not come.
@@ -106,22 +143,30 @@ def link_times(asked: m.Probe, rank: int, engine: Engine) -> tuple[m.Transfer, .
     if not mine or asked.store is None:
         return ()
     groups = [Membership(f"{round_}/{a}-{b}", (a, b)) for round_, (a, b) in mine]
-    communicators = engine.meet(f"probe-{asked.probe}", groups, rank, asked.store)
     found = []
-    try:
-        buffer = torch.zeros(LINK_BYTES // 4, device=engine.device)
+    with engine.meet(f"probe-{asked.probe}", groups, rank, asked.store, patience_s, called_off) as communicators:
         for (_, pair), group in zip(mine, groups, strict=True):
-            channel = communicators.channel(group.name)
-            times = []
-            for _ in range(REPEATS + 1):
-                began = time.perf_counter()
-                with guarded("probe of a link"):
-                    channel.allreduce([buffer]).wait()
-                if engine.device.type == "cuda":
-                    torch.cuda.synchronize()
-                times.append(time.perf_counter() - began)
             peer = pair[0] if pair[1] == rank else pair[1]
-            found.append(m.Transfer(peer=peer, seconds=statistics.median(times[1:])))
-    finally:
-        engine.disconnect()
+            found.append(m.Transfer(peer=peer, seconds=_transfer_s(communicators.channel(group.name), engine.device)))
     return tuple(found)
+
+
+def _transfer_s(channel: Channel, device: torch.device) -> float:
+    """Seconds of a buffer there and back, the lower quartile of several: the rest is others' doing. Of fewer where it
+    takes long; both ends agree on how many."""
+    buffer = torch.zeros(LINK_BYTES // 4, device=device)
+
+    def exchange(tensor: torch.Tensor) -> float:
+        began = time.perf_counter()
+        with guarded("probe of a link"):
+            channel.allreduce([tensor]).wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    exchange(buffer)
+    sum_s = torch.tensor([exchange(buffer)], device=device)
+    exchange(sum_s)
+    least, most = LINK_REPEATS
+    repeats = min(max(int(2 * LINK_S / max(float(sum_s), 1e-9)), least), most)
+    return statistics.quantiles([exchange(buffer) for _ in range(repeats)], n=4)[0]

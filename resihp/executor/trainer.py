@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,7 @@ class _Supervised:
         """Plans by epoch, of those whose layouts what is held follows."""
         self._outcome: m.StepOutcome | None = None
         """Outcome of the last step this rank took."""
+        self._writer = checkpoint.Writer()
 
     def run(self) -> None:
         client, engine = self._client, self._engine
@@ -229,6 +231,7 @@ class _Supervised:
                     self._save_parked(save)
                 case m.Probe():
                     self._answer_probes()
+                    self._decline_link_probes()
                 case m.Halt():
                     engine.disconnect()
                     return
@@ -251,6 +254,7 @@ class _Supervised:
     def _park(self, park: m.Park) -> None:
         engine = self._engine
         engine.disconnect()
+        self._decline_link_probes()
         try:
             self.enter("park")
         except CommunicatorError:
@@ -351,6 +355,9 @@ class _Supervised:
             self._answer_probes()
             client.activity = "compute"
             began = time.perf_counter()
+            if self._rank == plan.layout.active[0]:
+                tokens, squares = engine.workload(iteration)
+                client.send(m.Workload(epoch=plan.epoch, iteration=iteration, tokens=tokens, squares=squares))
             outcome = engine.run(plan, iteration, self, lambda: client.pause_asked(plan.epoch))
             self.enter("step")
             engine.step(outcome)
@@ -365,10 +372,13 @@ class _Supervised:
                     chunks=pack(engine.measured),
                 )
             )
+            self._measure_links(plan, outcome)
             if self._every and iteration % self._every == 0:
                 self._save(plan, iteration)
             if outcome.pause and iteration < self._iterations:
                 return  # all ranks do: the order to park is here already, or on its way
+        with self._activity("checkpoint"):
+            self._writer.wait()
         client.activity = "idle"
         client.send(m.Finished(iteration=self._iterations))
 
@@ -378,6 +388,23 @@ class _Supervised:
             with self._activity("compute"):
                 self._client.send(probe.measure(asked, self._rank, self._engine))
 
+    def _measure_links(self, plan: Plan, outcome: m.StepOutcome) -> None:
+        """Measure links at the moment that was announced to both ends; if it is past, or all are about to park, do not.
+
+        Before anything else that some ranks do between two iterations, so that no rank is late for its peer.
+        """
+        for asked in self._client.due_link_probes(outcome.iteration):
+            if asked.after_iteration == outcome.iteration and not outcome.pause:
+                with self._activity("communication"):
+                    asked_to_park = partial(self._client.park_asked, plan.epoch)
+                    self._client.send(probe.measure_links(asked, self._rank, self._engine, asked_to_park))
+            else:
+                self._client.send(m.Probed(probe=asked.probe, missed=f"told of it after iteration {outcome.iteration}"))
+
+    def _decline_link_probes(self) -> None:
+        for asked in self._client.due_link_probes():
+            self._client.send(m.Probed(probe=asked.probe, missed="does not train now"))
+
     def _save_parked(self, save: m.Save) -> None:
         """The job is about to end: write what is held under the plan in effect, after the step that counts."""
         engine, plan = self._engine, self._held.get(save.epoch)
@@ -386,26 +413,38 @@ class _Supervised:
         if engine.acknowledged == save.epoch:
             engine.begin(save.epoch)  # it took effect, and we did not hear of it
         self._finish(save.finish)
-        if engine.stepped == save.finish.iteration:
-            self._save(plan, engine.stepped, save.replica)
-
-    def _save(self, plan: Plan, iteration: int, replica: int = 0) -> None:
-        if self._rank not in plan.layout.replicas[replica].ranks:
-            return
-        with self._activity("checkpoint"):
+        if engine.stepped == save.finish.iteration and self._rank in plan.layout.replicas[save.replica].ranks:
             began = time.perf_counter()
-            folder = checkpoints.folder_of(self._folder, iteration)
-            file, size = checkpoint.save_part(self._engine, plan, folder, replica)
-            self._client.send(
-                m.CheckpointPart(
-                    epoch=plan.epoch,
-                    iteration=iteration,
-                    folder=str(folder),
-                    file=file,
-                    bytes=size,
-                    seconds=time.perf_counter() - began,
-                )
+            with self._activity("checkpoint"):
+                self._writer.wait()
+                folder = checkpoints.folder_of(self._folder, engine.stepped)
+                file, size = checkpoint.save_part(engine, plan, folder, save.replica)
+            self._written(plan, engine.stepped, file, size, began)
+
+    def _save(self, plan: Plan, iteration: int) -> None:
+        """Begin to write this rank's part of a checkpoint; training goes on meanwhile."""
+        if self._rank not in plan.layout.replicas[0].ranks:
+            return
+        if self._writer.busy and iteration < self._iterations:
+            print(f"checkpoint of iteration {iteration}: left out, the one before is still being written", flush=True)
+            return
+        began = time.perf_counter()
+        with self._activity("checkpoint"):
+            part = checkpoint.part_of(self._engine, plan)
+        folder = checkpoints.folder_of(self._folder, iteration)
+        self._writer.begin(part, folder, lambda size: self._written(plan, iteration, part.file, size, began))
+
+    def _written(self, plan: Plan, iteration: int, file: str, size: int, began: float) -> None:
+        self._client.send(
+            m.CheckpointPart(
+                epoch=plan.epoch,
+                iteration=iteration,
+                folder=str(checkpoints.folder_of(self._folder, iteration)),
+                file=file,
+                bytes=size,
+                seconds=time.perf_counter() - began,
             )
+        )
 
     def _absent(self, fault: Fault) -> bool:
         """Whether a fault's target has no work now, so that the first rank to come by stands in for its moment."""

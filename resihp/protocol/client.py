@@ -78,6 +78,8 @@ class AgentClient:
         self.declared = False
         self._orders: queue.SimpleQueue[m.WorkerOrder] = queue.SimpleQueue()
         self._probes: queue.SimpleQueue[m.Probe] = queue.SimpleQueue()
+        self._announced: queue.SimpleQueue[m.Probe] = queue.SimpleQueue()
+        self._later: list[m.Probe] = []
         self._slow: m.Slow | None = None
         self._fault_answers: queue.SimpleQueue[m.FaultGo] = queue.SimpleQueue()
         self._spent: set[int] = set()
@@ -151,6 +153,14 @@ class AgentClient:
         except queue.Empty:
             return None
 
+    def due_link_probes(self, iteration: int | None = None) -> list[m.Probe]:
+        """Probes that were announced for the end of this iteration or of one before; without one, all. Main thread."""
+        while not self._announced.empty():
+            self._later.append(self._announced.get_nowait())
+        due = [asked for asked in self._later if iteration is None or (asked.after_iteration or 0) <= iteration]
+        self._later = [asked for asked in self._later if asked not in due]
+        return due
+
     def speed(self) -> float:
         """How fast an injected fault has this device be now."""
         slow = self._slow
@@ -191,7 +201,8 @@ class AgentClient:
                 self._slow = order
                 continue
             elif isinstance(order, m.Probe):
-                self._probes.put(order)  # fetched between two iterations, or with the next order
+                queue = self._probes if order.after_iteration is None else self._announced
+                queue.put(order)  # fetched between two iterations, or with the next order
             if isinstance(order, m.FaultGo) and self._waiting_for == order.fault:
                 self._fault_answers.put(order)
             else:

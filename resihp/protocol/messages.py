@@ -108,6 +108,18 @@ class Ready(Message, frozen=True, kw_only=True):
     extra_bytes: int = 0
 
 
+class Workload(Message, frozen=True, kw_only=True):
+    """An iteration begins: N and sum of squared lengths of each micro-batch of its global batch, by index.
+
+    The data set is a pure function of the iteration, so one rank tells for all: the first that has work.
+    """
+
+    epoch: int
+    iteration: int
+    tokens: tuple[int, ...]
+    squares: tuple[int, ...]
+
+
 class Stepped(Message, frozen=True, kw_only=True):
     """The worker's parameters have taken the step of `outcome.iteration` (for it, the iteration is committed)."""
 
@@ -183,6 +195,8 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     """Floating-point operations of a matrix product."""
     memory_bytes: float = 0.0
     """Read and written in copies of a buffer that is larger than the caches."""
+    hardware: str = ""
+    """What it was measured on, by its maker's name: figures of another kind say nothing about this one's."""
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,7 +204,7 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
 
     peer: int
     seconds: float
-    """Of one buffer there and back, the median of several."""
+    """Of one buffer there and back, the lower quartile of several."""
 
 
 class Probed(Message, frozen=True, kw_only=True):
@@ -224,6 +238,7 @@ WorkerMessage = (
     | Confirm
     | Object
     | Ready
+    | Workload
     | Stepped
     | Parked
     | Stuck
@@ -307,9 +322,13 @@ class Probe(Message, frozen=True, kw_only=True):
 
     With `pairs`, ranks that all are parked or without work measure the links between them as well: each round is of
     disjoint pairs, and everybody knows all rounds. `store` and `probe` name where they meet.
+
+    With `after_iteration`, ranks that train measure the links alone, when all have taken the step of that iteration, on
+    communicators of their own. Everybody else trains on. Whoever is past that moment, or parks, says so instead.
     """
 
     probe: int
+    after_iteration: int | None = None
     pairs: tuple[tuple[tuple[int, int], ...], ...] = ()
     store: tuple[str, int] | None = None
 

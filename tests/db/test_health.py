@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pandas as pd
 import pytest
 
-from db.health import health_frame, nodes_by_health
+from db.health import health_frame, nodes_by_health, usual_speeds
 from db.queries import Reader
 from db.writer import Ledger
 from resihp import journal
@@ -178,3 +178,54 @@ def test_a_ledger_without_failures_and_one_without_nodes(ledger_of: Callable[...
     found = health_frame(reader, NOW)
     assert found.empty
     assert str(found["last"].dtype) == "datetime64[ns, UTC]"
+
+
+# --- what nodes usually give --------------------------------------------------------------------------------------
+
+
+def measured(day: float, *flops: float, host: str = "here", **changes: Any) -> Told:
+    """A job of node n1 alone, whose devices gave this at the start."""
+    devices = tuple(
+        journal.DeviceProbe(
+            rank=i,
+            node="n1",
+            device=i,
+            **{
+                "flops": speed,
+                "memory_bytes": 1e12,
+                "speed": 1.0,
+                "fit": True,
+                "evidence": "",
+                "hardware": "A100",
+                **{name: value for name, value in changes.items() if name != "occasion"},
+            },
+        )
+        for i, speed in enumerate(flops)
+    )
+    at = BEGAN + day * DAY_S
+    yield started(f"j{day}"), at
+    yield journal.NodeJoined(node="n1", host=host, devices=len(flops)), at
+    occasion = changes.get("occasion", "start")
+    yield journal.ProbesTaken(probe=1, occasion=occasion, devices=devices, links=(), seconds=0.3), at + 1.0
+
+
+def test_what_a_node_usually_gives_is_read_from_its_healthy_measurements(ledger_of: Callable[..., Reader]) -> None:
+    reader = ledger_of(
+        measured(90, 1.0e12, 1.02e12),
+        measured(91, 1.1e12, 1.1e12),
+        measured(92, 1.2e12, 1.2e12),
+        measured(93, 3e11, 3e11, fit=False),
+        measured(94, 3e11, 3e11, occasion="suspicion"),
+        measured(95, 3e11, 3e11, occasion="standby"),
+        measured(96, 0.0, 0.0),
+        measured(97, 3e11, 3e11, hardware=""),
+    )
+    (place, speed), *more = usual_speeds(reader, ["n1", "n7"], NOW).items()
+    assert more == []
+    assert (place, speed.flops, speed.memory_bytes) == (("n1", "here", "A100"), 1.1e12, 1e12)
+    assert usual_speeds(reader, ["n2"], NOW) == {}
+
+
+def test_measurements_of_long_ago_or_of_a_namesake_do_not_tell(ledger_of: Callable[..., Reader]) -> None:
+    reader = ledger_of(measured(1, 1e12), measured(98, 1e12), measured(99, 1e12), measured(97, 1e12, host="there"))
+    assert usual_speeds(reader, ["n1"], NOW) == {}

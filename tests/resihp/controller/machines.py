@@ -114,6 +114,8 @@ class Worker:
         self.steps: deque[m.Stepped] = deque(maxlen=4096)
         self.said: dict[type, m.WorkerMessage] = {}
         """What its agent remembers of it for another supervisor: steps, and the last of each other report."""
+        self.announced: list[m.Probe] = []
+        """Probes of links, for the end of an iteration."""
         self.halted = False
         self.injected = False
         self.died_with_node = False
@@ -205,7 +207,7 @@ class Worker:
     def say(self, message: m.WorkerMessage) -> None:
         if isinstance(message, m.Stepped):
             self.steps.append(message)
-        else:
+        elif not isinstance(message, m.Workload):
             self.said[type(message)] = message
         self.world.up(self.node, api.WorkerSaid(rank=self.rank, message=message))
 
@@ -277,6 +279,10 @@ class Worker:
             case m.Save():
                 expect(self.waits is None and self.reduced is None, f"rank {self.rank}: saves while it trains")
                 self.later(rng.choice([0.01, rng.uniform(0, 1.0), rng.uniform(0, 4.0)]), self.save, order)
+            case m.Probe() if order.after_iteration is not None:
+                self.announced.append(order)
+                if self.activity in ("parked", "idle"):
+                    self.decline()
             case m.Probe():
                 self.later(rng.choice([0.01, rng.uniform(0, 0.5)]), self.measure, order)
             case m.Slow():
@@ -305,6 +311,37 @@ class Worker:
             )
         )
 
+    def decline(self) -> None:
+        for order in self.announced:
+            self.say(m.Probed(probe=order.probe, missed="does not train now"))
+        self.announced.clear()
+
+    def meet(self) -> None:
+        """Between two iterations: whoever was told to measure a link now does, or waits for its peers in vain."""
+        due = [order for order in self.announced if (order.after_iteration or 0) <= self.stepped]
+        if not due:
+            self.begin()
+            return
+        order = due[0]
+        self.announced.remove(order)
+        assert self.outcome is not None
+        if order.after_iteration != self.stepped or self.outcome.pause:
+            self.say(m.Probed(probe=order.probe, missed="told of it too late"))
+            self.meet()
+            return
+        self.activity = "communication"
+        self.world.come(self, order)
+
+    def met(self, order: m.Probe, came: bool) -> None:
+        """The links were measured, or some peer did not come."""
+        self.world.measuring[order.probe].pop(self.rank, None)
+        peers = [a + b - self.rank for round_ in order.pairs for a, b in round_ if self.rank in (a, b)]
+        share = 3.0 if self.world.rng.random() < self.world.scenario.unfit else 1.0
+        transfers = tuple(m.Transfer(peer=peer, seconds=share * self.world.rng.uniform(0.9, 1.1)) for peer in peers)
+        told = {"transfers": transfers} if came else {"missed": "not all came in time"}
+        self.say(m.Probed(probe=order.probe, seconds=0.1, **told))  # type: ignore[arg-type]
+        self.meet()
+
     def _let_go(self, epoch: int) -> None:
         """Park: a step that has begun is taken or not begun at all; gradients stay."""
         rng = self.world.rng
@@ -321,6 +358,7 @@ class Worker:
 
     def park(self, epoch: int) -> None:
         self.activity = "parked"
+        self.decline()
         if self.forgets:
             self.held, self.ready, self.forgets = {}, False, False
         self.say(
@@ -473,6 +511,10 @@ class Worker:
         self.ready, self.reduced = False, None
         self.iteration_began = world.now
         self.activity = "compute"
+        assert self.plan is not None
+        if self.rank == world.active_ranks(self.plan)[0]:
+            work = (512,) * scenario.micro_batches
+            self.say(m.Workload(epoch=self.epoch, iteration=self.stepped + 1, tokens=work, squares=work))
         self.enter_phase("forward", self.forward, slower)
 
     def forward(self, slower: float) -> None:
@@ -514,7 +556,7 @@ class Worker:
             self.activity = "checkpoint"
             self.later(self.world.rng.uniform(0.1, 1.0), self.checkpoint)
         else:
-            self.begin()
+            self.meet()
 
     def take_step(self, outcome: m.StepOutcome, told: bool = True) -> None:
         world = self.world
@@ -530,7 +572,7 @@ class Worker:
 
     def checkpoint(self) -> None:
         self.write_part(self.epoch)
-        self.begin()
+        self.meet()
 
     def write_part(self, epoch: int) -> None:
         folder, file = f"iteration-{self.held[epoch].iteration}", f"epoch-{epoch}-rank-{self.rank}"

@@ -43,6 +43,9 @@ class Wolf:
             )
         return Assessment(predicted_s=rng.choice([None, 0.4]), findings=tuple(found), known="workload")
 
+    def forecast(self, tokens: Any, squares: Any) -> float | None:
+        return random.Random(f"{self._seed} {tokens}").choice([None, 0.4, 2.0])
+
     def speeds(self) -> dict[int, float]:
         return dict(self._slow)
 
@@ -51,3 +54,6 @@ class Wolf:
 
     def cleared(self, rank: int) -> None:
         self._slow.pop(rank, None)
+
+    def cleared_link(self, sender: int, receiver: int) -> None:
+        pass

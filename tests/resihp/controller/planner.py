@@ -25,8 +25,6 @@ class Planner:
 
     first_plan = staticmethod(planner.first_plan)
 
-    predicted = staticmethod(planner.predicted)
-
     def decide(self, situation: Situation) -> Decision:
         rng = random.Random(f"{self.seed} {situation.epoch} {situation.available}")
         if rng.random() < self.trouble:

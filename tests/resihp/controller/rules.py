@@ -302,8 +302,12 @@ class Rules:
                     fired = order.fault in self.fired
                     expect(fired, f"fault {order.fault} is told to fire without an entry in the journal")
                 return
-            case m.Probe() | m.Slow():
-                return  # at any time, to anybody
+            case m.Probe():
+                if order.after_iteration is not None:
+                    self.check_announcement(action.ranks, order)
+                return  # else at any time, to anybody
+            case m.Slow():
+                return
             case m.Save():
                 return  # see stopping.py
             case m.Halt():
@@ -321,6 +325,18 @@ class Rules:
         if step < 2:  # several orders for the same epoch go to some each
             self.taking_part = set(action.ranks) | (self.taking_part if epoch == self.parking else set())
             self.parking = epoch
+
+    def check_announcement(self, ranks: tuple[int, ...], order: m.Probe) -> None:
+        """Ahead of everybody, to both ends of every link, of pairs that are disjoint in each round."""
+        assert order.after_iteration is not None
+        steps = [worker.stepped for worker in self.world.workers.values() if worker.alive]
+        expect(order.after_iteration > max(steps), f"{order} is announced to ranks that are past it")
+        expect(order.after_iteration < self.world.scenario.iterations, f"{order} is announced for after the end")
+        expect(len(order.pairs) <= 3, f"{order} takes {len(order.pairs)} rounds")
+        for round_ in order.pairs:
+            ends = [rank for pair in round_ for rank in pair]
+            expect(len(ends) == len(set(ends)), f"{round_} is not of disjoint pairs")
+            expect(set(ends) <= set(ranks), f"{round_}: not all are told")
 
     def check_signs(self, action: api.Order) -> None:
         """Nobody is disturbed on mere suspicion: a park needs a loss, a stuck transfer, or silence beyond the times."""
@@ -549,14 +565,14 @@ class Rules:
         for entry in reversed(entries[:here]):
             if isinstance(entry, Suspected) and entry.kind == "slow":
                 return not entry.cleared
-            if isinstance(entry, FailureFound) and entry.kind == "fail-slow" and entry.link is None:
+            if isinstance(entry, FailureFound) and entry.kind == "fail-slow":
                 return False
         return False
 
     def check_blame(self, failure: FailureFound) -> None:
         """After the whole answer: whoever is named is dead, fenced, or its communication was."""
         if failure.kind == "fail-slow":
-            expect(failure.link is not None or self.suspects_slow(failure), f"{failure} without a suspicion")
+            expect(self.suspects_slow(failure), f"{failure} without a suspicion")
             return
         if failure.kind == "communication":
             told = failure.epoch in self.world.broken_epochs or self.signalled is not None

@@ -252,6 +252,100 @@ def test_a_newcomer_gets_no_work_before_it_has_been_measured() -> None:
     assert 6 not in job.plan.layout.active
 
 
+# --- against former jobs ------------------------------------------------------------------------------------------
+
+
+def remembered(job: Job, hosts: str = "h", hardware: str = "", **shares: float) -> None:
+    """What the devices of nodes usually gave: these shares of what healthy ones give in these tests."""
+    usual = {
+        (node, hosts, hardware): m.Speed(flops=share * 1e14, memory_bytes=share * 1e12)
+        for node, share in shares.items()
+    }
+    job.feed(api.NodesRemembered(usual=usual))
+
+
+def test_a_node_that_is_slower_than_in_former_jobs_stands_by_though_its_peers_are_no_faster() -> None:
+    """A cluster of two kinds of nodes: beside the slower kind, nobody would notice."""
+    job = Job(examine=True)
+    remembered(job, n1=1.0, n2=1.4, n3=1.0)
+    job.measure()
+    assert standby(job) == (2, 3)
+    told = [text for text in job.texts("warning") if "former jobs" in text]
+    assert [text.partition(":")[0] for text in told] == ["rank 2 (n2 device 0)", "rank 3 (n2 device 1)"]
+    assert "at 71% of what this node gave in former jobs" in told[0]
+    (taken,) = job.all(ProbesTaken)
+    assert [(d.rank, d.fit) for d in taken.devices] == [(r, r not in (2, 3)) for r in range(6)]
+    assert [d.speed for d in taken.devices if not d.fit] == [pytest.approx(1 / 1.4)] * 2
+    job.run(2)
+    assert job.job.committed == 2
+
+
+def test_one_device_that_is_as_fast_as_ever_speaks_for_its_node() -> None:
+    job = Job(examine=True)
+    remembered(job, n1=1.0, n2=1.0, n3=1.0)
+    job.measure({2: 0.81})
+    assert standby(job) == ()
+
+
+def test_where_most_nodes_are_slower_than_in_former_jobs_it_is_told_and_nobody_is_kept_out() -> None:
+    job = Job(examine=True)
+    remembered(job, n1=1.5, n2=2.0, n3=1.0)
+    job.measure()
+    assert standby(job) == ()
+    (told,) = job.texts("warning")
+    assert told.startswith("2 of 3 nodes are slower than in former jobs, node n2: matrix products at 50%")
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_where_all_nodes_are_slower_nobody_is_kept_out(nodes: int) -> None:
+    job = Job(examine=True, nodes=nodes)
+    remembered(job, **{f"n{n + 1}": 1.5 for n in range(nodes)})
+    job.measure()
+    assert standby(job) == ()
+    assert len(job.texts("warning")) == 1
+
+
+@pytest.mark.parametrize(("hosts", "hardware"), [("elsewhere", ""), ("h", "H100")])
+def test_a_node_of_that_name_elsewhere_or_with_other_devices_is_another_one(hosts: str, hardware: str) -> None:
+    job = Job(examine=True)
+    remembered(job, hosts, hardware, n1=1.0, n2=1.4, n3=1.0)
+    job.measure()
+    assert standby(job) == ()
+
+
+def test_what_is_remembered_too_late_holds_nothing_up() -> None:
+    job = examined()
+    assert standby(job) == ()
+    remembered(job, n1=1.0, n2=1.4, n3=1.0)
+    job.run(2)
+    assert job.job.committed == 2
+
+
+def test_a_node_slower_than_in_former_jobs_stays_out_until_it_is_as_fast_again() -> None:
+    job = Job(examine=True)
+    remembered(job, n1=1.0, n2=1.4, n3=1.0)
+    job.measure()
+    job.run(1)
+    job.train(62)
+    assert job.asked == (2, 3)
+    job.measure()
+    job.train(62)
+    assert job.job.unfit == {("n2", 0), ("n2", 1)}
+    job.measure({2: 1.38, 3: 1.4})
+    job.train(1)
+    job.paused()
+    assert standby(job) == ()
+
+
+def test_newcomers_of_a_node_that_is_slower_than_in_former_jobs_stand_by() -> None:
+    job = crashed()
+    remembered(job, n1=1.4, n2=1.0, n3=1.0)
+    job.job.reference.pop(("n1", 0))
+    job.join(6)
+    job.measure()
+    assert any(text.startswith("rank 6 (n1 device 1): stands by") for text in job.texts("warning"))
+
+
 # --- a new supervisor ---------------------------------------------------------------------------------------------
 
 

@@ -64,6 +64,9 @@ class Scripted:
         found = tuple(each for each in self.findings if each.detected == observation.iteration)
         return Assessment(predicted_s=0.4, findings=found, known="workload")
 
+    def forecast(self, tokens: Any, squares: Any) -> float | None:
+        return None
+
     def speeds(self) -> dict[int, float]:
         return self.estimates
 
@@ -72,6 +75,9 @@ class Scripted:
 
     def cleared(self, rank: int) -> None:
         self.heard.append(("cleared", rank))
+
+    def cleared_link(self, sender: int, receiver: int) -> None:
+        self.heard.append(("cleared link", sender, receiver))
 
 
 class Job(Direct):
@@ -468,24 +474,180 @@ def test_a_suspicion_that_leads_to_a_device_known_to_be_slow_ends(ranks: tuple[i
 # --- links --------------------------------------------------------------------------------------------------------
 
 
-def test_a_links_verdict_follows_from_its_transfers() -> None:
-    job = Job(finding(link=(1, 2), change=3.0)).run(5)
+def linked(*found: Finding, **options: Any) -> Job:
+    """A job of four nodes of two whose fifth iteration shows these; an iteration takes half a second."""
+    return Job(*found, **({"nodes": 4} | options)).run(5)
+
+
+def announced(job: Job) -> tuple[tuple[int, ...], m.Probe]:
+    """The last probe of links: whom it is told to, and what."""
+    ranks, probe = next((r, p) for r, p in reversed(job.orders(m.Probe)) if p.after_iteration is not None)
+    return ranks, probe
+
+
+def measure_links(job: Job, slow: dict[tuple[int, int], float] | None = None, silent: tuple[int, ...] = ()) -> None:
+    """Train up to the moment that was announced, and answer: 1 ms, unless `slow` has more for a pair."""
+    ranks, probe = announced(job)
+    assert probe.after_iteration is not None
+    while job.job.committed < probe.after_iteration:
+        job.step(job.job.committed + 1)
+    seconds = {pair: (slow or {}).get(pair, 1e-3) for round_ in probe.pairs for pair in round_}
+    for rank in (rank for rank in ranks if rank not in silent):
+        transfers = tuple(m.Transfer(peer=a + b - rank, seconds=s) for (a, b), s in seconds.items() if rank in (a, b))
+        job.say(rank, m.Probed(probe=probe.probe, transfers=transfers, seconds=0.05))
+
+
+def test_a_link_under_suspicion_is_measured_beside_others_at_a_moment_announced_to_all_of_them() -> None:
+    job = linked(finding(link=(2, 1), change=3.0))
+    ranks, probe = announced(job)
+    assert probe == m.Probe(probe=1, pairs=(((1, 2), (4, 6)),), store=("h", 1), after_iteration=7)
+    assert ranks == (1, 2, 4, 6)
+    (entry,) = job.all(Suspected)
+    assert (entry.rank, entry.node, entry.kind, entry.cleared) == (None, None, "slow", False)
+    assert entry.evidence.startswith("link n2-n1 (ranks 2 and 1): slow, +300% since iteration 3: ")
+    assert (job.all(FailureFound), job.orders(m.Park)) == ([], []), "a suspicion interrupts nothing"
+
+
+def test_what_its_measurement_confirms_is_a_links_failure() -> None:
+    job = linked(finding(link=(1, 2), change=3.0))
+    measure_links(job, {(1, 2): 5e-3})
     (entry,) = job.all(FailureFound)
     assert (entry.kind, entry.component, entry.link, entry.ranks) == ("fail-slow", "link", (1, 2), (1, 2))
-    assert (entry.device, entry.iteration, entry.speed, entry.confidence) == (None, 3, 0.25, 0.98)
+    assert (entry.device, entry.iteration, entry.confidence) == (None, 3, 0.98)
+    assert entry.speed == pytest.approx(0.2), "as it was measured"
+    assert entry.evidence == "transfers at 20% of another link's; own work takes longer than its peers'"
     assert "n1-n2" in entry.cause
-    assert (suspected(job), job.orders(m.Probe), job.orders(m.Park)) == ([], [], [])
+    (taken,) = job.all(ProbesTaken)
+    assert (taken.occasion, taken.devices) == ("suspicion", ())
+    told = {link.ranks: (link.speed, link.fit, link.seconds) for link in taken.links}
+    assert told[1, 2] == (pytest.approx(0.2), False, 5e-3)
+    assert told[4, 6] == (None, True, 1e-3)
+    assert job.orders(m.Park) == []
     job.find(finding(link=(1, 2)))
-    assert len(job.all(FailureFound)) == 1
+    assert len(job.all(FailureFound)) == len(job.all(Suspected)) == 1, "it is known"
+
+
+def test_a_link_that_measures_healthy_is_cleared() -> None:
+    job = linked(finding(link=(1, 2), change=3.0))
+    measure_links(job, {(1, 2): 1.1e-3})
+    assert job.all(FailureFound) == []
+    assert suspected(job) == [(None, False), (None, True)]
+    assert job.monitor.heard == [("cleared link", 1, 2)]
+    assert any("no longer suspected to be slow, transfers at 91%" in text for text in job.texts("notice"))
+
+
+def test_a_link_is_measured_again_each_time_it_is_found() -> None:
+    """Unlike a device, of which training may show what a matrix product does not."""
+    job = linked(finding(link=(1, 2)))
+    measure_links(job)
+    job.find(finding(link=(1, 2)))
+    measure_links(job)
+    assert job.all(FailureFound) == []
+    assert suspected(job) == [(None, False), (None, True)] * 2
+
+
+def test_a_link_with_nothing_to_compare_it_with_is_as_slow_as_training_shows() -> None:
+    job = linked(finding(link=(0, 1), change=3.0), nodes=1)
+    measure_links(job, {(0, 1): 5e-3})
+    (entry,) = job.all(FailureFound)
+    assert entry.speed == 0.25
+    assert entry.evidence.startswith("measured, but there is nothing to compare it with; ")
+
+
+def test_between_two_nodes_a_link_is_compared_with_what_it_was_at_the_start() -> None:
+    job = Job(examine=True, nodes=2)
+    ranks, probe = job.orders(m.Probe)[-1]
+    for rank in ranks:
+        peers = [a + b - rank for round_ in probe.pairs for a, b in round_ if rank in (a, b)]
+        transfers = tuple(m.Transfer(peer=peer, seconds=1e-3) for peer in peers)
+        job.say(rank, m.Probed(probe=1, speed=m.Speed(flops=1e14), transfers=transfers))
+    job.run(5)
+    job.find(finding(link=(1, 2)))
+    heir = TakenOver(job).all_back()
+    assert heir.job.link_seconds == job.job.link_seconds == {(0, 1): 1e-3, (0, 3): 1e-3, (1, 2): 1e-3, (2, 3): 1e-3}
+    measure_links(job, {(1, 2): 4e-3, (0, 3): 4e-3})
+    assert [entry.speed for entry in slow_ones(job)] == [pytest.approx(0.25)]
+
+
+def test_ends_that_do_not_answer_or_come_too_late_are_nobodys_fault() -> None:
+    job = linked(finding(link=(1, 2)))
+    ranks, probe = announced(job)
+    for rank in ranks:
+        job.say(rank, m.Probed(probe=probe.probe, missed="told of it after iteration 8"))
+    assert suspected(job) == [(None, False), (None, True)]
+    job.find(finding(link=(1, 2)))
+    job.train(40)
+    assert suspected(job) == [(None, False), (None, True)] * 2
+    assert job.all(FailureFound) == []
+    assert [len(taken.links) for taken in job.all(ProbesTaken)] == [0, 0]
+
+
+def test_the_moment_is_far_enough_ahead_for_orders_to_arrive_before_it() -> None:
+    job = Job(nodes=4).run(5)
+    job.job.recent.extend([0.01] * 20)
+    job.find(finding(link=(1, 2)))
+    _, probe = announced(job)
+    assert probe.after_iteration == 6 + 50, "half a second ahead"
+
+
+def test_a_long_iteration_is_waited_for() -> None:
+    job = Job(nodes=4, probe_budget_s=5.0).run(5)
+    job.job.recent.extend([60.0] * 20)
+    job.find(finding(link=(1, 2)))
+    job.wait(100)
+    assert suspected(job) == [(None, False)]
+    measure_links(job, {(1, 2): 5e-3})
+    assert len(slow_ones(job)) == 1
+
+
+def test_a_link_suspected_beside_somebody_else_is_measured_afterwards() -> None:
+    job = linked(finding(3), finding(link=(1, 2)))
+    assert suspected(job) == [(3, False)]
+    job.measure()
+    job.feed(api.Tick())
+    assert suspected(job) == [(3, False), (3, True), (None, False)]
+    measure_links(job, {(1, 2): 5e-3})
+    assert [entry.link for entry in slow_ones(job)] == [(1, 2)]
+
+
+def test_a_link_that_recovers_before_it_could_be_measured_is_not() -> None:
+    job = linked(finding(3), finding(link=(1, 2)))
+    job.find(finding(kind="recovered", link=(1, 2)))
+    job.measure()
+    job.feed(api.Tick())
+    assert suspected(job) == [(3, False), (3, True)]
+
+
+def test_a_crash_in_the_midst_ends_the_suspicion_of_a_link() -> None:
+    job = linked(finding(link=(1, 2)))
+    ranks, probe = announced(job)
+    job.crash(2)
+    for rank in ranks:
+        if rank != 2:
+            job.say(rank, m.Probed(probe=probe.probe, missed="does not train now"))
+    assert suspected(job) == [(None, False), (None, True)]
+    job.park(stepped=5)
+    job.run(1)
+    assert [entry.kind for entry in job.all(FailureFound)] == ["fail-stop"]
+    job.find(finding(link=(0, 4)))
+    assert announced(job)[1].probe == probe.probe + 1
+
+
+def test_no_link_is_measured_when_training_ends_before() -> None:
+    job = Job(finding(link=(1, 2)), nodes=4, declare=DECLARE).run(5)
+    assert (job.orders(m.Probe), suspected(job)) == ([], [])
+    assert job.monitor.heard == [("cleared link", 1, 2)]
 
 
 def test_a_link_that_recovers_has_its_failure_ended() -> None:
-    job = Job(finding(link=(1, 2))).run(6)
+    job = linked(finding(link=(1, 2)))
+    measure_links(job, {(1, 2): 5e-3})
     job.find(finding(kind="recovered", link=(1, 2), iteration=7))
     assert job.all(FailureEnded) == [
         FailureEnded(failure=1, node=None, device=None, iteration=7, evidence="own work takes longer than its peers'")
     ]
     job.find(finding(link=(1, 2)))
+    measure_links(job, {(1, 2): 5e-3})
     assert [entry.failure for entry in slow_ones(job)] == [1, 2]
 
 
@@ -583,6 +745,7 @@ def test_nothing_is_drained_for_being_slow() -> None:
     job = Job(nodes=4, slurm=True, drains=4, replacements=4, batch_node="n1").run(2)
     job.slow_by_verdict(3, 0.05)
     job.find(finding(link=(0, 4)))
+    measure_links(job, {(0, 4): 5e-3})
     job.train(60)
     assert len(slow_ones(job)) == 2
     unwanted = (api.DrainNode, api.ReleaseNode, api.AskReplacement, api.DropNode)
@@ -596,6 +759,7 @@ def test_a_new_supervisor_knows_what_is_slow() -> None:
     before = Job(nodes=2).run(2)
     before.slow_by_verdict(3, 0.6)
     before.find(finding(link=(0, 2)))
+    measure_links(before)
     heir = TakenOver(before).all_back()
     assert heir.job.slow == before.job.slow
     assert heir.job.slow_links == before.job.slow_links

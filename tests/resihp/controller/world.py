@@ -122,6 +122,8 @@ class World:
         """Faults that an operator asked for."""
         self.sent: list[tuple[SimNode, api.AnyEvent]] = []
         """What may be delivered again."""
+        self.measuring: dict[int, dict[int, int]] = {}
+        """Ranks that have come to measure links, by probe, and their generation then."""
         self.broken_epochs: set[int] = set()
         """Epochs in which a transfer was broken on purpose."""
         self.leaderless = 0
@@ -156,6 +158,8 @@ class World:
             self.at(self.rng.uniform(0.0, 1.0), self.join, node)
         self.at(self.rng.uniform(0.0, 4.0) if self.rng.random() < 0.2 else 0.0, self.store_ready)
         self.at(0.25, self.tick)
+        if scenario.unfit:
+            self.at(self.rng.uniform(0.0, 8.0), self.remember)
         if scenario.time_left_s is not None:
             self.at(self.rng.uniform(0.0, 2.0), self.feed, api.TimeLeft(seconds=scenario.time_left_s))
         heap = self.heap
@@ -371,6 +375,14 @@ class World:
         joined = api.AgentJoined(node=node.name, host=host, devices=node.devices, lease=lease, inventory=inventory)
         self.up(node, joined)
 
+    def remember(self) -> None:
+        """The ledger tells of former jobs."""
+        usual = {
+            (name, f"host-{name}", ""): m.Speed(flops=self.rng.choice([1.0, 1.0, 2.0]), memory_bytes=1.0)
+            for name in sorted(self.nodes)
+        }
+        self.feed(api.NodesRemembered(usual=usual))
+
     def store_ready(self) -> None:
         self.feed(api.StoreReady(host="127.0.0.1", port=self.rng.randint(1024, 65535)))
 
@@ -558,6 +570,19 @@ class World:
             expect(whole == need, f"rank {worker.rank} lacks slices of epoch {plan.epoch}")
             expect(len(values) == 1, f"rank {worker.rank} mixes iterations {sorted(i for i, _ in values)}")
         return Holding(whole, *max(values)), received
+
+    def come(self, worker: Worker, order: m.Probe) -> None:
+        """A rank is where links are measured; with its last peer, all that wait for each other go on."""
+        here = self.measuring.setdefault(order.probe, {})
+        here[worker.rank] = worker.generation
+        peers = {a + b - worker.rank for round_ in order.pairs for a, b in round_ if worker.rank in (a, b)}
+        if peers <= here.keys():
+            for rank in sorted(peers | {worker.rank}):
+                if here[rank] == self.workers[rank].generation and not self.workers[rank].frozen:
+                    self.workers[rank].generation += 1
+                    self.workers[rank].later(self.rng.uniform(0.01, 0.1), self.workers[rank].met, order, True)
+        else:
+            worker.later(2.0, worker.met, order, False)
 
     # --- disturbances ---------------------------------------------------------------------------------------------
 

@@ -118,6 +118,47 @@ def test_without_any_peer_it_is_said_that_nobody_can_know() -> None:
     assert Job(uniform(2, 2, 1)).monitor.unverified == ()
 
 
+# --- before it runs ---------------------------------------------------------------------------------------------------
+
+
+def workload(job: Job, observation: Observation) -> tuple[np.ndarray, np.ndarray]:
+    """N and S of each micro-batch of the global batch."""
+    assert job.monitor.stacked is not None
+    return job.monitor.stacked.workload(job.monitor.stacked.columns(observation.times))
+
+
+def test_an_iteration_is_forecast_from_its_workload_alone() -> None:
+    job = Job(uniform(2, 2, 2), iteration_noise=0.0)
+    job.run(60)
+    errors = []
+    for one in job.made(20):
+        forecast = job.monitor.forecast(*workload(job, one))
+        assert forecast is not None
+        errors.append(abs(forecast / one.seconds - 1.0))
+        assert job.monitor.observe(one).predicted_s == pytest.approx(forecast, rel=1e-6)
+    assert np.median(errors) < 0.02
+
+
+def test_what_is_slow_is_forecast_to_stay_so() -> None:
+    job = Job(uniform(2, 2, 2), iteration_noise=0.0, slower=slow_rank(3, 2.0, 70))
+    job.run(100)
+    (one,) = job.made(1)
+    forecast = job.monitor.forecast(*workload(job, one))
+    predicted = job.monitor.observe(one).predicted_s
+    assert predicted is not None
+    assert forecast == pytest.approx(one.seconds, rel=0.1)
+    assert predicted < 0.8 * one.seconds, "which is where all is well"
+
+
+def test_nothing_is_forecast_while_too_little_is_known() -> None:
+    tokens = np.full(8, 7000.0)
+    assert Monitor().forecast(tokens, tokens**2) is None
+    job = Job(uniform(2, 2, 2))
+    assert job.monitor.forecast(tokens, tokens**2) is None
+    job.run(60)
+    assert job.monitor.forecast(tokens[1:], tokens[1:] ** 2) is None, "another number of micro-batches"
+
+
 # --- nobody in particular ---------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resihp.detector.probes import FIT, judge_devices, judge_links, ring
+from resihp.detector.probes import (
+    FIT,
+    Former,
+    beside,
+    judge_devices,
+    judge_link,
+    judge_links,
+    judge_nodes,
+    link_seconds,
+    ring,
+    usual_speeds,
+)
 from resihp.protocol.messages import Speed, Transfer
 
 HEALTHY = Speed(flops=4e14, memory_bytes=2e12)
@@ -95,6 +106,51 @@ def test_a_device_that_does_nothing_at_all_is_not_fit() -> None:
     assert (judged[2].speed, judged[2].fit) == (0.0, False)
 
 
+# --- nodes, against former jobs -----------------------------------------------------------------------------------
+
+
+PLACE = ("gpu-17", "gpu-17.site", "A100")
+
+
+def former(job: int, flops: float, memory: float = 1.0, place: tuple[str, str, str] = PLACE) -> Former:
+    own = at(flops, memory)
+    return Former(place=place, job=job, flops=own.flops, memory_bytes=own.memory_bytes)
+
+
+def test_what_a_node_usually_gives_is_the_median_of_its_jobs_not_of_its_devices() -> None:
+    """One odd job with many devices counts once."""
+    told = [former(1, 1.0), *[former(2, 0.2)] * 20, former(3, 1.02), former(3, 0.1), former(3, 1.04)]
+    assert usual_speeds(told) == {PLACE: at(1.0)}
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_too_few_jobs_do_not_tell_what_is_usual(jobs: int) -> None:
+    assert usual_speeds([former(job, 1.0) for job in range(jobs) for _ in range(8)]) == {}
+
+
+def test_a_node_that_was_refitted_or_is_of_another_cluster_begins_anew() -> None:
+    told = [former(1, 1.0), former(2, 1.0)]
+    told += [former(3, 1.0, place=("gpu-17", "gpu-17.site", "H100")), former(4, 1.0, place=("gpu-17", "other", "A100"))]
+    assert usual_speeds(told) == {}
+
+
+def test_the_latest_jobs_tell_what_is_usual() -> None:
+    assert usual_speeds([former(job, 0.7 if job < 9 else 1.0) for job in range(40)]) == {PLACE: at(0.7, 1.0)}
+
+
+def test_a_node_is_as_slow_as_the_best_of_its_devices() -> None:
+    places = {0: PLACE, 1: PLACE, 2: ("gpu-18", "gpu-18.site", "A100"), 3: ("gpu-19", "gpu-19.site", "A100")}
+    usual = {place: at(1) for place in places.values() if place[0] != "gpu-19"}
+    shares = judge_nodes({0: at(0.5), 1: at(0.7), 2: at(1.0, 0.6), 3: at(0.1)}, places, usual)
+    assert shares == {
+        "gpu-17": (
+            pytest.approx(0.7),
+            "matrix products at 70% of what this node gave in former jobs, 2.8e+05 GFLOP/s",
+        ),
+        "gpu-18": (pytest.approx(0.6), "memory at 60% of what this node gave in former jobs, 1200 GB/s"),
+    }
+
+
 # --- links --------------------------------------------------------------------------------------------------------
 
 NODES = {rank: f"n{rank // 2}" for rank in range(8)}
@@ -111,27 +167,77 @@ def both_ends(times: dict[tuple[int, int], float]) -> dict[int, list[Transfer]]:
 def test_a_link_is_compared_with_others_of_its_kind() -> None:
     within = {(0, 1): 1e-3, (2, 3): 1e-3, (4, 5): 1e-3, (6, 7): 2e-3}
     between = {(1, 2): 1e-2, (3, 4): 1e-2, (5, 6): 4e-2, (0, 7): 1e-2}
-    judged = judge_links(both_ends(within | between), NODES)
+    judged = judge_links(link_seconds(both_ends(within | between)), NODES)
     assert judged == {pair: 1.0 for pair in (*within, *between)} | {(6, 7): 0.5, (5, 6): 0.25}
 
 
 def test_too_few_links_of_a_kind_are_not_judged() -> None:
-    assert judge_links(both_ends({(0, 1): 1e-3, (2, 3): 9e-3}), NODES) == {}
-    judged = judge_links(both_ends({(0, 1): 1e-3, (1, 2): 1e-2, (3, 4): 1e-2, (5, 6): 1e-2}), NODES)
+    assert judge_links({(0, 1): 1e-3, (2, 3): 9e-3}, NODES) == {}
+    judged = judge_links({(0, 1): 1e-3, (1, 2): 1e-2, (3, 4): 1e-2, (5, 6): 1e-2}, NODES)
     assert sorted(judged) == [(1, 2), (3, 4), (5, 6)], "one link inside a node has no peers"
 
 
 def test_a_link_that_only_one_end_measured_counts_and_one_that_failed_does_not() -> None:
     found = both_ends({(1, 2): 1e-2, (3, 4): 1e-2, (5, 6): 1e-2})
     found[0] = [Transfer(peer=7, seconds=4e-2)]
-    assert judge_links(found, NODES)[0, 7] == 0.25
+    assert judge_links(link_seconds(found), NODES)[0, 7] == 0.25
     found[0] = [Transfer(peer=7, seconds=0.0)]
-    assert (0, 7) not in judge_links(found, NODES)
+    assert (0, 7) not in judge_links(link_seconds(found), NODES)
 
 
 def test_nothing_measured_is_nothing_judged() -> None:
     assert judge_links({}, {}) == {}
-    assert judge_links({0: (), 1: ()}, NODES) == {}
+    assert link_seconds({0: (), 1: ()}) == {}
+
+
+# --- a link under suspicion ---------------------------------------------------------------------------------------
+
+
+def test_a_link_under_suspicion_is_compared_with_links_of_other_nodes() -> None:
+    times = {(1, 2): 4e-2, (4, 6): 1e-2, (5, 7): 1e-2, (4, 5): 1e-3}
+    judged = judge_link((1, 2), times, NODES, {})
+    assert (judged.speed, judged.slow, judged.evidence) == (0.25, True, "transfers at 25% of 2 other links'")
+    assert not judge_link((4, 6), times, NODES, {}).slow
+
+
+@pytest.mark.parametrize(("share", "witnesses", "slow"), [(0.75, 2, True), (0.85, 2, False), (0.75, 1, False)])
+def test_one_witness_alone_may_be_odd_itself(share: float, witnesses: int, slow: bool) -> None:
+    times = {(1, 2): 1e-2 / share, **dict([((4, 6), 1e-2), ((0, 7), 1e-2)][:witnesses])}
+    assert judge_link((1, 2), times, NODES, {}).slow is slow
+
+
+def test_the_past_does_not_tell_where_others_do() -> None:
+    """While training goes on, transfers may be slower than when everybody was parked."""
+    times = {(1, 2): 4e-2, (4, 6): 4e-2}
+    assert judge_link((1, 2), times, NODES, {(1, 2): 1e-2}).speed == 1.0
+
+
+def test_where_there_are_no_others_the_past_tells() -> None:
+    judged = judge_link((1, 2), {(1, 2): 4e-2}, NODES, {(1, 2): 1e-2})
+    assert (judged.speed, judged.slow, judged.evidence) == (0.25, True, "transfers at 25% of those at the start")
+    assert judge_link((1, 2), {(1, 2): 4e-2}, NODES, {(0, 3): 1e-2, (0, 1): 1e-4}).speed == 0.25, "that of its kind"
+    assert not judge_link((1, 2), {(1, 2): 1.4e-2}, NODES, {(1, 2): 1e-2}).slow, "others train beside it"
+
+
+def test_a_link_with_nothing_to_compare_it_with_is_not_judged() -> None:
+    judged = judge_link((1, 2), {(1, 2): 1.0}, NODES, {(0, 1): 1.0})
+    assert (judged.speed, judged.slow) == (None, False)
+
+
+@given(st.data())
+def test_links_beside_one_under_suspicion_are_few_and_have_their_nodes_to_themselves(data: st.DataObject) -> None:
+    count = data.draw(st.integers(2, 40))
+    per_node = data.draw(st.integers(1, 8))
+    nodes = {rank: f"n{rank // per_node}" for rank in range(count)}
+    a, b = sorted(data.draw(st.lists(st.integers(0, count - 1), min_size=2, max_size=2, unique=True)))
+    first, *others = beside((a, b), range(count), nodes)
+    assert first == (a, b)
+    assert len(others) <= 4
+    used = [node for pair in (first, *others) for node in {nodes[rank] for rank in pair}]
+    assert len(used) == len(set(used))
+    assert {nodes[c] == nodes[d] for c, d in others} <= {nodes[a] == nodes[b]}, "all are of its kind"
+    if count >= 6 * per_node:
+        assert len(others) >= 2 or (nodes[a] == nodes[b] and per_node == 1)
 
 
 # --- who measures which link when ---------------------------------------------------------------------------------

@@ -248,6 +248,56 @@ def probe_alone(rank: int, store: Address) -> dict[str, Any]:
     return {"error": answer.error, "missed": answer.missed, "speed": answer.speed.flops}
 
 
+def probe_links_in_training(
+    rank: int, store: Address, *, grid_of: tuple[int, int, int], strict: bool
+) -> dict[str, Any]:
+    """Train four iterations. After the second, two pairs measure their links; after the third, rank 0 waits in vain."""
+    os.environ["RESIHP_STRICT_ORDER"] = str(int(strict))
+    engine = engine_of("gpt")
+    plan = plan_of(1, grid(*grid_of))
+    engine.adopt(plan, rank)
+    engine.connect(plan, rank, store, TIMEOUT_S)
+    pairs = (((0, 2), (1, 3)),)
+    answers, losses = [], []
+    for iteration in range(1, 5):
+        outcome = engine.run(plan, iteration, Watcher())
+        engine.step(outcome)
+        losses.append(outcome.loss)
+        asked = m.Probe(probe=iteration, pairs=pairs, store=store, after_iteration=iteration)
+        if (iteration == 2 and rank in (0, 1, 2, 3)) or (iteration == 3 and rank == 0):
+            probe.ANNOUNCED_S = 2.0 if iteration == 2 else 0.3
+            answers.append(msgspec.to_builtins(probe.measure_links(asked, rank, engine, lambda: False)))
+    engine.disconnect()
+    return {"losses": losses, "answers": answers, "digest": state_digest(engine)}
+
+
+def peer_dies_in_a_probe(rank: int, store: Address, *, called_off: bool) -> dict[str, Any]:
+    """Rank 1 comes to measure its link with rank 0, and dies; rank 0 is woken. Or it was called off before."""
+    engine = engine_of("gpt")
+    plan = plan_of(1, grid(1, 2, 1))
+    engine.adopt(plan, rank)
+    engine.connect(plan, rank, store, TIMEOUT_S)
+    engine.step(engine.run(plan, 1, Watcher()))
+    if rank == 1:
+        keys = torch.distributed.TCPStore(*store, None, False, timeout=timedelta(seconds=TIMEOUT_S))
+        keys.set("epoch-probe-1/here/1", "1")
+        if not called_off:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1.0)
+        return {}
+    asked = m.Probe(probe=1, pairs=(((0, 1),),), store=store, after_iteration=1)
+    threading.Timer(0.8, engine.wake).start()
+    answer = probe.measure_links(asked, rank, engine, lambda: called_off)
+    error = ""
+    if not called_off:
+        try:
+            engine.run(plan, 2, Watcher())
+        except CommunicatorError as caught:
+            error = str(caught)
+    return {"missed": answer.missed, "seconds": answer.seconds, "error": error}
+
+
 def attention(rank: int, store: Address, *, groups: int) -> dict[str, float]:
     """Largest differences of packed attention and its gradients from a block mask over the whole micro-batch."""
     heads, width, lengths = 4, 8, (5, 1, 17, 9)

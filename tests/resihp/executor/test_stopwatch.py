@@ -43,6 +43,38 @@ def test_probes_find_the_slow_device_and_meet_every_neighbour(ranks: Ranks) -> N
     assert not judged[1].fit
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_links_are_measured_between_two_iterations_while_the_plan_stands(ranks: Ranks, strict: bool) -> None:
+    """Everybody else trains on, and nothing of the training is changed by it; nor by a peer that does not come."""
+    answers = ranks("probe_links_in_training", 8, grid_of=(2, 2, 2), strict=strict)
+    undisturbed = ranks("train", 8, grid_of=(2, 2, 2))
+    assert [answer["losses"] for answer in answers] == [[one["loss"] for one in u["outcomes"]] for u in undisturbed]
+    assert [answer["digest"] for answer in answers] == [one["digest"] for one in undisturbed]
+    measured = [answer["answers"][0] for answer in answers[:4]]
+    assert [one["missed"] for one in measured] == [""] * 4
+    assert [[transfer["peer"] for transfer in one["transfers"]] for one in measured] == [[2], [3], [0], [1]]
+    assert all(one["transfers"][0]["seconds"] > 0.0 for one in measured)
+    in_vain = answers[0]["answers"][1]
+    assert "came in time" in in_vain["missed"]
+    assert 0.3 <= in_vain["seconds"] < 1.5
+    print(f"training waits {max(one['seconds'] for one in measured):.3f} s for two links")
+
+
+def test_a_peer_that_dies_while_its_link_is_measured_holds_nobody(serve: Callable[..., list[dict[str, Any]]]) -> None:
+    answers = serve("peer_dies_in_a_probe", 2, called_off=False)
+    assert answers[1] == {"killed": 9}
+    survivor = answers[0]["result"]
+    assert survivor["missed"]
+    assert survivor["seconds"] < 2.5
+    assert survivor["error"], "and then it is free to park"
+
+
+def test_whoever_was_asked_to_park_before_does_not_begin_to_measure(ranks: Ranks) -> None:
+    answer = ranks("peer_dies_in_a_probe", 2, called_off=True)[0]
+    assert answer["missed"].endswith("called off")
+    assert answer["seconds"] < 0.5
+
+
 def test_a_peer_that_does_not_come_is_an_answer(ranks: Ranks) -> None:
     (answer,) = ranks("probe_alone", 1)
     assert "came in time" in answer["missed"]

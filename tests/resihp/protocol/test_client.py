@@ -127,6 +127,24 @@ with client.deaf():
     assert worker.ends() == 7
 
 
+def test_a_probe_that_was_announced_is_due_at_its_moment(started: list[Process]) -> None:
+    worker = run(
+        started,
+        """
+while client.next_order().probe != 4:
+    pass
+tell([asked.probe for asked in client.due_link_probes(6)])
+tell([asked.probe for asked in client.due_link_probes(7)])
+tell(client.due_probe().probe)
+tell([asked.probe for asked in client.due_link_probes()])
+tell([client.due_link_probes(), client.due_probe()])
+""",
+    )
+    for probe, after in ((1, 7), (2, 9), (3, 5), (4, None)):
+        worker.channel.send(m.Probe(probe=probe, after_iteration=after))
+    assert [worker.heard() for _ in range(5)] == ["[3]", "[1]", "4", "[2]", "[[], None]"]
+
+
 def test_what_a_deaf_worker_starts_is_not_deaf(started: list[Process]) -> None:
     worker = run(
         started,

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 
@@ -156,14 +156,14 @@ class Exhaustive:
         return float(compiled.iteration_seconds(both.reshape(len(cuts), -1).take(index, axis=1)).min())
 
 
-@lru_cache(maxsize=None)
+@cache
 def _compositions(layers: int, stages: int) -> np.ndarray:
     """All (n, stages) partitions of the layers, each stage at least one."""
     inner = itertools.combinations(range(1, layers), stages - 1)
     return np.array([np.diff((0, *cut, layers)) for cut in inner], dtype=np.intp).reshape(-1, stages)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _compiled(stages: int, m: int) -> tuple[CompiledOrders, np.ndarray]:
     """1F1B, and where each slot finds its seconds in (stages, F or B)."""
     replica = Replica(tuple(Stage((s,), ((s, s),)) for s in range(stages)))

@@ -42,8 +42,10 @@ from megatron.core.transformer import TransformerConfig
 from rich.console import Console
 from rich.table import Table
 
+from resihp.executor.emulation import Work
 from resihp.executor.engine import Engine
 from resihp.executor.optimizer import AdamW
+from resihp.executor.state import Holding
 from resihp.layout import Layout
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import play
@@ -196,8 +198,12 @@ class Emulation:
     chunks: int = 2
     """A stage's in the interleaved schedule."""
 
-    def seconds(self, splits: bool, primitive: Primitive, layers: int) -> float:
-        return self.unit_s * layers * (2 if primitive.kind == "B" and not splits else 1)
+    def pace(self, work: Work, holding: Holding, chunk: int) -> float:
+        first, last = holding.chunks[chunk]
+        return self.seconds(work, last - first + 1)
+
+    def seconds(self, work: Work, layers: int) -> float:
+        return self.unit_s * layers * (2 if work == "BW" else 1)
 
     def plans(self) -> dict[str, Plan]:
         share = spread(self.micro_batches, 1)
@@ -229,7 +235,8 @@ class Emulation:
 
         def seconds(stop: Stop, primitive: Primitive) -> float:
             first, last = plan.layout.replicas[stop.replica].stages[stop.stage].chunks[stop.chunk]
-            return self.seconds(splits, primitive, last - first + 1)
+            whole = primitive.kind == "B" and not splits
+            return self.seconds("BW" if whole else primitive.kind, last - first + 1)
 
         return max(max(ends) for stages in play(plan, orders_of(plan), seconds).ends for ends in stages)
 
@@ -253,7 +260,7 @@ def emulate(emulation: Emulation, rank: int, store: tuple[str, int]) -> dict[str
             optimizer=SETTINGS,
             seed=5,
             sequence=emulation.length,
-            pace=functools.partial(emulation.seconds, name == "zero-bubble"),
+            pace=emulation.pace,
         )
         contestants[name] = Ours(engine, plan, rank, store)
     barrier = functools.partial(contestants["1f1b"].engine.gather, None)

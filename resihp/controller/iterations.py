@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal as signals
 
-from resihp.controller import expectation, incidents
+from resihp.controller import expectation, incidents, reconsideration
 from resihp.controller import interface as api
 from resihp.controller.state import IterationReports, Job, Member
 from resihp.journal import IterationCommitted, Reconfigured
@@ -19,26 +19,25 @@ def transition_done(job: Job) -> None:
     if transition is None:
         return
     job.transition = None
+    took_s = transition.park_s + transition.plan_s + transition.groups_s + transition.state_s
+    reconsideration.took(job, took_s, transition.extra_bytes)
     if transition.initial or transition.action == "start":
         return
-    job.do(
-        api.Log(
-            entry=Reconfigured(
-                epoch=transition.epoch,
-                failures=tuple(transition.failures),
-                attempts=transition.attempts,
-                action=transition.action,
-                park_s=transition.park_s,
-                plan_s=transition.plan_s,
-                groups_s=transition.groups_s,
-                state_s=transition.state_s,
-                first_iteration_s=job.now - transition.begun_at,
-                seconds=job.now - transition.began_at,
-                bytes_moved=transition.bytes_moved,
-                extra_bytes=transition.extra_bytes,
-            )
-        )
+    entry = Reconfigured(
+        epoch=transition.epoch,
+        failures=tuple(transition.failures),
+        attempts=transition.attempts,
+        action=transition.action,
+        park_s=transition.park_s,
+        plan_s=transition.plan_s,
+        groups_s=transition.groups_s,
+        state_s=transition.state_s,
+        first_iteration_s=job.now - transition.begun_at,
+        seconds=job.now - transition.began_at,
+        bytes_moved=transition.bytes_moved,
+        extra_bytes=transition.extra_bytes,
     )
+    job.do(api.Log(entry=entry))
 
 
 def stepped(job: Job, member: Member, report: m.Stepped) -> None:

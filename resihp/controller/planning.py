@@ -17,8 +17,10 @@ from resihp.ownership import ParameterSpec
 from resihp.pipeline import checker
 from resihp.plan import Plan
 from resihp.scheduler import planner
+from resihp.scheduler.movement import movement
 from resihp.scheduler.prices import iteration_seconds
 from resihp.scheduler.situation import Situation
+from resihp.scheduler.worth import Movement
 from resihp.transfers import Base, bytes_of, missing, moves
 
 
@@ -71,17 +73,25 @@ def best(job: Job, epoch: int, available: set[int], base: Base | None) -> tuple[
     return plan, decision.reason
 
 
-def gain(job: Job) -> tuple[Plan, float, float]:
-    """The best plan now that devices have the speeds they have, and predicted times of the present one and of it.
+class Gain(msgspec.Struct, frozen=True, kw_only=True):
+    """The best plan as things are, predicted times of the one in effect and of it, and what the change has to do.
 
-    In layer times of a healthy device. Raises LayoutError when no plan is found.
+    Times are in layer times of a healthy device.
     """
+
+    plan: Plan
+    now_s: float
+    then_s: float
+    movement: Movement
+
+
+def gain(job: Job) -> Gain:
+    """What another plan would be worth. Raises LayoutError when none is found."""
     assert job.plan is not None
-    base = base_while_running(job)
-    situation = _situation(job, job.epoch + 1, set(job.ready), base)
-    plan, _ = best(job, job.epoch + 1, set(job.ready), base)
+    situation = _situation(job, job.epoch + 1, set(job.ready), base_while_running(job))
+    plan, _ = best(job, job.epoch + 1, set(job.ready), base_while_running(job))
     now_s, then_s = (iteration_seconds(of, situation) for of in (job.plan, plan))
-    return plan, now_s, then_s
+    return Gain(plan=plan, now_s=now_s, then_s=then_s, movement=movement(situation, plan.layout))
 
 
 def with_standby(plan: Plan, ranks: set[int]) -> Plan:
@@ -116,11 +126,7 @@ def _with_spares(job: Job, plan: Plan, unfit: set[int]) -> Plan:
 
 def _kept_out(job: Job, ranks: set[int]) -> set[int]:
     """Of these, those that are to stand by: unfit, or not measured yet."""
-    return {rank for rank in ranks if _device(job, rank) in job.unfit or rank in job.unmeasured}
-
-
-def _device(job: Job, rank: int) -> tuple[str, int]:
-    return job.members[rank].node, job.members[rank].device
+    return {rank for rank in ranks if job.device_of(rank) in job.unfit or rank in job.unmeasured}
 
 
 def cautious(job: Job, epoch: int, available: set[int], base: Base | None) -> tuple[Plan, str]:
@@ -163,9 +169,20 @@ def _situation(job: Job, epoch: int, available: set[int], base: Base | None) -> 
         schedule=settings.schedule,
         sequence_parallel=settings.sequence_parallel,
         memory_bytes=settings.memory_bytes,
-        speeds={rank: slow.speed for rank in available if (slow := job.slow.get(_device(job, rank))) is not None},
+        speeds={rank: slow.speed for rank in available if (slow := job.slow.get(job.device_of(rank))) is not None},
+        links=_links(job),
         stale=tuple(sorted(stale)),
     )
+
+
+def _links(job: Job) -> dict[tuple[str, str], float]:
+    """Slow links between nodes: the slowest that was found of each pair."""
+    found: dict[tuple[str, str], float] = {}
+    for (a, b), slow in job.slow_links.items():
+        near, far = sorted((job.members[a].node, job.members[b].node))
+        if near != far:
+            found[near, far] = min(slow.speed, found.get((near, far), 1.0))
+    return found
 
 
 def base(job: Job) -> Base | None:

@@ -23,6 +23,7 @@ from resihp.controller import (
     incidents,
     iterations,
     newcomers,
+    reconsideration,
     slowness,
     transitions,
     upkeep,
@@ -45,6 +46,7 @@ from resihp.journal import (
     NodeLost,
     PlanDecided,
     PlanInEffect,
+    Reconfigured,
     WorkerEnded,
     WorkerStarted,
 )
@@ -102,6 +104,9 @@ def replay(settings: Settings, entries: Iterable[AnyEntry]) -> Job:
                 job.epoch = max(job.epoch, entry.plan.epoch)
             case PlanInEffect() if entry.epoch in plans:
                 job.take_effect(plans[entry.epoch])
+            case Reconfigured():
+                took_s = entry.park_s + entry.plan_s + entry.groups_s + entry.state_s
+                reconsideration.took(job, took_s, entry.extra_bytes)
             case IterationCommitted():
                 job.committed = entry.outcome.iteration
                 job.last_outcome = entry.outcome

@@ -18,17 +18,14 @@ from collections.abc import Mapping
 
 import msgspec
 
-from resihp.controller import examination, gathering, newcomers, planning, transitions
+from resihp.controller import examination, gathering, newcomers, reconsideration
 from resihp.controller import interface as api
 from resihp.controller.state import Examination, Job, Member, Slow
 from resihp.detector import probes
 from resihp.detector.findings import Finding
-from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.journal import AnyEntry, FailureEnded, FailureFound, ProbesTaken, Suspected
 from resihp.protocol import messages as m
 
-WORTHWHILE = 0.03
-"""Share of an iteration's time that another plan must save to be worth an interruption."""
 UNANSWERED = 1000
 """Probes that the last supervisor may have asked for, and whose answers may still come: their numbers are taken."""
 CONFIRMED = 0.95
@@ -52,7 +49,7 @@ def review(job: Job) -> None:
             _suspected(job, finding)
         elif finding.kind == "recovered":
             _recovered(job, finding)
-    _reconsider(job)
+    reconsideration.review(job)
 
 
 def _suspected(job: Job, finding: Finding) -> None:
@@ -200,7 +197,8 @@ def _verdict(job: Job, rank: int, finding: Finding, speed: float, evidence: str)
     _record(job, entry)
     job.failures = entry.failure
     job.say("warning", f"{job.where(rank)}: slow since iteration {finding.iteration}, at {speed:.0%} of its speed")
-    _consider(job, f"rank {rank} is slow", [entry.failure])
+    device = member.node, member.device
+    reconsideration.consider(job, f"rank {rank} is slow", finding.iteration, failure=entry.failure, device=device)
 
 
 def _link_verdict(job: Job, finding: Finding, link: tuple[int, int], speed: float, evidence: str) -> None:
@@ -226,6 +224,15 @@ def _link_verdict(job: Job, finding: Finding, link: tuple[int, int], speed: floa
     _record(job, entry)
     job.failures = entry.failure
     job.say("warning", f"{_named(job, link)}: slow since iteration {finding.iteration}, at {speed:.0%}")
+    reconsideration.consider(
+        job, f"link {nodes} is slow", finding.iteration, failure=entry.failure, device=_between(job, link)
+    )
+
+
+def _between(job: Job, link: tuple[int, int]) -> tuple[str, str]:
+    """The nodes of a link, in ascending order."""
+    a, b = sorted(job.members[rank].node for rank in link)
+    return a, b
 
 
 def _record(job: Job, entry: AnyEntry) -> None:
@@ -250,6 +257,9 @@ def _recovered(job: Job, finding: Finding) -> None:
             ),
         )
         job.say("notice", f"link between ranks {a} and {b}: as fast as before, since iteration {finding.iteration}")
+        reconsideration.consider(
+            job, f"link between ranks {a} and {b} is as fast as before", finding.iteration, device=_between(job, (a, b))
+        )
 
 
 def _device_recovered(job: Job, device: tuple[str, int], iteration: int, evidence: str) -> None:
@@ -260,7 +270,7 @@ def _device_recovered(job: Job, device: tuple[str, int], iteration: int, evidenc
         FailureEnded(failure=failure, node=device[0], device=device[1], iteration=iteration, evidence=evidence),
     )
     job.say("notice", f"{name}: as fast as before, since iteration {iteration}")
-    _consider(job, f"{name} is as fast as before", [])
+    reconsideration.consider(job, f"{name} is as fast as before", iteration, device=device)
 
 
 # --- devices that stand by because they are slow --------------------------------------------------------------------
@@ -288,34 +298,6 @@ def _measured_standby(job: Job, judged: Mapping[int, probes.Judged]) -> None:
             job.unconsidered.add(rank)
         if device in job.slow:
             _device_recovered(job, device, job.committed + 1, f"standing by, its probe is fine: {verdict.evidence}")
-
-
-def _consider(job: Job, reason: str, failures: list[int]) -> None:
-    """Look for another plan, now or as soon as nothing else is under way."""
-    job.reconsider.append((reason, tuple(failures)))
-
-
-def _reconsider(job: Job) -> None:
-    """Interrupt training for another plan, if it is faster by enough."""
-    if not job.reconsider or job.phase != "running" or job.transition is not None or job.pause is not None:
-        return
-    asked, job.reconsider = job.reconsider, []
-    if job.plan is None or job.departure is not None or job.furthest + 1 >= job.goal:
-        return
-    reason = ", ".join(dict.fromkeys(why for why, _ in asked))
-    try:
-        better, now_s, then_s = planning.gain(job)
-    except (LayoutError, NotEnoughDevicesError) as error:
-        job.say("notice", f"{reason}: no other plan: {error}")
-        return
-    if (better.layout, better.assignment) == (job.plan.layout, job.plan.assignment):
-        job.say("notice", f"{reason}: the plan stays, no other is faster")
-    elif then_s > now_s * (1.0 - WORTHWHILE):
-        job.say("notice", f"{reason}: the plan stays, another would save only {1.0 - then_s / now_s:.1%}")
-    else:
-        transitions.pause(job, f"{reason}: another plan saves {1.0 - then_s / now_s:.0%} of an iteration")
-        assert job.pause is not None
-        job.pause.failures += [failure for _, failures in asked for failure in failures]
 
 
 def replay(job: Job, entry: AnyEntry) -> None:

@@ -34,6 +34,7 @@ from resihp.protocol.messages import (
     WorkerOrder,
 )
 from resihp.protocol.messages import Speed as DeviceSpeed
+from resihp.scheduler.worth import Record
 from resihp.transfers import Base
 
 
@@ -177,6 +178,18 @@ class Slow:
     speed: float
     since: int
     """First slow iteration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Something that may call for another plan."""
+
+    reason: str
+    since: int
+    """First iteration in which things were as they are."""
+    failure: int | None = None
+    device: object = None
+    """What is slower or faster: a device, or a link."""
 
 
 @dataclass
@@ -434,8 +447,14 @@ class Job:
         """Ranks that were suspected to be slow, and whose probe was fine."""
         self.unmeasured: set[int] = set()
         """Newcomers whose device is still to be measured before they are given work."""
-        self.reconsider: list[tuple[str, tuple[int, ...]]] = []
+        self.reconsider: list[Change] = []
         """Why another plan may be better now, and the verdicts behind it."""
+        self.reconsider_at = 0.0
+        """Not before then: when another plan begins to be worth it."""
+        self.changes: dict[object, list[float]] = {}
+        """When plans were changed on account of which device or link."""
+        self.records: list[Record] = []
+        """What transitions have taken."""
         self.recheck_at = 0.0
         """When what stands by for being slow is measured next."""
         self.unfit: set[tuple[str, int]] = set()

@@ -31,7 +31,8 @@ from resihp.executor import movement, parameters
 from resihp.executor.batches import Batches, fingerprint
 from resihp.executor.channels import guarded
 from resihp.executor.communicators import Communicators, Directory, Store
-from resihp.executor.interpreter import Interpreter, Observer, Pace, computed, loss_speaker
+from resihp.executor.emulation import Pace
+from resihp.executor.interpreter import Interpreter, Observer, computed, loss_speaker
 from resihp.executor.optimizer import AdamW, AdamWState
 from resihp.executor.stage import PositionEmbedding, StageModule, model_spec, refuse_unhonoured
 from resihp.executor.state import Holding, State, extra_bytes
@@ -94,7 +95,7 @@ class Engine:
         pace: Pace | None = None,
     ) -> None:
         refuse_unhonoured(config)
-        self._config, self._settings, self._seed, self._pace = config, optimizer, seed, pace
+        self._config, self._settings, self._seed = config, optimizer, seed
         self._positions: tuple[PositionEmbedding, int] = (position_embedding, rotary_base)
         self.model: ModelSpec = model_spec(config, vocab_size, sequence, tied=tied, vocab_multiple=vocab_multiple)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -107,6 +108,8 @@ class Engine:
         """Digest of model and optimizer settings, the data set's first iteration and library versions."""
         self.speed: Speed = full_speed
         """How fast an injected fault makes this device."""
+        self.pace: Pace | None = pace
+        """What chunks take on the device that is emulated; None: on this one."""
         self.measured: Floats = np.zeros((len(CHUNKS), 0))
         """Times of the last `run`'s primitives (`resihp.detector.observation.CHUNKS`)."""
         self.reduced_s = 0.0
@@ -407,7 +410,7 @@ class Engine:
             observer,
             self.device,
             stopwatch,
-            self._pace,
+            self.pace,
         )
         try:
             interpreter.run()

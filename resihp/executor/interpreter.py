@@ -7,7 +7,7 @@ iteration that breaks leaves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -20,6 +20,7 @@ from resihp.detector.observation import Floats
 from resihp.errors import DatasetError
 from resihp.executor.channels import Transfer, guarded
 from resihp.executor.communicators import Communicators
+from resihp.executor.emulation import Pace
 from resihp.executor.stage import IGNORED
 from resihp.executor.state import State
 from resihp.executor.stopwatch import Stopwatch
@@ -27,9 +28,6 @@ from resihp.faults import Phase
 from resihp.pipeline.program import Bucket, Compute, Parcel, Program, Reduce, Transmit, gradients_of
 from resihp.plan import Primitive, Stop
 from resihp.workload import MicroBatch
-
-Pace = Callable[[Primitive, int], float]
-"""Seconds that a primitive on so many layers is to take: emulates a device's speed by sleeping."""
 
 _Key = tuple[Literal["forward", "backward"], int, int]
 """(direction, micro-batch, boundary), as of a Parcel."""
@@ -151,8 +149,9 @@ class Interpreter:
             self._stopwatch.begin()
             self._stage.weights.finish((primitive.micro_batch, primitive.chunk))
         if self._pace is not None:
-            first, last = self._state.holding.chunks[primitive.chunk]
-            self._stopwatch.emulate(self._pace(primitive, last - first + 1))
+            both = primitive.kind == "B" and (primitive.micro_batch, primitive.chunk) not in self._split
+            work = "BW" if both else primitive.kind
+            self._stopwatch.emulate(self._pace(work, self._state.holding, primitive.chunk))
         self._stopwatch.end()
         micro_batch = self._batch[primitive.micro_batch]
         self._work.append((float(micro_batch.tokens), float(micro_batch.sum_squared_lengths)))

@@ -58,11 +58,14 @@ class Stopwatch:
         """The collective is over: own work goes on."""
 
     def emulate(self, seconds: float) -> None:
-        """Take at least `seconds` for the primitive under way, as a device would that needs them."""
-        rest = self._began + seconds - time.perf_counter()
+        """Take at least `seconds` for the primitive under way, or more if the device is made slow: as one would that
+        needs them. They are its own work then, whether it had to wait for peers meanwhile or not."""
+        needed = seconds / self._speed()
+        rest = self._began + needed - time.perf_counter()
         if rest > 0.0:
             time.sleep(rest)
-            self._slept += rest
+        self._marked = time.thread_time()
+        self._slept = max(self._slept, needed - (self._marked - self._work))
 
     def end(self) -> None:
         """The primitive is done."""

@@ -20,7 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from resihp import checkpoints
 from resihp.detector.observation import pack
 from resihp.errors import CheckpointError, CommunicatorError, LayoutError, ResihpError
-from resihp.executor import checkpoint, probe
+from resihp.executor import checkpoint, emulation, probe
 from resihp.executor.engine import Engine
 from resihp.executor.optimizer import AdamW
 from resihp.executor.stage import PositionEmbedding
@@ -98,6 +98,9 @@ class Trainer:
             tied=share_embeddings_and_output_weights,
             vocab_multiple=make_vocab_size_divisible_by,
         )
+        self.engine.pace = emulation.pace_of(os.environ, self.engine.model, self.engine.device)
+        if self.engine.pace is not None:
+            print(f"{emulation.LAYER_MS} is set: sleeps in every chunk, to emulate a device of that speed", flush=True)
 
     def train(self, iterations: int) -> None:
         """Train up to and including iteration `iterations`, from the newest checkpoint when resuming.

@@ -8,7 +8,7 @@ off the others are given up. Each change must be significantly better than none.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from resihp.errors import PlanError
 from resihp.scheduler.groups import SIGNIFICANT, Group, Pipe, idle_groups, lay, regroup, untouched
@@ -39,8 +39,9 @@ class Draft:
         self.seconds = self._seconds(self.pipes)
 
     def improve(self) -> None:
-        """Make the best of all single changes, as long as it is significantly better."""
+        """Make the best of each replica, then of all changes to their number, as long as it is significantly better."""
         while True:
+            self._improve_each()
             best, pipes = math.inf, self.pipes
             for offer in self._offers():
                 seconds = self._seconds(offer)
@@ -49,6 +50,67 @@ class Draft:
             if math.isinf(best) or best >= self.seconds * (1 - SIGNIFICANT):
                 return
             self.seconds, self.pipes = best, pipes
+
+    def _improve_each(self) -> None:
+        """Give replicas more stages, or fewer, where that makes them faster by themselves; the weakest chooses first.
+
+        Replicas that are alike, with the same to choose from, come to the same answer: only one of them looks for it.
+        """
+        share = max(1, round(self._situation.micro_batches / max(1, len(self.pipes))))
+        used = {rank for priced in self.pipes.values() for rank in priced.replica.ranks}
+        idle = set(self._situation.available).difference(used)
+        groups = idle_groups(self._situation, idle)
+        settled: set[object] = set()
+        before = dict(self.pipes)
+        for pipe in sorted(self.pipes, key=self._strength):
+            now = pipe
+            while True:
+                priced = self.pipes[now]
+                mine = {self._situation.nodes[rank] for rank in priced.replica.ranks}
+                unlike: dict[tuple[float, bool], Group] = {}
+                for group in groups:
+                    at_home = self._situation.nodes[group.ranks[0]] in mine
+                    unlike.setdefault((self._situation.speed(group.ranks), at_home), group)
+                question = (priced.shape, priced.late, len(now.groups), frozenset(unlike))
+                if question in settled:
+                    break
+                seconds = self._prices.seconds(priced, share)
+                offers = [*self._changed(now, unlike)]
+                played = [self._prices.seconds(found, share) for _, found in offers]
+                best = min(played, default=math.inf)
+                if best >= seconds * (1 - SIGNIFICANT):
+                    settled.add(question)
+                    break
+                changed, found = offers[played.index(best)]
+                idle |= set(priced.replica.ranks)
+                idle -= set(found.replica.ranks)
+                groups = idle_groups(self._situation, idle)
+                self.pipes = {
+                    (changed if old == now else old): (found if old == now else p) for old, p in self.pipes.items()
+                }
+                now = changed
+        if self.pipes != before:
+            seconds = self._seconds(self.pipes)
+            if seconds > self.seconds:
+                self.pipes = before
+            else:
+                self.seconds = seconds
+
+    def _changed(self, pipe: Pipe, unlike: Mapping[tuple[float, bool], Group]) -> Iterator[tuple[Pipe, Priced]]:
+        """What else a replica could be, with one group more or less; at home before elsewhere."""
+        found: list[Pipe | None] = []
+        room = self._situation.pp if untouched(self._situation, pipe) else self._situation.most_stages
+        if len(pipe.groups) < room:
+            at_home = {speed for speed, home in unlike if home}
+            found += [
+                self._longer(pipe, group) for (speed, home), group in unlike.items() if home or speed not in at_home
+            ]
+            found += [self._longer(shrunk, left) for shrunk, left in self._shrunk(pipe)]
+        found.append(self._without_drag(pipe))
+        for other in found:
+            priced = None if other is None else self._priced(other)
+            if other is not None and priced is not None:
+                yield other, priced
 
     @property
     def weak(self) -> int | None:
@@ -94,16 +156,9 @@ class Draft:
         return min(unfit, key=self._strength).base if unfit else None
 
     def _offers(self) -> Iterator[dict[Pipe, Priced]]:
-        """Every single change, but for those that are like another one before it."""
+        """One replica more, of idle groups, or one less."""
         used = {rank for priced in self.pipes.values() for rank in priced.replica.ranks}
-        idle = idle_groups(self._situation, used)
-        unlike = {self._situation.speed(group.ranks): group for group in reversed(idle)}
-        alike = {(priced.shape, priced.late, len(pipe.groups)): pipe for pipe, priced in reversed(self.pipes.items())}
-        for pipe in reversed(alike.values()):
-            if len(pipe.groups) < self._situation.most_stages:
-                for group in unlike.values():
-                    yield from self._replaced(pipe, self._longer(pipe, group))
-            yield from self._replaced(pipe, self._without_drag(pipe))
+        idle = idle_groups(self._situation, set(self._situation.available).difference(used))
         for count in range(1, min(self._situation.pp, len(idle)) + 1):
             fresh = Pipe(tuple(sorted(idle[:count], key=self._position)))
             priced = self._priced(fresh) if self._strength(fresh)[0] >= self._half else None
@@ -113,17 +168,15 @@ class Draft:
             slowest = max(self.pipes, key=lambda pipe: self._prices.seconds(self.pipes[pipe], 1))
             yield {pipe: priced for pipe, priced in self.pipes.items() if pipe != slowest}
 
-    def _replaced(self, pipe: Pipe, other: Pipe | None) -> Iterator[dict[Pipe, Priced]]:
-        priced = None if other is None else self._priced(other)
-        if other is not None and priced is not None:
-            yield {
-                (other if old == pipe else old): (priced if old == pipe else same) for old, same in self.pipes.items()
-            }
-
     def _longer(self, pipe: Pipe, group: Group) -> Pipe | None:
-        """With one more stage, where the slowest stage becomes fastest, then where the fewest layers move."""
+        """With one more stage, where the slowest stage becomes fastest, then where the fewest layers move.
+
+        Looked at are both ends, and the places beside groups of the same node.
+        """
         found: list[tuple[float, int, int, Pipe]] = []
-        for i in range(len(pipe.groups) + 1):
+        home = self._situation.nodes[group.ranks[0]]
+        beside = [i for i, g in enumerate(pipe.groups) if self._situation.nodes[g.ranks[0]] == home]
+        for i in sorted({0, len(pipe.groups), *beside, *(i + 1 for i in beside)}):
             longer = Pipe((*pipe.groups[:i], group, *pipe.groups[i:]), pipe.base)
             priced = self._priced(longer)
             if priced is not None:
@@ -131,6 +184,23 @@ class Draft:
                 moves = sum(len(set(stage.layers) - held[stage.ranks]) for stage in priced.replica.stages)
                 found.append((priced.slowest, moves, i, longer))
         return min(found, key=lambda entry: entry[:3])[3] if found else None
+
+    def _shrunk(self, pipe: Pipe) -> Iterator[tuple[Pipe, Group]]:
+        """With the fast ranks of a group alone, where a slow one holds it up, and what its other fast ranks could be.
+
+        That alone gains nothing (Eq. 4 would have done it): what is left over has to work elsewhere.
+        """
+        for s, group in enumerate(pipe.groups):
+            speeds = [self._situation.speeds.get(rank, 1.0) for rank in group.ranks]
+            if min(speeds) == max(speeds):
+                continue
+            fast = [rank for rank, p in zip(group.ranks, speeds, strict=True) if p > min(speeds)]
+            k = 1 << (len(fast).bit_length() - 1)
+            kept, left = tuple(fast[:k]), tuple(fast[k:])
+            left = left[: 1 << (len(left).bit_length() - 1)] if left else ()
+            if left and not any(self._situation.model.tensor_parallel_obstacle(len(part)) for part in (kept, left)):
+                smaller = Group(kept, group.held)
+                yield Pipe((*pipe.groups[:s], smaller, *pipe.groups[s + 1 :]), pipe.base), Group(left)
 
     def _without_drag(self, pipe: Pipe) -> Pipe | None:
         """Without the stage that holds all others up although it has as few layers as a stage can have."""

@@ -88,9 +88,9 @@ def regroup(situation: Situation, given_up: Collection[int] = (), *, vacant_firs
     return tuple(pipes)
 
 
-def idle_groups(situation: Situation, used: Collection[int]) -> tuple[Group, ...]:
+def idle_groups(situation: Situation, idle: Collection[int]) -> tuple[Group, ...]:
     """Groups that could be made of the ranks without work, each on one node, fastest first."""
-    pool = Pool(situation, sorted(set(situation.available).difference(used)))
+    pool = Pool(situation, sorted(idle))
     found: list[Group] = []
     for node in pool.nodes:
         while True:

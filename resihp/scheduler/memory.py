@@ -122,6 +122,29 @@ def fits(
     return True
 
 
+def most_alive(
+    replica: Replica,
+    model: ModelSpec,
+    memory_bytes: int | None,
+    tokens: int,
+    *,
+    sequence_parallel: bool = False,
+    element: int = ELEMENT,
+) -> tuple[float, ...]:
+    """For each stage, of how many micro-batches it can keep the activations at once; infinite where that is unknown."""
+    if memory_bytes is None or not tokens:
+        return (float("inf"),) * len(replica.stages)
+    virtual = replica.virtual_stages
+    found: list[float] = []
+    for s, stage in enumerate(replica.stages):
+        first, last = virtual[0][0] == s, virtual[-1][0] == s
+        inside, per_layer = _layer_bytes(model, stage.tp, sequence_parallel, tokens, element)
+        state = COPIES * element * _held(_outside(model, first, last), stage.tp) + len(stage.layers) * inside
+        outside = _outside_activations(model, first, last, stage.tp, tokens, element)
+        found.append((memory_bytes - state - outside) // (per_layer * len(stage.layers)))
+    return tuple(found)
+
+
 @lru_cache(maxsize=1024)
 def _layer_bytes(model: ModelSpec, tp: int, sequence_parallel: bool, tokens: int, element: int) -> tuple[int, int]:
     """Of one rank: a layer's state, and its activations of one micro-batch."""

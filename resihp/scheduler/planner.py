@@ -19,11 +19,14 @@ from resihp.errors import LayoutError, PlanError
 from resihp.layout import Layout, Replica, Stage, validate
 from resihp.model import ModelSpec
 from resihp.plan import Plan, spread
-from resihp.scheduler import memory, shares, whole
+from resihp.scheduler import memory, refinement, shares, whole
 from resihp.scheduler.draft import Draft
 from resihp.scheduler.groups import SIGNIFICANT
 from resihp.scheduler.prices import Priced, Prices, bytes_to_move
 from resihp.scheduler.situation import Decision, Situation
+
+MOST_ROUNDED = 2048
+"""Devices up to which a plan is looked at as if it were in effect: what it left idle may improve it further."""
 
 TIE = 0.002
 """Relative difference below which two predictions are the same, and what moves the fewest bytes is taken."""
@@ -90,18 +93,20 @@ def decide(situation: Situation) -> Decision:
     prices = Prices(situation)
     first = _candidates(situation, prices)
     chosen = _best(situation, first)
-    while True:  # each round is faster than the one before, or the last
+    while len(situation.available) <= MOST_ROUNDED:  # each round is faster than the one before, or the last
         after = msgspec.structs.replace(situation, base=chosen.plan.layout, stale=())
         better = _best(after, _candidates(after, prices))
         if better.plan.layout == chosen.plan.layout or better.seconds >= chosen.seconds:
             break
         chosen = better
+    refined = refinement.refined(situation, chosen.plan, chosen.seconds, prices)
+    name = chosen.name if not refined.how else f"{chosen.name}, with {refined.how}"
     others = tuple((candidate.name, candidate.seconds) for candidate in first if candidate.name != chosen.name)
     against = "".join(f", against {seconds:.4g} {name}" for name, seconds in others)
     return Decision(
-        plan=chosen.plan,
-        seconds=chosen.seconds,
-        reason=f"{chosen.name}: predicted {chosen.seconds:.4g} {situation.unit} an iteration{against}",
+        plan=refined.plan,
+        seconds=refined.seconds,
+        reason=f"{name}: predicted {refined.seconds:.4g} {situation.unit} an iteration{against}",
         alternatives=others,
     )
 

@@ -59,8 +59,16 @@ class Prices:
         self._situation = situation
         self._shapes: dict[object, tuple[Shape, tuple[tuple[float, ...], ...]]] = {}
         self._clocks: dict[object, _Clock] = {}
+        self._priced: dict[int, Priced] = {}
+        """By identity of the replica, which it keeps alive."""
 
     def priced(self, replica: Replica) -> Priced:
+        found = self._priced.get(id(replica))
+        if found is None:
+            found = self._priced[id(replica)] = self._price(replica)
+        return found
+
+    def _price(self, replica: Replica) -> Priced:
         situation = self._situation
         speeds, nodes = situation.speeds, situation.nodes
         slow = bool(speeds)
@@ -96,7 +104,8 @@ class Prices:
     def iteration(self, replicas: Sequence[Priced]) -> tuple[tuple[int, ...], float]:
         """Micro-batches of each replica, and the time of the iteration. Raises PlanError if some would get none."""
         played = [self._clock(priced) for priced in replicas]
-        guess = shares.split(self._situation.micro_batches, [clock.pace for clock in played])
+        usual = max(1, self._situation.micro_batches // max(1, len(played)))
+        guess = shares.split(self._situation.micro_batches, [clock.line(usual) for clock in played])
         counts = shares.improved(guess, played)
         longest = max(seconds(m) for seconds, m in zip(played, counts, strict=True))
         return counts, longest + after_backward_s([priced.replica for priced in replicas], self._situation)
@@ -126,6 +135,14 @@ class _Clock:
         if found is None:
             found = self._played[micro_batches] = self._play(micro_batches)
         return found
+
+    def line(self, usual: int) -> shares.Seconds:
+        """Through two played times, about the usual number of micro-batches: near enough for a first guess."""
+        begin, end = self(usual), self(usual + 1)
+        slope = end - begin
+        if not math.isfinite(slope) or slope <= 0:
+            return self.pace
+        return lambda m: begin + (m - usual) * slope
 
     def _play(self, micro_batches: int) -> float:
         if not memory.fits(

@@ -6,6 +6,7 @@ Replicas are known here only by how long they take for a number of micro-batches
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections.abc import Callable, Sequence
 
 from resihp.errors import PlanError
@@ -44,22 +45,29 @@ def improved(counts: Sequence[int], replicas: Sequence[Seconds]) -> tuple[int, .
     distribution is better: the longest would have to get fewer there, and somebody else more. Replicas that are
     equal should be the same object: they are asked once.
     """
+    alike: dict[tuple[int, int], list[int]] = {}
+    for d, (seconds, m) in enumerate(zip(replicas, counts, strict=True)):
+        alike.setdefault((id(seconds), m), []).append(d)  # ascending
     now = list(counts)
-    times = [seconds(m) for seconds, m in zip(replicas, now, strict=True)]
     while True:
-        longest = max(times)
-        last = max(d for d, time in enumerate(times) if time == longest)
-        alike: dict[tuple[int, int], int] = {}
-        for d, seconds in enumerate(replicas):
-            if d != last:
-                alike.setdefault((id(seconds), now[d]), d)
-        more = {d: replicas[d](now[d] + 1) for d in alike.values()}
+        times = {key: replicas[members[0]](key[1]) for key, members in alike.items()}
+        longest = max(times.values())
+        last = max(alike[key][-1] for key, time in times.items() if time == longest)
+        more: dict[int, float] = {}
+        for members in alike.values():
+            others = [d for d in members[:2] if d != last]
+            if others:
+                more[others[0]] = replicas[others[0]](now[others[0]] + 1)
         to = min(more, key=lambda d: (more[d], d), default=last)
         if now[last] == 1 or to == last or more[to] >= longest * (1 - 1e-12):
             return tuple(now)
-        now[last] -= 1
-        now[to] += 1
-        times[last], times[to] = replicas[last](now[last]), more[to]
+        for d, step in ((last, -1), (to, 1)):
+            key = (id(replicas[d]), now[d])
+            alike[key].remove(d)
+            if not alike[key]:
+                del alike[key]
+            now[d] += step
+            insort(alike.setdefault((id(replicas[d]), now[d]), []), d)
 
 
 def contiguous(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:

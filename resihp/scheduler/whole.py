@@ -46,8 +46,12 @@ class _Laid(msgspec.Struct, frozen=True):
 def replicas(situation: Situation, prices: Prices, below: float) -> list[Priced] | None:
     """The best replicas there can be, if an iteration takes them less than `below`; None if it does not.
 
-    None as well for jobs that are too large, or whose devices' memory is not known.
+    None as well for jobs that are too large, whose devices' memory is not known, or to which nothing has happened.
     """
+    if not (
+        situation.lost or situation.speeds or situation.links or set(situation.available) - {*situation.base.active}
+    ):
+        return None
     if situation.memory_bytes is None or len(situation.available) > MOST_DEVICES or situation.chunks > 1:
         return None
     return _Search(situation, prices).best(below)
@@ -142,7 +146,8 @@ class _Search:
             rest = sorted(kinds)
             rest.remove(last)
             for order in ((*rest, last), (*reversed(rest), last)):
-                for counts in layers.trade_offs(self._times, [k * p for k, p in order], self._room(order, m)):
+                speeds = [k * p for k, p in order]
+                for counts in layers.trade_offs(self._times, speeds, self._room(order, m)):
                     found[_Laid(order, counts)] = None
         return list(found)
 
@@ -151,10 +156,10 @@ class _Search:
         for counts in layers.nearby(laid.counts, self._room(laid.kinds, m)):
             yield _Laid(laid.kinds, counts)
         for s in range(len(laid.kinds) - 1):
-            kinds, counts = list(laid.kinds), list(laid.counts)
-            kinds[s : s + 2], counts[s : s + 2] = reversed(kinds[s : s + 2]), reversed(counts[s : s + 2])
-            if all(n <= most for n, most in zip(counts, self._room(tuple(kinds), m), strict=True)):
-                yield _Laid(tuple(kinds), tuple(counts))
+            order = [*range(s), s + 1, s, *range(s + 2, len(laid.kinds))]
+            other = _Laid(tuple(laid.kinds[i] for i in order), tuple(laid.counts[i] for i in order))
+            if all(n <= most for n, most in zip(other.counts, self._room(other.kinds, m), strict=True)):
+                yield other
 
     def _room(self, order: tuple[Kind, ...], m: int) -> list[int]:
         return [self._limit(s, len(order), k, m) for s, (k, _) in enumerate(order)]

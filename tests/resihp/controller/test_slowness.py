@@ -24,6 +24,7 @@ from resihp.journal import (
 )
 from resihp.plan import Plan
 from resihp.protocol import messages as m
+from resihp.scheduler.worth import Record
 from tests.resihp.controller.direct import DECLARE, Direct, outcome
 from tests.resihp.controller.test_recovery import TakenOver
 
@@ -80,14 +81,21 @@ class Scripted:
         self.heard.append(("cleared link", sender, receiver))
 
 
+CHEAP = [Record(busiest_bytes=0.0, groups=3, seconds=1e-3)] * 20
+"""Transitions as they have been: another plan is worth it at once."""
+DEAR = [Record(busiest_bytes=0.0, groups=3, seconds=5.0)] * 20
+
+
 class Job(Direct):
     """DP3 x PP2 on three nodes of two unless told otherwise, with a detector that finds these."""
 
     def __init__(self, *findings: Finding, **options: Any) -> None:
         given: dict[str, Any] = {"nodes": 3, "declare": LONG}
+        records = options.pop("records", CHEAP)
         super().__init__(**given | options)
         self.monitor = Scripted(*findings)
         self.job.monitor = self.monitor  # type: ignore[assignment]
+        self.job.records = list(records)
 
     def find(self, *found: Finding) -> list[api.AnyAction]:
         """The next iteration, in which the detector finds these."""
@@ -140,8 +148,9 @@ class Job(Direct):
 
     def slow_by_verdict(self, rank: int, speed: float) -> None:
         """A finding, its probe, the verdict, and whatever plan follows."""
-        self.find(finding(rank))
+        self.find(finding(rank, iteration=self.job.committed))
         self.measure({rank: speed})
+        self.feed(api.Tick(), 0.1)
         if self.job.pause is not None:
             self.paused()
 
@@ -700,6 +709,7 @@ def test_a_slow_device_that_stands_by_is_measured_now_and_then_and_comes_back() 
     job.measure()
     (entry,) = job.all(FailureEnded)
     assert (entry.failure, entry.node, entry.device, entry.iteration) == (1, "n2", 1, job.job.committed + 1)
+    job.train(0.5)
     job.paused()
     assert job.work == EVEN
     assert [taken.occasion for taken in job.all(ProbesTaken)][-2:] == ["standby", "standby"]
@@ -890,3 +900,42 @@ def test_measurements_that_make_no_sense_cost_no_iteration(chunks: bytes) -> Non
     assert job.job.committed == 7
     warned = [text for text in job.texts("warning") if text.startswith("rank 3: 7 bytes of measurements")]
     assert len(warned) == (6 if len(chunks) == 7 else 0)
+
+
+# --- whether another plan is worth its price --------------------------------------------------------------------------
+
+
+def told(job: Job) -> list[str]:
+    return [action.text for action in job.actions if isinstance(action, api.Say)]
+
+
+def test_a_slow_down_is_borne_until_it_has_cost_what_another_plan_does() -> None:
+    """Nobody knows how long it lasts: acting then is never more than twice as dear as having known (ski rental)."""
+    job = Job(records=DEAR).run(2)
+    onset = job.job.committed + 1
+    job.slow_by_verdict(3, 0.5)
+    assert job.job.pause is None
+    assert any("may pass" in said for said in told(job))
+    while job.job.pause is None and job.now < 60:
+        job.train(0.5)
+    assert job.job.pause is not None
+    borne_s = (job.job.committed + 1 - onset) * job.job.usual_s
+    assert borne_s > 5.0
+
+
+def test_what_recovers_meanwhile_changes_nothing() -> None:
+    job = Job(records=DEAR).run(2)
+    before = job.work
+    job.slow_by_verdict(3, 0.5)
+    job.find(finding(3, kind="recovered", iteration=job.job.committed + 1))
+    job.train(120)
+    assert job.job.pause is None
+    assert job.work == before
+
+
+def test_near_the_end_no_plan_is_worth_a_change() -> None:
+    job = Job(records=DEAR, declare=msgspec.structs.replace(LONG, iterations=20)).run(2)
+    job.slow_by_verdict(3, 0.5)
+    job.train(5)
+    assert job.job.pause is None
+    assert any("until the job's end" in said for said in told(job))

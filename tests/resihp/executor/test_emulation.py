@@ -1,0 +1,128 @@
+"""Emulated devices take the times that the planner takes them to take, and the detector sees that they do."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from resihp.errors import ConfigurationError
+from resihp.executor import emulation, stopwatch
+from resihp.executor.emulation import LAYER_MS, Work, pace_of
+from resihp.executor.state import Holding
+from resihp.layout import Layout
+from resihp.model import ModelSpec
+from resihp.pipeline.schedules import orders_of
+from resihp.plan import Plan, Primitive, Stop, spread
+from resihp.scheduler.prices import costs
+from resihp.scheduler.situation import Situation
+
+CPU = torch.device("cpu")
+MODEL = ModelSpec(layers=6, hidden=64, heads=4, kv_groups=4, ffn_hidden=256, vocab=256, sequence=64)
+
+
+class Clock:
+    """Stands in for `time`: threads work only where told, sleeping takes exactly as long as asked."""
+
+    def __init__(self) -> None:
+        self.now = self.worked = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def thread_time(self) -> float:
+        return self.worked
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds >= 0.0
+        self.now += seconds
+
+    def work(self, seconds: float) -> None:
+        self.now += seconds
+        self.worked += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(stopwatch, "time", clock)
+    return clock
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("slow", [{}, {3: 0.5}])
+def test_every_chunk_takes_what_the_planner_takes_it_to_take(
+    clock: Clock, schedule: str, slow: dict[int, float]
+) -> None:
+    plan = Plan(
+        epoch=1,
+        layout=Layout.uniform(tp=2, pp=2, dp=1, layers=6),
+        assignment=spread(4, 1),
+        schedule=schedule,
+    )
+    situation = Situation(
+        epoch=1,
+        base=plan.layout,
+        available=(0, 1, 2, 3),
+        nodes={},
+        model=MODEL,
+        micro_batches=4,
+        tp=2,
+        pp=2,
+        speeds=slow,
+    )
+    orders = orders_of(plan)
+    predicted = costs(plan, situation, orders)
+    pace = pace_of({LAYER_MS: "40"}, MODEL, CPU)
+    assert pace is not None
+    for rank in (1, 3):
+        place, holding = plan.layout.place(rank), Holding.of(plan, rank)
+        assert place is not None
+        assert holding is not None
+        measured = stopwatch.Stopwatch(functools.partial(slow.get, rank, 1.0))
+        order = orders[0][place.stage]
+        for primitive in order:
+            measured.begin()
+            clock.work(0.004)
+            measured.emulate(pace(work_of(primitive, order), holding, primitive.chunk))
+            measured.end()
+        seconds = [predicted(Stop(0, place.stage, p.chunk), p) * 0.040 for p in order]
+        _, spans, own = measured.read().tolist()
+        assert spans == pytest.approx(seconds)
+        assert own == pytest.approx(seconds)
+
+
+def work_of(primitive: Primitive, order: tuple[Primitive, ...]) -> Work:
+    split = any(other.kind == "W" for other in order)
+    return "BW" if primitive.kind == "B" and not split else primitive.kind
+
+
+def test_waiting_for_a_slow_peer_is_not_own_work_of_an_emulated_device(clock: Clock) -> None:
+    slow, peer = stopwatch.Stopwatch(lambda: 0.5), stopwatch.Stopwatch()
+    for each, waits_s in ((slow, 0.0), (peer, 0.090)):
+        each.begin()
+        clock.work(0.005)
+        each.collective()
+        clock.sleep(waits_s)
+        each.resumed()
+        clock.work(0.005)
+        each.emulate(0.060)
+        each.end()
+    assert slow.read()[1:, 0].tolist() == pytest.approx([0.120, 0.120])
+    assert peer.read()[1:, 0].tolist() == pytest.approx([0.100, 0.060])
+
+
+def test_nothing_is_emulated_unless_asked_for() -> None:
+    assert pace_of({}, MODEL, CPU) is None
+
+
+@pytest.mark.parametrize("given", ["", "fast", "0", "-3", "nan", "inf"])
+def test_times_that_are_none_are_refused(given: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{emulation.LAYER_MS}={given}: must be milliseconds above 0"):
+        pace_of({LAYER_MS: given}, MODEL, CPU)
+
+
+def test_a_gpu_is_never_slowed_down() -> None:
+    with pytest.raises(ConfigurationError, match="not on a GPU; unset it"):
+        pace_of({LAYER_MS: "40"}, MODEL, torch.device("cuda"))

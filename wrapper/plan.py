@@ -63,6 +63,7 @@ def plan(
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Split activations along the sequence.")
     ] = False,
+    zero_1: Annotated[bool, typer.Option("--zero-1", help="Replicas share the optimizer's state.")] = False,
     planner: Annotated[Planner, typer.Option(help="Ours, or the paper's heuristic.")] = Planner.resihp,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the pipelines into this file.", show_default=False)] = None,
@@ -94,6 +95,7 @@ def plan(
         chunks=virtual_stages,
         schedule=schedule,
         sequence_parallel=sequence_parallel,
+        zero_1=zero_1,
         spares=spares,
         failed=question.ranks(fail or ()),
         failed_nodes=question.names(fail_node or ()),

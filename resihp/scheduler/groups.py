@@ -162,6 +162,7 @@ def _post(situation: Situation, stage: int, stages: int, tp: int) -> memory.Post
         schedule=situation.schedule,
         micro_batches=situation.micro_batches,
         sequence_parallel=situation.sequence_parallel,
+        state_bytes=situation.state_bytes,
     )
 
 

@@ -99,7 +99,12 @@ def overfull(plan: Plan, situation: Situation) -> str | None:
     explicit = plan if plan.orders else msgspec.structs.replace(plan, orders=orders_of(plan))
     needed, rank = max(
         (
-            (memory.needed_bytes(explicit, stage.ranks[0], situation.model, situation.tokens), -stage.ranks[0])
+            (
+                memory.needed_bytes(
+                    explicit, stage.ranks[0], situation.model, situation.tokens, state_bytes=situation.state_bytes
+                ),
+                -stage.ranks[0],
+            )
             for replica in plan.layout.replicas
             for stage in replica.stages
             if stage.ranks
@@ -137,7 +142,10 @@ def _memories(plan: Plan, situation: Situation) -> dict[tuple[int, int], int]:
         for s, stage in enumerate(replica.stages):
             if stage.ranks:
                 with_one, with_two = (
-                    memory.needed_bytes(p, stage.ranks[0], situation.model, situation.tokens) for p in (one, two)
+                    memory.needed_bytes(
+                        p, stage.ranks[0], situation.model, situation.tokens, state_bytes=situation.state_bytes
+                    )
+                    for p in (one, two)
                 )
                 free = situation.memory_bytes - with_one
                 found[d, s] = max(1, 1 + free // max(1, with_two - with_one))

@@ -23,8 +23,10 @@ from resihp.ownership import ParameterSpec
 from resihp.pipeline.schedules import orders_of
 from resihp.plan import Order, Plan
 
-COPIES = 4
-"""Of each parameter: its value, its gradient and Adam's two moments."""
+STATE_BYTES = 16
+"""Of each parameter: its value, its gradient and Adam's two moments in 32 bits. Mixed precision takes as many: 2 + 2,
+and 12 for the master copy and the moments, which under ZeRO-1 the replicas share (`zero_1`).
+"""
 
 ELEMENT = 4
 """Bytes of a number: the executor trains in float32."""
@@ -40,9 +42,17 @@ class Post(msgspec.Struct, frozen=True, kw_only=True):
     schedule: str = "1f1b"
     micro_batches: int = 1
     sequence_parallel: bool = False
+    state_bytes: int = STATE_BYTES
 
 
-def needed_bytes(plan: Plan, rank: int, model: ModelSpec, tokens: int, *, element: int = ELEMENT) -> int:
+def zero_1(replicas: int) -> int:
+    """Bytes of each parameter under mixed precision if so many replicas share the optimizer's state (ZeRO, stage 1)."""
+    return 4 + -(-12 // max(1, replicas))
+
+
+def needed_bytes(
+    plan: Plan, rank: int, model: ModelSpec, tokens: int, *, element: int = ELEMENT, state_bytes: int = STATE_BYTES
+) -> int:
     """Bytes of state and of the most activations that are alive at once; 0 for a rank without work.
 
     `tokens` is the length of the longest micro-batch; 0 where it is not known, and then activations do not count.
@@ -52,18 +62,33 @@ def needed_bytes(plan: Plan, rank: int, model: ModelSpec, tokens: int, *, elemen
         return 0
     order = orders_of(plan)[place.replica][place.stage] if tokens else ()
     return _stage_bytes(
-        plan.layout.replicas[place.replica], place.stage, order, model, tokens, plan.sequence_parallel, element
+        plan.layout.replicas[place.replica],
+        place.stage,
+        order,
+        model,
+        tokens,
+        plan.sequence_parallel,
+        element,
+        state_bytes,
     )
 
 
-def obstacle(plan: Plan, model: ModelSpec, memory_bytes: int, tokens: int, *, element: int = ELEMENT) -> str | None:
+def obstacle(
+    plan: Plan,
+    model: ModelSpec,
+    memory_bytes: int,
+    tokens: int,
+    *,
+    element: int = ELEMENT,
+    state_bytes: int = STATE_BYTES,
+) -> str | None:
     """Which rank would need more than `memory_bytes`, the worst of them, or None if each has enough."""
     orders = orders_of(plan) if tokens else ()
     needs: list[tuple[int, int]] = []
     for d, replica in enumerate(plan.layout.replicas):
         for s, stage in enumerate(replica.stages):
             order = orders[d][s] if tokens else ()
-            needed = _stage_bytes(replica, s, order, model, tokens, plan.sequence_parallel, element)
+            needed = _stage_bytes(replica, s, order, model, tokens, plan.sequence_parallel, element, state_bytes)
             needs.append((needed, -stage.ranks[0]))
     needed, rank = max(needs, default=(0, 0))
     if needed <= memory_bytes:
@@ -77,8 +102,8 @@ def obstacle(plan: Plan, model: ModelSpec, memory_bytes: int, tokens: int, *, el
 def capacity(model: ModelSpec, post: Post, memory_bytes: int, tokens: int, *, element: int = ELEMENT) -> int:
     """Most layers that a stage can hold; with several chunks about that, as they may not be of one size."""
     first, last = post.stage == 0, post.stage == post.stages - 1
-    fixed = COPIES * element * _held(_outside(model, first, last), post.tp)
-    per_layer = COPIES * element * _held(layer_outline(model, 0), post.tp)
+    fixed = post.state_bytes * _held(_outside(model, first, last), post.tp)
+    per_layer = post.state_bytes * _held(layer_outline(model, 0), post.tp)
     if tokens:
         alive = _most_alive(post.schedule, post.stage, post.stages, post.chunks, post.micro_batches)
         fixed += _outside_activations(model, first, last, post.tp, tokens, element)
@@ -98,6 +123,7 @@ def fits(
     schedule: str = "1f1b",
     sequence_parallel: bool = False,
     element: int = ELEMENT,
+    state_bytes: int = STATE_BYTES,
 ) -> bool:
     """Whether every stage of a replica has memory enough for so many micro-batches, in the order of a schedule."""
     if memory_bytes is None:
@@ -109,8 +135,8 @@ def fits(
         orders = _alone(schedule, virtual, stages, micro_batches)
     for s, stage in enumerate(replica.stages):
         first, last = virtual[0][0] == s, virtual[-1][0] == s
-        inside, per_layer = _layer_bytes(model, stage.tp, sequence_parallel, tokens, element)
-        needed = COPIES * element * _held(_outside(model, first, last), stage.tp) + len(stage.layers) * inside
+        inside, per_layer = _layer_bytes(model, stage.tp, sequence_parallel, tokens, element, state_bytes)
+        needed = state_bytes * _held(_outside(model, first, last), stage.tp) + len(stage.layers) * inside
         if tokens:
             needed += _outside_activations(model, first, last, stage.tp, tokens, element)
             if orders:
@@ -130,6 +156,7 @@ def most_alive(
     *,
     sequence_parallel: bool = False,
     element: int = ELEMENT,
+    state_bytes: int = STATE_BYTES,
 ) -> tuple[float, ...]:
     """For each stage, of how many micro-batches it can keep the activations at once; infinite where that is unknown."""
     if memory_bytes is None or not tokens:
@@ -138,17 +165,19 @@ def most_alive(
     found: list[float] = []
     for s, stage in enumerate(replica.stages):
         first, last = virtual[0][0] == s, virtual[-1][0] == s
-        inside, per_layer = _layer_bytes(model, stage.tp, sequence_parallel, tokens, element)
-        state = COPIES * element * _held(_outside(model, first, last), stage.tp) + len(stage.layers) * inside
+        inside, per_layer = _layer_bytes(model, stage.tp, sequence_parallel, tokens, element, state_bytes)
+        state = state_bytes * _held(_outside(model, first, last), stage.tp) + len(stage.layers) * inside
         outside = _outside_activations(model, first, last, stage.tp, tokens, element)
         found.append((memory_bytes - state - outside) // (per_layer * len(stage.layers)))
     return tuple(found)
 
 
 @lru_cache(maxsize=1024)
-def _layer_bytes(model: ModelSpec, tp: int, sequence_parallel: bool, tokens: int, element: int) -> tuple[int, int]:
+def _layer_bytes(
+    model: ModelSpec, tp: int, sequence_parallel: bool, tokens: int, element: int, state_bytes: int
+) -> tuple[int, int]:
     """Of one rank: a layer's state, and its activations of one micro-batch."""
-    state = COPIES * element * _held(layer_outline(model, 0), tp)
+    state = state_bytes * _held(layer_outline(model, 0), tp)
     return state, _layer_activations(model, tp, sequence_parallel, tokens, element)
 
 
@@ -179,18 +208,25 @@ def smallest_degree(
 
 
 def _stage_bytes(
-    replica: Replica, s: int, order: Order, model: ModelSpec, tokens: int, sequence_parallel: bool, element: int
+    replica: Replica,
+    s: int,
+    order: Order,
+    model: ModelSpec,
+    tokens: int,
+    sequence_parallel: bool,
+    element: int,
+    state_bytes: int,
 ) -> int:
     stage = replica.stages[s]
     virtual = replica.virtual_stages
     first, last = virtual[0][0] == s, virtual[-1][0] == s
     state = _held(_outside(model, first, last), stage.tp) + len(stage.layers) * _held(layer_outline(model, 0), stage.tp)
     if not order:
-        return COPIES * element * state
+        return state_bytes * state
     per_layer = _layer_activations(model, stage.tp, sequence_parallel, tokens, element)
     sizes = [(last_layer - first_layer + 1) * per_layer for first_layer, last_layer in stage.chunks]
     outside = _outside_activations(model, first, last, stage.tp, tokens, element)
-    return COPIES * element * state + outside + _peak(order, sizes)
+    return state_bytes * state + outside + _peak(order, sizes)
 
 
 def _peak(order: Order, sizes: list[int]) -> int:

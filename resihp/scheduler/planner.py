@@ -23,7 +23,7 @@ from resihp.scheduler import memory, refinement, shares, whole
 from resihp.scheduler.draft import Draft
 from resihp.scheduler.groups import SIGNIFICANT
 from resihp.scheduler.prices import Priced, Prices, bytes_to_move
-from resihp.scheduler.situation import Decision, Situation
+from resihp.scheduler.situation import Decision, Situation, check
 
 MOST_ROUNDED = 2048
 """Devices up to which a plan is looked at as if it were in effect: what it left idle may improve it further."""
@@ -90,6 +90,7 @@ def decide(situation: Situation) -> Decision:
 
     Deterministic, and stable: asked again with its own layout in effect and nothing changed, it answers the same.
     """
+    check(situation)
     prices = Prices(situation)
     first = _candidates(situation, prices)
     chosen = _best(situation, first)
@@ -220,7 +221,9 @@ def _candidate(name: str, situation: Situation, prices: Prices, replicas: list[P
 def _obstacle(plan: Plan, situation: Situation) -> str:
     """Why a plan takes for ever."""
     if situation.memory_bytes is not None:
-        lacking = memory.obstacle(plan, situation.model, situation.memory_bytes, situation.tokens)
+        lacking = memory.obstacle(
+            plan, situation.model, situation.memory_bytes, situation.tokens, state_bytes=situation.state_bytes
+        )
         if lacking is not None:
             return lacking
     stopped = [rank for rank in plan.layout.active if not situation.speeds.get(rank, 1.0)]

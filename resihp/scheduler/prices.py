@@ -153,6 +153,7 @@ class _Clock:
             self._situation.tokens,
             schedule=self._schedule,
             sequence_parallel=self._situation.sequence_parallel,
+            state_bytes=self._situation.state_bytes,
         ):
             return math.inf
         shape, late = self._priced.shape, self._priced.late

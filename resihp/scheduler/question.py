@@ -41,6 +41,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     chunks: int = 1
     schedule: str = "1f1b"
     sequence_parallel: bool = False
+    zero_1: bool = False
+    """Whether replicas share the optimizer's state."""
     spares: int = 0
     failed: tuple[int, ...] = ()
     failed_nodes: tuple[str, ...] = ()
@@ -272,12 +274,21 @@ def situation_of(
         sequence_parallel=question.sequence_parallel,
         speeds={rank: speed for rank, speed in sorted(slow.items()) if speed < 1},
         memory_bytes=question.hardware.memory_bytes if fits else None,
+        state_bytes=state_bytes_of(question, gone),
         profile=profile,
         links={pair: speed for pair, speed in sorted(slow_links.items()) if speed < 1},
     )
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def state_bytes_of(question: Question, gone: Collection[int] = ()) -> int:
+    """Of a parameter. Under ZeRO-1 the replicas that have lost nothing share the optimizer's state: others may go."""
+    if not question.zero_1:
+        return memory.STATE_BYTES
+    size = question.tp * question.pp
+    return memory.zero_1(question.dp - len({rank // size for rank in gone if rank < question.dp * size}))
 
 
 def tokens_of(question: Question) -> int:
@@ -316,7 +327,9 @@ def _needs(question: Question, plan: Plan, d: int, replica: Replica, alone: bool
         )
     tokens = tokens_of(question)
     return tuple(
-        memory.needed_bytes(plan, stage.ranks[0], question.model, tokens) if stage.ranks else 0
+        memory.needed_bytes(plan, stage.ranks[0], question.model, tokens, state_bytes=state_bytes_of(question))
+        if stage.ranks
+        else 0
         for stage in replica.stages
     )
 

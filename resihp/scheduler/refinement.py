@@ -71,6 +71,7 @@ def _reordered(situation: Situation, plan: Plan, prices: Prices) -> Refined:
             situation.memory_bytes,
             situation.tokens,
             sequence_parallel=situation.sequence_parallel,
+            state_bytes=situation.state_bytes,
         )
         if min(room) < 1:
             break
@@ -100,7 +101,9 @@ def _migrated(situation: Situation, plan: Plan, prices: Prices) -> Refined:
         if not changed.migrations:
             return nothing
         assert situation.memory_bytes is not None
-        if memory.obstacle(changed, situation.model, situation.memory_bytes, situation.tokens):
+        if memory.obstacle(
+            changed, situation.model, situation.memory_bytes, situation.tokens, state_bytes=situation.state_bytes
+        ):
             return nothing
         return Refined(
             changed, iteration_seconds(changed, situation), "micro-batches that pass single stages elsewhere"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
+from resihp.errors import PlanError
 from resihp.layout import Layout
 from resihp.model import ModelSpec
 from resihp.plan import Plan
+from resihp.scheduler import profile
+from resihp.scheduler.memory import STATE_BYTES
 from resihp.scheduler.profile import Profile, layer_units
 
 
@@ -35,6 +40,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """Normalised throughput where it was measured; 1, a healthy device's, where not."""
     memory_bytes: int | None = None
     """Of each device; None where it is not known, and then not checked."""
+    state_bytes: int = STATE_BYTES
+    """Of each parameter, gradient and optimizer included (`resihp.scheduler.memory.zero_1`)."""
     profile: Profile | None = None
     """Times of the model; None where nothing was measured, and then those of `layer_units`."""
     links: dict[tuple[str, str], float] = {}
@@ -84,6 +91,31 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     def lost(self) -> frozenset[int]:
         """Ranks of `base` that are gone."""
         return frozenset(self.base.ranks).difference(self.available)
+
+
+def check(situation: Situation) -> None:
+    """Raises PlanError naming what of a situation cannot be: speeds that are none, unknown ranks, a profile of another
+    model, nothing to do.
+    """
+    for rank, speed in situation.speeds.items():
+        if not (math.isfinite(speed) and speed >= 0):
+            raise PlanError(f"rank {rank}: speed {speed}; speeds are numbers from 0, stopped, to 1, healthy")
+    for (a, b), speed in situation.links.items():
+        if not (math.isfinite(speed) and speed > 0):
+            raise PlanError(f"link {a}-{b}: speed {speed}; speeds of links are numbers above 0, 1 for a healthy one")
+        if a > b:
+            raise PlanError(f"link {a}-{b}: its nodes are not in ascending order")
+    known = situation.nodes.keys()
+    for name, ranks in (("available", situation.available), ("measured", situation.speeds)):
+        unknown = [rank for rank in ranks if rank not in known]
+        if unknown:
+            raise PlanError(f"{name} rank {unknown[0]}: no such rank, its node is not known")
+    if situation.micro_batches < 1:
+        raise PlanError(f"{situation.micro_batches} micro-batches an iteration: there is nothing to plan")
+    if situation.model.layers < situation.chunks:
+        raise PlanError(f"{situation.model.layers} layers cannot be cut into {situation.chunks} chunks of a stage")
+    if situation.profile is not None:
+        profile.check(situation.profile, situation.model)
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):

@@ -182,6 +182,7 @@ class _Search:
                 schedule=self._s.schedule,
                 micro_batches=m,
                 sequence_parallel=self._s.sequence_parallel,
+                state_bytes=self._s.state_bytes,
             )
             found = memory.capacity(self._s.model, post, self._s.memory_bytes, self._s.tokens)
             self._limits[key] = found

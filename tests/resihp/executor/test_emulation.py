@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
@@ -80,7 +78,7 @@ def test_every_chunk_takes_what_the_planner_takes_it_to_take(
         place, holding = plan.layout.place(rank), Holding.of(plan, rank)
         assert place is not None
         assert holding is not None
-        measured = stopwatch.Stopwatch(functools.partial(slow.get, rank, 1.0))
+        measured = stopwatch.Stopwatch(at(slow.get(rank, 1.0)))
         order = orders[0][place.stage]
         for primitive in order:
             measured.begin()
@@ -93,13 +91,17 @@ def test_every_chunk_takes_what_the_planner_takes_it_to_take(
         assert own == pytest.approx(seconds)
 
 
+def at(speed: float) -> stopwatch.Speed:
+    return lambda: speed
+
+
 def work_of(primitive: Primitive, order: tuple[Primitive, ...]) -> Work:
     split = any(other.kind == "W" for other in order)
     return "BW" if primitive.kind == "B" and not split else primitive.kind
 
 
 def test_waiting_for_a_slow_peer_is_not_own_work_of_an_emulated_device(clock: Clock) -> None:
-    slow, peer = stopwatch.Stopwatch(lambda: 0.5), stopwatch.Stopwatch()
+    slow, peer = stopwatch.Stopwatch(at(0.5)), stopwatch.Stopwatch()
     for each, waits_s in ((slow, 0.0), (peer, 0.090)):
         each.begin()
         clock.work(0.005)

@@ -12,7 +12,7 @@ from resihp.model import ModelSpec
 from resihp.outline import outline
 from resihp.ownership import owned, size_of
 from resihp.plan import Plan, spread
-from resihp.scheduler.memory import COPIES, Post, capacity, needed_bytes, obstacle, smallest_degree
+from resihp.scheduler.memory import STATE_BYTES, Post, capacity, needed_bytes, obstacle, smallest_degree, zero_1
 
 MODEL = ModelSpec(layers=8, hidden=64, heads=8, kv_groups=8, ffn_hidden=256, vocab=512, sequence=128)
 TOKENS = 100
@@ -39,8 +39,8 @@ def test_state_is_what_ownership_says_in_four_copies(layout: Layout, tied: bool)
     specs = {spec.name: spec for spec in outline(model)}
     for rank, slices in owned(layout, tuple(specs.values())).items():
         held = sum(size_of(specs[piece.name], piece) for piece in slices)
-        assert needed_bytes(plan(layout), rank, model, 0) == COPIES * 4 * held
-        assert needed_bytes(plan(layout), rank, model, 0, element=2) == COPIES * 2 * held
+        assert needed_bytes(plan(layout), rank, model, 0) == STATE_BYTES * held
+        assert needed_bytes(plan(layout), rank, model, 0, state_bytes=7) == 7 * held
 
 
 def activations(layout: Layout, rank: int, **settings: bool | str) -> int:
@@ -102,6 +102,10 @@ def test_the_smallest_degree_is_the_first_that_can_hold_a_layer_in_each_chunk() 
     assert smallest_degree(MODEL, post, one_layer[2] - 1, 0) == 5
     assert smallest_degree(MODEL, post, None, 0) == 1
     two_chunks = msgspec.structs.replace(post, chunks=2)
-    norm = COPIES * 4 * MODEL.hidden  # which is not cut
+    norm = STATE_BYTES * MODEL.hidden  # which is not cut
     assert smallest_degree(MODEL, two_chunks, one_layer[0] + norm, 0) == 2
     assert smallest_degree(MODEL, two_chunks, one_layer[0], 0) == 4
+
+
+def test_under_zero_1_replicas_share_twelve_of_sixteen_bytes() -> None:
+    assert [zero_1(replicas) for replicas in (1, 2, 4, 12, 128)] == [16, 10, 7, 5, 5]

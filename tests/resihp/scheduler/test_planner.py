@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,6 +17,7 @@ from resihp.model import ModelSpec
 from resihp.outline import outline
 from resihp.plan import spread
 from resihp.scheduler import Situation, decide, first_plan, memory, without_lost_replicas
+from resihp.scheduler.profile import Profile, Times
 from resihp.transfers import missing
 from tests.resihp.scheduler.cases import MODEL, base_of, cases, check, on_nodes, situation
 
@@ -373,3 +376,30 @@ def test_a_decision_is_quick(ranks: int, limit_s: float, memory_bytes: int | Non
             decide(changed)
             quickest = min(quickest, time.process_time() - began)
         assert quickest < limit_s
+
+
+# --- what cannot be -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"speeds": {3: math.nan}}, "rank 3: speed nan"),
+        ({"speeds": {3: -0.5}}, "rank 3: speed -0.5"),
+        ({"speeds": {99: 0.5}}, "measured rank 99: no such rank"),
+        ({"available": (0, 1, 99)}, "available rank 99: no such rank"),
+        ({"links": {("n1", "n2"): 0.0}}, "link n1-n2: speed 0.0"),
+        ({"micro_batches": 0}, "0 micro-batches an iteration"),
+        ({"profile": Profile(layers=(Times(1.0, 1.0, 1.0),) * 2)}, "2 layers, the model has 6"),
+        ({"profile": Profile(layers=(Times(1.0, math.nan, 1.0),) * 6)}, "layer 0 takes 1.0, nan"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(change: dict[str, Any], told: str) -> None:
+    case = situation(NARROW, nodes=on_nodes(8, 2), tp=2, pp=2)
+    with pytest.raises(PlanError, match=told):
+        decide(msgspec.structs.replace(case, **change))
+
+
+def test_a_device_of_speed_zero_has_stopped() -> None:
+    case = situation(NARROW, nodes=on_nodes(8, 2), tp=2, pp=2, speeds={3: 0.0})
+    assert 3 not in decide(case).plan.layout.active

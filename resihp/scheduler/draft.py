@@ -15,6 +15,9 @@ from resihp.scheduler.groups import SIGNIFICANT, Group, Pipe, idle_groups, lay, 
 from resihp.scheduler.prices import Priced, Prices
 from resihp.scheduler.situation import Situation
 
+FEW = 8
+"""Replicas up to which every single change is weighed by the time of a whole iteration."""
+
 
 class Draft:
     """`pipes` are the replicas, in order, with their layers and prices; `seconds` the predicted time of an iteration.
@@ -39,9 +42,14 @@ class Draft:
         self.seconds = self._seconds(self.pipes)
 
     def improve(self) -> None:
-        """Make the best of each replica, then of all changes to their number, as long as it is significantly better."""
+        """Make the best of all single changes, as long as it is significantly better.
+
+        Where there are many replicas, none of them matters much: then each is improved by itself, and after that
+        changes to their number are compared.
+        """
         while True:
-            self._improve_each()
+            if len(self.pipes) > FEW:
+                self._improve_each()
             best, pipes = math.inf, self.pipes
             for offer in self._offers():
                 seconds = self._seconds(offer)
@@ -66,11 +74,7 @@ class Draft:
             now = pipe
             while True:
                 priced = self.pipes[now]
-                mine = {self._situation.nodes[rank] for rank in priced.replica.ranks}
-                unlike: dict[tuple[float, bool], Group] = {}
-                for group in groups:
-                    at_home = self._situation.nodes[group.ranks[0]] in mine
-                    unlike.setdefault((self._situation.speed(group.ranks), at_home), group)
+                unlike = self._unlike(groups, now)
                 question = (priced.shape, priced.late, len(now.groups), frozenset(unlike))
                 if question in settled:
                     break
@@ -95,6 +99,15 @@ class Draft:
                 self.pipes = before
             else:
                 self.seconds = seconds
+
+    def _unlike(self, groups: Iterable[Group], pipe: Pipe) -> dict[tuple[float, bool], Group]:
+        """Of idle groups one of each speed, at home with a replica's other groups or elsewhere."""
+        mine = {self._situation.nodes[rank] for group in pipe.groups for rank in group.ranks}
+        found: dict[tuple[float, bool], Group] = {}
+        for group in groups:
+            at_home = self._situation.nodes[group.ranks[0]] in mine
+            found.setdefault((self._situation.speed(group.ranks), at_home), group)
+        return found
 
     def _changed(self, pipe: Pipe, unlike: Mapping[tuple[float, bool], Group]) -> Iterator[tuple[Pipe, Priced]]:
         """What else a replica could be, with one group more or less; at home before elsewhere."""
@@ -156,9 +169,16 @@ class Draft:
         return min(unfit, key=self._strength).base if unfit else None
 
     def _offers(self) -> Iterator[dict[Pipe, Priced]]:
-        """One replica more, of idle groups, or one less."""
+        """Every single change, but for those that are like another one before it."""
         used = {rank for priced in self.pipes.values() for rank in priced.replica.ranks}
         idle = idle_groups(self._situation, set(self._situation.available).difference(used))
+        if len(self.pipes) <= FEW:
+            alike = {
+                (priced.shape, priced.late, len(pipe.groups)): pipe for pipe, priced in reversed(self.pipes.items())
+            }
+            for pipe in reversed(alike.values()):
+                for other, priced in self._changed(pipe, self._unlike(idle, pipe)):
+                    yield {(other if p == pipe else p): (priced if p == pipe else q) for p, q in self.pipes.items()}
         for count in range(1, min(self._situation.pp, len(idle)) + 1):
             fresh = Pipe(tuple(sorted(idle[:count], key=self._position)))
             priced = self._priced(fresh) if self._strength(fresh)[0] >= self._half else None

@@ -24,6 +24,7 @@ from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Orders, Seconds, Transfers, play
 from resihp.plan import Plan, Primitive, Stop
 from resihp.scheduler import memory, shares
+from resihp.scheduler.layers import Chunks
 from resihp.scheduler.profile import Times
 from resihp.scheduler.situation import Situation
 from resihp.scheduler.tensor import overlap
@@ -94,7 +95,7 @@ class Prices:
             return []
         stages = len(shapes[0])
         schedule = self._situation.schedule
-        compiled, slots, _ = _compiled(schedule, stages, tuple((s, 0) for s in range(stages)), micro_batches)
+        compiled, slots, _ = _compiled(schedule, tuple(((s, s),) for s in range(stages)), micro_batches)
         split = schedule == "zero-bubble"
         table = np.array([[(t.f, t.b if split else t.b + t.w, t.w) for t in shape] for shape in shapes])
         index = [s * 3 + kind for s, _, kind in slots]
@@ -157,8 +158,7 @@ class _Clock:
         ):
             return math.inf
         shape, late = self._priced.shape, self._priced.late
-        virtual = self._priced.replica.virtual_stages
-        compiled, slots, edges = _compiled(self._schedule, len(shape), virtual, micro_batches)
+        compiled, slots, edges = _compiled(self._schedule, _canonical(self._priced.replica), micro_batches)
         split = self._schedule == "zero-bubble"
         by_stop = {
             (s, c): (t.f, t.b if split else t.b + t.w, t.w)
@@ -170,15 +170,19 @@ class _Clock:
         )
 
 
+def _canonical(replica: Replica) -> tuple[Chunks, ...]:
+    """Layers of each stage, as far as the order of work depends on them: of the literature's schedules it does not."""
+    if all(len(stage.chunks) == 1 for stage in replica.stages):
+        return tuple(((s, s),) for s in range(len(replica.stages)))
+    return tuple(stage.chunks for stage in replica.stages)
+
+
 @lru_cache(maxsize=1024)
 def _compiled(
-    schedule: str, stages: int, virtual: tuple[tuple[int, int], ...], micro_batches: int
+    schedule: str, spans: tuple[Chunks, ...], micro_batches: int
 ) -> tuple[CompiledOrders, list[tuple[int, int, int]], list[tuple[int, int]]]:
     """Orders of one replica; stage, chunk and kind of each slot, and the stages of each transfer."""
-    spans: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
-    for v, (s, _) in enumerate(virtual):
-        spans[s].append((v, v))
-    replica = Replica(tuple(Stage((s,), tuple(held)) for s, held in enumerate(spans)))
+    replica = Replica(tuple(Stage((s,), held) for s, held in enumerate(spans)))
     plan = Plan(epoch=0, layout=Layout((replica,)), assignment=(tuple(range(micro_batches)),), schedule=schedule)
     compiled = compile_orders(plan, orders_of(plan))
     slots = list(zip(compiled.stage.tolist(), compiled.chunk.tolist(), compiled.kind.tolist(), strict=True))

@@ -12,7 +12,7 @@ help:
 	@echo "make demo     train on 8 workers of 4 virtual nodes, lose two of them, get one back, show what happened"
 	@echo "make test     all tests (sets itself up)"
 	@echo "make lint     ruff and mypy"
-	@echo "make bench    recovery, overhead, changes of layout, steady state, detection, each against its baseline"
+	@echo "make bench    recovery, overhead, changes of layout, steady state, detection, planning, each against its baseline"
 
 setup: .venv/complete
 
@@ -72,6 +72,10 @@ bench: setup
 	$(BIN)/python benchmarks/detector.py
 	$(BIN)/python benchmarks/prediction_cost.py
 	$(BIN)/python benchmarks/trace.py
+	$(BIN)/python -m benchmarks.planner
+	$(BIN)/python benchmarks/idle_time.py
+	$(BIN)/python benchmarks/pipelines.py warm-up
+	$(BIN)/python benchmarks/pipelines.py tuner
 
 soak: setup
 	RESIHP_FUZZ_SEEDS=50000 $(BIN)/python -m pytest -n 2 tests/resihp/controller --timeout 7200

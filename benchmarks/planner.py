@@ -1,7 +1,7 @@
 """The planner: how near to the best there is, and how long it takes.
 
-    python benchmarks/planner.py best [--instances 200]    against all layouts there are, for up to 8 devices
-    python benchmarks/planner.py time                      64, 256 and 16,384 devices
+    python -m benchmarks.planner best [--instances 200]    against all layouts there are, for up to 8 devices
+    python -m benchmarks.planner time                      64, 256 and 16,384 devices
 
 `benchmarks/idle_time.py` has the amplification of idle time, `benchmarks/pipelines.py` the tuner and slow links.
 """

@@ -177,8 +177,8 @@ class Draft:
                 (priced.shape, priced.late, len(pipe.groups)): pipe for pipe, priced in reversed(self.pipes.items())
             }
             for pipe in reversed(alike.values()):
-                for other, priced in self._changed(pipe, self._unlike(idle, pipe)):
-                    yield {(other if p == pipe else p): (priced if p == pipe else q) for p, q in self.pipes.items()}
+                for other, laid in self._changed(pipe, self._unlike(idle, pipe)):
+                    yield {(other if p == pipe else p): (laid if p == pipe else q) for p, q in self.pipes.items()}
         for count in range(1, min(self._situation.pp, len(idle)) + 1):
             fresh = Pipe(tuple(sorted(idle[:count], key=self._position)))
             priced = self._priced(fresh) if self._strength(fresh)[0] >= self._half else None

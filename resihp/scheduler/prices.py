@@ -172,7 +172,7 @@ class _Clock:
 
 def _canonical(replica: Replica) -> tuple[Chunks, ...]:
     """Layers of each stage, as far as the order of work depends on them: of the literature's schedules it does not."""
-    if all(len(stage.chunks) == 1 for stage in replica.stages):
+    if replica.virtual_stages == tuple((s, 0) for s in range(len(replica.stages))):
         return tuple(((s, s),) for s in range(len(replica.stages)))
     return tuple(stage.chunks for stage in replica.stages)
 

@@ -19,7 +19,9 @@ def transition_done(job: Job) -> None:
     if transition is None:
         return
     job.transition = None
-    took_s = transition.park_s + transition.plan_s + transition.groups_s + transition.state_s
+    # What the start tells of transitions: groups are built as ever; its state comes from a checkpoint, or from nowhere.
+    state_s = 0.0 if transition.initial else transition.state_s
+    took_s = transition.park_s + transition.plan_s + transition.groups_s + state_s
     reconsideration.took(job, took_s, transition.extra_bytes)
     if transition.initial or transition.action == "start":
         return
@@ -147,13 +149,24 @@ def conclude(job: Job) -> None:
 
 
 def checkpoint_part(job: Job, member: Member, part: m.CheckpointPart) -> None:
-    if job.plan is None or part.epoch != job.plan.epoch or part.iteration <= job.checkpointed:
+    """A part is written. All of them, of those who hold one replica of a plan, are a checkpoint.
+
+    They are written while training goes on, and another plan may be in effect when the last one comes: what they are of
+    is committed all the same.
+    """
+    if part.error:
+        job.say("warning", f"{job.where(member.rank)}: no checkpoint of iteration {part.iteration}: {part.error}")
+        return
+    if job.plan is None or part.iteration <= job.checkpointed:
+        return
+    present = part.epoch == job.plan.epoch
+    writers = job.writers.get(part.epoch, ())
+    if present and job.departure is not None and job.departure.writers:
+        writers = job.departure.writers
+    if not writers or not (present or part.iteration <= job.committed):
         return
     parts = job.parts.setdefault((part.epoch, part.iteration, part.folder), {})
     parts[member.rank] = part
-    writers = job.plan.layout.replicas[0].ranks
-    if job.departure is not None and job.departure.writers:
-        writers = job.departure.writers
     if set(writers) <= parts.keys():
         if part.iteration > job.committed:  # all its writers have taken that step, whoever has not reported it yet
             commit_up_to(job, part.iteration)

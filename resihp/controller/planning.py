@@ -170,19 +170,8 @@ def _situation(job: Job, epoch: int, available: set[int], base: Base | None) -> 
         sequence_parallel=settings.sequence_parallel,
         memory_bytes=settings.memory_bytes,
         speeds={rank: slow.speed for rank in available if (slow := job.slow.get(job.device_of(rank))) is not None},
-        links=_links(job),
         stale=tuple(sorted(stale)),
     )
-
-
-def _links(job: Job) -> dict[tuple[str, str], float]:
-    """Slow links between nodes: the slowest that was found of each pair."""
-    found: dict[tuple[str, str], float] = {}
-    for (a, b), slow in job.slow_links.items():
-        near, far = sorted((job.members[a].node, job.members[b].node))
-        if near != far:
-            found[near, far] = min(slow.speed, found.get((near, far), 1.0))
-    return found
 
 
 def base(job: Job) -> Base | None:

@@ -68,7 +68,7 @@ def review(job: Job) -> None:
     job.say("notice", f"{reason}: the plan stays: {found.reason}")
     if found.again_in_s is not None and math.isfinite(found.again_in_s):
         job.reconsider = asked
-        job.reconsider_at = job.now + found.again_in_s
+        job.reconsider_at = job.now + max(found.again_in_s, job.usual_s)
 
 
 def took(job: Job, seconds: float, extra_bytes: int) -> None:

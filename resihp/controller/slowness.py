@@ -224,15 +224,6 @@ def _link_verdict(job: Job, finding: Finding, link: tuple[int, int], speed: floa
     _record(job, entry)
     job.failures = entry.failure
     job.say("warning", f"{_named(job, link)}: slow since iteration {finding.iteration}, at {speed:.0%}")
-    reconsideration.consider(
-        job, f"link {nodes} is slow", finding.iteration, failure=entry.failure, device=_between(job, link)
-    )
-
-
-def _between(job: Job, link: tuple[int, int]) -> tuple[str, str]:
-    """The nodes of a link, in ascending order."""
-    a, b = sorted(job.members[rank].node for rank in link)
-    return a, b
 
 
 def _record(job: Job, entry: AnyEntry) -> None:
@@ -257,9 +248,6 @@ def _recovered(job: Job, finding: Finding) -> None:
             ),
         )
         job.say("notice", f"link between ranks {a} and {b}: as fast as before, since iteration {finding.iteration}")
-        reconsideration.consider(
-            job, f"link between ranks {a} and {b} is as fast as before", finding.iteration, device=_between(job, (a, b))
-        )
 
 
 def _device_recovered(job: Job, device: tuple[str, int], iteration: int, evidence: str) -> None:
@@ -343,6 +331,9 @@ def resume(job: Job) -> None:
         slow = job.slow.get(job.device_of(rank))
         if slow is not None:
             job.monitor.confirmed(rank, slow.speed)
+    for device, slow in sorted(job.slow.items()):
+        reason = f"node {device[0]} device {device[1]} is slow"
+        reconsideration.consider(job, reason, slow.since, failure=slow.failure, device=device)
     for rank in sorted(job.unmeasured):
         if job.members[rank].ready:
             examination.begin(job, "join", (rank,))

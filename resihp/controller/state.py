@@ -180,6 +180,10 @@ class Slow:
     """First slow iteration."""
 
 
+WRITERS_KEPT = 8
+"""Plans whose checkpoints may still be under way."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """Something that may call for another plan."""
@@ -493,6 +497,8 @@ class Job:
         self.forecast: Forecast | None = None
         """Of the last iteration whose workload was told and whose time could be predicted."""
         self.parts: dict[tuple[int, int, str], dict[int, CheckpointPart]] = {}
+        self.writers: dict[int, tuple[int, ...]] = {}
+        """Who writes checkpoints under each of the last few plans, by epoch."""
         self.checkpointed = 0
         """Iteration of the newest checkpoint all of whose parts are written."""
         self.started_at: float | None = None
@@ -549,6 +555,8 @@ class Job:
         self.plan = plan
         self.active = plan.layout.active
         self.working = frozenset(self.active)
+        self.writers[plan.epoch] = plan.layout.replicas[0].ranks
+        self.writers = dict(sorted(self.writers.items())[-WRITERS_KEPT:])
 
     def do(self, action: AnyAction) -> None:
         self.actions.append(action)

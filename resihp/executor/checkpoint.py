@@ -84,36 +84,34 @@ class Writer:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
 
     @property
     def busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def begin(self, part: Part, folder: Path, done: Callable[[int], None]) -> None:
-        """Write `part`, then call `done` with its bytes, in the writer's thread. Raises what the last one failed with.
+    def begin(self, part: Part, folder: Path, done: Callable[[int], None], failed: Callable[[Exception], None]) -> None:
+        """Write `part`, then call `done` with its bytes, or `failed` with what went wrong, in the writer's thread.
 
-        The process does not wait for it when it ends: `wait` does.
+        The process does not wait for it when it ends.
         """
         self.wait()
 
         def write() -> None:
             try:
-                done(write_part(part, folder))
-            except BaseException as error:  # noqa: BLE001 -- told by the next call, in the caller's thread
-                self._error = error
+                size = write_part(part, folder)
+            except Exception as error:  # noqa: BLE001 -- a checkpoint less; what is training is not ended for it
+                failed(error)
+            else:
+                done(size)
 
         self._thread = threading.Thread(target=write, name="resihp-checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises what went wrong."""
+        """Until nothing is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
 
 
 def load(engine: Engine, folder: Path) -> None:

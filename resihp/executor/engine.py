@@ -364,11 +364,17 @@ class Engine:
         return tuple(one.tokens for one in batch), tuple(one.sum_squared_lengths for one in batch)
 
     def run(
-        self, plan: Plan, iteration: int, observer: Observer, pause: Callable[[], bool] = lambda: False
+        self,
+        plan: Plan,
+        iteration: int,
+        observer: Observer,
+        pause: Callable[[], bool] = lambda: False,
+        saving: Callable[[], bool] = lambda: False,
     ) -> StepOutcome:
         """Compute this rank's share of an iteration, and agree with all others on its step, which is not taken yet.
 
-        `pause` is asked at the end whether this rank was told to park after the iteration. Raises CommunicatorError
+        `pause` is asked at the end whether this rank was told to park after the iteration, `saving` whether it still
+        writes a checkpoint. Raises CommunicatorError
         when a peer is lost or `wake` was called; the same iteration can then be run again after `disconnect`, `adopt`
         and `connect`. Raises DatasetError, and whatever the data set itself raises.
         """
@@ -429,6 +435,7 @@ class Engine:
             self._settings,
             state.optimizer.updates,
             pause(),
+            saving(),
             communicators,
             observer,
         )

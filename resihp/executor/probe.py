@@ -154,14 +154,15 @@ def link_times(
 def _transfer_s(channel: Channel, device: torch.device) -> float:
     """Seconds of a buffer there and back, the lower quartile of several: the rest is others' doing. Of fewer where it
     takes long; both ends agree on how many."""
-    buffer = torch.zeros(LINK_BYTES // 4, device=device)
+    with guarded("probe of a link"):
+        buffer = torch.zeros(LINK_BYTES // 4, device=device)
 
     def exchange(tensor: torch.Tensor) -> float:
         began = time.perf_counter()
         with guarded("probe of a link"):
             channel.allreduce([tensor]).wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
         return time.perf_counter() - began
 
     exchange(buffer)

@@ -28,6 +28,7 @@ def last_synchronisation(
     optimizer: AdamW,
     updates: int,
     pause: bool,
+    saving: bool,
     communicators: Communicators,
     observer: Observer,
 ) -> StepOutcome:
@@ -35,14 +36,16 @@ def last_synchronisation(
 
     `gradients` are the slices that this rank counts (`resihp.ownership.counted`); `computed` the micro-batches of
     `batch` whose loss this rank contributes, with their sum over tokens `loss_sum`; `updates` how many the optimizer
-    has made so far; `pause` whether this rank was asked to park after the iteration: if any was, all do. Raises
-    DatasetError when ranks were given different data for the iteration.
+    has made so far; `pause` whether this rank was asked to park after the iteration: if any was, all do; `saving`
+    whether it still writes a checkpoint: if any does, none begins another. Raises DatasetError when ranks were given
+    different data for the iteration.
     """
     squares = sum(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2 for gradient in gradients)
     finite = math.isfinite(squares)
     mine = _totals([batch[m] for m in computed])
+    told = [float(not finite), float(pause), float(saving)]
     sums = torch.tensor(
-        [squares if finite else 0.0, float(not finite), float(pause), loss_sum, *mine[:3], *_limbs(mine[3])],
+        [squares if finite else 0.0, *told, loss_sum, *mine[:3], *_limbs(mine[3])],
         dtype=torch.float64,
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
@@ -50,7 +53,7 @@ def last_synchronisation(
         with waiting(observer, "last synchronisation"):
             communicators.world.allreduce([sums]).wait()
     observer.progressed()
-    squares, broken, pauses, loss_sum, tokens, lengths, samples, *limbs = sums.tolist()
+    squares, broken, pauses, savers, loss_sum, tokens, lengths, samples, *limbs = sums.tolist()
     totals = (int(tokens), int(lengths), int(samples), _joined(limbs))
     expected = _totals(batch)
     if totals != expected:
@@ -73,6 +76,7 @@ def last_synchronisation(
         samples_digest=f"{totals[3]:016x}",
         updates=updates + (not skip),
         pause=pauses > 0,
+        saving=savers > 0,
     )
 
 

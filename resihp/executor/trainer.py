@@ -361,7 +361,9 @@ class _Supervised:
             if self._rank == plan.layout.active[0]:
                 tokens, squares = engine.workload(iteration)
                 client.send(m.Workload(epoch=plan.epoch, iteration=iteration, tokens=tokens, squares=squares))
-            outcome = engine.run(plan, iteration, self, lambda: client.pause_asked(plan.epoch))
+            outcome = engine.run(
+                plan, iteration, self, lambda: client.pause_asked(plan.epoch), lambda: self._writer.busy
+            )
             self.enter("step")
             engine.step(outcome)
             self._outcome = outcome
@@ -377,11 +379,9 @@ class _Supervised:
             )
             self._measure_links(plan, outcome)
             if self._every and iteration % self._every == 0:
-                self._save(plan, iteration)
+                self._save(plan, iteration, outcome.saving)
             if outcome.pause and iteration < self._iterations:
                 return  # all ranks do: the order to park is here already, or on its way
-        with self._activity("checkpoint"):
-            self._writer.wait()
         client.activity = "idle"
         client.send(m.Finished(iteration=self._iterations))
 
@@ -424,20 +424,35 @@ class _Supervised:
                 file, size = checkpoint.save_part(engine, plan, folder, save.replica)
             self._written(plan, engine.stepped, file, size, began)
 
-    def _save(self, plan: Plan, iteration: int) -> None:
-        """Begin to write this rank's part of a checkpoint; training goes on meanwhile."""
+    def _save(self, plan: Plan, iteration: int, saving: bool) -> None:
+        """Begin to write this rank's part of a checkpoint; training goes on meanwhile, but for the last one.
+
+        Left out by all while `saving`: the one before is still being written somewhere.
+        """
         if self._rank not in plan.layout.replicas[0].ranks:
             return
-        if self._writer.busy and iteration < self._iterations:
+        last = iteration == self._iterations
+        if saving and not last:
             print(f"checkpoint of iteration {iteration}: left out, the one before is still being written", flush=True)
             return
         began = time.perf_counter()
-        with self._activity("checkpoint"):
-            part = checkpoint.part_of(self._engine, plan)
         folder = checkpoints.folder_of(self._folder, iteration)
-        self._writer.begin(part, folder, lambda size: self._written(plan, iteration, part.file, size, began))
+        with self._activity("checkpoint"):
+            self._writer.wait()
+            part = checkpoint.part_of(self._engine, plan)
+            if last:
+                self._written(plan, iteration, part.file, checkpoint.write_part(part, folder), began)
+                return
+        self._writer.begin(
+            part,
+            folder,
+            lambda size: self._written(plan, iteration, part.file, size, began),
+            lambda error: self._written(plan, iteration, part.file, 0, began, error),
+        )
 
-    def _written(self, plan: Plan, iteration: int, file: str, size: int, began: float) -> None:
+    def _written(
+        self, plan: Plan, iteration: int, file: str, size: int, began: float, error: Exception | None = None
+    ) -> None:
         self._client.send(
             m.CheckpointPart(
                 epoch=plan.epoch,
@@ -446,6 +461,7 @@ class _Supervised:
                 file=file,
                 bytes=size,
                 seconds=time.perf_counter() - began,
+                error="" if error is None else f"{type(error).__name__}: {error}",
             )
         )
 

@@ -56,6 +56,8 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Updates that the optimizer has made once this step is taken; skipped iterations do not count."""
     pause: bool = False
     """Some rank was asked to park after this iteration: all do."""
+    saving: bool = False
+    """Some rank still writes a checkpoint: none begins another."""
 
 
 # --- worker -> agent -> supervisor ------------------------------------------------------------------------------
@@ -178,7 +180,7 @@ class FaultDue(Message, frozen=True, kw_only=True):
 
 
 class CheckpointPart(Message, frozen=True, kw_only=True):
-    """This rank's part of a checkpoint is on disk, flushed."""
+    """This rank's part of a checkpoint is on disk, flushed; or it could not be written, and `error` tells why."""
 
     epoch: int
     iteration: int
@@ -186,6 +188,7 @@ class CheckpointPart(Message, frozen=True, kw_only=True):
     file: str
     bytes: int
     seconds: float
+    error: str = ""
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):

@@ -136,9 +136,12 @@ def _candidates(situation: Situation, prices: Prices) -> list[_Candidate]:
         except LayoutError as error:
             obstacles.append(str(error))
     below = min((candidate.seconds for candidate in found), default=math.inf)
-    anew = whole.replicas(situation, prices, below)
-    if anew is not None:
-        found.append(_candidate("anew", situation, prices, anew))
+    try:
+        anew = whole.replicas(situation, prices, below)
+        if anew is not None:
+            found.append(_candidate("anew", situation, prices, anew))
+    except LayoutError as error:
+        obstacles.append(str(error))
     if not found:
         ranks = situation.available
         raise PlanError(f"nothing can run on {len(ranks)} ranks: {'; '.join(dict.fromkeys(obstacles))}")

@@ -43,11 +43,16 @@ def refined(situation: Situation, plan: Plan, seconds: float, prices: Prices) ->
     most = MOST_CHUNKS if situation.links or situation.schedule == "zero-bubble" else MOST_CHUNKS_EVEN
     if situation.memory_bytes is None or chunks > most:
         return Refined(plan, seconds, "")
-    if not (situation.speeds or situation.links or situation.lost):
-        return Refined(plan, seconds, "")
+    alike = {tuple((stage.tp, stage.chunks) for stage in replica.stages) for replica in plan.layout.replicas}
+    degrees = {stage.tp for replica in plan.layout.replicas for stage in replica.stages}
+    if not (situation.speeds or situation.links) and len(alike) == len(degrees) == 1:
+        return Refined(plan, seconds, "")  # the schedule was made for it
     best = Refined(plan, seconds, "")
     for change in (_reordered, _migrated):
-        found = change(situation, plan, prices)
+        try:
+            found = change(situation, plan, prices)
+        except PlanError:
+            continue
         if found.seconds < best.seconds * (1 - SIGNIFICANT):
             best = found
     return best
@@ -96,17 +101,11 @@ def _migrated(situation: Situation, plan: Plan, prices: Prices) -> Refined:
     spans = [{stage.chunks for stage in replica.stages} for replica in plan.layout.replicas]
     if situation.chunks > 1 or not any(a & b for i, a in enumerate(spans) for b in spans[:i]):
         return nothing
-    try:
-        changed = migration.migrate(plan, situation)
-        if not changed.migrations:
-            return nothing
-        assert situation.memory_bytes is not None
-        if memory.obstacle(
-            changed, situation.model, situation.memory_bytes, situation.tokens, state_bytes=situation.state_bytes
-        ):
-            return nothing
-        return Refined(
-            changed, iteration_seconds(changed, situation), "micro-batches that pass single stages elsewhere"
-        )
-    except PlanError:
+    changed = migration.migrate(plan, situation)
+    assert situation.memory_bytes is not None
+    if not changed.migrations or memory.obstacle(
+        changed, situation.model, situation.memory_bytes, situation.tokens, state_bytes=situation.state_bytes
+    ):
         return nothing
+    seconds = iteration_seconds(changed, situation)
+    return Refined(changed, seconds, "micro-batches that pass single stages elsewhere")

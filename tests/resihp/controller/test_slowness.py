@@ -709,7 +709,7 @@ def test_a_slow_device_that_stands_by_is_measured_now_and_then_and_comes_back() 
     job.measure()
     (entry,) = job.all(FailureEnded)
     assert (entry.failure, entry.node, entry.device, entry.iteration) == (1, "n2", 1, job.job.committed + 1)
-    job.train(0.5)
+    job.train(2)
     job.paused()
     assert job.work == EVEN
     assert [taken.occasion for taken in job.all(ProbesTaken)][-2:] == ["standby", "standby"]
@@ -939,3 +939,11 @@ def test_near_the_end_no_plan_is_worth_a_change() -> None:
     job.train(5)
     assert job.job.pause is None
     assert any("until the job's end" in said for said in told(job))
+
+
+def test_a_new_supervisor_bears_what_the_last_one_bore_and_then_acts() -> None:
+    before = Job(records=DEAR).run(2)
+    before.slow_by_verdict(3, 0.5)
+    assert before.job.pause is None
+    heir = TakenOver(before).all_back()
+    assert [one.device for one in heir.job.reconsider] == [("n2", 1)]

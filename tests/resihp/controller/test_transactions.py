@@ -538,3 +538,34 @@ def test_the_newcomers_iterations_count_from_the_state_that_they_got() -> None:
     job.step(4)
     assert [entry.outcome.iteration for entry in job.all(IterationCommitted)] == [1, 2, 3, 4]
     assert len(job.all(FailureFound)) == 1
+
+
+def part(rank: int, iteration: int, epoch: int, **more: Any) -> m.CheckpointPart:
+    file = f"part-e{epoch:04d}-r{rank:05d}.pt"
+    return m.CheckpointPart(epoch=epoch, iteration=iteration, folder="saved", file=file, bytes=10, seconds=0.1, **more)
+
+
+def test_a_checkpoint_counts_whatever_plan_is_in_effect_when_its_last_part_comes() -> None:
+    """It is written behind training: of an iteration that is committed, by those who held one replica then."""
+    job = Direct(nodes=3).run(2)
+    first, *others = job.job.writers[1]
+    job.say(first, part(first, 2, 1))
+    victim = next(rank for rank in job.job.active if rank not in (first, *others))
+    job.crash(victim)
+    job.park(stepped=2)
+    job.run(1)
+    assert job.job.plan is not None
+    assert job.job.plan.epoch == 2
+    answers = [job.say(rank, part(rank, 2, 1)) for rank in others]
+    (commit,) = [action for answer in answers for action in answer if isinstance(action, api.CommitCheckpoint)]
+    assert commit.iteration == 2
+    assert [file for file, _ in commit.parts] == [part(rank, 2, 1).file for rank in (first, *others)]
+
+
+def test_a_part_that_could_not_be_written_is_said_so_and_counts_for_nothing() -> None:
+    job = Direct(nodes=3).run(2)
+    writers = job.job.writers[1]
+    answers = [job.say(rank, part(rank, 2, 1, error="OSError: disk full")) for rank in writers]
+    said = [action for answer in answers for action in answer]
+    assert not [action for action in said if isinstance(action, api.CommitCheckpoint)]
+    assert any(isinstance(action, api.Say) and "disk full" in action.text for action in said)

@@ -218,6 +218,7 @@ def _conclude(job: Job, recovery: Recovery) -> None:
         for rank, _ in told[name].ended:
             if rank not in job.members:  # started and gone, unheard of: its number is taken
                 _place(job, rank, name, -1)
+    _complete_losses(job, recovery)
     if job.first_plan is None:
         _gather_on(job, recovery, said)
         return
@@ -259,6 +260,14 @@ def _conclude(job: Job, recovery: Recovery) -> None:
     upkeep.resume(job)
 
 
+def _complete_losses(job: Job, recovery: Recovery) -> None:
+    """The last supervisor may have died between noting the loss of a node and those of the processes there."""
+    for rank in job.live:
+        if not job.nodes[job.members[rank].node].alive:
+            incidents.bury(job, job.members[rank], None)
+            recovery.unexplained[rank] = None
+
+
 def _skip_forgotten(job: Job) -> None:
     """Iterations so long ago that no agent remembers their steps were done all the same."""
     first = min(job.reports, default=0)
@@ -281,6 +290,10 @@ def _go_on(job: Job, undisturbed: bool) -> None:
 def _gather_on(job: Job, recovery: Recovery, said: list[api.WorkerSaid]) -> None:
     """The start was not complete: no plan had been decided yet."""
     job.phase = "gathering"
+    for name, reason in recovery.unexplained_nodes.items():
+        if job.departure is None:
+            incidents.end(job, 5, f"node {name}: {reason} before training began")
+            return
     told = [rank for inventory in recovery.inventories.values() for rank, _ in inventory.ended]
     unheard = [rank for rank in (*told, *recovery.exits) if rank not in job.members]
     if unheard:

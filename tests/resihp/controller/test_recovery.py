@@ -437,3 +437,33 @@ def test_a_quorum_that_is_lost_while_agents_come_back_ends_the_lead() -> None:
 def test_what_cannot_be_taken_over(entries: list[AnyEntry], reason: str) -> None:
     with pytest.raises(ProtocolError, match=reason):
         Controller.recover(api.Settings(job="local-1", nodes=1, gpus_per_node=1, tp=1, pp=1), entries)
+
+
+@pytest.mark.parametrize("forgets", range(1, 4))
+def test_a_node_noted_as_lost_during_the_start_ends_the_job_wherever_the_supervisor_died(forgets: int) -> None:
+    """It notes the node, then each of its processes, then the end: any of them may be the last that it wrote."""
+    before = Beginning("n1", "n2", spawned=(0, 1, 2, 3))
+    before.feed(api.AgentLost(node="n2", reason="its agent was killed by SIGKILL"))
+    kinds = [type(entry).__name__ for entry in journal_of(before)][-4:]
+    assert kinds == ["NodeLost", "WorkerEnded", "WorkerEnded", "JobEnded"]
+    job = TakenOver(before, forgets=forgets)
+    job.back("n1")
+    assert job.end is not None
+    assert job.end.exit_code == 5
+    assert "node n2: its agent was killed by SIGKILL before training began" in job.end.reason
+
+
+@pytest.mark.parametrize("forgets", range(3))
+def test_a_node_noted_as_lost_while_training_takes_its_processes_along(forgets: int) -> None:
+    before = Direct(nodes=3).run(2)
+    before.feed(api.AgentLost(node="n2", reason="its agent was killed by SIGKILL"))
+    names = [type(entry).__name__ for entry in journal_of(before)]
+    assert "NodeLost" in names[: len(names) - forgets]
+    job = TakenOver(before, forgets=forgets)
+    for name in ("n1", "n3"):
+        job.back(name)
+    assert {2, 3}.isdisjoint(job.job.live)
+    assert job.end is None
+    job.park(stepped=2)
+    job.run(1)
+    assert {2, 3}.isdisjoint(job.job.active)

@@ -13,7 +13,7 @@ from collections import defaultdict
 
 from resihp.errors import PlanError
 from resihp.layout import Replica
-from resihp.pipeline.timeline import Node, Orders, Seconds, Transfers, layer_units, needs
+from resihp.pipeline.timeline import Node, Orders, Seconds, Transfers, follows, layer_units, needs
 from resihp.plan import Order, Plan, Primitive
 
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
@@ -193,14 +193,7 @@ class _Greedy:
         self._to_w[lane] += {"F": 1, "B": 0 if self._split else -1, "W": -1}[kind]
         end = self._clock + self._seconds(path[v], primitive)
         heapq.heappush(self._events, (end, self._tie(), lane, None))
-        last = len(path) - 1
-        after: list[Node] = [("F", m, v + 1)] if kind == "F" and v < last else []
-        if kind == "F":
-            after.append(("B", m, v))
-        elif kind == "B":
-            after += [("B", m, v - 1)] if v else []
-            after += [("W", m, v)] if self._split else []
-        for follower in after:
+        for follower in follows(node, len(path) - 1, self._split):
             self._missing[follower] -= 1
             if not self._missing[follower]:
                 there = path[follower[2]]

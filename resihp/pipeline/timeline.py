@@ -70,6 +70,17 @@ def needs(node: Node, last: int) -> tuple[Node, ...]:
     return (("F", m, v),) if v == last else (("F", m, v), ("B", m, v + 1))
 
 
+def follows(node: Node, last: int, split: bool) -> list[Node]:
+    """What waits for `node`; with `split`, every B has a W."""
+    kind, m, v = node
+    if kind == "F":
+        return [("F", m, v + 1), ("B", m, v)] if v < last else [("B", m, v)]
+    if kind == "W":
+        return []
+    before: list[Node] = [("B", m, v - 1)] if v else []
+    return [*before, ("W", m, v)] if split else before
+
+
 def play(plan: Plan, orders: Orders, seconds: Seconds, transfer_s: Transfers = 0.0) -> Timeline:
     """Carry out `orders` on a virtual clock, each stage as soon as it can. Linear in the number of primitives.
 

@@ -125,7 +125,7 @@ def lay(situation: Situation, pipe: Pipe) -> Replica:
     ends = layers.ends_of(situation.times)
     limits = None
     if situation.memory_bytes is not None:
-        posts = [_post(situation, s, len(groups), len(group.ranks)) for s, group in enumerate(groups)]
+        posts = [situation.post(s, len(groups), len(group.ranks)) for s, group in enumerate(groups)]
         limits = [memory.capacity(model, post, situation.memory_bytes, situation.tokens) for post in posts]
     held = tuple(group.held for group in groups)
     try:
@@ -151,19 +151,6 @@ def untouched(situation: Situation, pipe: Pipe) -> bool:
 
 def _same(pipe: Pipe, before: Replica) -> bool:
     return tuple(group.ranks for group in pipe.groups) == tuple(stage.ranks for stage in before.stages)
-
-
-def _post(situation: Situation, stage: int, stages: int, tp: int) -> memory.Post:
-    return memory.Post(
-        stage=stage,
-        stages=stages,
-        tp=tp,
-        chunks=situation.chunks,
-        schedule=situation.schedule,
-        micro_batches=situation.micro_batches,
-        sequence_parallel=situation.sequence_parallel,
-        state_bytes=situation.state_bytes,
-    )
 
 
 def _unmeasured(situation: Situation, ranks: Iterable[int]) -> bool:
@@ -196,7 +183,7 @@ def _choice(situation: Situation, d: int, s: int, stage: Stage, left: tuple[int,
     home = {situation.nodes[rank] for rank in (left or stage.ranks) if rank in situation.nodes}
     k_min = memory.smallest_degree(
         situation.model,
-        _post(situation, s, len(situation.base.replicas[d].stages), situation.tp),
+        situation.post(s, len(situation.base.replicas[d].stages), situation.tp),
         situation.memory_bytes,
         situation.tokens,
     )

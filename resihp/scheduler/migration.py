@@ -28,7 +28,7 @@ import msgspec
 from resihp.errors import PlanError
 from resihp.layout import LayerSpan
 from resihp.pipeline.schedules import orders_of
-from resihp.pipeline.timeline import Node, Orders, needs
+from resihp.pipeline.timeline import Node, Orders, follows, needs
 from resihp.plan import Migration, Order, Plan, Primitive, Stop
 from resihp.scheduler.lanes import Lane, lanes, overfull
 from resihp.scheduler.prices import costs, iteration_seconds, transfers
@@ -280,14 +280,7 @@ class _Advance:
             lane.expected -= 1
         end = self._ends[node] = self._clock + self._seconds(path[v], primitive)
         heapq.heappush(self._events, (end, next(self._ties), place, None))
-        after: list[Node] = []
-        if kind == "F":
-            after += [("F", m, v + 1)] if v < len(path) - 1 else []
-            after.append(("B", m, v))
-        elif kind == "B":
-            after += [("B", m, v - 1)] if v else []
-            after += [("W", m, v)] if self._split else []
-        for follower in after:
+        for follower in follows(node, len(path) - 1, self._split):
             self._missing[follower] -= 1
             if not self._missing[follower]:
                 self._at(end + self._late(path[v], path[follower[2]]), follower)

@@ -301,26 +301,13 @@ def _cut(counts: Sequence[int], chunks: int) -> tuple[tuple[LayerSpan, ...], ...
     return tuple(tuple(held) for held in spans)
 
 
-def _post(situation: Situation, stage: int, stages: int, tp: int) -> memory.Post:
-    return memory.Post(
-        stage=stage,
-        stages=stages,
-        tp=tp,
-        chunks=situation.chunks,
-        schedule=situation.schedule,
-        micro_batches=situation.micro_batches,
-        sequence_parallel=situation.sequence_parallel,
-        state_bytes=situation.state_bytes,
-    )
-
-
 def _k_min(situation: Situation, stage: int, stages: int) -> int:
-    post = _post(situation, stage, stages, situation.tp)
+    post = situation.post(stage, stages, situation.tp)
     return memory.smallest_degree(situation.model, post, situation.memory_bytes, situation.tokens)
 
 
 def _capacity(situation: Situation, stage: int, stages: int, tp: int) -> int:
     if situation.memory_bytes is None:
         return situation.model.layers
-    post = _post(situation, stage, stages, tp)
+    post = situation.post(stage, stages, tp)
     return memory.capacity(situation.model, post, situation.memory_bytes, situation.tokens)

@@ -11,7 +11,7 @@ from resihp.layout import Layout
 from resihp.model import ModelSpec
 from resihp.plan import Plan
 from resihp.scheduler import profile
-from resihp.scheduler.memory import STATE_BYTES
+from resihp.scheduler.memory import STATE_BYTES, Post
 from resihp.scheduler.profile import Profile, layer_units
 
 
@@ -60,6 +60,19 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     def speed(self, ranks: tuple[int, ...]) -> float:
         """Of a tensor-parallel group, in healthy devices: k * min p."""
         return len(ranks) * min((self.speeds.get(rank, 1.0) for rank in ranks), default=0.0)
+
+    def post(self, stage: int, stages: int, tp: int) -> Post:
+        """What decides how much memory a stage of the job needs."""
+        return Post(
+            stage=stage,
+            stages=stages,
+            tp=tp,
+            chunks=self.chunks,
+            schedule=self.schedule,
+            micro_batches=self.micro_batches,
+            sequence_parallel=self.sequence_parallel,
+            state_bytes=self.state_bytes,
+        )
 
     @property
     def times(self) -> Profile:

@@ -97,6 +97,8 @@ class Job(Base):
     """Time of the last record that the job itself wrote; what a reader adds to a dead job does not count."""
     journal_seq: Mapped[int] = mapped_column(BigInteger, default=0)
     telemetry_dropped: Mapped[int] = mapped_column(BigInteger, default=0)
+    model: Mapped[str | None] = mapped_column(Text)
+    """What it trains, as the script declared it, in JSON; null until then."""
 
 
 class Node(Base):
@@ -140,13 +142,22 @@ class Worker(Base):
 class Plan(Base):
     """`layout` and `assignment` as JSON; `digest` is the one that all ranks confirmed.
 
+    `predicted`: time of an iteration under it, `present`: the same of the plan that was in effect, as things were then,
+    both in `unit` (`s`, or `layer times`, of which only ratios tell). Null where nobody could tell, and `present` where
+    no plan was in effect, or one that could not run any more.
+
     `in_effect_at`: when every rank had acknowledged its state; in journals that do not tell, when the first iteration
     under the plan was committed. Null for one that never took effect: refused (by a rank, or by our own check), or
     overtaken by the next one.
     """
 
     __tablename__ = "plans"
-    __table_args__ = (CheckConstraint("action IN ('start', 'redo', 'commit', 'between')", name="action"),)
+    __table_args__ = (
+        CheckConstraint("action IN ('start', 'redo', 'commit', 'between')", name="action"),
+        CheckConstraint("unit IN ('s', 'layer times')", name="unit"),
+        CheckConstraint("predicted > 0", name="predicted"),
+        CheckConstraint("present > 0", name="present"),
+    )
 
     job_id: Mapped[int] = _of_job(primary_key=True)
     epoch: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
@@ -166,6 +177,9 @@ class Plan(Base):
     in_effect_at: Mapped[datetime | None]
     refused_reason: Mapped[str | None] = mapped_column(Text)
     refused_by: Mapped[int | None] = mapped_column(Integer)
+    predicted: Mapped[float | None]
+    present: Mapped[float | None]
+    unit: Mapped[str] = mapped_column(String(16), server_default="layer times")
 
 
 class Iteration(Base):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
@@ -237,8 +238,15 @@ def _plan_decided(session: Session, job: models.Job, entry: journal.PlanDecided,
             in_effect_at=None,
             refused_reason=None,
             refused_by=None,
+            predicted=_number(entry.predicted),
+            present=_number(entry.present),
+            unit=entry.unit,
         )
     )
+
+
+def _model_declared(session: Session, job: models.Job, entry: journal.ModelDeclared, at: float) -> None:
+    job.model = msgspec.json.encode(entry.declare).decode()
 
 
 def _iteration_committed(session: Session, job: models.Job, entry: journal.IterationCommitted, at: float) -> None:
@@ -496,7 +504,7 @@ _APPLY: dict[type, Callable[[Session, models.Job, Any, float], None]] = {
     journal.PlanInEffect: _plan_in_effect,
     journal.PlanRefused: _plan_refused,
     journal.JoinRefused: _join_refused,
-    journal.ModelDeclared: _event_only,
+    journal.ModelDeclared: _model_declared,
     journal.LeaderChosen: _leader_chosen,
     journal.JobSignalled: _event_only,
     journal.DrainDecided: _drain_decided,

@@ -88,6 +88,12 @@ class PlanDecided(Entry, frozen=True, kw_only=True):
     reason: str
     bytes_planned: int = 0
     """State that has to travel between ranks, from the two layouts alone."""
+    predicted: float | None = None
+    """Time of an iteration under the plan, in `unit`; None where nobody could tell."""
+    present: float | None = None
+    """The same for the plan in effect, as things are now; None when there is none, or when it cannot run any more."""
+    unit: Literal["s", "layer times"] = "layer times"
+    """Of the two predictions. A layer time is the forward of one layer on a healthy device; only ratios tell then."""
 
 
 class IterationCommitted(Entry, frozen=True, kw_only=True):

@@ -75,7 +75,7 @@ def test_newer_schema_is_refused(tmp_path: Path, opener: str) -> None:
     with sqlite3.connect(tmp_path / "ledger.db") as connection:
         connection.execute(f"UPDATE {migrate.VERSION_TABLE} SET version_num = '9999'")
     connection.close()
-    with pytest.raises(LedgerError, match=r"schema 9999 is newer than 0005.*upgrade resihp"):
+    with pytest.raises(LedgerError, match=r"schema 9999 is newer than 0006.*upgrade resihp"):
         {
             "writer": lambda: Ledger.open(url, tmp_path),
             "reader": lambda: Reader.open(url),
@@ -131,10 +131,10 @@ def downgrade(url: str, revision: str) -> None:
 def test_old_ledger_is_upgraded_with_all_that_is_in_it(tmp_path: Path) -> None:
     url = old_ledger(tmp_path)
     assert migrate.current(url) == "0001"
-    with pytest.raises(LedgerError, match="schema 0001 is older than 0005; run resihp db upgrade"):
+    with pytest.raises(LedgerError, match="schema 0001 is older than 0006; run resihp db upgrade"):
         Reader.open(url)
     before = contents(tmp_path / "ledger.db")
-    assert migrate.upgrade(url) == "0005"
+    assert migrate.upgrade(url) == "0006"
     after = contents(tmp_path / "ledger.db")
     for table, rows in before.items():
         if table != migrate.VERSION_TABLE:
@@ -200,7 +200,7 @@ def test_upgraded_schema_is_that_of_a_new_ledger_and_goes_back(tmp_path: Path) -
             assert after[table] == before[table], table
     assert [row[2] for row in after["plans"]] == ["start", "redo", "commit"], "what was between two iterations counts"
     assert [row[2] for row in after["reconfigurations"]] == ["commit"]
-    assert migrate.upgrade(old) == "0005"
+    assert migrate.upgrade(old) == "0006"
 
 
 def test_a_ledger_that_contradicts_itself_is_not_migrated(tmp_path: Path) -> None:

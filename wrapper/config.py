@@ -16,7 +16,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+)
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -32,6 +41,9 @@ SEPARATOR = "__"
 
 SITE_FILE = Path("/etc/resihp.toml")
 """The administrator's: the only place for [site]."""
+
+SECRETS = (("hooks", "webhook"),)
+"""(section, key) of what no message repeats."""
 
 Duration = Annotated[float, BeforeValidator(values.duration)]
 Plain = Annotated[str, AfterValidator(values.plain)]
@@ -134,6 +146,8 @@ class SlurmSection(Section):
     """How many nodes the job may ask for in place of lost ones, each as a Slurm job of its own."""
     replacement_min_left: Duration = 1800.0
     """No replacement is asked for when less time than this is left until the job's limit."""
+    replacement_wait: Duration = 60.0
+    """How long a replacement is expected to take to come, until one has: it is asked for where it still pays then."""
     drains: int = Field(default=2, ge=0, le=10_000)
     """How many nodes the job may have drained."""
     spool: str = ""
@@ -157,6 +171,35 @@ class ContainerSection(Section):
     """Folders beside the job's own, as `/data` or `/scratch:/data:ro`."""
     python: str = "python3"
     """The interpreter in the image; resihp must be installed there."""
+
+
+class MetricsSection(Section):
+    """[metrics]: the job's figures, for others to draw; nothing by default. The first two need resihp[metrics]."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """Prometheus finds them there on the supervisor's machine, on loopback only; 0: nowhere."""
+    textfile: Annotated[str, AfterValidator(values.textfile)] = ""
+    """A file for node_exporter's textfile collector; `{job}` in it stands for the job's name."""
+    tensorboard: str = ""
+    """A folder for TensorBoard's scalars, in which each job gets one of its own."""
+
+
+class HooksSection(Section):
+    """[hooks]: who is told when something happens, by a JSON document for each event; nobody by default."""
+
+    webhook: Annotated[SecretStr, AfterValidator(values.webhook)] = SecretStr("")
+    """A URL that documents are POSTed to. It is kept secret; in a file that others can read, use webhook_file."""
+    webhook_file: str = ""
+    """A file that only its owner can read, and that holds the URL."""
+    command: tuple[str, ...] = ()
+    """A command that gets each document on its stdin, on the supervisor's machine, without a shell."""
+    events: Annotated[tuple[str, ...], AfterValidator(values.known_events)] = (
+        *("failure", "recovery", "drain", "replacement", "leader", "signal", "end"),
+    )
+    """What is told: start, failure, recovery, suspicion, plan, node, drain, replacement, checkpoint, leader, signal,
+    fault, end."""
+    timeout: Annotated[Duration, Field(le=300)] = 10.0
+    """How long telling one event may take; then it is given up, a command killed."""
 
 
 class SiteSection(Section):

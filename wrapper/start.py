@@ -16,7 +16,7 @@ from typing import Any
 from resihp import faults
 from resihp.errors import UsageError
 from slurm.client import Slurm
-from wrapper import allocation, container, guardian
+from wrapper import allocation, container, guardian, listeners
 from wrapper.allocation import Allocation
 from wrapper.config import Configuration, check_partition, read
 from wrapper.jobs import create_local_job, create_slurm_job, home
@@ -80,6 +80,7 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
     planned = tuple(faults.parse(text, i + 1) for i, text in enumerate(options.faults))
     for fault in planned:
         check_target(fault, shape, configuration.adapt.come_backs)
+    listening = listeners.asked(configuration)
     inside = container.check(configuration.container)
     program = resolve(configuration.job.command, _notice, configuration.container.python if inside else None)
     cwd, python_path = os.getcwd(), _absolute_entries(os.environ.get("PYTHONPATH", ""))
@@ -124,6 +125,7 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
         succession=_succession(configuration, found is not None and len(shape.nodes) > 1),
         slurm=of_slurm[0] if of_slurm else None,
         container=container.with_folders(inside, container.job_folders(cwd, job.folder, checkpoints, python_path)),
+        listening=listening,
         configuration=configuration.model_dump(mode="json"),
     )
 
@@ -179,6 +181,7 @@ def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm) -> 
         extra=section.extra,
         replacements=section.replacements,
         replacement_min_left_s=section.replacement_min_left,
+        replacement_wait_s=section.replacement_wait,
         drains=section.drains,
         spool=section.spool,
         on_warning=section.on_warning,

@@ -138,19 +138,19 @@ def _propose(job: Job) -> None:
     """The first plan."""
     first = job.declaration
     try:
-        plan = planning.first(job)
+        choice = planning.first(job)
     except LayoutError as error:
         incidents.end(job, 2, str(error))
         return
     job.do(api.Log(entry=ModelDeclared(declare=first)))
     for member in job.members.values():
         member.stepped = first.resume_from
-    job.epoch = plan.epoch
-    job.first_plan = plan
+    job.epoch = choice.plan.epoch
+    job.first_plan = choice.plan
     job.phase = "transition"
     job.transition = Transition(
         stage="proposing",
-        epoch=plan.epoch,
+        epoch=choice.plan.epoch,
         began_at=job.now,
         stage_at=job.now,
         committed_before=job.committed,
@@ -158,4 +158,4 @@ def _propose(job: Job) -> None:
         asked=set(job.ready),
         reason=f"start from {f'iteration {job.committed + 1}' if job.committed else 'the beginning'}",
     )
-    transitions.propose(job, plan)
+    transitions.propose(job, choice)

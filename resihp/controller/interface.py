@@ -52,6 +52,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How many nodes this job may ask for in place of lost ones."""
     replacement_least_left_s: float = 1800.0
     """Time that must be left until the job's limit for a replacement to be worth asking for."""
+    replacement_wait_s: float = 60.0
+    """How long one is expected to take to come, until one has."""
     batch_node: str = ""
     """Where the job's batch script runs: Slurm cannot do without it. Empty without Slurm."""
     on_warning: Literal["requeue", "end"] = "requeue"

@@ -123,7 +123,7 @@ def consider(job: Job) -> None:
     if not idle or job.furthest + 1 >= job.goal:  # the iteration under way is finished before anybody could help
         return
     try:
-        better, _ = planning.best(job, job.epoch + 1, set(job.ready), planning.base_while_running(job))
+        better = planning.best(job, job.epoch + 1, set(job.ready), planning.base_while_running(job)).plan
     except (LayoutError, NotEnoughDevicesError):
         return
     if better.layout.active != job.active:

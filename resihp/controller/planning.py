@@ -7,6 +7,9 @@ is the scheduler's to say, whether a plan can be carried out the checker's. Call
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 import msgspec
 
 from resihp.controller.state import Job
@@ -24,7 +27,21 @@ from resihp.scheduler.worth import Movement
 from resihp.transfers import Base, bytes_of, missing, moves
 
 
-def first(job: Job) -> Plan:
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan, why this one, and what it promises.
+
+    `predicted`: time of an iteration under it, in `unit`; `present`: the same under the plan in effect, None where there
+    is none, or one that cannot run any more.
+    """
+
+    plan: Plan
+    reason: str = ""
+    predicted: float | None = None
+    present: float | None = None
+    unit: Literal["s", "layer times"] = "layer times"
+
+
+def first(job: Job) -> Choice:
     """Plan of a job that starts. Raises LayoutError when it cannot be as the job was asked to be."""
     declared, settings = job.declaration, job.settings
     plan = planner.first_plan(
@@ -44,33 +61,52 @@ def first(job: Job) -> Plan:
     if unfit.intersection(plan.layout.active):
         plan = _with_spares(job, plan, unfit)
     if unfit.intersection(plan.layout.active):
-        job.first_plan = plan  # stands for the plan in effect
+        fit = set(job.ready) - unfit
         try:
-            fit = set(job.ready) - unfit
-            plan = with_standby(planner.decide(_situation(job, plan.epoch, fit, None)).plan, unfit)
+            plan = with_standby(planner.decide(_situation(job, plan.epoch, fit, None, plan)).plan, unfit)
         except LayoutError:
             job.say("warning", "not enough devices pass their probe: the others are used as well")
-        job.first_plan = None
     checker.check(plan)
-    return plan
+    return _choice(job, plan, _situation(job, plan.epoch, set(job.ready), None, plan))
 
 
-def best(job: Job, epoch: int, available: set[int], base: Base | None) -> tuple[Plan, str]:
-    """What the scheduler makes of these ranks, checked, and why.
+def best(job: Job, epoch: int, available: set[int], base: Base | None) -> Choice:
+    """What the scheduler makes of these ranks, checked.
 
     Raises LayoutError when no plan is found, or the one that is found is no good.
     """
     unfit = _kept_out(job, available)
+    situation = _situation(job, epoch, available - unfit, base)
     try:
-        decision = planner.decide(_situation(job, epoch, available - unfit, base))
+        decision = planner.decide(situation)
     except LayoutError:
         if not unfit:
             raise
         unfit = set()
-        decision = planner.decide(_situation(job, epoch, available, base))
+        situation = _situation(job, epoch, available, base)
+        decision = planner.decide(situation)
     plan = with_standby(decision.plan, unfit)
     checker.check(plan)
-    return plan, decision.reason
+    return _choice(job, plan, situation, decision.reason, decision.seconds)
+
+
+def _choice(job: Job, plan: Plan, situation: Situation, reason: str = "", predicted: float | None = None) -> Choice:
+    """`predicted` where it is known already."""
+    return Choice(
+        plan=plan,
+        reason=reason,
+        predicted=_price(plan, situation) if predicted is None else predicted,
+        present=None if job.plan is None else _price(job.plan, situation),
+        unit=situation.unit,
+    )
+
+
+def _price(plan: Plan, situation: Situation) -> float | None:
+    """Predicted time of an iteration; None where the plan has work for a rank that is gone or stands still."""
+    if not set(situation.available).difference(situation.stale).issuperset(plan.layout.active):
+        return None
+    seconds = iteration_seconds(plan, situation)
+    return seconds if math.isfinite(seconds) else None
 
 
 class Gain(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,9 +125,21 @@ def gain(job: Job) -> Gain:
     """What another plan would be worth. Raises LayoutError when none is found."""
     assert job.plan is not None
     situation = _situation(job, job.epoch + 1, set(job.ready), base_while_running(job))
-    plan, _ = best(job, job.epoch + 1, set(job.ready), base_while_running(job))
+    plan = best(job, job.epoch + 1, set(job.ready), base_while_running(job)).plan
     now_s, then_s = (iteration_seconds(of, situation) for of in (job.plan, plan))
     return Gain(plan=plan, now_s=now_s, then_s=then_s, movement=movement(situation, plan.layout))
+
+
+def gain_of_a_node(job: Job) -> Gain:
+    """What the first layout would be worth, with new devices in place of those that are gone.
+
+    Raises LayoutError when state is lost that it needs.
+    """
+    assert job.plan is not None
+    assert job.first_plan is not None
+    situation = _situation(job, job.epoch + 1, set(job.ready), base_while_running(job))
+    now_s, then_s = (iteration_seconds(of, situation) for of in (job.plan, job.first_plan))
+    return Gain(plan=job.first_plan, now_s=now_s, then_s=then_s, movement=movement(situation, job.first_plan.layout))
 
 
 def with_standby(plan: Plan, ranks: set[int]) -> Plan:
@@ -129,30 +177,31 @@ def _kept_out(job: Job, ranks: set[int]) -> set[int]:
     return {rank for rank in ranks if job.device_of(rank) in job.unfit or rank in job.unmeasured}
 
 
-def cautious(job: Job, epoch: int, available: set[int], base: Base | None) -> tuple[Plan, str]:
+def cautious(job: Job, epoch: int, available: set[int], base: Base | None) -> Choice:
     """The plan in effect once more if it can be, else without the replicas that lost a rank.
 
     Raises NotEnoughDevicesError when no replica is whole, LayoutError when not even that can be carried out.
     """
     old = job.plan or job.first_plan
     assert old is not None
+    situation = _situation(job, epoch, available, base)
     if available.issuperset(old.layout.active) and (base is None or set(base.survivors) >= set(old.layout.active)):
         standby = tuple(sorted(available - set(old.layout.active)))
         plan = msgspec.structs.replace(old, epoch=epoch, layout=Layout(old.layout.replicas, standby))
         reason = "the plan in effect once more"
     else:
         try:
-            decision = planner.without_lost_replicas(_situation(job, epoch, available, base))
+            decision = planner.without_lost_replicas(situation)
         except LayoutError as error:
             raise NotEnoughDevicesError(f"no whole replica is left: {error}") from None
         plan, reason = decision.plan, decision.reason
     checker.check(plan)
-    return plan, reason
+    return _choice(job, plan, situation, reason)
 
 
-def _situation(job: Job, epoch: int, available: set[int], base: Base | None) -> Situation:
-    """The planner's view. While no plan is in effect, the first one stands for it."""
-    declared, settings, old = job.declaration, job.settings, job.plan or job.first_plan
+def _situation(job: Job, epoch: int, available: set[int], base: Base | None, old: Plan | None = None) -> Situation:
+    """The planner's view. `old`: the plan to start from; by default the one in effect, or the first until one is."""
+    declared, settings, old = job.declaration, job.settings, old or job.plan or job.first_plan
     assert old is not None
     stale = set() if base is None else available & set(old.layout.active) - set(base.survivors)
     return Situation(

@@ -7,14 +7,18 @@ that is known of a request, so that a new supervisor knows the same. Called by `
 
 from __future__ import annotations
 
+import statistics
 from typing import Literal
 
 from resihp.controller import interface as api
+from resihp.controller import planning
 from resihp.controller.state import COINCIDENCE_S, Job, Request
+from resihp.errors import LayoutError
 from resihp.journal import AnyEntry, ReplacementAsked, ReplacementChanged
+from resihp.scheduler import worth
 
-LEAST_USE_S = 10.0
-"""Training that must be left for another node: it takes about as long to start its processes and move state there."""
+JOINING_S = 10.0
+"""From a node's coming until its processes are ready; training goes on meanwhile."""
 AGAIN_AFTER_S = 30.0
 """How long after a request that came to nothing the next one is made; twice as long after each further one."""
 AGAIN_AT_MOST_S = 600.0
@@ -46,9 +50,13 @@ def _compare(job: Job) -> None:
     for request in [request for request in reversed(coming) if request.open][:needless]:
         _let_go(job, request, "cancelled", "no longer needed" if lacking else "the first layout is back")
     wanted = min(lacking - len(coming), job.settings.replacements - len(job.upkeep.requests))
-    if wanted > 0 and job.now >= job.upkeep.ask_after and _is_worth_it(job):
-        for name in missing(job)[:wanted]:
-            _ask(job, name)
+    if wanted > 0 and job.now >= job.upkeep.ask_after and (names := missing(job)[:wanted]):
+        found = _worth(job)
+        if found is None or not found.go:
+            job.upkeep.ask_after = job.now + AGAIN_AFTER_S
+            return
+        for name in names:
+            _ask(job, name, found.reason)
 
 
 def nodes_lacking(job: Job) -> int:
@@ -85,16 +93,35 @@ def _is_coming(job: Job, request: Request) -> bool:
     return not any(job.members[rank].node == request.node for rank in job.active)
 
 
-def _is_worth_it(job: Job) -> bool:
-    return (job.goal - job.furthest) * job.usual_s > LEAST_USE_S
+def _worth(job: Job) -> worth.Verdict | None:
+    """Whether the time that the first layout would save pays for the wait and for the transition to it.
+
+    None where it cannot be told: no iteration was seen yet, or state is lost.
+    """
+    if job.usual_s == 0:
+        return None
+    try:
+        gain = planning.gain_of_a_node(job)
+    except LayoutError:
+        return None
+    left_s = (job.goal - job.furthest) * job.usual_s
+    return worth.worth_asking(
+        worth.cost(gain.movement, worth.calibrated(job.records)),
+        gain.now_s,
+        gain.then_s,
+        remaining_s=left_s if job.deadline is None else max(0.0, min(left_s, job.deadline - job.now)),
+        wait_s=statistics.median(job.upkeep.waits_s or [job.settings.replacement_wait_s]),
+        joining_s=JOINING_S,
+    )
 
 
-def _ask(job: Job, instead: str) -> None:
+def _ask(job: Job, instead: str, why: str) -> None:
     assert job.first_plan is not None
     number = len(job.upkeep.requests) + 1
-    reason = f"{len(job.active)} of {len(job.first_plan.layout.active)} ranks have work"
+    reason = f"{len(job.active)} of {len(job.first_plan.layout.active)} ranks have work; another node {why}"
     excluded = tuple(job.nodes)
     record(job, ReplacementAsked(replacement=number, node=instead, excluded=excluded, reason=reason))
+    job.upkeep.requests[number].asked_at = job.now
     job.say("notice", f"node {instead}: lost, {reason}; asking Slurm for another one")
     job.do(api.AskReplacement(replacement=number, exclude=excluded))
 
@@ -130,6 +157,8 @@ def expected(job: Job, lease: int) -> Request | None:
 
 
 def joined(job: Job, request: Request, node: str) -> None:
+    if request.asked_at is not None:
+        job.upkeep.waits_s.append(job.now - request.asked_at)
     record(
         job,
         ReplacementChanged(replacement=request.number, state="joined", slurm_job=request.slurm_job, node=node, text=""),

@@ -342,6 +342,8 @@ class Request:
     node: str | None = None
     joined: bool = False
     """Its node was, or is, one of the job's."""
+    asked_at: float | None = None
+    """None where a supervisor before this one asked."""
 
     @property
     def open(self) -> bool:
@@ -361,6 +363,8 @@ class Upkeep:
     ask_after: float = 0.0
     """No node is asked for before: the last request was refused, or ended."""
     failed_requests: int = 0
+    waits_s: list[float] = field(default_factory=list)
+    """How long nodes took to come that this supervisor asked for."""
     slurm_sees: dict[str, tuple[str, str]] = field(default_factory=dict)
     """(state, text) by node, as last journaled."""
 

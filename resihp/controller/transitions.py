@@ -12,7 +12,6 @@ from resihp.controller import interface as api
 from resihp.controller.state import Job, Member, Outlook, Pause, Transition
 from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.journal import PlanDecided, PlanInEffect, PlanRefused
-from resihp.plan import Plan
 from resihp.protocol import messages as m
 
 
@@ -155,11 +154,10 @@ def decide_when_parked(job: Job) -> None:
     transition.finish = job.last_outcome
     transition.stage = "proposing"
     transition.stage_at = job.now
-    decided = _decide(job, transition)
-    if decided is not None:
-        plan, why = decided
-        transition.reason = f"{transition.reason}; {why}"
-        propose(job, plan)
+    choice = _decide(job, transition)
+    if choice is not None:
+        transition.reason = f"{transition.reason}; {choice.reason}"
+        propose(job, choice)
 
 
 def _action(job: Job, transition: Transition) -> Outlook:
@@ -172,7 +170,7 @@ def _action(job: Job, transition: Transition) -> Outlook:
     return "commit" if job.committed > transition.committed_before else "redo"
 
 
-def _decide(job: Job, transition: Transition) -> tuple[Plan, str] | None:
+def _decide(job: Job, transition: Transition) -> planning.Choice | None:
     """The best plan, or after a refusal a cautious one. None: there is none, and the job has ended."""
     available = set(transition.parked)
     if not transition.cautious:
@@ -198,8 +196,8 @@ def refused(job: Job, rank: int | None, reason: str) -> None:
     job.say("warning", f"{who}: refuses a plan for epoch {job.epoch}: {reason}")
 
 
-def propose(job: Job, plan: Plan) -> None:
-    transition = job.transition
+def propose(job: Job, choice: planning.Choice) -> None:
+    transition, plan = job.transition, choice.plan
     assert transition is not None
     transition.plan = plan
     transition.next_iteration = job.committed + 1
@@ -213,6 +211,9 @@ def propose(job: Job, plan: Plan) -> None:
                 finish=transition.finish,
                 reason=transition.reason,
                 bytes_planned=planning.bytes_planned(job, transition.base, plan),
+                predicted=choice.predicted,
+                present=choice.present,
+                unit=choice.unit,
             )
         )
     )

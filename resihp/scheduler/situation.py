@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import msgspec
 
@@ -79,7 +80,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
         return layer_units(self.model) if self.profile is None else self.profile
 
     @property
-    def unit(self) -> str:
+    def unit(self) -> Literal["layer times", "s"]:
         """Of predicted times, in words."""
         return "layer times" if self.profile is None else "s"
 

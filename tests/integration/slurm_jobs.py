@@ -49,6 +49,7 @@ class Desk:
             "PATH": f"{Path(sys.executable).parent}:{cluster.environment['PATH']}",
             "RESIHP_HOME": str(self.folder / "home"),
             "RESIHP_LOCAL": str(self.local),
+            "RESIHP_SLURM__REPLACEMENT_WAIT": "1s",
             "XDG_CONFIG_HOME": str(cluster.folder),
             "RES_OPTIONS": "timeout:1 attempts:1",
             **UNWATCHED,

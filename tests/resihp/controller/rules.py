@@ -533,7 +533,7 @@ class Rules:
             or scenario.checker_trouble
         ):
             return
-        better, _ = planning.best(job, job.epoch + 1, set(job.ready), planning.base_while_running(job))
+        better = planning.best(job, job.epoch + 1, set(job.ready), planning.base_while_running(job)).plan
         unused = better.layout.active == self.in_effect.layout.active
         expect(unused, f"ranks {sorted(idle)} have no work, though {better.layout} has some for them")
 

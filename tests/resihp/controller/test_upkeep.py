@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -44,6 +45,7 @@ class Job(Direct):
             "drains": 2,
             "replacements": 2,
             "batch_node": "n1",
+            "replacement_wait_s": 5.0,
         }
         super().__init__(**options | changes)
 
@@ -310,9 +312,13 @@ def test_a_node_is_asked_for_when_training_is_below_its_first_layout() -> None:
     job = trained()
     job.lose("n3")
     job.train(2)
-    assert job.all(ReplacementAsked) == [
-        ReplacementAsked(replacement=1, node="n3", excluded=("n1", "n2", "n3", "n4"), reason="6 of 8 ranks have work")
-    ]
+    (asked,) = job.all(ReplacementAsked)
+    assert (asked.replacement, asked.node, asked.excluded) == (1, "n3", ("n1", "n2", "n3", "n4"))
+    assert re.fullmatch(
+        r"6 of 8 ranks have work; another node after 5 s of waiting and 10 s of joining: saves \d+.\d% of the time, "
+        r"[\d.]+ s of what is left, and costs 0.\d+ s",
+        asked.reason,
+    )
     assert job.asked(api.AskReplacement) == [api.AskReplacement(replacement=1, exclude=("n1", "n2", "n3", "n4"))]
     job.train(100)
     assert len(job.all(ReplacementAsked)) == 1, "one open request for a missing node"
@@ -359,6 +365,33 @@ def test_no_node_is_asked_for_in_the_last_iterations() -> None:
     job.train(3)
     assert 0 < job.job.goal - job.job.committed < 20
     assert job.all(ReplacementAsked) == []
+
+
+def test_no_node_is_asked_for_that_would_come_too_late() -> None:
+    """About 20 s of training are left; 5 s of waiting and 10 s of joining leave some use, 50 s none."""
+    few = msgspec.structs.replace(DECLARE, iterations=100)
+    for wait_s, asked in ((5.0, 1), (50.0, 0)):
+        job = trained(declare=few, replacement_wait_s=wait_s)
+        job.lose("n3")
+        job.train(20)
+        assert len(job.all(ReplacementAsked)) == asked
+
+
+def test_how_long_nodes_took_to_come_tells_whether_to_ask_for_the_next_one() -> None:
+    job = trained(declare=msgspec.structs.replace(DECLARE, iterations=600), replacements=3)
+    job.lose("n3")
+    job.train(60)
+    job.news(1, "running", node="n9")
+    job.arrive("n9", lease=1)
+    job.let_in(8, 9)
+    job.train(60)
+    assert len(job.all(ReplacementAsked)) == 1
+    while job.job.goal - job.job.committed > 90:
+        job.train(1)
+    job.lose("n9")
+    job.train(10)
+    assert job.job.goal - job.job.committed > 60, "half a minute: long enough had the last one come at once"
+    assert len(job.all(ReplacementAsked)) == 1, "but it took a minute"
 
 
 def test_as_many_nodes_are_asked_for_as_are_missing() -> None:

@@ -91,6 +91,7 @@ class World:
             drains=scenario.drains,
             replacements=scenario.replacements,
             spares=scenario.spares,
+            replacement_wait_s=0.0,
             examine=scenario.examine,
             probe_budget_s=5.0,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from resihp.controller import measured
 from resihp.controller.state import Forecast, IterationReports, Job
 from resihp.detector.observation import Observation, RankTimes, unpack
 from resihp.errors import ProtocolError
@@ -48,6 +49,8 @@ def iteration_done(job: Job, iteration: int, reports: IterationReports) -> float
     times = dict(_times(job, ours))
     assessment = job.monitor.observe(Observation(iteration=iteration, epoch=plan.epoch, seconds=seconds, times=times))
     job.findings += assessment.findings
+    job.workloads.append((reports.outcome.tokens, reports.outcome.sum_squared_lengths))
+    measured.learn(job)
     return assessment.predicted_s
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from resihp.controller import measured
 from resihp.controller.state import Job
 from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.layout import Layout, Replica, Stage
@@ -30,8 +31,8 @@ from resihp.transfers import Base, bytes_of, missing, moves
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """A plan, why this one, and what it promises.
 
-    `predicted`: time of an iteration under it, in `unit`; `present`: the same under the plan in effect, None where there
-    is none, or one that cannot run any more.
+    `predicted`: time of an iteration under it, in `unit`; `present`: the same under the plan in effect, None where
+    there is none, or one that cannot run any more.
     """
 
     plan: Plan
@@ -110,10 +111,7 @@ def _price(plan: Plan, situation: Situation) -> float | None:
 
 
 class Gain(msgspec.Struct, frozen=True, kw_only=True):
-    """The best plan as things are, predicted times of the one in effect and of it, and what the change has to do.
-
-    Times are in layer times of a healthy device.
-    """
+    """The best plan as things are, predicted times of the one in effect and of it, and what the change has to do."""
 
     plan: Plan
     now_s: float
@@ -219,6 +217,8 @@ def _situation(job: Job, epoch: int, available: set[int], base: Base | None, old
         sequence_parallel=settings.sequence_parallel,
         memory_bytes=settings.memory_bytes,
         speeds={rank: slow.speed for rank in available if (slow := job.slow.get(job.device_of(rank))) is not None},
+        profile=job.profile,
+        links=measured.links(job),
         stale=tuple(sorted(stale)),
     )
 

@@ -224,6 +224,7 @@ def _link_verdict(job: Job, finding: Finding, link: tuple[int, int], speed: floa
     _record(job, entry)
     job.failures = entry.failure
     job.say("warning", f"{_named(job, link)}: slow since iteration {finding.iteration}, at {speed:.0%}")
+    reconsideration.consider(job, f"{_named(job, link)} is slow", finding.iteration, failure=entry.failure, device=link)
 
 
 def _record(job: Job, entry: AnyEntry) -> None:
@@ -247,7 +248,9 @@ def _recovered(job: Job, finding: Finding) -> None:
                 failure=failure, node=None, device=None, iteration=finding.iteration, evidence=finding.evidence
             ),
         )
-        job.say("notice", f"link between ranks {a} and {b}: as fast as before, since iteration {finding.iteration}")
+        told = f"{_named(job, (a, b))} is as fast as before"
+        job.say("notice", f"{told}, since iteration {finding.iteration}")
+        reconsideration.consider(job, told, finding.iteration, device=(a, b))
 
 
 def _device_recovered(job: Job, device: tuple[str, int], iteration: int, evidence: str) -> None:

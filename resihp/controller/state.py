@@ -34,6 +34,7 @@ from resihp.protocol.messages import (
     WorkerOrder,
 )
 from resihp.protocol.messages import Speed as DeviceSpeed
+from resihp.scheduler.profile import Profile
 from resihp.scheduler.worth import Record
 from resihp.transfers import Base
 
@@ -498,6 +499,10 @@ class Job:
         self.reports: dict[int, IterationReports] = {}
         self.last_outcome: StepOutcome | None = None
         self.recent: deque[float] = deque(maxlen=20)
+        self.workloads: deque[tuple[int, int]] = deque(maxlen=50)
+        """Tokens and squared lengths of recent iterations."""
+        self.profile: Profile | None = None
+        """What layers and transfers take, once that is learnt."""
         self.forecast: Forecast | None = None
         """Of the last iteration whose workload was told and whose time could be predicted."""
         self.parts: dict[tuple[int, int, str], dict[int, CheckpointPart]] = {}

@@ -166,6 +166,28 @@ class Monitor:
         """Links of the adopted plan, in the order that `observe_stacked` takes them in."""
         return None if self._frame is None else self._frame.links
 
+    @property
+    def settled(self) -> bool:
+        """Whether all kinds of chunks of the adopted plan are learnt, and learnt no more: their times stay."""
+        return self._frame is not None and self._frame.fitted and not self.predictor.learning
+
+    @property
+    def beside_s(self) -> float:
+        """Seconds of an iteration beside its chunks, of the adopted plan: synchronisation and step."""
+        return 0.0 if self._frame is None else self._frame.beside_s
+
+    def healthy_transfers(self) -> tuple[float | None, float | None]:
+        """Median seconds of a mean transfer where all is well, between nodes and within one; None where there is none.
+
+        Where ranks' nodes are not known, all links are taken to be between nodes.
+        """
+        if self._frame is None:
+            return None, None
+        seconds, kind = self._links.seconds(healthy=True), self._frame.links.kind
+        between_s, within_s = (seconds[(kind == one) & (seconds > 0.0)] for one in (0, 1))
+        found = [float(np.median(of)) if of.size else None for of in (between_s, within_s)]
+        return found[0], found[1]
+
     # --- iterations -------------------------------------------------------------------------------------------------
 
     def observe(self, observation: Observation) -> Assessment:

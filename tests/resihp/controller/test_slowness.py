@@ -56,6 +56,7 @@ class Scripted:
         self.findings = list(findings)
         self.estimates: dict[int, float] = {}
         self.adopted: list[int] = []
+        self.settled = False
         self.heard: list[tuple[Any, ...]] = []
 
     def adopt(self, plan: Plan, *_: Any) -> None:

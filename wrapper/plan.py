@@ -1,8 +1,9 @@
 """`resihp plan`: what would be done for given failures, and what it would come to.
 
-Reads the question from options (`resihp.scheduler.question`), has it decided by the planner, and shows the answer: JSON
-for programs, tables and sentences for people, a picture on request (`wrapper.plan_picture`). No job is needed, and none
-is touched. Data goes to stdout, messages to stderr. Everything that takes time to import is imported in the functions.
+Reads the question from options (`resihp.scheduler.question`) or from a job's ledger (`wrapper.plan_of_job`), has it
+decided by the planner, and shows the answer: JSON for programs, tables and sentences for people, a picture on request
+(`wrapper.plan_picture`). No job is needed, and none is touched. Data goes to stdout, messages to stderr. Everything that
+takes time to import is imported in the functions.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from resihp.layout import Layout, Replica
+    from resihp.plan import Plan
     from resihp.scheduler.answer import Answer, Outlook
     from resihp.scheduler.question import Question
     from resihp.scheduler.situation import Decision, Situation
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 CHANGED_SHOWN = 6
 """Replicas that are shown in full; `--json` has them all."""
 SLOW_SHOWN = 12
+TUNED_CHUNKS = 4
+"""Virtual stages of a stage that --tune tries at most. In a job, `[layout] tune` keeps to one."""
 
 
 class Planner(str, Enum):  # noqa: UP042 - StrEnum's help text shows differently in older Typer
@@ -46,13 +50,16 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(
-    model: Annotated[str, typer.Option(help="A known model, or a TOML file.", show_default=False)],
-    layout: Annotated[str, typer.Option(help="Degrees: tp=4,dp=2,pp=4.", show_default=False)],
+    job: Annotated[str | None, typer.Argument(help="A job, instead of --model; the newest if left out.")] = None,
+    model: Annotated[str | None, typer.Option(help="A known model, or a TOML file.", show_default=False)] = None,
+    layout: Annotated[str | None, typer.Option(help="Degrees: tp=4,dp=2,pp=4.", show_default=False)] = None,
     micro_batches: Annotated[int, typer.Option(help="Of each replica, an iteration.")] = 8,
     sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
     micro_batch_size: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(help="Devices of a node.")] = 8,
-    hardware: Annotated[str, typer.Option(help="a100, h100, or a TOML file.")] = "a100",
+    hardware: Annotated[
+        str | None, typer.Option(help="a100, h100, or a TOML file.", show_default="a job's own, or a100")
+    ] = None,
     fail: Annotated[list[str] | None, typer.Option(help="Ranks that are gone: 5,17 or 8-11.")] = None,
     fail_node: Annotated[list[str] | None, typer.Option(help="Nodes that are gone: n3.")] = None,
     slow: Annotated[list[str] | None, typer.Option(help="A rank's speed: 12:0.5.")] = None,
@@ -64,48 +71,78 @@ def plan(
         bool, typer.Option("--sequence-parallel", help="Split activations along the sequence.")
     ] = False,
     zero_1: Annotated[bool, typer.Option("--zero-1", help="Replicas share the optimizer's state.")] = False,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="The first layout: layers spread by what they cost, orders of their own.")
+    ] = False,
     planner: Annotated[Planner, typer.Option(help="Ours, or the paper's heuristic.")] = Planner.resihp,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the pipelines into this file.", show_default=False)] = None,
+    ledger: Annotated[str | None, typer.Option("--ledger", help="Another ledger's URL.", show_default=False)] = None,
 ) -> None:
     """What would be done if devices failed or slowed down, and what it would come to.
 
     Example: resihp plan --model llama2-13b --layout tp=4,dp=2,pp=4
     --fail 5 --slow 12:0.5 --slow-link n1-n2:0.3
 
-    Ranks fill nodes n1, n2, ... in order. Known models: llama2-7b, -13b, -30b,
+    Without --model and --layout: of a job, as it is now. Its own slow devices
+    count; --fail and the like come on top. Example: resihp plan 4711 --fail-node n3
+
+    Else ranks fill nodes n1, n2, ... in order. Known models: llama2-7b, -13b, -30b,
     -70b, qwen2.5-7b, -14b, -32b, -72b, llama3-405b. Times are estimates from
     operations and bytes. Options that name ranks, nodes and links take several,
     with commas, and may be repeated.
     """
-    from resihp.scheduler import answer, catalogue, question
+    import msgspec
 
-    tp, dp, pp = question.degrees(layout)
-    if sequence_length < 1:
-        raise UsageError(f"--sequence-length {sequence_length}: must be at least 1")
-    asked = question.Question(
-        model=catalogue.model(model, sequence_length),
-        hardware=catalogue.hardware(hardware),
-        tp=tp,
-        dp=dp,
-        pp=pp,
-        micro_batches=micro_batches,
-        micro_batch_size=micro_batch_size,
-        gpus_per_node=gpus_per_node,
-        chunks=virtual_stages,
-        schedule=schedule,
-        sequence_parallel=sequence_parallel,
-        zero_1=zero_1,
-        spares=spares,
-        failed=question.ranks(fail or ()),
-        failed_nodes=question.names(fail_node or ()),
-        slow=question.speeds(slow or ()),
-        slow_links=question.links(slow_link or ()),
-    )
-    base = question.first_plan(asked)
+    from resihp.scheduler import answer, catalogue, question, worth
+
+    happened: dict[str, Any] = {
+        "failed": question.ranks(fail or ()),
+        "failed_nodes": question.names(fail_node or ()),
+        "slow": question.speeds(slow or ()),
+        "slow_links": question.links(slow_link or ()),
+    }
+    if model is None and layout is None:
+        from wrapper.plan_of_job import of_job
+
+        of = of_job(job, ledger, hardware, **happened)
+        asked, base, model, hardware = of.question, of.base, of.model, of.hardware
+        for remark in of.remarks:
+            print(f"resihp: {remark}", file=sys.stderr)
+    else:
+        if job is not None:
+            raise UsageError(f"plan {job}: a job has its own model and layout; leave --model and --layout out")
+        if model is None or layout is None:
+            raise UsageError("plan: --model and --layout belong together; for example --layout tp=4,dp=2,pp=4")
+        tp, dp, pp = question.degrees(layout)
+        if sequence_length < 1:
+            raise UsageError(f"--sequence-length {sequence_length}: must be at least 1")
+        hardware = hardware or "a100"
+        asked = question.Question(
+            model=catalogue.model(model, sequence_length),
+            hardware=catalogue.hardware(hardware),
+            tp=tp,
+            dp=dp,
+            pp=pp,
+            micro_batches=micro_batches,
+            micro_batch_size=micro_batch_size,
+            gpus_per_node=gpus_per_node,
+            chunks=virtual_stages,
+            schedule=schedule,
+            sequence_parallel=sequence_parallel,
+            zero_1=zero_1,
+            spares=spares,
+            **happened,
+        )
+        base = question.first_plan(asked)
     situation = question.pose(asked, base)
     decide = _decider(planner)
-    _warm(decide)
+    if tune:
+        if any(happened.values()):
+            raise UsageError("plan --tune: plans the first layout; leave --fail, --slow and the like out")
+        decide = _tuner(base, most_chunks=virtual_stages if virtual_stages > 1 else TUNED_CHUNKS)
+    else:
+        _warm(decide)
     situation.times.span(0, 0)  # the cost tables
     began = time.perf_counter()
     try:
@@ -114,12 +151,14 @@ def plan(
         raise PlanError(f"{_happened(asked)}: {error}; try fewer failures, --spares, or a smaller pp") from None
     planning_s = time.perf_counter() - began
     found = answer.answer(asked, base, situation, decision)
+    if tune:
+        found = msgspec.structs.replace(found, cost=worth.NOTHING)  # nothing runs yet
     for remark in found.remarks:
         print(f"resihp: {remark}", file=sys.stderr)
     if as_json:
         print(json.dumps(answer.as_json(found, planning_s), allow_nan=False))
     else:
-        _show(asked, model, hardware, found, planning_s)
+        _show(asked, model, hardware, found, planning_s, first=tune)
     if plot is not None:
         from wrapper.plan_picture import draw
 
@@ -134,6 +173,12 @@ def _decider(planner: Planner) -> Callable[[Situation], Decision]:
     from resihp.scheduler.progressive import progressive
 
     return progressive
+
+
+def _tuner(base: Plan, most_chunks: int) -> Callable[[Situation], Decision]:
+    from resihp.scheduler.first_layout import tuned
+
+    return lambda situation: tuned(base, situation, most_chunks=most_chunks)
 
 
 def _warm(decide: Callable[[Situation], Decision]) -> None:
@@ -156,7 +201,7 @@ def _warm(decide: Callable[[Situation], Decision]) -> None:
 # --- terminal -------------------------------------------------------------------------------------------------------
 
 
-def _show(asked: Question, model: str, hardware: str, found: Answer, planning_s: float) -> None:
+def _show(asked: Question, model: str, hardware: str, found: Answer, planning_s: float, first: bool) -> None:
     from rich.console import Console
 
     from wrapper.render import literal
@@ -170,18 +215,20 @@ def _show(asked: Question, model: str, hardware: str, found: Answer, planning_s:
     console.print(literal(title), soft_wrap=True)
     console.print(_times_table(found))
     console.print(_layout_table(asked, found))
-    for sentence in sentences(found, planning_s):
+    for sentence in sentences(found, planning_s, first):
         console.print(literal(sentence), soft_wrap=True)
 
 
-def sentences(found: Answer, planning_s: float) -> list[str]:
-    """Transfers, cost, when it has paid for itself, the alternatives, and why this one."""
+def sentences(found: Answer, planning_s: float, first: bool = False) -> list[str]:
+    """Transfers, cost, when it has paid for itself (not of a `first` layout), the alternatives, and why this one."""
     from resihp.scheduler.worth import NOTHING, pays_back_s
     from wrapper.render import duration
 
     said: list[str] = []
     cost = found.cost
-    if cost == NOTHING:
+    if first:
+        pass
+    elif cost == NOTHING:
         said.append("Nothing changes.")
     else:
         parts = {

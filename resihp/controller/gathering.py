@@ -156,6 +156,7 @@ def _propose(job: Job) -> None:
         committed_before=job.committed,
         initial=True,
         asked=set(job.ready),
-        reason=f"start from {f'iteration {job.committed + 1}' if job.committed else 'the beginning'}",
+        reason=f"start from {f'iteration {job.committed + 1}' if job.committed else 'the beginning'}"
+        + (f"; {choice.reason}" if choice.reason else ""),
     )
     transitions.propose(job, choice)

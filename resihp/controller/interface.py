@@ -29,6 +29,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     chunks: int = 1
     """Layer chunks of each stage (Megatron's virtual pipeline stages)."""
     sequence_parallel: bool = False
+    tune: bool = False
+    """Whether the first layout is tuned (`resihp.scheduler.first_layout`), where stages have one chunk each."""
     memory_bytes: int | None = None
     """What each device has for the job; None where it is not known, and then not checked."""
     come_backs: int = 3

@@ -20,7 +20,7 @@ from resihp.outline import outline
 from resihp.ownership import ParameterSpec
 from resihp.pipeline import checker
 from resihp.plan import Plan
-from resihp.scheduler import planner
+from resihp.scheduler import first_layout, planner
 from resihp.scheduler.movement import movement
 from resihp.scheduler.prices import iteration_seconds
 from resihp.scheduler.situation import Situation
@@ -61,6 +61,10 @@ def first(job: Job) -> Choice:
     unfit = _kept_out(job, set(job.ready))
     if unfit.intersection(plan.layout.active):
         plan = _with_spares(job, plan, unfit)
+    reason = ""
+    if settings.tune and settings.chunks == 1 and not unfit.intersection(plan.layout.active):
+        found = first_layout.tuned(plan, _situation(job, plan.epoch, set(job.ready), None, plan))
+        plan, reason = found.plan, found.reason
     if unfit.intersection(plan.layout.active):
         fit = set(job.ready) - unfit
         try:
@@ -68,7 +72,7 @@ def first(job: Job) -> Choice:
         except LayoutError:
             job.say("warning", "not enough devices pass their probe: the others are used as well")
     checker.check(plan)
-    return _choice(job, plan, _situation(job, plan.epoch, set(job.ready), None, plan))
+    return _choice(job, plan, _situation(job, plan.epoch, set(job.ready), None, plan), reason)
 
 
 def best(job: Job, epoch: int, available: set[int], base: Base | None) -> Choice:

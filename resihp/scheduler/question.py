@@ -48,6 +48,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     failed_nodes: tuple[str, ...] = ()
     slow: dict[int, float] = {}
     slow_links: dict[Link, float] = {}
+    places: dict[int, str] = {}
+    """Node of each rank of a job; where it is empty, ranks fill n1, n2, ... in order."""
 
     @property
     def world(self) -> int:
@@ -57,6 +59,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def nodes(self) -> dict[int, str]:
         """Node of each rank. The layout's last node has no more devices than the layout needs."""
+        if self.places:
+            return self.places
         used = -(-self.world // self.gpus_per_node)
         first_spare = self.world
         spare = {
@@ -210,19 +214,23 @@ def check(question: Question) -> None:
             f"{asked}: a tensor-parallel group of {question.tp} does not fit a node of {question.gpus_per_node}; "
             f"raise --gpus-per-node, or choose tp={question.gpus_per_node} or less"
         )
-    _check_failures(question)
+    check_failures(question)
 
 
-def _check_failures(question: Question) -> None:
+def check_failures(question: Question) -> None:
+    """Raises UsageError for ranks and nodes that are not there, PlanError if nothing is left."""
     nodes = question.nodes
     there = list(dict.fromkeys(nodes.values()))
     for option, rank in (*(("--fail", r) for r in question.failed), *(("--slow", r) for r in question.slow)):
         if rank not in nodes:
-            raise UsageError(f"{option} {rank}: no such rank; there are ranks 0 to {len(nodes) - 1}")
+            some = question.places and len(nodes) <= 16
+            known = ", ".join(map(str, nodes)) if some else f"{min(nodes)} to {max(nodes)}"
+            raise UsageError(f"{option} {rank}: no such rank; there are ranks {known}")
     linked = [(f"--slow-link {a}-{b}", end) for a, b in question.slow_links for end in (a, b)]
     for option, node in (*((f"--fail-node {n}", n) for n in question.failed_nodes), *linked):
         if node not in there:
-            raise UsageError(f"{option}: no node {node}; there are {there[0]} to {there[-1]}")
+            known = ", ".join(there) if question.places and len(there) <= 16 else f"{there[0]} to {there[-1]}"
+            raise UsageError(f"{option}: no node {node}; there are {known}")
     lost = gone(question)
     for rank in question.slow:
         if rank in lost:

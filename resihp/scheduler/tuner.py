@@ -62,6 +62,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """Whether W may be apart from B."""
     most_chunks: int = 4
     """Of a stage, in the regular placements; for Megatron's, as many as there are layers for."""
+    bound: bool = False
+    """Whether no stage may have more than that, in whatever placement."""
 
 
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,7 +155,8 @@ class _Search:
         """Megatron's, and the evaluations that they take are not counted: a few, and they must be among the choices."""
         task = self._task
         layers = len(task.profile.layers)
-        for chunks in range(1, max(1, layers // task.stages) + 1):
+        most = max(1, layers // task.stages)
+        for chunks in range(1, (min(most, task.most_chunks) if task.bound else most) + 1):
             layout = Layout.uniform(tp=1, pp=task.stages, dp=1, layers=layers, chunks=chunks)
             replica = layout.replicas[0]
             route = tuple(s for s, _ in replica.virtual_stages)
@@ -308,6 +311,8 @@ class _Search:
             cut[v] += cut.pop(v + 1)
             route.pop(v + rng.randrange(2))
         if set(route) != set(range(self._task.stages)):
+            return design
+        if self._task.bound and max(map(route.count, route)) > self._task.most_chunks:
             return design
         balanced = self._loads.balanced(tuple(route), tuple(cut))
         return _Design(tuple(route), balanced)

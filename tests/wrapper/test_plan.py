@@ -274,3 +274,15 @@ def test_equal_replicas_are_drawn_once_and_boxes_stand_where_the_timeline_puts_t
     assert {number for lane in lanes for number in lane.numbers} == {0, 1, 2, 3}
     assert max(lane.ends[-1] for lane in lanes) == drawn.computed_s < seconds
     assert lanes[0].label == "stage 0: 16 layers, ranks 4-5"
+
+
+def test_the_first_layout_is_tuned_on_request() -> None:
+    uneven = ("--model", "qwen2.5-7b", "--layout", "tp=1,dp=2,pp=4", "--tune")
+    content = found(*uneven)
+    assert content["after"]["iteration_seconds"] < 0.8 * content["before"]["iteration_seconds"]
+    assert content["transition"] == {"seconds": 0.0, "bytes": 0}
+    assert [other["name"] for other in content["alternatives"]] == ["Megatron's grid"]
+    said = run(*uneven).stdout
+    assert "Why: tuned: predicted" in said
+    assert "Transition" not in said
+    assert "leave --fail, --slow and the like out" in refusal(*uneven, "--fail", "3")

@@ -435,6 +435,15 @@ def read(path: Path) -> list[Record]:
     return [record for _, record in _scan(path.read_bytes(), str(path))]
 
 
+def torn_bytes(path: Path) -> int:
+    """How much of a torn tail `read` passes over."""
+    content = path.read_bytes()
+    end = min(len(content), len(MAGIC))
+    for end, _ in _scan(content, str(path)):  # noqa: B007 - wanted after the loop
+        pass
+    return len(content) - end
+
+
 class Journal:
     """The file, open for appending. One writer: the supervisor that holds the job's lock."""
 

@@ -121,6 +121,7 @@ def test_a_killed_device_stays_out_and_the_standby_is_used_next(job: Job) -> Non
         ("--schedule", "zero-bubble"),
         ("--schedule", "interleaved", "--virtual-stages", "3"),
         ("--sequence-parallel",),
+        ("--tune",),
     ],
     ids=lambda options: options[-1],
 )

@@ -5,9 +5,24 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from resihp.detector.findings import Assessment, Finding
 from resihp.detector.observation import Observation
+from resihp.detector.predictor import Key
 from resihp.plan import Plan
+
+
+class Fleece:
+    """What it says of healthy chunks: any time, now and then none."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def predict(self, key: Key, kind: str, tokens: Any, squares: Any) -> npt.NDArray[np.float64] | None:
+        rng = random.Random(f"{self._seed} {key} {kind}")
+        return None if rng.random() < 0.05 else np.array([rng.uniform(1e-3, 0.1)])
 
 
 class Wolf:
@@ -17,6 +32,16 @@ class Wolf:
         self._seed, self._chance = seed, chance
         self._ranks: tuple[int, ...] = ()
         self._slow: dict[int, float] = {}
+        self.predictor, self.beside_s = Fleece(seed), 0.01
+
+    @property
+    def settled(self) -> bool:
+        """In two of three jobs, when it likes."""
+        return self._seed % 3 > 0 and len(self._slow) > 0
+
+    def healthy_transfers(self) -> tuple[float | None, float | None]:
+        rng = random.Random(f"{self._seed} transfers")
+        return rng.choice([None, 0.01, 0.5]), rng.choice([None, 0.001])
 
     def adopt(self, plan: Plan, *_: Any) -> None:
         self._ranks = plan.layout.active

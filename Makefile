@@ -12,7 +12,7 @@ help:
 	@echo "make demo     train on 8 workers of 4 virtual nodes, lose two of them, get one back, show what happened"
 	@echo "make test     all tests (sets itself up)"
 	@echo "make lint     ruff and mypy"
-	@echo "make bench    recovery, overhead, changes of layout, steady state, detection, planning, each against its baseline"
+	@echo "make bench    recovery, overhead, changes of layout, steady state, detection, planning, the ledger, each against its baseline"
 
 setup: .venv/complete
 
@@ -28,21 +28,21 @@ setup: .venv/complete
 
 # What only tests need from the system. They start clusters of their own and use nothing in /etc; without these programs
 # they skip. Never fails: `make test` goes on.
-SLURM_PROGRAMS := slurmctld slurmd munged scontrol srun bindfs
-SLURM_PACKAGES := slurmctld slurmd slurm-client munge bindfs
+SYSTEM_PROGRAMS := slurmctld slurmd munged scontrol srun bindfs initdb chromium
+SYSTEM_PACKAGES := slurmctld slurmd slurm-client munge bindfs postgresql chromium
 
 setup-system:
-	@PATH="$$PATH:/usr/sbin:/sbin"; missing=; \
-	for program in $(SLURM_PROGRAMS); do command -v $$program >/dev/null || missing="$$missing $$program"; done; \
+	@PATH="$$PATH:/usr/sbin:/sbin$$(printf ':%s' /usr/lib/postgresql/*/bin)"; missing=; \
+	for program in $(SYSTEM_PROGRAMS); do command -v $$program >/dev/null || missing="$$missing $$program"; done; \
 	if [ -z "$$missing" ]; then exit 0; fi; \
-	install="apt-get install -y --no-install-recommends $(SLURM_PACKAGES)"; \
+	install="apt-get install -y --no-install-recommends $(SYSTEM_PACKAGES)"; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	  echo "system packages: installing $(SLURM_PACKAGES)" >&2; \
+	  echo "system packages: installing $(SYSTEM_PACKAGES)" >&2; \
 	  export DEBIAN_FRONTEND=noninteractive; \
 	  { apt-get update -qq; $$install -qq; } >&2 \
-	  || echo "system packages: not installed; tests that need Slurm will be skipped" >&2; \
+	  || echo "system packages: not installed; tests that need them will be skipped" >&2; \
 	else \
-	  echo "system packages:$$missing not found, tests that need Slurm will be skipped; try: sudo $$install" >&2; \
+	  echo "system packages:$$missing not found, tests that need them will be skipped; try: sudo $$install" >&2; \
 	fi
 
 demo: setup
@@ -76,6 +76,9 @@ bench: setup
 	$(BIN)/python benchmarks/idle_time.py
 	$(BIN)/python benchmarks/pipelines.py warm-up
 	$(BIN)/python benchmarks/pipelines.py tuner
+	$(BIN)/python -m benchmarks.ledger_ingest
+	$(BIN)/python -m benchmarks.ledger_queries
+	$(BIN)/python benchmarks/report.py
 
 soak: setup
 	RESIHP_FUZZ_SEEDS=50000 $(BIN)/python -m pytest -n 2 tests/resihp/controller --timeout 7200

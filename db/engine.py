@@ -21,6 +21,7 @@ from resihp.errors import LedgerError
 
 LEDGER_FILE = "ledger.db"
 BUSY_TIMEOUT_S = 5.0
+SILENCE_S = 30.0
 EXAMPLES = "use sqlite:///PATH or postgresql+psycopg://USER@HOST/DATABASE"
 NETWORK_FILE_SYSTEMS = frozenset(
     """
@@ -96,9 +97,11 @@ def is_on_network(url: URL) -> bool:
 def make_engine(url: URL, *, write: bool, migrate: bool = False) -> Engine:
     """An engine whose transactions are real ones on SQLite too (pysqlite's own begin too late for migrations).
 
-    Nothing is opened yet. Writers take SQLite's lock when a transaction begins, so that it cannot fail half-way. With
-    `migrate`, SQLite does not enforce foreign keys, so that tables can be remade (sqlite.org, "Making Other Kinds Of
-    Table Schema Changes"); who migrates checks them before the commit.
+    Nothing is opened yet. Writers take SQLite's lock when a transaction begins, so that it cannot fail half-way, and
+    wait for a lock of either database for `BUSY_TIMEOUT_S`; who migrates PostgreSQL waits as long as it takes. A server
+    that vanished without a word is given up after `SILENCE_S`. With `migrate`, SQLite does not enforce foreign keys, so
+    that tables can be remade (sqlite.org, "Making Other Kinds Of Table Schema Changes"); who migrates checks them
+    before the commit.
     Raises LedgerError if the driver is not installed.
     """
     if url.get_backend_name() == "sqlite":
@@ -119,13 +122,25 @@ def make_engine(url: URL, *, write: bool, migrate: bool = False) -> Engine:
         event.listen(engine, "begin", begun)
         return engine
     try:
-        arguments: dict[str, Any] = {} if "connect_timeout" in url.query else {"connect_timeout": 5}
-        return create_engine(url, connect_args=arguments, pool_pre_ping=True)
+        usual = {"connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4}
+        usual["tcp_user_timeout"] = round(SILENCE_S * 1000)
+        arguments: dict[str, Any] = {name: value for name, value in usual.items() if name not in url.query}
+        engine = create_engine(url, connect_args=arguments, pool_pre_ping=True)
     except (ModuleNotFoundError, NoSuchModuleError):
         raise LedgerError(
             f"ledger {masked(url)}: Python package psycopg is not installed; pip install 'psycopg[binary]', "
             "or use sqlite"
         ) from None
+    if write and not migrate:
+        wait_ms = round(BUSY_TIMEOUT_S * 1000)
+
+        def limited(connection: Any, _: ConnectionPoolEntry) -> None:
+            with connection.cursor() as cursor:
+                cursor.execute(f"SET lock_timeout = {wait_ms}")
+            connection.commit()
+
+        event.listen(engine, "connect", limited)
+    return engine
 
 
 def refusal(url: URL, error: DBAPIError | OSError) -> LedgerError:
@@ -137,7 +152,10 @@ def refusal(url: URL, error: DBAPIError | OSError) -> LedgerError:
         )
     words = (str(error.orig).strip().splitlines() or ["no answer"])[0].strip()
     if "not a database" in words or "malformed" in words:
-        advice = "move the file away, or name another with --ledger"
+        advice = (
+            f"move the file away; resihp db import JOURNAL --ledger {name} makes it anew from the job's journal, and "
+            "--ledger names another"
+        )
     elif "locked" in words:
         advice = "another process holds it: try again when it is done, or name another with --ledger"
     elif file_of(url) is not None:

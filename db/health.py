@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import ColumnElement, select
+from sqlalchemy import ColumnElement, case, select
 
 from db.models import Base, Drain, Failure, Job, Node, Probe
-from db.queries import Reader
+from db.reader import Reader
 from resihp.detector.health import HALF_LIFE_S, NodeHealth, Service, Verdict, node_health
 from resihp.detector.probes import Former, Place
 from resihp.detector.probes import usual_speeds as former_speeds
@@ -53,8 +53,8 @@ def nodes_by_health(
     now = now or datetime.now(UTC)
     since = now - HORIZON * half_life
     return node_health(
-        [*_failures(reader, since, injected), *_probes(reader, since)],
-        _services(reader, since),
+        verdicts(reader, since, injected),
+        services(reader, since),
         now.timestamp(),
         half_life_s=half_life.total_seconds(),
         mended=_undrained(reader) if afresh else None,
@@ -138,24 +138,31 @@ def _columns(model: type[Base], *names: str) -> list[ColumnElement[Any]]:
 _JOB: list[ColumnElement[Any]] = [Job.__table__.columns["name"].label("job")]
 
 
-def _failures(reader: Reader, since: datetime, injected: bool) -> list[Verdict]:
-    query = (
-        select(*_columns(Failure, "node", "noticed_at", "kind", "component", "cause", "confidence"), *_JOB)
-        .join(Job, Job.id == Failure.job_id)
-        .where(Failure.node.is_not(None), Failure.noticed_at >= since)
-        .order_by(Failure.noticed_at, Failure.job_id, Failure.failure)
-    )
+def verdicts(reader: Reader, since: datetime, injected: bool = False, *, told: bool = True) -> list[Verdict]:
+    """What counts against nodes, of one ledger; without `told`, not what happened in which job, which takes longer."""
+    return [*_failures(reader, since, injected, told), *_probes(reader, since)]
+
+
+def _failures(reader: Reader, since: datetime, injected: bool, told: bool) -> list[Verdict]:
+    failures = Failure.__table__.c
+    query = select(
+        *_columns(Failure, "node", "kind", "component", "confidence"),
+        failures.noticed_at if told else reader.seconds(failures.noticed_at).label("at"),
+    ).where(failures.node.is_not(None), failures.noticed_at >= since)
+    if told:
+        query = query.add_columns(failures.cause, *_JOB).join(Job, Job.id == failures.job_id)
+        query = query.order_by(failures.noticed_at, failures.job_id, failures.failure)
     if not injected:  # only of what was injected is it known how long it took to notice
-        query = query.where(Failure.detect_seconds.is_(None))
+        query = query.where(failures.detect_seconds.is_(None))
     return [
         Verdict(
             node=row["node"],
-            at=row["noticed_at"].timestamp(),
+            at=row["noticed_at"].timestamp() if told else row["at"],
             kind=row["kind"],
             component=row["component"],
             certainty=CERTAINTY.get(row["component"], 0.0) * (1.0 if row["confidence"] is None else row["confidence"]),
-            job=row["job"],
-            cause=row["cause"],
+            job=row.get("job", ""),
+            cause=row.get("cause", ""),
         )
         for row in reader.fetch(query)
     ]
@@ -184,30 +191,27 @@ def _probes(reader: Reader, since: datetime) -> list[Verdict]:
     ]
 
 
-def _services(reader: Reader, since: datetime) -> list[Service]:
+def services(reader: Reader, since: datetime) -> list[Service]:
     """From joining to being lost or given back, or to the job's end or its last sign of life."""
+    seconds = reader.seconds
+    nodes, jobs = Node.__table__.c, Job.__table__.c
+    over = case((jobs.ended_at.is_(None) | (jobs.state == "abnormal"), jobs.last_entry_at), else_=jobs.ended_at)
+    times = {"joined": nodes.joined_at, "lost": nodes.lost_at, "released": nodes.released_at, "over": over}
     query = (
-        select(
-            *_columns(Node, "node", "devices", "joined_at", "lost_at", "released_at"),
-            *_columns(Job, "ended_at", "last_entry_at", "state"),
-        )
-        .join(Job, Job.id == Node.job_id)
-        .where(Job.last_entry_at >= since)
-        .order_by(Node.job_id, Node.node)
+        select(nodes.node, nodes.devices, *(seconds(time).label(name) for name, time in times.items()))
+        .join(Job, jobs.id == nodes.job_id)
+        .where(jobs.last_entry_at >= since)
+        .order_by(nodes.job_id, nodes.node)
     )
-    services = []
-    for row in reader.fetch(query):
-        over = row["last_entry_at"] if row["ended_at"] is None or row["state"] == "abnormal" else row["ended_at"]
-        until = min(at for at in (row["lost_at"], row["released_at"], over) if at is not None)
-        services.append(
-            Service(
-                node=row["node"],
-                since=row["joined_at"].timestamp(),
-                until=until.timestamp(),
-                devices=row["devices"],
-            )
+    return [
+        Service(
+            node=row["node"],
+            since=row["joined"],
+            until=min(at for at in (row["lost"], row["released"], row["over"]) if at is not None),
+            devices=row["devices"],
         )
-    return services
+        for row in reader.fetch(query)
+    ]
 
 
 def _undrained(reader: Reader) -> dict[str, float]:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import json
 import math
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any
+from itertools import groupby
+from typing import Any, cast
 
 import msgspec
-from sqlalchemy import delete, select, update
+from sqlalchemy import Table, delete, select, update
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from db import layouts, models
+from db import layouts, models, reader
 from db.explain import explain
 from resihp import journal
 
@@ -89,14 +92,32 @@ def apply(session: Session, job: models.Job, record: journal.Record) -> None:
     job.journal_seq = record.seq
 
 
+def apply_all(session: Session, job: models.Job, records: Iterable[journal.Record]) -> None:
+    """Bring records in, as `apply` does one: committed iterations that follow one another in one statement."""
+    for iterations, group in groupby(records, lambda record: isinstance(record.entry, journal.IterationCommitted)):
+        if not iterations:
+            for record in group:
+                apply(session, job, record)
+            continue
+        fresh = [record for record in group if record.seq > job.journal_seq]
+        if fresh:
+            _commit_iterations(session, job, [(cast(journal.IterationCommitted, r.entry), r.at) for r in fresh])
+            job.last_entry_at = moment(fresh[-1].at)
+            job.journal_seq = fresh[-1].seq
+
+
 def apply_as_event(session: Session, job: models.Job, record: journal.Record, error: str) -> None:
-    """Keep a record that fits no table as an event that says so, so that those after it are not held up."""
+    """Keep a record that fits no table as an event that says so, so that those after it are not held up.
+
+    In words alone: whichever of its figures it was that does not fit, they do.
+    """
     if record.seq <= job.journal_seq:
         return
     kind = type(record.entry).__name__
-    text = f"record {record.seq}: {kind} does not fit the ledger: {error}"
-    session.add(_event(job, record, f"Unprojected{kind}", text))
-    job.last_entry_at = moment(record.at)
+    text = _text(f"record {record.seq}: {kind} does not fit the ledger: {error}")
+    with suppress(ValueError, OverflowError, OSError):  # not a time: it happened after the record before it
+        job.last_entry_at = moment(record.at)
+    session.add(models.Event(job_id=job.id, seq=record.seq, at=job.last_entry_at, kind=f"Unprojected{kind}", text=text))
     job.journal_seq = record.seq
 
 
@@ -105,6 +126,7 @@ def _event(job: models.Job, record: journal.Record, kind: str, text: str) -> mod
     plan = getattr(entry, "plan", None)
     ranks: tuple[int, ...] = getattr(entry, "ranks", ())
     rank = getattr(entry, "rank", None)
+    node = getattr(entry, "node", None)
     return models.Event(
         job_id=job.id,
         seq=record.seq,
@@ -114,7 +136,7 @@ def _event(job: models.Job, record: journal.Record, kind: str, text: str) -> mod
         iteration=getattr(entry, "iteration", getattr(entry, "next_iteration", None)),
         epoch=plan.epoch if plan is not None else getattr(entry, "epoch", None),
         rank=rank if rank is not None else ranks[0] if len(ranks) == 1 else None,
-        node=getattr(entry, "node", None),
+        node=None if node is None else _text(node),
     )
 
 
@@ -137,12 +159,12 @@ def _describe_job(job: models.Job, entry: journal.JobStarted, at: float) -> None
     job.gpus_per_node = entry.gpus_per_node
     job.tp = entry.tp
     job.pp = entry.pp
-    job.schedule = entry.schedule
+    job.schedule = _text(entry.schedule)
     job.restart_count = entry.restart_count
-    job.version = entry.version
+    job.version = _text(entry.version)
     job.configuration = json.dumps(entry.configuration, default=str)
     job.state = "running"
-    job.exit_code = job.reason = job.ended_at = None
+    job.exit_code = job.reason = job.ended_at = job.account = None
     job.last_entry_at = moment(at)
 
 
@@ -228,7 +250,7 @@ def _plan_decided(session: Session, job: models.Job, entry: journal.PlanDecided,
             replicas=len(plan.layout.replicas),
             active=len(plan.layout.active),
             standby=len(plan.layout.standby),
-            schedule=plan.schedule,
+            schedule=_text(plan.schedule),
             reason=_text(entry.reason),
             decided_at=moment(at),
             layout=layouts.to_json(plan.layout),
@@ -250,28 +272,44 @@ def _model_declared(session: Session, job: models.Job, entry: journal.ModelDecla
 
 
 def _iteration_committed(session: Session, job: models.Job, entry: journal.IterationCommitted, at: float) -> None:
-    outcome = entry.outcome
-    plan = session.get(models.Plan, (job.id, entry.epoch))
-    if plan is not None and plan.in_effect_at is None:  # a journal that does not tell when a plan takes effect
-        plan.in_effect_at = moment(at)
-    session.merge(
-        models.Iteration(
-            job_id=job.id,
-            iteration=outcome.iteration,
-            epoch=entry.epoch,
-            seconds=_number(entry.seconds),
-            predicted_seconds=_number(entry.predicted_seconds),
-            tokens=outcome.tokens,
-            sum_squared_lengths=outcome.sum_squared_lengths,
-            samples=outcome.samples,
-            samples_digest=outcome.samples_digest,
-            loss=_number(outcome.loss),
-            finished_at=moment(at),
-            gradient_norm=_number(outcome.gradient_norm),
-            learning_rate=_number(outcome.learning_rate),
-            skipped=outcome.skip,
-        )
-    )
+    _commit_iterations(session, job, [(entry, at)])
+
+
+def _commit_iterations(
+    session: Session, job: models.Job, committed: Sequence[tuple[journal.IterationCommitted, float]]
+) -> None:
+    first = {entry.epoch: at for entry, at in reversed(committed)}
+    for epoch, at in first.items():
+        plan = session.get(models.Plan, (job.id, epoch))
+        if plan is not None and plan.in_effect_at is None:  # a journal that does not tell when a plan takes effect
+            plan.in_effect_at = moment(at)
+    rows = [
+        {
+            "job_id": job.id,
+            "iteration": entry.outcome.iteration,
+            "epoch": entry.epoch,
+            "seconds": _number(entry.seconds),
+            "predicted_seconds": _number(entry.predicted_seconds),
+            "tokens": entry.outcome.tokens,
+            "sum_squared_lengths": entry.outcome.sum_squared_lengths,
+            "samples": entry.outcome.samples,
+            "samples_digest": entry.outcome.samples_digest,
+            "loss": _number(entry.outcome.loss),
+            "finished_at": moment(at),
+            "gradient_norm": _number(entry.outcome.gradient_norm),
+            "learning_rate": _number(entry.outcome.learning_rate),
+            "skipped": entry.outcome.skip,
+        }
+        for entry, at in committed
+    ]
+    session.flush()
+    connection = session.connection()
+    table = models.Iteration.__table__
+    assert isinstance(table, Table)
+    insert = (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
+    key = ("job_id", "iteration")
+    changed = {name: insert.excluded[name] for name in table.c.keys() if name not in key}  # noqa: SIM118 - no mapping
+    connection.execute(insert.on_conflict_do_update(index_elements=key, set_=changed), rows)
 
 
 def _suspected(session: Session, job: models.Job, entry: journal.Suspected, at: float) -> None:
@@ -478,7 +516,7 @@ def _event_only(session: Session, job: models.Job, entry: journal.AnyEntry, at: 
 def _leader_chosen(session: Session, job: models.Job, entry: journal.LeaderChosen, at: float) -> None:
     """Whoever has said that the job has ended did not know."""
     job.state = "running"
-    job.exit_code = job.reason = job.ended_at = None
+    job.exit_code = job.reason = job.ended_at = job.account = None
 
 
 def _job_ended(session: Session, job: models.Job, entry: journal.JobEnded, at: float) -> None:
@@ -486,6 +524,9 @@ def _job_ended(session: Session, job: models.Job, entry: journal.JobEnded, at: f
     job.exit_code = entry.exit_code
     job.reason = _text(entry.reason)
     job.ended_at = moment(at)
+    job.account = None
+    session.flush()
+    job.account = reader.Reader.within(session.connection()).settled(job.id)
 
 
 _APPLY: dict[type, Callable[[Session, models.Job, Any, float], None]] = {

@@ -1,352 +1,114 @@
-"""What the ledger answers: rows as plain Python, the same as pandas frames, and a job's summary. Reads only.
+"""The ledger's answers, as pandas frames for notebooks and as the rows that the commands print. Reads only.
 
-`Reader.open(url)` checks that there is a ledger of our schema and never changes it. `rows(table, ...)` costs no pandas;
-the functions that return frames import it when called.
+    from db import queries
 
-Summary (all times in seconds): *useful* is the sum of the committed iterations' seconds, an unknown one counted as the
-median. *Goodput* = useful / wall time of training: from the start of the first committed iteration to the end (now,
-while it runs); of a completed job to its last commit, since winding down is as little training as starting up.
-*ETTR*, effective training time ratio, has the same numerator and counts wall time from the job's start (Kokolis et
-al., "Revisiting reliability in large-scale ML clusters", productive run time / available time). What is lost to a
-failure runs from the last commit before it was noticed to the first commit after it, less the iterations in between.
+    ledger = queries.Reader.open("postgresql+psycopg://cluster/resihp")     # or sqlite:////home/me/.../ledger.db
+    job = ledger.job("1234")["id"]                                          # the newest job without a name
+
+    queries.failures(ledger, job)               # root causes: detect_seconds, seconds_to_recover, node, cause, ...
+    queries.failures_by(ledger, "node")         # over all jobs; or component, cause, kind, job; node=, since=, until=
+    queries.cost(ledger, job)                   # where the time went, by cause: seconds, GPU-hours; also of all jobs
+    queries.reliability(ledger)                 # one row for each job: goodput, ETTR, MTBF, MTTR, seconds lost by cause
+    queries.lemons(ledger)                      # nodes to distrust, with the confidence that they fail more than others
+    queries.predictions(ledger, job)            # iteration times: observed, predicted, their ratio
+    queries.promises(ledger, job)               # what plans promised, and what they kept
+    queries.frame(ledger, "plans", job)         # any table of `resihp history`; filters as of `Reader.rows`
+
+    by_node = queries.failures_by(ledger, "node", since=datetime.now(UTC) - timedelta(days=30))
+    by_node.head(3)[["node", "failures", "recover_seconds"]]                # which nodes failed most this month
+    queries.cost(ledger).set_index("cause")["gpu_hours"]                    # what it all cost
+
+Whole numbers that may be missing are `Int64`, times are UTC, JSON columns (ranks, layouts) are lists and dicts. What
+the figures mean: `db.accounts`, `db.promises`, `db.fleet`.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
-from types import TracebackType
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import (
-    BigInteger,
-    Boolean,
-    ColumnElement,
-    Connection,
-    Float,
-    FromClause,
-    Integer,
-    Select,
-    String,
-    case,
-    exists,
-    or_,
-    select,
-)
-from sqlalchemy.exc import DBAPIError
-from sqlalchemy.orm import aliased
+from sqlalchemy import BigInteger, Boolean, Float, Integer, String, func, select
 
-from db import models
-from db.engine import file_of, make_engine, masked, refusal, resolve
-from db.migrate import check_readable
-from db.models import Event, Failure, Iteration, Job, Plan, Reconfiguration, Worker
-from resihp.errors import JobNotFoundError, LedgerError, UsageError
+from db import fleet, models
+from db import promises as promised
+from db.accounts import CAUSES, summarise
+from db.fleet import By
+from db.models import Event, Iteration
+from db.reader import JOB_COLUMNS, TABLES, Reader, Row, Table
+from db.why import NEAR, Why
+from db.why import why as explain_iteration
+from resihp.errors import UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Row = dict[str, Any]
+__all__ = ["JOB_COLUMNS", "TABLES", "Reader", "Row", "Table", "frame", "summarise"]
 
-JOB_COLUMNS = (
-    *("id", "name", "host", "owner", "state", "exit_code", "reason", "started_at", "ended_at", "last_entry_at"),
-    *("restart_count", "nodes", "gpus_per_node", "tp", "pp", "schedule", "version", "telemetry_dropped"),
-)
-
-
-def _columns(model: type[models.Base], *left_out: str) -> tuple[ColumnElement[Any], ...]:
-    return tuple(column for column in model.__table__.columns if column.key not in ("job_id", *left_out))
-
-
-@dataclass(frozen=True)
-class Table:
-    """One table of `resihp history`: its columns, and by which of them it is ordered and filtered."""
-
-    query: Select[Any]
-    source: FromClause
-    order: str
-    time: str
-    json_columns: tuple[str, ...] = ()
-
-
-def _table(
-    model: type[models.Base], order: str, time: str, json_columns: tuple[str, ...] = (), left_out: tuple[str, ...] = ()
-) -> Table:
-    return Table(select(*_columns(model, *left_out)), model.__table__, order, time, json_columns)
-
-
-_recovery = Failure.__table__.outerjoin(
-    Reconfiguration.__table__,
-    (Reconfiguration.job_id == Failure.job_id) & (Reconfiguration.epoch == Failure.recovered_epoch),
-)
-_failure_columns = (
-    *_columns(Failure, "recovered_epoch", "evidence"),
-    Reconfiguration.seconds.label("seconds_to_recover"),
-    Reconfiguration.action.label("action"),
-    Failure.recovered_epoch,
-    Failure.evidence,
-)
-
-_later = aliased(Plan)
-_plan_columns = (
-    *_columns(Plan),
-    case(
-        (Plan.in_effect_at.is_not(None), "in effect"),
-        (Plan.refused_reason.is_not(None), "refused"),
-        (exists().where(_later.job_id == Plan.job_id, _later.epoch > Plan.epoch), "superseded"),
-        else_="pending",
-    ).label("outcome"),
-)
-"""`outcome`: it took effect, at `in_effect_at`; it was refused; the next one was decided before it took effect; or it
-is on its way."""
-
-TABLES: Mapping[str, Table] = {
-    "failures": Table(
-        select(*_failure_columns).select_from(_recovery), Failure.__table__, "failure", "noticed_at", ("ranks",)
+_COUNTS = ("failures", *(kind.replace("-", "_") for kind in fleet.KINDS))
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    **{name: tuple(str(column.key) for column in table.query.selected_columns) for name, table in TABLES.items()},
+    **{
+        f"failures by {by}": (by, *_COUNTS, "jobs", "detect_seconds", "recover_seconds", "last")
+        for by in ("node", "component", "cause", "kind", "job")
+    },
+    "cost": ("cause", "seconds", "share", "gpu_hours", "of_failures"),
+    "cost by job": (
+        *("job", "state", "started_at", "wall_seconds", "goodput", "ettr", "failures", "mtbf_seconds", "mttr_seconds"),
+        *("gpu_hours", "failure_gpu_hours", "useful_seconds", *(f"{cause}_seconds" for cause in CAUSES)),
     ),
-    "nodes": _table(models.Node, "node", "joined_at"),
-    "workers": _table(Worker, "rank", "started_at"),
-    "iterations": _table(Iteration, "iteration", "finished_at"),
-    "plans": Table(select(*_plan_columns), Plan.__table__, "epoch", "decided_at", ("layout", "assignment")),
-    "reconfigurations": _table(Reconfiguration, "epoch", "finished_at"),
-    "drains": _table(models.Drain, "drain", "drained_at", ("answers",)),
-    "replacements": _table(models.Replacement, "replacement", "asked_at", ("excluded",)),
-    "probes": _table(models.Probe, "id", "measured_at", left_out=("id",)),
-    "events": _table(Event, "seq", "at"),
+    "promises": (
+        *("epoch", "reason", "promised", "kept", "verdict", "before", "after", "predicted", "present", "unit"),
+    ),
+    "lemons": (*("node", "jobs", "device_hours", *_COUNTS, "drains", "mtbf_hours", "confidence", "lemon", "last"),),
 }
+"""Of every view of `resihp history`."""
 
 
-class Reader:
-    """An open ledger, for reading."""
-
-    def __init__(self, connection: Connection, name: str) -> None:
-        """Use `Reader.open`."""
-        self._connection = connection
-        self.name = name
-
-    @classmethod
-    def open(cls, url: str) -> Reader:
-        """Raises LedgerError if there is no ledger at `url`, or one of another schema than ours."""
-        parsed = resolve(url)
-        file = file_of(parsed)
-        if file is not None and not file.exists():
-            raise LedgerError(f"ledger {masked(parsed)}: no such file; name another with --ledger")
-        engine = make_engine(parsed, write=False)
-        try:
-            connection = engine.connect()
-        except (DBAPIError, OSError) as error:
-            engine.dispose()
-            raise refusal(parsed, error) from error
-        try:
-            check_readable(connection, masked(parsed))
-            connection.rollback()
-        except (DBAPIError, OSError, LedgerError) as error:
-            connection.close()
-            engine.dispose()
-            raise error if isinstance(error, LedgerError) else refusal(parsed, error) from error
-        return cls(connection, masked(parsed))
-
-    def close(self) -> None:
-        engine = self._connection.engine
-        self._connection.close()
-        engine.dispose()
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def fetch(self, query: Select[Any]) -> list[Row]:
-        """All rows of one query, in a transaction that ends with it (a reader must not hold up the writer)."""
-        try:
-            found = [dict(row) for row in self._connection.execute(query).mappings()]
-            self._connection.rollback()
-        except DBAPIError as error:
-            self._connection.rollback()
-            raise refusal(self._connection.engine.url, error) from error
-        return found
-
-    def jobs(self) -> list[Row]:
-        """All jobs of this ledger, newest first, columns `JOB_COLUMNS`."""
-        columns = [Job.__table__.columns[name] for name in JOB_COLUMNS]
-        return self.fetch(select(*columns).order_by(Job.started_at.desc(), Job.id.desc()))
-
-    def job(self, name: str | None = None, *, host: str | None = None, started: datetime | None = None) -> Row:
-        """The newest job, or the newest of that name; with `host` and `started`, the one that began there nearest then.
-
-        Raises JobNotFoundError naming the jobs that there are.
-        """
-        jobs = self.jobs()
-        found = [job for job in jobs if name is None or job["name"] == name]
-        found = [job for job in found if job["host"] == host] or found if host is not None else found
-        if not found:
-            if not jobs:
-                raise JobNotFoundError(f"ledger {self.name}: holds no job yet")
-            known = ", ".join(dict.fromkeys(str(job["name"]) for job in jobs[:8]))
-            raise JobNotFoundError(f"job {name}: not in ledger {self.name}, which holds {known}")
-        if started is not None:
-            return min(found, key=lambda job: abs((job["started_at"] - started).total_seconds()))
-        return found[0]
-
-    def applied(self, job_id: int) -> int:
-        """Number of the last journal record that the ledger holds."""
-        return int(self.fetch(select(Job.journal_seq).where(Job.id == job_id))[0]["journal_seq"])
-
-    def rows(
-        self,
-        table: str,
-        job_id: int,
-        *,
-        node: str | None = None,
-        since: datetime | None = None,
-        until: datetime | None = None,
-        last: int | None = None,
-    ) -> list[Row]:
-        """Rows of one of `TABLES` in order, `last` of them at most; JSON columns decoded.
-
-        Raises UsageError when the table has no nodes to ask for.
-        """
-        asked = TABLES[table]
-        columns = asked.source.c
-        query = asked.query.where(columns.job_id == job_id)
-        if node is not None:
-            named = [columns[name] == node for name in ("node", "instead") if name in columns]
-            if not named:
-                raise UsageError(f"history {table}: has no nodes; leave --node out")
-            query = query.where(or_(*named))
-        if since is not None:
-            query = query.where(columns[asked.time] >= since)
-        if until is not None:
-            query = query.where(columns[asked.time] <= until)
-        if last is not None:
-            return self._decoded(table, query.order_by(columns[asked.order].desc()).limit(last))[::-1]
-        return self._decoded(table, query.order_by(columns[asked.order]))
-
-    def _decoded(self, table: str, query: Select[Any]) -> list[Row]:
-        found = self.fetch(query)
-        for row in found:
-            for column in TABLES[table].json_columns:
-                row[column] = json.loads(row[column])
-        return found
-
-    def events(self, job_id: int, kinds: Sequence[str], last: int) -> list[Row]:
-        """The `last` events of these kinds (names of journal entries), oldest first."""
-        query = TABLES["events"].query.where(Event.job_id == job_id, Event.kind.in_(kinds))
-        return self.fetch(query.order_by(Event.seq.desc()).limit(last))[::-1]
-
-    def shown_plan(self, job_id: int) -> list[Row]:
-        """The plan that a job's status is about, if any: the newest not refused, in effect or about to be."""
-        query = TABLES["plans"].query.where(Plan.job_id == job_id, Plan.refused_reason.is_(None))
-        return self._decoded("plans", query.order_by(Plan.epoch.desc()).limit(1))
-
-    def summary(self, job_id: int, now: datetime | None = None) -> Row:
-        """The job in figures, as `summarise` tells them."""
-        [job] = [job for job in self.jobs() if job["id"] == job_id]
-        return summarise(
-            job,
-            self.rows("iterations", job_id),
-            self.rows("failures", job_id),
-            self.rows("reconfigurations", job_id),
-            self.shown_plan(job_id),
-            now or datetime.now(UTC),
-        )
+# --- rows of one job ------------------------------------------------------------------------------------------------
 
 
-def summarise(
-    job: Row,
-    iterations: Sequence[Row],
-    failures: Sequence[Row],
-    reconfigurations: Sequence[Row],
-    plans: Sequence[Row],
-    now: datetime,
-) -> Row:
-    """Figures of a job from its rows; see the module's docstring for what they mean. Pure."""
-    known = [row["seconds"] for row in iterations if row["seconds"] is not None]
-    typical = statistics.median(known) if known else 0.0
-    useful = [(row["finished_at"], typical if row["seconds"] is None else row["seconds"]) for row in iterations]
-    useful_seconds = sum(seconds for _, seconds in useful)
-    end = job["ended_at"] or now
-    if job["state"] == "abnormal":
-        end = job["last_entry_at"]
-    stop = useful[-1][0] if job["state"] == "completed" and useful else end
-    begin = None
-    if useful:
-        begin = useful[0][0] - timedelta(seconds=useful[0][1])
-    elif plans:
-        begin = plans[0]["decided_at"]
-    wall = max((stop - begin).total_seconds(), 0.0) if begin is not None else 0.0
-    available = max((end - job["started_at"]).total_seconds(), 0.0)
-    lost = _lost(useful, failures, reconfigurations, stop, begin)
-    overall = max(wall - useful_seconds, 0.0)
-    lost["other"] = max(overall - sum(lost.values()), 0.0)
-    last = iterations[-1] if iterations else None
-    recent = [row["seconds"] for row in iterations[-20:] if row["seconds"] is not None]
-    return {
-        "job": job["name"],
-        "host": job["host"],
-        "owner": job["owner"],
-        "state": job["state"],
-        "exit_code": job["exit_code"],
-        "reason": job["reason"],
-        "started_at": job["started_at"],
-        "ended_at": job["ended_at"],
-        "epoch": plans[-1]["epoch"] if plans else None,
-        "iteration": last["iteration"] if last else 0,
-        "loss": last["loss"] if last else None,
-        "committed_iterations": len(iterations),
-        "iteration_seconds": statistics.median(recent) if recent else None,
-        "failures": len(failures),
-        "useful_seconds": useful_seconds,
-        "wall_seconds": wall,
-        "goodput": min(useful_seconds / wall, 1.0) if wall > 0 and useful else None,
-        "ettr": min(useful_seconds / available, 1.0) if available > 0 and useful else None,
-        "lost_seconds": lost,
-    }
+def promises_rows(reader: Reader, job_id: int) -> list[Row]:
+    """What each plan of a job promised and kept, as `db.promises` tells."""
+    rates = reader.narrow("iterations", job_id, ("iteration", "epoch", "seconds", "tokens"))
+    return promised.promises(reader.narrow("plans", job_id), rates, reader.narrow("failures", job_id))
 
 
-def _lost(
-    useful: Sequence[tuple[datetime, float]],
-    failures: Sequence[Row],
-    reconfigurations: Sequence[Row],
-    end: datetime,
-    begin: datetime | None,
-) -> dict[str, float]:
-    """Seconds lost to each kind of failure. A transition that mended several is charged to the first one's kind."""
-    spans: list[tuple[str, datetime, datetime]] = []
-    for transition in reconfigurations:
-        kinds = [row["kind"] for row in failures if row["recovered_epoch"] == transition["epoch"]]
-        noticed = transition["finished_at"] - timedelta(seconds=transition["seconds"])
-        spans.append((kinds[0] if kinds else "reconfiguration", noticed, transition["finished_at"]))
-    unmended = [row for row in failures if row["recovered_epoch"] is None and row["kind"] != "fail-slow"]
-    if unmended:
-        spans.append((unmended[0]["kind"], min(row["noticed_at"] for row in unmended), end))
-    lost: dict[str, float] = {}
-    for kind, noticed, over in spans:
-        before = max((at for at, _ in useful if at <= noticed), default=begin)
-        if before is None or over <= before:
-            continue
-        kept = sum(seconds for at, seconds in useful if before < at <= over)
-        lost[kind] = lost.get(kind, 0.0) + max((over - before).total_seconds() - kept, 0.0)
-    return lost
+def why(reader: Reader, job: Row, iteration: int) -> Why:
+    """Why an iteration of a job took as long as it did; `job` is its row. Raises UsageError if it is not committed."""
+    columns, asked = Iteration.__table__.c, TABLES["iterations"].query
+    near = asked.where(columns.job_id == job["id"], columns.iteration <= iteration)
+    rows = reader.fetch(near.order_by(columns.iteration.desc()).limit(NEAR + 1))[::-1]
+    if not rows or rows[-1]["iteration"] != iteration:
+        extremes = select(func.min(columns.iteration).label("first"), func.max(columns.iteration).label("last"))
+        [known] = reader.fetch(extremes.where(columns.job_id == job["id"]))
+        there = "none is" if known["last"] is None else f"{known['first']} to {known['last']} are"
+        raise UsageError(f"iteration {iteration}: not committed in job {job['name']}, of which {there}")
+    events = Event.__table__.c
+    touching = TABLES["events"].query.where(
+        events.job_id == job["id"], events.kind.in_(("CheckpointCommitted", "FaultInjected"))
+    )
+    return explain_iteration(
+        iteration,
+        job,
+        rows,
+        reader.rows("failures", job["id"]),
+        reader.narrow("reconfigurations", job["id"]),
+        reader.narrow("plans", job["id"]),
+        reader.fetch(touching.where(events.iteration.between(iteration - NEAR, iteration)).order_by(events.seq)),
+    )
 
 
 # --- frames ---------------------------------------------------------------------------------------------------------
 
 
-def frame(reader: Reader, table: str, job_id: int, **filters: Any) -> pd.DataFrame:
-    """One of `TABLES` as a pandas frame; filters as of `Reader.rows`. Whole numbers that may be missing are `Int64`,
-    times UTC."""
+def as_frame(rows: Sequence[Row], columns: Sequence[str], table: str | None = None) -> pd.DataFrame:
+    """Rows as a frame; those of a table of the ledger with the types of its columns, missing values or not."""
     import pandas as pd
 
-    columns = TABLES[table].query.selected_columns
-    found = pd.DataFrame(reader.rows(table, job_id, **filters), columns=[column.key for column in columns])
-    for column in columns:
-        if column.key in TABLES[table].json_columns:
+    found = pd.DataFrame(list(rows), columns=list(columns))
+    for column in TABLES[table].query.selected_columns if table is not None else ():
+        if table is None or column.key in TABLES[table].json_columns:
             continue
         if isinstance(column.type, Integer | BigInteger):
             found[column.key] = found[column.key].astype("Int64")
@@ -361,9 +123,21 @@ def frame(reader: Reader, table: str, job_id: int, **filters: Any) -> pd.DataFra
     return found
 
 
+def frame(reader: Reader, table: str, job_id: int | None = None, **filters: Any) -> pd.DataFrame:
+    """One of `TABLES`, of a job or of all (with a column `job`); filters as of `Reader.rows`."""
+    columns = COLUMNS[table] if job_id is not None else ("job", *COLUMNS[table])
+    return as_frame(reader.rows(table, job_id, **filters), columns, table)
+
+
 def iterations(reader: Reader, job_id: int) -> pd.DataFrame:
     """One row for each committed iteration."""
     return frame(reader, "iterations", job_id)
+
+
+def predictions(reader: Reader, job_id: int) -> pd.DataFrame:
+    """Observed against predicted iteration times: `iteration`, `epoch`, `seconds`, `predicted_seconds`, `ratio`."""
+    found = frame(reader, "iterations", job_id)[["iteration", "epoch", "seconds", "predicted_seconds"]]
+    return found.assign(ratio=found["seconds"] / found["predicted_seconds"])
 
 
 def workers(reader: Reader, job_id: int) -> pd.DataFrame:
@@ -371,9 +145,42 @@ def workers(reader: Reader, job_id: int) -> pd.DataFrame:
     return frame(reader, "workers", job_id)
 
 
-def failures(reader: Reader, job_id: int) -> pd.DataFrame:
+def failures(reader: Reader, job_id: int | None = None) -> pd.DataFrame:
     """One row for each root cause; `seconds_to_recover` from its detection to the next committed iteration."""
     return frame(reader, "failures", job_id)
+
+
+def failures_by(reader: Reader, by: By, job_id: int | None = None, **filters: datetime | str | None) -> pd.DataFrame:
+    """Failures counted by node, component, cause, kind or job, most first; mean times to detect and to recover.
+
+    Filters: `node`, `since`, `until`. Columns as of `db.fleet.joined`.
+    """
+    rows = fleet.joined(by, fleet.failures_by(reader, by, job_id, **filters))  # type: ignore[arg-type]
+    return as_frame(rows, COLUMNS[f"failures by {by}"])
+
+
+def cost(reader: Reader, job_id: int | None = None) -> pd.DataFrame:
+    """Where the time of a job went, or of all: seconds, share and GPU-hours by cause, which `db.accounts` defines."""
+    found = [account for job, account in fleet.accounts(reader) if job_id in (None, job["id"])]
+    return as_frame(fleet.cost_rows(found), COLUMNS["cost"])
+
+
+def reliability(reader: Reader) -> pd.DataFrame:
+    """One row for each job: goodput, ETTR, MTBF, MTTR, GPU-hours, and the lost seconds by cause."""
+    return as_frame(fleet.cost_by_job(fleet.accounts(reader)), COLUMNS["cost by job"])
+
+
+def lemons(readers: Reader | Iterable[Reader], now: datetime | None = None, *, injected: bool = False) -> pd.DataFrame:
+    """Nodes of one ledger, or of several, the one most to be distrusted first; columns as of `db.fleet.lemons`."""
+    record = fleet.Record()
+    for reader in (readers,) if isinstance(readers, Reader) else readers:
+        record.read(reader, fleet.horizon(now), injected)
+    return as_frame(fleet.lemons(record, now), COLUMNS["lemons"])
+
+
+def promises(reader: Reader, job_id: int) -> pd.DataFrame:
+    """What each plan that took effect promised and kept; columns as of `db.promises.promises`."""
+    return as_frame(promises_rows(reader, job_id), COLUMNS["promises"])
 
 
 def plans(reader: Reader, job_id: int) -> pd.DataFrame:

@@ -13,26 +13,26 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from sqlalchemy import URL, Engine, insert
-from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
+from sqlalchemy import URL, Engine
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingError
 from sqlalchemy.orm import Session
 
-from db import migrate, models, project
-from db.engine import file_system, is_on_network, make_engine, masked, prepare_folder, refusal, resolve
+from db import bulk, migrate, project
+from db.engine import file_of, file_system, is_on_network, make_engine, masked, prepare_folder, refusal, resolve
 from resihp import journal
 from resihp.errors import LedgerError, ResihpError
 
 BATCH_S = 0.2
-BATCH_ROWS = 500
+BATCH_RECORDS = 500
 TELEMETRY_ROWS = 50_000
 RECORDS_IN_MEMORY = 20_000
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
-_TELEMETRY_COLUMNS = ("iteration", "epoch", "rank", "seconds", "compute_seconds")
 _log = logging.getLogger("resihp.ledger")
 
 
@@ -52,13 +52,15 @@ class Ledger:
         self.url = url.render_as_string(hide_password=False)
         """Absolute, with its password: for `resihp.errors` messages use `name`."""
         self.name = masked(url)
+        self._url = url
+        self._opened: tuple[int, int] | None = None
+        self._lacks_tables = False
         self._say_to = say
         self._engine: Engine = make_engine(url, write=True)
         self._journal_path = journal_path
         self._records: deque[journal.Record] = deque()
         self._first: journal.Record | None = None
-        self._rows: deque[dict[str, Any]] = deque()
-        self._most_rows = telemetry_rows
+        self._reports = bulk.Waiting(telemetry_rows)
         self._most_records = records_in_memory
         self._reread = False
         self._last_submitted = 0
@@ -69,6 +71,7 @@ class Ledger:
         self._written = threading.Condition(self._lock)
         self._wake = threading.Event()
         self._closing = threading.Event()
+        self._hurry = threading.Event()
         self._deadline = float("inf")
         self._failing = False
         # A hung file system must not keep the process from ending, hence a daemon; it reports what it could not do.
@@ -103,7 +106,7 @@ class Ledger:
         )
         try:
             with ledger._engine.connect():
-                pass
+                ledger._opened = _identity(parsed)
         except (DBAPIError, OSError) as error:
             raise refusal(parsed, error) from error
         if is_on_network(parsed):
@@ -132,14 +135,14 @@ class Ledger:
             self._last_submitted = max(self._last_submitted, record.seq)
         self._wake.set()
 
-    def telemetry(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Hand over rank reports (iteration, epoch, rank, seconds, compute_seconds); dropped when too many wait."""
+    def telemetry(self, rows: Iterable[Mapping[str, Any]] | Iterable[bulk.Report]) -> None:
+        """Hand over rank reports: mappings, or tuples, of iteration, epoch, rank, seconds, compute_seconds.
+
+        Those that come when too many wait are dropped, and counted. Tuples cost the caller less.
+        """
+        reports = bulk.as_reports(rows)
         with self._lock:
-            for row in rows:
-                if len(self._rows) >= self._most_rows:
-                    self._dropped += 1
-                else:
-                    self._rows.append({column: row.get(column) for column in _TELEMETRY_COLUMNS})
+            self._dropped += self._reports.put(reports)
         self._wake.set()
 
     def catch_up(self, journal_path: Path) -> None:
@@ -164,17 +167,31 @@ class Ledger:
         with self._lock:
             return self._dropped
 
+    @property
+    def behind(self) -> int:
+        """Journal records handed over that are not written yet; at least so many while they are read again."""
+        with self._lock:
+            return len(self._records) + (self._most_records if self._reread else 0)
+
+    @property
+    def applied(self) -> int:
+        """Number of the last journal record that is written."""
+        with self._lock:
+            return self._applied
+
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until everything handed over so far is written; False if it was not in time."""
+        self._hurry.set()
         self._wake.set()
         with self._lock:
             seq = self._last_submitted
-            return self._written.wait_for(lambda: self._applied >= seq and not self._rows, timeout_s)
+            return self._written.wait_for(lambda: self._applied >= seq and not self._reports, timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Write what waits, for at most `timeout_s`, and stop; False if something was left (the journal has it)."""
         self._deadline = time.monotonic() + timeout_s
         self._closing.set()
+        self._hurry.set()
         self._wake.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_s + BATCH_S)
@@ -203,13 +220,14 @@ class Ledger:
         pause_s = FIRST_PAUSE_S
         while True:
             self._wake.wait()
-            self._closing.wait(BATCH_S)  # let a batch gather, unless there is no time left for that
+            self._rest(BATCH_S)  # let a batch gather, unless somebody waits for it
             self._wake.clear()
             try:
                 while self._write_batch():
                     pause_s = FIRST_PAUSE_S
             except Exception as error:  # noqa: BLE001 - whatever it is, training goes on and the records are kept
                 self._engine.dispose()
+                self._lacks_tables = isinstance(error, ProgrammingError) or "no such table" in str(error)
                 if not self._failing:
                     self._failing = True
                     what = f"cannot be written, {_first_line(error)}; trying again, the job goes on"
@@ -220,7 +238,7 @@ class Ledger:
                 if self._closing.is_set():
                     time.sleep(min(FIRST_PAUSE_S, left_s))
                 else:
-                    self._closing.wait(pause_s)
+                    self._rest(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 self._wake.set()
                 continue
@@ -230,8 +248,29 @@ class Ledger:
             if self._closing.is_set() and not self._wake.is_set():
                 return
 
+    def _rest(self, pause_s: float) -> None:
+        self._hurry.wait(pause_s)
+        if not self._closing.is_set():
+            self._hurry.clear()
+
+    def _make_anew_if_gone(self) -> None:
+        """Somebody removed the file, put another in its place, or dropped the tables: SQLite would go on writing to a
+        file that nobody can open any more. Raises LedgerError."""
+        gone = self._opened is not None and _identity(self._url) != self._opened
+        if not (gone or self._lacks_tables):
+            return
+        self._engine.dispose()
+        migrate.upgrade(self.url)
+        self._opened = _identity(self._url)
+        self._lacks_tables = False
+        with self._lock:
+            self._applied, self._reread = 0, self._journal_path is not None
+        if gone:
+            self._say(f"ledger {self.name}: its file was removed; made anew, what it held comes from the journal")
+
     def _write_batch(self) -> bool:
         """Write one batch; True if more may wait. Raises what the database raises; nothing is forgotten then."""
+        self._make_anew_if_gone()
         with self._lock:
             reread, path = self._reread, self._journal_path
         known: list[journal.Record] | None = None
@@ -244,64 +283,66 @@ class Ledger:
                 self._first = known[0] if known else self._first
                 self._reread = False
             first = self._first
-            records = [record for record, _ in zip(self._records, range(BATCH_ROWS), strict=False)]
-            rows = [row for row, _ in zip(self._rows, range(BATCH_ROWS), strict=False)]
+            records = list(islice(self._records, BATCH_RECORDS))
+            parts = self._reports.batch()
             dropped = self._dropped
-        if first is None or not (records or rows or dropped != self._dropped_written):
+        if first is None or not (records or parts or dropped != self._dropped_written):
             return False  # without the journal's first record nobody knows whose records these are
+        given = sum(map(len, parts))
+        reports = bulk.sound(list(chain.from_iterable(parts)))
+        unsound = given - len(reports)
         try:
-            seq = self._transaction(first, records, rows, dropped)
+            seq = self._transaction(first, records, reports, dropped + unsound)
+            written = dropped + unsound
         except Exception as error:
             if not _lies_in_the_rows(error):
                 raise
             seq = self._one_by_one(first, records)
-            self._say_about_rows(rows, error)
+            unsound, written = given, self._dropped_written
+            if reports:
+                self._say(f"ledger {self.name}: {len(reports)} rank reports dropped: {_first_line(error)}")
         with self._lock:
             gone = 0
             while self._records and gone < len(records) and self._records[0].seq <= seq:
                 self._records.popleft()
                 gone += 1
-            for _ in rows:
-                self._rows.popleft()
-            if records:
-                self._applied = max(self._applied, seq)
+            self._reports.remove(parts)
+            self._dropped += unsound
+            went_back, self._applied = seq < self._applied, seq
             stalled = bool(records) and not gone
-            if stalled and path is not None and known is None:
-                self._reread, stalled = True, False  # a gap: what was not handed over is in the journal
-            self._dropped_written = dropped
-            more = bool(self._records or self._rows) and not stalled
+            if path is not None and (went_back or (stalled and known is None)):
+                # A gap, or a ledger that lost what it had: what was not handed over, or no longer, is in the journal.
+                self._reread, stalled = True, False
+            self._dropped_written = written
+            more = bool(self._reread or self._records or self._reports or written != self._dropped) and not stalled
             self._written.notify_all()
         return more
 
     def _transaction(
-        self, first: journal.Record, records: list[journal.Record], rows: list[dict[str, Any]], dropped: int
+        self, first: journal.Record, records: list[journal.Record], reports: list[bulk.Report], dropped: int
     ) -> int:
         """One batch, as a whole or not at all; returns the ledger's `journal_seq` after it."""
         with Session(self._engine) as session, session.begin():
             job = project.job_of(session, first)
+            ready: list[journal.Record] = []
+            seq = job.journal_seq
             for record in records:
-                if not project.follows(record, job.journal_seq):
+                if not project.follows(record, seq):
                     break
-                if project.overtakes(record, job.journal_seq) and self._journal_path is not None:
+                if project.overtakes(record, seq) and self._journal_path is not None:
                     project.forget(session, job)
-                    for earlier in journal.read(self._journal_path):
-                        if earlier.seq < record.seq:
-                            project.apply(session, job, earlier)
-                project.apply(session, job, record)
-            if rows:
+                    ready = [earlier for earlier in journal.read(self._journal_path) if earlier.seq < record.seq]
+                ready.append(record)
+                seq = max(seq, record.seq)
+            project.apply_all(session, job, ready)
+            if reports:
                 session.flush()
-                session.execute(insert(models.RankReport), [{"job_id": job.id, **row} for row in rows])
+                bulk.insert_reports(session.connection(), job.id, reports)
             job.telemetry_dropped = max(job.telemetry_dropped, dropped)
             return job.journal_seq
 
-    def _say_about_rows(self, rows: list[dict[str, Any]], error: Exception) -> None:
-        if rows:
-            with self._lock:
-                self._dropped += len(rows)
-            self._say(f"ledger {self.name}: {len(rows)} rank reports dropped: {_first_line(error)}")
-
     def _one_by_one(self, first: journal.Record, records: list[journal.Record]) -> int:
-        seq = 0
+        seq = self._applied
         for record in records:
             try:
                 seq = self._transaction(first, [record], [], 0)
@@ -316,6 +357,16 @@ class Ledger:
         return seq
 
 
+def _identity(url: URL) -> tuple[int, int] | None:
+    """Which file SQLite's is now; None for a server, or where there is none."""
+    file = file_of(url)
+    try:
+        found = None if file is None else file.stat()
+    except OSError:
+        return None
+    return None if found is None else (found.st_dev, found.st_ino)
+
+
 def _lies_in_the_rows(error: Exception) -> bool:
     """Whether trying again is of no use: the database works, it is what we write that it does not take."""
     return isinstance(error, IntegrityError | DataError) or not isinstance(error, DBAPIError | OSError)
@@ -327,9 +378,10 @@ def _first_line(error: Exception) -> str:
 
 
 def catch_up(url: str, job_folder: Path, journal_path: Path, timeout_s: float = 60.0) -> None:
-    """Bring a ledger up to a journal and wait for it.
+    """Bring a ledger up to a journal and wait for it, as long as something is written every `timeout_s`.
 
-    Raises LedgerError if it cannot be opened or written in time, ProtocolError if the journal cannot be read.
+    Raises LedgerError if it cannot be opened or nothing is written in time, ProtocolError if the journal cannot be
+    read.
     """
     said: list[str] = []
     ledger = Ledger.open(url, job_folder, say=said.append)
@@ -338,5 +390,8 @@ def catch_up(url: str, job_folder: Path, journal_path: Path, timeout_s: float = 
     except (ResihpError, OSError):
         ledger.close(0.0)
         raise
-    if not ledger.close(timeout_s):
-        raise LedgerError(said[0] if said else f"ledger {ledger.name}: not written within {timeout_s:.0f} s")
+    before = -1
+    while not (complete := ledger.flush(timeout_s)) and ledger.applied > before:
+        before = ledger.applied
+    if not ledger.close(timeout_s if complete else 0.0):
+        raise LedgerError(said[0] if said else f"ledger {ledger.name}: nothing was written for {timeout_s:.0f} s")

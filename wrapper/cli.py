@@ -41,6 +41,9 @@ def run(
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Split activations along the sequence.")
     ] = False,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Spread layers over stages by what they cost, with orders of their own.")
+    ] = False,
     memory_per_device: Annotated[
         str | None, typer.Option(help="What a device has for the job: 80GB, 79.5GiB.", show_default="unknown")
     ] = None,
@@ -89,6 +92,7 @@ def run(
             "schedule": schedule,
             "virtual_stages": virtual_stages,
             "sequence_parallel": sequence_parallel or None,
+            "tune": tune or None,
         },
         ledger={"url": ledger},
         checkpoint={
@@ -144,6 +148,9 @@ if util.find_spec("wrapper.ledger_commands") is not None:
 import_module("wrapper.node_commands").register(app)
 import_module("wrapper.analyze").register(app)
 import_module("wrapper.plan").register(app)
+import_module("wrapper.doctor").register(app)
+import_module("wrapper.init").register(app)
+import_module("wrapper.report.command").register(app)
 
 
 def main() -> None:

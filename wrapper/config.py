@@ -85,6 +85,8 @@ class LayoutSection(Section):
     """Chunks of layers that each stage holds; 2 or more with `interleaved`, 1 with others."""
     sequence_parallel: bool = False
     """Split activations between layers along the sequence, over each tensor-parallel group."""
+    tune: bool = False
+    """Begin with layers spread by what they cost and orders of work of their own, not with Megatron's grid."""
 
 
 class AdaptSection(Section):
@@ -233,6 +235,8 @@ class Configuration(BaseSettings):
     ledger: LedgerSection = LedgerSection()
     slurm: SlurmSection = SlurmSection()
     container: ContainerSection = ContainerSection()
+    metrics: MetricsSection = MetricsSection()
+    hooks: HooksSection = HooksSection()
     site: SiteSection = SiteSection()
 
     _files: ClassVar[list[tuple[str, dict[str, Any]]]] = []
@@ -373,4 +377,5 @@ def _explain(error: ValidationError, sources: list[tuple[str, Any]]) -> str:
     source = next((name for name, content in sources if key in content.get(section, {})), "configuration")
     words = problem["msg"].removeprefix("Value error, ")
     words = words if problem["type"] == "value_error" else words.lower()
-    return f"{source}: [{section}] {key}: {words}, got {problem['input']!r}"
+    got = "" if (section, key) in SECRETS else f", got {problem['input']!r}"
+    return f"{source}: [{section}] {key}: {words}{got}"

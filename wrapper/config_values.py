@@ -6,7 +6,10 @@ Names and options end in batch scripts: nothing passes that a shell or sbatch wo
 
 from __future__ import annotations
 
+import difflib
 import re
+
+from pydantic import SecretStr
 
 from resihp.pipeline.schedules import SCHEDULES
 
@@ -107,6 +110,34 @@ def mount(text: str) -> str:
     if not _MOUNT.fullmatch(text):
         raise ValueError("must be /source, /source:/destination or /source:/destination:ro, without spaces and commas")
     return text
+
+
+def textfile(path: str) -> str:
+    """A file for node_exporter, which reads those that end with .prom. Raises ValueError."""
+    if path and not path.endswith(".prom"):
+        raise ValueError("node_exporter reads files that end with .prom only; name such a one")
+    return path
+
+
+def webhook(url: SecretStr) -> SecretStr:
+    """Raises ValueError, which does not tell the URL, for one that nothing can be POSTed to."""
+    from wrapper.hooks import checked
+
+    if url.get_secret_value():
+        checked(url.get_secret_value())
+    return url
+
+
+def known_events(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Raises ValueError naming those that there are."""
+    from wrapper.hooks import EVENTS
+
+    for name in names:
+        if name not in EVENTS:
+            near = difflib.get_close_matches(name, EVENTS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(EVENTS)}"
+            raise ValueError(f"unknown event {name[:40]}; {hint}")
+    return names
 
 
 def known_schedule(name: str) -> str:

@@ -43,6 +43,15 @@ class LateLedger:
         if self._ledger is not None:
             self._ledger.telemetry(rows)
 
+    @property
+    def dropped(self) -> int | None:
+        return None if self._ledger is None else self._ledger.dropped
+
+    @property
+    def behind(self) -> int | None:
+        """Records that the ledger has not written yet; None while there is none."""
+        return None if self._ledger is None else self._ledger.behind
+
     def close(self) -> bool:
         """Try once more if need be; False if the ledger lacks something, which the journal has."""
         self._closing.set()

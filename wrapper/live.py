@@ -168,7 +168,7 @@ class LiveView:
 
     def _place(self) -> None:
         if self._layout is not None:
-            self._health = {rank: placed(was, rank, self._layout) for rank, was in self._health.items()}
+            self._health = placed(self._health, self._layout)
 
     def _recovered(self, entry: journal.Reconfigured) -> str:
         layout = self._layout.describe() if self._layout is not None else f"epoch {entry.epoch}"

@@ -2,8 +2,8 @@
 
 Reads the question from options (`resihp.scheduler.question`) or from a job's ledger (`wrapper.plan_of_job`), has it
 decided by the planner, and shows the answer: JSON for programs, tables and sentences for people, a picture on request
-(`wrapper.plan_picture`). No job is needed, and none is touched. Data goes to stdout, messages to stderr. Everything that
-takes time to import is imported in the functions.
+(`wrapper.plan_picture`). No job is needed, and none is touched. Data goes to stdout, messages to stderr. Everything
+that takes time to import is imported in the functions.
 """
 
 from __future__ import annotations

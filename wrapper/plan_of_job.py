@@ -50,7 +50,7 @@ def of_job(
     from wrapper.ledger_commands import opened
 
     with opened(job, ledger) as (reader, row):
-        asked, base, remarks = _read(reader, row, hardware)
+        asked, base, name, remarks = _read(reader, row, hardware)
     asked = msgspec.structs.replace(
         asked,
         failed=failed,
@@ -61,11 +61,11 @@ def of_job(
     lost = question.gone(asked)
     asked = msgspec.structs.replace(asked, slow={r: s for r, s in asked.slow.items() if r not in lost or r in slow})
     question.check_failures(asked)
-    return Found(question=asked, base=base, model=f"job {row['name']}", hardware=remarks.pop(0), remarks=tuple(remarks))
+    return Found(question=asked, base=base, model=f"job {row['name']}", hardware=name, remarks=tuple(remarks))
 
 
-def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Question, Plan, list[str]]:
-    """The question, the plan in effect, and the hardware's name followed by remarks."""
+def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Question, Plan, str, list[str]]:
+    """The question, the plan in effect, the hardware's name, and remarks."""
     from sqlalchemy import select
 
     from db.layouts import from_json
@@ -121,7 +121,7 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
             f"job {row['name']}: the orders of work and migrations of plan {told['epoch']} are not in the ledger; "
             f"times before are those of schedule {told['schedule']}"
         )
-    return asked, base, [name, *remarks]
+    return asked, base, name, remarks
 
 
 def _slow(reader: Reader, job_id: int, places: dict[int, str]) -> tuple[dict[int, float], dict[tuple[str, str], float]]:

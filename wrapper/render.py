@@ -16,13 +16,21 @@ from resihp.layout import Layout, Stage
 if TYPE_CHECKING:
     from rich.text import Text
 
-Health = Literal["active", "standby", "starting", "suspected", "dead"]
-LETTERS: Mapping[Health, str] = {"active": "", "standby": "s", "starting": "+", "suspected": "?", "dead": "x"}
+Health = Literal["active", "standby", "starting", "slow", "suspected", "dead"]
+LETTERS: Mapping[Health, str] = {
+    "active": "",
+    "standby": "s",
+    "starting": "+",
+    "slow": "~",
+    "suspected": "?",
+    "dead": "x",
+}
 """Put behind a rank, so that health shows without colour."""
 STYLES: Mapping[Health, str] = {
     "active": "green",
     "standby": "yellow",
     "starting": "cyan",
+    "slow": "bold yellow",
     "suspected": "magenta",
     "dead": "bold red",
 }
@@ -82,13 +90,19 @@ def _layers(stage: Stage) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in stage.chunks)
 
 
-def placed(health: Health, rank: int, layout: Layout) -> Health:
-    """What a live rank is by its place in the layout; what it is otherwise stays."""
-    if health in ("suspected", "dead"):
-        return health
-    if rank in layout.standby:
-        return "standby"
-    return "starting" if layout.place(rank) is None else "active"
+def placed(health: Mapping[int, Health], layout: Layout) -> dict[int, Health]:
+    """What live ranks are by their places in the layout; what they are otherwise stays."""
+    standby, active = set(layout.standby), set(layout.active)
+    return {
+        rank: was
+        if was in ("suspected", "dead")
+        else "standby"
+        if rank in standby
+        else "active"
+        if rank in active
+        else "starting"
+        for rank, was in health.items()
+    }
 
 
 def legend(health: Iterable[Health]) -> str:
@@ -183,8 +197,9 @@ def layout_grid(layout: Layout, health: Mapping[int, Health] | None = None, widt
             lines.append(line)
     if not layout.replicas:
         lines.append(Text("no replica"))
-    dead = sorted(rank for rank in health if health[rank] == "dead" and layout.place(rank) is None)
-    standby = [rank for rank in layout.standby if rank not in dead]
+    working = set(layout.active)
+    dead = sorted(rank for rank in health if health[rank] == "dead" and rank not in working)
+    standby = [rank for rank in layout.standby if health.get(rank) != "dead"]
     starting = sorted(set(health) - set(layout.ranks) - set(dead))
     below: list[tuple[str, Sequence[int], Health]] = [
         *(("standby", standby, "standby"), ("starting", starting, "starting"), ("dead", dead, "dead"))

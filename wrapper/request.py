@@ -55,6 +55,7 @@ class SlurmRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Further options of sbatch."""
     replacements: int = 0
     replacement_min_left_s: float = 1800.0
+    replacement_wait_s: float = 60.0
     drains: int = 0
     spool: str = ""
     on_warning: Literal["requeue", "end"] = "requeue"
@@ -66,6 +67,22 @@ class Container(msgspec.Struct, frozen=True, kw_only=True):
     runtime: Literal["apptainer", "enroot"]
     image: str
     mounts: tuple[tuple[str, str, bool], ...]
+
+
+class Listening(msgspec.Struct, frozen=True, kw_only=True):
+    """Who is told of the job (`wrapper.listeners`). Paths are absolute; 0 and empty strings: nobody.
+
+    `webhook` may be secret: this file is its owner's alone, and nothing else of us holds it.
+    """
+
+    metrics_port: int = 0
+    textfile: str = ""
+    tensorboard: str = ""
+    webhook: str = ""
+    webhook_file: str = ""
+    command: tuple[str, ...] = ()
+    events: tuple[str, ...] = ()
+    timeout_s: float = 10.0
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +101,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     schedule: str
     virtual_stages: int = 1
     sequence_parallel: bool = False
+    tune: bool = False
     memory_bytes: int | None = None
     """Of each device; None where it is not known."""
     come_backs: int = 3
@@ -109,6 +127,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Iteration of the newest checkpoint that there was; 0 for none."""
     slurm: SlurmRequest | None = None
     container: Container | None = None
+    listening: Listening = Listening()
     configuration: dict[str, object]
 
     def __post_init__(self) -> None:
@@ -137,6 +156,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
             schedule=self.schedule,
             chunks=self.virtual_stages,
             sequence_parallel=self.sequence_parallel,
+            tune=self.tune,
             memory_bytes=self.memory_bytes,
             come_backs=self.come_backs,
             examine=self.examine,
@@ -149,6 +169,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
             drains=slurm.drains if slurm else 0,
             replacements=slurm.replacements if slurm else 0,
             replacement_least_left_s=slurm.replacement_min_left_s if slurm else 0.0,
+            replacement_wait_s=slurm.replacement_wait_s if slurm else 60.0,
             batch_node=slurm.batch_node if slurm else "",
             on_warning=slurm.on_warning if slurm else "requeue",
         )

@@ -108,6 +108,7 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
         schedule=configuration.layout.schedule,
         virtual_stages=configuration.layout.virtual_stages,
         sequence_parallel=configuration.layout.sequence_parallel,
+        tune=configuration.layout.tune,
         memory_bytes=configuration.job.memory_per_device,
         come_backs=configuration.adapt.come_backs,
         examine=configuration.adapt.examine,
@@ -126,8 +127,17 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
         slurm=of_slurm[0] if of_slurm else None,
         container=container.with_folders(inside, container.job_folders(cwd, job.folder, checkpoints, python_path)),
         listening=listening,
-        configuration=configuration.model_dump(mode="json"),
+        configuration=_told(configuration),
     )
+
+
+def _told(configuration: Configuration) -> dict[str, Any]:
+    """What the journal and the ledger keep of the configuration: everything but passwords."""
+    from db.engine import masked
+
+    told = configuration.model_dump(mode="json")
+    told["ledger"]["url"] = masked(told["ledger"]["url"])
+    return told
 
 
 def _slurm() -> Slurm:

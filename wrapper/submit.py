@@ -20,6 +20,7 @@ from slurm.errors import SlurmRefusedError, SlurmUnavailableError, SlurmUsageErr
 from wrapper import container
 from wrapper.config import Configuration, read
 from wrapper.jobs import home, write_private
+from wrapper.listeners import asked
 from wrapper.program import resolve
 from wrapper.shape import check_layout
 
@@ -108,6 +109,7 @@ def _check(configuration: Configuration, chain: int, notice: Callable[[str], Non
     check_layout(configuration.layout, job.nodes, job.gpus_per_node)
     inside = container.check(configuration.container)
     resolve(job.command, notice, configuration.container.python if inside else None)
+    asked(configuration)
     if job.time is not None and job.time < 2 * section.warning:
         raise ConfigurationError(
             f"[slurm] warning: {section.warning:g} s before the end of a job of {job.time:g} s leaves too little time "

@@ -36,6 +36,7 @@ from wrapper.exit_codes import DEPOSED, REQUEUE, exit_code_of
 from wrapper.jobs import Job, finish_dead_job, write_private
 from wrapper.late_ledger import LateLedger
 from wrapper.launcher import Followers, Launcher, LocalLauncher
+from wrapper.listeners import Listeners, listeners, tell_of_the_end
 from wrapper.node_memory import NodeMemory
 from wrapper.patient_output import never_wait_for_stderr
 from wrapper.request import RunRequest, load
@@ -122,6 +123,12 @@ async def supervise_with(
     """`supervise` with its parts given."""
     job = request.of_job
     host = listener.getsockname()[0]
+    loop = asyncio.get_running_loop()
+
+    def warn(text: str) -> None:
+        loop.call_soon_threadsafe(view.say, "warning", text)
+
+    ledger = Listeners(ledger, listeners(request, ledger, warn, heir.records if heir else ()))
     supervisor = Supervisor(
         request,
         controller=controller,
@@ -242,6 +249,7 @@ def bury(request: RunRequest, how: str, listener: socket.socket) -> int:
 
             catch_up(url, job.folder, job.journal_file)
     print(f"resihp: job {job.name}: the supervisor {how}; {text}, logs in {job.logs}", file=sys.stderr)
+    tell_of_the_end(request, job.records(), lambda text: print(f"resihp: job {job.name}: {text}", file=sys.stderr))
     deadline = time.monotonic() + AGENTS_GONE_S
     while (left := _agents(job)) and time.monotonic() < deadline:
         time.sleep(0.05)

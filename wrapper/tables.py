@@ -1,189 +1,30 @@
-"""The ledger's tables and a job's status on a terminal of 80 columns; `--json` has what does not fit.
+"""A job's status on a terminal of 80 columns; `--json` has what does not fit.
 
-Used by `wrapper.ledger_commands`. Rows in, Rich renderables out; cells are shown literally, never read as markup.
+Used by `wrapper.ledger_commands`. Rows in, Rich renderables out; names and reasons are shown literally, never read as
+markup.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from db.explain import size
 from db.layouts import from_json
 from wrapper.render import duration, layout_grid, legend, literal, percent
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+from wrapper.history_tables import history_table
+
+__all__ = ["goodput_line", "history_table", "nodes_line", "render_status"]
+
 EVENTS_SHOWN = 8
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a table on the terminal: heading, and the cell's text from the row."""
-
-    heading: str
-    cell: Callable[[dict[str, Any]], str]
-    right: bool = False
-    wraps: bool = False
-
-
-def _words(name: str, heading: str | None = None, *, wraps: bool = False) -> Column:
-    return Column(heading or name, lambda row: "-" if row[name] is None else str(row[name]), wraps=wraps)
-
-
-def _number(name: str, heading: str | None = None, form: str = "{}") -> Column:
-    return Column(heading or name, lambda row: "-" if row[name] is None else form.format(row[name]), right=True)
-
-
-def _seconds(name: str, heading: str) -> Column:
-    return Column(heading, lambda row: duration(row[name]), right=True)
-
-
-def _bytes(name: str, heading: str) -> Column:
-    return Column(heading, lambda row: size(row[name]), right=True)
-
-
-def _time(name: str, heading: str) -> Column:
-    return Column(heading, lambda row: "-" if row[name] is None else f"{row[name].astimezone(UTC):%m-%d %H:%M:%S}")
-
-
-def _device(row: dict[str, Any]) -> str:
-    return "-" if row["node"] is None else row["node"] if row["device"] is None else f"{row['node']} {row['device']}"
-
-
-def _effect(row: dict[str, Any]) -> str:
-    """When a plan took effect, or what became of it instead."""
-    return f"{row['in_effect_at'].astimezone(UTC):%m-%d %H:%M:%S}" if row["in_effect_at"] else str(row["outcome"])
-
-
-def _plan_reason(row: dict[str, Any]) -> str:
-    if row["refused_reason"] is None:
-        return str(row["reason"])
-    who = "our own check" if row["refused_by"] is None else f"rank {row['refused_by']}"
-    return f"{row['reason']}; {who}: {row['refused_reason']}"
-
-
-def _rung(row: dict[str, Any]) -> str:
-    """Which rung of the drain ladder holds; of one that does not, what became of it."""
-    step = {"slurm": "Slurm", "spool": "site", "exclusion": "our jobs"}.get(row["step"], "-")
-    return step if row["outcome"] in ("done", None) else f"{step} {row['outcome']}"
-
-
-def _last_words(row: dict[str, Any]) -> str:
-    """Why a request came to nothing, or else why it was made."""
-    return str(row["text"] or row["reason"])
-
-
-def _terminal_columns(table: str) -> list[Column]:
-    """What fits 80 columns; `--json` has the rest."""
-    return {
-        "failures": [
-            _number("failure", "#"),
-            _words("cause", wraps=True),
-            Column("node, device", _device),
-            _number("iteration"),
-            _time("noticed_at", "noticed (UTC)"),
-            _seconds("seconds_to_recover", "recovered in"),
-        ],
-        "nodes": [
-            _words("node"),
-            _words("host", wraps=True),
-            _number("devices"),
-            _time("joined_at", "joined (UTC)"),
-            _time("lost_at", "lost (UTC)"),
-            _words("lost_reason", "reason", wraps=True),
-        ],
-        "workers": [
-            _number("rank"),
-            _words("node", wraps=True),
-            _number("device"),
-            _number("pid"),
-            _number("epoch_joined", "joined in"),
-            _number("epoch_left", "left in"),
-            _number("exit"),
-        ],
-        "iterations": [
-            _number("iteration"),
-            _number("epoch"),
-            _number("seconds", form="{:.3f}"),
-            _number("predicted_seconds", "predicted", form="{:.3f}"),
-            _number("tokens"),
-            _number("loss", form="{:.4f}"),
-            _time("finished_at", "finished (UTC)"),
-        ],
-        "plans": [
-            _number("epoch"),
-            _words("description", "layout", wraps=True),
-            _number("next_iteration", "from"),
-            _words("action"),
-            Column("in effect (UTC)", _effect),
-            Column("reason", _plan_reason, wraps=True),
-        ],
-        "probes": [
-            _number("probe", "#"),
-            _words("occasion"),
-            _words("kind"),
-            _number("rank"),
-            Column("node, device", _device),
-            _number("peer"),
-            _number("speed", form="{:.2f}"),
-            Column("fit", lambda row: "yes" if row["passed"] else "no"),
-            _words("evidence", wraps=True),
-        ],
-        "reconfigurations": [
-            _number("epoch"),
-            _words("action"),
-            _number("attempts", "tries"),
-            *(_number(f"{name}_seconds", name, form="{:.2f}") for name in ("park", "plan", "groups", "state")),
-            _number("first_iteration_seconds", "first", form="{:.2f}"),
-            _number("seconds", "total s", form="{:.2f}"),
-            _bytes("bytes_moved", "moved"),
-        ],
-        "drains": [
-            _number("drain", "#"),
-            _words("node", wraps=True),
-            Column("by", _rung),
-            _time("drained_at", "decided (UTC)"),
-            _time("undrained_at", "undrained (UTC)"),
-            _words("reason", wraps=True),
-        ],
-        "replacements": [
-            _number("replacement", "#"),
-            _words("instead", "for", wraps=True),
-            _words("slurm_job", "job"),
-            _words("node", wraps=True),
-            _words("outcome"),
-            _time("asked_at", "asked (UTC)"),
-            _time("joined_at", "joined (UTC)"),
-            Column("reason", _last_words, wraps=True),
-        ],
-    }[table]
-
-
-def history_table(table: str, rows: list[dict[str, Any]]) -> Table:
-    """Rows of one of `History` as a Rich table; cells are shown literally."""
-    columns = _terminal_columns(table)
-    tight = table in ("plans", "reconfigurations")
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0) if tight else (0, 1))
-    for column in columns:
-        shown.add_column(
-            Text(column.heading),
-            justify="right" if column.right else "left",
-            no_wrap=not column.wraps,
-            overflow="fold",
-        )
-    for row in rows:
-        shown.add_row(*(Text(literal(column.cell(row))) for column in columns))
-    return shown
 
 
 def goodput_line(figures: dict[str, Any]) -> str:

@@ -104,15 +104,15 @@ def node_health(
     for verdict in sorted(verdicts, key=lambda verdict: (verdict.at, verdict.node)):
         if verdict.counts and fresh.get(verdict.node, verdict.at) <= verdict.at <= now:
             counted.setdefault(verdict.node, []).append(verdict)
-    served: dict[str, float] = {}
-    for service in sorted(services, key=lambda service: (service.node, service.since, service.until)):
-        since = max(service.since, fresh.get(service.node, service.since))
-        device_s = service.devices * _faded_s(since, min(service.until, now), now, half_life_s)
-        served[service.node] = served.get(service.node, 0.0) + device_s / 3600.0
-    names = sorted(counted.keys() | served.keys())
+    served = list(services)
+    names = sorted(counted.keys() | {service.node for service in served})
+    row = {name: i for i, name in enumerate(names)}
     outages = {name: _outages(counted.get(name, ())) for name in names}
-    weights = np.array([sum(o.certainty * _fade(now - o.at, half_life_s) for o in outages[name]) for name in names])
-    hours = np.array([served.get(name, 0.0) for name in names])
+    hours = _served_hours(served, row, fresh, now, half_life_s)
+    every = [(i, o.certainty, o.at) for i, name in enumerate(names) for o in outages[name]]
+    where, certainty, at = np.array(every, dtype=np.float64).reshape(-1, 3).T
+    faded = certainty * _fade(now - at, half_life_s)
+    weights = np.asarray(np.bincount(where.astype(np.intp), faded, minlength=len(names)), dtype=np.float64)
     rates, probabilities = posterior(weights, hours)
     found = [
         NodeHealth(
@@ -153,15 +153,26 @@ def posterior(failures: Floats, device_hours: Floats) -> tuple[Floats, Floats]:
     return (shape + failures) / scale, special.gammaincc(shape + failures, mean * scale)
 
 
-def _fade(age_s: float, half_life_s: float) -> float:
-    return float(0.5 ** (max(age_s, 0.0) / half_life_s))
+def _served_hours(
+    services: Sequence[Service], row: Mapping[str, int], fresh: Mapping[str, float], now: float, half_life_s: float
+) -> Floats:
+    """(nodes,): device-hours of service, each worth half as much one half-life ago; in whatever order they come."""
+    table = np.array(
+        [
+            (row[one.node], max(one.since, fresh.get(one.node, one.since)), min(one.until, now), one.devices)
+            for one in services
+        ],
+        dtype=np.float64,
+    ).reshape(-1, 4)
+    where, since, until, devices = table[np.lexsort(table.T)].T
+    until = np.maximum(since, until)
+    faded_s = half_life_s / np.log(2) * (_fade(now - until, half_life_s) - _fade(now - since, half_life_s))
+    hours = np.bincount(where.astype(np.intp), devices * faded_s / 3600.0, minlength=len(row))
+    return np.asarray(hours, dtype=np.float64)
 
 
-def _faded_s(since: float, until: float, now: float, half_life_s: float) -> float:
-    """Seconds from `since` to `until`, each worth half as much one half-life ago."""
-    if until <= since:
-        return 0.0
-    return float(half_life_s / np.log(2) * (_fade(now - until, half_life_s) - _fade(now - since, half_life_s)))
+def _fade(age_s: Floats, half_life_s: float) -> Floats:
+    return np.asarray(0.5 ** (np.maximum(age_s, 0.0) / half_life_s), dtype=np.float64)
 
 
 def _outages(verdicts: Sequence[Verdict]) -> list[Verdict]:

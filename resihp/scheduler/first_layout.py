@@ -1,9 +1,9 @@
 """A job's first layout, tuned: the grid's groups with a partition, placement and orders of their own. Pure.
 
 Megatron's grid gives every stage equally many layers whatever these cost, and one of the literature's schedules. Where
-embedding, head or layers differ, the tuner (`resihp.scheduler.tuner`) finds a faster pipeline for the same groups. It is
-taken if the timeline says so and memory suffices. Called by the controller before the first iteration (`[layout] tune`)
-and by `resihp plan --tune`.
+embedding, head or layers differ, the tuner (`resihp.scheduler.tuner`) finds a faster pipeline for the same groups. It
+is taken if the timeline says so and memory suffices. Called by the controller before the first iteration (`[layout]
+tune`) and by `resihp plan --tune`.
 """
 
 from __future__ import annotations

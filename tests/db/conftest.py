@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
+from sqlalchemy import select
 
+from db import models
+from db.engine import make_engine, resolve
+from db.queries import TABLES, Reader
 from db.writer import Ledger
 from resihp import journal
 from resihp.layout import Layout, Replica, Stage
 from resihp.plan import Plan, spread
 from resihp.protocol.messages import StepOutcome
+
+from .postgres import Server, missing
 
 Moved = Literal["redo", "commit", "between"]
 Action = Literal["start", "redo", "commit", "between"]
@@ -264,6 +271,29 @@ def records(tmp_path: Path) -> list[journal.Record]:
     return write_journal(tmp_path / "journal", story())
 
 
+def everything(ledger: Ledger, name: str | None = None) -> dict[str, Any]:
+    """A job's row, and its rows of every table of `resihp history`."""
+    with Reader.open(ledger.url) as reader:
+        job = reader.job(name)
+        return {"job": job, **{table: reader.rows(table, job["id"]) for table in TABLES}}
+
+
+def rank_reports(url: str) -> list[dict[str, Any]]:
+    with Reader.open(url) as reader:
+        return reader.fetch(select(models.RankReport).order_by(models.RankReport.iteration, models.RankReport.rank))
+
+
+@contextmanager
+def held(url: str) -> Iterator[None]:
+    """Another connection holds a lock that every writer needs."""
+    engine = make_engine(resolve(url), write=True)  # on SQLite a transaction of such a one is enough
+    with engine.begin() as connection:
+        if engine.dialect.name == "postgresql":
+            connection.exec_driver_sql("LOCK TABLE jobs IN ACCESS EXCLUSIVE MODE")
+        yield
+    engine.dispose()
+
+
 class Listener:
     """Collects what the writer says."""
 
@@ -274,13 +304,64 @@ class Listener:
         self.heard.append(text)
 
 
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[Server]:
+    """A private PostgreSQL, one for each process that runs tests, as long as it does."""
+    if why := missing():
+        pytest.skip(why)
+    with Server() as server:
+        yield server
+
+
 @pytest.fixture
-def open_ledger(tmp_path: Path) -> Iterator[Callable[..., Ledger]]:
-    """Opens ledgers in the test's folder, and closes what the test leaves open."""
+def postgres_url(postgres_server: Server) -> Iterator[str]:
+    """An empty PostgreSQL database, gone after the test."""
+    url = postgres_server.new_database()
+    yield url
+    postgres_server.drop_database(url)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def ledger_urls(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], str]]:
+    """Gives URLs of ledgers that do not exist yet, on each of the databases: the first SQLite file is `ledger.db`."""
+    given: list[str] = []
+
+    def on_sqlite() -> str:
+        given.append(f"sqlite:///{tmp_path / ('ledger.db' if not given else f'ledger-{len(given)}.db')}")
+        return given[-1]
+
+    if request.param == "sqlite":
+        yield on_sqlite
+        return
+    server: Server = request.getfixturevalue("postgres_server")
+
+    def on_postgresql() -> str:
+        given.append(server.new_database())
+        return given[-1]
+
+    yield on_postgresql
+    for url in given:
+        server.drop_database(url)
+
+
+on_sqlite = pytest.mark.parametrize("ledger_urls", ["sqlite"], indirect=True)
+"""For a test about SQLite's own ways."""
+on_postgresql = pytest.mark.parametrize("ledger_urls", ["postgresql"], indirect=True)
+
+
+@pytest.fixture
+def ledger_url(ledger_urls: Callable[[], str]) -> str:
+    """Where the test's ledger is to be: the test runs on SQLite and on PostgreSQL."""
+    return ledger_urls()
+
+
+@pytest.fixture
+def open_ledger(tmp_path: Path, ledger_url: str) -> Iterator[Callable[..., Ledger]]:
+    """Opens the test's ledger, or another `url`, and closes what the test leaves open."""
     opened: list[Ledger] = []
 
-    def opener(**arguments: object) -> Ledger:
-        ledger = Ledger.open("sqlite", tmp_path, **arguments)  # type: ignore[arg-type]
+    def opener(url: str = ledger_url, **arguments: Any) -> Ledger:
+        ledger = Ledger.open(url, tmp_path, **arguments)
         opened.append(ledger)
         return ledger
 

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import inspect
+from alembic.script import ScriptDirectory
+from sqlalchemy import Boolean, DateTime, MetaData, inspect, text
+from sqlalchemy.exc import IntegrityError
 
 from db import migrate
-from db.engine import make_engine, resolve
+from db.engine import file_of, make_engine, resolve
 from db.models import Base
 from db.queries import Reader
 from db.writer import Ledger, catch_up
 from resihp import journal
 from resihp.errors import LedgerError
+
+from .conftest import BEGAN, rank_reports, started, story, write_journal
 
 OLD = Path(__file__).parent / "old"
 """Written by resihp 0.1.0 of schema 0001: a job that lost ranks 5 and, on the way back, 0."""
@@ -27,8 +35,8 @@ def url_of(path: Path) -> str:
     return f"sqlite:///{path}"
 
 
-def test_migrated_schema_equals_the_models(tmp_path: Path) -> None:
-    url = url_of(tmp_path / "ledger.db")
+def test_migrated_schema_equals_the_models(ledger_url: str) -> None:
+    url = ledger_url
     assert migrate.current(url) is None
     assert migrate.upgrade(url) == migrate.head() == migrate.current(url)
     engine = make_engine(resolve(url), write=False)
@@ -69,13 +77,11 @@ def test_upgrading_again_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("opener", ["writer", "reader", "upgrade"])
-def test_newer_schema_is_refused(tmp_path: Path, opener: str) -> None:
-    url = url_of(tmp_path / "ledger.db")
+def test_newer_schema_is_refused(ledger_url: str, tmp_path: Path, opener: str) -> None:
+    url = ledger_url
     migrate.upgrade(url)
-    with sqlite3.connect(tmp_path / "ledger.db") as connection:
-        connection.execute(f"UPDATE {migrate.VERSION_TABLE} SET version_num = '9999'")
-    connection.close()
-    with pytest.raises(LedgerError, match=r"schema 9999 is newer than 0006.*upgrade resihp"):
+    execute(url, f"UPDATE {migrate.VERSION_TABLE} SET version_num = '9999'")
+    with pytest.raises(LedgerError, match=rf"schema 9999 is newer than {migrate.head()}.*upgrade resihp"):
         {
             "writer": lambda: Ledger.open(url, tmp_path),
             "reader": lambda: Reader.open(url),
@@ -83,21 +89,69 @@ def test_newer_schema_is_refused(tmp_path: Path, opener: str) -> None:
         }[opener]()
 
 
-def old_ledger(folder: Path) -> str:
-    with sqlite3.connect(folder / "ledger.db") as connection:
-        connection.executescript((OLD / "ledger-0001.sql").read_text())
-    connection.close()
-    return url_of(folder / "ledger.db")
+def execute(url: str, *statements: str) -> None:
+    engine = make_engine(resolve(url), write=True)
+    with engine.begin() as connection:
+        for statement in statements:
+            connection.execute(text(statement))
+    engine.dispose()
 
 
-def contents(path: Path) -> dict[str, list[tuple[object, ...]]]:
-    """Rows of every table."""
-    with sqlite3.connect(path) as connection:
-        made = connection.execute("SELECT type, name, sql FROM sqlite_master ORDER BY name").fetchall()
+def moved_to(url: str, revision: str) -> None:
+    """Up or down to a schema, as `migrate.upgrade` goes to the newest."""
+    engine = make_engine(resolve(url), write=True, migrate=True)
+    with engine.begin() as connection:
+        config = migrate._config()
+        config.attributes["connection"] = connection
+        (command.upgrade if (migrate.version_of(connection) or "") < revision else command.downgrade)(config, revision)
+    engine.dispose()
+
+
+def old_ledger(url: str) -> str:
+    """The ledger of 0.1.0 at `url`: on SQLite as it wrote it, on PostgreSQL the same rows in that time's schema."""
+    file = file_of(resolve(url))
+    dump = (OLD / "ledger-0001.sql").read_text()
+    old = sqlite3.connect(":memory:" if file is None else file)
+    old.executescript(dump)
+    if file is None:
+        moved_to(url, "0001")
+        engine = make_engine(resolve(url), write=True)
+        metadata = MetaData()
+        with engine.begin() as connection:
+            metadata.reflect(connection)
+            for table in metadata.sorted_tables:
+                names = [column.name for column in table.columns]
+                rows = old.execute(f"SELECT {', '.join(names)} FROM {table.name}").fetchall()
+                typed = [{c.name: as_type(v, c.type) for c, v in zip(table.columns, row, strict=True)} for row in rows]
+                if typed and table.name != migrate.VERSION_TABLE:
+                    connection.execute(table.insert(), typed)
+        engine.dispose()
+    old.close()
+    return url
+
+
+def as_type(value: Any, kind: object) -> Any:
+    """What a column of that type takes, from what SQLite keeps."""
+    if isinstance(kind, Boolean) and value is not None:
+        return bool(value)
+    if isinstance(kind, DateTime) and isinstance(value, str):
+        return datetime.fromisoformat(value).replace(tzinfo=UTC)
+    return value
+
+
+def contents(url: str) -> dict[str, list[dict[str, Any]]]:
+    """Rows of every table, as column and value."""
+    engine = make_engine(resolve(url), write=False)
+    metadata = MetaData()
+    with engine.connect() as connection:
+        metadata.reflect(connection)
         rows = {
-            name: connection.execute(f"SELECT * FROM {name}").fetchall() for kind, name, _ in made if kind == "table"
+            table.name: [
+                dict(row) for row in connection.execute(table.select().order_by(*table.primary_key)).mappings()
+            ]
+            for table in metadata.sorted_tables
         }
-    connection.close()
+    engine.dispose()
     return rows
 
 
@@ -119,26 +173,18 @@ def constraints(url: str) -> set[tuple[str, str, str]]:
     return found
 
 
-def downgrade(url: str, revision: str) -> None:
-    engine = make_engine(resolve(url), write=True, migrate=True)
-    with engine.begin() as connection:
-        config = migrate._config()
-        config.attributes["connection"] = connection
-        command.downgrade(config, revision)
-    engine.dispose()
-
-
-def test_old_ledger_is_upgraded_with_all_that_is_in_it(tmp_path: Path) -> None:
-    url = old_ledger(tmp_path)
+def test_old_ledger_is_upgraded_with_all_that_is_in_it(ledger_url: str) -> None:
+    url = old_ledger(ledger_url)
+    head = migrate.head()
     assert migrate.current(url) == "0001"
-    with pytest.raises(LedgerError, match="schema 0001 is older than 0006; run resihp db upgrade"):
+    with pytest.raises(LedgerError, match=f"schema 0001 is older than {head}; run resihp db upgrade"):
         Reader.open(url)
-    before = contents(tmp_path / "ledger.db")
-    assert migrate.upgrade(url) == "0006"
-    after = contents(tmp_path / "ledger.db")
+    before = contents(url)
+    assert migrate.upgrade(url) == head
+    after = contents(url)
     for table, rows in before.items():
         if table != migrate.VERSION_TABLE:
-            assert [row[: len(rows[0])] for row in after[table]] == rows, table
+            assert [{name: row[name] for name in rows[0]} for row in after[table]] == rows, table
     with Reader.open(url) as reader:
         [job] = reader.jobs()
         plans = reader.rows("plans", job["id"])
@@ -153,12 +199,12 @@ def test_old_ledger_is_upgraded_with_all_that_is_in_it(tmp_path: Path) -> None:
         assert [row["seconds_to_recover"] for row in reader.rows("failures", job["id"])] == [1.0]
 
 
-def test_old_journal_makes_the_same_ledger_as_an_upgraded_old_one(tmp_path: Path) -> None:
-    (tmp_path / "upgraded").mkdir()
-    (tmp_path / "made").mkdir()
-    upgraded = old_ledger(tmp_path / "upgraded")
+def test_old_journal_makes_the_same_ledger_as_an_upgraded_old_one(
+    ledger_urls: Callable[[], str], tmp_path: Path
+) -> None:
+    upgraded, made = old_ledger(ledger_urls()), ledger_urls()
     migrate.upgrade(upgraded)
-    catch_up("sqlite", tmp_path / "made", OLD / "journal-0.1.0")
+    catch_up(made, tmp_path, OLD / "journal-0.1.0")
 
     def rows(url: str) -> dict[str, list[dict[str, object]]]:
         with Reader.open(url) as reader:
@@ -169,42 +215,105 @@ def test_old_journal_makes_the_same_ledger_as_an_upgraded_old_one(tmp_path: Path
             del plan["digest"]  # over fields that plans did not have then
         return found
 
-    assert rows(url_of(tmp_path / "made" / "ledger.db")) == rows(upgraded)
+    assert rows(made) == rows(upgraded)
     assert journal.read(OLD / "journal-0.1.0")[0].seq == 1
 
 
-def test_upgraded_schema_is_that_of_a_new_ledger_and_goes_back(tmp_path: Path) -> None:
-    (tmp_path / "new").mkdir()
-    new = url_of(tmp_path / "new" / "ledger.db")
+def test_upgraded_schema_is_that_of_a_new_ledger_and_goes_back(ledger_urls: Callable[[], str]) -> None:
+    new, old = ledger_urls(), old_ledger(ledger_urls())
     migrate.upgrade(new)
-    old = old_ledger(tmp_path)
-    first = constraints(old)
+    first, before = constraints(old), contents(old)
     migrate.upgrade(old)
     assert constraints(old) == constraints(new)
-    with sqlite3.connect(tmp_path / "ledger.db") as connection:
-        connection.execute("UPDATE plans SET action = 'between' WHERE epoch = 3")
-        connection.execute("UPDATE reconfigurations SET action = 'between'")
-        with pytest.raises(sqlite3.IntegrityError, match="ck_plans_action"):
-            connection.execute("UPDATE plans SET action = 'sideways'")
-        with pytest.raises(sqlite3.IntegrityError, match="ck_reconfigurations_attempts"):
-            connection.execute("UPDATE reconfigurations SET attempts = 0")
-    connection.close()
-    downgrade(old, "0001")
+    execute(
+        old, "UPDATE plans SET action = 'between' WHERE epoch = 3", "UPDATE reconfigurations SET action = 'between'"
+    )
+    with pytest.raises(IntegrityError, match="ck_plans_action"):
+        execute(old, "UPDATE plans SET action = 'sideways'")
+    with pytest.raises(IntegrityError, match="ck_reconfigurations_attempts"):
+        execute(old, "UPDATE reconfigurations SET attempts = 0")
+    moved_to(old, "0001")
     assert migrate.current(old) == "0001"
     assert constraints(old) == first
-    (tmp_path / "first").mkdir()
-    old_ledger(tmp_path / "first")
-    before, after = contents(tmp_path / "first" / "ledger.db"), contents(tmp_path / "ledger.db")
+    after = contents(old)
     for table in before:
         if table not in ("plans", "reconfigurations"):
             assert after[table] == before[table], table
-    assert [row[2] for row in after["plans"]] == ["start", "redo", "commit"], "what was between two iterations counts"
-    assert [row[2] for row in after["reconfigurations"]] == ["commit"]
-    assert migrate.upgrade(old) == "0006"
+    actions = [row["action"] for row in after["plans"]]
+    assert actions == ["start", "redo", "commit"], "what was between two iterations counts"
+    assert [row["action"] for row in after["reconfigurations"]] == ["commit"]
+    assert migrate.upgrade(old) == migrate.head()
+
+
+def steps() -> list[str]:
+    script = ScriptDirectory.from_config(migrate._config())
+    return [revision.revision for revision in script.walk_revisions()][::-1]
+
+
+@pytest.mark.parametrize("revision", steps()[:-1])
+def test_each_step_back_and_forth_keeps_the_rows(ledger_urls: Callable[[], str], tmp_path: Path, revision: str) -> None:
+    """From a full ledger of today down to an earlier schema and back: the tables are as they were, the rows those that
+    the earlier schema can hold."""
+    url, new = ledger_urls(), ledger_urls()
+    migrate.upgrade(new)
+    told = write_journal(tmp_path / "journal", story())
+    with Ledger.open(url, tmp_path) as ledger:
+        for record in told:
+            ledger.submit(record)
+        ledger.telemetry([(i, 1, rank, 0.5, None) for i in range(1, 4) for rank in range(12)])
+        assert ledger.flush(30)
+    before = contents(url)
+    moved_to(url, revision)
+    assert migrate.upgrade(url) == migrate.head()
+    assert constraints(url) == constraints(new)
+    after = contents(url)
+    for table in ("jobs", "nodes", "workers", "iterations", "rank_reports", "failures", "reconfigurations", "events"):
+        lost = {"model", "account"} if table == "jobs" else {"bytes_moved", "extra_bytes"}
+        kept = [{name: row[name] for name in row if name not in lost} for row in before[table]]
+        assert [{name: row[name] for name in row if name not in lost} for row in after[table]] == kept, table
+    assert [row["layout"] for row in after["plans"]] == [row["layout"] for row in before["plans"]]
+
+
+def test_reports_that_came_twice_are_one_after_the_upgrade(ledger_url: str, tmp_path: Path) -> None:
+    Ledger.open(ledger_url, tmp_path).close()
+    with Ledger.open(ledger_url, tmp_path) as ledger:
+        ledger.submit(journal.Record(1, BEGAN, started()))
+        assert ledger.flush(30)
+    moved_to(ledger_url, "0006")
+    values = "(job_id, iteration, epoch, rank, seconds, compute_seconds) VALUES (1, 7, 1, {}, {}, NULL)"
+    execute(ledger_url, *[f"INSERT INTO rank_reports {values.format(*row)}" for row in ((3, 0.5), (3, 0.75), (2, 1.0))])
+    migrate.upgrade(ledger_url)
+    assert [(row["rank"], row["seconds"]) for row in rank_reports(ledger_url)] == [(2, 1.0), (3, 0.5)]
+
+
+def test_jobs_that_begin_at_once_migrate_once(ledger_url: str, tmp_path: Path, records: list[journal.Record]) -> None:
+    begun = [journal.Record(1, BEGAN + n, started("shared", user)) for n, user in enumerate(("me", "you", "them"))]
+    at_once = threading.Barrier(len(begun))
+    wrong: list[BaseException] = []
+
+    def job(first: journal.Record) -> None:
+        try:
+            at_once.wait(30)
+            with Ledger.open(ledger_url, tmp_path) as ledger:
+                for record in (first, *records[1:]):
+                    ledger.submit(record)
+                assert ledger.flush(60)
+        except BaseException as error:  # noqa: BLE001 - a thread's error is the test's
+            wrong.append(error)
+
+    threads = [threading.Thread(target=job, args=(first,)) for first in begun]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    with Reader.open(ledger_url) as reader:
+        assert [row["owner"] for row in reader.jobs()] == ["them", "you", "me"]
+        assert [len(reader.rows("iterations", row["id"])) for row in reader.jobs()] == [20, 20, 20]
 
 
 def test_a_ledger_that_contradicts_itself_is_not_migrated(tmp_path: Path) -> None:
-    url = old_ledger(tmp_path)
+    url = old_ledger(url_of(tmp_path / "ledger.db"))
     with sqlite3.connect(tmp_path / "ledger.db") as connection:
         connection.execute("DELETE FROM reconfigurations")  # without foreign keys: failures still name it
     connection.close()

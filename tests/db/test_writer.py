@@ -13,19 +13,26 @@ import pytest
 
 import db.engine
 import db.writer
-from db.queries import TABLES, Reader
+from db.queries import Reader
 from db.writer import Ledger, catch_up
 from resihp import journal
 
-from .conftest import BEGAN, Listener, any_layout_story, node_story, outcome, started, story, write_journal
+from .conftest import (
+    BEGAN,
+    Listener,
+    any_layout_story,
+    everything,
+    held,
+    node_story,
+    on_sqlite,
+    outcome,
+    rank_reports,
+    started,
+    story,
+    write_journal,
+)
 
 Opener = Callable[..., Ledger]
-
-
-def everything(ledger: Ledger, name: str | None = None) -> dict[str, Any]:
-    with Reader.open(ledger.url) as reader:
-        job = reader.job(name)
-        return {"job": job, **{table: reader.rows(table, job["id"]) for table in TABLES}}
 
 
 def test_a_whole_journal(records: list[journal.Record], open_ledger: Opener) -> None:
@@ -230,16 +237,18 @@ def told(found: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("after", [14, 17, 33, 40, 45])
 def test_the_numbers_of_a_new_term_are_no_gap(
-    records: list[journal.Record], open_ledger: Opener, tmp_path: Path, after: int
+    records: list[journal.Record],
+    open_ledger: Opener,
+    ledger_urls: Callable[[], str],
+    tmp_path: Path,
+    after: int,
 ) -> None:
     whole = open_ledger()
     for record in records:
         whole.submit(record)
     assert whole.close()
     before = everything(whole)
-    for name in ("ledger.db", "ledger.db-wal", "ledger.db-shm"):
-        (tmp_path / name).unlink(missing_ok=True)
-    ledger = open_ledger()
+    ledger = open_ledger(url=ledger_urls())
     for record in taken_over(tmp_path / "n2.journal", records, after):
         ledger.submit(record)
     assert ledger.close()
@@ -271,7 +280,7 @@ def test_a_successor_brings_in_what_is_missing_once(
 
 
 def test_what_a_leader_wrote_that_was_never_decided_is_taken_out_again(
-    records: list[journal.Record], open_ledger: Opener, tmp_path: Path
+    records: list[journal.Record], open_ledger: Opener, ledger_urls: Callable[[], str], tmp_path: Path
 ) -> None:
     """It was cut off: it lost nodes, found failures, committed, gave up, while the others went on without all that."""
     reference = open_ledger()
@@ -280,8 +289,7 @@ def test_what_a_leader_wrote_that_was_never_decided_is_taken_out_again(
         reference.submit(record)
     assert reference.close()
     before = everything(reference)
-    for name in ("ledger.db", "ledger.db-wal", "ledger.db-shm"):
-        (tmp_path / name).unlink(missing_ok=True)
+    url = ledger_urls()
 
     lonely: list[journal.AnyEntry] = [
         journal.IterationCommitted(epoch=1, outcome=outcome(12, 9.9), seconds=0.5, predicted_seconds=None),
@@ -303,7 +311,7 @@ def test_what_a_leader_wrote_that_was_never_decided_is_taken_out_again(
         journal.DrainDecided(drain=1, node="n2", failure=7, reason="cut off"),
         journal.JobEnded(exit_code=5, state="failed", reason="not enough devices"),
     ]
-    old = open_ledger()
+    old = open_ledger(url=url)
     for record in records[:25]:
         old.submit(record)
     for number, entry in enumerate(lonely, 26):
@@ -312,20 +320,18 @@ def test_what_a_leader_wrote_that_was_never_decided_is_taken_out_again(
     assert old.close()
     assert everything(old)["job"]["state"] == "failed"
 
-    ledger = open_ledger(journal_path=tmp_path / "n2.journal")
+    ledger = open_ledger(url=url, journal_path=tmp_path / "n2.journal")
     ledger.catch_up(tmp_path / "n2.journal")
     assert ledger.close()
     assert everything(ledger) == before | {"job": everything(ledger)["job"]}
     assert told(everything(ledger)) == told(before)
-    late = open_ledger()
+    late = open_ledger(url=url)
     for number, entry in enumerate(lonely, 26):  # the old one is back
         late.submit(journal.Record(number, BEGAN + 99, entry))
     late.submit(records[0])
     assert late.close()
     assert told(everything(ledger)) == told(before)
-    with sqlite3.connect(ledger.url.removeprefix("sqlite:///")) as connection:
-        assert connection.execute("SELECT COUNT(*) FROM rank_reports").fetchone() == (1,)
-    connection.close()
+    assert len(rank_reports(ledger.url)) == 1
 
 
 def test_a_job_that_goes_on_under_another_leader_runs(
@@ -348,7 +354,7 @@ def test_a_job_that_goes_on_under_another_leader_runs(
 
 
 def test_locked_database_loses_nothing(
-    records: list[journal.Record], open_ledger: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    records: list[journal.Record], open_ledger: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(db.engine, "BUSY_TIMEOUT_S", 0.05)
     failed = threading.Event()
@@ -359,18 +365,16 @@ def test_locked_database_loses_nothing(
         failed.set()
 
     ledger = open_ledger(say=say)
-    other = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)
-    other.execute("BEGIN EXCLUSIVE")
-    for record in records[:30]:
-        ledger.submit(record)
-    ledger.telemetry([{"iteration": 1, "epoch": 1, "rank": 0, "seconds": 0.5, "compute_seconds": 0.4}])
-    assert failed.wait(20)
-    assert "database is locked; trying again" in heard[0]
-    for record in records[30:]:
-        ledger.submit(record)
-    assert not ledger.flush(0.1)
-    other.execute("ROLLBACK")
-    other.close()
+    with held(ledger.url):
+        for record in records[:30]:
+            ledger.submit(record)
+        ledger.telemetry([{"iteration": 1, "epoch": 1, "rank": 0, "seconds": 0.5, "compute_seconds": 0.4}])
+        assert failed.wait(20)
+        assert "lock" in heard[0]
+        assert heard[0].endswith("; trying again, the job goes on")
+        for record in records[30:]:
+            ledger.submit(record)
+        assert not ledger.flush(0.1)
     assert ledger.flush(20)
     assert ledger.close()
     assert len(heard) == 2
@@ -378,6 +382,7 @@ def test_locked_database_loses_nothing(
     found = everything(ledger)
     assert len(found["iterations"]) == 20
     assert found["job"]["state"] == "completed"
+    assert len(rank_reports(ledger.url)) == 1
 
 
 def test_locked_until_after_close_is_caught_up_later(
@@ -386,14 +391,11 @@ def test_locked_until_after_close_is_caught_up_later(
     monkeypatch.setattr(db.engine, "BUSY_TIMEOUT_S", 0.05)
     listener = Listener()
     ledger = open_ledger(say=listener)
-    other = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)
-    other.execute("BEGIN EXCLUSIVE")
-    for record in records:
-        ledger.submit(record)
-    assert not ledger.close(0.3)
-    other.execute("ROLLBACK")
-    other.close()
-    catch_up("sqlite", tmp_path, tmp_path / "journal")
+    with held(ledger.url):
+        for record in records:
+            ledger.submit(record)
+        assert not ledger.close(0.3)
+    catch_up(ledger.url, tmp_path, tmp_path / "journal")
     assert len(everything(ledger)["iterations"]) == 20
 
 
@@ -402,13 +404,10 @@ def test_too_many_waiting_records_are_read_again(
 ) -> None:
     monkeypatch.setattr(db.engine, "BUSY_TIMEOUT_S", 0.05)
     ledger = open_ledger(journal_path=tmp_path / "journal", records_in_memory=5, say=Listener())
-    other = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)
-    other.execute("BEGIN EXCLUSIVE")
-    for record in records:
-        ledger.submit(record)
-    assert len(ledger._records) <= 5
-    other.execute("ROLLBACK")
-    other.close()
+    with held(ledger.url):
+        for record in records:
+            ledger.submit(record)
+        assert len(ledger._records) <= 5
     assert ledger.close()
     assert len(everything(ledger)["iterations"]) == 20
 
@@ -424,13 +423,7 @@ def test_telemetry_is_dropped_and_counted(records: list[journal.Record], open_le
     assert ledger.close()
     with Reader.open(ledger.url) as reader:
         assert reader.job()["telemetry_dropped"] == 2
-    with sqlite3.connect(ledger.url.removeprefix("sqlite:///")) as connection:
-        assert connection.execute("SELECT rank, compute_seconds FROM rank_reports").fetchall() == [
-            (0, 0.4),
-            (1, 0.4),
-            (2, 0.4),
-        ]
-    connection.close()
+    assert [(row["rank"], row["compute_seconds"]) for row in rank_reports(ledger.url)] == [(0, 0.4), (1, 0.4), (2, 0.4)]
 
 
 def test_bad_telemetry_holds_nothing_up(records: list[journal.Record], open_ledger: Opener) -> None:
@@ -461,6 +454,48 @@ def test_a_record_that_fits_no_table_becomes_an_event(open_ledger: Opener) -> No
     [event] = [row for row in found["events"] if row["kind"] == "UnprojectedWorkerStarted"]
     assert "does not fit the ledger" in event["text"]
     assert any("record 2 fits no table" in text for text in listener.heard)
+
+
+def test_figures_that_no_column_holds_do_not_stop_the_writer(open_ledger: Opener) -> None:
+    listener = Listener()
+    ledger = open_ledger(say=listener)
+    odd = journal.WorkerStarted(rank=1 << 70, node="n\x001", device=0, pid=1, epoch=0)
+    entries = [(started(), BEGAN), (odd, BEGAN), (odd, 1e30), (odd, float("nan"))]
+    for seq, (entry, at) in enumerate([*entries, (started(), BEGAN + 5)], 1):
+        ledger.submit(journal.Record(seq, at, entry))
+    assert ledger.close()
+    found = everything(ledger)["events"]
+    assert [row["kind"] for row in found] == ["JobStarted", *["UnprojectedWorkerStarted"] * 3, "JobStarted"]
+    assert len(listener.heard) == 3
+
+
+def test_names_of_nodes_hold_no_nul(open_ledger: Opener) -> None:
+    ledger = open_ledger()
+    ledger.submit(journal.Record(1, BEGAN, started()))
+    ledger.submit(journal.Record(2, BEGAN, journal.NodeJoined(node="n\x001", host="h", devices=1)))
+    assert ledger.close()
+    assert everything(ledger)["events"][-1]["node"] == "n\\01"
+
+
+def test_rank_reports_come_once_and_bad_ones_take_none_with_them(open_ledger: Opener) -> None:
+    listener = Listener()
+    ledger = open_ledger(say=listener)
+    ledger.submit(journal.Record(1, BEGAN, started()))
+    nan, inf = float("nan"), float("inf")
+    ledger.telemetry([(1, 1, rank, 0.5, 0.4) for rank in range(100)])
+    assert ledger.flush()
+    ledger.telemetry([(1, 1, rank, 9.0, 9.0) for rank in range(90, 130)])
+    ledger.telemetry([{"iteration": 2, "epoch": 1, "rank": 0, "seconds": nan, "compute_seconds": inf}])
+    ledger.telemetry([(3, 1, 1 << 40, 0.5, 0.4), (3, 1, -1, 0.5, 0.4), (3, None, 0, 0.5, 0.4), (3, 1, 0, "x", 0.4)])  # type: ignore[list-item]
+    assert ledger.close()
+    found = rank_reports(ledger.url)
+    assert [row["rank"] for row in found if row["iteration"] == 1] == list(range(130))
+    assert {row["seconds"] for row in found if row["rank"] < 100 and row["iteration"] == 1} == {0.5}
+    assert [(row["seconds"], row["compute_seconds"]) for row in found if row["iteration"] == 2] == [(None, None)]
+    assert [row for row in found if row["iteration"] == 3] == []
+    assert ledger.dropped == 4
+    with Reader.open(ledger.url) as reader:
+        assert reader.job()["telemetry_dropped"] == 4
 
 
 def test_what_is_not_a_number_is_null(open_ledger: Opener) -> None:
@@ -523,6 +558,7 @@ def test_a_listener_that_raises_stops_nothing(records: list[journal.Record], ope
     assert ledger.close()
 
 
+@on_sqlite
 def test_no_wal_on_network_file_systems(
     tmp_path: Path, open_ledger: Opener, monkeypatch: pytest.MonkeyPatch, records: list[journal.Record]
 ) -> None:

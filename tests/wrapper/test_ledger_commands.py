@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner, Result
 
+from db.migrate import head
 from db.queries import Reader
 from db.writer import Ledger, catch_up
 from resihp import journal
@@ -468,10 +469,10 @@ def test_ledger_option_reads_another_ledger(job: Job, tmp_path: Path) -> None:
 
 def test_db_upgrade(job: Job, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/shared.db"
-    assert "schema 0006, made" in resihp("db", "upgrade", "--ledger", url).stderr
-    assert "schema 0006, is up to date" in resihp("db", "upgrade", "--ledger", url).stderr
+    assert f"schema {head()}, made" in resihp("db", "upgrade", "--ledger", url).stderr
+    assert f"schema {head()}, is up to date" in resihp("db", "upgrade", "--ledger", url).stderr
     resihp("status")
-    assert "ledger.db: schema 0006, is up to date" in resihp("db", "upgrade").stderr
+    assert f"ledger.db: schema {head()}, is up to date" in resihp("db", "upgrade").stderr
 
 
 def test_newer_ledger_says_what_to_do(job: Job) -> None:
@@ -480,7 +481,7 @@ def test_newer_ledger_says_what_to_do(job: Job) -> None:
     with connection:
         connection.execute("UPDATE resihp_version SET version_num = '0999'")
     connection.close()
-    with pytest.raises(UsageError, match=r"schema 0999 is newer than 0006.*upgrade resihp"):
+    with pytest.raises(UsageError, match=rf"schema 0999 is newer than {head()}.*upgrade resihp"):
         resihp("status")
 
 

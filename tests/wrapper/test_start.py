@@ -57,6 +57,14 @@ def test_request_carries_what_was_asked_for(script: Path, monkeypatch: pytest.Mo
     assert request.save().stat().st_mode & 0o777 == 0o600
 
 
+def test_the_journal_is_not_told_the_ledgers_password(script: Path) -> None:
+    asked = options(ledger={"url": "postgresql+psycopg://me:s3cret@host/history"})
+    request = prepare(asked)
+    assert "s3cret" in request.ledger_url
+    assert request.configuration["ledger"]["url"] == "postgresql+psycopg://me:***@host/history"
+    assert "s3cret" not in str(request.configuration)
+
+
 def test_new_layout_options_reach_the_controllers_settings(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RESIHP_ADAPT__COME_BACKS", "1")
     asked = options(

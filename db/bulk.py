@@ -1,0 +1,154 @@
+"""Rank reports into their table, many at once: COPY on PostgreSQL, statements of many rows on SQLite.
+
+Called by `db.writer` within its transaction, and by `db.exchange`. A report is known by job, iteration, rank and epoch:
+one that is in already changes nothing. Decides only which reports fit the table; telemetry may be lost.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from math import isfinite
+from operator import itemgetter
+from typing import Any, cast
+
+from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError, IntegrityError
+
+Report = tuple[int, int, int, float | None, float | None]
+"""iteration, epoch, rank, seconds, compute_seconds."""
+COLUMNS = ("iteration", "epoch", "rank", "seconds", "compute_seconds")
+ROWS_IN_STATEMENT = 64
+"""On SQLite; from there on, more make no difference (benchmarks/ledger_ingest.py)."""
+ROWS_IN_MESSAGE = 512
+ROWS_IN_BATCH = 20_000
+MOST_INTEGER, MOST_BIG_INTEGER = (1 << 31) - 1, (1 << 63) - 1
+
+_fields = itemgetter(*COLUMNS)
+_TARGET = f"rank_reports (job_id, {', '.join(COLUMNS)})"
+_COPY = f"COPY {_TARGET} FROM STDIN (FORMAT BINARY)"
+# PostgreSQL's "COPY", "Binary Format": a row is its number of fields, then each one's bytes behind their number.
+_HEADER = b"PGCOPY\n\xff\r\n\0" + struct.pack("!ii", 0, 0)
+_TRAILER = struct.pack("!h", -1)
+_ROW = struct.Struct("!hiiiqiiiiidid")
+_KEY = struct.Struct("!hiiiqiiii")
+_NUMBER, _NULL = struct.Struct("!id"), struct.pack("!i", -1)
+
+
+def as_reports(rows: Iterable[Mapping[str, Any]] | Iterable[Report]) -> list[Report]:
+    """Mappings with the names of `COLUMNS` (a missing one is null), or tuples in their order."""
+    given = list(rows)
+    if given and isinstance(given[0], tuple):
+        return cast(list[Report], given)
+    named = cast(list[Mapping[str, Any]], given)
+    try:
+        return [_fields(row) for row in named]
+    except KeyError:
+        return [cast(Report, tuple(row.get(column) for column in COLUMNS)) for row in named]
+
+
+def sound(reports: Sequence[Report]) -> list[Report]:
+    """Those that fit the table; seconds that are no number become null."""
+    kept: list[Report] = []
+    for report in reports:
+        iteration, epoch, rank, seconds, compute = report
+        try:
+            if not (0 <= iteration <= MOST_BIG_INTEGER and 0 <= epoch <= MOST_INTEGER and 0 <= rank <= MOST_INTEGER):
+                continue
+            if seconds is None or compute is None or not (isfinite(seconds) and isfinite(compute)):
+                report = (int(iteration), int(epoch), int(rank), _finite(seconds), _finite(compute))
+            kept.append(report)
+        except (TypeError, ValueError, OverflowError):
+            continue
+    return kept
+
+
+def _finite(seconds: float | None) -> float | None:
+    return float(seconds) if seconds is not None and isfinite(seconds) else None
+
+
+class Waiting:
+    """Reports that wait to be written, `most` of them. Knows no lock: its owner has one."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._parts: deque[list[Report]] = deque()
+        self._count = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def put(self, reports: list[Report]) -> int:
+        """Take in as many as there is room for; returns how many there was none for."""
+        kept = reports[: max(self._most - self._count, 0)]
+        for at in range(0, len(kept), ROWS_IN_BATCH):
+            self._parts.append(kept[at : at + ROWS_IN_BATCH])
+        self._count += len(kept)
+        return len(reports) - len(kept)
+
+    def batch(self) -> list[list[Report]]:
+        """What was handed over first, `ROWS_IN_BATCH` in all, as it was handed over; it stays until `remove`."""
+        parts: list[list[Report]] = []
+        count = 0
+        for part in self._parts:
+            count += len(part)
+            if parts and count > ROWS_IN_BATCH:
+                break
+            parts.append(part)
+        return parts
+
+    def remove(self, parts: list[list[Report]]) -> None:
+        for _ in parts:
+            self._count -= len(self._parts.popleft())
+
+
+def insert_reports(connection: Connection, job_id: int, reports: Sequence[Report]) -> None:
+    """Write reports that are `sound`. Raises what SQLAlchemy raises."""
+    if connection.dialect.name != "postgresql":
+        _by_statement(connection, job_id, reports, "?", "")
+        return
+    try:
+        with connection.begin_nested():
+            _by_copy(connection, job_id, reports)
+    except IntegrityError:  # some are in already, which COPY cannot pass over
+        _by_statement(connection, job_id, reports, "%s", " ON CONFLICT DO NOTHING")
+
+
+def _by_statement(connection: Connection, job_id: int, reports: Sequence[Report], mark: str, suffix: str) -> None:
+    row = f"({int(job_id)}, {', '.join([mark] * len(COLUMNS))})"
+    # The conflict is SQLite's cheap way: an upsert clause costs a fifth more. It would also pass over a NULL, which
+    # sound reports have none of.
+    verb = "INSERT" if suffix else "INSERT OR IGNORE"
+    values = list(chain.from_iterable(reports))
+    width = len(COLUMNS) * ROWS_IN_STATEMENT
+    whole = len(values) - len(values) % width
+    if whole:
+        many = f"{verb} INTO {_TARGET} VALUES {', '.join([row] * ROWS_IN_STATEMENT)}{suffix}"
+        connection.exec_driver_sql(many, [tuple(values[at : at + width]) for at in range(0, whole, width)])
+    rest = values[whole:]
+    if rest:
+        rows = ", ".join([row] * (len(rest) // len(COLUMNS)))
+        connection.exec_driver_sql(f"{verb} INTO {_TARGET} VALUES {rows}{suffix}", tuple(rest))
+
+
+def _by_copy(connection: Connection, job_id: int, reports: Sequence[Report]) -> None:
+    def packed(report: Report) -> bytes:
+        iteration, epoch, rank, seconds, compute = report
+        if seconds is not None and compute is not None:
+            return pack(6, 4, job_id, 8, iteration, 4, epoch, 4, rank, 8, seconds, 8, compute)
+        parts = [_NULL if value is None else _NUMBER.pack(8, value) for value in (seconds, compute)]
+        return _KEY.pack(6, 4, job_id, 8, iteration, 4, epoch, 4, rank) + parts[0] + parts[1]
+
+    pack = _ROW.pack
+    driver = connection.dialect.loaded_dbapi
+    session: Any = connection.connection.driver_connection
+    try:
+        with session.cursor() as cursor, cursor.copy(_COPY) as copy:
+            copy.write(_HEADER)
+            for at in range(0, len(reports), ROWS_IN_MESSAGE):  # the server works on one while we pack the next
+                copy.write(b"".join(map(packed, reports[at : at + ROWS_IN_MESSAGE])))
+            copy.write(_TRAILER)
+    except driver.Error as error:
+        raise DBAPIError.instance(_COPY, None, error, driver.Error, dialect=connection.dialect) from error

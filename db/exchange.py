@@ -1,0 +1,284 @@
+"""Jobs from one ledger into another: as Parquet files, from another ledger, or from a journal.
+
+A job is recognised by its uuid, and the copy that has more of the journal (`journal_seq`) is the newer one: it takes
+the place of an older one as a whole, and an older or equal one changes nothing but rank reports that were missing. One
+transaction for each job. Called by `resihp db export|import`; `db.writer` brings journals in.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from sqlalchemy import Connection, Table, func, insert, select, update
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session
+
+from db import bulk, migrate, parquet, project
+from db.engine import file_of, make_engine, masked, prepare_folder, refusal, resolve
+from db.models import Base, Job
+from db.parquet import JOBS, MANIFEST, OF_JOBS, ROWS_AT_ONCE, Manifest, Row, Source, columns_of
+from db.writer import catch_up
+from resihp import journal
+from resihp.errors import JobNotFoundError, LedgerError, UsageError
+
+SQLITE_MAGIC = b"SQLite format 3\x00"
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What became of one job: `new`, `brought forward` (an older copy was there), or `unchanged`. `rows`: brought in,
+    of a journal its records."""
+
+    job: str
+    uuid: str
+    outcome: str
+    rows: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class _Ledger:
+    connection: Connection
+
+    def jobs(self) -> list[Row]:
+        query = select(*(JOBS.c[name] for name in columns_of(JOBS))).order_by(JOBS.c.started_at, JOBS.c.id)
+        return [dict(row) for row in self.connection.execute(query).mappings()]
+
+    def rows(self, table: Table, uuid: str) -> Iterator[list[Row]]:
+        columns = [table.c[name] for name in columns_of(table)]
+        query = select(*columns).join(JOBS, JOBS.c.id == table.c.job_id).where(JOBS.c.uuid == uuid)
+        query = query.order_by(*table.primary_key.columns)
+        found = self.connection.execution_options(yield_per=ROWS_AT_ONCE).execute(query).mappings()
+        for part in found.partitions(ROWS_AT_ONCE):
+            yield [dict(row) for row in part]
+
+
+# --- out ------------------------------------------------------------------------------------------------------------
+
+
+def export(url: str, folder: Path, uuids: Sequence[str] | None = None) -> Manifest:
+    """Write jobs, all of them where `uuids` is left out, to Parquet files in a new folder.
+
+    Of one moment, also while jobs write. Raises LedgerError if there is no ledger of our schema at `url`,
+    JobNotFoundError if it holds no such job, UsageError if the folder cannot be made.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder}: is there already; name a new folder with -o")
+    with _reading(url) as connection:
+        source = _Ledger(connection)
+        jobs = [row for row in source.jobs() if uuids is None or row["uuid"] in uuids]
+        if not jobs:
+            raise JobNotFoundError(f"ledger {masked(resolve(url))}: holds no such job")
+        part = folder.with_name(f".{folder.name}.{os.getpid()}")
+        try:
+            part.mkdir(parents=True)
+            manifest = parquet.write(source, jobs, part)
+            if folder.exists():
+                folder.rmdir()
+            part.rename(folder)
+        except OSError as error:
+            raise UsageError(f"{folder}: cannot be written: {error.strerror or error}; name another with -o") from error
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    return manifest
+
+
+# --- in -------------------------------------------------------------------------------------------------------------
+
+
+def import_from(path: str, url: str) -> list[Merged]:
+    """Merge what is at `path` into the ledger at `url`, which is made if it is not there.
+
+    `path`: a folder that `export` wrote, a journal, a job's folder, a SQLite ledger, or a ledger's URL. Raises
+    LedgerError or UsageError that say what is wrong with either; nothing of the job at hand is changed then.
+    """
+    if "://" in path:
+        with _reading(path) as connection:
+            return merge(_Ledger(connection), url)
+    place = Path(path)
+    if place.is_dir():
+        return _import_folder(place, url)
+    try:
+        with place.open("rb") as file:
+            begins = file.read(len(SQLITE_MAGIC))
+    except OSError as error:
+        raise UsageError(f"{place}: {error.strerror or error}; name a journal, a ledger or a job's folder") from error
+    if journal.MAGIC.startswith(begins[: len(journal.MAGIC)]):
+        return [import_journal(place, url)]
+    if begins == SQLITE_MAGIC:
+        return _import_file(place, url)
+    raise UsageError(
+        f"{place}: neither a journal nor a SQLite ledger; name one, a folder that resihp db export wrote, or a job's"
+    )
+
+
+def _import_folder(folder: Path, url: str) -> list[Merged]:
+    if (folder / MANIFEST).exists():
+        parquet.check_manifest(folder)
+        return merge(parquet.Folder(folder), url)
+    kept, own = folder / "journal", folder / "ledger.db"
+    found: list[Merged] = []
+    if own.exists():  # first: it alone has rank reports
+        if _same_file(own, url):
+            own = folder / "none"
+        else:
+            found = _import_file(own, url)
+    if kept.exists():
+        brought = import_journal(kept, url)
+        older = {each.uuid: each for each in found}
+        if brought.uuid in older and brought.outcome == "unchanged":
+            brought = older[brought.uuid]
+        found = [each for each in found if each.uuid != brought.uuid] + [brought]
+    elif not own.exists():
+        raise UsageError(
+            f"{folder}: holds no {MANIFEST}, no journal and no ledger.db; name a job's folder or an export"
+        )
+    return found
+
+
+def _same_file(file: Path, url: str) -> bool:
+    target = file_of(resolve(url))
+    return target is not None and target.exists() and target.samefile(file)
+
+
+def _import_file(file: Path, url: str) -> list[Merged]:
+    """Another SQLite ledger: a copy of it, so that one of an older schema can be brought to ours and stays as it is."""
+    if _same_file(file, url):
+        raise UsageError(f"{file}: is the ledger itself; name another source, or another ledger with --ledger")
+    with tempfile.TemporaryDirectory(prefix="resihp-import-") as folder:
+        copied = resolve(f"sqlite:///{folder}/ledger.db")
+        try:
+            source = sqlite3.connect(f"file:{quote(str(file.absolute()))}?mode=ro", uri=True)
+            with closing(source), closing(sqlite3.connect(str(copied.database))) as target:
+                source.backup(target)
+        except sqlite3.Error as error:
+            raise refusal(resolve(f"sqlite:///{file}"), DBAPIError(None, None, error)) from error
+        name = f"sqlite:///{file.absolute()}"
+        try:
+            engine = make_engine(copied, write=True, migrate=True)
+            with engine.begin() as connection:
+                if migrate.version_of(connection) is None:
+                    raise LedgerError(f"ledger {name}: holds no ledger of resihp; name another source")
+                migrate.upgrade_connection(connection, name)
+        except DBAPIError as error:
+            raise refusal(resolve(name), error) from error
+        finally:
+            engine.dispose()
+        with _reading(str(copied), name) as connection:
+            return merge(_Ledger(connection), url)
+
+
+def import_journal(path: Path, url: str) -> Merged:
+    """Bring in a journal; a torn tail is passed over. Raises UsageError if it holds no job's beginning."""
+    records = journal.read(path)
+    if not records:
+        raise UsageError(f"journal {path}: holds no record; nothing to import")
+    first = records[0]
+    if not isinstance(first.entry, journal.JobStarted):
+        raise UsageError(
+            f"journal {path}: begins with record {first.seq}, not with a job's start; name a whole journal"
+        )
+    uuid = project.identity(first)
+    before = _journal_seq(url, uuid)
+    catch_up(url, path.parent, path)
+    after = _journal_seq(url, uuid) or 0
+    if after < records[-1].seq:
+        raise LedgerError(f"ledger {masked(url)}: ends at record {after} of {path}, which has {records[-1].seq}; again")
+    outcome = "new" if before is None else "unchanged" if before >= after else "brought forward"
+    torn = journal.torn_bytes(path)
+    note = f"its last {torn} bytes are of a record that was never finished, and are passed over" if torn else ""
+    return Merged(first.entry.job, uuid, outcome, sum(record.seq > (before or 0) for record in records), note)
+
+
+def _journal_seq(url: str, uuid: str) -> int | None:
+    parsed = resolve(url)
+    file = file_of(parsed)
+    if (file is not None and not file.exists()) or migrate.current(url) != migrate.head():
+        return None
+    with _reading(url) as connection:
+        return connection.execute(select(JOBS.c.journal_seq).where(JOBS.c.uuid == uuid)).scalar_one_or_none()
+
+
+def merge(source: Source, url: str) -> list[Merged]:
+    """Merge all jobs of `source` into the ledger at `url`, which is made or upgraded if need be. Raises LedgerError."""
+    parsed = resolve(url)
+    prepare_folder(parsed)
+    migrate.upgrade(parsed.render_as_string(hide_password=False))
+    engine = make_engine(parsed, write=True)
+    try:
+        merged = []
+        for job in source.jobs():
+            with Session(engine) as session, session.begin():
+                merged.append(_merge_job(session, source, job))
+        return merged
+    except (DBAPIError, OSError) as error:
+        raise refusal(parsed, error) from error
+    finally:
+        engine.dispose()
+
+
+def _merge_job(session: Session, source: Source, row: Row) -> Merged:
+    there = session.scalars(select(Job).where(Job.uuid == row["uuid"]).with_for_update()).one_or_none()
+    connection = session.connection()
+    outcome, rows = "unchanged", 0
+    if there is None:
+        number = connection.execute(insert(JOBS).values(row)).inserted_primary_key[0]  # type: ignore[index]
+        outcome = "new"
+    else:
+        number = there.id
+        if row["journal_seq"] > there.journal_seq:
+            project.forget(session, there)
+            session.flush()
+            dropped = max(row["telemetry_dropped"], there.telemetry_dropped)
+            values = {**row, "telemetry_dropped": dropped}
+            connection.execute(update(JOBS).where(JOBS.c.id == number).values(values))
+            outcome = "brought forward"
+    for table in OF_JOBS:
+        if table.name == "rank_reports":
+            rows += _merge_reports(connection, number, source.rows(table, row["uuid"]))
+        elif outcome != "unchanged":
+            for part in source.rows(table, row["uuid"]):
+                connection.execute(insert(table), [{"job_id": number, **each} for each in part])
+                rows += len(part)
+    if outcome == "unchanged" and rows:
+        outcome = "brought forward"
+    return Merged(row["name"], row["uuid"], outcome, rows)
+
+
+def _merge_reports(connection: Connection, number: int, parts: Iterator[list[Row]]) -> int:
+    """How many were missing."""
+    reports = Base.metadata.tables["rank_reports"]
+    count = select(func.count()).select_from(reports).where(reports.c.job_id == number)
+    before = connection.execute(count).scalar_one()
+    for part in parts:
+        bulk.insert_reports(connection, number, bulk.sound(bulk.as_reports(part)))
+    return int(connection.execute(count).scalar_one() - before)
+
+
+@contextmanager
+def _reading(url: str, name: str | None = None) -> Iterator[Connection]:
+    """A ledger of our schema as it is at one moment. Raises LedgerError."""
+    parsed = resolve(url)
+    name = name or masked(parsed)
+    file = file_of(parsed)
+    if file is not None and not file.exists():
+        raise LedgerError(f"ledger {name}: no such file; name another with --ledger")
+    engine = make_engine(parsed, write=False)
+    if parsed.get_backend_name() == "postgresql":
+        engine = engine.execution_options(isolation_level="REPEATABLE READ")
+    try:
+        with engine.connect() as connection:
+            migrate.check_readable(connection, name)
+            yield connection
+    except (DBAPIError, OSError) as error:
+        raise refusal(parsed, error) from error
+    finally:
+        engine.dispose()

@@ -1,0 +1,133 @@
+"""What each plan promised, and whether it kept it. Pure; reads nothing. Called by `history promises` and the report.
+
+A plan *promises* a ratio: its predicted iteration time over that of the plan before it, both as things were when it
+was decided (`plans.predicted`, `plans.present`). Where the plan before could not run any more, over what that one had
+been predicted to take when it was decided itself. What it *kept* is the ratio of measured times: medians of seconds
+per token, after and before, of iterations during which nothing else changed; "before" are those that the prediction it
+is compared with was about.
+
+A promise is broken when iterations take more than `TOLERANCE` longer than promised, and that by more than twice the
+medians' standard error; being faster breaks nothing. Below that, or with fewer than `LEAST` iterations on either side,
+nobody can tell.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+Row = dict[str, Any]
+
+TOLERANCE = 0.10
+LEAST = 4
+"""Iterations; the first one under a plan is left out, it builds what the others find."""
+MOST = 200
+"""Iterations looked at on either side, those nearest to the change."""
+
+
+def promises(plans: Sequence[Row], iterations: Sequence[Row], failures: Sequence[Row]) -> list[Row]:
+    """One row for each plan that took effect, in order; rows of one job.
+
+    `epoch`, `reason`, `promised` and `kept` (ratios of iteration times, below 1 is faster), `verdict` (`kept`,
+    `broken`, `too short to tell`, `promised nothing`), `before` and `after` (iterations measured), `predicted`,
+    `present`, `unit` as in `plans`.
+    """
+    by_epoch: dict[int, list[Row]] = {}
+    for row in iterations:
+        by_epoch.setdefault(row["epoch"], []).append(row)
+    changes = sorted(
+        {
+            at
+            for row in failures
+            if row["kind"] == "fail-slow"
+            for at in (row["iteration"], row["ended_iteration"])
+            if at is not None
+        }
+    )
+    found = []
+    former: Row | None = None
+    for plan in sorted(plans, key=lambda row: row["epoch"]):
+        if plan["in_effect_at"] is None:
+            continue
+        promised, against_present = _promised(plan, former)
+        before: list[float] = []
+        after = _rates(_first(by_epoch.get(plan["epoch"], []), changes))
+        if former is not None and promised is not None:
+            theirs = by_epoch.get(former["epoch"], [])
+            before = _rates(_last(theirs, changes) if against_present else _first(theirs, changes))
+        kept, error = _ratio(after, before)
+        found.append(
+            {
+                "epoch": plan["epoch"],
+                "reason": plan["reason"],
+                "promised": promised,
+                "kept": kept,
+                "verdict": _verdict(promised, kept, error),
+                "before": len(before),
+                "after": len(after),
+                "predicted": plan["predicted"],
+                "present": plan["present"],
+                "unit": plan["unit"],
+            }
+        )
+        former = plan
+    return found
+
+
+def _promised(plan: Row, former: Row | None) -> tuple[float | None, bool]:
+    """The ratio, and whether it is to the former plan as things were then."""
+    if former is None or plan["predicted"] is None:
+        return None, False
+    if plan["present"] is not None:
+        return plan["predicted"] / plan["present"], True
+    if former["predicted"] is not None and former["unit"] == plan["unit"]:
+        return plan["predicted"] / former["predicted"], False
+    return None, False
+
+
+def _first(rows: Sequence[Row], changes: Sequence[int]) -> list[Row]:
+    """Iterations of a plan before anything became slow, or healthy again; without the very first."""
+    if not rows:
+        return []
+    until = next((at for at in changes if at > rows[0]["iteration"]), None)
+    kept = [row for row in rows[1 : MOST + 1] if until is None or row["iteration"] < until]
+    return kept
+
+
+def _last(rows: Sequence[Row], changes: Sequence[int]) -> list[Row]:
+    """Iterations of a plan since anything became slow, or healthy again."""
+    if not rows:
+        return []
+    since = max((at for at in changes if at <= rows[-1]["iteration"]), default=0)
+    return [row for row in rows[1:] if row["iteration"] >= since][-MOST:]
+
+
+def _rates(rows: Sequence[Row]) -> list[float]:
+    """Seconds per token."""
+    return [row["seconds"] / row["tokens"] for row in rows if row["seconds"] and row["tokens"]]
+
+
+def _ratio(after: Sequence[float], before: Sequence[float]) -> tuple[float | None, float]:
+    """Of the medians, and its relative standard error; None where there are too few."""
+    if min(len(after), len(before)) < LEAST:
+        return None, 0.0
+    return statistics.median(after) / statistics.median(before), math.hypot(_error(after), _error(before))
+
+
+def _error(rates: Sequence[float]) -> float:
+    """Relative standard error of the median, for normal noise of the spread that the quartiles show."""
+    low, middle, high = statistics.quantiles(rates, n=4, method="inclusive")
+    return 1.2533 * (high - low) / 1.349 / middle / math.sqrt(len(rates))
+
+
+def _verdict(promised: float | None, kept: float | None, error: float) -> str:
+    if promised is None:
+        return "promised nothing"
+    if kept is None:
+        return "too short to tell"
+    excess = kept / promised - 1.0
+    if excess <= TOLERANCE:
+        return "kept"
+    return "broken" if excess > TOLERANCE + 2.0 * error * kept / promised else "too short to tell"

@@ -1,0 +1,115 @@
+"""How long what there is most of stays in a ledger: rows of iterations and rank reports. Called by `resihp db prune`.
+
+Everything else stays: jobs, failures, plans, reconfigurations, events, nodes. So does what a thinned job is understood
+by: its first and last iteration, each one at which a failure began or a plan took over with the one before it, and,
+where asked for, every N-th. A row then stands for those left out before it. The account of a job that is over is
+reckoned from all rows before they go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Select, and_, delete, func, or_, select, union
+from sqlalchemy.exc import DBAPIError
+
+from db import migrate
+from db.engine import file_of, make_engine, masked, refusal, resolve
+from db.models import Failure, Iteration, Job, Plan, RankReport
+from db.reader import Reader
+from resihp.errors import LedgerError, UsageError
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What was removed of one job."""
+
+    job: str
+    owner: str
+    iterations: int
+    rank_reports: int
+
+
+def prune(url: str, before: datetime, keep_every: int | None = None, *, dry_run: bool = False) -> list[Pruned]:
+    """Remove rows of iterations that finished before a moment; the jobs of which something was, or would be, removed.
+
+    Raises UsageError for a `keep_every` below 1, LedgerError if the ledger cannot be written or is of another schema.
+    """
+    if keep_every is not None and keep_every < 1:
+        raise UsageError(f"--keep-every {keep_every}: at least 1; leave it out to keep none but what tells a story")
+    parsed = resolve(url)
+    file = file_of(parsed)
+    if file is not None and not file.exists():
+        raise LedgerError(f"ledger {masked(parsed)}: no such file; name another with --ledger")
+    engine = make_engine(parsed, write=not dry_run)
+    try:
+        with engine.connect() as connection:
+            migrate.check_readable(connection, masked(parsed))
+            jobs = connection.execute(select(Job.id).order_by(Job.started_at, Job.id)).scalars().all()
+            connection.rollback()
+            found = []
+            for job_id in jobs:
+                with connection.begin():
+                    found.append(_prune_job(connection, job_id, before, keep_every, dry_run))
+        removed = [each for each in found if each.iterations or each.rank_reports]
+        if removed and file is not None and not dry_run:
+            _give_back_space(str(parsed.database))
+        return removed
+    except (DBAPIError, OSError) as error:
+        raise refusal(parsed, error) from error
+    finally:
+        engine.dispose()
+
+
+def _prune_job(connection: Connection, job_id: int, before: datetime, keep_every: int | None, dry_run: bool) -> Pruned:
+    job = connection.execute(select(Job.name, Job.owner, Job.state, Job.account).where(Job.id == job_id)).one()
+    old = and_(Iteration.job_id == job_id, Iteration.finished_at < before)
+    last_old = connection.execute(select(func.max(Iteration.iteration)).where(old)).scalar_one()
+    if last_old is None:
+        return Pruned(job.name, job.owner, 0, 0)
+    gone = and_(old, Iteration.iteration.not_in(_told(job_id)), _is_not_nth(Iteration.iteration, keep_every))
+    reports = and_(
+        RankReport.job_id == job_id, RankReport.iteration <= last_old, _is_not_nth(RankReport.iteration, keep_every)
+    )
+    if dry_run:
+        counts = [
+            connection.execute(select(func.count()).select_from(table).where(which)).scalar_one()
+            for table, which in ((Iteration, gone), (RankReport, reports))
+        ]
+        return Pruned(job.name, job.owner, *counts)
+    if job.state != "running" and job.account is None:
+        account = Reader.within(connection).settled(job_id)
+        connection.execute(Job.__table__.update().where(Job.id == job_id).values(account=account))  # type: ignore[attr-defined]
+    iterations = connection.execute(delete(Iteration).where(gone)).rowcount
+    return Pruned(job.name, job.owner, iterations, connection.execute(delete(RankReport).where(reports)).rowcount)
+
+
+def _is_not_nth(iteration: Any, keep_every: int | None) -> ColumnElement[bool]:
+    return or_(iteration.is_(None), iteration % keep_every != 0) if keep_every else iteration.is_not(None)
+
+
+def _told(job_id: int) -> Select[Any]:
+    """Iterations that stay: the first, the last, those of failures and plans, and the ones before these."""
+    parts: list[Select[Any]] = []
+    for column in (Failure.iteration, Failure.ended_iteration, Plan.next_iteration):
+        of_job = column.class_.job_id == job_id
+        parts += [
+            select(column.label("iteration")).where(of_job, column.is_not(None)),
+            select((column - 1).label("iteration")).where(of_job, column.is_not(None)),
+        ]
+    parts += [
+        select(end(Iteration.iteration).label("iteration")).where(Iteration.job_id == job_id).having(end(1) == 1)
+        for end in (func.min, func.max)
+    ]
+    return select(union(*parts).subquery().c.iteration)
+
+
+def _give_back_space(path: str) -> None:
+    """SQLite's file keeps its size otherwise. Another time, if somebody reads just now."""
+    import sqlite3
+    from contextlib import closing, suppress
+
+    with suppress(sqlite3.OperationalError), closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("VACUUM")

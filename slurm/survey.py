@@ -1,0 +1,213 @@
+"""What a cluster is like, asked of Slurm once: its settings, its partitions, our rights, its nodes from the inside.
+
+For `resihp doctor` and `resihp init`, which look before a job is there; a job itself asks through `slurm.client`.
+Raises the same errors: SlurmUnavailableError for no answer, SlurmRefusedError, SlurmOutputError. Changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from slurm import reading
+from slurm.calls import Answer, call, query_environment, submit_environment
+from slurm.commands import TIMEOUT_S, failure
+from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
+
+FIELD, RECORD = reading.FIELD, reading.RECORD
+_FIELDS = ("Partition", "Available", "Time", "DefaultTime", "NodeAIOT", "Gres", "CPUs", "Memory")
+FORMAT = ",".join(f"{field}:{RECORD if field == _FIELDS[-1] else FIELD}" for field in _FIELDS)
+"""For `sinfo --Format`."""
+
+_SETTING = re.compile(r"^([A-Za-z][\w/]*) *= ?(.*?) *$", re.MULTILINE)
+_USER = re.compile(r"([^()]+)\((\d+)\)")
+_SOCKET = re.compile(r"\bsocket=([^,\s]+)")
+_TO_START = re.compile(r"to start at .*")
+_RANKS = ("operator", "administrator")
+
+
+class PartitionView(msgspec.Struct, frozen=True, kw_only=True):
+    """Nodes of a partition that are alike; a partition of several kinds has several. Counts are of one node.
+
+    `nodes_idle` of `nodes` have nothing to do. `seconds`: a job's time limit, None for none; `default_seconds` that of
+    a job that names none.
+    """
+
+    name: str
+    default: bool
+    up: bool
+    nodes: int
+    nodes_idle: int
+    gpus: int
+    cpus: int
+    memory_mb: int
+    seconds: float | None
+    default_seconds: float | None
+
+
+class Survey(Protocol):
+    """What is asked."""
+
+    def settings(self) -> Mapping[str, str]:
+        """slurm.conf as the controller has it, by key."""
+
+    def partitions(self) -> Sequence[PartitionView]:
+        """Those that this user can see, in Slurm's order."""
+
+    def is_operator(self, user: str, settings: Mapping[str, str]) -> bool:
+        """Whether this user may drain nodes."""
+
+    def munge(self, settings: Mapping[str, str]) -> None:
+        """Have a credential made and checked on this machine, by the munged that Slurm uses."""
+
+    def would_start(self, options: Sequence[str]) -> str:
+        """When and where Slurm would start a job with these options of sbatch, in its words. Submits nothing.
+
+        Raises SlurmRefusedError when it would not take it.
+        """
+
+    def on_nodes(self, job_id: str, nodes: Sequence[str], argv: Sequence[str], *, timeout_s: float) -> str:
+        """Run a command once on each node of one's own running job, beside what runs there; what they all wrote."""
+
+
+class CommandSurvey:
+    """By Slurm's commands, as `slurm.commands.CommandLine`."""
+
+    def __init__(self, *, timeout_s: float = TIMEOUT_S, environment: Mapping[str, str] | None = None) -> None:
+        self.timeout_s = timeout_s
+        self._base = os.environ if environment is None else environment
+        self._environment = query_environment(self._base)
+
+    def settings(self) -> Mapping[str, str]:
+        return settings(self._ask("scontrol", "show", "config"))
+
+    def partitions(self) -> Sequence[PartitionView]:
+        return partitions(self._ask("sinfo", "-h", "--noconvert", "-O", FORMAT))
+
+    def is_operator(self, user: str, settings: Mapping[str, str]) -> bool:
+        if os.getuid() == 0 or user == user_of(settings.get("SlurmUser", "")):
+            return True
+        if "slurmdbd" not in settings.get("AccountingStorageType", ""):
+            return False  # nobody else can have been made one
+        named = ["-nP", "show", "user", f"name={user}", "format=adminlevel"]
+        return admin_level(self._ask("sacctmgr", *named)) in _RANKS
+
+    def munge(self, settings: Mapping[str, str]) -> None:
+        found = _SOCKET.search(settings.get("AuthInfo", ""))
+        socket = ["-S", found[1]] if found else []
+        made = self._call("munge", *socket, "-n")
+        if made.status:
+            raise SlurmUnavailableError(f"munge: no credential can be made: {made.complaint[:200]}")
+        read, write = os.pipe()  # larger than a credential
+        try:
+            os.write(write, made.output)
+            os.close(write)
+            checked = self._call("unmunge", *socket, "-i", f"/proc/{os.getpid()}/fd/{read}")
+        finally:
+            os.close(read)
+        if checked.status:
+            raise SlurmRefusedError(f"munge: its own credential is refused: {checked.complaint[:200]}")
+
+    def would_start(self, options: Sequence[str]) -> str:
+        argv = ["sbatch", "--test-only", "--wrap=true", *options]
+        answer = call(argv, environment=submit_environment(self._base), timeout_s=self.timeout_s)
+        if answer.status:
+            raise failure("slurm: would not take a job", "sbatch", answer.complaint)
+        found = _TO_START.search(answer.complaint)
+        return " ".join(found[0].split()) if found else answer.complaint[:200]
+
+    def on_nodes(self, job_id: str, nodes: Sequence[str], argv: Sequence[str], *, timeout_s: float) -> str:
+        options = [
+            f"--jobid={job_id}",
+            f"--nodes={len(nodes)}",
+            f"--ntasks={len(nodes)}",
+            "--ntasks-per-node=1",
+            f"--nodelist={','.join(nodes)}",
+            *("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--overlap", "--mem=0", "--cpu-bind=none", "--mpi=none"),
+            *("--input=none", "--export=ALL", "--immediate=20"),
+        ]
+        kept = {name: value for name, value in self._base.items() if name != "PYTHONPATH"}
+        answer = call(["srun", *options, *argv], environment=query_environment(kept), timeout_s=timeout_s)
+        if answer.status and not answer.output:
+            raise failure(f"job {job_id}: nothing could be started on its nodes", "srun", answer.complaint)
+        return answer.output.decode("utf-8", "replace")
+
+    def _ask(self, *argv: str) -> bytes:
+        answer = self._call(*argv)
+        if answer.status < 0:
+            raise SlurmUnavailableError(f"slurm: {argv[0]} was ended by signal {-answer.status}")
+        if answer.status:
+            raise failure("slurm", argv[0], answer.complaint)
+        return answer.output
+
+    def _call(self, *argv: str) -> Answer:
+        return call(argv, environment=self._environment, timeout_s=self.timeout_s)
+
+
+# --- answers, read --------------------------------------------------------------------------------------------------
+
+
+def settings(output: bytes) -> dict[str, str]:
+    """From `scontrol show config`: `KEY = VALUE`, a line each; (null) and N/A are nothing."""
+    found = dict(_SETTING.findall(output.decode("utf-8", "replace")))
+    if "ClusterName" not in found:
+        raise SlurmOutputError("slurm: scontrol show config names no ClusterName")
+    return {key: "" if value in ("(null)", "N/A") else value for key, value in found.items()}
+
+
+def user_of(text: str) -> str:
+    """The name in `slurm(64030)`."""
+    found = _USER.fullmatch(text.strip())
+    return found[1] if found else text.strip()
+
+
+def admin_level(output: bytes) -> str:
+    """From `sacctmgr -nP show user format=adminlevel`: none, operator or administrator; empty for an unknown user."""
+    return output.decode("utf-8", "replace").strip().splitlines()[0].lower() if output.strip() else ""
+
+
+def partitions(output: bytes) -> list[PartitionView]:
+    """From `sinfo -h -O FORMAT`, a record for nodes of each kind in each partition."""
+    *records, rest = output.decode("utf-8", "replace").split(RECORD)
+    if rest.strip():
+        raise SlurmOutputError(f"slurm: sinfo's output is cut off after {len(records)} records")
+    found = []
+    for record in records:
+        fields = [field.strip() for field in record.removeprefix("\n").split(FIELD)]
+        if len(fields) != len(_FIELDS):
+            raise SlurmOutputError(f"slurm: cannot read sinfo's record of {len(fields)} fields")
+        name, available, longest, usual, nodes, gres, cpus, memory = fields
+        counts = nodes.split("/")
+        if len(counts) != 4 or not all(count.isdigit() for count in counts):
+            raise SlurmOutputError(f"slurm: cannot read the nodes of partition {name[:80]!a}: {nodes[:80]!a}")
+        found.append(
+            PartitionView(
+                name=name.removesuffix("*"),
+                default=name.endswith("*"),
+                up=available == "up",
+                nodes=int(counts[3]),
+                nodes_idle=int(counts[1]),
+                gpus=reading.gpus(gres),
+                cpus=_least(cpus),
+                memory_mb=_least(memory),
+                seconds=_limit(longest),
+                default_seconds=_limit(usual),
+            )
+        )
+    return found
+
+
+def _least(text: str) -> int:
+    """`16`, or `16+` where nodes have different counts: the least."""
+    number = text.removesuffix("+")
+    return int(number) if number.isdigit() else 0
+
+
+def _limit(text: str) -> float | None:
+    if text.lower() in ("infinite", "n/a", "none", "unlimited", ""):
+        return None
+    return reading.seconds_left(text)

@@ -1,0 +1,89 @@
+"""What commands answer with: JSON, CSV, Parquet, messages; and the times that they are asked about.
+
+Data goes to stdout, messages to stderr. Used by the commands that read ledgers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from resihp.errors import UsageError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.console import Console
+
+SCHEMA = 1
+
+JobArgument = Annotated[str | None, typer.Argument(metavar="[JOB]", help="The job; the newest if left out.")]
+LedgerOption = Annotated[str | None, typer.Option("--ledger", help="Another ledger's URL.", show_default=False)]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON has it: NaN and infinities null, times ISO 8601 in UTC."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, datetime):
+        return value.astimezone(UTC).isoformat().replace("+00:00", "Z")
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value
+
+
+def to_json(value: Any) -> str:
+    import json
+
+    return json.dumps(plain(value), allow_nan=False)
+
+
+def moment(text: str | None, now: datetime | None = None) -> datetime | None:
+    """`2026-01-31`, `2026-01-31T12:00`, or an age: `90s`, `30m`, `2h`, `1d`. Raises UsageError."""
+    if text is None:
+        return None
+    seconds = {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(text[-1:])
+    try:
+        if seconds is not None:
+            return (now or datetime.now(UTC)) - timedelta(seconds=float(text[:-1]) * seconds)
+        time = datetime.fromisoformat(text)
+        return (time.replace(tzinfo=UTC) if time.tzinfo is None else time).astimezone(UTC)
+    except (ValueError, OverflowError):
+        raise UsageError(f"time {text!r}: not a time; examples: 2026-01-31T12:00, 30m, 2h, 1d") from None
+
+
+def write_csv(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
+    import csv
+    import json
+
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(columns)
+    for row in rows:
+        cells = [plain(row[column]) for column in columns]
+        writer.writerow(json.dumps(cell) if isinstance(cell, dict | list) else cell for cell in cells)
+
+
+def write_parquet(found: pd.DataFrame, path: Path, what: str) -> None:
+    """Raises UsageError if the file cannot be written."""
+    try:
+        found.to_parquet(path, index=False)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written: {error.strerror or error}; name another file") from error
+    message(f"{what} written to {path}")
+
+
+def message(text: str) -> None:
+    print(f"resihp: {text}", file=sys.stderr)
+
+
+def console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, emoji=False)

@@ -76,7 +76,9 @@ bench: setup
 	$(BIN)/python benchmarks/idle_time.py
 	$(BIN)/python benchmarks/pipelines.py warm-up
 	$(BIN)/python benchmarks/pipelines.py tuner
-	$(BIN)/python -m benchmarks.ledger_ingest
+	$(BIN)/python -m benchmarks.ledger_ingest reports
+	$(BIN)/python -m benchmarks.ledger_ingest sustained
+	$(BIN)/python -m benchmarks.ledger_ingest records
 	$(BIN)/python -m benchmarks.ledger_queries
 	$(BIN)/python benchmarks/report.py
 
@@ -85,6 +87,7 @@ soak: setup
 	RESIHP_CHECKED_PLANS=10000 $(BIN)/python -m pytest tests/resihp/pipeline --timeout 3600
 	RESIHP_STRICT_ORDER=1 $(BIN)/python -m pytest tests/resihp/executor tests/integration --timeout 600
 	RESIHP_SOAK=1 RESIHP_CALLS_S=600 $(BIN)/python -m pytest -m "soak or not soak" tests/integration/test_slurm_*.py tests/integration/test_takeover.py tests/integration/test_reconfiguration.py --timeout 1200
+	$(BIN)/python -m pytest -m soak tests/db --timeout 3600
 	RESIHP_CHAINS=200 $(BIN)/python -m pytest tests/resihp/executor/test_any_layout.py --timeout 3600
 
 clean:

@@ -1,8 +1,10 @@
 """A job's commits on one clock, and what interrupted them: what `db.accounts` reckons with. Pure; reads nothing.
 
 The clock starts with the first committed iteration and never goes back: where the ledger's did, between two commits,
-the later iteration counts as if it had followed at once. An iteration of unknown seconds counts as the median. Where
-rows were thinned, a row stands for those left out before it.
+the later iteration counts as if it had followed at once. An iteration of unknown seconds counts as the median. Its
+seconds are the slowest rank's, and ranks begin one after the other: an iteration counts at most from the last commit
+on, or from as much earlier as that one came late; only where several were committed at once do they share what went by
+before. Where rows were thinned, a row stands for those left out before it.
 """
 
 from __future__ import annotations
@@ -83,6 +85,7 @@ def course(job: Row, iterations: Sequence[Row], plans: Sequence[Row], now: datet
     typical = statistics.median(known) if known else 0.0
     ends, took = [], []
     at, former = 0.0, None
+    spare_s = 0.0
     for row in iterations:
         seconds = typical if row["seconds"] is None else row["seconds"]
         if former is None:
@@ -94,6 +97,10 @@ def course(job: Row, iterations: Sequence[Row], plans: Sequence[Row], now: datet
             at += passed if passed >= 0.0 else whole
             if behind > 1:
                 seconds = whole if passed < 0.0 else min(whole, passed)
+            elif passed >= 0.0:
+                bunched = passed < 0.5 * seconds
+                seconds, asked = min(seconds, passed + spare_s), seconds
+                spare_s = passed + spare_s - seconds if bunched else max(passed - asked, 0.0)
         ends.append(at)
         took.append(seconds)
         former = row

@@ -70,6 +70,7 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
         )  # the command line has no [adapt], [slurm], [container]
     }
     configuration = read(given, options.config)
+    _check_text(configuration.job.command)
     found = None
     if not options.local:
         slurm = slurm or _slurm()
@@ -129,6 +130,13 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
         listening=listening,
         configuration=_told(configuration),
     )
+
+
+def _check_text(command: tuple[str, ...]) -> None:
+    """Raises UsageError for an argument that is no text: it could neither be journaled nor told to anybody."""
+    for part in command:
+        if not part.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in part):
+            raise UsageError(f"command: {part!a} is not UTF-8; rename that file, or pass its name in a file")
 
 
 def _told(configuration: Configuration) -> dict[str, Any]:

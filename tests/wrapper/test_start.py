@@ -57,6 +57,11 @@ def test_request_carries_what_was_asked_for(script: Path, monkeypatch: pytest.Mo
     assert request.save().stat().st_mode & 0o777 == 0o600
 
 
+def test_an_argument_that_is_no_text_is_refused(script: Path) -> None:
+    with pytest.raises(UsageError, match=r"command: 'data-\\udcff' is not UTF-8"):
+        prepare(options(job={"command": (*COMMAND, "data-\udcff")}))
+
+
 def test_the_journal_is_not_told_the_ledgers_password(script: Path) -> None:
     asked = options(ledger={"url": "postgresql+psycopg://me:s3cret@host/history"})
     request = prepare(asked)

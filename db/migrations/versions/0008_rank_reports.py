@@ -1,6 +1,6 @@
 """Rank reports are known by job, iteration, rank and epoch: no number of their own, one index instead of two.
 
-Half the time and two thirds of the space (benchmarks/ledger_ingest.py), and a report that comes twice is seen to.
+There are more of them than of everything else together; and a report that comes twice is one.
 """
 
 from __future__ import annotations

@@ -101,6 +101,8 @@ def course(job: Row, iterations: Sequence[Row], plans: Sequence[Row], now: datet
                 bunched = passed < 0.5 * seconds
                 seconds, asked = min(seconds, passed + spare_s), seconds
                 spare_s = passed + spare_s - seconds if bunched else max(passed - asked, 0.0)
+                if row["epoch"] != former["epoch"] and not bunched:
+                    spare_s = 0.0  # what went by was a transition
         ends.append(at)
         took.append(seconds)
         former = row

@@ -249,6 +249,31 @@ def test_commits_that_were_reported_late_never_cost_more_than_there_is() -> None
     assert lost(found) == {"redo": 0.1, "reconfigure": 0.4}
 
 
+def test_iterations_that_overlap_count_once_and_hide_no_failure() -> None:
+    """Ranks begin one after the other: an iteration's seconds reach 20 ms back into the one before. Sixty of them are
+    more than the 0.8 s that a failure cost."""
+    before = [iteration(i, 1.0 + 0.98 * (i - 1)) for i in range(1, 31)]
+    died_at = before[-1]["finished_at"]
+    back = (died_at - ZERO).total_seconds() + 1.8
+    after = [iteration(31 + i, back + 0.98 * i, epoch=2) for i in range(30)]
+    broke = failure(1, back - 1.5, 31, detect_seconds=0.1, recovered_epoch=2)
+    found = told(
+        job(back + 0.98 * 29),
+        [*before, *after],
+        [broke],
+        [transition(2, 1.5, back)],
+        [plan(1, 8), plan(2, 8, back - 1.2)],
+    )
+    assert lost(found) == {"detect": 0.1, "redo": 0.2, "reconfigure": 0.5}
+    assert found.goodput == pytest.approx(1 - 0.8 / found.wall_s)
+
+
+def test_iterations_committed_at_once_share_the_time_before() -> None:
+    """A successor commits what its predecessor did not live to."""
+    rows = [iteration(1, 1.0), iteration(2, 2.0), *(iteration(i, 5.0) for i in (3, 4, 5)), iteration(6, 6.0)]
+    assert told(job(6.0), rows).useful_s == pytest.approx(6.0)
+
+
 def test_a_job_of_which_nothing_is_known() -> None:
     found = told(job(5), [], plans=[])
     assert (found.wall_s, found.goodput, found.mtbf_s, found.mttr_s) == (0.0, None, None, None)

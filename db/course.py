@@ -1,10 +1,8 @@
 """A job's commits on one clock, and what interrupted them: what `db.accounts` reckons with. Pure; reads nothing.
 
 The clock starts with the first committed iteration and never goes back: where the ledger's did, between two commits,
-the later iteration counts as if it had followed at once. An iteration of unknown seconds counts as the median. Its
-seconds are the slowest rank's, and ranks begin one after the other: an iteration counts at most from the last commit
-on, or from as much earlier as that one came late; only where several were committed at once do they share what went by
-before. Where rows were thinned, a row stands for those left out before it.
+the later iteration counts as if it had followed at once. An iteration of unknown seconds counts as the median. Where
+rows were thinned, a row stands for those left out before it.
 """
 
 from __future__ import annotations
@@ -48,6 +46,28 @@ class Interruption(msgspec.Struct, frozen=True, kw_only=True):
         return self.detect_s + self.redo_s + self.reconfigure_s
 
 
+class Counting:
+    """What each committed iteration counts of the time that went by, commit after commit.
+
+    Its seconds are the slowest rank's, and ranks begin one after the other: added up, iterations would be longer than
+    the time that they took, and hide what was lost. So one counts at most from the last commit on, or from as much
+    earlier as that one came late under the same plan; several that are committed at once share what went by before.
+    """
+
+    def __init__(self) -> None:
+        self._spare_s = 0.0
+
+    def of(self, seconds: float, passed_s: float, *, same_plan: bool) -> float:
+        """`passed_s` since the commit before, at least 0; `same_plan`: whether that was under the same one."""
+        bunched = passed_s < 0.5 * seconds
+        counted = min(seconds, passed_s + self._spare_s)
+        if bunched:
+            self._spare_s += passed_s - counted
+        else:
+            self._spare_s = max(passed_s - seconds, 0.0) if same_plan else 0.0  # else it was a transition
+        return counted
+
+
 class Course(msgspec.Struct, frozen=True, kw_only=True):
     """Commits on a clock that starts with the first committed iteration and never goes back; seconds, by commit."""
 
@@ -84,8 +104,7 @@ def course(job: Row, iterations: Sequence[Row], plans: Sequence[Row], now: datet
     known = [row["seconds"] for row in iterations if row["seconds"] is not None]
     typical = statistics.median(known) if known else 0.0
     ends, took = [], []
-    at, former = 0.0, None
-    spare_s = 0.0
+    at, former, counts = 0.0, None, Counting()
     for row in iterations:
         seconds = typical if row["seconds"] is None else row["seconds"]
         if former is None:
@@ -98,11 +117,7 @@ def course(job: Row, iterations: Sequence[Row], plans: Sequence[Row], now: datet
             if behind > 1:
                 seconds = whole if passed < 0.0 else min(whole, passed)
             elif passed >= 0.0:
-                bunched = passed < 0.5 * seconds
-                seconds, asked = min(seconds, passed + spare_s), seconds
-                spare_s = passed + spare_s - seconds if bunched else max(passed - asked, 0.0)
-                if row["epoch"] != former["epoch"] and not bunched:
-                    spare_s = 0.0  # what went by was a transition
+                seconds = counts.of(seconds, passed, same_plan=row["epoch"] == former["epoch"])
         ends.append(at)
         took.append(seconds)
         former = row

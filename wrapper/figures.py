@@ -14,6 +14,7 @@ from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
+from db.course import Counting
 from resihp import journal
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ class Figures:
     seconds: array[float] = field(default_factory=lambda: array("d"))
     """Of each committed iteration whose time is known."""
     known_seconds: float = 0.0
-    """Their sum."""
+    """What they count, in all."""
+    counting: Counting = field(default_factory=Counting)
     untimed: int = 0
     """Committed iterations that nobody lived to report."""
     last_seconds: float | None = None
@@ -177,7 +179,12 @@ def _committed(figures: Figures, entry: journal.IterationCommitted, at: float) -
         figures.untimed += 1
     else:
         figures.seconds.append(entry.seconds)
-        figures.known_seconds += entry.seconds
+        passed_s = None if figures.committed_at is None else at - figures.committed_at
+        if passed_s is None or passed_s < 0.0:
+            figures.known_seconds += entry.seconds
+        else:
+            same = entry.epoch == figures.epoch
+            figures.known_seconds += figures.counting.of(entry.seconds, passed_s, same_plan=same)
     if figures.began_at is None:
         figures.began_at = at - (entry.seconds or 0.0)
     figures.committed_at = at

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import accumulate
 from typing import Any
@@ -46,6 +47,7 @@ class Interruption(msgspec.Struct, frozen=True, kw_only=True):
         return self.detect_s + self.redo_s + self.reconfigure_s
 
 
+@dataclass
 class Counting:
     """What each committed iteration counts of the time that went by, commit after commit.
 
@@ -54,8 +56,7 @@ class Counting:
     earlier as that one came late under the same plan; several that are committed at once share what went by before.
     """
 
-    def __init__(self) -> None:
-        self._spare_s = 0.0
+    _spare_s: float = 0.0
 
     def of(self, seconds: float, passed_s: float, *, same_plan: bool) -> float:
         """`passed_s` since the commit before, at least 0; `same_plan`: whether that was under the same one."""

@@ -355,6 +355,7 @@ def test_round_numbers_on_axes() -> None:
     assert ticks(0.0, 1.1, 4) == pytest.approx([0.0, 0.5, 1.0])
     assert ticks(1, 120, 6) == [20, 40, 60, 80, 100, 120]
     assert ticks(5, 5, 4) == [5]
+    assert time_ticks(206, 6) == [0, 30, 60, 90, 120, 150, 180]
     assert time_ticks(3700, 6) == [0, 600, 1200, 1800, 2400, 3000, 3600]
     assert len(time_ticks(86400 * 40, 6)) <= 8
     assert time_ticks(0.0, 6) == [0.0]

@@ -129,10 +129,10 @@ def ticks(low: float, high: float, wanted: int) -> list[float]:
 
 
 def time_ticks(seconds: float, wanted: int) -> list[float]:
-    """About `wanted` round numbers of seconds from 0: whole minutes, hours and days where they are long."""
-    steps = (60, 120, 300, 600, 1200, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800, 2592000)
+    """About `wanted` round numbers of seconds from 0: half or whole minutes, hours and days where they are long."""
+    steps = (30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800, 2592000)
     rough = seconds / max(wanted, 1)
-    if rough < 50:
+    if seconds < 120:
         return ticks(0.0, seconds, wanted)
     step = next((step for step in steps if step >= rough * 0.8), steps[-1] * math.ceil(rough / steps[-1]))
     return [float(n * step) for n in range(int(seconds // step) + 1)]

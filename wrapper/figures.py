@@ -36,6 +36,8 @@ class Figures:
     began_at: float | None = None
     """When the first committed iteration began."""
     committed_at: float | None = None
+    committed_epoch: int = 0
+    """Of the last committed iteration; `epoch` may be the next one's."""
     last_at: float | None = None
     ended_at: float | None = None
     epoch: int = 0
@@ -183,11 +185,11 @@ def _committed(figures: Figures, entry: journal.IterationCommitted, at: float) -
         if passed_s is None or passed_s < 0.0:
             figures.known_seconds += entry.seconds
         else:
-            same = entry.epoch == figures.epoch
+            same = entry.epoch == figures.committed_epoch
             figures.known_seconds += figures.counting.of(entry.seconds, passed_s, same_plan=same)
     if figures.began_at is None:
         figures.began_at = at - (entry.seconds or 0.0)
-    figures.committed_at = at
+    figures.committed_at, figures.committed_epoch = at, entry.epoch
     figures.iterations += 1
     figures.iteration, figures.epoch = entry.outcome.iteration, entry.epoch
     figures.tokens += entry.outcome.tokens

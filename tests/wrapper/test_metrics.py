@@ -8,11 +8,12 @@ import stat
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -74,9 +75,23 @@ def test_a_story_of_one_failure(tmp_path: Path) -> None:
     assert {key: found[key] for key in expected} == pytest.approx(expected)
 
 
+def overlapping() -> Iterator[tuple[journal.AnyEntry, float]]:
+    """The story, in which ranks begin each iteration a little before the last one is committed, and one comes late."""
+    for n, (entry, at) in enumerate(story()):
+        if isinstance(entry, journal.IterationCommitted) and entry.seconds is not None:
+            yield msgspec.structs.replace(entry, seconds=entry.seconds + 0.02), at + 0.1 * (n % 7 == 0)
+        else:
+            yield entry, at
+        if isinstance(entry, journal.PlanDecided):
+            yield journal.PlanInEffect(epoch=entry.plan.epoch), at + 0.01
+
+
 @pytest.mark.parametrize("until", [None, 30, 45])
-def test_goodput_is_the_ledger_s(tmp_path: Path, until: int | None) -> None:
-    records = told(story(), tmp_path)[:until]
+@pytest.mark.parametrize("of", [story, overlapping])
+def test_goodput_is_the_ledger_s(
+    tmp_path: Path, of: Callable[[], Iterator[tuple[journal.AnyEntry, float]]], until: int | None
+) -> None:
+    records = told(of(), tmp_path)[:until]
     now = records[-1].at + 7
     found = figures(records)
     with Ledger.open("sqlite", tmp_path) as ledger:

@@ -52,14 +52,11 @@ def of_job(
     with opened(job, ledger) as (reader, row):
         asked, base, name, remarks = _read(reader, row, hardware)
     asked = msgspec.structs.replace(
-        asked,
-        failed=failed,
-        failed_nodes=failed_nodes,
-        slow={rank: speed for rank, speed in {**asked.slow, **slow}.items() if rank not in failed},
-        slow_links=asked.slow_links | slow_links,
+        asked, failed=failed, failed_nodes=failed_nodes, slow_links=asked.slow_links | slow_links
     )
-    lost = question.gone(asked)
-    asked = msgspec.structs.replace(asked, slow={r: s for r, s in asked.slow.items() if r not in lost or r in slow})
+    lost = question.gone(asked)  # what the job found slow may be lost now; what is asked to be both is refused
+    still_slow = {rank: speed for rank, speed in asked.slow.items() if rank not in lost}
+    asked = msgspec.structs.replace(asked, slow=still_slow | slow)
     question.check_failures(asked)
     return Found(question=asked, base=base, model=f"job {row['name']}", hardware=name, remarks=tuple(remarks))
 

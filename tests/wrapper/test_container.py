@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from resihp.errors import ConfigurationError
+from tests.waiting import gone
 from tests.wrapper.conftest import StubJob
 from tests.wrapper.test_processes import FOREVER, exits, running
 from wrapper import container
@@ -162,7 +162,7 @@ def test_what_is_inside_ends_with_the_agent_outside(stub_job: StubJob, inside: C
     stub_job.start(FOREVER, nodes=2, container=inside)
     workers = running(stub_job, 2)
     (agent,) = stub_job.processes("wrapper.agent --run " + str(stub_job.job.run_file) + " --node n2")
-    (worker,) = [psutil.Process(each.pid) for each in workers if each.node == "n2"]
+    (worker,) = [each.pid for each in workers if each.node == "n2"]
     agent.kill()
-    stub_job.until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
+    stub_job.until(lambda: gone(worker))
     assert stub_job.wait() != 0

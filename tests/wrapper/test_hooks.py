@@ -12,12 +12,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from resihp import journal
 from resihp.errors import ConfigurationError
 from tests.db.conftest import BEGAN, any_layout_story, node_story, started, story, write_journal
+from tests.waiting import gone, until
 from wrapper.aside import Aside, UndeliveredError
 from wrapper.config import HooksSection
 from wrapper.hooks import EVENTS, Hook, checked, command, document, event_of, masked, url_in, webhook
@@ -232,7 +232,7 @@ def test_a_hung_command_is_killed_with_what_it_started(tmp_path: Path) -> None:
         f"hook h: command {script}: not done within 2 s, killed; not told again until it works, the job goes on"
     ]
     child = int((tmp_path / "child").read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    until(lambda: gone(child))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from db.queries import Reader
 from db.writer import Ledger
 from resihp import journal
 from tests.db.conftest import BEGAN, any_layout_story, node_story, outcome, started, story, write_journal
+from tests.waiting import until
 from wrapper.figures import Figures, follow, snapshot
 from wrapper.metrics import Metrics
 
@@ -227,13 +228,6 @@ def test_a_port_that_is_taken_is_said_and_no_more() -> None:
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wrapper.metrics, "BETWEEN_WRITES_S", 0.0)
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.mark.usefixtures("eager")

@@ -135,8 +135,9 @@ def job_status(reader: Reader, row: dict[str, Any], now: datetime | None = None)
             if worker["ended_at"] is not None and health[worker["rank"]] == "starting":
                 del health[worker["rank"]]  # it left before it was given a place
     if figures["state"] == "running":
-        suspicions = {e["rank"]: e["kind"] for e in reader.events(row["id"], ("Suspected", "SuspicionCleared"), 1000)}
-        for rank, kind in suspicions.items():
+        kinds = ("Suspected", "SuspicionCleared", "FailureFound")  # a verdict is the end of a suspicion
+        last = {event["rank"]: event["kind"] for event in reader.events(row["id"], kinds, 1000)}
+        for rank, kind in last.items():
             if kind == "Suspected" and health.get(rank, "dead") != "dead":
                 health[rank] = "suspected"
         for failure in reader.rows("failures", row["id"]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec
 
 from rich.console import Console, Group
@@ -64,6 +64,8 @@ class LiveView:
         self._settings = settings
         self._clock = clock
         self._health: dict[int, Health] = {}
+        self._slow: dict[int, tuple[int, ...]] = {}
+        """Ranks by the failure that says that they are slow."""
         self._layout: Layout | None = None
         self._in_effect: Layout | None = None
         self._last: journal.IterationCommitted | None = None
@@ -103,9 +105,8 @@ class LiveView:
                 if entry.exit != 0:
                     self._health[entry.rank] = "dead"
             case journal.Suspected():
-                if entry.rank is not None and self._health.get(entry.rank) != "dead":
-                    self._health[entry.rank] = "active" if entry.cleared else "suspected"
-                    self._place()
+                if entry.rank is not None:
+                    self._now((entry.rank,), "active" if entry.cleared else "suspected")
             case journal.PlanDecided():
                 self._layout = entry.plan.layout
                 self._next = entry.next_iteration
@@ -120,6 +121,11 @@ class LiveView:
             case journal.FailureFound():
                 self._always = SHOWN_AFTER_FAILURE
                 self._line(explain(entry), _STYLES["warning"])
+                if entry.kind == "fail-slow":
+                    self._slow[entry.failure] = entry.ranks
+                    self._now(entry.ranks, "slow")
+            case journal.FailureEnded():
+                self._now(self._slow.pop(entry.failure, ()), "active")
             case journal.Reconfigured():
                 self._line(self._recovered(entry), _STYLES["notice"])
             case journal.FaultInjected() | journal.CheckpointCommitted():
@@ -165,6 +171,14 @@ class LiveView:
         shown = literal(text)
         self._event = shown.splitlines()[0] if shown else ""
         self._console.print(Text(shown, style=style), soft_wrap=True)
+
+    def _now(self, ranks: Iterable[int], state: Health) -> None:
+        """What live ranks are now; one that is slow is so until that ends, whatever else it was suspected of."""
+        slow = {rank for those in self._slow.values() for rank in those}
+        for rank in ranks:
+            if self._health.get(rank, "dead") != "dead":
+                self._health[rank] = "slow" if state == "active" and rank in slow else state
+        self._place()
 
     def _place(self) -> None:
         if self._layout is not None:

@@ -95,7 +95,7 @@ def placed(health: Mapping[int, Health], layout: Layout) -> dict[int, Health]:
     standby, active = set(layout.standby), set(layout.active)
     return {
         rank: was
-        if was in ("suspected", "dead")
+        if was in ("slow", "suspected", "dead")
         else "standby"
         if rank in standby
         else "active"

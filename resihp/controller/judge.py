@@ -131,8 +131,8 @@ def judge_progress(job: Job) -> None:
         return  # its peers wait for it, and rightly so
     idle_s = job.now - job.progress_at
     if idle_s <= liveness.hang_suspected_s(job.settings, job.predicted_s):
-        for member in active:
-            incidents.clear_suspicion(job, member)
+        for rank in job.live:  # those as well that another plan has stand by
+            incidents.clear_suspicion(job, job.members[rank])
         return
     suspects = liveness.culprits((m for m in active if not m.finished), job.now, job.settings)
     suspect(job, suspects)

@@ -161,16 +161,16 @@ def concluded(job: Job, done: Examination) -> None:
 
 def _acquit(job: Job, finding: Finding, why: str) -> None:
     """A suspicion that came to nothing."""
-    first = finding.ranks[0] if finding.ranks and finding.link is None else None
+    suspected = job.suspects_slow
+    assert suspected is not None
     if finding.link is not None:
         job.monitor.cleared_link(*finding.link)
         who = _named(job, finding.link)
     else:
         for rank in finding.ranks:
             job.monitor.cleared(rank)
-        who = "all devices" if first is None else job.where(first)
-    node = job.members[first].node if first is not None else None
-    _record(job, Suspected(rank=first, node=node, evidence=why, cleared=True, kind="slow"))
+        who = "all devices" if suspected.rank is None else job.where(suspected.rank)
+    _record(job, msgspec.structs.replace(suspected, evidence=why, cleared=True))
     job.say("notice", f"{who}: no longer suspected to be slow, {why}")
 
 
@@ -192,6 +192,9 @@ def _verdict(job: Job, rank: int, finding: Finding, speed: float, evidence: str)
         speed=speed,
         confidence=finding.confidence,
     )
+    suspected = job.suspects_slow
+    if suspected is not None and suspected.rank not in (None, rank):  # else readers would show it so for good
+        _record(job, msgspec.structs.replace(suspected, evidence=f"rank {rank} is what is slow", cleared=True))
     job.acquitted.discard(rank)
     job.monitor.confirmed(rank, speed)
     _record(job, entry)

@@ -133,14 +133,19 @@ class Server:
         """The same for psycopg itself."""
         return f"host={self.folder} user={SUPERUSER} dbname={database}"
 
-    def new_database(self) -> str:
-        """The URL of an empty database of its own."""
+    def new_database(self, folder: Path | None = None) -> str:
+        """The URL of an empty database of its own; its tables in `folder`, an empty one, if it is given."""
         import psycopg
 
         self._databases += 1
-        name = f"ledger_{self._databases}"
+        name, place = f"ledger_{self._databases}", ""
         with psycopg.connect(self.conninfo(), autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE {name}")  # type: ignore[arg-type]
+            if folder is not None:
+                if self._owner is not None:
+                    os.chown(folder, self._owner.pw_uid, self._owner.pw_gid)
+                connection.execute(f"CREATE TABLESPACE of_{name} LOCATION '{folder}'")  # type: ignore[arg-type]
+                place = f" TABLESPACE of_{name}"
+            connection.execute(f"CREATE DATABASE {name}{place}")  # type: ignore[arg-type]
         return self.url(name)
 
     def drop_database(self, url: str) -> None:

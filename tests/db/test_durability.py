@@ -295,12 +295,12 @@ def test_a_corrupt_file_is_refused_with_the_way_out(open_ledger: Opener, tmp_pat
 
 
 @contextmanager
-def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system of 4 MB. Skips the test where it cannot be mounted."""
+def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
+    """A file system of its own. Skips the test where it cannot be mounted."""
     if os.geteuid() != 0:
         pytest.skip("only root may mount a small file system")
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "resihp-test", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "resihp-test", str(folder)]
     mounted = subprocess.run(command, check=False, capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"a small file system cannot be mounted: {mounted.stderr.strip()}")
@@ -310,27 +310,38 @@ def small_disk(folder: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+def fill_up_and_make_room(url: str, disk: Path, folder: Path) -> dict[str, Any]:
+    """While a ledger is written to, its disk is full for a time; what it has in the end."""
+    records = write_journal(folder / "journal", long_story(ITERATIONS))
+    heard = Heard()
+    ledger = Ledger.open(url, disk, say=heard)
+    for record in records[:100]:
+        ledger.submit(record)
+    assert ledger.flush(30)
+    with (disk / "other").open("wb", buffering=0) as other:
+        while shutil.disk_usage(disk).free:
+            other.write(bytes(1 << 12))
+    for record in records[100:]:
+        ledger.submit(record)
+    assert heard.failed.wait(30)
+    assert any(words in heard.heard[0] for words in ("full", "I/O", "No space left")), heard.heard
+    assert not ledger.flush(0.1)
+    (disk / "other").unlink()
+    assert ledger.close(30)
+    assert heard.over.is_set()
+    return rows(url)
+
+
 def test_a_full_disk(tmp_path: Path) -> None:
-    records = write_journal(tmp_path / "journal", long_story(ITERATIONS))
-    with small_disk(tmp_path / "disk") as disk:
-        heard = Heard()
-        url = f"sqlite:///{disk / 'ledger.db'}"
-        ledger = Ledger.open(url, disk, say=heard)
-        for record in records[:100]:
-            ledger.submit(record)
-        assert ledger.flush(30)
-        with (disk / "other").open("wb", buffering=0) as other:
-            while shutil.disk_usage(disk).free:
-                other.write(bytes(1 << 12))
-        for record in records[100:]:
-            ledger.submit(record)
-        assert heard.failed.wait(30)
-        assert "full" in heard.heard[0] or "I/O" in heard.heard[0]
-        assert not ledger.flush(0.1)
-        (disk / "other").unlink()
-        assert ledger.close(30)
-        assert heard.over.is_set()
-        found = rows(url)
+    with small_disk(tmp_path / "disk", 4) as disk:
+        found = fill_up_and_make_room(f"sqlite:///{disk / 'ledger.db'}", disk, tmp_path)
+    assert found == whole(f"sqlite:///{tmp_path / 'whole.db'}", tmp_path / "whole.journal")
+
+
+def test_a_full_disk_of_a_server(server: Server, tmp_path: Path) -> None:
+    """Its tables' disk; a server whose write-ahead log has no room stops, and that is a restart."""
+    with small_disk(server.folder / "disk", 32) as disk:
+        found = fill_up_and_make_room(server.new_database(disk), disk, tmp_path)
     assert found == whole(f"sqlite:///{tmp_path / 'whole.db'}", tmp_path / "whole.journal")
 
 

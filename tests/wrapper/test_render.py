@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -390,6 +391,28 @@ def test_panel_follows_newcomers_and_plans_that_are_refused() -> None:
     assert "starting" not in after
     assert "standby" not in after, "ranks that were idle have work again"
     assert "layout changed: DP2 x PP2 x TP2, iteration 3 next, in 0.62 s, 3.4 MB moved" in shown.text
+    assert shown.view.errors == 0
+
+
+def test_panel_shows_a_verdict_in_place_of_the_suspicion_until_it_ends() -> None:
+    shown = Shown(terminal=True)
+    slow = msgspec.structs.replace(failed(), kind="fail-slow", component="device", ranks=(3,), speed=0.4)
+    story = [
+        *(journal.WorkerStarted(rank=r, node=f"n{1 + r // 4}", device=r % 4, pid=1, epoch=0) for r in range(8)),
+        decided(1, DP2, "start"),
+        *(journal.Suspected(rank=rank, node="n1", evidence="", kind="slow") for rank in (2, 3)),
+        journal.Suspected(rank=2, node="n1", evidence="", kind="slow", cleared=True),
+        slow,
+        decided(2, DP2, "between"),
+        journal.FailureEnded(failure=1, node="n1", device=3, iteration=9, evidence=""),
+    ]
+    panels = []
+    for seq, entry in enumerate(story, 1):
+        shown.now += 1.0
+        shown.view.entry(journal.Record(seq, 1e9, entry))
+        panels.append(shown.text[shown.text.rindex("╭") :])
+    shown_as = [re.findall(r"\d(?:-\d)?[~?]", panel) for panel in panels[9:]]
+    assert shown_as == [["2?"], ["2-3?"], ["3?"], ["3~"], ["3~"], []]
     assert shown.view.errors == 0
 
 

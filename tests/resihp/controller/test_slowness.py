@@ -224,6 +224,7 @@ def test_of_ranks_that_cannot_be_told_apart_the_slowest_is_the_slow_one() -> Non
     assert {2, 3} <= set(job.asked)
     job.measure({3: 0.6})
     assert [entry.ranks for entry in slow_ones(job)] == [(3,)]
+    assert suspected(job) == [(2, False), (2, True)], "nobody is shown as suspected for good"
 
 
 def test_a_change_of_the_workload_is_nobodys_fault() -> None:

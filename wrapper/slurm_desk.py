@@ -126,6 +126,7 @@ class SlurmDesk:
         self._order = itertools.count()
         self._wake = asyncio.Event()
         self._turn = asyncio.Lock()
+        self._doing: asyncio.Future[None] | None = None
         self._watched: dict[str, int] = {}
         """Nodes of which we know more than Slurm, and how often it was asked since."""
         self._seen: dict[str, tuple[str, str]] = {}
@@ -178,19 +179,22 @@ class SlurmDesk:
 
     async def turn(self) -> float:
         """Do all that is due; returns in how many seconds something will be."""
-        loop = asyncio.get_running_loop()
         async with self._turn:
             while (work := self._due()) is not None:
-                try:
-                    done = await loop.run_in_executor(self._thread, work)
-                except Exception:  # noqa: BLE001 - logged with its traceback; the job goes on without it
-                    _log.exception("while dealing with Slurm")
-                    continue
-                for key, pause_s, then in done.then:
-                    self._plan(key, pause_s, then)
-                for event in done.events:
-                    self._event(event)
+                self._doing = asyncio.ensure_future(self._do(work))
+                await asyncio.shield(self._doing)  # whoever cancels us does not lose what follows from it
         return max(0.0, min((at for at, _, _ in self._agenda.values()), default=LOOK_EVERY_S) - self._clock())
+
+    async def _do(self, work: Work) -> None:
+        try:
+            done = await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except Exception:  # noqa: BLE001 - logged with its traceback; the job goes on without it
+            _log.exception("while dealing with Slurm")
+            return
+        for key, pause_s, then in done.then:
+            self._plan(key, pause_s, then)
+        for event in done.events:
+            self._event(event)
 
     async def close(self) -> None:
         """The job has ended: drain what is still to be drained, and cancel all requests, joined or not."""

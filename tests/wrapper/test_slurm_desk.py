@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -483,6 +484,35 @@ def test_run_wakes_up_for_what_comes_in(desk: Desk) -> None:
         running.cancel()
 
     asyncio.run(asyncio.wait_for(play(), 10))
+
+
+def test_what_follows_from_a_call_under_way_is_not_lost_when_the_job_ends(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm refuses to drain the node; what is tried instead is still to come."""
+    began, go_on = threading.Event(), threading.Event()
+    drain = desk.slurm.drain
+
+    def slowly(*arguments: Any, **named: Any) -> Any:
+        began.set()
+        assert go_on.wait(10)
+        return drain(*arguments, **named)
+
+    monkeypatch.setattr(desk.slurm, "drain", slowly)
+
+    async def play() -> None:
+        running = asyncio.create_task(desk.desk.run())
+        desk.desk.carry_out(api.DrainNode(drain=1, node="n3", reason="job 77 lost rank 4"))
+        while not began.is_set():
+            await asyncio.sleep(0.001)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        go_on.set()
+        await desk.desk.close()
+
+    asyncio.run(asyncio.wait_for(play(), 20))
+    steps = [(step.step, step.outcome) for step in desk.of(api.DrainStep)]
+    assert steps == [("slurm", "refused"), ("spool", "refused"), ("exclusion", "done")]
 
 
 def test_a_job_that_was_submitted_is_found_again(tmp_path: Path) -> None:

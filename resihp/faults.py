@@ -14,17 +14,28 @@ Kind = Literal["kill", "crash", "stop", "hang", "raise", "disconnect", "slow"]
 Phase = Literal["forward", "backward", "reduce", "step", "park", "groups", "transfer", "resume"]
 """The first four are moments of an iteration; the others of the transition that leads up to it, where there is one."""
 
+LINK_MS = "RESIHP_EMULATED_LINK_MS"
+"""Milliseconds of a transfer over a healthy link between two nodes (`resihp.executor.emulation`)."""
+
+LINKS_NEED_TIMES = (
+    "what a healthy link takes has to be emulated as well; start the job with the milliseconds of a transfer between "
+    f"two nodes, as in {LINK_MS}=20 resihp run ..."
+)
+"""Why a link cannot be made slow."""
+
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """One fault: fires once, when its target (or, if that is standby, the first rank) enters `phase` of `iteration`.
 
-    Exactly one of `rank` and `node` is set. `iteration` is None for a fault that an operator asked for at once.
+    Exactly one of `rank`, `node` and `link` is set. `iteration` is None for a fault that an operator asked for at once.
     """
 
     id: int
     kind: Kind
     rank: int | None = None
     node: str | None = None
+    link: tuple[str, str] | None = None
+    """Of `slow`: the link between two nodes, names ascending."""
     iteration: int | None = None
     phase: Phase = "forward"
     speed: float | None = None
@@ -34,7 +45,13 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def target(self) -> str:
+        if self.link is not None:
+            return f"link={self.link[0]}-{self.link[1]}"
         return f"rank={self.rank}" if self.rank is not None else f"node={self.node}"
+
+    def hits(self, rank: int, node: str) -> bool:
+        """Whether a rank, on that node, is its target, or of its target."""
+        return self.rank == rank or self.node == node or node in (self.link or ())
 
     def __str__(self) -> str:
         how = "" if self.speed is None else f",speed={self.speed:g}"
@@ -61,11 +78,13 @@ def parse(text: str, fault_id: int) -> Fault:
         if not equals or not value or key in values:
             raise ConfigurationError(f"fault {text!r}: {part!r} is not one key=value; {example}")
         values[key] = value
-    unknown = set(values) - {"rank", "node", "iteration", "phase", *(("speed", "until") if kind == "slow" else ())}
+    of_slow = ("link", "speed", "until") if kind == "slow" else ()
+    unknown = set(values) - {"rank", "node", "iteration", "phase", *of_slow}
     if unknown:
         raise ConfigurationError(f"fault {text!r}: {', '.join(sorted(unknown))} does not apply to {kind}; {example}")
-    if ("rank" in values) == ("node" in values):
-        raise ConfigurationError(f"fault {text!r}: the target is one of rank=R and node=N; {example}")
+    if len(values.keys() & {"rank", "node", "link"}) != 1:
+        targets = "rank=R, node=N and link=N-M" if kind == "slow" else "rank=R and node=N"
+        raise ConfigurationError(f"fault {text!r}: the target is one of {targets}; {example}")
     if kind in ("hang", "raise") and "node" in values:
         raise ConfigurationError(f"fault {text!r}: {kind} happens to a rank, not to a node; {example}")
     if kind == "disconnect" and "rank" in values:
@@ -81,17 +100,30 @@ def parse(text: str, fault_id: int) -> Fault:
         raise ConfigurationError(f"fault {text!r}: iteration and rank are whole numbers; {example}") from None
     if iteration < 1 or (rank is not None and rank < 0):
         raise ConfigurationError(f"fault {text!r}: iterations count from 1, ranks from 0; {example}")
+    link = ends(values["link"]) if "link" in values else None
+    if "link" in values and link is None:
+        example = "example: slow:link=n1-n2,speed=0.3@iteration=10"
+        raise ConfigurationError(f"fault {text!r}: link={values['link']} is not two nodes; {example}")
     speed, until = _slowness(text, values, iteration) if kind == "slow" else (None, None)
     return Fault(
         id=fault_id,
         kind=kind,  # type: ignore[arg-type]
         rank=rank,
         node=values.get("node"),
+        link=link,
         iteration=iteration,
         phase=phase,  # type: ignore[arg-type]
         speed=speed,
         until=until,
     )
+
+
+def ends(link: str) -> tuple[str, str] | None:
+    """The two nodes of `n1-n2`, names ascending; None if it is no such. Both names have as many dashes."""
+    parts = link.split("-")
+    middle, odd = divmod(len(parts), 2)
+    a, b = "-".join(parts[:middle]), "-".join(parts[middle:])
+    return None if odd or not all(parts) or a == b else (min(a, b), max(a, b))
 
 
 def _slowness(text: str, values: dict[str, str], iteration: int) -> tuple[float, int | None]:

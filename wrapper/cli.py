@@ -131,12 +131,13 @@ def inject(
     job: Annotated[str | None, typer.Argument(help="The job; the newest if left out.")] = None,
     rank: Annotated[int | None, typer.Option(help="The worker to hit.")] = None,
     node: Annotated[str | None, typer.Option(help="The node to hit.")] = None,
+    link: Annotated[str | None, typer.Option(help="The link to make slow: n1-n2.")] = None,
     speed: Annotated[float | None, typer.Option(help="How fast slow leaves it; 1 ends it.")] = None,
 ) -> None:
     """Inject a fault into a running test job, at once."""
     from wrapper import operate
 
-    message(operate.inject(job, kind, rank, node, speed))
+    message(operate.inject(job, kind, rank, node, speed, link))
 
 
 def message(text: str) -> None:

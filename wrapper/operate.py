@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from resihp.errors import ResihpError, UsageError
+from resihp.faults import ends
 from resihp.protocol.framing import SecureChannel
 from resihp.protocol.messages import Inject, OperatorReply, OperatorRequest
 from wrapper.jobs import Job, find_job
@@ -12,12 +13,22 @@ from wrapper.jobs import Job, find_job
 ANSWER_S = 10.0
 
 
-def inject(name: str | None, kind: str, rank: int | None, node: str | None, speed: float | None = None) -> str:
+def inject(
+    name: str | None,
+    kind: str,
+    rank: int | None,
+    node: str | None,
+    speed: float | None = None,
+    link: str | None = None,
+) -> str:
     """Inject a fault at once; returns what the job answered. Raises UsageError when it refuses or is not running."""
-    if (rank is None) == (node is None):
-        raise UsageError("inject: name one target, --rank R or --node N")
+    if sum(target is not None for target in (rank, node, link)) != 1:
+        raise UsageError("inject: name one target, --rank R or --node N, or of slow --link N-M")
+    nodes = None if link is None else ends(link)
+    if link is not None and nodes is None:
+        raise UsageError(f"inject: --link {link} is not two nodes; for example --link n1-n2")
     job = find_job(name)
-    reply = asyncio.run(ask(job, Inject(kind=kind, rank=rank, node=node, speed=speed)))
+    reply = asyncio.run(ask(job, Inject(kind=kind, rank=rank, node=node, link=nodes, speed=speed)))
     if not reply.ok:
         raise UsageError(f"job {job.name}: {reply.text}")
     return f"job {job.name}: {reply.text}"

@@ -6,11 +6,12 @@ by `resihp run` and `resihp submit`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from resihp.errors import ConfigurationError, LayoutError, UsageError
-from resihp.faults import Fault
+from resihp.faults import LINK_MS, LINKS_NEED_TIMES, Fault
 from wrapper.allocation import Allocation
 from wrapper.config import Configuration, LayoutSection
 from wrapper.request import virtual_nodes
@@ -129,10 +130,13 @@ def check_target(fault: Fault, shape: Shape, come_backs: int) -> None:
         raise ConfigurationError(
             f"fault {fault}: there is no rank {fault.rank}; ranks are 0 to {devices - 1} at the start{later}"
         )
-    if fault.node is not None and fault.node not in shape.nodes:
-        raise ConfigurationError(
-            f"fault {fault}: there is no node {fault.node}; nodes are {shape.nodes[0]} to {shape.nodes[-1]}"
-        )
+    for node in fault.link or (fault.node,):
+        if node is not None and node not in shape.nodes:
+            raise ConfigurationError(
+                f"fault {fault}: there is no node {node}; nodes are {shape.nodes[0]} to {shape.nodes[-1]}"
+            )
+    if fault.link is not None and LINK_MS not in os.environ:
+        raise ConfigurationError(f"fault {fault}: {LINKS_NEED_TIMES}")
 
 
 def _count(number: int, what: str) -> str:

@@ -26,7 +26,7 @@ import msgspec
 from resihp.controller import interface as api
 from resihp.detector.probes import Place
 from resihp.errors import CheckpointError, ProtocolError, ResihpError
-from resihp.faults import Fault, Kind
+from resihp.faults import LINK_MS, LINKS_NEED_TIMES, Fault, Kind
 from resihp.journal import AnyEntry, CheckpointCommitted, JobEnded, Journal, Record, WorkerEnded
 from resihp.membership import DECISIONS, Membership
 from resihp.protocol import messages as m
@@ -501,6 +501,7 @@ class Supervisor:
                     kind=asked.kind,  # type: ignore[arg-type]
                     rank=asked.rank,
                     node=asked.node,
+                    link=asked.link,
                     speed=asked.speed,
                 )
                 self._event(api.InjectAsked(request=number, fault=fault))
@@ -600,10 +601,14 @@ class Supervisor:
 def _obstacle(asked: m.Inject) -> str | None:
     if asked.kind not in get_args(Kind):
         return f"unknown kind {asked.kind!r}, one of {', '.join(get_args(Kind))}"
-    if (asked.rank is None) == (asked.node is None):
-        return "the target is one of --rank R and --node N"
+    if [asked.rank, asked.node, asked.link].count(None) != 2:
+        return "the target is one of --rank R and --node N, or of slow --link N-M"
     if asked.kind == "disconnect" and asked.node is None:
         return "disconnect happens to a node, not to a rank"
+    if asked.link is not None and asked.kind != "slow":
+        return f"{asked.kind} happens to a rank or a node, not to a link"
+    if asked.link is not None and LINK_MS not in os.environ:
+        return LINKS_NEED_TIMES
     if asked.kind == "slow" and not (asked.speed and 0.01 <= asked.speed <= 1.0):
         return "slow needs a speed: --speed 0.5 is half as fast, --speed 1 healthy"
     return None

@@ -21,7 +21,7 @@ def fault_due(job: Job, member: Member, fault_id: int) -> None:
         armed.fired_at = job.now
     else:
         armed.refused = obstacle
-    hits_itself = armed.fault.rank == member.rank or armed.fault.node == member.node
+    hits_itself = armed.fault.hits(member.rank, member.node)
     if obstacle is not None or not (hits_itself or armed.fault.kind in ("disconnect", "slow")):
         job.order((member.rank,), m.FaultGo(fault=fault_id, fire=False))
 
@@ -36,12 +36,13 @@ def inject(job: Job, fault: Fault, waiting: int | None = None) -> str | None:
             return f"rank {fault.rank} was already gone"
         victims = [fault.rank]
     else:
-        node = job.nodes.get(fault.node or "")
-        if node is None:
-            return f"there is no node {fault.node}; the job has {', '.join(sorted(job.nodes, key=natural))}"
-        if not node.alive:
-            return f"node {fault.node} was already gone"
-        victims = [rank for rank in job.live if job.members[rank].node == node.name]
+        names = fault.link or (fault.node or "",)
+        for name in names:
+            if name not in job.nodes:
+                return f"there is no node {name}; the job has {', '.join(sorted(job.nodes, key=natural))}"
+            if not job.nodes[name].alive:
+                return f"node {name} was already gone"
+        victims = [rank for rank in job.live if job.members[rank].node in names]
     if fault.kind == "disconnect" and fault.node is None:
         return "a connection is cut between the supervisor and a node, not a rank"
     entry = FaultInjected(
@@ -59,10 +60,11 @@ def inject(job: Job, fault: Fault, waiting: int | None = None) -> str | None:
         return None
     if fault.kind == "slow":
         assert fault.speed is not None
-        job.slow_since.update(dict.fromkeys(victims, job.now))
-        job.order(tuple(victims), m.Slow(speed=fault.speed, until=fault.until))
+        job.slow_since.update(dict.fromkeys([fault.link] if fault.link else victims, job.now))
+        slow = m.Slow(speed=fault.speed, until=fault.until, link=fault.link)
+        job.order(tuple(victims), slow)
         if fault.until is not None:
-            job.slowed.append((fault.until, tuple(victims)))
+            job.slowed.append((tuple(victims), slow))
         if waiting is not None:
             job.order((waiting,), m.FaultGo(fault=fault.id, fire=False))
         return None
@@ -84,10 +86,10 @@ def inject(job: Job, fault: Fault, waiting: int | None = None) -> str | None:
 
 def end_slowness(job: Job) -> None:
     """Who stands by does not see iterations pass: it is told when a `slow` fault is over."""
-    for until, ranks in job.slowed:
-        if job.committed >= until:
-            job.order(tuple(rank for rank in ranks if job.members[rank].alive), m.Slow(speed=1.0))
-    job.slowed = [(until, ranks) for until, ranks in job.slowed if job.committed < until]
+    over = [each for each in job.slowed if job.committed >= (each[1].until or 0)]
+    for ranks, slow in over:
+        job.order(tuple(rank for rank in ranks if job.members[rank].alive), m.Slow(speed=1.0, link=slow.link))
+    job.slowed = [each for each in job.slowed if each not in over]
 
 
 def inject_asked(job: Job, event: api.InjectAsked) -> None:

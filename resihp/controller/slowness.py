@@ -98,6 +98,12 @@ def _link_suspected(job: Job, finding: Finding, link: tuple[int, int]) -> None:
     examination.begin_link(job, finding, after)
 
 
+def _nodes(job: Job, link: tuple[int, int]) -> tuple[str, str]:
+    """That a link between two ranks joins, names ascending."""
+    a, b = (job.members[rank].node for rank in link)
+    return min(a, b), max(a, b)
+
+
 def _named(job: Job, link: tuple[int, int]) -> str:
     a, b = link
     return f"link {job.members[a].node}-{job.members[b].node} (ranks {a} and {b})"
@@ -219,7 +225,7 @@ def _link_verdict(job: Job, finding: Finding, link: tuple[int, int], speed: floa
         iteration=finding.iteration,
         epoch=job.epoch,
         evidence=evidence,
-        detect_s=_since_fault(job, a),
+        detect_s=_since_fault(job, _nodes(job, link)),
         speed=speed,
         confidence=finding.confidence,
         link=link,
@@ -350,8 +356,8 @@ def _speed(finding: Finding) -> float:
     return 1.0 / (1.0 + max(finding.change, 0.0))
 
 
-def _since_fault(job: Job, rank: int) -> float | None:
-    injected = job.slow_since.get(rank)
+def _since_fault(job: Job, what: int | tuple[str, str]) -> float | None:
+    injected = job.slow_since.get(what)
     return None if injected is None else job.now - injected
 
 

@@ -21,6 +21,7 @@ from resihp.faults import Fault
 from resihp.journal import Suspected
 from resihp.ownership import ParameterSpec
 from resihp.plan import Plan
+from resihp.protocol import messages as m
 from resihp.protocol.messages import (
     CheckpointPart,
     Declare,
@@ -487,12 +488,12 @@ class Job:
         self.failures = 0
         self.signalled: dict[int, float] = {}
         """When a fault was injected into a rank that may end it, by rank."""
-        self.slow_since: dict[int, float] = {}
-        """When a `slow` fault was last injected into a rank, by rank."""
+        self.slow_since: dict[int | tuple[str, str], float] = {}
+        """When a `slow` fault was last injected, by rank, or by the nodes that a link joins."""
         self.errors: dict[int, tuple[int, str]] = {}
         """What each rank's script raised, and in which iteration, by rank."""
-        self.slowed: list[tuple[int, tuple[int, ...]]] = []
-        """Injected slowness that ends by itself: before which iteration, and of which ranks."""
+        self.slowed: list[tuple[tuple[int, ...], m.Slow]] = []
+        """Injected slowness that ends by itself, and which ranks were told."""
         self.stuck: tuple[float, int, str] | None = None
         self.rebuilds = 0
         """Communication failures since the last committed iteration."""

@@ -20,6 +20,9 @@ from torch import Tensor
 from resihp.errors import CommunicatorError
 from resihp.executor.tensor_group import Backend, dist
 
+Wire = Callable[[], float]
+"""Seconds that a transfer takes now over an emulated link, once both of its ends are there."""
+
 _GLANCE = timedelta(seconds=0.1)
 _TIMED_OUT = "Operation timed out"
 
@@ -73,8 +76,8 @@ class SingleFile:
         self._due: queue.SimpleQueue[_Deferred | None] = queue.SimpleQueue()
         threading.Thread(target=self._carry_out, name="resihp-strict", daemon=True).start()
 
-    def begin(self, operation: Callable[[], Any], woken: Callable[[], bool]) -> Transfer:
-        deferred = _Deferred(operation, woken)
+    def begin(self, operation: Callable[[], Any], woken: Callable[[], bool], wire: Wire | None = None) -> Transfer:
+        deferred = _Deferred(operation, woken, wire)
         self._due.put(deferred)
         return Transfer(deferred, woken)
 
@@ -89,14 +92,16 @@ class SingleFile:
 class _Deferred:
     """Stands in for a back end's work that has not begun yet."""
 
-    def __init__(self, operation: Callable[[], Any], woken: Callable[[], bool]) -> None:
-        self._operation, self._woken = operation, woken
+    def __init__(self, operation: Callable[[], Any], woken: Callable[[], bool], wire: Wire | None) -> None:
+        self._operation, self._woken, self._wire = operation, woken, wire
         self._done = threading.Event()
         self._error: Exception | None = None
 
     def carry_out(self) -> None:
         try:
             Transfer(self._operation(), self._woken).wait()
+            if self._wire is not None:
+                time.sleep(self._wire())
         except (CommunicatorError, RuntimeError) as error:
             self._error = error
         self._done.set()
@@ -116,12 +121,21 @@ class Channel:
     """One communicator. Everything on it is a collective of the back end's own thread, which a wait can outlive.
 
     In strict order (`strict`), the rank begins nothing before what it began earlier is done, on whatever communicator.
+    Over an emulated `wire`, nothing on it begins before what was begun earlier on it is done.
     """
 
-    def __init__(self, backend: Backend, woken: Callable[[], bool], strict: SingleFile | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        woken: Callable[[], bool],
+        strict: SingleFile | None = None,
+        wire: Wire | None = None,
+    ) -> None:
         self._backend: Backend | None = backend
         self._woken = woken
-        self._strict = strict
+        self._own = SingleFile() if wire is not None and strict is None else None
+        self._file = strict or self._own
+        self._wire = wire
 
     @property
     def backend(self) -> Backend:
@@ -135,6 +149,8 @@ class Channel:
 
         Whoever still knows the channel, an interpreter in some exception's traceback for one, keeps nothing alive.
         """
+        if self._own is not None:
+            self._own.close()
         backend, self._backend = self._backend, None
         return backend
 
@@ -170,8 +186,8 @@ class Channel:
         return self._begin(lambda: self.backend.broadcast([tensor], options))
 
     def _begin(self, operation: Callable[[], Any]) -> Transfer:
-        if self._strict is not None:
-            return self._strict.begin(operation, self._woken)
+        if self._file is not None:
+            return self._file.begin(operation, self._woken, self._wire)
         return Transfer(operation(), self._woken)
 
 

@@ -22,6 +22,7 @@ import torch
 from resihp.errors import CommunicatorError
 from resihp.executor import backends
 from resihp.executor.channels import Channel, SingleFile, guarded
+from resihp.executor.emulation import Wires
 from resihp.executor.tensor_group import dist
 from resihp.pipeline.program import Membership
 
@@ -77,12 +78,15 @@ class Communicators:
         *,
         strict: bool = False,
         patience_s: float | None = None,
+        wires: Wires | None = None,
     ) -> None:
-        """`timeout_s` is the back ends' own; `patience_s`, if it is less, how long the others are waited for."""
+        """`timeout_s` is the back ends' own; `patience_s`, if it is less, how long the others are waited for; `wires`
+        emulates links of known speeds."""
         self._epoch, self._rank = epoch, rank
         self._patience_s = timeout_s if patience_s is None else patience_s
         self.wanted = [group for group in memberships if rank in group.ranks]
         self._strict = SingleFile() if strict else None
+        self._wires = wires
         self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._timeout = timedelta(seconds=timeout_s)
         self._directory = directory
@@ -146,7 +150,8 @@ class Communicators:
             prefix = dist.PrefixStore(group.name, store)
             index = group.ranks.index(self._rank)
             backend = make(prefix, index, len(group.ranks), self._timeout)
-            channels[group.name] = Channel(backend, lambda: self._woken, self._strict)
+            wire = None if self._wires is None else self._wires.of(group)
+            channels[group.name] = Channel(backend, lambda: self._woken, self._strict, wire)
             del backend  # it has one owner
 
     def _assemble(self, store: Store) -> None:

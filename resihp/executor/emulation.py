@@ -5,6 +5,10 @@ refused where there is a GPU. What a chunk takes is what the scheduler takes it 
 (`resihp.scheduler.profile.layer_units`), so that predictions can be compared with what was measured; a fault (`slow`)
 divides it by its speed (`stopwatch`). Training computes what it always does, in the time that it is given: it has to be
 enough for the real work. Called by `trainer`.
+
+Links between nodes are emulated in the same way (LINK_MS): a transfer between stages, or of a link's measurement,
+arrives that much later, and the next one on the same link after it. Collectives of more than two ranks, the sums of
+gradients and the moves of state are left alone.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ import torch
 
 from resihp.errors import ConfigurationError
 from resihp.executor.state import Holding
+from resihp.faults import LINK_MS
 from resihp.model import ModelSpec
+from resihp.pipeline.program import Membership
 from resihp.scheduler.profile import layer_units
 
 LAYER_MS = "RESIHP_EMULATED_LAYER_MS"
@@ -32,17 +38,9 @@ Pace = Callable[[Work, Holding, int], float]
 
 def pace_of(environment: Mapping[str, str], model: ModelSpec, device: torch.device) -> Pace | None:
     """None where nothing is emulated. Raises ConfigurationError for a time that is none, and where there is a GPU."""
-    given = environment.get(LAYER_MS)
-    if given is None:
+    layer_s = _seconds(environment, LAYER_MS, device)
+    if layer_s is None:
         return None
-    try:
-        layer_s = float(given) / 1e3
-    except ValueError:
-        layer_s = math.nan
-    if not (math.isfinite(layer_s) and layer_s > 0.0):
-        raise ConfigurationError(f"{LAYER_MS}={given}: must be milliseconds above 0, as in {LAYER_MS}=40; or unset it")
-    if device.type != "cpu":
-        raise ConfigurationError(f"{LAYER_MS}={given}: slows training down on purpose, not on a GPU; unset it")
     times = layer_units(model)
 
     def seconds(work: Work, holding: Holding, chunk: int) -> float:
@@ -50,4 +48,45 @@ def pace_of(environment: Mapping[str, str], model: ModelSpec, device: torch.devi
         share = {"F": units.f, "B": units.b, "W": units.w, "BW": units.b + units.w}[work]
         return share * layer_s / holding.tp
 
+    return seconds
+
+
+class Wires:
+    """Links between nodes, each transfer over a healthy one in `healthy_s` seconds.
+
+    `nodes` by rank, and the `speed` of a link between two of them, are filled in by the trainer.
+    """
+
+    def __init__(self, healthy_s: float) -> None:
+        self.nodes: dict[int, str] = {}
+        self.speed: Callable[[str, str], float] = lambda a, b: 1.0
+        self._healthy_s = healthy_s
+
+    def of(self, group: Membership) -> Callable[[], float] | None:
+        """Seconds of a transfer on that communicator now; None where it is not emulated."""
+        kind = group.name.partition("/")[0]
+        if not (kind in ("forward", "backward") or kind.isdigit()):  # a probe's are numbered
+            return None
+        a, b = (self.nodes.get(rank, "") for rank in group.ranks)
+        return None if a == b else lambda: self._healthy_s / self.speed(a, b)
+
+
+def wires_of(environment: Mapping[str, str], device: torch.device) -> Wires | None:
+    """As `pace_of`, for links."""
+    healthy_s = _seconds(environment, LINK_MS, device)
+    return None if healthy_s is None else Wires(healthy_s)
+
+
+def _seconds(environment: Mapping[str, str], name: str, device: torch.device) -> float | None:
+    given = environment.get(name)
+    if given is None:
+        return None
+    try:
+        seconds = float(given) / 1e3
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0.0):
+        raise ConfigurationError(f"{name}={given}: must be milliseconds above 0, as in {name}=40; or unset it")
+    if device.type != "cpu":
+        raise ConfigurationError(f"{name}={given}: slows training down on purpose, not on a GPU; unset it")
     return seconds

@@ -31,7 +31,7 @@ from resihp.executor import movement, parameters
 from resihp.executor.batches import Batches, fingerprint
 from resihp.executor.channels import guarded
 from resihp.executor.communicators import Communicators, Directory, Store
-from resihp.executor.emulation import Pace
+from resihp.executor.emulation import Pace, Wires
 from resihp.executor.interpreter import Interpreter, Observer, computed, loss_speaker
 from resihp.executor.optimizer import AdamW, AdamWState
 from resihp.executor.stage import PositionEmbedding, StageModule, model_spec, refuse_unhonoured
@@ -109,6 +109,7 @@ class Engine:
         self.speed: Speed = full_speed
         """How fast an injected fault makes this device."""
         self.pace: Pace | None = pace
+        self.wires: Wires | None = None
         """What chunks take on the device that is emulated; None: on this one."""
         self.measured: Floats = np.zeros((len(CHUNKS), 0))
         """Times of the last `run`'s primitives (`resihp.detector.observation.CHUNKS`)."""
@@ -275,7 +276,7 @@ class Engine:
         moving = [Membership(movement.channel_name(move), (move.source, move.target)) for move in self._moves]
         wanted = (*prepared.memberships, *moving)
         self._communicators = communicators = Communicators(
-            plan.epoch, rank, wanted, timeout_s, self._directory, strict=self._strict
+            plan.epoch, rank, wanted, timeout_s, self._directory, strict=self._strict, wires=self.wires
         )
         if not communicators.wanted:
             return
@@ -301,7 +302,9 @@ class Engine:
         Raises CommunicatorError when a peer does not come within `patience_s` (`MEETING_S`), when woken, or called off.
         """
         patience_s = MEETING_S if patience_s is None else patience_s
-        self._aside = aside = Communicators(name, rank, memberships, MEETING_S, self._directory, patience_s=patience_s)
+        self._aside = aside = Communicators(
+            name, rank, memberships, MEETING_S, self._directory, patience_s=patience_s, wires=self.wires
+        )
         try:
             if called_off():  # before there was anybody to wake
                 raise CommunicatorError(f"{name}: called off")

@@ -98,6 +98,7 @@ class Trainer:
             tied=share_embeddings_and_output_weights,
             vocab_multiple=make_vocab_size_divisible_by,
         )
+        self.engine.wires = emulation.wires_of(os.environ, self.engine.device)
         self.engine.pace = emulation.pace_of(os.environ, self.engine.model, self.engine.device)
         if self.engine.pace is not None:
             print(f"{emulation.LAYER_MS} is set: sleeps in every chunk, to emulate a device of that speed", flush=True)
@@ -207,6 +208,9 @@ class _Supervised:
         client, engine = self._client, self._engine
         client.on_park(engine.wake)
         engine.speed = client.speed
+        if engine.wires is not None:
+            engine.wires.speed = client.link_speed
+            engine.wires.nodes.update(enumerate(client.start.nodes))
         client.arm(self._absent)
         if client.start.joins:
             probe.examine(engine.device)
@@ -246,6 +250,8 @@ class _Supervised:
     def _consider(self, proposal: m.Propose) -> None:
         """Check a plan and say so; nothing is touched yet."""
         plan, start = proposal.plan, self._client.start
+        if self._engine.wires is not None:
+            self._engine.wires.nodes.update(proposal.nodes)
         try:
             self._engine.check(plan, self._rank, proposal.base, proposal.nodes, start.memory_bytes)
         except LayoutError as error:
@@ -472,7 +478,7 @@ class _Supervised:
         nodes = self._client.start.nodes
         if fault.rank is not None:
             return self._plan.layout.place(fault.rank) is None
-        return all(nodes[rank] != fault.node for rank in self._plan.layout.active if rank < len(nodes))
+        return not any(fault.hits(rank, nodes[rank]) for rank in self._plan.layout.active if rank < len(nodes))
 
     # --- observer of the engine -------------------------------------------------------------------------------
 

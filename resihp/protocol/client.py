@@ -80,7 +80,8 @@ class AgentClient:
         self._probes: queue.SimpleQueue[m.Probe] = queue.SimpleQueue()
         self._announced: queue.SimpleQueue[m.Probe] = queue.SimpleQueue()
         self._later: list[m.Probe] = []
-        self._slow: m.Slow | None = None
+        self._slow: dict[tuple[str, str] | None, m.Slow] = {}
+        """Of links between two nodes, and, under None, of this device."""
         self._fault_answers: queue.SimpleQueue[m.FaultGo] = queue.SimpleQueue()
         self._spent: set[int] = set()
         self._wake: Callable[[], None] = lambda: None
@@ -163,7 +164,14 @@ class AgentClient:
 
     def speed(self) -> float:
         """How fast an injected fault has this device be now."""
-        slow = self._slow
+        return self._speed(None)
+
+    def link_speed(self, a: str, b: str) -> float:
+        """How fast an injected fault has the link between two nodes be now, one of them this rank's."""
+        return self._speed((min(a, b), max(a, b)))
+
+    def _speed(self, of: tuple[str, str] | None) -> float:
+        slow = self._slow.get(of)
         return 1.0 if slow is None or (slow.until is not None and self.iteration >= slow.until) else slow.speed
 
     def _listen(self) -> None:
@@ -198,7 +206,7 @@ class AgentClient:
                     end_by(signal.SIGTERM)
                 continue  # else the agent's own signal does what the script has arranged
             elif isinstance(order, m.Slow):
-                self._slow = order
+                self._slow[order.link] = order
                 continue
             elif isinstance(order, m.Probe):
                 queue = self._probes if order.after_iteration is None else self._announced
@@ -247,8 +255,7 @@ class AgentClient:
         for fault in self.start.faults:
             if fault.id in self._spent or (fault.iteration, fault.phase) != (iteration, phase):
                 continue
-            mine = fault.rank == self.start.rank or fault.node == self.start.node
-            if mine or self._absent(fault):
+            if fault.hits(self.start.rank, self.start.node) or self._absent(fault):
                 self._ask(fault)
 
     def _ask(self, fault: Fault) -> None:

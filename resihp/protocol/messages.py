@@ -337,10 +337,14 @@ class Probe(Message, frozen=True, kw_only=True):
 
 
 class Slow(Message, frozen=True, kw_only=True):
-    """Fault injection: from now on be as a device of this speed, up to but not including iteration `until`."""
+    """Fault injection: from now on be as a device of this speed, up to but not including iteration `until`.
+
+    With `link`, it is the link between those two nodes that has this speed, of a healthy one's.
+    """
 
     speed: float
     until: int | None = None
+    link: tuple[str, str] | None = None
 
 
 class Halt(Message, frozen=True, kw_only=True):
@@ -605,6 +609,8 @@ class Inject(Message, frozen=True, kw_only=True):
     kind: str
     rank: int | None = None
     node: str | None = None
+    link: tuple[str, str] | None = None
+    """Of `slow`: names ascending."""
     speed: float | None = None
     """Of `slow`."""
 

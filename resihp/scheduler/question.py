@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable
 import msgspec
 
 from resihp.errors import LayoutError, PlanError, UsageError
+from resihp.faults import ends
 from resihp.layout import Layout, Replica, validate
 from resihp.model import ModelSpec
 from resihp.pipeline.schedules import SCHEDULES, orders_of
@@ -129,15 +130,12 @@ def links(texts: Iterable[str]) -> dict[Link, float]:
     found: dict[Link, float] = {}
     for part in _parts(texts):
         pair, _, speed = part.rpartition(":")
-        ends = tuple(sorted(pair.split("-")))
-        if len(ends) != 2 or not all(ends):
+        link = ends(pair)
+        if link is None:
             raise UsageError(f"--slow-link {part}: no two nodes with a speed; for example --slow-link n1-n2:0.3")
-        a, b = ends
-        if a == b:
-            raise UsageError(f"--slow-link {part}: a link joins two nodes; for example --slow-link n1-n2:0.3")
-        if (a, b) in found:
+        if link in found:
             raise UsageError(f"--slow-link {part}: that link is there twice")
-        found[a, b] = _speed(f"--slow-link {part}", speed, "planning does not know of links that are gone")
+        found[link] = _speed(f"--slow-link {part}", speed, "planning does not know of links that are gone")
     return found
 
 

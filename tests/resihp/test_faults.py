@@ -27,6 +27,14 @@ GOOD = [
     ),
     ("slow:node=n2,speed=0.01@iteration=10", Fault(id=7, kind="slow", node="n2", iteration=10, speed=0.01)),
     (
+        "slow:link=n2-n10,speed=0.3@iteration=10",
+        Fault(id=7, kind="slow", link=("n10", "n2"), iteration=10, speed=0.3),
+    ),
+    (
+        "slow:link=gpu-02-gpu-01,speed=0.3@iteration=10,until=20",
+        Fault(id=7, kind="slow", link=("gpu-01", "gpu-02"), iteration=10, speed=0.3, until=20),
+    ),
+    (
         "slow:rank=0@until=11,speed=0.999,iteration=10,phase=backward",
         Fault(id=7, kind="slow", rank=0, iteration=10, phase="backward", speed=0.999, until=11),
     ),
@@ -84,7 +92,13 @@ BAD = [
     ("slow:rank=1,speed=inf@iteration=3", "a speed is from 0.01 to below 1"),
     ("slow:rank=1,speed=0.5@iteration=3,until=3", "it ends before it begins"),
     ("slow:rank=1,speed=0.5@iteration=3,until=1", "it ends before it begins"),
-    ("slow:rank=1,node=n2,speed=0.5@iteration=3", "one of rank=R and node=N"),
+    ("slow:rank=1,node=n2,speed=0.5@iteration=3", "one of rank=R, node=N and link=N-M"),
+    ("slow:rank=1,link=n1-n2,speed=0.5@iteration=3", "one of rank=R, node=N and link=N-M"),
+    ("slow:link=n1,speed=0.5@iteration=3", "link=n1 is not two nodes"),
+    ("slow:link=n1-n1,speed=0.5@iteration=3", "link=n1-n1 is not two nodes"),
+    ("slow:link=n1-,speed=0.5@iteration=3", "link=n1- is not two nodes"),
+    ("slow:link=n1-n2-n3,speed=0.5@iteration=3", "link=n1-n2-n3 is not two nodes"),
+    ("slow:link=n1-n2@iteration=3", "slow needs a speed"),
     ("stop:rank=1,speed=0.5@iteration=3,until=5", "speed, until does not apply to stop"),
 ]
 
@@ -112,8 +126,14 @@ def test_a_fault_that_lasts_says_how_slow_and_until_when(text: str) -> None:
     assert str(fault).endswith(f",until={fault.until}") is (fault.until is not None)
 
 
-def test_target_names_rank_or_node() -> None:
+def test_a_slow_link_hits_all_ranks_of_both_its_nodes() -> None:
+    fault = parse("slow:link=n1-n2,speed=0.5@iteration=3", 0)
+    assert [fault.hits(rank, node) for rank, node in ((0, "n1"), (1, "n2"), (2, "n3"))] == [True, True, False]
+
+
+def test_target_names_what_is_hit() -> None:
     assert parse("kill:rank=1@iteration=3", 0).target == "rank=1"
     assert parse("kill:node=n2@iteration=3", 0).target == "node=n2"
+    assert parse("slow:link=n2-n1,speed=0.5@iteration=3", 0).target == "link=n1-n2"
     assert str(Fault(id=1, kind="kill", rank=3)) == "kill:rank=3"
     assert str(Fault(id=1, kind="slow", node="n2", speed=0.25)) == "slow:node=n2,speed=0.25"

@@ -80,6 +80,14 @@ def test_job_goes_on_while_bad_frames_are_thrown_at_it(stub_job: StubJob) -> Non
         operate.inject(None, "disconnect", 0, None)
     with pytest.raises(UsageError, match="unknown kind"):
         operate.inject(None, "maim", 0, None)
+    with pytest.raises(UsageError, match="kill happens to a rank or a node, not to a link"):
+        operate.inject(None, "kill", None, None, link="n1-n2")
+    with pytest.raises(UsageError, match="RESIHP_EMULATED_LINK_MS=20 resihp run"):
+        operate.inject(None, "slow", None, None, 0.5, "n1-n2")
+    with pytest.raises(UsageError, match="--link n1 is not two nodes"):
+        operate.inject(None, "slow", None, None, 0.5, "n1")
+    with pytest.raises(UsageError, match="name one target"):
+        operate.inject(None, "slow", 0, None, 0.5, "n1-n2")
     assert stub_job.process is not None
     stub_job.process.send_signal(signal.SIGTERM)
     assert stub_job.wait() == 143

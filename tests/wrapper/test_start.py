@@ -114,6 +114,12 @@ def test_request_of_an_older_version_is_still_understood(script: Path) -> None:
             "choose --schedule interleaved, or --virtual-stages 1",
         ),
         (options(faults=("kill:node=n2@iteration=3",)), ConfigurationError, "there is no node n2"),
+        (options(faults=("slow:link=n1-n7,speed=0.5@iteration=3",)), ConfigurationError, "there is no node n7"),
+        (
+            options(job={"nodes": 2}, faults=("slow:link=n1-n2,speed=0.5@iteration=3",)),
+            ConfigurationError,
+            "EMULATED_LINK_MS=20",
+        ),
         (options(faults=("kill:rank=0",)), ConfigurationError, "expected KIND:TARGET@WHEN"),
         (options(job={"command": None}), UsageError, "no command to run"),
         (options(job={"command": ("no_such_program",)}), UsageError, "no_such_program: no such command"),

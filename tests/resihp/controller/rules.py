@@ -559,12 +559,18 @@ class Rules:
             expect(quiet_s >= least, f"{entry} only {quiet_s:.1f} s after its last beat")
 
     def suspects_slow(self, before: Suspected | FailureFound) -> bool:
-        """Whether somebody was under suspicion to be slow when the journal came to an entry."""
+        """Whether somebody was under suspicion to be slow when the journal came to an entry.
+
+        A verdict on a rank ends its own suspicion, or nobody's in particular; another's gave way to it just before.
+        """
         entries = [entry for _, entry in self.world.entries]
         here = next((i for i, entry in enumerate(entries) if entry is before), len(entries))
-        for entry in reversed(entries[:here]):
+        for i in reversed(range(here)):
+            entry = entries[i]
             if isinstance(entry, Suspected) and entry.kind == "slow":
-                return not entry.cleared
+                if isinstance(before, Suspected) or entry.rank in (None, *before.ranks):
+                    return not entry.cleared
+                return entry.cleared and i == here - 1
             if isinstance(entry, FailureFound) and entry.kind == "fail-slow":
                 return False
         return False

@@ -854,6 +854,33 @@ def test_a_whole_node_is_slow_at_an_operators_word() -> None:
     assert [action.ok for action in answer if isinstance(action, api.Reply)] == [True]
 
 
+def test_a_link_is_slow_for_all_ranks_at_its_ends_until_that_ends() -> None:
+    fault = parse("slow:link=n1-n2,speed=0.2@iteration=3,until=12", 1)
+    job = Job(faults=(fault,)).run(2)
+    answer = job.say(2, m.FaultDue(fault=1))
+    slow = m.Slow(speed=0.2, until=12, link=("n1", "n2"))
+    assert job.orders(m.Slow, answer) == [((0, 1, 2, 3), slow)]
+    assert job.orders(m.FaultGo, answer) == [((2,), m.FaultGo(fault=1, fire=False))]
+    job.find(finding(link=(1, 2)))
+    for iteration in range(job.job.committed + 1, 12):
+        job.step(iteration)
+    assert [order for _, order in job.orders(m.Slow)] == [slow]
+    job.step(12)
+    assert job.orders(m.Slow)[-1] == ((0, 1, 2, 3), m.Slow(speed=1.0, link=("n1", "n2")))
+
+
+@pytest.mark.parametrize(("text", "why"), [("n1-n9", "there is no node n9; the job has n1, n2, n3"), ("n1-n3", "gone")])
+def test_a_link_to_nowhere_cannot_be_slow(text: str, why: str) -> None:
+    job = Job().run(2)
+    job.feed(api.AgentLost(node="n3", reason="gone"))
+    fault = msgspec.structs.replace(parse(f"slow:link={text},speed=0.5@iteration=3", 1), iteration=None)
+    answer = job.feed(api.InjectAsked(request=1, fault=fault))
+    (reply,) = [action for action in answer if isinstance(action, api.Reply)]
+    assert not reply.ok
+    assert why in reply.text
+    assert job.orders(m.Slow) == []
+
+
 def test_who_stands_by_is_told_when_its_injected_slowness_is_over() -> None:
     job = Job(faults=(parse("slow:rank=3,speed=0.05@iteration=2,until=6", 1),), nodes=2).run(1)
     job.say(3, m.FaultDue(fault=1))

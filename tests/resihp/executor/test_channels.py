@@ -74,6 +74,27 @@ def test_strict_order_begins_nothing_before_what_came_earlier_is_done() -> None:
     single_file.close()
 
 
+def test_over_an_emulated_link_each_transfer_follows_the_one_before_and_takes_its_time() -> None:
+    backend, slept = Backend(), threading.Semaphore(0)
+
+    def wire() -> float:
+        slept.release()
+        return 0.0
+
+    channel = Channel(backend, lambda: False, None, wire)
+    transfers = [channel.allreduce([torch.zeros(1)]) for _ in range(2)]
+    assert backend.began.acquire(timeout=5)
+    assert len(backend.begun) == 1, "the second begins when the first is through"
+    backend.begun[0].done.set()
+    assert transfers[0].wait()
+    assert slept.acquire(timeout=5)
+    assert backend.began.acquire(timeout=5)
+    assert not transfers[1].is_completed()
+    backend.begun[1].done.set()
+    assert transfers[1].wait()
+    assert channel.detach() is backend
+
+
 def test_a_scattered_sum_is_this_ranks_part_once_it_is_waited_for() -> None:
     backend = Backend()
     output = torch.zeros(2)

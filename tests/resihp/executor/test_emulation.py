@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from resihp.errors import ConfigurationError
 from resihp.executor import emulation, stopwatch
-from resihp.executor.emulation import LAYER_MS, Work, pace_of
+from resihp.executor.emulation import LAYER_MS, Work, pace_of, wires_of
 from resihp.executor.state import Holding
+from resihp.faults import LINK_MS
 from resihp.layout import Layout
 from resihp.model import ModelSpec
+from resihp.pipeline.program import Membership
 from resihp.pipeline.schedules import orders_of
 from resihp.plan import Plan, Primitive, Stop, spread
 from resihp.scheduler.prices import costs
@@ -115,16 +119,53 @@ def test_waiting_for_a_slow_peer_is_not_own_work_of_an_emulated_device(clock: Cl
     assert peer.read()[1:, 0].tolist() == pytest.approx([0.100, 0.060])
 
 
+@pytest.mark.parametrize(
+    ("group", "seconds"),
+    [
+        (Membership("forward/0-2", (0, 2)), 0.04),
+        (Membership("backward/2-0", (2, 0)), 0.04),
+        (Membership("3/0-2", (0, 2)), 0.04),
+        (Membership("forward/0-4", (0, 4)), 0.02),
+        (Membership("forward/0-1", (0, 1)), None),
+        (Membership("gradients/0-2", (0, 2)), None),
+        (Membership("tensor/0/0", (0, 1)), None),
+        (Membership("world", (0, 1, 2, 3, 4, 5)), None),
+    ],
+    ids=lambda value: value.name if isinstance(value, Membership) else "",
+)
+def test_transfers_and_measurements_between_two_nodes_take_what_their_link_does(
+    group: Membership, seconds: float | None
+) -> None:
+    wires = wires_of({LINK_MS: "20"}, CPU)
+    assert wires is not None
+    wires.nodes.update(enumerate(("n1", "n1", "n2", "n2", "n3", "n3")))
+    wires.speed = lambda a, b: 0.5 if {a, b} == {"n1", "n2"} else 1.0
+    now = wires.of(group)
+    assert (None if now is None else now()) == seconds
+
+
 def test_nothing_is_emulated_unless_asked_for() -> None:
     assert pace_of({}, MODEL, CPU) is None
+    assert wires_of({}, CPU) is None
 
 
+def of_layers(environment: dict[str, str], device: torch.device) -> object:
+    return pace_of(environment, MODEL, device)
+
+
+EMULATED = pytest.mark.parametrize(("name", "made"), [(emulation.LAYER_MS, of_layers), (LINK_MS, wires_of)])
+
+
+@EMULATED
 @pytest.mark.parametrize("given", ["", "fast", "0", "-3", "nan", "inf"])
-def test_times_that_are_none_are_refused(given: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"{emulation.LAYER_MS}={given}: must be milliseconds above 0"):
-        pace_of({LAYER_MS: given}, MODEL, CPU)
+def test_times_that_are_none_are_refused(
+    name: str, made: Callable[[dict[str, str], torch.device], object], given: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name}={given}: must be milliseconds above 0"):
+        made({name: given}, CPU)
 
 
-def test_a_gpu_is_never_slowed_down() -> None:
+@EMULATED
+def test_a_gpu_is_never_slowed_down(name: str, made: Callable[[dict[str, str], torch.device], object]) -> None:
     with pytest.raises(ConfigurationError, match="not on a GPU; unset it"):
-        pace_of({LAYER_MS: "40"}, MODEL, torch.device("cuda"))
+        made({name: "40"}, torch.device("cuda"))

@@ -116,8 +116,7 @@ def conclude(job: Job, examination: Examination) -> dict[int, probes.Judged]:
     slow = sorted(pair for pair, speed in speeds.items() if speed < probes.LINK_FIT)
     _log(job, examination, devices, times, speeds, slow)
     for a, b in slow:
-        where = f"link {job.node_of[a]}-{job.node_of[b]} (ranks {a} and {b})"
-        job.say("warning", f"{where}: at {speeds[a, b]:.0%} of its peers")
+        job.say("warning", f"{job.where_link((a, b))}: at {speeds[a, b]:.0%} of its peers")
     return judged
 
 

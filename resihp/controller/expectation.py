@@ -1,15 +1,15 @@
 """What an iteration should take: each goes past the detector here, before it runs and once committed. Decides nothing.
 
 Before, its workload is all that is known: how long it may be without progress follows from it (`judge`), so that one
-with an enormous document is not given up at ten times the usual. Afterwards `slowness` acts on what is found. Called by
-`controller` and `iterations`.
+with an enormous document is not given up at ten times the usual. Afterwards `slowness` acts on what is found, and once
+it is known what transfers take, slow links are planned for. Called by `controller` and `iterations`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from resihp.controller import measured
+from resihp.controller import measured, reconsideration
 from resihp.controller.state import Forecast, IterationReports, Job
 from resihp.detector.observation import Observation, RankTimes, unpack
 from resihp.errors import ProtocolError
@@ -50,7 +50,8 @@ def iteration_done(job: Job, iteration: int, reports: IterationReports) -> float
     assessment = job.monitor.observe(Observation(iteration=iteration, epoch=plan.epoch, seconds=seconds, times=times))
     job.findings += assessment.findings
     job.workloads.append((reports.outcome.tokens, reports.outcome.sum_squared_lengths))
-    measured.learn(job)
+    if measured.learn(job):
+        reconsideration.consider_links(job)
     return assessment.predicted_s
 
 

@@ -26,6 +26,14 @@ def consider(job: Job, reason: str, since: int, *, failure: int | None = None, d
     job.reconsider_at = 0.0
 
 
+def consider_links(job: Job) -> None:
+    """Look for a plan that suits slow links, where none has been made for them: what transfers take is known by now."""
+    for link, slow in sorted(job.slow_links.items()):
+        if not job.changes.get(link):
+            reason = f"{job.where_link(link)} is slow"
+            consider(job, reason, slow.since, failure=slow.failure, device=link)
+
+
 def review(job: Job) -> None:
     """Interrupt training for another plan, if it is worth it by now."""
     if not job.reconsider or job.now < job.reconsider_at:

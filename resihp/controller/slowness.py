@@ -90,11 +90,11 @@ def _link_suspected(job: Job, finding: Finding, link: tuple[int, int]) -> None:
     change = f"{finding.change:+.0%} since iteration {finding.iteration}"
     if after >= job.goal:
         job.monitor.cleared_link(a, b)
-        job.say("notice", f"{_named(job, link)}: may be slow, {change}; training ends before it could be measured")
+        job.say("notice", f"{job.where_link(link)}: may be slow, {change}; training ends before it could be measured")
         return
-    evidence = f"{_named(job, link)}: slow, {change}: {finding.evidence}"
+    evidence = f"{job.where_link(link)}: slow, {change}: {finding.evidence}"
     _record(job, Suspected(rank=None, node=None, evidence=evidence, kind="slow"))  # neither end by itself
-    job.say("notice", f"{_named(job, link)}: suspected to be slow, {change}; measuring after iteration {after}")
+    job.say("notice", f"{job.where_link(link)}: suspected to be slow, {change}; measuring after iteration {after}")
     examination.begin_link(job, finding, after)
 
 
@@ -102,11 +102,6 @@ def _nodes(job: Job, link: tuple[int, int]) -> tuple[str, str]:
     """That a link between two ranks joins, names ascending."""
     a, b = (job.members[rank].node for rank in link)
     return min(a, b), max(a, b)
-
-
-def _named(job: Job, link: tuple[int, int]) -> str:
-    a, b = link
-    return f"link {job.members[a].node}-{job.members[b].node} (ranks {a} and {b})"
 
 
 def _link_measured(job: Job, done: Examination, finding: Finding, link: tuple[int, int]) -> None:
@@ -171,7 +166,7 @@ def _acquit(job: Job, finding: Finding, why: str) -> None:
     assert suspected is not None
     if finding.link is not None:
         job.monitor.cleared_link(*finding.link)
-        who = _named(job, finding.link)
+        who = job.where_link(finding.link)
     else:
         for rank in finding.ranks:
             job.monitor.cleared(rank)
@@ -232,8 +227,10 @@ def _link_verdict(job: Job, finding: Finding, link: tuple[int, int], speed: floa
     )
     _record(job, entry)
     job.failures = entry.failure
-    job.say("warning", f"{_named(job, link)}: slow since iteration {finding.iteration}, at {speed:.0%}")
-    reconsideration.consider(job, f"{_named(job, link)} is slow", finding.iteration, failure=entry.failure, device=link)
+    job.say("warning", f"{job.where_link(link)}: slow since iteration {finding.iteration}, at {speed:.0%}")
+    reconsideration.consider(
+        job, f"{job.where_link(link)} is slow", finding.iteration, failure=entry.failure, device=link
+    )
 
 
 def _record(job: Job, entry: AnyEntry) -> None:
@@ -257,7 +254,7 @@ def _recovered(job: Job, finding: Finding) -> None:
                 failure=failure, node=None, device=None, iteration=finding.iteration, evidence=finding.evidence
             ),
         )
-        told = f"{_named(job, (a, b))} is as fast as before"
+        told = f"{job.where_link((a, b))} is as fast as before"
         job.say("notice", f"{told}, since iteration {finding.iteration}")
         reconsideration.consider(job, told, finding.iteration, device=(a, b))
 
@@ -346,6 +343,7 @@ def resume(job: Job) -> None:
     for device, slow in sorted(job.slow.items()):
         reason = f"node {device[0]} device {device[1]} is slow"
         reconsideration.consider(job, reason, slow.since, failure=slow.failure, device=device)
+    reconsideration.consider_links(job)
     for rank in sorted(job.unmeasured):
         if job.members[rank].ready:
             examination.begin(job, "join", (rank,))

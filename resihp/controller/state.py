@@ -592,3 +592,7 @@ class Job:
     def where(self, rank: int) -> str:
         member = self.members[rank]
         return f"rank {rank} ({member.node} device {member.device})"
+
+    def where_link(self, link: tuple[int, int]) -> str:
+        a, b = link
+        return f"link {self.members[a].node}-{self.members[b].node} (ranks {a} and {b})"

@@ -56,6 +56,8 @@ SKEW_PSEUDO = 15.0
 CAUTION = 0.5
 """Standard errors that the correlation is taken for more than was found."""
 MOST = 1e15
+FAR, FAR_SCALES = 0.1, 4.0
+"""By how much more than expected the level of a warm-up is not taken for healthy: log units, scales of its noise."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +91,8 @@ class ChangeDetector:
     for until the series has shown it. `least`: smallest change worth an alarm, in the values' unit; larger where the
     level is not known better. `false_alarms_per`: values between false alarms of correlated Gaussian noise, on average
     at least. `aim`: a change that is to be found within four values, at the price of finding smaller ones late or
-    never; None to be sensitive to small, persistent ones. `floor`: least standard deviation believed.
+    never; None to be sensitive to small, persistent ones. `floor`: least standard deviation believed. `expected`: about
+    the healthy level, where it is known roughly; taken for it where the warm-up shows one that is far above.
     """
 
     def __init__(
@@ -102,9 +105,11 @@ class ChangeDetector:
         level: float | None = None,
         aim: float | None = None,
         floor: float = 0.003,
+        expected: float | None = None,
     ) -> None:
         self._known_noise, self._known_level = noise, level
         self._least, self._false_alarms_per, self._floor = least, false_alarms_per, floor
+        self._expected = expected
         self._correlation, self._aim = correlation, aim
         self._products, self._squares = 0.0, 0.0
         self._rho = correlation
@@ -314,6 +319,8 @@ class ChangeDetector:
             del self._buffer[:late]
             return
         level, scale = robust(values, self._floor)
+        if self._expected is not None and level - self._expected > max(FAR, FAR_SCALES * scale):
+            level = self._expected
         if self._known_level is not None:
             level = self._known_level
         if self._known_noise is not None:

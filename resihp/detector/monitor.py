@@ -68,7 +68,10 @@ class _Frame:
         """Whether all kinds of chunks have been learnt, not only derived from others."""
         self.measured = False
         """Whether chunks are measured at all."""
-        self.kept: deque[tuple[int, float, Sums]] = deque(maxlen=KEPT)
+        self.kept: deque[tuple[int, float, Sums, float | None]] = deque(maxlen=KEPT)
+        """Iterations seen last: what `_judge` was given, and what was expected of them, as things stood."""
+        self.present_s: float | None = None
+        """What was expected of the iteration seen last, as things stood."""
         self.beside: list[float] = []
         self.beside_s = 0.0
         """Seconds of an iteration beside its chunks: synchronisation and step."""
@@ -349,7 +352,7 @@ class Monitor:
                 self._expect()
             predicted, more = self._judge_whole(frame, iteration, seconds, expected)
             findings += more
-        frame.kept.append((iteration, seconds, sums))
+        frame.kept.append((iteration, seconds, sums, frame.present_s))
         return Assessment(predicted_s=predicted, findings=findings, known=self._known())
 
     def _begin_anew(self, frame: _Frame) -> tuple[Finding, ...]:
@@ -358,23 +361,37 @@ class Monitor:
         frame.revision = self.predictor.revision
         frame.beside_s = float(np.median(frame.beside)) if frame.beside else 0.0
         self._ranks.begin(self._slow, self._pardoned())
-        self._whole.begin()
         self._expect()
+        self._whole.begin(self._carried_over(frame))
         findings: tuple[Finding, ...] = ()
-        for iteration, seconds, sums in frame.kept:
+        for iteration, seconds, sums, _ in frame.kept:
             expected = frame.stacked.seconds(self.predictor, sums.tokens, sums.squares)
             if expected is not None:
                 findings += self._ranks.update(iteration, sums.compute / frame.stacked.totals(expected))
                 findings += self._judge_whole(frame, iteration, seconds, expected)[1]
         return tuple(msgspec.structs.replace(finding, detected=frame.last or 0) for finding in findings)
 
+    def _carried_over(self, frame: _Frame) -> float | None:
+        """About the level of healthy iterations against predictions that have just changed; None if it was not known.
+
+        What was learnt against the former ones is off by as much as predictions of the same iterations differ.
+        """
+        level, differences = self._whole.expected, []
+        for _, _, sums, former in frame.kept:
+            expected = frame.stacked.seconds(self.predictor, sums.tokens, sums.squares)
+            if expected is not None and former is not None:
+                differences.append(math.log(former / self._now_and_healthy(frame, expected)[0]))
+        return level + float(np.median(differences)) if level is not None and differences else None
+
     def _judge_whole(
         self, frame: _Frame, iteration: int, seconds: float, expected: Floats
     ) -> tuple[float | None, tuple[Finding, ...]]:
         """Healthy seconds of the iteration, and what it says about all of the job; `expected` (V,): of its chunks."""
         present, healthy = self._now_and_healthy(frame, expected)
+        frame.present_s = None
         if not 0.0 < healthy < LONGEST_S:
             return None, ()
+        frame.present_s = present
         predicted = self._levelled(healthy)
         if not 0.0 < seconds < LONGEST_S:
             return predicted, ()

@@ -29,12 +29,26 @@ class WholeTest:
         self._slow = False
         self.begin()
 
-    def begin(self) -> None:
-        """Learn the level anew; values that are held are forgotten. What is slow stays so until it is seen to end."""
+    def begin(self, expected: float | None = None) -> None:
+        """Learn the level anew; values that are held are forgotten. What is slow stays so until it is seen to end.
+
+        `expected`: about the level of healthy values, if it is known: what becomes much slower while it is learnt anew
+        is not taken for healthy, unless that was told already.
+        """
         self._held.clear()
+        self._expected = expected = None if self._slow else expected
         self._detector = ChangeDetector(
-            correlation=CORRELATION, least=self._least, false_alarms_per=self._false_alarms_per, floor=self._floor
+            correlation=CORRELATION,
+            least=self._least,
+            false_alarms_per=self._false_alarms_per,
+            floor=self._floor,
+            expected=expected,
         )
+
+    @property
+    def expected(self) -> float | None:
+        """About the level of healthy values: as learnt, else as told; None if neither."""
+        return self._detector.healthy if self._detector.ready else self._expected
 
     @property
     def ready(self) -> bool:

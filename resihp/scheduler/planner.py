@@ -2,8 +2,9 @@
 
 Progressive, as the paper has it: groups first, then layers, then micro-batches, each taking up what the one before
 could not (`resihp.scheduler.groups`, `layers`, `shares`). What that gives is compared, by predicted time of an
-iteration, with going on without the replicas that lost a rank, and with leaving everything as it is. Whether the
-transition itself is worth its time, and whether all state is still there, is the caller's question.
+iteration, with going on without the replicas that lost a rank, with leaving everything as it is, and where links are
+slow with the same stages in other pipelines (`resihp.scheduler.crossing`). Whether the transition itself is worth its
+time, and whether all state is still there, is the caller's question.
 
 Called by the controller whenever ranks went or came.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 
 import msgspec
 
@@ -19,7 +21,7 @@ from resihp.errors import LayoutError, PlanError
 from resihp.layout import Layout, Replica, Stage, validate
 from resihp.model import ModelSpec
 from resihp.plan import Plan, spread
-from resihp.scheduler import memory, refinement, shares, whole
+from resihp.scheduler import crossing, memory, refinement, shares, whole
 from resihp.scheduler.draft import Draft
 from resihp.scheduler.groups import SIGNIFICANT
 from resihp.scheduler.prices import Priced, Prices, bytes_to_move
@@ -142,6 +144,8 @@ def _candidates(situation: Situation, prices: Prices) -> list[_Candidate]:
             found.append(_candidate("anew", situation, prices, anew))
     except LayoutError as error:
         obstacles.append(str(error))
+    if situation.links:
+        found += _crossed(found, situation, prices)
     if not found:
         ranks = situation.available
         raise PlanError(f"nothing can run on {len(ranks)} ranks: {'; '.join(dict.fromkeys(obstacles))}")
@@ -186,6 +190,18 @@ def _progressive(situation: Situation, prices: Prices) -> _Candidate:
     if not best.pipes:
         raise PlanError("no replica can be put together from the ranks that are left")
     return _candidate("progressive", situation, prices, [*best.pipes.values()])
+
+
+def _crossed(candidates: list[_Candidate], situation: Situation, prices: Prices) -> list[_Candidate]:
+    """The same stages with other neighbours, where slow links join them."""
+    found: dict[tuple[Replica, ...], _Candidate] = {}
+    for candidate in candidates:
+        replicas = crossing.crossed(candidate.plan.layout.replicas, situation)
+        if replicas is not None and replicas not in found:
+            name = f"{candidate.name}, pipelines crossed"
+            with suppress(PlanError):  # there is no room for it
+                found[replicas] = _candidate(name, situation, prices, [prices.priced(one) for one in replicas])
+    return [*found.values()]
 
 
 def _draft(situation: Situation, prices: Prices, given_up: Collection[int]) -> Draft:

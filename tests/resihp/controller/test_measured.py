@@ -136,6 +136,28 @@ def test_work_moves_away_from_a_slow_link_and_back_when_it_recovers() -> None:
     assert job.job.slow_links == {}
 
 
+def test_a_slow_link_is_planned_for_as_soon_as_transfers_have_times() -> None:
+    """Until then all plans are equally good: in layer times, transfers take none."""
+    job = learnt(linked(nodes=4, gpus=1, pp=2))
+    monitor = job.monitor
+    monitor.settled = False
+    job.run(4)
+    job.find(finding(0, 1, link=(0, 1), iteration=4))
+    measure_links(job, {(0, 1): 1e-2})
+    job.feed(api.Tick(), 0.1)
+    assert [*job.job.slow_links] == [(0, 1)]
+    assert job.job.pause is None
+    assert "the plan stays, no other is faster" in job.texts("notice")[-1]
+    monitor.settled = True
+    job.step(job.job.committed + 1)
+    job.feed(api.Tick(), 0.1)
+    assert job.job.pause is not None, job.texts("notice")
+    job.paused()
+    plan = job.job.plan
+    assert plan is not None
+    assert not any({0, 1} <= set(replica.ranks) for replica in plan.layout.replicas), plan.layout.describe()
+
+
 def test_of_links_between_two_nodes_the_slowest_counts_and_within_a_node_none() -> None:
     from resihp.controller import measured
     from resihp.controller.state import Slow

@@ -62,6 +62,25 @@ def test_a_slow_start_is_not_learnt_as_healthy() -> None:
     assert change.before == pytest.approx(0, abs=0.02)
 
 
+@pytest.mark.parametrize(("expected", "found"), [(0.0, True), (0.35, False), (None, False)])
+def test_what_is_slow_while_levels_are_learnt_anew_is_not_taken_for_healthy(
+    expected: float | None, found: bool
+) -> None:
+    """Unless nobody knows better."""
+    values = np.random.default_rng(7).normal(0.4, 0.02, 40)
+    detector = ChangeDetector(expected=expected)
+    told = changes(values, detector)
+    assert [round(change.after - change.before, 1) for change in told] == ([0.4] if found else [])
+    assert detector.healthy == pytest.approx(0.0 if found else 0.4, abs=0.02)
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5])
+def test_a_level_a_little_above_what_was_expected_is_learnt(correlation: float) -> None:
+    detector = ChangeDetector(correlation=correlation, expected=0.0)
+    assert changes(np.random.default_rng(8).normal(0.08, 0.02, 200), detector) == []
+    assert detector.healthy == pytest.approx(0.08, abs=0.01)
+
+
 @pytest.mark.parametrize("correlation", [0.0, 0.3, 0.6])
 def test_correlated_noise_raises_no_false_alarms(correlation: float) -> None:
     """At most one in 10,000 values; here 12,000 of each."""

@@ -179,6 +179,16 @@ def test_what_hits_everybody_is_found_but_not_located() -> None:
     assert job.monitor.speeds() == {}
 
 
+@pytest.mark.parametrize("onset", [14, 20, 30])
+def test_what_becomes_slow_while_predictions_still_improve_is_found(onset: int) -> None:
+    """All transfers of the only pipeline: no link stands out, and chunks take what they did."""
+    job = Job(uniform(1, 2, 1), slower_link=lambda a, b, i: 400.0 if i >= onset else 1.0)
+    first = job.run(100)[0]
+    assert (first.kind, first.ranks, first.link) == ("fail-slow", (), None)
+    assert abs(first.iteration - onset) <= 2
+    assert first.detected <= onset + 20
+
+
 def test_a_single_slow_iteration_is_nothing() -> None:
     job = Job(uniform(2, 2, 2), everybody=lambda i: 4.0 if i in (90, 150, 151) else 1.0)
     assert job.run(220) == []

@@ -134,7 +134,7 @@ class Channel:
         self._backend: Backend | None = backend
         self._woken = woken
         self._own = SingleFile() if wire is not None and strict is None else None
-        self._file = strict or self._own
+        self._single_file = strict or self._own
         self._wire = wire
 
     @property
@@ -186,8 +186,8 @@ class Channel:
         return self._begin(lambda: self.backend.broadcast([tensor], options))
 
     def _begin(self, operation: Callable[[], Any]) -> Transfer:
-        if self._file is not None:
-            return self._file.begin(operation, self._woken, self._wire)
+        if self._single_file is not None:
+            return self._single_file.begin(operation, self._woken, self._wire)
         return Transfer(operation(), self._woken)
 
 

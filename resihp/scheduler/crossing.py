@@ -29,8 +29,9 @@ def crossed(replicas: Sequence[Replica], situation: Situation) -> tuple[Replica,
             for b, other in enumerate(found):
                 if b != a and _alike(found[a], other, cut):
                     pair = _exchanged(found[a], other, cut)
-                    if _late(pair, situation) < _late((found[a], other), situation):
-                        offers.append((_late(pair, situation), b, pair))
+                    late = _late(pair, situation)
+                    if late < _late((found[a], other), situation):
+                        offers.append((late, b, pair))
             if offers:
                 _, b, (found[a], found[b]) = min(offers, key=lambda offer: offer[:2])
     return None if found == [*replicas] else tuple(found)

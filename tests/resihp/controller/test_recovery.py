@@ -25,6 +25,7 @@ from resihp.journal import (
     NodeLost,
     PlanDecided,
     PlanInEffect,
+    Suspected,
     WorkerEnded,
     WorkerStarted,
 )
@@ -467,3 +468,12 @@ def test_a_node_noted_as_lost_while_training_takes_its_processes_along(forgets: 
     job.park(stepped=2)
     job.run(1)
     assert {2, 3}.isdisjoint(job.job.active)
+
+
+def test_who_was_suspected_and_then_stands_by_is_not_shown_as_suspected_for_good() -> None:
+    job = Direct(nodes=3, gpus=2, spares=1).run(1)
+    assert job.job.plan is not None
+    assert 4 in job.job.plan.layout.standby
+    job.job.members[4].suspected = True  # from a plan in which it had work
+    job.wait(2)
+    assert [(entry.rank, entry.cleared) for entry in job.all(Suspected)] == [(4, True)]

@@ -270,8 +270,9 @@ while not os.path.exists('go'):
 
 
 def supervisor_of(job: StubJob) -> psutil.Process:
-    (supervisor,) = job.until(lambda: job.processes("supervise "))
-    return supervisor
+    """A child that it has forked, for a hook's command, looks like itself until it runs that command."""
+    found: list[psutil.Process] = job.until(lambda: found if len(found := job.processes("supervise ")) == 1 else [])
+    return found[0]
 
 
 def leaders(job: StubJob) -> list[LeaderChosen]:

@@ -28,13 +28,17 @@ setup: .venv/complete
 
 # What only tests need from the system. They start clusters of their own and use nothing in /etc; without these programs
 # they skip. Never fails: `make test` goes on.
-SYSTEM_PROGRAMS := slurmctld slurmd munged scontrol srun bindfs initdb chromium
-SYSTEM_PACKAGES := slurmctld slurmd slurm-client munge bindfs postgresql chromium
+SYSTEM_PROGRAMS := slurmctld slurmd slurmdbd munged scontrol srun mariadbd bindfs initdb chromium patchelf
+SYSTEM_PACKAGES := slurmctld slurmd slurmdbd slurm-client munge mariadb-server bindfs postgresql chromium patchelf
+# Other releases of Slurm, and the suite that has each.
+OTHER_SLURMS := 24.11:trixie 26.05:sid
+RESIHP_TEST_RELEASES ?= /opt/resihp-tests
+export RESIHP_TEST_RELEASES
 
 setup-system:
 	@PATH="$$PATH:/usr/sbin:/sbin$$(printf ':%s' /usr/lib/postgresql/*/bin)"; missing=; \
 	for program in $(SYSTEM_PROGRAMS); do command -v $$program >/dev/null || missing="$$missing $$program"; done; \
-	if [ -z "$$missing" ]; then exit 0; fi; \
+	if [ -z "$$missing" ]; then :; else \
 	install="apt-get install -y --no-install-recommends $(SYSTEM_PACKAGES)"; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo "system packages: installing $(SYSTEM_PACKAGES)" >&2; \
@@ -43,7 +47,13 @@ setup-system:
 	  || echo "system packages: not installed; tests that need them will be skipped" >&2; \
 	else \
 	  echo "system packages:$$missing not found, tests that need them will be skipped; try: sudo $$install" >&2; \
-	fi
+	fi; fi
+	-@for slurm in $(OTHER_SLURMS); do \
+	  if [ -x "$(RESIHP_TEST_RELEASES)/slurm-$${slurm%:*}/bin/slurmctld" ]; then continue; fi; \
+	  if [ "$$(id -u)" != 0 ]; then echo "Slurm $${slurm%:*}: not unpacked, its tests will be skipped; try: sudo make setup-system" >&2; continue; fi; \
+	  tests/integration/slurm_releases.sh "$(RESIHP_TEST_RELEASES)" "$${slurm%:*}" "$${slurm#*:}" \
+	  || echo "Slurm $${slurm%:*}: not unpacked, its tests will be skipped" >&2; \
+	done
 
 demo: setup
 	rm -rf $(HOME_OF_DEMO)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
+from tests.integration import slurm_releases
 from tests.integration.cluster import Cluster, requires_slurm
 
 _home = tempfile.mkdtemp(prefix="resihp-hypothesis-")
@@ -22,13 +23,29 @@ settings.register_profile("resihp", database=None, deadline=None)
 settings.load_profile("resihp")
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests marked `every_slurm` run on each release, unless one was chosen for all."""
+    if metafunc.definition.get_closest_marker("every_slurm") is None or slurm_releases.CHOSEN:
+        return
+    releases = (slurm_releases.INSTALLED, *slurm_releases.RELEASES)
+    metafunc.parametrize("slurm_release", releases, indirect=True, ids=[f"slurm-{r or 'installed'}" for r in releases])
+
+
 @pytest.fixture
-def cluster() -> Iterator[Callable[..., Cluster]]:
+def slurm_release(request: pytest.FixtureRequest) -> str:
+    """Of the test's clusters; empty for the installed one."""
+    return str(getattr(request, "param", slurm_releases.CHOSEN))
+
+
+@pytest.fixture
+def cluster(slurm_release: str) -> Iterator[Callable[..., Cluster]]:
     """`cluster(nodes=4, gpus=2)`: a real private Slurm cluster, idle, gone after the test."""
     with ExitStack() as stack:
 
         def make(**options: Any) -> Cluster:
-            requires_slurm(isolate=bool(options.get("isolate")), network=bool(options.get("network")))
+            options.setdefault("release", slurm_release)
+            needs = {name: options[name] for name in ("isolate", "network", "release") if options.get(name)}
+            requires_slurm(**needs)
             made = Cluster(**options)
             stack.callback(made.down)
             return made.up()

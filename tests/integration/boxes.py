@@ -23,6 +23,12 @@ import psutil
 
 _FIRST = """
 hostname "$1" && mount --bind "$2" /etc/hosts || exit 1
+for program in ${3:+"$3"/*}; do
+  for place in /usr/bin /usr/sbin; do
+    there=$place/${program##*/}
+    if [ -e "$there" ]; then mount --bind "$program" "$there" || exit 1; fi
+  done
+done
 exec 3<&0
 cat <&3 >/dev/null &
 echo ready
@@ -57,10 +63,20 @@ def listening(pid: int, port: int) -> bool:
 
 
 class Box:
-    """One node's processes. `marks`: environment by which they are known where there are no namespaces."""
+    """One node's processes. `marks`: environment by which they are known where there are no namespaces.
+
+    `over`: a folder of programs that stand in the place of the system's own in there, if it has namespaces.
+    """
 
     def __init__(
-        self, name: str, *, hosts: Path, marks: Mapping[str, str], isolated: bool, network: bool = False
+        self,
+        name: str,
+        *,
+        hosts: Path,
+        marks: Mapping[str, str],
+        isolated: bool,
+        network: bool = False,
+        over: Path | None = None,
     ) -> None:
         self.name = name
         self.marks = dict(marks)
@@ -73,7 +89,7 @@ class Box:
         if isolated:
             argv = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts", "--mount"]
             argv += ["--net"] if network else []
-            argv += ["sh", "-c", _FIRST, "sh", name, str(hosts)]
+            argv += ["sh", "-c", _FIRST, "sh", name, str(hosts), str(over or "")]
             self._unshare = subprocess.Popen(
                 argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
             )

@@ -7,6 +7,8 @@
 Nodes are called n1, n2, ... and have addresses of their own (127.0.1.1, ... or, with `network`, 10.99.0.1, ...). GPUs
 are pretended. `shared` is a folder that all nodes and all users can write, as a cluster's shared file system.
 
+`release` names another Slurm than the installed one, such as "24.11" (`tests.integration.slurm_releases`).
+
 Nothing of this machine's own Slurm is used or touched. `down` ends all that was started, whoever started it. Tests get
 one by the fixture `cluster` (tests/conftest.py), which also skips where the programs are missing: `requires_slurm`.
 """
@@ -30,7 +32,7 @@ from typing import Literal
 
 import pytest
 
-from tests.integration import slurm_conf
+from tests.integration import slurm_conf, slurm_releases
 from tests.integration.boxes import Box, listening, namespaces_allowed
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "scontrol", "sinfo", "squeue", "sbatch", "scancel", "srun")
@@ -48,8 +50,10 @@ def _path() -> str:
     return os.pathsep.join([os.environ.get("PATH", os.defpath), *SYSTEM_FOLDERS])
 
 
-def requires_slurm(*, isolate: bool = False, network: bool = False) -> None:
+def requires_slurm(*, isolate: bool = False, network: bool = False, release: str = "") -> None:
     """Skip the test, saying why, where no private cluster can be started."""
+    if release and not slurm_releases.is_here(release):
+        pytest.skip(f"Slurm {release} is not in {slurm_releases.FOLDER}; try: sudo make setup-system")
     missing = [program for program in PROGRAMS if shutil.which(program, path=_path()) is None]
     if missing:
         pytest.skip(f"Slurm is not installed ({', '.join(missing)} missing); try: sudo make setup-system")
@@ -69,7 +73,8 @@ class Cluster:
     """See the module. `isolate`: namespaces per node; None is wherever they are allowed.
 
     `settings` are lines of slurm.conf that replace or add to ours. `health_check` is run as root on each node, every
-    `health_check_s` seconds.
+    `health_check_s` seconds. `gpu_type` names the model of all GPUs, or by node, `features` what each node has. A node
+    with `node_gpus` of its own has as many instead of `gpus`.
     """
 
     def __init__(
@@ -84,7 +89,15 @@ class Cluster:
         settings: Mapping[str, str] | None = None,
         health_check: Path | None = None,
         health_check_s: int = 1,
+        release: str = "",
+        gpu_type: str | Mapping[str, str] = "",
+        features: Mapping[str, str] | None = None,
+        node_gpus: Mapping[str, int] | None = None,
     ) -> None:
+        self.release = release
+        self._gpu_type = gpu_type
+        self._features = dict(features or {})
+        self._node_gpus = dict(node_gpus or {})
         self.nodes = tuple(f"n{i + 1}" for i in range(nodes))
         self.gpus = gpus
         self.cpus = cpus
@@ -122,7 +135,12 @@ class Cluster:
         """For a program that is to use this cluster; without what another cluster left in ours."""
         foreign = ("SLURM", "SBATCH", "SALLOC", "SRUN", "SQUEUE", "SINFO", "SCONTROL")
         kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
-        return {**kept, "PATH": _path(), "SLURM_CONF": str(self.configuration)}
+        return {**kept, "PATH": self._path, "SLURM_CONF": str(self.configuration)}
+
+    @property
+    def _path(self) -> str:
+        own = [str(slurm_releases.programs(self.release))] if self.release else []
+        return os.pathsep.join([*own, _path()])
 
     def address(self, node: str) -> str:
         return f"{'10.99.0' if self.network else '127.0.1'}.{self.nodes.index(node) + 1}"
@@ -151,7 +169,7 @@ class Cluster:
         before = " ".join([*self.on(), *(self.as_user(user) if user else [])])
         for name in COMMANDS:
             script = folder / name
-            script.write_text(f'#!/bin/sh\nexec {before} {shutil.which(name, path=_path())} "$@"\n')
+            script.write_text(f'#!/bin/sh\nexec {before} {shutil.which(name, path=self._path)} "$@"\n')
             script.chmod(0o755)
         return folder
 
@@ -339,7 +357,8 @@ class Cluster:
     # How it is made.
 
     def _box(self, name: str, marks: Mapping[str, str]) -> Box:
-        return Box(name, hosts=self._hosts, marks=marks, isolated=self.isolated, network=self.network)
+        over = slurm_releases.programs(self.release) if self.release else None
+        return Box(name, hosts=self._hosts, marks=marks, isolated=self.isolated, network=self.network, over=over)
 
     def _marks(self, node: str) -> dict[str, str]:
         # Slurm sets both for every process of a job, too.
@@ -364,6 +383,8 @@ class Cluster:
     def _start_slurmd(self, node: str) -> None:
         (self.folder / "spool" / node).mkdir(exist_ok=True)
         argv = ["slurmd", "-D", "-f", str(self.configuration), "-N", node]
+        if self.release:
+            argv += ["-d", str(slurm_releases.programs(self.release) / "slurmstepd")]
         log = self.folder / "log" / f"slurmd.{node}.out"
         self._slurmds[node] = self._boxes[node].start(argv, environment=self.environment, log=log)
 
@@ -407,6 +428,8 @@ class Cluster:
         self._hosts.write_text("".join(f"{address} {name}\n" for name, address in names.items()))
         host = f"{'head' if self.isolated else 'localhost'}({head})"
         settings = {**slurm_conf.usual(self.folder, host, self._port), **self.settings}
+        if self.release:
+            settings = {"PluginDir": str(slurm_releases.plugins(self.release)), **settings}
         nodes = [
             slurm_conf.node(
                 node,
@@ -415,12 +438,20 @@ class Cluster:
                 port=self.slurmd_port(node),
                 cpus=self.cpus,
                 memory_mb=self.memory_mb,
-                gpus=self.gpus,
+                gpus=self._node_gpus.get(node, self.gpus),
+                gpu_type=self._type_of(node),
+                features=self._features.get(node, ""),
             )
             for node in self.nodes
         ]
         self.configuration.write_text(slurm_conf.text(settings, nodes))
-        (self.folder / "gres.conf").write_text(slurm_conf.devices(self.folder / "dev", self.gpus))
+        kinds = {node: (self._type_of(node), self._node_gpus.get(node, self.gpus)) for node in self.nodes}
+        (self.folder / "gres.conf").write_text(slurm_conf.devices(self.folder / "dev", kinds))
+        # Newer releases look for control groups unless told not to; older ones do not read it.
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n" if self.release else "")
+
+    def _type_of(self, node: str) -> str:
+        return self._gpu_type if isinstance(self._gpu_type, str) else self._gpu_type.get(node, "")
 
 
 def _free_ports(count: int) -> int:

@@ -51,10 +51,22 @@ def usual(folder: Path, host: str, port: int) -> dict[str, str]:
     }
 
 
-def node(name: str, *, host: str, address: str, port: int, cpus: int, memory_mb: int, gpus: int) -> str:
-    gres = f" Gres=gpu:{gpus}" if gpus else ""
+def node(
+    name: str,
+    *,
+    host: str,
+    address: str,
+    port: int,
+    cpus: int,
+    memory_mb: int,
+    gpus: int,
+    gpu_type: str = "",
+    features: str = "",
+) -> str:
+    gres = f" Gres=gpu:{gpu_type + ':' if gpu_type else ''}{gpus}" if gpus else ""
+    feature = f" Feature={features}" if features else ""
     where = f"NodeName={name} NodeHostname={host} NodeAddr={address} Port={port}"
-    return f"{where} CPUs={cpus} RealMemory={memory_mb}{gres} State=UNKNOWN"
+    return f"{where} CPUs={cpus} RealMemory={memory_mb}{gres}{feature} State=UNKNOWN"
 
 
 def text(settings: Mapping[str, str], nodes: Iterable[str]) -> str:
@@ -63,11 +75,16 @@ def text(settings: Mapping[str, str], nodes: Iterable[str]) -> str:
     return "\n".join([*(f"{key}={value}" for key, value in settings.items()), *nodes, partition]) + "\n"
 
 
-def devices(folder: Path, gpus: int) -> str:
-    """All of gres.conf; makes the devices, which are all /dev/null."""
-    for gpu in range(gpus):
-        device = folder / f"gpu{gpu}"
-        if not device.is_symlink():
-            device.symlink_to("/dev/null")
-    names = f"gpu[0-{gpus - 1}]" if gpus > 1 else "gpu0"
-    return "AutoDetect=off\n" + (f"Name=gpu File={folder}/{names}\n" if gpus else "")
+def devices(folder: Path, kinds: Mapping[str, tuple[str, int]]) -> str:
+    """All of gres.conf, from (type or nothing, how many GPUs) by node; makes the devices, which are all /dev/null."""
+    lines = ["AutoDetect=off"]
+    for name, (kind, gpus) in kinds.items():
+        for gpu in range(gpus):
+            device = folder / f"gpu{gpu}"
+            if not device.is_symlink():
+                device.symlink_to("/dev/null")
+        files = f"gpu[0-{gpus - 1}]" if gpus > 1 else "gpu0"
+        typed = f" Type={kind}" if kind else ""
+        if gpus:
+            lines.append(f"NodeName={name} Name=gpu{typed} File={folder}/{files}")
+    return "\n".join(lines) + "\n"

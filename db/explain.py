@@ -133,7 +133,8 @@ def explain(entry: journal.AnyEntry) -> str:
             nodes = f" on {len(entry.nodes)} nodes" if entry.nodes else ""
             return f"job: received signal {entry.signal}{nodes} ({entry.meaning})"
         case journal.DrainDecided():
-            return f"drain {entry.drain}: node {entry.node}, {entry.reason}"
+            how = "" if entry.measure == "drain" else ", left out of the user's next jobs"
+            return f"drain {entry.drain}: node {entry.node}{how}, {entry.reason}"
         case journal.DrainAnswered():
             return f"drain {entry.drain}: node {entry.node}, {entry.step} {entry.outcome}: {entry.text}"
         case journal.NodeReleased():

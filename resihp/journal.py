@@ -270,12 +270,18 @@ class JobSignalled(Entry, frozen=True, kw_only=True):
 
 
 class DrainDecided(Entry, frozen=True, kw_only=True):
-    """A node with a verdict is to be drained. `drain` numbers the job's drains from 1, `failure` is the verdict's."""
+    """What is done about a node with a verdict. `drain` numbers these decisions from 1, `failure` is the verdict's.
+
+    `measure`: whether it is drained, or only left out of the user's next jobs; `grounds`: what for, as
+    `resihp.controller.measures` has it. Older journals know drains alone.
+    """
 
     drain: int
     node: str
     failure: int
     reason: str
+    measure: Literal["drain", "exclude"] = "drain"
+    grounds: Literal["hardware", "died again", "died", "agent"] = "hardware"
 
 
 class DrainAnswered(Entry, frozen=True, kw_only=True):

@@ -77,6 +77,9 @@ class Slurm(Protocol):
     def nodes(self, names: Sequence[str]) -> Mapping[str, NodeView]:
         """These nodes; one that Slurm does not know is left out."""
 
+    def drained(self) -> Mapping[str, NodeView]:
+        """All nodes of the cluster that are drained or draining."""
+
     def job(self, job_id: str) -> JobView | None:
         """One job, pending, running or just ended; None when Slurm does not know it."""
 

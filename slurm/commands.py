@@ -95,6 +95,11 @@ class CommandLine:
             views |= {name: view for name, view in found.items() if name in some}
         return views
 
+    def drained(self) -> Mapping[str, NodeView]:
+        options = ["-h", "-N", "--all", "--noconvert", "-t", "drain", "-O", reading.NODE_FORMAT]
+        found = reading.nodes(self._ask("slurm", "sinfo", *options))
+        return {name: view for name, view in found.items() if view.draining}
+
     def job(self, job_id: str) -> JobView | None:
         return self.jobs([job_id]).get(job_id)
 

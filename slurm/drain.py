@@ -1,11 +1,11 @@
 """The drain ladder: what is done about one node with a verdict, rung by rung.
 
-    slurm       scontrol drains it, where we are allowed to;
+    slurm       scontrol drains it, where we are allowed to, and as far as the site allows;
     spool       else a request for the site's hook, where the site has one;
-    exclusion   always: our own jobs stay away from it for a while.
+    exclusion   always: our own jobs stay away from it for a while. The only one for a node that is not to be drained.
 
-Decides nothing about whether a node is bad or how many may be drained: callers do (`resihp.controller.upkeep` through
-`wrapper.slurm_desk`, and `resihp node`). Synchronous; each rung's failure is its outcome, in the terms of
+Decides nothing about whether a node is bad or how many a job may have drained: callers do (`resihp.controller.upkeep`
+through `wrapper.slurm_desk`, and `resihp node`). Synchronous; each rung's failure is its outcome, in the terms of
 `journal.DrainAnswered`, and nothing raises.
 """
 
@@ -23,12 +23,10 @@ import msgspec
 from slurm import spool as requests
 from slurm.client import PREFIX, NodeView, Slurm, sanitised
 from slurm.errors import SlurmError, SlurmRefusedError
-from slurm.exclusions import Exclusions
+from slurm.exclusions import FOR_S, Exclusions, Measure
 from slurm.polite import Polite
 from slurm.spool import SpoolError
 
-EXCLUDED_S = 7 * 86400.0
-"""How long our own jobs stay away from a node: nobody tells us when it is mended."""
 NOT_RESPONDING = "Not responding"
 """Slurm's own words for a node that it cannot reach; nobody has set it aside."""
 
@@ -54,24 +52,27 @@ def climb(
     spool: Path | None,
     exclusions: Exclusions,
     now: float,
-    exclude_s: float = EXCLUDED_S,
+    exclude_s: float = FOR_S["hardware"],
+    measure: Measure = "drain",
+    most_drained: int | None = None,
 ) -> Iterator[Step]:
     """Climb for `node` of job `job_id`; each rung is told when it has been tried.
 
     `allowed_nodes`: what the job holds or has held; of others nothing is even asked. The batch host is only kept out of
-    later jobs: its end is the job's. Caps are the caller's.
+    later jobs: its end is the job's. How many a job may have drained is the caller's; `most_drained` is the site's: so
+    many nodes of the cluster at a time, whoever of us drained them (jobs that drain in the same second may exceed it).
     """
     if not _NODE.fullmatch(node) or node not in allowed_nodes:
         yield _step("slurm", "refused", f"node {node[:64]!r}: job {job_id} does not hold it and never has")
         return
-    if node == batch_host:
+    if measure == "drain" and node == batch_host:
         yield _step("slurm", "refused", f"node {node}: the batch host of job {job_id} is never drained by it")
-    else:
-        first = _drained(slurm, node, sanitised(reason))
+    elif measure == "drain":
+        first, ask = _drained(slurm, node, sanitised(reason), most_drained)
         yield first
-        if first.outcome != "done" and spool is not None:
+        if ask and spool is not None:
             yield _asked(spool, "drain", node, job_id=job_id, reason=reason, now=now)
-    yield _excluded(exclusions, node, reason, now + exclude_s, job_id)
+    yield _excluded(exclusions, node, reason, job_id, measure, now, exclude_s)
 
 
 def descend(
@@ -114,22 +115,30 @@ def _view(slurm: Slurm, node: str) -> NodeView | None:
     return views.get(node)
 
 
-def _drained(slurm: Slurm, node: str, reason: str) -> Step:
+def _drained(slurm: Slurm, node: str, reason: str, most: int | None) -> tuple[Step, bool]:
+    """And whether the hook may be asked, should this not do: not where the site has enough nodes drained."""
     try:
         view = _view(slurm, node)
         if view is None:
-            return _step("slurm", "refused", f"node {node}: Slurm does not know it")
+            return _step("slurm", "refused", f"node {node}: Slurm does not know it"), True
         if set_aside(view):
             state = "+".join([view.state, *sorted(view.flags)])
             whose = f" by {view.reason_by}" if view.reason_by else ""
             stands = f"{view.reason!r}{whose} stands" if view.reason else "no reason was given"
-            return _step("slurm", "done", f"node {node}: is {state} already; {stands}")
+            return _step("slurm", "done", f"node {node}: is {state} already; {stands}"), False
+        if most is not None:
+            ours = sum(each.reason.startswith(PREFIX) for each in slurm.drained().values())
+            if ours >= most:
+                text = (
+                    f"node {node}: not drained: {ours} nodes are, with our reason, and the site allows {most} at a time"
+                )
+                return _step("slurm", "refused", f"{text}; try: sinfo -R | grep {PREFIX.strip()}"), False
         slurm.drain(node, reason)
     except SlurmRefusedError as error:
-        return _step("slurm", "refused", f"node {node}: {error}")
+        return _step("slurm", "refused", f"node {node}: {error}"), True
     except (SlurmError, OSError) as error:
-        return _step("slurm", "unknown", f"node {node}: {error}")
-    return _step("slurm", "done", f"node {node}: drained: {reason}")
+        return _step("slurm", "unknown", f"node {node}: {error}"), True
+    return _step("slurm", "done", f"node {node}: drained: {reason}"), False
 
 
 def _undrained(slurm: Slurm, node: str, user: str, uid: int) -> tuple[Step, bool]:
@@ -164,9 +173,12 @@ def _asked(spool: Path, kind: Literal["drain", "undrain"], node: str, *, job_id:
     return _step("spool", "done", f"node {node}: {kind} asked for in {path}; the site's hook decides")
 
 
-def _excluded(exclusions: Exclusions, node: str, reason: str, until: float, job_id: str) -> Step:
+def _excluded(
+    exclusions: Exclusions, node: str, reason: str, job_id: str, measure: Measure, now: float, for_s: float
+) -> Step:
+    words = sanitised(reason).removeprefix(PREFIX)
     try:
-        added = exclusions.add(node, sanitised(reason).removeprefix(PREFIX), until, job_id=job_id)
+        added = exclusions.add(node, words, now + for_s, job_id=job_id, measure=measure, now=now)
     except SlurmError as error:
         return _step("exclusion", "unknown", f"node {node}: {error}")
     when = f"{datetime.fromtimestamp(added.expires_at, UTC):%Y-%m-%d %H:%M} UTC"

@@ -1,9 +1,9 @@
 """Nodes that we keep out of our own allocations: the rung of the drain ladder that needs nobody's permission.
 
 One file for each cluster, `<home>/exclusions/<cluster>.json`, since node names repeat between clusters. Each node has a
-time after which it is used again: a broken node is mended some day, and nobody tells us. Many jobs of a user share the
-file: it is changed under a lock, and replaced whole. One that cannot be read excludes nothing, with a warning, and is
-kept beside the new one when that is written. Used by `slurm.drain`, whoever submits, and `resihp node`.
+time after which it is used again (`FOR_S`): a broken node is mended some day, and nobody tells us. Many jobs of a user
+share the file: it is changed under a lock, and replaced whole. One that cannot be read excludes nothing, with a
+warning, and is kept beside the new one when that is written. Used by `slurm.drain`, whoever submits, and `resihp node`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from slurm.errors import SlurmError
 
 VERSION = 1
+Measure = Literal["drain", "exclude"]
+FOR_S = {"hardware": 7 * 86400.0, "died again": 7 * 86400.0, "died": 86400.0, "agent": 3600.0}
+"""How long a job's own user does without a node, by grounds (`journal.DrainDecided`). What is broken takes people to
+mend. A node that died may do so again, soonest in its first day. One that answers was short of memory, or somebody
+killed our agent there: an hour lets another job leave."""
 LOCK_S = 5.0
 """How long another process may keep us from changing the file: it holds the lock for milliseconds."""
 
@@ -33,12 +39,17 @@ class ExclusionError(SlurmError):
 
 
 class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
-    """Times are UTC, seconds since 1970. `job_id` is the job that found it bad, empty when a user excluded it."""
+    """Times are UTC, seconds since 1970. `job_id` is the job that found it bad, empty when a user excluded it.
+
+    `measure`: whether it was to be drained as well. `since`: when it was excluded, 0 where that is not known.
+    """
 
     node: str
     reason: str
     expires_at: float
     job_id: str = ""
+    measure: Measure = "drain"
+    since: float = 0.0
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,13 +78,22 @@ class Exclusions:
         """All that was ever excluded, by name, also what has expired or was taken back (at 0)."""
         return tuple(sorted(self._read(), key=lambda item: item.node))
 
-    def add(self, node: str, reason: str, expires_at: float, *, job_id: str = "") -> Exclusion:
+    def add(
+        self,
+        node: str,
+        reason: str,
+        expires_at: float,
+        *,
+        job_id: str = "",
+        measure: Measure = "exclude",
+        now: float = 0.0,
+    ) -> Exclusion:
         """Exclude a node; one that is excluded for longer stays so. Raises ExclusionError."""
-        added = Exclusion(node=node, reason=reason, expires_at=expires_at, job_id=job_id)
+        added = Exclusion(node=node, reason=reason, expires_at=expires_at, job_id=job_id, measure=measure, since=now)
         with self._changing() as items:
             before = items.get(node)
             if before is not None and before.expires_at > expires_at:
-                added = msgspec.structs.replace(added, expires_at=before.expires_at)
+                added = msgspec.structs.replace(added, expires_at=before.expires_at, measure=before.measure)
             items[node] = added
         return added
 

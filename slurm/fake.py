@@ -117,6 +117,12 @@ class FakeSlurm:
             self._answer()
             return {name: self.node_views[name] for name in names if name in self.node_views}
 
+    def drained(self) -> Mapping[str, NodeView]:
+        with self._lock:
+            self._called("drained")
+            self._answer()
+            return {name: view for name, view in self.node_views.items() if view.draining}
+
     def job(self, job_id: str) -> JobView | None:
         return self.jobs([job_id]).get(job_id)
 

@@ -145,6 +145,10 @@ class Polite:
         usual = self._nodes_fresh_s
         return self._nodes.get(names, usual if fresh_s is None else fresh_s, usual * FORGET_AFTER)
 
+    def drained(self) -> Mapping[str, NodeView]:
+        """Asked anew each time: a drain, which is rare, depends on it."""
+        return self._count("drained", self._slurm.drained)()
+
     def job(self, job_id: str, *, fresh_s: float | None = None, urgent: bool = False) -> JobView | None:
         return self.jobs([job_id], fresh_s=fresh_s, urgent=urgent).get(job_id)
 

@@ -209,6 +209,8 @@ class SiteSection(Section):
 
     drains: int | None = Field(default=None, ge=0)
     """Highest `slurm.drains`."""
+    drained: int | None = Field(default=None, ge=0)
+    """How many nodes of the cluster may be drained with our reason at a time, by all jobs; the hook has --drained."""
     replacements: int | None = Field(default=None, ge=0)
     """Highest `slurm.replacements`."""
     spares: int | None = Field(default=None, ge=0)

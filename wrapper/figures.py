@@ -159,7 +159,7 @@ def follow(figures: Figures, record: journal.Record) -> None:
             seconds = figures.reconfiguration_seconds.get(entry.action, 0.0) + entry.seconds
             figures.reconfiguration_seconds[entry.action] = seconds
             figures.bytes_moved += entry.bytes_moved
-        case journal.DrainDecided():
+        case journal.DrainDecided(measure="drain"):
             figures.drains += 1
         case journal.DrainAnswered():
             figures.drain_answers[entry.step, entry.outcome] += 1

@@ -93,6 +93,7 @@ def drain(
         exclusions=_exclusions(slurm),
         now=time.time(),
         exclude_s=_seconds(keep_out),
+        most_drained=_most_drained(),
     )
     outcomes = _print(steps, as_json)
     if not _reached(outcomes):
@@ -164,7 +165,8 @@ def exclude(
         _message(f"node {node}: used again by your jobs on cluster {exclusions.cluster}")
     else:
         words = sanitised(reason).removeprefix(PREFIX.strip()).strip()
-        added = exclusions.add(node, words, time.time() + _seconds(keep_out))
+        now = time.time()
+        added = exclusions.add(node, words, now + _seconds(keep_out), now=now)
         _message(f"node {node}: kept out of your jobs on cluster {exclusions.cluster} until {_day(added.expires_at)}")
     if as_json:
         print(json.dumps({"schema": SCHEMA, "rows": _rows(exclusions, None)}))
@@ -257,6 +259,12 @@ def _spool(given: Path | None) -> Path | None:
     return folder_of(str(given) if given else read({}).slurm.spool)
 
 
+def _most_drained() -> int | None:
+    from wrapper.config import read
+
+    return read({}).site.drained
+
+
 def _exclusions(slurm: Slurm) -> Exclusions:
     from slurm.exclusions import Exclusions
     from wrapper.jobs import home
@@ -315,6 +323,7 @@ def _rows(exclusions: Exclusions, slurm: Slurm | None) -> list[dict[str, Any]]:
                 "node": item.node,
                 "excluded_until": _iso(item.expires_at) if item.expires_at > now else None,
                 "excluded_because": item.reason,
+                "measure": item.measure,
                 "job": item.job_id or None,
                 "drained_by_us": ours,
                 "state": None if view is None else "+".join([view.state, *sorted(view.flags)]),

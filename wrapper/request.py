@@ -57,6 +57,11 @@ class SlurmRequest(msgspec.Struct, frozen=True, kw_only=True):
     replacement_min_left_s: float = 1800.0
     replacement_wait_s: float = 60.0
     drains: int = 0
+    """What earlier runs of the Slurm job have left of it."""
+    died_before: tuple[str, ...] = ()
+    """Nodes that died under these."""
+    most_drained: int | None = None
+    """How many nodes of the cluster may be drained by us at a time, whoever of us drained them; None: any number."""
     spool: str = ""
     on_warning: Literal["requeue", "end"] = "requeue"
 
@@ -167,6 +172,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
             spares=self.spares,
             slurm=slurm is not None,
             drains=slurm.drains if slurm else 0,
+            died_before=slurm.died_before if slurm else (),
             replacements=slurm.replacements if slurm else 0,
             replacement_least_left_s=slurm.replacement_min_left_s if slurm else 0.0,
             replacement_wait_s=slurm.replacement_wait_s if slurm else 60.0,

@@ -36,7 +36,7 @@ from slurm import drain, replacement
 from slurm.client import JobView, NodeView
 from slurm.commands import CommandLine
 from slurm.errors import SlurmError, SlurmRefusedError, SlurmUnavailableError
-from slurm.exclusions import Exclusions
+from slurm.exclusions import FOR_S, Exclusions
 from slurm.polite import Polite
 from slurm.replacement import ReplacementJob
 from slurm.spool import folder_of
@@ -307,6 +307,9 @@ class SlurmDesk:
             spool=folder_of(self._main.spool),
             exclusions=self._exclusions,
             now=self._now(),
+            exclude_s=FOR_S[action.grounds],
+            measure=action.measure,
+            most_drained=self._main.most_drained,
         )
 
     def _next_rung(self, action: api.DrainNode, rungs: Iterator[drain.Step]) -> Done:

@@ -16,7 +16,7 @@ from typing import Any
 from resihp import faults
 from resihp.errors import UsageError
 from slurm.client import Slurm
-from wrapper import allocation, container, guardian, listeners
+from wrapper import allocation, container, earlier_runs, guardian, listeners
 from wrapper.allocation import Allocation
 from wrapper.config import Configuration, check_partition, read
 from wrapper.jobs import create_local_job, create_slurm_job, home
@@ -181,6 +181,7 @@ def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm) -> 
         )
     host_names = allocation.addresses(slurm, found.nodes)
     here = host_names.get(found.batch_node) or socket.gethostname()
+    earlier = earlier_runs.of(found.job_id, _notice)
     others = [name for node, name in host_names.items() if node != found.batch_node]
     request = SlurmRequest(
         job_id=found.job_id,
@@ -200,7 +201,9 @@ def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm) -> 
         replacements=section.replacements,
         replacement_min_left_s=section.replacement_min_left,
         replacement_wait_s=section.replacement_wait,
-        drains=section.drains,
+        drains=max(0, section.drains - earlier.drained),
+        died_before=earlier.died,
+        most_drained=configuration.site.drained,
         spool=section.spool,
         on_warning=section.on_warning,
     )

@@ -31,9 +31,18 @@ def condemns_its_device(job: Job, member: Member) -> bool:
 
     What a line says that may be about another device of the node is left to `explain`, which hears all.
     """
-    found = diagnose([_report(job, member, own=True)], tuple(job.diagnoses))
+    found = _own(job, member)
     located = (found.node, found.device) == (member.node, member.device)
     return found.category == "device" and found.blames_node and located and _is_telling(found, member)
+
+
+def own_words(job: Job, member: Member) -> str:
+    """Why a process ended, as far as it said so itself."""
+    return _own(job, member).cause
+
+
+def _own(job: Job, member: Member) -> Diagnosis:
+    return diagnose([_report(job, member, own=True)], tuple(job.diagnoses))
 
 
 def explain(job: Job) -> None:

@@ -171,6 +171,8 @@ def node_incident(job: Job, name: str, reason: str, ranks: list[int]) -> set[int
     job.incidents = [i for i in job.incidents if i not in earlier]
     job.dead_devices -= {i.condemned for i in earlier if i.condemned is not None}  # the journal will not tell of it
     victims = {*ranks, *(rank for i in earlier for rank in i.ranks)}
+    broken = [causes.own_words(job, job.members[rank]) for i in earlier if i.condemned for rank in sorted(i.ranks)]
+    before = f"; before, {broken[0]}" if broken else ""  # hardware that fails may take its node along
     injected = [job.signalled[rank] for rank in sorted(victims) if rank in job.signalled]
     if not victims:  # its workers were gone before, and accounted for
         job.say("warning", f"node {name}: {reason}")
@@ -180,7 +182,7 @@ def node_incident(job: Job, name: str, reason: str, ranks: list[int]) -> set[int
         Incident(
             kind="fail-stop",
             component="node",
-            cause=f"node {name}: {reason}",
+            cause=f"node {name}: {reason}{before}",
             evidence=reason,
             found_at=min([job.now, *(i.found_at for i in earlier)]),
             iteration=under_way(job, victims),

@@ -49,7 +49,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     slurm: bool = False
     """Whether there is a Slurm to drain nodes, take them back, and give others."""
     drains: int = 0
-    """How many nodes this job may ask to have drained."""
+    """How many nodes this job may ask to have drained: what earlier runs of the same Slurm job have left of it."""
+    died_before: tuple[str, ...] = ()
+    """Nodes that died under earlier runs of the same Slurm job."""
     replacements: int = 0
     """How many nodes this job may ask for in place of lost ones."""
     replacement_least_left_s: float = 1800.0
@@ -295,11 +297,16 @@ class DropNode(Action, frozen=True, kw_only=True):
 
 
 class DrainNode(Action, frozen=True, kw_only=True):
-    """Climb the drain ladder for a node with a verdict; each rung answers with `DrainStep`."""
+    """Climb the drain ladder for a node with a verdict; each rung answers with `DrainStep`.
+
+    `measure` "exclude": only the rung that keeps it out of the user's own jobs. `grounds`: as in `DrainDecided`.
+    """
 
     drain: int
     node: str
     reason: str
+    measure: Literal["drain", "exclude"] = "drain"
+    grounds: Literal["hardware", "died again", "died", "agent"] = "hardware"
 
 
 class ReleaseNode(Action, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from resihp.controller.interface import AnyAction, AnyEvent, Order, Say, Settings
+from resihp.controller.measures import Grounds, Measure
 from resihp.detector.clues import Clue
 from resihp.detector.diagnosis import Diagnosis
 from resihp.detector.findings import Finding
@@ -289,21 +290,27 @@ def natural(name: str) -> tuple[tuple[int, str | int], ...]:
 
 @dataclass
 class Verdict:
-    """A node that a failure found was laid to; it is drained, unless more is learnt meanwhile."""
+    """A node that a failure found was laid to; something is done about it, unless more is learnt meanwhile."""
 
     failure: int
     node: str
     cause: str
     ranks: tuple[int, ...]
     found_at: float
+    hardware: bool
+    """Something of it is broken: it did not just die."""
 
 
 @dataclass
 class Drain:
+    """What was decided about a node (`journal.DrainDecided`), which need not be a drain."""
+
     number: int
     node: str
     failure: int
     reason: str
+    measure: Measure
+    grounds: Grounds
     decided_at: float
     answers: dict[str, str] = field(default_factory=dict)
     """How each rung that answered went."""
@@ -320,8 +327,7 @@ class LostNode:
 
     name: str
     lost_at: float
-    signalled: bool
-    """Its agent was killed by a signal, and did not just fall silent."""
+    reason: str
     tries: int = 0
     """How often Slurm was asked to take it back."""
     next_try_at: float = 0.0
@@ -330,6 +336,12 @@ class LostNode:
     told: bool = False
     """A refusal is in the journal."""
     released: bool = False
+
+    @property
+    def answers(self) -> bool:
+        """Its agent alone ended, as somebody there could tell (`wrapper.agent_links`), or we left it (`upkeep`); it
+        did not just fall silent."""
+        return self.reason.startswith(("its agent ", "no device "))
 
 
 @dataclass

@@ -1,17 +1,18 @@
-"""The job's nodes: bad ones are drained and given back, and Slurm's view of them is compared with our own.
+"""The job's nodes: bad ones are drained or left out, lost ones given back, Slurm's view is compared with our own.
 
-Decides when a node with a verdict is drained, when a lost one is given back to Slurm, and what to make of what Slurm
-says. A verdict is a failure found that names a node or a device; nothing is ever done on a suspicion, to the node that
-the batch script runs on, or while the job is being stopped. Our own observation wins over Slurm's: what it says of a
-node leads to words, never to action. New nodes are the business of `replacements`. All that this remembers follows from
-the journal (`replay`), so that a new supervisor goes on where the last one was (`resume`). Called by the controller at
-the end of each event, and with what Slurm answers.
+Decides when something is done about a node with a verdict (what, is `measures`'), when a lost one is given back to
+Slurm, and what to make of what Slurm says. A verdict is a failure found that names a node or a device; nothing is ever
+done on a suspicion, to the node that the batch script runs on, or while the job is being stopped. Our own observation
+wins over Slurm's: what it says of a node leads to words, never to action. New nodes are the business of `replacements`.
+All that this remembers follows from the journal (`replay`), so that a new supervisor goes on where the last one was
+(`resume`). Called by the controller at the end of each event, and with what Slurm answers.
 """
 
 from __future__ import annotations
 
-from resihp.controller import failures, newcomers, replacements
+from resihp.controller import failures, measures, newcomers, replacements
 from resihp.controller import interface as api
+from resihp.controller.measures import Decision
 from resihp.controller.state import COINCIDENCE_S, Drain, Job, LostNode, Verdict, natural
 from resihp.journal import (
     AnyEntry,
@@ -25,9 +26,13 @@ from resihp.journal import (
 
 DRAIN_PATIENCE_S = 10.0
 """A node is drained before it is given back, or Slurm could give it to somebody else in between; so long that waits."""
+SLURM_NOTICES_S = 330.0
+"""A node that fell silent and is not drained is kept until Slurm has seen that it is gone: for SlurmdTimeout, which is
+300 s where the site has not changed it."""
 RELEASE_PAUSES_S = (10.0, 60.0, 300.0)
 """Between the tries to give a node back. Without accounting, Slurm takes nodes of a job back but once."""
 REASON_LENGTH = 120
+USELESS = "no device of it can be used any more"
 
 
 def review(job: Job) -> None:
@@ -42,28 +47,46 @@ def review(job: Job) -> None:
     if job.departure is not None:
         job.upkeep.verdicts.clear()
     else:
-        _drain(job)
+        _act(job)
         if job.phase != "halting":
             _leave_useless(job)
             _release(job)
     replacements.review(job)
 
 
-# --- drains -------------------------------------------------------------------------------------------------------
+# --- bad nodes ----------------------------------------------------------------------------------------------------
 
 
-def _drain(job: Job) -> None:
-    """Act on verdicts, once no other node's end can make them doubtful any more."""
+def _act(job: Job) -> None:
+    """On verdicts, once no other node's end can make them doubtful any more."""
     upkeep = job.upkeep
     for verdict in tuple(upkeep.verdicts.values()):
         if job.now - verdict.found_at < COINCIDENCE_S:
             continue
         del upkeep.verdicts[verdict.node]
-        if _may_be_drained(job, verdict):
-            number, reason = len(upkeep.drains) + 1, _reason(job, verdict)
-            record(job, DrainDecided(drain=number, node=verdict.node, failure=verdict.failure, reason=reason))
-            job.say("notice", f"node {verdict.node}: to be drained")
-            job.do(api.DrainNode(drain=number, node=verdict.node, reason=reason))
+        decision = _decision(job, verdict)
+        if decision is not None:
+            number = len(upkeep.drains) + 1
+            record(
+                job,
+                DrainDecided(
+                    drain=number,
+                    node=verdict.node,
+                    failure=verdict.failure,
+                    reason=_reason(job, verdict),
+                    measure=decision.measure,
+                    grounds=decision.grounds,
+                ),
+            )
+            what = "to be drained" if decision.measure == "drain" else "left out of your next jobs, not drained"
+            job.say("notice", f"node {verdict.node}: {what} ({measures.TOLD[decision.grounds]})")
+            job.do(_climb(upkeep.drains[number]))
+
+
+def _climb(drain: Drain) -> api.DrainNode:
+    return api.DrainNode(
+        drain=drain.number, node=drain.node, reason=drain.reason, measure=drain.measure, grounds=drain.grounds
+    )
 
 
 def _reason(job: Job, verdict: Verdict) -> str:
@@ -75,25 +98,30 @@ def _reason(job: Job, verdict: Verdict) -> str:
     return f"job {job.settings.job} lost rank {ranks}: {cause}"[:REASON_LENGTH]
 
 
-def _may_be_drained(job: Job, verdict: Verdict) -> bool:
+def _decision(job: Job, verdict: Verdict) -> Decision | None:
     upkeep = job.upkeep
-    if verdict.node == job.settings.batch_node or len(upkeep.drains) >= job.settings.drains:
-        return False
-    if job.excused(verdict.node, verdict.found_at):
-        return False
-    return all(drain.node != verdict.node for drain in upkeep.drains.values()) and not _common_cause(job, verdict.node)
-
-
-def _common_cause(job: Job, name: str) -> bool:
-    """Whether somebody ended several nodes' agents at once: Slurm, an administrator; the nodes are not to blame."""
-    lost = job.upkeep.lost.get(name)
-    if lost is None or not lost.signalled:
-        return False
-    return any(
-        other.signalled and abs(other.lost_at - lost.lost_at) <= COINCIDENCE_S
-        for other in job.upkeep.lost.values()
-        if other is not lost
+    if verdict.node == job.settings.batch_node or job.excused(verdict.node, verdict.found_at):
+        return None
+    if any(drain.node == verdict.node for drain in upkeep.drains.values()):
+        return None
+    lost = upkeep.lost.get(verdict.node)
+    return measures.decide(
+        hardware=verdict.hardware,
+        answers=lost is not None and lost.answers,
+        together=lost is not None and _together(job, lost),
+        died_before=verdict.node in job.settings.died_before,
+        may_drain=sum(drain.measure == "drain" for drain in upkeep.drains.values()) < job.settings.drains,
     )
+
+
+def _together(job: Job, lost: LostNode) -> bool:
+    """Whether more than this node was lost at once: to Slurm, an administrator, a switch; no node is to blame.
+
+    What was decided about is not: it was lost alone, COINCIDENCE_S before.
+    """
+    decided = {drain.node for drain in job.upkeep.drains.values()}
+    others = [other for other in job.upkeep.lost.values() if other is not lost and other.name not in decided]
+    return any(abs(other.lost_at - lost.lost_at) <= COINCIDENCE_S for other in others)
 
 
 def drain_step(job: Job, event: api.DrainStep) -> None:
@@ -119,7 +147,7 @@ def _leave_useless(job: Job) -> None:
         busy = any(job.members[rank].node == node.name for rank in job.live)
         starting = any(place.node == node.name and not place.settled for place in job.placements)
         if not busy and not starting and job.phase == "running" and job.transition is None:
-            reason = "no device of it can be used any more"
+            reason = USELESS
             failures.node_lost(job, node.name, reason)
             replay(job, NodeLost(node=node.name, reason=reason))
 
@@ -143,8 +171,18 @@ def _is_due(job: Job, lost: LostNode) -> bool:
         return False
     if lost.name in upkeep.verdicts or any(incident.node == lost.name for incident in job.incidents):
         return False
-    drains = [drain for drain in upkeep.drains.values() if drain.node == lost.name]
-    return all(drain.settled or job.now - drain.decided_at > DRAIN_PATIENCE_S for drain in drains)
+    return _is_for_others(job, lost)
+
+
+def _is_for_others(job: Job, lost: LostNode) -> bool:
+    """Whether Slurm may have it back: it would give it to the next job, dead or not, if it did not know better."""
+    drains = [drain for drain in job.upkeep.drains.values() if drain.node == lost.name and drain.measure == "drain"]
+    if not all(drain.settled or job.now - drain.decided_at > DRAIN_PATIENCE_S for drain in drains):
+        return False
+    if lost.answers or any(drain.answers.get("slurm") == "done" for drain in drains):
+        return True
+    seen = job.upkeep.slurm_sees.get(lost.name)
+    return (seen is not None and not _is_usable(seen[0])) or job.now - lost.lost_at > SLURM_NOTICES_S
 
 
 def _is_leased(job: Job, name: str) -> bool:
@@ -211,12 +249,19 @@ def replay(job: Job, entry: AnyEntry) -> None:
     upkeep = job.upkeep
     match entry:
         case NodeLost():
-            signalled = "was killed by" in entry.reason  # as `resihp.process.ending` has it
-            upkeep.lost[entry.node] = LostNode(entry.node, job.now, signalled)
+            upkeep.lost[entry.node] = LostNode(entry.node, job.now, entry.reason)
         case FailureFound(kind="fail-stop", component="node" | "device") if entry.node is not None:
-            upkeep.verdicts[entry.node] = Verdict(entry.failure, entry.node, entry.cause, entry.ranks, job.now)
+            lost = upkeep.lost.get(entry.node)
+            died = lost is not None and entry.cause == f"node {lost.name}: {lost.reason}"  # as `failures` has it
+            known = upkeep.verdicts.get(entry.node)
+            if known is None or not known.hardware:
+                upkeep.verdicts[entry.node] = Verdict(
+                    entry.failure, entry.node, entry.cause, entry.ranks, job.now, hardware=not died
+                )
         case DrainDecided():
-            upkeep.drains[entry.drain] = Drain(entry.drain, entry.node, entry.failure, entry.reason, job.now)
+            upkeep.drains[entry.drain] = Drain(
+                entry.drain, entry.node, entry.failure, entry.reason, entry.measure, entry.grounds, job.now
+            )
             upkeep.verdicts.pop(entry.node, None)
         case DrainAnswered() if entry.drain in upkeep.drains:
             upkeep.drains[entry.drain].answers[entry.step] = entry.outcome
@@ -239,9 +284,9 @@ def resume(job: Job) -> None:
     for drain in upkeep.drains.values():
         drain.decided_at = job.now
         if not drain.settled:
-            job.do(api.DrainNode(drain=drain.number, node=drain.node, reason=drain.reason))
+            job.do(_climb(drain))
     for lost in upkeep.lost.values():
-        lost.next_try_at = job.now + COINCIDENCE_S
+        lost.lost_at, lost.next_try_at = job.now, job.now + COINCIDENCE_S
         job.do(api.WatchNode(node=lost.name))
     for request in upkeep.requests.values():
         if request.state == "joined" and request.node is not None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from slurm.client import PREFIX, NodeView
-from slurm.drain import EXCLUDED_S, Step, climb, descend
-from slurm.exclusions import Exclusions
+from slurm.drain import Step, climb, descend
+from slurm.exclusions import FOR_S, Exclusions
 from slurm.fake import FakeSlurm
 from slurm.polite import Polite
 
@@ -79,7 +79,8 @@ def test_who_may_drain_drains(operator: Ladder) -> None:
     (exclusion,) = operator.exclusions.current(NOW)
     assert exclusion.node == "n3"
     assert exclusion.job_id == "17"
-    assert exclusion.expires_at == NOW + EXCLUDED_S
+    assert exclusion.expires_at == NOW + FOR_S["hardware"]
+    assert (exclusion.measure, exclusion.since) == ("drain", NOW)
     assert exclusion.reason == "rank 3 died"
 
 
@@ -105,6 +106,31 @@ def test_a_drain_whose_answer_is_lost_is_unknown(operator: Ladder) -> None:
     operator.slurm.swallow_answers = True
     assert outcomes(operator.climb("n3"))["slurm"] == "unknown"
     assert operator.slurm.node_views["n3"].draining
+
+
+def test_what_is_not_to_be_drained_is_only_left_out(operator: Ladder) -> None:
+    assert outcomes(operator.climb("n3", measure="exclude", exclude_s=60.0)) == {"exclusion": "done"}
+    assert not operator.slurm.node_views["n3"].draining
+    assert operator.requests == []
+    assert operator.slurm.calls == {}, "Slurm is not even asked"
+    (exclusion,) = operator.exclusions.current(NOW)
+    assert (exclusion.expires_at, exclusion.measure) == (NOW + 60.0, "exclude")
+
+
+def test_no_more_nodes_are_drained_than_the_site_allows(operator: Ladder) -> None:
+    operator.drained_by("bob", f"{PREFIX}job 4 lost rank 1: Xid 79", "n1")
+    operator.drained_by("root", "disk", "n2")
+    steps = operator.climb("n3", most_drained=1)
+    assert outcomes(steps) == {"slurm": "refused", "exclusion": "done"}, "nor is the hook asked"
+    assert "the site allows 1 at a time; try: sinfo -R | grep resihp:" in steps[0].text
+    assert not operator.slurm.node_views["n3"].draining
+    assert outcomes(operator.climb("n3", most_drained=2))["slurm"] == "done"
+
+
+def test_where_it_is_not_known_how_many_are_drained_none_is(operator: Ladder) -> None:
+    operator.slurm.refuse["drained"] = "Access denied"
+    assert outcomes(operator.climb("n3", most_drained=9))["slurm"] == "refused"
+    assert not operator.slurm.node_views["n3"].draining
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,10 @@ class Allocation:
         self.blamed: dict[int, FailureFound] = {}
         self.lost: list[str] = []
         self.drains: dict[int, str] = {}
+        self.drained = 0
+        """How many of these are drains, and not only exclusions."""
+        self.deaths: dict[str, str] = {}
+        """How nodes were lost, in a failure's words."""
         self.answered: set[tuple[int, str, str]] = set()
         """(drain, step, outcome) that were told."""
         self.released: set[str] = set()
@@ -59,7 +63,9 @@ class Allocation:
         match action:
             case api.DrainNode():
                 rungs: list[tuple[Any, Any]] = [("slurm", "done"), ("exclusion", "done")]
-                if rng.random() < 0.5:
+                if action.measure == "exclude":
+                    rungs = [("exclusion", rng.choice(["done", "unknown"]))]
+                elif rng.random() < 0.5:
                     rungs = [("slurm", rng.choice(["refused", "unknown"])), ("spool", rng.choice(["done", "refused"]))]
                 for step, outcome in rungs[: rng.choice([0, 1, 2, 2, 2])]:
                     told = api.DrainStep(drain=action.drain, node=action.node, step=step, outcome=outcome, text="")
@@ -169,7 +175,11 @@ class Allocation:
                 expect(failure.component in ("node", "device"), f"{entry} because of a {failure.component}")
                 expect(entry.node != scenario.batch_node, f"{entry} is the batch host's")
                 expect(entry.node not in self.drains.values(), f"{entry} twice")
-                expect(len(self.drains) < scenario.drains, f"{entry} is one too many")
+                if entry.measure == "drain":
+                    self.drained += 1
+                    expect(self.drained <= scenario.drains, f"{entry} is one too many")
+                    expect(entry.grounds == "hardware", f"{entry} though nothing says that it is broken")
+                    expect(failure.cause != self.deaths.get(entry.node), f"{entry} because it died")
                 expect(entry.drain == len(self.drains) + 1, f"{entry} after {len(self.drains)}")
                 self.drains[entry.drain] = entry.node
             case DrainAnswered():
@@ -185,6 +195,7 @@ class Allocation:
                 self.blamed[entry.failure] = entry
             case NodeLost():
                 self.lost.append(entry.node)
+                self.deaths[entry.node] = f"node {entry.node}: {entry.reason}"
             case NodeJoined():
                 if self.world.rules.plan is not None:
                     expect(entry.node in self.guests, f"{entry}, which nobody asked for")

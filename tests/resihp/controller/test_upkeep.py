@@ -11,6 +11,7 @@ import pytest
 
 from resihp.controller import Controller
 from resihp.controller import interface as api
+from resihp.detector.clues import read_log
 from resihp.faults import parse
 from resihp.journal import (
     AnyEntry,
@@ -29,6 +30,7 @@ from resihp.protocol import messages as m
 from tests.resihp.controller.direct import DECLARE, Direct
 from tests.resihp.controller.scenario import SIGTERM
 
+AGENT = "its agent was killed by SIGKILL"
 LONG = msgspec.structs.replace(DECLARE, iterations=1000)
 
 
@@ -103,6 +105,16 @@ def trained(**changes: Any) -> Job:
     return job
 
 
+def breaks(job: Job, rank: int) -> None:
+    """The process of a rank dies, and says that its device is broken."""
+    line = f"NVRM: Xid (PCI:0000:b3:00): 79, pid={job.job.members[rank].pid}, GPU has fallen off the bus."
+    job.feed(api.WorkerExited(rank=rank, status=-6, clues=read_log(line)))
+
+
+def decisions(job: Job) -> list[tuple[str, str, str]]:
+    return [(entry.node, entry.measure, entry.grounds) for entry in job.all(DrainDecided)]
+
+
 def states(job: Direct, replacement: int = 1) -> list[str]:
     return [entry.state for entry in job.all(ReplacementChanged) if entry.replacement == replacement]
 
@@ -110,13 +122,33 @@ def states(job: Direct, replacement: int = 1) -> list[str]:
 # --- drains -------------------------------------------------------------------------------------------------------
 
 
-def test_a_node_that_died_is_drained_with_a_reason_that_its_owner_can_use() -> None:
+def test_a_node_that_died_is_left_out_of_its_users_jobs_and_not_drained() -> None:
+    """Slurm marks it down, and takes it back after a reboot: a drain would keep it out until a human comes."""
     job = trained()
     job.lose("n3")
     assert job.asked(api.DrainNode) == [], "another node may yet tell that something else is behind it"
     job.train(3)
     (drain,) = job.asked(api.DrainNode)
-    assert drain == api.DrainNode(drain=1, node="n3", reason="job local-1 lost rank 4, 5: connection closed for 1 s")
+    reason = "job local-1 lost rank 4, 5: connection closed for 1 s"
+    assert drain == api.DrainNode(drain=1, node="n3", reason=reason, measure="exclude", grounds="died")
+    assert any("n3: left out of your next jobs, not drained" in action.text for action in job.asked(api.Say))
+
+
+def test_a_node_that_dies_again_under_the_same_slurm_job_is_drained() -> None:
+    job = trained(died_before=("n2", "n3"))
+    job.lose("n3")
+    job.train(3)
+    assert decisions(job) == [("n3", "drain", "died again")]
+
+
+def test_a_node_whose_device_is_broken_is_drained_with_a_reason_that_its_owner_can_use() -> None:
+    job = trained()
+    breaks(job, 5)
+    job.settle()
+    job.train(3)
+    (drain,) = job.asked(api.DrainNode)
+    reason = "job local-1 lost rank 5: GPU has fallen off the bus (Xid 79)"
+    assert drain == api.DrainNode(drain=1, node="n3", reason=reason)
     (failure,) = job.all(FailureFound)
     assert job.all(DrainDecided) == [DrainDecided(drain=1, node="n3", failure=failure.failure, reason=drain.reason)]
     decided = next(i for i, a in enumerate(job.actions) if isinstance(a, api.Log) and isinstance(a.entry, DrainDecided))
@@ -153,8 +185,20 @@ def test_a_suspicion_drains_nobody() -> None:
     assert job.asked(api.DrainNode) == []
 
 
-@pytest.mark.parametrize("changes", [{"slurm": False}, {"drains": 0}, {"batch_node": "n3"}])
-def test_no_drain_without_slurm_beyond_the_cap_and_of_the_batch_host(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_a_node_that_goes_with_its_device_is_drained_for_the_device(together: bool) -> None:
+    job = trained()
+    breaks(job, 5)
+    if not together:
+        job.settle()
+    job.lose("n3")
+    job.train(5)
+    assert decisions(job) == [("n3", "drain", "hardware")]
+    assert "Xid 79" in job.all(DrainDecided)[0].reason
+
+
+@pytest.mark.parametrize("changes", [{"slurm": False}, {"batch_node": "n3"}])
+def test_nothing_is_done_without_slurm_and_to_the_batch_host(changes: dict[str, Any]) -> None:
     job = trained(**changes)
     job.lose("n3")
     job.train(20)
@@ -165,26 +209,38 @@ def test_no_drain_without_slurm_beyond_the_cap_and_of_the_batch_host(changes: di
 
 def test_a_job_drains_no_more_nodes_than_it_may() -> None:
     job = trained(nodes=6, drains=1)
-    job.lose("n3")
+    job.lose("n2")
     job.train(5)
-    job.lose("n4")
-    job.train(5)
-    assert [action.node for action in job.asked(api.DrainNode)] == ["n3"]
+    for rank in (5, 7):
+        breaks(job, rank)
+        job.settle()
+        job.train(5)
+    assert decisions(job) == [("n2", "exclude", "died"), ("n3", "drain", "hardware"), ("n4", "exclude", "hardware")]
 
 
-@pytest.mark.parametrize(("reason", "drained"), [("its agent was killed by SIGKILL", []), ("silent", ["n3", "n4"])])
-def test_nodes_whose_agents_are_killed_together_are_not_to_blame(reason: str, drained: list[str]) -> None:
+@pytest.mark.parametrize("reason", ["its agent was killed by SIGKILL", "silent for 6.0 s, no progress without it"])
+def test_nodes_that_are_lost_together_are_not_to_blame(reason: str) -> None:
     job = trained(nodes=6)
     job.lose("n3", "n4", reason=reason)
     job.train(20)
-    assert [action.node for action in job.asked(api.DrainNode)] == drained
+    assert job.asked(api.DrainNode) == []
 
 
-def test_one_agent_that_is_killed_tells_of_its_node() -> None:
-    job = trained()
+def test_a_node_that_answers_is_left_out_for_its_agents_end_and_never_drained() -> None:
+    job = trained(died_before=("n3",))
     job.lose("n3", reason="its agent was killed by SIGKILL")
     job.train(5)
-    assert [action.node for action in job.asked(api.DrainNode)] == ["n3"]
+    assert decisions(job) == [("n3", "exclude", "agent")]
+
+
+def test_what_was_decided_about_is_no_common_cause_for_a_new_supervisor() -> None:
+    job = trained(nodes=6)
+    job.lose("n3")
+    job.train(5)
+    job.lose("n4")
+    recovered(job)
+    job.train(3)
+    assert [action.node for action in job.asked(api.DrainNode) if action.node == "n4"] == ["n4"]
 
 
 def test_what_the_rungs_answer_is_remembered_once() -> None:
@@ -202,8 +258,9 @@ def test_what_the_rungs_answer_is_remembered_once() -> None:
 
 
 def test_a_lost_node_is_given_back_once_it_is_drained() -> None:
-    job = trained()
+    job = trained(died_before=("n3",))
     job.lose("n3")
+    job.feed(api.SlurmSees(node="n3", state="down", reason="Not responding"))
     job.train(3)
     job.feed(api.DrainStep(drain=1, node="n3", step="slurm", outcome="refused", text="not an operator"))
     assert job.asked(api.ReleaseNode) == []
@@ -216,17 +273,44 @@ def test_a_lost_node_is_given_back_once_it_is_drained() -> None:
 
 
 def test_a_drain_that_is_not_answered_does_not_hold_a_node_for_ever() -> None:
-    job = trained()
+    job = trained(died_before=("n3",))
     job.lose("n3")
+    job.feed(api.SlurmSees(node="n3", state="down+not_responding", reason="Not responding"))
     job.train(9)
     assert job.asked(api.ReleaseNode) == []
     job.train(5)
     assert len(job.asked(api.ReleaseNode)) == 1
 
 
+def test_a_dead_node_is_kept_until_slurm_knows_that_it_is_dead() -> None:
+    """Given back sooner, it would be the next job's, whoever's that is."""
+    job = trained()
+    job.lose("n3")
+    job.train(60)
+    assert job.asked(api.ReleaseNode) == []
+    job.feed(api.SlurmSees(node="n3", state="allocated+not_responding", reason=""))
+    assert [action.node for action in job.asked(api.ReleaseNode)] == ["n3"]
+
+
+def test_a_node_of_which_slurm_never_says_that_it_is_dead_is_given_back_in_the_end() -> None:
+    job = trained()
+    job.lose("n3")
+    job.train(320)
+    assert job.asked(api.ReleaseNode) == []
+    job.train(15)
+    assert [action.node for action in job.asked(api.ReleaseNode)] == ["n3"]
+
+
+def test_a_node_that_answers_is_given_back_at_once() -> None:
+    job = trained()
+    job.lose("n3", reason="its agent was killed by SIGKILL")
+    job.train(3)
+    assert [action.node for action in job.asked(api.ReleaseNode)] == ["n3"]
+
+
 def test_a_refusal_is_not_now() -> None:
     job = trained(drains=0)
-    job.lose("n3")
+    job.lose("n3", reason=AGENT)
     times = []
     for _ in range(600):
         seen = len(job.asked(api.ReleaseNode))
@@ -242,7 +326,7 @@ def test_a_refusal_is_not_now() -> None:
 
 def test_a_later_try_may_succeed() -> None:
     job = trained(drains=0)
-    job.lose("n3")
+    job.lose("n3", reason=AGENT)
     job.train(3)
     job.feed(api.ReleaseAnswered(node="n3", outcome="unknown", text="no answer"))
     job.train(12)
@@ -252,10 +336,10 @@ def test_a_later_try_may_succeed() -> None:
 
 def test_the_batch_host_is_never_given_back_and_always_kept() -> None:
     job = trained(nodes=6, batch_node="n3", drains=0)
-    job.lose("n3")
+    job.lose("n3", reason=AGENT)
     job.train(20)
     assert job.asked(api.ReleaseNode) == []
-    job.lose("n4")
+    job.lose("n4", reason=AGENT)
     job.train(20)
     assert [(a.node, a.keep) for a in job.asked(api.ReleaseNode)] == [("n4", ("n1", "n2", "n3", "n5", "n6"))]
 
@@ -458,7 +542,7 @@ def test_a_request_that_comes_to_nothing_is_made_again_after_a_while() -> None:
 
 def test_a_new_node_that_is_lost_is_given_back_and_another_one_asked_for() -> None:
     job = trained()
-    job.lose("n3")
+    job.lose("n3", reason=AGENT)
     job.train(2)
     job.arrive("n9", lease=1)
     job.let_in(8, 9)
@@ -625,7 +709,7 @@ def recovered(job: Job) -> list[api.AnyAction]:
 
 def test_a_new_supervisor_asks_again_for_what_was_never_answered() -> None:
     job = trained()
-    job.lose("n3")
+    job.lose("n3", reason=AGENT)
     job.train(3)
     (drain,), (asked,) = job.asked(api.DrainNode), job.asked(api.AskReplacement)
     answer = recovered(job)

@@ -42,6 +42,18 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
         return self.state in ("idle", "allocated", "mixed") and not self.flags & {"drain", "not_responding", "fail"}
 
 
+OVER = frozenset(
+    {
+        *("boot_fail", "cancelled", "completed", "deadline", "failed", "node_fail", "out_of_memory", "preempted"),
+        *("revoked", "timeout"),
+    }
+)
+"""States of jobs that are over; `revoked`: another cluster of a federation runs it. In every other state of Slurm 22.05
+to 26.05 a job holds nodes (completing, resizing, running, signaling, stage_out, stopped, suspended) or will once it
+starts, is started again or let go (configuring, expediting, pending, requeue_fed, requeue_hold, requeued,
+resv_del_hold, special_exit); one that only a later Slurm knows is not taken for an end."""
+
+
 class JobView(msgspec.Struct, frozen=True, kw_only=True):
     """A job as Slurm sees it. `state` in lower case (`pending`, `running`, `completing`, `preempted`, ...).
 
@@ -63,7 +75,42 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def active(self) -> bool:
         """Whether it holds nodes, or will."""
-        return self.state in ("pending", "configuring", "running", "completing", "suspended", "requeued", "resizing")
+        return self.state not in OVER
+
+
+class Gres(msgspec.Struct, frozen=True):
+    """Generic resources of one kind: `gpu`, of a `type` or, empty, of any."""
+
+    name: str
+    type: str
+    count: int
+
+
+class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job asked of Slurm that says what each of its nodes must be like. Empty strings: nothing was said.
+
+    `exclusive` is how nodes are taken whole: `node`, or for a `user`, `mcs` label or `topo` segment; empty if not at
+    all. `gres` are for each node, `gres_in_total` for the job, its tasks or sockets. `memory_mb` is one node's share, 0
+    where no limit was set or all of it was asked for; `memory_per_gpu_mb` was asked for instead of it. `licenses` are
+    those of the whole job.
+    """
+
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    reservation: str = ""
+    constraint: str = ""
+    licenses: str = ""
+    wckey: str = ""
+    network: str = ""
+    container: str = ""
+    exclusive: str = ""
+    oversubscribe: bool = False
+    gres: tuple[Gres, ...] = ()
+    gres_in_total: tuple[Gres, ...] = ()
+    memory_mb: int = 0
+    memory_per_gpu_mb: int = 0
+    disk_mb: int = 0
 
 
 class Slurm(Protocol):
@@ -85,6 +132,9 @@ class Slurm(Protocol):
 
     def jobs(self, job_ids: Iterable[str]) -> Mapping[str, JobView]:
         """Several jobs in one call; those that Slurm does not know are left out."""
+
+    def request(self, job_id: str) -> JobRequest:
+        """What a running job asked for when it was submitted. Refused for one that Slurm does not know."""
 
     def batch_script(self, job_id: str) -> str:
         """The text of one's own job's batch script (scontrol write batch_script). Refused for a job without one."""

@@ -5,7 +5,8 @@ asks. Slurm prints its reasons as sentences, so sentences are what this goes by;
 that says so. Never retries, caches or limits anything: that is `slurm.polite`. Names and ids are checked before they
 get near a command line, and nothing ever goes through a shell.
 
-Measured with Slurm 22.05.8; fields are asked for by name, so other versions since 20.11 should answer alike.
+Measured with Slurm 22.05.8, 24.11.5 and 26.05.5; fields are asked for by name, so other versions since 20.11 should
+answer alike.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import msgspec
 
 from slurm import reading
 from slurm.calls import Answer, call, query_environment, submit_environment
-from slurm.client import JobView, NodeView, sanitised
+from slurm.client import JobRequest, JobView, NodeView, sanitised
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 
 TIMEOUT_S = 10.0
@@ -116,6 +117,11 @@ class CommandLine:
                     nodes = self._expand(nodelist) if nodelist else ()
                     views[job_id] = msgspec.structs.replace(view, id=job_id, nodes=nodes)
         return views
+
+    def request(self, job_id: str) -> JobRequest:
+        self._check_job(job_id)
+        options = ["-h", "--all", "--noconvert", "-t", "all", "-j", job_id, "-O", reading.REQUEST_FORMAT]
+        return reading.request(self._ask(f"job {job_id}: what it asked for", "squeue", *options), job_id)
 
     def batch_script(self, job_id: str) -> str:
         self._check_job(job_id)

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from slurm.client import JobView, NodeView, sanitised
+from slurm.client import Gres, JobRequest, JobView, NodeView, sanitised
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 from slurm.reading import JOB_ID, NODE_LIST, is_node
 
@@ -45,6 +45,8 @@ class FakeSlurm:
         views = [NodeView(name=n, state="idle", address=n, cpus=16) if isinstance(n, str) else n for n in nodes]
         self.node_views = {view.name: view for view in views}
         self.job_views: dict[str, JobView] = {}
+        self.job_requests: dict[str, JobRequest] = {}
+        """What jobs asked for, by the options that they were submitted with; a test may say something else."""
         self.scripts: dict[str, str] = {}
         """Batch scripts by job."""
         self.submissions: list[tuple[str, Path, tuple[str, ...]]] = []
@@ -132,6 +134,15 @@ class FakeSlurm:
             self._answer()
             return {job_id: self.job_views[job_id] for job_id in job_ids if job_id in self.job_views}
 
+    def request(self, job_id: str) -> JobRequest:
+        with self._lock:
+            self._called("request")
+            self._valid_job(job_id)
+            if job_id not in self.job_views:
+                raise SlurmRefusedError(f"job {job_id}: what it asked for: Invalid job id specified")
+            self._answer()
+            return self.job_requests.get(job_id, JobRequest(partition="main"))
+
     def batch_script(self, job_id: str) -> str:
         with self._lock:
             self._called("batch_script")
@@ -181,6 +192,7 @@ class FakeSlurm:
                 raise SlurmRefusedError(f"{script}: not submitted: Unable to open file: {error.strerror}") from None
             names = [option.split("=", 1)[1] for option in options if option.startswith("--job-name=")]
             job_id = self.add_job(script=text, name=names[-1] if names else script.name, why="Priority")
+            self.job_requests[job_id] = asked(options)
             self.submissions.append((job_id, script, tuple(options)))
             self._answer()
             return job_id
@@ -255,6 +267,25 @@ class FakeSlurm:
         for node in nodes:
             if self.node_views[node].state == "allocated":
                 self.set_node(node, state="idle")
+
+
+def asked(options: Iterable[str]) -> JobRequest:
+    """What some of sbatch's options ask for, in a cluster whose only partition is `main`."""
+    given = dict(option.removeprefix("--").split("=", 1) for option in options if "=" in option)
+    kind, _, count = given.get("gpus-per-node", "").rpartition(":")
+    return JobRequest(
+        partition=given.get("partition", "main"),
+        account=given.get("account", ""),
+        constraint=given.get("constraint", ""),
+        licenses=given.get("licenses", ""),
+        wckey=given.get("wckey", ""),
+        network=given.get("network", ""),
+        exclusive="node" if "--exclusive" in options else given.get("exclusive", ""),
+        oversubscribe="--oversubscribe" in options,
+        gres=(Gres("gpu", kind, int(count)),) if count else (),
+        memory_mb=int(given.get("mem", 0)),
+        memory_per_gpu_mb=int(given.get("mem-per-gpu", 0)),
+    )
 
 
 def expand(nodelist: str) -> tuple[str, ...]:

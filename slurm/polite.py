@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, ParamSpec, TypeVar
 
-from slurm.client import JobView, NodeView, Slurm
+from slurm.client import JobRequest, JobView, NodeView, Slurm
 from slurm.errors import SlurmError
 
 NODES_FRESH_S = 60.0
@@ -122,9 +122,10 @@ class Polite:
         self._jobs_fresh_s = jobs_fresh_s
         self._counting = threading.Lock()
         self._constant = threading.Lock()
-        self._pauses = {"version": _Pause(), "cluster": _Pause()}
+        self._pauses = {"version": _Pause(), "cluster": _Pause(), "request": _Pause()}
         self._version: tuple[int, int, int] | None = None
         self._cluster: str | None = None
+        self._requests: dict[str, JobRequest] = {}
         self._nodes = _Views[NodeView](lambda names: self._count("nodes", slurm.nodes)(names), clock)
         self._jobs = _Views[JobView](lambda ids: self._count("jobs", slurm.jobs)(ids), clock)
 
@@ -158,6 +159,12 @@ class Polite:
         """`fresh_s` as with `nodes`; `urgent`: ask even if there was no answer a moment ago."""
         usual = self._jobs_fresh_s
         return self._jobs.get(job_ids, usual if fresh_s is None else fresh_s, usual * FORGET_AFTER, urgent)
+
+    def request(self, job_id: str) -> JobRequest:
+        with self._constant:
+            if job_id not in self._requests:
+                self._requests[job_id] = self._guarded("request", lambda: self._slurm.request(job_id))
+            return self._requests[job_id]
 
     def batch_script(self, job_id: str) -> str:
         return self._count("batch_script", self._slurm.batch_script)(job_id)

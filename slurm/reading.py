@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from slurm.client import JobView, NodeView
+from slurm.client import Gres, JobRequest, JobView, NodeView
 from slurm.errors import SlurmOutputError
 
 FIELD, RECORD = "\x1f", "\x1e"
@@ -19,6 +19,13 @@ _JOB_FIELDS = (
     *("JobID", "JobArrayID", "UserName", "State", "NodeList", "BatchHost", "Reason", "RestartCnt", "TimeLeft"),
     *("PreemptTime", "Name"),
 )
+
+_REQUEST_FIELDS = (
+    *("JobID", "JobArrayID", "Partition", "Account", "QOS", "Reservation", "Feature", "Licenses", "WCKey", "Network"),
+    *("Container", "OverSubscribe", "Exclusive", "tres-per-node", "tres-per-job", "tres-per-task", "tres-per-socket"),
+    *("MinMemory", "mem-per-tres", "MinTmpDisk", "tres-alloc"),
+)
+"""`Exclusive` is from 25.11 on; squeue leaves the place of a field that it does not know empty."""
 
 
 def _format(fields: tuple[str, ...]) -> str:
@@ -30,6 +37,8 @@ NODE_FORMAT = _format(_NODE_FIELDS)
 """For `sinfo --Format`."""
 JOB_FORMAT = _format(_JOB_FIELDS)
 """For `squeue --Format`."""
+REQUEST_FORMAT = _format(_REQUEST_FIELDS)
+"""For `squeue --noconvert --Format`."""
 
 _NODE_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252}[A-Za-z0-9_])?", re.ASCII)
 JOB_ID = re.compile(r"[0-9]{1,10}(?:[_+][0-9]{1,10})?", re.ASCII)
@@ -40,6 +49,8 @@ _STATE = re.compile(r"[a-z_]+", re.ASCII)
 _COUNT = re.compile(r"[0-9]{1,15}", re.ASCII)
 _CLOCK = re.compile(r"(?:([0-9]{1,6})-)?(?:([0-9]{1,6}):)?([0-9]{1,6}):([0-9]{2})", re.ASCII)
 _GPUS = re.compile(r"gpu(?::[^:(),]+)??(?::([0-9]{1,6}))?(?:\([^()]*\))?", re.ASCII)
+_GRES = re.compile(r"gres[:/]([A-Za-z0-9_-]+)(?:[:=]([A-Za-z0-9_.-]+?))??(?:[:=]([0-9]{1,6}))?", re.ASCII)
+_MEMORY = re.compile(r"([0-9]{1,15}(?:\.[0-9]+)?)([KMGTP]?)", re.ASCII)
 _VERSION = re.compile(r"\bslurm\S* ([0-9]{1,4})\.([0-9]{1,4})\.([0-9]{1,4})", re.ASCII)
 _CLUSTER = re.compile(r"^ClusterName\s*=\s*(\S+)\s*$", re.MULTILINE)
 _SUBMITTED = re.compile(r"([0-9]{1,10})(?:;[A-Za-z0-9._-]+)?", re.ASCII)
@@ -102,6 +113,88 @@ def jobs(output: bytes) -> list[tuple[frozenset[str], JobView, str]]:
         )
         found.append((frozenset((number, in_array)), view, nodelist))
     return found
+
+
+_NOTHING = ("", "(null)", "N/A", "None")
+_SHARING = ("NO", "OK", "YES", "USER", "MCS", "TOPO")
+
+
+def request(output: bytes, job_id: str) -> JobRequest:
+    """From `squeue -h --noconvert -O REQUEST_FORMAT`: of the records that a job array has, this job's."""
+    for fields in _records(output, len(_REQUEST_FIELDS), "squeue"):
+        told = dict(zip(_REQUEST_FIELDS, fields, strict=True))
+        if job_id not in (told["JobID"], told["JobArrayID"]):
+            continue
+        for name, text in told.items():
+            if not text.isprintable():
+                raise _unreadable("squeue", f"{name} of job {job_id}", text)
+        said = {name: "" if text in _NOTHING else text for name, text in told.items()}
+        sharing, exclusive = told["OverSubscribe"], told["Exclusive"]
+        if sharing not in _SHARING:
+            raise _unreadable("squeue", f"OverSubscribe of job {job_id}", sharing)
+        if not exclusive:  # before 25.11 one field told both
+            exclusive = {"NO": "NODE", "OK": "NO", "YES": "NO"}.get(sharing, sharing)
+        if exclusive not in ("NO", "NODE", "USER", "MCS", "TOPO"):
+            raise _unreadable("squeue", f"Exclusive of job {job_id}", exclusive)
+        in_total = ("tres-per-job", "tres-per-task", "tres-per-socket")
+        per_gpu = _memory_per_gpu(said["mem-per-tres"])
+        return JobRequest(
+            partition=said["Partition"],
+            account=said["Account"],
+            qos=said["QOS"],
+            reservation=said["Reservation"],
+            constraint=said["Feature"],
+            licenses=said["Licenses"],
+            # A star marks the user's default, which nobody has to ask for.
+            wckey="" if said["WCKey"].startswith("*") else said["WCKey"],
+            network=said["Network"],
+            container=said["Container"],
+            exclusive="" if exclusive == "NO" else exclusive.lower(),
+            oversubscribe=sharing == "YES",
+            gres=_gres(said["tres-per-node"]),
+            gres_in_total=tuple(each for name in in_total for each in _gres(said[name])),
+            memory_mb=_memory_of_a_node(said["tres-alloc"]) if _megabytes(told["MinMemory"]) and not per_gpu else 0,
+            memory_per_gpu_mb=per_gpu,
+            disk_mb=_megabytes(told["MinTmpDisk"]),
+        )
+    raise SlurmOutputError(f"slurm: squeue was asked for job {job_id} and told of others")
+
+
+def _gres(text: str) -> tuple[Gres, ...]:
+    """Generic resources among those of `gres:gpu:a100:2` (22.05) or `cpu=2,gres/gpu:a100=2` (since)."""
+    found = []
+    for part in text.split(",") if text else ():
+        if not part.startswith("gres"):
+            continue  # processors, memory and licences, which other fields tell
+        match = _GRES.fullmatch(part)
+        if match is None:
+            raise _unreadable("squeue", "generic resources", text)
+        found.append(Gres(match[1], match[2] or "", int(match[3] or 1)))
+    return tuple(found)
+
+
+def _memory_per_gpu(text: str) -> int:
+    """Megabytes in `gres:gpu:500` or `gres/gpu:500`; 0 where nothing was said. Of other resources nothing is known."""
+    match = re.fullmatch(r"gres[:/]gpu[:=]([0-9]{1,15})M?", text, re.ASCII)
+    if text and match is None:
+        raise _unreadable("squeue", "memory per GPU", text)
+    return 0 if match is None else int(match[1])
+
+
+def _memory_of_a_node(allocated: str) -> int:
+    """One node's share of `cpu=2,mem=25000M,node=2,billing=2`, in megabytes: memory may have been asked for per CPU."""
+    words = dict(part.split("=", 1) for part in allocated.split(",") if "=" in part)
+    count = words.get("node", "")
+    if "mem" not in words or not _COUNT.fullmatch(count) or int(count) == 0:
+        raise _unreadable("squeue", "the memory that a job has", allocated)
+    return _megabytes(words["mem"]) // int(count)
+
+
+def _megabytes(text: str) -> int:
+    match = _MEMORY.fullmatch(text)
+    if match is None:
+        raise _unreadable("squeue", "an amount of memory", text)
+    return round(float(match[1]) * 1024.0 ** ("KMGTP".index(match[2] or "M") - 1))
 
 
 def hostnames(output: bytes, nodelist: str) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
 """A node in place of a lost one: a Slurm job of one node, submitted through submitit, whose only process is our agent.
 
-Decides what the job asks Slurm for, from what the main job has; when one is wanted is `resihp.controller`'s business,
-what becomes of it `wrapper.slurm_desk`'s. submitit looks at the environment of its process and waits for sbatch without
-end, so it gets a process of its own: `submit` starts `python -P -m slurm.replacement FOLDER` with an environment that
-says nothing of the main job, and a time limit. A job that has been submitted is noted in its folder by that process,
-whoever has died meanwhile: asked again, `submit` finds it there.
+Decides what the job asks Slurm for: what the main job asked for, for one node. When one is wanted is the business of
+`resihp.controller`, what becomes of it that of `wrapper.slurm_desk`. submitit looks at the environment of its process
+and waits for sbatch without end, so it gets a process of its own: `submit` starts `python -P -m slurm.replacement
+FOLDER` with an environment that says nothing of the main job, and a time limit. A job that has been submitted is noted
+in its folder by that process, whoever has died meanwhile: asked again, `submit` finds it there.
 
 What submitit pickles is in that folder, written by us: the call of `os.execv` by which the job becomes the agent. So
 nothing is pickled on the way back, signals reach the agent, and its output is the job's. submitit's own `srun` is left
@@ -24,7 +24,8 @@ import msgspec
 
 from slurm import commands
 from slurm.calls import call, submit_environment
-from slurm.errors import SlurmOutputError, SlurmUnavailableError
+from slurm.client import Gres, JobRequest
+from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 
 TIMEOUT_S = 30.0
 """For starting Python, importing submitit, and sbatch."""
@@ -33,9 +34,11 @@ _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES
 """What the main job has on its own nodes."""
 _NOT_FOR_ONE = frozenset(
     {
-        *("array", "begin", "chdir", "comment", "contiguous", "deadline", "error", "hold", "input", "mail-type"),
-        *("mail-user", "mincpus", "nodefile", "nodelist", "ntasks", "output", "parsable", "spread-job", "switches"),
-        *("test-only", "use-min-nodes", "wait", "wait-all-nodes", "wrap"),
+        *("array", "begin", "chdir", "comment", "contiguous", "deadline", "dependency", "error", "gpus"),
+        *("gpus-per-socket", "gpus-per-task", "hold", "input", "job-name", "mail-type", "mail-user", "mincpus"),
+        *("nodefile", "nodelist", "nodes", "ntasks", "ntasks-per-gpu", "ntasks-per-node", "output", "parsable"),
+        *("segment", "spread-job", "switches", "test-only", "time", "time-min", "tres-per-task", "use-min-nodes"),
+        *("wait", "wait-all-nodes", "wrap"),
     }
 )
 """Options of the main job that say nothing of what one more node must be like."""
@@ -44,10 +47,12 @@ _WANTED, _SUBMITTED = "wanted.json", "slurm_job"
 
 
 class ReplacementJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked for. Empty strings: nothing is said. `folder` is the job's own, on the shared file system.
+    """What is asked for. `folder` is the job's own, on the shared file system.
 
-    `seconds`: its time limit, None for none, 0 for the partition's default. `cpus` and `memory_mb` are for nodes that
-    are not taken whole. `extra`: options of sbatch, as the main job was given them.
+    `asked` is what the main job asked for, or what its user wants instead. `gpus` and `cpus`: what it has on a node.
+    `seconds`: the time limit, `wait_s` how long the job may wait for its node: then it is of no use to anybody, and
+    Slurm ends it, also where nobody is left who could cancel it. `extra`: options of sbatch, as the main job was given
+    them; they count more than `asked`.
     """
 
     folder: str
@@ -55,16 +60,11 @@ class ReplacementJob(msgspec.Struct, frozen=True, kw_only=True):
     comment: str
     command: tuple[str, ...]
     exclude: tuple[str, ...] = ()
-    seconds: float | None = 0.0
+    seconds: float
+    wait_s: float
+    asked: JobRequest
     gpus: int | None = None
     cpus: int | None = None
-    memory_mb: int | None = None
-    exclusive: bool = True
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
-    constraint: str = ""
-    reservation: str = ""
     extra: tuple[str, ...] = ()
 
 
@@ -76,6 +76,7 @@ def submit(wanted: ReplacementJob, *, environment: Mapping[str, str], timeout_s:
     known = submitted(Path(wanted.folder))
     if known is not None:
         return known
+    parameters(wanted)  # what cannot be asked for is refused here
     folder = Path(wanted.folder)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -122,40 +123,78 @@ def all_submitted(folder: Path) -> dict[int, str]:
 
 
 def parameters(wanted: ReplacementJob) -> dict[str, Any]:
-    """For `submitit.SlurmExecutor.update_parameters`, whose names for sbatch's options these are."""
-    options, exclude = _extra(wanted.extra, wanted.exclude)
-    options |= {"no-requeue": True, **({"reservation": wanted.reservation} if wanted.reservation else {})}
-    if wanted.exclusive:
-        options["mem"] = 0
-    elif wanted.memory_mb is not None:
-        options["mem"] = f"{wanted.memory_mb}M"
+    """For `submitit.SlurmExecutor.update_parameters`, whose names for sbatch's options these are.
+
+    Raises SlurmRefusedError for what cannot be asked for one node alone.
+    """
+    asked = wanted.asked
+    extra, exclude = _extra(wanted.extra, wanted.exclude)
+    minutes = max(1, int(wanted.seconds // 60))
+    options: dict[str, Any] = {"no-requeue": True, "deadline": f"now+{minutes * 60 + max(60, round(wanted.wait_s))}"}
+    for name in ("reservation", "licenses", "network", "container"):
+        if value := getattr(asked, name):
+            options[name] = value
+    if asked.oversubscribe:
+        options["oversubscribe"] = True
+    if asked.disk_mb:
+        options["tmp"] = f"{asked.disk_mb}M"
+    if not extra.keys() & {"mem", "mem-per-cpu", "mem-per-gpu"}:
+        per_gpu = asked.memory_per_gpu_mb
+        options |= {"mem-per-gpu": f"{per_gpu}M"} if per_gpu else {"mem": f"{asked.memory_mb}M"}
+    gpus, others = _devices(wanted)
     given: dict[str, Any] = {
         "job_name": wanted.name,
         "comment": wanted.comment,
         "nodes": 1,
         "ntasks_per_node": 1,
-        "time": _minutes(wanted.seconds),
-        "gpus_per_node": wanted.gpus,
-        "cpus_per_task": None if wanted.exclusive else wanted.cpus,
-        "exclusive": wanted.exclusive or None,
-        "partition": wanted.partition or None,
-        "account": wanted.account or None,
-        "qos": wanted.qos or None,
-        "constraint": wanted.constraint or None,
+        "time": minutes,
+        "gpus_per_node": gpus or None,
+        "gres": others or None,
+        "cpus_per_task": None if asked.exclusive else wanted.cpus,
+        "exclusive": True if asked.exclusive == "node" else asked.exclusive or None,
+        "partition": asked.partition or None,
+        "account": asked.account or None,
+        "qos": asked.qos or None,
+        "constraint": _of_one_node(asked.constraint) or None,
         "exclude": exclude or None,
-        "wckey": None,
+        "wckey": asked.wckey or None,
         "use_srun": False,
         "stderr_to_stdout": True,
-        "additional_parameters": options,
+        "additional_parameters": options | extra,
     }
     return given
 
 
-def _minutes(seconds: float | None) -> int | None:
-    """As sbatch has time limits: 0 is none, nothing said the partition's default."""
-    if seconds is None:
-        return 0
-    return max(1, int(seconds // 60)) if seconds else None
+def _devices(wanted: ReplacementJob) -> tuple[str, str]:
+    """GPUs of a node, of the job's types, and its other generic resources, as sbatch takes both."""
+    asked = wanted.asked
+    gpus = [each for each in asked.gres if each.name == "gpu"]
+    kinds = {each.type for each in asked.gres_in_total if each.name == "gpu"}
+    odd = sorted({each.name for each in asked.gres_in_total} - {"gpu"})
+    if odd or len(kinds) > 1:
+        what = " and ".join(odd) or f"GPUs of types {' and '.join(sorted(kinds))}"
+        raise SlurmRefusedError(
+            f"{wanted.name}: the job asked for {what} in total, and nothing tells one node's share; "
+            "submit it with --gres or --gpus-per-node"
+        )
+    if not gpus and wanted.gpus:
+        gpus = [Gres("gpu", "".join(kinds), wanted.gpus)]
+    others = ",".join(_written(each.name, each) for each in asked.gres if each.name != "gpu")
+    return ",".join(_written("", each) for each in gpus), others
+
+
+def _written(name: str, gres: Gres) -> str:
+    return ":".join(part for part in (name, gres.type, str(gres.count)) if part)
+
+
+def _of_one_node(constraint: str) -> str:
+    """Raises SlurmRefusedError for features that only several nodes have together, or have to have in common."""
+    if "[" in constraint or "*" in constraint:
+        raise SlurmRefusedError(
+            f"constraint {constraint}: is about several nodes at once, and cannot be asked for one; set constraint in "
+            "[slurm] to what a node in place of a lost one must have"
+        )
+    return constraint
 
 
 def _extra(extra: Iterable[str], exclude: Iterable[str]) -> tuple[dict[str, Any], str]:

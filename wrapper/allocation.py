@@ -39,7 +39,6 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     """Where the batch script runs; empty when that is none of the nodes, as with salloc on a login node."""
     cpus_per_node: int | None
     gpus_per_node: int | None
-    memory_mb: int | None
     partition: str
     account: str
     qos: str
@@ -85,7 +84,6 @@ def find(environment: Mapping[str, str], slurm: Slurm) -> Allocation:
         batch_node=here if here in nodes else "",
         cpus_per_node=least,
         gpus_per_node=_gpus(environment),
-        memory_mb=_memory_mb(environment, least),
         partition=environment.get("SLURM_JOB_PARTITION", ""),
         account=environment.get("SLURM_JOB_ACCOUNT", ""),
         qos=environment.get("SLURM_JOB_QOS", ""),
@@ -113,13 +111,6 @@ def _gpus(environment: Mapping[str, str]) -> int | None:
             return len(indices.split(","))
     asked = re.fullmatch(r"(?:[^,]*:)?(\d+)(?:\([^)]*\))?", environment.get("SLURM_GPUS_PER_NODE", ""))
     return None if asked is None else int(asked[1])
-
-
-def _memory_mb(environment: Mapping[str, str], cpus: int | None) -> int | None:
-    node, cpu = environment.get("SLURM_MEM_PER_NODE", ""), environment.get("SLURM_MEM_PER_CPU", "")
-    if node.isdigit() and int(node) > 0:
-        return int(node)
-    return int(cpu) * cpus if cpu.isdigit() and int(cpu) > 0 and cpus is not None else None
 
 
 def batch_script(slurm: Slurm, job_id: str) -> str | None:

@@ -44,13 +44,11 @@ class SlurmRequest(msgspec.Struct, frozen=True, kw_only=True):
     cpus: int | None
     gpus: int | None
     """Slurm's GPUs, that steps ask for; None: the allocation has none."""
-    memory_mb: int | None
     partition: str = ""
     account: str = ""
     qos: str = ""
     constraint: str = ""
     reservation: str = ""
-    exclusive: bool = True
     extra: tuple[str, ...] = ()
     """Further options of sbatch."""
     replacements: int = 0

@@ -31,9 +31,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from resihp.controller import interface as api
 from slurm import drain, replacement
-from slurm.client import JobView, NodeView
+from slurm.client import JobRequest, JobView, NodeView
 from slurm.commands import CommandLine
 from slurm.errors import SlurmError, SlurmRefusedError, SlurmUnavailableError
 from slurm.exclusions import FOR_S, Exclusions
@@ -55,6 +57,8 @@ RUNNING_PAUSES_S = (5.0, 15.0, 60.0, 180.0)
 RETRY_PAUSES_S = (5.0, 15.0, 30.0, 60.0, 120.0, 300.0)
 """After no answer, where one is needed."""
 MOST_SUBMISSIONS = 4
+ENDLESS_S, ENDLESS_WAIT_S = 30 * 86400.0, 7 * 86400.0
+"""Of a request for a job without a time limit: since 24.11 Slurm takes no deadline for what may never end."""
 WHY_AGAIN_S = 1.0
 """Slurm's view may be older than its signal."""
 CLOSE_S = 20.0
@@ -326,21 +330,37 @@ class SlurmDesk:
         if request.cancelled:
             return Done()
         try:
-            request.slurm_job = self._submit(self._wanted(request), os.environ)
+            wanted = self._wanted(request)
+        except SlurmError as error:
+            # Another node than the job's could be of no use, or harm: nothing is asked for until this is known.
+            if tries == 1:
+                _log.warning("replacement %d: not asked for before Slurm tells what the job has: %s", number, error)
+            pause_s = _pause(RETRY_PAUSES_S, tries)
+            return Done(then=[(("ask", number), pause_s, lambda: self._ask(number, tries + 1))])
+        return self._submitted(request, wanted, 1)
+
+    def _submitted(self, request: Request, wanted: ReplacementJob, tries: int) -> Done:
+        number = request.number
+        if request.cancelled:
+            return Done()
+        try:
+            request.slurm_job = self._submit(wanted, os.environ)
         except SlurmRefusedError as error:
             return self._refused(request, str(error))
         except SlurmError as error:
             _log.warning("replacement %d: %s", number, error)
             if tries >= MOST_SUBMISSIONS:
                 return self._refused(request, str(error))
-            return Done(then=[(("ask", number), _pause(RETRY_PAUSES_S, tries), lambda: self._ask(number, tries + 1))])
+            again = ("ask", number), _pause(RETRY_PAUSES_S, tries), lambda: self._submitted(request, wanted, tries + 1)
+            return Done(then=[again])
         request.state = "pending"
         look = ("requests", REQUEST_PAUSES_S[0], self._look_at_requests)
         return Done([self._news(request, "pending", "")], [look])
 
     def _wanted(self, request: Request) -> ReplacementJob:
-        """One node like those of the main job, for what is left of its time."""
+        """One node like those of the main job, for what is left of its time. Raises SlurmError."""
         main, run = self._main, self._request
+        seconds, wait_s = self._seconds_left()
         command = (sys.executable, "-P", "-m", "wrapper.agent", "--run", str(run.of_job.run_file), "--node", "-")
         return ReplacementJob(
             folder=str(replacement.folder_of(self._folder, request.number)),
@@ -348,18 +368,26 @@ class SlurmDesk:
             comment=f"replacement {request.number} of a node of job {main.job_id}",
             command=(*command, "--lease", str(request.number)),
             exclude=(*request.exclude, *self._excluded(request.exclude)),
-            seconds=self._seconds_left(),
+            seconds=seconds,
+            wait_s=wait_s,
+            asked=self._asked(),
             gpus=main.gpus,
             cpus=main.cpus,
-            memory_mb=main.memory_mb,
-            exclusive=main.exclusive,
-            partition=main.partition,
-            account=main.account,
-            qos=main.qos,
-            constraint=main.constraint,
-            reservation=main.reservation,
             extra=main.extra,
         )
+
+    def _asked(self) -> JobRequest:
+        """What the main job asked for, and what its user has said otherwise since. Raises SlurmError."""
+        main = self._main
+        said = {
+            "partition": main.partition,
+            "account": main.account,
+            "qos": main.qos,
+            "constraint": main.constraint,
+            "reservation": main.reservation,
+        }
+        asked = self._slurm.request(main.job_id)
+        return msgspec.structs.replace(asked, **{name: value for name, value in said.items() if value})
 
     def _excluded(self, known: tuple[str, ...]) -> tuple[str, ...]:
         """What our jobs stay away from on this cluster; sbatch refuses names that it does not know."""
@@ -372,13 +400,14 @@ class SlurmDesk:
             _log.info("excluded nodes: %s", error)
             return ()
 
-    def _seconds_left(self) -> float | None:
-        """Of the main job; the partition's default where nobody knows."""
-        try:
-            view = self._slurm.job(self._main.job_id)
-        except SlurmError:
-            return 0.0
-        return 0.0 if view is None else view.seconds_left
+    def _seconds_left(self) -> tuple[float, float]:
+        """Of the main job, and how long a node in place of a lost one is of use to it. Raises SlurmError."""
+        view = self._slurm.job(self._main.job_id)
+        if view is None:
+            raise SlurmUnavailableError(f"job {self._main.job_id}: Slurm does not know it")
+        if view.seconds_left is None:
+            return ENDLESS_S, ENDLESS_WAIT_S
+        return view.seconds_left, view.seconds_left - self._main.replacement_min_left_s
 
     def _all(self) -> tuple[Request, ...]:
         """The event loop may add one meanwhile."""

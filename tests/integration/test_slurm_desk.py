@@ -68,7 +68,6 @@ class Desk:
                 host_names={},
                 cpus=None,
                 gpus=2,
-                memory_mb=None,
             ),
         )
         self.events: list[api.AnyEvent] = []

@@ -75,6 +75,7 @@ CALLS: dict[str, Callable[[CommandLine], object]] = {
     "nodes": lambda slurm: slurm.nodes(["n1"]),
     "job": lambda slurm: slurm.job("7"),
     "jobs": lambda slurm: slurm.jobs(["7", "8"]),
+    "request": lambda slurm: slurm.request("7"),
     "batch_script": lambda slurm: slurm.batch_script("7"),
     "expand": lambda slurm: slurm.expand("n[1-2]"),
     "drain": lambda slurm: slurm.drain("n1", "bad"),

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import pytest
 
-from slurm.client import PREFIX, JobView, NodeView, Slurm
+from slurm.client import PREFIX, Gres, JobRequest, JobView, NodeView, Slurm
 from slurm.commands import CommandLine
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 from slurm.fake import FakeSlurm, expand
@@ -342,6 +342,25 @@ def test_cancelling_what_is_not_there_is_no_error(scene: Scene) -> None:
     scene.user.cancel("4000")
 
 
+def test_what_a_job_asked_for_is_told(scene: Scene) -> None:
+    def asked(*options: str) -> JobRequest:
+        script = scene.folder / "ask.sh"
+        script.write_text(SCRIPT)
+        return scene.user.request(scene.user.submit(script, ["--hold", "--output=/dev/null", *options]))
+
+    assert asked() == JobRequest(partition="main")
+    whole = ("--exclusive", "--wckey=run", "--account=project", "--network=Instances=2", "--mem=4000")
+    assert asked(*whole) == JobRequest(
+        partition="main", exclusive="node", wckey="run", account="project", network="Instances=2", memory_mb=4000
+    )
+    assert asked("--gpus-per-node=2", "--exclusive=user").gres == (Gres("gpu", "", 2),)
+    assert asked("--exclusive=user").exclusive == "user"
+    assert asked("--oversubscribe") == JobRequest(partition="main", oversubscribe=True)
+    assert asked("--gpus-per-node=1", "--mem-per-gpu=500").memory_per_gpu_mb == 500
+    refused(scene.user.request, "4000")
+    refused(scene.user.request, "1;id")
+
+
 def test_a_batch_script_comes_back_as_it_was(scene: Scene) -> None:
     assert scene.user.batch_script(scene.submit(1)) == SCRIPT
 
@@ -370,6 +389,7 @@ def test_an_outage_is_no_answer(scene: Scene) -> None:
         lambda: scene.user.job(job),
         lambda: scene.user.jobs([job, "4000"]),
         scene.user.cluster,
+        lambda: scene.user.request(job),
         lambda: scene.user.batch_script(job),
         lambda: scene.operator.drain("n1", "bad"),
         lambda: scene.operator.undrain("n1"),
@@ -394,6 +414,7 @@ def test_polite_keeps_the_same_promises(scene: Scene) -> None:
     assert set(slurm.nodes([*NODES, "nowhere"])) == set(NODES)
     assert slurm.cluster() == scene.user.cluster()
     assert slurm.batch_script(job) == SCRIPT
+    assert slurm.request(job) == scene.user.request(job)
     slurm.keep_nodes(job, view.nodes[:1])
     eventually(lambda: viewed(scene.user, job).nodes == view.nodes[:1])
     with pytest.raises(SlurmRefusedError):

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slurm import reading
-from slurm.client import NodeView
+from slurm.client import Gres, JobRequest, NodeView
 from slurm.errors import SlurmOutputError
 from slurm.fake import expand
 from slurm.reading import FIELD, RECORD
@@ -22,6 +22,7 @@ SAMPLES = Path(__file__).parents[3] / "shared" / "data" / "slurm"
 READERS: dict[str, Callable[[bytes], object]] = {
     "nodes": reading.nodes,
     "jobs": reading.jobs,
+    "request": lambda output: reading.request(output, "17"),
     "hostnames": lambda output: reading.hostnames(output, "n[1-3]"),
     "version": reading.version,
     "cluster": reading.cluster,
@@ -94,6 +95,85 @@ def test_a_pending_job_of_an_array() -> None:
     ((ids, view, nodelist),) = reading.jobs(output(pending))
     assert ids == {"57", "55_2"}
     assert (nodelist, view.batch_host, view.why, view.seconds_left) == ("", "", "Priority", None)
+
+
+# What squeue of 22.05.8, 24.11.5 and 26.05.5 says of the same jobs.
+_SAID = ("17", "17", "main", *("(null)",) * 3, "fast&ib", "matlab:2,fs", "wk", "(null)", "(null)", "NO")
+_AMOUNTS = ("4000M", "N/A", "5M")
+REQUESTS = {
+    "22.05": (*_SAID, "", "gres:gpu:a100:2", "N/A", "N/A", "N/A", *_AMOUNTS, "cpu=2,mem=8000M,node=2,billing=2"),
+    "24.11": (*_SAID, "", "gres/gpu:a100:2", "N/A", "cpu=2", "N/A", *_AMOUNTS, "cpu=2,mem=8000M,node=2,billing=2"),
+    "26.05": (*_SAID, "NODE", "gres/gpu:a100:2", "N/A", "N/A", "N/A", *_AMOUNTS, "cpu=2,mem=7.8125G,node=2"),
+}
+
+
+def asking(release: str = "24.11", **changes: str) -> JobRequest:
+    fields = dict(zip(reading._REQUEST_FIELDS, REQUESTS[release], strict=True))
+    fields |= {name.replace("_", "-"): text for name, text in changes.items()}
+    return reading.request(output(tuple(fields.values())), "17")
+
+
+@pytest.mark.parametrize("release", REQUESTS)
+def test_what_a_job_asked_for(release: str) -> None:
+    assert asking(release) == JobRequest(
+        partition="main",
+        constraint="fast&ib",
+        licenses="matlab:2,fs",
+        wckey="wk",
+        exclusive="node",
+        gres=(Gres("gpu", "a100", 2),),
+        memory_mb=4000,
+        disk_mb=5,
+    )
+
+
+def test_whatever_was_asked_for_in_total() -> None:
+    assert asking(tres_per_job="gres:gpu:4").gres_in_total == (Gres("gpu", "", 4),)
+    in_total = asking(tres_per_task="cpu=2,gres/gpu:a100=1", tres_per_socket="gres/nic:1g.5gb:3").gres_in_total
+    assert in_total == (Gres("gpu", "a100", 1), Gres("nic", "1g.5gb", 3))
+    assert asking(tres_per_node="gres/gpu").gres == (Gres("gpu", "", 1),)
+
+
+def test_memory_is_a_nodes_share_or_a_gpus() -> None:
+    assert asking(MinMemory="0").memory_mb == 0
+    assert asking(MinMemory="500M", tres_alloc="cpu=32,mem=16000M,node=2").memory_mb == 8000
+    per_gpu = asking(MinMemory="500M", mem_per_tres="gres/gpu:500")
+    assert (per_gpu.memory_mb, per_gpu.memory_per_gpu_mb) == (0, 500)
+
+
+def test_nodes_are_taken_whole_or_shared_by_whoever() -> None:
+    assert [asking("22.05", OverSubscribe=text).exclusive for text in ("NO", "OK", "YES", "USER", "MCS", "TOPO")] == [
+        *("node", "", "", "user", "mcs", "topo"),
+    ]
+    assert asking("26.05", OverSubscribe="NO", Exclusive="NO").exclusive == ""
+    assert asking("26.05", OverSubscribe="YES", Exclusive="NO").oversubscribe
+    assert asking(WCKey="*usual").wckey == ""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"OverSubscribe": "SOMETIMES"},
+        {"Exclusive": "ROW"},
+        {"tres_per_node": "gres/gpu:a100:2(S:0)"},
+        {"MinMemory": "much"},
+        {"tres_alloc": "cpu=2,mem=8000M,node=0"},
+        {"tres_alloc": "N/A"},
+        {"mem_per_tres": "gres/nic:500"},
+        {"Feature": "fast\n#SBATCH --wait"},
+    ],
+)
+def test_a_request_that_cannot_be_read(changes: dict[str, str]) -> None:
+    with pytest.raises(SlurmOutputError):
+        asking(**changes)
+
+
+def test_of_a_job_arrays_records_each_element_has_its_own() -> None:
+    other = ("55", "55_1", "other", *REQUESTS["24.11"][3:])
+    own = ("57", "55_2", *REQUESTS["24.11"][2:])
+    assert reading.request(output(other, own), "55_2").partition == "main"
+    with pytest.raises(SlurmOutputError, match="told of others"):
+        reading.request(output(other), "55_2")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from slurm.client import Gres, JobRequest
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 from slurm.replacement import ReplacementJob, all_submitted, parameters, submit, submitted
 
@@ -23,9 +24,15 @@ WANTED = ReplacementJob(
     command=("/usr/bin/python3", "-P", "-m", "wrapper.agent", "--lease", "1"),
     exclude=("n1", "n2"),
     seconds=3700.0,
+    wait_s=1900.0,
+    asked=JobRequest(partition="gpu", exclusive="node"),
     gpus=2,
-    partition="gpu",
 )
+
+
+def like(**asked: Any) -> dict[str, Any]:
+    """What is asked for in the place of a node of a job that asked so."""
+    return parameters(msgspec.structs.replace(WANTED, asked=msgspec.structs.replace(WANTED.asked, **asked)))
 
 
 class Sbatch:
@@ -67,9 +74,9 @@ def test_the_script_asks_for_one_node_and_becomes_the_agent(sbatch: Sbatch) -> N
     script = sbatch.seen("script")
     options = {line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")}
     assert options >= {
-        *("--nodes=1", "--ntasks-per-node=1", "--exclusive", "--mem=0", "--gpus-per-node=2", "--time=61"),
+        *("--nodes=1", "--ntasks-per-node=1", "--exclusive", "--mem=0M", "--gpus-per-node=2", "--time=61"),
         *("--exclude=n1,n2", "--partition=gpu", "--job-name=resihp-77-r1", "--no-requeue"),
-        "--comment='replacement 1 of a node of job 77'",
+        *("--comment='replacement 1 of a node of job 77'", "--deadline=now+5560"),
     }
     assert not [option for option in options if option.startswith(("--wckey", "--account", "--qos", "--reservation"))]
     assert "srun" not in script
@@ -139,27 +146,93 @@ def test_a_folder_that_cannot_be_written_is_no_answer(sbatch: Sbatch) -> None:
         sbatch.submit()
 
 
-def test_time_limits() -> None:
-    def time(seconds: float | None) -> object:
-        return parameters(msgspec.structs.replace(WANTED, seconds=seconds))["time"]
+@pytest.mark.parametrize(("seconds", "wait_s", "minutes", "ends"), [(7200, 5400, 120, 12600), (119, -5, 1, 120)])
+def test_what_waits_too_long_ends(seconds: float, wait_s: float, minutes: int, ends: int) -> None:
+    """Slurm ends a job that cannot be done by its deadline, and refuses it at once where that was never possible."""
+    given = parameters(msgspec.structs.replace(WANTED, seconds=seconds, wait_s=wait_s))
+    assert (given["time"], given["additional_parameters"]["deadline"]) == (minutes, f"now+{ends}")
 
-    assert [time(seconds) for seconds in (None, 0.0, 5.0, 119.0, 7200.0)] == [0, None, 1, 1, 120]
+
+def test_what_the_main_job_asked_for_is_asked_for_again() -> None:
+    given = like(
+        account="project",
+        qos="high",
+        reservation="team",
+        constraint="a100&nvlink",
+        licenses="matlab:2,fs",
+        wckey="run",
+        network="job_vni",
+        container="/images/a",
+        disk_mb=5,
+        gres=(Gres("gpu", "a100", 8), Gres("nic", "", 2)),
+    )
+    told = {
+        name: given[name] for name in ("partition", "account", "qos", "constraint", "wckey", "gpus_per_node", "gres")
+    }
+    assert told == {
+        "partition": "gpu",
+        "account": "project",
+        "qos": "high",
+        "constraint": "a100&nvlink",
+        "wckey": "run",
+        "gpus_per_node": "a100:8",
+        "gres": "nic:2",
+    }
+    assert (
+        given["additional_parameters"].items()
+        >= {
+            "reservation": "team",
+            "licenses": "matlab:2,fs",
+            "network": "job_vni",
+            "container": "/images/a",
+            "tmp": "5M",
+        }.items()
+    )
 
 
 def test_a_part_of_a_node_is_asked_for_as_the_main_job_has_it() -> None:
-    whole = parameters(WANTED)
-    part = parameters(msgspec.structs.replace(WANTED, exclusive=False, cpus=8, memory_mb=4000))
-    assert (whole["exclusive"], whole["cpus_per_task"], whole["additional_parameters"]["mem"]) == (True, None, 0)
+    whole = parameters(msgspec.structs.replace(WANTED, cpus=16))
+    asked = JobRequest(memory_mb=4000)
+    part = parameters(msgspec.structs.replace(WANTED, cpus=8, asked=asked))
+    assert (whole["exclusive"], whole["cpus_per_task"], whole["additional_parameters"]["mem"]) == (True, None, "0M")
     assert (part["exclusive"], part["cpus_per_task"], part["additional_parameters"]["mem"]) == (None, 8, "4000M")
+    assert like(exclusive="user")["exclusive"] == "user"
+    assert like(exclusive="", oversubscribe=True)["additional_parameters"]["oversubscribe"] is True
+    per_gpu = like(memory_per_gpu_mb=900)["additional_parameters"]
+    assert (per_gpu["mem-per-gpu"], "mem" in per_gpu) == ("900M", False)
+
+
+def test_gpus_asked_for_in_total_are_a_nodes_share_of_the_same_type() -> None:
+    assert like(gres_in_total=(Gres("gpu", "h100", 16),))["gpus_per_node"] == "h100:2"
+    assert like(gres_in_total=(Gres("gpu", "", 16),))["gpus_per_node"] == "2"
+    assert like(gres=(Gres("gpu", "a100", 1), Gres("gpu", "h100", 1)))["gpus_per_node"] == "a100:1,h100:1"
+    assert like(gres=())["gpus_per_node"] == "2"
+    assert parameters(msgspec.structs.replace(WANTED, gpus=None))["gpus_per_node"] is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"gres_in_total": (Gres("gpu", "a100", 8), Gres("gpu", "h100", 8))}, "GPUs of types a100 and h100 in total"),
+        ({"gres_in_total": (Gres("nic", "", 8),)}, "nic in total.*--gres"),
+        ({"constraint": "[rack1|rack2]"}, r"several nodes.*set constraint in \[slurm\]"),
+        ({"constraint": "fast*2&ib*1"}, "several nodes"),
+    ],
+)
+def test_what_one_node_cannot_repeat_is_refused(sbatch: Sbatch, asked: dict[str, Any], told: str) -> None:
+    with pytest.raises(SlurmRefusedError, match=told):
+        sbatch.submit(asked=msgspec.structs.replace(WANTED.asked, **asked))
 
 
 def test_of_further_options_only_those_count_that_say_what_a_node_must_be_like() -> None:
-    extra = ("--licenses=fs", "--oversubscribe", "--mail-type=END", "--nodelist=n[1-4]", "--exclude=n[7-8]")
-    given = parameters(msgspec.structs.replace(WANTED, extra=extra, reservation="team"))
+    extra = ("--licenses=fs", "--oversubscribe", "--mail-type=END", "--nodelist=n[1-4]", "--exclude=n[7-8]", "--mem=9G")
+    asked = JobRequest(licenses="matlab:2", reservation="team")
+    given = parameters(msgspec.structs.replace(WANTED, extra=(*extra, "--segment=4"), asked=asked))
     assert given["exclude"] == "n1,n2,n[7-8]"
     options = given["additional_parameters"]
     assert options == {
-        "licenses": "fs", "oversubscribe": True, "no-requeue": True, "mem": 0, "reservation": "team",
+        "licenses": "fs", "oversubscribe": True, "no-requeue": True, "mem": "9G", "reservation": "team",
+        "deadline": "now+5560",
     }  # fmt: skip
 
 

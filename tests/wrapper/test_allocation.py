@@ -24,7 +24,6 @@ BATCH = {
     "SLURM_GPUS_ON_NODE": "2",
     "SLURM_JOB_PARTITION": "gpu",
     "SLURM_JOB_ACCOUNT": "project",
-    "SLURM_MEM_PER_NODE": "64000",
     "SLURM_RESTART_COUNT": "2",
 }
 """As a batch script of Slurm 22.05.8 sees it, shortened."""
@@ -34,7 +33,7 @@ def test_a_batch_scripts_environment_is_read() -> None:
     found = find(BATCH, FakeSlurm())
     assert (found.job_id, found.restart_count, found.batch_node) == ("1234", 2, "n1")
     assert found.nodes == ("n1", "n2", "n3", "n7")
-    assert (found.cpus_per_node, found.uneven, found.gpus_per_node, found.memory_mb) == (8, True, 2, 64000)
+    assert (found.cpus_per_node, found.uneven, found.gpus_per_node) == (8, True, 2)
     assert (found.partition, found.account, found.qos, found.reservation) == ("gpu", "project", "", "")
 
 

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from resihp.controller import interface as api
 from slurm import replacement
-from slurm.client import NodeView
+from slurm.client import Gres, JobRequest, NodeView
 from slurm.errors import SlurmRefusedError, SlurmUnavailableError
 from slurm.exclusions import Exclusions
 from slurm.fake import FakeSlurm
@@ -65,7 +66,6 @@ class Desk:
                 host_names={},
                 cpus=16,
                 gpus=2,
-                memory_mb=1000,
                 partition="gpu",
                 spool=str(folder / "spool"),
                 extra=("--licenses=x", "--mail-type=END"),
@@ -322,8 +322,38 @@ def test_a_replacement_is_one_node_like_those_of_the_main_job(desk: Desk) -> Non
     assert wanted.folder == str(desk.home / "jobs/77/replacements/r1")
     assert wanted.command[1:4] == ("-P", "-m", "wrapper.agent")
     assert wanted.command[-2:] == ("--lease", "1")
-    assert (wanted.exclude, wanted.partition, wanted.gpus, wanted.seconds) == (NODES, "gpu", 2, 7200.0)
+    assert (wanted.exclude, wanted.gpus, wanted.seconds, wanted.wait_s) == (NODES, 2, 7200.0, 5400.0)
     assert wanted.extra == ("--licenses=x", "--mail-type=END")
+
+
+def test_a_replacement_is_like_what_the_job_asked_for_unless_its_user_says_otherwise(desk: Desk) -> None:
+    asked = JobRequest(
+        partition="main", licenses="matlab:2", constraint="a100", gres=(Gres("gpu", "a100", 2),), memory_mb=4000
+    )
+    desk.slurm.job_requests["77"] = asked
+    desk.ask(1)
+    desk.ask(2)
+    assert [wanted.asked for wanted in desk.submitted] == [msgspec.structs.replace(asked, partition="gpu")] * 2
+    assert desk.slurm.calls["request"] == 1
+
+
+def test_nothing_is_asked_for_while_nobody_knows_what_the_job_has(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    """An answer that cannot be read is none: another node than the job's could be of no use to it."""
+    desk.slurm.refuse["request"] = "cannot read Exclusive"
+    desk.ask(1, seconds=1200)
+    assert not desk.submitted
+    assert not desk.of(api.ReplacementNews)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "replacement 1: not asked for before Slurm tells what the job has" in line
+    del desk.slurm.refuse["request"]
+    desk.wait(600)
+    assert [wanted.name for wanted in desk.submitted] == ["resihp-77-r1"]
+
+
+def test_the_request_of_a_job_without_a_time_limit_ends_some_day(desk: Desk) -> None:
+    desk.slurm.set_job("77", seconds_left=None)
+    desk.ask()
+    assert (desk.submitted[0].seconds, desk.submitted[0].wait_s) == (30 * 86400.0, 7 * 86400.0)
 
 
 def test_nodes_that_our_jobs_stay_away_from_are_left_out_as_far_as_slurm_knows_them(desk: Desk) -> None:
@@ -519,7 +549,9 @@ def test_a_job_that_was_submitted_is_found_again(tmp_path: Path) -> None:
     """By a supervisor that asks again for what the last one decided."""
     assert replacement.submitted(tmp_path) is None
     (tmp_path / "slurm_job").write_text("41\n")
-    wanted = ReplacementJob(folder=str(tmp_path), name="resihp-77-r1", comment="", command=("true",))
+    wanted = ReplacementJob(
+        folder=str(tmp_path), name="r1", comment="", command=("true",), seconds=60, wait_s=60, asked=JobRequest()
+    )
     assert replacement.submit(wanted, environment={}) == "41"
 
 

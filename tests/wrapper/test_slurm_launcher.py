@@ -31,7 +31,6 @@ def request_(fresh_home: Path) -> RunRequest:
         host_names={},
         cpus=8,
         gpus=2,
-        memory_mb=None,
     )
     made = RunRequest(
         job=job.name,

@@ -32,6 +32,11 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     """One Slurm job's nodes. Counts are those of the node that has least; None where Slurm does not tell."""
 
     job_id: str
+    """As Slurm is told of it: an element of an array is `12_3`."""
+    task: str
+    """Which element of an array it is; empty for other jobs."""
+    number: str
+    """As srun is: 22.05 takes nothing but numbers. That of an array's last element is the array's own."""
     restart_count: int
     nodes: tuple[str, ...]
     """In Slurm's order, which is that of a step's tasks."""
@@ -48,7 +53,20 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def job_id(environment: Mapping[str, str]) -> str:
-    """The Slurm job that this environment is in; empty outside of one."""
+    """The Slurm job that this environment is in, as Slurm is to be told of it; empty outside of one.
+
+    An array's element is named as such: the number of its last one is the array's own, and whatever is done to that,
+    is done to all of them.
+    """
+    array, task, number = environment.get("SLURM_ARRAY_JOB_ID", ""), _task(environment), _number(environment)
+    return f"{array}_{task}" if number and array and task else number
+
+
+def _task(environment: Mapping[str, str]) -> str:
+    return environment.get("SLURM_ARRAY_TASK_ID", "")
+
+
+def _number(environment: Mapping[str, str]) -> str:
     return environment.get("SLURM_JOB_ID") or environment.get("SLURM_JOBID") or ""
 
 
@@ -79,6 +97,8 @@ def find(environment: Mapping[str, str], slurm: Slurm) -> Allocation:
     restarts = environment.get("SLURM_RESTART_COUNT", "")
     return Allocation(
         job_id=job,
+        task=_task(environment),
+        number=_number(environment),
         restart_count=int(restarts) if restarts.isdigit() else 0,
         nodes=nodes,
         batch_node=here if here in nodes else "",

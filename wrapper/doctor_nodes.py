@@ -77,7 +77,7 @@ def examine(
         note.write_text(note.name)
         with Clock(host) as clock:
             argv = [sys.executable, "-P", "-m", "wrapper.doctor_nodes", clock.host, str(clock.port), str(note)]
-            output = survey.on_nodes(found.job_id, nodes, argv, timeout_s=timeout_s)
+            output = survey.on_nodes(found.number, nodes, argv, timeout_s=timeout_s)
         reports = read(output, nodes)
         written = {node for node in nodes if note.with_name(f"{note.name}-{node}").exists()}
     finally:

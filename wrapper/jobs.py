@@ -7,8 +7,8 @@ A job's folder is `<RESIHP_HOME, default ./.resihp>/jobs/<job>/`, readable by it
     supervisor.lock   held by the guardian                       logs/            one file for each process
     journal           a copy, made when the job has ended        checkpoints/     unless configured elsewhere
 
-A job is called after the Slurm job that it runs in, `1234`, and once Slurm has run that again `1234-r1`, `1234-r2`; a
-further one in the same allocation is `1234-2`; without Slurm it is `local-<n>`.
+A job is called after the Slurm job that it runs in, `1234`, or `1234_5` in an array, and once Slurm has run that again
+`1234-r1`, `1234-r2`; a further one in the same allocation is `1234-2`; without Slurm it is `local-<n>`.
 
 The journal itself is on local disk, `<RESIHP_LOCAL, default /var/tmp/resihp-<uid>>/<job>-<digest of the folder>/`.
 Used by every command that names a job. Never talks to a running job.
@@ -38,7 +38,7 @@ LOCK_PATIENCE_S = 2.0
 """Commands that look whether a job is alive hold its lock for a moment."""
 
 _LOCAL_NAME = re.compile(r"local-(\d+)")
-_SLURM_NAME = re.compile(r"(\d+)(-r\d+)?(-\d+)?")
+_SLURM_NAME = re.compile(r"(\d+(?:_\d+)?)(-r\d+)?(-\d+)?")
 
 
 class JobFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,9 +249,8 @@ def find_job(name: str | None = None) -> Job:
         if not jobs:
             raise JobNotFoundError(f"no job in {home()}; start one with resihp run, or set RESIHP_HOME")
         return jobs[0]
-    again = re.compile(rf"{re.escape(name)}(-r\d+)?(-\d+)?" if name.isdigit() else re.escape(name))
     for job in jobs:
-        if again.fullmatch(job.name):
+        if job.name == name or ((run := _SLURM_NAME.fullmatch(job.name)) and run[1] == name):
             return job
     near = difflib.get_close_matches(name, [job.name for job in jobs], n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"it holds {len(jobs)} others"

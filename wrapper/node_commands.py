@@ -106,12 +106,13 @@ def undrain(node: NodeArgument, job: JobOption = None, spool: SpoolOption = None
     """Take a drain of your own back, and let your jobs use the node again. Another owner's reason stands."""
     from slurm.drain import descend
     from slurm.errors import SlurmRefusedError
+    from wrapper.allocation import job_id as own_job
 
     slurm = connect()
     steps = descend(
         slurm,
         node,
-        job_id=job or os.environ.get("SLURM_JOB_ID", ""),
+        job_id=job or own_job(os.environ),
         spool=_spool(spool),
         exclusions=_exclusions(slurm),
         now=time.time(),
@@ -223,9 +224,10 @@ def _holder(slurm: Slurm, node: str, job: str | None) -> JobView:
 def _own_jobs() -> list[str]:
     """Slurm jobs of this home, the one that we are in first."""
     from slurm.reading import JOB_ID
+    from wrapper.allocation import job_id as own_job
     from wrapper.jobs import all_jobs
 
-    ids = [os.environ.get("SLURM_JOB_ID", ""), *(job.name for job in all_jobs()[:JOBS_ASKED])]
+    ids = [own_job(os.environ), *(job.name for job in all_jobs()[:JOBS_ASKED])]
     return list(dict.fromkeys(name for name in ids if JOB_ID.fullmatch(name)))
 
 

@@ -34,10 +34,12 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 class SlurmRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The Slurm job that the run is in, and what may be asked of Slurm for it. Empty strings: nothing is said.
 
-    Counts are of each node, None where they are not known. `host_names`: by node, what Slurm reaches it by.
+    Counts are of each node, None where they are not known. `host_names`: by node, what Slurm reaches it by. `job_id`,
+    `number`: see `wrapper.allocation.Allocation`; an empty number is the same as the id.
     """
 
     job_id: str
+    number: str = ""
     cluster: str
     batch_node: str
     host_names: dict[str, str]

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from resihp.checkpoints import iteration_of, newest_complete
 from resihp.errors import CheckpointError, RestartBudgetError, UsageError
-from wrapper.config import Configuration
 from wrapper.jobs import Job, all_jobs, find_job, home, runs_of
 from wrapper.request import RunRequest, load
 
@@ -25,13 +24,13 @@ class Resumption:
     iteration: int
 
 
-def asked_for(configuration: Configuration, name: str) -> Resumption:
+def asked_for(configured: Path | None, name: str) -> Resumption:
     """For `--resume [NAME]`: the named job's folder, the configured one, or the newest job's that has a checkpoint.
 
     Raises CheckpointError when there is none. Which checkpoint in it is complete, the trainer finds out.
     """
-    if name or configuration.checkpoint.folder:
-        folder = checkpoint_folder_of(find_job(name)) if name else Path(configuration.checkpoint.folder).absolute()
+    folder = checkpoint_folder_of(find_job(name)) if name else configured
+    if folder is not None:
         found = _newest(folder)
         if found is None:
             raise CheckpointError(f"--resume: no complete checkpoint in {folder}")
@@ -45,13 +44,12 @@ def asked_for(configuration: Configuration, name: str) -> Resumption:
     )
 
 
-def if_there_is_one(configuration: Configuration, notice: Callable[[str], None]) -> Resumption | None:
+def if_there_is_one(folder: Path | None, notice: Callable[[str], None]) -> Resumption | None:
     """For `--resume-or-start`, as in a chain of jobs. Raises UsageError when no folder is configured."""
-    if not configuration.checkpoint.folder:
+    if folder is None:
         raise UsageError(
             "--resume-or-start: needs a folder that all jobs of the chain share; name it with --checkpoint-folder"
         )
-    folder = Path(configuration.checkpoint.folder).absolute()
     found = _newest(folder)
     if found is None:
         notice(f"no complete checkpoint in {folder}; starting afresh")

@@ -39,6 +39,7 @@ NOT_LAUNCHED = 127
 _KEPT = re.compile(
     r"SLURM_(CONF|JOB_ID|JOBID|CLUSTERS|CLUSTER_NAME|WORKING_CLUSTER|RESTART_COUNT|SUBMIT_DIR|SUBMIT_HOST)"
     r"|SLURM_JOB_(USER|UID|GID|NAME|PARTITION|ACCOUNT|QOS|RESERVATION|START_TIME|END_TIME)"
+    r"|SLURM_ARRAY_(JOB_ID|TASK_ID|TASK_COUNT|TASK_MIN|TASK_MAX|TASK_STEP)"
 )
 """Of Slurm's variables: those that name the job. Others are options of srun, some of them stale after a node died."""
 
@@ -58,7 +59,7 @@ def step_command(request: RunRequest, address: str, *, srun: str = "srun") -> li
     slurm, count = request.slurm, len(request.node_names)
     logs = str(request.of_job.logs).replace("%", "%%")
     options = [
-        f"--jobid={slurm.job_id}",
+        f"--jobid={slurm.number or slurm.job_id}",
         f"--nodes={count}",
         f"--ntasks={count}",
         "--ntasks-per-node=1",

@@ -86,13 +86,12 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
     program = resolve(configuration.job.command, _notice, configuration.container.python if inside else None)
     cwd, python_path = os.getcwd(), _absolute_entries(os.environ.get("PYTHONPATH", ""))
     container.with_folders(inside, [Path(cwd), home()])  # raises for what cannot be mounted
-    resumption = _resumption(options, configuration, found)
+    saved = _checkpoint_folder(options, configuration, found)
+    resumption = _resumption(options, configuration, found, saved)
     of_slurm = _of_slurm(configuration, found, slurm) if found and slurm else None
 
     job = create_slurm_job(found.job_id, found.restart_count) if found else create_local_job()
-    checkpoints = (
-        resumption.folder if resumption else Path(configuration.checkpoint.folder or job.checkpoints).absolute()
-    )
+    checkpoints = resumption.folder if resumption else saved or job.checkpoints.absolute()
     return RunRequest(
         job=job.name,
         folder=str(job.folder),
@@ -157,7 +156,20 @@ def _slurm() -> Slurm:
     return CommandLine()
 
 
-def _resumption(options: Options, configuration: Configuration, found: Allocation | None) -> Resumption | None:
+def _checkpoint_folder(options: Options, configuration: Configuration, found: Allocation | None) -> Path | None:
+    """The configured one; of it, each element of an array has its own part, unless they go on from each other."""
+    if not configuration.checkpoint.folder:
+        return None
+    folder = Path(configuration.checkpoint.folder).absolute()
+    if found is None or not found.task or options.resume_or_start or folder.name == found.task:
+        return folder
+    _notice(f"job {found.job_id}: an element of an array; its checkpoints are in {folder / found.task}")
+    return folder / found.task
+
+
+def _resumption(
+    options: Options, configuration: Configuration, found: Allocation | None, saved: Path | None
+) -> Resumption | None:
     """What Slurm starts again goes on by itself; what the command line asks for counts for a first start."""
     if found is not None and found.restart_count:
         job, most = configuration.job, configuration.slurm.restarts
@@ -165,8 +177,8 @@ def _resumption(options: Options, configuration: Configuration, found: Allocatio
         if resumption is not None:
             return resumption
     if options.resume is not None:
-        return asked_for(configuration, options.resume)
-    return if_there_is_one(configuration, _notice) if options.resume_or_start else None
+        return asked_for(saved, options.resume)
+    return if_there_is_one(saved, _notice) if options.resume_or_start else None
 
 
 def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm) -> tuple[SlurmRequest, str]:
@@ -185,6 +197,7 @@ def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm) -> 
     others = [name for node, name in host_names.items() if node != found.batch_node]
     request = SlurmRequest(
         job_id=found.job_id,
+        number=found.number,
         cluster=os.environ.get("SLURM_CLUSTER_NAME") or slurm.cluster(),
         batch_node=found.batch_node,
         host_names=host_names,

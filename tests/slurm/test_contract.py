@@ -43,6 +43,9 @@ class Scene(Protocol):
     def submit(self, nodes: int, *, by_operator: bool = False) -> str:
         """A batch job that runs on so many nodes."""
 
+    def submit_array(self) -> tuple[str, str]:
+        """The user's array of two elements that run on two nodes each; the last one's number is the array's."""
+
     def allocate(self) -> str:
         """A job of the user without a batch script."""
 
@@ -78,6 +81,11 @@ class FakeScene:
         self.fake.set_job(job, seconds_left=600.0)
         return job
 
+    def submit_array(self) -> tuple[str, str]:
+        for number, nodes in enumerate((NODES[:2], NODES[2:]), start=1):
+            self.fake.add_job(*nodes, id=f"7_{number}", user=self.user_name, script=SCRIPT)
+        return "7_1", "7_2"
+
     def allocate(self) -> str:
         return self.fake.add_job("n1", user=self.user_name)
 
@@ -110,6 +118,16 @@ class RealScene:
         job = slurm.submit(script, options)
         eventually(lambda: viewed(slurm, job).state == "running")
         return job
+
+    def submit_array(self) -> tuple[str, str]:
+        script = self.folder / "job.sh"
+        script.write_text(SCRIPT)
+        array = self._user.submit(
+            script, [*"--array=1-2 --nodes=2 --exclusive --no-kill --output=/dev/null --time=10".split()]
+        )
+        elements = (f"{array}_1", f"{array}_2")
+        eventually(lambda: all(viewed(self._user, element).state == "running" for element in elements))
+        return elements
 
     def allocate(self) -> str:
         done = self.cluster.run("salloc", "--no-shell", "--nodes=1", user="nobody")
@@ -438,3 +456,20 @@ def test_the_fake_reads_node_lists_as_slurm_does(real_cluster: Cluster) -> None:
             parts.append(prefix.lstrip("-") + text)
         nodelist = ",".join(parts)
         assert expand(nodelist) == slurm.expand(nodelist), nodelist
+
+
+def test_an_element_of_an_array_is_asked_about_and_changed_alone(scene: Scene) -> None:
+    slurm = scene.user
+    first, last = scene.submit_array()
+    views = slurm.jobs([first, last])
+    assert {view.id for view in views.values()} == {first, last}
+    assert slurm.batch_script(last) == SCRIPT
+    slurm.keep_nodes(last, [views[last].batch_host])
+    assert viewed(slurm, last).nodes == (views[last].batch_host,)
+    slurm.requeue(last)
+    slurm.requeue(last)
+    eventually(lambda: viewed(slurm, last).state == "pending")
+    slurm.cancel(last)
+    eventually(lambda: viewed(slurm, last).state == "cancelled")
+    now = viewed(slurm, first)
+    assert (now.state, now.restarts, now.nodes) == ("running", 0, views[first].nodes)

@@ -37,6 +37,14 @@ def test_a_batch_scripts_environment_is_read() -> None:
     assert (found.partition, found.account, found.qos, found.reservation) == ("gpu", "project", "", "")
 
 
+def test_an_element_of_an_array_is_one_of_several() -> None:
+    """As the last of them sees it: SLURM_JOB_ID is what the others have as SLURM_ARRAY_JOB_ID."""
+    found = find(BATCH | {"SLURM_ARRAY_JOB_ID": "1234", "SLURM_ARRAY_TASK_ID": "3"}, FakeSlurm())
+    assert (found.job_id, found.task, found.number) == ("1234_3", "3", "1234")
+    alone = find(BATCH, FakeSlurm())
+    assert (alone.job_id, alone.task, alone.number) == ("1234", "", "1234")
+
+
 @pytest.mark.parametrize(
     ("changes", "gpus"),
     [

@@ -141,6 +141,15 @@ def test_the_job_that_we_are_in_counts(slurm: FakeSlurm, monkeypatch: pytest.Mon
     assert slurm.node_views["n2"].draining
 
 
+def test_the_element_of_an_array_that_we_are_in_counts(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm.operator = True
+    slurm.add_job("n1", "n2", "n3", "n4", id="18_2")
+    for name, value in {"JOB_ID": "18", "ARRAY_JOB_ID": "18", "ARRAY_TASK_ID": "2"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    rows("drain", "n4")
+    assert slurm.node_views["n4"].draining
+
+
 def test_the_batch_host_is_refused(slurm: FakeSlurm) -> None:
     slurm.operator = True
     refused(SlurmRefusedError, "drain", "n1", "--job", "17")

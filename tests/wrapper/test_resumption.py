@@ -71,6 +71,34 @@ def test_a_run_is_named_by_slurms_job_and_found_by_it(batch: Path) -> None:
         find_job("7")
 
 
+def test_elements_of_an_array_are_runs_of_their_own(
+    batch: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both with the same number: the one that Slurm has started again had the array's own at first."""
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
+    saved = {"folder": str(batch / "saved")}
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    first = start(checkpoint=saved)
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "12")
+    other, unconfigured = start(checkpoint=saved), start()
+    assert [first.job, other.job, unconfigured.job] == ["77_1", "77_12", "77_12-2"]
+    assert (first.checkpoint_folder, other.checkpoint_folder) == (
+        str(batch / "saved" / "1"),
+        str(batch / "saved" / "12"),
+    )
+    assert unconfigured.checkpoint_folder == str(batch / "home" / "jobs" / "77_12-2" / "checkpoints")
+    assert f"job 77_1: an element of an array; its checkpoints are in {batch}/saved/1" in capsys.readouterr().err
+    checkpoint(first, 5)
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    again = start(1, checkpoint=saved)
+    assert (again.job, again.begins_at, again.checkpoint_folder) == ("77_1-r1", 5, first.checkpoint_folder)
+    assert find_job("77_1").name == "77_1-r1"
+    assert find_job("77_12").name == "77_12-2"
+    with pytest.raises(JobNotFoundError, match="did you mean 77_1"):
+        find_job("77")
+    assert start(checkpoint=saved, resume_or_start=True).checkpoint_folder == str(batch / "saved"), "a chain shares it"
+
+
 def test_what_the_allocation_is_reaches_the_controller(batch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RESIHP_SLURM__SPARES", "1")
     monkeypatch.setenv("RESIHP_SLURM__REPLACEMENTS", "3")

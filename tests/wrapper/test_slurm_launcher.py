@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from resihp.errors import ResihpError
@@ -82,15 +83,23 @@ def test_one_step_starts_an_agent_on_each_node_with_all_that_is_there(request_: 
     ]
 
 
+def test_the_step_of_an_arrays_element_is_asked_for_by_number(request_: RunRequest) -> None:
+    """srun of 22.05: Invalid numeric value "77_3" for --jobid."""
+    assert request_.slurm is not None
+    element = msgspec.structs.replace(request_.slurm, job_id="77_3", number="79")
+    command = step_command(msgspec.structs.replace(request_, slurm=element), "10.0.0.1:4000")
+    assert "--jobid=79" in command
+
+
 def test_nothing_that_slurm_set_for_the_batch_script_bends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     stale = ("SLURM_NNODES", "SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_TASKS_PER_NODE", "SLURM_JOB_NODELIST")
     options = ("SLURM_EXPORT_ENV", "SLURM_CPUS_PER_TASK", "SLURM_MEM_PER_NODE", "SRUN_CONTAINER", "SBATCH_NO_KILL")
-    kept = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_CLUSTER_NAME", "SLURM_RESTART_COUNT", "NCCL_DEBUG")
-    for name in (*stale, *options, *kept):
+    kept = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_CLUSTER_NAME", "SLURM_RESTART_COUNT", "SLURM_ARRAY_TASK_ID")
+    for name in (*stale, *options, *kept, "NCCL_DEBUG"):
         monkeypatch.setenv(name, "x")
     found = step_environment()
     assert found.keys().isdisjoint({*stale, *options, "PYTHONPATH"})
-    assert found.keys() >= set(kept)
+    assert found.keys() >= {*kept, "NCCL_DEBUG"}
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ class Agent:
         self._peers: Peers | None = None
         if request.succession:
             self._replica = Replica(local_place(job) / f"{node}.copy")
-            self._peers = Peers(node, job.run_file, job.key, self._replica, self._link)
+            self._peers = Peers(node, job.run_file, job.key, self._replica, self._link, request.ports)
         self._workers = Workers(request, node, logs, self._link.tell, lambda: self.dismiss(0.0))
         self._needed = asyncio.Event()
         """Set once there are workers to be started."""
@@ -198,6 +198,9 @@ def run(request: RunRequest, node: str, address: str, lease: int) -> None:
     print_to(logs / f"{node}.agent.log")
     try:
         asyncio.run(live(logs))
+    except ResihpError as error:
+        print(f"agent {node}: {error}", flush=True)
+        sys.exit(1)
     except Exception:  # noqa: BLE001 - where it is copied from, while it still is
         traceback.print_exc()
         sys.exit(1)

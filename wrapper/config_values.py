@@ -66,6 +66,32 @@ def features(text: str) -> str:
     return text
 
 
+_PORTS = re.compile(r"(\d{1,5})-(\d{1,5})", re.ASCII)
+LEAST_PORTS = 16
+"""A node may have four of our listeners a job, and several jobs."""
+
+
+def ports(text: str) -> str:
+    """A range such as `60001-63000`. Raises ValueError."""
+    ports_of(text)
+    return text
+
+
+def ports_of(text: str) -> tuple[int, int] | None:
+    """The first and the last of a range; None without one. Raises ValueError."""
+    if not text:
+        return None
+    found = _PORTS.fullmatch(text)
+    if found is None:
+        raise ValueError("must be a range of ports, as 60001-63000")
+    first, last = int(found[1]), int(found[2])
+    if not 1024 <= first <= last <= 65535:
+        raise ValueError("must lie within 1024-65535, the lower port first")
+    if last - first + 1 < LEAST_PORTS:
+        raise ValueError(f"must have {LEAST_PORTS} ports at least: each node of a job needs some, of every job there")
+    return first, last
+
+
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=[^\x00-\x1f\x7f\"'`$\\#]+)?")
 
 OURS = {

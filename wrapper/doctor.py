@@ -120,6 +120,7 @@ def slurm_checks(
     from wrapper import doctor_nodes, doctor_slurm
     from wrapper.allocation import batch_script, find, job_id, no_kill_seen
     from wrapper.config import read
+    from wrapper.config_values import ports_of
     from wrapper.jobs import home
 
     lock = threading.Lock()
@@ -156,7 +157,8 @@ def slurm_checks(
         if not no_kill_seen(environment, batch_script(slurm, found.job_id)):
             text = f"job {found.job_id}: no --no-kill in its batch script: if a node fails, Slurm ends the whole job"
             yield _finding("node death", "warning", text, "resihp submit sets it; or #SBATCH --no-kill")
-        yield from doctor_nodes.examine(found, slurm, survey, home())
+        ports = ports_of(read({}, job_file).slurm.ports)
+        yield from doctor_nodes.examine(found, slurm, survey, home(), ports=ports)
 
     def asked(name: str, check: Check) -> Check:
         """No answer is unknown; that there is none at all is said once, as a finding about Slurm itself."""
@@ -178,6 +180,7 @@ def slurm_checks(
         "slurm": version,
         "node death": lambda: doctor_slurm.survival(settings()),
         "requeue": lambda: doctor_slurm.requeue(settings()),
+        "firewall": lambda: doctor_slurm.firewall(settings(), read({}, job_file).slurm.ports),
         "drain": rights,
         "partition": lambda: doctor_slurm.partitions(survey.partitions(), read({}, job_file).slurm.partition),
         "submission": lambda: doctor_slurm.submission(survey, read({}, job_file).slurm),

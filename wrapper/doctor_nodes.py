@@ -24,6 +24,7 @@ import msgspec
 
 from wrapper.doctor_machine import Finding, Outcome, gpus, limits
 from wrapper.doctor_places import journal, nearest
+from wrapper.ports import Ports, listen
 
 if TYPE_CHECKING:
     from slurm.client import Slurm
@@ -62,7 +63,13 @@ def outside(nodes: int = 2) -> Iterator[Finding]:
 
 
 def examine(
-    found: Allocation, slurm: Slurm, survey: Survey, home: Path, *, timeout_s: float = NODES_S
+    found: Allocation,
+    slurm: Slurm,
+    survey: Survey,
+    home: Path,
+    *,
+    ports: Ports | None = None,
+    timeout_s: float = NODES_S,
 ) -> Iterator[Finding]:
     """Findings over all nodes. Raises SlurmError when nothing can be started."""
     from wrapper.allocation import addresses, own_address
@@ -75,7 +82,7 @@ def examine(
     note = nearest(home) / f".resihp-doctor-{secrets.token_hex(8)}"
     try:
         note.write_text(note.name)
-        with Clock(host) as clock:
+        with Clock(host, ports=ports) as clock:
             argv = [sys.executable, "-P", "-m", "wrapper.doctor_nodes", clock.host, str(clock.port), str(note)]
             output = survey.on_nodes(found.number, nodes, argv, timeout_s=timeout_s)
         reports = read(output, nodes)
@@ -141,7 +148,7 @@ def judge(
     if not bad:
         yield Finding(check="shared home", outcome="ok", text=f"{home}: seen and written by {told(list(reports))}")
     cut_off = {node: report.connection for node, report in reports.items() if report.connection}
-    advice = "a firewall between nodes? resihp needs any port above 1024 between them"
+    advice = "a firewall between nodes? ask which ports are open between them, and set ports in [slurm] to that range"
     yield from _by_text("connections", "failed", cut_off, advice)
     if not cut_off:
         yield Finding(check="connections", outcome="ok", text=f"{told(list(reports))} connect to this one")
@@ -202,12 +209,12 @@ def told(nodes: Sequence[str]) -> str:
 class Clock:
     """Listens for probes and compares clocks with each: `skews` by node. A context manager."""
 
-    def __init__(self, host: str, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, host: str, now: Callable[[], float] = time.time, ports: Ports | None = None) -> None:
+        """`ports`: the range that a job would listen in, which is what has to be open."""
         self.skews: dict[str, tuple[float, float]] = {}
         self.host = host
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._now = now
-        self._listener = socket.create_server((host, 0), family=family, backlog=1024)
+        self._listener = listen(host, ports)
         self.port = int(self._listener.getsockname()[1])
         self._talks: list[threading.Thread] = []
         self._thread = threading.Thread(target=self._serve, name="doctor clock", daemon=True)

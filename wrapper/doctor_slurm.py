@@ -91,6 +91,20 @@ def requeue(settings: Mapping[str, str]) -> Iterator[Finding]:
     )
 
 
+def firewall(settings: Mapping[str, str], ports: str) -> Iterator[Finding]:
+    """A site that gives srun a range of ports lets nothing else through between its nodes, usually. `ports`: ours."""
+    range_of_srun = settings.get("SrunPortRange", "").replace("0-0", "")
+    theirs = "; what gloo and NCCL listen on is the kernel's choice (net.ipv4.ip_local_port_range)"
+    if ports:
+        yield Finding(check="firewall", outcome="ok", text=f"jobs listen on {ports}{theirs}")
+    elif range_of_srun:
+        text = f"SrunPortRange={range_of_srun}: other ports may be closed between nodes, and jobs listen on any{theirs}"
+        advice = f'set ports in [slurm], as ports = "{range_of_srun}"; salloc --nodes=2 resihp doctor tries it'
+        yield Finding(check="firewall", outcome="warning", text=text, advice=advice)
+    else:
+        yield Finding(check="firewall", outcome="ok", text="Slurm names no range of ports; jobs listen on any")
+
+
 def rights(survey: Survey, settings: Mapping[str, str], user: str, spool: Path | None) -> Iterator[Finding]:
     """Who may drain: we, the site's hook for us, or nobody."""
     try:

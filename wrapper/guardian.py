@@ -25,6 +25,7 @@ from resihp.process import adopt_orphans, ending
 from wrapper.exit_codes import DEPOSED, REQUEUE
 from wrapper.jobs import Job, SupervisorFile, hold_lock
 from wrapper.launcher import own_environment
+from wrapper.ports import listen
 from wrapper.request import RunRequest, load
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
@@ -47,7 +48,7 @@ def guard(run_file: Path, command: Command = supervisor_command) -> int:
     request = load(run_file)
     lock = hold_lock(request.of_job)
     adopt_orphans()  # what a dead supervisor leaves behind is still of this job
-    with socket.create_server((request.host, 0), backlog=1024) as listener:
+    with listen(request.host, request.ports) as listener:
         inherited = (lock, listener.fileno())
         options = ("--parent", str(os.getpid()), "--listen", str(listener.fileno()))
         status = _watch(command(run_file, options), inherited)

@@ -8,15 +8,15 @@ to this node's own address; all peers are told where it listens until they have 
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from resihp.errors import ProtocolError
+from resihp.errors import ProtocolError, UsageError
 from resihp.protocol import messages as m
 from resihp.protocol.framing import SecureChannel, serve
 from wrapper.leader_link import LeaderLink
+from wrapper.ports import Ports, listen
 from wrapper.replica import Replica
 from wrapper.succession import AGAIN_S, ASK_S, Election, Standing
 from wrapper.successor import Successor
@@ -27,8 +27,18 @@ LOOK_EVERY_S = 0.1
 class Peers:
     """One agent's view of the others. `run` looks for a successor whenever that is due."""
 
-    def __init__(self, node: str, run_file: Path, key: bytes, replica: Replica, link: LeaderLink) -> None:
+    def __init__(
+        self,
+        node: str,
+        run_file: Path,
+        key: bytes,
+        replica: Replica,
+        link: LeaderLink,
+        ports: Ports | None = None,
+    ) -> None:
+        """`ports`: the range to listen in (`wrapper.ports`)."""
         self._node = node
+        self._ports = ports
         self._run_file = run_file
         self._key = key
         self._replica = replica
@@ -45,7 +55,7 @@ class Peers:
     async def listen(self, host: str) -> int:
         """Listen to peers on this address of the node's, from the first call on; returns the port."""
         if self._server is None:
-            listener = _listener(host)
+            listener = listen(host, self._ports)
             self._host, self._port = host, listener.getsockname()[1]
             self._server = await serve(listener, self._key, m.PeerMessage, self._answer, _refused)
         return self._port
@@ -102,9 +112,9 @@ class Peers:
     async def _succeed(self, term: int) -> None:
         """Start a supervisor, tell everybody where, and watch over it to its end."""
         try:
-            listener = _listener(self._host)
-        except OSError as error:
-            print(f"succession: {self._host}: cannot listen: {error.strerror}", flush=True)
+            listener = listen(self._host, self._ports)
+        except UsageError as error:
+            print(f"succession: {error}", flush=True)
             return
         with listener:
             address = self._host, listener.getsockname()[1]
@@ -170,11 +180,6 @@ class Peers:
             heard_at=self._link.heard_at if self._link.welcome else None,
             peers=tuple(peer.node for peer in self._roster),
         )
-
-
-def _listener(host: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, 0), family=family, backlog=1024)
 
 
 def _refused(peer: str, reason: str) -> None:

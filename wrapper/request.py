@@ -14,6 +14,7 @@ from resihp.errors import UsageError
 from resihp.faults import Fault
 from resihp.forkserver import PRELOAD
 from wrapper.jobs import Job, write_private
+from wrapper.ports import Ports
 
 if TYPE_CHECKING:
     from resihp.controller.interface import Settings
@@ -122,6 +123,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     restart_count: int
     host: str = "127.0.0.1"
     """Address that the supervisor listens on: never all of a machine's."""
+    ports: Ports | None = None
+    """Where our processes listen for other nodes; None: as ports come."""
     succession: bool = False
     """Whether agents keep copies of the journal, and choose another supervisor when this one's node is gone."""
     node_names: tuple[str, ...] = ()

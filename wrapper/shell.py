@@ -35,6 +35,7 @@ from wrapper.agent_links import AgentLinks
 from wrapper.exit_codes import DEPOSED, REQUEUE
 from wrapper.jobs import SupervisorFile, copy_journal, write_private
 from wrapper.launcher import Launcher
+from wrapper.ports import listen
 from wrapper.replication import Replication
 from wrapper.request import RunRequest
 
@@ -205,7 +206,7 @@ class Supervisor:
             self._claim, self._held_since = started, time.monotonic()
         else:
             self.log(started)
-        listener = self._listener or socket.create_server((self._launcher.host, 0), backlog=1024)
+        listener = self._listener or listen(self._launcher.host, self._request.ports)
         port = listener.getsockname()[1]
         receives = Envelope[m.AgentMessage] | m.OperatorRequest
         server = await serve(listener, self._job.key, receives, self._connected, self._refused)

@@ -17,6 +17,7 @@ from resihp import faults
 from resihp.errors import UsageError
 from slurm.client import Slurm
 from wrapper import allocation, container, earlier_runs, guardian, listeners
+from wrapper import config_values as values
 from wrapper.allocation import Allocation
 from wrapper.config import Configuration, check_partition, read
 from wrapper.jobs import create_local_job, create_slurm_job, home
@@ -123,6 +124,7 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
         ledger_url=configuration.ledger.url,
         restart_count=found.restart_count if found else 0,
         host=of_slurm[1] if of_slurm else "127.0.0.1",
+        ports=values.ports_of(configuration.slurm.ports) if of_slurm else None,
         succession=_succession(configuration, found is not None and len(shape.nodes) > 1),
         slurm=of_slurm[0] if of_slurm else None,
         container=container.with_folders(inside, container.job_folders(cwd, job.folder, checkpoints, python_path)),

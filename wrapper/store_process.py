@@ -15,6 +15,7 @@ from resihp.protocol.framing import LocalChannel, LocalCodec
 from resihp.store import Listening, Serve
 from wrapper import container
 from wrapper.launcher import own_environment
+from wrapper.ports import Ports, listen
 from wrapper.request import Container
 
 MAX_FAILED_STARTS = 3
@@ -23,8 +24,17 @@ MAX_FAILED_STARTS = 3
 class StoreProcess:
     """One store at a time. `run` ends when the job does, or raises ResihpError if the store cannot start at all."""
 
-    def __init__(self, host: str, interpreter: str, log: Path, container: Container | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        interpreter: str,
+        log: Path,
+        container: Container | None = None,
+        ports: Ports | None = None,
+    ) -> None:
+        """`ports`: the range to listen in (`wrapper.ports`)."""
         self._host = host
+        self._ports = ports
         self._interpreter = interpreter
         self._log = log
         self._container = container
@@ -40,7 +50,7 @@ class StoreProcess:
 
     async def _one(self, ready: Callable[[str, int], None]) -> tuple[bool, int]:
         ours, theirs = socket.socketpair()
-        listener = socket.create_server((self._host, 0))
+        listener = listen(self._host, self._ports)
         environment = own_environment() | {"OMP_NUM_THREADS": "1"}
         parent = 0 if self._container else os.getpid()
         command = [self._interpreter, "-P", "-m", "resihp.store", "--fd", "0", "--parent", str(parent)]

@@ -133,7 +133,8 @@ async def supervise_with(
         request,
         controller=controller,
         launcher=_launcher(request, host, heir, view),
-        store=store or StoreProcess(host, request.program.interpreter, job.logs / "store.log", request.container),
+        store=store
+        or StoreProcess(host, request.program.interpreter, job.logs / "store.log", request.container, request.ports),
         journal=Journal(journal or job.journal_file),
         ledger=ledger,
         view=view,

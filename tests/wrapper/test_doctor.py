@@ -22,6 +22,7 @@ from typer.testing import CliRunner, Result
 from slurm.client import NodeView
 from slurm.fake import FakeSlurm
 from slurm.fake_survey import SETTINGS, FakeSurvey, partition
+from tests.wrapper.test_ports import free_range
 from wrapper import doctor, doctor_machine, doctor_nodes, doctor_places, doctor_slurm
 from wrapper.cli import app
 from wrapper.doctor_machine import Finding
@@ -268,7 +269,9 @@ def asked(slurm: FakeSlurm, survey: FakeSurvey, environment: dict[str, str] | No
 def test_a_good_cluster(fresh_home: Path) -> None:
     found = outcomes(asked(FakeSlurm(), FakeSurvey(operator=True)))
     assert found | {"munge": "ok"} == {
-        **dict.fromkeys(("slurm", "node death", "requeue", "drain", "partition", "submission", "munge"), "ok"),
+        **dict.fromkeys(
+            ("slurm", "node death", "requeue", "firewall", "drain", "partition", "submission", "munge"), "ok"
+        ),
         "nodes": "skipped",
     }
 
@@ -298,6 +301,13 @@ def test_slurm_that_does_not_answer_is_said_once_and_is_no_health(fresh_home: Pa
             "with the warning signal",
         ),
         ({"AccountingStorageType": "accounting_storage/none"}, "release", "ok", "one node only"),
+        (
+            {"SrunPortRange": "60001-63000"},
+            "firewall",
+            "warning",
+            "SrunPortRange=60001-63000: other ports may be closed",
+        ),
+        ({"SrunPortRange": "0-0"}, "firewall", "ok", "names no range"),
         ({"AuthType": "auth/slurm"}, "munge", "skipped", "auth/slurm"),
     ],
 )
@@ -305,6 +315,18 @@ def test_settings(settings: dict[str, str], check: str, outcome: str, words: str
     found = asked(FakeSlurm(), FakeSurvey(operator=True, **settings))
     assert outcomes(found)[check] == outcome
     assert any(words in finding.text for finding in found if finding.check == check)
+
+
+def test_ports_that_are_open(fresh_home: Path) -> None:
+    """What srun may use is what to set; once it is, jobs and the doctor listen there."""
+    survey = FakeSurvey(operator=True, SrunPortRange="60001-63000")
+    advice = next(finding.advice for finding in asked(FakeSlurm(), survey) if finding.check == "firewall")
+    assert 'ports = "60001-63000"' in advice
+    (fresh_home / "resihp.toml").write_text('[slurm]\nports = "60001-63000"\n')
+    found = next(finding for finding in asked(FakeSlurm(), survey) if finding.check == "firewall")
+    assert (found.outcome, "listen on 60001-63000" in found.text) == ("ok", True)
+    with Clock("127.0.0.1", ports=(first_last := free_range(16))) as clock:
+        assert first_last[0] <= clock.port <= first_last[1]
 
 
 def test_who_may_drain(fresh_home: Path) -> None:

@@ -1,0 +1,68 @@
+"""Jobs where firewalls stand between nodes, and on nodes of several networks: what listens where, told and measured."""
+
+from __future__ import annotations
+
+import psutil
+
+from resihp.journal import LeaderChosen
+from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference, on_node, training
+from tests.wrapper.test_ports import free_range
+from wrapper.config_values import LEAST_PORTS
+
+OURS = ("wrapper.agent", "wrapper.supervisor", "resihp.store", "wrapper")
+"""Modules of our processes that other nodes speak to; the last is the guardian."""
+
+
+def ports_of(desk: Desk, module: str) -> dict[str, set[int]]:
+    """What processes of that module listen on, by node."""
+    found: dict[str, set[int]] = {}
+    for node in desk.cluster.nodes:
+        for process in on_node(desk.cluster, node, module):
+            listening = [each for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+            found.setdefault(node, set()).update(each.laddr.port for each in listening)
+    return found
+
+
+def test_all_that_listens_between_nodes_is_inside_the_range_that_is_open(
+    cluster: MakeCluster, reference: Reference
+) -> None:
+    first, last = free_range(LEAST_PORTS)
+    inside = set(range(first, last + 1))
+    desk = Desk(cluster(nodes=4, gpus=1), RESIHP_SLURM__PORTS=f"{first}-{last}")
+    desk.pace(0.2)
+    job = desk.sbatch_training(ITERATIONS, gpus=1)
+    desk.until_committed(job, 2)
+    found = {module: ports_of(desk, module) for module in OURS}
+    assert {node for node, ports in found["wrapper.agent"].items() if ports} == {"n1", "n2", "n3", "n4"}
+    assert found["wrapper.supervisor"]["n1"]
+    assert found["resihp.store"]["n1"]
+    outside = {(module, node): ports - inside for module in OURS for node, ports in found[module].items()}
+    assert not any(outside.values()), outside
+    workers = ports_of(desk, "resihp.forkserver")
+    print(f"gloo listens on {workers}, the kernel's choice")
+
+    desk.cluster.kill_node("n1")
+    chosen = desk.until(lambda: desk.of(job, LeaderChosen), job)[-1]
+    desk.until_committed(job, desk.committed(job) + 1)
+    for module in ("wrapper.supervisor", "resihp.store"):
+        ports = ports_of(desk, module)[chosen.node]
+        assert ports, f"{module} listens on {chosen.node}"
+        assert ports <= inside, f"{module} of the successor"
+    desk.pace(0.0)
+    desk.wait(job)
+    reference.check(desk.rows("iterations", job))
+
+
+def test_a_range_without_a_free_port_is_told(cluster: MakeCluster) -> None:
+    made = cluster(nodes=1, gpus=1)
+    first, last = free_range(LEAST_PORTS)
+    desk = Desk(made, RESIHP_SLURM__PORTS=f"{first}-{last}")
+    taker = (
+        "import socket, subprocess, sys; "
+        f"taken = [socket.create_server((sys.argv[1], port)) for port in range({first}, {last + 1})]; "
+        "sys.exit(subprocess.call(sys.argv[2:]))"
+    )
+    run = f"python -c '{taker}' {made.address('n1')} resihp run -- {' '.join(training(1))}"
+    job = desk.sbatch(f"#!/bin/sh\n#SBATCH --no-kill --gpus-per-node=1 --output=%x-%j.out\nexec {run}\n")
+    assert desk.wait(job) == ("FAILED", "2:0"), desk.output(job)
+    assert f"{made.address('n1')}: no port of {first}-{last} is free here; widen [slurm] ports" in desk.output(job)

@@ -1,0 +1,59 @@
+"""Where our own processes listen for other nodes: on one address, and on a port that the site's firewall lets through.
+
+Every listener between nodes is made by `listen`: the guardian's, a successor's, those of agents for their peers, the
+rendezvous store's, the doctor's. `[slurm] ports` is the range; without one the kernel chooses. What training's own
+libraries listen on (gloo, NCCL) is chosen by them. Decides only which port is tried first.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+
+from resihp.errors import UsageError
+
+Ports = tuple[int, int]
+"""The first and the last of a range."""
+
+BACKLOG = 1024
+
+
+def listen(host: str, ports: Ports | None = None) -> socket.socket:
+    """Listen on this address. Raises UsageError when that is not ours, or no port of the range is free.
+
+    Begins anywhere in the range: jobs that share a node seldom try the same.
+    """
+    if ports is None:
+        return _bound(host, 0)
+    first, last = ports
+    count = last - first + 1
+    begin = random.randrange(count)
+    for i in range(count):
+        try:
+            return _bound(host, first + (begin + i) % count)
+        except _TakenError:
+            continue
+    raise UsageError(
+        f"{host}: no port of {told(ports)} is free here; widen [slurm] ports, or look who has them: ss -tlnp"
+    )
+
+
+class _TakenError(Exception):
+    """Somebody listens there."""
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE and port:
+            raise _TakenError from None
+        where = f"port {port}" if port else "any port"
+        raise UsageError(f"{host}: cannot listen on {where}: {error.strerror}") from None
+
+
+def told(ports: Ports) -> str:
+    """As the configuration has it."""
+    return f"{ports[0]}-{ports[1]}"

@@ -44,7 +44,7 @@ def cluster(slurm_release: str) -> Iterator[Callable[..., Cluster]]:
 
         def make(**options: Any) -> Cluster:
             options.setdefault("release", slurm_release)
-            needs = {name: options[name] for name in ("isolate", "network", "release") if options.get(name)}
+            needs = {name: options[name] for name in ("isolate", "network", "release", "dbd") if options.get(name)}
             requires_slurm(**needs)
             made = Cluster(**options)
             stack.callback(made.down)

@@ -7,7 +7,8 @@
 Nodes are called n1, n2, ... and have addresses of their own (127.0.1.1, ... or, with `network`, 10.99.0.1, ...). GPUs
 are pretended. `shared` is a folder that all nodes and all users can write, as a cluster's shared file system.
 
-`release` names another Slurm than the installed one, such as "24.11" (`tests.integration.slurm_releases`).
+`release` names another Slurm than the installed one, such as "24.11" (`tests.integration.slurm_releases`). With `dbd`
+it has accounting (`tests.integration.slurm_accounts`).
 
 Nothing of this machine's own Slurm is used or touched. `down` ends all that was started, whoever started it. Tests get
 one by the fixture `cluster` (tests/conftest.py), which also skips where the programs are missing: `requires_slurm`.
@@ -32,11 +33,11 @@ from typing import Literal
 
 import pytest
 
-from tests.integration import slurm_conf, slurm_releases
+from tests.integration import slurm_accounts, slurm_conf, slurm_releases
 from tests.integration.boxes import Box, listening, namespaces_allowed
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "scontrol", "sinfo", "squeue", "sbatch", "scancel", "srun")
-COMMANDS = ("scontrol", "sinfo", "squeue", "sbatch", "scancel", "srun", "salloc")
+COMMANDS = ("scontrol", "sinfo", "squeue", "sbatch", "scancel", "srun", "salloc", "sacct", "sacctmgr")
 SYSTEM_FOLDERS = ("/usr/sbin", "/usr/local/sbin", "/sbin")
 """Where the daemons are, also for a user whose PATH lacks them."""
 
@@ -50,13 +51,15 @@ def _path() -> str:
     return os.pathsep.join([os.environ.get("PATH", os.defpath), *SYSTEM_FOLDERS])
 
 
-def requires_slurm(*, isolate: bool = False, network: bool = False, release: str = "") -> None:
+def requires_slurm(*, isolate: bool = False, network: bool = False, release: str = "", dbd: bool = False) -> None:
     """Skip the test, saying why, where no private cluster can be started."""
     if release and not slurm_releases.is_here(release):
         pytest.skip(f"Slurm {release} is not in {slurm_releases.FOLDER}; try: sudo make setup-system")
     missing = [program for program in PROGRAMS if shutil.which(program, path=_path()) is None]
     if missing:
         pytest.skip(f"Slurm is not installed ({', '.join(missing)} missing); try: sudo make setup-system")
+    if dbd and (missing := slurm_accounts.missing(_path())):
+        pytest.skip(f"no accounting without {', '.join(missing)}; try: sudo make setup-system")
     if os.geteuid() != 0:
         pytest.skip("a private Slurm cluster needs root: slurmd changes to the user of a job")
     if (isolate or network) and not namespaces_allowed():
@@ -74,7 +77,7 @@ class Cluster:
 
     `settings` are lines of slurm.conf that replace or add to ours. `health_check` is run as root on each node, every
     `health_check_s` seconds. `gpu_type` names the model of all GPUs, or by node, `features` what each node has. A node
-    with `node_gpus` of its own has as many instead of `gpus`.
+    with `node_gpus` of its own has as many instead of `gpus`. `dbd`: with accounting.
     """
 
     def __init__(
@@ -93,8 +96,10 @@ class Cluster:
         gpu_type: str | Mapping[str, str] = "",
         features: Mapping[str, str] | None = None,
         node_gpus: Mapping[str, int] | None = None,
+        dbd: bool = False,
     ) -> None:
         self.release = release
+        self.dbd = dbd
         self._gpu_type = gpu_type
         self._features = dict(features or {})
         self._node_gpus = dict(node_gpus or {})
@@ -236,7 +241,7 @@ class Cluster:
         """Start all of it, and wait until every node is idle."""
         try:
             for attempt in range(3):
-                self._port = random.randrange(10000, 30000) if self.network else _free_ports(len(self.nodes) + 1)
+                self._port = random.randrange(10000, 30000) if self.network else _free_ports(len(self.nodes) + 2)
                 self._write_configuration()
                 self._head = self._box("head", {"RESIHP_TEST_HEAD": str(self.folder)})
                 self._boxes = {node: self._box(node, self._marks(node)) for node in self.nodes}
@@ -254,6 +259,8 @@ class Cluster:
                     self._connect(self.nodes)
                 self._start_munged()
                 try:
+                    if self.dbd:
+                        self._start_accounts()
                     self.start_controller()
                     break
                 except ClusterError:
@@ -380,6 +387,17 @@ class Cluster:
         self._munged = self._head.start(argv, environment=self.environment, log=log / "munged.out")
         self.wait(lambda: (run / "munge").exists(), "munged")
 
+    def _start_accounts(self) -> None:
+        assert self._head is not None
+        plugins = slurm_releases.plugins(self.release) if self.release else None
+        box, environment, wait = self._head, self.environment, self.wait
+        slurm_accounts.start(box, self.folder, self._accounts_port, plugins=plugins, environment=environment, wait=wait)
+        self.run("sacctmgr", "-i", "add", "cluster", slurm_conf.NAME)
+
+    @property
+    def _accounts_port(self) -> int:
+        return self._port + 1 + len(self.nodes)
+
     def _start_slurmd(self, node: str) -> None:
         (self.folder / "spool" / node).mkdir(exist_ok=True)
         argv = ["slurmd", "-D", "-f", str(self.configuration), "-N", node]
@@ -427,7 +445,8 @@ class Cluster:
         names = {"localhost": "127.0.0.1", "head": head, **addresses}
         self._hosts.write_text("".join(f"{address} {name}\n" for name, address in names.items()))
         host = f"{'head' if self.isolated else 'localhost'}({head})"
-        settings = {**slurm_conf.usual(self.folder, host, self._port), **self.settings}
+        accounts = slurm_accounts.settings(self.folder, head, self._accounts_port) if self.dbd else {}
+        settings = {**slurm_conf.usual(self.folder, host, self._port), **accounts, **self.settings}
         if self.release:
             settings = {"PluginDir": str(slurm_releases.plugins(self.release)), **settings}
         nodes = [

@@ -7,11 +7,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+NAME = "resihp-test"
+
 
 def usual(folder: Path, host: str, port: int) -> dict[str, str]:
     """Lines of slurm.conf by key; `host` and `port` are slurmctld's."""
     return {
-        "ClusterName": "resihp-test",
+        "ClusterName": NAME,
         "SlurmctldHost": host,
         "SlurmctldPort": str(port),
         "SlurmUser": "root",

@@ -123,7 +123,7 @@ class RealScene:
         script = self.folder / "job.sh"
         script.write_text(SCRIPT)
         array = self._user.submit(
-            script, [*"--array=1-2 --nodes=2 --exclusive --no-kill --output=/dev/null --time=10".split()]
+            script, [*["--array=1-2", "--nodes=2", "--exclusive", "--no-kill", "--output=/dev/null", "--time=10"]]
         )
         elements = (f"{array}_1", f"{array}_2")
         eventually(lambda: all(viewed(self._user, element).state == "running" for element in elements))

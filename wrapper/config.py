@@ -154,6 +154,9 @@ class SlurmSection(Section):
     """How many nodes the job may have drained."""
     spool: str = ""
     """Folder of the site's hook, for requests to drain a node by users who may not do it themselves."""
+    on_drain: Literal["stay", "vacate"] = "stay"
+    """What the job does about a node of its own that an administrator drains: `stay` and train on, or `vacate` it
+    between two iterations and give it back, where the layout can do without."""
     on_warning: Literal["requeue", "end"] = "requeue"
     """What follows the checkpoint when the time limit is near."""
     warning: Annotated[Duration, Field(ge=60, le=65535)] = 300.0

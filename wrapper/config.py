@@ -156,6 +156,9 @@ class SlurmSection(Section):
     """Where the job's own processes listen for other nodes, as `60001-63000`; any port if left out."""
     spool: str = ""
     """Folder of the site's hook, for requests to drain a node by users who may not do it themselves."""
+    on_drain: Literal["stay", "vacate"] = "stay"
+    """What the job does about a node of its own that an administrator drains: `stay` and train on, or `vacate` it
+    between two iterations and give it back, where the layout can do without."""
     on_warning: Literal["requeue", "end"] = "requeue"
     """What follows the checkpoint when the time limit is near."""
     warning: Annotated[Duration, Field(ge=60, le=65535)] = 300.0

@@ -168,13 +168,18 @@ def exclude(
         words = sanitised(reason).removeprefix(PREFIX.strip()).strip()
         now = time.time()
         added = exclusions.add(node, words, now + _seconds(keep_out), now=now)
-        _message(f"node {node}: kept out of your jobs on cluster {exclusions.cluster} until {_day(added.expires_at)}")
+        until = _day(added.expires_at)
+        _message(
+            f"node {node}: kept out of your jobs on cluster {exclusions.cluster} until {until}, not drained by this"
+        )
     if as_json:
         print(json.dumps({"schema": SCHEMA, "rows": _rows(exclusions, None)}))
 
 
 def show(as_json: JsonOption = False) -> None:
     """List nodes kept out of your jobs, until when, and those of them that Slurm has drained with our reason.
+
+    Measure: `drain` for those that were to be drained for all users, `exclude` for those that only your jobs avoid.
 
     What resihp has drained for all users: sinfo -R | grep resihp:
     """
@@ -350,8 +355,9 @@ def _list_table(rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         until = "-" if row["excluded_until"] is None else row["excluded_until"][:16].replace("T", " ")
         why = row["reason"] or row["excluded_because"]
-        cells.append((row["node"], until, row["state"] or "-", "yes" if row["drained_by_us"] else "no", why))
-    return _table(("node", "kept out until (UTC)", "state", "drained by us", "reason"), cells)
+        drained = "yes" if row["drained_by_us"] else "no"
+        cells.append((row["node"], row["measure"], until, row["state"] or "-", drained, why))
+    return _table(("node", "measure", "kept out until (UTC)", "state", "drained by us", "reason"), cells)
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

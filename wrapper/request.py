@@ -64,6 +64,7 @@ class SlurmRequest(msgspec.Struct, frozen=True, kw_only=True):
     most_drained: int | None = None
     """How many nodes of the cluster may be drained by us at a time, whoever of us drained them; None: any number."""
     spool: str = ""
+    on_drain: Literal["stay", "vacate"] = "stay"
     on_warning: Literal["requeue", "end"] = "requeue"
 
 
@@ -181,6 +182,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
             replacement_wait_s=slurm.replacement_wait_s if slurm else 60.0,
             batch_node=slurm.batch_node if slurm else "",
             on_warning=slurm.on_warning if slurm else "requeue",
+            on_drain=slurm.on_drain if slurm else "stay",
         )
 
 

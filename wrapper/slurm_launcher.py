@@ -264,7 +264,8 @@ _SIGNALLED = re.compile(rf"srun: error: (?P<hosts>\S+): {_TASKS}: (?P<signal>[A-
 _FAILED = re.compile(rf"srun: error: {_TASKS} launch failed: (?P<reason>.*)")
 _HARMLESS = ("lacks support for cpu binding", "srun: Force Terminated", "Node failure on", "STEP ", "JOB ")
 """Slurm's opinion of nodes and its farewells come by other ways."""
-_SIGNALS = {signal.strsignal(number): int(number) for number in signal.Signals}
+_SIGNALS = {signal.strsignal(number): int(number) for number in signal.Signals} | {"Out Of Memory": int(signal.SIGKILL)}
+"""The last is srun's word for a task that the kernel killed for its memory limit."""
 
 
 class Messages:

@@ -218,6 +218,7 @@ def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm) -> 
         died_before=earlier.died,
         most_drained=configuration.site.drained,
         spool=section.spool,
+        on_drain=section.on_drain,
         on_warning=section.on_warning,
     )
     return request, allocation.own_address(here, others)

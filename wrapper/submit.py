@@ -10,13 +10,15 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from resihp.errors import ConfigurationError, UsageError
 from slurm import render
 from slurm.client import Slurm
-from slurm.errors import SlurmRefusedError, SlurmUnavailableError, SlurmUsageError
+from slurm.errors import SlurmError, SlurmRefusedError, SlurmUnavailableError, SlurmUsageError
+from slurm.exclusions import Exclusions
 from wrapper import container
 from wrapper.config import Configuration, read
 from wrapper.jobs import home, write_private
@@ -55,7 +57,8 @@ def submit(
         return [script_of(configuration, job_file.absolute(), chain).rstrip("\n")]
     folder = _keep(configuration, job_file, chain)
     client = slurm()
-    ids = [_sbatch(client, folder / "job.sbatch", job_file, configuration) for _ in range(max(1, chain))]
+    options = _left_out(client, configuration, notice)
+    ids = [_sbatch(client, folder / "job.sbatch", job_file, configuration, options) for _ in range(max(1, chain))]
     _tell(ids, configuration, folder, notice)
     return ids
 
@@ -132,9 +135,25 @@ def _keep(configuration: Configuration, job_file: Path, chain: int) -> Path:
     return folder
 
 
-def _sbatch(client: Slurm, script: Path, job_file: Path, configuration: Configuration) -> str:
+def _left_out(client: Slurm, configuration: Configuration, notice: Callable[[str], None]) -> tuple[str, ...]:
+    """An option that keeps out what our jobs avoid for now, beside what the job file itself leaves out."""
     try:
-        return client.submit(script)
+        exclusions = Exclusions(home(), client.cluster())
+        names = [each.node for each in exclusions.current(time.time())]
+        known = list(client.nodes(names)) if names else []  # sbatch refuses names that it does not know
+    except SlurmError as error:
+        notice(f"{error}; whether nodes are to be avoided is not known")
+        return ()
+    if not known:
+        return ()
+    notice(f"avoids {', '.join(known)}, where jobs of yours failed lately: resihp node list")
+    own = [option.partition("=")[2] for option in configuration.slurm.extra if option.startswith("--exclude=")]
+    return (f"--exclude={','.join([*own, *known])}",)
+
+
+def _sbatch(client: Slurm, script: Path, job_file: Path, configuration: Configuration, options: Sequence[str]) -> str:
+    try:
+        return client.submit(script, options)
     except SlurmRefusedError as error:
         said = str(error).removeprefix(f"{script}: not submitted: ")
         mend = next((how for words, how in MENDED if words in said.lower()), None)

@@ -58,6 +58,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Time that must be left until the job's limit for a replacement to be worth asking for."""
     replacement_wait_s: float = 60.0
     """How long one is expected to take to come, until one has."""
+    on_drain: Literal["stay", "vacate"] = "stay"
+    """What is done about a node of the job that an administrator drains: train on, or leave it if that can be."""
     batch_node: str = ""
     """Where the job's batch script runs: Slurm cannot do without it. Empty without Slurm."""
     on_warning: Literal["requeue", "end"] = "requeue"

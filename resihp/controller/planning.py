@@ -175,8 +175,9 @@ def _with_spares(job: Job, plan: Plan, unfit: set[int]) -> Plan:
 
 
 def _kept_out(job: Job, ranks: set[int]) -> set[int]:
-    """Of these, those that are to stand by: unfit, or not measured yet."""
-    return {rank for rank in ranks if job.device_of(rank) in job.unfit or rank in job.unmeasured}
+    """Of these, those that are to stand by: unfit, not measured yet, or about to leave with their node."""
+    leaving = {rank for rank in ranks if job.members[rank].node in job.vacating}
+    return leaving | {rank for rank in ranks if job.device_of(rank) in job.unfit or rank in job.unmeasured}
 
 
 def cautious(job: Job, epoch: int, available: set[int], base: Base | None) -> Choice:

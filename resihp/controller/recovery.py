@@ -30,7 +30,7 @@ from resihp.controller import (
 )
 from resihp.controller import interface as api
 from resihp.controller.interface import AnyEvent, Settings
-from resihp.controller.state import IterationReports, Job, Member, Node, Placement, Recovery, Transition
+from resihp.controller.state import VACATED, IterationReports, Job, Member, Node, Placement, Recovery, Transition
 from resihp.errors import ProtocolError
 from resihp.journal import (
     AnyEntry,
@@ -77,7 +77,8 @@ def replay(settings: Settings, entries: Iterable[AnyEntry]) -> Job:
             case NodeJoined():
                 job.nodes[entry.node] = Node(entry.node, entry.host, entry.devices)
             case NodeLost():
-                lost[entry.node] = entry.reason
+                if not entry.reason.startswith(VACATED):
+                    lost[entry.node] = entry.reason
                 if entry.node in job.nodes:
                     job.nodes[entry.node].alive = False
             case WorkerStarted():

@@ -214,6 +214,9 @@ class Pause:
 Meaning = Literal["warning", "time-limit", "cancelled", "preempted", "unknown"]
 """Why somebody wants the job to stop (`journal.JobSignalled`)."""
 
+USELESS = "no device of it can be used any more"
+VACATED = "left for an administrator, who drains it"
+"""Why a node is left that is alive (`journal.NodeLost`); the latter is no failure."""
 PATIENCE = 100
 """Iterations after which a device is suspected again on the same evidence, though its probe was fine."""
 COINCIDENCE_S = 2.0
@@ -341,7 +344,7 @@ class LostNode:
     def answers(self) -> bool:
         """Its agent alone ended, as somebody there could tell (`wrapper.agent_links`), or we left it (`upkeep`); it
         did not just fall silent."""
-        return self.reason.startswith(("its agent ", "no device "))
+        return self.reason.startswith(("its agent ", USELESS, VACATED))
 
 
 @dataclass
@@ -381,6 +384,8 @@ class Upkeep:
     """How long nodes took to come that this supervisor asked for."""
     slurm_sees: dict[str, tuple[str, str]] = field(default_factory=dict)
     """(state, text) by node, as last journaled."""
+    kept: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Nodes that an administrator drains and that the layout cannot do without, as Slurm saw them then."""
 
 
 @dataclass
@@ -479,6 +484,8 @@ class Job:
         """What transitions have taken."""
         self.recheck_at = 0.0
         """When what stands by for being slow is measured next."""
+        self.vacating: set[str] = set()
+        """Nodes whose ranks are to stand by, so that they can be left."""
         self.unfit: set[tuple[str, int]] = set()
         """(node, device) that failed the probe before they were given work: they stand by."""
         self.reference: dict[tuple[str, int], DeviceSpeed] = {}

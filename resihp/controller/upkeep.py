@@ -3,17 +3,19 @@
 Decides when something is done about a node with a verdict (what, is `measures`'), when a lost one is given back to
 Slurm, and what to make of what Slurm says. A verdict is a failure found that names a node or a device; nothing is ever
 done on a suspicion, to the node that the batch script runs on, or while the job is being stopped. Our own observation
-wins over Slurm's: what it says of a node leads to words, never to action. New nodes are the business of `replacements`.
+wins over Slurm's: what it says of a node leads to words, never to action, unless the user wants nodes vacated that an
+administrator drains (`Settings.on_drain`). New nodes are the business of `replacements`.
 All that this remembers follows from the journal (`replay`), so that a new supervisor goes on where the last one was
 (`resume`). Called by the controller at the end of each event, and with what Slurm answers.
 """
 
 from __future__ import annotations
 
-from resihp.controller import failures, measures, newcomers, replacements
+from resihp.controller import failures, incidents, measures, newcomers, planning, replacements, transitions
 from resihp.controller import interface as api
 from resihp.controller.measures import Decision
-from resihp.controller.state import COINCIDENCE_S, Drain, Job, LostNode, Verdict, natural
+from resihp.controller.state import COINCIDENCE_S, USELESS, VACATED, Drain, Job, LostNode, Verdict, natural
+from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.journal import (
     AnyEntry,
     DrainAnswered,
@@ -32,7 +34,8 @@ SLURM_NOTICES_S = 330.0
 RELEASE_PAUSES_S = (10.0, 60.0, 300.0)
 """Between the tries to give a node back. Without accounting, Slurm takes nodes of a job back but once."""
 REASON_LENGTH = 120
-USELESS = "no device of it can be used any more"
+OURS = "resihp: "
+"""What the reasons of drains begin with that jobs of ours have asked for (`slurm.client.PREFIX`)."""
 
 
 def review(job: Job) -> None:
@@ -50,6 +53,7 @@ def review(job: Job) -> None:
         _act(job)
         if job.phase != "halting":
             _leave_useless(job)
+            _vacate(job)
             _release(job)
     replacements.review(job)
 
@@ -152,6 +156,63 @@ def _leave_useless(job: Job) -> None:
             replay(job, NodeLost(node=node.name, reason=reason))
 
 
+def _vacate(job: Job) -> None:
+    """Leave nodes that an administrator drains: first their ranks stand by, then they are let go. No failure."""
+    if job.settings.on_drain != "vacate" or job.phase != "running" or job.plan is None:
+        return
+    if job.transition is not None or job.pause is not None:
+        return
+    drained = [name for name, node in job.nodes.items() if node.alive and _is_administrators(job, name)]
+    job.vacating.intersection_update(drained)
+    for name in drained:
+        if not any(job.members[rank].node == name for rank in job.active):
+            _leave(job, name)
+        elif name in job.vacating:  # no plan came of it that does without it
+            _keep(job, name)
+        elif job.furthest + 1 < job.goal:  # the iteration under way is finished before anybody has left
+            _stand_by(job, name)
+            return
+
+
+def _is_administrators(job: Job, name: str) -> bool:
+    seen = job.upkeep.slurm_sees.get(name)
+    if seen is None or name == job.settings.batch_node or job.upkeep.kept.get(name) == seen:
+        return False
+    state, reason = seen
+    return "drain" in state.split("+")[1:] and not reason.startswith(OURS)
+
+
+def _stand_by(job: Job, name: str) -> None:
+    job.vacating.add(name)
+    stay = {rank for rank in job.ready if job.members[rank].node not in job.vacating}
+    try:
+        planning.best(job, job.epoch + 1, stay, planning.base_while_running(job))
+    except (LayoutError, NotEnoughDevicesError):
+        _keep(job, name)
+    else:
+        transitions.pause(job, f"node {name}: is drained ({job.upkeep.slurm_sees[name][1] or 'no reason'}), leaving it")
+
+
+def _keep(job: Job, name: str) -> None:
+    job.vacating.discard(name)
+    job.upkeep.kept[name] = job.upkeep.slurm_sees[name]
+    job.say("notice", f"node {name}: is drained, but the layout cannot do without it; it trains on")
+
+
+def _leave(job: Job, name: str) -> None:
+    """Nobody works there any more."""
+    entry = NodeLost(node=name, reason=f"{VACATED}: {job.upkeep.slurm_sees[name][1] or 'no reason'}")
+    job.vacating.discard(name)
+    job.nodes[name].alive = False
+    record(job, entry)
+    job.do(api.DropNode(node=name))
+    for placement in job.placements:
+        placement.settled = placement.settled or placement.node == name
+    for rank in [rank for rank in job.live if job.members[rank].node == name]:
+        incidents.bury(job, job.members[rank], None)
+    job.say("notice", f"node {name}: left and given back, for it is drained")
+
+
 def _release(job: Job) -> None:
     """Give lost nodes back, after they were drained if they are to be."""
     for lost in job.upkeep.lost.values():
@@ -226,7 +287,9 @@ def slurm_sees(job: Job, event: api.SlurmSees) -> None:
         return
     because = f" ({event.reason})" if event.reason else ""
     if node.alive and not usable:
-        job.say("notice", f"node {node.name}: {event.state} for Slurm{because}; its agent is there, it trains on")
+        leave = job.settings.on_drain == "vacate" and _is_administrators(job, node.name)
+        what = "to be left, if the layout can do without it" if leave else "its agent is there, it trains on"
+        job.say("notice", f"node {node.name}: {event.state} for Slurm{because}; {what}")
     elif not node.alive and usable:
         job.say("notice", f"node {node.name}: {event.state} for Slurm again; this job does without it")
 

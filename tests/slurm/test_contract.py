@@ -213,6 +213,15 @@ def test_an_operator_drains_and_undrains(scene: Scene) -> None:
     eventually(lambda: node(scene, "n3").usable)
 
 
+def test_all_drained_nodes_of_the_cluster_are_found(scene: Scene) -> None:
+    assert scene.user.drained() == {}
+    scene.operator.drain("n3", "resihp: rank 5 died")
+    scene.operator.drain("n1", "disk")
+    found = scene.user.drained()
+    assert sorted(found) == ["n1", "n3"]
+    assert found["n3"] == node(scene, "n3")
+
+
 def test_draining_twice_keeps_the_last_reason(scene: Scene) -> None:
     scene.operator.drain("n3", "first")
     scene.operator.drain("n3", "second")

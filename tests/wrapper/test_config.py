@@ -168,7 +168,8 @@ def test_slurm_and_container_from_a_job_file(fresh_home: Path) -> None:
 
 
 def test_a_site_bounds_what_users_ask_for(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "[site]\ndrains = 1\nreplacements = 0\npartitions = ['gpu', 'long']\n[slurm]\nspool = '/site/spool'\n"
+    text = "[site]\ndrains = 1\ndrained = 3\nreplacements = 0\npartitions = ['gpu', 'long']\n"
+    text += "[slurm]\nspool = '/site/spool'\n"
     etc = toml(fresh_home / "etc.toml", text)
 
     def asked(slurm: str) -> Configuration:
@@ -176,6 +177,7 @@ def test_a_site_bounds_what_users_ask_for(fresh_home: Path, monkeypatch: pytest.
 
     assert asked("partition = 'gpu'").slurm.drains == 1, "the default of 2 gives way"
     assert asked("").slurm.spool == "/site/spool"
+    assert asked("").site.drained == 3
     for slurm, message in (
         ("drains = 2", r"job\.toml: \[slurm\] drains: 2, but .*etc\.toml allows 1; lower it"),
         ("replacements = 1", r"job\.toml: \[slurm\] replacements: 1, but .*etc\.toml allows 0"),

@@ -195,6 +195,7 @@ def test_exclude_and_list(slurm: FakeSlurm) -> None:
         "node": "n2",
         "excluded_until": first["excluded_until"],
         "excluded_because": "slow link",
+        "measure": "exclude",
         "job": None,
         "drained_by_us": True,
         "state": "allocated+drain",

@@ -192,6 +192,30 @@ def test_an_operators_drain_is_slurms(tmp_path: Path) -> None:
     assert [each.node for each in Exclusions(tmp_path, "fake").current(1e9)] == ["n3"]
 
 
+@pytest.mark.parametrize(("grounds", "days"), [("agent", 1 / 24), ("died", 1)])
+def test_a_node_that_is_only_left_out_is_so_for_as_long_as_its_grounds_ask(
+    tmp_path: Path, grounds: Any, days: float
+) -> None:
+    desk = Desk(tmp_path, operator=True)
+    desk.do(api.DrainNode(drain=1, node="n3", reason="silent", measure="exclude", grounds=grounds))
+    assert [(e.step, e.outcome) for e in desk.of(api.DrainStep)] == [("exclusion", "done")]
+    assert not desk.slurm.node_views["n3"].draining
+    (exclusion,) = Exclusions(tmp_path, "fake").current(1e9)
+    assert (exclusion.measure, exclusion.expires_at) == ("exclude", 1e9 + days * 86400)
+
+
+def test_the_sites_own_cap_holds_for_what_a_job_drains(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, operator=True)
+    assert desk.request.slurm is not None
+    slurm = msgspec.structs.replace(desk.request.slurm, most_drained=1)
+    desk.request = msgspec.structs.replace(desk.request, slurm=slurm)
+    desk.another()
+    desk.slurm.set_node("n6", flags=frozenset({"drain"}), reason="resihp: job 5 lost rank 1: Xid 79")
+    desk.do(api.DrainNode(drain=1, node="n3", reason="Xid 79"))
+    assert [(e.step, e.outcome) for e in desk.of(api.DrainStep)] == [("slurm", "refused"), ("exclusion", "done")]
+    assert not desk.slurm.node_views["n3"].draining
+
+
 def test_without_rights_the_site_is_asked(desk: Desk) -> None:
     (desk.home / "spool").mkdir()
     desk.do(api.DrainNode(drain=1, node="n3", reason="silent"))

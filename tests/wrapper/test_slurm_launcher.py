@@ -109,6 +109,7 @@ def test_nothing_that_slurm_set_for_the_batch_script_bends_the_step(monkeypatch:
         ("srun: error: n[2-3]: tasks 1-2: Exited with exit code 1", [("n2", 1), ("n3", 1)]),
         ("srun: error: n[1,7]: tasks 0,3: Exited with exit code 1", [("n1", 1), ("n7", 1)]),
         ("srun: error: n7: task 3: Killed", [("n7", -9)]),
+        ("srun: error: n7: task 3: Out Of Memory", [("n7", -9)]),
         ("srun: error: n7: task 3: Segmentation fault (core dumped)", [("n7", -11)]),
         ("srun: error: task 1 launch failed: Slurmd could not connect IO", [("n2", 127)]),
         ("srun: error: n9: task 9: Exited with exit code 1", []),

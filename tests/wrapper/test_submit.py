@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from resihp.errors import ConfigurationError, LayoutError, ResihpError, UsageError
 from slurm.errors import SlurmUnavailableError, SlurmUsageError
+from slurm.exclusions import Exclusions
 from slurm.fake import FakeSlurm
 from wrapper.exit_codes import exit_code_of
+from wrapper.jobs import home
 from wrapper.submit import submit
 
 JOB = f"[job]\nnodes = 4\ngpus_per_node = 2\ntime = '2h'\ncommand = ['{sys.executable}', 'train.py']\n"
@@ -58,6 +61,26 @@ def test_a_dry_run_prints_the_script_and_keeps_nothing(job_file: Path) -> None:
         assert lines.count(line) == 1, line
     assert shlex.split(lines[-1])[-3:] == ["run", "--config", str(job_file)]
     assert not (job_file.parent / "home").exists()
+
+
+def test_nodes_where_jobs_failed_lately_are_left_out(job_file: Path) -> None:
+    exclusions = Exclusions(home(), "fake")
+    for node in ("n3", "n5", "gone"):
+        exclusions.add(node, "Xid 79", time.time() + 60)
+    exclusions.add("n1", "mended", time.time() - 60)
+    slurm = FakeSlurm(["n1", "n3", "n5"])
+    _, told = submitted(job_file, slurm)
+    assert "avoids n3, n5, where jobs of yours failed lately: resihp node list" in told
+    ((_, _, options),) = slurm.submissions
+    assert options == ("--exclude=n3,n5",)
+
+
+def test_where_that_cannot_be_known_the_job_is_submitted_all_the_same(job_file: Path) -> None:
+    slurm = FakeSlurm(["n1"])
+    slurm.refuse["cluster"] = "no answer"
+    ids, told = submitted(job_file, slurm)
+    assert len(ids) == 1
+    assert any("whether nodes are to be avoided is not known" in line for line in told)
 
 
 def test_a_job_that_is_to_end_is_not_requeued(job_file: Path) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from resihp.controller import Controller
+from resihp.controller import Controller, planning
 from resihp.controller import interface as api
 from resihp.detector.clues import read_log
+from resihp.errors import NotEnoughDevicesError
 from resihp.faults import parse
 from resihp.journal import (
     AnyEntry,
@@ -380,6 +381,79 @@ def test_our_own_observation_of_a_node_wins_over_slurms(state: str) -> None:
     kinds = [type(action).__name__ for action in job.actions[before:]]
     assert kinds == ["Log", "Say"]
     assert job.job.nodes["n3"].alive
+
+
+def administrator_drains(job: Job, node: str = "n3", reason: str = "disk is failing") -> None:
+    job.feed(api.SlurmSees(node=node, state="allocated+drain", reason=reason))
+
+
+def pauses(job: Job) -> None:
+    """Everybody stops after the iteration under way, and goes on with the next plan."""
+    assert job.job.pause is not None
+    done = job.job.committed + 1
+    job.step(done, pause=True)
+    for rank in job.job.ready:
+        job.park(rank, stepped=done if rank in job.job.active else 0, epoch=job.job.epoch + 1)
+        if job.job.pause is None:
+            break
+    job.park(stepped=done)
+    job.run(1)
+
+
+def test_a_node_that_an_administrator_drains_is_left_between_two_iterations_and_given_back() -> None:
+    job = trained(on_drain="vacate")
+    administrator_drains(job)
+    assert any(order.order.after_iteration for order in job.asked(api.Order) if isinstance(order.order, m.Park))
+    assert job.job.nodes["n3"].alive
+    pauses(job)
+    job.train(5)
+    assert {4, 5}.isdisjoint(job.job.active)
+    assert [entry.node for entry in job.all(NodeLost)] == ["n3"]
+    assert [action.node for action in job.asked(api.DropNode)] == ["n3"]
+    assert [(a.node, a.keep) for a in job.asked(api.ReleaseNode)] == [("n3", ("n1", "n2", "n4"))]
+    assert job.all(FailureFound) == []
+    assert job.all(DrainDecided) == []
+    assert [entry.node for entry in job.all(ReplacementAsked)] == ["n3"], "as for any node that is missing"
+    recovered(job)
+    job.train(3)
+    assert job.all(FailureFound) == [], "nor does a new supervisor see one"
+    assert job.job.phase == "running"
+
+
+def test_a_node_is_not_left_that_the_job_drains_itself_or_that_is_undrained_in_time() -> None:
+    job = trained(on_drain="vacate")
+    administrator_drains(job, reason="resihp: job local-1 lost rank 4: Xid 79")
+    job.train(5)
+    assert job.job.pause is None
+    administrator_drains(job, node="n2")
+    job.feed(api.SlurmSees(node="n2", state="allocated", reason=""))
+    pauses(job)
+    job.train(5)
+    assert job.all(NodeLost) == []
+
+
+@pytest.mark.parametrize("changes", [{"on_drain": "stay"}, {"batch_node": "n3"}])
+def test_a_drained_node_trains_on(changes: dict[str, Any]) -> None:
+    job = trained(**{"on_drain": "vacate", **changes})
+    administrator_drains(job)
+    job.train(20)
+    assert job.all(NodeLost) == []
+    assert len(job.job.active) == 8
+    assert any(a.text.endswith("; its agent is there, it trains on") for a in job.asked(api.Say))
+
+
+def test_a_drained_node_that_the_layout_cannot_do_without_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def impossible(*_: object) -> None:
+        raise NotEnoughDevicesError("the model does not fit")
+
+    job = trained(on_drain="vacate")
+    monkeypatch.setattr(planning, "best", impossible)
+    administrator_drains(job)
+    job.train(20)
+    assert job.job.pause is None
+    assert len(job.job.active) == 8
+    told = [a.text for a in job.asked(api.Say) if "cannot do without it" in a.text]
+    assert told == ["node n3: is drained, but the layout cannot do without it; it trains on"]
 
 
 def test_a_healthy_view_is_not_worth_a_word() -> None:

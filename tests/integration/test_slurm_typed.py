@@ -1,0 +1,51 @@
+"""A cluster whose nodes differ: a node in place of a lost one is like it, or there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from resihp.journal import NodeJoined, Reconfigured, ReplacementChanged
+from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference
+from tests.integration.test_slurm_node_death import until_replaced
+
+pytestmark = pytest.mark.timeout(600)
+
+TYPES = {**dict.fromkeys(("n1", "n2", "n3", "n4", "n5"), "a100"), "n6": "h100"}
+FEATURES = {**dict.fromkeys(TYPES, "fast,ib"), "n6": "fast"}
+
+
+@pytest.mark.every_slurm
+def test_a_replacement_waits_for_a_node_of_the_jobs_kind(cluster: MakeCluster, reference: Reference) -> None:
+    settings = {"Licenses": "matlab:10", "SelectTypeParameters": "CR_CPU_Memory"}
+    made = cluster(nodes=6, gpus=2, gpu_type=TYPES, features=FEATURES, settings=settings)
+    desk = Desk(made)
+    desk.pace(0.1)
+    other = made.run("sbatch", "--parsable", "-w", "n5", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
+    made.wait_state("n5", "allocated")
+    wants = ("--gpus-per-node=a100:2", "--licenses=matlab:2", "--wckey=run", "--constraint=fast")
+    job = desk.sbatch_training(
+        ITERATIONS, changes={"--gpus-per-node=8": "\n#SBATCH ".join(wants), "--mem=0": "--mem=12000"}
+    )
+    desk.until_committed(job, 3, timeout_s=180)
+    assert desk.nodes(job) == ["n1", "n2", "n3", "n4"]
+    made.kill_node("n3")
+    desk.until(lambda: desk.of(job, Reconfigured), job, timeout_s=120)
+    desk.pace(0.4)
+
+    (asked,) = desk.until(lambda: [e for e in desk.of(job, ReplacementChanged) if e.state == "pending"][:1], job)
+    desk.until(lambda: desk.shown(asked.slurm_job)["Reason"] in ("Resources", "Priority"), job)
+    assert made.states()["n6"] == "idle", "of the wrong type, and free"
+    shown, main = desk.shown(asked.slurm_job), desk.shown(job)
+    for field in ("TresPerNode", "Licenses", "MinMemoryNode", "Features", "OverSubscribe", "Partition"):
+        assert shown[field] == main[field], field
+    assert (shown["Licenses"], shown["MinMemoryNode"], shown["Features"]) == ("matlab:2", "12000M", "fast")
+    assert shown["TresPerNode"].endswith("gpu:a100:2")
+    assert desk.slurm_says(asked.slurm_job, "WCKey") == "run"
+
+    made.run("scancel", other.stdout.strip())
+    until_replaced(desk, job)
+    assert [entry.node for entry in desk.of(job, NodeJoined)][-1] == "n5"
+    assert made.states()["n6"] == "idle"
+    desk.pace(0.0)
+    assert desk.wait(job, timeout_s=180) == ("COMPLETED", "0:0"), desk.output(job)
+    reference.check(desk.rows("iterations", job))

@@ -155,5 +155,5 @@ def _tell(ids: list[str], configuration: Configuration, folder: Path, notice: Ca
         notice(f"submitted a chain of {len(ids)} jobs, each {what}: {', '.join(ids)}; script {folder / 'job.sbatch'}")
     else:
         notice(f"submitted job {ids[0]}: {what}; script {folder / 'job.sbatch'}")
-    notice(f"squeue --job {ids[0]} tells when it starts; then: resihp status {ids[0]} --watch")
+    notice(f"squeue --start --jobs={ids[0]} tells when it may start; then: resihp status {ids[0]} --watch")
     notice(f"to end it: scancel {' '.join(ids)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from resihp.journal import NodeJoined, Reconfigured, ReplacementChanged
-from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference
+from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference, job_file
 from tests.integration.test_slurm_node_death import until_replaced
 
 pytestmark = pytest.mark.timeout(600)
@@ -49,3 +49,23 @@ def test_a_replacement_waits_for_a_node_of_the_jobs_kind(cluster: MakeCluster, r
     desk.pace(0.0)
     assert desk.wait(job, timeout_s=180) == ("COMPLETED", "0:0"), desk.output(job)
     reference.check(desk.rows("iterations", job))
+
+
+@pytest.mark.every_slurm
+def test_a_job_is_submitted_for_gpus_of_one_type(cluster: MakeCluster) -> None:
+    made = cluster(nodes=3, gpus=2, gpu_type={"n1": "a100", "n2": "h100", "n3": "a100"})
+    desk = Desk(made)
+    parts = {"job": {"nodes": 1, "gpus_per_node": 2}, "slurm": {"gpu_type": "h100"}}
+    done = desk.submit(job_file(desk.training(1000), **parts))
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.split()[-1]
+    desk.until(lambda: desk.state(job)[0] == "RUNNING", job)
+    assert desk.nodes(job) == ["n2"]
+    assert desk.shown(job)["TresPerNode"].endswith("gpu:h100:2")
+    # An agent is started there, with the node's GPUs, whatever they are called.
+    desk.until(lambda: [entry.devices for entry in desk.of(job, NodeJoined)] == [2], job, timeout_s=120)
+    made.run("scancel", job)
+    parts["slurm"]["gpu_type"] = "b200"
+    refused = desk.submit(job_file(desk.training(1000), **parts))
+    assert refused.returncode != 0
+    assert "gpu_type in [slurm]" in refused.stderr

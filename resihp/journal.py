@@ -52,9 +52,12 @@ class JobStarted(Entry, frozen=True, kw_only=True):
 
 
 class NodeJoined(Entry, frozen=True, kw_only=True):
+    """`hardware`: what its devices are, by their maker's name; empty where that is not known."""
+
     node: str
     host: str
     devices: int
+    hardware: str = ""
 
 
 class NodeLost(Entry, frozen=True, kw_only=True):

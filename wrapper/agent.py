@@ -112,6 +112,7 @@ class Agent:
             pid=os.getpid(),
             devices=self._request.gpus_per_node,
             lease=self._lease,
+            hardware=hardware(),
             epoch=max(1, self._workers.epoch) if self._link.welcome else 0,
         )
 
@@ -172,6 +173,16 @@ def network_of(own_host: str) -> dict[str, str]:
         if any(each.address == own_host for each in addresses):
             return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
     return {}
+
+
+def hardware(driver: Path = Path("/proc/driver/nvidia/gpus")) -> str:
+    """What the node's GPUs are, as their driver calls them: it needs no process, and hides none from a job."""
+    try:
+        texts = [(gpu / "information").read_text(errors="replace") for gpu in driver.iterdir()]
+    except OSError:
+        return ""
+    lines = [line.partition(":") for text in texts for line in text.splitlines()]
+    return " and ".join(sorted({value.strip() for name, _, value in lines if name.strip() == "Model"}))
 
 
 def node_name(asked: str) -> str:

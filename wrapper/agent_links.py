@@ -308,6 +308,7 @@ class AgentLinks:
                 host=link.join.host,
                 devices=link.join.devices,
                 lease=link.join.lease,
+                hardware=link.join.hardware,
                 inventory=inventory,
             )
         )

@@ -136,6 +136,8 @@ class SlurmSection(Section):
     """Quality of service."""
     constraint: Annotated[str, AfterValidator(values.features)] = ""
     """Features that nodes must have, as `a100&nvlink`."""
+    gpu_type: Annotated[str, AfterValidator(values.gpu_type)] = ""
+    """Slurm's name for the GPUs that are asked for, where a cluster has several, as `h100`; sinfo -o %G lists them."""
     reservation: Plain = ""
     """A reservation to run in."""
     exclusive: bool = True

@@ -92,6 +92,13 @@ def ports_of(text: str) -> tuple[int, int] | None:
     return first, last
 
 
+def gpu_type(name: str) -> str:
+    """A type of GPUs as a site calls it in Slurm. Raises ValueError."""
+    if not re.fullmatch(r"[A-Za-z0-9_.-]*", name) or name.startswith("-") or name.isdigit():
+        raise ValueError("must be one name of letters, digits and _ . -, as h100; sinfo -o %G lists those there are")
+    return name
+
+
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=[^\x00-\x1f\x7f\"'`$\\#]+)?")
 
 OURS = {

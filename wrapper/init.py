@@ -260,6 +260,8 @@ url = "sqlite"
 {partition}
 # Whom Slurm charges.
 # account = "project"
+# Slurm's name for the GPUs, where it has several kinds: sinfo -o %G lists them.
+# gpu_type = "h100"
 # More nodes than the layout needs, whose workers stand by for those that die.
 spares = 0
 # How many nodes the job may ask Slurm for in place of lost ones, each as a job of its own.

@@ -24,6 +24,7 @@ import asyncio
 import itertools
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -64,6 +65,9 @@ WHY_AGAIN_S = 1.0
 CLOSE_S = 20.0
 """For cancelling what is open when the job has ended."""
 
+WAITING = ("pending", "configuring", "requeued", "requeue_fed", "requeue_hold", "special_exit", "resv_del_hold")
+"""States in which no agent can be there; of `configuring` the nodes are known, and only begin to boot."""
+
 _TELLING = frozenset({"drain", "fail", "not_responding"})
 """Flags of a node that mean something to a job; others come and go."""
 
@@ -96,6 +100,8 @@ class Request:
     state: Literal["asked", "pending", "running", "over"] = "asked"
     looks: int = 0
     """Since its state changed."""
+    reasons: set[str] = field(default_factory=set)
+    """Why it waits, as far as that was told."""
     cancelled: bool = False
 
 
@@ -209,9 +215,20 @@ class SlurmDesk:
             async with asyncio.timeout(CLOSE_S):
                 await self.turn()
         except TimeoutError:
-            _log.warning("Slurm gave no answer in time; scancel --me --name lists what may be left: %s", self._folder)
+            _log.warning("Slurm gave no answer in time%s", self._left_over())
         self._agenda.clear()
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _left_over(self) -> str:
+        """How the user finds and ends the requests that may still be open."""
+        left = [request for request in self._all() if request.state != "over"]
+        known = " ".join(request.slurm_job for request in left if request.slurm_job)
+        unknown = ",".join(self._name_of(request.number) for request in left if not request.slurm_job)
+        ended = f"; to end what it may have left: scancel {known}" if known else ""
+        return ended + (f"; squeue --me --name={unknown} lists what may have been submitted" if unknown else "")
+
+    def _name_of(self, number: int) -> str:
+        return f"resihp-{self._request.job}-r{number}"
 
     def _plan(self, key: Hashable, pause_s: float, work: Work) -> None:
         """Do it then, or sooner if it is planned for sooner."""
@@ -364,7 +381,7 @@ class SlurmDesk:
         command = (sys.executable, "-P", "-m", "wrapper.agent", "--run", str(run.of_job.run_file), "--node", "-")
         return ReplacementJob(
             folder=str(replacement.folder_of(self._folder, request.number)),
-            name=f"resihp-{run.job}-r{request.number}",
+            name=self._name_of(request.number),
             comment=f"replacement {request.number} of a node of job {main.job_id}",
             command=(*command, "--lease", str(request.number)),
             exclude=(*request.exclude, *self._excluded(request.exclude)),
@@ -457,11 +474,15 @@ class SlurmDesk:
             text = "Slurm does not know the job any more" if view is None else f"the job is {view.state}"
             return [self._news(request, "ended", text)]
         state: Literal["pending", "running"] = "pending"
-        if view.state in ("running", "completing", "suspended", "resizing") and view.nodes:
+        if view.state not in WAITING and view.nodes:
             state, request.node = "running", view.nodes[0]
-        if state == request.state:
+        reason = reason_of(view)
+        if state == request.state and (state != "pending" or not reason or reason in request.reasons):
             return []
-        request.state, request.looks = state, 0
+        if state != request.state:
+            request.state, request.looks = state, 0
+        if state == "pending":
+            request.reasons.add(reason)
         return [self._news(request, state, view.why)]
 
     def _cancel(self, number: int, tries: int) -> Done:
@@ -488,8 +509,13 @@ class SlurmDesk:
             try:
                 self._slurm.cancel(job)
             except SlurmError as error:
-                _log.warning("replacement job %s: %s", job, error)
+                _log.warning("replacement job %s: may be left: %s; scancel %s", job, error, job)
         return Done()
+
+
+def reason_of(view: JobView) -> str:
+    """The word for why a job waits, such as `ReqNodeNotAvail`: names of nodes behind it come and go."""
+    return re.split(r"[^A-Za-z]", view.why.lstrip("("), maxsplit=1)[0]
 
 
 def meaning_of(view: JobView | None) -> Literal["time-limit", "cancelled", "preempted", "unknown"]:

@@ -32,7 +32,7 @@ MENDED = (
     ("invalid qos", "sacctmgr show associations user=$USER format=account,partition,qos; set qos in [slurm]"),
     ("reservation", "scontrol show reservation lists them; set reservation in [slurm]"),
     ("invalid feature", "sinfo -o '%P %f' lists features; set constraint in [slurm]"),
-    ("generic resource", "sinfo -o '%P %D %G' lists nodes with GPUs; set gpus_per_node in [job]"),
+    ("generic resource", "sinfo -o '%P %D %G' lists nodes with GPUs; set gpus_per_node in [job], gpu_type in [slurm]"),
     (
         "node configuration is not available",
         "sinfo -o '%P %D %c %m %G' lists what there is; change [job]",
@@ -72,7 +72,7 @@ def script_of(configuration: Configuration, job_file: Path, chain: int) -> str:
     directives: dict[str, str | bool] = {
         "job-name": job.name,
         "nodes": str(nodes),
-        "gpus-per-node": str(job.gpus_per_node),
+        "gpus-per-node": f"{section.gpu_type}:{job.gpus_per_node}" if section.gpu_type else str(job.gpus_per_node),
         "time": False if job.time is None else render.time_limit(job.time),
         "partition": section.partition or False,
         "account": section.account or False,
@@ -174,5 +174,5 @@ def _tell(ids: list[str], configuration: Configuration, folder: Path, notice: Ca
         notice(f"submitted a chain of {len(ids)} jobs, each {what}: {', '.join(ids)}; script {folder / 'job.sbatch'}")
     else:
         notice(f"submitted job {ids[0]}: {what}; script {folder / 'job.sbatch'}")
-    notice(f"squeue --job {ids[0]} tells when it starts; then: resihp status {ids[0]} --watch")
+    notice(f"squeue --start --jobs={ids[0]} tells when it may start; then: resihp status {ids[0]} --watch")
     notice(f"to end it: scancel {' '.join(ids)}")

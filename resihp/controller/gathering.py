@@ -8,10 +8,10 @@ import msgspec
 
 from resihp.controller import examination, incidents, iterations, newcomers, planning, transitions
 from resihp.controller import interface as api
-from resihp.controller.state import Job, Member, Node, Placement, Transition, natural
+from resihp.controller.state import Job, Member, Placement, Transition, natural
 from resihp.detector import probes
 from resihp.errors import LayoutError
-from resihp.journal import ModelDeclared, NodeJoined, WorkerStarted
+from resihp.journal import ModelDeclared, WorkerStarted
 from resihp.protocol import messages as m
 
 
@@ -23,8 +23,7 @@ def agent_joined(job: Job, event: api.AgentJoined) -> None:
     if event.lease or job.phase != "gathering":
         newcomers.node_joined(job, event)
         return
-    job.nodes[event.node] = Node(event.node, event.host, event.devices, last_beat=job.now)
-    job.do(api.Log(entry=NodeJoined(node=event.node, host=event.host, devices=event.devices)))
+    newcomers.take_in(job, event)
     if len(job.nodes) == job.settings.nodes:
         start_workers(job)
 

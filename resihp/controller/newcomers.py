@@ -44,6 +44,11 @@ def come_back(job: Job, lost: Member) -> None:
 def node_joined(job: Job, event: api.AgentJoined) -> None:
     """An agent of a node that the job did not begin with."""
     request = replacements.expected(job, event.lease)
+    if request is not None and (odd := _other_hardware(job, event)):
+        job.say("warning", f"node {event.node}: does not join: {odd}")
+        job.do(api.DropNode(node=event.node))
+        replacements.unfit(job, request, event.node, f"node {event.node} does not join: {odd}")
+        return
     if request is None or event.node in job.nodes or job.phase not in ("transition", "running"):
         known = f"request {event.lease} is over" if event.lease else "nobody asked for it"
         why = "it was left out before" if event.node in job.nodes else known
@@ -52,11 +57,32 @@ def node_joined(job: Job, event: api.AgentJoined) -> None:
         if request is not None:
             replacements.cancel(job, request, f"node {event.node} does not join: {why}")
         return
-    job.nodes[event.node] = Node(event.node, event.host, event.devices, last_beat=job.now)
-    job.do(api.Log(entry=NodeJoined(node=event.node, host=event.host, devices=event.devices)))
+    take_in(job, event)
     replacements.joined(job, request, event.node)
     job.say("notice", f"node {event.node}: joined in place of {request.instead}")
     start_node(job, event.node)
+
+
+def take_in(job: Job, event: api.AgentJoined) -> None:
+    """From here on it is one of the job's nodes."""
+    node = Node(event.node, event.host, event.devices, last_beat=job.now, hardware=event.hardware)
+    job.nodes[event.node] = node
+    job.do(
+        api.Log(
+            entry=NodeJoined(node=node.name, host=node.host, devices=node.devices, hardware=node.hardware),
+        )
+    )
+
+
+def _other_hardware(job: Job, event: api.AgentJoined) -> str:
+    """What is odd about a newcomer's devices; nothing where theirs, or those of the job's nodes, are not known.
+
+    Devices of another kind compute at another speed, and may round otherwise.
+    """
+    known = {node.hardware for node in job.nodes.values()} - {""}
+    if not event.hardware or not known or event.hardware in known:
+        return ""
+    return f"its devices are {event.hardware}, the job's are {' and '.join(sorted(known))}"
 
 
 def start_node(job: Job, name: str) -> None:

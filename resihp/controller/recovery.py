@@ -75,7 +75,7 @@ def replay(settings: Settings, entries: Iterable[AnyEntry]) -> Job:
                 job.goal = entry.declare.iterations
                 job.committed = max(job.committed, entry.declare.resume_from)
             case NodeJoined():
-                job.nodes[entry.node] = Node(entry.node, entry.host, entry.devices)
+                job.nodes[entry.node] = Node(entry.node, entry.host, entry.devices, hardware=entry.hardware)
             case NodeLost():
                 if not entry.reason.startswith(VACATED):
                     lost[entry.node] = entry.reason

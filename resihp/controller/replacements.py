@@ -119,7 +119,7 @@ def _ask(job: Job, instead: str, why: str) -> None:
     assert job.first_plan is not None
     number = len(job.upkeep.requests) + 1
     reason = f"{len(job.active)} of {len(job.first_plan.layout.active)} ranks have work; another node {why}"
-    excluded = tuple(job.nodes)
+    excluded = unwanted(job)
     record(job, ReplacementAsked(replacement=number, node=instead, excluded=excluded, reason=reason))
     job.upkeep.requests[number].asked_at = job.now
     job.say("notice", f"node {instead}: lost, {reason}; asking Slurm for another one")
@@ -136,17 +136,16 @@ def news(job: Job, event: api.ReplacementNews) -> None:
         state = request.state  # a supervisor that has just come may find out from the beginning
     slurm_job = event.slurm_job or request.slurm_job
     node = request.node if request.joined else event.node or request.node
-    if (state, slurm_job, node) == (request.state, request.slurm_job, request.node):
-        return
+    told = state != "pending" or not event.text or event.text in request.texts
+    if told and (state, slurm_job, node) == (request.state, request.slurm_job, request.node):
+        return  # why it waits is told once: reasons alternate
     was_open = request.open
     record(
         job,
         ReplacementChanged(replacement=request.number, state=state, slurm_job=slurm_job, node=node, text=event.text),
     )
     if was_open and state in ("refused", "ended"):
-        upkeep = job.upkeep
-        pause_s = min(AGAIN_AFTER_S * 2 ** (upkeep.failed_requests - 1), AGAIN_AT_MOST_S)
-        upkeep.ask_after = job.now + pause_s
+        _wait(job)
         job.say("notice", f"replacement {request.number} for node {request.instead}: {state}: {event.text}")
 
 
@@ -165,6 +164,25 @@ def joined(job: Job, request: Request, node: str) -> None:
     )
 
 
+def unfit(job: Job, request: Request, node: str, reason: str) -> None:
+    """The node that came is of no use: it is let go, and not given to a later request."""
+    request.node = node
+    _let_go(job, request, "refused", reason)
+    _wait(job)
+
+
+def unwanted(job: Job) -> tuple[str, ...]:
+    """Nodes that no request may be given: the job's own, those that it lost, and those that were of no use to it."""
+    unfit = (request.node for request in job.upkeep.requests.values() if request.state == "refused" and request.node)
+    return tuple(dict.fromkeys((*job.nodes, *unfit)))
+
+
+def _wait(job: Job) -> None:
+    """After a request that came to nothing."""
+    pause_s = min(AGAIN_AFTER_S * 2 ** (job.upkeep.failed_requests - 1), AGAIN_AT_MOST_S)
+    job.upkeep.ask_after = job.now + pause_s
+
+
 def cancel(job: Job, request: Request, reason: str) -> None:
     _let_go(job, request, "cancelled", reason)
 
@@ -175,7 +193,7 @@ def cancel_open(job: Job, reason: str) -> None:
             _let_go(job, request, "cancelled", reason)
 
 
-def _let_go(job: Job, request: Request, state: Literal["cancelled", "ended"], reason: str) -> None:
+def _let_go(job: Job, request: Request, state: Literal["cancelled", "ended", "refused"], reason: str) -> None:
     record(
         job,
         ReplacementChanged(
@@ -202,6 +220,7 @@ def replay(job: Job, entry: AnyEntry) -> None:
                 upkeep.failed_requests += 1
             request.state, request.slurm_job, request.node = entry.state, entry.slurm_job, entry.node
             request.joined = request.joined or entry.state == "joined"
+            request.texts.add(entry.text)
         case _:
             pass
 
@@ -210,6 +229,6 @@ def resume(job: Job) -> None:
     """A new supervisor: whatever may not have been said to Slurm is said again."""
     for request in job.upkeep.requests.values():
         if request.open:
-            job.do(api.AskReplacement(replacement=request.number, exclude=tuple(job.nodes)))
+            job.do(api.AskReplacement(replacement=request.number, exclude=unwanted(job)))
         elif request.state == "cancelled":
             job.do(api.CancelReplacement(replacement=request.number, reason="cancelled before"))

@@ -49,6 +49,8 @@ class Node:
     alive: bool = True
     last_beat: float = 0.0
     suspected: bool = False
+    hardware: str = ""
+    """Of its devices, by their maker's name; empty where it is not known."""
 
 
 @dataclass
@@ -361,6 +363,8 @@ class Request:
     """Its node was, or is, one of the job's."""
     asked_at: float | None = None
     """None where a supervisor before this one asked."""
+    texts: set[str] = field(default_factory=set)
+    """What was said of it: why it waits is told once."""
 
     @property
     def open(self) -> bool:

@@ -385,7 +385,7 @@ class Join(Message, frozen=True, kw_only=True):
     `term` is the newest that it has promised itself to, 0 none yet; a supervisor of a lower one is deposed. `log` is
     the number of the last record in its copy of the journal. `peer_port`: where it listens to other agents, on `host`'s
     address as seen by the supervisor. `lease`: the number of the replacement request that it answers, 0 for a node
-    of the job's own allocation.
+    of the job's own allocation. `hardware`: its devices' name by their maker, empty where that is not known.
     """
 
     node: str
@@ -397,6 +397,7 @@ class Join(Message, frozen=True, kw_only=True):
     log: int = 0
     peer_port: int = 0
     lease: int = 0
+    hardware: str = ""
 
 
 class RunningWorker(msgspec.Struct, frozen=True, kw_only=True):

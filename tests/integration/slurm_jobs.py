@@ -135,6 +135,10 @@ class Desk:
         words = self.run("scontrol", "show", "job", job).stdout.split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
+    def slurm_says(self, job: str, field: str) -> str:
+        """One of squeue's fields of a job."""
+        return self.run("squeue", "-h", "-t", "all", "-j", job, "-O", f"{field}:|").stdout.strip().rstrip("|")
+
     def state(self, job: str) -> tuple[str, str]:
         """Slurm's own view: state and exit code."""
         fields = self.shown(job)

@@ -163,7 +163,12 @@ def test_a_request_waits_for_a_node_and_a_dead_node_is_seen(cluster: MakeCluster
         until=lambda: any(e.node == bad and e.state.startswith("down") for e in desk.of(api.SlurmSees)),
         timeout_s=60,
     )
-    assert desk.state_of(1) == ["pending"]
+    assert set(desk.state_of(1)) == {"pending"}
+    asked = desk.of(api.ReplacementNews)[-1].slurm_job
+    for change, told in (("hold", "JobHeldAdmin"), ("release", "Resources")):
+        made.run("scontrol", change, asked)
+        desk.do(until=lambda told=told: told in {event.text for event in desk.of(api.ReplacementNews)})
+    assert len(desk.state_of(1)) == len({event.text for event in desk.of(api.ReplacementNews)}), "each reason once"
     made.run("scancel", other.stdout.strip())
     desk.do(until=lambda: "running" in desk.state_of(1))
     # Slurm has taken the dead node out of the job by itself.

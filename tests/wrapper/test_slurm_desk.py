@@ -19,6 +19,7 @@ from slurm.exclusions import Exclusions
 from slurm.fake import FakeSlurm
 from slurm.polite import Polite
 from slurm.replacement import ReplacementJob
+from wrapper import slurm_desk
 from wrapper.request import Program, RunRequest, SlurmRequest
 from wrapper.slurm_desk import SlurmDesk, meaning_of
 
@@ -110,6 +111,12 @@ class Desk:
 
     def of(self, kind: type) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def states(self) -> list[str]:
+        """Of requests, as they were told; why one waits may have been told in between."""
+        told = [event.state for event in self.of(api.ReplacementNews)]
+        return [state for state, before in zip(told, [None, *told], strict=False) if state != before]
 
     @property
     def calls(self) -> int:
@@ -339,7 +346,7 @@ def test_why_comes_before_everything_else(desk: Desk) -> None:
 
 
 def test_a_replacement_is_one_node_like_those_of_the_main_job(desk: Desk) -> None:
-    assert desk.ask()[-1] == api.ReplacementNews(replacement=1, state="pending", slurm_job="1", node=None, text="")
+    assert desk.ask()[-2] == api.ReplacementNews(replacement=1, state="pending", slurm_job="1", node=None, text="")
     (wanted,) = desk.submitted
     assert wanted.name == "resihp-77-r1"
     assert "job 77" in wanted.comment
@@ -409,6 +416,51 @@ def test_a_request_is_followed_until_its_job_has_ended(desk: Desk) -> None:
     assert desk.slurm.calls["jobs"] == asked
 
 
+def test_why_a_request_waits_is_told_when_that_changes_and_each_reason_once(desk: Desk) -> None:
+    desk.ask()
+    for why in ("Priority", "Resources", "Priority", "ReqNodeNotAvail,_UnavailableNodes:n6", "", "Resources"):
+        desk.slurm.set_job("1", why=why)
+        desk.wait(15)
+    desk.slurm.set_job("1", why="ReqNodeNotAvail,_UnavailableNodes:n[5-6]")
+    desk.wait(15)
+    told = [(event.state, event.text) for event in desk.of(api.ReplacementNews)]
+    assert told == [
+        ("pending", ""),
+        ("pending", "Priority"),
+        ("pending", "Resources"),
+        ("pending", "ReqNodeNotAvail,_UnavailableNodes:n6"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "state", ["signaling", "stopped", "stage_out", "suspended", "resizing", "completing", "new_one"]
+)
+def test_a_request_that_runs_is_not_over_in_between(desk: Desk, state: str) -> None:
+    """Whatever Slurm calls it, also if only a later one does."""
+    desk.ask()
+    desk.slurm.start("1", "n5")
+    desk.wait(20)
+    desk.slurm.set_job("1", state=state)
+    desk.wait(300)
+    assert desk.states == ["pending", "running"]
+
+
+@pytest.mark.parametrize("state", ["configuring", "requeue_hold", "requeue_fed", "special_exit", "resv_del_hold"])
+def test_a_request_that_will_run_is_not_over_yet(desk: Desk, state: str) -> None:
+    desk.ask()
+    desk.slurm.set_job("1", state=state, nodes=("n5",), why="")
+    desk.wait(300)
+    assert desk.states == ["pending"]
+
+
+@pytest.mark.parametrize("state", ["deadline", "boot_fail", "out_of_memory", "revoked", "node_fail"])
+def test_a_request_that_slurm_has_ended_is_over(desk: Desk, state: str) -> None:
+    desk.ask()
+    desk.slurm.set_job("1", state=state)
+    desk.wait(30)
+    assert [(e.state, e.text) for e in desk.of(api.ReplacementNews)][-1] == ("ended", f"the job is {state}")
+
+
 def test_a_node_that_came_is_looked_at_with_the_others_and_may_be_drained(tmp_path: Path) -> None:
     desk = Desk(tmp_path, operator=True)
     desk.ask()
@@ -431,7 +483,7 @@ def test_a_refused_submission_is_told(desk: Desk) -> None:
 def test_a_submission_without_an_answer_is_tried_again_some_times(desk: Desk) -> None:
     desk.trouble = [SlurmUnavailableError("no answer")] * 2
     desk.ask(seconds=100)
-    assert [event.state for event in desk.of(api.ReplacementNews)] == ["pending"]
+    assert desk.states == ["pending"]
     desk.trouble = [SlurmUnavailableError("no answer")] * 9
     desk.ask(2, seconds=1000)
     assert [(e.replacement, e.state) for e in desk.of(api.ReplacementNews)][-1] == (2, "refused")
@@ -451,7 +503,7 @@ def test_a_request_that_is_not_wanted_any_more_is_cancelled(desk: Desk) -> None:
     desk.ask(seconds=20)
     desk.do(api.CancelReplacement(replacement=1, reason="the first layout is back"), 30)
     assert desk.slurm.job_views["1"].state == "cancelled"
-    assert [event.state for event in desk.of(api.ReplacementNews)] == ["pending"]
+    assert desk.states == ["pending"]
 
 
 def test_a_cancellation_without_an_answer_is_tried_again(desk: Desk) -> None:
@@ -489,6 +541,44 @@ def test_all_requests_are_cancelled_when_the_job_has_ended(desk: Desk) -> None:
         by_another_supervisor: "cancelled",
         other: "running",
     }
+
+
+def test_what_is_left_when_slurm_gives_no_answer_is_named(
+    desk: Desk, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what the job has asked for: a user may have other jobs."""
+    desk.ask(1)
+    desk.ask(2)
+    desk.trouble = [SlurmUnavailableError("no answer")]
+    desk.ask(3)
+    go_on = threading.Event()
+
+    def hangs(job: str) -> None:
+        go_on.wait(10)
+
+    monkeypatch.setattr(desk.slurm, "cancel", hangs)
+    monkeypatch.setattr(slurm_desk, "CLOSE_S", 0.1)
+
+    async def close() -> None:
+        try:
+            await desk.desk.close()
+        finally:
+            go_on.set()
+
+    asyncio.run(close())
+    (line,) = [text for record in caplog.records if "in time" in (text := record.getMessage())]
+    assert line == (
+        "Slurm gave no answer in time; to end what it may have left: scancel 1 2; "
+        "squeue --me --name=resihp-77-r3 lists what may have been submitted"
+    )
+
+
+def test_a_cancellation_that_slurm_does_not_answer_is_named(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    desk.ask(1)
+    desk.slurm.unavailable = True
+    asyncio.run(desk.desk.close())
+    (line,) = [text for record in caplog.records if "may be left" in (text := record.getMessage())]
+    assert line.endswith("; scancel 1")
 
 
 def test_a_drain_that_was_decided_last_is_still_carried_out(tmp_path: Path) -> None:

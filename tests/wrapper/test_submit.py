@@ -83,6 +83,13 @@ def test_where_that_cannot_be_known_the_job_is_submitted_all_the_same(job_file: 
     assert any("whether nodes are to be avoided is not known" in line for line in told)
 
 
+def test_gpus_of_one_type_are_asked_for(job_file: Path) -> None:
+    assert "#SBATCH --gpus-per-node=h100:2\n" in printed(job_file, "[slurm]\ngpu_type = 'h100'\n")
+    for odd in ("h100:4", "a,b", "4", "-x", "h 100"):
+        with pytest.raises(ConfigurationError, match=r"\[slurm\] gpu_type.*sinfo -o %G"):
+            printed(job_file, f"[slurm]\ngpu_type = '{odd}'\n")
+
+
 def test_a_job_that_is_to_end_is_not_requeued(job_file: Path) -> None:
     script = printed(job_file, "[slurm]\non_warning = 'end'\nexclusive = false\nextra = ['--cpus-per-task=8']\n")
     assert "#SBATCH --no-requeue" in script

@@ -80,8 +80,11 @@ class Job(Direct):
         text = "" if state in ("pending", "running") else "no such partition"
         self.feed(api.ReplacementNews(replacement=replacement, state=state, slurm_job=slurm_job, node=node, text=text))
 
-    def arrive(self, node: str, lease: int) -> list[api.AnyAction]:
-        return self.feed(api.AgentJoined(node=node, host="h", devices=2, lease=lease, inventory=m.Inventory()))
+    def arrive(self, node: str, lease: int, hardware: str = "") -> list[api.AnyAction]:
+        inventory = m.Inventory()
+        return self.feed(
+            api.AgentJoined(node=node, host="h", devices=2, lease=lease, hardware=hardware, inventory=inventory)
+        )
 
     def let_in(self, *ranks: int) -> None:
         """Newcomers declare, everybody pauses for them, and training goes on with them."""
@@ -596,6 +599,56 @@ def test_a_supervisor_that_finds_out_from_the_beginning_tells_nothing_new() -> N
     for state in ("pending", "running", "pending", "running"):
         job.news(1, state, node=None if state == "pending" else "n9")
     assert states(job) == ["pending", "running"]
+
+
+def test_why_a_request_waits_is_told_once() -> None:
+    job = trained()
+    job.lose("n3")
+    job.train(2)
+    texts = ("", "Priority", "Resources", "Priority", "Resources", "ReqNodeNotAvail", "Priority")
+    for text in texts:
+        job.feed(api.ReplacementNews(replacement=1, state="pending", slurm_job="17", node=None, text=text))
+    told = [entry.text for entry in job.all(ReplacementChanged)]
+    assert told == ["", "Priority", "Resources", "ReqNodeNotAvail"]
+    job.news(1, "running", node="n9")
+    job.feed(api.ReplacementNews(replacement=1, state="pending", slurm_job="17", node=None, text="Licenses"))
+    assert states(job)[-1] == "running"
+
+
+A100, H100 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"
+
+
+def of_hardware(name: str) -> Job:
+    """A job that knows what its first nodes are, and has lost one of them."""
+    job = trained()
+    for node in job.job.nodes.values():
+        node.hardware = name
+    job.lose("n3")
+    job.train(2)
+    return job
+
+
+def test_a_node_of_another_kind_is_let_go_and_not_given_to_the_next_request() -> None:
+    job = of_hardware(A100)
+    job.news(1, "running", node="n9")
+    answer = job.arrive("n9", lease=1, hardware=H100)
+    assert api.DropNode(node="n9") in answer
+    assert any(isinstance(a, api.CancelReplacement) and a.replacement == 1 for a in answer)
+    assert "n9" not in {entry.node for entry in job.all(NodeJoined)}
+    last = job.all(ReplacementChanged)[-1]
+    assert (last.state, last.node) == ("refused", "n9")
+    assert last.text == f"node n9 does not join: its devices are {H100}, the job's are {A100}"
+    job.train(32)
+    assert job.asked(api.AskReplacement)[-1].exclude == ("n1", "n2", "n3", "n4", "n9")
+    job.arrive("n8", lease=2, hardware=A100)
+    assert job.all(NodeJoined)[-1] == NodeJoined(node="n8", host="h", devices=2, hardware=A100)
+
+
+@pytest.mark.parametrize(("first", "newcomer"), [("", H100), (A100, ""), ("", ""), (A100, A100)])
+def test_where_devices_are_not_known_nobody_is_refused(first: str, newcomer: str) -> None:
+    job = of_hardware(first)
+    job.arrive("n9", lease=1, hardware=newcomer)
+    assert job.all(NodeJoined)[-1].node == "n9"
 
 
 def test_a_request_that_comes_to_nothing_is_made_again_after_a_while() -> None:

@@ -1,0 +1,71 @@
+"""A cluster whose nodes differ: a node in place of a lost one is like it, or there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from resihp.journal import NodeJoined, Reconfigured, ReplacementChanged
+from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference, job_file
+from tests.integration.test_slurm_node_death import until_replaced
+
+pytestmark = pytest.mark.timeout(600)
+
+TYPES = {**dict.fromkeys(("n1", "n2", "n3", "n4", "n5"), "a100"), "n6": "h100"}
+FEATURES = {**dict.fromkeys(TYPES, "fast,ib"), "n6": "fast"}
+
+
+@pytest.mark.every_slurm
+def test_a_replacement_waits_for_a_node_of_the_jobs_kind(cluster: MakeCluster, reference: Reference) -> None:
+    settings = {"Licenses": "matlab:10", "SelectTypeParameters": "CR_CPU_Memory"}
+    made = cluster(nodes=6, gpus=2, gpu_type=TYPES, features=FEATURES, settings=settings)
+    desk = Desk(made)
+    desk.pace(0.1)
+    other = made.run("sbatch", "--parsable", "-w", "n5", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
+    made.wait_state("n5", "allocated")
+    wants = ("--gpus-per-node=a100:2", "--licenses=matlab:2", "--wckey=run", "--constraint=fast")
+    job = desk.sbatch_training(
+        ITERATIONS, changes={"--gpus-per-node=8": "\n#SBATCH ".join(wants), "--mem=0": "--mem=12000"}
+    )
+    desk.until_committed(job, 3, timeout_s=180)
+    assert desk.nodes(job) == ["n1", "n2", "n3", "n4"]
+    made.kill_node("n3")
+    desk.until(lambda: desk.of(job, Reconfigured), job, timeout_s=120)
+    desk.pace(0.4)
+
+    (asked,) = desk.until(lambda: [e for e in desk.of(job, ReplacementChanged) if e.state == "pending"][:1], job)
+    desk.until(lambda: desk.shown(asked.slurm_job)["Reason"] in ("Resources", "Priority"), job)
+    assert made.states()["n6"] == "idle", "of the wrong type, and free"
+    shown, main = desk.shown(asked.slurm_job), desk.shown(job)
+    for field in ("TresPerNode", "Licenses", "MinMemoryNode", "Features", "OverSubscribe", "Partition"):
+        assert shown[field] == main[field], field
+    assert (shown["Licenses"], shown["MinMemoryNode"], shown["Features"]) == ("matlab:2", "12000M", "fast")
+    assert shown["TresPerNode"].endswith("gpu:a100:2")
+    assert desk.slurm_says(asked.slurm_job, "WCKey") == "run"
+
+    made.run("scancel", other.stdout.strip())
+    until_replaced(desk, job)
+    assert [entry.node for entry in desk.of(job, NodeJoined)][-1] == "n5"
+    assert made.states()["n6"] == "idle"
+    desk.pace(0.0)
+    assert desk.wait(job, timeout_s=180) == ("COMPLETED", "0:0"), desk.output(job)
+    reference.check(desk.rows("iterations", job))
+
+
+@pytest.mark.every_slurm
+def test_a_job_is_submitted_for_gpus_of_one_type(cluster: MakeCluster) -> None:
+    made = cluster(nodes=3, gpus=2, gpu_type={"n1": "a100", "n2": "h100", "n3": "a100"})
+    desk = Desk(made)
+    parts = {"job": {"nodes": 1, "gpus_per_node": 2}, "slurm": {"gpu_type": "h100"}}
+    done = desk.submit(job_file(desk.training(1000), **parts))
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.split()[-1]
+    desk.until(lambda: desk.state(job)[0] == "RUNNING", job)
+    assert desk.nodes(job) == ["n2"]
+    assert desk.shown(job)["TresPerNode"].endswith("gpu:h100:2")
+    # An agent is started there, with the node's GPUs, whatever they are called.
+    desk.until(lambda: [entry.devices for entry in desk.of(job, NodeJoined)] == [2], job, timeout_s=120)
+    made.run("scancel", job)
+    parts["slurm"]["gpu_type"] = "b200"
+    refused = desk.submit(job_file(desk.training(1000), **parts))
+    assert refused.returncode != 0
+    assert "gpu_type in [slurm]" in refused.stderr

@@ -46,7 +46,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     """A job as Slurm sees it. `state` in lower case (`pending`, `running`, `completing`, `preempted`, ...).
 
     `seconds_left` until its time limit; None without one. `why` is Slurm's reason for the state. `preempted`: another
-    job takes its place, at once or after a time of grace; a job that was run again since is not.
+    job takes its place, at once or after a time of grace; a job that was run again since is not. `submitted_at`: UTC,
+    seconds since 1970, None where Slurm does not tell; of a requeued job, when it was requeued.
     """
 
     id: str
@@ -59,6 +60,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     seconds_left: float | None = None
     preempted: bool = False
+    submitted_at: float | None = None
 
     @property
     def active(self) -> bool:
@@ -82,6 +84,9 @@ class Slurm(Protocol):
 
     def jobs(self, job_ids: Iterable[str]) -> Mapping[str, JobView]:
         """Several jobs in one call; those that Slurm does not know are left out."""
+
+    def gpus(self, job_id: str) -> Mapping[str, int]:
+        """How many GPUs a running job has on each of its nodes. Nodes without any are left out."""
 
     def batch_script(self, job_id: str) -> str:
         """The text of one's own job's batch script (scontrol write batch_script). Refused for a job without one."""

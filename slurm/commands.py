@@ -112,6 +112,11 @@ class CommandLine:
                     views[job_id] = msgspec.structs.replace(view, id=job_id, nodes=nodes)
         return views
 
+    def gpus(self, job_id: str) -> Mapping[str, int]:
+        self._check_job(job_id)
+        answer = self._ask(f"job {job_id}: its GPUs cannot be told", "scontrol", "show", "job", "-d", job_id)
+        return {node: count for nodelist, count in reading.job_gpus(answer) for node in self._expand(nodelist)}
+
     def batch_script(self, job_id: str) -> str:
         self._check_job(job_id)
         subject = f"job {job_id}: its batch script cannot be had"

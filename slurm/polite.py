@@ -155,6 +155,9 @@ class Polite:
         usual = self._jobs_fresh_s
         return self._jobs.get(job_ids, usual if fresh_s is None else fresh_s, usual * FORGET_AFTER, urgent)
 
+    def gpus(self, job_id: str) -> Mapping[str, int]:
+        return self._count("gpus", self._slurm.gpus)(job_id)
+
     def batch_script(self, job_id: str) -> str:
         return self._count("batch_script", self._slurm.batch_script)(job_id)
 

@@ -10,13 +10,13 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from resihp.errors import ConfigurationError, UsageError
 from slurm import render
 from slurm.client import Slurm
-from slurm.errors import SlurmRefusedError, SlurmUnavailableError, SlurmUsageError
+from slurm.errors import SlurmError, SlurmRefusedError, SlurmUnavailableError, SlurmUsageError
 from wrapper import container
 from wrapper.config import Configuration, read
 from wrapper.jobs import home, write_private
@@ -52,10 +52,19 @@ def submit(
     configuration = read({}, job_file)
     _check(configuration, chain, notice)
     if dry_run:
+        if chain > 1:
+            notice("each job of the chain waits for the one before it: sbatch --dependency=afterany:ID job.sbatch")
         return [script_of(configuration, job_file.absolute(), chain).rstrip("\n")]
     folder = _keep(configuration, job_file, chain)
     client = slurm()
-    ids = [_sbatch(client, folder / "job.sbatch", job_file, configuration) for _ in range(max(1, chain))]
+    ids: list[str] = []
+    for _ in range(max(1, chain)):
+        try:
+            ids.append(_sbatch(client, folder / "job.sbatch", job_file, configuration, after=ids[-1:]))
+        except SlurmError:
+            if ids:
+                notice(f"submitted before this: {', '.join(ids)}; to end them: scancel {' '.join(ids)}")
+            raise
     _tell(ids, configuration, folder, notice)
     return ids
 
@@ -77,6 +86,7 @@ def script_of(configuration: Configuration, job_file: Path, chain: int) -> str:
         "constraint": section.constraint or False,
         "reservation": section.reservation or False,
         "signal": f"B:USR2@{round(section.warning)}",
+        "dependency": False,
         "requeue": requeue,
         "no-requeue": not requeue,
     }
@@ -132,9 +142,10 @@ def _keep(configuration: Configuration, job_file: Path, chain: int) -> Path:
     return folder
 
 
-def _sbatch(client: Slurm, script: Path, job_file: Path, configuration: Configuration) -> str:
+def _sbatch(client: Slurm, script: Path, job_file: Path, configuration: Configuration, after: Sequence[str]) -> str:
+    """The new job's id. It waits for the jobs `after`, however they end; names do not matter."""
     try:
-        return client.submit(script)
+        return client.submit(script, [f"--dependency=afterany:{job}" for job in after])
     except SlurmRefusedError as error:
         said = str(error).removeprefix(f"{script}: not submitted: ")
         mend = next((how for words, how in MENDED if words in said.lower()), None)

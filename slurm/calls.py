@@ -43,7 +43,7 @@ class Answer(msgspec.Struct, frozen=True):
 def query_environment(base: Mapping[str, str]) -> dict[str, str]:
     """For commands whose output we read: nothing that changes formats, filters jobs, or leads to another cluster."""
     kept = {key: value for key, value in base.items() if not key.startswith(_SLURMS) or key in _CONNECTION}
-    return {**kept, "LC_ALL": "C", "SLURM_TIME_FORMAT": "standard"}
+    return {**kept, "LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
 
 
 def submit_environment(base: Mapping[str, str]) -> dict[str, str]:

@@ -58,7 +58,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     """A job as Slurm sees it. `state` in lower case (`pending`, `running`, `completing`, `preempted`, ...).
 
     `seconds_left` until its time limit; None without one. `why` is Slurm's reason for the state. `preempted`: another
-    job takes its place, at once or after a time of grace; a job that was run again since is not.
+    job takes its place, at once or after a time of grace; a job that was run again since is not. `submitted_at`: UTC,
+    seconds since 1970, None where Slurm does not tell; of a requeued job, when it was requeued.
     """
 
     id: str
@@ -71,6 +72,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     seconds_left: float | None = None
     preempted: bool = False
+    submitted_at: float | None = None
 
     @property
     def active(self) -> bool:
@@ -135,6 +137,9 @@ class Slurm(Protocol):
 
     def request(self, job_id: str) -> JobRequest:
         """What a running job asked for when it was submitted. Refused for one that Slurm does not know."""
+
+    def gpus(self, job_id: str) -> Mapping[str, int]:
+        """How many GPUs a running job has on each of its nodes. Nodes without any are left out."""
 
     def batch_script(self, job_id: str) -> str:
         """The text of one's own job's batch script (scontrol write batch_script). Refused for a job without one."""

@@ -123,6 +123,11 @@ class CommandLine:
         options = ["-h", "--all", "--noconvert", "-t", "all", "-j", job_id, "-O", reading.REQUEST_FORMAT]
         return reading.request(self._ask(f"job {job_id}: what it asked for", "squeue", *options), job_id)
 
+    def gpus(self, job_id: str) -> Mapping[str, int]:
+        self._check_job(job_id)
+        answer = self._ask(f"job {job_id}: its GPUs cannot be told", "scontrol", "show", "job", "-d", job_id)
+        return {node: count for nodelist, count in reading.job_gpus(answer) for node in self._expand(nodelist)}
+
     def batch_script(self, job_id: str) -> str:
         self._check_job(job_id)
         subject = f"job {job_id}: its batch script cannot be had"

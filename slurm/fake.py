@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -49,6 +50,8 @@ class FakeSlurm:
         """What jobs asked for, by the options that they were submitted with; a test may say something else."""
         self.scripts: dict[str, str] = {}
         """Batch scripts by job."""
+        self.job_gpus: dict[str, dict[str, int]] = {}
+        """How many GPUs jobs have on their nodes."""
         self.submissions: list[tuple[str, Path, tuple[str, ...]]] = []
         """(job, script, options) of each `submit`."""
         self.calls: Counter[str] = Counter()
@@ -143,6 +146,15 @@ class FakeSlurm:
             self._answer()
             return self.job_requests.get(job_id, JobRequest(partition="main"))
 
+    def gpus(self, job_id: str) -> Mapping[str, int]:
+        with self._lock:
+            self._called("gpus")
+            self._valid_job(job_id)
+            if job_id not in self.job_views:
+                raise SlurmRefusedError(f"job {job_id}: its GPUs cannot be told: Invalid job id specified")
+            self._answer()
+            return {node: count for node, count in self.job_gpus.get(job_id, {}).items() if count}
+
     def batch_script(self, job_id: str) -> str:
         with self._lock:
             self._called("batch_script")
@@ -191,7 +203,8 @@ class FakeSlurm:
             except OSError as error:
                 raise SlurmRefusedError(f"{script}: not submitted: Unable to open file: {error.strerror}") from None
             names = [option.split("=", 1)[1] for option in options if option.startswith("--job-name=")]
-            job_id = self.add_job(script=text, name=names[-1] if names else script.name, why="Priority")
+            name = names[-1] if names else script.name
+            job_id = self.add_job(script=text, name=name, why="Priority", submitted_at=float(int(time.time())))
             self.job_requests[job_id] = asked(options)
             self.submissions.append((job_id, script, tuple(options)))
             self._answer()

@@ -166,6 +166,9 @@ class Polite:
                 self._requests[job_id] = self._guarded("request", lambda: self._slurm.request(job_id))
             return self._requests[job_id]
 
+    def gpus(self, job_id: str) -> Mapping[str, int]:
+        return self._count("gpus", self._slurm.gpus)(job_id)
+
     def batch_script(self, job_id: str) -> str:
         return self._count("batch_script", self._slurm.batch_script)(job_id)
 

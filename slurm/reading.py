@@ -17,7 +17,7 @@ FIELD, RECORD = "\x1f", "\x1e"
 _NODE_FIELDS = ("NodeList", "StateComplete", "Reason", "User", "NodeAddr", "CPUs", "Memory", "Gres")
 _JOB_FIELDS = (
     *("JobID", "JobArrayID", "UserName", "State", "NodeList", "BatchHost", "Reason", "RestartCnt", "TimeLeft"),
-    *("PreemptTime", "Name"),
+    *("PreemptTime", "SubmitTime", "Name"),
 )
 
 _REQUEST_FIELDS = (
@@ -51,6 +51,7 @@ _CLOCK = re.compile(r"(?:([0-9]{1,6})-)?(?:([0-9]{1,6}):)?([0-9]{1,6}):([0-9]{2}
 _GPUS = re.compile(r"gpu(?::[^:(),]+)??(?::([0-9]{1,6}))?(?:\([^()]*\))?", re.ASCII)
 _GRES = re.compile(r"gres[:/]([A-Za-z0-9_-]+)(?:[:=]([A-Za-z0-9_.-]+?))??(?:[:=]([0-9]{1,6}))?", re.ASCII)
 _MEMORY = re.compile(r"([0-9]{1,15}(?:\.[0-9]+)?)([KMGTP]?)", re.ASCII)
+_NODES_GRES = re.compile(r"\s+Nodes=(\S+) CPU_IDs=\S* Mem=\S* GRES(?:_IDX)?=(\S*)\s*", re.ASCII)
 _VERSION = re.compile(r"\bslurm\S* ([0-9]{1,4})\.([0-9]{1,4})\.([0-9]{1,4})", re.ASCII)
 _CLUSTER = re.compile(r"^ClusterName\s*=\s*(\S+)\s*$", re.MULTILINE)
 _SUBMITTED = re.compile(r"([0-9]{1,10})(?:;[A-Za-z0-9._-]+)?", re.ASCII)
@@ -91,7 +92,7 @@ def jobs(output: bytes) -> list[tuple[frozenset[str], JobView, str]]:
     """From `squeue -h -O JOB_FORMAT`: all ids that a job has, its view without nodes, and its list of nodes."""
     found = []
     for fields in _records(output, len(_JOB_FIELDS), "squeue"):
-        number, in_array, user, state, nodelist, host, why, restarts, left, preempted, name = fields
+        number, in_array, user, state, nodelist, host, why, restarts, left, preempted, submitted, name = fields
         if not JOB_ID.fullmatch(number):
             raise _unreadable("squeue", "a job's id", number)
         if not _STATE.fullmatch(state.lower()):
@@ -110,6 +111,7 @@ def jobs(output: bytes) -> list[tuple[frozenset[str], JobView, str]]:
             restarts=_count(restarts, f"the restarts of job {number}"),
             seconds_left=seconds_left(left),
             preempted=preempted not in ("", "N/A", "None", "(null)"),
+            submitted_at=_time(submitted, f"when job {number} was submitted"),
         )
         found.append((frozenset((number, in_array)), view, nodelist))
     return found
@@ -197,6 +199,20 @@ def _megabytes(text: str) -> int:
     return round(float(match[1]) * 1024.0 ** ("KMGTP".index(match[2] or "M") - 1))
 
 
+def job_gpus(output: bytes) -> list[tuple[str, int]]:
+    """From `scontrol show job -d`: GPUs on each node of a node list, of the lists of nodes that have the same."""
+    found = []
+    for line in _text(output, "scontrol").splitlines():
+        if not line.lstrip().startswith("Nodes="):
+            continue
+        match = _NODES_GRES.fullmatch(line)
+        if match is None or not NODE_LIST.fullmatch(match[1]):
+            raise _unreadable("scontrol", "a job's generic resources", line.strip())
+        if count := gpus(match[2], "scontrol"):
+            found.append((match[1], count))
+    return found
+
+
 def hostnames(output: bytes, nodelist: str) -> tuple[str, ...]:
     """From `scontrol show hostnames`, which ends with 0 whatever it was given."""
     names = tuple(_text(output, "scontrol").strip().split("\n"))
@@ -259,7 +275,7 @@ def seconds_left(text: str) -> float | None:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-def gpus(gres: str) -> int:
+def gpus(gres: str, command: str = "sinfo") -> int:
     """How many GPUs generic resources such as `gpu:h100:8(S:0-1),nic:2` are. Of shares of GPUs nothing is known."""
     total = 0
     # Commas in parentheses do not separate: gpu:8(S:0,1).
@@ -268,7 +284,7 @@ def gpus(gres: str) -> int:
         if found is not None:
             total += int(found.group(1) or 1)
         elif part.startswith("gpu:"):
-            raise _unreadable("sinfo", "generic resources", gres)
+            raise _unreadable(command, "generic resources", gres)
     return total
 
 
@@ -291,6 +307,11 @@ def _text(output: bytes, command: str) -> str:
     if b"\0" in output:
         raise SlurmOutputError(f"slurm: {command}'s output is not text")
     return output.decode("utf-8", "replace")
+
+
+def _time(text: str, what: str) -> float | None:
+    """Seconds since 1970, as we have Slurm write all times."""
+    return None if text in ("", "N/A", "Unknown", "None", "(null)") else float(_count(text, what))
 
 
 def _count(text: str, what: str) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-import shlex
 import socket
 from collections.abc import Mapping, Sequence
 
@@ -18,6 +17,7 @@ import msgspec
 from resihp.errors import UsageError
 from slurm.client import Slurm
 from slurm.errors import SlurmError
+from wrapper.batch_script import options
 
 NOT_THERE = (
     "not in a Slurm allocation: resihp submit job.toml submits a job, resihp submit job.toml --dry-run > job.sbatch "
@@ -90,6 +90,7 @@ def find(environment: Mapping[str, str], slurm: Slurm) -> Allocation:
     nodelist = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
     if not nodelist:
         raise UsageError(f"job {job}: SLURM_JOB_NODELIST is not set; call resihp run in the batch script itself")
+    _refuse_parts(job, environment)
     nodes = slurm.expand(nodelist)
     here = environment.get("SLURMD_NODENAME", "")
     cpus = counts(environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
@@ -103,7 +104,7 @@ def find(environment: Mapping[str, str], slurm: Slurm) -> Allocation:
         nodes=nodes,
         batch_node=here if here in nodes else "",
         cpus_per_node=least,
-        gpus_per_node=_gpus(environment),
+        gpus_per_node=_gpus(job, environment, nodes, slurm),
         partition=environment.get("SLURM_JOB_PARTITION", ""),
         account=environment.get("SLURM_JOB_ACCOUNT", ""),
         qos=environment.get("SLURM_JOB_QOS", ""),
@@ -121,16 +122,66 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(int(match[1]) for match in found if match is not None) if all(found) else ()
 
 
-def _gpus(environment: Mapping[str, str]) -> int | None:
-    """`SLURM_GPUS_ON_NODE=8`, else the indices in `SLURM_JOB_GPUS=0,1`, else what was asked: `a100:8`, `gpu:8`."""
+def _refuse_parts(job: str, environment: Mapping[str, str]) -> None:
+    """Raises UsageError in a heterogeneous job: a step has the nodes of one of its parts, and so have its steps."""
+    parts = environment.get("SLURM_HET_SIZE") or environment.get("SLURM_PACK_SIZE") or ""
+    if not parts.isdigit() or int(parts) < 2:
+        return
+    counts = [environment.get(f"SLURM_JOB_NUM_NODES_HET_GROUP_{i}", "") for i in range(int(parts))]
+    nodes = str(sum(map(int, counts))) if all(count.isdigit() for count in counts) else "N"
+    gpus = environment.get("SLURM_GPUS_ON_NODE") or "G"
+    raise UsageError(
+        f"job {job}: a heterogeneous job, of {parts} parts; resihp runs in one part, on nodes that are alike: "
+        f'submit it without " : " and without #SBATCH hetjob: sbatch --nodes={nodes} --gpus-per-node={gpus}'
+    )
+
+
+def _gpus(job: str, environment: Mapping[str, str], nodes: Sequence[str], slurm: Slurm) -> int | None:
+    """What each node has. Raises UsageError where they differ, and nothing says how many were asked of each.
+
+    The environment tells of this node, or of what was asked. Of the others Slurm does, and is asked, unless this node
+    has exactly what each was asked for.
+    """
+    here = _gpus_here(environment)
+    match = re.fullmatch(r"(?:[^,]*:)?(\d+)(?:\([^)]*\))?", environment.get("SLURM_GPUS_PER_NODE", ""))
+    asked = None if match is None else int(match[1])
+    if len(nodes) == 1 or (asked is not None and asked == here):
+        return asked if here is None else here
+    try:
+        given = slurm.gpus(job)
+    except SlurmError:
+        given = {}
+    by_count: dict[int, list[str]] = {}
+    for node in nodes:
+        by_count.setdefault(given.get(node, 0), []).append(node)
+    if not given:
+        return asked if here is None else here
+    if len(by_count) == 1:
+        return min(by_count)
+    if asked is not None and asked <= min(by_count):
+        return asked  # --exclusive gives all that a node has
+    told = [
+        f"{count} on {some[0]}" + (f" and {len(some) - 1} more" if len(some) > 1 else "")
+        for count, some in sorted(by_count.items(), reverse=True)
+    ]
+    most, least = max(by_count), min(by_count)
+    raise UsageError(
+        f"job {job}: nodes have different numbers of GPUs: {', '.join(told)}; resihp needs as many on each: "
+        f"sbatch --nodes={len(nodes)} --gpus-per-node={most}"
+        + (f", or --gpus-per-node={least}," if least else "")
+        + " in place of --gpus, --gpus-per-task or --gres"
+    )
+
+
+def _gpus_here(environment: Mapping[str, str]) -> int | None:
+    """`SLURM_GPUS_ON_NODE=8`, else the indices in `SLURM_JOB_GPUS=0,1`."""
     on_node = environment.get("SLURM_GPUS_ON_NODE", "")
     if on_node.isdigit():
         return int(on_node)
     for name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
         if indices := environment.get(name):
             return len(indices.split(","))
-    asked = re.fullmatch(r"(?:[^,]*:)?(\d+)(?:\([^)]*\))?", environment.get("SLURM_GPUS_PER_NODE", ""))
-    return None if asked is None else int(asked[1])
+    return None
 
 
 def batch_script(slurm: Slurm, job_id: str) -> str | None:
@@ -149,17 +200,7 @@ def no_kill_seen(environment: Mapping[str, str], script: str | None) -> bool:
     """
     if environment.get("SBATCH_NO_KILL", "off") != "off":
         return True
-    for line in (script or "").splitlines():
-        if line.startswith("#SBATCH"):
-            try:
-                options = shlex.split(line.removeprefix("#SBATCH"), comments=True)
-            except ValueError:
-                continue
-            if any(option in ("--no-kill", "-k") for option in options):
-                return True
-        elif line.strip() and not line.startswith("#"):
-            return False  # sbatch reads no further
-    return False
+    return any(option in ("--no-kill", "-k") for option in options(script))
 
 
 # --- addresses ------------------------------------------------------------------------------------------------------

@@ -119,6 +119,7 @@ def slurm_checks(
     from slurm.errors import SlurmError, SlurmRefusedError
     from wrapper import doctor_nodes, doctor_slurm
     from wrapper.allocation import batch_script, find, job_id, no_kill_seen
+    from wrapper.batch_script import warning_would_be_lost
     from wrapper.config import read
     from wrapper.config_values import ports_of
     from wrapper.jobs import home
@@ -154,7 +155,10 @@ def slurm_checks(
             yield from doctor_nodes.outside()
             return
         found = find(environment, slurm)
-        if not no_kill_seen(environment, batch_script(slurm, found.job_id)):
+        script = batch_script(slurm, found.job_id)
+        if (lost := warning_would_be_lost(environment, script)) is not None:
+            yield _finding("warning", "warning", f"job {found.job_id}: {lost}")
+        if not no_kill_seen(environment, script):
             text = f"job {found.job_id}: no --no-kill in its batch script: if a node fails, Slurm ends the whole job"
             yield _finding("node death", "warning", text, "resihp submit sets it; or #SBATCH --no-kill")
         ports = ports_of(read({}, job_file).slurm.ports)

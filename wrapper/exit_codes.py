@@ -9,6 +9,7 @@ from __future__ import annotations
 from resihp import errors
 
 REQUEUE = 75
+BROKEN = 93
 DEPOSED = 76
 """Of a supervisor that gave up the lead, to its guardian; never that of `resihp run`."""
 
@@ -19,7 +20,7 @@ EXIT_CODES: dict[type[errors.ResihpError], int] = {
     errors.FaultNotFiredError: 1,
     errors.RestartBudgetError: 4,
     errors.NotEnoughDevicesError: 5,
-    errors.TrainingProgramError: 93,
+    errors.TrainingProgramError: BROKEN,
     errors.ResihpError: 1,
 }
 """The nearest class in an exception's ancestry decides."""

@@ -132,6 +132,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """In Slurm's order, in which a step's tasks are numbered; n1, n2, ... without Slurm."""
     spares: int = 0
     """How many of the nodes are not in the first layout: those with the highest ranks."""
+    chained: bool = False
+    """Whether the job is one of a chain, whose jobs go on from each other's checkpoints."""
     begins_at: int = 0
     """Iteration of the newest checkpoint that there was; 0 for none."""
     slurm: SlurmRequest | None = None

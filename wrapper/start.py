@@ -16,7 +16,7 @@ from typing import Any
 from resihp import faults
 from resihp.errors import UsageError
 from slurm.client import Slurm
-from wrapper import allocation, container, earlier_runs, guardian, listeners
+from wrapper import allocation, batch_script, chain, container, earlier_runs, guardian, listeners
 from wrapper import config_values as values
 from wrapper.allocation import Allocation
 from wrapper.config import Configuration, check_partition, read
@@ -88,6 +88,8 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
     cwd, python_path = os.getcwd(), _absolute_entries(os.environ.get("PYTHONPATH", ""))
     container.with_folders(inside, [Path(cwd), home()])  # raises for what cannot be mounted
     saved = _checkpoint_folder(options, configuration, found)
+    if options.resume_or_start and found and slurm and saved:
+        _check_chain(saved, found, slurm)
     resumption = _resumption(options, configuration, found, saved)
     of_slurm = _of_slurm(configuration, found, slurm) if found and slurm else None
 
@@ -120,6 +122,7 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
         checkpoint_every=configuration.checkpoint.every,
         checkpoint_keep=configuration.checkpoint.keep,
         resume=resumption is not None,
+        chained=options.resume_or_start and found is not None,
         begins_at=resumption.iteration if resumption else 0,
         ledger_url=configuration.ledger.url,
         restart_count=found.restart_count if found else 0,
@@ -169,6 +172,16 @@ def _checkpoint_folder(options: Options, configuration: Configuration, found: Al
     return folder / found.task
 
 
+def _check_chain(folder: Path, found: Allocation, slurm: Slurm) -> None:
+    """Raises TrainingProgramError when a job before this one has found out that it is in vain."""
+    chain.check(folder, found.job_id, slurm, _notice)
+    if os.environ.get("SLURM_JOB_NAME") == chain.TEMPLATES_NAME:
+        _notice(
+            f"job {found.job_id}: has the name of the template, {chain.TEMPLATES_NAME}: all chains that have it wait "
+            "for each other; put one of its own after --job-name= in the batch script"
+        )
+
+
 def _resumption(
     options: Options, configuration: Configuration, found: Allocation | None, saved: Path | None
 ) -> Resumption | None:
@@ -188,7 +201,10 @@ def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm) -> 
     section = configuration.slurm
     if found.uneven:
         _notice(f"job {found.job_id}: nodes differ; each agent gets {found.cpus_per_node} CPUs, as the smallest has")
-    if not allocation.no_kill_seen(os.environ, allocation.batch_script(slurm, found.job_id)):
+    script = allocation.batch_script(slurm, found.job_id)
+    if (lost := batch_script.lost_warning(os.environ, script)) is not None:
+        _notice(f"job {found.job_id}: {lost}")
+    if not allocation.no_kill_seen(os.environ, script):
         _notice(
             f"job {found.job_id}: no --no-kill in the batch script: if a node fails, Slurm ends the whole job; "
             "put #SBATCH --no-kill into it (unless it was given to sbatch itself, which cannot be seen)"

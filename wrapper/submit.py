@@ -54,11 +54,21 @@ def submit(
     configuration = read({}, job_file)
     _check(configuration, chain, notice)
     if dry_run:
+        if chain > 1:
+            notice("each job of the chain waits for the one before it: sbatch --dependency=afterany:ID job.sbatch")
         return [script_of(configuration, job_file.absolute(), chain).rstrip("\n")]
     folder = _keep(configuration, job_file, chain)
     client = slurm()
     options = _left_out(client, configuration, notice)
-    ids = [_sbatch(client, folder / "job.sbatch", job_file, configuration, options) for _ in range(max(1, chain))]
+    ids: list[str] = []
+    for _ in range(max(1, chain)):
+        after = [f"--dependency=afterany:{ids[-1]}"] if ids else []  # however it ends; names do not matter
+        try:
+            ids.append(_sbatch(client, folder / "job.sbatch", job_file, configuration, [*options, *after]))
+        except SlurmError:
+            if ids:
+                notice(f"submitted before this: {', '.join(ids)}; to end them: scancel {' '.join(ids)}")
+            raise
     _tell(ids, configuration, folder, notice)
     return ids
 
@@ -80,6 +90,7 @@ def script_of(configuration: Configuration, job_file: Path, chain: int) -> str:
         "constraint": section.constraint or False,
         "reservation": section.reservation or False,
         "signal": f"B:USR2@{round(section.warning)}",
+        "dependency": False,
         "requeue": requeue,
         "no-requeue": not requeue,
     }

@@ -32,7 +32,7 @@ from resihp.journal import AnyEntry, JobEnded, JobStarted, Journal, LeaderChosen
 from resihp.membership import Membership
 from resihp.process import die_with_parent
 from resihp.protocol.messages import Lead
-from wrapper.exit_codes import DEPOSED, REQUEUE, exit_code_of
+from wrapper.exit_codes import BROKEN, DEPOSED, REQUEUE, exit_code_of
 from wrapper.jobs import Job, finish_dead_job, write_private
 from wrapper.late_ledger import LateLedger
 from wrapper.launcher import Followers, Launcher, LocalLauncher
@@ -192,6 +192,12 @@ def _end_slurm_job(request: RunRequest, status: int) -> None:
                 return
 
 
+def _tell_the_chain(request: RunRequest, journal: Path) -> None:
+    from wrapper import chain
+
+    chain.leave_note(request, read(journal), lambda text: print(f"resihp: job {request.job}: {text}", file=sys.stderr))
+
+
 def _first_entry(request: RunRequest, heir: Heir | None) -> AnyEntry:
     if heir is not None:
         host = socket.gethostname()
@@ -309,6 +315,8 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"resihp: job {request.job}: cannot be taken over: {error}", file=sys.stderr)
             sys.exit(bury(request, options.take_over or "is on another node", listener))
         status = asyncio.run(supervise(request, listener, heir, journal))
+        if request.chained and status == BROKEN:
+            _tell_the_chain(request, journal)
         if options.successor and request.slurm is not None and status != DEPOSED:
             _end_slurm_job(request, status)
         sys.exit(status)

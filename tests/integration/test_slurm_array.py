@@ -19,6 +19,7 @@ def test_one_element_is_warned_and_comes_back_one_is_cancelled_one_loses_a_node(
     check(Desk(cluster(nodes=6, gpus=1)), reference, "lost", "cancelled", "warned")
 
 
+@pytest.mark.soak
 def test_the_last_element_loses_a_node(cluster: MakeCluster, reference: Reference) -> None:
     check(Desk(cluster(nodes=6, gpus=1)), reference, "warned", "undisturbed", "lost")
 
@@ -42,7 +43,7 @@ def check(desk: Desk, reference: Reference, *roles: str) -> None:
     )
     elements = {role: f"{array}_{number}" for number, role in enumerate(roles, start=1)}
     for element in elements.values():
-        desk.until_committed(element, 2)
+        desk.until_committed(element, 2, timeout_s=180)
     assert desk.shown(elements[roles[-1]])["JobId"] == array
 
     desk.cluster.kill_node(desk.nodes(elements["lost"])[1])

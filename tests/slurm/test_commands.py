@@ -216,7 +216,7 @@ def test_many_nodes_are_asked_about_in_portions(programs: Programs) -> None:
 
 
 def test_a_job_is_found_by_either_of_its_ids(programs: Programs) -> None:
-    fields = ("57", "55_2", "me", "RUNNING", "n[1-2]", "n1", "None", "0", "UNLIMITED", "N/A", "x")
+    fields = ("57", "55_2", "me", "RUNNING", "n[1-2]", "n1", "None", "0", "UNLIMITED", "N/A", "0", "x")
     programs.put("squeue", output=(FIELD.join(fields) + RECORD + "\n").encode())
     programs.put("scontrol", output=b"n1\nn2\n")
     found = slurm(programs).jobs(["57", "55_2", "58"])
@@ -232,7 +232,7 @@ def test_queries_see_nothing_of_the_users_formats_or_our_job(programs: Programs)
         SLURM_CONF="/etc/other.conf",
         SLURM_JOB_ID="7",
         SLURM_CLUSTERS="b",
-        SLURM_TIME_FORMAT="%s",
+        SLURM_TIME_FORMAT="relative",
         SQUEUE_FORMAT="%i",
         SQUEUE_STATES="PENDING",
         SINFO_FORMAT="%N",
@@ -243,7 +243,7 @@ def test_queries_see_nothing_of_the_users_formats_or_our_job(programs: Programs)
     seen = programs.environment("squeue")
     assert {key: value for key, value in seen.items() if key.startswith("S")} == {
         "SLURM_CONF": "/etc/other.conf",
-        "SLURM_TIME_FORMAT": "standard",
+        "SLURM_TIME_FORMAT": "%s",
     }
     assert (seen["LC_ALL"], seen["HOME"]) == ("C", "/home/me")
 

@@ -43,6 +43,9 @@ class Scene(Protocol):
     def submit(self, nodes: int, *, by_operator: bool = False) -> str:
         """A batch job that runs on so many nodes."""
 
+    def submit_with_gpus(self, gpus: int) -> str:
+        """A job of the user on two nodes, which have so many together."""
+
     def submit_array(self) -> tuple[str, str]:
         """The user's array of two elements that run on two nodes each; the last one's number is the array's."""
 
@@ -79,6 +82,12 @@ class FakeScene:
         free = [name for name, view in self.fake.node_views.items() if view.usable and view.state == "idle"]
         self.fake.start(job, *free[:nodes])
         self.fake.set_job(job, seconds_left=600.0)
+        return job
+
+    def submit_with_gpus(self, gpus: int) -> str:
+        job = self.submit(2)
+        first, second = self.fake.job_views[job].nodes
+        self.fake.job_gpus[job] = {first: min(gpus, 2), second: gpus - min(gpus, 2)}
         return job
 
     def submit_array(self) -> tuple[str, str]:
@@ -119,12 +128,18 @@ class RealScene:
         eventually(lambda: viewed(slurm, job).state == "running")
         return job
 
+    def submit_with_gpus(self, gpus: int) -> str:
+        script = self.folder / "job.sh"
+        script.write_text(SCRIPT)
+        job = self._user.submit(script, ["--nodes=2", f"--gpus={gpus}", "--output=/dev/null", "--time=10"])
+        eventually(lambda: viewed(self._user, job).state == "running")
+        return job
+
     def submit_array(self) -> tuple[str, str]:
         script = self.folder / "job.sh"
         script.write_text(SCRIPT)
-        array = self._user.submit(
-            script, [*["--array=1-2", "--nodes=2", "--exclusive", "--no-kill", "--output=/dev/null", "--time=10"]]
-        )
+        options = ["--array=1-2", "--nodes=2", "--exclusive", "--no-kill", "--output=/dev/null", "--time=10"]
+        array = self._user.submit(script, options)
         elements = (f"{array}_1", f"{array}_2")
         eventually(lambda: all(viewed(self._user, element).state == "running" for element in elements))
         return elements
@@ -482,3 +497,19 @@ def test_an_element_of_an_array_is_asked_about_and_changed_alone(scene: Scene) -
     eventually(lambda: viewed(slurm, last).state == "cancelled")
     now = viewed(slurm, first)
     assert (now.state, now.restarts, now.nodes) == ("running", 0, views[first].nodes)
+
+
+def test_when_a_job_was_submitted(scene: Scene) -> None:
+    before = int(time.time())
+    view = viewed(scene.user, scene.submit(1))
+    assert view.submitted_at is not None
+    assert before <= view.submitted_at <= time.time()
+
+
+def test_gpus_of_each_node(scene: Scene) -> None:
+    job = scene.submit_with_gpus(3)
+    given = scene.user.gpus(job)
+    assert sorted(given.values()) == [1, 2]
+    assert set(given) == set(viewed(scene.user, job).nodes)
+    assert scene.user.gpus(scene.submit(1)) == {}
+    refused(scene.user.gpus, "99999")

@@ -34,7 +34,7 @@ READERS: dict[str, Callable[[bytes], object]] = {
 }
 
 NODE = ("n1", "idle+drain", "resihp: a | b = c é", "root", "10.0.0.1", "2048", "1031000", "gpu:h100:8(S:0-1),nic:2")
-JOB = ("17", "17", "me", "RUNNING", "n[1-2]", "n1", "None", "1", "1-02:03:04", "N/A", "a b|c")
+JOB = ("17", "17", "me", "RUNNING", "n[1-2]", "n1", "None", "1", "1-02:03:04", "N/A", "1795338374", "a b|c")
 
 
 def sample(name: str) -> str:
@@ -88,13 +88,15 @@ def test_a_job() -> None:
     assert nodelist == "n[1-2]"
     assert (view.name, view.user, view.state, view.batch_host) == ("a b|c", "me", "running", "n1")
     assert (view.why, view.restarts, view.seconds_left, view.preempted) == ("", 1, 93784.0, False)
+    assert view.submitted_at == 1795338374
 
 
 def test_a_pending_job_of_an_array() -> None:
-    pending = ("57", "55_2", "me", "PENDING", "", "n/a", "Priority", "0", "UNLIMITED", "N/A", "x")
+    pending = ("57", "55_2", "me", "PENDING", "", "n/a", "Priority", "0", "UNLIMITED", "N/A", "N/A", "x")
     ((ids, view, nodelist),) = reading.jobs(output(pending))
     assert ids == {"57", "55_2"}
     assert (nodelist, view.batch_host, view.why, view.seconds_left) == ("", "", "Priority", None)
+    assert view.submitted_at is None
 
 
 # What squeue of 22.05.8, 24.11.5 and 26.05.5 says of the same jobs.
@@ -237,11 +239,33 @@ def test_nodes_that_cannot_be(bad: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "text"), [(0, "x"), (0, ""), (3, ""), (3, "R U"), (4, "n[1 -2]"), (4, "-n"), (7, ""), (7, "?"), (8, "?")]
+    ("place", "text"),
+    [(0, "x"), (0, ""), (3, ""), (3, "R U"), (4, "n[1 -2]"), (4, "-n"), (7, ""), (7, "?"), (8, "?"), (10, "?")],
 )
 def test_jobs_that_cannot_be(place: int, text: str) -> None:
     with pytest.raises(SlurmOutputError, match="slurm: "):
         reading.jobs(output(JOB, (*JOB[:place], text, *JOB[place + 1 :])))
+
+
+SHOWN = b"""JobId=6 JobName=u.sh
+   NodeList=n[1-4]
+   JOB_GRES=gpu:7
+     Nodes=n[1-3] CPU_IDs=0 Mem=0 GRES=gpu:a100:2(IDX:0-1),nic:1
+     Nodes=n4 CPU_IDs=0-15 Mem=16000 GRES=gpu:1(IDX:0)
+     Nodes=n5 CPU_IDs=0-15 Mem=16000 GRES=
+   MinCPUsNode=1 MinMemoryNode=0 MinTmpDiskNode=0
+"""
+
+
+def test_gpus_of_a_jobs_nodes() -> None:
+    assert reading.job_gpus(SHOWN) == [("n[1-3]", 2), ("n4", 1)]
+    assert reading.job_gpus(b"JobId=6 JobName=u.sh\n   NodeList=n[1-4]\n") == []
+
+
+@pytest.mark.parametrize(("old", "new"), [(b"GRES=gpu:1", b"gpu:1"), (b"gpu:1(", b"gpu:x:y("), (b"=n4 ", b"=;n4 ")])
+def test_gpus_that_cannot_be(old: bytes, new: bytes) -> None:
+    with pytest.raises(SlurmOutputError, match=r"slurm: cannot read .* scontrol's output"):
+        reading.job_gpus(SHOWN.replace(old, new))
 
 
 @pytest.mark.parametrize("length", range(1, len(output(NODE)) - 2))

@@ -61,6 +61,50 @@ def test_gpus_are_found_wherever_slurm_tells_them(changes: dict[str, str], gpus:
     assert find(environment | changes, FakeSlurm()).gpus_per_node == gpus
 
 
+def with_gpus(job: str, **gpus: int) -> FakeSlurm:
+    slurm = FakeSlurm(("n1", "n2", "n3", "n7"))
+    slurm.add_job("n1", "n2", "n3", "n7", id=job)
+    slurm.job_gpus[job] = gpus
+    return slurm
+
+
+def test_nodes_with_different_numbers_of_gpus_are_refused() -> None:
+    """--gpus=7 -N4: the batch script's node does not tell."""
+    with pytest.raises(UsageError) as refusal:
+        find(BATCH, with_gpus("1234", n1=2, n2=2, n3=2, n7=1))
+    assert str(refusal.value) == (
+        "job 1234: nodes have different numbers of GPUs: 2 on n1 and 2 more, 1 on n7; resihp needs as many on each: "
+        "sbatch --nodes=4 --gpus-per-node=2, or --gpus-per-node=1, in place of --gpus, --gpus-per-task or --gres"
+    )
+    with pytest.raises(UsageError, match=r"2 on n1, 0 on n2 and 2 more; .* --gpus-per-node=2 in place of"):
+        find(BATCH, with_gpus("1234", n1=2))
+
+
+def test_what_was_asked_of_each_node_is_used_where_slurm_gave_more() -> None:
+    """--exclusive gives all that a node has."""
+    exclusive = BATCH | {"SLURM_GPUS_ON_NODE": "4", "SLURM_GPUS_PER_NODE": "a100:2"}
+    slurm = with_gpus("1234", n1=4, n2=2, n3=2, n7=2)
+    assert find(exclusive, slurm).gpus_per_node == 2
+    assert find(exclusive, with_gpus("1234", n1=4, n2=4, n3=4, n7=4)).gpus_per_node == 4
+
+
+def test_slurm_is_asked_for_gpus_only_where_the_environment_does_not_tell() -> None:
+    slurm = with_gpus("1234", n1=2, n2=2, n3=2, n7=1)
+    assert find(BATCH | {"SLURM_GPUS_PER_NODE": "2"}, slurm).gpus_per_node == 2
+    assert find(BATCH | {"SLURM_JOB_NODELIST": "n1"}, slurm).gpus_per_node == 2
+    assert slurm.calls["gpus"] == 0
+    slurm.unavailable = True
+    assert find(BATCH, slurm).gpus_per_node == 2, "no answer is no refusal"
+    salloc = {name: value for name, value in BATCH.items() if name not in ("SLURMD_NODENAME", "SLURM_GPUS_ON_NODE")}
+    assert find(salloc, with_gpus("1234", n1=3, n2=3, n3=3, n7=3)).gpus_per_node == 3
+
+
+def test_a_heterogeneous_job_is_refused() -> None:
+    parts = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NUM_NODES_HET_GROUP_0": "4", "SLURM_JOB_NUM_NODES_HET_GROUP_1": "1"}
+    with pytest.raises(UsageError, match=r"a heterogeneous job, of 2 .*: sbatch --nodes=5 --gpus-per-node=2$"):
+        find(BATCH | parts, FakeSlurm())
+
+
 def test_on_a_login_node_there_is_no_batch_node() -> None:
     salloc = {name: value for name, value in BATCH.items() if name not in ("SLURMD_NODENAME", "SLURM_RESTART_COUNT")}
     found = find(salloc, FakeSlurm())

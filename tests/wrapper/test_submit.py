@@ -118,7 +118,13 @@ def test_a_chain_is_one_script_submitted_several_times(job_file: Path) -> None:
     assert len(ids) == 3
     assert len({script for _, script, _ in slurm.submissions}) == 1
     text = slurm.submissions[0][1].read_text()
-    assert "#SBATCH --dependency=singleton" in text
+    assert [options for _, _, options in slurm.submissions] == [
+        (),
+        (f"--dependency=afterany:{ids[0]}",),
+        (f"--dependency=afterany:{ids[1]}",),
+    ]
+    assert "singleton" not in text, "other chains of the same name are no concern of this one"
+    assert "name" not in "".join(line for line in text.splitlines() if not line.startswith("#SBATCH"))
     assert "export RESIHP_SLURM__ON_WARNING=end" in text
     assert "--resume-or-start" in text
     assert told[0].startswith(f"submitted a chain of 3 jobs, each 4 nodes of 2 GPUs: {', '.join(ids)}")

@@ -11,7 +11,8 @@ import os
 import re
 import shlex
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -138,17 +139,27 @@ def no_kill_seen(environment: Mapping[str, str], script: str | None) -> bool:
     """
     if environment.get("SBATCH_NO_KILL", "off") != "off":
         return True
+    return any(option in ("--no-kill", "-k") for option in _options(script))
+
+
+def requeue_asked(environment: Mapping[str, str], script: str | None) -> bool | None:
+    """Whether sbatch was told --requeue or --no-requeue, as far as anybody can see; None where nothing is seen."""
+    if "SBATCH_REQUEUE" in environment:
+        return True
+    if "SBATCH_NO_REQUEUE" in environment:
+        return False
+    said = [option == "--requeue" for option in _options(script) if option in ("--requeue", "--no-requeue")]
+    return said[-1] if said else None
+
+
+def _options(script: str | None) -> Iterator[str]:
+    """The words of a batch script's directives, as far as sbatch reads them."""
     for line in (script or "").splitlines():
         if line.startswith("#SBATCH"):
-            try:
-                options = shlex.split(line.removeprefix("#SBATCH"), comments=True)
-            except ValueError:
-                continue
-            if any(option in ("--no-kill", "-k") for option in options):
-                return True
+            with suppress(ValueError):
+                yield from shlex.split(line.removeprefix("#SBATCH"), comments=True)
         elif line.strip() and not line.startswith("#"):
-            return False  # sbatch reads no further
-    return False
+            return
 
 
 # --- addresses ------------------------------------------------------------------------------------------------------

@@ -59,6 +59,10 @@ class SlurmRequest(msgspec.Struct, frozen=True, kw_only=True):
     drains: int = 0
     spool: str = ""
     on_warning: Literal["requeue", "end"] = "requeue"
+    may_requeue: bool = False
+    """Whether the job is to be run again when too many of its nodes are lost."""
+    restarts_left: int = 0
+    """How many more runs may follow if this one fails and has added no checkpoint."""
 
 
 class Container(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,6 +154,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
         return Settings(
             job=self.job,
             nodes=self.nodes,
+            node_names=self.node_names,
             gpus_per_node=self.gpus_per_node,
             tp=self.tp,
             pp=self.pp,
@@ -172,6 +177,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
             replacement_wait_s=slurm.replacement_wait_s if slurm else 60.0,
             batch_node=slurm.batch_node if slurm else "",
             on_warning=slurm.on_warning if slurm else "requeue",
+            may_requeue=slurm is not None and slurm.may_requeue,
+            restarts_left=slurm.restarts_left if slurm else 0,
         )
 
 

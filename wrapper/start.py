@@ -86,8 +86,8 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
     program = resolve(configuration.job.command, _notice, configuration.container.python if inside else None)
     cwd, python_path = os.getcwd(), _absolute_entries(os.environ.get("PYTHONPATH", ""))
     container.with_folders(inside, [Path(cwd), home()])  # raises for what cannot be mounted
-    resumption = _resumption(options, configuration, found)
-    of_slurm = _of_slurm(configuration, found, slurm) if found and slurm else None
+    resumption, failed = _resumption(options, configuration, found)
+    of_slurm = _of_slurm(configuration, found, slurm, failed) if found and slurm else None
 
     job = create_slurm_job(found.job_id, found.restart_count) if found else create_local_job()
     checkpoints = (
@@ -157,24 +157,33 @@ def _slurm() -> Slurm:
     return CommandLine()
 
 
-def _resumption(options: Options, configuration: Configuration, found: Allocation | None) -> Resumption | None:
-    """What Slurm starts again goes on by itself; what the command line asks for counts for a first start."""
+def _resumption(
+    options: Options, configuration: Configuration, found: Allocation | None
+) -> tuple[Resumption | None, int]:
+    """What Slurm starts again goes on by itself; what the command line asks for counts for a first start.
+
+    With the number of runs in a row that have failed without a checkpoint.
+    """
+    failed = 0
     if found is not None and found.restart_count:
         job, most = configuration.job, configuration.slurm.restarts
-        resumption = after_restart(found.job_id, found.restart_count, job.command, most, _notice)
-        if resumption is not None:
-            return resumption
+        restart = after_restart(found.job_id, found.restart_count, job.command, most, _notice)
+        if restart.resumption is not None:
+            return restart.resumption, restart.failed
+        failed = restart.failed
     if options.resume is not None:
-        return asked_for(configuration, options.resume)
-    return if_there_is_one(configuration, _notice) if options.resume_or_start else None
+        return asked_for(configuration, options.resume), failed
+    return if_there_is_one(configuration, _notice) if options.resume_or_start else None, failed
 
 
-def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm) -> tuple[SlurmRequest, str]:
+def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm, failed: int) -> tuple[SlurmRequest, str]:
     """What the run asks of Slurm, and the address to listen on. Raises UsageError, SlurmError."""
     section = configuration.slurm
+    script = allocation.batch_script(slurm, found.job_id)
+    asked = allocation.requeue_asked(os.environ, script)
     if found.uneven:
         _notice(f"job {found.job_id}: nodes differ; each agent gets {found.cpus_per_node} CPUs, as the smallest has")
-    if not allocation.no_kill_seen(os.environ, allocation.batch_script(slurm, found.job_id)):
+    if not allocation.no_kill_seen(os.environ, script):
         _notice(
             f"job {found.job_id}: no --no-kill in the batch script: if a node fails, Slurm ends the whole job; "
             "put #SBATCH --no-kill into it (unless it was given to sbatch itself, which cannot be seen)"
@@ -203,6 +212,8 @@ def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm) -> 
         drains=section.drains,
         spool=section.spool,
         on_warning=section.on_warning,
+        may_requeue=section.on_warning == "requeue" if asked is None else asked,
+        restarts_left=section.restarts - failed - 1,
     )
     return request, allocation.own_address(here, others)
 

@@ -203,6 +203,16 @@ def no_kill_seen(environment: Mapping[str, str], script: str | None) -> bool:
     return any(option in ("--no-kill", "-k") for option in options(script))
 
 
+def requeue_asked(environment: Mapping[str, str], script: str | None) -> bool | None:
+    """Whether sbatch was told --requeue or --no-requeue, as far as anybody can see; None where nothing is seen."""
+    if "SBATCH_REQUEUE" in environment:
+        return True
+    if "SBATCH_NO_REQUEUE" in environment:
+        return False
+    said = [option == "--requeue" for option in options(script) if option in ("--requeue", "--no-requeue")]
+    return said[-1] if said else None
+
+
 # --- addresses ------------------------------------------------------------------------------------------------------
 
 

@@ -66,6 +66,10 @@ class SlurmRequest(msgspec.Struct, frozen=True, kw_only=True):
     spool: str = ""
     on_drain: Literal["stay", "vacate"] = "stay"
     on_warning: Literal["requeue", "end"] = "requeue"
+    may_requeue: bool = False
+    """Whether the job is to be run again when too many of its nodes are lost."""
+    restarts_left: int = 0
+    """How many more runs may follow if this one fails and has added no checkpoint."""
 
 
 class Container(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,6 +165,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
         return Settings(
             job=self.job,
             nodes=self.nodes,
+            node_names=self.node_names,
             gpus_per_node=self.gpus_per_node,
             tp=self.tp,
             pp=self.pp,
@@ -185,6 +190,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
             batch_node=slurm.batch_node if slurm else "",
             on_warning=slurm.on_warning if slurm else "requeue",
             on_drain=slurm.on_drain if slurm else "stay",
+            may_requeue=slurm is not None and slurm.may_requeue,
+            restarts_left=slurm.restarts_left if slurm else 0,
         )
 
 

@@ -1,17 +1,22 @@
 """Where a run goes on from: the checkpoints of another run, and whether another start is worth it.
 
-What Slurm starts again goes on where it was, asked or not. A job whose runs add no checkpoint, one after the other, is
-not run for ever: it ends with the exit code of a spent budget. Reads files, writes none. Used by `resihp run`.
+What Slurm starts again goes on where it was, asked or not. A job whose runs fail one after the other and add no
+checkpoint is not run for ever: it ends with the exit code of a spent budget. A run that was stopped (preempted, warned,
+at its time limit, requeued by an administrator) has not failed, and is passed over. How a run ended stands in its
+journal; one that left none, or no end in it, failed unless it was being stopped: its node died, or somebody killed it.
+Reads files, writes none. Used by `resihp run`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from resihp.checkpoints import iteration_of, newest_complete
-from resihp.errors import CheckpointError, RestartBudgetError, UsageError
+from resihp.errors import CheckpointError, JobNotFoundError, ProtocolError, RestartBudgetError, UsageError
+from resihp.journal import JobEnded, JobSignalled
 from wrapper.jobs import Job, all_jobs, find_job, home, runs_of
 from wrapper.request import RunRequest, load
 
@@ -56,31 +61,40 @@ def if_there_is_one(folder: Path | None, notice: Callable[[str], None]) -> Resum
     return found
 
 
+@dataclass(frozen=True)
+class Restart:
+    """What follows from earlier runs. `resumption`: None to start afresh; `failed`: runs in a row, without a checkpoint
+    in between."""
+
+    resumption: Resumption | None
+    failed: int
+
+
 def after_restart(
     job_id: str, restart_count: int, command: Sequence[str], most_in_vain: int, notice: Callable[[str], None]
-) -> Resumption | None:
-    """Where the earlier runs of this command in the same Slurm job got to; None, with a notice, for nowhere.
+) -> Restart:
+    """Where the earlier runs of this command in the same Slurm job got to; with a notice if that is nowhere.
 
-    Raises RestartBudgetError after `most_in_vain` runs in a row that added no checkpoint.
+    Raises RestartBudgetError after `most_in_vain` runs in a row that failed and added no checkpoint.
     """
     runs = [request for run in runs_of(job_id) if (request := _load(run)) is not None]
     earlier = [run for run in runs if run.restart_count < restart_count and run.command == tuple(command)]
     if not earlier:
         notice(f"job {job_id}: restarted, and no earlier run is found in {home()}; starting afresh")
-        return None
+        return Restart(None, 0)
     found = _newest(Path(earlier[0].checkpoint_folder))
     here = found.iteration if found else 0
-    in_vain = next((i for i, request in enumerate(earlier) if request.begins_at != here), len(earlier))
-    if in_vain >= most_in_vain:
+    failed = sum(_has_failed(run.of_job) for run in takewhile(lambda run: run.begins_at == here, earlier))
+    if failed >= most_in_vain:
         where = f"iteration {here}" if found else "the beginning"
-        which = f"{in_vain} runs in a row" if in_vain > 1 else "the last run"
+        which = f"{failed} runs in a row" if failed > 1 else "the last run"
         raise RestartBudgetError(
-            f"job {job_id}: {which} began at {where} and added no checkpoint; not running it "
+            f"job {job_id}: {which} began at {where}, failed and added no checkpoint; not running it "
             f"again. Logs: {earlier[0].of_job.logs}. To go on, submit it anew; [slurm] restarts allows more"
         )
     if found is None:
         notice(f"job {job_id}: restarted, and {earlier[0].job} left no complete checkpoint; starting afresh")
-    return found
+    return Restart(found, failed)
 
 
 def checkpoint_folder_of(job: Job) -> Path:
@@ -91,6 +105,18 @@ def checkpoint_folder_of(job: Job) -> Path:
 def _newest(folder: Path) -> Resumption | None:
     newest = newest_complete(folder, verify=False)
     return None if newest is None else Resumption(folder, iteration_of(newest))
+
+
+def _has_failed(run: Job) -> bool:
+    """Whether a run ended by a failure of its own, and not because somebody stopped it."""
+    try:
+        entries = [record.entry for record in run.records()]
+    except (OSError, ProtocolError, JobNotFoundError):
+        return True
+    ended = next((entry for entry in entries if isinstance(entry, JobEnded)), None)
+    if ended is not None and ended.state != "abnormal":
+        return ended.state == "failed"
+    return not any(isinstance(entry, JobSignalled) for entry in entries)
 
 
 def _load(run: Job) -> RunRequest | None:

@@ -90,8 +90,8 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
     saved = _checkpoint_folder(options, configuration, found)
     if options.resume_or_start and found and slurm and saved:
         _check_chain(saved, found, slurm)
-    resumption = _resumption(options, configuration, found, saved)
-    of_slurm = _of_slurm(configuration, found, slurm) if found and slurm else None
+    resumption, failed = _resumption(options, configuration, found, saved)
+    of_slurm = _of_slurm(configuration, found, slurm, failed) if found and slurm else None
 
     job = create_slurm_job(found.job_id, found.restart_count) if found else create_local_job()
     checkpoints = resumption.folder if resumption else saved or job.checkpoints.absolute()
@@ -184,24 +184,30 @@ def _check_chain(folder: Path, found: Allocation, slurm: Slurm) -> None:
 
 def _resumption(
     options: Options, configuration: Configuration, found: Allocation | None, saved: Path | None
-) -> Resumption | None:
-    """What Slurm starts again goes on by itself; what the command line asks for counts for a first start."""
+) -> tuple[Resumption | None, int]:
+    """What Slurm starts again goes on by itself; what the command line asks for counts for a first start.
+
+    With the number of runs in a row that have failed without a checkpoint.
+    """
+    failed = 0
     if found is not None and found.restart_count:
         job, most = configuration.job, configuration.slurm.restarts
-        resumption = after_restart(found.job_id, found.restart_count, job.command, most, _notice)
-        if resumption is not None:
-            return resumption
+        restart = after_restart(found.job_id, found.restart_count, job.command, most, _notice)
+        if restart.resumption is not None:
+            return restart.resumption, restart.failed
+        failed = restart.failed
     if options.resume is not None:
-        return asked_for(saved, options.resume)
-    return if_there_is_one(saved, _notice) if options.resume_or_start else None
+        return asked_for(saved, options.resume), failed
+    return if_there_is_one(saved, _notice) if options.resume_or_start else None, failed
 
 
-def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm) -> tuple[SlurmRequest, str]:
+def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm, failed: int) -> tuple[SlurmRequest, str]:
     """What the run asks of Slurm, and the address to listen on. Raises UsageError, SlurmError."""
     section = configuration.slurm
+    script = allocation.batch_script(slurm, found.job_id)
+    asked = allocation.requeue_asked(os.environ, script)
     if found.uneven:
         _notice(f"job {found.job_id}: nodes differ; each agent gets {found.cpus_per_node} CPUs, as the smallest has")
-    script = allocation.batch_script(slurm, found.job_id)
     if (lost := batch_script.lost_warning(os.environ, script)) is not None:
         _notice(f"job {found.job_id}: {lost}")
     if not allocation.no_kill_seen(os.environ, script):
@@ -236,6 +242,8 @@ def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm) -> 
         spool=section.spool,
         on_drain=section.on_drain,
         on_warning=section.on_warning,
+        may_requeue=section.on_warning == "requeue" if asked is None else asked,
+        restarts_left=section.restarts - failed - 1,
     )
     return request, allocation.own_address(here, others)
 

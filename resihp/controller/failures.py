@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import signal as signals
 
-from resihp.controller import causes, incidents, iterations, newcomers, transitions
+from resihp.controller import causes, gathering, incidents, iterations, newcomers, transitions
 from resihp.controller import interface as api
-from resihp.controller.state import Incident, Job, Member
+from resihp.controller.state import Incident, Job, Member, Node
 from resihp.journal import NodeLost
 from resihp.protocol import messages as m
 
@@ -58,7 +58,7 @@ def exited_early(job: Job, member: Member, status: int) -> None:
 def tell_early_errors(job: Job) -> None:
     """Exceptions before the first plan: the same on all ranks is a broken script."""
     raised = {rank: member.raised.error for rank, member in job.members.items() if member.raised is not None}
-    everyone = len(raised) == len(job.placements)
+    everyone = len(raised) == len(gathering.places(job))
     if everyone and len(set(raised.values())) == 1:
         incidents.program_is_broken(job, min(raised), len(raised))
     elif raised and (not job.live or job.now - (job.raised_at or job.now) > RAISED_GRACE_S):
@@ -139,9 +139,9 @@ def transition_after(job: Job, lost: set[int], reason: str) -> None:
 
 
 def node_lost(job: Job, name: str, reason: str) -> None:
+    if name not in job.nodes and job.phase == "gathering":
+        job.nodes[name] = Node(name, host="", devices=0)  # it never joined, and never will
     node = job.nodes.get(name)
-    if node is None and job.phase == "gathering" and job.departure is None:
-        incidents.end(job, 5, f"node {name}: {reason} before it joined")
     if node is None or not node.alive:
         return
     node.alive = False
@@ -154,7 +154,11 @@ def node_lost(job: Job, name: str, reason: str) -> None:
         incidents.bury(job, job.members[rank], None)
     if job.phase == "gathering":
         if job.departure is None:
-            incidents.end(job, 5, f"node {name}: {reason} before training began")
+            gathering.node_lost(job, name, reason)
+        if job.phase == "gathering" and job.departure is None:
+            node_incident(job, name, reason, ranks)
+            incidents.log_incidents(job)
+            gathering.go_on_without(job)
         return
     if job.phase == "halting":
         iterations.end_when_gone(job)

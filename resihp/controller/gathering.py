@@ -1,4 +1,9 @@
-"""The start: agents join, workers are spawned and declare what they train, the first plan is made."""
+"""The start: agents join, workers are spawned and declare what they train, the first plan is made.
+
+A node that is lost meanwhile, or never comes, is left out if the others fill the first layout: there are spares. Ranks
+are given out once, when every node is there or given up, and keep their numbers whatever is lost after that. Called by
+`controller`, `failures`, `judge` and `recovery`.
+"""
 
 from __future__ import annotations
 
@@ -28,23 +33,51 @@ def agent_joined(job: Job, event: api.AgentJoined) -> None:
         start_workers(job)
 
 
+def place(job: Job) -> None:
+    """Once every node is there or given up: give out the ranks, for good."""
+    if job.placements or len(job.nodes) < job.settings.nodes:
+        return
+    order = sorted((name for name, node in job.nodes.items() if node.alive), key=natural)
+    job.placements = [Placement(name, d, settled=True) for name in order for d in range(job.settings.gpus_per_node)]
+
+
+def places(job: Job) -> list[int]:
+    """Ranks that the start waits for: those on nodes that are not lost."""
+    return [rank for rank, placement in enumerate(job.placements) if job.nodes[placement.node].alive]
+
+
 def start_workers(job: Job) -> None:
-    """Once all nodes are there: a worker on each device, unless there is one already."""
+    """Once every node is there or given up: a worker on each device, unless there is one, or one about to be forked."""
+    place(job)
+    names = tuple(placement.node for placement in job.placements)
+    live = job.live
+    wanted: dict[str, list[int]] = {}
+    for rank in places(job):
+        if rank not in live and job.placements[rank].settled:
+            wanted.setdefault(names[rank], []).append(rank)
+    for name, ranks in wanted.items():
+        for rank in ranks:
+            job.placements[rank].settled = False
+        workers = tuple((rank, job.placements[rank].device) for rank in ranks)
+        job.do(api.StartWorkers(node=name, workers=workers, nodes=names))
+
+
+def node_lost(job: Job, name: str, reason: str) -> None:
+    """End the job if the first layout cannot be filled without this node."""
+    if sum(not node.alive for node in job.nodes.values()) > job.settings.spares:
+        when = "training began" if job.nodes[name].devices else "it joined"
+        incidents.too_few(job, f"node {name}: {reason} before {when}")
+
+
+def go_on_without(job: Job) -> None:
+    """A node was left out: the others may be all that the job waited for."""
     if len(job.nodes) < job.settings.nodes:
         return
-    order = sorted(job.nodes, key=natural)
-    devices = range(job.settings.gpus_per_node)
-    started = {rank for rank in job.members if job.members[rank].alive}
-    ordered = {rank for rank, placement in enumerate(job.placements) if not placement.settled}  # about to be forked
-    job.placements = [Placement(name, d) for name in order for d in devices]
-    names = tuple(placement.node for placement in job.placements)
-    for i, name in enumerate(order):
-        first = i * len(devices)
-        workers = tuple((first + d, d) for d in devices if first + d not in started | ordered)
-        if workers:
-            job.do(api.StartWorkers(node=name, workers=workers, nodes=names))
-    for rank in started:
-        job.placements[rank].settled = True
+    missing = sorted((name for name, node in job.nodes.items() if not node.alive), key=natural)
+    job.say("notice", f"begins without {', '.join(missing)}: the other nodes are enough")
+    if not job.placements:
+        start_workers(job)
+    propose_when_ready(job)
 
 
 def spawned(job: Job, event: api.WorkerSpawned) -> None:
@@ -100,9 +133,9 @@ def propose_when_ready(job: Job) -> None:
     """Once every rank has declared the same model and the store listens: the first plan."""
     if job.phase != "gathering" or job.store is None or job.departure is not None:
         return
-    if not job.placements or len(job.live) < len(job.placements):
+    if not job.placements or len(job.live) < len(places(job)):
         return
-    declares = {rank: member.declared for rank, member in job.members.items()}
+    declares = {rank: job.members[rank].declared for rank in job.live}
     first = declares[min(declares)]
     if first is None or any(declare is None for declare in declares.values()):
         return

@@ -107,6 +107,33 @@ def clear_suspicion(job: Job, member: Member) -> None:
             job.do(api.Log(entry=entry))
 
 
+def too_few(job: Job, reason: str) -> None:
+    """End for want of healthy nodes: Slurm runs the job again where it may and that can help, else exit code 5.
+
+    A run that added a checkpoint always may; one that added none only so often in a row, and what it had done is done
+    once more.
+    """
+    settings, began = job.settings, job.plan is not None
+    newest = job.checkpointed or (job.trains.resume_from if job.trains is not None else 0)
+    done = job.committed - newest if began else 0
+    if not settings.slurm:
+        advice = "; resume from the last checkpoint with --resume" if began else ""
+        end(job, 5, f"{reason}{advice}")
+    elif not settings.may_requeue:
+        end(job, 5, f"{reason}; not to be run again, as its batch script has it: submit it anew to go on")
+    elif not job.checkpointed and settings.restarts_left < 1:
+        end(
+            job, 5, f"{reason}; not run again: no checkpoint was added; [slurm] restarts allows more runs like this one"
+        )
+    elif newest:
+        end(job, 75, f"{reason}; to be run again, from the checkpoint of iteration {newest}", requeue=True)
+    elif done:
+        again = f"there is no checkpoint, so that {done} iterations are done once more"
+        end(job, 75, f"{reason}; to be run again, from the beginning: {again}", requeue=True)
+    else:
+        end(job, 75, f"{reason}; to be run again", requeue=True)
+
+
 def end(job: Job, exit_code: int, reason: str, workers_leave: bool = False, requeue: bool = False) -> None:
     if job.phase == "ended":
         return
@@ -116,7 +143,7 @@ def end(job: Job, exit_code: int, reason: str, workers_leave: bool = False, requ
     job.phase = "ended"
     job.pause = None
     state: Literal["completed", "failed", "cancelled"] = "completed" if exit_code == 0 else "failed"
-    if exit_code in (130, 143) or requeue:
+    if exit_code in (130, 143) or (requeue and job.departure is not None):
         state = "cancelled"
     job.say("progress" if exit_code == 0 else "notice" if requeue else "error", reason)
     job.do(api.Log(entry=JobEnded(exit_code=exit_code, state=state, reason=reason)))

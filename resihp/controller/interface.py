@@ -23,6 +23,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     nodes: int
     gpus_per_node: int
+    node_names: tuple[str, ...] = ()
+    """The job's own; empty where they are not known."""
     tp: int
     pp: int
     schedule: str = "1f1b"
@@ -64,6 +66,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Where the job's batch script runs: Slurm cannot do without it. Empty without Slurm."""
     on_warning: Literal["requeue", "end"] = "requeue"
     """What follows the checkpoint when Slurm warns that time is running out."""
+    may_requeue: bool = False
+    """Whether Slurm may run the job again when too many of its nodes are lost."""
+    restarts_left: int = 0
+    """How many more runs may follow this one if it fails and has added no checkpoint."""
     examine: bool = False
     """Whether devices and links are measured before the first iteration, and when a device joins."""
     detect: bool = True

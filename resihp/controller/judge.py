@@ -9,6 +9,8 @@ from resihp.controller import interface as api
 from resihp.controller.state import Job, Member, Node
 from resihp.journal import Suspected
 
+LATECOMERS_S = 60.0
+"""How long nodes that can be spared are waited for, once all others have joined."""
 STUCK_GRACE_S = 0.5
 """How long a broken transfer waits for the exit that explains it, before it is a failure of its own."""
 
@@ -61,17 +63,40 @@ def judge_start(job: Job) -> None:
         failures.tell_early_errors(job)
         return
     budget_s = job.settings.start_budget_s
+    if len(job.nodes) < job.settings.nodes:
+        judge_absent(job)
+        return
     if job.now - (job.started_at or 0.0) <= budget_s:
         return
-    if len(job.nodes) < job.settings.nodes:
-        incidents.end(job, 5, f"only {len(job.nodes)} of {job.settings.nodes} nodes joined within {budget_s:.0f} s")
-        return
-    late = sorted(rank for rank, member in job.members.items() if member.declared is None)
-    if late and len(late) < len(job.members):
+    late = [rank for rank in job.live if job.members[rank].declared is None]
+    lost = [name for name, node in job.nodes.items() if not node.alive and any(p.node == name for p in job.placements)]
+    if lost and len(late) == len(job.live):  # a plain program cannot do without them
+        incidents.too_few(job, f"{', '.join(lost)} lost, and no rank was ready to train within {budget_s:.0f} s")
+    elif late and len(late) < len(job.live):
         where = ", ".join(job.where(rank) for rank in late[:4])
         incidents.end(job, 1, f"{where}: not ready to train within {budget_s:.0f} s of the start; its log tells more")
     elif not late and job.store is None:
         incidents.end(job, 1, f"the rendezvous store did not start within {budget_s:.0f} s; see logs/store.log")
+
+
+def judge_absent(job: Job) -> None:
+    """Nodes that have not joined: what can be spared is waited for a while, the others for the start's budget."""
+    settings, budget_s = job.settings, job.settings.start_budget_s
+    here = sum(node.alive for node in job.nodes.values())
+    if here < settings.nodes - settings.spares:
+        job.enough_at = None
+    elif job.enough_at is None:
+        job.enough_at = job.now
+    waited_s = job.now - (job.started_at or 0.0)
+    patient = job.enough_at is None or job.now - job.enough_at <= LATECOMERS_S
+    if patient and waited_s <= budget_s:
+        return
+    absent = [name for name in settings.node_names if name not in job.nodes]
+    if job.enough_at is None or not absent:
+        incidents.too_few(job, f"only {here} of {settings.nodes} nodes joined within {budget_s:.0f} s")
+    else:
+        for name in absent:
+            failures.node_lost(job, name, f"has not joined within {waited_s:.0f} s")
 
 
 def judge_leaving(job: Job) -> None:

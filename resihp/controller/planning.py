@@ -256,8 +256,7 @@ def can_go_on(job: Job, rank: int) -> bool:
 
 def state_lost(job: Job, base: Base | None) -> str | None:
     """Why training cannot go on from what survived, or None when it can."""
-    lost = None if base is None else missing(base, specs(job))
-    return None if lost is None else f"{lost}; resume from the last checkpoint with --resume"
+    return None if base is None else missing(base, specs(job))
 
 
 def bytes_planned(job: Job, base: Base | None, plan: Plan) -> int:

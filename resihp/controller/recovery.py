@@ -76,11 +76,12 @@ def replay(settings: Settings, entries: Iterable[AnyEntry]) -> Job:
                 job.committed = max(job.committed, entry.declare.resume_from)
             case NodeJoined():
                 job.nodes[entry.node] = Node(entry.node, entry.host, entry.devices, hardware=entry.hardware)
+                gathering.place(job)
             case NodeLost():
                 if not entry.reason.startswith(VACATED):
                     lost[entry.node] = entry.reason
-                if entry.node in job.nodes:
-                    job.nodes[entry.node].alive = False
+                job.nodes.setdefault(entry.node, Node(entry.node, host="", devices=0)).alive = False
+                gathering.place(job)
             case WorkerStarted():
                 _place(job, entry.rank, entry.node, entry.device)
                 member = Member(entry.rank, entry.node, entry.device, entry.pid)
@@ -202,7 +203,7 @@ def _complete(job: Job, recovery: Recovery) -> bool:
         recovery.first_at = recovery.first_at or job.now
         return job.now - recovery.first_at > PATIENCE_S
     if waited_s > NOBODY_PATIENCE_S:
-        incidents.end(job, 5, f"no agent came back to the new supervisor within {NOBODY_PATIENCE_S:.0f} s")
+        incidents.too_few(job, f"no agent came back to the new supervisor within {NOBODY_PATIENCE_S:.0f} s")
     return False
 
 
@@ -291,10 +292,13 @@ def _go_on(job: Job, undisturbed: bool) -> None:
 def _gather_on(job: Job, recovery: Recovery, said: list[api.WorkerSaid]) -> None:
     """The start was not complete: no plan had been decided yet."""
     job.phase = "gathering"
-    for name, reason in recovery.unexplained_nodes.items():
-        if job.departure is None:
-            incidents.end(job, 5, f"node {name}: {reason} before training began")
+    if job.departure is None:
+        for name, reason in recovery.unexplained_nodes.items():
+            gathering.node_lost(job, name, reason)
+        if job.has_ended:
             return
+        _explain_nodes(job, recovery)
+        incidents.log_incidents(job)
     told = [rank for inventory in recovery.inventories.values() for rank, _ in inventory.ended]
     unheard = [rank for rank in (*told, *recovery.exits) if rank not in job.members]
     if unheard:
@@ -337,12 +341,16 @@ def _meet(job: Job, node: str, running: m.RunningWorker) -> list[api.WorkerSaid]
 
 def _explain(job: Job, recovery: Recovery) -> None:
     """Losses that the journal tells of and no failure does: the decision that would have named them was not made."""
-    ended = recovery.unexplained
-    for rank, exit in ended.items():
+    for rank, exit in recovery.unexplained.items():
         if exit is not None and job.members[rank].declared is not None:
             failures.incident(job, job.members[rank], exit)
+    _explain_nodes(job, recovery)
+
+
+def _explain_nodes(job: Job, recovery: Recovery) -> None:
     for name, reason in recovery.unexplained_nodes.items():
-        ranks = [rank for rank, exit in ended.items() if exit is None and job.members[rank].node == name]
+        ended = recovery.unexplained.items()
+        ranks = [rank for rank, exit in ended if exit is None and job.members[rank].node == name]
         failures.node_incident(job, name, reason, ranks)
 
 

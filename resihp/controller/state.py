@@ -535,6 +535,8 @@ class Job:
         self.checkpointed = 0
         """Iteration of the newest checkpoint all of whose parts are written."""
         self.started_at: float | None = None
+        self.enough_at: float | None = None
+        """Since when so many nodes are there that the others can be spared."""
         self.progress_at = 0.0
         self.halted_at = 0.0
         self.raised_at: float | None = None

@@ -148,7 +148,7 @@ def decide_when_parked(job: Job) -> None:
     transition.base = planning.base(job)
     lost = planning.state_lost(job, transition.base)
     if lost is not None:
-        incidents.end(job, 5, lost)
+        incidents.too_few(job, lost)
         return
     transition.action = _action(job, transition)
     transition.finish = job.last_outcome
@@ -182,7 +182,7 @@ def _decide(job: Job, transition: Transition) -> planning.Choice | None:
     try:
         return planning.cautious(job, job.epoch, available, transition.base)
     except NotEnoughDevicesError as error:
-        incidents.end(job, 5, str(error))
+        incidents.too_few(job, str(error))
     except LayoutError as error:
         refused(job, None, str(error))
         incidents.end(job, 1, f"no plan can be carried out: {error}")

@@ -40,13 +40,15 @@ OURS = "resihp: "
 
 def review(job: Job) -> None:
     """At the end of each event."""
-    if not job.settings.slurm or job.phase in ("gathering", "ended"):
+    if not job.settings.slurm or job.phase == "ended":
         return
     for action in tuple(job.actions):
         if isinstance(action, api.Log) and isinstance(action.entry, NodeLost | FailureFound):
             replay(job, action.entry)
             if isinstance(action.entry, NodeLost):
                 job.do(api.WatchNode(node=action.entry.node))
+    if job.phase == "gathering":
+        return
     if job.departure is not None:
         job.upkeep.verdicts.clear()
     else:

@@ -153,7 +153,8 @@ class Desk:
         self.until(lambda: self.shown(job)["Restarts"] != "0" and self.state(job)[0] == "PENDING", job)
         requeued = int(time.time())
         self.until(lambda: int(time.time()) > requeued, job)
-        assert self.run("scontrol", "update", f"JobId={job}", "StartTime=now", *changes).returncode == 0
+        update = ("scontrol", "update", f"JobId={job}", "StartTime=now", *changes)
+        self.until(lambda: self.run(*update).returncode == 0, job)  # not while Slurm waits for a node that has died
 
     def nodes(self, job: str) -> list[str]:
         """The nodes that the job has, for Slurm."""

@@ -1,4 +1,4 @@
-"""Jobs that are not plain: what resihp cannot run in is refused at once, and what would lose a job is said at its start."""
+"""Jobs that are not plain: what resihp cannot run in is refused at once; what would lose a job is said at its start."""
 
 from __future__ import annotations
 

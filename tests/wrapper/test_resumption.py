@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from resihp.checkpoints import write_manifest
 from resihp.errors import JobNotFoundError, RestartBudgetError, UsageError
+from resihp.journal import JobEnded, JobSignalled, JobStarted, Journal
 from slurm.client import JobView, NodeView
 from slurm.fake import FakeSlurm
 from wrapper.exit_codes import exit_code_of
@@ -18,6 +20,11 @@ from wrapper.request import RunRequest
 from wrapper.start import Options, prepare
 
 COMMAND = (sys.executable, "train.py")
+STARTED: dict[str, Any] = {
+    **{"job": "77", "command": COMMAND, "nodes": 2, "gpus_per_node": 2, "tp": 1, "pp": 1, "schedule": "1f1b"},
+    **{"host": "n1", "user": "u", "restart_count": 0, "version": "", "configuration": {}},
+}
+PREEMPTED = JobSignalled(signal=15, nodes=(), meaning="preempted")
 
 
 @pytest.fixture
@@ -146,7 +153,7 @@ def test_without_a_checkpoint_it_starts_afresh_with_a_notice(batch: Path, capsys
 def test_runs_that_get_nowhere_are_not_started_for_ever(batch: Path) -> None:
     for restart in range(3):
         start(restart)
-    with pytest.raises(RestartBudgetError, match="3 runs in a row began at the beginning and added no") as caught:
+    with pytest.raises(RestartBudgetError, match="3 runs in a row began at the beginning, failed and added") as caught:
         start(3)
     assert exit_code_of(caught.value) == 4
     assert len(runs_of("77")) == 3, "no folder was made"
@@ -162,6 +169,77 @@ def test_progress_pays_into_the_restart_budget(batch: Path, monkeypatch: pytest.
     monkeypatch.setenv("RESIHP_SLURM__RESTARTS", "1")
     with pytest.raises(RestartBudgetError, match="the last run began at iteration 20"):
         start(6)
+
+
+def ends(request: RunRequest, *entries: JobSignalled | JobEnded) -> None:
+    """What the journal of a run comes to."""
+    journal = Journal(request.of_job.journal_file)
+    for entry in (JobStarted(**STARTED), *entries):
+        journal.append(entry, 0.0)
+    journal.close()
+
+
+STOPPED = {
+    "preempted": (PREEMPTED, JobEnded(exit_code=75, state="cancelled", reason="")),
+    "requeued by an administrator": (PREEMPTED, JobEnded(exit_code=143, state="cancelled", reason="")),
+    "killed while it was being stopped": (PREEMPTED,),
+    "found dead after that": (PREEMPTED, JobEnded(exit_code=1, state="abnormal", reason="")),
+}
+FAILED = {
+    "nodes lost": (JobEnded(exit_code=75, state="failed", reason=""),),
+    "failed after it was warned": (PREEMPTED, JobEnded(exit_code=1, state="failed", reason="")),
+    "killed": (),
+    "found dead": (JobEnded(exit_code=1, state="abnormal", reason=""),),
+}
+
+
+@pytest.mark.parametrize("how", STOPPED)
+def test_runs_that_were_stopped_do_not_count_against_the_budget(batch: Path, how: str) -> None:
+    for restart in range(5):
+        ends(start(restart), *STOPPED[how])
+    request = start(5)
+    assert request.slurm is not None
+    assert request.slurm.restarts_left == 2, "after this one"
+
+
+@pytest.mark.parametrize("how", FAILED)
+def test_runs_that_failed_do(batch: Path, how: str) -> None:
+    for restart in range(3):
+        request = start(restart)
+        assert request.settings.restarts_left == 2 - restart
+        ends(request, *FAILED[how])
+    with pytest.raises(RestartBudgetError, match="3 runs in a row began at the beginning, failed"):
+        start(3)
+
+
+def test_stops_between_failures_neither_count_nor_make_up_for_them(batch: Path) -> None:
+    for restart, how in enumerate([FAILED, STOPPED, FAILED, STOPPED, FAILED]):
+        ends(start(restart), *next(iter(how.values())))
+    with pytest.raises(RestartBudgetError, match="3 runs in a row"):
+        start(5)
+
+
+@pytest.mark.parametrize(
+    ("script", "on_warning", "expected"),
+    [
+        ("", "requeue", True),
+        ("", "end", False),
+        ("#SBATCH --requeue", "end", True),
+        ("#SBATCH --no-requeue", "requeue", False),
+        ("#SBATCH --requeue\n#SBATCH --no-requeue", "requeue", False),
+    ],
+)
+def test_whether_a_job_may_be_run_again_is_its_batch_scripts_to_say(
+    batch: Path, monkeypatch: pytest.MonkeyPatch, script: str, on_warning: str, expected: bool
+) -> None:
+    """A job of a chain ends when its time is up, and yet is run again when too many of its nodes have died."""
+    monkeypatch.setenv("RESIHP_SLURM__ON_WARNING", on_warning)
+    assert start(script=f"#SBATCH --no-kill\n{script}").settings.may_requeue is expected
+
+
+def test_what_sbatch_was_told_otherwise_overrules_its_script(batch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBATCH_NO_REQUEUE", "1")
+    assert not start(script="#SBATCH --no-kill --requeue").settings.may_requeue
 
 
 def test_jobs_of_a_chain_share_a_folder(batch: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -609,7 +609,7 @@ class Rules:
         ended = [entry for _, entry in self.world.entries if isinstance(entry, JobEnded)]
         expect(len(ended) == 1, f"{len(ended)} ends in the journal")
         expect(ended[0].exit_code == code, f"the journal says {ended[0].exit_code}, the end {code}")
-        cancelled = code in (130, 143) or self.world.end.requeue
+        cancelled = code in (130, 143) or (self.world.end.requeue and self.world.stopping.is_on)
         state = "completed" if code == 0 else "cancelled" if cancelled else "failed"
         expect(ended[0].state == state, f"exit code {code} is called {ended[0].state}")
         expect(isinstance(self.world.entries[-1][1], JobEnded), "entries after the end")
@@ -627,8 +627,10 @@ class Rules:
             expect(self.plan is None or (unwilling and len(self.plans) == 1), f"ends with 2: {self.world.end.reason}")
         elif self.world.scenario.early_exit == 0:  # a plain program, which trains without us
             expect(code == (1 if unfired else 0), f"ends with {code}")
+        elif code in (5, 75):
+            self.check_too_few(self.world.end)
         elif self.plan is None:
-            expect(code in ((1, 5, 93) if self.early_loss else (1, 2, 3, 5, 93)), f"ends with {code}")
+            expect(code in ((1, 93) if self.early_loss else (1, 2, 3, 93)), f"ends with {code}")
         elif code == 0:
             expect(done, f"ends with 0 after {self.committed} of {self.world.scenario.iterations}")
             expect(not unfired, f"ends with 0 though {unfired} did not fire")
@@ -650,12 +652,24 @@ class Rules:
             expect(hopeless or (done and (bool(unfired) or late)), f"fails: {self.world.end.reason}")
             for fault in unfired if not late and not hopeless else []:
                 expect(str(fault) in self.world.end.reason, f"does not name {fault}: {self.world.end.reason}")
-        elif code == 5:
-            expect(self.is_lost(), f"gives up though no state is lost: {self.world.end.reason}")
         elif code == 93:
             expect(same, "blames the script, which raised nowhere twice")
         else:
             raise Violation(f"exit code {code}: {self.world.end.reason}")
+
+    def check_too_few(self, end: api.End) -> None:
+        """Not enough nodes: Slurm runs the job again where it may, if that adds a checkpoint, or some runs are left."""
+        scenario = self.world.scenario
+        saved = self.world.controller.job.checkpointed > 0
+        again = scenario.slurm and scenario.may_requeue and (saved or scenario.restarts_left > 0)
+        expect((end.exit_code, end.requeue) == ((75, True) if again else (5, False)), f"{end}, where {again=}")
+        if self.plan is not None:
+            expect(self.is_lost(), f"gives up though no state is lost: {end.reason}")
+            return
+        nodes = [node for name, node in self.world.nodes.items() if not self.world.allocation.is_stranger(name)]
+        there = sum(node.alive and not node.dropped and not node.frozen and not node.silent for node in nodes)
+        enough = there >= scenario.nodes - scenario.spares
+        expect(not enough or "no agent came back" in end.reason, f"gives up with {there} nodes: {end.reason}")
 
     def is_lost(self) -> bool:
         """Whether nobody is left, or a slice of the state has no holder any more, or nothing else was accepted."""

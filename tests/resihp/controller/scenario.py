@@ -142,6 +142,8 @@ class Scenario:
     """Chance that a worker dies of a signal that was meant for its job."""
     signal_grace_s: float = 20.0
     on_warning: Literal["requeue", "end"] = "requeue"
+    may_requeue: bool = False
+    restarts_left: int = 0
     slurm: bool = False
     """In an allocation (allocation.py); the batch script runs on `batch_node`."""
     batch_node: str = ""
@@ -303,6 +305,43 @@ class Scenario:
             batch_node=rng.choice(["n1", "n1", "n2"]),
             drains=rng.choice([0, 1, 2, 4]),
             replacements=rng.choice([0, 1, 2, 4]),
+            may_requeue=rng.random() < 0.7,
+            restarts_left=rng.choice([0, 1, 2]),
+            limit_s=3000.0,
+        )
+
+    @classmethod
+    def decimated(cls, seed: int) -> Scenario:
+        """A job with spares, some of whose nodes are gone before training begins, or never come."""
+        base = cls.drawn(seed) if seed % 3 else cls.allocated(seed)
+        rng = random.Random(seed + 3_000_000)
+        nodes, spares = base.nodes + 2, rng.choice([1, 1, 2])
+        ranks = nodes * base.gpus_per_node
+        kinds: list[DisturbanceKind] = ["node", "node", "vanish", "vanish", "blackout", "agent"]
+        triggers: list[Trigger] = ["time", "time", "time", "spawn", "spawn", "declare", "declare", "propose", "go"]
+        early: list[Disturbance] = []
+        for _ in range(rng.choice([1, 1, 1, 2, 2, 3])):
+            trigger = rng.choice(triggers)
+            nth = rng.randint(1, ranks) if trigger in ("spawn", "declare") else 1
+            delay = rng.choice([0.0, rng.uniform(0, 1.0), rng.uniform(0, 6.0)])
+            early.append(Disturbance(rng.choice(kinds), trigger, nth, delay, rng.randrange(ranks)))
+        if rng.random() < 0.2:
+            away_s = rng.choice([0.1, 1.0, 3.0])
+            early.append(Disturbance("supervisor", rng.choice(triggers), 1, rng.uniform(0, 3.0), seconds=away_s))
+        others = base.disturbances if rng.random() < 0.5 else ()
+        slurm = base.slurm or rng.random() < 0.5
+        return dataclasses.replace(
+            base,
+            nodes=nodes,
+            spares=spares,
+            micro_batches=3 * ranks,
+            faults=(),
+            disturbances=(*(one for one in others if one.kind not in ("signal", "inject")), *early),
+            slurm=slurm,
+            batch_node="n1" if slurm else "",
+            may_requeue=rng.random() < 0.7,
+            restarts_left=rng.choice([0, 1, 2]),
+            examine=rng.random() < 0.3,
             limit_s=3000.0,
         )
 

@@ -39,6 +39,11 @@ def test_invariants_hold_when_devices_are_found_slow(first: int) -> None:
     play_chunk(Scenario.sluggish, first)
 
 
+@pytest.mark.parametrize("first", range(0, SEEDS // 4, CHUNK), ids=lambda first: f"early-{first}-{first + CHUNK - 1}")
+def test_invariants_hold_when_nodes_are_lost_before_training_begins(first: int) -> None:
+    play_chunk(Scenario.decimated, first)
+
+
 def play_chunk(scenario: Callable[[int], Scenario], first: int) -> None:
     failed: dict[int, Violation] = {}
     for seed in range(first, first + CHUNK):

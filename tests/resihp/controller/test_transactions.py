@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from resihp.controller import interface as api
@@ -13,6 +14,7 @@ from resihp.faults import Fault
 from resihp.journal import (
     FailureFound,
     IterationCommitted,
+    JobEnded,
     PlanDecided,
     PlanInEffect,
     PlanRefused,
@@ -20,7 +22,7 @@ from resihp.journal import (
 )
 from resihp.layout import Layout
 from resihp.protocol import messages as m
-from tests.resihp.controller.direct import Direct, outcome
+from tests.resihp.controller.direct import DECLARE, Direct, outcome
 from tests.resihp.controller.harness import Disturbance
 from tests.resihp.controller.test_controller import adapt, committed, run
 
@@ -152,6 +154,54 @@ def test_state_that_nobody_holds_any_more_ends_the_job_and_says_what_to_type() -
     assert job.end.exit_code == 5
     assert "was lost with ranks 1, 3; resume from the last checkpoint with --resume" in job.end.reason
     assert isinstance(job.actions[-1], api.End)
+
+
+SLURM = {"slurm": True, "batch_node": "n1", "may_requeue": True}
+
+
+def lost(checkpointed: bool = False, **settings: Any) -> api.End:
+    """How a job under Slurm ends that has lost both holders of a stage after two iterations."""
+    job = Direct(**SLURM | settings).run(2)
+    for rank in (0, 1) if checkpointed else ():
+        job.say(rank, m.CheckpointPart(epoch=1, iteration=2, folder="f", file=f"r{rank}", bytes=9, seconds=0.5))
+    job.crash(1)
+    job.crash(3)
+    job.park(stepped=2)
+    assert job.end is not None
+    (ended,) = job.all(JobEnded)
+    assert (ended.exit_code, ended.state) == (job.end.exit_code, "failed")
+    return job.end
+
+
+def test_lost_state_has_slurm_run_the_job_again_from_its_checkpoint() -> None:
+    end = lost(checkpointed=True, restarts_left=0)
+    assert (end.exit_code, end.requeue) == (75, True)
+    assert end.reason.endswith("was lost with ranks 1, 3; to be run again, from the checkpoint of iteration 2")
+
+
+def test_without_a_checkpoint_it_begins_again_while_runs_are_left() -> None:
+    end = lost(restarts_left=1)
+    assert (end.exit_code, end.requeue) == (75, True)
+    assert "to be run again, from the beginning: there is no checkpoint, so that 2 iterations are done" in end.reason
+    end = lost(restarts_left=0)
+    assert (end.exit_code, end.requeue) == (5, False)
+    assert "not run again: no checkpoint was added; [slurm] restarts allows more" in end.reason
+
+
+def test_a_job_that_went_on_from_a_checkpoint_goes_on_from_it_once_more() -> None:
+    resumed = msgspec.structs.replace(DECLARE, resume_from=2)
+    job = Direct(declare=resumed, restarts_left=1, **SLURM).run(1)
+    job.crash(1)
+    job.crash(3)
+    job.park(stepped=3)
+    assert job.end is not None
+    assert job.end.reason.endswith("; to be run again, from the checkpoint of iteration 2")
+
+
+def test_a_job_that_slurm_is_not_to_run_again_ends_for_good() -> None:
+    end = lost(checkpointed=True, may_requeue=False, restarts_left=2)
+    assert (end.exit_code, end.requeue) == (5, False)
+    assert "not to be run again, as its batch script has it: submit it anew to go on" in end.reason
 
 
 def test_moving_state_has_a_budget_from_its_last_sign_of_progress() -> None:

@@ -77,6 +77,7 @@ class World:
         self.settings = Settings(
             job="local-1",
             nodes=scenario.nodes,
+            node_names=tuple(f"n{i + 1}" for i in range(scenario.nodes)),
             gpus_per_node=scenario.gpus_per_node,
             tp=scenario.tp,
             pp=scenario.pp,
@@ -87,6 +88,8 @@ class World:
             slurm=scenario.slurm,
             signal_grace_s=scenario.signal_grace_s,
             on_warning=scenario.on_warning,
+            may_requeue=scenario.may_requeue,
+            restarts_left=scenario.restarts_left,
             batch_node=scenario.batch_node,
             drains=scenario.drains,
             replacements=scenario.replacements,
@@ -290,6 +293,9 @@ class World:
     # --- agents ---------------------------------------------------------------------------------------------------
 
     def join(self, node: SimNode) -> None:
+        if self.leaderless:
+            self.at(0.5, self.join, node)
+            return
         node.joined = True
         self.up(node, api.AgentJoined(node=node.name, host=f"host-{node.name}", devices=node.devices))
         self.at(self.rng.uniform(0.0, 1.0), self.beat, node)
@@ -532,7 +538,7 @@ class World:
             return "fine"
         fates = self.scenario.fates
         number = worker.rank - self.scenario.nodes * self.scenario.gpus_per_node
-        return fates[min(number, len(fates) - 1)]
+        return fates[max(0, min(number, len(fates) - 1))]
 
     def assemble(self, worker: Worker) -> tuple[Holding, int]:
         """What a rank holds under its new plan, from what it has and what the survivors sent; bytes received."""
@@ -597,6 +603,8 @@ class World:
 
     def disturb(self, disturbance: Disturbance, concerned: int) -> None:
         rank = concerned if disturbance.rank is None else disturbance.rank
+        if rank not in self.workers:  # there are fewer of them, see `number`
+            rank = min(self.workers)
         worker = self.workers[rank]
         node, seconds = worker.node, disturbance.seconds
         self.log.append((self.now, f"!!! {disturbance.kind} rank {rank} node {node.name} for {seconds} s"))
@@ -667,6 +675,8 @@ class World:
             expect(self.end is None, f"{action} after the end")
             self.log.append((self.now, action))
             self.actions.append((self.now, action))
+            if isinstance(action, api.StartWorkers) and not action.joins:
+                self.number(action.nodes)
             rules.judge(action)
             self.allocation.judge(action)
             self.stopping.judge(action)
@@ -741,6 +751,21 @@ class World:
                 self.allocation.carry_out(action)
             case api.Reply() | api.CommitCheckpoint() | api.Say():
                 pass
+
+    def number(self, names: tuple[str, ...]) -> None:
+        """Where nodes were left out before the ranks were given out, the others have their numbers."""
+        if names == tuple(self.workers[rank].node.name for rank in sorted(self.workers)):
+            return
+        expect(not any(worker.spawned for worker in self.workers.values()), "ranks are given out again")
+        for node in self.nodes.values():
+            node.ranks.clear()
+        self.workers.clear()
+        for rank, name in enumerate(names):
+            node = self.nodes[name]
+            self.workers[rank] = Worker(self, rank, node, len(node.ranks))
+            node.ranks.append(rank)
+        self.rules.known_dead.clear()
+        self.rules.taking_part = set(self.workers)
 
     def drop(self, node: SimNode) -> None:
         """The shell closes the connection; whatever still lives there is cleaned up some time, or never."""

@@ -1,7 +1,8 @@
 """Where a run goes on from: the checkpoints of another run, and whether another start is worth it.
 
 What Slurm starts again goes on where it was, asked or not. A job whose runs add no checkpoint, one after the other, is
-not run for ever: it ends with the exit code of a spent budget. Reads files, writes none. Used by `resihp run`.
+not run for ever: it ends with the exit code of a spent budget. One that has completed already, and which Slurm starts
+once more, is not run at all. Reads files, writes none. Used by `resihp run`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from resihp.checkpoints import iteration_of, newest_complete
-from resihp.errors import CheckpointError, RestartBudgetError, UsageError
+from resihp.errors import CheckpointError, ResihpError, RestartBudgetError, UsageError
 from wrapper.jobs import Job, all_jobs, find_job, home, runs_of
 from wrapper.request import RunRequest, load
+
+
+class CompletedError(ResihpError):
+    """There is nothing left to do: an earlier run of the same Slurm job has completed. Ends with exit code 0."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +66,19 @@ def after_restart(
 ) -> Resumption | None:
     """Where the earlier runs of this command in the same Slurm job got to; None, with a notice, for nowhere.
 
-    Raises RestartBudgetError after `most_in_vain` runs in a row that added no checkpoint.
+    Raises CompletedError when the last of them completed, and RestartBudgetError after `most_in_vain` runs in a row
+    that added no checkpoint.
     """
     runs = [request for run in runs_of(job_id) if (request := _load(run)) is not None]
     earlier = [run for run in runs if run.restart_count < restart_count and run.command == tuple(command)]
     if not earlier:
         notice(f"job {job_id}: restarted, and no earlier run is found in {home()}; starting afresh")
         return None
+    if _completed(earlier[0].of_job):
+        raise CompletedError(
+            f"job {job_id}: its run {earlier[0].job} has completed, and Slurm started it once more; nothing is left to "
+            "do. To train further, submit it anew with --resume"
+        )
     found = _newest(Path(earlier[0].checkpoint_folder))
     here = found.iteration if found else 0
     in_vain = next((i for i, request in enumerate(earlier) if request.begins_at != here), len(earlier))
@@ -81,6 +92,13 @@ def after_restart(
     if found is None:
         notice(f"job {job_id}: restarted, and {earlier[0].job} left no complete checkpoint; starting afresh")
     return found
+
+
+def _completed(run: Job) -> bool:
+    try:
+        return int(run.exit_code_file.read_text()) == 0
+    except (OSError, ValueError):
+        return False  # it did not get so far as to say how it ended
 
 
 def checkpoint_folder_of(job: Job) -> Path:

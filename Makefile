@@ -35,6 +35,9 @@ OTHER_SLURMS := 24.11:trixie 26.05:sid
 RESIHP_TEST_RELEASES ?= /opt/resihp-tests
 export RESIHP_TEST_RELEASES
 
+# What `make soak` runs on each release of Slurm.
+SLURM_TESTS := tests/integration/test_slurm_*.py $(addprefix tests/integration/,test_cluster.py test_site_hook.py test_doctor.py test_init.py) tests/slurm
+
 setup-system:
 	@PATH="$$PATH:/usr/sbin:/sbin$$(printf ':%s' /usr/lib/postgresql/*/bin)"; missing=; \
 	for program in $(SYSTEM_PROGRAMS); do command -v $$program >/dev/null || missing="$$missing $$program"; done; \
@@ -96,7 +99,10 @@ soak: setup
 	RESIHP_FUZZ_SEEDS=50000 $(BIN)/python -m pytest -n 2 tests/resihp/controller --timeout 7200
 	RESIHP_CHECKED_PLANS=10000 $(BIN)/python -m pytest tests/resihp/pipeline --timeout 3600
 	RESIHP_STRICT_ORDER=1 $(BIN)/python -m pytest tests/resihp/executor tests/integration --timeout 600
-	RESIHP_SOAK=1 RESIHP_CALLS_S=600 $(BIN)/python -m pytest -m "soak or not soak" tests/integration/test_slurm_*.py tests/integration/test_takeover.py tests/integration/test_reconfiguration.py --timeout 1200
+	RESIHP_SOAK=1 RESIHP_CALLS_S=600 $(BIN)/python -m pytest -m "soak or not soak" $(SLURM_TESTS) tests/integration/test_takeover.py tests/integration/test_reconfiguration.py --timeout 1200
+	for slurm in $(OTHER_SLURMS); do \
+	  RESIHP_TEST_SLURM=$${slurm%:*} RESIHP_SOAK=1 RESIHP_CALLS_S=600 $(BIN)/python -m pytest -m "soak or not soak" $(SLURM_TESTS) --timeout 1200 || exit 1; \
+	done
 	$(BIN)/python -m pytest -m soak tests/db --timeout 3600
 	RESIHP_CHAINS=200 $(BIN)/python -m pytest tests/resihp/executor/test_any_layout.py --timeout 3600
 

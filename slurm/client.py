@@ -167,6 +167,18 @@ class Slurm(Protocol):
 
     def cancel(self, job_id: str) -> None: ...
 
+    def runs_again(self, job_id: str) -> bool:
+        """Whether Slurm will run this job of one's own again by itself when its batch script ends now.
+
+        It does with one that it preempts, on releases where asking for it would do harm (`slurm.releases`).
+        """
+
+    def end_for_good(self, job_id: str) -> None:
+        """A job of one's own that is about to end is not to be run again because of its exit code.
+
+        Only one with an expedited requeue would be; of others nothing is changed.
+        """
+
 
 PREFIX = "resihp: "
 """What every reason begins with that we give a node: by it we know our own."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from slurm import reading
+from slurm import reading, releases
 from slurm.calls import Answer, call, query_environment, submit_environment
 from slurm.client import JobRequest, JobView, NodeView, sanitised
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
@@ -79,10 +79,13 @@ class CommandLine:
         self._submit_environment = submit_environment(base)
         # What a list stands for never changes, and a job's is asked for again and again.
         self._expanded: dict[str, tuple[str, ...]] = {}
+        self._version: releases.Version | None = None
         self._lock = threading.Lock()
 
     def version(self) -> tuple[int, int, int]:
-        return reading.version(self._ask("slurm", "sinfo", "--version"))
+        if self._version is None:
+            self._version = reading.version(self._ask("slurm", "sinfo", "--version"))
+        return self._version
 
     def cluster(self) -> str:
         return reading.cluster(self._ask("slurm", "scontrol", "show", "config"))
@@ -148,7 +151,8 @@ class CommandLine:
         self._ask(f"node {node}: not drained", "scontrol", *command)
 
     def undrain(self, node: str) -> None:
-        command = ["update", f"NodeName={self._checked_node(node)}", "State=UNDRAIN"]
+        # 24.11.5 without accounting would keep the reason; none is what Slurm itself says where there is not any.
+        command = ["update", f"NodeName={self._checked_node(node)}", "State=UNDRAIN", "Reason=none"]
         self._ask(f"node {node}: not undrained", "scontrol", *command)
 
     def keep_nodes(self, job_id: str, keep: Sequence[str]) -> None:
@@ -173,6 +177,34 @@ class CommandLine:
     def cancel(self, job_id: str) -> None:
         self._check_job(job_id)
         self._ask(f"job {job_id}: not cancelled", "scancel", job_id)
+
+    def runs_again(self, job_id: str) -> bool:
+        self._check_job(job_id)
+        if not releases.of(self.version()).keeps_preemption:
+            return False
+        options = ["-h", "--all", "-j", job_id, "-O", reading.PREEMPTION_FORMAT]
+        preempted = reading.preemption(self._ask(f"job {job_id}", "squeue", *options))
+        if not preempted.now:
+            return False
+        settings = reading.settings(self._ask("slurm", "scontrol", "show", "config"))
+        kind, mode = settings.get("PreemptType", ""), settings.get("PreemptMode", "")
+        if kind == "preempt/partition_prio":
+            shown = self._ask("slurm", "scontrol", "show", "partition", "-o", "--", preempted.partition)
+            mode = reading.partition_mode(shown)
+        elif kind == "preempt/qos":
+            own = ["-nP", "show", "qos", f"name={preempted.qos}", "format=preemptmode"]
+            found = reading.qos_mode(self._ask("slurm", "sacctmgr", *own))
+            mode = mode if found == "cluster" else found
+        # Slurm holds a job that it has started so often.
+        most = settings.get("MaxBatchRequeue", "")
+        return "requeue" in mode.lower().split(",") and most.isdigit() and preempted.tries < int(most)
+
+    def end_for_good(self, job_id: str) -> None:
+        self._check_job(job_id)
+        if not releases.of(self.version()).expedites:
+            return
+        if reading.expedited(self._ask(f"job {job_id}", "scontrol", "show", "job", job_id)):
+            self._ask(f"job {job_id}: may be held", "scontrol", "update", f"JobId={job_id}", "Requeue=0")
 
     def _expand(self, nodelist: str) -> tuple[str, ...]:
         with self._lock:

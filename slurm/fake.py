@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from slurm import releases
 from slurm.client import Gres, JobRequest, JobView, NodeView, sanitised
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 from slurm.reading import JOB_ID, NODE_LIST, is_node
@@ -230,6 +231,19 @@ class FakeSlurm:
             if view is not None and view.state not in _ENDED:
                 self._own(job_id, "not cancelled")
                 self.finish(job_id, "cancelled")
+            self._answer()
+
+    def runs_again(self, job_id: str) -> bool:
+        with self._lock:
+            self._called("runs_again")
+            view = self._own(job_id, "unknown")
+            self._answer()
+            return view.preempted and releases.of(self._version).keeps_preemption
+
+    def end_for_good(self, job_id: str) -> None:
+        with self._lock:
+            self._called("end_for_good")
+            self._own(job_id, "may be held")
             self._answer()
 
     # Rights and outages.

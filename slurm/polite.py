@@ -198,6 +198,12 @@ class Polite:
         with self._changing(self._jobs, job_id):
             self._count("cancel", self._slurm.cancel)(job_id)
 
+    def runs_again(self, job_id: str) -> bool:
+        return self._count("runs_again", self._slurm.runs_again)(job_id)
+
+    def end_for_good(self, job_id: str) -> None:
+        self._count("end_for_good", self._slurm.end_for_good)(job_id)
+
     def _count(self, kind: str, method: Callable[_Arguments, _Answer]) -> Callable[_Arguments, _Answer]:
         with self._counting:
             self.calls[kind] += 1

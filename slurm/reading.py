@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 
+import msgspec
+
 from slurm.client import Gres, JobRequest, JobView, NodeView
 from slurm.errors import SlurmOutputError
 
@@ -39,6 +41,9 @@ JOB_FORMAT = _format(_JOB_FIELDS)
 """For `squeue --Format`."""
 REQUEST_FORMAT = _format(_REQUEST_FIELDS)
 """For `squeue --noconvert --Format`."""
+_PREEMPTION_FIELDS = ("PreemptTime", "Partition", "QOS", "BatchFlag")
+PREEMPTION_FORMAT = _format(_PREEMPTION_FIELDS)
+"""For `squeue --Format`, of one job."""
 
 _NODE_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252}[A-Za-z0-9_])?", re.ASCII)
 JOB_ID = re.compile(r"[0-9]{1,10}(?:[_+][0-9]{1,10})?", re.ASCII)
@@ -54,8 +59,13 @@ _MEMORY = re.compile(r"([0-9]{1,15}(?:\.[0-9]+)?)([KMGTP]?)", re.ASCII)
 _NODES_GRES = re.compile(r"\s+Nodes=(\S+) CPU_IDs=\S* Mem=\S* GRES(?:_IDX)?=(\S*)\s*", re.ASCII)
 _VERSION = re.compile(r"\bslurm\S* ([0-9]{1,4})\.([0-9]{1,4})\.([0-9]{1,4})", re.ASCII)
 _CLUSTER = re.compile(r"^ClusterName\s*=\s*(\S+)\s*$", re.MULTILINE)
+_SETTING = re.compile(r"^([A-Za-z][\w/]*) *= ?(.*?) *$", re.MULTILINE)
+_PARTITION_MODE = re.compile(r" PreemptMode=(\S+) ", re.ASCII)
+_QOS_MODE = re.compile(r"[A-Za-z,]+", re.ASCII)
+_EXPEDITED = re.compile(r"\bExpeditedRequeue=Yes\b", re.ASCII)
 _SUBMITTED = re.compile(r"([0-9]{1,10})(?:;[A-Za-z0-9._-]+)?", re.ASCII)
 
+_NOTHING = ("", "N/A", "None", "(null)")
 _EXCERPT = 80
 
 
@@ -110,14 +120,13 @@ def jobs(output: bytes) -> list[tuple[frozenset[str], JobView, str]]:
             why="" if why in ("None", "(null)") else why,
             restarts=_count(restarts, f"the restarts of job {number}"),
             seconds_left=seconds_left(left),
-            preempted=preempted not in ("", "N/A", "None", "(null)"),
+            preempted=preempted not in _NOTHING,
             submitted_at=_time(submitted, f"when job {number} was submitted"),
         )
         found.append((frozenset((number, in_array)), view, nodelist))
     return found
 
 
-_NOTHING = ("", "(null)", "N/A", "None")
 _SHARING = ("NO", "OK", "YES", "USER", "MCS", "TOPO")
 
 
@@ -240,6 +249,53 @@ def cluster(output: bytes) -> str:
     if found is None:
         raise SlurmOutputError("slurm: scontrol show config names no ClusterName")
     return found.group(1)
+
+
+def settings(output: bytes) -> dict[str, str]:
+    """From `scontrol show config`: `KEY = VALUE`, a line each; (null) and N/A are nothing."""
+    found = dict(_SETTING.findall(_text(output, "scontrol")))
+    if "ClusterName" not in found:
+        raise SlurmOutputError("slurm: scontrol show config names no ClusterName")
+    return {key: "" if value in ("(null)", "N/A") else value for key, value in found.items()}
+
+
+class Preemption(msgspec.Struct, frozen=True):
+    """What is known of a job when it is preempted. `tries`: how often Slurm has started it by itself, and once more."""
+
+    now: bool
+    partition: str
+    qos: str
+    tries: int
+
+
+def preemption(output: bytes) -> Preemption:
+    """From `squeue -h -j JOB -O PREEMPTION_FORMAT`."""
+    records = _records(output, len(_PREEMPTION_FIELDS), "squeue")
+    if len(records) != 1:
+        raise SlurmOutputError(f"slurm: squeue tells of {len(records)} jobs instead of one")
+    when, partition, qos, tries = records[0]
+    return Preemption(when not in _NOTHING, partition, qos, _count(tries, "how often a job was started"))
+
+
+def partition_mode(output: bytes) -> str:
+    """How jobs of a partition are preempted, from `scontrol show partition -o`."""
+    found = _PARTITION_MODE.search(_text(output, "scontrol"))
+    if found is None:
+        raise SlurmOutputError("slurm: scontrol show partition names no PreemptMode")
+    return found[1]
+
+
+def qos_mode(output: bytes) -> str:
+    """How jobs of a QOS are preempted, from `sacctmgr -nP show qos format=preemptmode`; cluster: as all are."""
+    text = _text(output, "sacctmgr").strip().lower()
+    if not _QOS_MODE.fullmatch(text):
+        raise _unreadable("sacctmgr", "the preemption mode of a QOS", text)
+    return text
+
+
+def expedited(output: bytes) -> bool:
+    """Whether a job has an expedited requeue, from `scontrol show job`."""
+    return _EXPEDITED.search(_text(output, "scontrol")) is not None
 
 
 def submitted(output: bytes) -> str:

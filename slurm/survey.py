@@ -23,7 +23,6 @@ _FIELDS = ("Partition", "Available", "Time", "DefaultTime", "NodeAIOT", "Gres", 
 FORMAT = ",".join(f"{field}:{RECORD if field == _FIELDS[-1] else FIELD}" for field in _FIELDS)
 """For `sinfo --Format`."""
 
-_SETTING = re.compile(r"^([A-Za-z][\w/]*) *= ?(.*?) *$", re.MULTILINE)
 _USER = re.compile(r"([^()]+)\((\d+)\)")
 _SOCKET = re.compile(r"\bsocket=([^,\s]+)")
 _TO_START = re.compile(r"to start at .*")
@@ -83,7 +82,7 @@ class CommandSurvey:
         self._environment = query_environment(self._base)
 
     def settings(self) -> Mapping[str, str]:
-        return settings(self._ask("scontrol", "show", "config"))
+        return reading.settings(self._ask("scontrol", "show", "config"))
 
     def partitions(self) -> Sequence[PartitionView]:
         return partitions(self._ask("sinfo", "-h", "--noconvert", "-O", FORMAT))
@@ -149,14 +148,6 @@ class CommandSurvey:
 
 
 # --- answers, read --------------------------------------------------------------------------------------------------
-
-
-def settings(output: bytes) -> dict[str, str]:
-    """From `scontrol show config`: `KEY = VALUE`, a line each; (null) and N/A are nothing."""
-    found = dict(_SETTING.findall(output.decode("utf-8", "replace")))
-    if "ClusterName" not in found:
-        raise SlurmOutputError("slurm: scontrol show config names no ClusterName")
-    return {key: "" if value in ("(null)", "N/A") else value for key, value in found.items()}
 
 
 def user_of(text: str) -> str:

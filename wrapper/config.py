@@ -163,6 +163,8 @@ class SlurmSection(Section):
     between two iterations and give it back, where the layout can do without."""
     on_warning: Literal["requeue", "end"] = "requeue"
     """What follows the checkpoint when the time limit is near."""
+    requeue: Literal["usual", "expedite"] = "usual"
+    """`expedite`: a requeued job begins at once and not after two minutes; Slurm 25.11 or later, where allowed."""
     warning: Annotated[Duration, Field(ge=60, le=65535)] = 300.0
     """How long before the time limit that is."""
     restarts: int = Field(default=3, ge=1)

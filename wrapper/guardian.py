@@ -115,10 +115,10 @@ def _is_led(job: Job) -> bool:
 
 
 def _requeue(request: RunRequest) -> int:
-    """Have Slurm run the job again; REQUEUE where that is refused, or there is no Slurm."""
+    """Have Slurm run the job again; REQUEUE where it is not asked, refuses, or there is no Slurm."""
     if request.slurm is None:
         return REQUEUE
     from slurm.commands import CommandLine
     from wrapper.requeue import requeue
 
-    return 0 if requeue(request.slurm.job_id, CommandLine()) else REQUEUE
+    return 0 if requeue(request.slurm.job_id, CommandLine(), leaves=True) else REQUEUE

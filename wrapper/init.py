@@ -272,6 +272,8 @@ drains = 2
 {warning}
 # What follows that: requeue (it is run again), or end.
 on_warning = "requeue"
+# How it is run again: usual, or expedite (at once; Slurm 25.11 or later, where the site allows it).
+# requeue = "expedite"
 # Further options for sbatch.
 # extra = ["--mail-type=END"]
 

@@ -1,9 +1,14 @@
-"""The last thing a guardian does for a job that is to come back: ask Slurm to run it again.
+"""The last thing that is done for a Slurm job: it is to come back, or not to.
+
+`requeue` asks Slurm to run it again, unless Slurm preempts it and will do so by itself: then asking would have it
+queued once more when it has completed, on some releases (`slurm.releases`). `end_for_good` sees that a job whose exit
+code is an error is not run again, or held, for that.
 
 Slurm ends the batch script as soon as it has accepted, so the answer may never be heard: `requeue` is deaf to TERM
 meanwhile, and so is the command that it starts. No answer means that it may have happened; asking twice does no harm,
 for a job that already waits is what was asked for. The job begins about two minutes later: Slurm sets its begin time
-when the last of its processes is gone, so that nobody is left who could ask for less. Decides nothing else.
+when the last of its processes is gone, so that nobody is left who could ask for less; one with an expedited requeue
+begins at once. Decides nothing else.
 """
 
 from __future__ import annotations
@@ -26,13 +31,20 @@ def requeue(
     job_id: str,
     slurm: Slurm,
     *,
+    leaves: bool = False,
     patience_s: float = PATIENCE_S,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Ask until Slurm has answered; whether the job will run again, as far as is known. Main thread only."""
+    """Ask until Slurm has answered; whether it has been asked, as far as is known. Main thread only.
+
+    `leaves`: the batch script ends after this, so that a job that Slurm itself runs again then is left to it.
+    """
     deadline = clock() + patience_s
     with _deaf():
+        if leaves and _left_to(slurm, job_id):
+            _say(f"job {job_id}: preempted; Slurm runs it again by itself, it goes on from its last checkpoint")
+            return False
         while True:
             try:
                 slurm.requeue(job_id)
@@ -47,6 +59,23 @@ def requeue(
                 _say(f"job {job_id}: requeued; it goes on from its last checkpoint, in two minutes or later")
                 return True
             sleep(PAUSE_S)
+
+
+def _left_to(slurm: Slurm, job_id: str) -> bool:
+    """Asking in vain does less harm than not asking: a run that finds the job done ends at once."""
+    try:
+        return slurm.runs_again(job_id)
+    except SlurmError:
+        return False
+
+
+def end_for_good(job_id: str, slurm: Slurm) -> None:
+    """The job ends with an error that another run would not mend. Main thread only."""
+    with _deaf():
+        try:
+            slurm.end_for_good(job_id)
+        except SlurmError as error:
+            _say(f"{error}; if the job is held in the queue then, try: scancel {job_id}")
 
 
 def _say(text: str) -> None:

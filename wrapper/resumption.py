@@ -4,7 +4,8 @@ What Slurm starts again goes on where it was, asked or not. A job whose runs fai
 checkpoint is not run for ever: it ends with the exit code of a spent budget. A run that was stopped (preempted, warned,
 at its time limit, requeued by an administrator) has not failed, and is passed over. How a run ended stands in its
 journal; one that left none, or no end in it, failed unless it was being stopped: its node died, or somebody killed it.
-Reads files, writes none. Used by `resihp run`.
+A job that has completed already, and which Slurm starts once more, is not run at all. Reads files, writes none. Used by
+`resihp run`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,21 @@ from itertools import takewhile
 from pathlib import Path
 
 from resihp.checkpoints import iteration_of, newest_complete
-from resihp.errors import CheckpointError, JobNotFoundError, ProtocolError, RestartBudgetError, UsageError
+from resihp.errors import (
+    CheckpointError,
+    JobNotFoundError,
+    ProtocolError,
+    ResihpError,
+    RestartBudgetError,
+    UsageError,
+)
 from resihp.journal import JobEnded, JobSignalled
 from wrapper.jobs import Job, all_jobs, find_job, home, runs_of
 from wrapper.request import RunRequest, load
+
+
+class CompletedError(ResihpError):
+    """There is nothing left to do: an earlier run of the same Slurm job has completed. Ends with exit code 0."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +87,19 @@ def after_restart(
 ) -> Restart:
     """Where the earlier runs of this command in the same Slurm job got to; with a notice if that is nowhere.
 
-    Raises RestartBudgetError after `most_in_vain` runs in a row that failed and added no checkpoint.
+    Raises CompletedError when the last of them completed, and RestartBudgetError after `most_in_vain` runs in a row
+    that failed and added no checkpoint.
     """
     runs = [request for run in runs_of(job_id) if (request := _load(run)) is not None]
     earlier = [run for run in runs if run.restart_count < restart_count and run.command == tuple(command)]
     if not earlier:
         notice(f"job {job_id}: restarted, and no earlier run is found in {home()}; starting afresh")
         return Restart(None, 0)
+    if _completed(earlier[0].of_job):
+        raise CompletedError(
+            f"job {job_id}: its run {earlier[0].job} has completed, and Slurm started it once more; nothing is left to "
+            "do. To train further, submit it anew with --resume"
+        )
     found = _newest(Path(earlier[0].checkpoint_folder))
     here = found.iteration if found else 0
     failed = sum(_has_failed(run.of_job) for run in takewhile(lambda run: run.begins_at == here, earlier))
@@ -95,6 +113,13 @@ def after_restart(
     if found is None:
         notice(f"job {job_id}: restarted, and {earlier[0].job} left no complete checkpoint; starting afresh")
     return Restart(found, failed)
+
+
+def _completed(run: Job) -> bool:
+    try:
+        return int(run.exit_code_file.read_text()) == 0
+    except (OSError, ValueError):
+        return False  # it did not get so far as to say how it ended
 
 
 def checkpoint_folder_of(job: Job) -> Path:

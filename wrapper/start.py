@@ -14,17 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from resihp import faults
-from resihp.errors import UsageError
+from resihp.errors import ResihpError, UsageError
+from slurm import releases
 from slurm.client import Slurm
+from slurm.errors import SlurmError
 from wrapper import allocation, batch_script, chain, container, earlier_runs, guardian, listeners
 from wrapper import config_values as values
 from wrapper.allocation import Allocation
 from wrapper.config import Configuration, check_partition, read
+from wrapper.exit_codes import REQUEUE
 from wrapper.jobs import create_local_job, create_slurm_job, home
 from wrapper.patient_output import never_wait_for_stderr
 from wrapper.program import resolve
 from wrapper.request import RunRequest, SlurmRequest
-from wrapper.resumption import Resumption, after_restart, asked_for, if_there_is_one
+from wrapper.requeue import end_for_good
+from wrapper.resumption import CompletedError, Resumption, after_restart, asked_for, if_there_is_one
 from wrapper.shape import check_layout, check_target, of_allocation, on_this_machine
 
 
@@ -47,6 +51,26 @@ class Options:
 
 def run(options: Options) -> int:
     """Run the job; returns its exit code. Raises ResihpError."""
+    try:
+        status = _run(options)
+    except CompletedError as error:
+        _notice(str(error))
+        return 0
+    except ResihpError:
+        _end_for_good(options)
+        raise
+    if status not in (0, REQUEUE):
+        _end_for_good(options)
+    return status
+
+
+def _end_for_good(options: Options) -> None:
+    """Have Slurm's job end as it does, in an allocation."""
+    if not options.local and (job_id := allocation.job_id(os.environ)):
+        end_for_good(job_id, _slurm())
+
+
+def _run(options: Options) -> int:
     request = prepare(options)
     never_wait_for_stderr()
     spares = f", {request.spares} of them spare" if request.spares else ""
@@ -76,6 +100,7 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
     if not options.local:
         slurm = slurm or _slurm()
         found = allocation.find(os.environ, slurm)
+        _look_at_release(slurm)
         check_partition(found.partition, configuration, f"job {found.job_id}: partition")
     shape = of_allocation(configuration, found, _notice) if found else on_this_machine(configuration)
     check_layout(configuration.layout, shape.laid_out, shape.gpus_per_node)
@@ -134,6 +159,16 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
         listening=listening,
         configuration=_told(configuration),
     )
+
+
+def _look_at_release(slurm: Slurm) -> None:
+    """Nothing depends on it yet: a release that nobody has tried, or that cannot be read, is told once."""
+    try:
+        told = releases.untried(slurm.version())
+    except SlurmError as error:
+        told = f"{error}; going on as with Slurm {releases.OLDEST[0]}.{releases.OLDEST[1]:02}"
+    if told:
+        _notice(told)
 
 
 def _check_text(command: tuple[str, ...]) -> None:

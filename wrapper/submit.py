@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from resihp.errors import ConfigurationError, UsageError
-from slurm import render
+from slurm import releases, render
 from slurm.client import Slurm
 from slurm.errors import SlurmError, SlurmRefusedError, SlurmUnavailableError, SlurmUsageError
 from slurm.exclusions import Exclusions
@@ -39,6 +39,10 @@ MENDED = (
     ),
     ("node count", "sinfo -o '%P %D %G' lists what there is; lower nodes in [job] or spares in [slurm]"),
     ("time limit", "sinfo -o '%P %l' lists time limits; set time in [job]"),
+    (
+        "operation not supported",
+        'SlurmctldParameters=enable_expedited_requeue is not set at this site; set requeue to "usual" in [slurm]',
+    ),
     ("not responding", "scontrol ping tells whether Slurm is up"),
 )
 """Words in sbatch's refusal, and the command that tells more, with what to change then."""
@@ -57,8 +61,9 @@ def submit(
         if chain > 1:
             notice("each job of the chain waits for the one before it: sbatch --dependency=afterany:ID job.sbatch")
         return [script_of(configuration, job_file.absolute(), chain).rstrip("\n")]
-    folder = _keep(configuration, job_file, chain)
     client = slurm()
+    _check_release(configuration, job_file, client)
+    folder = _keep(configuration, job_file, chain)
     options = _left_out(client, configuration, notice)
     ids: list[str] = []
     for _ in range(max(1, chain)):
@@ -91,7 +96,7 @@ def script_of(configuration: Configuration, job_file: Path, chain: int) -> str:
         "reservation": section.reservation or False,
         "signal": f"B:USR2@{round(section.warning)}",
         "dependency": False,
-        "requeue": requeue,
+        "requeue": "expedite" if requeue and section.requeue == "expedite" else requeue,
         "no-requeue": not requeue,
     }
     if not section.exclusive:
@@ -131,6 +136,18 @@ def _check(configuration: Configuration, chain: int, notice: Callable[[str], Non
         )
     if chain > 1 and not configuration.checkpoint.folder:
         raise ConfigurationError("--chain: jobs of a chain share their checkpoints; set folder in [checkpoint]")
+
+
+def _check_release(configuration: Configuration, job_file: Path, client: Slurm) -> None:
+    """What is asked for that only newer releases of Slurm know. Raises ConfigurationError, SlurmError."""
+    if configuration.slurm.requeue != "expedite":
+        return
+    version = client.version()
+    if not releases.of(version).expedites:
+        raise ConfigurationError(
+            f"{job_file}: [slurm] requeue: expedite needs Slurm 25.11 or later, and this is {releases.named(version)}; "
+            'set it to "usual"'
+        )
 
 
 def _keep(configuration: Configuration, job_file: Path, chain: int) -> Path:

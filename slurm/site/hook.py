@@ -395,8 +395,11 @@ class Slurm:
         self._tell("scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={reason}")
 
     def undrain(self, node: str) -> None:
-        """UNDRAIN leaves a node down that is down; RESUME would not."""
-        self._tell("scontrol", "update", f"NodeName={node}", "State=UNDRAIN")
+        """UNDRAIN leaves a node down that is down; RESUME would not.
+
+        24.11.5 without accounting would keep our reason; none is what Slurm itself says where there is not any.
+        """
+        self._tell("scontrol", "update", f"NodeName={node}", "State=UNDRAIN", "Reason=none")
 
     def _ask(self, *argv: str) -> str:
         done = self._run(argv)

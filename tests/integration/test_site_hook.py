@@ -147,6 +147,7 @@ def site(cluster: Callable[..., Cluster]) -> Site:
     return Site(cluster(nodes=5))
 
 
+@pytest.mark.every_slurm
 def test_an_ordinary_users_drain_is_asked_for_and_applied(site: Site) -> None:
     hold(site.cluster, 3, ALICE)
     steps = site.climb(ALICE, "n3", ("n1", "n2", "n3"))
@@ -269,6 +270,7 @@ def test_an_operators_own_resihp_drains_by_itself(site: Site) -> None:
     site.cluster.wait_state("n3", "idle")
 
 
+@pytest.mark.every_slurm
 def test_by_hand(site: Site) -> None:
     """`resihp node` with the rights of an operator, on a job of one's own."""
     script = site.cluster.shared / "hold.sh"
@@ -289,7 +291,16 @@ def test_by_hand(site: Site) -> None:
     assert row["state"].endswith("+drain")
     node("undrain", "n2")
     site.cluster.wait_state("n2", "mixed")
+    assert site.reason("n2") == "none"
     assert node("list") == []
+
+    # An operator's own undrain may leave our reason there: it counts for nothing.
+    node("drain", "n2", "--job", job, "--reason", "Xid 79")
+    site.cluster.run("scontrol", "update", "NodeName=n2", "State=UNDRAIN")
+    site.cluster.wait_state("n2", "mixed")
+    assert node("list") == []
+    node("drain", "n2", "--job", job, "--reason", "Xid 94")
+    assert (site.state("n2"), site.reason("n2")) == ("draining", f"{PREFIX}Xid 94")
 
 
 def test_as_health_check_each_node_answers_for_itself(cluster: Callable[..., Cluster], tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from resihp.journal import CheckpointCommitted, FailureFound, JobEnded, JobSignalled
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference
+from tests.integration.test_slurm_signals import assert_ended_once
 
 PATIENT = {"KillWait": "30"}
 """As Slurm has it: how long after TERM comes KILL."""
@@ -18,6 +21,7 @@ def saved(desk: Desk, job: str) -> int:
     return done
 
 
+@pytest.mark.every_slurm
 def test_a_cancelled_job_is_saved_before_it_ends(cluster: MakeCluster) -> None:
     """TERM reaches every process of the job at once: agents, fork servers, workers, supervisor and store."""
     desk = Desk(cluster(nodes=2, gpus=2, settings=PATIENT))
@@ -49,5 +53,17 @@ def test_a_warned_job_is_saved_and_comes_back(cluster: MakeCluster, reference: R
     reference.check(desk.rows("iterations", job), last=done)
     desk.pace(0.0)
     desk.start_again(job)
-    assert desk.wait(job) == ("COMPLETED", "0:0"), desk.output(job)
+    assert_ended_once(desk, job)
     reference.check(desk.rows("iterations", job), first=done + 1)
+
+
+def test_what_is_started_once_more_after_it_completed_ends_at_once(cluster: MakeCluster) -> None:
+    """As Slurm itself does on some releases, and an administrator may: nothing is trained, and nothing is an error."""
+    desk = Desk(cluster(nodes=2, gpus=1))
+    job = desk.sbatch_training(2, nodes=2, gpus=1)
+    assert desk.wait(job) == ("COMPLETED", "0:0"), desk.output(job)
+    assert desk.run("scontrol", "requeue", job).returncode == 0
+    desk.start_again(job)
+    assert_ended_once(desk, job)
+    assert f"job {job}: its run {job} has completed, and Slurm started it once more" in desk.output(job)
+    assert [run.name for run in (desk.folder / "home" / "jobs").iterdir()] == [job]

@@ -84,6 +84,8 @@ CALLS: dict[str, Callable[[CommandLine], object]] = {
     "submit": lambda slurm: slurm.submit(Path("job.sh")),
     "requeue": lambda slurm: slurm.requeue("7"),
     "cancel": lambda slurm: slurm.cancel("7"),
+    "runs_again": lambda slurm: slurm.runs_again("7"),
+    "end_for_good": lambda slurm: slurm.end_for_good("7"),
 }
 COMMANDS = ("sinfo", "squeue", "scontrol", "sbatch", "scancel")
 
@@ -223,6 +225,71 @@ def test_a_job_is_found_by_either_of_its_ids(programs: Programs) -> None:
     assert {job: view.id for job, view in found.items()} == {"57": "57", "55_2": "55_2"}
     assert found["57"].nodes == ("n1", "n2")
     assert len(programs.calls("scontrol")) == 1
+
+
+def preempted(
+    programs: Programs,
+    *,
+    version: str = "24.11.5",
+    when: str = "now",
+    tries: str = "1",
+    config: str = "",
+    mode: str = "",
+) -> CommandLine:
+    """A job that is preempted, on a cluster of this release with these lines of its configuration."""
+    programs.put("sinfo", output=f"slurm-wlm {version}\n".encode())
+    programs.put("squeue", output=(FIELD.join((when, "low", "spare", tries)) + RECORD + "\n").encode())
+    programs.put("scontrol", output=f"ClusterName = x\nMaxBatchRequeue = 5\n{config}\n{mode}\n".encode())
+    return slurm(programs)
+
+
+PARTITION = "PreemptType = preempt/partition_prio\nPreemptMode = CANCEL"
+QOS = "PreemptType = preempt/qos\nPreemptMode = GANG,REQUEUE"
+
+
+@pytest.mark.parametrize(
+    ("said", "again"),
+    [
+        ({"config": PARTITION, "mode": "PartitionName=low PreemptMode=REQUEUE State=UP"}, True),
+        ({"config": PARTITION, "mode": "PartitionName=low PreemptMode=CANCEL State=UP"}, False),
+        ({"config": PARTITION, "mode": "PartitionName=low PreemptMode=REQUEUE State=UP", "when": "N/A"}, False),
+        # The next time Slurm would hold the job.
+        ({"config": PARTITION, "mode": "PartitionName=low PreemptMode=REQUEUE State=UP", "tries": "5"}, False),
+        ({"config": PARTITION, "mode": "PartitionName=low PreemptMode=REQUEUE State=UP", "version": "22.05.8"}, False),
+        ({"config": PARTITION, "mode": "PartitionName=low PreemptMode=REQUEUE State=UP", "version": "26.05.5"}, False),
+    ],
+)
+def test_when_slurm_runs_a_preempted_job_again_by_itself(programs: Programs, said: dict[str, str], again: bool) -> None:
+    assert preempted(programs, **said).runs_again("7") == again
+
+
+@pytest.mark.parametrize(("own", "again"), [("cluster", True), ("requeue", True), ("cancel", False)])
+def test_a_qos_says_how_its_jobs_are_preempted(programs: Programs, own: str, again: bool) -> None:
+    programs.put("sacctmgr", output=f"{own}\n".encode())
+    assert preempted(programs, config=QOS).runs_again("7") == again
+    assert programs.calls("sacctmgr") == [["-nP", "show", "qos", "name=spare", "format=preemptmode"]]
+
+
+@pytest.mark.parametrize(
+    "said", [{"config": PARTITION, "mode": "no mode"}, {"tries": "many"}, {"version": "the newest"}, {"config": QOS}]
+)
+def test_what_cannot_be_read_of_a_preemption_is_not_guessed(programs: Programs, said: dict[str, str]) -> None:
+    programs.put("sacctmgr", output=b"spare|requeue|\n")
+    with pytest.raises(SlurmOutputError):
+        preempted(programs, **said).runs_again("7")
+
+
+@pytest.mark.parametrize(
+    ("version", "shown", "changed"),
+    [("26.05.5", "ExpeditedRequeue=Yes", True), ("26.05.5", "Requeue=1", False), ("24.11.5", "", False)],
+)
+def test_only_a_job_with_an_expedited_requeue_is_told_to_end(
+    programs: Programs, version: str, shown: str, changed: bool
+) -> None:
+    asked = preempted(programs, version=version, config=shown)
+    asked.end_for_good("7")
+    calls = programs.calls("scontrol") if (programs.folder / "scontrol.argv").exists() else []
+    assert (["update", "JobId=7", "Requeue=0"] in calls) == changed
 
 
 def test_queries_see_nothing_of_the_users_formats_or_our_job(programs: Programs) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from slurm.errors import SlurmOutputError, SlurmUnavailableError
 from slurm.fake import FakeSlurm
-from wrapper.requeue import PATIENCE_S, requeue
+from wrapper.requeue import PATIENCE_S, end_for_good, requeue
 
 
 class Clock:
@@ -91,6 +91,39 @@ def test_what_is_not_a_refusal_may_have_happened(error: Exception, monkeypatch: 
     monkeypatch.setattr(slurm, "requeue", answer)
     assert ask(slurm, "7")
     assert asked == ["7", "7"]
+
+
+@pytest.mark.parametrize(("version", "asked"), [((22, 5, 8), 1), ((24, 11, 5), 0), ((26, 5, 5), 1)])
+def test_a_preempted_job_is_left_to_a_slurm_that_would_run_it_twice(
+    version: tuple[int, int, int], asked: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm = FakeSlurm(["n1"], version=version)
+    job = slurm.add_job("n1", preempted=True)
+    assert requeue(job, slurm, leaves=True) == bool(asked)
+    assert slurm.calls["requeue"] == asked
+    assert ("Slurm runs it again by itself" in capsys.readouterr().err) == (not asked)
+
+
+def test_where_the_script_does_not_end_slurm_is_asked() -> None:
+    slurm = FakeSlurm(["n1"], version=(24, 11, 5))
+    assert ask(slurm, slurm.add_job("n1", preempted=True))
+
+
+def test_where_nobody_knows_slurm_is_asked() -> None:
+    slurm = FakeSlurm(["n1"], version=(24, 11, 5))
+    job = slurm.add_job("n1", preempted=True)
+    slurm.refuse["runs_again"] = "the moon is full"
+    assert requeue(job, slurm, leaves=True)
+
+
+def test_a_job_that_may_be_held_after_its_end_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    slurm = FakeSlurm(["n1"], version=(26, 5, 5))
+    job = slurm.add_job("n1")
+    end_for_good(job, slurm)
+    assert capsys.readouterr().err == ""
+    slurm.unavailable = True
+    end_for_good(job, slurm)
+    assert f"try: scancel {job}" in capsys.readouterr().err
 
 
 def test_the_term_that_comes_with_the_answer_does_not_hurt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,12 @@ from resihp.checkpoints import write_manifest
 from resihp.errors import JobNotFoundError, RestartBudgetError, UsageError
 from resihp.journal import JobEnded, JobSignalled, JobStarted, Journal
 from slurm.client import JobView, NodeView
+from slurm.errors import SlurmOutputError
 from slurm.fake import FakeSlurm
 from wrapper.exit_codes import exit_code_of
 from wrapper.jobs import find_job, runs_of
 from wrapper.request import RunRequest
+from wrapper.resumption import CompletedError
 from wrapper.start import Options, prepare
 
 COMMAND = (sys.executable, "train.py")
@@ -47,10 +49,15 @@ def batch(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def start(
-    restart: int = 0, command: tuple[str, ...] = COMMAND, script: str = "#SBATCH --no-kill", **options: object
+    restart: int = 0,
+    command: tuple[str, ...] = COMMAND,
+    script: str = "#SBATCH --no-kill",
+    version: tuple[int, int, int] = (22, 5, 8),
+    **options: object,
 ) -> RunRequest:
     """One run of the job, which Slurm has started again so many times."""
-    slurm = FakeSlurm([NodeView(name=name, state="allocated", address="127.0.0.1") for name in ("n1", "n2")])
+    views = [NodeView(name=name, state="allocated", address="127.0.0.1") for name in ("n1", "n2")]
+    slurm = FakeSlurm(views, version=version)
     slurm.job_views["77"] = JobView(id="77", name="resihp", user=slurm.user, state="running")
     slurm.scripts["77"] = f"#!/bin/bash\n{script}\n"
     with pytest.MonkeyPatch.context() as patch:
@@ -148,6 +155,46 @@ def test_without_a_checkpoint_it_starts_afresh_with_a_notice(batch: Path, capsys
     other = start(2, command=(sys.executable, "train.py", "--other"))
     assert not other.resume
     assert "no earlier run is found" in capsys.readouterr().err
+
+
+def test_what_has_completed_is_not_run_once_more(batch: Path) -> None:
+    first = start()
+    checkpoint(first, 40)
+    first.of_job.exit_code_file.write_text("75\n")
+    again = start(1)
+    again.of_job.exit_code_file.write_text("0\n")
+    for restart in (2, 3):
+        with pytest.raises(CompletedError, match="job 77: its run 77-r1 has completed, and Slurm started it once more"):
+            start(restart)
+    assert len(runs_of("77")) == 2, "no folder was made"
+    assert start(2, command=(sys.executable, "train.py", "--other")).begins_at == 0
+
+
+@pytest.mark.parametrize("code", ["75", "93", "143", "", "?"])
+def test_what_has_not_completed_is_run_again(batch: Path, code: str) -> None:
+    start().of_job.exit_code_file.write_text(code)
+    assert start(1).job == "77-r1"
+
+
+@pytest.mark.parametrize(("version", "which"), [((20, 11, 9), "older"), ((27, 5, 0), "newer"), ((23, 11, 4), "")])
+def test_a_release_that_nobody_has_tried_is_told_once(
+    batch: Path, version: tuple[int, int, int], which: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(version=version).job == "77"
+    said = [line for line in capsys.readouterr().err.splitlines() if "Slurm" in line]
+    assert len(said) == bool(which)
+    assert all(f"is {which} than those that resihp was tried with" in line for line in said)
+
+
+def test_a_release_that_cannot_be_read_is_told_and_the_job_goes_on(
+    batch: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(self: FakeSlurm) -> tuple[int, int, int]:
+        raise SlurmOutputError("slurm: cannot read the version in sinfo's output: 'slurm next'")
+
+    monkeypatch.setattr(FakeSlurm, "version", unreadable)
+    assert start().job == "77"
+    assert "cannot read the version in sinfo's output: 'slurm next'; going on" in capsys.readouterr().err
 
 
 def test_runs_that_get_nowhere_are_not_started_for_ever(batch: Path) -> None:

@@ -98,6 +98,18 @@ def test_a_job_that_is_to_end_is_not_requeued(job_file: Path) -> None:
     assert "#SBATCH --mem" not in script
 
 
+def test_an_expedited_requeue_is_asked_for_where_slurm_knows_it(job_file: Path) -> None:
+    job_file.write_text(JOB + LAYOUT + "[slurm]\nrequeue = 'expedite'\n")
+    slurm = FakeSlurm(version=(26, 5, 5))
+    submitted(job_file, slurm)
+    ((_, script, _),) = slurm.submissions
+    assert script.read_text().splitlines().count("#SBATCH --requeue=expedite") == 1
+    older = FakeSlurm(version=(24, 11, 5))
+    with pytest.raises(ConfigurationError, match=r"expedite needs Slurm 25\.11 or later, and this is 24\.11\.5; set"):
+        submitted(job_file, older)
+    assert older.submissions == []
+
+
 def test_the_script_of_a_submitted_job_stays_with_a_copy_of_its_file(job_file: Path) -> None:
     slurm = FakeSlurm()
     ids, told = submitted(job_file, slurm)
@@ -165,6 +177,10 @@ def test_a_layout_or_program_that_cannot_be_is_refused(job_file: Path) -> None:
         (
             "Batch job submission failed: Requested node configuration is not available",
             r"sinfo -o '%P %D %c %m %G' lists what there is; change \[job\]",
+        ),
+        (
+            "Batch job submission failed: Requested operation not supported on this system",
+            r'enable_expedited_requeue is not set at this site; set requeue to "usual" in \[slurm\]',
         ),
         ("Batch job submission failed: the moon is full", r"resihp submit .*job\.toml --dry-run prints the script"),
     ],

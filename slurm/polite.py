@@ -184,6 +184,10 @@ class Polite:
         with self._changing(self._jobs, job_id):
             self._count("cancel", self._slurm.cancel)(job_id)
 
+    def comment(self, job_id: str, text: str) -> None:
+        """What else is known of the job stays fresh."""
+        self._count("comment", self._slurm.comment)(job_id, text)
+
     def _count(self, kind: str, method: Callable[_Arguments, _Answer]) -> Callable[_Arguments, _Answer]:
         with self._counting:
             self.calls[kind] += 1

@@ -152,6 +152,8 @@ class SlurmSection(Section):
     """How long a replacement is expected to take to come, until one has: it is asked for where it still pays then."""
     drains: int = Field(default=2, ge=0, le=10_000)
     """How many nodes the job may have drained."""
+    comment: bool = True
+    """Say in the comment of the job in Slurm how far it is and what became of it, behind what stands there."""
     ports: Annotated[str, AfterValidator(values.ports)] = ""
     """Where the job's own processes listen for other nodes, as `60001-63000`; any port if left out."""
     spool: str = ""

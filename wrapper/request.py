@@ -60,6 +60,7 @@ class SlurmRequest(msgspec.Struct, frozen=True, kw_only=True):
     drains: int = 0
     spool: str = ""
     on_warning: Literal["requeue", "end"] = "requeue"
+    comment: bool = True
 
 
 class Container(msgspec.Struct, frozen=True, kw_only=True):

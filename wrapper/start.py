@@ -205,6 +205,7 @@ def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm) -> 
         drains=section.drains,
         spool=section.spool,
         on_warning=section.on_warning,
+        comment=section.comment,
     )
     return request, allocation.own_address(here, others)
 

@@ -30,6 +30,7 @@ def test_a_job_that_its_successor_ended_says_that_it_is_completed(cluster: MakeC
     desk.pace(0.0)
     state, _ = desk.wait(job)
     assert state == "CANCELLED", "as far as Slurm knows"
+    print((desk.job(job).logs / "supervisor.log").read_text(), desk.output(job))
     assert comment(desk, job).startswith(f"{theirs}completed, iteration {ITERATIONS}, loss "), comment(desk, job)
     assert ", 1 node lost (" in comment(desk, job)
 

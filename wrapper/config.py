@@ -166,6 +166,16 @@ class SlurmSection(Section):
     """Runs of one Slurm job in a row that add no checkpoint; after so many it is not run again (exit code 4)."""
 
 
+class NetworkSection(Section):
+    """[network]: which interfaces are used in an allocation, by name or beginning of a name, as `ib0` or `ib,eth1`."""
+
+    interface: Annotated[str, AfterValidator(values.interfaces)] = ""
+    """The workers': for NCCL and gloo, unless NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME is set; if left out, the one
+    on which the supervisor is reached."""
+    control: Annotated[str, AfterValidator(values.interfaces)] = ""
+    """That of resihp's own connections; if left out, where Slurm's address of the node leads."""
+
+
 class ContainerSection(Section):
     """[container]: what workers run in. Supervisor and agents stay outside; only they talk to Slurm."""
 
@@ -238,6 +248,7 @@ class Configuration(BaseSettings):
     checkpoint: CheckpointSection = CheckpointSection()
     ledger: LedgerSection = LedgerSection()
     slurm: SlurmSection = SlurmSection()
+    network: NetworkSection = NetworkSection()
     container: ContainerSection = ContainerSection()
     metrics: MetricsSection = MetricsSection()
     hooks: HooksSection = HooksSection()

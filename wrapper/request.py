@@ -121,6 +121,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Address that the supervisor listens on: never all of a machine's."""
     ports: Ports | None = None
     """Where our processes listen for other nodes; None: as ports come."""
+    interface: str = ""
+    """The workers', as `[network] interface` has it; empty: the one on which the supervisor is reached."""
     succession: bool = False
     """Whether agents keep copies of the journal, and choose another supervisor when this one's node is gone."""
     node_names: tuple[str, ...] = ()

@@ -19,7 +19,8 @@ def comment(desk: Desk, job: str) -> str:
 
 @pytest.mark.every_slurm
 def test_a_job_that_its_successor_ended_says_that_it_is_completed(cluster: MakeCluster) -> None:
-    desk = Desk(cluster(nodes=4, gpus=1))
+    # As long as by default: once it has taken the dead node back, 22.05 without slurmdbd lets nobody change the job.
+    desk = Desk(cluster(nodes=4, gpus=1, settings={"SlurmdTimeout": "300"}))
     desk.pace(0.1)
     job = desk.sbatch(desk.script(ITERATIONS, gpus=1), "--comment=ablation 3, 'lr' | group a")
     theirs = "ablation 3, 'lr' | group a | resihp: "
@@ -28,9 +29,7 @@ def test_a_job_that_its_successor_ended_says_that_it_is_completed(cluster: MakeC
     desk.cluster.kill_node("n1")
     desk.until(lambda: desk.of(job, LeaderChosen), job)
     desk.pace(0.0)
-    state, _ = desk.wait(job)
-    assert state == "CANCELLED", "as far as Slurm knows"
-    print((desk.job(job).logs / "supervisor.log").read_text(), desk.output(job))
+    desk.until(lambda: desk.state(job)[0] in ("COMPLETING", "CANCELLED"), job, 120)  # as far as Slurm knows
     assert comment(desk, job).startswith(f"{theirs}completed, iteration {ITERATIONS}, loss "), comment(desk, job)
     assert ", 1 node lost (" in comment(desk, job)
 

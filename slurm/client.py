@@ -7,6 +7,7 @@ answer, SlurmRefusedError when the answer is no, SlurmOutputError when it cannot
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -73,6 +74,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     seconds_left: float | None = None
     preempted: bool = False
     submitted_at: float | None = None
+    comment: str = ""
 
     @property
     def active(self) -> bool:
@@ -179,9 +181,12 @@ class Slurm(Protocol):
         Only one with an expedited requeue would be; of others nothing is changed.
         """
 
+    def comment(self, job_id: str, text: str) -> None:
+        """Set the comment of one's own job, as `commented` makes one. Refused for a job that is ending or has ended."""
+
 
 PREFIX = "resihp: "
-"""What every reason begins with that we give a node: by it we know our own."""
+"""What every reason begins with that we give a node, and what we add to a job's comment: by it we know our own."""
 MAX_REASON = 160
 
 
@@ -189,3 +194,12 @@ def sanitised(reason: str) -> str:
     """One line of printable text for Slurm, with our prefix and not too long: reasons end in logs and other tools."""
     text = " ".join("".join(c if c.isprintable() and c not in "\"'`$\\|;<>" else " " for c in reason).split())
     return PREFIX + text.removeprefix(PREFIX.strip()).strip()[: MAX_REASON - len(PREFIX)]
+
+
+_OURS = re.compile(rf"(?:^| \| ){re.escape(PREFIX)}[^|]*$")
+
+
+def commented(theirs: str, text: str) -> str:
+    """A job's comment: what somebody else has written there stays, and ours, sanitised, stands behind it."""
+    kept = _OURS.sub("", theirs)
+    return f"{kept} | {sanitised(text)}" if kept else sanitised(text)

@@ -25,6 +25,8 @@ from slurm.client import JobRequest, JobView, NodeView, sanitised
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 
 TIMEOUT_S = 10.0
+COMMENT_TIMEOUT_S = 5.0
+"""Nobody waits longer for what is only there to be read."""
 AT_ONCE = 1000
 """How many nodes or jobs one command line names; the kernel allows 128 KiB for each argument."""
 
@@ -206,6 +208,15 @@ class CommandLine:
         if reading.expedited(self._ask(f"job {job_id}", "scontrol", "show", "job", job_id)):
             self._ask(f"job {job_id}: may be held", "scontrol", "update", f"JobId={job_id}", "Requeue=0")
 
+    def comment(self, job_id: str, text: str) -> None:
+        self._check_job(job_id)
+        line = "".join(c if c.isprintable() else " " for c in text)
+        answer = self._call(
+            *("scontrol", "update", f"JobId={job_id}", f"Comment={line}"),
+            timeout_s=min(COMMENT_TIMEOUT_S, self.timeout_s),
+        )
+        self._checked(answer, f"job {job_id}: its comment stays", "scontrol")
+
     def _expand(self, nodelist: str) -> tuple[str, ...]:
         with self._lock:
             known = self._expanded.get(nodelist)
@@ -221,10 +232,10 @@ class CommandLine:
         """The output of a command that has to succeed. `subject` begins the message if it does not."""
         return self._checked(self._call(*argv), subject, argv[0])
 
-    def _call(self, *argv: str, environment: Mapping[str, str] | None = None) -> Answer:
+    def _call(self, *argv: str, environment: Mapping[str, str] | None = None, timeout_s: float | None = None) -> Answer:
         program = argv[0] if self._bin is None else str(self._bin / argv[0])
         environment = self._environment if environment is None else environment
-        return call([program, *argv[1:]], environment=environment, timeout_s=self.timeout_s)
+        return call([program, *argv[1:]], environment=environment, timeout_s=timeout_s or self.timeout_s)
 
     @staticmethod
     def _checked(answer: Answer, subject: str, command: str) -> bytes:

@@ -246,6 +246,15 @@ class FakeSlurm:
             self._own(job_id, "may be held")
             self._answer()
 
+    def comment(self, job_id: str, text: str) -> None:
+        with self._lock:
+            self._called("comment")
+            view = self._own(job_id, "its comment stays")
+            if view.state in _ENDED | {"completing"}:
+                raise SlurmRefusedError(f"job {job_id}: its comment stays: Job has already finished")
+            self.set_job(job_id, comment="".join(c if c.isprintable() else " " for c in text))
+            self._answer()
+
     # Rights and outages.
 
     def _called(self, kind: str) -> None:

@@ -204,6 +204,10 @@ class Polite:
     def end_for_good(self, job_id: str) -> None:
         self._count("end_for_good", self._slurm.end_for_good)(job_id)
 
+    def comment(self, job_id: str, text: str) -> None:
+        """What else is known of the job stays fresh."""
+        self._count("comment", self._slurm.comment)(job_id, text)
+
     def _count(self, kind: str, method: Callable[_Arguments, _Answer]) -> Callable[_Arguments, _Answer]:
         with self._counting:
             self.calls[kind] += 1

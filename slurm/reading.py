@@ -19,7 +19,7 @@ FIELD, RECORD = "\x1f", "\x1e"
 _NODE_FIELDS = ("NodeList", "StateComplete", "Reason", "User", "NodeAddr", "CPUs", "Memory", "Gres")
 _JOB_FIELDS = (
     *("JobID", "JobArrayID", "UserName", "State", "NodeList", "BatchHost", "Reason", "RestartCnt", "TimeLeft"),
-    *("PreemptTime", "SubmitTime", "Name"),
+    *("PreemptTime", "SubmitTime", "Comment", "Name"),
 )
 
 _REQUEST_FIELDS = (
@@ -102,7 +102,7 @@ def jobs(output: bytes) -> list[tuple[frozenset[str], JobView, str]]:
     """From `squeue -h -O JOB_FORMAT`: all ids that a job has, its view without nodes, and its list of nodes."""
     found = []
     for fields in _records(output, len(_JOB_FIELDS), "squeue"):
-        number, in_array, user, state, nodelist, host, why, restarts, left, preempted, submitted, name = fields
+        number, in_array, user, state, nodelist, host, why, restarts, left, preempted, submitted, comment, name = fields
         if not JOB_ID.fullmatch(number):
             raise _unreadable("squeue", "a job's id", number)
         if not _STATE.fullmatch(state.lower()):
@@ -122,6 +122,7 @@ def jobs(output: bytes) -> list[tuple[frozenset[str], JobView, str]]:
             seconds_left=seconds_left(left),
             preempted=preempted not in _NOTHING,
             submitted_at=_time(submitted, f"when job {number} was submitted"),
+            comment="" if comment == "(null)" else comment,
         )
         found.append((frozenset((number, in_array)), view, nodelist))
     return found

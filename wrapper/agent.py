@@ -23,10 +23,11 @@ from typing import Any
 import msgspec
 import psutil
 
-from resihp.errors import ResihpError, UsageError
+from resihp.errors import ConfigurationError, ResihpError, UsageError
 from resihp.process import adopt_orphans
 from resihp.protocol import messages as m
 from wrapper.agent_workers import Workers
+from wrapper.interfaces import of_workers
 from wrapper.jobs import SupervisorFile
 from wrapper.leader_link import LeaderLink
 from wrapper.log_mirror import LogMirror, print_to
@@ -104,7 +105,8 @@ class Agent:
         return 0 if self._replica is None else self._replica.log
 
     async def introduce(self, own_host: str) -> m.Join:
-        self._workers.network = network_of(own_host) if "SLURM_JOB_ID" in os.environ else {}
+        if "SLURM_JOB_ID" in os.environ:
+            self._choose_interface(own_host)
         return m.Join(
             node=self._node,
             peer_port=await self._peers.listen(own_host) if self._peers is not None else 0,
@@ -115,6 +117,17 @@ class Agent:
             hardware=hardware(),
             epoch=max(1, self._workers.epoch) if self._link.welcome else 0,
         )
+
+    def _choose_interface(self, own_host: str) -> None:
+        """The workers'. What the user's environment says counts first, then the configuration, then where we are."""
+        said = os.environ.keys() & {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+        if self._request.interface and len(said) < 2:
+            try:
+                self._workers.network = of_workers(self._request.interface)
+            except ConfigurationError as error:
+                self._workers.obstacle = str(error)
+        elif "GLOO_SOCKET_IFNAME" not in said:
+            self._workers.network = network_of(own_host)
 
     async def _start_workers(self) -> None:
         """Not before all agents are there: what a fork server imports takes longer than all of an agent's start."""

@@ -70,6 +70,8 @@ class Workers:
         self._idle.set()
         self.network: Mapping[str, str] = {}
         """What workers need to know of the network, where neither the user nor the supervisor tells them."""
+        self.obstacle = ""
+        """Why none can be started here; empty where they can."""
         self.epoch = 0
         """Of the last `Go`."""
         self._forks = ForkServerLink(
@@ -89,6 +91,9 @@ class Workers:
     # --- orders -----------------------------------------------------------------------------------------------
 
     def spawn(self, order: m.Spawn) -> None:
+        if self.obstacle:
+            self._tell(m.SpawnFailed(reason=self.obstacle))
+            return
         for start in order.workers:
             self._spawn(start, order.environment)
 
@@ -183,7 +188,7 @@ class Workers:
         environment.setdefault("OMP_NUM_THREADS", ONE_THREAD["OMP_NUM_THREADS"])
         if self._request.python_path:
             environment["PYTHONPATH"] = self._request.python_path
-        if "GLOO_SOCKET_IFNAME" not in environment.keys() | added.keys():
+        if "GLOO_SOCKET_IFNAME" not in added:
             environment = {**self.network, **environment}
         return environment | {
             **added,

@@ -154,6 +154,8 @@ class SlurmSection(Section):
     """How long a replacement is expected to take to come, until one has: it is asked for where it still pays then."""
     drains: int = Field(default=2, ge=0, le=10_000)
     """How many nodes the job may have drained."""
+    comment: bool = True
+    """Say in the comment of the job in Slurm how far it is and what became of it, behind what stands there."""
     ports: Annotated[str, AfterValidator(values.ports)] = ""
     """Where the job's own processes listen for other nodes, as `60001-63000`; any port if left out."""
     spool: str = ""
@@ -169,6 +171,16 @@ class SlurmSection(Section):
     """How long before the time limit that is."""
     restarts: int = Field(default=3, ge=1)
     """Runs of one Slurm job in a row that add no checkpoint; after so many it is not run again (exit code 4)."""
+
+
+class NetworkSection(Section):
+    """[network]: which interfaces are used in an allocation, by name or beginning of a name, as `ib0` or `ib,eth1`."""
+
+    interface: Annotated[str, AfterValidator(values.interfaces)] = ""
+    """The workers': for NCCL and gloo, unless NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME is set; if left out, the one
+    on which the supervisor is reached."""
+    control: Annotated[str, AfterValidator(values.interfaces)] = ""
+    """That of resihp's own connections; if left out, where Slurm's address of the node leads."""
 
 
 class ContainerSection(Section):
@@ -245,6 +257,7 @@ class Configuration(BaseSettings):
     checkpoint: CheckpointSection = CheckpointSection()
     ledger: LedgerSection = LedgerSection()
     slurm: SlurmSection = SlurmSection()
+    network: NetworkSection = NetworkSection()
     container: ContainerSection = ContainerSection()
     metrics: MetricsSection = MetricsSection()
     hooks: HooksSection = HooksSection()

@@ -99,6 +99,16 @@ def gpu_type(name: str) -> str:
     return name
 
 
+_INTERFACES = re.compile(r"[A-Za-z0-9_.-]{1,15}(,[A-Za-z0-9_.-]{1,15})*", re.ASCII)
+
+
+def interfaces(text: str) -> str:
+    """Names of network interfaces or their beginnings, as `ib0` or `ib,eth1`. Raises ValueError."""
+    if text and not _INTERFACES.fullmatch(text):
+        raise ValueError("must be names of interfaces or their beginnings, as ib0 or ib,eth1")
+    return text
+
+
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=[^\x00-\x1f\x7f\"'`$\\#]+)?")
 
 OURS = {

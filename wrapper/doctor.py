@@ -161,8 +161,9 @@ def slurm_checks(
         if not no_kill_seen(environment, script):
             text = f"job {found.job_id}: no --no-kill in its batch script: if a node fails, Slurm ends the whole job"
             yield _finding("node death", "warning", text, "resihp submit sets it; or #SBATCH --no-kill")
-        ports = ports_of(read({}, job_file).slurm.ports)
-        yield from doctor_nodes.examine(found, slurm, survey, home(), ports=ports)
+        wanted = read({}, job_file)
+        ports, interface = ports_of(wanted.slurm.ports), wanted.network.interface
+        yield from doctor_nodes.examine(found, slurm, survey, home(), ports=ports, interface=interface)
 
     def asked(name: str, check: Check) -> Check:
         """No answer is unknown; that there is none at all is said once, as a finding about Slurm itself."""

@@ -24,6 +24,7 @@ import msgspec
 
 from wrapper.doctor_machine import Finding, Outcome, gpus, limits
 from wrapper.doctor_places import journal, nearest
+from wrapper.interfaces import meant, missing, present
 from wrapper.ports import Ports, listen
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class Report(msgspec.Struct, frozen=True):
     connection: str
     """Why the doctor could not be reached; empty when it was."""
     version: str
+    interfaces: dict[str, str] = {}
+    """Those that are up, with their addresses."""
 
 
 def outside(nodes: int = 2) -> Iterator[Finding]:
@@ -69,6 +72,7 @@ def examine(
     home: Path,
     *,
     ports: Ports | None = None,
+    interface: str = "",
     timeout_s: float = NODES_S,
 ) -> Iterator[Finding]:
     """Findings over all nodes. Raises SlurmError when nothing can be started."""
@@ -93,6 +97,20 @@ def examine(
                 path.unlink()
     yield from judge(nodes, reports, written, clock.skews, home)
     yield from _given_gpus(found.gpus_per_node or 0, reports)
+    if interface:
+        yield from interfaces_of(interface, reports)
+
+
+def interfaces_of(wanted: str, reports: Mapping[str, Report]) -> Iterator[Finding]:
+    """Whether each node has what `[network] interface` names."""
+    without = {
+        node: missing(wanted, report.interfaces)
+        for node, report in reports.items()
+        if not meant(wanted, report.interfaces)
+    }
+    yield from _by_text("interfaces", "failed", without, "set interface in [network] to one that all nodes have")
+    if reports and not without:
+        yield Finding(check="interfaces", outcome="ok", text=f"{wanted}: on {told(list(reports))}")
 
 
 def _given_gpus(given: int, reports: Mapping[str, Report]) -> Iterator[Finding]:
@@ -305,7 +323,7 @@ def probe(node: str, host: str, port: int, note: Path, now: Callable[[], float] 
             findings += check()
         except Exception as error:  # noqa: BLE001 - a node that cannot be looked at is a finding
             findings.append(Finding(check=name, outcome="unknown", text=f"{type(error).__name__}: {error}"))
-    return Report(node, tuple(findings), home, connection, resihp.__version__)
+    return Report(node, tuple(findings), home, connection, resihp.__version__, present())
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -190,7 +190,13 @@ def create_slurm_job(job_id: str, restart_count: int) -> Job:
 
 def runs_of(job_id: str) -> list[Job]:
     """What has run in this Slurm job, newest first."""
-    return [job for job in all_jobs() if (match := _SLURM_NAME.fullmatch(job.name)) and match[1] == job_id]
+    return [job for job in all_jobs() if slurm_job_of(job.name) == job_id]
+
+
+def slurm_job_of(name: str) -> str | None:
+    """The Slurm job that a run of this name was in; None for one without Slurm."""
+    match = _SLURM_NAME.fullmatch(name)
+    return match[1] if match else None
 
 
 def _furnish(job: Job) -> Job:

@@ -118,7 +118,9 @@ def job_status(reader: Reader, row: dict[str, Any], now: datetime | None = None)
     import json
 
     from db.layouts import from_json
+    from wrapper.jobs import slurm_job_of
     from wrapper.render import placed
+    from wrapper.shells import shells
 
     figures = reader.summary(row["id"], now)
     plans = reader.shown_plan(row["id"])
@@ -143,6 +145,8 @@ def job_status(reader: Reader, row: dict[str, Any], now: datetime | None = None)
         for failure in reader.rows("failures", row["id"]):
             if failure["kind"] == "fail-slow" and failure["ended_iteration"] is None:
                 health |= {rank: "slow" for rank in failure["ranks"] if health.get(rank, "dead") != "dead"}
+    slurm_job = slurm_job_of(row["name"]) if figures["state"] == "running" else None
+    replacements = reader.rows("replacements", row["id"])
     return {
         "schema": SCHEMA,
         **figures,
@@ -150,7 +154,8 @@ def job_status(reader: Reader, row: dict[str, Any], now: datetime | None = None)
         "layout": layout,
         "health": {str(rank): health[rank] for rank in sorted(health)},
         "drains": reader.rows("drains", row["id"]),
-        "replacements": reader.rows("replacements", row["id"]),
+        "replacements": replacements,
+        "shells": shells(slurm_job, reader.rows("nodes", row["id"]), replacements) if slurm_job else {},
         "events": reader.events(row["id"], EVENT_KINDS, EVENTS_IN_JSON),
     }
 

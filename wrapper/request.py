@@ -70,6 +70,7 @@ class SlurmRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the job is to be run again when too many of its nodes are lost."""
     restarts_left: int = 0
     """How many more runs may follow if this one fails and has added no checkpoint."""
+    comment: bool = True
 
 
 class Container(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +131,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Address that the supervisor listens on: never all of a machine's."""
     ports: Ports | None = None
     """Where our processes listen for other nodes; None: as ports come."""
+    interface: str = ""
+    """The workers', as `[network] interface` has it; empty: the one on which the supervisor is reached."""
     succession: bool = False
     """Whether agents keep copies of the journal, and choose another supervisor when this one's node is gone."""
     node_names: tuple[str, ...] = ()

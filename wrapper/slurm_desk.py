@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -36,13 +37,14 @@ import msgspec
 
 from resihp.controller import interface as api
 from slurm import drain, replacement
-from slurm.client import JobRequest, JobView, NodeView
+from slurm.client import JobRequest, JobView, NodeView, commented
 from slurm.commands import CommandLine
 from slurm.errors import SlurmError, SlurmRefusedError, SlurmUnavailableError
 from slurm.exclusions import FOR_S, Exclusions
 from slurm.polite import Polite
 from slurm.replacement import ReplacementJob
 from slurm.spool import folder_of
+from wrapper.job_comment import JobComment
 from wrapper.request import RunRequest
 
 LOOK_FIRST_S = 60.0
@@ -64,6 +66,11 @@ WHY_AGAIN_S = 1.0
 """Slurm's view may be older than its signal."""
 CLOSE_S = 20.0
 """For cancelling what is open when the job has ended."""
+COMMENT_EVERY_S = 600.0
+COMMENT_AGAIN_S = 60.0
+"""After a node was lost, since the last one; of the end Slurm is told at once."""
+LAST_COMMENT_S = 6.0
+"""How long the end of the job waits for that."""
 
 WAITING = ("pending", "configuring", "requeued", "requeue_fed", "requeue_hold", "special_exit", "resv_del_hold")
 """States in which no agent can be there; of `configuring` the nodes are known, and only begin to boot."""
@@ -117,8 +124,9 @@ class SlurmDesk:
         submit: Submit = lambda wanted, environment: replacement.submit(wanted, environment=environment),
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
+        comment: JobComment | None = None,
     ) -> None:
-        """`clock` is monotonic; `now` tells UTC in seconds since 1970."""
+        """`clock` is monotonic; `now` tells UTC in seconds since 1970. `comment`: what to tell Slurm of the job."""
         assert request.slurm is not None
         self._request = request
         self._main = request.slurm
@@ -144,6 +152,14 @@ class SlurmDesk:
         self._plan("earlier", 0.0, self._find_earlier)
         self._plan("time", 0.0, self._time_left)
         self._plan("nodes", LOOK_FIRST_S, self._look_at_nodes)
+        self._comment = comment if self._main.comment else None
+        self._theirs: str | None = None
+        """What the job's comment says, as it was last seen; None if it never was."""
+        self._commented_at = float("-inf")
+        self._last_said = False
+        if self._comment is not None:
+            self._comment.changed = self._comment_soon
+            self._plan("comment", 0.0, self._say)
 
     # --- for the shell ----------------------------------------------------------------------------------------
 
@@ -216,6 +232,11 @@ class SlurmDesk:
                 await self.turn()
         except TimeoutError:
             _log.warning("Slurm gave no answer in time%s", self._left_over())
+        if self._comment is not None and not self._last_said:
+            self._plan("comment", 0.0, self._say)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_COMMENT_S):
+                    await self.turn()
         self._agenda.clear()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -257,6 +278,33 @@ class SlurmDesk:
         if view is not None:
             return Done([api.TimeLeft(seconds=view.seconds_left)])
         return Done(then=[("time", _pause(RETRY_PAUSES_S, tries), lambda: self._time_left(tries + 1))])
+
+    def _comment_soon(self) -> None:
+        """Called in the event loop: a node was lost, or the job has ended."""
+        assert self._comment is not None
+        again_s = 0.0 if self._comment.ended else self._commented_at + COMMENT_AGAIN_S - self._clock()
+        self._plan("comment", max(0.0, again_s), self._say)
+
+    def _say(self) -> Done:
+        """Write how far the job is behind what its comment says; once a refusal is known, no more of it."""
+        assert self._comment is not None
+        if self._last_said:
+            return Done()
+        self._last_said = self._comment.ended
+        self._commented_at = self._clock()
+        try:
+            if self._theirs is None or not self._last_said:  # the end waits for no question
+                view = self._slurm.job(self._main.job_id)
+                self._theirs = None if view is None else view.comment
+            if self._theirs is not None:
+                self._slurm.comment(self._main.job_id, commented(self._theirs, self._comment.text(self._now())))
+        except SlurmRefusedError as error:
+            _log.warning("comment: %s", error)
+            self._last_said = True
+            return Done()
+        except SlurmError as error:
+            _log.warning("comment: %s", error)
+        return Done(then=[("comment", COMMENT_EVERY_S, self._say)])
 
     def _why(self, *, again: bool) -> Done:
         try:

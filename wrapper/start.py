@@ -18,7 +18,7 @@ from resihp.errors import ResihpError, UsageError
 from slurm import releases
 from slurm.client import Slurm
 from slurm.errors import SlurmError
-from wrapper import allocation, batch_script, chain, container, earlier_runs, guardian, listeners
+from wrapper import allocation, batch_script, chain, container, earlier_runs, guardian, interfaces, listeners
 from wrapper import config_values as values
 from wrapper.allocation import Allocation
 from wrapper.config import Configuration, check_partition, read
@@ -153,6 +153,7 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
         restart_count=found.restart_count if found else 0,
         host=of_slurm[1] if of_slurm else "127.0.0.1",
         ports=values.ports_of(configuration.slurm.ports) if of_slurm else None,
+        interface=configuration.network.interface if of_slurm else "",
         succession=_succession(configuration, found is not None and len(shape.nodes) > 1),
         slurm=of_slurm[0] if of_slurm else None,
         container=container.with_folders(inside, container.job_folders(cwd, job.folder, checkpoints, python_path)),
@@ -279,7 +280,10 @@ def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm, fai
         on_warning=section.on_warning,
         may_requeue=section.on_warning == "requeue" if asked is None else asked,
         restarts_left=section.restarts - failed - 1,
+        comment=section.comment,
     )
+    if configuration.network.control:
+        return request, interfaces.address_of(configuration.network.control, found.batch_node or here)
     return request, allocation.own_address(here, others)
 
 

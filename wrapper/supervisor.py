@@ -33,6 +33,7 @@ from resihp.membership import Membership
 from resihp.process import die_with_parent
 from resihp.protocol.messages import Lead
 from wrapper.exit_codes import BROKEN, DEPOSED, REQUEUE, exit_code_of
+from wrapper.job_comment import JobComment, say_at_last
 from wrapper.jobs import Job, finish_dead_job, write_private
 from wrapper.late_ledger import LateLedger
 from wrapper.launcher import Followers, Launcher, LocalLauncher
@@ -128,7 +129,9 @@ async def supervise_with(
     def warn(text: str) -> None:
         loop.call_soon_threadsafe(view.say, "warning", text)
 
-    ledger = Listeners(ledger, listeners(request, ledger, warn, heir.records if heir else ()))
+    past = heir.records if heir else ()
+    comment = JobComment(request, past)
+    ledger = Listeners(ledger, [*listeners(request, ledger, warn, past), comment])
     supervisor = Supervisor(
         request,
         controller=controller,
@@ -138,7 +141,7 @@ async def supervise_with(
         journal=Journal(journal or job.journal_file),
         ledger=ledger,
         view=view,
-        slurm=_desk(request),
+        slurm=_desk(request, comment),
         memory=NodeMemory(request.ledger_url) if request.examine and request.ledger_url != "sqlite" else None,
         listener=listener,
         lead=heir.lead if heir else None,
@@ -157,12 +160,12 @@ def _launcher(request: RunRequest, host: str, heir: Heir | None, view: ViewLike)
     return LocalLauncher(request.of_job, request.of_job.run_file, request.nodes)
 
 
-def _desk(request: RunRequest) -> Callable[[Callable[[AnyEvent], None]], SlurmDeskLike] | None:
+def _desk(request: RunRequest, comment: JobComment) -> Callable[[Callable[[AnyEvent], None]], SlurmDeskLike] | None:
     if request.slurm is None:
         return None
     from wrapper.slurm_desk import SlurmDesk
 
-    return lambda event: SlurmDesk(request, event)
+    return lambda event: SlurmDesk(request, event, comment=comment)
 
 
 def _end_slurm_job(request: RunRequest, status: int) -> None:
@@ -257,6 +260,8 @@ def bury(request: RunRequest, how: str, listener: socket.socket) -> int:
             catch_up(url, job.folder, job.journal_file)
     print(f"resihp: job {job.name}: the supervisor {how}; {text}, logs in {job.logs}", file=sys.stderr)
     tell_of_the_end(request, job.records(), lambda text: print(f"resihp: job {job.name}: {text}", file=sys.stderr))
+    if request.slurm is not None:
+        _say_at_last(request)
     deadline = time.monotonic() + AGENTS_GONE_S
     while (left := _agents(job)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -266,6 +271,16 @@ def bury(request: RunRequest, how: str, listener: socket.socket) -> int:
             with suppress(psutil.NoSuchProcess):
                 each.kill()
     return status
+
+
+def _say_at_last(request: RunRequest) -> None:
+    from slurm.commands import CommandLine
+    from slurm.errors import SlurmError
+
+    try:
+        say_at_last(request, request.of_job.records(), CommandLine())
+    except SlurmError as error:
+        print(f"resihp: job {request.job}: {error}", file=sys.stderr)
 
 
 def _agents(job: Job) -> list[psutil.Process]:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from db.layouts import from_json
 from wrapper.render import duration, layout_grid, legend, literal, percent
+from wrapper.shells import line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -63,6 +64,8 @@ def render_status(state: dict[str, Any], width: int) -> RenderableType:
     parts.append(Text(goodput_line(state)))
     if nodes := nodes_line(state):
         parts.append(Text(literal(nodes)))
+    if state["shells"]:
+        parts.append(Text(f"a shell there: {literal(line(state['shells']))}", style="dim"))
     if state["layout"] is not None:
         health = {int(rank): value for rank, value in state["health"].items()}
         parts += [

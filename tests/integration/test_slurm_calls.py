@@ -17,6 +17,7 @@ WATCHED_S = float(os.environ.get("RESIHP_CALLS_S", "45"))
 """From the start of training on; `make soak` watches for ten minutes."""
 MOST_CALLS = 12
 """In ten minutes, the start included."""
+MOST_WITH_COMMENT = 20
 PROGRAMS = ("scontrol", "squeue", "sinfo", "sbatch", "scancel", "sacct", "sdiag")
 """srun, which starts the agents, is not among them: that is the job itself."""
 
@@ -41,10 +42,13 @@ def noted(calls: Path) -> list[str]:
     return [line for line in calls.read_text().splitlines() if line.startswith(PROGRAMS)]
 
 
-def test_a_healthy_job_hardly_asks_anything(cluster: MakeCluster) -> None:
+@pytest.mark.parametrize(
+    ("comment", "most"), [("true", MOST_WITH_COMMENT), pytest.param("false", MOST_CALLS, marks=pytest.mark.soak)]
+)
+def test_a_healthy_job_hardly_asks_anything(cluster: MakeCluster, comment: str, most: int) -> None:
     made = cluster(nodes=8, gpus=1)
     counting(made.folder / "counting", made.environment["PATH"])
-    desk = Desk(made)
+    desk = Desk(made, RESIHP_SLURM__COMMENT=comment)
     mine = desk.environment["PATH"]
     desk.environment["PATH"] = f"{made.folder / 'counting'}:{mine}"
     desk.pace(0.1)
@@ -62,6 +66,7 @@ def test_a_healthy_job_hardly_asks_anything(cluster: MakeCluster) -> None:
     print(f"{len(made_calls)} calls in {WATCHED_S:.0f} s:", *made_calls, sep="\n  ")
     assert desk.of(job, FailureFound) == []
     assert desk.committed(job) > 2
-    assert len(made_calls) <= MOST_CALLS, Counter(line.split()[0] for line in made_calls)
+    assert len(made_calls) <= most, Counter(line.split()[0] for line in made_calls)
+    assert ("Comment=resihp: " in desk.run("scontrol", "show", "job", job).stdout) == (comment == "true")
     desk.run("scancel", job)
     desk.wait(job)

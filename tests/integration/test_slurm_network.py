@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+import msgspec
 import psutil
 
 from resihp.journal import LeaderChosen
@@ -66,3 +69,22 @@ def test_a_range_without_a_free_port_is_told(cluster: MakeCluster) -> None:
     job = desk.sbatch(f"#!/bin/sh\n#SBATCH --no-kill --gpus-per-node=1 --output=%x-%j.out\nexec {run}\n")
     assert desk.wait(job) == ("FAILED", "2:0"), desk.output(job)
     assert f"{made.address('n1')}: no port of {first}-{last} is free here; widen [slurm] ports" in desk.output(job)
+
+
+def test_configured_interfaces_are_used_and_a_node_that_lacks_one_is_named(cluster: MakeCluster) -> None:
+    made = cluster(nodes=2, gpus=1)
+    desk = Desk(made, RESIHP_NETWORK__INTERFACE="lo", RESIHP_NETWORK__CONTROL="lo")
+    desk.pace(0.1)
+    job = desk.sbatch_training(1000, nodes=2, gpus=1)
+    desk.until_committed(job, 1)
+    address = msgspec.json.decode(desk.job(job).supervisor_file.read_bytes())
+    assert address["host"] == "127.0.0.1", "Slurm calls the node 127.0.1.1"
+    desk.run("scancel", job)
+    desk.wait(job)
+
+    other = Desk(made, RESIHP_NETWORK__INTERFACE="ib9")
+    job = other.sbatch_training(10, nodes=2, gpus=1)
+    assert other.wait(job) == ("FAILED", "2:0"), other.output(job)
+    assert re.search(
+        r"node n[12]: cannot start workers: .*no interface ib9 is up .*lo \(127\.0\.0\.1\)", other.output(job)
+    )

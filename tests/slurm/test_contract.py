@@ -16,7 +16,7 @@ from typing import Protocol
 
 import pytest
 
-from slurm.client import PREFIX, Gres, JobRequest, JobView, NodeView, Slurm
+from slurm.client import PREFIX, Gres, JobRequest, JobView, NodeView, Slurm, commented
 from slurm.commands import CommandLine
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 from slurm.fake import FakeSlurm, expand
@@ -378,6 +378,23 @@ def test_unknown_and_impossible_jobs_are_refused(scene: Scene) -> None:
         refused(scene.user.batch_script, job)
         if job != "4000":
             refused(scene.user.cancel, job)
+
+
+def test_a_jobs_comment_is_its_owners_to_change_while_it_runs(scene: Scene) -> None:
+    job = scene.submit(1)
+    assert viewed(scene.user, job).comment == ""
+    theirs = "my 'own' | \"x\" é; $HOME `id` =3"
+    scene.user.comment(job, theirs)
+    assert viewed(scene.user, job).comment == theirs
+    for iteration in (5, 6):
+        scene.user.comment(job, commented(viewed(scene.user, job).comment, f"iteration {iteration}, loss 2.5\nx"))
+    assert viewed(scene.user, job).comment == f"{theirs} | {PREFIX}iteration 6, loss 2.5 x"
+    others = scene.submit(1, by_operator=True)
+    refused(scene.user.comment, others, "x", permission=True)
+    for nobodys in ("4000", "", "-1", "1;id"):
+        refused(scene.user.comment, nobodys, "x")
+    scene.user.cancel(job)
+    refused(scene.user.comment, job, "too late")
 
 
 def test_cancelling_what_is_not_there_is_no_error(scene: Scene) -> None:

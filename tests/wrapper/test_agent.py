@@ -463,4 +463,37 @@ def test_workers_use_the_interface_on_which_the_supervisor_was_reached(job: Job)
     assert (job.logs / "n1.rank0.log").read_text() == "lo ib0 3,5\n"
 
 
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({}, "lo =lo"),
+        ({"NCCL_SOCKET_IFNAME": "ib0"}, "lo ib0"),
+        ({"GLOO_SOCKET_IFNAME": "eth7"}, "eth7 =lo"),
+    ],
+)
+def test_workers_use_the_configured_interface_unless_the_user_has_set_another(
+    job: Job, environment: dict[str, str], told: str
+) -> None:
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        supervisor.order(spawn(0, 1))
+        await supervisor.until(lambda: supervisor.of(m.Exited))
+
+    command = ("/bin/sh", "-c", "echo $GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME")
+    program = Program(kind="command", argv=command, interpreter=sys.executable, preload="")
+    play(job, scene, environment={"SLURM_JOB_ID": "1", **environment}, program=program, interface="l")
+    assert (job.logs / "n1.rank0.log").read_text() == f"{told}\n"
+
+
+def test_a_node_without_the_configured_interface_says_what_it_has(job: Job) -> None:
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        supervisor.order(spawn(0, 1))
+        await supervisor.until(lambda: supervisor.of(m.SpawnFailed))
+        (failed,) = supervisor.of(m.SpawnFailed)
+        assert failed.rank is None
+        assert "[network] interface: no interface ib9 is up with an address; there is" in failed.reason
+        assert "lo (127.0.0.1)" in failed.reason
+
+    play(job, scene, environment={"SLURM_JOB_ID": "1"}, interface="ib9")
+
+
 GO: dict[str, Any] = {"store_host": "", "store_port": 0, "next_iteration": 1, "finish": None}

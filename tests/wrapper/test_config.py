@@ -80,6 +80,8 @@ def test_files_are_found_where_they_are_said_to_be(fresh_home: Path) -> None:
         ("[slurm]\nports = '63000-60001'\n", r"\[slurm\] ports: must lie within .* the lower port first"),
         ("[slurm]\nports = '60001-60002'\n", r"\[slurm\] ports: must have 16 ports at least"),
         ("[slurm]\nports = 60001\n", r"\[slurm\] ports: .*string"),
+        ("[network]\ninterface = '^docker0'\n", r"\[network\] interface: must be names of interfaces"),
+        ("[network]\ncontrol = 'eth0 eth1'\n", r"\[network\] control: must be names of interfaces"),
         ("[container]\nruntime = 'docker'\n", r"\[container\] runtime: .*'apptainer'.*got 'docker'"),
         ("[container]\nmounts = ['data']\n", r"\[container\] mounts: must be /source, /source:/destination"),
         ("[job]\ntime = '24'\n", r"\[job\] time: not a time with its unit; examples: 24h, .*got '24'"),

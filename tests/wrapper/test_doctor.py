@@ -476,6 +476,19 @@ def test_strangers_do_not_stop_the_clock() -> None:
     assert set(clock.skews) == {"n1"}
 
 
+def test_a_node_that_lacks_the_interface_is_named_with_what_it_has() -> None:
+    reports = {
+        node: Report(node, (), "", "", "1", {"lo": "127.0.0.1", name: "10.0.0.1"})
+        for node, name in (("n1", "ib0"), ("n2", "ib1"), ("n3", "eth0"))
+    }
+    failed = only(doctor_nodes.interfaces_of("ib", reports))
+    assert (failed.outcome, failed.nodes) == ("failed", ("n3",))
+    assert "n3: no interface ib is up with an address; there is eth0 (10.0.0.1), lo (127.0.0.1)" in failed.text
+    del reports["n3"]
+    assert only(doctor_nodes.interfaces_of("ib", reports)).outcome == "ok", "nodes may number theirs differently"
+    assert only(doctor_nodes.interfaces_of("ib0", reports)).nodes == ("n2",)
+
+
 def test_versions_that_differ_and_gpus_that_do(tmp_path: Path) -> None:
     def report(node: str, version: str, gpu: str) -> Report:
         return Report(node, (Finding(check="gpus", outcome="ok", text=gpu),), "", "", version)

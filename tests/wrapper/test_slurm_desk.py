@@ -11,7 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from resihp import journal
 from resihp.controller import interface as api
+from resihp.protocol.messages import StepOutcome
 from slurm import replacement
 from slurm.client import Gres, JobRequest, NodeView
 from slurm.errors import SlurmRefusedError, SlurmUnavailableError
@@ -20,6 +22,7 @@ from slurm.fake import FakeSlurm
 from slurm.polite import Polite
 from slurm.replacement import ReplacementJob
 from wrapper import slurm_desk
+from wrapper.job_comment import JobComment
 from wrapper.request import Program, RunRequest, SlurmRequest
 from wrapper.slurm_desk import SlurmDesk, meaning_of
 
@@ -126,6 +129,153 @@ class Desk:
 @pytest.fixture
 def desk(tmp_path: Path) -> Desk:
     return Desk(tmp_path)
+
+
+# --- the job's comment -----------------------------------------------------------------------------------------------
+
+
+class Told:
+    """A desk that tells Slurm of the job, whose records a test makes up."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self.comment = JobComment(desk.request)
+        desk.desk = SlurmDesk(
+            *(desk.request, desk.events.append, desk.polite),
+            clock=desk.clock,
+            now=lambda: 1e9,
+            comment=self.comment,
+        )
+
+    def happens(self, *entries: journal.AnyEntry) -> None:
+        for entry in entries:
+            self.comment.submit(journal.Record(seq=1, at=0.0, entry=entry))
+
+    def says(self) -> str:
+        return self.desk.slurm.job_views["77"].comment
+
+    @property
+    def written(self) -> int:
+        return self.desk.slurm.calls["comment"]
+
+
+def committed(iteration: int) -> journal.IterationCommitted:
+    outcome = StepOutcome(
+        iteration=iteration,
+        clip=1.0,
+        skip=False,
+        learning_rate=1.0,
+        gradient_norm=1.0,
+        loss=2.5,
+        tokens=10,
+        sum_squared_lengths=10,
+        samples=1,
+        samples_digest="",
+    )
+    return journal.IterationCommitted(epoch=1, outcome=outcome, seconds=1.0, predicted_seconds=None)
+
+
+def lost(node: str) -> journal.NodeLost:
+    return journal.NodeLost(node=node, reason="silent")
+
+
+COMPLETED = journal.JobEnded(exit_code=0, state="completed", reason="training is complete")
+
+
+@pytest.fixture
+def told(desk: Desk) -> Told:
+    return Told(desk)
+
+
+def test_the_comment_tells_how_far_the_job_is_at_a_low_rate(told: Told) -> None:
+    told.desk.wait(1)
+    assert told.says() == "resihp: no iteration (2001-09-09 01:46 UTC)"
+    for iteration in range(1, 600):
+        told.happens(committed(iteration))
+        told.desk.wait(1)
+    assert told.desk.calls <= 8
+    told.desk.wait(1)
+    assert told.says() == "resihp: iteration 599, loss 2.5000 (2001-09-09 01:46 UTC)"
+    assert told.written == 2
+
+
+def test_lost_nodes_are_told_once_a_minute_at_most_and_the_end_at_once(told: Told) -> None:
+    told.desk.slurm.set_job("77", comment="ablation 3 | 'lr'")
+    told.desk.wait(30)
+    told.happens(committed(7), lost("n3"))
+    told.desk.wait(29)
+    assert told.written == 1
+    told.happens(lost("n4"))
+    told.desk.wait(2)
+    assert told.says() == "ablation 3 | 'lr' | resihp: iteration 7, loss 2.5000, 2 nodes lost (2001-09-09 01:46 UTC)"
+    assert told.written == 2
+    told.happens(COMPLETED)
+    asyncio.run(told.desk.desk.close())
+    assert told.says().startswith("ablation 3 | 'lr' | resihp: completed, iteration 7, loss 2.5000, 2 nodes lost (")
+    assert told.written == 3
+
+
+def test_the_last_word_is_written_once_even_where_the_desk_got_to_it_before_the_end(told: Told) -> None:
+    told.happens(COMPLETED)
+    told.desk.wait(1)
+    asyncio.run(told.desk.desk.close())
+    assert told.written == 1
+
+
+def test_what_somebody_else_writes_meanwhile_stays(told: Told) -> None:
+    told.desk.wait(1)
+    told.desk.slurm.set_job("77", comment="kept for billing")
+    told.desk.wait(601)
+    assert told.says().startswith("kept for billing | resihp: ")
+
+
+def test_a_refused_comment_is_not_tried_again(told: Told) -> None:
+    told.desk.slurm.refuse["comment"] = "Invalid user id"
+    told.desk.wait(2000)
+    told.happens(lost("n3"), COMPLETED)
+    asyncio.run(told.desk.desk.close())
+    assert told.written == 1
+    assert told.desk.of(api.TimeLeft), "all else goes on"
+
+
+def test_without_an_answer_nobodys_comment_is_overwritten_and_the_end_does_not_wait(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told.desk.slurm.set_job("77", comment="ablation 3")
+    told.desk.slurm.unavailable = True
+    told.desk.wait(100)
+    told.desk.slurm.unavailable = False
+    told.desk.wait(600)
+    assert told.says().startswith("ablation 3 | resihp: no iteration")
+    hung, let_go = threading.Event(), threading.Event()
+
+    def hangs(job_id: str, text: str) -> None:
+        hung.set()
+        let_go.wait(20)
+
+    monkeypatch.setattr(told.desk.slurm, "comment", hangs)
+    monkeypatch.setattr(slurm_desk, "LAST_COMMENT_S", 0.05)
+    told.happens(COMPLETED)
+
+    async def end() -> None:
+        closing = asyncio.create_task(told.desk.desk.close())
+        async with asyncio.timeout(10):
+            await closing
+        assert hung.is_set()
+        let_go.set()
+
+    asyncio.run(end())
+
+
+def test_a_job_that_asks_for_none_has_no_comment(desk: Desk) -> None:
+    assert desk.request.slurm is not None
+    slurm = msgspec.structs.replace(desk.request.slurm, comment=False)
+    desk.request = msgspec.structs.replace(desk.request, slurm=slurm)
+    told = Told(desk)
+    desk.wait(700)
+    told.happens(lost("n1"), COMPLETED)
+    asyncio.run(desk.desk.close())
+    assert told.written == 0
 
 
 # --- politeness ---------------------------------------------------------------------------------------------------

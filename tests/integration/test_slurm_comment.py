@@ -1,0 +1,66 @@
+"""The truth in Slurm's own books: what a job's comment says while it trains, and once it has ended."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from resihp.journal import LeaderChosen
+from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, on_node
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def comment(desk: Desk, job: str) -> str:
+    shown = desk.run("scontrol", "show", "job", job).stdout
+    return next((line.strip()[len("Comment=") :] for line in shown.splitlines() if "Comment=" in line), "")
+
+
+@pytest.mark.every_slurm
+def test_a_job_that_its_successor_ended_says_that_it_is_completed(cluster: MakeCluster) -> None:
+    # As long as by default: once it has taken the dead node back, 22.05 without slurmdbd lets nobody change the job.
+    desk = Desk(cluster(nodes=4, gpus=1, settings={"SlurmdTimeout": "300"}))
+    desk.pace(0.1)
+    job = desk.sbatch(desk.script(ITERATIONS, gpus=1), "--comment=ablation 3, 'lr' | group a")
+    theirs = "ablation 3, 'lr' | group a | resihp: "
+    desk.until_committed(job, 3)
+    assert comment(desk, job).startswith(f"{theirs}no iteration (")
+    desk.cluster.kill_node("n1")
+    desk.until(lambda: desk.of(job, LeaderChosen), job)
+    desk.pace(0.0)
+    desk.until(lambda: desk.state(job)[0] in ("COMPLETING", "CANCELLED"), job, 120)  # as far as Slurm knows
+    assert comment(desk, job).startswith(f"{theirs}completed, iteration {ITERATIONS}, loss "), comment(desk, job)
+    assert ", 1 node lost (" in comment(desk, job)
+
+
+def test_a_job_that_is_run_again_says_so_and_then_how_it_ended(cluster: MakeCluster) -> None:
+    desk = Desk(cluster(nodes=2, gpus=1))
+    desk.pace(0.1)
+    job = desk.sbatch_training(1000, nodes=2, gpus=1)
+    desk.until_committed(job, 3)
+    assert desk.run("scancel", "--batch", "--signal=USR2", job).returncode == 0
+    desk.until(lambda: "to be run again" in comment(desk, job), job)
+    assert comment(desk, job).startswith("resihp: to be run again, iteration ")
+    desk.start_again(job)
+    again = f"{job}-r1"
+    desk.until_committed(again, desk.committed(job) + 2)
+    assert comment(desk, job).startswith(f"resihp: iteration {desk.committed(job)}, run 2 (")
+
+    (supervisor,) = on_node(desk.cluster, desk.nodes(job)[0], "wrapper.supervisor")
+    supervisor.send_signal(signal.SIGTERM)
+    desk.wait(job)
+    assert ", run 2 (" in comment(desk, job)
+    assert comment(desk, job).startswith("resihp: cancelled, iteration "), comment(desk, job)
+
+
+def test_a_cancelled_job_ends_as_soon_as_without_comment(cluster: MakeCluster) -> None:
+    """Slurm takes no comment from the moment of scancel on: what was said last stays true, for it says when it was."""
+    desk = Desk(cluster(nodes=2, gpus=1))
+    desk.pace(0.1)
+    job = desk.sbatch_training(1000, nodes=2, gpus=1)
+    desk.until_committed(job, 3)
+    desk.run("scancel", job)
+    assert desk.wait(job, 30)[0] == "CANCELLED"
+    assert comment(desk, job).startswith("resihp: no iteration ("), comment(desk, job)
+    assert "comment" not in desk.output(job)

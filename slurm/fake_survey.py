@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from slurm.errors import SlurmRefusedError, SlurmUnavailableError
-from slurm.survey import PartitionView
+from slurm.limits import Limit, Limits
+from slurm.survey import PartitionRules, PartitionView
 
 SETTINGS = {
     "ClusterName": "fake",
@@ -57,6 +60,11 @@ class FakeSurvey:
         self.operator = operator
         self.refusal = ""
         """Why no job is taken."""
+        self.rule = PartitionRules(
+            name="gpu", max_nodes=None, max_seconds=None, seconds_of_grace=0, preempt_mode="off", qos=""
+        )
+        """Of each partition, by its own name."""
+        self.limited: tuple[Limit, ...] = ()
         self.options: tuple[str, ...] = ()
         """Of the last job that would have been submitted."""
         self._partitions = partitions or (partition(),)
@@ -70,6 +78,14 @@ class FakeSurvey:
     def partitions(self) -> Sequence[PartitionView]:
         self._called("partitions")
         return self._partitions
+
+    def rules(self, partition: str) -> PartitionRules:
+        self._called("rules")
+        return msgspec.structs.replace(self.rule, name=partition)
+
+    def limits(self, user: str, account: str, qos: str, partition: PartitionRules, cluster: str) -> Limits:
+        self._called("limits")
+        return Limits(account=account or "lab", qos=qos or "normal", found=self.limited)
 
     def is_operator(self, user: str, settings: Mapping[str, str]) -> bool:
         self._called("is_operator")

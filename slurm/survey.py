@@ -13,10 +13,11 @@ from typing import Protocol
 
 import msgspec
 
-from slurm import reading
+from slurm import limits, reading
 from slurm.calls import Answer, call, query_environment, submit_environment
 from slurm.commands import TIMEOUT_S, failure
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
+from slurm.limits import Association, Limits
 
 FIELD, RECORD = reading.FIELD, reading.RECORD
 _FIELDS = ("Partition", "Available", "Time", "DefaultTime", "NodeAIOT", "Gres", "CPUs", "Memory")
@@ -27,6 +28,11 @@ _USER = re.compile(r"([^()]+)\((\d+)\)")
 _SOCKET = re.compile(r"\bsocket=([^,\s]+)")
 _TO_START = re.compile(r"to start at .*")
 _RANKS = ("operator", "administrator")
+_RULE = re.compile(r"(\w+)=(\S*)")
+_TYPE = re.compile(r"\bgpu:([^:(),\s]*[^:(),\s0-9][^:(),\s]*)", re.ASCII)
+"""The a100 in gpu:a100:8."""
+_GENERATIONS = 32
+"""How many accounts above a user's are looked at."""
 
 
 class PartitionView(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +52,21 @@ class PartitionView(msgspec.Struct, frozen=True, kw_only=True):
     memory_mb: int
     seconds: float | None
     default_seconds: float | None
+    gpu_types: tuple[str, ...] = ()
+
+
+class PartitionRules(msgspec.Struct, frozen=True, kw_only=True):
+    """What a partition does with jobs. None is no limit; `seconds_of_grace` comes before a preemption.
+
+    `preempt_mode` in lower case; `qos` is one that bounds all its jobs, empty for none.
+    """
+
+    name: str
+    max_nodes: int | None
+    max_seconds: float | None
+    seconds_of_grace: int
+    preempt_mode: str
+    qos: str
 
 
 class Survey(Protocol):
@@ -56,6 +77,12 @@ class Survey(Protocol):
 
     def partitions(self) -> Sequence[PartitionView]:
         """Those that this user can see, in Slurm's order."""
+
+    def rules(self, partition: str) -> PartitionRules:
+        """Of one that this user can see."""
+
+    def limits(self, user: str, account: str, qos: str, partition: PartitionRules, cluster: str) -> Limits:
+        """What accounting allows this user's job; `account` and `qos` empty for the usual ones."""
 
     def is_operator(self, user: str, settings: Mapping[str, str]) -> bool:
         """Whether this user may drain nodes."""
@@ -86,6 +113,39 @@ class CommandSurvey:
 
     def partitions(self) -> Sequence[PartitionView]:
         return partitions(self._ask("sinfo", "-h", "--noconvert", "-O", FORMAT))
+
+    def rules(self, partition: str) -> PartitionRules:
+        return rules(self._ask("scontrol", "--oneliner", "show", "partition", partition), partition)
+
+    def limits(self, user: str, account: str, qos: str, partition: PartitionRules, cluster: str) -> Limits:
+        account = account or self._of_accounts("user", f"name={user}", "format=defaultaccount").decode().strip()
+        rows = self._associations(cluster, account, user) if account else []
+        # One that is only for this partition goes before the one for all.
+        own = next((row for row in rows if row.partition == partition.name), None)
+        own = own or next((row for row in rows if not row.partition), None)
+        if own is None:
+            return Limits(account=account, qos=qos, found=())
+        found = list(own.limits)
+        for _ in range(_GENERATIONS):
+            above = next((row for row in self._associations(cluster, account, "") if not row.user), None)
+            if above is None:
+                break
+            found += above.limits
+            account = above.parent
+            if not account:
+                break
+        qos = qos or own.qos
+        known = limits.qos(self._of_accounts("qos", f"format={limits.QOS_FORMAT}"))
+        for name in dict.fromkeys((partition.qos, qos or "normal")):
+            found += known.get(name, ())
+        return Limits(account=own.account, qos=qos, found=tuple(found))
+
+    def _associations(self, cluster: str, account: str, user: str) -> list[Association]:
+        named = (f"cluster={cluster}", f"account={account}", f"user={user}")
+        return limits.associations(self._of_accounts("assoc", *named, f"format={limits.ASSOCIATION_FORMAT}"))
+
+    def _of_accounts(self, *wanted: str) -> bytes:
+        return self._ask("sacctmgr", "--noheader", "--parsable2", "show", *wanted)
 
     def is_operator(self, user: str, settings: Mapping[str, str]) -> bool:
         if os.getuid() == 0 or user == user_of(settings.get("SlurmUser", "")):
@@ -183,6 +243,7 @@ def partitions(output: bytes) -> list[PartitionView]:
                 nodes=int(counts[3]),
                 nodes_idle=int(counts[1]),
                 gpus=reading.gpus(gres),
+                gpu_types=tuple(sorted(set(_TYPE.findall(gres)))),
                 cpus=_least(cpus),
                 memory_mb=_least(memory),
                 seconds=_limit(longest),
@@ -190,6 +251,22 @@ def partitions(output: bytes) -> list[PartitionView]:
             )
         )
     return found
+
+
+def rules(output: bytes, partition: str) -> PartitionRules:
+    """From `scontrol --oneliner show partition`. Raises SlurmOutputError."""
+    found = dict(_RULE.findall(output.decode("utf-8", "replace")))
+    if found.get("PartitionName") != partition:
+        raise SlurmOutputError(f"slurm: scontrol show partition {partition} does not tell of it")
+    most, grace = found.get("MaxNodes", "UNLIMITED"), found.get("GraceTime", "0")
+    return PartitionRules(
+        name=partition,
+        max_nodes=int(most) if most.isdigit() else None,
+        max_seconds=_limit(found.get("MaxTime", "")),
+        seconds_of_grace=int(grace) if grace.isdigit() else 0,
+        preempt_mode=found.get("PreemptMode", "").lower(),
+        qos="" if found.get("QoS", "N/A") == "N/A" else found["QoS"],
+    )
 
 
 def _least(text: str) -> int:

@@ -117,7 +117,7 @@ def slurm_checks(
 ) -> dict[str, Check]:
     """What is asked of Slurm, and of the nodes of the allocation that we are in."""
     from slurm.errors import SlurmError, SlurmRefusedError
-    from wrapper import doctor_nodes, doctor_slurm
+    from wrapper import doctor_nodes, doctor_site, doctor_slurm
     from wrapper.allocation import batch_script, find, job_id, no_kill_seen
     from wrapper.batch_script import warning_would_be_lost
     from wrapper.config import read
@@ -143,12 +143,53 @@ def slurm_checks(
 
     def version() -> Iterable[Finding]:
         settings()
-        return doctor_slurm.version(slurm)
+        yield from doctor_slurm.version(slurm)
+        yield from doctor_slurm.offers(slurm.version(), settings(), survey)
 
     def rights() -> Iterable[Finding]:
         from slurm.spool import folder_of
 
-        return doctor_slurm.rights(survey, settings(), getpass.getuser(), folder_of(read({}, job_file).slurm.spool))
+        spool = folder_of(read({}, job_file).slurm.spool)
+        yield from doctor_slurm.rights(survey, settings(), getpass.getuser(), spool)
+        yield from doctor_slurm.releases_nodes(slurm.version(), settings())
+
+    def node_death() -> Iterable[Finding]:
+        yield from doctor_slurm.survival(settings())
+        if "nodes" in settings().get("PrivateData", "").lower():
+            yield from doctor_site.visibility(settings(), survey.is_operator(getpass.getuser(), settings()))
+
+    def partition() -> Iterable[Finding]:
+        configuration = read({}, job_file)
+        job = doctor_site.wanted(configuration)
+        views = survey.partitions()
+        yield from doctor_slurm.partitions(views, configuration.slurm.partition)
+        for name in doctor_slurm.chosen(views, configuration.slurm.partition):
+            if kinds := [view for view in views if view.name == name and view.up]:
+                yield from doctor_site.shape(kinds, survey.rules(name), job)
+
+    def limits() -> Iterable[Finding]:
+        enforced = settings().get("AccountingStorageEnforce", "").lower().split(",")
+        if not {"limits", "safe"} & set(enforced):
+            return [_finding("limits", "ok", "accounting limits no jobs here (AccountingStorageEnforce)")]
+        configuration = read({}, job_file)
+        section = configuration.slurm
+        views = survey.partitions()
+        there = {view.name for view in views}
+        names = [name for name in doctor_slurm.chosen(views, section.partition) if name in there]
+        if not names:
+            return [_finding("limits", "skipped", "no partition to look at")]
+        rules, cluster = survey.rules(names[0]), settings()["ClusterName"]
+        found = survey.limits(getpass.getuser(), section.account, section.qos, rules, cluster)
+        return doctor_site.limits(found, doctor_site.wanted(configuration))
+
+    def requeue() -> Iterable[Finding]:
+        yield from doctor_slurm.requeue(settings())
+        yield from doctor_site.exit_codes(settings())
+
+    def submission() -> Iterable[Finding]:
+        yield from doctor_slurm.submission(survey, read({}, job_file))
+        yield from doctor_site.plugins(settings())
+        yield from doctor_site.inherited(settings())
 
     def nodes() -> Iterable[Finding]:
         if not job_id(environment):
@@ -176,6 +217,8 @@ def slurm_checks(
             except SlurmError as error:
                 if silence and name != "slurm":
                     return [_finding(name, "skipped", "Slurm does not answer")]
+                if isinstance(error, SlurmRefusedError) and error.permission and name in ("partition", "limits"):
+                    return [_finding(name, "skipped", f"{error}; a job does not need to be told")]
                 outcome = "failed" if isinstance(error, SlurmRefusedError) else "unknown"
                 return [_finding(name, outcome, str(error), doctor_slurm.NO_ANSWER)]
 
@@ -183,12 +226,13 @@ def slurm_checks(
 
     found: dict[str, Check] = {
         "slurm": version,
-        "node death": lambda: doctor_slurm.survival(settings()),
-        "requeue": lambda: doctor_slurm.requeue(settings()),
+        "node death": node_death,
+        "requeue": requeue,
         "firewall": lambda: doctor_slurm.firewall(settings(), read({}, job_file).slurm.ports),
         "drain": rights,
-        "partition": lambda: doctor_slurm.partitions(survey.partitions(), read({}, job_file).slurm.partition),
-        "submission": lambda: doctor_slurm.submission(survey, read({}, job_file).slurm),
+        "partition": partition,
+        "limits": limits,
+        "submission": submission,
         "munge": lambda: doctor_slurm.munge(survey, settings()),
         "nodes": nodes,
     }

@@ -13,17 +13,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm.errors import SlurmError, SlurmRefusedError
+from slurm.render import time_limit
 from wrapper.doctor_machine import Finding
 from wrapper.submit import MENDED
 
 if TYPE_CHECKING:
     from slurm.client import Slurm
     from slurm.survey import PartitionView, Survey
-    from wrapper.config import SlurmSection
+    from wrapper.config import Configuration
 
 OLDEST = (20, 11, 0)
-MEASURED = (22, 5, 8)
+MEASURED = ((22, 5), (26, 5))
+"""The oldest and the newest release that the tests of Slurm run on: 22.05.8, 24.11.5 and 26.05.5."""
+RESIZES_AGAIN = (24, 11, 0)
+"""Since then a job can shrink more than once without slurmdbd (measured: 22.05.8 not, 24.11.5 and 26.05.5)."""
+EXPEDITES = (25, 11, 0)
+SEGMENTS = (24, 11, 0)
+TELLS_THE_END = (24, 11, 0)
+"""sbatch --requeue=expedite, sbatch --segment, SLURM_JOB_END_TIME: measured likewise, but for the first, which is
+new in 25.11 and needs the site's leave."""
+CGROUPS_V2 = Path("/sys/fs/cgroup/cgroup.controllers")
 SHORTEST_KILL_WAIT_S = 10
+SMALL_S = 1200.0
+"""Of a job that is only tried."""
 NO_ANSWER = "scontrol ping; sinfo"
 
 
@@ -41,6 +53,39 @@ def version(slurm: Slurm) -> Iterator[Finding]:
         return
     cluster = slurm.cluster()
     yield Finding(check="slurm", outcome="ok", text=f"{text}, cluster {cluster}, the controller answers")
+    oldest, newest = MEASURED
+    if not oldest <= found[:2] <= newest:
+        which = "older" if found[:2] < oldest else "newer"
+        tried = f"{oldest[0]}.{oldest[1]:02} to {newest[0]}.{newest[1]:02}"
+        untried = f"{text} is {which} than the releases that resihp was tried with, {tried}"
+        yield Finding(check="slurm", outcome="warning", text=untried, advice="try a short job first")
+
+
+def offers(found: tuple[int, int, int], settings: Mapping[str, str], survey: Survey) -> Iterator[Finding]:
+    """What this Slurm has that older ones have not; nothing is told of what it has not."""
+    there = []
+    if found >= TELLS_THE_END:
+        there.append("jobs are told their end (SLURM_JOB_END_TIME)")
+    if found >= SEGMENTS and settings.get("TopologyPlugin") == "topology/block":
+        there.append("nodes come in blocks: sbatch --segment, in extra of [slurm], keeps a job's nodes together")
+    if found >= EXPEDITES:
+        try:
+            survey.would_start(["--nodes=1", f"--time={time_limit(SMALL_S)}", "--requeue=expedite"])
+        except SlurmRefusedError:
+            there.append("sbatch --requeue=expedite is there, but not allowed at this site")
+        else:
+            there.append("sbatch --requeue=expedite is there: a job keeps its nodes when it is run again")
+    if settings.get("AuthType") == "auth/slurm":
+        there.append("auth/slurm in place of munge")
+    if "cgroup" in settings.get("ProctrackType", "") and _second_cgroups(settings):
+        there.append("control groups v2")
+    if there:
+        yield Finding(check="newer Slurm", outcome="ok", text="; ".join(there))
+
+
+def _second_cgroups(settings: Mapping[str, str]) -> bool:
+    plugin = settings.get("CgroupPlugin", "autodetect")
+    return plugin.endswith("v2") or (plugin == "autodetect" and CGROUPS_V2.exists())
 
 
 def survival(settings: Mapping[str, str]) -> Iterator[Finding]:
@@ -59,9 +104,6 @@ def survival(settings: Mapping[str, str]) -> Iterator[Finding]:
     if wait < SHORTEST_KILL_WAIT_S:
         text = f"KillWait={wait} s: little time to write the ledger when a job is cancelled"
         trouble.append((text, "ask for KillWait=30"))
-    private = settings.get("PrivateData", "").lower()
-    if "nodes" in private.split(","):
-        trouble.append(("PrivateData=nodes: states of nodes are hidden from users", "scontrol show node tells what is"))
     notices = settings.get("SlurmdTimeout", "unknown")
     told = [
         f"Slurm notices a dead node after {notices}, resihp after 6 s",
@@ -120,19 +162,27 @@ def rights(survey: Survey, settings: Mapping[str, str], user: str, spool: Path |
         text = f"{user} may not drain nodes, and there is no hook to ask: bad nodes are only kept out of your own jobs"
         advice = "ask the site to install the hook (slurm/site/README.md), or to make you an operator"
         yield Finding(check="drain", outcome="warning", text=text, advice=advice)
-    if "slurmdbd" not in settings.get("AccountingStorageType", ""):
+
+
+def releases_nodes(found: tuple[int, int, int], settings: Mapping[str, str]) -> Iterator[Finding]:
+    if found < RESIZES_AGAIN and "slurmdbd" not in settings.get("AccountingStorageType", ""):
         text = "without slurmdbd a job can give back one node only; others stay with it to its end"
         yield Finding(check="release", outcome="ok", text=text)
+
+
+def chosen(found: Sequence[PartitionView], wanted: str) -> list[str]:
+    """Where a job runs that asks for `wanted`, empty for Slurm's default; none if there is none."""
+    return [name for name in wanted.split(",") if name] or [view.name for view in found if view.default][:1]
 
 
 def partitions(found: Sequence[PartitionView], wanted: str) -> Iterator[Finding]:
     """`wanted`: the configured partition; empty for Slurm's default."""
     names = list(dict.fromkeys(view.name for view in found))
-    chosen = [name for name in wanted.split(",") if name] or [view.name for view in found if view.default][:1]
-    if not chosen:
+    named = chosen(found, wanted)
+    if not named:
         text = f"Slurm has no default partition; there are {', '.join(names) or 'none'}"
         yield Finding(check="partition", outcome="warning", text=text, advice="set partition in [slurm]")
-    for name in chosen:
+    for name in named:
         views = [view for view in found if view.name == name]
         if not views:
             text = f"{name}: there is none of that name, or none for you; there are {', '.join(names) or 'none'}"
@@ -146,20 +196,28 @@ def partitions(found: Sequence[PartitionView], wanted: str) -> Iterator[Finding]
             yield Finding(check="partition", outcome="ok", text=f"{name}: nodes {kinds}; {idle} idle; {limit}")
 
 
-def submission(survey: Survey, section: SlurmSection) -> Iterator[Finding]:
-    """Whether Slurm would take a small job of ours, with what is configured of it. Submits nothing."""
-    options = ["--no-kill", "--nodes=1", "--ntasks-per-node=1", "--time=10", "--signal=B:USR2@60", "--requeue"]
+def submission(survey: Survey, configuration: Configuration) -> Iterator[Finding]:
+    """Whether Slurm would take the job, or a small one if there is no job file. Submits nothing."""
+    job, section = configuration.job, configuration.slurm
+    nodes = job.nodes + section.spares
+    seconds = SMALL_S if job.time is None else job.time
+    options = ["--no-kill", f"--nodes={nodes}", "--ntasks-per-node=1", f"--time={time_limit(seconds)}", "--requeue"]
+    options.append(f"--signal=B:USR2@{round(section.warning)}")
+    if configuration.origin("job", "gpus_per_node"):
+        options.append(f"--gpus-per-node={job.gpus_per_node}")
+        options += ["--exclusive", "--mem=0"] if section.exclusive else []
     for name in ("partition", "account", "qos", "constraint", "reservation"):
         if value := getattr(section, name):
             options.append(f"--{name}={value}")
     try:
-        answer = survey.would_start(options)
+        answer = survey.would_start([*options, *section.extra])
     except SlurmRefusedError as error:
         said = str(error)
         advice = next((how for words, how in MENDED if words in said.lower()), "sacctmgr show associations user=$USER")
         yield Finding(check="submission", outcome="failed", text=said, advice=advice)
     else:
-        yield Finding(check="submission", outcome="ok", text=f"a job of one node, {answer}")
+        what = "one node" if nodes == 1 else f"{nodes} nodes"
+        yield Finding(check="submission", outcome="ok", text=f"a job of {what}, {answer}")
 
 
 def munge(survey: Survey, settings: Mapping[str, str]) -> Iterator[Finding]:

@@ -270,7 +270,7 @@ def test_a_good_cluster(fresh_home: Path) -> None:
     found = outcomes(asked(FakeSlurm(), FakeSurvey(operator=True)))
     assert found | {"munge": "ok"} == {
         **dict.fromkeys(
-            ("slurm", "node death", "requeue", "firewall", "drain", "partition", "submission", "munge"), "ok"
+            ("slurm", "node death", "requeue", "firewall", "drain", "partition", "submission", "munge", "limits"), "ok"
         ),
         "nodes": "skipped",
     }
@@ -291,7 +291,6 @@ def test_slurm_that_does_not_answer_is_said_once_and_is_no_health(fresh_home: Pa
         ({"InactiveLimit": "120 sec"}, "node death", "warning", "InactiveLimit=120 sec"),
         ({"ProctrackType": "proctrack/pgid"}, "node death", "warning", "pgid"),
         ({"KillWait": "2 sec"}, "node death", "warning", "KillWait=2 s"),
-        ({"PrivateData": "jobs,nodes"}, "node death", "warning", "hidden"),
         ({"KillOnBadExit": "1"}, "node death", "ok", "which resihp overrules"),
         ({"PreemptType": "preempt/qos", "PreemptMode": "REQUEUE"}, "requeue", "warning", "preemption by requeue"),
         (

@@ -208,7 +208,8 @@ class Record:
         counted = func.count().label("n")
         for row in reader.fetch(select(nodes.node, counted).where(nodes.joined_at >= since).group_by(nodes.node)):
             self.jobs[row["node"]] = self.jobs.get(row["node"], 0) + row["n"]
-        for row in reader.fetch(select(drains.node, counted).where(drains.drained_at >= since).group_by(drains.node)):
+        drained = select(drains.node, counted).where(drains.drained_at >= since, drains.step != "exclusion")
+        for row in reader.fetch(drained.group_by(drains.node)):
             self.drains[row["node"]] = self.drains.get(row["node"], 0) + row["n"]
         query = select(failures.node, failures.kind, counted).where(failures.noticed_at >= since)
         query = query.where(failures.node.is_not(None)).group_by(failures.node, failures.kind)

@@ -329,7 +329,7 @@ class Probe(Base):
 
 
 class Drain(Base):
-    """A node with a verdict, and what was done to keep Slurm from giving it to the next job.
+    """A node with a verdict, and what was done to keep Slurm from giving it to the next job, or only to the user's.
 
     `failure` is the verdict's. `step`: the rung of the ladder that holds, the first one that worked (`slurm`, `spool`,
     `exclusion`), or the last one tried; `outcome` is that rung's, null until one has answered. `answers`: all rungs'

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from resihp.journal import DrainAnswered, DrainDecided, JobEnded, NodeLost, NodeReleased, Reconfigured
+from resihp.journal import DrainAnswered, DrainDecided, FailureFound, JobEnded, NodeLost, NodeReleased, Reconfigured
 from tests.integration.slurm_jobs import Desk, MakeCluster, Reference, on_node
 from tests.integration.test_site_hook import BOB
 
@@ -89,3 +89,44 @@ def test_a_node_that_is_rebooted_serves_again_by_itself(
     assert [entry.node for entry in desk.of(job, NodeLost)] == ["n3"]
     for node in desk.cluster.nodes:
         desk.cluster.wait_state(node, "idle")
+
+
+@pytest.mark.soak
+def test_a_dead_slurmd_is_no_reason_to_do_anything(cluster: MakeCluster, reference: Reference) -> None:
+    desk = Desk(cluster(nodes=4, gpus=1))
+    job = begun(desk)
+    desk.pace(0.5)
+    killed_at = time.monotonic()
+    desk.cluster.kill_slurmd("n3")
+    desk.cluster.wait_state("n3", "down*")
+    print(f"Slurm says down* after {time.monotonic() - killed_at:.1f} s: {desk.reason('n3')}")
+    desk.until_committed(job, desk.committed(job) + 1)
+    assert desk.of(job, NodeLost) == []
+    assert decided(desk, job) == []
+    desk.pace(0.0)
+    desk.until(lambda: desk.of(job, JobEnded), job)
+    desk.cluster.start_node("n3")  # without it, Slurm cannot end the job
+    ended(desk, job, reference)
+    desk.cluster.wait_state("n3", "idle")
+    serves_others(desk, "n3")
+
+
+@pytest.mark.soak
+def test_a_node_that_an_administrator_drains_is_left_and_given_back(cluster: MakeCluster) -> None:
+    """The job looks at its nodes a minute after it began, and every three from then on."""
+    desk = Desk(cluster(nodes=4, gpus=1), RESIHP_SLURM__ON_DRAIN="vacate")
+    job = begun(desk)
+    desk.pace(2.0)
+    desk.cluster.run("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=disk is failing")
+    (lost,) = desk.until(lambda: desk.of(job, NodeLost), job, 120)
+    assert (lost.node, lost.reason) == ("n3", "left for an administrator, who drains it: disk is failing")
+    (released,) = desk.until(lambda: desk.of(job, NodeReleased), job)
+    assert released.outcome == "done"
+    desk.cluster.wait_state("n3", "drained")
+    assert desk.reason("n3") == "disk is failing"
+    assert desk.nodes(job) == ["n1", "n2", "n4"]
+    assert "node n3: left and given back, for it is drained" in desk.output(job)
+    desk.pace(0.0)
+    assert desk.wait(job) == ("COMPLETED", "0:0"), desk.output(job)
+    assert desk.of(job, FailureFound) == []
+    assert decided(desk, job) == []

@@ -1,4 +1,4 @@
-"""A node dies under a job: found in seconds, drained, given back, replaced; what is computed does not notice."""
+"""A node dies under a job: found in seconds, left out, given back, replaced; what is computed does not notice."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from resihp.journal import (
     ReplacementChanged,
 )
 from slurm.client import PREFIX
+from tests.integration.jobs import RESIHP
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference
 from tests.integration.test_site_hook import ALICE, BOB, Site, uid
 
@@ -66,10 +67,10 @@ def test_a_node_dies_and_another_one_takes_its_place(cluster: MakeCluster, refer
     print(f"next committed iteration after {gap_s:.1f} s, its own time {iteration_s:.1f} s")
     assert gap_s < WITHIN_S + iteration_s
 
-    assert desk.cluster.states()["n3"] in ("drained*", "drained")
-    assert desk.reason("n3").startswith(f"{PREFIX}job {job} lost rank 4, 5: ")
+    (released,) = desk.until(lambda: desk.of(job, NodeReleased), job)
     assert desk.nodes(job) == ["n1", "n2", "n4"]
-    (released,) = desk.of(job, NodeReleased)
+    assert desk.cluster.states()["n3"] == "down*"
+    assert desk.reason("n3") == "Not responding", "Slurm's own words: it takes the node back after a reboot"
     assert (released.node, released.outcome) == ("n3", "done")
     (joined,) = [entry for entry in desk.of(job, NodeJoined) if entry.node == "n5"]
     assert joined.devices == 2
@@ -83,10 +84,9 @@ def test_a_node_dies_and_another_one_takes_its_place(cluster: MakeCluster, refer
     assert (drain["node"], drain["failure"], drain["step"], drain["outcome"]) == (
         "n3",
         failure["failure"],
-        "slurm",
+        "exclusion",
         "done",
     )
-    assert drain["reason"] in desk.reason("n3")
     (replacement,) = desk.rows("replacements", job)
     assert (replacement["instead"], replacement["node"]) == ("n3", "n5")
     assert replacement["joined_at"] is not None
@@ -103,11 +103,13 @@ def test_a_user_who_may_not_drain_asks_for_it(cluster: MakeCluster, reference: R
     desk.pace(0.1)
     job = desk.sbatch_training(ITERATIONS)
     desk.until_committed(job, 3)
-    desk.cluster.kill_node("n3")
+    for rank in (4, 5):  # all that n3 has
+        done = desk.run(*RESIHP, "inject", "kill", job, "--rank", str(rank))
+        assert done.returncode == 0, done.stderr
     desk.until(lambda: [e for e in desk.of(job, DrainAnswered) if e.step == "spool"], job)
     (request,) = site.spool.iterdir()
     assert request.stat().st_uid == uid(ALICE)
-    assert f"drained node n3: {PREFIX}job {job} lost rank 4, 5: " in site.hook()
+    assert f"drained node n3: {PREFIX}job {job} lost rank " in site.hook()
     assert desk.cluster.states()["n3"].startswith("drain")
     assert desk.reason("n3").endswith(f" (asked by uid {uid(ALICE)}, job {job})")
     desk.until(lambda: desk.of(job, NodeReleased), job)
@@ -118,7 +120,7 @@ def test_a_user_who_may_not_drain_asks_for_it(cluster: MakeCluster, reference: R
     desk.pace(0.0)
     (ended,) = desk.until(lambda: [r for r in desk.records(job) if isinstance(r.entry, JobEnded)], job)
     assert desk.wait(job) == ("COMPLETED", "0:0"), desk.output(job)
-    assert time.time() - ended.at < LEAVES_WITHIN_S, "nobody waits for the dead node"
+    assert time.time() - ended.at < LEAVES_WITHIN_S, "nobody waits for the node that was left"
     reference.check(desk.rows("iterations", job))
     (drain,) = desk.rows("drains", job)
     assert [(step["step"], step["outcome"]) for step in drain["answers"]] == [

@@ -56,7 +56,7 @@ def test_a_hung_node_is_given_up_and_fenced_when_it_comes_back(cluster: MakeClus
     desk.until(lambda: not on_node(desk.cluster, "n3", AGENT) and not on_node(desk.cluster, "n3", WORKER_PARENT), job)
     desk.until_committed(job, before + 2)
     ended(desk, job, reference)
-    assert [entry.node for entry in desk.of(job, DrainDecided)] == ["n3"]
+    assert [(entry.node, entry.measure) for entry in desk.of(job, DrainDecided)] == [("n3", "exclude")]
     assert len(desk.of(job, FailureFound)) == 1
 
 
@@ -107,8 +107,8 @@ def test_slurmctld_is_down_while_a_node_dies(cluster: MakeCluster, reference: Re
     desk.until(lambda: desk.of(job, Reconfigured), job)
     desk.until(lambda: desk.of(job, DrainDecided), job)
     desk.until_committed(job, desk.committed(job) + 2)
-    unknown = desk.until(lambda: [e for e in desk.of(job, DrainAnswered) if e.step == "slurm"], job)
-    assert [entry.outcome for entry in unknown] == ["unknown"], "nobody answered"
+    answered = desk.until(lambda: desk.of(job, DrainAnswered), job)
+    assert [(entry.step, entry.outcome) for entry in answered] == [("exclusion", "done")], "which needs no Slurm"
     before = desk.committed(job)
     desk.until(lambda: time.monotonic() - stopped_at > DOWN_S, job)
     done = desk.committed(job) - before

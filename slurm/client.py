@@ -38,6 +38,12 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
         return "drain" in self.flags
 
     @property
+    def instance_gone(self) -> bool:
+        """Of a cloud: what ran under this name is no more, or about to be, whether or not another one comes up."""
+        powered = {"power_down", "powering_down", "powered_down", "powering_up"}
+        return "cloud" in self.flags and bool(self.flags & powered)
+
+    @property
     def usable(self) -> bool:
         """Whether Slurm would start something there."""
         return self.state in ("idle", "allocated", "mixed") and not self.flags & {"drain", "not_responding", "fail"}

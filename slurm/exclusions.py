@@ -20,6 +20,7 @@ from typing import Literal
 
 import msgspec
 
+from slurm.client import Slurm
 from slurm.errors import SlurmError
 
 VERSION = 1
@@ -73,6 +74,17 @@ class Exclusions:
     def current(self, now: float) -> tuple[Exclusion, ...]:
         """What is excluded at `now`, by name."""
         return tuple(item for item in self.known() if item.expires_at > now)
+
+    def to_avoid(self, slurm: Slurm, now: float) -> tuple[str, ...]:
+        """Names to leave out of a submission, which refuses those that Slurm does not know. Raises SlurmError.
+
+        Of a cloud's nodes the names are used again: what a job found ends with the instance. One that is powered down
+        has its flag, or is not listed at all (22.05). One that was up again before anybody looked is left out still.
+        """
+        items = self.current(now)
+        views = slurm.nodes([item.node for item in items]) if items else {}
+        gone = {item.node for item in items if item.job_id and item.node in views and views[item.node].instance_gone}
+        return tuple(item.node for item in items if item.node in views and item.node not in gone)
 
     def known(self) -> tuple[Exclusion, ...]:
         """All that was ever excluded, by name, also what has expired or was taken back (at 0)."""

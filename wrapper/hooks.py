@@ -74,20 +74,8 @@ _IDS = (
         "device",
         "link",
     ),
-    *(
-        "component",
-        "drain",
-        "measure",
-        "grounds",
-        "replacement",
-        "slurm_job",
-        "step",
-        "outcome",
-        "state",
-        "term",
-        "signal",
-    ),
-    *("meaning", "action", "seconds", "exit_code", "fault"),
+    *("component", "drain", "replacement", "slurm_job", "step", "outcome", "state", "term", "signal"),
+    *("meaning", "measure", "grounds", "action", "seconds", "exit_code", "fault"),
 )
 """Fields of entries that a program would look at; the others are in the text."""
 

@@ -455,12 +455,9 @@ class SlurmDesk:
         return msgspec.structs.replace(asked, **{name: value for name, value in said.items() if value})
 
     def _excluded(self, known: tuple[str, ...]) -> tuple[str, ...]:
-        """What our jobs stay away from on this cluster; sbatch refuses names that it does not know."""
-        names = [each.node for each in self._exclusions.current(self._now()) if each.node not in known]
-        if not names:
-            return ()
+        """What else our jobs stay away from on this cluster."""
         try:
-            return tuple(self._slurm.nodes(names))
+            return tuple(name for name in self._exclusions.to_avoid(self._slurm, self._now()) if name not in known)
         except SlurmError as error:
             _log.info("excluded nodes: %s", error)
             return ()

@@ -166,9 +166,7 @@ def _keep(configuration: Configuration, job_file: Path, chain: int) -> Path:
 def _left_out(client: Slurm, configuration: Configuration, notice: Callable[[str], None]) -> tuple[str, ...]:
     """An option that keeps out what our jobs avoid for now, beside what the job file itself leaves out."""
     try:
-        exclusions = Exclusions(home(), client.cluster())
-        names = [each.node for each in exclusions.current(time.time())]
-        known = list(client.nodes(names)) if names else []  # sbatch refuses names that it does not know
+        known = Exclusions(home(), client.cluster()).to_avoid(client, time.time())
     except SlurmError as error:
         notice(f"{error}; whether nodes are to be avoided is not known")
         return ()

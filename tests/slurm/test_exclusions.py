@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from slurm import exclusions as module
+from slurm.client import NodeView
 from slurm.exclusions import ExclusionError, Exclusions, clusters
+from slurm.fake import FakeSlurm
 
 NOW = 1_800_000_000.0
 
@@ -44,6 +46,19 @@ def test_the_longer_exclusion_counts(tmp_path: Path) -> None:
     assert names(exclusions, NOW + 50) == ["n3"]
     exclusions.add("n3", "third", NOW + 200)
     assert names(exclusions, NOW + 150) == ["n3"]
+
+
+def test_what_a_job_found_of_a_cloud_node_ends_with_the_instance(tmp_path: Path) -> None:
+    exclusions = Exclusions(tmp_path, "vc")
+    for node in ("c1", "c2", "c3", "c4", "gone"):
+        exclusions.add(node, "silent", NOW + 60, job_id="17")
+    exclusions.add("c5", "by hand", NOW + 60)
+    down = frozenset({"cloud", "powered_down"})
+    flags = {"c1": frozenset({"cloud"}), "c2": down, "c3": frozenset({"cloud", "powering_up", "not_responding"})}
+    flags |= {"c4": frozenset({"powered_down"}), "c5": down}  # c4 stands in a rack, and sleeps
+    slurm = FakeSlurm([NodeView(name=name, state="idle", flags=flags[name]) for name in flags])
+    assert exclusions.to_avoid(slurm, NOW) == ("c1", "c4", "c5")
+    assert exclusions.to_avoid(slurm, NOW + 60) == ()
 
 
 def test_removed_is_used_again(tmp_path: Path) -> None:

@@ -37,6 +37,11 @@ MENDED = (
         "node configuration is not available",
         "sinfo -o '%P %D %c %m %G' lists what there is; change [job]",
     ),
+    (
+        "topology configuration",
+        "with --segment, nodes in [job] and spares in [slurm] together must be a multiple of it",
+    ),
+    ("evenly divisible", "with --segment, nodes in [job] and spares in [slurm] together must be a multiple of it"),
     ("node count", "sinfo -o '%P %D %G' lists what there is; lower nodes in [job] or spares in [slurm]"),
     ("time limit", "sinfo -o '%P %l' lists time limits; set time in [job]"),
     (

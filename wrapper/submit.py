@@ -35,7 +35,7 @@ MENDED = (
     ("generic resource", "sinfo -o '%P %D %G' lists nodes with GPUs; set gpus_per_node in [job], gpu_type in [slurm]"),
     (
         "node configuration is not available",
-        "sinfo -o '%P %D %c %m %G' lists what there is; change [job]",
+        "sinfo -o '%P %D %c %m %G %f' lists what there is; change [job], or gpu_type and constraint in [slurm]",
     ),
     (
         "topology configuration",

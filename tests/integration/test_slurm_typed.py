@@ -79,7 +79,7 @@ def test_a_job_is_submitted_for_gpus_of_one_type(cluster: MakeCluster) -> None:
     parts["slurm"]["gpu_type"] = "b200"
     refused = desk.submit(job_file(desk.training(1000), **parts))
     assert refused.returncode != 0
-    assert "gpu_type in [slurm]" in refused.stderr
+    assert "or gpu_type and constraint in [slurm]" in refused.stderr
 
 
 BLOCKS = "BlockName=b1 Nodes=n[1-2]\nBlockName=b2 Nodes=n[3-4]\nBlockSizes=2\n"

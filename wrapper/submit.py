@@ -35,8 +35,13 @@ MENDED = (
     ("generic resource", "sinfo -o '%P %D %G' lists nodes with GPUs; set gpus_per_node in [job], gpu_type in [slurm]"),
     (
         "node configuration is not available",
-        "sinfo -o '%P %D %c %m %G' lists what there is; change [job]",
+        "sinfo -o '%P %D %c %m %G %f' lists what there is; change [job], or gpu_type and constraint in [slurm]",
     ),
+    (
+        "topology configuration",
+        "with --segment, nodes in [job] and spares in [slurm] together must be a multiple of it",
+    ),
+    ("evenly divisible", "with --segment, nodes in [job] and spares in [slurm] together must be a multiple of it"),
     ("node count", "sinfo -o '%P %D %G' lists what there is; lower nodes in [job] or spares in [slurm]"),
     ("time limit", "sinfo -o '%P %l' lists time limits; set time in [job]"),
     (

@@ -77,7 +77,8 @@ class Cluster:
 
     `settings` are lines of slurm.conf that replace or add to ours. `health_check` is run as root on each node, every
     `health_check_s` seconds. `gpu_type` names the model of all GPUs, or by node, `features` what each node has. A node
-    with `node_gpus` of its own has as many instead of `gpus`. `dbd`: with accounting.
+    with `node_gpus` of its own has as many instead of `gpus`. `dbd`: with accounting. `files` are further ones beside
+    slurm.conf, by name.
     """
 
     def __init__(
@@ -97,12 +98,14 @@ class Cluster:
         features: Mapping[str, str] | None = None,
         node_gpus: Mapping[str, int] | None = None,
         dbd: bool = False,
+        files: Mapping[str, str] | None = None,
     ) -> None:
         self.release = release
         self.dbd = dbd
         self._gpu_type = gpu_type
         self._features = dict(features or {})
         self._node_gpus = dict(node_gpus or {})
+        self._files = dict(files or {})
         self.nodes = tuple(f"n{i + 1}" for i in range(nodes))
         self.gpus = gpus
         self.cpus = cpus
@@ -466,6 +469,8 @@ class Cluster:
         self.configuration.write_text(slurm_conf.text(settings, nodes))
         kinds = {node: (self._type_of(node), self._node_gpus.get(node, self.gpus)) for node in self.nodes}
         (self.folder / "gres.conf").write_text(slurm_conf.devices(self.folder / "dev", kinds))
+        for name, text in self._files.items():
+            (self.folder / name).write_text(text)
         # Newer releases look for control groups unless told not to; older ones do not read it.
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n" if self.release else "")
 

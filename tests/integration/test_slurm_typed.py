@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
+import msgspec
 import pytest
 
 from resihp.journal import NodeJoined, Reconfigured, ReplacementChanged
+from slurm import replacement
+from slurm.client import JobRequest
+from slurm.commands import CommandLine
+from slurm.replacement import ReplacementJob
+from tests.integration import slurm_releases
+from tests.integration.cluster import Cluster
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference, job_file
 from tests.integration.test_slurm_node_death import until_replaced
 
@@ -41,6 +51,7 @@ def test_a_replacement_waits_for_a_node_of_the_jobs_kind(cluster: MakeCluster, r
     assert (shown["Licenses"], shown["MinMemoryNode"], shown["Features"]) == ("matlab:2", "12000M", "fast")
     assert shown["TresPerNode"].endswith("gpu:a100:2")
     assert desk.slurm_says(asked.slurm_job, "WCKey") == "run"
+    assert shown["Deadline"] != "N/A"
 
     made.run("scancel", other.stdout.strip())
     until_replaced(desk, job)
@@ -68,4 +79,55 @@ def test_a_job_is_submitted_for_gpus_of_one_type(cluster: MakeCluster) -> None:
     parts["slurm"]["gpu_type"] = "b200"
     refused = desk.submit(job_file(desk.training(1000), **parts))
     assert refused.returncode != 0
-    assert "gpu_type in [slurm]" in refused.stderr
+    assert "or gpu_type and constraint in [slurm]" in refused.stderr
+
+
+BLOCKS = "BlockName=b1 Nodes=n[1-2]\nBlockName=b2 Nodes=n[3-4]\nBlockSizes=2\n"
+
+
+@pytest.mark.parametrize("release", slurm_releases.RELEASES)
+def test_segments_of_blocks_are_of_the_job_and_not_of_one_node_more(cluster: MakeCluster, release: str) -> None:
+    """24.11 refuses a segment that is larger than the job."""
+    made = cluster(
+        nodes=4, gpus=2, release=release, settings={"TopologyPlugin": "topology/block"}, files={"topology.conf": BLOCKS}
+    )
+    desk = Desk(made)
+    wanted = a_replacement(made, extra=("--segment=2",), asked=JobRequest(exclusive="node"), gpus=2)
+    job = replacement.submit(wanted, environment=made.environment)
+    desk.until(lambda: desk.state(job)[0] == "RUNNING", job)
+    slurm = {"spares": 1, "extra": ["--segment=2"]}
+    refused = desk.submit(job_file(desk.training(1), job={"nodes": 2, "gpus_per_node": 2}, slurm=slurm))
+    assert refused.returncode != 0
+    assert "nodes in [job] and spares in [slurm] together must be a multiple of it" in refused.stderr
+
+
+@pytest.mark.soak
+@pytest.mark.every_slurm
+def test_a_request_that_nobody_cancels_ends_by_itself(cluster: MakeCluster) -> None:
+    """As long as the main job could have used the node; 22.05 takes what can never be, and ends it at once."""
+    made = cluster(nodes=1, gpus=2)
+    desk = Desk(made)
+    made.run("sbatch", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
+    made.wait_state("n1", "allocated")
+    job = replacement.submit(a_replacement(made, asked=JobRequest(exclusive="node")), environment=made.environment)
+    began = time.monotonic()
+    desk.until(lambda: desk.state(job)[0] == "DEADLINE", job, timeout_s=120)
+    assert time.monotonic() - began > 50
+    slurm = CommandLine(bin=made.commands(), environment=made.environment)
+    view = slurm.job(job)
+    assert view is not None
+    assert not view.active
+
+
+def a_replacement(cluster: Cluster, **changes: Any) -> ReplacementJob:
+    folder = str(cluster.shared / "r1")
+    wanted = ReplacementJob(
+        folder=folder,
+        name="resihp-1-r1",
+        comment="",
+        command=("/bin/sleep", "1000"),
+        seconds=60,
+        wait_s=60,
+        asked=JobRequest(),
+    )
+    return msgspec.structs.replace(wanted, **changes)

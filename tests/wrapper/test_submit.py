@@ -176,7 +176,7 @@ def test_a_layout_or_program_that_cannot_be_is_refused(job_file: Path) -> None:
         ("Batch job submission failed: Invalid qos specification", r"sacctmgr show .*; set qos in \[slurm\]"),
         (
             "Batch job submission failed: Requested node configuration is not available",
-            r"sinfo -o '%P %D %c %m %G' lists what there is; change \[job\]",
+            r"sinfo -o '%P %D %c %m %G %f' lists what there is; change \[job\]",
         ),
         (
             "Batch job submission failed: Requested operation not supported on this system",

@@ -121,7 +121,9 @@ class Allocation:
     def _join(self, node: SimNode, number: int) -> None:
         world = self.world
         node.joined = True
-        joined = api.AgentJoined(node=node.name, host=f"host-{node.name}", devices=node.devices, lease=number)
+        hardware = world.rng.choice(["A"] * 8 + ["", "B"])
+        host = f"host-{node.name}"
+        joined = api.AgentJoined(node=node.name, host=host, devices=node.devices, lease=number, hardware=hardware)
         world.up(node, joined)
         world.at(world.rng.uniform(0.0, 1.0), world.beat, node)
 
@@ -197,6 +199,7 @@ class Allocation:
                 self.lost.append(entry.node)
                 self.deaths[entry.node] = f"node {entry.node}: {entry.reason}"
             case NodeJoined():
+                expect(entry.hardware != "B", f"{entry}, which is of another kind")
                 if self.world.rules.plan is not None:
                     expect(entry.node in self.guests, f"{entry}, which nobody asked for")
                     expect(self.requests.get(self.guests[entry.node]) in ("asked", "pending", "running"), f"{entry}")

@@ -297,7 +297,7 @@ class World:
             self.at(0.5, self.join, node)
             return
         node.joined = True
-        self.up(node, api.AgentJoined(node=node.name, host=f"host-{node.name}", devices=node.devices))
+        self.up(node, api.AgentJoined(node=node.name, host=f"host-{node.name}", devices=node.devices, hardware="A"))
         self.at(self.rng.uniform(0.0, 1.0), self.beat, node)
 
     def beat(self, node: SimNode) -> None:
@@ -637,7 +637,9 @@ class World:
                     self.broken_epochs.add(worker.epoch)
                     self.cursed.add(("any", worker.epoch))
             case "reconnect" if node.joined:
-                self.up(node, api.AgentJoined(node=node.name, host=f"host-{node.name}", devices=node.devices))
+                self.up(
+                    node, api.AgentJoined(node=node.name, host=f"host-{node.name}", devices=node.devices, hardware="A")
+                )
             case "supervisor":
                 self.lose_supervisor(seconds)
             case "store":

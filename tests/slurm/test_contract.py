@@ -92,7 +92,7 @@ class FakeScene:
 
     def submit_array(self) -> tuple[str, str]:
         for number, nodes in enumerate((NODES[:2], NODES[2:]), start=1):
-            self.fake.add_job(*nodes, id=f"7_{number}", user=self.user_name, script=SCRIPT)
+            self.fake.add_job(*nodes, id=f"7_{number}", element=f"7_{number}", user=self.user_name, script=SCRIPT)
         return "7_1", "7_2"
 
     def allocate(self) -> str:
@@ -504,6 +504,7 @@ def test_an_element_of_an_array_is_asked_about_and_changed_alone(scene: Scene) -
     first, last = scene.submit_array()
     views = slurm.jobs([first, last])
     assert {view.id for view in views.values()} == {first, last}
+    assert (views[last].element, views[first].element) == (last, first)
     assert slurm.batch_script(last) == SCRIPT
     slurm.keep_nodes(last, [views[last].batch_host])
     assert viewed(slurm, last).nodes == (views[last].batch_host,)

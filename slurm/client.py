@@ -66,7 +66,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
 
     `seconds_left` until its time limit; None without one. `why` is Slurm's reason for the state. `preempted`: another
     job takes its place, at once or after a time of grace; a job that was run again since is not. `submitted_at`: UTC,
-    seconds since 1970, None where Slurm does not tell; of a requeued job, when it was requeued.
+    seconds since 1970, None where Slurm does not tell; of a requeued job, when it was requeued. `element`: what it is
+    called as one of an array, `12_3`, whatever it was asked for by; empty for other jobs.
     """
 
     id: str
@@ -81,6 +82,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     preempted: bool = False
     submitted_at: float | None = None
     comment: str = ""
+    element: str = ""
 
     @property
     def active(self) -> bool:

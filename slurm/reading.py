@@ -121,6 +121,7 @@ def jobs(output: bytes) -> list[tuple[frozenset[str], JobView, str]]:
             restarts=_count(restarts, f"the restarts of job {number}"),
             seconds_left=seconds_left(left),
             preempted=preempted not in _NOTHING,
+            element=in_array if "_" in in_array and JOB_ID.fullmatch(in_array) else "",
             submitted_at=_time(submitted, f"when job {number} was submitted"),
             comment="" if comment == "(null)" else comment,
         )

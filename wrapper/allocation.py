@@ -32,7 +32,7 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     """One Slurm job's nodes. Counts are those of the node that has least; None where Slurm does not tell."""
 
     job_id: str
-    """As Slurm is told of it: an element of an array is `12_3`."""
+    """As Slurm is told of it, and our job is called: an element of an array is `12_3`."""
     task: str
     """Which element of an array it is; empty for other jobs."""
     number: str
@@ -55,15 +55,37 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
 def job_id(environment: Mapping[str, str]) -> str:
     """The Slurm job that this environment is in, as Slurm is to be told of it; empty outside of one.
 
-    An array's element is named as such: the number of its last one is the array's own, and whatever is done to that,
-    is done to all of them.
+    The number of an array's last element is the array's own, and whatever is done to that, is done to all of them: it
+    is called `12_3`. Those of others are theirs alone; their SLURM_ARRAY_JOB_ID may be left from a job that has
+    submitted this one.
     """
-    array, task, number = environment.get("SLURM_ARRAY_JOB_ID", ""), _task(environment), _number(environment)
-    return f"{array}_{task}" if number and array and task else number
+    number = _number(environment)
+    return _element(environment) if number and number == environment.get("SLURM_ARRAY_JOB_ID") else number
 
 
-def _task(environment: Mapping[str, str]) -> str:
-    return environment.get("SLURM_ARRAY_TASK_ID", "")
+def _element(environment: Mapping[str, str]) -> str:
+    array, task = environment.get("SLURM_ARRAY_JOB_ID", ""), environment.get("SLURM_ARRAY_TASK_ID", "")
+    return f"{array}_{task}" if array and task else ""
+
+
+def _identity(environment: Mapping[str, str], slurm: Slurm) -> tuple[str, str]:
+    """The job's name, as with `job_id`, but of all elements of an array that of the element, and which one it is.
+
+    Slurm is asked whether it is one. Without an answer its number serves, which nobody else has (scancel of 22.05 passes
+    over it, without a word), and its part of a folder is its own.
+    """
+    job, element, task = job_id(environment), _element(environment), environment.get("SLURM_ARRAY_TASK_ID", "")
+    if not element:
+        return job, ""
+    if job == element:
+        return job, task
+    try:
+        view = slurm.job(job)
+    except SlurmError:
+        view = None
+    if view is None:
+        return job, task
+    return (element, task) if view.element == element else (job, "")
 
 
 def _number(environment: Mapping[str, str]) -> str:
@@ -72,9 +94,9 @@ def _number(environment: Mapping[str, str]) -> str:
 
 def find(environment: Mapping[str, str], slurm: Slurm) -> Allocation:
     """The allocation that this environment is in. Raises UsageError where there is none, SlurmError."""
-    job = job_id(environment)
-    if not job:
+    if not job_id(environment):
         raise UsageError(NOT_THERE)
+    job, task = _identity(environment, slurm)
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
     if "SLURM_STEP_ID" in environment and tasks.isdigit() and int(tasks) > 1:
         raise UsageError(
@@ -98,7 +120,7 @@ def find(environment: Mapping[str, str], slurm: Slurm) -> Allocation:
     restarts = environment.get("SLURM_RESTART_COUNT", "")
     return Allocation(
         job_id=job,
-        task=_task(environment),
+        task=task,
         number=_number(environment),
         restart_count=int(restarts) if restarts.isdigit() else 0,
         nodes=nodes,

@@ -88,7 +88,7 @@ def test_a_job() -> None:
     assert nodelist == "n[1-2]"
     assert (view.name, view.user, view.state, view.batch_host) == ("a b|c", "me", "running", "n1")
     assert (view.why, view.restarts, view.seconds_left, view.preempted) == ("", 1, 93784.0, False)
-    assert view.submitted_at == 1795338374
+    assert (view.submitted_at, view.element) == (1795338374, "")
 
 
 def test_a_pending_job_of_an_array() -> None:
@@ -96,7 +96,7 @@ def test_a_pending_job_of_an_array() -> None:
     ((ids, view, nodelist),) = reading.jobs(output(pending))
     assert ids == {"57", "55_2"}
     assert (nodelist, view.batch_host, view.why, view.seconds_left) == ("", "", "Priority", None)
-    assert view.submitted_at is None
+    assert (view.submitted_at, view.element) == (None, "55_2")
 
 
 # What squeue of 22.05.8, 24.11.5 and 26.05.5 says of the same jobs.

@@ -46,6 +46,23 @@ def test_an_element_of_an_array_is_one_of_several() -> None:
 
 
 @pytest.mark.parametrize(
+    ("element", "found"),
+    [("1200_3", ("1200_3", "3", "1234")), ("", ("1234", "", "1234"))],
+    ids=["an element", "submitted by an element"],
+)
+def test_what_an_arrays_element_submits_is_not_taken_for_it(element: str, found: tuple[str, str, str]) -> None:
+    """sbatch hands SLURM_ARRAY_JOB_ID on to what it submits."""
+    environment = BATCH | {"SLURM_ARRAY_JOB_ID": "1200", "SLURM_ARRAY_TASK_ID": "3"}
+    slurm = FakeSlurm(("n1", "n2", "n3", "n7"))
+    slurm.add_job("n1", "n2", "n3", "n7", id="1234", element=element)
+    job = find(environment, slurm)
+    assert (job.job_id, job.task, job.number) == found
+    slurm.unavailable = True
+    job = find(environment, slurm)
+    assert (job.job_id, job.task) == ("1234", "3"), "a number that is nobody else's"
+
+
+@pytest.mark.parametrize(
     ("changes", "gpus"),
     [
         ({"SLURM_GPUS_ON_NODE": "8"}, 8),

@@ -89,7 +89,8 @@ class SlurmDeskLike(Protocol):
         | api.AskReplacement
         | api.CancelReplacement
         | api.WatchNode
-        | api.AskWhy,
+        | api.AskWhy
+        | api.AskTimeLeft,
     ) -> None:
         """Do it in the background; the answer comes as an event."""
 
@@ -373,6 +374,7 @@ class Supervisor:
                 | api.CancelReplacement()
                 | api.WatchNode()
                 | api.AskWhy()
+                | api.AskTimeLeft()
             ):
                 self._slurm.carry_out(action)
             case api.Reply():

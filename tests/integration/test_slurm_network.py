@@ -6,11 +6,14 @@ import re
 
 import msgspec
 import psutil
+import pytest
 
 from resihp.journal import LeaderChosen
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference, on_node, training
 from tests.wrapper.test_ports import free_range
 from wrapper.config_values import LEAST_PORTS
+
+pytestmark = pytest.mark.timeout(300)
 
 OURS = ("wrapper.agent", "wrapper.supervisor", "resihp.store", "wrapper")
 """Modules of our processes that other nodes speak to; the last is the guardian."""

@@ -172,7 +172,7 @@ def lines(found: Total) -> list[tuple[str, ...]]:
     from wrapper.render import duration
     from wrapper.report.story import hours
 
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             run.name,
             f"{run.began:%Y-%m-%d %H:%M:%S}",

@@ -37,7 +37,7 @@ def test_all_that_listens_between_nodes_is_inside_the_range_that_is_open(
     desk = Desk(cluster(nodes=4, gpus=1), RESIHP_SLURM__PORTS=f"{first}-{last}")
     desk.pace(0.2)
     job = desk.sbatch_training(ITERATIONS, gpus=1)
-    desk.until_committed(job, 2)
+    desk.until_committed(job, 2, timeout_s=120)
     found = {module: ports_of(desk, module) for module in OURS}
     assert {node for node, ports in found["wrapper.agent"].items() if ports} == {"n1", "n2", "n3", "n4"}
     assert found["wrapper.supervisor"]["n1"]
@@ -48,7 +48,7 @@ def test_all_that_listens_between_nodes_is_inside_the_range_that_is_open(
     print(f"gloo listens on {workers}, the kernel's choice")
 
     desk.cluster.kill_node("n1")
-    chosen = desk.until(lambda: desk.of(job, LeaderChosen), job)[-1]
+    chosen = desk.until(lambda: desk.of(job, LeaderChosen), job, 90)[-1]
     desk.until_committed(job, desk.committed(job) + 1)
     for module in ("wrapper.supervisor", "resihp.store"):
         ports = ports_of(desk, module)[chosen.node]

@@ -215,7 +215,8 @@ class HooksSection(Section):
     webhook_file: str = ""
     """A file that only its owner can read, and that holds the URL."""
     command: tuple[str, ...] = ()
-    """A command that gets each document on its stdin, on the supervisor's machine, without a shell."""
+    """A command that gets each document on its stdin, on the supervisor's machine, without a shell: with events
+    `["end"]`, `["mail", "-s", "a job has ended", "me@example.org"]` mails what truly became of the job."""
     events: Annotated[tuple[str, ...], AfterValidator(values.known_events)] = (
         *("failure", "recovery", "drain", "replacement", "leader", "signal", "end"),
     )

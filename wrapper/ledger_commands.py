@@ -118,7 +118,6 @@ def job_status(reader: Reader, row: dict[str, Any], now: datetime | None = None)
     import json
 
     from db.layouts import from_json
-    from wrapper.jobs import slurm_job_of
     from wrapper.render import placed
     from wrapper.shells import shells
 
@@ -145,7 +144,7 @@ def job_status(reader: Reader, row: dict[str, Any], now: datetime | None = None)
         for failure in reader.rows("failures", row["id"]):
             if failure["kind"] == "fail-slow" and failure["ended_iteration"] is None:
                 health |= {rank: "slow" for rank in failure["ranks"] if health.get(rank, "dead") != "dead"}
-    slurm_job = slurm_job_of(row["name"]) if figures["state"] == "running" else None
+    slurm_job = _slurm_job(row["name"]) if figures["state"] == "running" else None
     replacements = reader.rows("replacements", row["id"])
     return {
         "schema": SCHEMA,
@@ -158,6 +157,22 @@ def job_status(reader: Reader, row: dict[str, Any], now: datetime | None = None)
         "shells": shells(slurm_job, reader.rows("nodes", row["id"]), replacements) if slurm_job else {},
         "events": reader.events(row["id"], EVENT_KINDS, EVENTS_IN_JSON),
     }
+
+
+def _slurm_job(name: str) -> str | None:
+    """The number of a run's Slurm job for srun: 22.05 takes no 12_3 of an array. None without Slurm."""
+    from resihp.errors import UsageError
+    from wrapper.jobs import find_job, slurm_job_of
+    from wrapper.request import load
+
+    named = slurm_job_of(name)
+    if named is None or "_" not in named:
+        return named
+    try:
+        request = load(find_job(name).run_file)
+    except UsageError:
+        return named  # a run of another home
+    return request.slurm.number if request.slurm and request.slurm.number else named
 
 
 # --- terminal -------------------------------------------------------------------------------------------------------

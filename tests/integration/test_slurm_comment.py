@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 
 import pytest
@@ -20,7 +21,10 @@ def comment(desk: Desk, job: str) -> str:
 @pytest.mark.every_slurm
 def test_a_job_that_its_successor_ended_says_that_it_is_completed(cluster: MakeCluster) -> None:
     # As long as by default: once it has taken the dead node back, 22.05 without slurmdbd lets nobody change the job.
-    desk = Desk(cluster(nodes=4, gpus=1, settings={"SlurmdTimeout": "300"}))
+    made = cluster(nodes=4, gpus=1, settings={"SlurmdTimeout": "300"})
+    mail = made.shared / "mail"
+    command = json.dumps(["/bin/sh", "-c", f"cat >> {mail}"])
+    desk = Desk(made, RESIHP_HOOKS__COMMAND=command, RESIHP_HOOKS__EVENTS='["end"]')
     desk.pace(0.1)
     job = desk.sbatch(desk.script(ITERATIONS, gpus=1), "--comment=ablation 3, 'lr' | group a")
     theirs = "ablation 3, 'lr' | group a | resihp: "
@@ -32,6 +36,8 @@ def test_a_job_that_its_successor_ended_says_that_it_is_completed(cluster: MakeC
     desk.until(lambda: desk.state(job)[0] in ("COMPLETING", "CANCELLED"), job, 120)  # as far as Slurm knows
     assert comment(desk, job).startswith(f"{theirs}completed, iteration {ITERATIONS}, loss "), comment(desk, job)
     assert ", 1 node lost (" in comment(desk, job)
+    (told,) = map(json.loads, mail.read_text().splitlines())
+    assert (told["job"], told["ids"]["state"], told["ids"]["exit_code"]) == (job, "completed", 0)
 
 
 def test_a_job_that_is_run_again_says_so_and_then_how_it_ended(cluster: MakeCluster) -> None:

@@ -6,11 +6,14 @@ import re
 
 import msgspec
 import psutil
+import pytest
 
 from resihp.journal import LeaderChosen
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference, on_node, training
 from tests.wrapper.test_ports import free_range
 from wrapper.config_values import LEAST_PORTS
+
+pytestmark = pytest.mark.timeout(300)
 
 OURS = ("wrapper.agent", "wrapper.supervisor", "resihp.store", "wrapper")
 """Modules of our processes that other nodes speak to; the last is the guardian."""
@@ -34,7 +37,7 @@ def test_all_that_listens_between_nodes_is_inside_the_range_that_is_open(
     desk = Desk(cluster(nodes=4, gpus=1), RESIHP_SLURM__PORTS=f"{first}-{last}")
     desk.pace(0.2)
     job = desk.sbatch_training(ITERATIONS, gpus=1)
-    desk.until_committed(job, 2)
+    desk.until_committed(job, 2, timeout_s=120)
     found = {module: ports_of(desk, module) for module in OURS}
     assert {node for node, ports in found["wrapper.agent"].items() if ports} == {"n1", "n2", "n3", "n4"}
     assert found["wrapper.supervisor"]["n1"]
@@ -45,7 +48,7 @@ def test_all_that_listens_between_nodes_is_inside_the_range_that_is_open(
     print(f"gloo listens on {workers}, the kernel's choice")
 
     desk.cluster.kill_node("n1")
-    chosen = desk.until(lambda: desk.of(job, LeaderChosen), job)[-1]
+    chosen = desk.until(lambda: desk.of(job, LeaderChosen), job, 90)[-1]
     desk.until_committed(job, desk.committed(job) + 1)
     for module in ("wrapper.supervisor", "resihp.store"):
         ports = ports_of(desk, module)[chosen.node]

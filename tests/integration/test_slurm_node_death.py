@@ -63,6 +63,11 @@ def test_a_node_dies_and_another_one_takes_its_place(cluster: MakeCluster, refer
     desk.until(lambda: desk.of(job, Reconfigured), job)
     desk.pace(0.4)
     until_replaced(desk, job)
+    shells = desk.status(job)["shells"]
+    assert list(shells) == ["n1", "n2", "n4", "n5"]
+    for node, command in shells.items():
+        there = desk.run(*command.removesuffix("--pty bash").split(), "sh", "-c", "echo $SLURMD_NODENAME")
+        assert there.stdout.split() == [node], f"{command}: {there.stderr}"
     gap_s, iteration_s = seconds_without_training(desk, job, killed_at)
     print(f"next committed iteration after {gap_s:.1f} s, its own time {iteration_s:.1f} s")
     assert gap_s < WITHIN_S + iteration_s

@@ -100,6 +100,19 @@ def test_a_webhook_hears_what_it_was_promised(site: Site, tmp_path: Path) -> Non
     assert said == []
 
 
+@pytest.mark.parametrize(
+    ("state", "exit_code"), [("completed", 0), ("failed", 5), ("cancelled", 75), ("cancelled", 143), ("abnormal", None)]
+)
+def test_the_end_is_told_with_the_true_outcome(state: Any, exit_code: int | None) -> None:
+    """Whatever Slurm calls it: a mail made of it must not say CANCELLED of a job whose training is complete."""
+    ended = journal.JobEnded(exit_code=exit_code, state=state, reason="why it ended")
+    found = document("12-r1", journal.Record(7, BEGAN, ended))
+    assert (found["kind"], found["job"], found["ids"]["state"]) == ("end", "12-r1", state)
+    assert found["ids"].get("exit_code") == exit_code
+    assert state in found["text"]
+    assert "why it ended" in found["text"]
+
+
 def test_every_entry_can_be_told(tmp_path: Path) -> None:
     for told in (story(), any_layout_story(), node_story()):
         for record in write_journal(tmp_path / "journal", told):

@@ -34,10 +34,11 @@ def report(
     Example: resihp report local-3 -o report.html
     """
     from wrapper.ledgers import opened
-    from wrapper.report import facts
+    from wrapper.report import facts, runs
 
     with opened(job, ledger) as (reader, row):
-        found = facts.read(reader, row, datetime.now(UTC))
+        now = datetime.now(UTC)
+        found = facts.read(reader, row, now, runs.read(reader, row["name"], ledger, now))
     name = str(row["name"])
     if markdown:
         from wrapper.report.markdown import markdown as made

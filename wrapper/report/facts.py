@@ -11,6 +11,7 @@ import msgspec
 
 from db.accounts import Account, account
 from db.promises import promises
+from wrapper.report.runs import Total
 
 if TYPE_CHECKING:
     from db.queries import Reader
@@ -41,9 +42,11 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     ended: datetime
     now: datetime
     """When the report was made."""
+    slurm: Total | None = None
+    """All runs of the Slurm job that it was in; None without Slurm."""
 
 
-def read(reader: Reader, job: Row, now: datetime) -> Facts:
+def read(reader: Reader, job: Row, now: datetime, slurm: Total | None = None) -> Facts:
     """The facts about `job`, as `Reader.job` gives it."""
     number = job["id"]
     iterations = reader.narrow("iterations", number)
@@ -71,6 +74,7 @@ def read(reader: Reader, job: Row, now: datetime) -> Facts:
         began=job["started_at"],
         ended=max(over, job["started_at"]),
         now=now,
+        slurm=slurm,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from db.explain import rank_list
 from wrapper.render import duration, literal, percent
+from wrapper.report import runs
 from wrapper.report.facts import Facts
 from wrapper.report.marks import clock
 from wrapper.report.story import costs, hours, node_lines, safe, sentences
@@ -35,6 +36,9 @@ def markdown(facts: Facts) -> str:
             )
         ],
     )
+    if facts.slurm is not None:
+        parts += [f"### Slurm job {text(facts.slurm.slurm_job)}", "", text(runs.sentence(facts.slurm)), ""]
+        parts += table(runs.HEADS, runs.lines(facts.slurm))
     if found := costs(facts):
         parts += ["### What was lost", ""]
         rows = [(cost.name, duration(cost.seconds), hours(cost.gpu_hours), percent(cost.share)) for cost in found]

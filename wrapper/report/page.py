@@ -16,6 +16,7 @@ from markupsafe import Markup, escape
 
 from db.explain import rank_list, size
 from wrapper.render import duration, literal, percent
+from wrapper.report import runs
 from wrapper.report.facts import Facts, Row
 from wrapper.report.layouts import Change, changes
 from wrapper.report.marks import SIGNS, clock
@@ -56,6 +57,9 @@ def html(facts: Facts) -> str:
             account=facts.account,
             sentences=sentences(facts),
             costs=costs(facts),
+            slurm_sentence=runs.sentence(facts.slurm) if facts.slurm else "",
+            slurm_heads=runs.HEADS,
+            slurm_runs=runs.lines(facts.slurm) if facts.slurm else [],
             lost_gpu_hours=sum(facts.account.lost_gpu_hours.values()),
             timeline=timeline(facts),
             times=iteration_times(facts),

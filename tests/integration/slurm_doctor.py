@@ -1,0 +1,42 @@
+"""What the doctor says of a test cluster to one of its users: only the checks that ask Slurm, which are quick."""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+
+from tests.integration.slurm_jobs import Desk
+from wrapper.doctor_machine import Finding
+
+_ASK = """
+import os, sys
+from pathlib import Path
+import msgspec
+from wrapper import doctor
+found = doctor.run(doctor.slurm_checks(*doctor.connect(), os.environ, Path(sys.argv[1])), 300)
+sys.stdout.buffer.write(msgspec.json.encode(found))
+"""
+_GRAVITY = ("ok", "skipped", "warning", "unknown", "failed")
+
+
+def findings(desk: Desk, job: str = "", *, before: str = "") -> list[Finding]:
+    """All that is found on a node, where a desk's user can read us. `before`: shell commands that come first."""
+    (desk.folder / "asked.toml").write_text(job)
+    argv = [sys.executable, "-c", _ASK, str(desk.folder / "asked.toml")]
+    done = desk.cluster.run(
+        "env",
+        *(f"{name}={value}" for name, value in desk.environment.items() if name not in ("HOME", "USER", "LOGNAME")),
+        *("sh", "-c", f'{before or ":"}; exec "$@"', "sh"),
+        *argv,
+        user=desk.user,
+        node=desk.cluster.nodes[0],
+        timeout_s=300,
+    )
+    return msgspec.json.decode(done.stdout, type=list[Finding])
+
+
+def ask(desk: Desk, job: str = "", *, before: str = "") -> dict[str, Finding]:
+    """The gravest finding of each check."""
+    found = sorted(findings(desk, job, before=before), key=lambda finding: _GRAVITY.index(finding.outcome))
+    return {finding.check: finding for finding in found}

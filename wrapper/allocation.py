@@ -71,8 +71,8 @@ def _element(environment: Mapping[str, str]) -> str:
 def _identity(environment: Mapping[str, str], slurm: Slurm) -> tuple[str, str]:
     """The job's name, as with `job_id`, but of all elements of an array that of the element, and which one it is.
 
-    Slurm is asked whether it is one. Without an answer its number serves, which nobody else has (scancel of 22.05 passes
-    over it, without a word), and its part of a folder is its own.
+    Slurm is asked whether it is one. Without an answer its number serves, which nobody else has (scancel of 22.05
+    passes over it, without a word), and its part of a folder is its own.
     """
     job, element, task = job_id(environment), _element(environment), environment.get("SLURM_ARRAY_TASK_ID", "")
     if not element:

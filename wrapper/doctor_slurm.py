@@ -119,6 +119,8 @@ def requeue(settings: Mapping[str, str]) -> Iterator[Finding]:
     codes = settings.get("RequeueExit", "")
     mode, kind = settings.get("PreemptMode", "OFF"), settings.get("PreemptType", "preempt/none")
     text = f"jobs run again {usual}" + (f", and on exit codes {codes}" if codes else "")
+    if "enable_expedited_requeue" in settings.get("SlurmctldParameters", ""):
+        text += ", at once with --requeue=expedite"
     if kind == "preempt/none" or mode.upper() == "OFF":
         yield Finding(check="requeue", outcome="ok", text=f"{text}; no preemption")
         return

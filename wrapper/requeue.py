@@ -56,7 +56,7 @@ def requeue(
                     _say(f"{error}; if it does not come back, try: scontrol requeue {job_id}")
                     return False
             else:
-                _say(f"job {job_id}: requeued; it goes on from its last checkpoint, in two minutes or later")
+                _say(f"job {job_id}: requeued; it goes on from its last checkpoint, usually in two minutes or later")
                 return True
             sleep(PAUSE_S)
 

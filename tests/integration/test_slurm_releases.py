@@ -12,7 +12,11 @@ from tests.integration.cluster import Cluster, requires_slurm
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference, job_file
 from tests.integration.test_slurm_signals import assert_ended_once
 
+pytestmark = pytest.mark.timeout(400)
+
 EXPEDITES = "26.05"
+FEW = 12
+"""Iterations."""
 ALLOWED = {"SlurmctldParameters": "enable_expedited_requeue"}
 EXPEDITED = {"#SBATCH --requeue": "#SBATCH --requeue=expedite"}
 
@@ -20,14 +24,14 @@ EXPEDITED = {"#SBATCH --requeue": "#SBATCH --requeue=expedite"}
 def test_an_expedited_requeue_begins_at_once(cluster: MakeCluster, reference: Reference) -> None:
     desk = Desk(cluster(nodes=2, gpus=1, release=EXPEDITES, settings=ALLOWED))
     desk.pace(0.1)
-    job = desk.sbatch_training(ITERATIONS, nodes=2, gpus=1, changes=EXPEDITED)
-    desk.until_committed(job, 3)
+    job = desk.sbatch_training(FEW, nodes=2, gpus=1, changes=EXPEDITED)
+    desk.until_committed(job, 3, timeout_s=150)
     assert desk.run("scancel", "--batch", "--signal=USR2", job).returncode == 0
     (checkpoint,) = desk.until(lambda: desk.of(job, CheckpointCommitted), job)
     desk.pace(0.0)
     desk.until(lambda: desk.job(f"{job}-r1").folder.exists(), job, timeout_s=30)  # Slurm usually waits two minutes
     assert_ended_once(desk, job)
-    reference.check(desk.rows("iterations", job), first=checkpoint.iteration + 1)
+    reference.check(desk.rows("iterations", job), first=checkpoint.iteration + 1, last=FEW)
 
 
 @pytest.mark.parametrize("epilog", ["/bin/true", "/bin/false"])
@@ -92,7 +96,7 @@ def test_a_sites_plugin_may_refuse_a_job_or_change_it(plugged: Cluster) -> None:
         done = desk.submit(job_file(desk.training(ITERATIONS), job=job))
         assert done.returncode == 0, done.stderr
         name = done.stdout.strip()
-        desk.until_committed(name, 2)
+        desk.until_committed(name, 2, timeout_s=150)
         assert desk.run("scancel", "--batch", "--signal=USR2", name).returncode == 0
         assert desk.wait(name) == ("FAILED", "75:0"), desk.output(name)
         said = desk.output(name)

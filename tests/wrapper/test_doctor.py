@@ -293,6 +293,7 @@ def test_slurm_that_does_not_answer_is_said_once_and_is_no_health(fresh_home: Pa
         ({"KillWait": "2 sec"}, "node death", "warning", "KillWait=2 s"),
         ({"KillOnBadExit": "1"}, "node death", "ok", "which resihp overrules"),
         ({"PreemptType": "preempt/qos", "PreemptMode": "REQUEUE"}, "requeue", "warning", "preemption by requeue"),
+        ({"SlurmctldParameters": "enable_expedited_requeue"}, "requeue", "ok", "at once with --requeue=expedite"),
         (
             {"PreemptType": "preempt/qos", "PreemptMode": "CANCEL", "PreemptParameters": "send_user_signal"},
             "requeue",

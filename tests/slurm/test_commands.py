@@ -218,7 +218,7 @@ def test_many_nodes_are_asked_about_in_portions(programs: Programs) -> None:
 
 
 def test_a_job_is_found_by_either_of_its_ids(programs: Programs) -> None:
-    fields = ("57", "55_2", "me", "RUNNING", "n[1-2]", "n1", "None", "0", "UNLIMITED", "N/A", "0", "x")
+    fields = ("57", "55_2", "me", "RUNNING", "n[1-2]", "n1", "None", "0", "UNLIMITED", "N/A", "0", "(null)", "x")
     programs.put("squeue", output=(FIELD.join(fields) + RECORD + "\n").encode())
     programs.put("scontrol", output=b"n1\nn2\n")
     found = slurm(programs).jobs(["57", "55_2", "58"])

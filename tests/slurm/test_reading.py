@@ -34,7 +34,7 @@ READERS: dict[str, Callable[[bytes], object]] = {
 }
 
 NODE = ("n1", "idle+drain", "resihp: a | b = c é", "root", "10.0.0.1", "2048", "1031000", "gpu:h100:8(S:0-1),nic:2")
-JOB = ("17", "17", "me", "RUNNING", "n[1-2]", "n1", "None", "1", "1-02:03:04", "N/A", "1795338374", "a b|c")
+JOB = ("17", "17", "me", "RUNNING", "n[1-2]", "n1", "None", "1", "1-02:03:04", "N/A", "1795338374", "(null)", "a b|c")
 
 
 def sample(name: str) -> str:
@@ -92,7 +92,7 @@ def test_a_job() -> None:
 
 
 def test_a_pending_job_of_an_array() -> None:
-    pending = ("57", "55_2", "me", "PENDING", "", "n/a", "Priority", "0", "UNLIMITED", "N/A", "N/A", "x")
+    pending = ("57", "55_2", "me", "PENDING", "", "n/a", "Priority", "0", "UNLIMITED", "N/A", "N/A", "(null)", "x")
     ((ids, view, nodelist),) = reading.jobs(output(pending))
     assert ids == {"57", "55_2"}
     assert (nodelist, view.batch_host, view.why, view.seconds_left) == ("", "", "Priority", None)

@@ -75,7 +75,7 @@ def test_what_lists_or_tells_does_so_and_nothing_is_changed(real_cluster: Cluste
         for where, words in ADVISED:
             if words[0] == "scancel" or (words[0] == "scontrol" and words[1] not in LOOKING):
                 continue
-            name = "n1" if "-n" in words else "main" if "-p" in words else job
+            name = "n1" if {"-n", "node"} & {*words} else "main" if {"-p", "partition"} & {*words} else job
             argv = [word.replace(PLACEHOLDER, name).replace("%s", name) for word in words]
             done = real_cluster.run(*argv, check=False)
             assert (done.returncode, done.stderr) == (0, ""), f"{where}: {' '.join(argv)}"

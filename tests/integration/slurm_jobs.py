@@ -201,9 +201,16 @@ class Desk:
         found: dict[str, Any] = self._ask("status", job)
         return found
 
+    def kill(self, job: str, rank: int) -> None:
+        """Inject a fault: the rank's process is killed, and its device counts as dead."""
+        self._resihp("inject", "kill", job, "--rank", str(rank))
+
     def _ask(self, *argv: str) -> Any:
+        return json.loads(self._resihp(*argv, "--json"))
+
+    def _resihp(self, *argv: str) -> str:
         done = subprocess.run(
-            [*RESIHP, *argv, "--json"],
+            [*RESIHP, *argv],
             env=self.environment,
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
@@ -212,7 +219,7 @@ class Desk:
             timeout=60,
         )
         assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        return done.stdout
 
 
 def let_users_read(cluster: Cluster, *needed: Path) -> None:

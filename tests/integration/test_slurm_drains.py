@@ -112,13 +112,14 @@ def test_a_dead_slurmd_is_no_reason_to_do_anything(cluster: MakeCluster, referen
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(500)
 def test_a_node_that_an_administrator_drains_is_left_and_given_back(cluster: MakeCluster) -> None:
     """The job looks at its nodes a minute after it began, and every three from then on."""
     desk = Desk(cluster(nodes=4, gpus=1), RESIHP_SLURM__ON_DRAIN="vacate")
     job = begun(desk)
-    desk.pace(2.0)
+    desk.pace(4.0)
     desk.cluster.run("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=disk is failing")
-    (lost,) = desk.until(lambda: desk.of(job, NodeLost), job, 120)
+    (lost,) = desk.until(lambda: desk.of(job, NodeLost), job, 260)
     assert (lost.node, lost.reason) == ("n3", "left for an administrator, who drains it: disk is failing")
     (released,) = desk.until(lambda: desk.of(job, NodeReleased), job)
     assert released.outcome == "done"

@@ -18,7 +18,6 @@ from resihp.journal import (
     ReplacementChanged,
 )
 from slurm.client import PREFIX
-from tests.integration.jobs import RESIHP
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference
 from tests.integration.test_site_hook import ALICE, BOB, Site, uid
 
@@ -109,8 +108,7 @@ def test_a_user_who_may_not_drain_asks_for_it(cluster: MakeCluster, reference: R
     job = desk.sbatch_training(ITERATIONS)
     desk.until_committed(job, 3)
     for rank in (4, 5):  # all that n3 has
-        done = desk.run(*RESIHP, "inject", "kill", job, "--rank", str(rank))
-        assert done.returncode == 0, done.stderr
+        desk.kill(job, rank)
     desk.until(lambda: [e for e in desk.of(job, DrainAnswered) if e.step == "spool"], job)
     (request,) = site.spool.iterdir()
     assert request.stat().st_uid == uid(ALICE)

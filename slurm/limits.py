@@ -31,11 +31,15 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """All that apply to a user's next job in an account with a QOS (names empty where there is none)."""
+    """All that apply to a user's next job in an account with a QOS (names empty where there is none).
+
+    `unseen` is the account from which on nothing is shown to this user, empty if all is.
+    """
 
     account: str
     qos: str
     found: tuple[Limit, ...]
+    unseen: str = ""
 
 
 class Association(msgspec.Struct, frozen=True, kw_only=True):

@@ -125,10 +125,11 @@ class CommandSurvey:
         own = own or next((row for row in rows if not row.partition), None)
         if own is None:
             return Limits(account=account, qos=qos, found=())
-        found = list(own.limits)
+        found, unseen, account = list(own.limits), "", own.account
         for _ in range(_GENERATIONS):
             above = next((row for row in self._associations(cluster, account, "") if not row.user), None)
             if above is None:
+                unseen = account
                 break
             found += above.limits
             account = above.parent
@@ -138,22 +139,27 @@ class CommandSurvey:
         known = limits.qos(self._of_accounts("qos", f"format={limits.QOS_FORMAT}"))
         for name in dict.fromkeys((partition.qos, qos or "normal")):
             found += known.get(name, ())
-        return Limits(account=own.account, qos=qos, found=tuple(found))
+        return Limits(account=own.account, qos=qos, found=tuple(found), unseen=unseen)
 
     def _associations(self, cluster: str, account: str, user: str) -> list[Association]:
         named = (f"cluster={cluster}", f"account={account}", f"user={user}")
         return limits.associations(self._of_accounts("assoc", *named, f"format={limits.ASSOCIATION_FORMAT}"))
 
     def _of_accounts(self, *wanted: str) -> bytes:
-        return self._ask("sacctmgr", "--noheader", "--parsable2", "show", *wanted)
+        answer = self._call("sacctmgr", "--noheader", "--parsable2", "show", *wanted)
+        if answer.status < 0:
+            raise SlurmUnavailableError(f"slurm: sacctmgr was ended by signal {-answer.status}")
+        # It may end with 0 although slurmdbd has not answered.
+        if answer.status or (answer.complaint and not answer.output):
+            raise failure("slurm", "sacctmgr", answer.complaint)
+        return answer.output
 
     def is_operator(self, user: str, settings: Mapping[str, str]) -> bool:
         if os.getuid() == 0 or user == user_of(settings.get("SlurmUser", "")):
             return True
         if "slurmdbd" not in settings.get("AccountingStorageType", ""):
             return False  # nobody else can have been made one
-        named = ["-nP", "show", "user", f"name={user}", "format=adminlevel"]
-        return admin_level(self._ask("sacctmgr", *named)) in _RANKS
+        return admin_level(self._of_accounts("user", f"name={user}", "format=adminlevel")) in _RANKS
 
     def munge(self, settings: Mapping[str, str]) -> None:
         found = _SOCKET.search(settings.get("AuthInfo", ""))

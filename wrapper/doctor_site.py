@@ -118,6 +118,10 @@ def limits(found: Limits, job: Wanted) -> Iterator[Finding]:
             text += "asked for in place of a lost one, as a job of its own, waits while this job has all of it"
             advice += "set spares in [slurm] instead of replacements, or ask for a higher limit"
             yield Finding(check="limits", outcome="warning", text=text, advice=advice)
+    if found.unseen:
+        told = True
+        text = f"account {found.unseen}: Slurm does not show you its limits"
+        yield Finding(check="limits", outcome="skipped", text=text, advice="ask the administrator for its GrpTRES")
     if not told:
         of = f"account {found.account}" if found.account else "no account"
         text = f"{of}, QOS {found.qos or 'of the cluster'}: nothing that the job is beyond"

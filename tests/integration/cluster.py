@@ -471,6 +471,11 @@ class Cluster:
         (self.folder / "gres.conf").write_text(slurm_conf.devices(self.folder / "dev", kinds))
         for name, text in self._files.items():
             (self.folder / name).write_text(text)
+
+        if settings["AuthType"] == "auth/slurm":
+            key = self.folder / "slurm.key"
+            key.touch(0o600)
+            key.write_bytes(os.urandom(1024))
         # Newer releases look for control groups unless told not to; older ones do not read it.
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n" if self.release else "")
 

@@ -119,7 +119,7 @@ def test_limits_that_a_job_is_beyond_are_named_before_it_waits_for_ever(cluster:
     assert well["submission"].outcome == "ok", well["submission"].text
 
     beyond = ask(desk, job(4))["limits"]
-    assert beyond.outcome == "failed"
+    assert beyond.outcome == "failed", beyond.text
     assert "8 GPUs, and account top allows 6 GPUs to all its jobs together (grptres=gres/gpu=6)" in beyond.text
     assert waits("-N4") == "AssocGrpGRES"
 

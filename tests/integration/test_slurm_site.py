@@ -107,3 +107,11 @@ def test_what_newer_releases_offer(cluster: MakeCluster, slurm_release: str) -> 
     made.run("sbatch", "--wait", f"--output={out}", "--wrap=echo ${SLURM_JOB_END_TIME-none}")
     assert (out.read_text() != "none\n") == (slurm_release != "")
     assert found["slurm"].outcome == "ok"
+
+
+def test_a_cluster_without_munge(cluster: MakeCluster) -> None:
+    own = {"AuthType": "auth/slurm", "CredType": "cred/slurm", "AuthInfo": "cred_expire=120"}
+    found = ask(Desk(cluster(nodes=1, isolate=True, release="26.05", settings=own)))
+    assert (found["munge"].outcome, found["submission"].outcome) == ("skipped", "ok")
+    assert "auth/slurm in place of munge" in found["newer Slurm"].text
+    assert not [finding for finding in found.values() if finding.outcome in ("failed", "unknown")], found

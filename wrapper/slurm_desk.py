@@ -158,6 +158,7 @@ class SlurmDesk:
         self._requests: dict[int, Request] = {}
         self._ends_at: float | None = None
         """On our clock, as last told; infinite without a limit."""
+        self._limit_seen_at = float("-inf")
         self._plan("earlier", 0.0, self._find_earlier)
         self._plan("time", 0.0, self._time_left if end_time is None else lambda: self._time_said(end_time))
         self._plan("nodes", LOOK_FIRST_S, self._look_at_nodes)
@@ -286,6 +287,9 @@ class SlurmDesk:
 
     def _time_left(self, tries: int = 0, fresh_s: float | None = None) -> Done:
         """Now and then, for an administrator may change it; and again while Slurm does not answer."""
+        known_s = self._clock() - self._limit_seen_at
+        if fresh_s is None and known_s < LIMIT_EVERY_S:
+            return Done(then=[("time", LIMIT_EVERY_S - known_s, self._time_left)])  # another question told it
         try:
             view = self._slurm.job(self._main.job_id, fresh_s=fresh_s, urgent=fresh_s == 0.0)
         except SlurmError as error:
@@ -294,6 +298,15 @@ class SlurmDesk:
         if view is not None:
             return Done(self._tell_time_left(view.seconds_left), [("time", LIMIT_EVERY_S, self._time_left)])
         return Done(then=[("time", _pause(RETRY_PAUSES_S, tries), lambda: self._time_left(tries + 1))])
+
+    def _tell_time_left(self, seconds: float | None) -> list[api.AnyEvent]:
+        """When it is first known, and when it has changed."""
+        self._limit_seen_at = self._clock()
+        ends_at = math.inf if seconds is None else self._clock() + seconds
+        if self._ends_at is not None and (ends_at == self._ends_at or abs(ends_at - self._ends_at) < LIMIT_MOVED_S):
+            return []
+        self._ends_at = ends_at
+        return [api.TimeLeft(seconds=seconds)]
 
     def _comment_soon(self) -> None:
         """Called in the event loop: a node was lost, or the job has ended."""
@@ -306,29 +319,23 @@ class SlurmDesk:
         assert self._comment is not None
         if self._last_said:
             return Done()
+        told: list[api.AnyEvent] = []
         self._last_said = self._comment.ended
         self._commented_at = self._clock()
         try:
             if self._theirs is None or not self._last_said:  # the end waits for no question
                 view = self._slurm.job(self._main.job_id)
                 self._theirs = None if view is None else view.comment
+                told += [] if view is None else self._tell_time_left(view.seconds_left)
             if self._theirs is not None:
                 self._slurm.comment(self._main.job_id, commented(self._theirs, self._comment.text(self._now())))
         except SlurmRefusedError as error:
             _log.warning("comment: %s", error)
             self._last_said = True
-            return Done()
+            return Done(told)
         except SlurmError as error:
             _log.warning("comment: %s", error)
-        return Done(then=[("comment", COMMENT_EVERY_S, self._say)])
-
-    def _tell_time_left(self, seconds: float | None) -> list[api.AnyEvent]:
-        """When it is first known, and when it has changed."""
-        ends_at = math.inf if seconds is None else self._clock() + seconds
-        if self._ends_at is not None and (ends_at == self._ends_at or abs(ends_at - self._ends_at) < LIMIT_MOVED_S):
-            return []
-        self._ends_at = ends_at
-        return [api.TimeLeft(seconds=seconds)]
+        return Done(told, [("comment", COMMENT_EVERY_S, self._say)])
 
     def _why(self, *, again: bool) -> Done:
         try:

@@ -113,6 +113,16 @@ def find(environment: Mapping[str, str], slurm: Slurm) -> Allocation:
     )
 
 
+NO_LIMIT_S = 300 * 86400.0
+"""Slurm has jobs without a time limit end in a year."""
+
+
+def end_time(environment: Mapping[str, str], now: float) -> float | None:
+    """Until when the job may run, in seconds since 1970, as newer Slurms say at its start; None if that is not said."""
+    said = environment.get("SLURM_JOB_END_TIME", "")
+    return float(said) if said.isdigit() and now < float(said) < now + NO_LIMIT_S else None
+
+
 _COUNT = re.compile(r"(\d+)(?:\(x\d+\))?")
 
 

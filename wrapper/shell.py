@@ -90,7 +90,8 @@ class SlurmDeskLike(Protocol):
         | api.AskReplacement
         | api.CancelReplacement
         | api.WatchNode
-        | api.AskWhy,
+        | api.AskWhy
+        | api.AskTimeLeft,
     ) -> None:
         """Do it in the background; the answer comes as an event."""
 
@@ -374,6 +375,7 @@ class Supervisor:
                 | api.CancelReplacement()
                 | api.WatchNode()
                 | api.AskWhy()
+                | api.AskTimeLeft()
             ):
                 self._slurm.carry_out(action)
             case api.Reply():

@@ -1,9 +1,9 @@
 """What the supervisor has Slurm do and asks it: carried out in the background, one thing at a time, answers as events.
 
 Decides when Slurm is asked again, and what its views mean in the controller's words; what is wanted, and what follows
-from an answer, is decided there. A healthy job asks for its time limit once and for its nodes every few minutes. No
-answer is told as "unknown" or asked for again later, with growing pauses; it is never taken for an answer. Nothing in
-here ever ends the job: trouble is logged. Owned by `wrapper.shell`.
+from an answer, is decided there. A healthy job asks for its time limit, which may be changed, and for its nodes every
+few minutes. No answer is told as "unknown" or asked for again later, with growing pauses; it is never taken for an
+answer. Nothing in here ever ends the job: trouble is logged. Owned by `wrapper.shell`.
 
 Why a job is being signalled (22.05.8, measured by squeue while TERM arrived):
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import os
 import re
 import sys
@@ -50,6 +51,10 @@ from wrapper.request import RunRequest
 LOOK_FIRST_S = 60.0
 LOOK_EVERY_S = 180.0
 """At the nodes, all in one call, while nothing is known to have changed."""
+LIMIT_EVERY_S = 300.0
+"""At what is left of the job's time."""
+LIMIT_MOVED_S = 30.0
+"""Limits are counted in minutes: what is less is no change."""
 WATCH_PAUSES_S = (5.0, 10.0, 20.0, 40.0, *(60.0,) * 10)
 """Between looks at nodes that are lost, until Slurm does not count them to any job: up to SlurmdTimeout, 300 s usually,
 after they died."""
@@ -121,12 +126,14 @@ class SlurmDesk:
         event: Callable[[api.AnyEvent], None],
         slurm: Polite | None = None,
         *,
+        end_time: float | None = None,
         submit: Submit = lambda wanted, environment: replacement.submit(wanted, environment=environment),
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
         comment: JobComment | None = None,
     ) -> None:
-        """`clock` is monotonic; `now` tells UTC in seconds since 1970. `comment`: what to tell Slurm of the job."""
+        """`clock` is monotonic; `now` tells UTC in seconds since 1970, as does `end_time`: when the job's time is up,
+        where that was said at its start; else Slurm is asked. `comment`: what to tell Slurm of the job."""
         assert request.slurm is not None
         self._request = request
         self._main = request.slurm
@@ -149,8 +156,11 @@ class SlurmDesk:
         """Nodes of which we know more than Slurm, and how often it was asked since."""
         self._seen: dict[str, tuple[str, str]] = {}
         self._requests: dict[int, Request] = {}
+        self._ends_at: float | None = None
+        """On our clock, as last told; infinite without a limit."""
+        self._limit_seen_at = float("-inf")
         self._plan("earlier", 0.0, self._find_earlier)
-        self._plan("time", 0.0, self._time_left)
+        self._plan("time", 0.0, self._time_left if end_time is None else lambda: self._time_said(end_time))
         self._plan("nodes", LOOK_FIRST_S, self._look_at_nodes)
         self._comment = comment if self._main.comment else None
         self._theirs: str | None = None
@@ -170,7 +180,8 @@ class SlurmDesk:
         | api.AskReplacement
         | api.CancelReplacement
         | api.WatchNode
-        | api.AskWhy,
+        | api.AskWhy
+        | api.AskTimeLeft,
     ) -> None:
         """Do it in the background; the answer comes as an event."""
         match action:
@@ -191,6 +202,8 @@ class SlurmDesk:
                 self._plan("nodes", WATCH_PAUSES_S[0], self._look_at_nodes)
             case api.AskWhy():
                 self._plan("why", float("-inf"), lambda: self._why(again=True))
+            case api.AskTimeLeft():
+                self._plan("time", float("-inf"), lambda: self._time_left(fresh_s=0.0))
 
     async def run(self) -> None:
         """Whatever is due, when it is due, until cancelled."""
@@ -268,16 +281,32 @@ class SlurmDesk:
 
     # --- the job ----------------------------------------------------------------------------------------------
 
-    def _time_left(self, tries: int = 0) -> Done:
-        """Once, and again while Slurm does not answer."""
+    def _time_said(self, end_time: float) -> Done:
+        """What Slurm told us when the job began: nobody need be asked yet."""
+        return Done(self._tell_time_left(end_time - self._now()), [("time", LIMIT_EVERY_S, self._time_left)])
+
+    def _time_left(self, tries: int = 0, fresh_s: float | None = None) -> Done:
+        """Now and then, for an administrator may change it; and again while Slurm does not answer."""
+        known_s = self._clock() - self._limit_seen_at
+        if fresh_s is None and known_s < LIMIT_EVERY_S:
+            return Done(then=[("time", LIMIT_EVERY_S - known_s, self._time_left)])  # another question told it
         try:
-            view = self._slurm.job(self._main.job_id)
+            view = self._slurm.job(self._main.job_id, fresh_s=fresh_s, urgent=fresh_s == 0.0)
         except SlurmError as error:
             _log.info("time left: %s", error)
             view = None
         if view is not None:
-            return Done([api.TimeLeft(seconds=view.seconds_left)])
+            return Done(self._tell_time_left(view.seconds_left), [("time", LIMIT_EVERY_S, self._time_left)])
         return Done(then=[("time", _pause(RETRY_PAUSES_S, tries), lambda: self._time_left(tries + 1))])
+
+    def _tell_time_left(self, seconds: float | None) -> list[api.AnyEvent]:
+        """When it is first known, and when it has changed."""
+        self._limit_seen_at = self._clock()
+        ends_at = math.inf if seconds is None else self._clock() + seconds
+        if self._ends_at is not None and (ends_at == self._ends_at or abs(ends_at - self._ends_at) < LIMIT_MOVED_S):
+            return []
+        self._ends_at = ends_at
+        return [api.TimeLeft(seconds=seconds)]
 
     def _comment_soon(self) -> None:
         """Called in the event loop: a node was lost, or the job has ended."""
@@ -290,21 +319,23 @@ class SlurmDesk:
         assert self._comment is not None
         if self._last_said:
             return Done()
+        told: list[api.AnyEvent] = []
         self._last_said = self._comment.ended
         self._commented_at = self._clock()
         try:
             if self._theirs is None or not self._last_said:  # the end waits for no question
                 view = self._slurm.job(self._main.job_id)
                 self._theirs = None if view is None else view.comment
+                told += [] if view is None else self._tell_time_left(view.seconds_left)
             if self._theirs is not None:
                 self._slurm.comment(self._main.job_id, commented(self._theirs, self._comment.text(self._now())))
         except SlurmRefusedError as error:
             _log.warning("comment: %s", error)
             self._last_said = True
-            return Done()
+            return Done(told)
         except SlurmError as error:
             _log.warning("comment: %s", error)
-        return Done(then=[("comment", COMMENT_EVERY_S, self._say)])
+        return Done(told, [("comment", COMMENT_EVERY_S, self._say)])
 
     def _why(self, *, again: bool) -> Done:
         try:
@@ -501,11 +532,14 @@ class SlurmDesk:
         if not open_ones:
             return Done()
         told: list[api.AnyEvent] = []
+        main = self._main.job_id  # in the same call
         try:
-            views = self._slurm.jobs([request.slurm_job or "" for request in open_ones], fresh_s=1.0)
+            views = self._slurm.jobs([*(request.slurm_job or "" for request in open_ones), main], fresh_s=1.0)
         except SlurmError as error:
             _log.info("replacements: %s", error)
         else:
+            if main in views:
+                told += self._tell_time_left(views[main].seconds_left)
             for request in open_ones:
                 told += self._compare(request, views.get(request.slurm_job or ""))
         pauses = []

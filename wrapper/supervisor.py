@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import getpass
 import logging
+import os
 import shutil
 import signal
 import socket
@@ -32,6 +33,7 @@ from resihp.journal import AnyEntry, JobEnded, JobStarted, Journal, LeaderChosen
 from resihp.membership import Membership
 from resihp.process import die_with_parent
 from resihp.protocol.messages import Lead
+from wrapper.allocation import end_time
 from wrapper.exit_codes import BROKEN, DEPOSED, REQUEUE, exit_code_of
 from wrapper.job_comment import JobComment, say_at_last
 from wrapper.jobs import Job, finish_dead_job, write_private
@@ -141,7 +143,7 @@ async def supervise_with(
         journal=Journal(journal or job.journal_file),
         ledger=ledger,
         view=view,
-        slurm=_desk(request, comment),
+        slurm=_desk(request, heir, comment),
         memory=NodeMemory(request.ledger_url) if request.examine and request.ledger_url != "sqlite" else None,
         listener=listener,
         lead=heir.lead if heir else None,
@@ -160,12 +162,15 @@ def _launcher(request: RunRequest, host: str, heir: Heir | None, view: ViewLike)
     return LocalLauncher(request.of_job, request.of_job.run_file, request.nodes)
 
 
-def _desk(request: RunRequest, comment: JobComment) -> Callable[[Callable[[AnyEvent], None]], SlurmDeskLike] | None:
+def _desk(
+    request: RunRequest, heir: Heir | None, comment: JobComment
+) -> Callable[[Callable[[AnyEvent], None]], SlurmDeskLike] | None:
     if request.slurm is None:
         return None
     from wrapper.slurm_desk import SlurmDesk
 
-    return lambda event: SlurmDesk(request, event, comment=comment)
+    said = end_time(os.environ, time.time()) if heir is None else None  # it may have been changed since
+    return lambda event: SlurmDesk(request, event, end_time=said, comment=comment)
 
 
 def _end_slurm_job(request: RunRequest, status: int) -> None:

@@ -138,6 +138,8 @@ def _begin(job: Job, signal: int, meaning: Meaning | None, told: str) -> None:
     job.say("notice", f"{told}: {what}; {follows}")
     if meaning is None:
         job.do(api.AskWhy())
+    elif job.settings.slurm:
+        job.do(api.AskTimeLeft())
 
 
 # --- what follows -----------------------------------------------------------------------------------------------------

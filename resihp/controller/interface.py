@@ -348,6 +348,11 @@ class AskWhy(Action, frozen=True, kw_only=True):
     """Ask Slurm why the job is being signalled. Answered with `StopMeaning`."""
 
 
+class AskTimeLeft(Action, frozen=True, kw_only=True):
+    """Ask Slurm how much time is left now: something hangs on it, and its limit may have been changed. Answered with
+    `TimeLeft`."""
+
+
 class Reply(Action, frozen=True, kw_only=True):
     """Answer an operator's request."""
 
@@ -399,6 +404,7 @@ AnyAction = (
     | CancelReplacement
     | WatchNode
     | AskWhy
+    | AskTimeLeft
     | Reply
     | CommitCheckpoint
     | Say

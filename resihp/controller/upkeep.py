@@ -47,6 +47,8 @@ def review(job: Job) -> None:
             replay(job, action.entry)
             if isinstance(action.entry, NodeLost):
                 job.do(api.WatchNode(node=action.entry.node))
+                if job.settings.replacements:  # whether one still pays hangs on it
+                    job.do(api.AskTimeLeft())
     if job.phase == "gathering":
         return
     if job.departure is not None:

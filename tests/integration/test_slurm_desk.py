@@ -199,6 +199,26 @@ def test_nothing_comes_of_what_slurm_refuses_or_does_not_answer(cluster: MakeClu
     desk.close()
 
 
+@pytest.mark.every_slurm
+def test_a_time_limit_that_is_changed_is_seen(cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself after a while, and at once where something hangs on it."""
+    made = cluster(nodes=1)
+    desk = Desk(made, 1, ("--time=02:00:00",))
+    monkeypatch.setattr(slurm_desk, "LIMIT_EVERY_S", 1.0)
+    (first,) = desk.do(until=lambda: desk.of(api.TimeLeft))
+    assert 7000 < first.seconds <= 7200
+    made.run("scontrol", "update", f"JobId={desk.job}", "TimeLimit=30")
+    _, cut = desk.do(until=lambda: desk.of(api.TimeLeft)[:2] if len(desk.of(api.TimeLeft)) > 1 else None)
+    assert 1600 < cut.seconds <= 1800
+    monkeypatch.setattr(slurm_desk, "LIMIT_EVERY_S", 1000.0)
+    made.run("scontrol", "update", f"JobId={desk.job}", "TimeLimit=600")
+    *_, extended = desk.do(
+        api.AskTimeLeft(), until=lambda: desk.of(api.TimeLeft) if len(desk.of(api.TimeLeft)) > 2 else None
+    )
+    assert 35000 < extended.seconds <= 36000
+    desk.close()
+
+
 @pytest.mark.parametrize("how", ["scancel", "time", "preemption"])
 def test_why_a_job_is_signalled(cluster: MakeCluster, how: str) -> None:
     if how == "time" and "RESIHP_SOAK" not in os.environ:

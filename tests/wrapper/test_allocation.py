@@ -271,3 +271,12 @@ def test_slurm_need_not_answer_for_addresses() -> None:
     assert addresses(slurm, ["n1", "n2"]) == {"n1": "10.0.0.1", "n2": "n2"}
     slurm.unavailable = True
     assert addresses(slurm, ["n1"]) == {"n1": "n1"}
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [("1600", 1600.0), ("", None), ("Unknown", None), ("900", None), (str(1000 + 365 * 86400), None)],
+)
+def test_until_when_a_job_may_run_is_said_by_newer_slurms(said: str, expected: float | None) -> None:
+    """A job without a limit is said to end in a year, one whose limit is over has been given more time since."""
+    assert allocation.end_time({"SLURM_JOB_END_TIME": said} if said else {}, 1000.0) == expected

@@ -24,7 +24,7 @@ from slurm.replacement import ReplacementJob
 from wrapper import slurm_desk
 from wrapper.job_comment import JobComment
 from wrapper.request import Program, RunRequest, SlurmRequest
-from wrapper.slurm_desk import SlurmDesk, meaning_of
+from wrapper.slurm_desk import LIMIT_EVERY_S, SlurmDesk, meaning_of
 
 NODES = ("n1", "n2", "n3", "n4")
 
@@ -35,7 +35,9 @@ class Desk:
     def __init__(self, folder: Path, **changes: Any) -> None:
         self.now = 1000.0
         self.slurm = FakeSlurm((*NODES, "n5", "n6"), **changes)
-        self.main = self.slurm.add_job(*NODES, id="77", seconds_left=7200.0)
+        self.main = self.slurm.add_job(*NODES, id="77")
+        self.ends_at: float | None = self.now + 7200.0
+        """When Slurm ends the job."""
         self.events: list[api.AnyEvent] = []
         self.submitted: list[ReplacementJob] = []
         self.trouble: list[Exception] = []
@@ -77,10 +79,16 @@ class Desk:
         )
         self.another()
 
-    def another(self) -> None:
+    def another(self, end_time: float | None = None) -> None:
         """Another supervisor takes over: nothing is known but what is in the job's folder."""
         self.desk = SlurmDesk(
-            self.request, self.events.append, self.polite, submit=self.submit, clock=self.clock, now=lambda: 1e9
+            self.request,
+            self.events.append,
+            self.polite,
+            end_time=end_time,
+            submit=self.submit,
+            clock=self.clock,
+            now=lambda: 1e9,
         )
 
     def clock(self) -> float:
@@ -99,6 +107,9 @@ class Desk:
         """Let time pass; returns what came of it."""
         seen, until = len(self.events), self.now + seconds
         while True:
+            left_s = None if self.ends_at is None else self.ends_at - self.now
+            if "77" in self.slurm.job_views:
+                self.slurm.set_job("77", seconds_left=left_s)
             pause_s = asyncio.run(self.desk.turn())
             if self.now + pause_s > until:
                 self.now = until
@@ -283,7 +294,7 @@ def test_a_job_that_asks_for_none_has_no_comment(desk: Desk) -> None:
 
 def test_a_healthy_job_hardly_asks_anything(desk: Desk) -> None:
     desk.wait(600)
-    assert desk.calls <= 6
+    assert desk.calls <= 7
     assert desk.slurm.calls["nodes"] <= 4
     assert desk.of(api.TimeLeft) == [api.TimeLeft(seconds=7200.0)]
 
@@ -304,14 +315,42 @@ def test_a_time_limit_that_slurm_does_not_tell_is_asked_for_again(desk: Desk) ->
     assert desk.slurm.calls["jobs"] <= 6
     desk.slurm.unavailable = False
     desk.wait(300)
-    assert desk.of(api.TimeLeft) == [api.TimeLeft(seconds=7200.0)]
+    (told,) = desk.of(api.TimeLeft)
+    assert 6800 <= told.seconds < 7200
     asked = desk.slurm.calls["jobs"]
-    desk.wait(2000)
-    assert desk.slurm.calls["jobs"] == asked
+    desk.wait(1800)
+    assert desk.slurm.calls["jobs"] <= asked + 6
+
+
+def test_a_time_limit_that_somebody_changes_is_seen(desk: Desk) -> None:
+    desk.wait(10)
+    desk.ends_at = desk.now + 600
+    assert desk.wait(20) == []
+    assert [event.seconds for event in desk.wait(300) if isinstance(event, api.TimeLeft)] == [310.0]
+    desk.ends_at = None
+    asked = desk.do(api.AskTimeLeft())
+    assert asked == [api.TimeLeft(seconds=None)], "at once where something hangs on it"
+    assert desk.do(api.AskTimeLeft()) == [], "nothing new"
+
+
+def test_while_a_request_waits_the_time_limit_costs_no_call(desk: Desk) -> None:
+    desk.ask(seconds=100)
+    desk.ends_at = desk.now + 60
+    asked = desk.slurm.calls["jobs"]
+    assert [event.seconds for event in desk.wait(16) if isinstance(event, api.TimeLeft)]
+    assert desk.slurm.calls["jobs"] <= asked + 2
+
+
+def test_a_time_limit_that_was_said_at_the_start_is_not_asked_for(desk: Desk) -> None:
+    desk.another(end_time=1e9 + 7200.0)
+    assert desk.wait(LIMIT_EVERY_S - 1)[:1] == [api.TimeLeft(seconds=7200.0)]
+    assert desk.slurm.calls["jobs"] == 0
+    desk.ends_at = desk.now + 60
+    assert [event.seconds for event in desk.wait(10) if isinstance(event, api.TimeLeft)] == [59.0]
 
 
 def test_no_limit_is_told_as_none(desk: Desk) -> None:
-    desk.slurm.set_job("77", seconds_left=None)
+    desk.ends_at = None
     desk.wait(1)
     assert desk.of(api.TimeLeft) == [api.TimeLeft(seconds=None)]
 
@@ -466,6 +505,8 @@ def test_a_node_that_slurm_never_loses_is_not_watched_for_ever(desk: Desk) -> No
 def test_why_a_job_is_signalled(desk: Desk, view: dict[str, Any], meaning: str) -> None:
     desk.wait(1)
     desk.slurm.set_job("77", **view)
+    if "seconds_left" in view:
+        desk.ends_at = desk.now + view["seconds_left"]
     desk.do(api.AskWhy(), 1.5)
     assert [event.meaning for event in desk.of(api.StopMeaning)] == [meaning]
     assert meaning_of(desk.slurm.job_views["77"]) == meaning
@@ -563,7 +604,7 @@ def test_a_request_is_followed_until_its_job_has_ended(desk: Desk) -> None:
     assert (ended.state, ended.text) == ("ended", "the job is failed")
     asked = desk.slurm.calls["jobs"]
     desk.wait(600)
-    assert desk.slurm.calls["jobs"] == asked
+    assert desk.slurm.calls["jobs"] <= asked + 2, "for the time limit"
 
 
 def test_why_a_request_waits_is_told_when_that_changes_and_each_reason_once(desk: Desk) -> None:

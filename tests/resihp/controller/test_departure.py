@@ -126,6 +126,16 @@ def test_training_that_ends_first_is_done() -> None:
     assert job.orders(m.Save) == []
 
 
+def test_how_much_time_is_left_is_asked_for_once_more_when_it_matters() -> None:
+    """The limit may have been changed since it was last looked at."""
+    job = trained()
+    supervisor_gets(job, USR2)
+    assert asked(job, api.AskTimeLeft) == [api.AskTimeLeft()]
+    job = trained(replacements=1, nodes=3)
+    job.feed(api.AgentLost(node="n3", reason="connection closed for 1 s"))
+    assert asked(job, api.AskTimeLeft) == [api.AskTimeLeft()]
+
+
 def test_what_time_there_is_after_a_warning_is_until_shortly_before_the_limit() -> None:
     job = trained()
     job.feed(api.TimeLeft(seconds=300.0))

@@ -746,6 +746,11 @@ class World:
                 self.end = action
             case api.AskWhy():
                 self.stopping.answer_why()
+            case api.AskTimeLeft():
+                expect(self.scenario.slurm, f"{action} without Slurm")
+                if self.scenario.time_left_s is not None and self.rng.random() < 0.5:
+                    left_s = max(0.0, self.scenario.time_left_s * self.rng.choice([0.5, 1.0, 2.0]) - self.now)
+                    self.at(self.rng.uniform(0.0, 2.0), self.feed, api.TimeLeft(seconds=left_s))
             case api.DrainNode() | api.ReleaseNode() | api.AskReplacement() | api.CancelReplacement() | api.WatchNode():
                 expect(self.scenario.slurm, f"{action} without Slurm")
                 self.allocation.carry_out(action)

@@ -51,7 +51,7 @@ from wrapper.request import RunRequest
 LOOK_FIRST_S = 60.0
 LOOK_EVERY_S = 180.0
 """At the nodes, all in one call, while nothing is known to have changed."""
-LIMIT_EVERY_S = 300.0
+LIMIT_EVERY_S = 360.0
 """At what is left of the job's time."""
 LIMIT_MOVED_S = 30.0
 """Limits are counted in minutes: what is less is no change."""

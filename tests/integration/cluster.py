@@ -471,7 +471,6 @@ class Cluster:
         (self.folder / "gres.conf").write_text(slurm_conf.devices(self.folder / "dev", kinds))
         for name, text in self._files.items():
             (self.folder / name).write_text(text)
-
         if settings["AuthType"] == "auth/slurm":
             key = self.folder / "slurm.key"
             key.touch(0o600)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal as signals
 
-from resihp.controller import failures, incidents, iterations, liveness, newcomers, transitions
+from resihp.controller import failures, gathering, incidents, iterations, liveness, newcomers, transitions
 from resihp.controller import interface as api
 from resihp.controller.state import Job, Member, Node
 from resihp.journal import Suspected
@@ -68,11 +68,12 @@ def judge_start(job: Job) -> None:
         return
     if job.now - (job.started_at or 0.0) <= budget_s:
         return
-    late = [rank for rank in job.live if job.members[rank].declared is None]
+    awaited = [rank for rank in gathering.places(job) if rank in job.members]
+    late = [rank for rank in awaited if job.members[rank].declared is None]
     lost = [name for name, node in job.nodes.items() if not node.alive and any(p.node == name for p in job.placements)]
-    if lost and len(late) == len(job.live):  # a plain program cannot do without them
+    if lost and len(late) == len(awaited):  # a plain program cannot do without them
         incidents.too_few(job, f"{', '.join(lost)} lost, and no rank was ready to train within {budget_s:.0f} s")
-    elif late and len(late) < len(job.live):
+    elif late and len(late) < len(awaited):
         where = ", ".join(job.where(rank) for rank in late[:4])
         incidents.end(job, 1, f"{where}: not ready to train within {budget_s:.0f} s of the start; its log tells more")
     elif not late and job.store is None:

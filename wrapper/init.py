@@ -277,6 +277,10 @@ on_warning = "requeue"
 # Further options for sbatch.
 # extra = ["--mail-type=END"]
 
+# Interfaces between nodes, where the right ones are not found: ip -br link lists them.
+# [network]
+# interface = "ib0"
+
 # The job's figures for Prometheus: on loopback of the supervisor's node, or in a file for node_exporter.
 # [metrics]
 # port = 9400

@@ -131,6 +131,8 @@ def news(job: Job, event: api.ReplacementNews) -> None:
     request = job.upkeep.requests.get(event.replacement)
     if request is None or not (request.open or request.state == "joined"):
         return
+    if request.state == "joined" and event.state == "refused":
+        return  # an answer to one of several askings; another one was granted
     state: Literal["pending", "running", "joined", "refused", "ended"] = event.state
     if request.state in ("running", "joined") and event.state in ("pending", "running"):
         state = request.state  # a supervisor that has just come may find out from the beginning

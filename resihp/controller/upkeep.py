@@ -134,7 +134,7 @@ def _together(job: Job, lost: LostNode) -> bool:
 
 def drain_step(job: Job, event: api.DrainStep) -> None:
     drain = job.upkeep.drains.get(event.drain)
-    if drain is None or drain.answers.get(event.step) == event.outcome:
+    if drain is None or drain.answers.get(event.step) in ("done", event.outcome):
         return
     record(
         job,

@@ -202,7 +202,7 @@ def test_undrains_what_it_drained_for_the_same_user(site: Site) -> None:
     said = site.hook()
     assert site.drained == []
     assert "undrained node n2" in said
-    assert site.updates()[-1] == ["scontrol", "update", "NodeName=n2", "State=UNDRAIN"]
+    assert site.updates()[-1] == ["scontrol", "update", "NodeName=n2", "State=UNDRAIN", "Reason=none"]
 
 
 def test_asking_twice_drains_once(site: Site) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from resihp.controller import interface as api
+from resihp.controller.state import VACATED
 from resihp.journal import (
     AnyEntry,
     DrainAnswered,
@@ -180,8 +181,9 @@ class Allocation:
                 if entry.measure == "drain":
                     self.drained += 1
                     expect(self.drained <= scenario.drains, f"{entry} is one too many")
-                    expect(entry.grounds == "hardware", f"{entry} though nothing says that it is broken")
-                    expect(failure.cause != self.deaths.get(entry.node), f"{entry} because it died")
+                    again = entry.grounds == "died again" and entry.node in scenario.died_before
+                    expect(entry.grounds == "hardware" or again, f"{entry} though nothing says that it is broken")
+                    expect(again or failure.cause != self.deaths.get(entry.node), f"{entry} because it died")
                 expect(entry.drain == len(self.drains) + 1, f"{entry} after {len(self.drains)}")
                 self.drains[entry.drain] = entry.node
             case DrainAnswered():
@@ -195,9 +197,13 @@ class Allocation:
                 expect(self.refusals[entry.node] <= 1, f"{entry} again")
             case FailureFound():
                 self.blamed[entry.failure] = entry
+                left = self.deaths.get(entry.node or "", "")
+                expect(VACATED not in left, f"{entry}, which was left on purpose")
             case NodeLost():
                 self.lost.append(entry.node)
                 self.deaths[entry.node] = f"node {entry.node}: {entry.reason}"
+                if entry.reason.startswith(VACATED):
+                    expect(scenario.on_drain == "vacate" and entry.node != scenario.batch_node, f"{entry} unasked")
             case NodeJoined():
                 expect(entry.hardware != "B", f"{entry}, which is of another kind")
                 if self.world.rules.plan is not None:

@@ -24,6 +24,7 @@ from resihp.journal import (
     PlanRefused,
     ProbesTaken,
     Reconfigured,
+    SlurmSaw,
     Suspected,
     WorkerEnded,
 )
@@ -351,7 +352,12 @@ class Rules:
                 for _, e in self.world.entries
             )
             new = {rank for rank in self.declared_at if rank not in self.plan.layout.active}
-            expect(bool(new - self.known_dead) or slow, "pauses though nobody has joined or is slow")
+            left = self.world.scenario.on_drain == "vacate" and any(
+                isinstance(e, SlurmSaw) and "drain" in e.state for _, e in self.world.entries
+            )
+            expect(
+                bool(new - self.known_dead) or slow or left, "pauses though nobody has joined, is slow or to be left"
+            )
             return
         if self.world.takeovers and self.world.now - self.world.takeovers[-1] < 12.0:
             return  # a change was under way, or may have been

@@ -37,6 +37,7 @@ DisturbanceKind = Literal[
     "cancel",  # all agents, their workers and maybe the supervisor receive `status` (stopping.py)
     "told",  # the node's agent and its workers receive `status`; the node dies after `seconds`
     "inject",  # an operator asks for a kill
+    "drained",  # an administrator drains the node, and takes that back after `seconds`
     "supervisor",  # the supervisor dies; another takes over after `seconds`
 ]
 
@@ -148,6 +149,8 @@ class Scenario:
     """In an allocation (allocation.py); the batch script runs on `batch_node`."""
     batch_node: str = ""
     drains: int = 0
+    died_before: tuple[str, ...] = ()
+    on_drain: Literal["stay", "vacate"] = "stay"
     replacements: int = 0
     spares: int = 0
     examine: bool = False
@@ -295,6 +298,10 @@ class Scenario:
         if rng.random() < 0.3:
             away_s = rng.choice([0.1, 1.0, 3.0])
             more += (Disturbance("supervisor", delay=rng.uniform(4, 2 * length_s), seconds=away_s),)
+        if rng.random() < 0.4:
+            drained_s = rng.choice([1.0, 20.0, NEVER])
+            drained = Disturbance("drained", delay=rng.uniform(4, length_s), rank=rng.randrange(ranks))
+            more += (dataclasses.replace(drained, seconds=drained_s),)
         return dataclasses.replace(
             base,
             nodes=nodes,
@@ -304,6 +311,8 @@ class Scenario:
             slurm=True,
             batch_node=rng.choice(["n1", "n1", "n2"]),
             drains=rng.choice([0, 1, 2, 4]),
+            died_before=tuple(f"n{i + 1}" for i in range(nodes) if rng.random() < 0.3),
+            on_drain=rng.choice(["stay", "vacate", "vacate"]),
             replacements=rng.choice([0, 1, 2, 4]),
             may_requeue=rng.random() < 0.7,
             restarts_left=rng.choice([0, 1, 2]),

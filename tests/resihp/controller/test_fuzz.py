@@ -11,7 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from resihp.controller import interface as api
-from resihp.journal import DrainAnswered, NodeReleased, Reconfigured, ReplacementChanged, WorkerStarted
+from resihp.controller.state import VACATED
+from resihp.journal import DrainAnswered, NodeLost, NodeReleased, Reconfigured, ReplacementChanged, WorkerStarted
 from tests.resihp.controller.harness import Scenario, Violation, play
 
 CHUNK = 100
@@ -110,10 +111,11 @@ def test_the_seeds_in_an_allocation_reach_what_they_are_for() -> None:
         kinds |= {f"release {entry.outcome}" for entry in result.all(NodeReleased)}
         kinds |= {f"replacement {entry.state}" for entry in result.all(ReplacementChanged)}
         guests = {entry.node for entry in result.all(ReplacementChanged) if entry.state == "joined"}
+        kinds |= {"vacated" for entry in result.all(NodeLost) if entry.reason.startswith(VACATED)}
         ranks = {entry.rank for entry in result.all(WorkerStarted) if entry.node in guests}
         kinds |= {"its ranks work" for plan in result.plans if ranks & {*plan.plan.layout.active}}
     assert kinds >= {
-        *("DrainNode", "ReleaseNode", "AskReplacement", "CancelReplacement", "WatchNode", "its ranks work"),
+        *("DrainNode", "ReleaseNode", "AskReplacement", "CancelReplacement", "WatchNode", "its ranks work", "vacated"),
         *(f"drain {outcome}" for outcome in ("done", "refused", "unknown")),
         *(f"release {outcome}" for outcome in ("done", "refused", "unknown")),
         *(f"replacement {state}" for state in ("pending", "running", "joined", "refused", "cancelled", "ended")),

@@ -92,6 +92,8 @@ class World:
             restarts_left=scenario.restarts_left,
             batch_node=scenario.batch_node,
             drains=scenario.drains,
+            died_before=scenario.died_before,
+            on_drain=scenario.on_drain,
             replacements=scenario.replacements,
             spares=scenario.spares,
             replacement_wait_s=0.0,
@@ -618,6 +620,9 @@ class World:
                 self.kill_node(node, announced=True)
             case "vanish":
                 self.kill_node(node, announced=False, told=False)
+            case "drained":
+                self.feed(api.SlurmSees(node=node.name, state="allocated+drain", reason="maintenance"))
+                self.at(seconds, self.feed, api.SlurmSees(node=node.name, state="allocated", reason=""))
             case "silent":
                 self.hush(node, seconds)
             case "blackout":

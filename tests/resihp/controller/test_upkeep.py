@@ -252,7 +252,8 @@ def test_what_the_rungs_answer_is_remembered_once() -> None:
     job.lose("n3")
     job.train(3)
     step = api.DrainStep(drain=1, node="n3", step="slurm", outcome="refused", text="not an operator")
-    for event in (step, step, msgspec.structs.replace(step, step="spool", outcome="done", text="requested")):
+    asked = msgspec.structs.replace(step, step="spool", outcome="done", text="requested")
+    for event in (step, step, asked, msgspec.structs.replace(asked, outcome="unknown"), asked):
         job.feed(event)
     job.feed(msgspec.structs.replace(step, drain=9))
     assert [(e.step, e.outcome) for e in job.all(DrainAnswered)] == [("slurm", "refused"), ("spool", "done")]
@@ -599,6 +600,15 @@ def test_a_supervisor_that_finds_out_from_the_beginning_tells_nothing_new() -> N
     for state in ("pending", "running", "pending", "running"):
         job.news(1, state, node=None if state == "pending" else "n9")
     assert states(job) == ["pending", "running"]
+
+
+def test_a_request_whose_node_is_here_is_not_refused_any_more() -> None:
+    job = trained()
+    job.lose("n3")
+    job.train(2)
+    job.arrive("n9", lease=1)
+    job.news(1, "refused")
+    assert states(job) == ["joined"]
 
 
 def test_why_a_request_waits_is_told_once() -> None:

@@ -23,13 +23,21 @@ class Release(msgspec.Struct, frozen=True, kw_only=True):
 
     22.05.8: neither; it must ask. 24.11.5: both, every time. 26.05.5: the first, and asking clears the mark.
     """
+    forgets_gpus: bool
+    """A job that is requeued before Slurm has noticed that a node of it is dead waits for that, and is started without
+    its GPUs then: its steps are refused ("Invalid generic resource"). 22.05.8, every time; not 24.11.5, 26.05.5.
+    """
     expedites: bool
     """`sbatch --requeue=expedite`: 26.05.5 takes it where the site allows it, 22.05.8 and 24.11.5 know no such option;
     it came with 25.11."""
 
 
 def of(version: Version) -> Release:
-    return Release(keeps_preemption=(24, 5, 0) <= version < (26, 5, 5), expedites=version >= (25, 11, 0))
+    return Release(
+        keeps_preemption=(24, 5, 0) <= version < (26, 5, 5),
+        forgets_gpus=version < (24, 11, 0),
+        expedites=version >= (25, 11, 0),
+    )
 
 
 def named(version: Version) -> str:

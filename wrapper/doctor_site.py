@@ -48,7 +48,8 @@ def wanted(found: Configuration) -> Wanted:
         seconds=job.time,
         warning_s=section.warning,
         replacements=section.replacements,
-        particular=bool(section.constraint) or any(option.startswith(told) for option in section.extra),
+        particular=bool(section.constraint or section.gpu_type)
+        or any(option.startswith(told) for option in section.extra),
     )
 
 
@@ -71,7 +72,7 @@ def shape(views: Sequence[PartitionView], rules: PartitionRules, job: Wanted) ->
     if len(types) > 1 and job.gpus_per_node and job.nodes + job.replacements > 1 and not job.particular:
         text = f"its nodes have GPUs of different types ({', '.join(types)}), and the job takes any: all of its ranks "
         text += "go at the pace of the slowest"
-        yield finding("warning", text, f"{kinds}; set constraint in [slurm]")
+        yield finding("warning", text, f"{kinds}; set gpu_type or constraint in [slurm]")
     if rules.max_nodes is not None and job.nodes > rules.max_nodes:
         text = f"a job gets {rules.max_nodes} nodes at most (MaxNodes): one that asks for {job.nodes} is refused, or "
         text += "waits for ever (PartitionNodeLimit)"

@@ -203,10 +203,12 @@ def submission(survey: Survey, configuration: Configuration) -> Iterator[Finding
     job, section = configuration.job, configuration.slurm
     nodes = job.nodes + section.spares
     seconds = SMALL_S if job.time is None else job.time
-    options = ["--no-kill", f"--nodes={nodes}", "--ntasks-per-node=1", f"--time={time_limit(seconds)}", "--requeue"]
+    options = ["--no-kill", f"--nodes={nodes}", "--ntasks-per-node=1", f"--time={time_limit(seconds)}"]
+    options.append("--requeue=expedite" if section.requeue == "expedite" else "--requeue")
     options.append(f"--signal=B:USR2@{round(section.warning)}")
     if configuration.origin("job", "gpus_per_node"):
-        options.append(f"--gpus-per-node={job.gpus_per_node}")
+        gpus = f"{section.gpu_type}:{job.gpus_per_node}" if section.gpu_type else str(job.gpus_per_node)
+        options.append(f"--gpus-per-node={gpus}")
         options += ["--exclusive", "--mem=0"] if section.exclusive else []
     for name in ("partition", "account", "qos", "constraint", "reservation"):
         if value := getattr(section, name):

@@ -119,6 +119,9 @@ def _requeue(request: RunRequest) -> int:
     if request.slurm is None:
         return REQUEUE
     from slurm.commands import CommandLine
-    from wrapper.requeue import requeue
+    from wrapper.requeue import dead_nodes, requeue, until_noticed
 
-    return 0 if requeue(request.slurm.job_id, CommandLine(), leaves=True) else REQUEUE
+    number, slurm = request.slurm.job_id, CommandLine()
+    if request.slurm.gpus:
+        until_noticed(number, slurm, dead_nodes(request.of_job))
+    return 0 if requeue(number, slurm, leaves=True) else REQUEUE

@@ -8,7 +8,7 @@ Slurm ends the batch script as soon as it has accepted, so the answer may never 
 meanwhile, and so is the command that it starts. No answer means that it may have happened; asking twice does no harm,
 for a job that already waits is what was asked for. The job begins about two minutes later: Slurm sets its begin time
 when the last of its processes is gone, so that nobody is left who could ask for less; one with an expedited requeue
-begins at once. Decides nothing else.
+begins at once. `until_noticed` waits before, where a release would start it without its GPUs. Decides nothing else.
 """
 
 from __future__ import annotations
@@ -16,15 +16,61 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
+from resihp.errors import ResihpError
+from resihp.journal import NodeLost
+from slurm import releases
 from slurm.client import Slurm
 from slurm.errors import SlurmError, SlurmRefusedError
+from wrapper.jobs import Job
 
 PATIENCE_S = 20.0
 """How long to ask a controller that does not answer: Slurm kills the batch script 30 s after TERM, if not told else."""
 PAUSE_S = 1.0
+NOTICED_S = 330.0
+"""How long Slurm may take to notice a dead node: SlurmdTimeout is 300 s usually."""
+LOOK_EVERY_S = 5.0
+
+
+def dead_nodes(job: Job) -> set[str]:
+    """Nodes that a job has lost and that do not answer; none where its journal cannot be read."""
+    from resihp.controller.state import LostNode
+
+    try:
+        losses = [record.entry for record in job.records() if isinstance(record.entry, NodeLost)]
+    except (ResihpError, OSError):
+        return set()
+    return {loss.node for loss in losses if not LostNode(loss.node, 0.0, loss.reason).answers}
+
+
+def until_noticed(
+    job_id: str,
+    slurm: Slurm,
+    dead: Collection[str],
+    *,
+    patience_s: float = NOTICED_S,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait until Slurm has taken dead nodes from a job with GPUs, on releases where that matters. TERM ends us here."""
+    deadline = clock() + patience_s
+    told = False
+    while clock() < deadline:
+        try:
+            if not dead or not releases.of(slurm.version()).forgets_gpus:
+                return
+            view = slurm.job(job_id)
+            if view is None or view.state != "running" or not set(dead).intersection(view.nodes):
+                return
+        except SlurmError as error:
+            _say(f"{error}; asking again")
+        if not told:
+            names = ", ".join(sorted(dead))
+            _say(f"job {job_id}: to be requeued once Slurm has noticed that {names} is dead, within {patience_s:g} s")
+            told = True
+        sleep(LOOK_EVERY_S)
 
 
 def requeue(

@@ -178,11 +178,13 @@ def _end_slurm_job(request: RunRequest, status: int) -> None:
     assert request.slurm is not None
     from slurm.commands import CommandLine
     from slurm.errors import SlurmError, SlurmRefusedError
-    from wrapper.requeue import requeue
+    from wrapper.requeue import dead_nodes, requeue, until_noticed
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to whoever is still in the job, so to us
     slurm, number = CommandLine(), request.slurm.job_id
     if status == REQUEUE:
+        if request.slurm.gpus:
+            until_noticed(number, slurm, dead_nodes(request.of_job), patience_s=END_PATIENCE_S)
         requeue(number, slurm)
         return
     deadline = time.monotonic() + END_PATIENCE_S

@@ -51,15 +51,6 @@ def preempt(desk: Desk, job: str) -> None:
     desk.run("scancel", other)
 
 
-def forgets_gpus(desk: Desk) -> None:
-    """22.05.8 starts a job again that waited for its dead node with no GPUs to its name, and then no more.
-
-    slurmctld says "gres/gpu: _step_get_gres_cnt node offset invalid (0 >= 0)", srun "Invalid generic resource".
-    """
-    if " 22.05" in desk.run("sinfo", "--version").stdout:
-        pytest.xfail("Slurm 22.05 forgets the GPUs of a job that is requeued while a node of it is dead")
-
-
 def assert_comes_back(desk: Desk, job: str, reference: Reference) -> None:
     """The second run begins where the first one's checkpoint is, ends the training, and there is no third one."""
     (first,) = desk.of(job, JobEnded)
@@ -88,7 +79,6 @@ def test_too_many_nodes_die_and_the_job_goes_on_from_its_checkpoint(cluster: Mak
     assert (ended.exit_code, ended.state) == (75, "failed")
     assert "; to be run again, from the checkpoint of iteration" in ended.reason
     desk.until(lambda: desk.shown(job)["Restarts"] == "1", job)
-    forgets_gpus(desk)
     assert_comes_back(desk, job, reference)
 
 
@@ -105,9 +95,7 @@ def test_whoever_sends_it_away_it_comes_back_once(
     desk.until_committed(job, 3)
     sent_away(desk, job)
     desk.until(lambda: desk.of(job, JobEnded), job)
-    if sent_away is lose_a_node:
-        forgets_gpus(desk)
-    else:
+    if sent_away is not lose_a_node:
         desk.until(lambda: desk.of(job, CheckpointCommitted), job)
     assert_comes_back(desk, job, reference)
 
@@ -136,7 +124,6 @@ def test_without_spares_it_is_run_again_on_other_nodes(cluster: MakeCluster, ref
     assert ended.reason.endswith(" before training began; to be run again")
     assert desk.of(job, PlanDecided) == []
     desk.until(lambda: desk.shown(job)["Restarts"] == "1", job)
-    forgets_gpus(desk)
     assert_comes_back(desk, job, reference)
 
 
@@ -166,7 +153,6 @@ def test_runs_that_fail_use_them_up(cluster: MakeCluster) -> None:
     desk.until(lambda: len(desk.of(job, NodeJoined)) == 2, job)
     desk.cluster.kill_node("n2")
     desk.until(lambda: desk.of(job, JobEnded), job)
-    forgets_gpus(desk)
     desk.start_again(job)
     desk.until(lambda: len(desk.of(f"{job}-r1", NodeJoined)) == 2, job)
     desk.cluster.kill_node("n3")

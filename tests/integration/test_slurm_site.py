@@ -50,7 +50,7 @@ def test_a_partition_that_the_job_does_not_fit(cluster: MakeCluster) -> None:
 
     text = told(JOB)
     assert "GPUs of different types (a100, h100)" in text
-    assert "set constraint in [slurm]" in text
+    assert "set gpu_type or constraint in [slurm]" in text
     assert "different types" not in told(JOB + "[slurm]\nextra = ['--nodelist=n1,n2']\n")
     assert "2 of its 3 nodes have 2 GPUs, and the job asks for 3 nodes" in told(JOB + "[slurm]\nspares = 1\n")
     text = told(JOB + "[slurm]\npartition = 'small'\n")

@@ -10,7 +10,7 @@ import pytest
 
 from slurm.errors import SlurmOutputError, SlurmUnavailableError
 from slurm.fake import FakeSlurm
-from wrapper.requeue import PATIENCE_S, end_for_good, requeue
+from wrapper.requeue import NOTICED_S, PATIENCE_S, end_for_good, requeue, until_noticed
 
 
 class Clock:
@@ -138,3 +138,27 @@ def test_the_term_that_comes_with_the_answer_does_not_hurt(monkeypatch: pytest.M
         assert heard == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def notice(slurm: FakeSlurm, job_id: str, dead: set[str], clock: Clock) -> float:
+    until_noticed(job_id, slurm, dead, clock=clock, sleep=clock.sleep)
+    return clock.now
+
+
+def test_22_05_notices_dead_nodes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    """Started before that, the next run would have no GPUs."""
+    slurm, clock = FakeSlurm(["n1", "n2"], version=(22, 5, 8)), Clock()
+    job = slurm.add_job("n1", "n2")
+    clock.naps = [lambda: None, lambda: slurm.set_job(job, nodes=("n1",))]
+    assert 0 < notice(slurm, job, {"n2"}, clock) < NOTICED_S
+    assert "noticed that n2 is dead" in capsys.readouterr().err
+    again = slurm.add_job("n1", "n2")
+    assert notice(slurm, again, {"n2"}, Clock()) >= NOTICED_S  # it never does: asked all the same
+    assert notice(slurm, again, set(), Clock()) == 0
+    slurm.cancel(again)
+    assert notice(slurm, again, {"n2"}, Clock()) == 0
+
+
+def test_later_releases_need_not() -> None:
+    slurm = FakeSlurm(["n1", "n2"], version=(24, 11, 5))
+    assert notice(slurm, slurm.add_job("n1", "n2"), {"n2"}, Clock()) == 0

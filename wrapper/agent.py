@@ -29,11 +29,12 @@ from resihp.protocol import messages as m
 from wrapper.agent_workers import Workers
 from wrapper.interfaces import of_workers
 from wrapper.jobs import SupervisorFile
+from wrapper.launcher import NO_JOB_STATUS
 from wrapper.leader_link import LeaderLink
 from wrapper.log_mirror import LogMirror, print_to
 from wrapper.peers import Peers
 from wrapper.replica import Replica, local_place
-from wrapper.request import NO_JOB_STATUS, RunRequest, load
+from wrapper.request import RunRequest, load
 
 BEAT_S = 1.0
 TERM_GRACE_S = 1.0

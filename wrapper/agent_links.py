@@ -24,7 +24,7 @@ from resihp.process import ending
 from resihp.protocol import messages as m
 from resihp.protocol.framing import Envelope, SecureChannel
 from wrapper.conversation import Conversation
-from wrapper.launcher import Launcher
+from wrapper.launcher import CANNOT_START, Launcher
 
 LOOK_EVERY_S = 0.1
 EXIT_DRAIN_S = 0.15
@@ -348,4 +348,4 @@ class AgentLinks:
             pass
         link.live.clear()
         reason = "its agent is gone" if status is None else f"its agent {ending(status)}"
-        self._event(api.AgentLost(node=link.node, reason=reason))
+        self._event(api.AgentLost(node=link.node, reason=reason, cannot_start=status in CANNOT_START))

@@ -17,6 +17,15 @@ from typing import Protocol
 
 from wrapper.jobs import Job
 
+NO_JOB_STATUS = 3
+"""Exit status of an agent that cannot read the run's file: the job's folder is not there on its node."""
+EXECVE_FAILED = 2
+"""What a task's exit status is when its program cannot be started there (slurmstepd)."""
+NOT_LAUNCHED = 127
+"""Of an agent that slurmd did not start, and said why."""
+CANNOT_START = frozenset({NO_JOB_STATUS, EXECVE_FAILED, NOT_LAUNCHED})
+"""What another run would meet again on the same node."""
+
 AgentEnded = Callable[[str, int | None], None]
 """Called in the event loop with the node and its agent's exit status: negative for a signal, None if nobody saw it."""
 

@@ -19,9 +19,6 @@ from wrapper.ports import Ports
 if TYPE_CHECKING:
     from resihp.controller.interface import Settings
 
-NO_JOB_STATUS = 3
-"""Exit status of an agent that cannot read the run's file: the job's folder is not there on its node."""
-
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
     """How the user's command is started. `argv` begins with the script, the module's name, or the command."""

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from resihp.errors import ResihpError
-from wrapper.launcher import AgentEnded, own_environment
-from wrapper.request import NO_JOB_STATUS, RunRequest
+from wrapper.launcher import EXECVE_FAILED, NO_JOB_STATUS, NOT_LAUNCHED, AgentEnded, own_environment
+from wrapper.request import RunRequest
 
 Say = Callable[[Literal["warning", "error"], str], None]
 
@@ -32,9 +32,6 @@ GATHER_S = 1.0
 """Nodes with the same trouble are told of together, once no more come for so long."""
 MOST_LINES = 20
 """Messages of srun that are passed on."""
-EXECVE_FAILED = 2
-"""What a task's exit status is when its program cannot be started there (slurmstepd)."""
-NOT_LAUNCHED = 127
 
 _KEPT = re.compile(
     r"SLURM_(CONF|JOB_ID|JOBID|CLUSTERS|CLUSTER_NAME|WORKING_CLUSTER|RESTART_COUNT|SUBMIT_DIR|SUBMIT_HOST)"

@@ -111,7 +111,7 @@ def _handle(job: Job, event: AnyEvent) -> None:
         case api.AgentJoined():
             gathering.agent_joined(job, event)
         case api.AgentLost():
-            failures.node_lost(job, event.node, event.reason)
+            failures.node_lost(job, event.node, event.reason, cannot_start=event.cannot_start)
         case api.AgentBeat():
             judge.beat(job, event)
         case api.WorkerSpawned():

@@ -138,7 +138,7 @@ def transition_after(job: Job, lost: set[int], reason: str) -> None:
     transitions.park(job, reason)
 
 
-def node_lost(job: Job, name: str, reason: str) -> None:
+def node_lost(job: Job, name: str, reason: str, *, cannot_start: bool = False) -> None:
     if name not in job.nodes and job.phase == "gathering":
         job.nodes[name] = Node(name, host="", devices=0)  # it never joined, and never will
     node = job.nodes.get(name)
@@ -154,7 +154,7 @@ def node_lost(job: Job, name: str, reason: str) -> None:
         incidents.bury(job, job.members[rank], None)
     if job.phase == "gathering":
         if job.departure is None:
-            gathering.node_lost(job, name, reason)
+            gathering.node_lost(job, name, reason, cannot_start=cannot_start)
         if job.phase == "gathering" and job.departure is None:
             node_incident(job, name, reason, ranks)
             incidents.log_incidents(job)

@@ -62,11 +62,15 @@ def start_workers(job: Job) -> None:
         job.do(api.StartWorkers(node=name, workers=workers, nodes=names))
 
 
-def node_lost(job: Job, name: str, reason: str) -> None:
-    """End the job if the first layout cannot be filled without this node."""
+def node_lost(job: Job, name: str, reason: str, *, cannot_start: bool = False) -> None:
+    """End the job if the first layout cannot be filled without this node; for good if no other run would do better."""
     if sum(not node.alive for node in job.nodes.values()) > job.settings.spares:
         when = "training began" if job.nodes[name].devices else "it joined"
-        incidents.too_few(job, f"node {name}: {reason} before {when}")
+        text = f"node {name}: {reason} before {when}"
+        if cannot_start:
+            incidents.end(job, 5, f"{text}; to be mended first, so not to be run again")
+        else:
+            incidents.too_few(job, text)
 
 
 def go_on_without(job: Job) -> None:

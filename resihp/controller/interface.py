@@ -102,10 +102,14 @@ class AgentJoined(Event, frozen=True, kw_only=True):
 
 
 class AgentLost(Event, frozen=True, kw_only=True):
-    """The agent's process ended, or its connection closed and it did not come back within `reconnect_s`: a fact."""
+    """The agent's process ended, or its connection closed and it did not come back within `reconnect_s`: a fact.
+
+    `cannot_start`: it found nothing of the job there, or could not even be started: no other run would fare better.
+    """
 
     node: str
     reason: str
+    cannot_start: bool = False
 
 
 class AgentBeat(Event, frozen=True, kw_only=True):

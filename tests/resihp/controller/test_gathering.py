@@ -94,6 +94,15 @@ def test_slurm_runs_a_job_again_that_could_not_begin() -> None:
     assert any(isinstance(action, api.End) and action.requeue for action in job.actions)
 
 
+def test_what_no_other_run_could_start_either_is_not_run_again() -> None:
+    """The job's folder is not there, say."""
+    job = Start(spares=0)
+    job.join("n1")
+    job.feed(api.AgentLost(node="n2", reason="its agent exited with status 3", cannot_start=True))
+    text = "node n2: its agent exited with status 3 before it joined; to be mended first, so not to be run again"
+    assert job.end == (5, text)
+
+
 @pytest.mark.parametrize(
     ("settings", "advice"),
     [

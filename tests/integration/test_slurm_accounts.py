@@ -29,6 +29,12 @@ def give(cluster: Cluster, *argv: str) -> None:
     cluster.run("sacctmgr", "--immediate", *argv)
 
 
+def until_taken(cluster: Cluster, user: str, *options: str) -> None:
+    """slurmdbd tells slurmctld of changes after sacctmgr has ended: wait until it would take such a job."""
+    argv = ["sbatch", "--test-only", "--nodes=1", "--wrap=true", *options]
+    cluster.wait(lambda: cluster.run(*argv, user=user, check=False).returncode == 0, f"{user} to have an association")
+
+
 def test_sacct_has_both_runs_of_a_job_that_was_preempted(cluster: MakeCluster) -> None:
     desk = Desk(cluster(nodes=2, gpus=1, dbd=True, settings=PREEMPTION))
     desk.pace(0.5)
@@ -75,6 +81,8 @@ def test_who_may_drain_by_accounting_and_who_may_not_submit(cluster: MakeCluster
     give(made, "add", "user", "games", "account=lab", "adminlevel=operator")
     give(made, "add", "user", "daemon", "account=lab", "adminlevel=admin")
     give(made, "add", "user", "bin", "account=lab")
+    for user in ("games", "daemon", "bin"):
+        until_taken(made, user)
     found = {user: ask(Desk(made, user)) for user in ("games", "daemon", "bin", "nobody")}
     assert {user: of["drain"].outcome for user, of in found.items()} == {
         "games": "ok",
@@ -98,6 +106,8 @@ def test_limits_that_a_job_is_beyond_are_named_before_it_waits_for_ever(cluster:
     }.items():
         give(made, "add", "qos", name, limit)
     give(made, "add", "user", "nobody", "account=lab", "qos=normal,small,short,one", "defaultqos=normal")
+    for name in ("normal", "small", "short", "one"):
+        until_taken(made, "nobody", f"--qos={name}", "--time=30")
     desk = Desk(made, "nobody")
 
     def job(nodes: int, slurm: str = "", time: str = "30m") -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import threading
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,6 +45,9 @@ SITE_FILE = Path("/etc/resihp.toml")
 
 SECRETS = (("hooks", "webhook"),)
 """(section, key) of what no message repeats."""
+
+_reading = threading.Lock()
+"""The files of one configuration are its class's while it is made: doctor reads in several threads."""
 
 Duration = Annotated[float, BeforeValidator(values.duration)]
 Plain = Annotated[str, AfterValidator(values.plain)]
@@ -313,13 +317,14 @@ def read(
         for section in content
         for key in content[section]
     }
-    Configuration._files = files
-    try:
-        found = Configuration(**given)  # type: ignore[arg-type]  # sections as mappings, which pydantic validates
-    except ValidationError as error:
-        raise ConfigurationError(_explain(error, sources)) from None
-    finally:
-        Configuration._files = []
+    with _reading:
+        Configuration._files = files
+        try:
+            found = Configuration(**given)  # type: ignore[arg-type]  # sections as mappings, which pydantic validates
+        except ValidationError as error:
+            raise ConfigurationError(_explain(error, sources)) from None
+        finally:
+            Configuration._files = []
     found._origins = origins
     return _bounded(found, str(authority))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -202,3 +203,13 @@ def test_where_a_value_comes_from_can_be_asked(fresh_home: Path, monkeypatch: py
     assert found.origin("layout", "tp") == "command line"
     assert found.origin("layout", "pp") == str(fresh_home / "job.toml")
     assert found.origin("job", "gpus_per_node") is None
+
+
+def test_threads_that_read_at_once_read_their_own_files(tmp_path: Path) -> None:
+    """As doctor's checks do."""
+    files = [tmp_path / f"{i}.toml" for i in range(4)]
+    for i, file in enumerate(files):
+        file.write_text(f"[job]\nnodes = {i + 1}\n")
+    with ThreadPoolExecutor(max_workers=len(files)) as pool:
+        found = list(pool.map(lambda i: read({}, files[i % 4], site=()).job.nodes, range(400)))
+    assert found == [i % 4 + 1 for i in range(400)]

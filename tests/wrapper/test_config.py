@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -205,8 +206,10 @@ def test_where_a_value_comes_from_can_be_asked(fresh_home: Path, monkeypatch: py
     assert found.origin("job", "gpus_per_node") is None
 
 
-def test_threads_that_read_at_once_read_their_own_files(tmp_path: Path) -> None:
+def test_threads_that_read_at_once_read_their_own_files(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """As doctor's checks do."""
+    request.addfinalizer(lambda usual=sys.getswitchinterval(): sys.setswitchinterval(usual))
+    sys.setswitchinterval(1e-6)
     files = [tmp_path / f"{i}.toml" for i in range(4)]
     for i, file in enumerate(files):
         file.write_text(f"[job]\nnodes = {i + 1}\n")

@@ -208,7 +208,8 @@ def test_where_a_value_comes_from_can_be_asked(fresh_home: Path, monkeypatch: py
 
 def test_threads_that_read_at_once_read_their_own_files(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """As doctor's checks do."""
-    request.addfinalizer(lambda usual=sys.getswitchinterval(): sys.setswitchinterval(usual))
+    usual = sys.getswitchinterval()
+    request.addfinalizer(lambda: sys.setswitchinterval(usual))
     sys.setswitchinterval(1e-6)
     files = [tmp_path / f"{i}.toml" for i in range(4)]
     for i, file in enumerate(files):

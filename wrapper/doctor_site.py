@@ -165,7 +165,7 @@ FINAL = tuple(sorted({code for code in EXIT_CODES.values() if code != REQUEUE}))
 
 
 def exit_codes(settings: Mapping[str, str]) -> Iterator[Finding]:
-    """RequeueExit runs a job again whatever it asked for, --no-requeue too, and without a budget (measured)."""
+    """RequeueExit runs a job again without a budget; on 22.05.8 with --no-requeue, too, on 24.11.5 not."""
     again = [code for code in codes(settings.get("RequeueExit", "")) if code in FINAL]
     if again:
         text = f"RequeueExit={settings['RequeueExit']}: a job that resihp ends with {_listed(again)}, for good, is run "

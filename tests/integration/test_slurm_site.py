@@ -25,7 +25,7 @@ def test_exit_codes_that_slurm_runs_again(cluster: MakeCluster) -> None:
     assert any("ends with 93, for good, is run again by Slurm, over and over" in text for text in texts), texts
     assert any("ends with 4 stays in the queue, held" in text for text in texts), texts
     desk = Desk(made)
-    job = desk.sbatch("#!/bin/sh\n#SBATCH --output=/dev/null --no-requeue\nexit 93\n")
+    job = desk.sbatch("#!/bin/sh\n#SBATCH --output=/dev/null --requeue\nexit 93\n")
     desk.until(lambda: desk.shown(job)["Restarts"] == "1", job)
     job = desk.sbatch("#!/bin/sh\n#SBATCH --output=/dev/null\nexit 4\n")
     desk.until(lambda: desk.state(job)[0] == "SPECIAL_EXIT", job)

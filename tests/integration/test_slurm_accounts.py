@@ -58,7 +58,6 @@ def test_sacct_has_both_runs_of_a_job_that_was_preempted(cluster: MakeCluster) -
     assert last == ("COMPLETED", "0:0")
 
 
-@pytest.mark.every_slurm
 def test_sacct_of_a_job_that_shrinks_and_of_one_in_place_of_a_lost_node(cluster: MakeCluster) -> None:
     """Without accounting, Slurm 22.05 lets a job shrink once only."""
     made = cluster(nodes=5, gpus=2, dbd=True)

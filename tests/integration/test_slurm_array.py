@@ -12,7 +12,6 @@ from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Referenc
 pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.mark.every_slurm
 def test_one_element_is_warned_and_comes_back_one_is_cancelled_one_loses_a_node(
     cluster: MakeCluster, reference: Reference
 ) -> None:

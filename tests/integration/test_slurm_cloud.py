@@ -24,7 +24,6 @@ def in_a_cloud(cluster: Cluster, node: str) -> None:
     cluster.start_controller()
 
 
-@pytest.mark.every_slurm
 @pytest.mark.timeout(200)
 def test_an_instance_that_is_powered_down_takes_its_exclusion_along(cluster: MakeCluster, tmp_path: Path) -> None:
     made = cluster(nodes=2, settings={**POWER, "SuspendTimeout": "3", "ResumeTimeout": "600"})

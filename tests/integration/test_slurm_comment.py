@@ -18,7 +18,6 @@ def comment(desk: Desk, job: str) -> str:
     return next((line.strip()[len("Comment=") :] for line in shown.splitlines() if "Comment=" in line), "")
 
 
-@pytest.mark.every_slurm
 def test_a_job_that_its_successor_ended_says_that_it_is_completed(cluster: MakeCluster) -> None:
     # As long as by default: once it has taken the dead node back, 22.05 without slurmdbd lets nobody change the job.
     made = cluster(nodes=4, gpus=1, settings={"SlurmdTimeout": "300"})

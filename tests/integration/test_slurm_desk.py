@@ -116,7 +116,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(slurm_desk, name, (0.5,) * 40)
 
 
-@pytest.mark.every_slurm
 def test_a_bad_node_is_drained_given_back_and_replaced(cluster: MakeCluster, impatient: None) -> None:
     made = cluster(nodes=5, gpus=2)
     desk = Desk(made, 3)

@@ -50,7 +50,6 @@ def serves_others(desk: Desk, node: str) -> None:
     assert desk.reason(node) == "none"
 
 
-@pytest.mark.every_slurm
 def test_a_node_whose_agent_was_killed_is_not_drained(cluster: MakeCluster, reference: Reference) -> None:
     desk = Desk(cluster(nodes=4, gpus=1))
     job = begun(desk)
@@ -66,7 +65,7 @@ def test_a_node_whose_agent_was_killed_is_not_drained(cluster: MakeCluster, refe
     ended(desk, job, reference)
 
 
-@pytest.mark.parametrize("returns", ["1", "2"])
+@pytest.mark.parametrize("returns", ["1", pytest.param("2", marks=pytest.mark.soak)])
 def test_a_node_that_is_rebooted_serves_again_by_itself(
     cluster: MakeCluster, reference: Reference, returns: str
 ) -> None:

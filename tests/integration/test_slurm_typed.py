@@ -24,7 +24,6 @@ TYPES = {**dict.fromkeys(("n1", "n2", "n3", "n4", "n5"), "a100"), "n6": "h100"}
 FEATURES = {**dict.fromkeys(TYPES, "fast,ib"), "n6": "fast"}
 
 
-@pytest.mark.every_slurm
 def test_a_replacement_waits_for_a_node_of_the_jobs_kind(cluster: MakeCluster, reference: Reference) -> None:
     settings = {"Licenses": "matlab:10", "SelectTypeParameters": "CR_CPU_Memory"}
     made = cluster(nodes=6, gpus=2, gpu_type=TYPES, features=FEATURES, settings=settings)
@@ -62,7 +61,6 @@ def test_a_replacement_waits_for_a_node_of_the_jobs_kind(cluster: MakeCluster, r
     reference.check(desk.rows("iterations", job))
 
 
-@pytest.mark.every_slurm
 def test_a_job_is_submitted_for_gpus_of_one_type(cluster: MakeCluster) -> None:
     made = cluster(nodes=3, gpus=2, gpu_type={"n1": "a100", "n2": "h100", "n3": "a100"})
     desk = Desk(made)

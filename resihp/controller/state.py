@@ -344,9 +344,13 @@ class LostNode:
 
     @property
     def answers(self) -> bool:
-        """Its agent alone ended, as somebody there could tell (`wrapper.agent_links`), or we left it (`upkeep`); it
-        did not just fall silent."""
-        return self.reason.startswith(("its agent ", USELESS, VACATED))
+        return still_answers(self.reason)
+
+
+def still_answers(reason: str) -> bool:
+    """Whether a lost node did not just fall silent (`NodeLost.reason`): its agent alone ended, as somebody there could
+    tell (`wrapper.agent_links`), or we left it (`upkeep`)."""
+    return reason.startswith(("its agent ", USELESS, VACATED))
 
 
 @dataclass

@@ -36,11 +36,11 @@ def objected(job: Job, member: Member, objection: m.Object) -> None:
     if member.rank not in transition.waiting:
         return
     told = f"{job.where(member.rank)}: refuses the plan of epoch {job.epoch}: {objection.reason}"
-    if transition.plan is job.first_plan:
+    if transition.plan is job.record.first_plan:
         incidents.end(job, 2, told)
         return
     transitions.refused(job, member.rank, objection.reason)
-    if member.joins and (job.plan is None or member.rank not in job.plan.layout.ranks):
+    if member.joins and (job.record.plan is None or member.rank not in job.record.plan.layout.ranks):
         joins.turn_away(job, member, objection.reason)
         transitions.park(job, "a newcomer cannot take part", cautious=transition.cautious)
     elif transition.cautious:

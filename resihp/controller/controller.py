@@ -49,8 +49,12 @@ class Controller:
         Raises ProtocolError for a job that has ended.
         """
         controller = cls(settings)
-        controller.job = takeover.replay(settings, entries)
+        controller.job = takeover.begin(settings, entries)
         return controller
+
+    def journaled(self, entry: AnyEntry) -> None:
+        """Take in an entry that somebody else wrote into the journal: whoever carries out what is decided here."""
+        self.job.apply(entry)
 
     def handle(self, event: AnyEvent, now: float) -> list[AnyAction]:
         """Take one event at time `now` (monotonic seconds); return what to do, in order."""
@@ -79,19 +83,21 @@ class Controller:
     def check(self) -> None:
         """Assert what must hold between events. Tests call it after each one."""
         job = self.job
-        if job.plan is not None and job.phase == "running":
-            dead = [rank for rank in job.active if not job.members[rank].alive]
-            done = job.committed >= job.goal
+        if job.record.plan is not None and job.phase == "running":
+            dead = [rank for rank in job.record.active if not job.members[rank].alive]
+            done = job.record.committed >= job.record.goal
             assert not dead or done, f"running with dead ranks {dead}"
         if job.transition is not None and job.phase != "ended":
             assert job.transition.epoch == job.epoch, "a transition of an older epoch is under way"
             assert all(job.members[rank].ready for rank in job.transition.waiting), "waiting for somebody who is gone"
             assert job.transition.waiting <= job.transition.asked, "waiting for somebody who takes no part"
-            assert job.transition.stage != "building" or job.plan is not job.transition.plan, "in effect too early"
+            assert job.transition.stage != "building" or job.record.plan is not job.transition.plan, (
+                "in effect too early"
+            )
         if job.pause is not None:
             assert job.phase == "running", "pausing what does not run"
             assert job.transition is None, "pausing in a transition"
-        assert all(i > job.committed for i in job.reports), "reports of a committed iteration are still held"
+        assert all(i > job.record.committed for i in job.reports), "reports of a committed iteration are still held"
 
 
 def _handle(job: Job, event: AnyEvent) -> None:
@@ -99,7 +105,7 @@ def _handle(job: Job, event: AnyEvent) -> None:
         case api.AgentJoined():
             startup.agent_joined(job, event)
         case api.AgentLost():
-            failures.node_lost(job, event.node, event.reason, cannot_start=event.cannot_start)
+            failures.node_lost(job, event.node, event.reason, event.how, cannot_start=event.cannot_start)
         case api.AgentBeat():
             watchdog.beat(job, event)
         case api.WorkerSpawned():

@@ -13,14 +13,11 @@ from resihp.record.journal import FaultInjected
 
 def fault_due(job: Job, member: Member, fault_id: int) -> None:
     armed = job.faults.get(fault_id)
-    if armed is None or armed.fired_at is not None:
+    if armed is None or fault_id in job.record.fired:
         job.order((member.rank,), m.FaultGo(fault=fault_id, fire=False))
         return
     obstacle = inject(job, armed.fault, member.rank)
-    if obstacle is None:
-        armed.fired_at = job.now
-    else:
-        armed.refused = obstacle
+    armed.refused = obstacle or ""
     hits_itself = armed.fault.hits(member.rank, member.node)
     if obstacle is not None or not (hits_itself or armed.fault.kind in ("disconnect", "slow")):
         job.order((member.rank,), m.FaultGo(fault=fault_id, fire=False))
@@ -50,9 +47,10 @@ def inject(job: Job, fault: Fault, waiting: int | None = None) -> str | None:
         text=str(fault),
         rank=fault.rank,
         node=fault.node,
-        iteration=fault.iteration or job.committed + 1,
+        iteration=fault.iteration or job.record.committed + 1,
+        kind=fault.kind,
     )
-    job.do(api.Log(entry=entry))
+    job.log(entry)
     if fault.kind == "disconnect" and fault.node is not None:
         if waiting is not None:  # while it can still be told
             job.order((waiting,), m.FaultGo(fault=fault.id, fire=False))
@@ -78,15 +76,13 @@ def inject(job: Job, fault: Fault, waiting: int | None = None) -> str | None:
         job.do(api.SignalNode(node=fault.node, signal=number))
     else:
         member = job.members[victims[0]]
-        if fault.kind == "kill":
-            job.dead_devices.add((member.node, member.device))
         job.do(api.SignalWorker(rank=member.rank, signal=number))
     return None
 
 
 def end_slowness(job: Job) -> None:
     """Who stands by does not see iterations pass: it is told when a `slow` fault is over."""
-    over = [each for each in job.slowed if job.committed >= (each[1].until or 0)]
+    over = [each for each in job.slowed if job.record.committed >= (each[1].until or 0)]
     for ranks, slow in over:
         job.order(tuple(rank for rank in ranks if job.members[rank].alive), m.Slow(speed=1.0, link=slow.link))
     job.slowed = [each for each in job.slowed if each not in over]
@@ -97,5 +93,5 @@ def inject_asked(job: Job, event: api.InjectAsked) -> None:
         obstacle: str | None = f"{event.fault.kind} needs a moment: use resihp run --fault"
     else:
         obstacle = inject(job, event.fault)
-    text = obstacle or f"{event.fault} injected in iteration {job.committed + 1}"
+    text = obstacle or f"{event.fault} injected in iteration {job.record.committed + 1}"
     job.do(api.Reply(request=event.request, ok=obstacle is None, text=text))

@@ -104,11 +104,13 @@ class AgentJoined(Event, frozen=True, kw_only=True):
 class AgentLost(Event, frozen=True, kw_only=True):
     """The agent's process ended, or its connection closed and it did not come back within `reconnect_s`: a fact.
 
+    `how`: nothing is heard from the node (`silent`), or its `agent` alone ended, as somebody there could tell.
     `cannot_start`: it found nothing of the job there, or could not even be started: no other run would fare better.
     """
 
     node: str
     reason: str
+    how: Literal["silent", "agent"] = "silent"
     cannot_start: bool = False
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal as signals
 
 from resihp.controller import interface as api
-from resihp.controller import replan_policy
 from resihp.controller.fail_slow import expectation
 from resihp.controller.fail_stop import incidents
 from resihp.controller.state import IterationReports, Job, Member
@@ -21,10 +20,6 @@ def transition_done(job: Job) -> None:
     if transition is None:
         return
     job.transition = None
-    # What the start tells of transitions: groups are built as ever; its state comes from a checkpoint, or from nowhere.
-    state_s = 0.0 if transition.initial else transition.state_s
-    took_s = transition.park_s + transition.plan_s + transition.groups_s + state_s
-    replan_policy.took(job, took_s, transition.extra_bytes)
     if transition.initial or transition.action == "start":
         return
     entry = Reconfigured(
@@ -41,12 +36,12 @@ def transition_done(job: Job) -> None:
         bytes_moved=transition.bytes_moved,
         extra_bytes=transition.extra_bytes,
     )
-    job.do(api.Log(entry=entry))
+    job.log(entry)
 
 
 def stepped(job: Job, member: Member, report: m.Stepped) -> None:
     note_step(job, member, report)
-    if job.phase != "running" or job.plan is None or report.epoch != job.epoch:
+    if job.phase != "running" or job.record.plan is None or report.epoch != job.epoch:
         return
     commit_reported(job)
 
@@ -58,7 +53,7 @@ def note_step(job: Job, member: Member, report: m.Stepped) -> None:
         return
     member.stepped = max(member.stepped, report.outcome.iteration)
     job.progress_at = member.progress_at = job.now
-    if report.outcome.iteration > job.committed:
+    if report.outcome.iteration > job.record.committed:
         reports = job.reports.setdefault(report.outcome.iteration, IterationReports())
         if member.rank not in reports.by_rank:
             reports.by_rank[member.rank] = report
@@ -69,38 +64,31 @@ def commit_reported(job: Job) -> None:
 
     Reports that a silent control connection holds back are not waited for longer than `MOST_OPEN` iterations.
     """
-    assert job.plan is not None
-    while (reports := job.reports.get(job.committed + 1)) is not None:
-        missing = any(rank not in reports.by_rank for rank in job.active)
-        if missing and job.furthest <= job.committed + MOST_OPEN:
+    assert job.record.plan is not None
+    while (reports := job.reports.get(job.record.committed + 1)) is not None:
+        missing = any(rank not in reports.by_rank for rank in job.record.active)
+        if missing and job.furthest <= job.record.committed + MOST_OPEN:
             return
-        commit_up_to(job, job.committed + 1)
+        commit_up_to(job, job.record.committed + 1)
         if job.transition is not None:
             transition_done(job)
 
 
 def commit_up_to(job: Job, iteration: int) -> None:
     """Log every iteration up to this one as committed: somebody has taken its step."""
-    for i in range(job.committed + 1, iteration + 1):
+    for i in range(job.record.committed + 1, iteration + 1):
         reports = job.reports.pop(i)
-        seconds = reports.seconds or None
         epoch = max(report.epoch for report in reports.by_rank.values())
         predicted_s = expectation.iteration_done(job, i, reports)
-        job.committed = i
-        job.last_outcome = reports.outcome
         job.rebuilds = 0
-        job.do(
-            api.Log(
-                entry=IterationCommitted(
-                    epoch=min(epoch, job.plan.epoch) if job.plan else epoch,
-                    outcome=reports.outcome,
-                    seconds=seconds,
-                    predicted_seconds=predicted_s,
-                )
+        job.log(
+            IterationCommitted(
+                epoch=min(epoch, job.record.plan.epoch) if job.record.plan else epoch,
+                outcome=reports.outcome,
+                seconds=reports.seconds or None,
+                predicted_seconds=predicted_s,
             )
         )
-        if seconds is not None:
-            job.recent.append(seconds)
 
 
 def finished(job: Job, member: Member) -> None:
@@ -109,13 +97,13 @@ def finished(job: Job, member: Member) -> None:
 
 
 def halt_when_finished(job: Job) -> None:
-    if job.phase != "running" or job.plan is None or job.committed < job.goal:
+    if job.phase != "running" or job.record.plan is None or job.record.committed < job.record.goal:
         return
-    if all(job.members[rank].finished for rank in job.active if job.members[rank].alive):
+    if all(job.members[rank].finished for rank in job.record.active if job.members[rank].alive):
         job.phase = "halting"
         job.halted_at = job.now
         job.pause = None
-        job.order(job.ready, m.Halt(reason=f"iteration {job.goal} of {job.goal} is committed"))
+        job.order(job.ready, m.Halt(reason=f"iteration {job.record.goal} of {job.record.goal} is committed"))
         newcomers_leave(job)
         end_when_gone(job)
 
@@ -134,18 +122,18 @@ def end_when_gone(job: Job) -> None:
     if job.phase == "halting":
         if not job.ready:
             conclude(job)
-    elif job.placements and all(placement.settled for placement in job.placements) and not job.live:
+    elif job.record.placements and not job.starting and not job.live:
         conclude(job)
 
 
 def conclude(job: Job) -> None:
     """End a job whose training (or plain program) is done; a fault that never fired makes it a failure."""
-    unfired = [armed for armed in job.faults.values() if armed.fired_at is None]
+    unfired = [armed for armed in job.faults.values() if armed.fault.id not in job.record.fired]
     if unfired:
         told = "; ".join(f"fault {armed.fault} did not fire: {armed.excuse}" for armed in unfired)
         incidents.end(job, 1, told)
     elif job.phase == "halting":
-        incidents.end(job, 0, f"done: {job.committed} iterations", workers_leave=not job.live)
+        incidents.end(job, 0, f"done: {job.record.committed} iterations", workers_leave=not job.live)
     else:
         incidents.end(job, 0, "done", workers_leave=True)
 
@@ -159,18 +147,20 @@ def checkpoint_part(job: Job, member: Member, part: m.CheckpointPart) -> None:
     if part.error:
         job.say("warning", f"{job.where(member.rank)}: no checkpoint of iteration {part.iteration}: {part.error}")
         return
-    if job.plan is None or part.iteration <= job.checkpointed:
+    if job.record.plan is None or part.iteration <= job.checkpointed:
         return
-    present = part.epoch == job.plan.epoch
-    writers = job.writers.get(part.epoch, ())
+    present = part.epoch == job.record.plan.epoch
+    writers = job.record.writers.get(part.epoch, ())
     if present and job.departure is not None and job.departure.writers:
         writers = job.departure.writers
-    if not writers or not (present or part.iteration <= job.committed):
+    if not writers or not (present or part.iteration <= job.record.committed):
         return
     parts = job.parts.setdefault((part.epoch, part.iteration, part.folder), {})
     parts[member.rank] = part
     if set(writers) <= parts.keys():
-        if part.iteration > job.committed:  # all its writers have taken that step, whoever has not reported it yet
+        if (
+            part.iteration > job.record.committed
+        ):  # all its writers have taken that step, whoever has not reported it yet
             commit_up_to(job, part.iteration)
         job.parts = {key: value for key, value in job.parts.items() if key[1] > part.iteration}
         job.checkpointed = max(job.checkpointed, part.iteration)

@@ -102,7 +102,7 @@ def _choice(job: Job, plan: Plan, situation: Situation, reason: str = "", predic
         plan=plan,
         reason=reason,
         predicted=_price(plan, situation) if predicted is None else predicted,
-        present=None if job.plan is None else _price(job.plan, situation),
+        present=None if job.record.plan is None else _price(job.record.plan, situation),
         unit=situation.unit,
     )
 
@@ -126,10 +126,10 @@ class Gain(msgspec.Struct, frozen=True, kw_only=True):
 
 def gain(job: Job) -> Gain:
     """What another plan would be worth. Raises LayoutError when none is found."""
-    assert job.plan is not None
+    assert job.record.plan is not None
     situation = _situation(job, job.epoch + 1, set(job.ready), base_while_running(job))
     plan = best(job, job.epoch + 1, set(job.ready), base_while_running(job)).plan
-    now_s, then_s = (iteration_seconds(of, situation) for of in (job.plan, plan))
+    now_s, then_s = (iteration_seconds(of, situation) for of in (job.record.plan, plan))
     return Gain(plan=plan, now_s=now_s, then_s=then_s, movement=movement(situation, plan.layout))
 
 
@@ -138,11 +138,12 @@ def gain_of_a_node(job: Job) -> Gain:
 
     Raises LayoutError when state is lost that it needs.
     """
-    assert job.plan is not None
-    assert job.first_plan is not None
+    now, first = job.record.plan, job.record.first_plan
+    assert now is not None
+    assert first is not None
     situation = _situation(job, job.epoch + 1, set(job.ready), base_while_running(job))
-    now_s, then_s = (iteration_seconds(of, situation) for of in (job.plan, job.first_plan))
-    return Gain(plan=job.first_plan, now_s=now_s, then_s=then_s, movement=movement(situation, job.first_plan.layout))
+    now_s, then_s = (iteration_seconds(of, situation) for of in (now, first))
+    return Gain(plan=first, now_s=now_s, then_s=then_s, movement=movement(situation, first.layout))
 
 
 def with_standby(plan: Plan, ranks: set[int]) -> Plan:
@@ -178,7 +179,7 @@ def _with_spares(job: Job, plan: Plan, unfit: set[int]) -> Plan:
 def _kept_out(job: Job, ranks: set[int]) -> set[int]:
     """Of these, those that are to stand by: unfit, not measured yet, or about to leave with their node."""
     leaving = {rank for rank in ranks if job.members[rank].node in job.vacating}
-    return leaving | {rank for rank in ranks if job.device_of(rank) in job.unfit or rank in job.unmeasured}
+    return leaving | {rank for rank in ranks if job.device_of(rank) in job.record.unfit or rank in job.unmeasured}
 
 
 def cautious(job: Job, epoch: int, available: set[int], base: Base | None) -> Choice:
@@ -186,7 +187,7 @@ def cautious(job: Job, epoch: int, available: set[int], base: Base | None) -> Ch
 
     Raises NotEnoughDevicesError when no replica is whole, LayoutError when not even that can be carried out.
     """
-    old = job.plan or job.first_plan
+    old = job.record.plan or job.record.first_plan
     assert old is not None
     situation = _situation(job, epoch, available, base)
     if available.issuperset(old.layout.active) and (base is None or set(base.survivors) >= set(old.layout.active)):
@@ -205,8 +206,9 @@ def cautious(job: Job, epoch: int, available: set[int], base: Base | None) -> Ch
 
 def _situation(job: Job, epoch: int, available: set[int], base: Base | None, old: Plan | None = None) -> Situation:
     """The planner's view. `old`: the plan to start from; by default the one in effect, or the first until one is."""
-    declared, settings, old = job.declaration, job.settings, old or job.plan or job.first_plan
+    declared, settings, old = job.declaration, job.settings, old or job.record.plan or job.record.first_plan
     assert old is not None
+    slows = job.record.slow
     stale = set() if base is None else available & set(old.layout.active) - set(base.survivors)
     return Situation(
         epoch=epoch,
@@ -222,7 +224,7 @@ def _situation(job: Job, epoch: int, available: set[int], base: Base | None, old
         schedule=settings.schedule,
         sequence_parallel=settings.sequence_parallel,
         memory_bytes=settings.memory_bytes,
-        speeds={rank: slow.speed for rank in available if (slow := job.slow.get(job.device_of(rank))) is not None},
+        speeds={rank: slows[device].speed for rank in available if (device := job.device_of(rank)) in slows},
         profile=job.profile,
         links=learned_times.links(job),
         stale=tuple(sorted(stale)),
@@ -231,17 +233,17 @@ def _situation(job: Job, epoch: int, available: set[int], base: Base | None, old
 
 def base(job: Job) -> Base | None:
     """Where the state is once all have parked; None while every rank draws it or loads it from the checkpoint."""
-    if job.plan is None or job.committed == job.declaration.resume_from:
+    if job.record.plan is None or job.record.committed == job.declaration.resume_from:
         return None
-    survivors = tuple(rank for rank in job.active if job.members[rank].ready and can_go_on(job, rank))
-    return Base(epoch=job.plan.epoch, layout=job.plan.layout, survivors=survivors)
+    survivors = tuple(rank for rank in job.record.active if job.members[rank].ready and can_go_on(job, rank))
+    return Base(epoch=job.record.plan.epoch, layout=job.record.plan.layout, survivors=survivors)
 
 
 def base_while_running(job: Job) -> Base | None:
     """The base of a transition that began now, with everybody alive and up to date."""
-    if job.plan is None or job.committed == job.declaration.resume_from:
+    if job.record.plan is None or job.record.committed == job.declaration.resume_from:
         return None
-    return Base(epoch=job.plan.epoch, layout=job.plan.layout, survivors=job.active)
+    return Base(epoch=job.record.plan.epoch, layout=job.record.plan.layout, survivors=job.record.active)
 
 
 def can_go_on(job: Job, rank: int) -> bool:
@@ -250,9 +252,9 @@ def can_go_on(job: Job, rank: int) -> bool:
     Which plan is in effect is known here alone: a rank that acknowledged the next one holds both.
     """
     parked = job.transition.parked.get(rank) if job.transition else None
-    if parked is None or job.plan is None or job.plan.epoch not in parked.holds:
+    if parked is None or job.record.plan is None or job.record.plan.epoch not in parked.holds:
         return False
-    return parked.stepped == job.committed or (parked.stepped == job.committed - 1 and parked.ready)
+    return parked.stepped == job.record.committed or (parked.stepped == job.record.committed - 1 and parked.ready)
 
 
 def state_lost(job: Job, base: Base | None) -> str | None:

@@ -12,11 +12,14 @@ import math
 from resihp.controller import planning, transition
 from resihp.controller.state import Change, Job
 from resihp.errors import LayoutError, NotEnoughDevicesError
+from resihp.record.journal import ChangeDecided
+from resihp.record.state import Device, Link
 from resihp.scheduler import transition_cost
-from resihp.scheduler.cost.layout_change import communicators
 
 
-def consider(job: Job, reason: str, since: int, *, failure: int | None = None, device: object = None) -> None:
+def consider(
+    job: Job, reason: str, since: int, *, failure: int | None = None, device: Device | Link | None = None
+) -> None:
     """Look for another plan, now or as soon as nothing else is under way.
 
     `since`: first iteration in which things were as they are; `device`: what changed, a device or a link.
@@ -28,8 +31,8 @@ def consider(job: Job, reason: str, since: int, *, failure: int | None = None, d
 
 def consider_links(job: Job) -> None:
     """Look for a plan that suits slow links, where none has been made for them: what transfers take is known by now."""
-    for link, slow in sorted(job.slow_links.items()):
-        if not job.changes.get(link):
+    for link, slow in sorted(job.record.slow_links.items()):
+        if not job.record.changes.get(link):
             reason = f"{job.where_link(link)} is slow"
             consider(job, reason, slow.since, failure=slow.failure, device=link)
 
@@ -41,7 +44,7 @@ def review(job: Job) -> None:
     if job.phase != "running" or job.transition is not None or job.pause is not None:
         return
     asked, job.reconsider = job.reconsider, []
-    if job.plan is None or job.departure is not None or job.furthest + 1 >= job.goal:
+    if job.record.plan is None or job.departure is not None or job.furthest + 1 >= job.record.goal:
         return
     reason = ", ".join(dict.fromkeys(one.reason for one in asked))
     try:
@@ -50,28 +53,33 @@ def review(job: Job) -> None:
         job.say("notice", f"{reason}: no other plan: {error}")
         return
     if (gain.plan.layout, gain.plan.assignment, gain.plan.migrations, gain.plan.orders) == (
-        job.plan.layout,
-        job.plan.assignment,
-        job.plan.migrations,
-        job.plan.orders,
+        job.record.plan.layout,
+        job.record.plan.assignment,
+        job.record.plan.migrations,
+        job.record.plan.orders,
     ):
         job.say("notice", f"{reason}: the plan stays, no other is faster")
         return
-    left_s = (job.goal - job.furthest) * job.usual_s
+    left_s = (job.record.goal - job.furthest) * job.usual_s
     found = transition_cost.verdict(
-        transition_cost.cost(gain.movement, transition_cost.calibrated(job.records)),
+        transition_cost.cost(gain.movement, transition_cost.calibrated(job.record.costs)),
         gain.now_s,
         gain.then_s,
         remaining_s=left_s if job.deadline is None else max(0.0, min(left_s, job.deadline - job.now)),
         elapsed_s=max(max(0, job.furthest + 1 - one.since) * job.usual_s for one in asked),
-        changes=max(transition_cost.recent(job.changes.get(one.device, ()), job.now) for one in asked),
+        changes=max(
+            transition_cost.recent(job.changed_at.get(one.device, ()) if one.device is not None else (), job.now)
+            for one in asked
+        ),
     )
     if found.go:
         transition.pause(job, f"{reason}: {found.reason}")
         assert job.pause is not None
         job.pause.failures += [one.failure for one in asked if one.failure is not None]
-        for one in asked:
-            job.changes.setdefault(one.device, []).append(job.now)
+        causes = {one.device for one in asked if one.device is not None}
+        links = {(a, b) for a, b in causes if isinstance(a, int)}
+        devices = {(node, index) for node, index in causes if isinstance(node, str)}
+        job.log(ChangeDecided(reason=found.reason, devices=tuple(sorted(devices)), links=tuple(sorted(links))))
         return
     job.say("notice", f"{reason}: the plan stays: {found.reason}")
     if found.again_in_s is not None and math.isfinite(found.again_in_s):
@@ -79,11 +87,11 @@ def review(job: Job) -> None:
         job.reconsider_at = job.now + max(found.again_in_s, job.usual_s)
 
 
-def took(job: Job, seconds: float, extra_bytes: int) -> None:
-    """What a transition took, until all had their state: the next one is priced with it.
+def _changed_at(job: Job, what: Device | Link | None) -> list[float]:
+    return [] if what is None else job.changed_at.get(what, [])
 
-    `extra_bytes`: what the busiest rank held beside its state, about what it received.
-    """
-    if job.plan is not None:
-        groups = communicators(job.plan.layout)
-        job.records.append(transition_cost.Record(busiest_bytes=extra_bytes, groups=groups, seconds=seconds))
+
+def resume(job: Job) -> None:
+    """A new supervisor: when plans were changed is not known to it, only how often; it takes all of them for recent."""
+    for what, times in job.record.changes.items():
+        job.changed_at[what] = [job.now] * times

@@ -18,7 +18,7 @@ INT, TERM without Slurm     an operator                 the end, at once
 no quorum follows           another one may lead        the end, at once, exit 75: the guardian decides
 ==========================  ==========================  =======================================================
 
-`proceed` is called by the controller at the end of each event, `replay` by `recovery`.
+`proceed` is called by the controller at the end of each event, `resume` by `takeover`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from resihp.controller import transition as transitions
 from resihp.controller.fail_stop import incidents
 from resihp.controller.state import COINCIDENCE_S, AgentSignal, Departure, Job, Meaning, natural
 from resihp.protocol import messages as m
-from resihp.record.journal import JobSignalled
+from resihp.record.journal import JobSignalled, PlanWithdrawn
 
 MEANING_PATIENCE_S = 2.0
 """How long Slurm may take to say why; training pauses meanwhile."""
@@ -105,16 +105,18 @@ def quorum_lost(job: Job, event: api.QuorumLost) -> None:
     incidents.end(job, 75, f"lost the quorum: {event.reason}")
 
 
-def replay(job: Job, entry: JobSignalled) -> None:
+def resume(job: Job) -> None:
     """A supervisor that died was stopping the job: so does the next one."""
-    job.departure = Departure(
-        signal=entry.signal,
-        first_at=-math.inf,
-        asked_at=-math.inf,
-        nodes=set(entry.nodes),
-        meaning=entry.meaning,
-        told=True,
-    )
+    signalled = job.record.signalled
+    if signalled is not None:
+        job.departure = Departure(
+            signal=signalled.signal,
+            first_at=-math.inf,
+            asked_at=-math.inf,
+            nodes=set(signalled.nodes),
+            meaning=signalled.meaning,
+            told=True,
+        )
 
 
 def _begin(job: Job, signal: int, meaning: Meaning | None, told: str) -> None:
@@ -162,7 +164,7 @@ def proceed(job: Job) -> None:
     if job.phase == "halting":
         if departure.interrupted or (left_s <= 0 and departure.meaning != "warning"):
             _leave(job, departure.interrupted or "workers had not left")
-    elif job.plan is None:
+    elif job.record.plan is None:
         _leave(job, "training had not begun")
     elif left_s <= 0:
         why = "not all was written in time" if departure.writers else "nobody parked in time"
@@ -173,7 +175,7 @@ def proceed(job: Job) -> None:
             _save(job, departure)
         elif left_s < min(HURRY_S, budget_s / 2):
             _hurry(job, departure)
-        elif job.phase == "running" and job.transition is None and job.pause is None and job.furthest < job.goal:
+        elif job.phase == "running" and job.transition is None and job.pause is None and job.furthest < job.record.goal:
             transitions.pause(job, "the job is to stop")
 
 
@@ -194,7 +196,7 @@ def _tell_meaning(job: Job, departure: Departure, at_once: bool) -> None:
     if departure.meaning is not None:
         departure.told = True
         nodes = _sorted(departure.nodes)
-        job.do(api.Log(entry=JobSignalled(signal=departure.signal, nodes=nodes, meaning=departure.meaning)))
+        job.log(JobSignalled(signal=departure.signal, nodes=nodes, meaning=departure.meaning))
 
 
 def _ends_at(job: Job, departure: Departure) -> float:
@@ -212,6 +214,8 @@ def _is_still(job: Job, late: bool) -> bool:
     if transition is None or job.phase != "transition":
         return False
     if transition.stage == "proposing":  # nobody has acted on the plan, and nobody will
+        assert transition.plan is not None
+        job.log(PlanWithdrawn(epoch=transition.plan.epoch, reason="the job is to stop"))
         transition.stage, transition.plan = "parking", None
         transition.waiting.clear()
     return transition.stage == "parking" and (late or not transition.waiting)
@@ -219,7 +223,7 @@ def _is_still(job: Job, late: bool) -> bool:
 
 def _hurry(job: Job, departure: Departure) -> None:
     """The iteration under way takes too long: what it has done is lost, not what was done before."""
-    if job.committed == job.declaration.resume_from and not job.reports:
+    if job.record.committed == job.declaration.resume_from and not job.reports:
         _leave(job, "there is nothing to save")
         return
     if departure.hurried:
@@ -228,30 +232,30 @@ def _hurry(job: Job, departure: Departure) -> None:
     if job.transition is not None and job.transition.stage == "parking":
         transitions.urge(job, "the job is to stop now")
     else:
-        job.say("notice", f"iteration {job.committed + 1} takes too long to be waited for")
+        job.say("notice", f"iteration {job.record.committed + 1} takes too long to be waited for")
         transitions.park(job, "the job is to stop now")
 
 
 def _save(job: Job, departure: Departure) -> None:
     """Let a whole replica write the last committed iteration, and end once it has."""
-    assert job.plan is not None
+    assert job.record.plan is not None
     assert job.transition is not None
     if not departure.writers:
-        iterations.commit_up_to(job, max(job.reports, default=job.committed))
-    if job.committed == job.declaration.resume_from:
+        iterations.commit_up_to(job, max(job.reports, default=job.record.committed))
+    if job.record.committed == job.declaration.resume_from:
         _leave(job, "there is nothing to save")
         return
-    if job.checkpointed == job.committed:
+    if job.checkpointed == job.record.committed:
         _leave(job, "its checkpoint is written")
         return
     if departure.writers and all(job.members[rank].ready for rank in departure.writers):
         return
-    assert job.last_outcome is not None
-    for index, replica in enumerate(job.plan.layout.replicas):
+    assert job.record.last_outcome is not None
+    for index, replica in enumerate(job.record.plan.layout.replicas):
         if all(job.members[rank].ready and planning.can_go_on(job, rank) for rank in replica.ranks):
             departure.writers = replica.ranks
-            job.say("progress", f"writing a checkpoint of iteration {job.committed}")
-            order = m.Save(epoch=job.plan.epoch, replica=index, finish=job.last_outcome)
+            job.say("progress", f"writing a checkpoint of iteration {job.record.committed}")
+            order = m.Save(epoch=job.record.plan.epoch, replica=index, finish=job.record.last_outcome)
             job.order(replica.ranks, order)
             return
     departure.writers = ()
@@ -278,7 +282,7 @@ def _leave(job: Job, outcome: str) -> None:
         "cancelled": "the job is cancelled",
         "preempted": "the job is preempted",
     }.get(departure.meaning or "", f"received {_name(departure.signal)}")
-    reason = f"{cause}: stopped after iteration {job.committed}; {outcome}"
+    reason = f"{cause}: stopped after iteration {job.record.committed}; {outcome}"
     incidents.end(job, 75 if requeue else 128 + signals.SIGTERM, reason, requeue=requeue)
 
 

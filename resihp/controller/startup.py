@@ -16,11 +16,11 @@ from resihp.controller import iterations, planning, transition
 from resihp.controller.fail_slow import probing
 from resihp.controller.fail_stop import incidents
 from resihp.controller.nodes import joins
-from resihp.controller.state import Job, Member, Placement, Transition, natural
+from resihp.controller.state import Job, Member, Transition, natural
 from resihp.detector import probes
 from resihp.errors import LayoutError
 from resihp.protocol import messages as m
-from resihp.record.journal import ModelDeclared, WorkerStarted
+from resihp.record.journal import ModelDeclared, WorkersOrdered, WorkerStarted
 
 
 def agent_joined(job: Job, event: api.AgentJoined) -> None:
@@ -36,32 +36,31 @@ def agent_joined(job: Job, event: api.AgentJoined) -> None:
         start_workers(job)
 
 
-def place(job: Job) -> None:
-    """Once every node is there or given up: give out the ranks, for good."""
-    if job.placements or len(job.nodes) < job.settings.nodes:
-        return
-    order = sorted((name for name, node in job.nodes.items() if node.alive), key=natural)
-    job.placements = [Placement(name, d, settled=True) for name in order for d in range(job.settings.gpus_per_node)]
-
-
 def places(job: Job) -> list[int]:
     """Ranks that the start waits for: those on nodes that are not lost."""
-    return [rank for rank, placement in enumerate(job.placements) if job.nodes[placement.node].alive]
+    return [rank for rank, placement in enumerate(job.record.placements) if job.nodes[placement.node].alive]
 
 
 def start_workers(job: Job) -> None:
-    """Once every node is there or given up: a worker on each device, unless there is one, or one about to be forked."""
-    place(job)
-    names = tuple(placement.node for placement in job.placements)
-    live = job.live
+    """Once every node is there or given up: a worker on each device, unless there is one, or one about to be forked.
+
+    The ranks are given out then, for good.
+    """
+    if len(job.nodes) < job.settings.nodes:
+        return
+    if not job.record.placements:
+        order = sorted((name for name, node in job.nodes.items() if node.alive), key=natural)
+        devices = [(name, device) for name in order for device in range(job.settings.gpus_per_node)]
+        job.log(WorkersOrdered(workers=tuple((rank, *device) for rank, device in enumerate(devices))))
+    names = tuple(placement.node for placement in job.record.placements)
+    live = set(job.live)
     wanted: dict[str, list[int]] = {}
     for rank in places(job):
-        if rank not in live and job.placements[rank].settled:
+        if rank not in live and rank not in job.starting:
             wanted.setdefault(names[rank], []).append(rank)
     for name, ranks in wanted.items():
-        for rank in ranks:
-            job.placements[rank].settled = False
-        workers = tuple((rank, job.placements[rank].device) for rank in ranks)
+        job.starting.update(ranks)
+        workers = tuple((rank, job.record.placements[rank].device) for rank in ranks)
         job.do(api.StartWorkers(node=name, workers=workers, nodes=names))
 
 
@@ -82,25 +81,17 @@ def go_on_without(job: Job) -> None:
         return
     missing = sorted((name for name, node in job.nodes.items() if not node.alive), key=natural)
     job.say("notice", f"begins without {', '.join(missing)}: the other nodes are enough")
-    if not job.placements:
+    if not job.record.placements:
         start_workers(job)
     propose_when_ready(job)
 
 
 def spawned(job: Job, event: api.WorkerSpawned) -> None:
-    if event.rank >= len(job.placements) or job.placements[event.rank].settled:
+    if event.rank not in job.starting:
         return
-    job.placements[event.rank].settled = True
+    job.starting.discard(event.rank)
     job.nodes[event.node].last_beat = job.now
-    member = Member(event.rank, event.node, event.device, event.pid, beat_at=job.now, progress_at=job.now)
-    member.spawned_at = job.now
-    member.joins = job.phase != "gathering"
-    job.members[event.rank] = member
-    job.do(
-        api.Log(
-            entry=WorkerStarted(rank=event.rank, node=event.node, device=event.device, pid=event.pid, epoch=job.epoch)
-        )
-    )
+    job.log(WorkerStarted(rank=event.rank, node=event.node, device=event.device, pid=event.pid, epoch=job.epoch))
     if job.phase == "halting":
         iterations.newcomers_leave(job)
 
@@ -124,8 +115,7 @@ def declared(job: Job, member: Member, declare: m.Declare) -> None:
 
 def trains_the_same(job: Job, declare: m.Declare) -> bool:
     """Whether a rank declares what the job trains, wherever it would resume from."""
-    assert job.trains is not None
-    return msgspec.structs.replace(declare, resume_from=job.trains.resume_from) == job.trains
+    return msgspec.structs.replace(declare, resume_from=job.declaration.resume_from) == job.declaration
 
 
 def refused(job: Job, member: Member, refuse: m.Refuse) -> None:
@@ -140,7 +130,7 @@ def propose_when_ready(job: Job) -> None:
     """Once every rank has declared the same model and the store listens: the first plan."""
     if job.phase != "gathering" or job.store is None or job.departure is not None:
         return
-    if not job.placements or len(job.live) < len(places(job)):
+    if not job.record.placements or len(job.live) < len(places(job)):
         return
     declares = {rank: job.members[rank].declared for rank in job.live}
     first = declares[min(declares)]
@@ -152,9 +142,8 @@ def propose_when_ready(job: Job) -> None:
             job, 2, f"{job.where(odd[0])}: declares another model, batch or version than rank {min(declares)}"
         )
         return
-    job.trains = first
-    job.goal = first.iterations
-    job.committed = first.resume_from
+    if job.record.trains != first:
+        job.log(ModelDeclared(declare=first))
     if job.settings.examine and not job.examinations:
         order = sorted(job.ready)
         probing.begin(job, "start", order, probes.ring(order))
@@ -168,34 +157,30 @@ def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
         return
     for rank, verdict in sorted(judged.items()):
         if not verdict.fit and job.members[rank].alive:
-            job.unfit.add((job.members[rank].node, job.members[rank].device))
             job.say("warning", f"{job.where(rank)}: fails its probe: {verdict.evidence}")
     _propose(job)
 
 
 def _propose(job: Job) -> None:
     """The first plan."""
-    first = job.declaration
     try:
         choice = planning.first(job)
     except LayoutError as error:
         incidents.end(job, 2, str(error))
         return
-    job.do(api.Log(entry=ModelDeclared(declare=first)))
     for member in job.members.values():
-        member.stepped = first.resume_from
+        member.stepped = job.declaration.resume_from
     job.epoch = choice.plan.epoch
-    job.first_plan = choice.plan
     job.phase = "transition"
     job.transition = Transition(
         stage="proposing",
         epoch=choice.plan.epoch,
         began_at=job.now,
         stage_at=job.now,
-        committed_before=job.committed,
+        committed_before=job.record.committed,
         initial=True,
         asked=set(job.ready),
-        reason=f"start from {f'iteration {job.committed + 1}' if job.committed else 'the beginning'}"
+        reason=f"start from {f'iteration {job.record.committed + 1}' if job.record.committed else 'the beginning'}"
         + (f"; {choice.reason}" if choice.reason else ""),
     )
     transition.propose(job, choice)

@@ -1,6 +1,8 @@
-"""What the controller remembers: members, the transition under way, the iterations that were reported.
+"""What the controller holds beside the record of its job: all that a take-over may forget.
 
-Plain records with small, local rules; the decisions are in the modules beside this one.
+Beats and answers, who is waited for, what is suspected or under way, times of the controller's clock. Durable truth is
+`Job.record` (`resihp.record.state`): handlers read it, and change it by `Job.log` alone. Plain data with small, local
+rules; the decisions are in the modules beside this one.
 """
 
 from __future__ import annotations
@@ -11,8 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from resihp.controller.interface import AnyAction, AnyEvent, Order, Say, Settings
-from resihp.controller.nodes.measures import Grounds, Measure
+from resihp.controller.interface import AnyAction, AnyEvent, Log, Order, Say, Settings
 from resihp.detector.diagnosis.clues import Clue
 from resihp.detector.diagnosis.diagnosis import Diagnosis
 from resihp.detector.findings import Finding
@@ -36,35 +37,56 @@ from resihp.protocol.messages import (
     WorkerOrder,
 )
 from resihp.protocol.messages import Speed as DeviceSpeed
-from resihp.record.journal import Suspected
+from resihp.record.fold import apply, changed
+from resihp.record.journal import (
+    AnyEntry,
+    ChangeDecided,
+    DrainDecided,
+    FailureFound,
+    NodeJoined,
+    NodeLost,
+    ReplacementAsked,
+    WorkerStarted,
+)
+from resihp.record.state import Device, HowLost, JobRecord, KnownNode, KnownWorker, Link
 from resihp.scheduler.cost.profile import Profile
-from resihp.scheduler.transition_cost import Record
 
 
 @dataclass
 class Node:
-    name: str
-    host: str
-    devices: int
-    alive: bool = True
+    """A node as it is now: what is on record of it, and what is heard of it."""
+
+    known: KnownNode
     last_beat: float = 0.0
     suspected: bool = False
-    hardware: str = ""
-    """Of its devices, by their maker's name; empty where it is not known."""
+
+    @property
+    def name(self) -> str:
+        return self.known.name
+
+    @property
+    def host(self) -> str:
+        return self.known.host
+
+    @property
+    def devices(self) -> int:
+        return self.known.devices
+
+    @property
+    def hardware(self) -> str:
+        return self.known.hardware
+
+    @property
+    def alive(self) -> bool:
+        return self.known.alive
 
 
 @dataclass
 class Member:
-    """One worker process, from spawn to exit."""
+    """One worker process as it is now, from spawn to exit."""
 
-    rank: int
-    node: str
-    device: int
-    pid: int
+    known: KnownWorker
     spawned_at: float = 0.0
-    joins: bool = False
-    """Started while the job was under way: it waits to be given work."""
-    alive: bool = True
     declared: Declare | None = None
     """What it trains, once that was found to be what the job trains."""
     raised: Raised | None = None
@@ -81,18 +103,33 @@ class Member:
     """What was said of its end, by itself and by the kernel."""
 
     @property
+    def rank(self) -> int:
+        return self.known.rank
+
+    @property
+    def node(self) -> str:
+        return self.known.node
+
+    @property
+    def device(self) -> int:
+        return self.known.device
+
+    @property
+    def pid(self) -> int:
+        return self.known.pid
+
+    @property
+    def joins(self) -> bool:
+        return self.known.joins
+
+    @property
+    def alive(self) -> bool:
+        return self.known.alive
+
+    @property
     def ready(self) -> bool:
         """Whether it may be given work, and has to answer: it declared, and was not turned away."""
-        return self.alive and self.declared is not None
-
-
-@dataclass
-class Placement:
-    """Where a rank was asked to be started, and whether it has been (or never will be)."""
-
-    node: str
-    device: int
-    settled: bool = False
+        return self.known.alive and self.declared is not None
 
 
 @dataclass(kw_only=True)
@@ -112,7 +149,9 @@ class Incident:
     detect_s: float | None = None
     diagnosis: Diagnosis | None = None
     """Why, as far as anybody said so."""
-    condemned: tuple[str, int] | None = None
+    died: bool = False
+    """A node that was lost, and of which nothing is known to be broken."""
+    condemned: Device | None = None
     """(node, device) taken for dead as soon as its process had ended, for what was said of it."""
 
 
@@ -175,20 +214,6 @@ class Examination:
     """How long after it was asked it can be answered."""
 
 
-@dataclass(kw_only=True)
-class Slow:
-    """A device or link with a verdict: slow, but at work."""
-
-    failure: int
-    speed: float
-    since: int
-    """First slow iteration."""
-
-
-WRITERS_KEPT = 8
-"""Plans whose checkpoints may still be under way."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """Something that may call for another plan."""
@@ -197,7 +222,7 @@ class Change:
     since: int
     """First iteration in which things were as they are."""
     failure: int | None = None
-    device: object = None
+    device: Device | Link | None = None
     """What is slower or faster: a device, or a link."""
 
 
@@ -216,9 +241,6 @@ class Pause:
 Meaning = Literal["warning", "time-limit", "cancelled", "preempted", "unknown"]
 """Why somebody wants the job to stop (`journal.JobSignalled`)."""
 
-USELESS = "no device of it can be used any more"
-VACATED = "left for an administrator, who drains it"
-"""Why a node is left that is alive (`journal.NodeLost`); the latter is no failure."""
 PATIENCE = 100
 """Iterations after which a device is suspected again on the same evidence, though its probe was fine."""
 COINCIDENCE_S = 2.0
@@ -262,7 +284,6 @@ class Departure:
 @dataclass
 class ArmedFault:
     fault: Fault
-    fired_at: float | None = None
     refused: str = ""
     """Why it could not be carried out when its moment came, if it came."""
 
@@ -294,104 +315,35 @@ def natural(name: str) -> tuple[tuple[int, str | int], ...]:
 
 
 @dataclass
-class Verdict:
-    """A node that a failure found was laid to; something is done about it, unless more is learnt meanwhile."""
+class Release:
+    """How far a lost node is given back to Slurm, and since when it is lost for this supervisor."""
 
-    failure: int
-    node: str
-    cause: str
-    ranks: tuple[int, ...]
-    found_at: float
-    hardware: bool
-    """Something of it is broken: it did not just die."""
-
-
-@dataclass
-class Drain:
-    """What was decided about a node (`journal.DrainDecided`), which need not be a drain."""
-
-    number: int
-    node: str
-    failure: int
-    reason: str
-    measure: Measure
-    grounds: Grounds
-    decided_at: float
-    answers: dict[str, str] = field(default_factory=dict)
-    """How each rung that answered went."""
-
-    @property
-    def settled(self) -> bool:
-        """Whether Slurm has taken it, or all has been done to let somebody else do it."""
-        return self.answers.get("slurm") == "done" or not {"spool", "exclusion"}.isdisjoint(self.answers)
-
-
-@dataclass
-class LostNode:
-    """A node that was given up, and how far it is given back to Slurm."""
-
-    name: str
     lost_at: float
-    reason: str
     tries: int = 0
     """How often Slurm was asked to take it back."""
     next_try_at: float = 0.0
     asked: bool = False
     """Slurm's answer to the last try is still to come."""
-    told: bool = False
-    """A refusal is in the journal."""
-    released: bool = False
-
-    @property
-    def answers(self) -> bool:
-        return still_answers(self.reason)
-
-
-def still_answers(reason: str) -> bool:
-    """Whether a lost node did not just fall silent (`NodeLost.reason`): its agent alone ended, as somebody there could
-    tell (`wrapper.supervisor.agents`), or we left it (`upkeep`)."""
-    return reason.startswith(("its agent ", USELESS, VACATED))
-
-
-@dataclass
-class Request:
-    """A node asked for in place of `instead`. `node`: what came, or is on its way."""
-
-    number: int
-    instead: str
-    excluded: tuple[str, ...]
-    state: Literal["asked", "pending", "running", "joined", "refused", "cancelled", "ended"] = "asked"
-    slurm_job: str | None = None
-    node: str | None = None
-    joined: bool = False
-    """Its node was, or is, one of the job's."""
-    asked_at: float | None = None
-    """None where a supervisor before this one asked."""
-    texts: set[str] = field(default_factory=set)
-    """What was said of it: why it waits is told once."""
-
-    @property
-    def open(self) -> bool:
-        """Asked for, and neither here nor given up."""
-        return self.state in ("asked", "pending", "running")
 
 
 @dataclass
 class Upkeep:
-    """Bad nodes and what is done about them, new nodes that were asked for: as far as the journal tells of it."""
+    """Bad nodes and new ones: since when this supervisor knows of them, and what it waits for."""
 
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
-    """Found and not yet acted on, by node."""
-    drains: dict[int, Drain] = field(default_factory=dict)
-    lost: dict[str, LostNode] = field(default_factory=dict)
-    requests: dict[int, Request] = field(default_factory=dict)
+    found_at: dict[str, float] = field(default_factory=dict)
+    """When each verdict was found, by node."""
+    decided_at: dict[int, float] = field(default_factory=dict)
+    """When each drain was decided."""
+    releases: dict[str, Release] = field(default_factory=dict)
+    """Of lost nodes."""
+    unwatched: list[str] = field(default_factory=list)
+    """Nodes that were lost just now."""
+    asked_at: dict[int, float] = field(default_factory=dict)
+    """When each node was asked for that this supervisor asked for."""
     ask_after: float = 0.0
     """No node is asked for before: the last request was refused, or ended."""
-    failed_requests: int = 0
     waits_s: list[float] = field(default_factory=list)
     """How long nodes took to come that this supervisor asked for."""
-    slurm_sees: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """(state, text) by node, as last journaled."""
     kept: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Nodes that an administrator drains and that the layout cannot do without, as Slurm saw them then."""
 
@@ -407,15 +359,12 @@ class Recovery:
     """When the first agent came back."""
     inventories: dict[str, Inventory] = field(default_factory=dict)
     exits: dict[int, int] = field(default_factory=dict)
-    lost: dict[str, str] = field(default_factory=dict)
+    lost: dict[str, tuple[str, HowLost]] = field(default_factory=dict)
     """Ranks that ended and nodes that were lost meanwhile: how, and why."""
     clues: dict[int, tuple[Clue, ...]] = field(default_factory=dict)
     """What was said of the ends of ranks meanwhile."""
     waiting: list[AnyEvent] = field(default_factory=list)
     """What else came meanwhile."""
-    unexplained: dict[int, int | None] = field(default_factory=dict)
-    unexplained_nodes: dict[str, str] = field(default_factory=dict)
-    """Ranks that ended, and how, and nodes that were lost, and why, of which the journal has no failure yet."""
 
 
 @dataclass(frozen=True)
@@ -431,31 +380,23 @@ Phase = Literal["recovering", "gathering", "transition", "running", "halting", "
 
 
 class Job:
-    """All that the controller knows, and the actions of the event being handled. Methods here only speak or look up."""
+    """The record of a job, all that is volatile beside it, and the actions of the event being handled."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, record: JobRecord | None = None) -> None:
         self.settings = settings
+        self.record = record or JobRecord()
+        """What is durable. Only `log` changes it."""
         self.phase: Phase = "gathering"
-        self.nodes: dict[str, Node] = {}
-        self.members: dict[int, Member] = {}
-        self.placements: list[Placement] = []
-        """Of every rank ever asked for, by rank."""
-        self.dead_devices: set[tuple[str, int]] = set()
-        """(node, device) on which no process is to be started again."""
-        self.epoch = 0
-        self.plan: Plan | None = None
-        """The plan in effect: what the state of every rank follows. Set by `take_effect` alone."""
-        self.active: tuple[int, ...] = ()
-        """Ranks with work in the plan in effect, ascending."""
-        self.working: frozenset[int] = frozenset()
-        """The same, to look up."""
-        self.first_plan: Plan | None = None
+        self.nodes = {name: Node(known) for name, known in self.record.nodes.items()}
+        self.members = {rank: self._member(known) for rank, known in self.record.workers.items()}
+        self.starting: set[int] = set()
+        """Ranks that were asked to be started, and neither have been nor never will be."""
+        self.epoch = self.record.epoch
+        """The highest that anybody was told of."""
         self.transition: Transition | None = None
         self.pause: Pause | None = None
         self.unconsidered: set[int] = set()
         """Newcomers that became ready, and may be worth an interruption."""
-        self.trains: Declare | None = None
-        """What the job trains, once all ranks have declared the same."""
         self.recovery: Recovery | None = None
         self.departure: Departure | None = None
         self.agent_signals: dict[str, AgentSignal] = {}
@@ -470,14 +411,9 @@ class Job:
         self.examinations: dict[int, Examination] = {}
         """Probes under way, by number."""
         self.probes = 0
-        self.slow: dict[tuple[str, int], Slow] = {}
-        """(node, device) that are slow and at work."""
-        self.slow_links: dict[tuple[int, int], Slow] = {}
-        """The same for links, by the ranks at their ends."""
+        """Number of the last one that was asked for."""
         self.findings: tuple[Finding, ...] = ()
         """What the monitor found and nobody has acted on yet."""
-        self.suspects_slow: Suspected | None = None
-        """The suspicion to be slow that is in the journal, and neither cleared nor a failure yet."""
         self.acquitted: set[int] = set()
         """Ranks that were suspected to be slow, and whose probe was fine."""
         self.unmeasured: set[int] = set()
@@ -486,33 +422,20 @@ class Job:
         """Why another plan may be better now, and the verdicts behind it."""
         self.reconsider_at = 0.0
         """Not before then: when another plan begins to be worth it."""
-        self.changes: dict[object, list[float]] = {}
-        """When plans were changed on account of which device or link."""
-        self.records: list[Record] = []
-        """What transitions have taken."""
+        self.changed_at: dict[Device | Link, list[float]] = {}
+        """When plans were changed on account of which device or link; for a new supervisor, when it began to lead."""
         self.recheck_at = 0.0
         """When what stands by for being slow is measured next."""
         self.vacating: set[str] = set()
         """Nodes whose ranks are to stand by, so that they can be left."""
-        self.unfit: set[tuple[str, int]] = set()
-        """(node, device) that failed the probe before they were given work: they stand by."""
-        self.reference: dict[tuple[str, int], DeviceSpeed] = {}
-        """What each device's last good probe gave."""
-        self.link_seconds: dict[tuple[int, int], float] = {}
-        """What links took at the start, by the ranks at their ends in ascending order."""
         self.usual_speeds: dict[Place, DeviceSpeed] = {}
         """What devices of nodes gave in former jobs."""
         self.specs: tuple[ParameterSpec, ...] = ()
-        self.committed = 0
-        self.goal = 0
         self.store: tuple[str, int] | None = None
         self.faults = {fault.id: ArmedFault(fault) for fault in settings.faults}
         self.incidents: list[Incident] = []
-        self.diagnoses: list[Diagnosis] = []
-        """Of the incidents so far: what a device does again is its own fault."""
         self.explained: dict[str, set[str]] = {}
-        """Lines about a node as such, by node, that a failure was told by: they are no cause of what comes later."""
-        self.failures = 0
+        """Lines about a node as such, by node, that an incident was told by: they are no cause of what comes later."""
         self.signalled: dict[int, float] = {}
         """When a fault was injected into a rank that may end it, by rank."""
         self.slow_since: dict[int | tuple[str, str], float] = {}
@@ -525,8 +448,6 @@ class Job:
         self.rebuilds = 0
         """Communication failures since the last committed iteration."""
         self.reports: dict[int, IterationReports] = {}
-        self.last_outcome: StepOutcome | None = None
-        self.recent: deque[float] = deque(maxlen=20)
         self.workloads: deque[tuple[int, int]] = deque(maxlen=50)
         """Tokens and squared lengths of recent iterations."""
         self.profile: Profile | None = None
@@ -534,9 +455,7 @@ class Job:
         self.forecast: Forecast | None = None
         """Of the last iteration whose workload was told and whose time could be predicted."""
         self.parts: dict[tuple[int, int, str], dict[int, CheckpointPart]] = {}
-        self.writers: dict[int, tuple[int, ...]] = {}
-        """Who writes checkpoints under each of the last few plans, by epoch."""
-        self.checkpointed = 0
+        self.checkpointed = self.record.checkpointed
         """Iteration of the newest checkpoint all of whose parts are written."""
         self.started_at: float | None = None
         self.enough_at: float | None = None
@@ -546,6 +465,41 @@ class Job:
         self.raised_at: float | None = None
         self.now = 0.0
         self.actions: list[AnyAction] = []
+
+    def _member(self, known: KnownWorker) -> Member:
+        enrolled = known.rank in self.record.enrolled
+        return Member(known, declared=self.record.trains if enrolled else None, fenced=known.refused)
+
+    def log(self, entry: AnyEntry) -> None:
+        """Journal an entry: the only way in which what is durable changes."""
+        self.do(Log(entry=entry))
+        self.apply(entry)
+
+    def apply(self, entry: AnyEntry) -> None:
+        """Take in an entry that is in the journal; what is volatile follows at once."""
+        apply(self.record, entry)
+        match entry:
+            case NodeJoined() | NodeLost():
+                if entry.node not in self.nodes:
+                    self.nodes[entry.node] = Node(self.record.nodes[entry.node], last_beat=self.now)
+                if isinstance(entry, NodeLost):
+                    self.upkeep.releases[entry.node] = Release(lost_at=self.now)
+                    self.upkeep.unwatched.append(entry.node)
+            case WorkerStarted():
+                member = self.members[entry.rank] = self._member(self.record.workers[entry.rank])
+                member.spawned_at = member.beat_at = member.progress_at = self.now
+            case FailureFound() if entry.node in self.record.verdicts:
+                if self.record.verdicts[entry.node].failure == entry.failure:
+                    self.upkeep.found_at[entry.node] = self.now
+            case DrainDecided():
+                self.upkeep.decided_at[entry.drain] = self.now
+            case ReplacementAsked():
+                self.upkeep.asked_at[entry.replacement] = self.now
+            case ChangeDecided():
+                for what in changed(entry):
+                    self.changed_at.setdefault(what, []).append(self.now)
+            case _:
+                pass
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -558,15 +512,21 @@ class Job:
         return tuple(sorted(rank for rank, member in self.members.items() if member.ready))
 
     @property
+    def dead_devices(self) -> set[Device]:
+        """On which no process is to be started again: for good, or for an incident that is not a failure yet."""
+        condemned = {i.condemned for i in self.incidents if i.condemned is not None}
+        return self.record.dead_devices | condemned if condemned else self.record.dead_devices
+
+    @property
     def node_of(self) -> dict[int, str]:
         """The node of every rank that was ever asked for."""
-        return {rank: placement.node for rank, placement in enumerate(self.placements)}
+        return {rank: placement.node for rank, placement in enumerate(self.record.placements)}
 
     @property
     def declaration(self) -> Declare:
         """What the job trains."""
-        assert self.trains is not None
-        return self.trains
+        assert self.record.trains is not None
+        return self.record.trains
 
     @property
     def has_ended(self) -> bool:
@@ -580,22 +540,17 @@ class Job:
     @property
     def usual_s(self) -> float:
         """Seconds of an iteration, as far as recent ones tell; 0 when none was seen."""
-        return statistics.median(self.recent) if self.recent else 0.0
+        return statistics.median(self.record.recent) if self.record.recent else 0.0
 
     @property
     def predicted_s(self) -> float:
         """Seconds to be expected of the iteration under way: the usual, or more where its own workload says so."""
-        ahead = self.forecast
-        if ahead is None or self.plan is None or ahead.epoch != self.plan.epoch or ahead.iteration <= self.committed:
+        ahead, record = self.forecast, self.record
+        if ahead is None or record.plan is None or ahead.epoch != record.plan.epoch:
+            return self.usual_s
+        if ahead.iteration <= record.committed:
             return self.usual_s
         return max(self.usual_s, ahead.seconds)
-
-    def take_effect(self, plan: Plan) -> None:
-        self.plan = plan
-        self.active = plan.layout.active
-        self.working = frozenset(self.active)
-        self.writers[plan.epoch] = plan.layout.replicas[0].ranks
-        self.writers = dict(sorted(self.writers.items())[-WRITERS_KEPT:])
 
     def do(self, action: AnyAction) -> None:
         self.actions.append(action)

@@ -1,11 +1,11 @@
 """Taking over: a controller made from a dead one's journal and from what agents say runs there.
 
-The journal tells what was decided; `replay` reads it. What has happened since, agents tell in their inventories, and
-until they have, nothing is decided: `handle` keeps whatever comes. Once all agents are back, or those that are not have
-had their time, `_conclude` compares the two: processes that are gone have ended, steps that were taken count, and if
-every rank of the plan in effect trains as if nothing had happened, it is left to train on. Anything else is parked, one
-epoch above all that anybody was ever told of, and decided anew from the plan in effect. A plan that no quorum knew of
-was never acted on, so that it is no loss if it is not here.
+The journal tells what was decided; `begin` reads its record (`record.fold`). What has happened since, agents tell in
+their inventories, and until they have, nothing is decided: `handle` keeps whatever comes. Once all agents are back, or
+those that are not have had their time, `_conclude` compares the two: processes that are gone have ended, steps that
+were taken count, and if every rank of the plan in effect trains as if nothing had happened, it is left to train on.
+Anything else is parked, one epoch above all that anybody was ever told of, and decided anew from the plan in effect. A
+plan that no quorum knew of was never acted on, so that it is no loss if it is not here.
 
 Called by `controller` alone. Nothing here leads: whether a quorum follows is the shell's to find out.
 """
@@ -13,136 +13,43 @@ Called by `controller` alone. Nothing here leads: whether a quorum follows is th
 from __future__ import annotations
 
 import signal as signals
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from resihp.controller import interface as api
 from resihp.controller import iterations, replan_policy, shutdown, startup, transition
 from resihp.controller.fail_slow import slowness
-from resihp.controller.fail_stop import failures, incidents, root_causes
+from resihp.controller.fail_stop import failures, incidents
 from resihp.controller.interface import AnyEvent, Settings
 from resihp.controller.nodes import drains, joins
-from resihp.controller.state import VACATED, IterationReports, Job, Member, Node, Placement, Recovery, Transition
+from resihp.controller.state import IterationReports, Job, Recovery, Transition
 from resihp.errors import ProtocolError
-from resihp.parallelism.plan import Plan
 from resihp.protocol import messages as m
-from resihp.record.journal import (
-    AnyEntry,
-    CheckpointCommitted,
-    FailureFound,
-    FaultInjected,
-    IterationCommitted,
-    JobEnded,
-    JobSignalled,
-    JoinRefused,
-    ModelDeclared,
-    NodeJoined,
-    NodeLost,
-    PlanDecided,
-    PlanInEffect,
-    Reconfigured,
-    WorkerEnded,
-    WorkerStarted,
-)
+from resihp.record.fold import apply
+from resihp.record.journal import AnyEntry, IterationsUnreported, WorkersOrdered, WorkerStarted
+from resihp.record.state import JobRecord
 
 PATIENCE_S = 3.0
 """How long agents have to come back to a new supervisor after the first of them."""
 NOBODY_PATIENCE_S = 30.0
 
 
-def replay(settings: Settings, entries: Iterable[AnyEntry]) -> Job:
-    """The state that a journal tells of. Raises ProtocolError for one of a job that has ended, or not begun."""
-    job = Job(settings)
-    plans: dict[int, Plan] = {}
-    ended: dict[int, int | None] = {}
-    lost: dict[str, str] = {}
-    begun = False
+def begin(settings: Settings, entries: Iterable[AnyEntry]) -> Job:
+    """What is on record, and nothing else yet. Raises ProtocolError for a job that has ended, or not begun."""
+    record, begun = JobRecord(), False
     for entry in entries:
+        apply(record, entry)
         begun = True
-        match entry:
-            case JobEnded():
-                raise ProtocolError(f"job {settings.job}: has ended: {entry.reason}")
-            case ModelDeclared():
-                job.trains = entry.declare
-                job.goal = entry.declare.iterations
-                job.committed = max(job.committed, entry.declare.resume_from)
-            case NodeJoined():
-                job.nodes[entry.node] = Node(entry.node, entry.host, entry.devices, hardware=entry.hardware)
-                startup.place(job)
-            case NodeLost():
-                if not entry.reason.startswith(VACATED):
-                    lost[entry.node] = entry.reason
-                job.nodes.setdefault(entry.node, Node(entry.node, host="", devices=0)).alive = False
-                startup.place(job)
-            case WorkerStarted():
-                _place(job, entry.rank, entry.node, entry.device)
-                member = Member(entry.rank, entry.node, entry.device, entry.pid)
-                member.joins = job.first_plan is not None
-                job.members[entry.rank] = member
-            case WorkerEnded():
-                ended[entry.rank] = entry.exit
-                if entry.rank in job.members:
-                    job.members[entry.rank].alive = False
-                job.epoch = max(job.epoch, entry.epoch)
-            case JoinRefused():
-                ended.pop(entry.rank, None)
-                if entry.rank in job.members:
-                    job.members[entry.rank].fenced = entry.reason
-                _place(job, entry.rank, entry.node, entry.device)
-                job.dead_devices.add((entry.node, entry.device))
-            case PlanDecided():
-                plans[entry.plan.epoch] = entry.plan
-                for rank in entry.plan.layout.ranks:
-                    job.members[rank].declared = job.trains
-                job.first_plan = job.first_plan or entry.plan
-                job.epoch = max(job.epoch, entry.plan.epoch)
-            case PlanInEffect() if entry.epoch in plans:
-                job.take_effect(plans[entry.epoch])
-            case Reconfigured():
-                took_s = entry.park_s + entry.plan_s + entry.groups_s + entry.state_s
-                replan_policy.took(job, took_s, entry.extra_bytes)
-            case IterationCommitted():
-                job.committed = entry.outcome.iteration
-                job.last_outcome = entry.outcome
-                if entry.seconds is not None:
-                    job.recent.append(entry.seconds)
-            case FailureFound(kind="fail-slow"):
-                job.failures = max(job.failures, entry.failure)
-            case FailureFound():
-                job.failures = max(job.failures, entry.failure)
-                for rank in entry.ranks:
-                    ended.pop(rank, None)
-                if entry.component == "node" and entry.node is not None:
-                    lost.pop(entry.node, None)
-                incidents.condemn(job, entry)
-                root_causes.remember(job, entry)
-            case CheckpointCommitted():
-                job.checkpointed = entry.iteration
-            case JobSignalled():
-                shutdown.replay(job, entry)
-            case FaultInjected():
-                if entry.fault in job.faults:
-                    job.faults[entry.fault].fired_at = 0.0
-                if entry.text.startswith("kill:") and entry.rank in job.members:  # as `injection` has it
-                    job.dead_devices.add((job.members[entry.rank].node, job.members[entry.rank].device))
-            case _:
-                pass
-        drains.replay(job, entry)
-        slowness.replay(job, entry)
+    if record.ended is not None:
+        raise ProtocolError(f"job {settings.job}: has ended: {record.ended.reason}")
     if not begun:
         raise ProtocolError(f"job {settings.job}: its journal is empty")
-    for rank in job.active:
-        job.members[rank].stepped = job.committed
+    job = Job(settings, record)
+    for rank in record.active:
+        job.members[rank].stepped = record.committed
     job.phase = "recovering"
-    job.recovery = Recovery(undisturbed=job.plan is not None and max(plans) == job.plan.epoch)
-    job.recovery.unexplained, job.recovery.unexplained_nodes = ended, lost
+    job.recovery = Recovery(undisturbed=record.plan is not None and record.decided is record.plan)
+    shutdown.resume(job)
     return job
-
-
-def _place(job: Job, rank: int, node: str, device: int) -> None:
-    """Remember where a rank was asked to be started; of those that never were, only the number is known."""
-    while len(job.placements) <= rank:
-        job.placements.append(Placement("", -1, settled=True))
-    job.placements[rank] = Placement(node, device, settled=True)
 
 
 def handle(job: Job, event: AnyEvent) -> list[AnyEvent]:
@@ -155,7 +62,7 @@ def handle(job: Job, event: AnyEvent) -> list[AnyEvent]:
             if event.inventory is not None:
                 recovery.inventories[event.node] = event.inventory
         case api.AgentLost() if event.node in job.nodes:
-            recovery.lost[event.node] = event.reason
+            recovery.lost[event.node] = (event.reason, event.how)
         case api.WorkerExited():
             recovery.exits[event.rank], recovery.clues[event.rank] = event.status, event.clues
         case api.AgentBeat() if event.node in job.nodes:
@@ -202,6 +109,7 @@ def _conclude(job: Job, recovery: Recovery) -> None:
     """Bring the journal's view up to date with the agents', and go on."""
     job.recovery = None
     job.progress_at = job.now
+    drains.take_over(job)
     told = recovery.inventories
     job.epoch = max([job.epoch, *(inventory.epoch for inventory in told.values())])
     said: list[api.WorkerSaid] = []
@@ -210,13 +118,13 @@ def _conclude(job: Job, recovery: Recovery) -> None:
             said += _meet(job, name, worker)
         for rank, _ in told[name].ended:
             if rank not in job.members:  # started and gone, unheard of: its number is taken
-                _place(job, rank, name, -1)
-    _complete_losses(job, recovery)
-    if job.first_plan is None:
+                _know(job, rank, name, -1)
+    _complete_losses(job)
+    if job.record.first_plan is None:
         _gather_on(job, recovery, said)
         return
     _skip_forgotten(job)
-    undisturbed = recovery.undisturbed and job.plan is not None and job.epoch == job.plan.epoch
+    undisturbed = recovery.undisturbed and job.record.plan is not None and job.epoch == job.record.plan.epoch
     for message in said:
         undisturbed = undisturbed and not isinstance(message.message, m.Stuck | m.Parked | m.Ready)  # it waits
         if isinstance(message.message, m.Raised):
@@ -224,20 +132,20 @@ def _conclude(job: Job, recovery: Recovery) -> None:
         elif isinstance(message.message, m.Finished):
             job.members[message.rank].finished = True
     recovery.waiting = [*(s for s in said if isinstance(s.message, m.FaultDue)), *recovery.waiting]
-    if job.committed >= job.goal:
+    if job.record.committed >= job.record.goal:
         job.phase, job.halted_at = "halting", job.now
         _bury(job, recovery)
         if job.phase == "halting":
-            job.order(job.ready, m.Halt(reason=f"iteration {job.goal} of {job.goal} is committed"))
+            job.order(job.ready, m.Halt(reason=f"iteration {job.record.goal} of {job.record.goal} is committed"))
             iterations.newcomers_leave(job)
             iterations.end_when_gone(job)
         return
-    _explain(job, recovery)
+    _explain(job)
     lost = _bury(job, recovery)
-    if job.plan is None:  # the start was under way: all of it once more
+    if job.record.plan is None:  # the start was under way: all of it once more
         job.phase = "transition"
         job.transition = Transition(
-            stage="parking", epoch=job.epoch, began_at=job.now, stage_at=job.now, committed_before=job.committed,
+            stage="parking", epoch=job.epoch, began_at=job.now, stage_at=job.now, committed_before=job.record.committed,
             initial=True,
         )  # fmt: skip
         transition.park(job, "the supervisor died while training began")
@@ -246,34 +154,35 @@ def _conclude(job: Job, recovery: Recovery) -> None:
         if lost:
             failures.transition_after(job, lost, f"ranks {sorted(lost)} were lost with the supervisor")
         if job.phase == "running" and job.transition is None:
-            _go_on(job, undisturbed and all(job.members[rank].alive for rank in job.active))
+            _go_on(job, undisturbed and all(job.members[rank].alive for rank in job.record.active))
     for rank in sorted(lost):
         joins.come_back(job, job.members[rank])
+    _order_again(job, told)
+    replan_policy.resume(job)
     slowness.resume(job)
     drains.resume(job)
 
 
-def _complete_losses(job: Job, recovery: Recovery) -> None:
+def _complete_losses(job: Job) -> None:
     """The last supervisor may have died between noting the loss of a node and those of the processes there."""
     for rank in job.live:
         if not job.nodes[job.members[rank].node].alive:
             incidents.bury(job, job.members[rank], None)
-            recovery.unexplained[rank] = None
 
 
 def _skip_forgotten(job: Job) -> None:
     """Iterations so long ago that no agent remembers their steps were done all the same."""
     first = min(job.reports, default=0)
-    if first > job.committed + 1:
-        which = f"{job.committed + 1} to {first - 1}"
+    if first > job.record.committed + 1:
+        which = f"{job.record.committed + 1} to {first - 1}"
         job.say("warning", f"iterations {which} were done while nobody led; their figures are lost")
-        job.committed = first - 1
+        job.log(IterationsUnreported(first=job.record.committed + 1, last=first - 1))
 
 
 def _go_on(job: Job, undisturbed: bool) -> None:
     """Everybody who has work is there."""
     if undisturbed:
-        job.say("notice", f"took over: {len(job.live)} workers train on, iteration {job.committed + 1}")
+        job.say("notice", f"took over: {len(job.live)} workers train on, iteration {job.record.committed + 1}")
         iterations.commit_reported(job)
         iterations.halt_when_finished(job)
     else:
@@ -284,11 +193,11 @@ def _gather_on(job: Job, recovery: Recovery, said: list[api.WorkerSaid]) -> None
     """The start was not complete: no plan had been decided yet."""
     job.phase = "gathering"
     if job.departure is None:
-        for name, reason in recovery.unexplained_nodes.items():
+        for name, reason in job.record.unexplained_nodes.items():
             startup.node_lost(job, name, reason)
         if job.has_ended:
             return
-        _explain_nodes(job, recovery)
+        _explain_nodes(job)
         incidents.log_incidents(job)
     told = [rank for inventory in recovery.inventories.values() for rank, _ in inventory.ended]
     unheard = [rank for rank in (*told, *recovery.exits) if rank not in job.members]
@@ -306,41 +215,64 @@ def _meet(job: Job, node: str, running: m.RunningWorker) -> list[api.WorkerSaid]
     """A live worker: known, or started by an order whose answer never reached the journal."""
     member = job.members.get(running.rank)
     if member is None and not running.pid:  # about to be forked: that will be told
-        _place(job, running.rank, node, running.device)
-        job.placements[running.rank].settled = False
+        _know(job, running.rank, node, running.device)
+        job.starting.add(running.rank)
         return []
     if member is None or member.node != node:
-        _place(job, running.rank, node, running.device)
-        member = job.members[running.rank] = Member(running.rank, node, running.device, running.pid)
-        member.joins = job.first_plan is not None
         started = WorkerStarted(rank=running.rank, node=node, device=running.device, pid=running.pid, epoch=job.epoch)
-        job.do(api.Log(entry=started))
+        job.log(started)
+        member = job.members[running.rank]
     member.beat_at = member.progress_at = member.spawned_at = job.now
     said = [api.WorkerSaid(rank=running.rank, message=message) for message in running.said]
     for message in running.said:
-        if isinstance(message, m.Declare) and (job.trains is None or startup.trains_the_same(job, message)):
-            member.declared = message if job.trains is None else job.trains
-            if member.joins and (job.plan is None or running.rank not in job.plan.layout.ranks):
+        if isinstance(message, m.Declare) and (job.record.trains is None or startup.trains_the_same(job, message)):
+            member.declared = message if job.record.trains is None else job.record.trains
+            if member.joins and (job.record.plan is None or running.rank not in job.record.plan.layout.ranks):
                 (job.unmeasured if job.settings.examine else job.unconsidered).add(running.rank)
     for step in running.steps:
         member.stepped = max(member.stepped, step.outcome.iteration)
-        if step.outcome.iteration > job.committed:
+        if step.outcome.iteration > job.record.committed:
             reports = job.reports.setdefault(step.outcome.iteration, IterationReports())
             reports.by_rank.setdefault(running.rank, step)
     return said
 
 
-def _explain(job: Job, recovery: Recovery) -> None:
+def _know(job: Job, rank: int, node: str, device: int) -> None:
+    """A rank that an agent knows of and the journal may not, as with one of 0.1: its number is taken."""
+    known = job.record.placements[rank] if rank < len(job.record.placements) else None
+    if known is None or known.node != node:
+        job.log(WorkersOrdered(workers=((rank, node, device),)))
+
+
+def _order_again(job: Job, told: Mapping[str, m.Inventory]) -> None:
+    """Processes that were ordered while the job was under way, and of which their agents have not heard."""
+    if job.phase not in ("transition", "running") or job.departure is not None or job.furthest >= job.record.goal:
+        return
+    ended = {rank for inventory in told.values() for rank, _ in inventory.ended}
+    names = tuple(placement.node for placement in job.record.placements)
+    known = {*job.record.workers, *job.record.refused, *job.starting, *ended}
+    wanted: dict[str, list[tuple[int, int]]] = {}
+    for rank, place in enumerate(job.record.placements):
+        if rank in known or place.device < 0 or (place.node, place.device) in job.dead_devices:
+            continue
+        if place.node in told and job.nodes[place.node].alive:
+            wanted.setdefault(place.node, []).append((rank, place.device))
+    for node, workers in wanted.items():
+        job.starting.update(rank for rank, _ in workers)
+        job.do(api.StartWorkers(node=node, workers=tuple(workers), nodes=names, joins=True))
+
+
+def _explain(job: Job) -> None:
     """Losses that the journal tells of and no failure does: the decision that would have named them was not made."""
-    for rank, exit in recovery.unexplained.items():
+    for rank, exit in job.record.unexplained.items():
         if exit is not None and job.members[rank].declared is not None:
             failures.incident(job, job.members[rank], exit)
-    _explain_nodes(job, recovery)
+    _explain_nodes(job)
 
 
-def _explain_nodes(job: Job, recovery: Recovery) -> None:
-    for name, reason in recovery.unexplained_nodes.items():
-        ended = recovery.unexplained.items()
+def _explain_nodes(job: Job) -> None:
+    for name, reason in job.record.unexplained_nodes.items():
+        ended = job.record.unexplained.items()
         ranks = [rank for rank, exit in ended if exit is None and job.members[rank].node == name]
         failures.node_incident(job, name, reason, ranks)
 
@@ -355,8 +287,8 @@ def _bury(job: Job, recovery: Recovery) -> set[int]:
         if member.alive and rank not in running and member.node in told and job.phase != "ended":
             status, clues = exits.get(rank, -signals.SIGKILL), recovery.clues.get(rank, ())
             failures.exited(job, api.WorkerExited(rank=rank, status=status, clues=clues))
-    for name, node in job.nodes.items():
-        reason = recovery.lost.get(name, "its agent did not come back to the new supervisor")
+    for name, node in tuple(job.nodes.items()):
+        reason, how = recovery.lost.get(name, ("its agent did not come back to the new supervisor", "silent"))
         if node.alive and (name not in told or name in recovery.lost) and job.phase != "ended":
-            failures.node_lost(job, name, reason)
+            failures.node_lost(job, name, reason, how)
     return before - set(job.live)

@@ -7,13 +7,13 @@ up, from there. What is proposed is `planning`'s business, what ranks say to it 
 
 from __future__ import annotations
 
-from resihp.controller import interface as api
 from resihp.controller import iterations, planning
 from resihp.controller.fail_stop import incidents
 from resihp.controller.state import Job, Member, Outlook, Pause, Transition
 from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.protocol import messages as m
 from resihp.record.journal import PlanDecided, PlanInEffect, PlanRefused
+from resihp.scheduler.cost.layout_change import communicators
 
 
 def park(job: Job, reason: str, cautious: bool = False) -> None:
@@ -53,7 +53,7 @@ def _open(job: Job, reason: str, asked: tuple[int, ...], *, cautious: bool = Fal
         epoch=job.epoch,
         began_at=old.began_at if old else job.now,
         stage_at=job.now,
-        committed_before=old.committed_before if old else job.committed,
+        committed_before=old.committed_before if old else job.record.committed,
         initial=bool(old and old.initial),
         attempts=old.attempts + 1 if old else 1,
         graceful=graceful or bool(old and old.graceful and old.stage != "first-iteration"),
@@ -91,10 +91,10 @@ def _paused(job: Job, member: Member, parked: m.Parked) -> None:
     pause = job.pause
     assert pause is not None
     pause.answers[member.rank] = parked
-    if member.rank not in job.working:
+    if member.rank not in job.record.working:
         return
     job.pause = None
-    if parked.stepped >= job.goal:
+    if parked.stepped >= job.record.goal:
         return
     stuck = job.stuck
     verdicts = pause.failures
@@ -140,7 +140,7 @@ def decide_when_parked(job: Job) -> None:
     if job.departure is not None:
         return  # no plan comes after this one: `departure` saves what is there, and ends the job
     transition.park_s = job.now - transition.began_at
-    iterations.commit_up_to(job, max(job.reports, default=job.committed))
+    iterations.commit_up_to(job, max(job.reports, default=job.record.committed))
     if job.incidents:
         transition.reason = "; ".join(incident.cause for incident in job.incidents)
     transition.failures += incidents.log_incidents(job)
@@ -152,7 +152,7 @@ def decide_when_parked(job: Job) -> None:
         incidents.too_few(job, lost)
         return
     transition.action = _action(job, transition)
-    transition.finish = job.last_outcome
+    transition.finish = job.record.last_outcome
     transition.stage = "proposing"
     transition.stage_at = job.now
     choice = _decide(job, transition)
@@ -163,12 +163,12 @@ def decide_when_parked(job: Job) -> None:
 
 def _action(job: Job, transition: Transition) -> Outlook:
     """What becomes of the iteration that was under way."""
-    if transition.initial and job.committed == transition.committed_before:
+    if transition.initial and job.record.committed == transition.committed_before:
         return "start"
     stepped = {answer.stepped for rank, answer in transition.parked.items() if planning.can_go_on(job, rank)}
-    if transition.graceful and stepped <= {job.committed}:
+    if transition.graceful and stepped <= {job.record.committed}:
         return "between"
-    return "commit" if job.committed > transition.committed_before else "redo"
+    return "commit" if job.record.committed > transition.committed_before else "redo"
 
 
 def _decide(job: Job, transition: Transition) -> planning.Choice | None:
@@ -192,7 +192,7 @@ def _decide(job: Job, transition: Transition) -> planning.Choice | None:
 
 def refused(job: Job, rank: int | None, reason: str) -> None:
     """A plan that nobody acted on: told and remembered."""
-    job.do(api.Log(entry=PlanRefused(epoch=job.epoch, rank=rank, reason=reason)))
+    job.log(PlanRefused(epoch=job.epoch, rank=rank, reason=reason))
     who = "the planner" if rank is None else job.where(rank)
     job.say("warning", f"{who}: refuses a plan for epoch {job.epoch}: {reason}")
 
@@ -201,21 +201,19 @@ def propose(job: Job, choice: planning.Choice) -> None:
     transition, plan = job.transition, choice.plan
     assert transition is not None
     transition.plan = plan
-    transition.next_iteration = job.committed + 1
+    transition.next_iteration = job.record.committed + 1
     transition.waiting = set(plan.layout.ranks)
-    job.do(
-        api.Log(
-            entry=PlanDecided(
-                plan=plan,
-                next_iteration=transition.next_iteration,
-                action=transition.action,
-                finish=transition.finish,
-                reason=transition.reason,
-                bytes_planned=planning.bytes_planned(job, transition.base, plan),
-                predicted=choice.predicted,
-                present=choice.present,
-                unit=choice.unit,
-            )
+    job.log(
+        PlanDecided(
+            plan=plan,
+            next_iteration=transition.next_iteration,
+            action=transition.action,
+            finish=transition.finish,
+            reason=transition.reason,
+            bytes_planned=planning.bytes_planned(job, transition.base, plan),
+            predicted=choice.predicted,
+            present=choice.present,
+            unit=choice.unit,
         )
     )
     job.order(
@@ -269,10 +267,18 @@ def _take_effect(job: Job, transition: Transition) -> None:
     """The commit of the transaction: from here on, state is where the new plan's layout says."""
     assert transition.plan is not None
     plan = transition.plan
-    job.take_effect(plan)
-    job.do(api.Log(entry=PlanInEffect(epoch=job.epoch)))
-    for rank in job.active:
-        job.members[rank].stepped = job.committed
+    # What the start tells of changes: groups are built as ever; its state comes from a checkpoint, or from nowhere.
+    state_s = 0.0 if transition.initial else transition.state_s
+    job.log(
+        PlanInEffect(
+            epoch=job.epoch,
+            took_s=transition.park_s + transition.plan_s + transition.groups_s + state_s,
+            busiest_bytes=transition.extra_bytes,
+            communicators=communicators(plan.layout),
+        )
+    )
+    for rank in job.record.active:
+        job.members[rank].stepped = job.record.committed
     job.order(plan.layout.ranks, m.Begin(epoch=job.epoch))
     transition.stage = "first-iteration"
     transition.cautious = False
@@ -280,7 +286,7 @@ def _take_effect(job: Job, transition: Transition) -> None:
     job.phase = "running"
     job.progress_at = job.now
     verb = "started" if transition.initial else "resumed"
-    job.say("notice", f"{verb}: {plan.layout.describe()}, epoch {job.epoch}, iteration {job.committed + 1}")
-    if job.committed >= job.goal:
+    job.say("notice", f"{verb}: {plan.layout.describe()}, epoch {job.epoch}, iteration {job.record.committed + 1}")
+    if job.record.committed >= job.record.goal:
         iterations.transition_done(job)
     iterations.halt_when_finished(job)

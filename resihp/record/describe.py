@@ -78,6 +78,9 @@ def explain(entry: journal.AnyEntry) -> str:
             return f"node {entry.node}: joined on {entry.host} with {entry.devices} devices"
         case journal.NodeLost():
             return f"node {entry.node}: lost, {entry.reason}"
+        case journal.WorkersOrdered():
+            nodes = ", ".join(dict.fromkeys(node for _, node, _ in entry.workers))
+            return f"{_numbers(tuple(rank for rank, _, _ in entry.workers), 'rank')}: to be started on {nodes}"
         case journal.WorkerStarted():
             return f"rank {entry.rank}: started on {entry.node} device {entry.device}, pid {entry.pid}"
         case journal.WorkerEnded():
@@ -115,11 +118,19 @@ def explain(entry: journal.AnyEntry) -> str:
             return f"epoch {entry.epoch}: {what} in {entry.seconds:.2f} s{tries}{moved}"
         case journal.PlanInEffect():
             return f"epoch {entry.epoch}: in effect"
+        case journal.PlanWithdrawn():
+            return f"epoch {entry.epoch}: plan withdrawn, {entry.reason}"
+        case journal.ChangeDecided():
+            places = [f"{node} device {device}" for node, device in entry.devices]
+            places += [f"link of ranks {a} and {b}" for a, b in entry.links]
+            return f"change of plan because of {', '.join(places)}: {entry.reason}"
         case journal.PlanRefused():
             who = "our own check" if entry.rank is None else f"rank {entry.rank}"
             return f"epoch {entry.epoch}: plan refused by {who}: {entry.reason}"
         case journal.JoinRefused():
             return f"rank {entry.rank} ({entry.node} device {entry.device}): not taken in, {entry.reason}"
+        case journal.IterationsUnreported():
+            return f"iterations {entry.first} to {entry.last}: done while nobody led, their figures are lost"
         case journal.ModelDeclared():
             declare = entry.declare
             return (
@@ -135,6 +146,8 @@ def explain(entry: journal.AnyEntry) -> str:
         case journal.DrainDecided():
             how = "" if entry.measure == "drain" else ", left out of the user's next jobs"
             return f"drain {entry.drain}: node {entry.node}{how}, {entry.reason}"
+        case journal.DrainWaived():
+            return f"node {entry.node}: nothing is done about failure {entry.failure}"
         case journal.DrainAnswered():
             return f"drain {entry.drain}: node {entry.node}, {entry.step} {entry.outcome}: {entry.text}"
         case journal.NodeReleased():

@@ -61,8 +61,25 @@ class NodeJoined(Entry, frozen=True, kw_only=True):
 
 
 class NodeLost(Entry, frozen=True, kw_only=True):
+    """A node is none of the job's any more.
+
+    `how`: it fell `silent`, its `agent` ended while the node answers, it is `useless` (all its devices are dead), or it
+    was `vacated` for an administrator, which is no failure. Empty in journals of 0.1, where `reason` has to tell
+    (`fold.how_lost`).
+    """
+
     node: str
     reason: str
+    how: Literal["", "silent", "agent", "useless", "vacated"] = ""
+
+
+class WorkersOrdered(Entry, frozen=True, kw_only=True):
+    """Processes are wanted: (rank, node, device) of each. A rank's number is given once in a job's life.
+
+    Written before agents are told; journals of 0.1 know ranks only once they have started.
+    """
+
+    workers: tuple[tuple[int, str, int], ...]
 
 
 class WorkerStarted(Entry, frozen=True, kw_only=True):
@@ -122,6 +139,16 @@ class Suspected(Entry, frozen=True, kw_only=True):
     kind: Literal["silent", "slow"] = "silent"
 
 
+class Diagnosed(msgspec.Struct, frozen=True, kw_only=True):
+    """Which kind of error, whose, and where (`resihp.detector.diagnosis`)."""
+
+    code: str
+    category: str
+    ranks: tuple[int, ...]
+    node: str | None
+    device: int | None
+
+
 class FailureFound(Entry, frozen=True, kw_only=True):
     """One root cause. `failure` numbers the job's failures from 1.
 
@@ -145,6 +172,10 @@ class FailureFound(Entry, frozen=True, kw_only=True):
     speed: float | None = None
     confidence: float | None = None
     link: tuple[int, int] | None = None
+    hardware: bool | None = None
+    """Whether something of the node is broken, rather than that it died; None in journals of 0.1."""
+    diagnosed: Diagnosed | None = None
+    """What the diagnosis came to, where there was one: a device that does it again is at fault itself."""
 
 
 class FailureEnded(Entry, frozen=True, kw_only=True):
@@ -218,9 +249,34 @@ class Reconfigured(Entry, frozen=True, kw_only=True):
 
 
 class PlanInEffect(Entry, frozen=True, kw_only=True):
-    """Every rank has acknowledged its state: from here on the state is where this epoch's layout says."""
+    """Every rank has acknowledged its state: from here on the state is where this epoch's layout says.
+
+    What the change took, for the price of the next one: `took_s` until all had their state, `busiest_bytes` that the
+    busiest rank held beside its own, `communicators` that were built. None in journals of 0.1.
+    """
 
     epoch: int
+    took_s: float | None = None
+    busiest_bytes: int = 0
+    communicators: int = 0
+
+
+class PlanWithdrawn(Entry, frozen=True, kw_only=True):
+    """A plan that was decided and proposed, and that nobody will act on: the job is to stop."""
+
+    epoch: int
+    reason: str
+
+
+class ChangeDecided(Entry, frozen=True, kw_only=True):
+    """Training is interrupted for another plan, because of `devices` (node, device) or `links` (two ranks).
+
+    Each recent change on account of the same one makes the next one dearer.
+    """
+
+    reason: str
+    devices: tuple[tuple[str, int], ...] = ()
+    links: tuple[tuple[int, int], ...] = ()
 
 
 class PlanRefused(Entry, frozen=True, kw_only=True):
@@ -238,6 +294,15 @@ class JoinRefused(Entry, frozen=True, kw_only=True):
     node: str
     device: int
     reason: str
+    condemns_device: bool = True
+    """Whether its device gets no other process. Journals of 0.1 do not say; a supervisor of 0.1 took it for yes."""
+
+
+class IterationsUnreported(Entry, frozen=True, kw_only=True):
+    """Iterations up to `last` were done while nobody led, and nobody remembers their figures."""
+
+    first: int
+    last: int
 
 
 class ModelDeclared(Entry, frozen=True, kw_only=True):
@@ -287,6 +352,13 @@ class DrainDecided(Entry, frozen=True, kw_only=True):
     grounds: Literal["hardware", "died again", "died", "agent"] = "hardware"
 
 
+class DrainWaived(Entry, frozen=True, kw_only=True):
+    """Nothing is done about the node of a failure: it was signalled, not alone, or is the batch script's own."""
+
+    node: str
+    failure: int
+
+
 class DrainAnswered(Entry, frozen=True, kw_only=True):
     """How one rung of the drain ladder went. `unknown`: no answer, it may have happened."""
 
@@ -333,13 +405,14 @@ class SlurmSaw(Entry, frozen=True, kw_only=True):
 
 
 class FaultInjected(Entry, frozen=True, kw_only=True):
-    """Written before the fault is carried out."""
+    """Written before the fault is carried out. `kind` is empty in journals of 0.1, whose `text` begins with it."""
 
     fault: int
     text: str
     rank: int | None
     node: str | None
     iteration: int
+    kind: str = ""
 
 
 class CheckpointCommitted(Entry, frozen=True, kw_only=True):
@@ -361,6 +434,7 @@ AnyEntry = (
     JobStarted
     | NodeJoined
     | NodeLost
+    | WorkersOrdered
     | WorkerStarted
     | WorkerEnded
     | PlanDecided
@@ -371,12 +445,16 @@ AnyEntry = (
     | ProbesTaken
     | Reconfigured
     | PlanInEffect
+    | PlanWithdrawn
+    | ChangeDecided
     | PlanRefused
     | JoinRefused
+    | IterationsUnreported
     | ModelDeclared
     | LeaderChosen
     | JobSignalled
     | DrainDecided
+    | DrainWaived
     | DrainAnswered
     | NodeReleased
     | ReplacementAsked

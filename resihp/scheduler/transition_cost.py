@@ -25,6 +25,8 @@ import msgspec
 import numpy as np
 from scipy.optimize import least_squares
 
+from resihp.record.state import ChangeCost
+
 DOUBT = 0.01
 """Relative error of a comparison of two predictions: a smaller gain is none. Errors that both share cancel."""
 FLICKER_WINDOW_S = 3600.0
@@ -34,15 +36,6 @@ NOISE = 0.2
 """Relative scatter of transitions that do the same."""
 IGNORANCE = 1.5
 """Of the logarithm of a rate that was not measured: a factor of 4.5 either way."""
-
-
-class Record(msgspec.Struct, frozen=True):
-    """A reconfiguration that has been: `Movement.busiest_bytes` and `Movement.groups` of it, and how long training
-    stood still, from the moment when ranks began to park to the first iteration, which does not count."""
-
-    busiest_bytes: float
-    groups: int
-    seconds: float
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +116,7 @@ def cost(movement: Movement, rates: Rates = DEFAULT, *, lost_s: float = 0.0) -> 
     )
 
 
-def calibrated(records: Iterable[Record], prior: Rates = DEFAULT) -> Rates:
+def calibrated(records: Iterable[ChangeCost], prior: Rates = DEFAULT) -> Rates:
     """Rates that explain past reconfigurations: never negative, robust, near `prior` where these tell nothing.
 
     Least squares of logarithms, of times as of rates: a record is expected within `NOISE` of its prediction, a rate
@@ -132,11 +125,13 @@ def calibrated(records: Iterable[Record], prior: Rates = DEFAULT) -> Rates:
     that waited for a dying node does not make all others dear. Records whose times are not positive and finite are left
     out.
     """
-    known = [r for r in records if 0 < r.seconds < math.inf and 0 <= r.busiest_bytes < math.inf and r.groups >= 0]
+    known = [
+        r for r in records if 0 < r.seconds < math.inf and 0 <= r.busiest_bytes < math.inf and r.communicators >= 0
+    ]
     before = np.array([prior.fixed_s, prior.group_s, prior.byte_s])
     if not known or not np.all(before > 0):
         return prior
-    rows = np.array([[1.0, r.groups, r.busiest_bytes] for r in known]) * before
+    rows = np.array([[1.0, r.communicators, r.busiest_bytes] for r in known]) * before
     seen = np.log([r.seconds for r in known])
 
     def residuals(logs: np.ndarray) -> np.ndarray:

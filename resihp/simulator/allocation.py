@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from resihp.controller import interface as api
-from resihp.controller.state import VACATED
 from resihp.record.journal import (
     AnyEntry,
     DrainAnswered,
@@ -42,6 +41,7 @@ class Allocation:
         self.drains: dict[int, str] = {}
         self.drained = 0
         """How many of these are drains, and not only exclusions."""
+        self.vacated: set[str] = set()
         self.deaths: dict[str, str] = {}
         """How nodes were lost, in a failure's words."""
         self.answered: set[tuple[int, str, str]] = set()
@@ -197,12 +197,12 @@ class Allocation:
                 expect(self.refusals[entry.node] <= 1, f"{entry} again")
             case FailureFound():
                 self.blamed[entry.failure] = entry
-                left = self.deaths.get(entry.node or "", "")
-                expect(VACATED not in left, f"{entry}, which was left on purpose")
+                expect(entry.node not in self.vacated, f"{entry}, which was left on purpose")
             case NodeLost():
                 self.lost.append(entry.node)
                 self.deaths[entry.node] = f"node {entry.node}: {entry.reason}"
-                if entry.reason.startswith(VACATED):
+                if entry.how == "vacated":
+                    self.vacated.add(entry.node)
                     expect(scenario.on_drain == "vacate" and entry.node != scenario.batch_node, f"{entry} unasked")
             case NodeJoined():
                 expect(entry.hardware != "B", f"{entry}, which is of another kind")
@@ -229,7 +229,10 @@ class Allocation:
         expect(entry.node in self.lost and entry.node not in self.guests, f"{entry}, which is not lost")
         rivals = [n for n, node in self.instead.items() if node == entry.node and self.requests[n] not in OVER]
         expect(not rivals, f"{entry} beside {rivals}")
-        expect(job.first_plan is not None and len(job.active) < len(job.first_plan.layout.active), f"{entry} for what?")
+        expect(
+            job.record.first_plan is not None and len(job.record.active) < len(job.record.first_plan.layout.active),
+            f"{entry} for what?",
+        )
         expect(job.phase == "running" and job.transition is None, f"{entry} in the middle of something else")
         self.requests[entry.replacement] = "asked"
         self.instead[entry.replacement] = entry.node

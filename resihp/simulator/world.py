@@ -20,7 +20,9 @@ from resihp.parallelism.plan import Plan
 from resihp.parallelism.transfers import Base, Move, bytes_of, moves
 from resihp.parallelism.workload import samples_digest
 from resihp.protocol import messages as m
-from resihp.record.journal import AnyEntry, FailureFound, PlanDecided
+from resihp.record.fold import apply
+from resihp.record.journal import AnyEntry, CheckpointCommitted, FailureFound, PlanDecided
+from resihp.record.state import JobRecord
 from resihp.simulator.allocation import Allocation
 from resihp.simulator.false_alarms import Wolf
 from resihp.simulator.holdings import Holding, bits, drawn, needed, outline
@@ -119,6 +121,8 @@ class World:
         self.events: list[tuple[float, api.AnyEvent]] = []
         self.actions: list[tuple[float, api.AnyAction]] = []
         self.entries: list[tuple[float, AnyEntry]] = []
+        self.record = JobRecord()
+        """What the journal adds up to."""
         self.end: api.End | None = None
         self._places: dict[int, dict[int, tuple[int, int]]] = {}
         self._active: dict[int, tuple[int, ...]] = {}
@@ -355,6 +359,7 @@ class World:
             self.controller = self.lead(Controller.recover(self.settings, (entry for _, entry in self.entries)))
         except ProtocolError:  # nothing was in the journal yet
             self.controller = self.lead(Controller(self.settings))
+        expect(self.controller.job.record == self.record, "a take-over makes another record of the journal")
         for node in self.nodes.values():
             if node.alive and not node.dropped:
                 self.at(self.rng.choice([0.0, 0.1, self.rng.uniform(0.0, 4.0)]), self.join_again, node)
@@ -687,22 +692,23 @@ class World:
             self.allocation.judge(action)
             self.stopping.judge(action)
             self.carry_out(action)
+        expect(self.controller.job.record == self.record, "the record is not what the journal adds up to")
         rules.settle()
         self.stopping.settle()
+
+    def write(self, entry: AnyEntry) -> None:
+        """Into the journal."""
+        self.entries.append((self.now, entry))
+        apply(self.record, entry)
 
     def carry_out(self, action: api.AnyAction) -> None:
         match action:
             case api.Log():
-                self.entries.append((self.now, action.entry))
+                self.write(action.entry)
             case api.StartWorkers():
                 node = self.nodes[action.node]
                 for rank, device in action.workers:
-                    known = self.workers.get(rank)
-                    if known is not None and known.node is not node and self.takeovers:
-                        known.node.ranks.remove(rank)  # ordered by a supervisor that died, of a node that is lost
-                        self.rules.known_dead.discard(rank)
-                        del self.workers[rank]
-                    if rank not in self.workers or self.workers[rank].node is not node:
+                    if rank not in self.workers:
                         self.rules.known_dead.discard(rank)
                         self.workers[rank] = Worker(self, rank, node, device, joins=True)
                         node.ranks.append(rank)
@@ -760,7 +766,13 @@ class World:
             case api.DrainNode() | api.ReleaseNode() | api.AskReplacement() | api.CancelReplacement() | api.WatchNode():
                 expect(self.scenario.slurm, f"{action} without Slurm")
                 self.allocation.carry_out(action)
-            case api.Reply() | api.CommitCheckpoint() | api.Say():
+            case api.CommitCheckpoint():
+                entry = CheckpointCommitted(
+                    iteration=action.iteration, folder=action.folder, bytes=0, seconds=action.seconds
+                )
+                self.write(entry)
+                self.controller.journaled(entry)
+            case api.Reply() | api.Say():
                 pass
 
     def number(self, names: tuple[str, ...]) -> None:

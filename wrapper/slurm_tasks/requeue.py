@@ -36,13 +36,13 @@ LOOK_EVERY_S = 5.0
 
 def dead_nodes(job: Job) -> set[str]:
     """Nodes that a job has lost and that do not answer; none where its journal cannot be read."""
-    from resihp.controller.state import still_answers
+    from resihp.record.fold import how_lost
 
     try:
         losses = [record.entry for record in job.records() if isinstance(record.entry, NodeLost)]
     except (ResihpError, OSError):
         return set()
-    return {loss.node for loss in losses if not still_answers(loss.reason)}
+    return {loss.node for loss in losses if how_lost(loss) == "silent"}
 
 
 def until_noticed(

@@ -330,7 +330,7 @@ class AgentLinks:
         if link.channel is not None:
             link.channel.abort()
         link.live.clear()
-        self._event(api.AgentLost(node=link.node, reason="its agent does not read what it is told"))
+        self._event(api.AgentLost(node=link.node, reason="its agent does not read what it is told", how="agent"))
 
     def agent_ended(self, node: str, status: int | None) -> None:
         """Its process is gone: a fact. What it had sent is read first. `status` None: nobody could see it."""
@@ -348,4 +348,4 @@ class AgentLinks:
             pass
         link.live.clear()
         reason = "its agent is gone" if status is None else f"its agent {ending(status)}"
-        self._event(api.AgentLost(node=link.node, reason=reason, cannot_start=status in CANNOT_START))
+        self._event(api.AgentLost(node=link.node, reason=reason, how="agent", cannot_start=status in CANNOT_START))

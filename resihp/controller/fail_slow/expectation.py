@@ -21,7 +21,7 @@ from resihp.protocol.messages import Stepped, Workload
 
 def iteration_begins(job: Job, workload: Workload) -> None:
     """Predict the time of an iteration that begins, where the detector knows enough."""
-    plan = job.plan
+    plan = job.record.plan
     if not job.settings.detect or plan is None or workload.epoch != plan.epoch:
         return
     _adopt(job, plan)
@@ -39,7 +39,7 @@ def _adopt(job: Job, plan: Plan) -> None:
 
 def iteration_done(job: Job, iteration: int, reports: IterationReports) -> float | None:
     """Show a committed iteration to the detector; returns the time that it should have taken, where that is known."""
-    plan = job.plan
+    plan = job.record.plan
     if not job.settings.detect or plan is None:
         return None
     ours = {rank: report for rank, report in reports.by_rank.items() if report.epoch == plan.epoch and report.seconds}
@@ -58,7 +58,7 @@ def iteration_done(job: Job, iteration: int, reports: IterationReports) -> float
 
 def _times(job: Job, reports: dict[int, Stepped]) -> Iterator[tuple[int, RankTimes]]:
     for rank, report in reports.items():
-        if not report.chunks or rank not in job.working:
+        if not report.chunks or rank not in job.record.working:
             continue
         try:
             chunks = unpack(report.chunks, f"rank {rank}")

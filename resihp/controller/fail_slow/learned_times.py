@@ -25,7 +25,7 @@ def learn(job: Job) -> bool:
 def links(job: Job) -> dict[tuple[str, str], float]:
     """Speed of the slowest known link between two nodes; the planner knows of none within a node."""
     found: dict[tuple[str, str], float] = {}
-    for (a, b), slow in job.slow_links.items():
+    for (a, b), slow in job.record.slow_links.items():
         pair = tuple(sorted((job.members[a].node, job.members[b].node)))
         if pair[0] != pair[1]:
             found[pair[0], pair[1]] = min(slow.speed, found.get((pair[0], pair[1]), 1.0))

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
-from resihp.controller import interface as api
 from resihp.controller.state import Examination, Job
 from resihp.detector import probes
 from resihp.detector.findings import Finding
@@ -47,8 +46,8 @@ def begin(
 def begin_link(job: Job, finding: Finding, after_iteration: int) -> None:
     """Announce that a link under suspicion is measured, and others of its kind, at the end of that iteration."""
     assert finding.link is not None
-    slow = {rank for link in job.slow_links for rank in link}
-    able = [rank for rank in job.active if rank not in slow and job.device_of(rank) not in job.slow]
+    slow = {rank for link in job.record.slow_links for rank in link}
+    able = [rank for rank in job.record.active if rank not in slow and job.device_of(rank) not in job.record.slow]
     round_ = probes.beside(_ends(finding.link), able, job.node_of)
     asked = tuple(sorted(rank for pair in round_ for rank in pair))
     job.probes += 1
@@ -98,19 +97,16 @@ def conclude(job: Job, examination: Examination) -> dict[int, probes.Judged]:
     for rank in examination.asked:
         if rank not in examination.answers and job.members[rank].alive:
             failed[rank] = f"no answer to its probe within {job.settings.probe_budget_s:.0f} s"
-    past = {rank: job.reference[device] for rank in found if (device := job.device_of(rank)) in job.reference}
+    past = {
+        rank: job.record.reference[device] for rank in found if (device := job.device_of(rank)) in job.record.reference
+    }
     known = {} if examination.occasion == "start" else _fleet(job, examination)
     judged = probes.judge_devices(found | known, failed, past)
     judged = {rank: verdict for rank, verdict in judged.items() if rank in examination.asked}
     if examination.occasion != "suspicion":
         slower = _slower_than_in_former_jobs(job, found, found | known)
         judged |= {rank: verdict for rank, verdict in slower.items() if judged[rank].fit}
-    for rank, verdict in judged.items():
-        if verdict.fit and rank in found:
-            job.reference.setdefault(job.device_of(rank), found[rank])
     times = _link_seconds(examination)
-    if examination.occasion == "start":
-        job.link_seconds = dict(times)
     speeds = probes.judge_links(times, job.node_of)
     devices = tuple(_entry(job, verdict, found.get(rank)) for rank, verdict in sorted(judged.items()))
     slow = sorted(pair for pair, speed in speeds.items() if speed < probes.LINK_FIT)
@@ -128,7 +124,7 @@ def conclude_link(job: Job, examination: Examination) -> probes.JudgedLink | Non
     del job.examinations[examination.probe]
     times = _link_seconds(examination)
     speeds: dict[probes.Pair, float | None] = {**probes.judge_links(times, job.node_of)}
-    judged = probes.judge_link(link, times, job.node_of, job.link_seconds) if link in times else None
+    judged = probes.judge_link(link, times, job.node_of, job.record.link_seconds) if link in times else None
     if judged is not None:
         speeds[link] = judged.speed
     _log(job, examination, (), times, speeds, (link,) if judged is not None and judged.slow else ())
@@ -158,11 +154,9 @@ def _log(
         for pair, seconds in sorted(times.items())
     )
     took_s = max((answer.seconds for answer in examination.answers.values()), default=0.0)
-    job.do(
-        api.Log(
-            entry=ProbesTaken(
-                probe=examination.probe, occasion=examination.occasion, devices=devices, links=links, seconds=took_s
-            )
+    job.log(
+        ProbesTaken(
+            probe=examination.probe, occasion=examination.occasion, devices=devices, links=links, seconds=took_s
         )
     )
 
@@ -197,17 +191,17 @@ def _place(job: Job, rank: int, speed: m.Speed) -> probes.Place:
 def _fleet(job: Job, examination: Examination) -> dict[int, m.Speed]:
     """What devices that are not measured now gave before: more to compare with."""
     return {
-        rank: job.reference[device]
+        rank: job.record.reference[device]
         for rank in job.live
-        if rank not in examination.asked and (device := job.device_of(rank)) in job.reference
+        if rank not in examination.asked and (device := job.device_of(rank)) in job.record.reference
     }
 
 
 def witnesses(job: Job, suspects: Sequence[int]) -> tuple[int, ...]:
     """Active ranks to measure beside suspects: of the same nodes first, which share whatever is a node's."""
     nodes = {job.members[rank].node for rank in suspects}
-    slow = set(job.slow)
-    others = [rank for rank in job.active if rank not in suspects and job.device_of(rank) not in slow]
+    slow = set(job.record.slow)
+    others = [rank for rank in job.record.active if rank not in suspects and job.device_of(rank) not in slow]
     return tuple(sorted(others, key=lambda rank: (job.members[rank].node not in nodes, rank))[:MOST_WITNESSES])
 
 

@@ -9,9 +9,10 @@ from resihp.controller import iterations, startup
 from resihp.controller import transition as transitions
 from resihp.controller.fail_stop import incidents, root_causes
 from resihp.controller.nodes import joins
-from resihp.controller.state import Incident, Job, Member, Node
+from resihp.controller.state import Incident, Job, Member
 from resihp.protocol import messages as m
 from resihp.record.journal import NodeLost
+from resihp.record.state import HowLost
 
 MAX_REBUILDS = 5
 """Communication failures in a row, all ranks alive and no iteration committed, before the job gives up."""
@@ -91,9 +92,7 @@ def incident(job: Job, member: Member, status: int) -> None:
     member.exit_status = status
     condemned = root_causes.condemns_its_device(job, member)
     blamed = member.raised is None or condemned  # a dead GPU reaches the script as an exception
-    if condemned:
-        job.dead_devices.add((member.node, member.device))
-    dead = (member.node, member.device) in job.dead_devices
+    dead = condemned or (member.node, member.device) in job.dead_devices
     job.say("warning", f"{job.where(member.rank)}: {cause.removeprefix(f'rank {member.rank} ')}")
     job.incidents.append(
         Incident(
@@ -115,7 +114,7 @@ def incident(job: Job, member: Member, status: int) -> None:
 
 def under_way(job: Job, victims: set[int]) -> int:
     """The iteration that lost ranks were in: after the last step that any of them reported."""
-    return max([job.committed, *(job.members[rank].stepped for rank in victims)]) + 1
+    return max([job.record.committed, *(job.members[rank].stepped for rank in victims)]) + 1
 
 
 def transition_after(job: Job, lost: set[int], reason: str) -> None:
@@ -124,13 +123,13 @@ def transition_after(job: Job, lost: set[int], reason: str) -> None:
         return
     if job.departure is not None and job.transition is not None and transitions.is_settling(job.transition):
         return
-    if job.phase == "running" and job.plan is not None:
-        active = [rank for rank in job.active if job.members[rank].alive]
-        done = active and all(job.members[rank].stepped >= job.goal for rank in active)
-        if done or lost.isdisjoint(job.working):
+    if job.phase == "running" and job.record.plan is not None:
+        active = [rank for rank in job.record.active if job.members[rank].alive]
+        done = active and all(job.members[rank].stepped >= job.record.goal for rank in active)
+        if done or lost.isdisjoint(job.record.working):
             incidents.log_incidents(job)
             if done:
-                iterations.commit_up_to(job, job.goal)
+                iterations.commit_up_to(job, job.record.goal)
                 iterations.transition_done(job)
             iterations.halt_when_finished(job)
             return
@@ -141,20 +140,12 @@ def transition_after(job: Job, lost: set[int], reason: str) -> None:
     transitions.park(job, reason)
 
 
-def node_lost(job: Job, name: str, reason: str, *, cannot_start: bool = False) -> None:
-    if name not in job.nodes and job.phase == "gathering":
-        job.nodes[name] = Node(name, host="", devices=0)  # it never joined, and never will
+def node_lost(job: Job, name: str, reason: str, how: HowLost = "silent", *, cannot_start: bool = False) -> None:
+    """A node is given up; one that never joined while the job gathers never will."""
     node = job.nodes.get(name)
-    if node is None or not node.alive:
+    if (node is None and job.phase != "gathering") or (node is not None and not node.alive):
         return
-    node.alive = False
-    job.do(api.Log(entry=NodeLost(node=name, reason=reason)))
-    job.do(api.DropNode(node=name))
-    for placement in job.placements:
-        placement.settled = placement.settled or placement.node == name
-    ranks = [rank for rank in job.live if job.members[rank].node == name]
-    for rank in ranks:
-        incidents.bury(job, job.members[rank], None)
+    ranks = leave_node(job, NodeLost(node=name, reason=reason, how=how))
     if job.phase == "gathering":
         if job.departure is None:
             startup.node_lost(job, name, reason, cannot_start=cannot_start)
@@ -171,12 +162,22 @@ def node_lost(job: Job, name: str, reason: str, *, cannot_start: bool = False) -
         transition_after(job, victims, f"node {name}: {reason}")
 
 
+def leave_node(job: Job, entry: NodeLost) -> list[int]:
+    """From here on the node is none of the job's; returns the ranks that lived there."""
+    ranks = [rank for rank in job.live if job.members[rank].node == entry.node]
+    job.log(entry)
+    job.do(api.DropNode(node=entry.node))
+    job.starting -= {rank for rank in job.starting if job.record.placements[rank].node == entry.node}
+    for rank in ranks:
+        incidents.bury(job, job.members[rank], None)
+    return ranks
+
+
 def node_incident(job: Job, name: str, reason: str, ranks: list[int]) -> set[int]:
     """The loss of a node as a root cause, of all its workers that were still at work. Returns them."""
     # Workers of the node whose exits came in first are part of the same root cause.
     earlier = [i for i in job.incidents if i.node == name and i.kind == "fail-stop"]
     job.incidents = [i for i in job.incidents if i not in earlier]
-    job.dead_devices -= {i.condemned for i in earlier if i.condemned is not None}  # the journal will not tell of it
     victims = {*ranks, *(rank for i in earlier for rank in i.ranks)}
     broken = [root_causes.own_words(job, job.members[rank]) for i in earlier if i.condemned for rank in sorted(i.ranks)]
     before = f"; before, {broken[0]}" if broken else ""  # hardware that fails may take its node along
@@ -197,6 +198,7 @@ def node_incident(job: Job, name: str, reason: str, ranks: list[int]) -> set[int
             ranks=victims,
             node=name,
             detect_s=job.now - min(injected) if injected else None,
+            died=not broken,
         )
     )
     return victims
@@ -208,7 +210,7 @@ def stuck(job: Job, member: Member, stuck: m.Stuck) -> None:
     if stuck.epoch == job.epoch:
         if job.stuck is None:
             job.stuck = (job.now, member.rank, stuck.error)
-    elif transition is not None and job.plan is not None and stuck.epoch == job.plan.epoch:
+    elif transition is not None and job.record.plan is not None and stuck.epoch == job.record.plan.epoch:
         transitions.broke(job, f"rank {member.rank}: {stuck.error}")
 
 
@@ -230,7 +232,7 @@ def communication_failed(job: Job, evidence: str) -> None:
             cause="communication failed",
             evidence=evidence,
             found_at=job.now,
-            iteration=job.committed + 1,
+            iteration=job.record.committed + 1,
             epoch=job.epoch,
         )
     )

@@ -8,7 +8,7 @@ from resihp.controller import interface as api
 from resihp.controller.fail_stop import root_causes
 from resihp.controller.nodes import replacements
 from resihp.controller.state import COINCIDENCE_S, Incident, Job, Member
-from resihp.record.journal import FailureFound, JobEnded, Suspected, WorkerEnded
+from resihp.record.journal import Diagnosed, FailureFound, JobEnded, Suspected, WorkerEnded
 
 
 def traceback_of(job: Job, rank: int) -> str:
@@ -27,7 +27,7 @@ def program_is_broken(job: Job, rank: int, count: int) -> None:
             cause=f"{count} ranks raised the same: {raised.error}",
             evidence=raised.traceback[-4000:],
             found_at=job.now,
-            iteration=job.committed + 1,
+            iteration=job.record.committed + 1,
             epoch=job.epoch,
         )
     ]
@@ -41,7 +41,7 @@ def same_error_everywhere(job: Job) -> bool:
     for rank, error in job.errors.items():
         by_error.setdefault(error, []).append(rank)
     worst = max(by_error.values(), key=len, default=[])
-    plan = job.plan or job.first_plan
+    plan = job.record.plan or job.record.first_plan
     if len(worst) >= 2 or (worst and plan is not None and plan.layout.active == tuple(worst)):
         job.incidents = []
         program_is_broken(job, min(worst), len(worst))
@@ -50,8 +50,7 @@ def same_error_everywhere(job: Job) -> bool:
 
 
 def bury(job: Job, member: Member, status: int | None) -> None:
-    member.alive = False
-    job.do(api.Log(entry=WorkerEnded(rank=member.rank, exit=status, epoch=job.epoch)))
+    job.log(WorkerEnded(rank=member.rank, exit=status, epoch=job.epoch))
     clear_suspicion(job, member)
     if job.transition is not None:
         job.transition.waiting.discard(member.rank)
@@ -71,12 +70,9 @@ def log_incidents(job: Job) -> list[int]:
         if incident.kind == "fail-stop" and job.excused(incident.node or "", incident.found_at):
             incident.cause += " when agents were told to stop"
             incident.component, incident.node, incident.device = "process", None, None
-        job.failures += 1
-        numbers.append(job.failures)
-        if incident.condemned is not None:  # what is logged counts
-            job.dead_devices.discard(incident.condemned)
+        numbers.append(job.record.failures + 1)
         entry = FailureFound(
-            failure=job.failures,
+            failure=job.record.failures + 1,
             kind=incident.kind,
             component=incident.component,
             cause=incident.cause,
@@ -87,17 +83,19 @@ def log_incidents(job: Job) -> list[int]:
             epoch=incident.epoch,
             evidence=incident.evidence,
             detect_s=incident.detect_s,
+            hardware=incident.component in ("device", "node") and not incident.died,
+            diagnosed=_diagnosed(incident),
         )
-        condemn(job, entry)
-        job.do(api.Log(entry=entry))
+        job.log(entry)
     job.incidents = []
     return numbers
 
 
-def condemn(job: Job, entry: FailureFound) -> None:
-    """A device that failed for good gets no process any more; the journal tells a new supervisor of the same ones."""
-    if entry.kind == "fail-stop" and entry.component == "device" and None not in (entry.node, entry.device):
-        job.dead_devices.add((entry.node or "", entry.device or 0))
+def _diagnosed(incident: Incident) -> Diagnosed | None:
+    found = incident.diagnosis
+    if found is None:
+        return None
+    return Diagnosed(code=found.code, category=found.category, ranks=found.ranks, node=found.node, device=found.device)
 
 
 def clear_suspicion(job: Job, member: Member) -> None:
@@ -105,7 +103,7 @@ def clear_suspicion(job: Job, member: Member) -> None:
         member.suspected = False
         if member.alive:
             entry = Suspected(rank=member.rank, node=member.node, evidence="progress again", cleared=True)
-            job.do(api.Log(entry=entry))
+            job.log(entry)
 
 
 def too_few(job: Job, reason: str) -> None:
@@ -114,9 +112,9 @@ def too_few(job: Job, reason: str) -> None:
     A run that added a checkpoint always may; one that added none only so often in a row, and what it had done is done
     once more.
     """
-    settings, began = job.settings, job.plan is not None
-    newest = job.checkpointed or (job.trains.resume_from if job.trains is not None else 0)
-    done = job.committed - newest if began else 0
+    settings, began = job.settings, job.record.plan is not None
+    newest = job.checkpointed or (job.record.trains.resume_from if job.record.trains is not None else 0)
+    done = job.record.committed - newest if began else 0
     if not settings.slurm:
         advice = "; resume from the last checkpoint with --resume" if began else ""
         end(job, 5, f"{reason}{advice}")
@@ -147,5 +145,5 @@ def end(job: Job, exit_code: int, reason: str, workers_leave: bool = False, requ
     if exit_code in (130, 143) or (requeue and job.departure is not None):
         state = "cancelled"
     job.say("progress" if exit_code == 0 else "notice" if requeue else "error", reason)
-    job.do(api.Log(entry=JobEnded(exit_code=exit_code, state=state, reason=reason)))
+    job.log(JobEnded(exit_code=exit_code, state=state, reason=reason))
     job.do(api.End(exit_code=exit_code, reason=reason, workers_leave=workers_leave, requeue=requeue))

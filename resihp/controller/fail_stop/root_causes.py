@@ -19,7 +19,7 @@ from resihp.controller.state import Incident, Job, Member
 from resihp.detector.diagnosis.clues import Clue
 from resihp.detector.diagnosis.diagnosis import Diagnosis, Report, diagnose
 from resihp.detector.diagnosis.signatures import Depth, signature_of
-from resihp.record.journal import FailureFound
+from resihp.record.journal import Diagnosed
 
 MOST_EVIDENCE = 6000
 ENDS = ("unknown", "fenced", "gone", "node lost")
@@ -42,13 +42,13 @@ def own_words(job: Job, member: Member) -> str:
 
 
 def _own(job: Job, member: Member) -> Diagnosis:
-    return diagnose([_report(job, member, own=True)], tuple(job.diagnoses))
+    return diagnose([_report(job, member, own=True)], job.record.diagnosed)
 
 
 def explain(job: Job) -> None:
     """Tell the incidents of a transition by their causes, and lay what follows from another one to that."""
     ended = [i for i in job.incidents if i.kind != "communication" and i.component != "node" and i.ranks]
-    earlier = tuple(job.diagnoses)
+    earlier = tuple(job.record.diagnosed)
     for incident in ended:
         incident.diagnosis = diagnose([_report(job, m, own=True) for m in _members(job, incident)], earlier)
     for node in sorted({member.node for incident in ended for member in _members(job, incident)}):
@@ -57,20 +57,12 @@ def explain(job: Job) -> None:
     for incident in job.incidents:
         if incident.diagnosis is not None:
             _tell(job, incident, incident.diagnosis)
-            job.diagnoses.append(incident.diagnosis)
-
-
-def remember(job: Job, entry: FailureFound) -> None:
-    """A failure of the journal: the lines that it was told by explain nothing later."""
-    lines = set(entry.evidence.splitlines())
-    for node in {job.members[rank].node for rank in entry.ranks if rank in job.members}:
-        job.explained.setdefault(node, set()).update(lines)
 
 
 # --- one node -----------------------------------------------------------------------------------------------------
 
 
-def _weigh_node(job: Job, node: str, ended: list[Incident], earlier: tuple[Diagnosis, ...]) -> None:
+def _weigh_node(job: Job, node: str, ended: list[Incident], earlier: tuple[Diagnosed, ...]) -> None:
     """What was said of a node as such becomes the cause of one incident, if it is nearer to a root than its own."""
     gone = {member.rank: incident for incident in ended for member in _members(job, incident) if member.node == node}
     reports = [_report(job, job.members[rank]) for rank in sorted(gone)]
@@ -192,7 +184,7 @@ def _members(job: Job, incident: Incident) -> list[Member]:
 
 def _report(job: Job, member: Member, own: bool = False) -> Report:
     """One rank's end; with `own`, without what may be about others of its node."""
-    explained = job.explained.get(member.node, set())
+    explained = job.explained.get(member.node, set()) | job.record.explained.get(member.node, set())
     clues = [clue for clue in member.clues if not (_is_of_node(clue) and clue.line in explained)]
     if own:
         clues = [clue for clue in clues if _is_surely_of(job, member, clue)]

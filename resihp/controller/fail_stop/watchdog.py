@@ -25,7 +25,7 @@ def beat(job: Job, event: api.AgentBeat) -> None:
     node.last_beat = job.now
     if node.suspected:
         node.suspected = False
-        job.do(api.Log(entry=Suspected(rank=None, node=node.name, evidence="beats again", cleared=True)))
+        job.log(Suspected(rank=None, node=node.name, evidence="beats again", cleared=True))
     for beat in event.beat.workers:
         member = job.members.get(beat.rank)
         if member is None or not member.alive:
@@ -33,7 +33,7 @@ def beat(job: Job, event: api.AgentBeat) -> None:
         old = member.beat.progress if member.beat else None
         if beat.progress is not None and (old is None or beat.progress.primitives > old.primitives):
             member.progress_at = job.now
-            if member.rank in job.working:
+            if member.rank in job.record.working:
                 job.progress_at = job.now
             building = job.transition if job.transition and job.transition.stage == "building" else None
             if building is not None and member.rank in building.asked:
@@ -73,7 +73,8 @@ def judge_start(job: Job) -> None:
         return
     awaited = [rank for rank in startup.places(job) if rank in job.members]
     late = [rank for rank in awaited if job.members[rank].declared is None]
-    lost = [name for name, node in job.nodes.items() if not node.alive and any(p.node == name for p in job.placements)]
+    asked = {placement.node for placement in job.record.placements}
+    lost = [name for name, node in job.nodes.items() if not node.alive and name in asked]
     if lost and len(late) == len(awaited):  # a plain program cannot do without them
         incidents.too_few(job, f"{', '.join(lost)} lost, and no rank was ready to train within {budget_s:.0f} s")
     elif late and len(late) < len(awaited):
@@ -126,7 +127,7 @@ def judge_nodes(job: Job) -> None:
         if job.now - node.last_beat > liveness.silence_limit_s(job.settings) and not node.suspected:
             node.suspected = True
             text = f"{job.settings.silent_beats} missed beats, last {job.now - node.last_beat:.1f} s ago"
-            job.do(api.Log(entry=Suspected(rank=None, node=node.name, evidence=text)))
+            job.log(Suspected(rank=None, node=node.name, evidence=text))
             job.say("notice", f"node {node.name}: suspected, {text}")
         if node.suspected and needed(job, node) and given_up(job, node):
             failures.node_lost(job, node.name, f"silent for {job.now - node.last_beat:.1f} s, no progress without it")
@@ -140,8 +141,8 @@ def given_up(job: Job, node: Node) -> bool:
 def needed(job: Job, node: Node) -> bool:
     """Whether the job waits for something that this node's workers have to do."""
     if job.phase == "running":
-        assert job.plan is not None
-        return any(job.members[rank].node == node.name for rank in job.active)
+        assert job.record.plan is not None
+        return any(job.members[rank].node == node.name for rank in job.record.active)
     if job.phase == "transition":
         assert job.transition is not None
         return any(job.members[rank].node == node.name for rank in job.transition.waiting)
@@ -149,8 +150,8 @@ def needed(job: Job, node: Node) -> bool:
 
 
 def judge_progress(job: Job) -> None:
-    assert job.plan is not None
-    active = [job.members[rank] for rank in job.active if job.members[rank].alive]
+    assert job.record.plan is not None
+    active = [job.members[rank] for rank in job.record.active if job.members[rank].alive]
     stopped = [member for member in active if stopped_for_long(job, member)]
     if stopped:
         suspect(job, stopped)
@@ -166,7 +167,7 @@ def judge_progress(job: Job) -> None:
     suspects = liveness.culprits((m for m in active if not m.finished), job.now, job.settings)
     suspect(job, suspects)
     budget_s = liveness.hang_given_up_s(job.settings, job.predicted_s)
-    if not job.recent:
+    if not job.record.recent:
         budget_s = job.settings.start_budget_s
     elif job.transition is not None:
         budget_s = max(budget_s, job.settings.transition_budget_s)
@@ -216,7 +217,7 @@ def suspect(job: Job, members: list[Member]) -> None:
         if not member.suspected:
             member.suspected = True
             found = evidence(job, member)
-            job.do(api.Log(entry=Suspected(rank=member.rank, node=member.node, evidence=found)))
+            job.log(Suspected(rank=member.rank, node=member.node, evidence=found))
             job.say("notice", f"{job.where(member.rank)}: suspected, {found}")
 
 

@@ -5,20 +5,21 @@ Slurm, and what to make of what Slurm says. A verdict is a failure found that na
 done on a suspicion, to the node that the batch script runs on, or while the job is being stopped. Our own observation
 wins over Slurm's: what it says of a node leads to words, never to action, unless the user wants nodes vacated that an
 administrator drains (`Settings.on_drain`). New nodes are the business of `replacements`.
-All that this remembers follows from the journal (`replay`), so that a new supervisor goes on where the last one was
-(`resume`). Called by the controller at the end of each event, and with what Slurm answers.
+All that it goes by is on record, so that a new supervisor goes on where the last one was (`resume`). Called by the
+controller at the end of each event, and with what Slurm answers.
 """
 
 from __future__ import annotations
 
 from resihp.controller import interface as api
 from resihp.controller import planning, transition
-from resihp.controller.fail_stop import failures, incidents
+from resihp.controller.fail_stop import failures
 from resihp.controller.nodes import joins, measures, replacements
 from resihp.controller.nodes.measures import Decision
-from resihp.controller.state import COINCIDENCE_S, USELESS, VACATED, Drain, Job, LostNode, Verdict, natural
+from resihp.controller.state import COINCIDENCE_S, Job, Release, natural
 from resihp.errors import LayoutError, NotEnoughDevicesError
-from resihp.record.journal import AnyEntry, DrainAnswered, DrainDecided, FailureFound, NodeLost, NodeReleased, SlurmSaw
+from resihp.record.journal import DrainAnswered, DrainDecided, DrainWaived, NodeLost, NodeReleased, SlurmSaw
+from resihp.record.state import Drain, LostNode, Verdict
 
 DRAIN_PATIENCE_S = 10.0
 """A node is drained before it is given back, or Slurm could give it to somebody else in between; so long that waits."""
@@ -36,18 +37,14 @@ def review(job: Job) -> None:
     """At the end of each event."""
     if not job.settings.slurm or job.phase == "ended":
         return
-    for action in tuple(job.actions):
-        if isinstance(action, api.Log) and isinstance(action.entry, NodeLost | FailureFound):
-            replay(job, action.entry)
-            if isinstance(action.entry, NodeLost):
-                job.do(api.WatchNode(node=action.entry.node))
-                if job.settings.replacements:  # whether one still pays hangs on it
-                    job.do(api.AskTimeLeft())
+    lost, job.upkeep.unwatched = job.upkeep.unwatched, []
+    for name in lost:
+        job.do(api.WatchNode(node=name))
+        if job.settings.replacements:  # whether one still pays hangs on it
+            job.do(api.AskTimeLeft())
     if job.phase == "gathering":
         return
-    if job.departure is not None:
-        job.upkeep.verdicts.clear()
-    else:
+    if job.departure is None:
         _act(job)
         if job.phase != "halting":
             _leave_useless(job)
@@ -61,28 +58,27 @@ def review(job: Job) -> None:
 
 def _act(job: Job) -> None:
     """On verdicts, once no other node's end can make them doubtful any more."""
-    upkeep = job.upkeep
-    for verdict in tuple(upkeep.verdicts.values()):
-        if job.now - verdict.found_at < COINCIDENCE_S:
+    for verdict in tuple(job.record.verdicts.values()):
+        if job.now - job.upkeep.found_at[verdict.node] < COINCIDENCE_S:
             continue
-        del upkeep.verdicts[verdict.node]
         decision = _decision(job, verdict)
-        if decision is not None:
-            number = len(upkeep.drains) + 1
-            record(
-                job,
-                DrainDecided(
-                    drain=number,
-                    node=verdict.node,
-                    failure=verdict.failure,
-                    reason=_reason(job, verdict),
-                    measure=decision.measure,
-                    grounds=decision.grounds,
-                ),
+        if decision is None:
+            job.log(DrainWaived(node=verdict.node, failure=verdict.failure))
+            continue
+        number = len(job.record.drains) + 1
+        job.log(
+            DrainDecided(
+                drain=number,
+                node=verdict.node,
+                failure=verdict.failure,
+                reason=_reason(job, verdict),
+                measure=decision.measure,
+                grounds=decision.grounds,
             )
-            what = "to be drained" if decision.measure == "drain" else "left out of your next jobs, not drained"
-            job.say("notice", f"node {verdict.node}: {what} ({measures.TOLD[decision.grounds]})")
-            job.do(_climb(upkeep.drains[number]))
+        )
+        what = "to be drained" if decision.measure == "drain" else "left out of your next jobs, not drained"
+        job.say("notice", f"node {verdict.node}: {what} ({measures.TOLD[decision.grounds]})")
+        job.do(_climb(job.record.drains[number]))
 
 
 def _climb(drain: Drain) -> api.DrainNode:
@@ -101,18 +97,18 @@ def _reason(job: Job, verdict: Verdict) -> str:
 
 
 def _decision(job: Job, verdict: Verdict) -> Decision | None:
-    upkeep = job.upkeep
-    if verdict.node == job.settings.batch_node or job.excused(verdict.node, verdict.found_at):
+    record = job.record
+    if verdict.node == job.settings.batch_node or job.excused(verdict.node, job.upkeep.found_at[verdict.node]):
         return None
-    if any(drain.node == verdict.node for drain in upkeep.drains.values()):
+    if any(drain.node == verdict.node for drain in record.drains.values()):
         return None
-    lost = upkeep.lost.get(verdict.node)
+    lost = record.lost.get(verdict.node)
     return measures.decide(
         hardware=verdict.hardware,
         answers=lost is not None and lost.answers,
         together=lost is not None and _together(job, lost),
         died_before=verdict.node in job.settings.died_before,
-        may_drain=sum(drain.measure == "drain" for drain in upkeep.drains.values()) < job.settings.drains,
+        may_drain=sum(drain.measure == "drain" for drain in record.drains.values()) < job.settings.drains,
     )
 
 
@@ -121,19 +117,17 @@ def _together(job: Job, lost: LostNode) -> bool:
 
     What was decided about is not: it was lost alone, COINCIDENCE_S before.
     """
-    decided = {drain.node for drain in job.upkeep.drains.values()}
-    others = [other for other in job.upkeep.lost.values() if other is not lost and other.name not in decided]
-    return any(abs(other.lost_at - lost.lost_at) <= COINCIDENCE_S for other in others)
+    decided = {drain.node for drain in job.record.drains.values()}
+    releases = job.upkeep.releases
+    others = [releases[name].lost_at for name in job.record.lost if name != lost.name and name not in decided]
+    return any(abs(at - releases[lost.name].lost_at) <= COINCIDENCE_S for at in others)
 
 
 def drain_step(job: Job, event: api.DrainStep) -> None:
-    drain = job.upkeep.drains.get(event.drain)
+    drain = job.record.drains.get(event.drain)
     if drain is None or drain.answers.get(event.step) in ("done", event.outcome):
         return
-    record(
-        job,
-        DrainAnswered(drain=event.drain, node=drain.node, step=event.step, outcome=event.outcome, text=event.text),
-    )
+    job.log(DrainAnswered(drain=event.drain, node=drain.node, step=event.step, outcome=event.outcome, text=event.text))
 
 
 # --- giving nodes back --------------------------------------------------------------------------------------------
@@ -141,39 +135,40 @@ def drain_step(job: Job, event: api.DrainStep) -> None:
 
 def _leave_useless(job: Job) -> None:
     """A node all of whose devices are dead is kept for nothing, unless the batch script runs there."""
-    for node in tuple(job.nodes.values()):
-        if not node.alive or node.name == job.settings.batch_node:
+    if job.phase != "running" or job.transition is not None:
+        return
+    for name in sorted({name for name, _ in job.dead_devices}, key=natural):
+        node = job.nodes[name]
+        if not node.alive or name == job.settings.batch_node:
             continue
-        if any((node.name, device) not in job.dead_devices for device in range(node.devices)):
+        if any((name, device) not in job.dead_devices for device in range(node.devices)):
             continue
-        busy = any(job.members[rank].node == node.name for rank in job.live)
-        starting = any(place.node == node.name and not place.settled for place in job.placements)
+        busy = any(job.members[rank].node == name for rank in job.live)
+        starting = any(job.record.placements[rank].node == name for rank in job.starting)
         if not busy and not starting and job.phase == "running" and job.transition is None:
-            reason = USELESS
-            failures.node_lost(job, node.name, reason)
-            replay(job, NodeLost(node=node.name, reason=reason))
+            failures.node_lost(job, name, "no device of it can be used any more", "useless")
 
 
 def _vacate(job: Job) -> None:
     """Leave nodes that an administrator drains: first their ranks stand by, then they are let go. No failure."""
-    if job.settings.on_drain != "vacate" or job.phase != "running" or job.plan is None:
+    if job.settings.on_drain != "vacate" or job.phase != "running" or job.record.plan is None:
         return
     if job.transition is not None or job.pause is not None:
         return
     drained = [name for name, node in job.nodes.items() if node.alive and _is_administrators(job, name)]
     job.vacating.intersection_update(drained)
     for name in drained:
-        if not any(job.members[rank].node == name for rank in job.active):
+        if not any(job.members[rank].node == name for rank in job.record.active):
             _leave(job, name)
         elif name in job.vacating:  # no plan came of it that does without it
             _keep(job, name)
-        elif job.furthest + 1 < job.goal:  # the iteration under way is finished before anybody has left
+        elif job.furthest + 1 < job.record.goal:  # the iteration under way is finished before anybody has left
             _stand_by(job, name)
             return
 
 
 def _is_administrators(job: Job, name: str) -> bool:
-    seen = job.upkeep.slurm_sees.get(name)
+    seen = job.record.slurm_sees.get(name)
     if seen is None or name == job.settings.batch_node or job.upkeep.kept.get(name) == seen:
         return False
     state, reason = seen
@@ -188,65 +183,61 @@ def _stand_by(job: Job, name: str) -> None:
     except (LayoutError, NotEnoughDevicesError):
         _keep(job, name)
     else:
-        transition.pause(job, f"node {name}: is drained ({job.upkeep.slurm_sees[name][1] or 'no reason'}), leaving it")
+        transition.pause(job, f"node {name}: is drained ({job.record.slurm_sees[name][1] or 'no reason'}), leaving it")
 
 
 def _keep(job: Job, name: str) -> None:
     job.vacating.discard(name)
-    job.upkeep.kept[name] = job.upkeep.slurm_sees[name]
+    job.upkeep.kept[name] = job.record.slurm_sees[name]
     job.say("notice", f"node {name}: is drained, but the layout cannot do without it; it trains on")
 
 
 def _leave(job: Job, name: str) -> None:
     """Nobody works there any more."""
-    entry = NodeLost(node=name, reason=f"{VACATED}: {job.upkeep.slurm_sees[name][1] or 'no reason'}")
     job.vacating.discard(name)
-    job.nodes[name].alive = False
-    record(job, entry)
-    job.do(api.DropNode(node=name))
-    for placement in job.placements:
-        placement.settled = placement.settled or placement.node == name
-    for rank in [rank for rank in job.live if job.members[rank].node == name]:
-        incidents.bury(job, job.members[rank], None)
+    drained = job.record.slurm_sees[name][1] or "no reason"
+    reason = f"left for an administrator, who drains it: {drained}"
+    failures.leave_node(job, NodeLost(node=name, reason=reason, how="vacated"))
     job.say("notice", f"node {name}: left and given back, for it is drained")
 
 
 def _release(job: Job) -> None:
     """Give lost nodes back, after they were drained if they are to be."""
-    for lost in job.upkeep.lost.values():
-        if not lost.asked and _is_due(job, lost):
-            lost.asked = True
-            lost.tries += 1
+    for lost in job.record.lost.values():
+        release = job.upkeep.releases[lost.name]
+        if not release.asked and _is_due(job, lost, release):
+            release.asked = True
+            release.tries += 1
             job.do(api.ReleaseNode(node=lost.name, keep=_kept(job)))
 
 
-def _is_due(job: Job, lost: LostNode) -> bool:
-    upkeep = job.upkeep
-    if lost.released or lost.tries > len(RELEASE_PAUSES_S):
+def _is_due(job: Job, lost: LostNode, release: Release) -> bool:
+    if lost.released or release.tries > len(RELEASE_PAUSES_S):
         return False
-    if job.now < max(lost.next_try_at, lost.lost_at + COINCIDENCE_S):
+    if job.now < max(release.next_try_at, release.lost_at + COINCIDENCE_S):
         return False
     if lost.name == job.settings.batch_node or _is_leased(job, lost.name):
         return False
-    if lost.name in upkeep.verdicts or any(incident.node == lost.name for incident in job.incidents):
+    if lost.name in job.record.verdicts or any(incident.node == lost.name for incident in job.incidents):
         return False
-    return _is_for_others(job, lost)
+    return _is_for_others(job, lost, release)
 
 
-def _is_for_others(job: Job, lost: LostNode) -> bool:
+def _is_for_others(job: Job, lost: LostNode, release: Release) -> bool:
     """Whether Slurm may have it back: it would give it to the next job, dead or not, if it did not know better."""
-    drains = [drain for drain in job.upkeep.drains.values() if drain.node == lost.name and drain.measure == "drain"]
-    if not all(drain.settled or job.now - drain.decided_at > DRAIN_PATIENCE_S for drain in drains):
+    drains = [drain for drain in job.record.drains.values() if drain.node == lost.name and drain.measure == "drain"]
+    decided_at = job.upkeep.decided_at
+    if not all(drain.settled or job.now - decided_at[drain.number] > DRAIN_PATIENCE_S for drain in drains):
         return False
     if lost.answers or any(drain.answers.get("slurm") == "done" for drain in drains):
         return True
-    seen = job.upkeep.slurm_sees.get(lost.name)
-    return (seen is not None and not _is_usable(seen[0])) or job.now - lost.lost_at > SLURM_NOTICES_S
+    seen = job.record.slurm_sees.get(lost.name)
+    return (seen is not None and not _is_usable(seen[0])) or job.now - release.lost_at > SLURM_NOTICES_S
 
 
 def _is_leased(job: Job, name: str) -> bool:
     """Whether a node came with a request of ours: it is not in the job's allocation."""
-    return any(request.joined and request.node == name for request in job.upkeep.requests.values())
+    return any(request.joined and request.node == name for request in job.record.replacements.values())
 
 
 def _kept(job: Job) -> tuple[str, ...]:
@@ -259,14 +250,14 @@ def _kept(job: Job) -> tuple[str, ...]:
 
 def release_answered(job: Job, event: api.ReleaseAnswered) -> None:
     """A refusal is "not now"; only the first one is remembered."""
-    lost = job.upkeep.lost.get(event.node)
-    if lost is None or not lost.asked or lost.released:
+    lost, release = job.record.lost.get(event.node), job.upkeep.releases.get(event.node)
+    if lost is None or release is None or not release.asked or lost.released:
         return
-    lost.asked = False
+    release.asked = False
     if event.outcome == "done" or not lost.told:
-        record(job, NodeReleased(node=event.node, outcome=event.outcome, text=event.text))
-    if event.outcome != "done" and lost.tries <= len(RELEASE_PAUSES_S):
-        lost.next_try_at = job.now + RELEASE_PAUSES_S[lost.tries - 1]
+        job.log(NodeReleased(node=event.node, outcome=event.outcome, text=event.text))
+    if event.outcome != "done" and release.tries <= len(RELEASE_PAUSES_S):
+        release.next_try_at = job.now + RELEASE_PAUSES_S[release.tries - 1]
 
 
 # --- Slurm's view -------------------------------------------------------------------------------------------------
@@ -274,12 +265,12 @@ def release_answered(job: Job, event: api.ReleaseAnswered) -> None:
 
 def slurm_sees(job: Job, event: api.SlurmSees) -> None:
     """Remember what Slurm says of a node when it is not what one would expect, or is not any more."""
-    known = job.upkeep.slurm_sees.get(event.node)
+    known = job.record.slurm_sees.get(event.node)
     usable = _is_usable(event.state)
     if known == (event.state, event.reason) or (known is None and usable):
         return
     was_usable = known is None or _is_usable(known[0])
-    record(job, SlurmSaw(node=event.node, state=event.state, text=event.reason))
+    job.log(SlurmSaw(node=event.node, state=event.state, text=event.reason))
     node = job.nodes.get(event.node)
     if node is None or usable == was_usable:
         return
@@ -297,59 +288,25 @@ def _is_usable(state: str) -> bool:
     return base in ("idle", "allocated", "mixed") and {"drain", "fail", "not_responding"}.isdisjoint(flags)
 
 
-# --- the journal --------------------------------------------------------------------------------------------------
-
-
-def record(job: Job, entry: AnyEntry) -> None:
-    job.do(api.Log(entry=entry))
-    replay(job, entry)
-
-
-def replay(job: Job, entry: AnyEntry) -> None:
-    """What an entry tells of drains, nodes given back, and new ones."""
-    upkeep = job.upkeep
-    match entry:
-        case NodeLost():
-            upkeep.lost[entry.node] = LostNode(entry.node, job.now, entry.reason)
-        case FailureFound(kind="fail-stop", component="node" | "device") if entry.node is not None:
-            lost = upkeep.lost.get(entry.node)
-            died = lost is not None and entry.cause == f"node {lost.name}: {lost.reason}"  # as `failures` has it
-            known = upkeep.verdicts.get(entry.node)
-            if known is None or not known.hardware:
-                upkeep.verdicts[entry.node] = Verdict(
-                    entry.failure, entry.node, entry.cause, entry.ranks, job.now, hardware=not died
-                )
-        case DrainDecided():
-            upkeep.drains[entry.drain] = Drain(
-                entry.drain, entry.node, entry.failure, entry.reason, entry.measure, entry.grounds, job.now
-            )
-            upkeep.verdicts.pop(entry.node, None)
-        case DrainAnswered() if entry.drain in upkeep.drains:
-            upkeep.drains[entry.drain].answers[entry.step] = entry.outcome
-        case NodeReleased() if entry.node in upkeep.lost:
-            upkeep.lost[entry.node].told = True
-            upkeep.lost[entry.node].released = entry.outcome == "done"
-        case SlurmSaw():
-            upkeep.slurm_sees[entry.node] = (entry.state, entry.text)
-        case _:
-            replacements.replay(job, entry)
+def take_over(job: Job) -> None:
+    """A new supervisor: when things were found and decided it does not know; for it that is now."""
+    upkeep, record = job.upkeep, job.record
+    upkeep.found_at = dict.fromkeys(record.verdicts, job.now)
+    upkeep.decided_at = dict.fromkeys(record.drains, job.now)
+    upkeep.releases = {name: Release(job.now, next_try_at=job.now + COINCIDENCE_S) for name in record.lost}
 
 
 def resume(job: Job) -> None:
     """A new supervisor: ask again for what was decided and never answered. All of it can be done twice."""
     if not job.settings.slurm or job.phase == "ended":
         return
-    upkeep = job.upkeep
-    for verdict in upkeep.verdicts.values():
-        verdict.found_at = job.now
-    for drain in upkeep.drains.values():
-        drain.decided_at = job.now
+    for drain in job.record.drains.values():
         if not drain.settled:
             job.do(_climb(drain))
-    for lost in upkeep.lost.values():
-        lost.lost_at, lost.next_try_at = job.now, job.now + COINCIDENCE_S
-        job.do(api.WatchNode(node=lost.name))
-    for request in upkeep.requests.values():
+    for name in job.record.lost:
+        if name not in job.upkeep.unwatched:
+            job.do(api.WatchNode(node=name))
+    for request in job.record.replacements.values():
         if request.state == "joined" and request.node is not None:
             joins.start_node(job, request.node)
     replacements.resume(job)

@@ -10,7 +10,7 @@ the end of each event, by the controller.
 from __future__ import annotations
 
 import signal as signals
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -18,29 +18,36 @@ from resihp.controller import interface as api
 from resihp.controller import planning, transition
 from resihp.controller.fail_slow import probing
 from resihp.controller.nodes import replacements
-from resihp.controller.state import Job, Member, Node, Placement
+from resihp.controller.state import Job, Member
 from resihp.detector import probes
 from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.protocol import messages as m
-from resihp.record.journal import JoinRefused, NodeJoined
+from resihp.record.journal import JoinRefused, NodeJoined, WorkersOrdered
 
 
 def come_back(job: Job, lost: Member) -> None:
     """Start another process where one died, unless the script raised, or the device is dead or had its chances."""
     device = (lost.node, lost.device)
-    if job.phase not in ("transition", "running") or job.furthest >= job.goal:
+    if job.phase not in ("transition", "running") or job.furthest >= job.record.goal:
         return
     if job.departure is not None or job.excused(lost.node, job.now):
         return
     if lost.raised is not None or device in job.dead_devices or not job.nodes[lost.node].alive:
         return
-    if sum((p.node, p.device) == device for p in job.placements) > job.settings.come_backs:
+    if sum((p.node, p.device) == device for p in job.record.placements) > job.settings.come_backs:
         return
-    rank = len(job.placements)
-    job.placements.append(Placement(lost.node, lost.device))
-    names = tuple(placement.node for placement in job.placements)
-    job.say("notice", f"node {lost.node} device {lost.device}: started again, as rank {rank}")
-    job.do(api.StartWorkers(node=lost.node, workers=((rank, lost.device),), nodes=names, joins=True))
+    job.say("notice", f"node {lost.node} device {lost.device}: started again, as rank {len(job.record.placements)}")
+    _order(job, lost.node, (lost.device,))
+
+
+def _order(job: Job, node: str, devices: Iterable[int]) -> None:
+    """Have a process started on each of a node's devices: their ranks are in the journal before anybody is told."""
+    first = len(job.record.placements)
+    workers = tuple(enumerate(devices, first))
+    job.log(WorkersOrdered(workers=tuple((rank, node, device) for rank, device in workers)))
+    job.starting.update(rank for rank, _ in workers)
+    names = tuple(placement.node for placement in job.record.placements)
+    job.do(api.StartWorkers(node=node, workers=workers, nodes=names, joins=True))
 
 
 def node_joined(job: Job, event: api.AgentJoined) -> None:
@@ -67,13 +74,7 @@ def node_joined(job: Job, event: api.AgentJoined) -> None:
 
 def take_in(job: Job, event: api.AgentJoined) -> None:
     """From here on it is one of the job's nodes."""
-    node = Node(event.node, event.host, event.devices, last_beat=job.now, hardware=event.hardware)
-    job.nodes[event.node] = node
-    job.do(
-        api.Log(
-            entry=NodeJoined(node=node.name, host=node.host, devices=node.devices, hardware=node.hardware),
-        )
-    )
+    job.log(NodeJoined(node=event.node, host=event.host, devices=event.devices, hardware=event.hardware))
 
 
 def _other_hardware(job: Job, event: api.AgentJoined) -> str:
@@ -90,13 +91,8 @@ def _other_hardware(job: Job, event: api.AgentJoined) -> str:
 def start_node(job: Job, name: str) -> None:
     """A worker on each device of a node that came later, unless there are some already."""
     node = job.nodes[name]
-    if not node.alive or any(placement.node == name for placement in job.placements):
-        return
-    first = len(job.placements)
-    job.placements += [Placement(name, device) for device in range(node.devices)]
-    names = tuple(placement.node for placement in job.placements)
-    workers = tuple((first + device, device) for device in range(node.devices))
-    job.do(api.StartWorkers(node=name, workers=workers, nodes=names, joins=True))
+    if node.alive and not any(placement.node == name for placement in job.record.placements):
+        _order(job, name, range(node.devices))
 
 
 def declared(job: Job, member: Member, declare: m.Declare) -> None:
@@ -132,29 +128,27 @@ def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
         if not member.ready:
             continue
         if verdict.fit:
-            job.unfit.discard((member.node, member.device))
             job.unconsidered.add(rank)
         else:
-            job.unfit.add((member.node, member.device))
             job.say("warning", f"{job.where(rank)}: stands by, it fails its probe: {verdict.evidence}")
 
 
 def consider(job: Job) -> None:
     """Once nothing else is going on: interrupt training for newcomers if the planner would give one of them work."""
-    plan = job.plan
+    plan = job.record.plan
     if job.phase != "running" or job.transition is not None or job.pause is not None or plan is None:
         return
     if job.departure is not None:
         return
-    idle = job.unconsidered & set(job.ready) - set(job.active)
+    idle = job.unconsidered & set(job.ready) - set(job.record.active)
     job.unconsidered = set()
-    if not idle or job.furthest + 1 >= job.goal:  # the iteration under way is finished before anybody could help
+    if not idle or job.furthest + 1 >= job.record.goal:  # the iteration under way is finished before anybody could help
         return
     try:
         better = planning.best(job, job.epoch + 1, set(job.ready), planning.base_while_running(job)).plan
     except (LayoutError, NotEnoughDevicesError):
         return
-    if better.layout.active != job.active:
+    if better.layout.active != job.record.active:
         transition.pause(job, f"rank {', '.join(map(str, sorted(idle)))} joined")
 
 
@@ -162,15 +156,15 @@ def turn_away(job: Job, member: Member, reason: str) -> None:
     """A newcomer that cannot take part is ended, and its device left alone; the job goes on."""
     member.declared = None
     member.fenced = reason
-    job.dead_devices.add((member.node, member.device))
-    refuse(job, member.rank, reason)
+    refuse(job, member.rank, reason, condemns=True)
     job.do(api.SignalWorker(rank=member.rank, signal=int(signals.SIGKILL)))
 
 
-def refuse(job: Job, rank: int, reason: str) -> None:
-    placement = job.placements[rank]
-    job.say("warning", f"rank {rank} ({placement.node} device {placement.device}): does not join: {reason}")
-    job.do(api.Log(entry=JoinRefused(rank=rank, node=placement.node, device=placement.device, reason=reason)))
+def refuse(job: Job, rank: int, reason: str, *, condemns: bool) -> None:
+    """A newcomer counts for nothing. `condemns`: nor does its device get another one."""
+    node, device = job.record.placements[rank].node, job.record.placements[rank].device
+    job.say("warning", f"rank {rank} ({node} device {device}): does not join: {reason}")
+    job.log(JoinRefused(rank=rank, node=node, device=device, reason=reason, condemns_device=condemns))
 
 
 def exited(job: Job, member: Member, ending: str) -> None:
@@ -178,18 +172,17 @@ def exited(job: Job, member: Member, ending: str) -> None:
     if member.fenced is not None:
         return
     if member.raised is not None:
-        job.dead_devices.add((member.node, member.device))
         ending = f"raised {member.raised.error}"
-    refuse(job, member.rank, f"{ending} before it was ready")
+    refuse(job, member.rank, f"{ending} before it was ready", condemns=member.raised is not None)
     come_back(job, member)
 
 
 def spawn_refused(job: Job, event: api.SpawnRefused) -> None:
     """The node could not start a newcomer, or none at all."""
-    for rank, placement in enumerate(job.placements):
-        if placement.node == event.node and not placement.settled and event.rank in (None, rank):
-            placement.settled = True
-            refuse(job, rank, event.reason)
+    for rank in sorted(job.starting):
+        if job.record.placements[rank].node == event.node and event.rank in (None, rank):
+            job.starting.discard(rank)
+            refuse(job, rank, event.reason, condemns=False)
 
 
 def judge(job: Job) -> None:

@@ -12,9 +12,10 @@ from typing import Literal
 
 from resihp.controller import interface as api
 from resihp.controller import planning
-from resihp.controller.state import COINCIDENCE_S, Job, Request
+from resihp.controller.state import COINCIDENCE_S, Job
 from resihp.errors import LayoutError
-from resihp.record.journal import AnyEntry, ReplacementAsked, ReplacementChanged
+from resihp.record.journal import ReplacementAsked, ReplacementChanged
+from resihp.record.state import Replacement
 from resihp.scheduler import transition_cost
 
 JOINING_S = 10.0
@@ -26,7 +27,7 @@ AGAIN_AT_MOST_S = 600.0
 
 def review(job: Job) -> None:
     """At the end of each event: give up what is not needed any more, ask for what is missing."""
-    for request in tuple(job.upkeep.requests.values()):
+    for request in tuple(job.record.replacements.values()):
         if request.state == "joined" and request.node is not None and not job.nodes[request.node].alive:
             _let_go(job, request, "ended", f"node {request.node} was lost")
     if job.phase == "halting":
@@ -40,7 +41,7 @@ def review(job: Job) -> None:
 def _compare(job: Job) -> None:
     """What is on its way against what is missing."""
     lacking = nodes_lacking(job)
-    coming = [request for request in job.upkeep.requests.values() if _is_coming(job, request)]
+    coming = [request for request in job.record.replacements.values() if _is_coming(job, request)]
     if not in_time(job):
         for request in coming:
             if request.state in ("asked", "pending"):
@@ -49,7 +50,7 @@ def _compare(job: Job) -> None:
     needless = max(0, len(coming) - lacking)
     for request in [request for request in reversed(coming) if request.open][:needless]:
         _let_go(job, request, "cancelled", "no longer needed" if lacking else "the first layout is back")
-    wanted = min(lacking - len(coming), job.settings.replacements - len(job.upkeep.requests))
+    wanted = min(lacking - len(coming), job.settings.replacements - len(job.record.replacements))
     if wanted > 0 and job.now >= job.upkeep.ask_after and (names := missing(job)[:wanted]):
         found = _worth(job)
         if found is None or not found.go:
@@ -61,8 +62,8 @@ def _compare(job: Job) -> None:
 
 def nodes_lacking(job: Job) -> int:
     """How many nodes' worth of ranks the plan in effect is below the first one."""
-    assert job.first_plan is not None
-    ranks = len(job.first_plan.layout.active) - len(job.active)
+    assert job.record.first_plan is not None
+    ranks = len(job.record.first_plan.layout.active) - len(job.record.active)
     return max(0, -(-ranks // job.settings.gpus_per_node))
 
 
@@ -71,13 +72,13 @@ def missing(job: Job) -> list[str]:
 
     A node counts once it is clear that it is not the first of all of them, which somebody is ending.
     """
-    requests = job.upkeep.requests.values()
+    requests, releases = job.record.replacements.values(), job.upkeep.releases
     filled = {request.instead for request in requests if request.open or request.state == "joined"}
     came = {request.node for request in requests if request.joined}
     return [
         lost.name
-        for lost in job.upkeep.lost.values()
-        if lost.name not in filled and lost.name not in came and job.now - lost.lost_at >= COINCIDENCE_S
+        for lost in job.record.lost.values()
+        if lost.name not in filled and lost.name not in came and job.now - releases[lost.name].lost_at >= COINCIDENCE_S
     ]
 
 
@@ -86,11 +87,11 @@ def in_time(job: Job) -> bool:
     return job.deadline is None or job.deadline - job.now > job.settings.replacement_least_left_s
 
 
-def _is_coming(job: Job, request: Request) -> bool:
+def _is_coming(job: Job, request: Replacement) -> bool:
     """On its way, or here and without work: starting, or of no use, like any other that we could ask for."""
     if request.state != "joined":
         return request.open
-    return not any(job.members[rank].node == request.node for rank in job.active)
+    return not any(job.members[rank].node == request.node for rank in job.record.active)
 
 
 def _worth(job: Job) -> transition_cost.Verdict | None:
@@ -104,9 +105,9 @@ def _worth(job: Job) -> transition_cost.Verdict | None:
         gain = planning.gain_of_a_node(job)
     except LayoutError:
         return None
-    left_s = (job.goal - job.furthest) * job.usual_s
+    left_s = (job.record.goal - job.furthest) * job.usual_s
     return transition_cost.worth_asking(
-        transition_cost.cost(gain.movement, transition_cost.calibrated(job.records)),
+        transition_cost.cost(gain.movement, transition_cost.calibrated(job.record.costs)),
         gain.now_s,
         gain.then_s,
         remaining_s=left_s if job.deadline is None else max(0.0, min(left_s, job.deadline - job.now)),
@@ -116,19 +117,20 @@ def _worth(job: Job) -> transition_cost.Verdict | None:
 
 
 def _ask(job: Job, instead: str, why: str) -> None:
-    assert job.first_plan is not None
-    number = len(job.upkeep.requests) + 1
-    reason = f"{len(job.active)} of {len(job.first_plan.layout.active)} ranks have work; another node {why}"
+    assert job.record.first_plan is not None
+    number = len(job.record.replacements) + 1
+    reason = (
+        f"{len(job.record.active)} of {len(job.record.first_plan.layout.active)} ranks have work; another node {why}"
+    )
     excluded = unwanted(job)
-    record(job, ReplacementAsked(replacement=number, node=instead, excluded=excluded, reason=reason))
-    job.upkeep.requests[number].asked_at = job.now
+    job.log(ReplacementAsked(replacement=number, node=instead, excluded=excluded, reason=reason))
     job.say("notice", f"node {instead}: lost, {reason}; asking Slurm for another one")
     job.do(api.AskReplacement(replacement=number, exclude=excluded))
 
 
 def news(job: Job, event: api.ReplacementNews) -> None:
     """What Slurm says of a request. One that is over stays so; one that has joined can only end."""
-    request = job.upkeep.requests.get(event.replacement)
+    request = job.record.replacements.get(event.replacement)
     if request is None or not (request.open or request.state == "joined"):
         return
     if request.state == "joined" and event.state == "refused":
@@ -142,94 +144,76 @@ def news(job: Job, event: api.ReplacementNews) -> None:
     if told and (state, slurm_job, node) == (request.state, request.slurm_job, request.node):
         return  # why it waits is told once: reasons alternate
     was_open = request.open
-    record(
-        job,
-        ReplacementChanged(replacement=request.number, state=state, slurm_job=slurm_job, node=node, text=event.text),
+    job.log(
+        ReplacementChanged(replacement=request.number, state=state, slurm_job=slurm_job, node=node, text=event.text)
     )
     if was_open and state in ("refused", "ended"):
         _wait(job)
         job.say("notice", f"replacement {request.number} for node {request.instead}: {state}: {event.text}")
 
 
-def expected(job: Job, lease: int) -> Request | None:
+def expected(job: Job, lease: int) -> Replacement | None:
     """The request that an agent may answer, if there is one."""
-    request = job.upkeep.requests.get(lease)
+    request = job.record.replacements.get(lease)
     return request if request is not None and request.open else None
 
 
-def joined(job: Job, request: Request, node: str) -> None:
-    if request.asked_at is not None:
-        job.upkeep.waits_s.append(job.now - request.asked_at)
-    record(
-        job,
-        ReplacementChanged(replacement=request.number, state="joined", slurm_job=request.slurm_job, node=node, text=""),
+def joined(job: Job, request: Replacement, node: str) -> None:
+    asked_at = job.upkeep.asked_at.get(request.number)
+    if asked_at is not None:
+        job.upkeep.waits_s.append(job.now - asked_at)
+    job.log(
+        ReplacementChanged(replacement=request.number, state="joined", slurm_job=request.slurm_job, node=node, text="")
     )
 
 
-def unfit(job: Job, request: Request, node: str, reason: str) -> None:
+def unfit(job: Job, request: Replacement, node: str, reason: str) -> None:
     """The node that came is of no use: it is let go, and not given to a later request."""
-    request.node = node
-    _let_go(job, request, "refused", reason)
+    _let_go(job, request, "refused", reason, node)
     _wait(job)
 
 
 def unwanted(job: Job) -> tuple[str, ...]:
     """Nodes that no request may be given: the job's own, those that it lost, and those that were of no use to it."""
-    unfit = (request.node for request in job.upkeep.requests.values() if request.state == "refused" and request.node)
+    unfit = (
+        request.node for request in job.record.replacements.values() if request.state == "refused" and request.node
+    )
     return tuple(dict.fromkeys((*job.nodes, *unfit)))
 
 
 def _wait(job: Job) -> None:
     """After a request that came to nothing."""
-    pause_s = min(AGAIN_AFTER_S * 2 ** (job.upkeep.failed_requests - 1), AGAIN_AT_MOST_S)
+    pause_s = min(AGAIN_AFTER_S * 2 ** (job.record.failed_requests - 1), AGAIN_AT_MOST_S)
     job.upkeep.ask_after = job.now + pause_s
 
 
-def cancel(job: Job, request: Request, reason: str) -> None:
+def cancel(job: Job, request: Replacement, reason: str) -> None:
     _let_go(job, request, "cancelled", reason)
 
 
 def cancel_open(job: Job, reason: str) -> None:
-    for request in tuple(job.upkeep.requests.values()):
+    for request in tuple(job.record.replacements.values()):
         if request.open:
             _let_go(job, request, "cancelled", reason)
 
 
-def _let_go(job: Job, request: Request, state: Literal["cancelled", "ended", "refused"], reason: str) -> None:
-    record(
-        job,
-        ReplacementChanged(
-            replacement=request.number, state=state, slurm_job=request.slurm_job, node=request.node, text=reason
-        ),
+def _let_go(
+    job: Job,
+    request: Replacement,
+    state: Literal["cancelled", "ended", "refused"],
+    reason: str,
+    node: str | None = None,
+) -> None:
+    node = node or request.node
+    job.log(
+        ReplacementChanged(replacement=request.number, state=state, slurm_job=request.slurm_job, node=node, text=reason)
     )
     job.do(api.CancelReplacement(replacement=request.number, reason=reason))
 
 
-def record(job: Job, entry: ReplacementAsked | ReplacementChanged) -> None:
-    job.do(api.Log(entry=entry))
-    replay(job, entry)
-
-
-def replay(job: Job, entry: AnyEntry) -> None:
-    """What an entry tells of requests."""
-    upkeep = job.upkeep
-    match entry:
-        case ReplacementAsked():
-            upkeep.requests[entry.replacement] = Request(entry.replacement, entry.node, entry.excluded)
-        case ReplacementChanged() if entry.replacement in upkeep.requests:
-            request = upkeep.requests[entry.replacement]
-            if request.open and entry.state in ("refused", "ended"):
-                upkeep.failed_requests += 1
-            request.state, request.slurm_job, request.node = entry.state, entry.slurm_job, entry.node
-            request.joined = request.joined or entry.state == "joined"
-            request.texts.add(entry.text)
-        case _:
-            pass
-
-
 def resume(job: Job) -> None:
     """A new supervisor: whatever may not have been said to Slurm is said again."""
-    for request in job.upkeep.requests.values():
+    for request in job.record.replacements.values():
         if request.open:
             job.do(api.AskReplacement(replacement=request.number, exclude=unwanted(job)))
         elif request.state == "cancelled":

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -36,6 +36,21 @@ SMALLER = 0.97
 _CAPACITY = re.compile(r"total capacity of (\d{1,6}(?:\.\d{1,3})?) GiB")
 _OTHERS = re.compile(r"Process (\d{1,10}) has (\d{1,6}(?:\.\d{1,3})?) ([GM])iB memory in use")
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]{1,16}|\d{1,20}")
+
+
+class Past(Protocol):
+    """What is remembered of a verdict."""
+
+    @property
+    def code(self) -> str: ...
+    @property
+    def category(self) -> str: ...
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    @property
+    def node(self) -> str | None: ...
+    @property
+    def device(self) -> int | None: ...
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +81,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, **changes)
 
 
-def diagnose(reports: Sequence[Report], earlier: Sequence[Diagnosis] = ()) -> Diagnosis:
+def diagnose(reports: Sequence[Report], earlier: Sequence[Past] = ()) -> Diagnosis:
     """The root cause of an incident. `earlier`: verdicts of before, of this job or others.
 
     The order of reports does not matter. Without any clue the category is `unknown`, and nobody is blamed.
@@ -101,7 +116,7 @@ class _Verdict:
         self.nodes = {c.node for c in same}
         self.peers = {c.named("peer") for c in same if c.named("peer")}
 
-    def told(self, earlier: Sequence[Diagnosis]) -> Diagnosis:
+    def told(self, earlier: Sequence[Past]) -> Diagnosis:
         root, signature = self.root, self.root.signature
         single = self._single()
         if signature.component == "node":
@@ -240,7 +255,7 @@ class _Verdict:
         return single
 
 
-def _again(verdict: Diagnosis, earlier: Sequence[Diagnosis]) -> Diagnosis | None:
+def _again(verdict: Diagnosis, earlier: Sequence[Past]) -> Diagnosis | None:
     """The same device did before what is the application's as a rule: then it is the device's."""
     before = [
         past

@@ -74,7 +74,7 @@ class Direct:
         return self.feed(api.WorkerSaid(rank=rank, message=message))
 
     def spawn(self, rank: int) -> list[api.AnyAction]:
-        placement = self.job.placements[rank]
+        placement = self.job.record.placements[rank]
         return self.feed(api.WorkerSpawned(rank=rank, node=placement.node, device=placement.device, pid=1000 + rank))
 
     def join(self, rank: int) -> list[api.AnyAction]:
@@ -141,10 +141,10 @@ class Direct:
     def park(self, *ranks: int, stepped: int, epoch: int | None = None, **figures: Any) -> list[api.AnyAction]:
         """These (or all) ranks answer the order to park; `holds` is the plan in effect unless told otherwise."""
         answer: list[api.AnyAction] = []
-        active = () if self.job.plan is None else self.job.plan.layout.active
+        active = () if self.job.record.plan is None else self.job.record.plan.layout.active
         for rank in ranks or tuple(sorted(self.job.transition.waiting if self.job.transition else ())):
             own = {
-                "holds": (self.job.plan.epoch,) if self.job.plan and rank in active else (),
+                "holds": (self.job.record.plan.epoch,) if self.job.record.plan and rank in active else (),
                 "ready": False,
             } | figures
             answer = self.say(
@@ -160,8 +160,8 @@ class Direct:
 
     def step(self, iteration: int, *ranks: int, **changes: Any) -> list[api.AnyAction]:
         answer: list[api.AnyAction] = []
-        assert self.job.plan is not None
-        for rank in ranks or self.job.plan.layout.active:
+        assert self.job.record.plan is not None
+        for rank in ranks or self.job.record.plan.layout.active:
             report = m.Stepped(epoch=self.job.epoch, outcome=outcome(iteration, **changes), seconds=0.5, compute_s=0.4)
             answer = self.say(rank, report)
         return answer
@@ -171,5 +171,5 @@ class Direct:
         self.confirm()
         self.ready()
         for _ in range(iterations):
-            self.step(self.job.committed + 1)
+            self.step(self.job.record.committed + 1)
         return self

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import pytest
 
 from resihp.controller import interface as api
-from resihp.controller.state import VACATED
 from resihp.record.journal import DrainAnswered, NodeLost, NodeReleased, Reconfigured, ReplacementChanged, WorkerStarted
 from resihp.simulator.harness import Scenario, Violation, play
 
@@ -111,7 +110,7 @@ def test_the_seeds_in_an_allocation_reach_what_they_are_for() -> None:
         kinds |= {f"release {entry.outcome}" for entry in result.all(NodeReleased)}
         kinds |= {f"replacement {entry.state}" for entry in result.all(ReplacementChanged)}
         guests = {entry.node for entry in result.all(ReplacementChanged) if entry.state == "joined"}
-        kinds |= {"vacated" for entry in result.all(NodeLost) if entry.reason.startswith(VACATED)}
+        kinds |= {"vacated" for entry in result.all(NodeLost) if entry.how == "vacated"}
         ranks = {entry.rank for entry in result.all(WorkerStarted) if entry.node in guests}
         kinds |= {"its ranks work" for plan in result.plans if ranks & {*plan.plan.layout.active}}
     assert kinds >= {

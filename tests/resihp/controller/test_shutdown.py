@@ -42,10 +42,10 @@ def pause(job: Direct, stepped: int = 3, ready: bool = False) -> list[api.AnyAct
 def write(job: Direct, *ranks: int, iteration: int = 3) -> list[api.AnyAction]:
     """Ranks have written their parts."""
     answer: list[api.AnyAction] = []
-    assert job.job.plan is not None
+    assert job.job.record.plan is not None
     for rank in ranks:
         part = m.CheckpointPart(
-            epoch=job.job.plan.epoch, iteration=iteration, folder="f", file=f"r{rank}", bytes=9, seconds=0.5
+            epoch=job.job.record.plan.epoch, iteration=iteration, folder="f", file=f"r{rank}", bytes=9, seconds=0.5
         )
         answer = job.say(rank, part)
     return answer
@@ -506,7 +506,7 @@ def test_a_plan_that_is_being_built_takes_effect_first() -> None:
     assert len(parks(job, after_iteration=True)) == 1
     job.step(4)
     epoch = job.job.epoch + 1
-    active = job.job.active
+    active = job.job.record.active
     for rank in job.job.ready:
         job.park(rank, stepped=4, epoch=epoch)
     ((writers, order),) = job.orders(m.Save)
@@ -520,7 +520,7 @@ def test_a_newcomer_is_not_given_work_any_more() -> None:
     job.park(stepped=2)
     job.run(0)
     job.step(3)
-    newcomer = len(job.job.placements) - 1
+    newcomer = len(job.job.record.placements) - 1
     supervisor_gets(job, USR2)
     job.join(newcomer)
     assert newcomer in job.job.ready

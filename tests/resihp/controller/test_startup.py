@@ -40,12 +40,12 @@ class Start:
             self.feed(api.AgentJoined(node=name, host=name, devices=1))
 
     def lose(self, name: str, reason: str = "its agent exited with status 127") -> None:
-        self.feed(api.AgentLost(node=name, reason=reason))
+        self.feed(api.AgentLost(node=name, reason=reason, how="agent"))
 
     def train(self, *ranks: int) -> None:
         """Processes come up and say what they train."""
         for rank in ranks:
-            node = self.controller.job.placements[rank].node
+            node = self.controller.job.record.placements[rank].node
             self.feed(api.WorkerSpawned(rank=rank, node=node, device=0, pid=1000 + rank))
             self.feed(api.WorkerSaid(rank=rank, message=DECLARE))
 

@@ -78,7 +78,7 @@ class TakenOver(Direct):
         running = tuple(
             m.RunningWorker(
                 rank=rank,
-                device=job.placements[rank].device,
+                device=job.record.placements[rank].device,
                 pid=pid,
                 steps=tuple(
                     m.Stepped(epoch=epoch, outcome=outcome(i), seconds=0.5, compute_s=0.4)
@@ -151,7 +151,7 @@ def test_iterations_that_nobody_remembers_are_passed_over() -> None:
 def test_training_that_is_done_is_ended() -> None:
     job = TakenOver(Direct().run(5))
     job.all_back(steps={rank: (6,) for rank in range(4)}, said={rank: (m.Finished(iteration=6),) for rank in range(4)})
-    assert job.job.committed == 6
+    assert job.job.record.committed == 6
     assert [ranks for ranks, _ in job.orders(m.Halt)] == [(0, 1, 2, 3)]
     for rank in range(4):
         job.crash(rank, 0)
@@ -210,7 +210,7 @@ def test_an_order_to_begin_that_was_lost_is_not_waited_for() -> None:
     """The plan is in effect, all are ready for it, and none was told."""
     before = disturbed(Direct(nodes=3), "in effect")
     ready = m.Ready(epoch=2, groups_s=0.1, state_s=0.1)
-    job = TakenOver(before).all_back(said={rank: (ready,) for rank in before.job.active})
+    job = TakenOver(before).all_back(said={rank: (ready,) for rank in before.job.record.active})
     ((_, park),) = job.orders(m.Park)
     assert park.epoch == 3
     job.park(stepped=2, holds=(1, 2))
@@ -220,7 +220,7 @@ def test_an_order_to_begin_that_was_lost_is_not_waited_for() -> None:
 
 def test_an_order_to_begin_that_was_heard_is_enough() -> None:
     before = disturbed(Direct(nodes=3), "in effect")
-    job = TakenOver(before).all_back(steps={rank: (3,) for rank in before.job.active})
+    job = TakenOver(before).all_back(steps={rank: (3,) for rank in before.job.record.active})
     assert job.orders(m.Park) == []
     assert [entry.outcome.iteration for entry in job.all(IterationCommitted)] == [3]
 
@@ -467,13 +467,13 @@ def test_a_node_noted_as_lost_while_training_takes_its_processes_along(forgets: 
     assert job.end is None
     job.park(stepped=2)
     job.run(1)
-    assert {2, 3}.isdisjoint(job.job.active)
+    assert {2, 3}.isdisjoint(job.job.record.active)
 
 
 def test_who_was_suspected_and_then_stands_by_is_not_shown_as_suspected_for_good() -> None:
     job = Direct(nodes=3, gpus=2, spares=1).run(1)
-    assert job.job.plan is not None
-    assert 4 in job.job.plan.layout.standby
+    assert job.job.record.plan is not None
+    assert 4 in job.job.record.plan.layout.standby
     job.job.members[4].suspected = True  # from a plan in which it had work
     job.wait(2)
     assert [(entry.rank, entry.cleared) for entry in job.all(Suspected)] == [(4, True)]

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from resihp.record.state import ChangeCost
 from resihp.scheduler import transition_cost
-from resihp.scheduler.transition_cost import Cost, Movement, Rates, Record, verdict
+from resihp.scheduler.transition_cost import Cost, Movement, Rates, verdict
 
 HOUR_S = 3600.0
 TEN_S = Cost(total_bytes=0, groups_s=2.0, transfer_s=3.0, fixed_s=1.0, lost_s=4.0)
@@ -181,13 +182,15 @@ def test_a_flickering_device_does_not_flip_the_layout(period_s: float) -> None:
 TRUE = Rates(fixed_s=2.0, group_s=0.05, byte_s=1 / 5e9)
 
 
-def records(count: int, seed: int = 0, noise: float = 0.1) -> list[Record]:
+def records(count: int, seed: int = 0, noise: float = 0.1) -> list[ChangeCost]:
     draw = random.Random(seed)
     found = []
     for _ in range(count):
         groups, moved = draw.randint(4, 40), draw.uniform(0, 50e9)
         seconds = TRUE.fixed_s + groups * TRUE.group_s + moved * TRUE.byte_s
-        found.append(Record(busiest_bytes=moved, groups=groups, seconds=seconds * math.exp(draw.gauss(0, noise))))
+        found.append(
+            ChangeCost(busiest_bytes=moved, communicators=groups, seconds=seconds * math.exp(draw.gauss(0, noise)))
+        )
     return found
 
 
@@ -213,13 +216,13 @@ def test_a_few_records_already_tell(seed: int) -> None:
 
 def test_one_that_went_wrong_does_not_make_all_others_dear() -> None:
     good = records(12)
-    rates = transition_cost.calibrated([*good, Record(busiest_bytes=1e9, groups=8, seconds=600.0)])
+    rates = transition_cost.calibrated([*good, ChangeCost(busiest_bytes=1e9, communicators=8, seconds=600.0)])
     assert predicted(rates) == pytest.approx(predicted(transition_cost.calibrated(good)), rel=0.15)
 
 
 def test_what_records_do_not_tell_stays_as_it_was() -> None:
     """None of them moved anything."""
-    still = [Record(busiest_bytes=0.0, groups=8, seconds=3.0)] * 10
+    still = [ChangeCost(busiest_bytes=0.0, communicators=8, seconds=3.0)] * 10
     rates = transition_cost.calibrated(still)
     assert rates.byte_s == pytest.approx(transition_cost.DEFAULT.byte_s)
     assert predicted(rates, 8, 0.0) == pytest.approx(3.0, rel=0.05)
@@ -229,15 +232,15 @@ def test_what_records_do_not_tell_stays_as_it_was() -> None:
 @given(
     st.lists(
         st.builds(
-            Record,
+            ChangeCost,
             busiest_bytes=st.floats(0, 1e13),
-            groups=st.integers(0, 10_000),
+            communicators=st.integers(0, 10_000),
             seconds=st.floats(0, 1e5) | st.just(math.nan) | st.just(math.inf),
         ),
         max_size=8,
     )
 )
-def test_rates_are_never_negative(found: list[Record]) -> None:
+def test_rates_are_never_negative(found: list[ChangeCost]) -> None:
     rates = transition_cost.calibrated(found)
     assert min(rates.fixed_s, rates.group_s, rates.byte_s) >= 0
     assert math.isfinite(predicted(rates))

@@ -30,8 +30,10 @@ class Job(Direct):
     def __init__(self, **settings: Any) -> None:
         super().__init__(declare=LONG, **settings)
         self.run()
-        assert self.job.plan is not None
-        seen = observations(self.job.plan, orders_of(self.job.plan), range(1, LEARNT + 1), iteration_noise=0.0)
+        assert self.job.record.plan is not None
+        seen = observations(
+            self.job.record.plan, orders_of(self.job.record.plan), range(1, LEARNT + 1), iteration_noise=0.0
+        )
         for one in seen:
             for rank, times in one.times.items():
                 step = m.Stepped(
@@ -43,14 +45,14 @@ class Job(Direct):
                     chunks=pack(times.chunks),
                 )
                 self.say(rank, step)
-        assert self.job.committed == LEARNT
+        assert self.job.record.committed == LEARNT
 
     def begins(self, *tokens: int, epoch: int | None = None) -> None:
         """The next iteration: micro-batches of one document each, of 7,000 tokens where nothing else is said."""
         all_tokens = (*tokens, *[7000] * (DECLARE.micro_batches - len(tokens)))
         told = m.Workload(
             epoch=self.job.epoch if epoch is None else epoch,
-            iteration=self.job.committed + 1,
+            iteration=self.job.record.committed + 1,
             tokens=all_tokens,
             squares=tuple(n * n for n in all_tokens),
         )
@@ -104,7 +106,7 @@ def test_a_small_iteration_is_not_given_up_sooner_than_the_usual() -> None:
 def test_the_prediction_ends_with_its_iteration() -> None:
     job = Job()
     job.begins(DOCUMENT)
-    job.step(job.job.committed + 1)
+    job.step(job.job.record.committed + 1)
     assert job.job.predicted_s == job.job.usual_s
 
 

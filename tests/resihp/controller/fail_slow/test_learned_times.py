@@ -63,7 +63,7 @@ def test_times_are_those_of_a_device_alone_at_the_mean_workload() -> None:
     assert (profile.transfer_s, profile.inside_s, profile.step_s) == (0.02, 0.02, 0.003)
     assert len(profile.layers) == job.job.declaration.model.layers
     predictor = job.monitor.predictor  # type: ignore[attr-defined]
-    outcome = job.job.last_outcome
+    outcome = job.job.record.last_outcome
     assert outcome is not None
     per = job.job.declaration.micro_batches
     assert predictor.asked[0] == (outcome.tokens / per, outcome.sum_squared_lengths / per)
@@ -111,7 +111,11 @@ def test_a_plan_promises_seconds_once_they_are_known() -> None:
 def test_work_moves_away_from_a_slow_link_and_back_when_it_recovers() -> None:
     """DP3 x PP2 on three nodes of two would send within nodes only: here stages lie on nodes of one."""
     job = learnt(linked(nodes=4, gpus=1, pp=2)).run(4)
-    (a, b) = job.job.plan.layout.replicas[0].stages[0].ranks[0], job.job.plan.layout.replicas[0].stages[1].ranks[0]  # type: ignore[union-attr]
+    # type: ignore[union-attr]
+    (a, b) = (
+        job.job.record.plan.layout.replicas[0].stages[0].ranks[0],
+        job.job.record.plan.layout.replicas[0].stages[1].ranks[0],
+    )
     job.find(finding(a, b, link=(a, b), iteration=4))
     measure_links(job, {(a, b): 1e-2})
     job.feed(api.Tick(), 0.1)
@@ -123,16 +127,16 @@ def test_work_moves_away_from_a_slow_link_and_back_when_it_recovers() -> None:
     assert decided.present is not None
     assert decided.predicted is not None
     assert decided.predicted < 0.95 * decided.present
-    plan = job.job.plan
+    plan = job.job.record.plan
     assert plan is not None
     crossing = [
         d for d, replica in enumerate(plan.layout.replicas) if {a, b} <= set(replica.ranks) and plan.assignment[d]
     ]
     assert not crossing or len(plan.assignment[crossing[0]]) < 6
-    job.find(finding(a, b, kind="recovered", link=(a, b), iteration=job.job.committed))
+    job.find(finding(a, b, kind="recovered", link=(a, b), iteration=job.job.record.committed))
     assert job.all(FailureEnded)
     job.feed(api.Tick(), 0.1)
-    assert job.job.slow_links == {}
+    assert job.job.record.slow_links == {}
 
 
 def test_a_slow_link_is_planned_for_as_soon_as_transfers_have_times() -> None:
@@ -144,24 +148,24 @@ def test_a_slow_link_is_planned_for_as_soon_as_transfers_have_times() -> None:
     job.find(finding(0, 1, link=(0, 1), iteration=4))
     measure_links(job, {(0, 1): 1e-2})
     job.feed(api.Tick(), 0.1)
-    assert [*job.job.slow_links] == [(0, 1)]
+    assert [*job.job.record.slow_links] == [(0, 1)]
     assert job.job.pause is None
     assert "the plan stays, no other is faster" in job.texts("notice")[-1]
     monitor.settled = True
-    job.step(job.job.committed + 1)
+    job.step(job.job.record.committed + 1)
     job.feed(api.Tick(), 0.1)
     assert job.job.pause is not None, job.texts("notice")
     job.paused()
-    plan = job.job.plan
+    plan = job.job.record.plan
     assert plan is not None
     assert not any({0, 1} <= set(replica.ranks) for replica in plan.layout.replicas), plan.layout.describe()
 
 
 def test_of_links_between_two_nodes_the_slowest_counts_and_within_a_node_none() -> None:
     from resihp.controller.fail_slow import learned_times
-    from resihp.controller.state import Slow
+    from resihp.record.state import Slow
 
     job = Job(nodes=2, gpus=2, pp=2).run(1)
     speeds = {(0, 1): 0.1, (0, 2): 0.5, (3, 1): 0.4}
-    job.job.slow_links = {link: Slow(failure=1, speed=speed, since=1) for link, speed in speeds.items()}
+    job.job.record.slow_links = {link: Slow(failure=1, speed=speed, since=1) for link, speed in speeds.items()}
     assert learned_times.links(job.job) == {("n1", "n2"): 0.4}

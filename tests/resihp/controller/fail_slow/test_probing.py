@@ -94,7 +94,7 @@ def test_a_device_that_is_not_fit_stands_by_and_the_others_begin() -> None:
     assert told.startswith("rank 1 (n1 device 1): fails its probe: ")
     assert "at 50% of its peers" in told
     job.run(3)
-    assert job.job.committed == 3
+    assert job.job.record.committed == 3
     assert job.all(FailureFound) == []
 
 
@@ -136,7 +136,7 @@ def test_when_no_device_is_fit_all_of_them_are_used() -> None:
     assert job.plan.layout.active == (0, 1, 2, 3)
     assert any("not enough devices pass their probe" in text for text in job.texts("warning"))
     job.run(2)
-    assert job.job.committed == 2
+    assert job.job.record.committed == 2
 
 
 def test_a_device_that_is_used_all_the_same_is_not_said_to_stand_by() -> None:
@@ -155,7 +155,7 @@ def test_a_device_that_never_answers_stands_by() -> None:
     assert "no answer to its probe within 30 s" in job.texts("warning")[0]
     job.run(1)
     job.say(3, m.Probed(probe=1, speed=m.Speed(flops=1e14, memory_bytes=1e12)))
-    assert job.job.committed == 1, "too late to matter"
+    assert job.job.record.committed == 1, "too late to matter"
 
 
 def test_a_device_that_stands_by_stays_out_of_later_plans() -> None:
@@ -165,7 +165,7 @@ def test_a_device_that_stands_by_stays_out_of_later_plans() -> None:
     job.park(stepped=2)
     assert 1 in standby(job)
     job.run(1)
-    assert job.job.committed == 3
+    assert job.job.record.committed == 3
 
 
 def test_a_device_that_stood_by_joins_once_its_probe_is_fine() -> None:
@@ -202,7 +202,7 @@ def test_a_newcomer_that_passes_its_probe_joins() -> None:
     job.feed(api.Tick())
     assert job.job.pause is not None
     job.paused()
-    assert 6 in job.job.active
+    assert 6 in job.job.record.active
     assert [(taken.occasion, len(taken.devices)) for taken in job.all(ProbesTaken)] == [("start", 6), ("join", 1)]
 
 
@@ -215,7 +215,7 @@ def test_a_newcomer_that_fails_its_probe_stands_by() -> None:
     assert any(text.startswith("rank 6 (n1 device 1): stands by") for text in job.texts("warning"))
     assert job.all(JoinRefused) == []
     job.crash(3)
-    job.park(stepped=job.job.committed)
+    job.park(stepped=job.job.record.committed)
     assert 6 in standby(job)
 
 
@@ -277,7 +277,7 @@ def test_a_node_that_is_slower_than_in_former_jobs_stands_by_though_its_peers_ar
     assert [(d.rank, d.fit) for d in taken.devices] == [(r, r not in (2, 3)) for r in range(6)]
     assert [d.speed for d in taken.devices if not d.fit] == [pytest.approx(1 / 1.4)] * 2
     job.run(2)
-    assert job.job.committed == 2
+    assert job.job.record.committed == 2
 
 
 def test_one_device_that_is_as_fast_as_ever_speaks_for_its_node() -> None:
@@ -318,7 +318,7 @@ def test_what_is_remembered_too_late_holds_nothing_up() -> None:
     assert standby(job) == ()
     remembered(job, n1=1.0, n2=1.4, n3=1.0)
     job.run(2)
-    assert job.job.committed == 2
+    assert job.job.record.committed == 2
 
 
 def test_a_node_slower_than_in_former_jobs_stays_out_until_it_is_as_fast_again() -> None:
@@ -330,7 +330,7 @@ def test_a_node_slower_than_in_former_jobs_stays_out_until_it_is_as_fast_again()
     assert job.asked == (2, 3)
     job.measure()
     job.train(62)
-    assert job.job.unfit == {("n2", 0), ("n2", 1)}
+    assert job.job.record.unfit == {("n2", 0), ("n2", 1)}
     job.measure({2: 1.38, 3: 1.4})
     job.train(1)
     job.paused()
@@ -340,7 +340,7 @@ def test_a_node_slower_than_in_former_jobs_stays_out_until_it_is_as_fast_again()
 def test_newcomers_of_a_node_that_is_slower_than_in_former_jobs_stand_by() -> None:
     job = crashed()
     remembered(job, n1=1.4, n2=1.0, n3=1.0)
-    job.job.reference.pop(("n1", 0))
+    job.job.record.reference.pop(("n1", 0))
     job.join(6)
     job.measure()
     assert any(text.startswith("rank 6 (n1 device 1): stands by") for text in job.texts("warning"))
@@ -352,8 +352,8 @@ def test_newcomers_of_a_node_that_is_slower_than_in_former_jobs_stand_by() -> No
 def test_a_new_supervisor_knows_who_stands_by_for_failing_the_probe() -> None:
     before = examined({1: 0.5}, nodes=2).run(2)
     heir = TakenOver(before).all_back()
-    assert heir.job.unfit == before.job.unfit == {("n1", 1)}
-    assert heir.job.reference == before.job.reference
+    assert heir.job.record.unfit == before.job.record.unfit == {("n1", 1)}
+    assert heir.job.record.reference == before.job.record.reference
     heir.crash(3)
     heir.park(stepped=2)
     assert 1 in heir.plan.layout.standby
@@ -375,7 +375,7 @@ def test_a_new_supervisor_agrees_on_a_device_that_is_only_nearly_as_fast() -> No
     before.train(62)
     before.measure({1: 0.9})
     heir = TakenOver(before).all_back()
-    assert heir.job.unfit == before.job.unfit
+    assert heir.job.record.unfit == before.job.record.unfit
 
 
 def test_a_new_supervisor_measures_newcomers_before_they_join() -> None:

@@ -24,7 +24,7 @@ from resihp.record.journal import (
     Reconfigured,
     Suspected,
 )
-from resihp.scheduler.transition_cost import Record
+from resihp.record.state import ChangeCost
 from tests.resihp.controller.direct import DECLARE, Direct, outcome
 from tests.resihp.controller.test_takeover import TakenOver
 
@@ -82,9 +82,9 @@ class Scripted:
         self.heard.append(("cleared link", sender, receiver))
 
 
-CHEAP = [Record(busiest_bytes=0.0, groups=3, seconds=1e-3)] * 20
+CHEAP = [ChangeCost(busiest_bytes=0, communicators=3, seconds=1e-3)] * 20
 """Transitions as they have been: another plan is worth it at once."""
-DEAR = [Record(busiest_bytes=0.0, groups=3, seconds=5.0)] * 20
+DEAR = [ChangeCost(busiest_bytes=0, communicators=3, seconds=5.0)] * 20
 
 
 class Job(Direct):
@@ -96,11 +96,11 @@ class Job(Direct):
         super().__init__(**given | options)
         self.monitor = Scripted(*findings)
         self.job.monitor = self.monitor  # type: ignore[assignment]
-        self.job.records = list(records)
+        self.job.record.costs[:] = records
 
     def find(self, *found: Finding) -> list[api.AnyAction]:
         """The next iteration, in which the detector finds these."""
-        iteration = self.job.committed + 1
+        iteration = self.job.record.committed + 1
         self.monitor.findings = [msgspec.structs.replace(each, detected=iteration) for each in found]
         return self.step(iteration)
 
@@ -132,14 +132,14 @@ class Job(Direct):
                 self.feed(api.AgentBeat(node=name, beat=m.Beat(workers=())), 0.0)
             self.feed(api.Tick(), 0.5)
             if self.job.phase == "running" and self.job.pause is None:
-                self.step(self.job.committed + 1)
+                self.step(self.job.record.committed + 1)
 
     def paused(self) -> None:
         """Everybody stops after the next iteration, as asked, and training goes on under another plan."""
         assert self.job.pause is not None
-        epoch, done = self.job.pause.epoch, self.job.committed + 1
+        epoch, done = self.job.pause.epoch, self.job.record.committed + 1
         self.step(done, pause=True)
-        active = self.job.active
+        active = self.job.record.active
         for rank in self.job.ready:
             if rank not in active:
                 self.park(rank, stepped=0, epoch=epoch)
@@ -149,7 +149,7 @@ class Job(Direct):
 
     def slow_by_verdict(self, rank: int, speed: float) -> None:
         """A finding, its probe, the verdict, and whatever plan follows."""
-        self.find(finding(rank, iteration=self.job.committed))
+        self.find(finding(rank, iteration=self.job.record.committed))
         self.measure({rank: speed})
         self.feed(api.Tick(), 0.1)
         if self.job.pause is not None:
@@ -161,7 +161,7 @@ class Job(Direct):
     @property
     def work(self) -> dict[int, int]:
         """Layers times micro-batches of each rank with work, by the plan in effect."""
-        plan = self.job.plan
+        plan = self.job.record.plan
         assert plan is not None
         return {
             rank: len(share) * sum(end - begin + 1 for begin, end in stage.chunks)
@@ -295,7 +295,7 @@ def test_the_plan_stays_where_another_would_gain_too_little(speed: float) -> Non
     assert (job.job.pause, job.orders(m.Park)) == (None, [])
     assert any("rank 3 is slow: the plan stays" in text for text in job.texts("notice"))
     job.step(6)
-    assert job.job.committed == 6
+    assert job.job.record.committed == 6
 
 
 def test_nobody_pauses_for_the_last_iteration() -> None:
@@ -457,7 +457,7 @@ def test_everybody_is_measured_when_nobody_stands_out() -> None:
     job = Job(finding()).run(5)
     (entry,) = job.all(Suspected)
     assert (entry.rank, entry.node, entry.kind) == (None, None, "slow")
-    assert job.asked == job.job.active
+    assert job.asked == job.job.record.active
     job.measure({4: 0.5})
     assert [(entry.ranks, entry.iteration, entry.speed) for entry in slow_ones(job)] == [((4,), 3, 0.5)]
 
@@ -500,8 +500,8 @@ def measure_links(job: Job, slow: dict[tuple[int, int], float] | None = None, si
     """Train up to the moment that was announced, and answer: 1 ms, unless `slow` has more for a pair."""
     ranks, probe = announced(job)
     assert probe.after_iteration is not None
-    while job.job.committed < probe.after_iteration:
-        job.step(job.job.committed + 1)
+    while job.job.record.committed < probe.after_iteration:
+        job.step(job.job.record.committed + 1)
     seconds = {pair: (slow or {}).get(pair, 1e-3) for round_ in probe.pairs for pair in round_}
     for rank in (rank for rank in ranks if rank not in silent):
         transfers = tuple(m.Transfer(peer=a + b - rank, seconds=s) for (a, b), s in seconds.items() if rank in (a, b))
@@ -575,7 +575,11 @@ def test_between_two_nodes_a_link_is_compared_with_what_it_was_at_the_start() ->
     job.run(5)
     job.find(finding(link=(1, 2)))
     heir = TakenOver(job).all_back()
-    assert heir.job.link_seconds == job.job.link_seconds == {(0, 1): 1e-3, (0, 3): 1e-3, (1, 2): 1e-3, (2, 3): 1e-3}
+    assert (
+        heir.job.record.link_seconds
+        == job.job.record.link_seconds
+        == {(0, 1): 1e-3, (0, 3): 1e-3, (1, 2): 1e-3, (2, 3): 1e-3}
+    )
     measure_links(job, {(1, 2): 4e-3, (0, 3): 4e-3})
     assert [entry.speed for entry in slow_ones(job)] == [pytest.approx(0.25)]
 
@@ -595,7 +599,7 @@ def test_ends_that_do_not_answer_or_come_too_late_are_nobodys_fault() -> None:
 
 def test_the_moment_is_far_enough_ahead_for_orders_to_arrive_before_it() -> None:
     job = Job(nodes=4).run(5)
-    job.job.recent.extend([0.01] * 20)
+    job.job.record.recent.extend([0.01] * 20)
     job.find(finding(link=(1, 2)))
     _, probe = announced(job)
     assert probe.after_iteration == 6 + 50, "half a second ahead"
@@ -603,7 +607,7 @@ def test_the_moment_is_far_enough_ahead_for_orders_to_arrive_before_it() -> None
 
 def test_a_long_iteration_is_waited_for() -> None:
     job = Job(nodes=4, probe_budget_s=5.0).run(5)
-    job.job.recent.extend([60.0] * 20)
+    job.job.record.recent.extend([60.0] * 20)
     job.find(finding(link=(1, 2)))
     job.wait(100)
     assert suspected(job) == [(None, False)]
@@ -668,7 +672,7 @@ def test_a_link_that_recovers_has_its_failure_ended() -> None:
 def test_what_is_fast_again_at_work_gets_its_work_back() -> None:
     job = Job(nodes=2).run(2)
     job.slow_by_verdict(3, 0.6)
-    assert 3 in job.job.active
+    assert 3 in job.job.record.active
     assert job.work[3] < EVEN[3]
     job.find(finding(3, kind="recovered", iteration=4, evidence="as before"))
     assert job.all(FailureEnded) == [FailureEnded(failure=1, node="n2", device=1, iteration=4, evidence="as before")]
@@ -692,8 +696,8 @@ def standing_by() -> Job:
     """Rank 3 is so slow that it has no work."""
     job = Job(nodes=2).run(2)
     job.slow_by_verdict(3, 0.05)
-    assert job.job.plan is not None
-    assert job.job.plan.layout.standby == (3,)
+    assert job.job.record.plan is not None
+    assert job.job.record.plan.layout.standby == (3,)
     return job
 
 
@@ -710,7 +714,7 @@ def test_a_slow_device_that_stands_by_is_measured_now_and_then_and_comes_back() 
     assert len(job.orders(m.Probe)) == before + 1
     job.measure()
     (entry,) = job.all(FailureEnded)
-    assert (entry.failure, entry.node, entry.device, entry.iteration) == (1, "n2", 1, job.job.committed + 1)
+    assert (entry.failure, entry.node, entry.device, entry.iteration) == (1, "n2", 1, job.job.record.committed + 1)
     job.train(2)
     job.paused()
     assert job.work == EVEN
@@ -724,7 +728,7 @@ def test_a_device_that_recovers_in_the_first_iteration_of_a_plan_comes_back_afte
     job.train(60)
     job.say(1, m.Stuck(epoch=2, error="connection reset"))
     job.wait(2)
-    job.park(stepped=job.job.committed)
+    job.park(stepped=job.job.record.committed)
     job.run()
     job.measure()
     assert len(job.all(FailureEnded)) == 1
@@ -773,12 +777,12 @@ def test_a_new_supervisor_knows_what_is_slow() -> None:
     before.find(finding(link=(0, 2)))
     measure_links(before)
     heir = TakenOver(before).all_back()
-    assert heir.job.slow == before.job.slow
-    assert heir.job.slow_links == before.job.slow_links
-    assert heir.job.reference == before.job.reference
+    assert heir.job.record.slow == before.job.record.slow
+    assert heir.job.record.slow_links == before.job.record.slow_links
+    assert heir.job.record.reference == before.job.record.reference
     assert heir.all(Suspected) == []
     heir.crash(0)
-    heir.park(stepped=heir.job.committed)
+    heir.park(stepped=heir.job.record.committed)
     heir.run(1)
     assert heir.all(FailureFound)[-1].failure == 3, "numbers go on"
 
@@ -789,7 +793,7 @@ def test_a_new_supervisor_plans_with_the_speeds_that_the_last_one_found() -> Non
     heir = TakenOver(before).all_back()
     heir.say(2, m.Stuck(epoch=2, error="connection reset"))
     heir.wait(2)
-    heir.park(stepped=heir.job.committed)
+    heir.park(stepped=heir.job.record.committed)
     assert heir.plan.assignment == before.plan.assignment
     assert heir.plan.layout == before.plan.layout
 
@@ -799,7 +803,7 @@ def test_a_new_supervisor_does_not_know_as_slow_what_is_fast_again() -> None:
     before.slow_by_verdict(3, 0.6)
     before.find(finding(3, kind="recovered"))
     heir = TakenOver(before).all_back()
-    assert heir.job.slow == {}
+    assert heir.job.record.slow == {}
 
 
 def test_a_new_supervisor_clears_a_suspicion_that_nobody_answers_any_more() -> None:
@@ -822,7 +826,7 @@ def test_a_new_supervisors_detector_knows_what_is_slow() -> None:
     before = Job(nodes=2).run(2)
     before.slow_by_verdict(3, 0.6)
     heir = TakenOver(before).all_back()
-    heir.step(heir.job.committed + 1)
+    heir.step(heir.job.record.committed + 1)
     assert heir.job.monitor.speeds() == {3: pytest.approx(0.6)}
 
 
@@ -862,7 +866,7 @@ def test_a_link_is_slow_for_all_ranks_at_its_ends_until_that_ends() -> None:
     assert job.orders(m.Slow, answer) == [((0, 1, 2, 3), slow)]
     assert job.orders(m.FaultGo, answer) == [((2,), m.FaultGo(fault=1, fire=False))]
     job.find(finding(link=(1, 2)))
-    for iteration in range(job.job.committed + 1, 12):
+    for iteration in range(job.job.record.committed + 1, 12):
         job.step(iteration)
     assert [order for _, order in job.orders(m.Slow)] == [slow]
     job.step(12)
@@ -885,9 +889,9 @@ def test_who_stands_by_is_told_when_its_injected_slowness_is_over() -> None:
     job = Job(faults=(parse("slow:rank=3,speed=0.05@iteration=2,until=6", 1),), nodes=2).run(1)
     job.say(3, m.FaultDue(fault=1))
     job.slow_by_verdict(3, 0.05)
-    assert 3 not in job.job.active
-    while job.job.committed < 5:
-        job.step(job.job.committed + 1)
+    assert 3 not in job.job.record.active
+    while job.job.record.committed < 5:
+        job.step(job.job.record.committed + 1)
     assert [order.speed for _, order in job.orders(m.Slow)] == [0.05]
     for iteration in (6, 7):
         job.step(iteration)
@@ -904,7 +908,7 @@ def test_slowness_that_was_injected_is_not_the_beginning_of_a_later_crash(killed
     if killed:
         job.say(3, m.FaultDue(fault=2))
     job.crash(3)
-    job.park(stepped=job.job.committed)
+    job.park(stepped=job.job.record.committed)
     (entry,) = job.all(FailureFound)
     if killed:
         assert entry.detect_s is not None
@@ -922,11 +926,11 @@ def test_measurements_that_make_no_sense_cost_no_iteration(chunks: bytes) -> Non
     job.job.monitor = Monitor()
     job.job.expected_epoch = 0
     for iteration in range(2, 8):
-        for rank in job.job.active:
+        for rank in job.job.record.active:
             told = chunks if rank == 3 else b""
             step = m.Stepped(epoch=1, outcome=outcome(iteration), seconds=0.5, compute_s=0.4, chunks=told)
             job.say(rank, step)
-    assert job.job.committed == 7
+    assert job.job.record.committed == 7
     warned = [text for text in job.texts("warning") if text.startswith("rank 3: 7 bytes of measurements")]
     assert len(warned) == (6 if len(chunks) == 7 else 0)
 
@@ -941,14 +945,14 @@ def told(job: Job) -> list[str]:
 def test_a_slow_down_is_borne_until_it_has_cost_what_another_plan_does() -> None:
     """Nobody knows how long it lasts: acting then is never more than twice as dear as having known (ski rental)."""
     job = Job(records=DEAR).run(2)
-    onset = job.job.committed + 1
+    onset = job.job.record.committed + 1
     job.slow_by_verdict(3, 0.5)
     assert job.job.pause is None
     assert any("may pass" in said for said in told(job))
     while job.job.pause is None and job.now < 60:
         job.train(0.5)
     assert job.job.pause is not None
-    borne_s = (job.job.committed + 1 - onset) * job.job.usual_s
+    borne_s = (job.job.record.committed + 1 - onset) * job.job.usual_s
     assert borne_s > 5.0
 
 
@@ -956,7 +960,7 @@ def test_what_recovers_meanwhile_changes_nothing() -> None:
     job = Job(records=DEAR).run(2)
     before = job.work
     job.slow_by_verdict(3, 0.5)
-    job.find(finding(3, kind="recovered", iteration=job.job.committed + 1))
+    job.find(finding(3, kind="recovered", iteration=job.job.record.committed + 1))
     job.train(120)
     assert job.job.pause is None
     assert job.work == before
@@ -974,5 +978,7 @@ def test_a_new_supervisor_bears_what_the_last_one_bore_and_then_acts() -> None:
     before = Job(records=DEAR).run(2)
     before.slow_by_verdict(3, 0.5)
     assert before.job.pause is None
-    heir = TakenOver(before).all_back()
+    heir = TakenOver(before)
+    heir.job.record.costs[:] = DEAR
+    heir.all_back()
     assert [one.device for one in heir.job.reconsider] == [("n2", 1)]

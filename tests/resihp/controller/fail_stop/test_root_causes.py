@@ -68,7 +68,7 @@ class Job(Direct):
 
     def settle(self) -> None:
         """Everybody who is left parks, and training goes on."""
-        self.park(stepped=self.job.committed)
+        self.park(stepped=self.job.record.committed)
         self.run(1)
 
     def failures(self) -> list[FailureFound]:
@@ -232,7 +232,7 @@ def test_what_is_the_programs_as_a_rule_is_the_devices_when_it_does_it_again() -
     job.park(6, stepped=0, epoch=3)
     job.park(0, stepped=4, epoch=3)
     job.settle()
-    assert 6 in job.job.active
+    assert 6 in job.job.record.active
     job.exit(6, ILLEGAL_ACCESS)
     entry = job.failures()[-1]
     assert (entry.kind, entry.component, entry.node, entry.device) == ("fail-stop", "device", "n1", 1)
@@ -337,7 +337,7 @@ def test_a_line_that_a_failure_was_told_by_explains_nothing_to_a_new_supervisor(
     heir = TakenOver(job)
     heir.all_back()
     heir.feed(api.WorkerExited(rank=2, status=-6, clues=clues(OFF_THE_BUS)))
-    heir.park(stepped=heir.job.committed)
+    heir.park(stepped=heir.job.record.committed)
     (entry,) = heir.all(FailureFound)
     assert (entry.component, entry.cause) == ("process", "rank 2 killed by signal 6 (SIGABRT)")
 

@@ -55,11 +55,12 @@ class Job(Direct):
     def lose(self, *names: str, reason: str = "connection closed for 1 s", stepped: int | None = None) -> None:
         """These nodes are gone, everybody else parks, and training goes on."""
         for name in names:
-            self.feed(api.AgentLost(node=name, reason=reason))
+            how: Any = "agent" if reason.startswith("its agent ") else "silent"
+            self.feed(api.AgentLost(node=name, reason=reason, how=how))
         self.settle(stepped)
 
     def settle(self, stepped: int | None = None) -> None:
-        self.park(stepped=self.job.committed if stepped is None else stepped)
+        self.park(stepped=self.job.record.committed if stepped is None else stepped)
         self.run(1)
 
     def train(self, seconds: float) -> None:
@@ -70,7 +71,7 @@ class Job(Direct):
                 self.feed(api.AgentBeat(node=name, beat=m.Beat(workers=())), 0.0)
             self.feed(api.Tick(), 0.5)
             if self.job.phase == "running" and self.job.pause is None:
-                self.step(self.job.committed + 1)
+                self.step(self.job.record.committed + 1)
 
     def asked(self, kind: type) -> list[Any]:
         """Actions of a kind."""
@@ -91,9 +92,9 @@ class Job(Direct):
         for rank in ranks:
             self.join(rank)
         epoch = self.job.epoch + 1
-        done = self.job.committed + 1
+        done = self.job.record.committed + 1
         self.step(done, pause=True)
-        active = self.job.active
+        active = self.job.record.active
         for rank in self.job.ready:
             if rank not in active:
                 self.park(rank, stepped=0, epoch=epoch)
@@ -394,10 +395,10 @@ def administrator_drains(job: Job, node: str = "n3", reason: str = "disk is fail
 def pauses(job: Job) -> None:
     """Everybody stops after the iteration under way, and goes on with the next plan."""
     assert job.job.pause is not None
-    done = job.job.committed + 1
+    done = job.job.record.committed + 1
     job.step(done, pause=True)
     for rank in job.job.ready:
-        job.park(rank, stepped=done if rank in job.job.active else 0, epoch=job.job.epoch + 1)
+        job.park(rank, stepped=done if rank in job.job.record.active else 0, epoch=job.job.epoch + 1)
         if job.job.pause is None:
             break
     job.park(stepped=done)
@@ -411,7 +412,7 @@ def test_a_node_that_an_administrator_drains_is_left_between_two_iterations_and_
     assert job.job.nodes["n3"].alive
     pauses(job)
     job.train(5)
-    assert {4, 5}.isdisjoint(job.job.active)
+    assert {4, 5}.isdisjoint(job.job.record.active)
     assert [entry.node for entry in job.all(NodeLost)] == ["n3"]
     assert [action.node for action in job.asked(api.DropNode)] == ["n3"]
     assert [(a.node, a.keep) for a in job.asked(api.ReleaseNode)] == [("n3", ("n1", "n2", "n4"))]
@@ -442,7 +443,7 @@ def test_a_drained_node_trains_on(changes: dict[str, Any]) -> None:
     administrator_drains(job)
     job.train(20)
     assert job.all(NodeLost) == []
-    assert len(job.job.active) == 8
+    assert len(job.job.record.active) == 8
     assert any(a.text.endswith("; its agent is there, it trains on") for a in job.asked(api.Say))
 
 
@@ -455,7 +456,7 @@ def test_a_drained_node_that_the_layout_cannot_do_without_trains_on(monkeypatch:
     administrator_drains(job)
     job.train(20)
     assert job.job.pause is None
-    assert len(job.job.active) == 8
+    assert len(job.job.record.active) == 8
     told = [a.text for a in job.asked(api.Say) if "cannot do without it" in a.text]
     assert told == ["node n3: is drained, but the layout cannot do without it; it trains on"]
 
@@ -496,10 +497,10 @@ def test_no_node_is_asked_for_that_the_job_may_not_have(changes: dict[str, Any])
 
 def test_no_node_is_asked_for_when_a_spare_fills_the_gap() -> None:
     job = trained(nodes=5, spares=1)
-    assert len(job.job.active) == 8
+    assert len(job.job.record.active) == 8
     job.lose("n3")
     job.train(100)
-    assert len(job.job.active) == 8
+    assert len(job.job.record.active) == 8
     assert job.all(ReplacementAsked) == []
 
 
@@ -508,7 +509,7 @@ def test_no_node_is_asked_for_when_only_a_process_died() -> None:
     job.crash(5)
     job.settle()
     job.train(100)
-    assert len(job.job.active) < 8
+    assert len(job.job.record.active) < 8
     assert job.all(ReplacementAsked) == []
 
 
@@ -525,7 +526,7 @@ def test_no_node_is_asked_for_in_the_last_iterations() -> None:
     job = trained(declare=msgspec.structs.replace(DECLARE, iterations=25))
     job.lose("n3")
     job.train(3)
-    assert 0 < job.job.goal - job.job.committed < 20
+    assert 0 < job.job.record.goal - job.job.record.committed < 20
     assert job.all(ReplacementAsked) == []
 
 
@@ -548,11 +549,13 @@ def test_how_long_nodes_took_to_come_tells_whether_to_ask_for_the_next_one() -> 
     job.let_in(8, 9)
     job.train(60)
     assert len(job.all(ReplacementAsked)) == 1
-    while job.job.goal - job.job.committed > 90:
+    while job.job.record.goal - job.job.record.committed > 90:
         job.train(1)
     job.lose("n9")
     job.train(10)
-    assert job.job.goal - job.job.committed > 60, "half a minute: long enough had the last one come at once"
+    assert job.job.record.goal - job.job.record.committed > 60, (
+        "half a minute: long enough had the last one come at once"
+    )
     assert len(job.all(ReplacementAsked)) == 1, "but it took a minute"
 
 
@@ -576,9 +579,9 @@ def test_the_new_nodes_ranks_bring_the_full_layout_back() -> None:
     assert states(job) == ["pending", "running", "joined"]
     assert job.all(ReplacementChanged)[-1].node == "n9"
     job.let_in(8, 9)
-    assert {8, 9} < set(job.job.active)
-    assert job.job.plan is not None
-    assert job.job.plan.layout.describe() == "DP2 x PP2 x TP2"
+    assert {8, 9} < set(job.job.record.active)
+    assert job.job.record.plan is not None
+    assert job.job.record.plan.layout.describe() == "DP2 x PP2 x TP2"
     assert [entry.rank for entry in job.all(WorkerStarted)][-2:] == [8, 9]
     job.train(50)
     assert len(job.all(ReplacementAsked)) == 1
@@ -632,7 +635,7 @@ def of_hardware(name: str) -> Job:
     """A job that knows what its first nodes are, and has lost one of them."""
     job = trained()
     for node in job.job.nodes.values():
-        node.hardware = name
+        node.known.hardware = name
     job.lose("n3")
     job.train(2)
     return job
@@ -701,7 +704,7 @@ def test_a_request_is_cancelled_when_the_first_layout_is_back_without_it() -> No
     job.train(2)
     assert [entry.node for entry in job.all(ReplacementAsked)] == ["n4"]
     job.let_in(10)
-    assert len(job.job.active) == 8
+    assert len(job.job.record.active) == 8
     assert states(job) == ["cancelled"]
     assert [a.replacement for a in job.asked(api.CancelReplacement)] == [1]
     job.news(1, "ended")
@@ -726,9 +729,9 @@ def test_a_request_is_cancelled_when_training_is_done() -> None:
     job.lose("n3")
     job.train(2)
     assert len(job.all(ReplacementAsked)) == 1
-    while job.job.committed < 60:
+    while job.job.record.committed < 60:
         job.train(0.1)
-    for rank in job.job.active:
+    for rank in job.job.record.active:
         job.say(rank, m.Finished(iteration=60))
     assert job.job.phase == "halting"
     assert states(job) == ["cancelled"]
@@ -816,7 +819,7 @@ def test_a_node_may_join_in_the_middle_of_a_transition() -> None:
     job.crash(7)
     assert job.job.phase == "transition"
     job.arrive("n9", lease=1)
-    for rank in (job.job.placements.index(p) for p in job.job.placements if p.node == "n9"):
+    for rank in (job.job.record.placements.index(p) for p in job.job.record.placements if p.node == "n9"):
         job.join(rank)
     job.settle()
     assert job.job.pause is not None, "they are considered when that is over"

@@ -1,0 +1,308 @@
+"""What an entry of the journal does to the record of its job: the one place where that is written.
+
+`apply` is called for each entry in order: by the controller for what it decides, by one that takes over for what was
+decided before, by whoever else holds a journal. It decides nothing, knows no time, and takes any journal of 0.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from resihp.protocol.messages import Speed
+from resihp.record.journal import (
+    AnyEntry,
+    ChangeDecided,
+    CheckpointCommitted,
+    DrainAnswered,
+    DrainDecided,
+    DrainWaived,
+    FailureEnded,
+    FailureFound,
+    FaultInjected,
+    IterationCommitted,
+    IterationsUnreported,
+    JobEnded,
+    JobSignalled,
+    JoinRefused,
+    ModelDeclared,
+    NodeJoined,
+    NodeLost,
+    NodeReleased,
+    PlanDecided,
+    PlanInEffect,
+    ProbesTaken,
+    ReplacementAsked,
+    ReplacementChanged,
+    SlurmSaw,
+    Suspected,
+    WorkerEnded,
+    WorkersOrdered,
+    WorkerStarted,
+)
+from resihp.record.state import (
+    WRITERS_KEPT,
+    ChangeCost,
+    Device,
+    Drain,
+    HowLost,
+    JobRecord,
+    KnownNode,
+    KnownWorker,
+    Link,
+    LostNode,
+    Placement,
+    Replacement,
+    Slow,
+    Verdict,
+)
+
+RECOVERED = 0.95
+"""A device that stands by for being unfit is fit again when a probe gives this share of its peers' speed."""
+
+
+def fold(entries: Iterable[AnyEntry]) -> JobRecord:
+    """The record that these entries add up to."""
+    record = JobRecord()
+    for entry in entries:
+        apply(record, entry)
+    return record
+
+
+def apply(record: JobRecord, entry: AnyEntry) -> None:
+    """Change the record as the entry has it. What it does not know leaves it as it is."""
+    match entry:
+        case NodeJoined() | NodeLost() | WorkersOrdered() | WorkerStarted() | WorkerEnded() | JoinRefused():
+            _places(record, entry)
+        case ModelDeclared() | PlanDecided() | PlanInEffect() | ChangeDecided():
+            _plans(record, entry)
+        case IterationCommitted() | IterationsUnreported() | CheckpointCommitted():
+            _progress(record, entry)
+        case FailureFound(kind="fail-slow") | FailureEnded() | ProbesTaken():
+            _speeds(record, entry)
+        case Suspected():
+            if entry.kind == "slow":
+                record.suspects_slow = None if entry.cleared else entry
+        case FailureFound():
+            _failure(record, entry)
+        case FaultInjected():
+            _fault(record, entry)
+        case DrainDecided() | DrainWaived() | DrainAnswered() | NodeReleased() | SlurmSaw():
+            _upkeep(record, entry)
+        case ReplacementAsked() | ReplacementChanged():
+            _replacement(record, entry)
+        case JobSignalled():
+            record.signalled = entry
+            record.verdicts.clear()  # whatever died meanwhile, nothing is done about it any more
+        case JobEnded():
+            record.ended = entry
+        case _:
+            pass
+
+
+def how_lost(entry: NodeLost) -> HowLost:
+    """How a node was lost; in journals of 0.1 its reason tells."""
+    if entry.how:
+        return entry.how
+    if entry.reason.startswith("left for an administrator, who drains it"):
+        return "vacated"
+    if entry.reason == "no device of it can be used any more":
+        return "useless"
+    return "agent" if entry.reason.startswith("its agent ") else "silent"
+
+
+def changed(entry: ChangeDecided) -> list[Device | Link]:
+    """On account of what plans were changed."""
+    return [*entry.devices, *entry.links]
+
+
+# --- who is there -------------------------------------------------------------------------------------------------
+
+
+def _places(
+    record: JobRecord, entry: NodeJoined | NodeLost | WorkersOrdered | WorkerStarted | WorkerEnded | JoinRefused
+) -> None:
+    match entry:
+        case NodeJoined():
+            record.nodes[entry.node] = KnownNode(entry.node, entry.host, entry.devices, entry.hardware)
+        case NodeLost():
+            record.nodes.setdefault(entry.node, KnownNode(entry.node, host="", devices=0)).alive = False
+            how = how_lost(entry)
+            record.lost[entry.node] = LostNode(entry.node, entry.reason, how)
+            if how != "vacated":
+                record.unexplained_nodes[entry.node] = entry.reason
+        case WorkersOrdered():
+            for rank, node, device in entry.workers:
+                _place(record, rank, node, device)
+        case WorkerStarted():
+            _place(record, entry.rank, entry.node, entry.device)
+            worker = KnownWorker(entry.rank, entry.node, entry.device, entry.pid)
+            worker.joins = record.first_plan is not None
+            record.workers[entry.rank] = worker
+        case WorkerEnded():
+            record.unexplained[entry.rank] = entry.exit
+            record.epoch = max(record.epoch, entry.epoch)
+            if entry.rank in record.workers:
+                record.workers[entry.rank].alive = False
+        case JoinRefused():
+            _place(record, entry.rank, entry.node, entry.device)
+            record.unexplained.pop(entry.rank, None)
+            record.refused.add(entry.rank)
+            if entry.rank in record.workers:
+                record.workers[entry.rank].refused = entry.reason
+            if entry.condemns_device:
+                record.dead_devices.add((entry.node, entry.device))
+
+
+def _place(record: JobRecord, rank: int, node: str, device: int) -> None:
+    """Where a rank was asked to be started; of those that never were, only the number is known."""
+    while len(record.placements) <= rank:
+        record.placements.append(Placement("", -1))
+    record.placements[rank] = Placement(node, device)
+
+
+# --- plans --------------------------------------------------------------------------------------------------------
+
+
+def _plans(record: JobRecord, entry: ModelDeclared | PlanDecided | PlanInEffect | ChangeDecided) -> None:
+    match entry:
+        case ModelDeclared():
+            record.trains = entry.declare
+            record.goal = entry.declare.iterations
+            record.committed = max(record.committed, entry.declare.resume_from)
+        case PlanDecided():
+            record.decided = entry.plan
+            record.first_plan = record.first_plan or entry.plan
+            record.enrolled.update(entry.plan.layout.ranks)
+            record.epoch = max(record.epoch, entry.plan.epoch)
+        case PlanInEffect() if record.decided is not None and record.decided.epoch == entry.epoch:
+            plan = record.plan = record.decided
+            record.active = plan.layout.active
+            record.working = frozenset(record.active)
+            record.writers[plan.epoch] = plan.layout.replicas[0].ranks
+            record.writers = dict(sorted(record.writers.items())[-WRITERS_KEPT:])
+            if entry.took_s is not None:
+                record.costs.append(ChangeCost(entry.busiest_bytes, entry.communicators, entry.took_s))
+        case ChangeDecided():
+            for what in changed(entry):
+                record.changes[what] = record.changes.get(what, 0) + 1
+
+
+def _progress(record: JobRecord, entry: IterationCommitted | IterationsUnreported | CheckpointCommitted) -> None:
+    match entry:
+        case IterationCommitted():
+            record.committed = entry.outcome.iteration
+            record.last_outcome = entry.outcome
+            if entry.seconds is not None:
+                record.recent.append(entry.seconds)
+        case IterationsUnreported():
+            record.committed = entry.last
+        case CheckpointCommitted():
+            record.checkpointed = entry.iteration
+
+
+# --- failures -----------------------------------------------------------------------------------------------------
+
+
+def _failure(record: JobRecord, entry: FailureFound) -> None:
+    """Something stopped, or broke."""
+    record.failures = max(record.failures, entry.failure)
+    if entry.diagnosed is not None:
+        record.diagnosed.append(entry.diagnosed)
+    lines = set(entry.evidence.splitlines())
+    for node in {record.workers[rank].node for rank in entry.ranks if rank in record.workers}:
+        record.explained.setdefault(node, set()).update(lines)
+    for rank in entry.ranks:
+        record.unexplained.pop(rank, None)
+    if entry.node is None or entry.component not in ("node", "device"):
+        return
+    if entry.component == "node":
+        record.unexplained_nodes.pop(entry.node, None)
+    if entry.kind != "fail-stop":
+        return
+    if entry.component == "device" and entry.device is not None:
+        record.dead_devices.add((entry.node, entry.device))
+    if record.signalled is not None:
+        return
+    lost, hardware = record.lost.get(entry.node), entry.hardware
+    if hardware is None:  # 0.1
+        hardware = lost is None or entry.cause != f"node {lost.name}: {lost.reason}"
+    known = record.verdicts.get(entry.node)
+    if known is None or not known.hardware:
+        record.verdicts[entry.node] = Verdict(entry.failure, entry.node, entry.cause, entry.ranks, hardware)
+
+
+def _fault(record: JobRecord, entry: FaultInjected) -> None:
+    record.fired.add(entry.fault)
+    kind = entry.kind or entry.text.partition(":")[0]
+    if kind == "kill" and entry.rank in record.workers:
+        worker = record.workers[entry.rank]
+        record.dead_devices.add((worker.node, worker.device))
+
+
+def _speeds(record: JobRecord, entry: FailureFound | FailureEnded | ProbesTaken) -> None:
+    match entry:
+        case FailureFound():
+            record.failures = max(record.failures, entry.failure)
+            if entry.speed is None:
+                return
+            slow = Slow(failure=entry.failure, speed=entry.speed, since=entry.iteration)
+            record.suspects_slow = None
+            if entry.link is not None:
+                record.slow_links[entry.link] = slow
+            elif entry.node is not None and entry.device is not None:
+                record.slow[entry.node, entry.device] = slow
+        case FailureEnded():
+            for slows in (record.slow, record.slow_links):
+                for what in [what for what, slow in slows.items() if slow.failure == entry.failure]:
+                    del slows[what]  # type: ignore[arg-type]
+        case ProbesTaken():
+            _probes(record, entry)
+
+
+def _probes(record: JobRecord, entry: ProbesTaken) -> None:
+    record.probes = max(record.probes, entry.probe)
+    if entry.occasion == "start":
+        record.link_seconds = {link.ranks: link.seconds for link in entry.links if link.seconds}
+    for probe in entry.devices:
+        place = (probe.node, probe.device)
+        if probe.fit and probe.flops:
+            found = Speed(flops=probe.flops, memory_bytes=probe.memory_bytes, hardware=probe.hardware)
+            record.reference.setdefault(place, found)
+        if entry.occasion in ("start", "join"):
+            (record.unfit.discard if probe.fit else record.unfit.add)(place)
+        elif entry.occasion == "standby" and probe.fit and (probe.speed or 0.0) >= RECOVERED:
+            record.unfit.discard(place)
+
+
+# --- nodes out, nodes in ------------------------------------------------------------------------------------------
+
+
+def _upkeep(record: JobRecord, entry: DrainDecided | DrainWaived | DrainAnswered | NodeReleased | SlurmSaw) -> None:
+    match entry:
+        case DrainDecided():
+            record.drains[entry.drain] = Drain(
+                entry.drain, entry.node, entry.failure, entry.reason, entry.measure, entry.grounds
+            )
+            record.verdicts.pop(entry.node, None)
+        case DrainWaived():
+            record.verdicts.pop(entry.node, None)
+        case DrainAnswered() if entry.drain in record.drains:
+            record.drains[entry.drain].answers[entry.step] = entry.outcome
+        case NodeReleased() if entry.node in record.lost:
+            record.lost[entry.node].told = True
+            record.lost[entry.node].released = entry.outcome == "done"
+        case SlurmSaw():
+            record.slurm_sees[entry.node] = (entry.state, entry.text)
+
+
+def _replacement(record: JobRecord, entry: ReplacementAsked | ReplacementChanged) -> None:
+    match entry:
+        case ReplacementAsked():
+            record.replacements[entry.replacement] = Replacement(entry.replacement, entry.node, entry.excluded)
+        case ReplacementChanged() if entry.replacement in record.replacements:
+            request = record.replacements[entry.replacement]
+            if request.open and entry.state in ("refused", "ended"):
+                record.failed_requests += 1
+            request.state, request.slurm_job, request.node = entry.state, entry.slurm_job, entry.node
+            request.joined = request.joined or entry.state == "joined"
+            request.texts.add(entry.text)

@@ -61,18 +61,19 @@ class Controller:
         job = self.job
         job.now = max(now, job.now)
         job.actions = []
-        if job.phase == "ended":
+        job.lifecycle.hear(job.now, event)
+        if job.stage == "ended":
             return []
         if job.started_at is None:
             job.started_at = job.progress_at = job.now
         waiting = [event]
-        if job.phase == "recovering":
+        if job.stage == "recovering":
             waiting = takeover.handle(job, event)
         for each in waiting:
             if not job.has_ended:
                 _handle(job, each)
         shutdown.proceed(job)
-        if job.phase not in ("recovering", "ended"):
+        if job.stage not in ("recovering", "ended"):
             if job.unconsidered:
                 joins.consider(job)
             fault_injection.end_slowness(job)
@@ -83,19 +84,17 @@ class Controller:
     def check(self) -> None:
         """Assert what must hold between events. Tests call it after each one."""
         job = self.job
-        if job.record.plan is not None and job.phase == "running":
+        if job.record.plan is not None and job.training:
             dead = [rank for rank in job.record.active if not job.members[rank].alive]
             done = job.record.committed >= job.record.goal
             assert not dead or done, f"running with dead ranks {dead}"
-        if job.transition is not None and job.phase != "ended":
+        if job.transition is not None and job.stage != "ended":
             assert job.transition.epoch == job.epoch, "a transition of an older epoch is under way"
             assert all(job.members[rank].ready for rank in job.transition.waiting), "waiting for somebody who is gone"
             assert job.transition.waiting <= job.transition.asked, "waiting for somebody who takes no part"
-            assert job.transition.stage != "building" or job.record.plan is not job.transition.plan, (
-                "in effect too early"
-            )
+            assert job.stage != "building" or job.record.plan is not job.transition.plan, "in effect too early"
         if job.pause is not None:
-            assert job.phase == "running", "pausing what does not run"
+            assert job.training, "pausing what does not run"
             assert job.transition is None, "pausing in a transition"
         assert all(i > job.record.committed for i in job.reports), "reports of a committed iteration are still held"
 

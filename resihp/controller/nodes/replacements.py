@@ -30,11 +30,11 @@ def review(job: Job) -> None:
     for request in tuple(job.record.replacements.values()):
         if request.state == "joined" and request.node is not None and not job.nodes[request.node].alive:
             _let_go(job, request, "ended", f"node {request.node} was lost")
-    if job.phase == "halting":
+    if job.stage == "halting":
         cancel_open(job, "training is done")
     elif job.departure is not None:
         cancel_open(job, "the job is to stop")
-    elif job.phase == "running" and job.transition is None and job.pause is None:
+    elif job.stage == "running":
         _compare(job)
 
 

@@ -60,6 +60,7 @@ _log = logging.getLogger("supervisor")
 
 class ControllerLike(Protocol):
     def handle(self, event: api.AnyEvent, now: float) -> list[api.AnyAction]: ...
+    def journaled(self, entry: AnyEntry) -> None: ...
 
 
 class LedgerLike(Protocol):
@@ -426,9 +427,9 @@ class Supervisor:
             self._view.say("warning", f"checkpoint of iteration {action.iteration}: not committed: {error}")
             return
         size = sum(part_bytes for _, part_bytes in action.parts)
-        self.log(
-            CheckpointCommitted(iteration=action.iteration, folder=str(folder), bytes=size, seconds=action.seconds)
-        )
+        entry = CheckpointCommitted(iteration=action.iteration, folder=str(folder), bytes=size, seconds=action.seconds)
+        self.log(entry)
+        self._controller.journaled(entry)
 
     async def _keep_store(self) -> None:
         try:

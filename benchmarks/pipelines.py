@@ -35,7 +35,7 @@ from resihp.parallelism.plan import Plan
 from resihp.pipeline.schedules import orders_of
 from resihp.scheduler.cost.prices import Priced
 from resihp.scheduler.cost.profile import Profile, Times
-from resihp.scheduler.orders.list_scheduling import ListScheduler, Rules
+from resihp.scheduler.orders.list_scheduling import ListScheduler, StageRules
 from resihp.scheduler.orders.placements import least_seconds
 from resihp.scheduler.orders.tuner import Task, Tuned, megatron, tune
 from resihp.scheduler.orders.warm_up import Adapted, adapted, published_depths
@@ -71,7 +71,7 @@ def published_rule(priced: Priced, delay_ms: float) -> tuple[float, float]:
     found = []
     for assumed in range(0, int(delay_ms) + 1, 5):
         depths = published_depths(priced, assumed / delay_ms if delay_ms else 0.0)
-        orders = lists.run(Rules(split=True, limits=depths))
+        orders = lists.run(StageRules(split=True, limits=depths))
         found.append((lists.play(orders).makespan, max(lists.alive(orders))))
     return min(found)
 

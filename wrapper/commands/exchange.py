@@ -60,12 +60,12 @@ def _of_job(job: str | None, ledger: str | None, folder: Path) -> tuple[str, Pat
     from sqlalchemy import select
 
     from db.engine import default_url
-    from db.models import Job
+    from db.models import JobRow
     from wrapper.job_folder import find_job
     from wrapper.output.ledgers import opened, url_of
 
     with opened(job, ledger) as (reader, row):
-        uuids = [each["uuid"] for each in reader.fetch(select(Job.uuid).where(Job.id == row["id"]))]
+        uuids = [each["uuid"] for each in reader.fetch(select(JobRow.uuid).where(JobRow.id == row["id"]))]
     if ledger is not None and ledger != "sqlite":
         return ledger, folder, uuids
     found = find_job(job)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from resihp.errors import ConfigurationError
-from wrapper.config.run_spec import Listening, RunRequest
+from wrapper.config.run_spec import ListenerSettings, RunRequest
 
 if TYPE_CHECKING:
     from resihp.record.journal import Record
@@ -68,7 +68,7 @@ class Listeners:
         return self._ledger.close()
 
 
-def asked(configuration: Configuration) -> Listening:
+def asked(configuration: Configuration) -> ListenerSettings:
     """What `[metrics]` and `[hooks]` ask for. Raises ConfigurationError for what cannot be had."""
     metrics, hooks = configuration.metrics, configuration.hooks
     for key in ("port", "textfile"):
@@ -88,7 +88,7 @@ def asked(configuration: Configuration) -> Listening:
         from wrapper.sinks.hooks import url_in
 
         url_in(Path(hooks.webhook_file).expanduser().absolute())
-    return Listening(
+    return ListenerSettings(
         metrics_port=metrics.port,
         textfile=_absolute(metrics.textfile),
         tensorboard=_absolute(metrics.tensorboard),

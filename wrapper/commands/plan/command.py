@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from resihp.parallelism.layout import Layout, Replica
     from resihp.parallelism.plan import Plan
     from resihp.scheduler.situation import Decision, Situation
-    from resihp.scheduler.what_if.answer import Answer, Outlook
+    from resihp.scheduler.what_if.answer import Outlook, WhatIfAnswer
     from resihp.scheduler.what_if.question import Question
 
 CHANGED_SHOWN = 6
@@ -37,7 +37,7 @@ TUNED_CHUNKS = 4
 """Virtual stages of a stage that --tune tries at most. In a job, `[layout] tune` keeps to one."""
 
 
-class Planner(str, Enum):  # noqa: UP042 - StrEnum's help text shows differently in older Typer
+class PlannerChoice(str, Enum):  # noqa: UP042 - StrEnum's help text shows differently in older Typer
     """Who decides: ours, or the published heuristic."""
 
     resihp = "resihp"
@@ -74,7 +74,7 @@ def plan(
     tune: Annotated[
         bool, typer.Option("--tune", help="The first layout: layers spread by what they cost, orders of their own.")
     ] = False,
-    planner: Annotated[Planner, typer.Option(help="Ours, or the paper's heuristic.")] = Planner.resihp,
+    planner: Annotated[PlannerChoice, typer.Option(help="Ours, or the paper's heuristic.")] = PlannerChoice.resihp,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the pipelines into this file.", show_default=False)] = None,
     ledger: Annotated[str | None, typer.Option("--ledger", help="Another ledger's URL.", show_default=False)] = None,
@@ -166,8 +166,8 @@ def plan(
         draw(plot, asked, found, situation)
 
 
-def _decider(planner: Planner) -> Callable[[Situation], Decision]:
-    if planner is Planner.resihp:
+def _decider(planner: PlannerChoice) -> Callable[[Situation], Decision]:
+    if planner is PlannerChoice.resihp:
         from resihp.scheduler import decide
 
         return decide
@@ -202,7 +202,7 @@ def _warm(decide: Callable[[Situation], Decision]) -> None:
 # --- terminal -------------------------------------------------------------------------------------------------------
 
 
-def _show(asked: Question, model: str, hardware: str, found: Answer, planning_s: float, first: bool) -> None:
+def _show(asked: Question, model: str, hardware: str, found: WhatIfAnswer, planning_s: float, first: bool) -> None:
     from rich.console import Console
 
     from wrapper.output.render import literal
@@ -220,7 +220,7 @@ def _show(asked: Question, model: str, hardware: str, found: Answer, planning_s:
         console.print(literal(sentence), soft_wrap=True)
 
 
-def sentences(found: Answer, planning_s: float, first: bool = False) -> list[str]:
+def sentences(found: WhatIfAnswer, planning_s: float, first: bool = False) -> list[str]:
     """Transfers, cost, when it has paid for itself (not of a `first` layout), the alternatives, and why this one."""
     from resihp.scheduler.transition_cost import NOTHING, pays_back_s
     from wrapper.output.render import duration
@@ -303,7 +303,7 @@ def _bytes(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 5e7 else f"{count / 1e6:.1f} MB"
 
 
-def _times_table(found: Answer) -> Table:
+def _times_table(found: WhatIfAnswer) -> Table:
     from wrapper.output.render import duration
 
     table = _table(("", False), ("iteration", True), ("", True), ("worst memory", True), ("layout", False))
@@ -330,7 +330,7 @@ def _shape(layout: Layout) -> str:
     return f"{len(layout.active)} ranks work{idle}"
 
 
-def _layout_table(asked: Question, found: Answer) -> Table:
+def _layout_table(asked: Question, found: WhatIfAnswer) -> Table:
     """Equal replicas once, with how many ranks and layers their stages have; changed ones in full."""
     from resihp.scheduler.what_if.question import stage_bytes
 

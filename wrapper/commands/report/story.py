@@ -29,7 +29,7 @@ SECRET_NAME = re.compile(r"(password|passwd|secret|token|api_?key|authorization|
 MASK = "***"
 
 
-class Cost(msgspec.Struct, frozen=True):
+class CauseCost(msgspec.Struct, frozen=True):
     """What one cause took. `share`: of all that was lost."""
 
     cause: str
@@ -60,12 +60,12 @@ def sentences(facts: Facts) -> tuple[str, str, str]:
     return _course(facts), _failures(facts), _cost(facts)
 
 
-def costs(facts: Facts) -> list[Cost]:
+def costs(facts: Facts) -> list[CauseCost]:
     """Lost time by cause, the largest first; causes that took nothing are left out."""
     lost = facts.account.lost_s
     whole = sum(lost.values()) or 1.0
     found = [
-        Cost(cause, *CAUSE_WORDS[cause], lost[cause], facts.account.lost_gpu_hours[cause], lost[cause] / whole)
+        CauseCost(cause, *CAUSE_WORDS[cause], lost[cause], facts.account.lost_gpu_hours[cause], lost[cause] / whole)
         for cause in CAUSES
         if lost[cause] >= 0.005
     ]

@@ -13,7 +13,6 @@ from typing import Literal
 
 from resihp.controller.interface import AnyAction, AnyEvent, Order, Say, Settings
 from resihp.controller.nodes.measures import Grounds, Measure
-from resihp.detector.diagnosis.clues import Clue
 from resihp.detector.diagnosis.diagnosis import Diagnosis
 from resihp.detector.findings import Finding
 from resihp.detector.online.monitor import Monitor
@@ -25,6 +24,7 @@ from resihp.parallelism.transfers import Base
 from resihp.protocol import messages as m
 from resihp.protocol.messages import (
     CheckpointPart,
+    Clue,
     Declare,
     Inventory,
     Parked,

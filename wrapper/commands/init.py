@@ -185,7 +185,7 @@ def write(wanted: JobFileChoice, folder: Path, *, force: bool) -> tuple[str, str
     """Write both files, or none; their names. Raises UsageError for files that are there, and what cannot be read."""
     import tempfile
 
-    from wrapper.commands.submit.command import script_of
+    from wrapper.commands.submit import script_of
     from wrapper.config.schema import read
 
     job_file, script = folder / JOB_FILE, folder / SCRIPT

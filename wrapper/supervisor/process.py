@@ -204,7 +204,7 @@ def _end_slurm_job(request: RunRequest, status: int) -> None:
 
 
 def _tell_the_chain(request: RunRequest, journal: Path) -> None:
-    from wrapper.commands.submit import chain
+    from wrapper.slurm_tasks import chain
 
     chain.leave_note(request, read(journal), lambda text: print(f"resihp: job {request.job}: {text}", file=sys.stderr))
 

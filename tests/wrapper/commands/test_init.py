@@ -17,7 +17,7 @@ from tests.slurm.fake_survey import FakeSurvey, partition
 from wrapper.cli import app
 from wrapper.commands import init
 from wrapper.commands.init import PLACEHOLDER, JobFileChoice, choose, job_text
-from wrapper.commands.submit.command import submit
+from wrapper.commands.submit import submit
 from wrapper.config.schema import read
 
 

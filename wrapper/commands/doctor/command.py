@@ -118,11 +118,11 @@ def slurm_checks(
     from slurm.errors import SlurmError, SlurmRefusedError
     from wrapper.commands.doctor import nodes as doctor_nodes
     from wrapper.commands.doctor import site, slurm_settings
-    from wrapper.commands.submit.batch_script import warning_would_be_lost
     from wrapper.config.schema import read
     from wrapper.config.values import ports_of
     from wrapper.job_folder import home
     from wrapper.launch.allocation import batch_script, find, job_id, no_kill_seen
+    from wrapper.launch.batch_script import warning_would_be_lost
 
     lock = threading.Lock()
     answered: list[Mapping[str, str]] = []

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from slurm.errors import SlurmError, SlurmRefusedError
 from slurm.render import time_limit
 from wrapper.commands.doctor.machine import CheckResult
-from wrapper.commands.submit.command import MENDED
+from wrapper.commands.submit import MENDED
 
 if TYPE_CHECKING:
     from slurm.client import Slurm

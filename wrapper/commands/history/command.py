@@ -105,6 +105,12 @@ class Listing:
     closing: str = ""
 
 
+def register(app: typer.Typer) -> None:
+    """Add `resihp history` and `resihp why` to the command line."""
+    app.command()(history)
+    app.command()(why)
+
+
 def history(
     view: Annotated[History, typer.Argument(help="What to list.", metavar="VIEW")],
     job: JobArgument = None,

@@ -12,7 +12,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from resihp.errors import PlanError, UsageError
+from wrapper.output.render import duration, literal, spans
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -205,8 +206,6 @@ def _warm(decide: Callable[[Situation], Decision]) -> None:
 def _show(asked: Question, model: str, hardware: str, found: WhatIfAnswer, planning_s: float, first: bool) -> None:
     from rich.console import Console
 
-    from wrapper.output.render import literal
-
     console = Console(highlight=False, markup=False, emoji=False)
     nodes = len(set(asked.nodes.values()))
     title = (
@@ -223,7 +222,6 @@ def _show(asked: Question, model: str, hardware: str, found: WhatIfAnswer, plann
 def sentences(found: WhatIfAnswer, planning_s: float, first: bool = False) -> list[str]:
     """Transfers, cost, when it has paid for itself (not of a `first` layout), the alternatives, and why this one."""
     from resihp.scheduler.transition_cost import NOTHING, pays_back_s
-    from wrapper.output.render import duration
 
     said: list[str] = []
     cost = found.cost
@@ -261,8 +259,6 @@ def _migrated(count: int) -> str:
 
 
 def _paid_back(seconds: float) -> str:
-    from wrapper.output.render import duration
-
     if math.isinf(seconds):
         return "it never pays for itself."
     if seconds == 0:
@@ -288,24 +284,11 @@ def _ranks(ranks: list[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {words}"
 
 
-def spans(numbers: Iterable[int]) -> str:
-    """`0-3 6 8`: in order, neighbours as a range."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
 def _bytes(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 5e7 else f"{count / 1e6:.1f} MB"
 
 
 def _times_table(found: WhatIfAnswer) -> Table:
-    from wrapper.output.render import duration
-
     table = _table(("", False), ("iteration", True), ("", True), ("worst memory", True), ("layout", False))
 
     def row(name: str, seconds: float | None, outlook: Outlook | None) -> None:

@@ -47,7 +47,7 @@ def of_job(
     Raises UsageError if the job has no plan yet, or the ledger does not know what it trains.
     """
     from resihp.scheduler.what_if import question
-    from wrapper.commands.status import opened
+    from wrapper.output.ledgers import opened
 
     with opened(job, ledger) as (reader, row):
         asked, base, name, remarks = _read(reader, row, hardware)

@@ -18,7 +18,7 @@ import msgspec
 from resihp.errors import UsageError
 from resihp.parallelism.plan import Order, Plan
 from resihp.scheduler.situation import Situation
-from wrapper.commands.plan.command import spans
+from wrapper.output.render import spans
 
 if TYPE_CHECKING:
     from resihp.scheduler.what_if.answer import WhatIfAnswer

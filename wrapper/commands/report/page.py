@@ -19,10 +19,10 @@ from wrapper.commands.report import runs
 from wrapper.commands.report.facts import Facts, Row
 from wrapper.commands.report.layouts import LayoutChange, changes
 from wrapper.commands.report.marks import SIGNS, clock
-from wrapper.commands.report.story import costs, hours, node_lines, safe, sentences, settings
+from wrapper.commands.report.story import costs, node_lines, safe, sentences, settings
 from wrapper.commands.report.timeline import timeline
 from wrapper.commands.report.times import iteration_times
-from wrapper.output.render import duration, literal, percent
+from wrapper.output.render import duration, hours, literal, percent
 
 if TYPE_CHECKING:
     from jinja2 import Environment

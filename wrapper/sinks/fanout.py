@@ -1,7 +1,7 @@
 """Who hears of a job beside its ledger: metrics, hooks, TensorBoard. Each record of the journal goes to all of them.
 
 `asked` checks what the configuration asks for, before anything is started; `listeners` opens it in the supervisor, one
-that takes over included; `Listeners` stands where the ledger stood (`wrapper.supervisor.shell.LedgerLike`). Whatever
+that takes over included; `Listeners` stands where the ledger stood (`LedgerLike`). Whatever
 happens to a listener, neither the job nor the ledger notices.
 """
 
@@ -23,12 +23,19 @@ if TYPE_CHECKING:
     from resihp.record.journal import Record
     from wrapper.config.schema import Configuration
     from wrapper.sinks.metrics import Outside
-    from wrapper.supervisor.shell import LedgerLike
 
 CLOSE_S = 5.0
 """How long the end of a job waits for those who are still to be told of it, all together."""
 
 _log = logging.getLogger("resihp.listeners")
+
+
+class LedgerLike(Protocol):
+    """`db.writer.Ledger`, as a supervisor uses it."""
+
+    def submit(self, record: Record) -> None: ...
+    def telemetry(self, rows: list[dict[str, Any]]) -> None: ...
+    def close(self) -> object: ...
 
 
 class Listener(Protocol):

@@ -68,12 +68,13 @@ NAMED_TWICE: Mapping[str, str] = {
     "Allocation": "the simulator's Slurm",
     "Decision": "of the planner; of the controller about one node",
     "Job": "the controller's; a job's folder",
-    "Listening": "",
     "Ready": "both are messages, on different sockets",
+    "Record": "of the journal; the planner's of a transition that has been",
     "Replica": "of a layout; an agent's copy of the journal",
     "Signalled": "both are messages: what an agent heard is what the controller is told",
     "Slow": "an order to a worker; what the controller knows of a device",
     "Successor": "a message; the process that it starts",
+    "Verdict": "the controller's of a device; the planner's of a transition",
     "Worker": "an agent's; the simulator's",
 }
 LONG: Mapping[str, int] = {

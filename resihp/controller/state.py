@@ -15,7 +15,6 @@ from typing import Literal
 
 from resihp.controller.interface import AnyAction, AnyEvent, Log, Order, Say, Settings
 from resihp.controller.lifecycle import CHANGING, TRAINING, Lifecycle, Stage
-from resihp.detector.diagnosis.clues import Clue
 from resihp.detector.diagnosis.diagnosis import Diagnosis
 from resihp.detector.findings import Finding
 from resihp.detector.online.monitor import Monitor
@@ -27,6 +26,7 @@ from resihp.parallelism.transfers import Base
 from resihp.protocol import messages as m
 from resihp.protocol.messages import (
     CheckpointPart,
+    Clue,
     Declare,
     Inventory,
     Parked,

@@ -36,7 +36,7 @@ from resihp.executor.compute.stopwatch import Speed, full_speed, stopwatch_of
 from resihp.executor.emulation import Pace, Wires
 from resihp.executor.state import parameters, state_transfer
 from resihp.executor.state.optimizer import AdamW, AdamWState
-from resihp.executor.state.rank_state import Holding, State, extra_bytes
+from resihp.executor.state.rank_state import HeldPart, State, extra_bytes
 from resihp.executor.tensor_group import TensorGroup, nobody
 from resihp.parallelism import ownership, transfers
 from resihp.parallelism.layout import validate
@@ -46,7 +46,7 @@ from resihp.parallelism.plan import Plan, Stop
 from resihp.parallelism.transfers import Base, Move
 from resihp.parallelism.workload import Dataset
 from resihp.pipeline import checker, program
-from resihp.pipeline.program import Bucket, Membership, Program
+from resihp.pipeline.program import Bucket, GroupSpec, Program
 from resihp.protocol.messages import StepOutcome
 from resihp.scheduler.cost import memory
 
@@ -64,7 +64,7 @@ class Prepared(msgspec.Struct, frozen=True):
     paths: dict[int, tuple[Stop, ...]]
     buckets: tuple[Bucket, ...]
     programs: dict[int, Program]
-    memberships: tuple[Membership, ...]
+    memberships: tuple[GroupSpec, ...]
     counted: tuple[Slice, ...]
     """What this rank counts in sums over the whole model."""
     multiple: int
@@ -134,7 +134,7 @@ class Engine:
 
     def _read_specs(self, sequence_parallel: bool) -> tuple[ParameterSpec, ...]:
         with torch.device("meta"):
-            whole = self._module(Holding(((0, 0),), True, True, 0, 1), TensorGroup(), sequence_parallel)
+            whole = self._module(HeldPart(((0, 0),), True, True, 0, 1), TensorGroup(), sequence_parallel)
         return parameters.specs_of(
             whole, self._config.num_layers, tied=self.model.tied_embeddings, sequence_parallel=sequence_parallel
         )
@@ -217,7 +217,7 @@ class Engine:
         self.plan, self.rank = plan, rank
         self.next, self.acknowledged = None, None
         self._moves = () if base is None else transfers.moves(base, plan.layout, self.specs, nodes or {})
-        holding = Holding.of(plan, rank)
+        holding = HeldPart.of(plan, rank)
         if holding is not None:
             self.next = self._build(plan, holding)
         if base is None:
@@ -225,7 +225,7 @@ class Engine:
                 self._draw(self.next)
             self.begin(plan.epoch)
 
-    def _build(self, plan: Plan, holding: Holding) -> State:
+    def _build(self, plan: Plan, holding: HeldPart) -> State:
         """What a place will hold, beside what is held; tensors that stay are shared, all of them if nothing changes."""
         parallel = plan.sequence_parallel and holding.tp > 1
         if self.state is not None and (self.state.holding, self.state.sequence_parallel) == (holding, parallel):
@@ -251,7 +251,7 @@ class Engine:
             spec = self._by_name[name]
             parameters.fill(parameter, spec, t, tp, parameters.draw(spec, self._config, self._seed, self.model))
 
-    def _module(self, holding: Holding, group: TensorGroup, sequence_parallel: bool) -> StageModule:
+    def _module(self, holding: HeldPart, group: TensorGroup, sequence_parallel: bool) -> StageModule:
         position_embedding, rotary_base = self._positions
         return StageModule(
             self._config,
@@ -273,7 +273,7 @@ class Engine:
         """
         self.disconnect()
         prepared = self.prepare(plan, rank)
-        moving = [Membership(state_transfer.channel_name(move), (move.source, move.target)) for move in self._moves]
+        moving = [GroupSpec(state_transfer.channel_name(move), (move.source, move.target)) for move in self._moves]
         wanted = (*prepared.memberships, *moving)
         self._communicators = communicators = Communicators(
             plan.epoch, rank, wanted, timeout_s, self._directory, strict=self._strict, wires=self.wires
@@ -290,7 +290,7 @@ class Engine:
     def meet(
         self,
         name: str,
-        memberships: Sequence[Membership],
+        memberships: Sequence[GroupSpec],
         rank: int,
         address: tuple[str, int],
         patience_s: float | None = None,

@@ -210,16 +210,6 @@ def verdict(
     )
 
 
-def expected_left_s(past_s: Sequence[float], elapsed_s: float, *, least: int = 5) -> float | None:
-    """For how much longer a slow-down lasts that is `elapsed_s` old: the median of past ones that became older.
-
-    `past_s` are durations, infinite for those that outlasted their job. None if fewer than `least` tell: then nobody
-    knows, which is what `verdict` takes for `duration_s`.
-    """
-    left = sorted(past - elapsed_s for past in past_s if past > elapsed_s)
-    return left[(len(left) - 1) // 2] if len(left) >= least else None
-
-
 def worth_asking(
     cost: Cost,
     now_s: float,

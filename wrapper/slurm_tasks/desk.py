@@ -103,7 +103,7 @@ Work = Callable[[], Done]
 
 
 @dataclass
-class Request:
+class PendingReplacement:
     """One replacement, as far as Slurm knows of it."""
 
     number: int
@@ -156,7 +156,7 @@ class SlurmDesk:
         self._watched: dict[str, int] = {}
         """Nodes of which we know more than Slurm, and how often it was asked since."""
         self._seen: dict[str, tuple[str, str]] = {}
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, PendingReplacement] = {}
         self._ends_at: float | None = None
         """On our clock, as last told; infinite without a limit."""
         self._limit_seen_at = float("-inf")
@@ -192,10 +192,10 @@ class SlurmDesk:
             case api.ReleaseNode():
                 self._plan(("release", action.node), 0.0, lambda: self._release(action))
             case api.AskReplacement():
-                self._requests[action.replacement] = Request(action.replacement, action.exclude)
+                self._requests[action.replacement] = PendingReplacement(action.replacement, action.exclude)
                 self._plan(("ask", action.replacement), 0.0, lambda: self._ask(action.replacement, 1))
             case api.CancelReplacement():
-                asked = self._requests.setdefault(action.replacement, Request(action.replacement, ()))
+                asked = self._requests.setdefault(action.replacement, PendingReplacement(action.replacement, ()))
                 asked.cancelled = True
                 self._plan(("cancel", action.replacement), 0.0, lambda: self._cancel(action.replacement, 0))
             case api.WatchNode():
@@ -436,7 +436,7 @@ class SlurmDesk:
             return Done(then=[(("ask", number), pause_s, lambda: self._ask(number, tries + 1))])
         return self._submitted(request, wanted, 1)
 
-    def _submitted(self, request: Request, wanted: ReplacementJob, tries: int) -> Done:
+    def _submitted(self, request: PendingReplacement, wanted: ReplacementJob, tries: int) -> Done:
         number = request.number
         if request.cancelled:
             return Done()
@@ -454,7 +454,7 @@ class SlurmDesk:
         look = ("requests", REQUEST_PAUSES_S[0], self._look_at_requests)
         return Done([self._news(request, "pending", "")], [look])
 
-    def _wanted(self, request: Request) -> ReplacementJob:
+    def _wanted(self, request: PendingReplacement) -> ReplacementJob:
         """One node like those of the main job, for what is left of its time. Raises SlurmError."""
         main, run = self._main, self._request
         seconds, wait_s = self._seconds_left()
@@ -512,22 +512,22 @@ class SlurmDesk:
             return ENDLESS_S, ENDLESS_WAIT_S
         return view.seconds_left, view.seconds_left - self._main.replacement_min_left_s
 
-    def _all(self) -> tuple[Request, ...]:
+    def _all(self) -> tuple[PendingReplacement, ...]:
         """The event loop may add one meanwhile."""
         return tuple(self._requests.values())
 
     def _find_earlier(self) -> Done:
         """Requests of a supervisor before this one: their nodes may be here, and are looked at like any other."""
         for number, job in replacement.all_submitted(self._folder).items():
-            self._requests.setdefault(number, Request(number, (), slurm_job=job, state="pending"))
+            self._requests.setdefault(number, PendingReplacement(number, (), slurm_job=job, state="pending"))
         return Done(then=[("requests", 0.0, self._look_at_requests)] if self._requests else [])
 
-    def _refused(self, request: Request, text: str) -> Done:
+    def _refused(self, request: PendingReplacement, text: str) -> Done:
         request.state = "over"
         return Done([self._news(request, "refused", text)])
 
     def _news(
-        self, request: Request, state: Literal["pending", "running", "refused", "ended"], text: str
+        self, request: PendingReplacement, state: Literal["pending", "running", "refused", "ended"], text: str
     ) -> api.ReplacementNews:
         return api.ReplacementNews(
             replacement=request.number, state=state, slurm_job=request.slurm_job, node=request.node, text=text
@@ -557,7 +557,7 @@ class SlurmDesk:
                 pauses.append(_pause(known, request.looks - 1))
         return Done(told, [("requests", min(pauses), self._look_at_requests)] if pauses else [])
 
-    def _compare(self, request: Request, view: JobView | None) -> list[api.AnyEvent]:
+    def _compare(self, request: PendingReplacement, view: JobView | None) -> list[api.AnyEvent]:
         if view is None or not view.active:
             request.state = "over"
             text = "Slurm does not know the job any more" if view is None else f"the job is {view.state}"

@@ -40,11 +40,12 @@ from wrapper.job_folder import Job, finish_dead_job, write_private
 from wrapper.launch.allocation import end_time
 from wrapper.launch.launcher import Followers, Launcher, LocalLauncher
 from wrapper.sinks.deferred_ledger import LateLedger
-from wrapper.sinks.fanout import Listeners, listeners, tell_of_the_end
+from wrapper.sinks.fanout import LedgerLike, Listeners, listeners, tell_of_the_end
 from wrapper.slurm_tasks.job_comment import JobComment, say_at_last
+from wrapper.supervisor.collaborators import ControllerLike, SlurmDeskLike, StoreLike, ViewLike
 from wrapper.supervisor.node_history import NodeMemory
 from wrapper.supervisor.nonblocking_stderr import never_wait_for_stderr
-from wrapper.supervisor.shell import ControllerLike, LedgerLike, SlurmDeskLike, StoreLike, Supervisor, ViewLike
+from wrapper.supervisor.shell import Supervisor
 from wrapper.supervisor.store import StoreProcess
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ def _end_slurm_job(request: RunRequest, status: int) -> None:
 
 
 def _tell_the_chain(request: RunRequest, journal: Path) -> None:
-    from wrapper.commands.submit import chain
+    from wrapper.slurm_tasks import chain
 
     chain.leave_note(request, read(journal), lambda text: print(f"resihp: job {request.job}: {text}", file=sys.stderr))
 

@@ -16,9 +16,9 @@ import signal as signals
 from collections.abc import Iterable
 
 from resihp.controller.state import Incident, Job, Member
-from resihp.detector.diagnosis.clues import Clue
 from resihp.detector.diagnosis.diagnosis import Diagnosis, Report, diagnose
 from resihp.detector.diagnosis.signatures import Depth, signature_of
+from resihp.protocol.messages import Clue
 from resihp.record.journal import Diagnosed
 
 MOST_EVIDENCE = 6000

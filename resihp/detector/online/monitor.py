@@ -151,15 +151,6 @@ class Monitor:
         )
 
     @property
-    def unverified(self) -> tuple[int, ...]:
-        """Ranks that nobody shares the same work with: had one been slow from the start, it could not be known."""
-        if self._frame is None:
-            return ()
-        stacked = self._frame.stacked
-        alone = np.bincount(stacked.group)[stacked.group] < 2
-        return tuple(stacked.ranks[alone].tolist())
-
-    @property
     def stacked(self) -> Stacked | None:
         """The adopted plan as arrays: what `observe_stacked` calls rows."""
         return None if self._frame is None else self._frame.stacked
@@ -261,11 +252,6 @@ class Monitor:
         """Present speed of each rank that was found slow, 1 being healthy: as confirmed, else as estimated."""
         self._remember()
         return {rank: self._confirmed.get(rank, math.exp(-shift)) for rank, shift in sorted(self._slow.items())}
-
-    def link_speeds(self) -> dict[tuple[int, int], float]:
-        """Present speed of each link (sender, receiver) that was found slow."""
-        self._remember()
-        return {link: math.exp(-shift) for link, shift in sorted(self._slow_links.items())}
 
     def confirmed(self, rank: int, speed: float) -> None:
         """A probe says that `rank` has this speed. It stays until the rank is cleared, recovers or becomes slower.

@@ -19,7 +19,7 @@ from torch import Tensor
 from resihp.detector.observation import Floats
 from resihp.errors import DatasetError
 from resihp.executor.communicators import Communicators
-from resihp.executor.compute.channels import Transfer, guarded
+from resihp.executor.compute.channels import PendingWork, guarded
 from resihp.executor.compute.stage import IGNORED
 from resihp.executor.compute.stopwatch import Stopwatch
 from resihp.executor.emulation import Pace
@@ -61,7 +61,7 @@ class _Arrival:
     """A parcel on its way to this rank: `part` is filled by its transfers, and is [low, low + numel) of the whole."""
 
     parcel: Parcel
-    transfers: list[Transfer]
+    transfers: list[PendingWork]
     part: Tensor
     elements: int
     """Of the whole tensor."""
@@ -114,8 +114,8 @@ class Interpreter:
         self._produced: dict[_Key, Tensor] = {}
         """Results for other stages: taken by their transfer, or by the next chunk on this very stage."""
         self._arriving: dict[_Key, _Arrival] = {}
-        self._departing: list[tuple[Transfer, Tensor]] = []
-        self._summing: list[tuple[Transfer, Tensor, list[Tensor]]] = []
+        self._departing: list[tuple[PendingWork, Tensor]] = []
+        self._summing: list[tuple[PendingWork, Tensor, list[Tensor]]] = []
         self._entered: set[Phase] = set()
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         """Sum over tokens of the loss, of the micro-batches that passed here; stays 0 before the last stage."""

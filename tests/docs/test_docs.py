@@ -6,7 +6,6 @@ import importlib.util
 import os
 import re
 import shlex
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +31,7 @@ VARIABLE = re.compile(r"\bRESIHP_[A-Z_]+\b")
 PLACE = re.compile(r"(?:resihp|wrapper|slurm|db|tests|docs|benchmarks|examples)(?:/[\w.*-]+)+/?")
 MODULE = re.compile(r"(?:resihp|wrapper|slurm|db)(?:\.[a-z_]+)+(?:\.[A-Z]\w*)?")
 SHELL = ("", "bash", "sh")
-PROGRAMS = re.compile(r"(?:resihp|make|python)\b|\S*/resihp\b")
+PROGRAMS = re.compile(r"(?:\S*/)?(?:resihp|make|python3?)")
 WITHOUT_ACTION = re.compile(r"resihp (?:plan --|--help|\S+ --help)")
 """Commands that need no job and change nothing: those are run."""
 
@@ -71,7 +70,7 @@ def commands(page: Path) -> Iterator[str]:
             part: list[str] = []
             for word in [*parts, ";"]:
                 if set(word) <= set(";|&"):
-                    if part and PROGRAMS.match(part[0]):
+                    if part and PROGRAMS.fullmatch(part[0]):
                         yield shlex.join(part)
                     part = []
                 else:
@@ -96,7 +95,7 @@ def resolve(words: list[str]) -> tuple[Any, list[str]]:
 
 def parse(command: str) -> None:
     found, words = resolve(shlex.split(command)[1:])
-    if "--help" in words or not words:
+    if "--help" in words or hasattr(found, "commands"):
         return
     try:
         found.make_context(found.name, words)
@@ -207,4 +206,3 @@ def test_files_and_modules_that_are_named_exist(page: Path) -> None:
 
 def test_pages_are_found() -> None:
     assert {"README.md", "slurm.md", "configuration.md"} <= {page.name for page in PAGES}
-    assert sys.modules["wrapper.cli"].app is app

@@ -26,7 +26,7 @@ FENCE = re.compile(r"^( *)```([a-z]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
 INLINE = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")
-KEY = re.compile(r"^\[([a-z]+)\] ([a-z_0-9]+)")
+KEY = re.compile(r"^\[([a-z]+)\] ([a-z_0-9]+)(?: =|$)")
 VARIABLE = re.compile(r"\bRESIHP_[A-Z_]+\b")
 PLACE = re.compile(r"(?:resihp|wrapper|slurm|db|tests|docs|benchmarks|examples)(?:/[\w.*-]+)+/?")
 MODULE = re.compile(r"(?:resihp|wrapper|slurm|db)(?:\.[a-z_]+)+(?:\.[A-Z]\w*)?")
@@ -73,6 +73,8 @@ def commands(page: Path) -> Iterator[str]:
                     if part and PROGRAMS.fullmatch(part[0]):
                         yield shlex.join(part)
                     part = []
+                elif not part and re.match(r"[A-Z_]+=", word):
+                    continue  # a variable for this command
                 else:
                     part.append(word)
 
@@ -202,6 +204,29 @@ def test_files_and_modules_that_are_named_exist(page: Path) -> None:
             names = [os.path.join(*words[:length]) for length in (len(words), len(words) - 1)]
             there = [(ROOT / name).is_dir() or (ROOT / f"{name}.py").is_file() for name in names if name]
             assert any(there), f"`{span}` is not there"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_notebooks_and_scripts_import_is_there(page: Path) -> None:
+    for line in re.findall(r"^(?:from|import) .*$", "".join(t for kind, t in fences(page) if kind == "python"), re.M):
+        if re.match(r"(?:from|import) (?:resihp|db)\b", line):
+            exec(line, {})
+
+
+def test_messages_are_those_of_the_code() -> None:
+    """Of each quoted message the parts between `...` stand in the code, where literals are put together."""
+    code = "\n".join(
+        path.read_text(encoding="utf-8")
+        for top in ("resihp", "wrapper", "slurm", "db")
+        for path in (ROOT / top).rglob("*.py")
+    )
+    code = re.sub(r"""["']\s*\n\s*f?["']""", "", code)
+    rows = [line for line in TEXTS[ROOT / "docs" / "troubleshooting.md"].splitlines() if line.startswith("| `")]
+    assert len(rows) > 50
+    for row in rows:
+        for message in re.findall(r"`([^`]+)`", row.split(" | ")[0]):
+            for part in filter(lambda part: len(part) > 3, re.split(r"\s*\.\.\.\s*", message)):
+                assert part in code, f"`{message}`: nothing says {part!r}"
 
 
 def test_pages_are_found() -> None:

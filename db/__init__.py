@@ -1,4 +1,4 @@
-"""The ledger. `from db import queries` is the way in for notebooks (`db.reading.queries`), loaded when it is asked for."""
+"""The ledger. `from db import queries` is the way in for notebooks (`db.reading.queries`), loaded when asked for."""
 
 from __future__ import annotations
 

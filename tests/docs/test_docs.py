@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -32,7 +33,7 @@ PLACE = re.compile(r"(?:resihp|wrapper|slurm|db|tests|docs|benchmarks|examples)(
 MODULE = re.compile(r"(?:resihp|wrapper|slurm|db)(?:\.[a-z_]+)+(?:\.[A-Z]\w*)?")
 SHELL = ("", "bash", "sh")
 PROGRAMS = re.compile(r"(?:\S*/)?(?:resihp|make|python3?)")
-WITHOUT_ACTION = re.compile(r"resihp (?:plan --|--help|\S+ --help)")
+WITHOUT_ACTION = re.compile(r"resihp (?:plan --(?!.*--tune)|--help|\S+ --help)")
 """Commands that need no job and change nothing: those are run."""
 
 
@@ -84,6 +85,13 @@ def inline_commands(page: Path) -> Iterator[str]:
     for span in INLINE.findall(prose(page)):
         if span.startswith("resihp "):
             yield " ".join(span.split())
+
+
+@functools.cache
+def program(top: Path) -> str:
+    """All Python text of a folder but this test's, or a file's text."""
+    files = [top] if top.is_file() else top.rglob("*.py")
+    return "\n".join(file.read_text(encoding="utf-8") for file in files if file != Path(__file__))
 
 
 def resolve(words: list[str]) -> tuple[Any, list[str]]:
@@ -181,12 +189,7 @@ def has_key(section: str, key: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_variables_are_read_by_somebody(page: Path) -> None:
-    code = "".join(
-        path.read_text(encoding="utf-8")
-        for top in ("resihp", "wrapper", "slurm", "tests", "Makefile")
-        for path in ([ROOT / top] if (ROOT / top).is_file() else (ROOT / top).rglob("*.py"))
-        if path != Path(__file__)
-    )
+    code = "".join(program(ROOT / top) for top in ("resihp", "wrapper", "slurm", "tests", "Makefile"))
     for name in set(VARIABLE.findall(TEXTS[page])) - {"RESIHP_SECTION__KEY"}:
         section, separator, key = name.removeprefix("RESIHP_").lower().partition("__")
         assert has_key(section, key) if separator else name in code, f"nobody reads {name}"
@@ -213,13 +216,19 @@ def test_what_notebooks_and_scripts_import_is_there(page: Path) -> None:
             exec(line, {})
 
 
+def test_the_plan_that_is_shown_is_the_one_that_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    blocks = [text for _, text in fences(ROOT / "docs" / "planning.md")]
+    asked = next(number for number, text in enumerate(blocks) if text.startswith("resihp plan"))
+    outcome = CliRunner().invoke(app, shlex.split(blocks[asked])[1:])
+    answer = " ".join(outcome.output.split())
+    for line in re.sub(r"\(decided in .*", "", blocks[asked + 1]).splitlines():
+        assert " ".join(line.split()) in answer, f"{line}: not in {outcome.output}"
+
+
 def test_messages_are_those_of_the_code() -> None:
     """Of each quoted message the parts between `...` stand in the code, where literals are put together."""
-    code = "\n".join(
-        path.read_text(encoding="utf-8")
-        for top in ("resihp", "wrapper", "slurm", "db")
-        for path in (ROOT / top).rglob("*.py")
-    )
+    code = "".join(program(ROOT / top) for top in ("resihp", "wrapper", "slurm", "db"))
     code = re.sub(r"""["']\s*\n\s*f?["']""", "", code)
     rows = [line for line in TEXTS[ROOT / "docs" / "troubleshooting.md"].splitlines() if line.startswith("| `")]
     assert len(rows) > 50

@@ -42,7 +42,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     """What a transition takes: `fixed_s` + `group_s` for each communicator + `byte_s` for each byte."""
 
     fixed_s: float = 0.5
-    """Parking, planning, agreement. Ours takes 0.2 s with 8 workers (README); larger jobs have more to agree."""
+    """Parking, planning, agreement. Ours takes 0.2 s with 8 workers (measured.md); larger jobs have more to agree."""
     group_s: float = 0.15
     """Of one communicator of a rank. ResiHP rebuilds all in less than 2 s (its section 7); a rank is in 8 to 12."""
     byte_s: float = 1 / 20e9

@@ -31,7 +31,7 @@ from resihp.controller.interface import AnyEvent
 from resihp.errors import ProtocolError, ResihpError
 from resihp.journal import AnyEntry, JobEnded, JobStarted, Journal, LeaderChosen, NodeJoined, Record, read
 from resihp.membership import Membership
-from resihp.process import die_with_parent
+from resihp.process import die_with_parent, inherited_socket
 from resihp.protocol.messages import Lead
 from wrapper.allocation import end_time
 from wrapper.exit_codes import BROKEN, DEPOSED, REQUEUE, exit_code_of
@@ -77,7 +77,13 @@ class Heir:
         return Lead(term=self.term, node=self.node, log=self.records[-1].seq)
 
 
-async def supervise(request: RunRequest, listener: socket.socket, heir: Heir | None, journal: Path) -> int:
+async def supervise(
+    request: RunRequest,
+    listener: socket.socket,
+    heir: Heir | None,
+    journal: Path,
+    forks: socket.socket | None = None,
+) -> int:
     """Run one job to its end; returns the exit code. Raises UsageError before anything is started."""
     from rich.console import Console
 
@@ -109,7 +115,9 @@ async def supervise(request: RunRequest, listener: socket.socket, heir: Heir | N
         controller = Controller(request.settings)
     else:
         controller = Controller.recover(request.settings, (record.entry for record in heir.records))
-    return await supervise_with(request, controller, ledger, view, listener=listener, heir=heir, journal=journal)
+    return await supervise_with(
+        request, controller, ledger, view, listener=listener, heir=heir, journal=journal, forks=forks
+    )
 
 
 async def supervise_with(
@@ -122,6 +130,7 @@ async def supervise_with(
     listener: socket.socket,
     heir: Heir | None = None,
     journal: Path | None = None,
+    forks: socket.socket | None = None,
 ) -> int:
     """`supervise` with its parts given."""
     job = request.of_job
@@ -137,7 +146,7 @@ async def supervise_with(
     supervisor = Supervisor(
         request,
         controller=controller,
-        launcher=_launcher(request, host, heir, view),
+        launcher=_launcher(request, host, heir, view, forks),
         store=store
         or StoreProcess(host, request.program.interpreter, job.logs / "store.log", request.container, request.ports),
         journal=Journal(journal or job.journal_file),
@@ -152,14 +161,16 @@ async def supervise_with(
     return await supervisor.run(_first_entry(request, heir))
 
 
-def _launcher(request: RunRequest, host: str, heir: Heir | None, view: ViewLike) -> Launcher:
+def _launcher(
+    request: RunRequest, host: str, heir: Heir | None, view: ViewLike, forks: socket.socket | None
+) -> Launcher:
     if heir is not None and heir.how == "elected":
         return Followers(host, tuple(sorted(heir.membership.joined)))
     if request.slurm is not None:
         from wrapper.slurm_launcher import SlurmLauncher
 
         return SlurmLauncher(request, host, view.say)
-    return LocalLauncher(request.of_job, request.of_job.run_file, request.nodes)
+    return LocalLauncher(request.of_job, request.of_job.run_file, request.nodes, forks)
 
 
 def _desk(
@@ -308,6 +319,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--run", required=True, type=Path, help="the job's run.json")
     parser.add_argument("--listen", required=True, type=int, help="bound socket that agents connect to")
     parser.add_argument("--parent", type=int, help="process id of who watches over it")
+    parser.add_argument("--forks", type=int, help="inherited socket to what forks the fork servers of virtual nodes")
     parser.add_argument("--take-over", help="a supervisor died before this one: how")
     parser.add_argument("--bury", help="all supervisors died: how the last one did")
     parser.add_argument("--successor", help="the node on which it was started, by its agent")
@@ -321,6 +333,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         request = load(options.run)
         listener = socket.socket(fileno=options.listen)
+        forks = None if options.forks is None else inherited_socket(options.forks)
         if options.bury:
             sys.exit(bury(request, options.bury, listener))
         logging.basicConfig(
@@ -336,7 +349,7 @@ def main(arguments: list[str] | None = None) -> None:
         except (ProtocolError, OSError, ValueError) as error:
             print(f"resihp: job {request.job}: cannot be taken over: {error}", file=sys.stderr)
             sys.exit(bury(request, options.take_over or "is on another node", listener))
-        status = asyncio.run(supervise(request, listener, heir, journal))
+        status = asyncio.run(supervise(request, listener, heir, journal, forks))
         if request.chained and status == BROKEN:
             _tell_the_chain(request, journal)
         if options.successor and request.slurm is not None and status != DEPOSED:

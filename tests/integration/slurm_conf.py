@@ -40,7 +40,8 @@ def usual(folder: Path, host: str, port: int) -> dict[str, str]:
         "SlurmdParameters": "config_overrides",
         "PropagateResourceLimits": "NONE",
         "ReturnToService": "1",
-        # As impatient as Slurm may be told to be: on a busy machine slurmds took more than 5 s to answer while one was dead.
+        # As impatient as Slurm may be told to be: on a busy machine slurmds took more than 5 s to answer while one was
+        # dead.
         "SlurmdTimeout": "10",
         "SlurmctldTimeout": "5",
         "MessageTimeout": "3",

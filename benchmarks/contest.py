@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from resihp.executor.engine import Engine
-from resihp.plan import Plan
-from resihp.workload import MicroBatch
+from resihp.parallelism.plan import Plan
+from resihp.parallelism.workload import MicroBatch
 
 TIMEOUT = timedelta(seconds=120)
 

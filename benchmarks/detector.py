@@ -38,7 +38,7 @@ from simulated_jobs import BUDGETS, Job, NoLengths, Setting, simulate
 from slow_jobs import slow
 
 from resihp.detector.observation import Floats
-from resihp.detector.predictor import Predictor, keys
+from resihp.detector.online.predictor import Predictor, keys
 from resihp.pipeline.compiled import KINDS
 
 WARM_UP = 40

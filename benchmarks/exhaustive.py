@@ -16,11 +16,11 @@ from functools import cache
 
 import numpy as np
 
-from resihp.layout import Layout, Replica, Stage
+from resihp.parallelism.layout import Layout, Replica, Stage
+from resihp.parallelism.plan import Plan
 from resihp.pipeline.compiled import CompiledOrders, compile_orders
 from resihp.pipeline.schedules import orders_of
-from resihp.plan import Plan
-from resihp.scheduler import memory
+from resihp.scheduler.cost import memory
 from resihp.scheduler.situation import Situation
 
 Group = tuple[int, float]

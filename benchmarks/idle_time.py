@@ -42,13 +42,14 @@ from rich.console import Console
 from rich.table import Table
 
 from resihp.errors import PlanError
-from resihp.layout import Layout, Replica, Stage
+from resihp.parallelism.layout import Layout, Replica, Stage
+from resihp.parallelism.plan import Plan, Stop, spread
 from resihp.pipeline.schedules import orders_of
-from resihp.plan import Plan, Stop, spread
-from resihp.scheduler import Situation, catalogue, decide
-from resihp.scheduler.migration import migrate
-from resihp.scheduler.prices import costs, iteration_seconds
-from resihp.scheduler.progressive import STEPS, progressive
+from resihp.scheduler import Situation, decide
+from resihp.scheduler.cost.prices import costs, iteration_seconds
+from resihp.scheduler.layouts.paper_planner import STEPS, progressive
+from resihp.scheduler.orders.migration import migrate
+from resihp.scheduler.what_if import catalogue
 
 TP, DP, PP, MICRO_BATCHES = 4, 2, 4, 8
 PUBLISHED = (4.75, 19.13, 25.43)

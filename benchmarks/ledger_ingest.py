@@ -27,11 +27,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from db import bulk
+from db import report_rows
 from db.engine import file_of, make_engine, resolve
 from db.writer import Ledger
-from resihp import journal
 from resihp.protocol.messages import StepOutcome
+from resihp.record import journal
 from tests.db.postgres import Server
 
 Row = tuple[int, int, int, int, float, float]
@@ -269,7 +269,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     console = Console()
-    found: dict[str, Any] = {"statement_rows": bulk.ROWS_IN_STATEMENT}
+    found: dict[str, Any] = {"statement_rows": report_rows.ROWS_IN_STATEMENT}
     with both() as databases:
         for name, part in parts.items():
             if asked.part in (None, name):

@@ -24,9 +24,10 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from db import fleet, migrate, queries
+from db import migrate
 from db.engine import make_engine, resolve
-from db.reader import TABLES, Reader, Row
+from db.reading import fleet, queries
+from db.reading.reader import TABLES, Reader, Row
 
 LIMIT_S = {"sqlite": 2.0, "postgresql": 1.0}
 NODES, JOBS, DEVICES = 4000, 1981, 8

@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.table import Table
 from simulated_jobs import Setting, simulate
 
-from resihp.detector.monitor import Monitor
 from resihp.detector.observation import Observation, RankTimes
-from resihp.detector.stacked import Sums
-from resihp.layout import Layout
-from resihp.model import ModelSpec
+from resihp.detector.online.monitor import Monitor
+from resihp.detector.online.plan_arrays import Sums
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.plan import Plan, spread
 from resihp.pipeline.schedules import orders_of
-from resihp.plan import Plan, spread
 
 MODEL = ModelSpec(layers=64, hidden=8192, heads=64, kv_groups=8, ffn_hidden=28672, vocab=128_000, sequence=8192)
 SECONDS = {"F": (0.002, 1e-6, 1e-11), "B": (0.003, 2e-6, 2.5e-11)}

@@ -14,7 +14,8 @@ Micro-batches alive are the most of any stage; 1F1B's first stage keeps 8, and t
 Megatron's interleaved 1F1B: layers spread evenly whatever they cost, the remainder to the first virtual stages,
 embedding and head where they are, W with its B, transfers free. Twice: with the virtual degree that is fastest on the
 timeline, of all that there are layers for, and with degree 2. Ours: without a limit on activations, and with the most
-that any stage of that baseline keeps alive. The bound is of any pipeline: `resihp.scheduler.placements.least_seconds`.
+that any stage of that baseline keeps alive. The bound is of any pipeline:
+`resihp.scheduler.orders.placements.least_seconds`.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from resihp.layout import Layout
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.plan import Plan
 from resihp.pipeline.schedules import orders_of
-from resihp.plan import Plan
-from resihp.scheduler.list_scheduling import ListScheduler, Rules
-from resihp.scheduler.placements import least_seconds
-from resihp.scheduler.prices import Priced
-from resihp.scheduler.profile import Profile, Times
-from resihp.scheduler.tuner import Task, Tuned, megatron, tune
-from resihp.scheduler.warm_up import Adapted, adapted, published_depths
+from resihp.scheduler.cost.prices import Priced
+from resihp.scheduler.cost.profile import Profile, Times
+from resihp.scheduler.orders.list_scheduling import ListScheduler, Rules
+from resihp.scheduler.orders.placements import least_seconds
+from resihp.scheduler.orders.tuner import Task, Tuned, megatron, tune
+from resihp.scheduler.orders.warm_up import Adapted, adapted, published_depths
 
 STAGES, MICRO_BATCHES, SLOW_LINK = 8, 24, (6, 7)
 DELAYS_MS = (0, 10, 20, 30, 40, 50, 60)

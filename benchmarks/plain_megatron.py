@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import resihp.executor  # noqa: F401 imports megatron-core the way workers do
-from resihp.executor.optimizer import AdamW
+from resihp.executor.state.optimizer import AdamW
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about apex and Transformer Engine

@@ -23,13 +23,15 @@ from rich.table import Table
 
 from benchmarks.exhaustive import Exhaustive
 from resihp.errors import LayoutError
-from resihp.layout import Layout, validate
-from resihp.model import ModelSpec
-from resihp.plan import Plan, spread
-from resihp.scheduler import catalogue, decide, memory
-from resihp.scheduler.prices import iteration_seconds
-from resihp.scheduler.progressive import progressive
+from resihp.parallelism.layout import Layout, validate
+from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.plan import Plan, spread
+from resihp.scheduler import decide
+from resihp.scheduler.cost import memory
+from resihp.scheduler.cost.prices import iteration_seconds
+from resihp.scheduler.layouts.paper_planner import progressive
 from resihp.scheduler.situation import Situation
+from resihp.scheduler.what_if import catalogue
 
 TINY = ModelSpec(layers=8, hidden=64, heads=4, kv_groups=4, ffn_hidden=256, vocab=64, sequence=64)
 GRIDS = ((1, 2, 4), (1, 4, 2), (2, 2, 2), (2, 1, 4), (4, 2, 1), (2, 4, 1), (4, 1, 2), (1, 8, 1), (1, 3, 2), (2, 3, 1))

@@ -26,11 +26,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from resihp.layout import Layout
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.plan import Plan, spread
 from resihp.pipeline.compiled import KINDS, compile_orders
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Timeline, play
-from resihp.plan import Plan, spread
 
 TRANSFER_S = 0.001
 CANDIDATES = 16

@@ -33,14 +33,15 @@ from rich.console import Console
 from rich.table import Table
 
 import resihp.executor  # noqa: F401 imports megatron-core the way workers do
-from resihp import journal, transfers
-from resihp.executor import movement
 from resihp.executor.engine import Engine
-from resihp.executor.optimizer import AdamW
-from resihp.layout import Layout
-from resihp.ownership import ParameterSpec, holders, share, size_of
+from resihp.executor.state import state_transfer
+from resihp.executor.state.optimizer import AdamW
+from resihp.parallelism import transfers
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.ownership import ParameterSpec, holders, share, size_of
+from resihp.parallelism.workload import MicroBatch
 from resihp.pipeline import program
-from resihp.workload import MicroBatch
+from resihp.record import journal
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "pretrain_gpt.py"
 LAYERS, HIDDEN, HEADS, TOKENS, MICRO_BATCHES, ITERATIONS = 8, 256, 4, 128, 8, 40
@@ -170,7 +171,7 @@ def copy_seconds(size: int) -> float:
 
 def _copy(rank: int, port: int, size: int) -> float:
     from resihp.executor.backends import Gloo
-    from resihp.executor.channels import Channel
+    from resihp.executor.compute.channels import Channel
 
     store = torch.distributed.TCPStore("127.0.0.1", port, None, False)
     channel = Channel(Gloo()(torch.distributed.PrefixStore(str(size), store), rank, 2, timedelta(60)), lambda: False)
@@ -179,7 +180,7 @@ def _copy(rank: int, port: int, size: int) -> float:
         source = torch.ones(size // 4)
         channel.broadcast(torch.zeros(1)).wait()
         began = time.perf_counter()
-        for part in source.split(movement.CHUNK_BYTES // 4):
+        for part in source.split(state_transfer.CHUNK_BYTES // 4):
             channel.broadcast(part).wait()
         channel.allreduce([torch.zeros(1)]).wait()
         times.append(time.perf_counter() - began)

@@ -23,12 +23,12 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from db.queries import Reader
+from db.reading.queries import Reader
 from db.writer import catch_up
-from resihp import journal
-from resihp.layout import Layout, Replica, Stage
-from resihp.plan import Plan, spread
+from resihp.parallelism.layout import Layout, Replica, Stage
+from resihp.parallelism.plan import Plan, spread
 from resihp.protocol.messages import StepOutcome
+from resihp.record import journal
 
 TP, PP, DP, LAYERS = 8, 8, 16, 64
 MOST_S, MOST_BYTES = 5.0, 3_000_000
@@ -224,9 +224,9 @@ def computing_s() -> float:
 
 def parts(url: str) -> None:
     """Print what reading and each kind of text take, imports left out."""
-    from wrapper.report.facts import read
-    from wrapper.report.markdown import markdown
-    from wrapper.report.page import html
+    from wrapper.commands.report.facts import read
+    from wrapper.commands.report.markdown import markdown
+    from wrapper.commands.report.page import html
 
     began = time.perf_counter()
     with Reader.open(url) as reader:

@@ -39,12 +39,12 @@ import numpy.typing as npt
 
 from resihp.datasets.packing import cut, pack
 from resihp.detector.observation import Floats, Observation, RankTimes
-from resihp.layout import Layout
-from resihp.model import ModelSpec
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.plan import Plan, spread
 from resihp.pipeline.compiled import KINDS, CompiledOrders, compile_orders
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Orders
-from resihp.plan import Plan, spread
 
 QUANTILES = Path(__file__).resolve().parents[2] / "shared" / "data" / "source_file_bytes_quantiles.csv"
 BYTES_PER_TOKEN = 3.3

@@ -2,7 +2,7 @@
 
 Called by `detector.py` (section `slow`). Three detectors see the same jobs:
 
-**ours**: `resihp.detector.monitor`, which gets what workers report and no more.
+**ours**: `resihp.detector.online.monitor`, which gets what workers report and no more.
 
 **raw**: change points of raw iteration times, verified by a shift of their mean of at least 10 % (as Greyhound does).
 
@@ -28,7 +28,7 @@ from rich.table import Table
 from scipy.special import gammaln
 from simulated_jobs import BUDGETS, SLOWDOWNS, Job, Setting, simulate
 
-from resihp.detector.monitor import Finding, Monitor
+from resihp.detector.online.monitor import Finding, Monitor
 
 Floats = npt.NDArray[np.float64]
 

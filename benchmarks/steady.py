@@ -44,12 +44,12 @@ from rich.table import Table
 
 from resihp.executor.emulation import Work
 from resihp.executor.engine import Engine
-from resihp.executor.optimizer import AdamW
-from resihp.executor.state import Holding
-from resihp.layout import Layout
+from resihp.executor.state.optimizer import AdamW
+from resihp.executor.state.rank_state import Holding
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.plan import Plan, Primitive, Stop, spread
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import play
-from resihp.plan import Plan, Primitive, Stop, spread
 
 SETTINGS = AdamW(lr=1e-3)
 LOSS_TOLERANCE = 1e-3

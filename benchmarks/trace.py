@@ -24,10 +24,10 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from resihp.detector.analysis import Analysis
-from resihp.detector.operations import analyse, raw_alarms
-from resihp.detector.traces import Trace, read
-from resihp.detector.what_if import Graph, what_if
+from resihp.detector.offline.analysis import Analysis
+from resihp.detector.offline.operations import analyse, raw_alarms
+from resihp.detector.offline.traces import Trace, read
+from resihp.detector.offline.what_if import Graph, what_if
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 FACTORS = (1.2, 1.3, 1.5, 2.0, 2.5, 3.5)

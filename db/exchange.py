@@ -21,13 +21,13 @@ from sqlalchemy import Connection, Table, func, insert, select, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from db import bulk, migrate, parquet, project
+from db import migrate, parquet, projection, report_rows
 from db.engine import file_of, make_engine, masked, prepare_folder, refusal, resolve
 from db.models import Base, Job
 from db.parquet import JOBS, MANIFEST, OF_JOBS, ROWS_AT_ONCE, Manifest, Row, Source, columns_of
 from db.writer import catch_up
-from resihp import journal
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
+from resihp.record import journal
 
 SQLITE_MAGIC = b"SQLite format 3\x00"
 
@@ -186,7 +186,7 @@ def import_journal(path: Path, url: str) -> Merged:
         raise UsageError(
             f"journal {path}: begins with record {first.seq}, not with a job's start; name a whole journal"
         )
-    uuid = project.identity(first)
+    uuid = projection.identity(first)
     before = _journal_seq(url, uuid)
     catch_up(url, path.parent, path)
     after = _journal_seq(url, uuid) or 0
@@ -235,7 +235,7 @@ def _merge_job(session: Session, source: Source, row: Row) -> Merged:
     else:
         number = there.id
         if row["journal_seq"] > there.journal_seq:
-            project.forget(session, there)
+            projection.forget(session, there)
             session.flush()
             dropped = max(row["telemetry_dropped"], there.telemetry_dropped)
             values = {**row, "telemetry_dropped": dropped}
@@ -259,7 +259,7 @@ def _merge_reports(connection: Connection, number: int, parts: Iterator[list[Row
     count = select(func.count()).select_from(reports).where(reports.c.job_id == number)
     before = connection.execute(count).scalar_one()
     for part in parts:
-        bulk.insert_reports(connection, number, bulk.sound(bulk.as_reports(part)))
+        report_rows.insert_reports(connection, number, report_rows.sound(report_rows.as_reports(part)))
     return int(connection.execute(count).scalar_one() - before)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from resihp.layout import Layout, Replica, Stage
+from resihp.parallelism.layout import Layout, Replica, Stage
 
 
 def to_plain(layout: Layout) -> dict[str, Any]:

@@ -103,7 +103,8 @@ class Job(Base):
     model: Mapped[str | None] = mapped_column(Text)
     """What it trains, as the script declared it, in JSON; null until then."""
     account: Mapped[str | None] = mapped_column(Text)
-    """Where its time went (`db.accounts.Account` in JSON), once it is over; null until then, and in older ledgers."""
+    """Where its time went (`db.reading.cost_accounts.Account` in JSON), once it is over; null until then, and in older
+    ledgers."""
 
 
 class Node(Base):

@@ -18,7 +18,7 @@ from sqlalchemy.exc import DBAPIError
 from db import migrate
 from db.engine import file_of, make_engine, masked, refusal, resolve
 from db.models import Failure, Iteration, Job, Plan, RankReport
-from db.reader import Reader
+from db.reading.reader import Reader
 from resihp.errors import LedgerError, UsageError
 
 

@@ -22,10 +22,10 @@ from sqlalchemy import URL, Engine
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingError
 from sqlalchemy.orm import Session
 
-from db import bulk, migrate, project
+from db import migrate, projection, report_rows
 from db.engine import file_of, file_system, is_on_network, make_engine, masked, prepare_folder, refusal, resolve
-from resihp import journal
 from resihp.errors import LedgerError, ResihpError
+from resihp.record import journal
 
 BATCH_S = 0.2
 BATCH_RECORDS = 500
@@ -60,7 +60,7 @@ class Ledger:
         self._journal_path = journal_path
         self._records: deque[journal.Record] = deque()
         self._first: journal.Record | None = None
-        self._reports = bulk.Waiting(telemetry_rows)
+        self._reports = report_rows.Waiting(telemetry_rows)
         self._most_records = records_in_memory
         self._reread = False
         self._last_submitted = 0
@@ -135,12 +135,12 @@ class Ledger:
             self._last_submitted = max(self._last_submitted, record.seq)
         self._wake.set()
 
-    def telemetry(self, rows: Iterable[Mapping[str, Any]] | Iterable[bulk.Report]) -> None:
+    def telemetry(self, rows: Iterable[Mapping[str, Any]] | Iterable[report_rows.Report]) -> None:
         """Hand over rank reports: mappings, or tuples, of iteration, epoch, rank, seconds, compute_seconds.
 
         Those that come when too many wait are dropped, and counted. Tuples cost the caller less.
         """
-        reports = bulk.as_reports(rows)
+        reports = report_rows.as_reports(rows)
         with self._lock:
             self._dropped += self._reports.put(reports)
         self._wake.set()
@@ -289,7 +289,7 @@ class Ledger:
         if first is None or not (records or parts or dropped != self._dropped_written):
             return False  # without the journal's first record nobody knows whose records these are
         given = sum(map(len, parts))
-        reports = bulk.sound(list(chain.from_iterable(parts)))
+        reports = report_rows.sound(list(chain.from_iterable(parts)))
         unsound = given - len(reports)
         try:
             seq = self._transaction(first, records, reports, dropped + unsound)
@@ -319,25 +319,25 @@ class Ledger:
         return more
 
     def _transaction(
-        self, first: journal.Record, records: list[journal.Record], reports: list[bulk.Report], dropped: int
+        self, first: journal.Record, records: list[journal.Record], reports: list[report_rows.Report], dropped: int
     ) -> int:
         """One batch, as a whole or not at all; returns the ledger's `journal_seq` after it."""
         with Session(self._engine) as session, session.begin():
-            job = project.job_of(session, first)
+            job = projection.job_of(session, first)
             ready: list[journal.Record] = []
             seq = job.journal_seq
             for record in records:
-                if not project.follows(record, seq):
+                if not projection.follows(record, seq):
                     break
-                if project.overtakes(record, seq) and self._journal_path is not None:
-                    project.forget(session, job)
+                if projection.overtakes(record, seq) and self._journal_path is not None:
+                    projection.forget(session, job)
                     ready = [earlier for earlier in journal.read(self._journal_path) if earlier.seq < record.seq]
                 ready.append(record)
                 seq = max(seq, record.seq)
-            project.apply_all(session, job, ready)
+            projection.apply_all(session, job, ready)
             if reports:
                 session.flush()
-                bulk.insert_reports(session.connection(), job.id, reports)
+                report_rows.insert_reports(session.connection(), job.id, reports)
             job.telemetry_dropped = max(job.telemetry_dropped, dropped)
             return job.journal_seq
 
@@ -351,8 +351,8 @@ class Ledger:
                     raise
                 self._say(f"ledger {self.name}: record {record.seq} fits no table: {_first_line(error)}")
                 with Session(self._engine) as session, session.begin():
-                    job = project.job_of(session, first)
-                    project.apply_as_event(session, job, record, _first_line(error))
+                    job = projection.job_of(session, first)
+                    projection.apply_as_event(session, job, record, _first_line(error))
                     seq = job.journal_seq
         return seq
 

@@ -2,8 +2,8 @@
 
 Decides how each question is put, and what a failed command means: no answer, a refusal, or a refusal because of who
 asks. Slurm prints its reasons as sentences, so sentences are what this goes by; one that is not known is a refusal
-that says so. Never retries, caches or limits anything: that is `slurm.polite`. Names and ids are checked before they
-get near a command line, and nothing ever goes through a shell.
+that says so. Never retries, caches or limits anything: that is `slurm.rate_limited`. Names and ids are checked before
+they get near a command line, and nothing ever goes through a shell.
 
 Measured with Slurm 22.05.8, 24.11.5 and 26.05.5; fields are asked for by name, so other versions since 20.11 should
 answer alike.
@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from slurm import reading, releases
-from slurm.calls import Answer, call, query_environment, submit_environment
+from slurm import parse, releases
 from slurm.client import JobRequest, JobView, NodeView, sanitised
+from slurm.command_call import Answer, call, query_environment, submit_environment
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 
 TIMEOUT_S = 10.0
@@ -86,24 +86,24 @@ class CommandLine:
 
     def version(self) -> tuple[int, int, int]:
         if self._version is None:
-            self._version = reading.version(self._ask("slurm", "sinfo", "--version"))
+            self._version = parse.version(self._ask("slurm", "sinfo", "--version"))
         return self._version
 
     def cluster(self) -> str:
-        return reading.cluster(self._ask("slurm", "scontrol", "show", "config"))
+        return parse.cluster(self._ask("slurm", "scontrol", "show", "config"))
 
     def nodes(self, names: Sequence[str]) -> Mapping[str, NodeView]:
         views: dict[str, NodeView] = {}
-        for some in _portions(filter(reading.is_node, names)):
+        for some in _portions(filter(parse.is_node, names)):
             # --all: also those in partitions that are hidden from us. --noconvert: 2048 CPUs are not 2K.
-            options = ["-h", "-N", "--all", "--noconvert", "-n", ",".join(some), "-O", reading.NODE_FORMAT]
-            found = reading.nodes(self._ask("slurm", "sinfo", *options))
+            options = ["-h", "-N", "--all", "--noconvert", "-n", ",".join(some), "-O", parse.NODE_FORMAT]
+            found = parse.nodes(self._ask("slurm", "sinfo", *options))
             views |= {name: view for name, view in found.items() if name in some}
         return views
 
     def drained(self) -> Mapping[str, NodeView]:
-        options = ["-h", "-N", "--all", "--noconvert", "-t", "drain", "-O", reading.NODE_FORMAT]
-        found = reading.nodes(self._ask("slurm", "sinfo", *options))
+        options = ["-h", "-N", "--all", "--noconvert", "-t", "drain", "-O", parse.NODE_FORMAT]
+        found = parse.nodes(self._ask("slurm", "sinfo", *options))
         return {name: view for name, view in found.items() if view.draining}
 
     def job(self, job_id: str) -> JobView | None:
@@ -111,13 +111,13 @@ class CommandLine:
 
     def jobs(self, job_ids: Iterable[str]) -> Mapping[str, JobView]:
         views: dict[str, JobView] = {}
-        for some in _portions(filter(reading.JOB_ID.fullmatch, job_ids)):
-            options = ["-h", "--all", "-t", "all", "-j", ",".join(some), "-O", reading.JOB_FORMAT]
+        for some in _portions(filter(parse.JOB_ID.fullmatch, job_ids)):
+            options = ["-h", "--all", "-t", "all", "-j", ",".join(some), "-O", parse.JOB_FORMAT]
             answer = self._call("squeue", *options)
             if answer.status != 0 and _UNKNOWN_JOB in answer.complaint.lower():
                 # Only when a single job is asked for; of several, those that are unknown are left out.
                 continue
-            for ids, view, nodelist in reading.jobs(self._checked(answer, "slurm", "squeue")):
+            for ids, view, nodelist in parse.jobs(self._checked(answer, "slurm", "squeue")):
                 for job_id in ids.intersection(some):
                     nodes = self._expand(nodelist) if nodelist else ()
                     views[job_id] = msgspec.structs.replace(view, id=job_id, nodes=nodes)
@@ -125,13 +125,13 @@ class CommandLine:
 
     def request(self, job_id: str) -> JobRequest:
         self._check_job(job_id)
-        options = ["-h", "--all", "--noconvert", "-t", "all", "-j", job_id, "-O", reading.REQUEST_FORMAT]
-        return reading.request(self._ask(f"job {job_id}: what it asked for", "squeue", *options), job_id)
+        options = ["-h", "--all", "--noconvert", "-t", "all", "-j", job_id, "-O", parse.REQUEST_FORMAT]
+        return parse.request(self._ask(f"job {job_id}: what it asked for", "squeue", *options), job_id)
 
     def gpus(self, job_id: str) -> Mapping[str, int]:
         self._check_job(job_id)
         answer = self._ask(f"job {job_id}: its GPUs cannot be told", "scontrol", "show", "job", "-d", job_id)
-        return {node: count for nodelist, count in reading.job_gpus(answer) for node in self._expand(nodelist)}
+        return {node: count for nodelist, count in parse.job_gpus(answer) for node in self._expand(nodelist)}
 
     def batch_script(self, job_id: str) -> str:
         self._check_job(job_id)
@@ -140,10 +140,10 @@ class CommandLine:
         if not answer.output and answer.complaint:
             # scontrol ends with 0 all the same.
             raise failure(subject, "scontrol", answer.complaint)
-        return reading.script(self._checked(answer, subject, "scontrol"), job_id)
+        return parse.script(self._checked(answer, subject, "scontrol"), job_id)
 
     def expand(self, nodelist: str) -> tuple[str, ...]:
-        if not reading.NODE_LIST.fullmatch(nodelist):
+        if not parse.NODE_LIST.fullmatch(nodelist):
             raise SlurmOutputError(f"node list {nodelist[:80]!a}: this is not one")
         return self._expand(nodelist)
 
@@ -168,7 +168,7 @@ class CommandLine:
         # Absolute: a script's name must not be taken for an option.
         argv = ["sbatch", "--parsable", *options, "--", str(script.absolute())]
         answer = self._call(*argv, environment=self._submit_environment)
-        return reading.submitted(self._checked(answer, f"{script}: not submitted", "sbatch"))
+        return parse.submitted(self._checked(answer, f"{script}: not submitted", "sbatch"))
 
     def requeue(self, job_id: str) -> None:
         self._check_job(job_id)
@@ -184,18 +184,18 @@ class CommandLine:
         self._check_job(job_id)
         if not releases.of(self.version()).keeps_preemption:
             return False
-        options = ["-h", "--all", "-j", job_id, "-O", reading.PREEMPTION_FORMAT]
-        preempted = reading.preemption(self._ask(f"job {job_id}", "squeue", *options))
+        options = ["-h", "--all", "-j", job_id, "-O", parse.PREEMPTION_FORMAT]
+        preempted = parse.preemption(self._ask(f"job {job_id}", "squeue", *options))
         if not preempted.now:
             return False
-        settings = reading.settings(self._ask("slurm", "scontrol", "show", "config"))
+        settings = parse.settings(self._ask("slurm", "scontrol", "show", "config"))
         kind, mode = settings.get("PreemptType", ""), settings.get("PreemptMode", "")
         if kind == "preempt/partition_prio":
             shown = self._ask("slurm", "scontrol", "show", "partition", "-o", "--", preempted.partition)
-            mode = reading.partition_mode(shown)
+            mode = parse.partition_mode(shown)
         elif kind == "preempt/qos":
             own = ["-nP", "show", "qos", f"name={preempted.qos}", "format=preemptmode"]
-            found = reading.qos_mode(self._ask("slurm", "sacctmgr", *own))
+            found = parse.qos_mode(self._ask("slurm", "sacctmgr", *own))
             mode = mode if found == "cluster" else found
         # Slurm holds a job that it has started so often.
         most = settings.get("MaxBatchRequeue", "")
@@ -205,7 +205,7 @@ class CommandLine:
         self._check_job(job_id)
         if not releases.of(self.version()).expedites:
             return
-        if reading.expedited(self._ask(f"job {job_id}", "scontrol", "show", "job", job_id)):
+        if parse.expedited(self._ask(f"job {job_id}", "scontrol", "show", "job", job_id)):
             self._ask(f"job {job_id}: may be held", "scontrol", "update", f"JobId={job_id}", "Requeue=0")
 
     def comment(self, job_id: str, text: str) -> None:
@@ -221,7 +221,7 @@ class CommandLine:
         with self._lock:
             known = self._expanded.get(nodelist)
         if known is None:
-            known = reading.hostnames(self._ask("slurm", "scontrol", "show", "hostnames", nodelist), nodelist)
+            known = parse.hostnames(self._ask("slurm", "scontrol", "show", "hostnames", nodelist), nodelist)
             with self._lock:
                 if len(self._expanded) > AT_ONCE:
                     self._expanded.clear()
@@ -247,13 +247,13 @@ class CommandLine:
 
     @staticmethod
     def _checked_node(name: str) -> str:
-        if not reading.is_node(name):
+        if not parse.is_node(name):
             raise SlurmRefusedError(f"node {name[:80]!a}: no node has such a name; try: sinfo -N")
         return name
 
     @staticmethod
     def _check_job(job_id: str) -> None:
-        if not reading.JOB_ID.fullmatch(job_id):
+        if not parse.JOB_ID.fullmatch(job_id):
             raise SlurmRefusedError(f"job {job_id[:80]!a}: no job has such an id; try: squeue --me")
 
 

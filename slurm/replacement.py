@@ -1,10 +1,10 @@
 """A node in place of a lost one: a Slurm job of one node, submitted through submitit, whose only process is our agent.
 
 Decides what the job asks Slurm for: what the main job asked for, for one node. When one is wanted is the business of
-`resihp.controller`, what becomes of it that of `wrapper.slurm_desk`. submitit looks at the environment of its process
-and waits for sbatch without end, so it gets a process of its own: `submit` starts `python -P -m slurm.replacement
-FOLDER` with an environment that says nothing of the main job, and a time limit. A job that has been submitted is noted
-in its folder by that process, whoever has died meanwhile: asked again, `submit` finds it there.
+`resihp.controller`, what becomes of it that of `wrapper.slurm_tasks.desk`. submitit looks at the environment of its
+process and waits for sbatch without end, so it gets a process of its own: `submit` starts `python -P -m
+slurm.replacement FOLDER` with an environment that says nothing of the main job, and a time limit. A job that has been
+submitted is noted in its folder by that process, whoever has died meanwhile: asked again, `submit` finds it there.
 
 What submitit pickles is in that folder, written by us: the call of `os.execv` by which the job becomes the agent. So
 nothing is pickled on the way back, signals reach the agent, and its output is the job's. submitit's own `srun` is left
@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 
 from slurm import commands
-from slurm.calls import call, submit_environment
 from slurm.client import Gres, JobRequest
+from slurm.command_call import call, submit_environment
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 
 TIMEOUT_S = 30.0

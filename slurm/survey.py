@@ -13,13 +13,13 @@ from typing import Protocol
 
 import msgspec
 
-from slurm import limits, reading
-from slurm.calls import Answer, call, query_environment, submit_environment
+from slurm import limits, parse
+from slurm.command_call import Answer, call, query_environment, submit_environment
 from slurm.commands import TIMEOUT_S, failure
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 from slurm.limits import Association, Limits
 
-FIELD, RECORD = reading.FIELD, reading.RECORD
+FIELD, RECORD = parse.FIELD, parse.RECORD
 _FIELDS = ("Partition", "Available", "Time", "DefaultTime", "NodeAIOT", "Gres", "CPUs", "Memory")
 FORMAT = ",".join(f"{field}:{RECORD if field == _FIELDS[-1] else FIELD}" for field in _FIELDS)
 """For `sinfo --Format`."""
@@ -109,7 +109,7 @@ class CommandSurvey:
         self._environment = query_environment(self._base)
 
     def settings(self) -> Mapping[str, str]:
-        return reading.settings(self._ask("scontrol", "show", "config"))
+        return parse.settings(self._ask("scontrol", "show", "config"))
 
     def partitions(self) -> Sequence[PartitionView]:
         return partitions(self._ask("sinfo", "-h", "--noconvert", "-O", FORMAT))
@@ -248,7 +248,7 @@ def partitions(output: bytes) -> list[PartitionView]:
                 up=available == "up",
                 nodes=int(counts[3]),
                 nodes_idle=int(counts[1]),
-                gpus=reading.gpus(gres),
+                gpus=parse.gpus(gres),
                 gpu_types=tuple(sorted(set(_TYPE.findall(gres)))),
                 cpus=_least(cpus),
                 memory_mb=_least(memory),
@@ -284,4 +284,4 @@ def _least(text: str) -> int:
 def _limit(text: str) -> float | None:
     if text.lower() in ("infinite", "n/a", "none", "unlimited", ""):
         return None
-    return reading.seconds_left(text)
+    return parse.seconds_left(text)

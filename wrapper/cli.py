@@ -74,7 +74,7 @@ def run(
     transition that leads up to it (park, groups, transfer, resume).
     Example: --fault kill:rank=1@iteration=3,phase=backward
     """
-    from wrapper import start
+    from wrapper.commands import run as start
 
     whose = ""
     if resume and command and len(command) > 1 and command[1] == "--":
@@ -119,7 +119,7 @@ def submit(
     Example: resihp submit job.toml
     """
     from slurm.commands import CommandLine
-    from wrapper.submit import submit as submit_job
+    from wrapper.commands.submit.command import submit as submit_job
 
     for line in submit_job(job_file, dry_run=dry_run, chain=chain, slurm=CommandLine, notice=message):
         print(line)
@@ -135,7 +135,7 @@ def inject(
     speed: Annotated[float | None, typer.Option(help="How fast slow leaves it; 1 ends it.")] = None,
 ) -> None:
     """Inject a fault into a running test job, at once."""
-    from wrapper import operate
+    from wrapper.commands import inject as operate
 
     message(operate.inject(job, kind, rank, node, speed, link))
 
@@ -144,14 +144,14 @@ def message(text: str) -> None:
     print(f"resihp: {text}", file=sys.stderr)
 
 
-if util.find_spec("wrapper.ledger_commands") is not None:
-    import_module("wrapper.ledger_commands").register(app)
-import_module("wrapper.node_commands").register(app)
-import_module("wrapper.analyze").register(app)
-import_module("wrapper.plan").register(app)
-import_module("wrapper.doctor").register(app)
-import_module("wrapper.init").register(app)
-import_module("wrapper.report.command").register(app)
+if util.find_spec("wrapper.commands.status") is not None:
+    import_module("wrapper.commands.status").register(app)
+import_module("wrapper.commands.node").register(app)
+import_module("wrapper.commands.analyze").register(app)
+import_module("wrapper.commands.plan.command").register(app)
+import_module("wrapper.commands.doctor.command").register(app)
+import_module("wrapper.commands.init").register(app)
+import_module("wrapper.commands.report.command").register(app)
 
 
 def main() -> None:

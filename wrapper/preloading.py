@@ -1,7 +1,7 @@
 """What virtual nodes of one machine have in common: the process that imports what training needs, once for all.
 
 Started first, by the guardian, which it ends with; the launcher tells it of each agent, and it forks that agent's fork
-server (`resihp.forkserver --shared`). Decides nothing. Nodes of Slurm and containers start a fork server each.
+server (`resihp.worker.forkserver --shared`). Decides nothing. Nodes of Slurm and containers start a fork server each.
 
 FOR_TESTS names the socket of such a process that is there already, so that a run of tests imports once. It is used
 only if it is the same user's, in the same session, and for the interpreter and imports that it has: ours, the default.
@@ -17,9 +17,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from resihp.forkserver import ONE_THREAD, PRELOAD
-from wrapper.launcher import own_environment
-from wrapper.request import RunRequest
+from resihp.worker.forkserver import ONE_THREAD, PRELOAD
+from wrapper.config.run_spec import RunRequest
+from wrapper.launch.launcher import own_environment
 
 FOR_TESTS = "RESIHP_FORK_SERVER"
 LEAVES_S = 2.0
@@ -59,7 +59,7 @@ def preloading(request: RunRequest) -> Iterator[socket.socket | None]:
 
 def _start(request: RunRequest, theirs: socket.socket) -> subprocess.Popen[bytes]:
     program = request.program
-    command = [program.interpreter, "-P", "-m", "resihp.forkserver", "--shared", "--fd", "0"]
+    command = [program.interpreter, "-P", "-m", "resihp.worker.forkserver", "--shared", "--fd", "0"]
     command += ["--parent", str(os.getpid()), "--preload", "" if program.kind == "command" else program.preload]
     with (request.of_job.logs / "forkserver.log").open("ab") as log:
         return subprocess.Popen(

@@ -7,7 +7,9 @@ that is refused as well, there is nothing left to try.
 
 from __future__ import annotations
 
-from resihp.controller import incidents, newcomers, transitions
+from resihp.controller import transition as transitions
+from resihp.controller.fail_stop import incidents
+from resihp.controller.nodes import joins
 from resihp.controller.state import Job, Member
 from resihp.protocol import messages as m
 
@@ -39,7 +41,7 @@ def objected(job: Job, member: Member, objection: m.Object) -> None:
         return
     transitions.refused(job, member.rank, objection.reason)
     if member.joins and (job.plan is None or member.rank not in job.plan.layout.ranks):
-        newcomers.turn_away(job, member, objection.reason)
+        joins.turn_away(job, member, objection.reason)
         transitions.park(job, "a newcomer cannot take part", cautious=transition.cautious)
     elif transition.cautious:
         incidents.end(job, 1, told)

@@ -13,11 +13,11 @@ A transition is a transaction: parked, everybody reports; proposed, everybody ch
 moved beside what is there; only when all have acknowledged, the plan is in effect (journal), and the old state is let
 go. Until then a failure parks again, one epoch up, from the plan that still is in effect.
 
-`gathering` the start · `transitions` from one plan to the next · `planning` which plan, from which state · `consent`
-what ranks say to it · `iterations` commits · `failures` losses · `newcomers` processes that join · `judge` silence and
-time · `expectation` healthy times · `slowness` what is slow · `examination` probes · `injection` faults on purpose ·
-`departure` being asked to stop · `upkeep` bad nodes out · `replacements` new ones in · `recovery` a new supervisor ·
-`incidents` root causes and the end.
+`startup` the start · `transition` from one plan to the next · `planning` which plan, from which state · `consent`
+what ranks say to it · `iterations` commits · `failures` losses · `joins` processes that join · `watchdog` silence and
+time · `expectation` healthy times · `slowness` what is slow · `examination` probes · `fault_injection` faults on
+purpose · `shutdown` being asked to stop · `drains` bad nodes out · `replacements` new ones in · `takeover` a new
+supervisor · `incidents` root causes and the end.
 """
 
 from __future__ import annotations
@@ -25,27 +25,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Self, assert_never
 
-from resihp.controller import (
-    consent,
-    departure,
-    expectation,
-    failures,
-    gathering,
-    injection,
-    iterations,
-    judge,
-    newcomers,
-    recovery,
-    replacements,
-    slowness,
-    transitions,
-    upkeep,
-)
+from resihp.controller import consent, fault_injection, iterations, shutdown, startup, takeover, transition
 from resihp.controller import interface as api
+from resihp.controller.fail_slow import expectation, slowness
+from resihp.controller.fail_stop import failures, watchdog
 from resihp.controller.interface import AnyAction, AnyEvent, Settings
+from resihp.controller.nodes import drains, joins, replacements
 from resihp.controller.state import Job
-from resihp.journal import AnyEntry
 from resihp.protocol import messages as m
+from resihp.record.journal import AnyEntry
 
 
 class Controller:
@@ -61,7 +49,7 @@ class Controller:
         Raises ProtocolError for a job that has ended.
         """
         controller = cls(settings)
-        controller.job = recovery.replay(settings, entries)
+        controller.job = takeover.replay(settings, entries)
         return controller
 
     def handle(self, event: AnyEvent, now: float) -> list[AnyAction]:
@@ -75,17 +63,17 @@ class Controller:
             job.started_at = job.progress_at = job.now
         waiting = [event]
         if job.phase == "recovering":
-            waiting = recovery.handle(job, event)
+            waiting = takeover.handle(job, event)
         for each in waiting:
             if not job.has_ended:
                 _handle(job, each)
-        departure.proceed(job)
+        shutdown.proceed(job)
         if job.phase not in ("recovering", "ended"):
             if job.unconsidered:
-                newcomers.consider(job)
-            injection.end_slowness(job)
+                joins.consider(job)
+            fault_injection.end_slowness(job)
             slowness.review(job)
-            upkeep.review(job)
+            drains.review(job)
         return job.actions
 
     def check(self) -> None:
@@ -109,47 +97,47 @@ class Controller:
 def _handle(job: Job, event: AnyEvent) -> None:
     match event:
         case api.AgentJoined():
-            gathering.agent_joined(job, event)
+            startup.agent_joined(job, event)
         case api.AgentLost():
             failures.node_lost(job, event.node, event.reason, cannot_start=event.cannot_start)
         case api.AgentBeat():
-            judge.beat(job, event)
+            watchdog.beat(job, event)
         case api.WorkerSpawned():
-            gathering.spawned(job, event)
+            startup.spawned(job, event)
         case api.SpawnRefused():
-            gathering.spawn_refused(job, event)
+            startup.spawn_refused(job, event)
         case api.WorkerExited():
             failures.exited(job, event)
         case api.WorkerSaid():
             _said(job, event)
         case api.StoreReady():
             job.store = (event.host, event.port)
-            gathering.propose_when_ready(job)
-            transitions.go_when_confirmed(job)
+            startup.propose_when_ready(job)
+            transition.go_when_confirmed(job)
         case api.InjectAsked():
-            injection.inject_asked(job, event)
+            fault_injection.inject_asked(job, event)
         case api.Signalled():
-            departure.signalled(job, event)
+            shutdown.signalled(job, event)
         case api.AgentSignalled():
-            departure.agent_signalled(job, event)
+            shutdown.agent_signalled(job, event)
         case api.TimeLeft():
-            departure.time_left(job, event)
+            shutdown.time_left(job, event)
         case api.StopMeaning():
-            departure.meaning_told(job, event)
+            shutdown.meaning_told(job, event)
         case api.QuorumLost():
-            departure.quorum_lost(job, event)
+            shutdown.quorum_lost(job, event)
         case api.DrainStep():
-            upkeep.drain_step(job, event)
+            drains.drain_step(job, event)
         case api.ReleaseAnswered():
-            upkeep.release_answered(job, event)
+            drains.release_answered(job, event)
         case api.ReplacementNews():
             replacements.news(job, event)
         case api.SlurmSees():
-            upkeep.slurm_sees(job, event)
+            drains.slurm_sees(job, event)
         case api.NodesRemembered():
             job.usual_speeds.update(event.usual)
         case api.Tick():
-            judge.tick(job)
+            watchdog.tick(job)
         case _:
             assert_never(event)
 
@@ -163,21 +151,21 @@ def _said(job: Job, event: api.WorkerSaid) -> None:
         return
     match message:
         case m.Declare():
-            gathering.declared(job, member, message)
+            startup.declared(job, member, message)
         case m.Refuse():
-            gathering.refused(job, member, message)
+            startup.refused(job, member, message)
         case m.Confirm():
             consent.confirmed(job, member, message)
         case m.Object():
             consent.objected(job, member, message)
         case m.Ready():
-            transitions.acknowledged(job, member, message)
+            transition.acknowledged(job, member, message)
         case m.Workload():
             expectation.iteration_begins(job, message)
         case m.Stepped():
             iterations.stepped(job, member, message)
         case m.Parked():
-            transitions.parked(job, member, message)
+            transition.parked(job, member, message)
         case m.Stuck():
             failures.stuck(job, member, message)
         case m.Raised():
@@ -185,7 +173,7 @@ def _said(job: Job, event: api.WorkerSaid) -> None:
         case m.Finished():
             iterations.finished(job, member)
         case m.FaultDue():
-            injection.fault_due(job, member, message.fault)
+            fault_injection.fault_due(job, member, message.fault)
         case m.CheckpointPart():
             iterations.checkpoint_part(job, member, message)
         case m.Probed():

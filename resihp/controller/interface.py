@@ -1,4 +1,4 @@
-"""What the controller is told and what it answers. Pure data; the shell (`wrapper.supervisor`) translates.
+"""What the controller is told and what it answers. Pure data; the shell (`wrapper.supervisor.process`) translates.
 
 Events come from sockets, the clock and signals; actions go to agents, the journal and the user. The order of actions
 in one answer is the order in which the shell carries them out: `Log` is on disk before what follows it happens.
@@ -10,11 +10,11 @@ from typing import Literal
 
 import msgspec
 
-from resihp.detector.clues import Clue
+from resihp.detector.diagnosis.clues import Clue
 from resihp.detector.probes import Place
 from resihp.faults import Fault
-from resihp.journal import AnyEntry
 from resihp.protocol.messages import Beat, Inventory, Speed, WorkerMessage, WorkerOrder
+from resihp.record.journal import AnyEntry
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +32,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Layer chunks of each stage (Megatron's virtual pipeline stages)."""
     sequence_parallel: bool = False
     tune: bool = False
-    """Whether the first layout is tuned (`resihp.scheduler.first_layout`), where stages have one chunk each."""
+    """Whether the first layout is tuned (`resihp.scheduler.layouts.first_layout`), where stages have one chunk each."""
     memory_bytes: int | None = None
     """What each device has for the job; None where it is not known, and then not checked."""
     come_backs: int = 3

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal as signals
 
-from resihp.controller import expectation, incidents, reconsideration
 from resihp.controller import interface as api
+from resihp.controller import replan_policy
+from resihp.controller.fail_slow import expectation
+from resihp.controller.fail_stop import incidents
 from resihp.controller.state import IterationReports, Job, Member
-from resihp.journal import IterationCommitted, Reconfigured
 from resihp.protocol import messages as m
+from resihp.record.journal import IterationCommitted, Reconfigured
 
 MOST_OPEN = 3
 
@@ -22,7 +24,7 @@ def transition_done(job: Job) -> None:
     # What the start tells of transitions: groups are built as ever; its state comes from a checkpoint, or from nowhere.
     state_s = 0.0 if transition.initial else transition.state_s
     took_s = transition.park_s + transition.plan_s + transition.groups_s + state_s
-    reconsideration.took(job, took_s, transition.extra_bytes)
+    replan_policy.took(job, took_s, transition.extra_bytes)
     if transition.initial or transition.action == "start":
         return
     entry = Reconfigured(

@@ -12,20 +12,21 @@ from typing import Literal
 
 import msgspec
 
-from resihp.controller import measured
+from resihp.controller.fail_slow import learned_times
 from resihp.controller.state import Job
 from resihp.errors import LayoutError, NotEnoughDevicesError
-from resihp.layout import Layout, Replica, Stage
-from resihp.outline import outline
-from resihp.ownership import ParameterSpec
+from resihp.parallelism.layout import Layout, Replica, Stage
+from resihp.parallelism.ownership import ParameterSpec
+from resihp.parallelism.parameter_outline import outline
+from resihp.parallelism.plan import Plan
+from resihp.parallelism.transfers import Base, bytes_of, missing, moves
 from resihp.pipeline import checker
-from resihp.plan import Plan
-from resihp.scheduler import first_layout, planner
-from resihp.scheduler.movement import movement
-from resihp.scheduler.prices import iteration_seconds
+from resihp.scheduler import planner
+from resihp.scheduler.cost.layout_change import movement
+from resihp.scheduler.cost.prices import iteration_seconds
+from resihp.scheduler.layouts import first_layout
 from resihp.scheduler.situation import Situation
-from resihp.scheduler.worth import Movement
-from resihp.transfers import Base, bytes_of, missing, moves
+from resihp.scheduler.transition_cost import Movement
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,7 +224,7 @@ def _situation(job: Job, epoch: int, available: set[int], base: Base | None, old
         memory_bytes=settings.memory_bytes,
         speeds={rank: slow.speed for rank in available if (slow := job.slow.get(job.device_of(rank))) is not None},
         profile=job.profile,
-        links=measured.links(job),
+        links=learned_times.links(job),
         stale=tuple(sorted(stale)),
     )
 

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from resihp.controller.interface import AnyAction, AnyEvent, Order, Say, Settings
-from resihp.controller.measures import Grounds, Measure
-from resihp.detector.clues import Clue
-from resihp.detector.diagnosis import Diagnosis
+from resihp.controller.nodes.measures import Grounds, Measure
+from resihp.detector.diagnosis.clues import Clue
+from resihp.detector.diagnosis.diagnosis import Diagnosis
 from resihp.detector.findings import Finding
-from resihp.detector.monitor import Monitor
+from resihp.detector.online.monitor import Monitor
 from resihp.detector.probes import Place
 from resihp.faults import Fault
-from resihp.journal import Suspected
-from resihp.ownership import ParameterSpec
-from resihp.plan import Plan
+from resihp.parallelism.ownership import ParameterSpec
+from resihp.parallelism.plan import Plan
+from resihp.parallelism.transfers import Base
 from resihp.protocol import messages as m
 from resihp.protocol.messages import (
     CheckpointPart,
@@ -36,9 +36,9 @@ from resihp.protocol.messages import (
     WorkerOrder,
 )
 from resihp.protocol.messages import Speed as DeviceSpeed
-from resihp.scheduler.profile import Profile
-from resihp.scheduler.worth import Record
-from resihp.transfers import Base
+from resihp.record.journal import Suspected
+from resihp.scheduler.cost.profile import Profile
+from resihp.scheduler.transition_cost import Record
 
 
 @dataclass
@@ -349,7 +349,7 @@ class LostNode:
 
 def still_answers(reason: str) -> bool:
     """Whether a lost node did not just fall silent (`NodeLost.reason`): its agent alone ended, as somebody there could
-    tell (`wrapper.agent_links`), or we left it (`upkeep`)."""
+    tell (`wrapper.supervisor.agents`), or we left it (`upkeep`)."""
     return reason.startswith(("its agent ", USELESS, VACATED))
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from resihp.datasets.packing import Piece, cut, pack
 from resihp.errors import DatasetError
-from resihp.workload import MicroBatch
+from resihp.parallelism.workload import MicroBatch
 
 
 class PieceSource(Protocol):

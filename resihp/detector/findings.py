@@ -1,4 +1,5 @@
-"""What the detector says of an iteration. Facts only; who made them: `resihp.detector.monitor` and its channels."""
+"""What the detector says of an iteration. Facts only; who made them: `resihp.detector.online.monitor` and its
+channels."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 A device's speed is the smaller of what its matrix products and its memory reach, against the median of its peers; a
 link's, how fast it is against the median link of its kind. A node all of whose devices are slower than they were in
 former jobs is slow as well, unless most nodes are: then it is not the nodes. Which pairs measure when, so that each
-link has the machine to itself, is decided here too. Called by the controller (`resihp.controller.examination`).
+link has the machine to itself, is decided here too. Called by the controller (`resihp.controller.fail_slow.probing`).
 """
 
 from __future__ import annotations

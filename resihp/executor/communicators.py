@@ -21,7 +21,7 @@ import torch
 
 from resihp.errors import CommunicatorError
 from resihp.executor import backends
-from resihp.executor.channels import Channel, SingleFile, guarded
+from resihp.executor.compute.channels import Channel, SingleFile, guarded
 from resihp.executor.emulation import Wires
 from resihp.executor.tensor_group import dist
 from resihp.pipeline.program import Membership

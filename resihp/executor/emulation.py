@@ -2,9 +2,9 @@
 
 For tests and demonstrations of predicted times; decides nothing. Off unless LAYER_MS is in a worker's environment, and
 refused where there is a GPU. What a chunk takes is what the scheduler takes it to take where nothing is measured
-(`resihp.scheduler.profile.layer_units`), so that predictions can be compared with what was measured; a fault (`slow`)
-divides it by its speed (`stopwatch`). Training computes what it always does, in the time that it is given: it has to be
-enough for the real work. Called by `trainer`.
+(`resihp.scheduler.cost.profile.layer_units`), so that predictions can be compared with what was measured; a fault
+(`slow`) divides it by its speed (`stopwatch`). Training computes what it always does, in the time that it is given: it
+has to be enough for the real work. Called by `trainer`.
 
 Links between nodes are emulated in the same way (LINK_MS): a transfer between stages, or of a link's measurement,
 arrives that much later, and the next one on the same link after it. Collectives of more than two ranks, the sums of
@@ -20,17 +20,17 @@ from typing import Literal
 import torch
 
 from resihp.errors import ConfigurationError
-from resihp.executor.state import Holding
+from resihp.executor.state.rank_state import Holding
 from resihp.faults import LINK_MS
-from resihp.model import ModelSpec
+from resihp.parallelism.model import ModelSpec
 from resihp.pipeline.program import Membership
-from resihp.scheduler.profile import layer_units
+from resihp.scheduler.cost.profile import layer_units
 
 LAYER_MS = "RESIHP_EMULATED_LAYER_MS"
 """Milliseconds of a layer's forward for one micro-batch on one healthy device: read in workers, not set: off."""
 
 Work = Literal["F", "B", "W", "BW"]
-"""Kinds of primitives as in `resihp.detector.monitor`: BW is a B that does the work of both."""
+"""Kinds of primitives as in `resihp.detector.online.monitor`: BW is a B that does the work of both."""
 
 Pace = Callable[[Work, Holding, int], float]
 """Seconds that a healthy device needs for a kind of work on a chunk of what it holds."""

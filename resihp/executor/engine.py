@@ -24,31 +24,31 @@ import numpy as np
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from resihp import ownership, transfers
 from resihp.detector.observation import CHUNKS, Floats
 from resihp.errors import CommunicatorError, LayoutError, PlanError, ResihpError
-from resihp.executor import movement, parameters
-from resihp.executor.batches import Batches, fingerprint
-from resihp.executor.channels import guarded
 from resihp.executor.communicators import Communicators, Directory, Store
+from resihp.executor.compute.batches import Batches, fingerprint
+from resihp.executor.compute.channels import guarded
+from resihp.executor.compute.interpreter import Interpreter, Observer, computed, loss_speaker
+from resihp.executor.compute.stage import PositionEmbedding, StageModule, model_spec, refuse_unhonoured
+from resihp.executor.compute.step_agreement import last_synchronisation
+from resihp.executor.compute.stopwatch import Speed, full_speed, stopwatch_of
 from resihp.executor.emulation import Pace, Wires
-from resihp.executor.interpreter import Interpreter, Observer, computed, loss_speaker
-from resihp.executor.optimizer import AdamW, AdamWState
-from resihp.executor.stage import PositionEmbedding, StageModule, model_spec, refuse_unhonoured
-from resihp.executor.state import Holding, State, extra_bytes
-from resihp.executor.stopwatch import Speed, full_speed, stopwatch_of
-from resihp.executor.synchronisation import last_synchronisation
+from resihp.executor.state import parameters, state_transfer
+from resihp.executor.state.optimizer import AdamW, AdamWState
+from resihp.executor.state.rank_state import Holding, State, extra_bytes
 from resihp.executor.tensor_group import TensorGroup, nobody
-from resihp.layout import validate
-from resihp.model import ModelSpec
-from resihp.ownership import ParameterSpec, Slice
+from resihp.parallelism import ownership, transfers
+from resihp.parallelism.layout import validate
+from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.ownership import ParameterSpec, Slice
+from resihp.parallelism.plan import Plan, Stop
+from resihp.parallelism.transfers import Base, Move
+from resihp.parallelism.workload import Dataset
 from resihp.pipeline import checker, program
 from resihp.pipeline.program import Bucket, Membership, Program
-from resihp.plan import Plan, Stop
 from resihp.protocol.messages import StepOutcome
-from resihp.scheduler import memory
-from resihp.transfers import Base, Move
-from resihp.workload import Dataset
+from resihp.scheduler.cost import memory
 
 MEETING_S = 10.0
 """How long ranks that measure their links wait for each other."""
@@ -241,7 +241,7 @@ class Engine:
         optimizer = AdamWState(self._settings, dict(stage.named_parameters()), old.optimizer if old else None)
         new = State(plan.epoch, holding, stage, optimizer, specs, parallel)
         if old is not None:
-            movement.copy_kept(old, new)
+            state_transfer.copy_kept(old, new)
         return new
 
     def _draw(self, state: State) -> None:
@@ -273,7 +273,7 @@ class Engine:
         """
         self.disconnect()
         prepared = self.prepare(plan, rank)
-        moving = [Membership(movement.channel_name(move), (move.source, move.target)) for move in self._moves]
+        moving = [Membership(state_transfer.channel_name(move), (move.source, move.target)) for move in self._moves]
         wanted = (*prepared.memberships, *moving)
         self._communicators = communicators = Communicators(
             plan.epoch, rank, wanted, timeout_s, self._directory, strict=self._strict, wires=self.wires
@@ -320,7 +320,7 @@ class Engine:
         From here on the rank holds both states, until `begin`. Raises CommunicatorError.
         """
         assert self._communicators is not None, "connect first"
-        received = movement.move_state(
+        received = state_transfer.move_state(
             self._moves, self.rank, self.state, self.next, self._by_name, self._communicators, observer, self.device
         )
         if self.next is not None:

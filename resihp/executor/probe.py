@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from resihp.errors import CommunicatorError, DeviceError
-from resihp.executor.channels import Channel, guarded
+from resihp.executor.compute.channels import Channel, guarded
+from resihp.executor.compute.stopwatch import Speed
 from resihp.executor.engine import Engine
-from resihp.executor.stopwatch import Speed
 from resihp.pipeline.program import Membership
 from resihp.protocol import messages as m
 

@@ -17,20 +17,21 @@ from typing import Any
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from resihp import checkpoints
 from resihp.detector.observation import pack
 from resihp.errors import CheckpointError, CommunicatorError, LayoutError, ResihpError
-from resihp.executor import checkpoint, emulation, probe
+from resihp.executor import emulation, probe
+from resihp.executor.compute.stage import PositionEmbedding
 from resihp.executor.engine import Engine
-from resihp.executor.optimizer import AdamW
-from resihp.executor.stage import PositionEmbedding
+from resihp.executor.state import checkpoint
+from resihp.executor.state.optimizer import AdamW
 from resihp.executor.tensor_group import dist
 from resihp.faults import Fault, Phase
-from resihp.layout import Layout
-from resihp.plan import Plan, spread
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.plan import Plan, spread
+from resihp.parallelism.workload import Dataset
 from resihp.protocol import client as agent
 from resihp.protocol import messages as m
-from resihp.workload import Dataset
+from resihp.worker import checkpoints
 
 COMMUNICATION_TIMEOUT_S = 1800.0
 """Collectives are not timed out by the back end: the supervisor notices hangs sooner, and wakes who is blocked."""

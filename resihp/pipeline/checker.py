@@ -17,12 +17,12 @@ from fractions import Fraction
 from typing import NoReturn
 
 from resihp.errors import PlanError
+from resihp.parallelism.plan import Order, Plan, Primitive, Stop
 from resihp.pipeline import program as compiled
 from resihp.pipeline.program import Bucket, Compute, Instruction, Parcel, Program, Reduce, Transmit, chunks_of
 from resihp.pipeline.rendezvous import Rendezvous, spoken_parcel
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Node, Orders, spoken, virtual_stages
-from resihp.plan import Order, Plan, Primitive, Stop
 
 _Edge = tuple[str, int, int]
 """Direction, micro-batch, boundary: which parcel."""

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from resihp.errors import PlanError
+from resihp.parallelism.plan import Kind, Plan, Primitive, Stop
 from resihp.pipeline.timeline import Node, Orders, needs, play, virtual_stages
-from resihp.plan import Kind, Plan, Primitive, Stop
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.intp]

@@ -15,11 +15,11 @@ from typing import Literal
 
 import msgspec
 
-from resihp.layout import Layout, Stage
-from resihp.ownership import ParameterSpec, Slice, holders, owner_sets, size_of
+from resihp.parallelism.layout import Layout, Stage
+from resihp.parallelism.ownership import ParameterSpec, Slice, holders, owner_sets, size_of
+from resihp.parallelism.plan import Plan, Primitive, Stop
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import layer_units, play, virtual_stages
-from resihp.plan import Plan, Primitive, Stop
 
 
 class Piece(msgspec.Struct, frozen=True):

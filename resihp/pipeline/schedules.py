@@ -12,9 +12,9 @@ import heapq
 from collections import defaultdict
 
 from resihp.errors import PlanError
-from resihp.layout import Replica
+from resihp.parallelism.layout import Replica
+from resihp.parallelism.plan import Order, Plan, Primitive
 from resihp.pipeline.timeline import Node, Orders, Seconds, Transfers, follows, layer_units, needs
-from resihp.plan import Order, Plan, Primitive
 
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
 """Names that a plan may give. The first two are the same rule, for one and for several chunks a stage."""

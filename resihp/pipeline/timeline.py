@@ -16,8 +16,8 @@ from collections.abc import Callable
 import msgspec
 
 from resihp.errors import PlanError
-from resihp.layout import Layout
-from resihp.plan import Kind, Order, Plan, Primitive, Stop
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.plan import Kind, Order, Plan, Primitive, Stop
 
 Orders = tuple[tuple[Order, ...], ...]
 """What each stage computes, [replica][stage]."""

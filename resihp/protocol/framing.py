@@ -57,7 +57,7 @@ class Envelope(msgspec.Struct, Generic[T], frozen=True, kw_only=True, tag=True):
     `number` counts the sender's messages from 1 over all connections of a conversation; 0 is one that may be lost (a
     beat, the first of a connection, an answer to a stranger). `acknowledged` is the last number that the sender has
     received, all before it included; without a message an envelope does nothing but tell that
-    (`wrapper.conversation`).
+    (`resihp.protocol.resumable`).
     """
 
     number: int = 0

@@ -22,11 +22,11 @@ from typing import Literal
 
 import msgspec
 
-from resihp.detector.clues import Clue
+from resihp.detector.diagnosis.clues import Clue
 from resihp.faults import Fault
-from resihp.model import ModelSpec
-from resihp.plan import Plan
-from resihp.transfers import Base
+from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.plan import Plan
+from resihp.parallelism.transfers import Base
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -38,8 +38,8 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     A rank that has it may step; with it, another rank can finish the same step. `clip` multiplies gradients;
     `skip` means that gradients were not finite and no rank may update. `loss` is the mean over tokens of the global
-    batch; `samples_digest` (16 hexadecimal digits, `resihp.workload.samples_digest`) and the other sums come from
-    the ranks that computed the micro-batches.
+    batch; `samples_digest` (16 hexadecimal digits, `resihp.parallelism.workload.samples_digest`) and the other sums
+    come from the ranks that computed the micro-batches.
     """
 
     iteration: int

@@ -1,10 +1,10 @@
 """Which layout, and which work where: the best plan for what is left of a job, or has come to it. Pure.
 
 Progressive, as the paper has it: groups first, then layers, then micro-batches, each taking up what the one before
-could not (`resihp.scheduler.groups`, `layers`, `shares`). What that gives is compared, by predicted time of an
+could not (`resihp.scheduler.layouts.groups`, `layers`, `shares`). What that gives is compared, by predicted time of an
 iteration, with going on without the replicas that lost a rank, with leaving everything as it is, and where links are
-slow with the same stages in other pipelines (`resihp.scheduler.crossing`). Whether the transition itself is worth its
-time, and whether all state is still there, is the caller's question.
+slow with the same stages in other pipelines (`resihp.scheduler.layouts.swap_pipelines`). Whether the transition itself
+is worth its time, and whether all state is still there, is the caller's question.
 
 Called by the controller whenever ranks went or came.
 """
@@ -18,13 +18,15 @@ from contextlib import suppress
 import msgspec
 
 from resihp.errors import LayoutError, PlanError
-from resihp.layout import Layout, Replica, Stage, validate
-from resihp.model import ModelSpec
-from resihp.plan import Plan, spread
-from resihp.scheduler import crossing, memory, refinement, shares, whole
-from resihp.scheduler.draft import Draft
-from resihp.scheduler.groups import SIGNIFICANT
-from resihp.scheduler.prices import Priced, Prices, bytes_to_move
+from resihp.parallelism.layout import Layout, Replica, Stage, validate
+from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.plan import Plan, spread
+from resihp.scheduler.cost import memory
+from resihp.scheduler.cost.prices import Priced, Prices, bytes_to_move
+from resihp.scheduler.layouts import exhaustive, shares, swap_pipelines
+from resihp.scheduler.layouts.draft import Draft
+from resihp.scheduler.layouts.groups import SIGNIFICANT
+from resihp.scheduler.orders import refinement
 from resihp.scheduler.situation import Decision, Situation, check
 
 MOST_ROUNDED = 2048
@@ -139,7 +141,7 @@ def _candidates(situation: Situation, prices: Prices) -> list[_Candidate]:
             obstacles.append(str(error))
     below = min((candidate.seconds for candidate in found), default=math.inf)
     try:
-        anew = whole.replicas(situation, prices, below)
+        anew = exhaustive.replicas(situation, prices, below)
         if anew is not None:
             found.append(_candidate("anew", situation, prices, anew))
     except LayoutError as error:
@@ -196,7 +198,7 @@ def _crossed(candidates: list[_Candidate], situation: Situation, prices: Prices)
     """The same stages with other neighbours, where slow links join them."""
     found: dict[tuple[Replica, ...], _Candidate] = {}
     for candidate in candidates:
-        replicas = crossing.crossed(candidate.plan.layout.replicas, situation)
+        replicas = swap_pipelines.crossed(candidate.plan.layout.replicas, situation)
         if replicas is not None and replicas not in found:
             name = f"{candidate.name}, pipelines crossed"
             with suppress(PlanError):  # there is no room for it

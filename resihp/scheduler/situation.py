@@ -8,12 +8,12 @@ from typing import Literal
 import msgspec
 
 from resihp.errors import PlanError
-from resihp.layout import Layout
-from resihp.model import ModelSpec
-from resihp.plan import Plan
-from resihp.scheduler import profile
-from resihp.scheduler.memory import STATE_BYTES, Post
-from resihp.scheduler.profile import Profile, layer_units
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.plan import Plan
+from resihp.scheduler.cost import profile
+from resihp.scheduler.cost.memory import STATE_BYTES, Post
+from resihp.scheduler.cost.profile import Profile, layer_units
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +42,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None
     """Of each device; None where it is not known, and then not checked."""
     state_bytes: int = STATE_BYTES
-    """Of each parameter, gradient and optimizer included (`resihp.scheduler.memory.zero_1`)."""
+    """Of each parameter, gradient and optimizer included (`resihp.scheduler.cost.memory.zero_1`)."""
     profile: Profile | None = None
     """Times of the model; None where nothing was measured, and then those of `layer_units`."""
     links: dict[tuple[str, str], float] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.planner import SIZES, compared, one_more, sized
-from resihp.layout import validate
+from resihp.parallelism.layout import validate
 from resihp.scheduler import decide
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.simulated_jobs import QUANTILES, Failure, Job, Setting, simulate
+from resihp.parallelism.plan import Stop
 from resihp.pipeline.timeline import play
-from resihp.plan import Stop
 
 pytestmark = pytest.mark.skipif(not QUANTILES.exists(), reason=f"no document lengths at {QUANTILES}")
 

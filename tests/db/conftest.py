@@ -12,12 +12,12 @@ from sqlalchemy import select
 
 from db import models
 from db.engine import make_engine, resolve
-from db.queries import TABLES, Reader
+from db.reading.queries import TABLES, Reader
 from db.writer import Ledger
-from resihp import journal
-from resihp.layout import Layout, Replica, Stage
-from resihp.plan import Plan, spread
+from resihp.parallelism.layout import Layout, Replica, Stage
+from resihp.parallelism.plan import Plan, spread
 from resihp.protocol.messages import StepOutcome
+from resihp.record import journal
 
 from .postgres import Server, missing
 

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from db.writer import Ledger
-from resihp import journal
+from resihp.record import journal
 
 from .conftest import BEGAN, outcome, story
 

@@ -21,10 +21,10 @@ import pytest
 import db.engine
 from db import migrate
 from db.engine import file_of, make_engine, resolve
-from db.queries import Reader
+from db.reading.queries import Reader
 from db.writer import Ledger, catch_up
-from resihp import journal
 from resihp.errors import LedgerError
+from resihp.record import journal
 
 from .conftest import Listener, everything, held, on_sqlite, write_journal
 from .killed_writer import long_story, work

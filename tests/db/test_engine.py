@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from db.engine import default_url, file_system, masked, resolve
-from db.queries import Reader
+from db.reading.queries import Reader
 from db.writer import Ledger
 from resihp.errors import LedgerError
 

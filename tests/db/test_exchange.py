@@ -17,10 +17,10 @@ from db import migrate
 from db.engine import make_engine, resolve
 from db.exchange import export, import_from
 from db.models import Base
-from db.queries import TABLES, Reader
+from db.reading.queries import TABLES, Reader
 from db.writer import Ledger, catch_up
-from resihp import journal
 from resihp.errors import JobNotFoundError, LedgerError, ResihpError, UsageError
+from resihp.record import journal
 
 from .conftest import (
     BEGAN,

@@ -20,10 +20,10 @@ from sqlalchemy.exc import IntegrityError
 from db import migrate
 from db.engine import file_of, make_engine, resolve
 from db.models import Base
-from db.queries import Reader
+from db.reading.queries import Reader
 from db.writer import Ledger, catch_up
-from resihp import journal
 from resihp.errors import LedgerError
+from resihp.record import journal
 
 from .conftest import BEGAN, rank_reports, started, story, write_journal
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from db.queries import Reader
+from db.reading.queries import Reader
 from db.retention import prune
 from db.writer import Ledger
-from resihp import journal
 from resihp.errors import LedgerError, UsageError
+from resihp.record import journal
 
 from .conftest import BEGAN, on_sqlite, rank_reports, write_journal
 from .killed_writer import long_story

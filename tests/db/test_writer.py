@@ -13,9 +13,9 @@ import pytest
 
 import db.engine
 import db.writer
-from db.queries import Reader
+from db.reading.queries import Reader
 from db.writer import Ledger, catch_up
-from resihp import journal
+from resihp.record import journal
 
 from .conftest import (
     BEGAN,

@@ -1,7 +1,7 @@
 """One process for all local jobs of a run of tests: it has imported what training needs, and is forked for each job.
 
-`python -P fork_server.py FD PARENT`; FD is where jobs connect to. Each gets what `resihp.forkserver --shared` is.
-`fork_server()` starts it, and returns what RESIHP_FORK_SERVER is to say.
+`python -P fork_server.py FD PARENT`; FD is where jobs connect to. Each gets what `resihp.worker.forkserver --shared`
+is. `fork_server()` starts it, and returns what RESIHP_FORK_SERVER is to say.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import sys
 import tempfile
 from contextlib import suppress
 
-from resihp.forkserver import ONE_THREAD, PRELOAD, STOP_SIGNALS, Ready, preload, serve_nodes
 from resihp.process import die_with_parent, inherited_socket
 from resihp.protocol.framing import LocalChannel
+from resihp.worker.forkserver import ONE_THREAD, PRELOAD, STOP_SIGNALS, Ready, preload, serve_nodes
 
 
 @functools.cache

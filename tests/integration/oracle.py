@@ -22,10 +22,10 @@ from megatron.core.transformer import TransformerConfig
 
 import resihp.executor  # noqa: F401 imports megatron-core the way workers do
 from resihp.executor.engine import Engine
-from resihp.executor.optimizer import AdamW
-from resihp.layout import Layout
-from resihp.plan import Plan, spread
-from resihp.workload import MicroBatch
+from resihp.executor.state.optimizer import AdamW
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.plan import Plan, spread
+from resihp.parallelism.workload import MicroBatch
 
 TP, PP, DP, LAYERS, VOCAB, LENGTH, MICRO_BATCHES = 2, 2, 2, 4, 64, 16, 8
 TIMEOUT = timedelta(seconds=60)

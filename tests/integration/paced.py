@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from resihp.datasets import PackedDataset
-from resihp.workload import MicroBatch
+from resihp.parallelism.workload import MicroBatch
 
 LOOK_EVERY_S = 0.05
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"

@@ -7,7 +7,7 @@ import sys
 import msgspec
 
 from tests.integration.slurm_jobs import Desk
-from wrapper.doctor_machine import Finding
+from wrapper.commands.doctor.machine import Finding
 
 _ASK = """
 import os, sys

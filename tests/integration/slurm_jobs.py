@@ -20,12 +20,12 @@ import psutil
 import pytest
 
 from resihp.datasets import ByteFiles, PackedDataset
-from resihp.journal import IterationCommitted, Record
-from resihp.workload import samples_digest
+from resihp.parallelism.workload import samples_digest
+from resihp.record.journal import IterationCommitted, Record
 from slurm.render import template
 from tests.integration.cluster import Cluster
 from tests.integration.jobs import EXAMPLE, REPOSITORY, RESIHP, TINY, UNWATCHED
-from wrapper.jobs import Job
+from wrapper.job_folder import Job
 
 MakeCluster = Callable[..., Cluster]
 _Entry = TypeVar("_Entry")

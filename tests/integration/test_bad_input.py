@@ -129,7 +129,7 @@ def test_interpreter_frozen_for_ten_seconds_is_only_suspected(job: Job) -> None:
 def test_control_connection_silent_while_collectives_progress_is_left_alone(job: Job) -> None:
     job.train(iterations=100_000, nodes=2, gpus=1, tp=1, pp=1)
     job.until(lambda: "iteration 3" in (job.folder / "stderr").read_text())
-    agents = [p for p in job.processes() if "wrapper.agent" in p.cmdline() and "n2" in p.cmdline()]
+    agents = [p for p in job.processes() if "wrapper.agent.process" in p.cmdline() and "n2" in p.cmdline()]
     assert len(agents) == 1, [p.cmdline() for p in job.processes()]
     agents[0].suspend()
     try:
@@ -165,7 +165,7 @@ def test_killing_guardian_and_supervisor_leaves_nothing_but_the_truth(job: Job) 
     assert job.process is not None
     guardian = psutil.Process(job.process.pid)
     for process in [guardian, *guardian.children()]:
-        if process == guardian or "wrapper.supervisor" in " ".join(process.cmdline()):
+        if process == guardian or "wrapper.supervisor.process" in " ".join(process.cmdline()):
             process.kill()
     job.process.wait(10)
     deadline = time.monotonic() + 10

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from tests.db.conftest import any_layout_story, story
-from tests.wrapper.test_report import facts_of, long_story, nasty_story
-from wrapper.report import page
+from tests.wrapper.commands.test_report import facts_of, long_story, nasty_story
+from wrapper.commands.report import page
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WIDTHS = [1280, 390]

@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from resihp import checkpoints, journal
+from resihp.record import journal
+from resihp.worker import checkpoints
 from tests.integration.jobs import Job, jobs
 
 ITERATIONS = 24
@@ -88,7 +89,7 @@ def test_signals_to_every_process_but_ours_stop_the_job_and_blame_nobody(job: Jo
 
 def _is_of_a_step(process: psutil.Process) -> bool:
     command = process.cmdline()
-    return any(name in command for name in ("wrapper.agent", "resihp.forkserver", "resihp.store"))
+    return any(name in command for name in ("wrapper.agent.process", "resihp.worker.forkserver", "resihp.worker.store"))
 
 
 def test_the_script_that_goes_on_after_training_hears_signals_again(job: Job, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from resihp.journal import CheckpointCommitted
+from resihp.record.journal import CheckpointCommitted
 from tests.integration.jobs import Job
 from tests.integration.slurm_jobs import ITERATIONS, Reference
 from tests.integration.test_takeover import committed, entries, wait_for

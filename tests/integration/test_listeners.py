@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.jobs import Job
-from tests.wrapper.test_metrics import free_port, samples
+from tests.wrapper.sinks.test_metrics import free_port, samples
 
 
 def test_a_job_that_is_listened_to(job: Job) -> None:

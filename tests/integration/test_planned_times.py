@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from resihp import journal
 from resihp.executor.emulation import LAYER_MS
-from resihp.plan import Plan
-from resihp.scheduler.prices import iteration_seconds
+from resihp.parallelism.plan import Plan
+from resihp.record import journal
+from resihp.scheduler.cost.prices import iteration_seconds
 from resihp.scheduler.situation import Situation
 from tests.integration.jobs import Job
 

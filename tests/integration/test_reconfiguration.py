@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from resihp.datasets import ByteFiles, PackedDataset
-from resihp.workload import samples_digest
+from resihp.parallelism.workload import samples_digest
 from tests.integration.jobs import EXAMPLE, STRICT, TINY, Job, jobs
 
 ITERATIONS = 12

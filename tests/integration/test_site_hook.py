@@ -23,9 +23,9 @@ import pytest
 import slurm
 from slurm.client import PREFIX
 from slurm.commands import CommandLine
-from slurm.drain import Step, climb, descend
-from slurm.exclusions import Exclusions
-from slurm.spool import put
+from slurm.drains.drain import Step, climb, descend
+from slurm.drains.exclusions import Exclusions
+from slurm.drains.spool import put
 from tests.integration.cluster import Cluster, requires_slurm
 from tests.integration.test_cluster import hold
 
@@ -62,7 +62,8 @@ def as_user(user: str, act: Callable[[], list[Step]]) -> list[Step]:
 
 
 class Site:
-    """A cluster with the hook installed the way the README says; `slurm.drain` used as a job's supervisor does."""
+    """A cluster with the hook installed the way the README says; `slurm.drains.drain` used as a job's supervisor
+    does."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from db.queries import Reader
+from db.reading.queries import Reader
 from tests.integration import jobs
 from tests.integration.jobs import UNWATCHED, Job
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import statistics
 from itertools import pairwise
 
-from resihp import journal
 from resihp.executor.emulation import LAYER_MS
 from resihp.faults import LINK_MS
-from resihp.layout import Layout
+from resihp.parallelism.layout import Layout
+from resihp.record import journal
 from tests.integration.jobs import Job
 from tests.integration.test_planned_times import SETTLING, plans_that_ran
 

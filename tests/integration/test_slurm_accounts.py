@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from resihp.controller import interface as api
-from resihp.journal import JobEnded
+from resihp.record.journal import JobEnded
 from tests.integration.cluster import Cluster
 from tests.integration.slurm_doctor import ask
 from tests.integration.slurm_jobs import Desk, MakeCluster

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from resihp.journal import JobEnded, JobSignalled, NodeReleased
+from resihp.record.journal import JobEnded, JobSignalled, NodeReleased
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference
 
 pytestmark = pytest.mark.timeout(400)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from resihp.journal import FailureFound
+from resihp.record.journal import FailureFound
 from tests.integration.slurm_jobs import Desk, MakeCluster
 
 WATCHED_S = float(os.environ.get("RESIHP_CALLS_S", "45"))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from resihp.journal import CheckpointCommitted, JobEnded, NodeJoined, NodeLost, PlanDecided, WorkerStarted
+from resihp.record.journal import CheckpointCommitted, JobEnded, NodeJoined, NodeLost, PlanDecided, WorkerStarted
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference
 
 pytestmark = pytest.mark.timeout(400)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from resihp.journal import CheckpointCommitted, FailureFound, JobEnded, JobSignalled
+from resihp.record.journal import CheckpointCommitted, FailureFound, JobEnded, JobSignalled
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference
 from tests.integration.test_slurm_signals import assert_ended_once
 

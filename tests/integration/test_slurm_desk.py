@@ -14,12 +14,12 @@ import pytest
 from resihp.controller import interface as api
 from slurm import replacement
 from slurm.commands import CommandLine
-from slurm.polite import Polite
+from slurm.rate_limited import Polite
 from slurm.replacement import ReplacementJob
 from tests.integration.cluster import Cluster
-from wrapper import slurm_desk
-from wrapper.request import Program, RunRequest, SlurmRequest
-from wrapper.slurm_desk import SlurmDesk
+from wrapper.config.run_spec import Program, RunRequest, SlurmRequest
+from wrapper.slurm_tasks import desk as slurm_desk
+from wrapper.slurm_tasks.desk import SlurmDesk
 
 MakeCluster = Callable[..., Cluster]
 

@@ -6,14 +6,22 @@ import time
 
 import pytest
 
-from resihp.journal import DrainAnswered, DrainDecided, FailureFound, JobEnded, NodeLost, NodeReleased, Reconfigured
+from resihp.record.journal import (
+    DrainAnswered,
+    DrainDecided,
+    FailureFound,
+    JobEnded,
+    NodeLost,
+    NodeReleased,
+    Reconfigured,
+)
 from tests.integration.slurm_jobs import Desk, MakeCluster, Reference, on_node
 from tests.integration.test_site_hook import BOB
 
 pytestmark = pytest.mark.timeout(300)
 
 LAST = 20
-AGENT = "wrapper.agent"
+AGENT = "wrapper.agent.process"
 PAUSE_S = 0.1
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from resihp.journal import JobStarted, NodeJoined, WorkerStarted
+from resihp.record.journal import JobStarted, NodeJoined, WorkerStarted
 from slurm.render import TEMPLATES, template
 from tests.integration.jobs import RESIHP
 from tests.integration.slurm_jobs import Desk, MakeCluster, edited, job_file, on_node, training
@@ -90,7 +90,10 @@ def test_agents_have_what_the_node_has_and_write_their_own_logs(cluster: MakeClu
     made.until(lambda: len([e for e in made.entries(job) if isinstance(e, WorkerStarted)]) == 4, job)
     assert "no --no-kill in the batch script" in made.output(job), "it was on the command line, which nobody can see"
     for node in made.cluster.nodes:
-        agents, workers = on_node(made.cluster, node, "wrapper.agent"), on_node(made.cluster, node, "resihp.forkserver")
+        agents, workers = (
+            on_node(made.cluster, node, "wrapper.agent.process"),
+            on_node(made.cluster, node, "resihp.worker.forkserver"),
+        )
         (agent,) = agents
         assert agent.environ()["CUDA_VISIBLE_DEVICES"] == "0,1"
         assert "PYTHONPATH" not in agent.environ()

@@ -8,14 +8,14 @@ import msgspec
 import psutil
 import pytest
 
-from resihp.journal import LeaderChosen
+from resihp.record.journal import LeaderChosen
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference, on_node, training
-from tests.wrapper.test_ports import free_range
-from wrapper.config_values import LEAST_PORTS
+from tests.wrapper.launch.test_ports import free_range
+from wrapper.config.values import LEAST_PORTS
 
 pytestmark = pytest.mark.timeout(300)
 
-OURS = ("wrapper.agent", "wrapper.supervisor", "resihp.store", "wrapper")
+OURS = ("wrapper.agent.process", "wrapper.supervisor.process", "resihp.worker.store", "wrapper")
 """Modules of our processes that other nodes speak to; the last is the guardian."""
 
 
@@ -39,18 +39,18 @@ def test_all_that_listens_between_nodes_is_inside_the_range_that_is_open(
     job = desk.sbatch_training(ITERATIONS, gpus=1)
     desk.until_committed(job, 2, timeout_s=120)
     found = {module: ports_of(desk, module) for module in OURS}
-    assert {node for node, ports in found["wrapper.agent"].items() if ports} == {"n1", "n2", "n3", "n4"}
-    assert found["wrapper.supervisor"]["n1"]
-    assert found["resihp.store"]["n1"]
+    assert {node for node, ports in found["wrapper.agent.process"].items() if ports} == {"n1", "n2", "n3", "n4"}
+    assert found["wrapper.supervisor.process"]["n1"]
+    assert found["resihp.worker.store"]["n1"]
     outside = {(module, node): ports - inside for module in OURS for node, ports in found[module].items()}
     assert not any(outside.values()), outside
-    workers = ports_of(desk, "resihp.forkserver")
+    workers = ports_of(desk, "resihp.worker.forkserver")
     print(f"gloo listens on {workers}, the kernel's choice")
 
     desk.cluster.kill_node("n1")
     chosen = desk.until(lambda: desk.of(job, LeaderChosen), job, 90)[-1]
     desk.until_committed(job, desk.committed(job) + 1)
-    for module in ("wrapper.supervisor", "resihp.store"):
+    for module in ("wrapper.supervisor.process", "resihp.worker.store"):
         ports = ports_of(desk, module)[chosen.node]
         assert ports, f"{module} listens on {chosen.node}"
         assert ports <= inside, f"{module} of the successor"

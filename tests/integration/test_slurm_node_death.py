@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from resihp.journal import (
+from resihp.record.journal import (
     DrainAnswered,
     IterationCommitted,
     JobEnded,

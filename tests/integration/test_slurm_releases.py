@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from resihp.journal import CheckpointCommitted
+from resihp.record.journal import CheckpointCommitted
 from tests.integration.cluster import Cluster, requires_slurm
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference, job_file
 from tests.integration.test_slurm_signals import assert_ended_once

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from resihp.journal import CheckpointCommitted, DrainDecided, FailureFound, JobEnded, JobSignalled
+from resihp.record.journal import CheckpointCommitted, DrainDecided, FailureFound, JobEnded, JobSignalled
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference
 
 pytestmark = pytest.mark.timeout(400)

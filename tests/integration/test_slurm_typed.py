@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from resihp.journal import NodeJoined, Reconfigured, ReplacementChanged
+from resihp.record.journal import NodeJoined, Reconfigured, ReplacementChanged
 from slurm import replacement
 from slurm.client import JobRequest
 from slurm.commands import CommandLine

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from resihp.datasets import ByteFiles, PackedDataset
-from resihp.workload import samples_digest
+from resihp.parallelism.workload import samples_digest
 from tests.integration.jobs import Job
 
 ITERATIONS = 6

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from resihp.datasets import ByteFiles, PackedDataset
-from resihp.journal import (
+from resihp.parallelism.workload import samples_digest
+from resihp.record.journal import (
     AnyEntry,
     FaultInjected,
     IterationCommitted,
@@ -25,7 +26,6 @@ from resihp.journal import (
     WorkerStarted,
     read,
 )
-from resihp.workload import samples_digest
 from tests.integration.jobs import Job, jobs
 
 SOAK = pytest.mark.soak
@@ -80,7 +80,7 @@ def led_in(job: Job, term: int) -> bool:
 
 
 def supervisor_of(job: Job) -> psutil.Process:
-    (supervisor,) = [each for each in job.processes() if "wrapper.supervisor" in each.cmdline()]
+    (supervisor,) = [each for each in job.processes() if "wrapper.supervisor.process" in each.cmdline()]
     return supervisor
 
 

@@ -8,7 +8,7 @@ import sys
 
 def test_import_is_light_and_knows_none_of_the_wrapper() -> None:
     probe = (
-        "import sys, resihp, resihp.controller, resihp.journal; "
+        "import sys, resihp, resihp.controller, resihp.record.journal; "
         "heavy = {'torch', 'megatron', 'pandas', 'sqlalchemy', 'wrapper', 'slurm', 'db'} & set(sys.modules); "
         "sys.exit(f'loaded: {heavy}' if heavy else 0)"
     )

@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slurm.calls import LIMIT_BYTES
 from slurm.client import PREFIX
+from slurm.command_call import LIMIT_BYTES
 from slurm.commands import AT_ONCE, CommandLine
 from slurm.errors import SlurmError, SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
-from slurm.reading import FIELD, RECORD
+from slurm.parse import FIELD, RECORD
 from tests.integration.cluster import Cluster
 
 

@@ -19,9 +19,9 @@ import pytest
 from slurm.client import PREFIX, Gres, JobRequest, JobView, NodeView, Slurm, commented
 from slurm.commands import CommandLine
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
-from slurm.fake import FakeSlurm, expand
-from slurm.polite import Polite
+from slurm.rate_limited import Polite
 from tests.integration.cluster import Cluster
+from tests.slurm.fake_slurm import FakeSlurm, expand
 
 NODES = ("n1", "n2", "n3", "n4")
 SCRIPT = "#!/bin/sh\n# é\nsleep 1000\n"

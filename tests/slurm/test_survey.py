@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slurm.errors import SlurmOutputError, SlurmUnavailableError
-from slurm.reading import settings
+from slurm.parse import settings
 from slurm.survey import FIELD, RECORD, CommandSurvey, admin_level, partitions, user_of
 from tests.integration.cluster import Cluster
 

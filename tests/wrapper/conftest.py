@@ -14,9 +14,9 @@ from typing import Any, Literal
 import psutil
 import pytest
 
-from resihp.journal import AnyEntry
-from wrapper.jobs import Job, create_local_job
-from wrapper.request import Program, RunRequest
+from resihp.record.journal import AnyEntry
+from wrapper.config.run_spec import Program, RunRequest
+from wrapper.job_folder import Job, create_local_job
 
 STUB = Path(__file__).with_name("stub_run.py")
 

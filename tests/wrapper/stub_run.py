@@ -19,9 +19,9 @@ from resihp.controller import Controller
 from resihp.controller.interface import AgentJoined, AnyAction, AnyEvent, CutConnection, WorkerSaid
 from resihp.errors import ProtocolError
 from resihp.process import die_with_parent, inherited_socket
-from wrapper.guardian import guard
-from wrapper.request import load
-from wrapper.supervisor import bury, heir_of, supervise_with
+from wrapper.config.run_spec import load
+from wrapper.supervisor.guardian import guard
+from wrapper.supervisor.process import bury, heir_of, supervise_with
 
 
 class Nothing:

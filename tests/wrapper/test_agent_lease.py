@@ -13,8 +13,8 @@ import msgspec
 from resihp.protocol import messages as m
 from resihp.protocol.framing import Envelope, SecureChannel, serve
 from tests.wrapper.conftest import StubJob
-from wrapper.jobs import SupervisorFile, write_private
-from wrapper.request import Program, RunRequest
+from wrapper.config.run_spec import Program, RunRequest
+from wrapper.job_folder import SupervisorFile, write_private
 
 
 def request_of(stub_job: StubJob) -> RunRequest:
@@ -43,7 +43,7 @@ def request_of(stub_job: StubJob) -> RunRequest:
 
 
 def command(run_file: Path) -> list[str]:
-    return [sys.executable, "-P", "-m", "wrapper.agent", "--run", str(run_file), "--node", "n9", "--lease", "3"]
+    return [sys.executable, "-P", "-m", "wrapper.agent.process", "--run", str(run_file), "--node", "n9", "--lease", "3"]
 
 
 def test_it_connects_to_whom_the_jobs_folder_names_and_tells_its_lease(stub_job: StubJob) -> None:

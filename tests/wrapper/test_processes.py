@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from resihp.errors import UsageError
-from resihp.journal import FaultInjected, JobEnded, LeaderChosen, NodeLost, WorkerEnded, WorkerStarted, first_seq
+from resihp.record.journal import FaultInjected, JobEnded, LeaderChosen, NodeLost, WorkerEnded, WorkerStarted, first_seq
 from tests.wrapper.conftest import StubJob
-from wrapper import operate
-from wrapper.jobs import finish_dead_job, hold_lock
+from wrapper.commands import inject
+from wrapper.job_folder import finish_dead_job, hold_lock
 
 FOREVER = "import time\nprint('here', flush=True)\ntime.sleep(3600)\n"
 STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER
@@ -152,7 +152,7 @@ def test_exception_is_in_the_log_without_our_frames_and_reported(stub_job: StubJ
 def test_operator_injects_a_fault(stub_job: StubJob) -> None:
     stub_job.start(FOREVER)
     running(stub_job)
-    assert "injected" in operate.inject(stub_job.job.name, "kill", 0, None)
+    assert "injected" in inject.inject(stub_job.job.name, "kill", 0, None)
     assert stub_job.wait() == 1
     assert exits(stub_job) == {0: -9}
 
@@ -297,7 +297,7 @@ def dying(event: str, nth: int, lives: int) -> dict[str, str]:
 def test_killed_supervisor_is_replaced_and_nothing_else_is(stub_job: StubJob) -> None:
     stub_job.start(UNTIL_TOLD, nodes=2, gpus=2)
     workers = {worker.rank: worker.pid for worker in running(stub_job, 4)}
-    agents = {process.pid for process in stub_job.processes("wrapper.agent")}
+    agents = {process.pid for process in stub_job.processes("wrapper.agent.process")}
     guardian = stub_job.processes("guard ")
     first = supervisor_of(stub_job)
     first.kill()
@@ -309,9 +309,9 @@ def test_killed_supervisor_is_replaced_and_nothing_else_is(stub_job: StubJob) ->
     assert chosen.after == len(stub_job.entries()) - 1
     print(f"led again {record.at - killed_at:.2f} s after the kill")
     stub_job.until(lambda: inventories(stub_job) == 2)
-    assert {process.pid for process in stub_job.processes("wrapper.agent")} == agents
+    assert {process.pid for process in stub_job.processes("wrapper.agent.process")} == agents
     assert stub_job.processes("guard ") == guardian
-    assert operate.inject(None, "disconnect", None, "n2"), "it is found where commands look for it"
+    assert inject.inject(None, "disconnect", None, "n2"), "it is found where commands look for it"
     assert all(psutil.pid_exists(pid) for pid in workers.values())
     (stub_job.folder / "go").touch()
     assert stub_job.wait() == 0, stub_job.stderr
@@ -437,7 +437,7 @@ def test_agents_wait_for_a_supervisor_that_is_slow_to_start(stub_job: StubJob) -
     """As long as the guardian holds the socket, somebody is about to come."""
     stub_job.start(UNTIL_TOLD)
     running(stub_job)
-    (agent,) = stub_job.processes("wrapper.agent")
+    (agent,) = stub_job.processes("wrapper.agent.process")
     supervisor_of(stub_job).kill()
     (slow,) = stub_job.until(lambda: [it for it in stub_job.processes("supervise ") if "--take-over" in it.cmdline()])
     slow.suspend()
@@ -503,7 +503,7 @@ def test_nothing_is_lost_when_connections_are_cut_all_the_time(stub_job: StubJob
 def test_disconnect_fault_costs_nothing(stub_job: StubJob) -> None:
     stub_job.start("import time\nprint('here', flush=True)\ntime.sleep(2)\n", nodes=2)
     running(stub_job, 2)
-    assert "disconnect:node=n2 injected" in operate.inject(None, "disconnect", None, "n2")
+    assert "disconnect:node=n2 injected" in inject.inject(None, "disconnect", None, "n2")
     assert stub_job.wait() == 0, stub_job.stderr
     assert exits(stub_job) == {0: 0, 1: 0}
     assert not [entry for entry in stub_job.entries() if isinstance(entry, NodeLost)]

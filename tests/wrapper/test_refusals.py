@@ -15,8 +15,8 @@ from resihp.protocol import messages as m
 from resihp.protocol.framing import Envelope, SecureChannel
 from tests.wrapper.conftest import StubJob
 from tests.wrapper.test_processes import FOREVER, exits, running
-from wrapper import operate
-from wrapper.jobs import SupervisorFile
+from wrapper.commands import inject
+from wrapper.job_folder import SupervisorFile
 
 
 async def throw(address: SupervisorFile, content: bytes) -> None:
@@ -75,31 +75,31 @@ def test_job_goes_on_while_bad_frames_are_thrown_at_it(stub_job: StubJob) -> Non
     assert len(log.splitlines()) <= 10, "refusals are not told without end"
 
     with pytest.raises(UsageError, match="there is no rank 5"):
-        operate.inject(None, "kill", 5, None)
+        inject.inject(None, "kill", 5, None)
     with pytest.raises(UsageError, match="disconnect happens to a node, not to a rank"):
-        operate.inject(None, "disconnect", 0, None)
+        inject.inject(None, "disconnect", 0, None)
     with pytest.raises(UsageError, match="unknown kind"):
-        operate.inject(None, "maim", 0, None)
+        inject.inject(None, "maim", 0, None)
     with pytest.raises(UsageError, match="kill happens to a rank or a node, not to a link"):
-        operate.inject(None, "kill", None, None, link="n1-n2")
+        inject.inject(None, "kill", None, None, link="n1-n2")
     with pytest.raises(UsageError, match="RESIHP_EMULATED_LINK_MS=20 resihp run"):
-        operate.inject(None, "slow", None, None, 0.5, "n1-n2")
+        inject.inject(None, "slow", None, None, 0.5, "n1-n2")
     with pytest.raises(UsageError, match="--link n1 is not two nodes"):
-        operate.inject(None, "slow", None, None, 0.5, "n1")
+        inject.inject(None, "slow", None, None, 0.5, "n1")
     with pytest.raises(UsageError, match="name one target"):
-        operate.inject(None, "slow", 0, None, 0.5, "n1-n2")
+        inject.inject(None, "slow", 0, None, 0.5, "n1-n2")
     assert stub_job.process is not None
     stub_job.process.send_signal(signal.SIGTERM)
     assert stub_job.wait() == 143
     with pytest.raises(UsageError, match="not running"):
-        operate.inject(None, "kill", 0, None)
+        inject.inject(None, "kill", 0, None)
 
 
 def test_silent_node_that_is_given_up_is_ended(stub_job: StubJob) -> None:
     """Stopped as a whole, its sockets stay open: only its silence tells, and nothing of it may stay."""
     stub_job.start(FOREVER, nodes=2)
     workers = running(stub_job, 2)
-    assert "injected" in operate.inject(None, "stop", None, "n2")
+    assert "injected" in inject.inject(None, "stop", None, "n2")
     stub_job.until(lambda: all(p.status() == "stopped" for p in stub_job.processes("--node n2")))
     assert stub_job.wait(20) == 5, stub_job.stderr
     assert "node n2: silent" in stub_job.stderr

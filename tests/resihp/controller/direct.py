@@ -7,12 +7,12 @@ from typing import Any
 from resihp.controller import Controller, Settings, planning
 from resihp.controller import interface as api
 from resihp.faults import Fault
+from resihp.parallelism.plan import Plan
+from resihp.parallelism.transfers import moves
 from resihp.pipeline import checker
-from resihp.plan import Plan
 from resihp.protocol import messages as m
 from resihp.scheduler import planner
-from resihp.transfers import moves
-from tests.resihp.controller.scenario import MODEL
+from resihp.simulator.scenario import MODEL
 
 DECLARE = m.Declare(model=MODEL, micro_batches=8, iterations=6, resume_from=0, fingerprint="same")
 

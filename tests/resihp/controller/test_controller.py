@@ -10,7 +10,10 @@ import pytest
 from resihp.controller import Controller, Settings
 from resihp.controller import interface as api
 from resihp.faults import parse
-from resihp.journal import (
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.plan import spread
+from resihp.protocol import messages as m
+from resihp.record.journal import (
     FaultInjected,
     IterationCommitted,
     JobEnded,
@@ -22,11 +25,8 @@ from resihp.journal import (
     WorkerEnded,
     WorkerStarted,
 )
-from resihp.layout import Layout
-from resihp.plan import spread
-from resihp.protocol import messages as m
-from tests.resihp.controller.harness import Disturbance, Result, Scenario, play
-from tests.resihp.controller.scenario import SIGINT, SIGKILL, SIGTERM, DisturbanceKind
+from resihp.simulator.harness import Disturbance, Result, Scenario, play
+from resihp.simulator.scenario import SIGINT, SIGKILL, SIGTERM, DisturbanceKind
 
 FEW = range(5)
 """Seeds of each scenario: delays and orders differ, what is asserted does not."""

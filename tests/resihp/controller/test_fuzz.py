@@ -1,6 +1,6 @@
 """Two thousand small jobs with random failures at random moments, each checked after every event; a thousand worse.
 
-A failure names its seed; `python -m tests.resihp.controller.harness SEED` (`--storm` for a storm) shows what happened.
+A failure names its seed; `python -m resihp.simulator.harness SEED` (`--storm` for a storm) shows what happened.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import pytest
 
 from resihp.controller import interface as api
 from resihp.controller.state import VACATED
-from resihp.journal import DrainAnswered, NodeLost, NodeReleased, Reconfigured, ReplacementChanged, WorkerStarted
-from tests.resihp.controller.harness import Scenario, Violation, play
+from resihp.record.journal import DrainAnswered, NodeLost, NodeReleased, Reconfigured, ReplacementChanged, WorkerStarted
+from resihp.simulator.harness import Scenario, Violation, play
 
 CHUNK = 100
 SEEDS = int(os.environ.get("RESIHP_FUZZ_SEEDS", "2000"))

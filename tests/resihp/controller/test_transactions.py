@@ -11,7 +11,9 @@ from resihp.controller import interface as api
 from resihp.controller import planning
 from resihp.errors import PlanError
 from resihp.faults import Fault
-from resihp.journal import (
+from resihp.parallelism.layout import Layout
+from resihp.protocol import messages as m
+from resihp.record.journal import (
     FailureFound,
     IterationCommitted,
     JobEnded,
@@ -20,10 +22,8 @@ from resihp.journal import (
     PlanRefused,
     Reconfigured,
 )
-from resihp.layout import Layout
-from resihp.protocol import messages as m
+from resihp.simulator.harness import Disturbance
 from tests.resihp.controller.direct import DECLARE, Direct, outcome
-from tests.resihp.controller.harness import Disturbance
 from tests.resihp.controller.test_controller import adapt, committed, run
 
 FEW = range(5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from resihp.detector.xids import XIDS
+from resihp.detector.diagnosis.xids import XIDS
 
 
 def traceback(error: str, prefix: str = "") -> str:

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from resihp.layout import Layout, Replica, Stage
+from resihp.parallelism.layout import Layout, Replica, Stage
+from resihp.parallelism.plan import Plan, Primitive, Stop
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import play
-from resihp.plan import Plan, Primitive, Stop
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
 """Recorded traces; tests that need them skip where the folder is absent."""

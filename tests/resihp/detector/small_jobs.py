@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from resihp.detector.observation import Floats, Observation, RankTimes
-from resihp.layout import Layout
-from resihp.model import ModelSpec
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.plan import Plan, spread
 from resihp.pipeline.compiled import KINDS, compile_orders
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Orders
-from resihp.plan import Plan, spread
 
 MODEL = ModelSpec(layers=8, hidden=4096, heads=32, kv_groups=32, ffn_hidden=16384, vocab=32000, sequence=8192)
 LAW = {"F": (0.002, 6e-6, 4e-10), "B": (0.003, 12e-6, 9e-10), "W": (0.001, 6e-6, 0.0)}

@@ -21,8 +21,8 @@ import numpy.typing as npt
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from resihp.detector.analysis import Event
-from resihp.detector.series import FALSE_ALARMS_PER, Point, SeriesDetector
+from resihp.detector.offline.analysis import Event
+from resihp.detector.offline.series import FALSE_ALARMS_PER, Point, SeriesDetector
 
 Floats = npt.NDArray[np.float64]
 

@@ -12,14 +12,15 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from scenarios import CONFIGS, MICRO_BATCHES, SEQUENCE, TIMEOUT_S, VOCAB, Corpus, Watcher
 
-from resihp import checkpoints, transfers
-from resihp.executor import checkpoint
 from resihp.executor.engine import Engine
-from resihp.executor.optimizer import AdamW
-from resihp.layout import Layout, Replica, Stage
+from resihp.executor.state import checkpoint
+from resihp.executor.state.optimizer import AdamW
+from resihp.parallelism import transfers
+from resihp.parallelism.layout import Layout, Replica, Stage
+from resihp.parallelism.plan import Migration, Order, Plan, Primitive, spread
+from resihp.parallelism.transfers import Base
 from resihp.pipeline.program import Compute
-from resihp.plan import Migration, Order, Plan, Primitive, spread
-from resihp.transfers import Base
+from resihp.worker import checkpoints
 
 LAYERS = 6
 Address = tuple[str, int]

@@ -17,20 +17,21 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
-from resihp import checkpoints
 from resihp.errors import CommunicatorError, DatasetError, ResihpError
-from resihp.executor import checkpoint, probe
 from resihp.executor import engine as engine_module
-from resihp.executor.attention import PackedAttention, Packing
+from resihp.executor import probe
 from resihp.executor.communicators import Communicators, Directory
+from resihp.executor.compute.attention import PackedAttention, Packing
 from resihp.executor.engine import Engine
-from resihp.executor.optimizer import AdamW
-from resihp.layout import Layout, Replica, Stage
+from resihp.executor.state import checkpoint
+from resihp.executor.state.optimizer import AdamW
+from resihp.parallelism.layout import Layout, Replica, Stage
+from resihp.parallelism.plan import Plan, spread
+from resihp.parallelism.transfers import Base
+from resihp.parallelism.workload import MicroBatch
 from resihp.pipeline.program import Membership
-from resihp.plan import Plan, spread
 from resihp.protocol import messages as m
-from resihp.transfers import Base
-from resihp.workload import MicroBatch
+from resihp.worker import checkpoints
 
 VOCAB, SEQUENCE, MICRO_BATCHES = 64, 32, 6
 TIMEOUT_S = 60.0

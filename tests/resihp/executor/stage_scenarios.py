@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from resihp.executor import parameters
-from resihp.executor.stage import IGNORED, StageModule, model_spec
+from resihp.executor.compute.stage import IGNORED, StageModule, model_spec
+from resihp.executor.state import parameters
 from resihp.executor.tensor_group import TensorGroup
-from resihp.model import ModelSpec
-from resihp.ownership import ParameterSpec, share
+from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.ownership import ParameterSpec, share
 
 from megatron.core.transformer import TransformerConfig  # isort: skip
 

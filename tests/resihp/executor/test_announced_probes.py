@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from resihp.executor import probe, trainer
-from resihp.layout import Layout
-from resihp.plan import Plan, spread
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.plan import Plan, spread
 from resihp.protocol import messages as m
 from tests.resihp.controller.direct import outcome
 

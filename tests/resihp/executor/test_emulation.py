@@ -8,16 +8,17 @@ import pytest
 import torch
 
 from resihp.errors import ConfigurationError
-from resihp.executor import emulation, stopwatch
+from resihp.executor import emulation
+from resihp.executor.compute import stopwatch
 from resihp.executor.emulation import LAYER_MS, Work, pace_of, wires_of
-from resihp.executor.state import Holding
+from resihp.executor.state.rank_state import Holding
 from resihp.faults import LINK_MS
-from resihp.layout import Layout
-from resihp.model import ModelSpec
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.plan import Plan, Primitive, Stop, spread
 from resihp.pipeline.program import Membership
 from resihp.pipeline.schedules import orders_of
-from resihp.plan import Plan, Primitive, Stop, spread
-from resihp.scheduler.prices import costs
+from resihp.scheduler.cost.prices import costs
 from resihp.scheduler.situation import Situation
 
 CPU = torch.device("cpu")

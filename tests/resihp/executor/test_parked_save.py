@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from resihp.executor import checkpoint, trainer
-from resihp.layout import Layout
-from resihp.plan import Plan, spread
+from resihp.executor import trainer
+from resihp.executor.state import checkpoint
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.plan import Plan, spread
 from resihp.protocol import messages as m
 from tests.resihp.controller.direct import outcome
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from resihp.layout import Layout, Replica, Stage
-from resihp.ownership import ParameterSpec
+from resihp.parallelism.layout import Layout, Replica, Stage
+from resihp.parallelism.ownership import ParameterSpec
+from resihp.parallelism.plan import Kind, Migration, Plan, Primitive
 from resihp.pipeline.schedules import SCHEDULES
 from resihp.pipeline.timeline import Node, Orders, needs
-from resihp.plan import Kind, Migration, Plan, Primitive
 
 EXTENT = 24
 """Rows of every matrix: divisible by every degree that `random_layout` uses."""

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from resihp.errors import PlanError
-from resihp.layout import Layout, Replica, Stage
+from resihp.parallelism.layout import Layout, Replica, Stage
+from resihp.parallelism.plan import Migration, Plan, Primitive, Stop
 from resihp.pipeline.checker import check
 from resihp.pipeline.program import (
     Bucket,
@@ -25,7 +26,6 @@ from resihp.pipeline.program import (
     programs,
 )
 from resihp.pipeline.schedules import orders_of
-from resihp.plan import Migration, Plan, Primitive, Stop
 from tests.resihp.pipeline.plans import model, random_plan
 
 PLANS = int(os.environ.get("RESIHP_CHECKED_PLANS", "1500"))

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resihp.errors import PlanError
-from resihp.layout import Layout, Replica, Stage
+from resihp.parallelism.layout import Layout, Replica, Stage
+from resihp.parallelism.plan import Migration, Order, Plan, Primitive, Stop, spread
 from resihp.pipeline.compiled import KINDS, CompiledOrders, compile_orders
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Orders, Seconds, layer_units, needs, play, virtual_stages
-from resihp.plan import Migration, Order, Plan, Primitive, Stop, spread
 from tests.resihp.pipeline.plans import random_plan
 
 SEEDS = st.integers(0, 1_000_000_000)

@@ -9,8 +9,9 @@ from fractions import Fraction
 
 import pytest
 
-from resihp.layout import Layout, Replica, Stage
-from resihp.ownership import ParameterSpec, owner_sets, size_of
+from resihp.parallelism.layout import Layout, Replica, Stage
+from resihp.parallelism.ownership import ParameterSpec, owner_sets, size_of
+from resihp.parallelism.plan import Plan
 from resihp.pipeline.program import (
     Bucket,
     Compute,
@@ -27,7 +28,6 @@ from resihp.pipeline.program import (
     pieces_between,
     programs,
 )
-from resihp.plan import Plan
 from tests.resihp.pipeline.plans import model, random_plan
 
 

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from resihp.errors import PlanError
-from resihp.layout import Layout, Replica, Stage
+from resihp.parallelism.layout import Layout, Replica, Stage
+from resihp.parallelism.plan import Migration, Order, Plan, Primitive, Stop, spread
 from resihp.pipeline.checker import check
 from resihp.pipeline.schedules import greedy, interleaved, one_forward_one_backward, orders_of, zero_bubble
 from resihp.pipeline.timeline import Orders, Seconds, play
-from resihp.plan import Migration, Order, Plan, Primitive, Stop, spread
 from tests.resihp.pipeline.plans import random_plan
 
 SHAPES = [(stages, count) for stages in (1, 2, 3, 4, 8) for count in (1, 2, 3, 4, 7, 16)]

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from resihp.errors import PlanError
-from resihp.layout import Layout
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.plan import Migration, Order, Plan, Primitive, Stop, spread
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import layer_units, needs, play
-from resihp.plan import Migration, Order, Plan, Primitive, Stop, spread
 from tests.resihp.pipeline.plans import random_plan
 
 PLAN = Plan(epoch=2, layout=Layout.uniform(tp=1, pp=2, dp=1, layers=2), assignment=((0, 1),))

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 from hypothesis import strategies as st
 
-from resihp.layout import Layout, Replica, Stage, validate
-from resihp.model import ModelSpec
-from resihp.ownership import ParameterSpec
+from resihp.parallelism.layout import Layout, Replica, Stage, validate
+from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.ownership import ParameterSpec
+from resihp.parallelism.transfers import Base
 from resihp.scheduler import Decision, Situation
-from resihp.transfers import Base
 
 MODEL = ModelSpec(layers=6, hidden=64, heads=4, kv_groups=4, ffn_hidden=256, vocab=256, sequence=64)
 """Its head is as heavy as a third of a layer."""

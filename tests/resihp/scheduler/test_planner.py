@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resihp.errors import LayoutError, PlanError
-from resihp.layout import Layout, Replica, Stage
-from resihp.model import ModelSpec
-from resihp.outline import outline
-from resihp.plan import spread
-from resihp.scheduler import Situation, decide, first_plan, memory, without_lost_replicas
-from resihp.scheduler.profile import Profile, Times
-from resihp.transfers import missing
+from resihp.parallelism.layout import Layout, Replica, Stage
+from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.parameter_outline import outline
+from resihp.parallelism.plan import spread
+from resihp.parallelism.transfers import missing
+from resihp.scheduler import Situation, decide, first_plan, without_lost_replicas
+from resihp.scheduler.cost import memory
+from resihp.scheduler.cost.profile import Profile, Times
 from tests.resihp.scheduler.cases import MODEL, base_of, cases, check, on_nodes, situation
 
 LLAMA2_13B = ModelSpec(

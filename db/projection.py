@@ -1,0 +1,561 @@
+"""Journal records -> rows of the ledger: the mapping, one function for each type of entry.
+
+Called by `db.writer` inside its transaction. Applying a record moves `jobs.journal_seq`, so that with the rows it is
+known which records are in; a record that is in already changes nothing. Reads no file and no clock.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from itertools import groupby
+from typing import Any, cast
+
+import msgspec
+from sqlalchemy import Table, delete, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from db import layouts, models
+from db.reading import reader
+from resihp.record import journal
+from resihp.record.describe import explain
+
+_NAMESPACE = uuid.UUID("5b1f6a38-7c0e-4b8e-9d55-6a1d2a9c4f10")
+MAX_TEXT = 8192
+
+
+def moment(at: float) -> datetime:
+    return datetime.fromtimestamp(at, UTC)
+
+
+def identity(first: journal.Record) -> str:
+    """The job's uuid, from the first record of its journal. Raises ValueError if that is not the start of a job."""
+    entry = first.entry
+    if first.seq != 1 or not isinstance(entry, journal.JobStarted):
+        raise ValueError(f"record {first.seq} ({type(entry).__name__}) does not begin a journal")
+    return str(uuid.uuid5(_NAMESPACE, json.dumps([entry.job, entry.host, entry.user, entry.restart_count, first.at])))
+
+
+def job_of(session: Session, first: journal.Record) -> models.Job:
+    """The row of the job whose journal begins with `first`, made if it is not there; locked where locks exist."""
+    key = identity(first)
+    query = select(models.Job).where(models.Job.uuid == key).with_for_update()
+    job = session.scalars(query).one_or_none()
+    if job is None:
+        job = models.Job(uuid=key, started_at=moment(first.at), journal_seq=0, telemetry_dropped=0)
+        assert isinstance(first.entry, journal.JobStarted)
+        _describe_job(job, first.entry, first.at)
+        session.add(job)
+        session.flush()
+    return job
+
+
+def follows(record: journal.Record, seq: int) -> bool:
+    """Whether nothing is missing between record `seq` and this one: numbers are consecutive within a term."""
+    entry = record.entry
+    return record.seq <= seq + 1 or (isinstance(entry, journal.LeaderChosen) and entry.after <= seq)
+
+
+def overtakes(record: journal.Record, seq: int) -> bool:
+    """Whether a leader begins here without all that is in: what came after `after` was never decided."""
+    entry = record.entry
+    return isinstance(entry, journal.LeaderChosen) and entry.after < seq < record.seq
+
+
+def forget(session: Session, job: models.Job) -> None:
+    """Take out all that came from the journal, to be brought in again."""
+    for table in reversed(models.Base.metadata.sorted_tables):
+        if "job_id" in table.c and table.name not in _NOT_OF_THE_JOURNAL:
+            session.execute(delete(table).where(table.c.job_id == job.id))
+    session.expire_all()
+    job.journal_seq = 0
+
+
+_NOT_OF_THE_JOURNAL = (models.RankReport.__tablename__,)
+
+
+def apply(session: Session, job: models.Job, record: journal.Record) -> None:
+    """Bring one record in, if it is not. Records come in order of `seq`."""
+    if record.seq <= job.journal_seq:
+        return
+    entry = record.entry
+    _APPLY[type(entry)](session, job, entry, record.at)
+    if not isinstance(entry, journal.IterationCommitted):
+        cleared = isinstance(entry, journal.Suspected) and entry.cleared
+        session.add(_event(job, record, "SuspicionCleared" if cleared else type(entry).__name__, explain(entry)))
+    if not (isinstance(entry, journal.JobEnded) and entry.state == "abnormal"):
+        job.last_entry_at = moment(record.at)
+    job.journal_seq = record.seq
+
+
+def apply_all(session: Session, job: models.Job, records: Iterable[journal.Record]) -> None:
+    """Bring records in, as `apply` does one: committed iterations that follow one another in one statement."""
+    for iterations, group in groupby(records, lambda record: isinstance(record.entry, journal.IterationCommitted)):
+        if not iterations:
+            for record in group:
+                apply(session, job, record)
+            continue
+        fresh = [record for record in group if record.seq > job.journal_seq]
+        if fresh:
+            _commit_iterations(session, job, [(cast(journal.IterationCommitted, r.entry), r.at) for r in fresh])
+            job.last_entry_at = moment(fresh[-1].at)
+            job.journal_seq = fresh[-1].seq
+
+
+def apply_as_event(session: Session, job: models.Job, record: journal.Record, error: str) -> None:
+    """Keep a record that fits no table as an event that says so, so that those after it are not held up.
+
+    In words alone: whichever of its figures it was that does not fit, they do.
+    """
+    if record.seq <= job.journal_seq:
+        return
+    kind = type(record.entry).__name__
+    text = _text(f"record {record.seq}: {kind} does not fit the ledger: {error}")
+    with suppress(ValueError, OverflowError, OSError):  # not a time: it happened after the record before it
+        job.last_entry_at = moment(record.at)
+    session.add(models.Event(job_id=job.id, seq=record.seq, at=job.last_entry_at, kind=f"Unprojected{kind}", text=text))
+    job.journal_seq = record.seq
+
+
+def _event(job: models.Job, record: journal.Record, kind: str, text: str) -> models.Event:
+    entry: Any = record.entry
+    plan = getattr(entry, "plan", None)
+    ranks: tuple[int, ...] = getattr(entry, "ranks", ())
+    rank = getattr(entry, "rank", None)
+    node = getattr(entry, "node", None)
+    return models.Event(
+        job_id=job.id,
+        seq=record.seq,
+        at=moment(record.at),
+        kind=kind,
+        text=_text(text),
+        iteration=getattr(entry, "iteration", getattr(entry, "next_iteration", None)),
+        epoch=plan.epoch if plan is not None else getattr(entry, "epoch", None),
+        rank=rank if rank is not None else ranks[0] if len(ranks) == 1 else None,
+        node=None if node is None else _text(node),
+    )
+
+
+def _text(text: str) -> str:
+    """Text that every database takes: PostgreSQL refuses NUL, UTF-8 lone surrogates."""
+    return text.replace("\x00", "\\0").encode("utf-8", "backslashreplace").decode()[:MAX_TEXT]
+
+
+def _number(value: float | None) -> float | None:
+    """None for what is not a number: SQLite would store NULL, PostgreSQL NaN."""
+    return None if value is None or not math.isfinite(value) else value
+
+
+def _describe_job(job: models.Job, entry: journal.JobStarted, at: float) -> None:
+    job.name = _text(entry.job)
+    job.host = _text(entry.host)
+    job.owner = _text(entry.user)
+    job.command = _text(json.dumps(list(entry.command)))
+    job.nodes = entry.nodes
+    job.gpus_per_node = entry.gpus_per_node
+    job.tp = entry.tp
+    job.pp = entry.pp
+    job.schedule = _text(entry.schedule)
+    job.restart_count = entry.restart_count
+    job.version = _text(entry.version)
+    job.configuration = json.dumps(entry.configuration, default=str)
+    job.state = "running"
+    job.exit_code = job.reason = job.ended_at = job.account = None
+    job.last_entry_at = moment(at)
+
+
+def _job_started(session: Session, job: models.Job, entry: journal.JobStarted, at: float) -> None:
+    _describe_job(job, entry, at)
+
+
+def _node_joined(session: Session, job: models.Job, entry: journal.NodeJoined, at: float) -> None:
+    session.merge(
+        models.Node(
+            job_id=job.id,
+            node=_text(entry.node),
+            host=_text(entry.host),
+            devices=entry.devices,
+            joined_at=moment(at),
+            lost_at=None,
+            lost_reason=None,
+            replacement=None,
+            released_at=None,
+        )
+    )
+
+
+def _node_lost(session: Session, job: models.Job, entry: journal.NodeLost, at: float) -> None:
+    node = session.get(models.Node, (job.id, _text(entry.node)))
+    if node is not None:
+        node.lost_at = moment(at)
+        node.lost_reason = _text(entry.reason)
+
+
+def _worker_started(session: Session, job: models.Job, entry: journal.WorkerStarted, at: float) -> None:
+    session.merge(
+        models.Worker(
+            job_id=job.id,
+            rank=entry.rank,
+            node=_text(entry.node),
+            device=entry.device,
+            pid=entry.pid,
+            epoch_joined=entry.epoch,
+            epoch_left=None,
+            exit=None,
+            started_at=moment(at),
+            ended_at=None,
+        )
+    )
+
+
+def _worker_ended(session: Session, job: models.Job, entry: journal.WorkerEnded, at: float) -> None:
+    worker = session.get(models.Worker, (job.id, entry.rank))
+    if worker is not None:
+        worker.epoch_left = entry.epoch
+        worker.exit = entry.exit
+        worker.ended_at = moment(at)
+
+
+def _plan_in_effect(session: Session, job: models.Job, entry: journal.PlanInEffect, at: float) -> None:
+    plan = session.get(models.Plan, (job.id, entry.epoch))
+    if plan is not None:
+        plan.in_effect_at = moment(at)
+
+
+def _plan_refused(session: Session, job: models.Job, entry: journal.PlanRefused, at: float) -> None:
+    """Our own check may refuse a plan before it is journaled: then it is an event only."""
+    plan = session.get(models.Plan, (job.id, entry.epoch))
+    if plan is not None:
+        plan.refused_reason = _text(entry.reason)
+        plan.refused_by = entry.rank
+
+
+def _join_refused(session: Session, job: models.Job, entry: journal.JoinRefused, at: float) -> None:
+    """Events only: the process has its row, if it ever started."""
+
+
+def _plan_decided(session: Session, job: models.Job, entry: journal.PlanDecided, at: float) -> None:
+    plan = entry.plan
+    session.merge(
+        models.Plan(
+            job_id=job.id,
+            epoch=plan.epoch,
+            action=entry.action,
+            next_iteration=entry.next_iteration,
+            description=plan.layout.describe(),
+            replicas=len(plan.layout.replicas),
+            active=len(plan.layout.active),
+            standby=len(plan.layout.standby),
+            schedule=_text(plan.schedule),
+            reason=_text(entry.reason),
+            decided_at=moment(at),
+            layout=layouts.to_json(plan.layout),
+            assignment=json.dumps(plan.assignment, separators=(",", ":")),
+            digest=plan.digest,
+            bytes_planned=entry.bytes_planned,
+            in_effect_at=None,
+            refused_reason=None,
+            refused_by=None,
+            predicted=_number(entry.predicted),
+            present=_number(entry.present),
+            unit=entry.unit,
+        )
+    )
+
+
+def _model_declared(session: Session, job: models.Job, entry: journal.ModelDeclared, at: float) -> None:
+    job.model = msgspec.json.encode(entry.declare).decode()
+
+
+def _iteration_committed(session: Session, job: models.Job, entry: journal.IterationCommitted, at: float) -> None:
+    _commit_iterations(session, job, [(entry, at)])
+
+
+def _commit_iterations(
+    session: Session, job: models.Job, committed: Sequence[tuple[journal.IterationCommitted, float]]
+) -> None:
+    first = {entry.epoch: at for entry, at in reversed(committed)}
+    for epoch, at in first.items():
+        plan = session.get(models.Plan, (job.id, epoch))
+        if plan is not None and plan.in_effect_at is None:  # a journal that does not tell when a plan takes effect
+            plan.in_effect_at = moment(at)
+    rows = [
+        {
+            "job_id": job.id,
+            "iteration": entry.outcome.iteration,
+            "epoch": entry.epoch,
+            "seconds": _number(entry.seconds),
+            "predicted_seconds": _number(entry.predicted_seconds),
+            "tokens": entry.outcome.tokens,
+            "sum_squared_lengths": entry.outcome.sum_squared_lengths,
+            "samples": entry.outcome.samples,
+            "samples_digest": entry.outcome.samples_digest,
+            "loss": _number(entry.outcome.loss),
+            "finished_at": moment(at),
+            "gradient_norm": _number(entry.outcome.gradient_norm),
+            "learning_rate": _number(entry.outcome.learning_rate),
+            "skipped": entry.outcome.skip,
+        }
+        for entry, at in committed
+    ]
+    session.flush()
+    connection = session.connection()
+    table = models.Iteration.__table__
+    assert isinstance(table, Table)
+    insert = (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
+    key = ("job_id", "iteration")
+    changed = {name: insert.excluded[name] for name in table.c.keys() if name not in key}  # noqa: SIM118 - no mapping
+    connection.execute(insert.on_conflict_do_update(index_elements=key, set_=changed), rows)
+
+
+def _suspected(session: Session, job: models.Job, entry: journal.Suspected, at: float) -> None:
+    """Events only: a suspicion is not a failure."""
+
+
+def _failure_found(session: Session, job: models.Job, entry: journal.FailureFound, at: float) -> None:
+    """The entry is written once all survivors are parked; what died was noticed when its process was seen to end."""
+    ended = session.scalars(
+        select(models.Worker.ended_at).where(models.Worker.job_id == job.id, models.Worker.rank.in_(entry.ranks))
+    )
+    session.merge(
+        models.Failure(
+            job_id=job.id,
+            failure=entry.failure,
+            kind=entry.kind,
+            component=entry.component,
+            cause=_text(entry.cause),
+            ranks=json.dumps(entry.ranks),
+            node=None if entry.node is None else _text(entry.node),
+            device=entry.device,
+            iteration=entry.iteration,
+            epoch=entry.epoch,
+            noticed_at=min([moment(at), *(time for time in ended if time is not None)]),
+            detect_seconds=_number(entry.detect_s),
+            recovered_epoch=None,
+            evidence=_text(entry.evidence),
+            speed=_number(entry.speed),
+            confidence=_number(entry.confidence),
+        )
+    )
+
+
+def _failure_ended(session: Session, job: models.Job, entry: journal.FailureEnded, at: float) -> None:
+    failure = session.get(models.Failure, (job.id, entry.failure))
+    if failure is not None:
+        failure.ended_iteration, failure.ended_at = entry.iteration, moment(at)
+
+
+def _probes_taken(session: Session, job: models.Job, entry: journal.ProbesTaken, at: float) -> None:
+    def row(**figures: Any) -> models.Probe:
+        return models.Probe(
+            job_id=job.id, probe=entry.probe, occasion=entry.occasion, measured_at=moment(at), **figures
+        )
+
+    for device in entry.devices:
+        session.add(
+            row(
+                kind="device",
+                rank=device.rank,
+                node=_text(device.node),
+                device=device.device,
+                flops=_number(device.flops),
+                memory_bytes=_number(device.memory_bytes),
+                speed=_number(device.speed),
+                passed=device.fit,
+                evidence=_text(device.evidence),
+                hardware=_text(device.hardware) or None,
+            )
+        )
+    for link in entry.links:
+        session.add(
+            row(
+                kind="link",
+                rank=link.ranks[0],
+                node=_text(link.nodes[0]),
+                peer=link.ranks[1],
+                peer_node=_text(link.nodes[1]),
+                speed=_number(link.speed),
+                passed=link.fit,
+                evidence=f"{_against_peers(link.speed)}, {link.seconds * 1e3:.3g} ms",
+            )
+        )
+
+
+def _against_peers(speed: float | None) -> str:
+    return "nothing to compare it with" if speed is None else f"at {speed:.0%} of its peers"
+
+
+def _reconfigured(session: Session, job: models.Job, entry: journal.Reconfigured, at: float) -> None:
+    session.merge(
+        models.Reconfiguration(
+            job_id=job.id,
+            epoch=entry.epoch,
+            action=entry.action,
+            attempts=entry.attempts,
+            seconds=entry.seconds,
+            park_seconds=entry.park_s,
+            plan_seconds=entry.plan_s,
+            groups_seconds=entry.groups_s,
+            state_seconds=entry.state_s,
+            first_iteration_seconds=entry.first_iteration_s,
+            finished_at=moment(at),
+            bytes_moved=entry.bytes_moved,
+            extra_bytes=entry.extra_bytes,
+        )
+    )
+    session.flush()
+    session.execute(
+        update(models.Failure)
+        .where(models.Failure.job_id == job.id, models.Failure.failure.in_(entry.failures))
+        .values(recovered_epoch=entry.epoch)
+    )
+
+
+def _fault_injected(session: Session, job: models.Job, entry: journal.FaultInjected, at: float) -> None:
+    """Events only."""
+
+
+def _checkpoint_committed(session: Session, job: models.Job, entry: journal.CheckpointCommitted, at: float) -> None:
+    """Events only."""
+
+
+RUNGS = ("slurm", "spool", "exclusion")
+"""Of the drain ladder, from the one that does most."""
+
+
+def _drain_decided(session: Session, job: models.Job, entry: journal.DrainDecided, at: float) -> None:
+    session.merge(
+        models.Drain(
+            job_id=job.id,
+            drain=entry.drain,
+            node=_text(entry.node),
+            failure=entry.failure,
+            step=None,
+            outcome=None,
+            reason=_text(entry.reason),
+            drained_at=moment(at),
+            undrained_at=None,
+            answers="[]",
+        )
+    )
+
+
+def _drain_answered(session: Session, job: models.Job, entry: journal.DrainAnswered, at: float) -> None:
+    drain = session.get(models.Drain, (job.id, entry.drain))
+    if drain is None:
+        return
+    answer = {"step": entry.step, "outcome": entry.outcome, "text": _text(entry.text)}
+    answers = [each for each in json.loads(drain.answers) if each["step"] != entry.step] + [answer]
+    worked = [each for each in answers if each["outcome"] == "done"]
+    holds = min(worked, key=lambda each: RUNGS.index(each["step"])) if worked else answer
+    drain.answers = json.dumps(answers)
+    drain.step, drain.outcome = holds["step"], holds["outcome"]
+
+
+def _node_released(session: Session, job: models.Job, entry: journal.NodeReleased, at: float) -> None:
+    node = session.get(models.Node, (job.id, _text(entry.node)))
+    if node is not None and entry.outcome == "done":
+        node.released_at = moment(at)
+
+
+def _replacement_asked(session: Session, job: models.Job, entry: journal.ReplacementAsked, at: float) -> None:
+    session.merge(
+        models.Replacement(
+            job_id=job.id,
+            replacement=entry.replacement,
+            instead=_text(entry.node),
+            slurm_job=None,
+            node=None,
+            outcome="asked",
+            reason=_text(entry.reason),
+            text="",
+            asked_at=moment(at),
+            joined_at=None,
+            ended_at=None,
+            excluded=json.dumps(entry.excluded),
+        )
+    )
+
+
+def _replacement_changed(session: Session, job: models.Job, entry: journal.ReplacementChanged, at: float) -> None:
+    request = session.get(models.Replacement, (job.id, entry.replacement))
+    if request is None:
+        return
+    request.outcome = entry.state
+    request.slurm_job = entry.slurm_job
+    request.node = None if entry.node is None else _text(entry.node)
+    request.text = _text(entry.text)
+    if entry.state == "joined":
+        request.joined_at = request.joined_at or moment(at)
+        node = session.get(models.Node, (job.id, request.node or ""))
+        if node is not None:
+            node.replacement = entry.replacement
+    elif entry.state in ("refused", "cancelled", "ended"):
+        request.ended_at = moment(at)
+
+
+def _slurm_saw(session: Session, job: models.Job, entry: journal.SlurmSaw, at: float) -> None:
+    """A node that we had drained and that Slurm uses again was undrained by somebody."""
+    base, *flags = entry.state.split("+")
+    if base not in ("idle", "allocated", "mixed") or "drain" in flags:
+        return
+    found = select(models.Drain).where(models.Drain.job_id == job.id, models.Drain.node == _text(entry.node))
+    for drain in session.scalars(found):
+        if (drain.step, drain.outcome) == ("slurm", "done"):
+            drain.undrained_at = drain.undrained_at or moment(at)
+
+
+def _event_only(session: Session, job: models.Job, entry: journal.AnyEntry, at: float) -> None:
+    """Its words are all that is kept of it."""
+
+
+def _leader_chosen(session: Session, job: models.Job, entry: journal.LeaderChosen, at: float) -> None:
+    """Whoever has said that the job has ended did not know."""
+    job.state = "running"
+    job.exit_code = job.reason = job.ended_at = job.account = None
+
+
+def _job_ended(session: Session, job: models.Job, entry: journal.JobEnded, at: float) -> None:
+    job.state = entry.state
+    job.exit_code = entry.exit_code
+    job.reason = _text(entry.reason)
+    job.ended_at = moment(at)
+    job.account = None
+    session.flush()
+    job.account = reader.Reader.within(session.connection()).settled(job.id)
+
+
+_APPLY: dict[type, Callable[[Session, models.Job, Any, float], None]] = {
+    journal.JobStarted: _job_started,
+    journal.NodeJoined: _node_joined,
+    journal.NodeLost: _node_lost,
+    journal.WorkerStarted: _worker_started,
+    journal.WorkerEnded: _worker_ended,
+    journal.PlanDecided: _plan_decided,
+    journal.IterationCommitted: _iteration_committed,
+    journal.Suspected: _suspected,
+    journal.FailureFound: _failure_found,
+    journal.FailureEnded: _failure_ended,
+    journal.ProbesTaken: _probes_taken,
+    journal.Reconfigured: _reconfigured,
+    journal.PlanInEffect: _plan_in_effect,
+    journal.PlanRefused: _plan_refused,
+    journal.JoinRefused: _join_refused,
+    journal.ModelDeclared: _model_declared,
+    journal.LeaderChosen: _leader_chosen,
+    journal.JobSignalled: _event_only,
+    journal.DrainDecided: _drain_decided,
+    journal.DrainAnswered: _drain_answered,
+    journal.NodeReleased: _node_released,
+    journal.ReplacementAsked: _replacement_asked,
+    journal.ReplacementChanged: _replacement_changed,
+    journal.SlurmSaw: _slurm_saw,
+    journal.FaultInjected: _fault_injected,
+    journal.CheckpointCommitted: _checkpoint_committed,
+    journal.JobEnded: _job_ended,
+}

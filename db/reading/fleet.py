@@ -1,0 +1,298 @@
+"""What many jobs tell together: failures by node, component, cause or job; what they cost; which nodes to distrust.
+
+Each question has a part that reads one ledger, small because the database counts, and a part that joins what several
+ledgers said: a cluster's PostgreSQL is one, a home of jobs with a SQLite file each is many. Called by `history` and
+`db.reading.queries`. Reads only; `resihp.detector.lemons` judges nodes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal
+
+from sqlalchemy import ColumnElement, case, func, select
+
+from db.models import Drain, Failure, Iteration, Job, Node, Reconfiguration
+from db.reading import health
+from db.reading.cost_accounts import CAUSES, OF_FAILURES, Account
+from db.reading.reader import TABLES, Reader, Row, no_collection
+from resihp.detector.lemons import HALF_LIFE_S, Service, Verdict, node_health
+from resihp.errors import UsageError
+
+By = Literal["node", "component", "cause", "kind", "job"]
+KINDS = ("fail-stop", "fail-slow", "communication", "program")
+UNNAMED = "-"
+"""For failures of no node."""
+
+_NUMBERED = re.compile(r"\b(ranks?|nodes?|device|pid|iteration|step) [^\s:;,()]*[\w.-]+(?:, \d+(?:-\d+)?)*")
+_FIGURE = re.compile(r"\b\d+(?:\.\d+)? ?(s|ms|%|GB|MB|iterations)(?!\w)")
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+
+def failures_by(
+    reader: Reader,
+    by: By,
+    job_id: int | None = None,
+    *,
+    node: str | None = None,
+    since: datetime | None = None,
+    until: datetime | None = None,
+) -> list[Row]:
+    """Counts and sums of one ledger's failures, for `joined`; of all jobs, or one."""
+    failures, transitions = Failure.__table__, Reconfiguration.__table__
+    column: ColumnElement[Any] = Job.__table__.c.name if by == "job" else failures.c[by]
+    source = failures.outerjoin(
+        transitions,
+        (transitions.c.job_id == failures.c.job_id) & (transitions.c.epoch == failures.c.recovered_epoch),
+    )
+    if by == "job":
+        source = source.join(Job.__table__, Job.__table__.c.id == failures.c.job_id)
+    query = select(
+        column.label("key"),
+        func.count().label("failures"),
+        *(func.sum(case((failures.c.kind == kind, 1), else_=0)).label(kind) for kind in KINDS),
+        func.count(failures.c.job_id.distinct()).label("jobs"),
+        func.count(failures.c.detect_seconds).label("detections"),
+        func.sum(failures.c.detect_seconds).label("detect_seconds"),
+        func.count(transitions.c.seconds).label("recoveries"),
+        func.sum(transitions.c.seconds).label("recover_seconds"),
+        func.max(failures.c.noticed_at).label("last"),
+    ).select_from(source)
+    if job_id is not None:
+        query = query.where(failures.c.job_id == job_id)
+    if node is not None:
+        query = query.where(failures.c.node == node)
+    if since is not None:
+        query = query.where(failures.c.noticed_at >= since)
+    if until is not None:
+        query = query.where(failures.c.noticed_at <= until)
+    found = reader.fetch(query.group_by(column))
+    for row in found:
+        row["key"] = kind_of_cause(row["key"]) if by == "cause" else row["key"] or UNNAMED
+    return found
+
+
+def joined(by: By, parts: Iterable[Row]) -> list[Row]:
+    """What `failures_by` found in all ledgers, most failures first.
+
+    Columns: the key by its name, `failures`, those of each kind, `jobs`, `detect_seconds` and `recover_seconds`
+    (means, None where unknown), `last` (when the last one was noticed). A job of two ledgers counts twice.
+    """
+    sums: dict[str, Row] = {}
+    for part in parts:
+        if (total := sums.get(part["key"])) is None:
+            sums[part["key"]] = dict(part)
+            continue
+        for name in ("failures", *KINDS, "jobs", "detections", "recoveries"):
+            total[name] += part[name]
+        for name in ("detect_seconds", "recover_seconds"):
+            total[name] = (total[name] or 0.0) + (part[name] or 0.0)
+        total["last"] = max(total["last"], part["last"])
+    rows = [
+        {
+            by: total["key"],
+            "failures": int(total["failures"]),
+            **{kind.replace("-", "_"): int(total[kind]) for kind in KINDS},
+            "jobs": int(total["jobs"]),
+            "detect_seconds": _mean(total["detect_seconds"], total["detections"]),
+            "recover_seconds": _mean(total["recover_seconds"], total["recoveries"]),
+            "last": total["last"],
+        }
+        for total in sums.values()
+    ]
+    return sorted(rows, key=lambda row: (-row["failures"], row[by]))
+
+
+def kind_of_cause(cause: str) -> str:
+    """A cause without what differs from one failure to the next: `rank 5 killed by signal 9` and `rank 7 killed by
+    signal 9` are both `rank * killed by signal 9`."""
+    return _FIGURE.sub(r"* \1", _NUMBERED.sub(r"\1 *", cause))
+
+
+def _mean(total: float | None, count: int) -> float | None:
+    return total / count if count and total is not None else None
+
+
+# --- cost -----------------------------------------------------------------------------------------------------------
+
+
+def accounts(
+    reader: Reader, *, since: datetime | None = None, until: datetime | None = None, now: datetime | None = None
+) -> list[tuple[Row, Account]]:
+    """Every job of a ledger that was alive between `since` and `until`, newest first, and where its time went."""
+    columns = Job.__table__.c
+    query = select(*columns).order_by(columns.started_at.desc(), columns.id.desc())
+    if since is not None:
+        query = query.where(columns.last_entry_at >= since)
+    if until is not None:
+        query = query.where(columns.started_at <= until)
+    return [(job, reader.account(job, now)) for job in reader.fetch(query)]
+
+
+def cost_rows(found: Sequence[Account]) -> list[Row]:
+    """`cause` (`useful` first), `seconds`, `share` of the wall time, `gpu_hours`, `of_failures`; sums over jobs."""
+    wall = sum(one.wall_s for one in found)
+    useful: Row = {
+        "cause": "useful",
+        "seconds": sum(one.useful_s for one in found),
+        "gpu_hours": sum(one.gpu_hours - sum(one.lost_gpu_hours.values()) for one in found),
+    }
+    lost: list[Row] = [
+        {
+            "cause": cause,
+            "seconds": sum(one.lost_s[cause] for one in found),
+            "gpu_hours": sum(one.lost_gpu_hours[cause] for one in found),
+        }
+        for cause in CAUSES
+    ]
+    return [
+        {
+            "cause": row["cause"],
+            "seconds": row["seconds"],
+            "share": row["seconds"] / wall if wall > 0 else None,
+            "gpu_hours": row["gpu_hours"],
+            "of_failures": row["cause"] in OF_FAILURES,
+        }
+        for row in (useful, *lost)
+    ]
+
+
+def cost_by_job(found: Iterable[tuple[Row, Account]]) -> list[Row]:
+    """One row for each job: `job`, `state`, `started_at`, figures of its `Account`; lost seconds by cause."""
+    return [
+        {
+            "job": job["name"],
+            "state": job["state"],
+            "started_at": job["started_at"],
+            "wall_seconds": one.wall_s,
+            "goodput": one.goodput,
+            "ettr": one.ettr,
+            "failures": one.failures,
+            "mtbf_seconds": one.mtbf_s,
+            "mttr_seconds": one.mttr_s,
+            "gpu_hours": one.gpu_hours,
+            "failure_gpu_hours": one.failure_gpu_hours,
+            "useful_seconds": one.useful_s,
+            **{f"{cause}_seconds": one.lost_s[cause] for cause in CAUSES},
+        }
+        for job, one in found
+    ]
+
+
+# --- nodes ----------------------------------------------------------------------------------------------------------
+
+
+class Record:
+    """What one ledger, or several, know of nodes: for `lemons`."""
+
+    def __init__(self) -> None:
+        self.verdicts: list[Verdict] = []
+        self.services: list[Service] = []
+        self.jobs: dict[str, int] = {}
+        self.drains: dict[str, int] = {}
+        self.kinds: dict[str, dict[str, int]] = {}
+
+    def read(self, reader: Reader, since: datetime, injected: bool) -> None:
+        """Add a ledger's verdicts and services since then."""
+        with no_collection():
+            self._read(reader, since, injected)
+
+    def _read(self, reader: Reader, since: datetime, injected: bool) -> None:
+        self.verdicts += health.verdicts(reader, since, injected, told=False)
+        self.services += health.services(reader, since)
+        nodes, drains, failures = Node.__table__.c, Drain.__table__.c, Failure.__table__.c
+        counted = func.count().label("n")
+        for row in reader.fetch(select(nodes.node, counted).where(nodes.joined_at >= since).group_by(nodes.node)):
+            self.jobs[row["node"]] = self.jobs.get(row["node"], 0) + row["n"]
+        drained = select(drains.node, counted).where(drains.drained_at >= since, drains.step != "exclusion")
+        for row in reader.fetch(drained.group_by(drains.node)):
+            self.drains[row["node"]] = self.drains.get(row["node"], 0) + row["n"]
+        query = select(failures.node, failures.kind, counted).where(failures.noticed_at >= since)
+        query = query.where(failures.node.is_not(None)).group_by(failures.node, failures.kind)
+        if not injected:
+            query = query.where(failures.detect_seconds.is_(None))
+        for row in reader.fetch(query):
+            kinds = self.kinds.setdefault(row["node"], {})
+            kinds[row["kind"]] = kinds.get(row["kind"], 0) + row["n"]
+
+
+def lemons(record: Record, now: datetime | None = None) -> list[Row]:
+    """All nodes that served lately, the one most to be distrusted first.
+
+    `node`, `jobs`, `device_hours` (of service), `failures` (root causes that name it) and those of each kind, `drains`,
+    `mtbf_hours` (of the node's service), `confidence` that its rate of failures is above the fleet's (gamma-Poisson
+    posterior, faded and weighed as `resihp.detector.lemons` says: the same figure as `resihp node health`), `lemon`
+    (it is at least 0.95, after two failures), `last` failure.
+    """
+    now = now or datetime.now(UTC)
+    device_s: dict[str, float] = {}
+    node_s: dict[str, float] = {}
+    for service in record.services:
+        seconds = max(min(service.until, now.timestamp()) - service.since, 0.0)
+        node_s[service.node] = node_s.get(service.node, 0.0) + seconds
+        device_s[service.node] = device_s.get(service.node, 0.0) + seconds * service.devices
+    rows = []
+    with no_collection():
+        judged = node_health(record.verdicts, record.services, now.timestamp())
+    for one in judged:
+        kinds = record.kinds.get(one.node, {})
+        failures = sum(kinds.values())
+        rows.append(
+            {
+                "node": one.node,
+                "jobs": record.jobs.get(one.node, 0),
+                "device_hours": device_s.get(one.node, 0.0) / 3600.0,
+                "failures": failures,
+                **{kind.replace("-", "_"): kinds.get(kind, 0) for kind in KINDS},
+                "drains": record.drains.get(one.node, 0),
+                "mtbf_hours": node_s.get(one.node, 0.0) / 3600.0 / failures if failures else None,
+                "confidence": one.probability,
+                "lemon": one.lemon,
+                "last": None if one.last is None else datetime.fromtimestamp(one.last, UTC),
+            }
+        )
+    return rows
+
+
+def horizon(now: datetime | None = None) -> datetime:
+    """Before this nothing says anything of a node any more."""
+    return (now or datetime.now(UTC)) - health.HORIZON * timedelta(seconds=HALF_LIFE_S)
+
+
+# --- iterations -----------------------------------------------------------------------------------------------------
+
+
+def newest_iterations(
+    reader: Reader, last: int, *, since: datetime | None = None, until: datetime | None = None
+) -> list[Row]:
+    """The `last` committed iterations of all jobs, in order of time; as `Reader.rows` of all jobs, without a scan.
+
+    From the newest jobs, job by job, until those that remain were all over before. Raises UsageError when `last` is
+    not positive.
+    """
+    if last < 1:
+        raise UsageError(f"history: --last {last}: give 1 or more")
+    jobs = Job.__table__.c
+    query = select(jobs.id, jobs.name, jobs.last_entry_at).order_by(jobs.last_entry_at.desc())
+    if since is not None:
+        query = query.where(jobs.last_entry_at >= since)
+    if until is not None:
+        query = query.where(jobs.started_at <= until)
+    found: list[Row] = []
+    columns = Iteration.__table__.c
+    for job in reader.fetch(query):
+        if len(found) == last and found[0]["finished_at"] >= job["last_entry_at"]:
+            break
+        newest = TABLES["iterations"].query.where(columns.job_id == job["id"])
+        if since is not None:
+            newest = newest.where(columns.finished_at >= since)
+        if until is not None:
+            newest = newest.where(columns.finished_at <= until)
+        rows = reader.fetch(newest.order_by(columns.finished_at.desc()).limit(last))
+        found += [{"job": job["name"], **row} for row in rows]
+        found = sorted(found, key=lambda row: (row["finished_at"], row["job"], row["iteration"]))[-last:]
+    return found

@@ -1,0 +1,223 @@
+"""A job's commits on one clock, and what interrupted them: what `db.reading.cost_accounts` reckons with. Pure; reads
+nothing.
+
+The clock starts with the first committed iteration and never goes back: where the ledger's did, between two commits,
+the later iteration counts as if it had followed at once. An iteration of unknown seconds counts as the median. Where
+rows were thinned, a row stands for those left out before it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+
+Row = dict[str, Any]
+
+SAME_MOMENT_S = 1e-3
+"""Times that differ by less are the same: they went through databases that round."""
+RECENT = 20
+"""Iterations that tell how long one usually takes."""
+
+
+class Interruption(msgspec.Struct, frozen=True, kw_only=True):
+    """Time lost between two commits to failures, or to a change of plan. `iteration`: the first one after it, None
+    where there was none; `epoch`: of its reconfiguration, None of one that nobody mended."""
+
+    kind: str
+    """Of the first failure, or `reconfiguration`."""
+    failures: tuple[int, ...]
+    epoch: int | None
+    iteration: int | None
+    before: int
+    """Index of the last commit before it was noticed, -1 for none."""
+    after: int
+    """Index of the first commit after it, the number of commits for none."""
+    detect_s: float
+    redo_s: float
+    reconfigure_s: float
+
+    @property
+    def lost_s(self) -> float:
+        return self.detect_s + self.redo_s + self.reconfigure_s
+
+
+@dataclass
+class Counting:
+    """What each committed iteration counts of the time that went by, commit after commit.
+
+    Its seconds are the slowest rank's, and ranks begin one after the other: added up, iterations would be longer than
+    the time that they took, and hide what was lost. So one counts at most from the last commit on, or from as much
+    earlier as that one came late under the same plan; several that are committed at once share what went by before.
+    """
+
+    _spare_s: float = 0.0
+
+    def of(self, seconds: float, passed_s: float, *, same_plan: bool) -> float:
+        """`passed_s` since the commit before, at least 0; `same_plan`: whether that was under the same one."""
+        bunched = passed_s < 0.5 * seconds
+        counted = min(seconds, passed_s + self._spare_s)
+        if bunched:
+            self._spare_s += passed_s - counted
+        else:
+            self._spare_s = max(passed_s - seconds, 0.0) if same_plan else 0.0  # else it was a transition
+        return counted
+
+
+class Course(msgspec.Struct, frozen=True, kw_only=True):
+    """Commits on a clock that starts with the first committed iteration and never goes back; seconds, by commit."""
+
+    iterations: tuple[int, ...]
+    epochs: tuple[int, ...]
+    ends_s: tuple[float, ...]
+    took_s: tuple[float, ...]
+    """Of all iterations that the row stands for."""
+    begin: datetime | None
+    """Of the first iteration; of the first plan where none is committed."""
+    finished: tuple[datetime, ...]
+    wall_s: float
+    before_s: float
+    """From the job's start to `begin`."""
+    after_s: float
+    """From the end of the wall time to that of the job."""
+
+    @property
+    def committed_s(self) -> float:
+        return min(sum(self.took_s), self.wall_s)
+
+    @property
+    def goodput(self) -> float | None:
+        return self.committed_s / self.wall_s if self.wall_s > 0 and self.took_s else None
+
+    @property
+    def ettr(self) -> float | None:
+        available = self.before_s + self.wall_s + self.after_s
+        return min(self.committed_s / available, 1.0) if available > 0 and self.took_s else None
+
+
+def course(job: Row, iterations: Sequence[Row], plans: Sequence[Row], now: datetime) -> Course:
+    """The clock of a job; `iterations` in order."""
+    known = [row["seconds"] for row in iterations if row["seconds"] is not None]
+    typical = statistics.median(known) if known else 0.0
+    ends, took = [], []
+    at, former, counts = 0.0, None, Counting()
+    for row in iterations:
+        seconds = typical if row["seconds"] is None else row["seconds"]
+        if former is None:
+            at = seconds
+        else:
+            behind = row["iteration"] - former["iteration"]
+            passed = (row["finished_at"] - former["finished_at"]).total_seconds()
+            whole = behind * seconds
+            at += passed if passed >= 0.0 else whole
+            if behind > 1:
+                seconds = whole if passed < 0.0 else min(whole, passed)
+            elif passed >= 0.0:
+                seconds = counts.of(seconds, passed, same_plan=row["epoch"] == former["epoch"])
+        ends.append(at)
+        took.append(seconds)
+        former = row
+    end = job["last_entry_at"] if job["state"] == "abnormal" else job["ended_at"] or now
+    begin = plans[0]["decided_at"] if plans else None
+    wall = before = after = 0.0
+    if iterations:
+        first, last = iterations[0], iterations[-1]
+        begin = first["finished_at"] - timedelta(seconds=took[0])
+        tail = max((end - last["finished_at"]).total_seconds(), 0.0)
+        wall, after = (at, tail) if job["state"] == "completed" else (at + tail, 0.0)
+    elif begin is not None:
+        wall = max((end - begin).total_seconds(), 0.0)
+    if begin is not None:
+        before = max((begin - job["started_at"]).total_seconds(), 0.0)
+    else:
+        before = max((end - job["started_at"]).total_seconds(), 0.0)
+    return Course(
+        iterations=tuple(row["iteration"] for row in iterations),
+        epochs=tuple(row["epoch"] for row in iterations),
+        ends_s=tuple(ends),
+        took_s=tuple(took),
+        begin=begin,
+        finished=tuple(row["finished_at"] for row in iterations),
+        wall_s=wall,
+        before_s=before,
+        after_s=after,
+    )
+
+
+def interruptions(
+    job: Row, clock: Course, failures: Sequence[Row], reconfigurations: Sequence[Row]
+) -> list[Interruption]:
+    """What interrupted training, in order of time. A transition that mended several failures is of the first's kind."""
+    summed = (0.0, *accumulate(clock.took_s))
+    first_of: dict[int, int] = {}
+    for index, epoch in enumerate(clock.epochs):
+        first_of.setdefault(epoch, index)
+    mended: dict[int, list[Row]] = {}
+    for row in sorted(failures, key=lambda row: row["noticed_at"]):
+        if row["recovered_epoch"] is not None:
+            mended.setdefault(row["recovered_epoch"], []).append(row)
+
+    def span(of: list[Row], epoch: int | None, action: str, noticed_s: float, after: int, end_s: float) -> Interruption:
+        """Between the last commit before `noticed_s` and `end_s`, at which commit `after` was made, if it was."""
+        before = min(bisect_right(clock.ends_s, noticed_s + SAME_MOMENT_S), after) - 1
+        begin_s = clock.ends_s[before] if before >= 0 else 0.0
+        meanwhile = summed[min(after, len(clock.took_s))] - summed[before + 1]
+        own = clock.took_s[after] if after < len(clock.took_s) else 0.0
+        lost = max(end_s - begin_s - meanwhile - own, 0.0)
+        unnoticed = min(max(noticed_s - begin_s - meanwhile, 0.0), lost)
+        known = [row["detect_seconds"] for row in of if row["detect_seconds"] is not None]
+        recent = clock.took_s[max(before - RECENT + 1, 0) : before + 1]
+        usual = statistics.median(recent) if recent else unnoticed
+        detect = redo = 0.0
+        if of:
+            detect = min(known[0], unnoticed) if known else max(unnoticed - usual, 0.0)
+        if action == "redo":
+            redo = unnoticed - detect
+        return Interruption(
+            kind=of[0]["kind"] if of else "reconfiguration",
+            failures=tuple(row["failure"] for row in of),
+            epoch=epoch,
+            iteration=clock.iterations[after] if after < len(clock.iterations) else None,
+            before=before,
+            after=after,
+            detect_s=detect,
+            redo_s=redo,
+            reconfigure_s=lost - detect - redo,
+        )
+
+    found = []
+    for row in reconfigurations:
+        after = first_of.get(row["epoch"], bisect_right(clock.finished, row["finished_at"]) - 1)
+        if after < 0:
+            continue
+        end_s = clock.ends_s[after]
+        found.append(
+            span(mended.get(row["epoch"], []), row["epoch"], row["action"], end_s - row["seconds"], after, end_s)
+        )
+    if clock.finished and (unmended := _unmended(job, clock, failures)):
+        noticed_s = clock.ends_s[-1] + (unmended[0]["noticed_at"] - clock.finished[-1]).total_seconds()
+        found.append(span(unmended, None, "redo", noticed_s, len(clock.finished), clock.wall_s))
+    elif not clock.finished and clock.begin is not None and (unmended := _unmended(job, clock, failures)):
+        noticed_s = (unmended[0]["noticed_at"] - clock.begin).total_seconds()
+        found.append(span(unmended, None, "redo", noticed_s, 0, clock.wall_s))
+    return found
+
+
+def _unmended(job: Row, clock: Course, failures: Sequence[Row]) -> list[Row]:
+    """Failures that hold training up to the end, the first one first; not those that training went on in spite of."""
+    last = clock.finished[-1] if clock.finished else clock.begin
+    over = job["state"] not in ("running", "completed")
+    found = [
+        row
+        for row in failures
+        if row["recovered_epoch"] is None
+        and row["kind"] != "fail-slow"
+        and (over or last is None or (row["noticed_at"] - last).total_seconds() >= -SAME_MOMENT_S)
+    ]
+    return sorted(found, key=lambda row: row["noticed_at"])

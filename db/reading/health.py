@@ -1,0 +1,219 @@
+"""Which nodes fail again and again, and what their devices usually give, over all jobs of a ledger. Reads only;
+`resihp.detector.lemons` and `resihp.detector.probes` judge.
+
+What counts against a node: verdicts that name it (a process, device, node or link of it failed or was slow), and
+devices found unfit before they were given work; not what was injected on purpose, nor programs' failures or broken
+communication. How much a verdict counts depends on its component (`CERTAINTY`; a process may die of anything) and, of
+what was slow, on the detector's confidence. A node's service is the time that it spent in jobs, times its devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import ColumnElement, case, select
+
+from db.models import Base, Drain, Failure, Job, Node, Probe
+from db.reading.reader import Reader
+from resihp.detector.lemons import HALF_LIFE_S, NodeHealth, Service, Verdict, node_health
+from resihp.detector.probes import Former, Place
+from resihp.detector.probes import usual_speeds as former_speeds
+from resihp.protocol.messages import Speed
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CERTAINTY: Mapping[str, float] = {"device": 0.9, "node": 0.9, "link": 0.5, "process": 0.3}
+"""That a verdict on such a component is the node's fault."""
+UNFIT_CERTAINTY = 0.7
+HORIZON = 10
+"""Half-lives after which nothing counts any more."""
+MEMORY = timedelta(days=90)
+"""Older measurements say nothing of a node any more."""
+SHOWN = 3
+"""Verdicts told as evidence, the last ones."""
+
+
+def nodes_by_health(
+    reader: Reader,
+    now: datetime | None = None,
+    *,
+    half_life: timedelta = timedelta(seconds=HALF_LIFE_S),
+    afresh: bool = False,
+    injected: bool = False,
+) -> list[NodeHealth]:
+    """All nodes that were in a job lately, the most probable lemon first.
+
+    `afresh`: a node that Slurm uses again after a drain counts as mended. It may merely have been undrained, so not by
+    default. `injected`: count failures that were injected, too. Raises LedgerError when the ledger cannot be read,
+    ValueError for a half-life that is not positive.
+    """
+    now = now or datetime.now(UTC)
+    since = now - HORIZON * half_life
+    return node_health(
+        verdicts(reader, since, injected),
+        services(reader, since),
+        now.timestamp(),
+        half_life_s=half_life.total_seconds(),
+        mended=_undrained(reader) if afresh else None,
+    )
+
+
+def health_frame(reader: Reader, now: datetime | None = None, **options: Any) -> pd.DataFrame:
+    """`nodes_by_health` as a pandas frame, one row for each node; options as there.
+
+    Columns: `node`, `failures` (outages), `last` (UTC), `device_days` of service (faded), `rate` (failures per 1000
+    device-days to be expected), `probability` that the rate is above the fleet's, `lemon`, `evidence` (the last
+    verdicts in words, newest first).
+    """
+    import pandas as pd
+
+    rows = health_rows(reader, now, **options)
+    types = {
+        "node": "string",
+        "failures": "Int64",
+        "last": "datetime64[ns, UTC]",
+        "device_days": "float64",
+        "rate": "float64",
+        "probability": "float64",
+        "lemon": "boolean",
+        "evidence": "string",
+    }
+    return pd.DataFrame(rows, columns=list(types)).astype(types)
+
+
+def health_rows(reader: Reader, now: datetime | None = None, **options: Any) -> list[dict[str, Any]]:
+    """The same as plain rows."""
+    return [
+        {
+            "node": one.node,
+            "failures": one.failures,
+            "last": None if one.last is None else datetime.fromtimestamp(one.last, UTC),
+            "device_days": one.device_hours / 24.0,
+            "rate": one.rate * 24.0 * 1000.0,
+            "probability": one.probability,
+            "lemon": one.lemon,
+            "evidence": "; ".join(_told(verdict) for verdict in one.verdicts[: -SHOWN - 1 : -1]),
+        }
+        for one in nodes_by_health(reader, now, **options)
+    ]
+
+
+def usual_speeds(reader: Reader, nodes: Sequence[str], now: datetime | None = None) -> dict[Place, Speed]:
+    """What the devices of these nodes usually gave before they were given work, while they were found fit.
+
+    Measurements of the last `MEMORY`. Raises LedgerError when the ledger cannot be read.
+    """
+    query = (
+        select(*_columns(Probe, "job_id", "node", "hardware", "flops", "memory_bytes"), *_columns(Node, "host"))
+        .join(Node, (Node.job_id == Probe.job_id) & (Node.node == Probe.node))
+        .where(Probe.kind == "device", Probe.passed.is_(True), Probe.occasion.in_(("start", "join")))
+        .where(Probe.node.in_(nodes), Probe.flops > 0.0, Probe.hardware.is_not(None))
+        .where(Probe.measured_at >= (now or datetime.now(UTC)) - MEMORY)
+        .order_by(Probe.measured_at.desc(), Probe.id.desc())
+    )
+    former = (
+        Former(
+            place=(row["node"], row["host"], row["hardware"]),
+            job=row["job_id"],
+            flops=row["flops"],
+            memory_bytes=row["memory_bytes"] or 0.0,
+        )
+        for row in reader.fetch(query)
+    )
+    return former_speeds(former)
+
+
+def _told(verdict: Verdict) -> str:
+    at = datetime.fromtimestamp(verdict.at, UTC)
+    return f"{at:%Y-%m-%d %H:%M} job {verdict.job}: {verdict.cause}"
+
+
+def _columns(model: type[Base], *names: str) -> list[ColumnElement[Any]]:
+    return [model.__table__.columns[name] for name in names]
+
+
+_JOB: list[ColumnElement[Any]] = [Job.__table__.columns["name"].label("job")]
+
+
+def verdicts(reader: Reader, since: datetime, injected: bool = False, *, told: bool = True) -> list[Verdict]:
+    """What counts against nodes, of one ledger; without `told`, not what happened in which job, which takes longer."""
+    return [*_failures(reader, since, injected, told), *_probes(reader, since)]
+
+
+def _failures(reader: Reader, since: datetime, injected: bool, told: bool) -> list[Verdict]:
+    failures = Failure.__table__.c
+    query = select(
+        *_columns(Failure, "node", "kind", "component", "confidence"),
+        failures.noticed_at if told else reader.seconds(failures.noticed_at).label("at"),
+    ).where(failures.node.is_not(None), failures.noticed_at >= since)
+    if told:
+        query = query.add_columns(failures.cause, *_JOB).join(Job, Job.id == failures.job_id)
+        query = query.order_by(failures.noticed_at, failures.job_id, failures.failure)
+    if not injected:  # only of what was injected is it known how long it took to notice
+        query = query.where(failures.detect_seconds.is_(None))
+    return [
+        Verdict(
+            node=row["node"],
+            at=row["noticed_at"].timestamp() if told else row["at"],
+            kind=row["kind"],
+            component=row["component"],
+            certainty=CERTAINTY.get(row["component"], 0.0) * (1.0 if row["confidence"] is None else row["confidence"]),
+            job=row.get("job", ""),
+            cause=row.get("cause", ""),
+        )
+        for row in reader.fetch(query)
+    ]
+
+
+def _probes(reader: Reader, since: datetime) -> list[Verdict]:
+    """Devices found unfit at the start or on joining; on a suspicion there is a verdict, too."""
+    query = (
+        select(*_columns(Probe, "node", "device", "measured_at", "evidence"), *_JOB)
+        .join(Job, Job.id == Probe.job_id)
+        .where(Probe.passed.is_(False), Probe.kind == "device", Probe.occasion != "suspicion")
+        .where(Probe.measured_at >= since)
+        .order_by(Probe.measured_at, Probe.id)
+    )
+    return [
+        Verdict(
+            node=row["node"],
+            at=row["measured_at"].timestamp(),
+            kind="fail-slow",
+            component="device",
+            certainty=UNFIT_CERTAINTY,
+            job=row["job"],
+            cause=f"device {row['device']} found unfit, {row['evidence']}",
+        )
+        for row in reader.fetch(query)
+    ]
+
+
+def services(reader: Reader, since: datetime) -> list[Service]:
+    """From joining to being lost or given back, or to the job's end or its last sign of life."""
+    seconds = reader.seconds
+    nodes, jobs = Node.__table__.c, Job.__table__.c
+    over = case((jobs.ended_at.is_(None) | (jobs.state == "abnormal"), jobs.last_entry_at), else_=jobs.ended_at)
+    times = {"joined": nodes.joined_at, "lost": nodes.lost_at, "released": nodes.released_at, "over": over}
+    query = (
+        select(nodes.node, nodes.devices, *(seconds(time).label(name) for name, time in times.items()))
+        .join(Job, jobs.id == nodes.job_id)
+        .where(jobs.last_entry_at >= since)
+        .order_by(nodes.job_id, nodes.node)
+    )
+    return [
+        Service(
+            node=row["node"],
+            since=row["joined"],
+            until=min(at for at in (row["lost"], row["released"], row["over"]) if at is not None),
+            devices=row["devices"],
+        )
+        for row in reader.fetch(query)
+    ]
+
+
+def _undrained(reader: Reader) -> dict[str, float]:
+    query = select(*_columns(Drain, "node", "undrained_at")).where(Drain.undrained_at.is_not(None))
+    return {row["node"]: row["undrained_at"].timestamp() for row in reader.fetch(query.order_by(Drain.undrained_at))}

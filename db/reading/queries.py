@@ -1,0 +1,201 @@
+"""The ledger's answers, as pandas frames for notebooks and as the rows that the commands print. Reads only.
+
+    from db import queries
+
+    ledger = queries.Reader.open("postgresql+psycopg://cluster/resihp")     # or sqlite:////home/me/.../ledger.db
+    job = ledger.job("1234")["id"]                                          # the newest job without a name
+
+    queries.failures(ledger, job)               # root causes: detect_seconds, seconds_to_recover, node, cause, ...
+    queries.failures_by(ledger, "node")         # over all jobs; or component, cause, kind, job; node=, since=, until=
+    queries.cost(ledger, job)                   # where the time went, by cause: seconds, GPU-hours; also of all jobs
+    queries.reliability(ledger)                 # one row for each job: goodput, ETTR, MTBF, MTTR, seconds lost by cause
+    queries.lemons(ledger)                      # nodes to distrust, with the confidence that they fail more than others
+    queries.predictions(ledger, job)            # iteration times: observed, predicted, their ratio
+    queries.promises(ledger, job)               # what plans promised, and what they kept
+    queries.frame(ledger, "plans", job)         # any table of `resihp history`; filters as of `Reader.rows`
+
+    by_node = queries.failures_by(ledger, "node", since=datetime.now(UTC) - timedelta(days=30))
+    by_node.head(3)[["node", "failures", "recover_seconds"]]                # which nodes failed most this month
+    queries.cost(ledger).set_index("cause")["gpu_hours"]                    # what it all cost
+
+Whole numbers that may be missing are `Int64`, times are UTC, JSON columns (ranks, layouts) are lists and dicts. What
+the figures mean: `db.reading.cost_accounts`, `db.reading.promises`, `db.reading.fleet`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import BigInteger, Boolean, Float, Integer, String, func, select
+
+from db import models
+from db.models import Event, Iteration
+from db.reading import fleet
+from db.reading import promises as promised
+from db.reading.cost_accounts import CAUSES, summarise
+from db.reading.fleet import By
+from db.reading.reader import JOB_COLUMNS, TABLES, Reader, Row, Table
+from db.reading.why import NEAR, Why
+from db.reading.why import why as explain_iteration
+from resihp.errors import UsageError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["JOB_COLUMNS", "TABLES", "Reader", "Row", "Table", "frame", "summarise"]
+
+_COUNTS = ("failures", *(kind.replace("-", "_") for kind in fleet.KINDS))
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    **{name: tuple(str(column.key) for column in table.query.selected_columns) for name, table in TABLES.items()},
+    **{
+        f"failures by {by}": (by, *_COUNTS, "jobs", "detect_seconds", "recover_seconds", "last")
+        for by in ("node", "component", "cause", "kind", "job")
+    },
+    "cost": ("cause", "seconds", "share", "gpu_hours", "of_failures"),
+    "cost by job": (
+        *("job", "state", "started_at", "wall_seconds", "goodput", "ettr", "failures", "mtbf_seconds", "mttr_seconds"),
+        *("gpu_hours", "failure_gpu_hours", "useful_seconds", *(f"{cause}_seconds" for cause in CAUSES)),
+    ),
+    "promises": (
+        *("epoch", "reason", "promised", "kept", "verdict", "before", "after", "predicted", "present", "unit"),
+    ),
+    "lemons": (*("node", "jobs", "device_hours", *_COUNTS, "drains", "mtbf_hours", "confidence", "lemon", "last"),),
+}
+"""Of every view of `resihp history`."""
+
+
+# --- rows of one job ------------------------------------------------------------------------------------------------
+
+
+def promises_rows(reader: Reader, job_id: int) -> list[Row]:
+    """What each plan of a job promised and kept, as `db.reading.promises` tells."""
+    rates = reader.narrow("iterations", job_id, ("iteration", "epoch", "seconds", "tokens"))
+    return promised.promises(reader.narrow("plans", job_id), rates, reader.narrow("failures", job_id))
+
+
+def why(reader: Reader, job: Row, iteration: int) -> Why:
+    """Why an iteration of a job took as long as it did; `job` is its row. Raises UsageError if it is not committed."""
+    columns, asked = Iteration.__table__.c, TABLES["iterations"].query
+    near = asked.where(columns.job_id == job["id"], columns.iteration <= iteration)
+    rows = reader.fetch(near.order_by(columns.iteration.desc()).limit(NEAR + 1))[::-1]
+    if not rows or rows[-1]["iteration"] != iteration:
+        extremes = select(func.min(columns.iteration).label("first"), func.max(columns.iteration).label("last"))
+        [known] = reader.fetch(extremes.where(columns.job_id == job["id"]))
+        there = "none is" if known["last"] is None else f"{known['first']} to {known['last']} are"
+        raise UsageError(f"iteration {iteration}: not committed in job {job['name']}, of which {there}")
+    events = Event.__table__.c
+    touching = TABLES["events"].query.where(
+        events.job_id == job["id"], events.kind.in_(("CheckpointCommitted", "FaultInjected"))
+    )
+    return explain_iteration(
+        iteration,
+        job,
+        rows,
+        reader.rows("failures", job["id"]),
+        reader.narrow("reconfigurations", job["id"]),
+        reader.narrow("plans", job["id"]),
+        reader.fetch(touching.where(events.iteration.between(iteration - NEAR, iteration)).order_by(events.seq)),
+    )
+
+
+# --- frames ---------------------------------------------------------------------------------------------------------
+
+
+def as_frame(rows: Sequence[Row], columns: Sequence[str], table: str | None = None) -> pd.DataFrame:
+    """Rows as a frame; those of a table of the ledger with the types of its columns, missing values or not."""
+    import pandas as pd
+
+    found = pd.DataFrame(list(rows), columns=list(columns))
+    for column in TABLES[table].query.selected_columns if table is not None else ():
+        if table is None or column.key in TABLES[table].json_columns:
+            continue
+        if isinstance(column.type, Integer | BigInteger):
+            found[column.key] = found[column.key].astype("Int64")
+        elif isinstance(column.type, Boolean):
+            found[column.key] = found[column.key].astype("boolean")
+        elif isinstance(column.type, Float):
+            found[column.key] = found[column.key].astype("float64")
+        elif isinstance(column.type, models.UtcDateTime):
+            found[column.key] = pd.to_datetime(found[column.key], utc=True)
+        elif isinstance(column.type, String):
+            found[column.key] = found[column.key].astype("string")
+    return found
+
+
+def frame(reader: Reader, table: str, job_id: int | None = None, **filters: Any) -> pd.DataFrame:
+    """One of `TABLES`, of a job or of all (with a column `job`); filters as of `Reader.rows`."""
+    columns = COLUMNS[table] if job_id is not None else ("job", *COLUMNS[table])
+    return as_frame(reader.rows(table, job_id, **filters), columns, table)
+
+
+def iterations(reader: Reader, job_id: int) -> pd.DataFrame:
+    """One row for each committed iteration."""
+    return frame(reader, "iterations", job_id)
+
+
+def predictions(reader: Reader, job_id: int) -> pd.DataFrame:
+    """Observed against predicted iteration times: `iteration`, `epoch`, `seconds`, `predicted_seconds`, `ratio`."""
+    found = frame(reader, "iterations", job_id)[["iteration", "epoch", "seconds", "predicted_seconds"]]
+    return found.assign(ratio=found["seconds"] / found["predicted_seconds"])
+
+
+def workers(reader: Reader, job_id: int) -> pd.DataFrame:
+    """One row for each process."""
+    return frame(reader, "workers", job_id)
+
+
+def failures(reader: Reader, job_id: int | None = None) -> pd.DataFrame:
+    """One row for each root cause; `seconds_to_recover` from its detection to the next committed iteration."""
+    return frame(reader, "failures", job_id)
+
+
+def failures_by(reader: Reader, by: By, job_id: int | None = None, **filters: datetime | str | None) -> pd.DataFrame:
+    """Failures counted by node, component, cause, kind or job, most first; mean times to detect and to recover.
+
+    Filters: `node`, `since`, `until`. Columns as of `db.reading.fleet.joined`.
+    """
+    rows = fleet.joined(by, fleet.failures_by(reader, by, job_id, **filters))  # type: ignore[arg-type]
+    return as_frame(rows, COLUMNS[f"failures by {by}"])
+
+
+def cost(reader: Reader, job_id: int | None = None) -> pd.DataFrame:
+    """Where the time of a job went, or of all: seconds, share and GPU-hours by cause, which `db.reading.cost_accounts`
+    defines."""
+    found = [account for job, account in fleet.accounts(reader) if job_id in (None, job["id"])]
+    return as_frame(fleet.cost_rows(found), COLUMNS["cost"])
+
+
+def reliability(reader: Reader) -> pd.DataFrame:
+    """One row for each job: goodput, ETTR, MTBF, MTTR, GPU-hours, and the lost seconds by cause."""
+    return as_frame(fleet.cost_by_job(fleet.accounts(reader)), COLUMNS["cost by job"])
+
+
+def lemons(readers: Reader | Iterable[Reader], now: datetime | None = None, *, injected: bool = False) -> pd.DataFrame:
+    """Nodes of one ledger, or of several, the one most to be distrusted first; columns as of
+    `db.reading.fleet.lemons`."""
+    record = fleet.Record()
+    for reader in (readers,) if isinstance(readers, Reader) else readers:
+        record.read(reader, fleet.horizon(now), injected)
+    return as_frame(fleet.lemons(record, now), COLUMNS["lemons"])
+
+
+def promises(reader: Reader, job_id: int) -> pd.DataFrame:
+    """What each plan that took effect promised and kept; columns as of `db.reading.promises.promises`."""
+    return as_frame(promises_rows(reader, job_id), COLUMNS["promises"])
+
+
+def plans(reader: Reader, job_id: int) -> pd.DataFrame:
+    """One row for each epoch; `layout` as interface.md's LAYOUT."""
+    return frame(reader, "plans", job_id)
+
+
+def nodes(reader: Reader, job_id: int) -> pd.DataFrame:
+    """One row for each node that joined."""
+    return frame(reader, "nodes", job_id)
+
+
+def reconfigurations(reader: Reader, job_id: int) -> pd.DataFrame:
+    """One row for each transition that led back to training, with its phases."""
+    return frame(reader, "reconfigurations", job_id)

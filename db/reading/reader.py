@@ -1,0 +1,382 @@
+"""An open ledger, for reading: the tables that it shows, a job's rows and figures. Never changes it.
+
+`Reader.open(url)` checks that there is a ledger of our schema. Rows are plain Python, JSON columns decoded, times in
+UTC. `db.reading.queries` has the same as pandas frames, `db.reading.fleet` what is asked of many jobs at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any
+
+import msgspec
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Float,
+    FromClause,
+    Select,
+    case,
+    cast,
+    exists,
+    extract,
+    func,
+    or_,
+    select,
+)
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import aliased
+
+from db import models
+from db.engine import file_of, make_engine, masked, refusal, resolve
+from db.migrate import check_readable
+from db.models import Event, Failure, Iteration, Job, Plan, Reconfiguration, Worker
+from db.reading import cost_accounts
+from resihp.errors import JobNotFoundError, LedgerError, UsageError
+
+Row = dict[str, Any]
+
+JOB_COLUMNS = (
+    *("id", "name", "host", "owner", "state", "exit_code", "reason", "started_at", "ended_at", "last_entry_at"),
+    *("restart_count", "nodes", "gpus_per_node", "tp", "pp", "schedule", "version", "telemetry_dropped"),
+)
+
+
+_ACCOUNT_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "iterations": ("iteration", "epoch", "seconds", "predicted_seconds", "tokens", "loss", "finished_at"),
+    "failures": (
+        *("failure", "kind", "node", "iteration", "noticed_at", "detect_seconds", "recovered_epoch"),
+        *("ended_iteration", "speed"),
+    ),
+    "reconfigurations": ("epoch", "action", "seconds", "finished_at"),
+    "plans": (
+        *("epoch", "active", "decided_at", "in_effect_at", "reason", "description"),
+        *("predicted", "present", "unit"),
+    ),
+    "nodes": ("node", "devices", "joined_at", "released_at"),
+}
+"""What is reckoned with of each table: no layouts, which take longer than all else."""
+
+
+def _columns(model: type[models.Base], *left_out: str) -> tuple[ColumnElement[Any], ...]:
+    return tuple(column for column in model.__table__.columns if column.key not in ("job_id", *left_out))
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table of `resihp history`: its columns, and by which of them it is ordered and filtered."""
+
+    query: Select[Any]
+    source: FromClause
+    order: str
+    time: str
+    json_columns: tuple[str, ...] = ()
+
+
+def _table(
+    model: type[models.Base], order: str, time: str, json_columns: tuple[str, ...] = (), left_out: tuple[str, ...] = ()
+) -> Table:
+    return Table(select(*_columns(model, *left_out)), model.__table__, order, time, json_columns)
+
+
+_recovery = Failure.__table__.outerjoin(
+    Reconfiguration.__table__,
+    (Reconfiguration.job_id == Failure.job_id) & (Reconfiguration.epoch == Failure.recovered_epoch),
+)
+_failure_columns = (
+    *_columns(Failure, "recovered_epoch", "evidence"),
+    Reconfiguration.seconds.label("seconds_to_recover"),
+    Reconfiguration.action.label("action"),
+    Failure.recovered_epoch,
+    Failure.evidence,
+)
+
+_later = aliased(Plan)
+_plan_columns = (
+    *_columns(Plan),
+    case(
+        (Plan.in_effect_at.is_not(None), "in effect"),
+        (Plan.refused_reason.is_not(None), "refused"),
+        (exists().where(_later.job_id == Plan.job_id, _later.epoch > Plan.epoch), "superseded"),
+        else_="pending",
+    ).label("outcome"),
+)
+"""`outcome`: it took effect, at `in_effect_at`; it was refused; the next one was decided before it took effect; or it
+is on its way."""
+
+TABLES: Mapping[str, Table] = {
+    "failures": Table(
+        select(*_failure_columns).select_from(_recovery), Failure.__table__, "failure", "noticed_at", ("ranks",)
+    ),
+    "nodes": _table(models.Node, "node", "joined_at"),
+    "workers": _table(Worker, "rank", "started_at"),
+    "iterations": _table(Iteration, "iteration", "finished_at"),
+    "plans": Table(select(*_plan_columns), Plan.__table__, "epoch", "decided_at", ("layout", "assignment")),
+    "reconfigurations": _table(Reconfiguration, "epoch", "finished_at"),
+    "drains": _table(models.Drain, "drain", "drained_at", ("answers",)),
+    "replacements": _table(models.Replacement, "replacement", "asked_at", ("excluded",)),
+    "probes": _table(models.Probe, "id", "measured_at", left_out=("id",)),
+    "events": _table(Event, "seq", "at"),
+}
+
+
+NEAR = 3
+"""Names told when one is not known."""
+NAMES = 20_000
+"""Names looked through for near ones."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The rest of a message on a name that is not known: `; did you mean n1 or n2?`, `, which holds ...`."""
+    names = list(dict.fromkeys(known))
+    folded = {each.casefold(): each for each in reversed(names)}
+    near = [folded[each] for each in difflib.get_close_matches(name.casefold(), list(folded), n=NEAR)]
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    return f", which holds {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else ", which has none"
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """While many rows are made: Python's collector of cycles would look through all of them again and again, and find
+    none, which takes as long as everything else."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+class Reader:
+    """An open ledger, for reading."""
+
+    def __init__(self, connection: Connection, name: str, *, borrowed: bool = False) -> None:
+        """Use `Reader.open`, or `Reader.within`."""
+        self._connection, self._borrowed = connection, borrowed
+        self.name = name
+
+    @classmethod
+    def within(cls, connection: Connection) -> Reader:
+        """For a writer that reads in its own transaction: neither ended nor closed by the reader."""
+        return cls(connection, masked(connection.engine.url), borrowed=True)
+
+    @classmethod
+    def open(cls, url: str) -> Reader:
+        """Raises LedgerError if there is no ledger at `url`, or one of another schema than ours."""
+        parsed = resolve(url)
+        file = file_of(parsed)
+        if file is not None and not file.exists():
+            raise LedgerError(f"ledger {masked(parsed)}: no such file; name another with --ledger")
+        engine = make_engine(parsed, write=False)
+        try:
+            connection = engine.connect()
+        except (DBAPIError, OSError) as error:
+            engine.dispose()
+            raise refusal(parsed, error) from error
+        try:
+            check_readable(connection, masked(parsed))
+            connection.rollback()
+        except (DBAPIError, OSError, LedgerError) as error:
+            connection.close()
+            engine.dispose()
+            raise error if isinstance(error, LedgerError) else refusal(parsed, error) from error
+        return cls(connection, masked(parsed))
+
+    def close(self) -> None:
+        if self._borrowed:
+            return
+        engine = self._connection.engine
+        self._connection.close()
+        engine.dispose()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def seconds(self, time: ColumnElement[Any]) -> ColumnElement[float]:
+        """A time since 1970, reckoned by the database: many rows are read in half the time that datetimes take."""
+        if self._connection.dialect.name == "sqlite":
+            return (func.julianday(time, type_=Float) - 2440587.5) * 86400.0
+        return cast(extract("epoch", time), Float)
+
+    def fetch(self, query: Select[Any]) -> list[Row]:
+        """All rows of one query, in a transaction that ends with it (a reader must not hold up the writer)."""
+        if self._borrowed:
+            return self._dicts(query)
+        try:
+            found = self._dicts(query)
+            self._connection.rollback()
+        except DBAPIError as error:
+            self._connection.rollback()
+            raise refusal(self._connection.engine.url, error) from error
+        return found
+
+    def _dicts(self, query: Select[Any]) -> list[Row]:
+        result = self._connection.execute(query)
+        names = tuple(result.keys())
+        with no_collection():
+            return [dict(zip(names, row, strict=True)) for row in result.all()]
+
+    def jobs(self) -> list[Row]:
+        """All jobs of this ledger, newest first, columns `JOB_COLUMNS`."""
+        columns = [Job.__table__.columns[name] for name in JOB_COLUMNS]
+        return self.fetch(select(*columns).order_by(Job.started_at.desc(), Job.id.desc()))
+
+    def job(self, name: str | None = None, *, host: str | None = None, started: datetime | None = None) -> Row:
+        """The newest job, or the newest of that name; with `host` and `started`, the one that began there nearest then.
+
+        All columns of its row. Raises JobNotFoundError naming near ones, or those that there are.
+        """
+        query = select(*Job.__table__.columns).order_by(Job.started_at.desc(), Job.id.desc())
+        if name is not None:
+            query = query.where(Job.name == name)
+        found = self.fetch(query.limit(1) if started is None and host is None else query)
+        found = [job for job in found if job["host"] == host] or found if host is not None else found
+        if not found:
+            names = self._names()
+            if not names or name is None:
+                raise JobNotFoundError(f"ledger {self.name}: holds no job yet")
+            raise JobNotFoundError(f"job {name}: not in ledger {self.name}{nearest(name, names)}")
+        if started is not None:
+            return min(found, key=lambda job: abs((job["started_at"] - started).total_seconds()))
+        return found[0]
+
+    def _names(self) -> list[str]:
+        query = select(Job.name).order_by(Job.started_at.desc()).limit(NAMES)
+        return [row["name"] for row in self.fetch(query)]
+
+    def applied(self, job_id: int) -> int:
+        """Number of the last journal record that the ledger holds."""
+        return int(self.fetch(select(Job.journal_seq).where(Job.id == job_id))[0]["journal_seq"])
+
+    def rows(
+        self,
+        table: str,
+        job_id: int | None,
+        *,
+        node: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        last: int | None = None,
+    ) -> list[Row]:
+        """Rows of one of `TABLES` in order, the `last` of them at most; JSON columns decoded.
+
+        With `job_id` None of all jobs, in order of time, each with its `job` as the first column. Raises UsageError
+        when the table has no nodes to ask for.
+        """
+        asked = TABLES[table]
+        columns = asked.source.c
+        query, order = asked.query, [columns[asked.order]]
+        if job_id is not None:
+            query = query.where(columns.job_id == job_id)
+        else:
+            query = query.add_columns(Job.name.label("job"))
+            query = query.outerjoin(Job, Job.id == columns.job_id)  # an inner join SQLite would begin with the jobs
+            order = [columns[asked.time], columns.job_id, *order]
+        if node is not None:
+            query = query.where(or_(*(columns[name] == node for name in _node_columns(table))))
+        if since is not None:
+            query = query.where(columns[asked.time] >= since)
+        if until is not None:
+            query = query.where(columns[asked.time] <= until)
+        if last is None:
+            found = self.fetch(query.order_by(*order))
+        else:
+            found = self.fetch(query.order_by(*(column.desc() for column in order)).limit(last))[::-1]
+        with no_collection():
+            for row in found:
+                for column in asked.json_columns:
+                    row[column] = msgspec.json.decode(row[column])
+            return found if job_id is not None else [{"job": row.pop("job"), **row} for row in found]
+
+    def count(self, table: str, job_id: int, *, since: datetime | None = None, until: datetime | None = None) -> int:
+        """How many rows of a table there are of a job."""
+        asked = TABLES[table]
+        columns = asked.source.c
+        query = select(func.count().label("rows")).select_from(asked.source).where(columns.job_id == job_id)
+        if since is not None:
+            query = query.where(columns[asked.time] >= since)
+        if until is not None:
+            query = query.where(columns[asked.time] <= until)
+        return int(self.fetch(query)[0]["rows"])
+
+    def nodes(self, job_id: int | None) -> list[str]:
+        """Names of the nodes of a job, or of all jobs."""
+        query = select(models.Node.__table__.c.node).distinct().order_by(models.Node.__table__.c.node)
+        if job_id is not None:
+            query = query.where(models.Node.job_id == job_id)
+        return [row["node"] for row in self.fetch(query.limit(NAMES))]
+
+    def events(self, job_id: int, kinds: Sequence[str], last: int) -> list[Row]:
+        """The `last` events of these kinds (names of journal entries), oldest first."""
+        query = TABLES["events"].query.where(Event.job_id == job_id, Event.kind.in_(kinds))
+        return self.fetch(query.order_by(Event.seq.desc()).limit(last))[::-1]
+
+    def shown_plan(self, job_id: int) -> list[Row]:
+        """The plan that a job's status is about, if any: the newest not refused, in effect or about to be."""
+        query = TABLES["plans"].query.where(Plan.job_id == job_id, Plan.refused_reason.is_(None))
+        found = self.fetch(query.order_by(Plan.epoch.desc()).limit(1))
+        return [
+            {**row, **{name: msgspec.json.decode(row[name]) for name in TABLES["plans"].json_columns}} for row in found
+        ]
+
+    def narrow(self, table: str, job_id: int, names: Sequence[str] = ()) -> list[Row]:
+        """All rows of a job in order, of the columns that accounts are reckoned from, or those of these `names`."""
+        asked = TABLES[table]
+        columns = asked.source.c
+        query = select(*(columns[name] for name in names or _ACCOUNT_COLUMNS[table])).where(columns.job_id == job_id)
+        return self.fetch(query.order_by(columns[asked.order]))
+
+    def account(self, job: Row, now: datetime | None = None) -> cost_accounts.Account:
+        """Where the time of a job went; `job` is its row. Of one that is over it was kept when it ended."""
+        if (kept := cost_accounts.kept(job)) is not None:
+            return kept
+        events = Event.__table__.c
+        checkpoints = select(events.kind, events.iteration).where(events.job_id == job["id"])
+        return cost_accounts.account(
+            job,
+            self.narrow("iterations", job["id"]),
+            self.narrow("failures", job["id"]),
+            self.narrow("reconfigurations", job["id"]),
+            self.narrow("plans", job["id"]),
+            self.fetch(checkpoints.where(events.kind == "CheckpointCommitted")),
+            self.narrow("nodes", job["id"]),
+            now or datetime.now(UTC),
+        )
+
+    def settled(self, job_id: int) -> str:
+        """The account of a job that is over, to be kept in its row."""
+        [job] = self.fetch(select(*Job.__table__.columns).where(Job.id == job_id))
+        return msgspec.json.encode(self.account(job)).decode()
+
+    def summary(self, job_id: int, now: datetime | None = None) -> Row:
+        """The job in figures, as `db.reading.cost_accounts.summarise` tells them."""
+        [job] = self.fetch(select(*Job.__table__.columns).where(Job.id == job_id))
+        return cost_accounts.summarise(
+            job,
+            self.narrow("iterations", job_id),
+            self.narrow("failures", job_id),
+            self.narrow("reconfigurations", job_id),
+            self.shown_plan(job_id),
+            now or datetime.now(UTC),
+        )
+
+
+def _node_columns(table: str) -> list[str]:
+    """Columns that name nodes. Raises UsageError for a table that has none."""
+    found = [name for name in ("node", "instead") if name in TABLES[table].source.c]
+    if not found:
+        raise UsageError(f"history {table}: has no nodes; leave --node out")
+    return found

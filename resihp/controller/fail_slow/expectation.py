@@ -1,0 +1,68 @@
+"""What an iteration should take: each goes past the detector here, before it runs and once committed. Decides nothing.
+
+Before, its workload is all that is known: how long it may be without progress follows from it (`judge`), so that one
+with an enormous document is not given up at ten times the usual. Afterwards `slowness` acts on what is found, and once
+it is known what transfers take, slow links are planned for. Called by `controller` and `iterations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from resihp.controller import replan_policy
+from resihp.controller.fail_slow import learned_times
+from resihp.controller.state import Forecast, IterationReports, Job
+from resihp.detector.observation import Observation, RankTimes, unpack
+from resihp.errors import ProtocolError
+from resihp.parallelism.plan import Plan
+from resihp.pipeline.schedules import orders_of
+from resihp.protocol.messages import Stepped, Workload
+
+
+def iteration_begins(job: Job, workload: Workload) -> None:
+    """Predict the time of an iteration that begins, where the detector knows enough."""
+    plan = job.plan
+    if not job.settings.detect or plan is None or workload.epoch != plan.epoch:
+        return
+    _adopt(job, plan)
+    seconds = job.monitor.forecast(workload.tokens, workload.squares)
+    if seconds is not None:
+        job.forecast = Forecast(epoch=plan.epoch, iteration=workload.iteration, seconds=seconds)
+
+
+def _adopt(job: Job, plan: Plan) -> None:
+    """From now on it is this plan's iterations that are judged."""
+    if job.expected_epoch != plan.epoch:
+        job.monitor.adopt(plan, job.declaration.model, orders_of(plan), job.node_of)
+        job.expected_epoch = plan.epoch
+
+
+def iteration_done(job: Job, iteration: int, reports: IterationReports) -> float | None:
+    """Show a committed iteration to the detector; returns the time that it should have taken, where that is known."""
+    plan = job.plan
+    if not job.settings.detect or plan is None:
+        return None
+    ours = {rank: report for rank, report in reports.by_rank.items() if report.epoch == plan.epoch and report.seconds}
+    if not ours:
+        return None
+    _adopt(job, plan)
+    seconds = max(report.seconds for report in ours.values())
+    times = dict(_times(job, ours))
+    assessment = job.monitor.observe(Observation(iteration=iteration, epoch=plan.epoch, seconds=seconds, times=times))
+    job.findings += assessment.findings
+    job.workloads.append((reports.outcome.tokens, reports.outcome.sum_squared_lengths))
+    if learned_times.learn(job):
+        replan_policy.consider_links(job)
+    return assessment.predicted_s
+
+
+def _times(job: Job, reports: dict[int, Stepped]) -> Iterator[tuple[int, RankTimes]]:
+    for rank, report in reports.items():
+        if not report.chunks or rank not in job.working:
+            continue
+        try:
+            chunks = unpack(report.chunks, f"rank {rank}")
+        except ProtocolError as error:
+            job.say("warning", f"{error}; the iteration is judged without it")
+            continue
+        yield rank, RankTimes(rank=rank, seconds=report.seconds, chunks=chunks, reduced=report.reduced_s)

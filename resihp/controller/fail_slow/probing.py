@@ -1,0 +1,226 @@
+"""Probes of devices and links: when they are taken, and what follows from them.
+
+Before the first iteration every device is measured, and every link between neighbours; when a device joins, that one;
+on a suspicion the suspects and a few witnesses, between two iterations, while training goes on. What an answer says is
+judged by `resihp.detector.probes`. A device that is not fit does not get into the first plan: it stands by, so that it
+is not learnt as healthy. Called by `gathering`, `newcomers` and `slowness`.
+
+Both ends of a link have to come at the same time. Which iteration's end that is, is announced to them ahead; whoever
+hears of it too late does not come, and who waits does so for two seconds at most. The pairs are disjoint, and each has
+a communicator of its own, while nothing is under way on any other of its ranks': none can wait for another one, and the
+rest of the job waits for them as for any slow peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Literal
+
+from resihp.controller import interface as api
+from resihp.controller.state import Examination, Job
+from resihp.detector import probes
+from resihp.detector.findings import Finding
+from resihp.protocol import messages as m
+from resihp.record.journal import DeviceProbe, LinkProbe, ProbesTaken
+
+MOST_WITNESSES = 4
+"""Devices measured beside suspects, to compare with."""
+
+
+def begin(
+    job: Job,
+    occasion: Literal["start", "join", "suspicion", "standby"],
+    ranks: Iterable[int],
+    pairs: Sequence[Sequence[tuple[int, int]]] = (),
+    finding: Finding | None = None,
+) -> None:
+    """Ask ranks to measure their devices, and with `pairs` (rounds of them) the links between them."""
+    job.probes += 1
+    asked = tuple(sorted(ranks))
+    job.examinations[job.probes] = Examination(
+        probe=job.probes, occasion=occasion, asked=asked, asked_at=job.now, finding=finding
+    )
+    rounds = tuple(tuple(pair for pair in round_) for round_ in pairs)
+    job.order(asked, m.Probe(probe=job.probes, pairs=rounds, store=job.store if rounds else None))
+
+
+def begin_link(job: Job, finding: Finding, after_iteration: int) -> None:
+    """Announce that a link under suspicion is measured, and others of its kind, at the end of that iteration."""
+    assert finding.link is not None
+    slow = {rank for link in job.slow_links for rank in link}
+    able = [rank for rank in job.active if rank not in slow and job.device_of(rank) not in job.slow]
+    round_ = probes.beside(_ends(finding.link), able, job.node_of)
+    asked = tuple(sorted(rank for pair in round_ for rank in pair))
+    job.probes += 1
+    job.examinations[job.probes] = Examination(
+        probe=job.probes,
+        occasion="suspicion",
+        asked=asked,
+        asked_at=job.now,
+        finding=finding,
+        ahead_s=(after_iteration - job.furthest) * job.predicted_s,
+    )
+    job.order(asked, m.Probe(probe=job.probes, pairs=(round_,), store=job.store, after_iteration=after_iteration))
+
+
+def _ends(link: tuple[int, int]) -> probes.Pair:
+    return min(link), max(link)
+
+
+def probed(job: Job, rank: int, answer: m.Probed) -> Examination | None:
+    """Take an answer; returns the examination if it was the last one."""
+    examination = job.examinations.get(answer.probe)
+    if examination is None or rank not in examination.asked:
+        return None
+    examination.answers[rank] = answer
+    return examination if _complete(job, examination) else None
+
+
+def overdue(job: Job) -> list[Examination]:
+    """Examinations that are complete because of who died, or have waited long enough."""
+    return [
+        examination
+        for examination in job.examinations.values()
+        if _complete(job, examination)
+        or job.now - examination.asked_at > job.settings.probe_budget_s + examination.ahead_s
+    ]
+
+
+def _complete(job: Job, examination: Examination) -> bool:
+    return all(rank in examination.answers or not job.members[rank].alive for rank in examination.asked)
+
+
+def conclude(job: Job, examination: Examination) -> dict[int, probes.Judged]:
+    """Judge the answers, remember and tell them. A live rank that did not answer is not fit."""
+    del job.examinations[examination.probe]
+    found = {rank: answer.speed for rank, answer in examination.answers.items() if not answer.error}
+    failed = {rank: answer.error for rank, answer in examination.answers.items() if answer.error}
+    for rank in examination.asked:
+        if rank not in examination.answers and job.members[rank].alive:
+            failed[rank] = f"no answer to its probe within {job.settings.probe_budget_s:.0f} s"
+    past = {rank: job.reference[device] for rank in found if (device := job.device_of(rank)) in job.reference}
+    known = {} if examination.occasion == "start" else _fleet(job, examination)
+    judged = probes.judge_devices(found | known, failed, past)
+    judged = {rank: verdict for rank, verdict in judged.items() if rank in examination.asked}
+    if examination.occasion != "suspicion":
+        slower = _slower_than_in_former_jobs(job, found, found | known)
+        judged |= {rank: verdict for rank, verdict in slower.items() if judged[rank].fit}
+    for rank, verdict in judged.items():
+        if verdict.fit and rank in found:
+            job.reference.setdefault(job.device_of(rank), found[rank])
+    times = _link_seconds(examination)
+    if examination.occasion == "start":
+        job.link_seconds = dict(times)
+    speeds = probes.judge_links(times, job.node_of)
+    devices = tuple(_entry(job, verdict, found.get(rank)) for rank, verdict in sorted(judged.items()))
+    slow = sorted(pair for pair, speed in speeds.items() if speed < probes.LINK_FIT)
+    _log(job, examination, devices, times, speeds, slow)
+    for a, b in slow:
+        job.say("warning", f"{job.where_link((a, b))}: at {speeds[a, b]:.0%} of its peers")
+    return judged
+
+
+def conclude_link(job: Job, examination: Examination) -> probes.JudgedLink | None:
+    """Judge a link under suspicion, remember and tell it; None if it was not measured."""
+    assert examination.finding is not None
+    assert examination.finding.link is not None
+    link = _ends(examination.finding.link)
+    del job.examinations[examination.probe]
+    times = _link_seconds(examination)
+    speeds: dict[probes.Pair, float | None] = {**probes.judge_links(times, job.node_of)}
+    judged = probes.judge_link(link, times, job.node_of, job.link_seconds) if link in times else None
+    if judged is not None:
+        speeds[link] = judged.speed
+    _log(job, examination, (), times, speeds, (link,) if judged is not None and judged.slow else ())
+    return judged
+
+
+def _link_seconds(examination: Examination) -> dict[probes.Pair, float]:
+    return probes.link_seconds({rank: answer.transfers for rank, answer in examination.answers.items()})
+
+
+def _log(
+    job: Job,
+    examination: Examination,
+    devices: tuple[DeviceProbe, ...],
+    times: Mapping[probes.Pair, float],
+    speeds: Mapping[probes.Pair, float | None],
+    slow: Collection[probes.Pair],
+) -> None:
+    links = tuple(
+        LinkProbe(
+            ranks=pair,
+            nodes=(job.node_of[pair[0]], job.node_of[pair[1]]),
+            speed=speeds.get(pair),
+            fit=pair not in slow,
+            seconds=seconds,
+        )
+        for pair, seconds in sorted(times.items())
+    )
+    took_s = max((answer.seconds for answer in examination.answers.values()), default=0.0)
+    job.do(
+        api.Log(
+            entry=ProbesTaken(
+                probe=examination.probe, occasion=examination.occasion, devices=devices, links=links, seconds=took_s
+            )
+        )
+    )
+
+
+def _slower_than_in_former_jobs(
+    job: Job, found: Mapping[int, m.Speed], fleet: Mapping[int, m.Speed]
+) -> dict[int, probes.Judged]:
+    """Of the measured devices, those of nodes all of whose devices are; nobody where most nodes of the fleet are."""
+    places = {rank: _place(job, rank, speed) for rank, speed in fleet.items()}
+    shares = probes.judge_nodes(fleet, places, job.usual_speeds)
+    slow = {node: share for node, share in shares.items() if share[0] < probes.FIT}
+    ours = {rank: slow[places[rank][0]] for rank in found if places[rank][0] in slow}
+    if not ours or 2 * len(slow) <= len(shares):
+        return {
+            rank: probes.Judged(rank=rank, speed=speed, fit=False, evidence=text)
+            for rank, (speed, text) in ours.items()
+        }
+    worst = min(slow, key=lambda node: slow[node])
+    job.say(
+        "warning",
+        f"{len(slow)} of {len(shares)} nodes are slower than in former jobs, node {worst}: {slow[worst][1]}; "
+        "a new driver, or cores that are shared? none is left out for it; see resihp history probes",
+    )
+    return {}
+
+
+def _place(job: Job, rank: int, speed: m.Speed) -> probes.Place:
+    node = job.nodes[job.members[rank].node]
+    return node.name, node.host, speed.hardware
+
+
+def _fleet(job: Job, examination: Examination) -> dict[int, m.Speed]:
+    """What devices that are not measured now gave before: more to compare with."""
+    return {
+        rank: job.reference[device]
+        for rank in job.live
+        if rank not in examination.asked and (device := job.device_of(rank)) in job.reference
+    }
+
+
+def witnesses(job: Job, suspects: Sequence[int]) -> tuple[int, ...]:
+    """Active ranks to measure beside suspects: of the same nodes first, which share whatever is a node's."""
+    nodes = {job.members[rank].node for rank in suspects}
+    slow = set(job.slow)
+    others = [rank for rank in job.active if rank not in suspects and job.device_of(rank) not in slow]
+    return tuple(sorted(others, key=lambda rank: (job.members[rank].node not in nodes, rank))[:MOST_WITNESSES])
+
+
+def _entry(job: Job, judged: probes.Judged, found: m.Speed | None) -> DeviceProbe:
+    node, device = job.device_of(judged.rank)
+    return DeviceProbe(
+        rank=judged.rank,
+        node=node,
+        device=device,
+        flops=found.flops if found else 0.0,
+        memory_bytes=found.memory_bytes if found else 0.0,
+        speed=judged.speed,
+        fit=judged.fit,
+        evidence=judged.evidence,
+        hardware=found.hardware if found else "",
+    )

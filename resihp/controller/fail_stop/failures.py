@@ -1,0 +1,247 @@
+"""What a lost worker, a lost node, an exception or broken communication leads to."""
+
+from __future__ import annotations
+
+import signal as signals
+
+from resihp.controller import interface as api
+from resihp.controller import iterations, startup
+from resihp.controller import transition as transitions
+from resihp.controller.fail_stop import incidents, root_causes
+from resihp.controller.nodes import joins
+from resihp.controller.state import Incident, Job, Member, Node
+from resihp.protocol import messages as m
+from resihp.record.journal import NodeLost
+
+MAX_REBUILDS = 5
+"""Communication failures in a row, all ranks alive and no iteration committed, before the job gives up."""
+
+RAISED_GRACE_S = 3.0
+"""How long an exception before the first plan waits for the same one on the other ranks."""
+
+
+def exited(job: Job, event: api.WorkerExited) -> None:
+    member = job.members.get(event.rank)
+    if member is None or not member.alive:
+        return
+    job.nodes[member.node].last_beat = job.now  # its agent tells of it
+    member.exit_status, member.clues = event.status, event.clues
+    incidents.bury(job, member, event.status)
+    if job.phase == "halting":
+        told = f"{job.where(member.rank)}: {_ending(event.status)} after training was done"
+        if event.status == 0 or member.declared is None or member.fenced is not None:
+            iterations.end_when_gone(job)
+        elif job.departure is not None and job.departure.meaning != "warning":
+            job.departure.interrupted = told
+        else:
+            incidents.end(job, 1, told)
+        return
+    if job.phase == "gathering":
+        if job.departure is None:
+            exited_early(job, member, event.status)
+        return
+    if member.declared is None:
+        joins.exited(job, member, _ending(event.status))
+        return
+    incident(job, member, event.status)
+    transition_after(job, {member.rank}, f"{job.where(member.rank)}: {_ending(event.status)}")
+    joins.come_back(job, member)
+
+
+def exited_early(job: Job, member: Member, status: int) -> None:
+    """An exit before the first plan: a plain program that is done, or a start that failed."""
+    if status == 0 and member.declared is None:
+        iterations.end_when_gone(job)
+    elif member.raised is None:
+        incidents.end(job, 1, f"{job.where(member.rank)}: {_ending(status)} before training began; its log tells more")
+    else:
+        tell_early_errors(job)
+
+
+def tell_early_errors(job: Job) -> None:
+    """Exceptions before the first plan: the same on all ranks is a broken script."""
+    raised = {rank: member.raised.error for rank, member in job.members.items() if member.raised is not None}
+    everyone = len(raised) == len(startup.places(job))
+    if everyone and len(set(raised.values())) == 1:
+        incidents.program_is_broken(job, min(raised), len(raised))
+    elif raised and (not job.live or job.now - (job.raised_at or job.now) > RAISED_GRACE_S):
+        rank = min(raised)
+        job.say("error", incidents.traceback_of(job, rank))
+        incidents.end(job, 1, f"{job.where(rank)}: {raised[rank]} before training began; other ranks did not raise it")
+
+
+def raised(job: Job, member: Member, raised: m.Raised) -> None:
+    member.raised = raised
+    if member.declared is None and member.joins:
+        return
+    job.errors[member.rank] = (raised.iteration, raised.error)
+    if job.raised_at is None:
+        job.raised_at = job.now
+
+
+def incident(job: Job, member: Member, status: int) -> None:
+    injected = job.signalled.get(member.rank)
+    if member.raised is not None:
+        cause, evidence = f"rank {member.rank} raised {member.raised.error}", member.raised.traceback[-4000:]
+    else:
+        cause = f"rank {member.rank} {_ending(status)}"
+        if member.fenced:
+            cause = f"rank {member.rank} {member.fenced}"
+        evidence = f"pid {member.pid} on node {member.node}: {_ending(status)}"
+    member.exit_status = status
+    condemned = root_causes.condemns_its_device(job, member)
+    blamed = member.raised is None or condemned  # a dead GPU reaches the script as an exception
+    if condemned:
+        job.dead_devices.add((member.node, member.device))
+    dead = (member.node, member.device) in job.dead_devices
+    job.say("warning", f"{job.where(member.rank)}: {cause.removeprefix(f'rank {member.rank} ')}")
+    job.incidents.append(
+        Incident(
+            kind="fail-stop" if blamed else "program",
+            component="script" if not blamed else "device" if dead else "process",
+            cause=cause,
+            evidence=evidence,
+            found_at=job.now,
+            iteration=under_way(job, {member.rank}),
+            epoch=job.epoch,
+            ranks={member.rank},
+            node=member.node if blamed else None,
+            device=member.device if blamed else None,
+            detect_s=None if injected is None else job.now - injected,
+            condemned=(member.node, member.device) if condemned else None,
+        )
+    )
+
+
+def under_way(job: Job, victims: set[int]) -> int:
+    """The iteration that lost ranks were in: after the last step that any of them reported."""
+    return max([job.committed, *(job.members[rank].stepped for rank in victims)]) + 1
+
+
+def transition_after(job: Job, lost: set[int], reason: str) -> None:
+    """After the loss of these ranks: park, unless nobody waits for them: they had no work, or all is done."""
+    if job.phase in ("recovering", "gathering", "ended"):
+        return
+    if job.departure is not None and job.transition is not None and transitions.is_settling(job.transition):
+        return
+    if job.phase == "running" and job.plan is not None:
+        active = [rank for rank in job.active if job.members[rank].alive]
+        done = active and all(job.members[rank].stepped >= job.goal for rank in active)
+        if done or lost.isdisjoint(job.working):
+            incidents.log_incidents(job)
+            if done:
+                iterations.commit_up_to(job, job.goal)
+                iterations.transition_done(job)
+            iterations.halt_when_finished(job)
+            return
+    if job.transition is not None and job.phase == "transition" and lost.isdisjoint(job.transition.asked):
+        if job.transition.stage != "parking":
+            incidents.log_incidents(job)
+        return
+    transitions.park(job, reason)
+
+
+def node_lost(job: Job, name: str, reason: str, *, cannot_start: bool = False) -> None:
+    if name not in job.nodes and job.phase == "gathering":
+        job.nodes[name] = Node(name, host="", devices=0)  # it never joined, and never will
+    node = job.nodes.get(name)
+    if node is None or not node.alive:
+        return
+    node.alive = False
+    job.do(api.Log(entry=NodeLost(node=name, reason=reason)))
+    job.do(api.DropNode(node=name))
+    for placement in job.placements:
+        placement.settled = placement.settled or placement.node == name
+    ranks = [rank for rank in job.live if job.members[rank].node == name]
+    for rank in ranks:
+        incidents.bury(job, job.members[rank], None)
+    if job.phase == "gathering":
+        if job.departure is None:
+            startup.node_lost(job, name, reason, cannot_start=cannot_start)
+        if job.phase == "gathering" and job.departure is None:
+            node_incident(job, name, reason, ranks)
+            incidents.log_incidents(job)
+            startup.go_on_without(job)
+        return
+    if job.phase == "halting":
+        iterations.end_when_gone(job)
+        return
+    victims = node_incident(job, name, reason, ranks)
+    if victims:
+        transition_after(job, victims, f"node {name}: {reason}")
+
+
+def node_incident(job: Job, name: str, reason: str, ranks: list[int]) -> set[int]:
+    """The loss of a node as a root cause, of all its workers that were still at work. Returns them."""
+    # Workers of the node whose exits came in first are part of the same root cause.
+    earlier = [i for i in job.incidents if i.node == name and i.kind == "fail-stop"]
+    job.incidents = [i for i in job.incidents if i not in earlier]
+    job.dead_devices -= {i.condemned for i in earlier if i.condemned is not None}  # the journal will not tell of it
+    victims = {*ranks, *(rank for i in earlier for rank in i.ranks)}
+    broken = [root_causes.own_words(job, job.members[rank]) for i in earlier if i.condemned for rank in sorted(i.ranks)]
+    before = f"; before, {broken[0]}" if broken else ""  # hardware that fails may take its node along
+    injected = [job.signalled[rank] for rank in sorted(victims) if rank in job.signalled]
+    if not victims:  # its workers were gone before, and accounted for
+        job.say("warning", f"node {name}: {reason}")
+        return victims
+    job.say("warning", f"node {name}: {reason}; ranks {sorted(victims)} are lost")
+    job.incidents.append(
+        Incident(
+            kind="fail-stop",
+            component="node",
+            cause=f"node {name}: {reason}{before}",
+            evidence=reason,
+            found_at=min([job.now, *(i.found_at for i in earlier)]),
+            iteration=under_way(job, victims),
+            epoch=job.epoch,
+            ranks=victims,
+            node=name,
+            detect_s=job.now - min(injected) if injected else None,
+        )
+    )
+    return victims
+
+
+def stuck(job: Job, member: Member, stuck: m.Stuck) -> None:
+    """A transfer broke under a rank. If that is because a peer died, its exit comes next: `judge.tick` waits for it."""
+    transition = job.transition
+    if stuck.epoch == job.epoch:
+        if job.stuck is None:
+            job.stuck = (job.now, member.rank, stuck.error)
+    elif transition is not None and job.plan is not None and stuck.epoch == job.plan.epoch:
+        transitions.broke(job, f"rank {member.rank}: {stuck.error}")
+
+
+def communication_failed(job: Job, evidence: str) -> None:
+    """Everybody is alive, yet a transfer broke: rebuild the communicators with the same layout.
+
+    Unlike after a loss, nothing shrinks by it: without a bound it could go on for ever.
+    """
+    job.stuck = None
+    job.rebuilds += 1
+    if job.rebuilds > MAX_REBUILDS and job.departure is None:
+        incidents.end(job, 1, f"communication failed {job.rebuilds} times without an iteration in between: {evidence}")
+        return
+    job.say("warning", f"communication of epoch {job.epoch} failed: {evidence}; rebuilding")
+    job.incidents.append(
+        Incident(
+            kind="communication",
+            component="link",
+            cause="communication failed",
+            evidence=evidence,
+            found_at=job.now,
+            iteration=job.committed + 1,
+            epoch=job.epoch,
+        )
+    )
+    transitions.park(job, evidence, cautious=job.transition is not None and job.transition.cautious)
+
+
+def _ending(status: int) -> str:
+    """How a process ended, in words: `killed by signal 9 (SIGKILL)`, `exited with status 1`."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"killed by signal {-status} ({signals.Signals(-status).name})"
+    except ValueError:
+        return f"killed by signal {-status}"

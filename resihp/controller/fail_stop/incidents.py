@@ -1,0 +1,151 @@
+"""Root causes: collected while a transition is under way, logged when it is decided; and the end of the job."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from resihp.controller import interface as api
+from resihp.controller.fail_stop import root_causes
+from resihp.controller.nodes import replacements
+from resihp.controller.state import COINCIDENCE_S, Incident, Job, Member
+from resihp.record.journal import FailureFound, JobEnded, Suspected, WorkerEnded
+
+
+def traceback_of(job: Job, rank: int) -> str:
+    raised = job.members[rank].raised
+    return f"{job.where(rank)} raised:\n{raised.traceback.rstrip()}" if raised else ""
+
+
+def program_is_broken(job: Job, rank: int, count: int) -> None:
+    raised = job.members[rank].raised
+    assert raised is not None
+    job.say("error", traceback_of(job, rank))
+    job.incidents = [
+        Incident(
+            kind="program",
+            component="script",
+            cause=f"{count} ranks raised the same: {raised.error}",
+            evidence=raised.traceback[-4000:],
+            found_at=job.now,
+            iteration=job.committed + 1,
+            epoch=job.epoch,
+        )
+    ]
+    log_incidents(job)
+    end(job, 93, f"the training script fails in the same way on {count} ranks: {raised.error}; no node is to blame")
+
+
+def same_error_everywhere(job: Job) -> bool:
+    """End the job when two ranks raised the same: a script or a sample that no other device would digest better."""
+    by_error: dict[tuple[int, str], list[int]] = {}
+    for rank, error in job.errors.items():
+        by_error.setdefault(error, []).append(rank)
+    worst = max(by_error.values(), key=len, default=[])
+    plan = job.plan or job.first_plan
+    if len(worst) >= 2 or (worst and plan is not None and plan.layout.active == tuple(worst)):
+        job.incidents = []
+        program_is_broken(job, min(worst), len(worst))
+        return True
+    return False
+
+
+def bury(job: Job, member: Member, status: int | None) -> None:
+    member.alive = False
+    job.do(api.Log(entry=WorkerEnded(rank=member.rank, exit=status, epoch=job.epoch)))
+    clear_suspicion(job, member)
+    if job.transition is not None:
+        job.transition.waiting.discard(member.rank)
+
+
+def log_incidents(job: Job) -> list[int]:
+    """Number and log the root causes of a transition. Broken communication is a victim of any loss beside it.
+
+    What broke while agents were told to stop is no node's fault; once the job is to stop, it is not even a failure.
+    """
+    numbers = []
+    root_causes.explain(job)
+    losses = [incident for incident in job.incidents if incident.kind != "communication"]
+    for incident in losses or job.incidents:
+        if job.departure is not None and incident.found_at >= job.departure.first_at - COINCIDENCE_S:
+            continue
+        if incident.kind == "fail-stop" and job.excused(incident.node or "", incident.found_at):
+            incident.cause += " when agents were told to stop"
+            incident.component, incident.node, incident.device = "process", None, None
+        job.failures += 1
+        numbers.append(job.failures)
+        if incident.condemned is not None:  # what is logged counts
+            job.dead_devices.discard(incident.condemned)
+        entry = FailureFound(
+            failure=job.failures,
+            kind=incident.kind,
+            component=incident.component,
+            cause=incident.cause,
+            ranks=tuple(sorted(incident.ranks)),
+            node=incident.node,
+            device=incident.device,
+            iteration=incident.iteration,
+            epoch=incident.epoch,
+            evidence=incident.evidence,
+            detect_s=incident.detect_s,
+        )
+        condemn(job, entry)
+        job.do(api.Log(entry=entry))
+    job.incidents = []
+    return numbers
+
+
+def condemn(job: Job, entry: FailureFound) -> None:
+    """A device that failed for good gets no process any more; the journal tells a new supervisor of the same ones."""
+    if entry.kind == "fail-stop" and entry.component == "device" and None not in (entry.node, entry.device):
+        job.dead_devices.add((entry.node or "", entry.device or 0))
+
+
+def clear_suspicion(job: Job, member: Member) -> None:
+    if member.suspected:
+        member.suspected = False
+        if member.alive:
+            entry = Suspected(rank=member.rank, node=member.node, evidence="progress again", cleared=True)
+            job.do(api.Log(entry=entry))
+
+
+def too_few(job: Job, reason: str) -> None:
+    """End for want of healthy nodes: Slurm runs the job again where it may and that can help, else exit code 5.
+
+    A run that added a checkpoint always may; one that added none only so often in a row, and what it had done is done
+    once more.
+    """
+    settings, began = job.settings, job.plan is not None
+    newest = job.checkpointed or (job.trains.resume_from if job.trains is not None else 0)
+    done = job.committed - newest if began else 0
+    if not settings.slurm:
+        advice = "; resume from the last checkpoint with --resume" if began else ""
+        end(job, 5, f"{reason}{advice}")
+    elif not settings.may_requeue:
+        end(job, 5, f"{reason}; not to be run again, as its batch script has it: submit it anew to go on")
+    elif not job.checkpointed and settings.restarts_left < 1:
+        end(
+            job, 5, f"{reason}; not run again: no checkpoint was added; [slurm] restarts allows more runs like this one"
+        )
+    elif newest:
+        end(job, 75, f"{reason}; to be run again, from the checkpoint of iteration {newest}", requeue=True)
+    elif done:
+        again = f"there is no checkpoint, so that {done} iterations are done once more"
+        end(job, 75, f"{reason}; to be run again, from the beginning: {again}", requeue=True)
+    else:
+        end(job, 75, f"{reason}; to be run again", requeue=True)
+
+
+def end(job: Job, exit_code: int, reason: str, workers_leave: bool = False, requeue: bool = False) -> None:
+    if job.phase == "ended":
+        return
+    log_incidents(job)
+    if requeue or exit_code != 75:  # else a successor may lead, and go on waiting for them
+        replacements.cancel_open(job, "the job ends")
+    job.phase = "ended"
+    job.pause = None
+    state: Literal["completed", "failed", "cancelled"] = "completed" if exit_code == 0 else "failed"
+    if exit_code in (130, 143) or (requeue and job.departure is not None):
+        state = "cancelled"
+    job.say("progress" if exit_code == 0 else "notice" if requeue else "error", reason)
+    job.do(api.Log(entry=JobEnded(exit_code=exit_code, state=state, reason=reason)))
+    job.do(api.End(exit_code=exit_code, reason=reason, workers_leave=workers_leave, requeue=requeue))

@@ -1,0 +1,213 @@
+"""Why a process ended: what its log and its node's kernel said, weighed by the detector (`detector.diagnosis`).
+
+Decides how a failure is told, and to whom it is laid; what follows from it is decided elsewhere. What only followed
+from another rank's end becomes part of that failure. Without a telling line a failure stays as the exit tells it, and
+what a rank raised is always told as it raised it. Never starts, ends or drains anything. Called by `failures` when a
+process has ended, by `incidents` before failures are logged, and by `recovery` for those that are in the journal.
+
+Everybody who ends on a node brings the same kernel messages along. A line that names one of our processes counts for
+that one; any other is weighed for all of the node that ended, together, and for one failure only: what was told by it
+is remembered, and explains nothing later.
+"""
+
+from __future__ import annotations
+
+import signal as signals
+from collections.abc import Iterable
+
+from resihp.controller.state import Incident, Job, Member
+from resihp.detector.diagnosis.clues import Clue
+from resihp.detector.diagnosis.diagnosis import Diagnosis, Report, diagnose
+from resihp.detector.diagnosis.signatures import Depth, signature_of
+from resihp.record.journal import FailureFound
+
+MOST_EVIDENCE = 6000
+ENDS = ("unknown", "fenced", "gone", "node lost")
+"""Codes of diagnoses that rest on how a process ended alone; beside these `exit N`."""
+
+
+def condemns_its_device(job: Job, member: Member) -> bool:
+    """Whether a process that has just ended leaves a dead device, by its own words or by a line about it alone.
+
+    What a line says that may be about another device of the node is left to `explain`, which hears all.
+    """
+    found = _own(job, member)
+    located = (found.node, found.device) == (member.node, member.device)
+    return found.category == "device" and found.blames_node and located and _is_telling(found, member)
+
+
+def own_words(job: Job, member: Member) -> str:
+    """Why a process ended, as far as it said so itself."""
+    return _own(job, member).cause
+
+
+def _own(job: Job, member: Member) -> Diagnosis:
+    return diagnose([_report(job, member, own=True)], tuple(job.diagnoses))
+
+
+def explain(job: Job) -> None:
+    """Tell the incidents of a transition by their causes, and lay what follows from another one to that."""
+    ended = [i for i in job.incidents if i.kind != "communication" and i.component != "node" and i.ranks]
+    earlier = tuple(job.diagnoses)
+    for incident in ended:
+        incident.diagnosis = diagnose([_report(job, m, own=True) for m in _members(job, incident)], earlier)
+    for node in sorted({member.node for incident in ended for member in _members(job, incident)}):
+        _weigh_node(job, node, ended, earlier)
+    _merge(job)
+    for incident in job.incidents:
+        if incident.diagnosis is not None:
+            _tell(job, incident, incident.diagnosis)
+            job.diagnoses.append(incident.diagnosis)
+
+
+def remember(job: Job, entry: FailureFound) -> None:
+    """A failure of the journal: the lines that it was told by explain nothing later."""
+    lines = set(entry.evidence.splitlines())
+    for node in {job.members[rank].node for rank in entry.ranks if rank in job.members}:
+        job.explained.setdefault(node, set()).update(lines)
+
+
+# --- one node -----------------------------------------------------------------------------------------------------
+
+
+def _weigh_node(job: Job, node: str, ended: list[Incident], earlier: tuple[Diagnosis, ...]) -> None:
+    """What was said of a node as such becomes the cause of one incident, if it is nearer to a root than its own."""
+    gone = {member.rank: incident for incident in ended for member in _members(job, incident) if member.node == node}
+    reports = [_report(job, job.members[rank]) for rank in sorted(gone)]
+    reports += [_alive(member) for member in job.members.values() if member.alive and member.node == node]
+    found = diagnose(reports, earlier)
+    signature = signature_of(found.code)
+    if found.secondary or signature is None or not signature.node_wide:
+        return
+    named = [gone[rank] for rank in found.ranks if rank in gone]
+    here = sorted(gone.values(), key=lambda incident: (incident.found_at, min(incident.ranks)))
+    akin = [i for i in here if i.diagnosis is not None and i.diagnosis.category == found.category]
+    bare = [i for i in here if not _has_its_own(job, i)]
+    target = next((i for i in named if i in akin or i in bare), None)
+    if target is None and not named and not akin:
+        target = next(iter(bare), None)
+    if target is not None:
+        target.diagnosis = found
+    if target is not None or akin:
+        lines = {clue.line for rank in gone for clue in job.members[rank].clues if _is_of_node(clue)}
+        job.explained.setdefault(node, set()).update(lines)
+
+
+def _has_its_own(job: Job, incident: Incident) -> bool:
+    """Whether a cause was found without what was said of the node, or none is looked for."""
+    own = incident.diagnosis
+    members = _members(job, incident)
+    if own is None or incident.component == "device" or any(member.raised is not None for member in members):
+        return True
+    return own.secondary or any(_is_telling(own, member) for member in members)
+
+
+def _is_of_node(clue: Clue) -> bool:
+    signature = signature_of(clue.kind)
+    return signature is not None and signature.node_wide
+
+
+def _is_surely_of(job: Job, member: Member, clue: Clue) -> bool:
+    """Whether a line is about this process, and no other of its node."""
+    if not _is_of_node(clue):
+        return True
+    if "pid" in clue.named:
+        return clue.named["pid"] == str(member.pid)
+    signature = signature_of(clue.kind)
+    of_device = signature is not None and signature.component == "device"
+    return of_device and job.nodes[member.node].devices == 1
+
+
+# --- what follows from what ---------------------------------------------------------------------------------------
+
+
+def _merge(job: Job) -> None:
+    """Who only lost a peer is part of the first failure that has a cause, if there is one."""
+    roots = [i for i in job.incidents if i.diagnosis is not None and not i.diagnosis.secondary]
+    roots += [i for i in job.incidents if i.component == "node"]
+    if not roots:
+        return
+    root = min(roots, key=lambda incident: incident.found_at)
+    victims = [i for i in job.incidents if i is not root and _follows(job, i)]
+    for victim in victims:
+        root.ranks |= victim.ranks
+        lines = victim.diagnosis.evidence if victim.diagnosis is not None else ()
+        root.evidence = "\n".join((root.evidence, *lines))[:MOST_EVIDENCE]
+    job.incidents = [incident for incident in job.incidents if incident not in victims]
+
+
+def _follows(job: Job, incident: Incident) -> bool:
+    """Nobody kills itself with SIGKILL for a lost peer: what such a process wrote of peers is of another time."""
+    if incident.diagnosis is None or not incident.diagnosis.secondary or incident.component != "process":
+        return False
+    return all(m.raised is None and m.exit_status != -signals.SIGKILL for m in _members(job, incident))
+
+
+# --- how it is told -----------------------------------------------------------------------------------------------
+
+
+def _tell(job: Job, incident: Incident, found: Diagnosis) -> None:
+    members = _members(job, incident)
+    if not any(_is_telling(found, member) for member in members):
+        return
+    raised = any(member.raised is not None for member in members) and incident.condemned is None
+    dead = incident.component == "device" and incident.condemned is None  # by a fault injected
+    if raised or dead:
+        incident.evidence = _joined(incident.evidence, found.evidence)
+        return
+    incident.cause = found.cause
+    incident.evidence = _joined("\n".join(found.evidence), incident.evidence.splitlines())
+    if found.advice:
+        incident.evidence += f"\nnext: {found.advice}"
+    if found.category == "program":
+        incident.kind = "program"
+    if found.blames_node and found.node is not None:
+        incident.component, incident.node = found.component, found.node
+        incident.device = found.device if found.component == "device" else None
+    else:
+        incident.component = "process" if found.component in ("device", "node") else found.component
+        incident.node, incident.device = None, None
+
+
+def _joined(text: str, lines: Iterable[str]) -> str:
+    """The text, and below it those lines that are not in it."""
+    return "\n".join((text, *(line for line in lines if line not in text)))[:MOST_EVIDENCE]
+
+
+def _is_telling(found: Diagnosis, member: Member) -> bool:
+    """Whether a line says why, and not just the exit, or somebody else's end, or a process that somebody killed."""
+    if not found.evidence or found.secondary or found.code in ENDS or found.code.startswith("exit "):
+        return False
+    signature = signature_of(found.code)
+    only_a_sign = signature is not None and signature.depth > Depth.EXIT
+    return not (only_a_sign and member.exit_status == -signals.SIGKILL)
+
+
+# --- reports ------------------------------------------------------------------------------------------------------
+
+
+def _members(job: Job, incident: Incident) -> list[Member]:
+    return [job.members[rank] for rank in sorted(incident.ranks) if rank in job.members]
+
+
+def _report(job: Job, member: Member, own: bool = False) -> Report:
+    """One rank's end; with `own`, without what may be about others of its node."""
+    explained = job.explained.get(member.node, set())
+    clues = [clue for clue in member.clues if not (_is_of_node(clue) and clue.line in explained)]
+    if own:
+        clues = [clue for clue in clues if _is_surely_of(job, member, clue)]
+    return Report(
+        rank=member.rank,
+        node=member.node,
+        device=member.device,
+        exit=member.exit_status,
+        pid=member.pid,
+        clues=tuple(clues),
+        fenced=member.fenced or "",
+        log=member.raised.traceback if member.raised is not None else "",
+    )
+
+
+def _alive(member: Member) -> Report:
+    """Somebody of the same node who lives: what was said there may be about that one as well."""
+    return Report(rank=member.rank, node=member.node, device=member.device, pid=member.pid, ended=False)

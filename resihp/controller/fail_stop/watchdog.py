@@ -1,0 +1,238 @@
+"""Beats and time: suspicion, fencing, budgets. The rules themselves are in `liveness`."""
+
+from __future__ import annotations
+
+import signal as signals
+
+from resihp.controller import interface as api
+from resihp.controller import iterations, startup
+from resihp.controller import transition as transitions
+from resihp.controller.fail_stop import failures, incidents, liveness
+from resihp.controller.nodes import joins
+from resihp.controller.state import Job, Member, Node
+from resihp.record.journal import Suspected
+
+LATECOMERS_S = 60.0
+"""How long nodes that can be spared are waited for, once all others have joined."""
+STUCK_GRACE_S = 0.5
+"""How long a broken transfer waits for the exit that explains it, before it is a failure of its own."""
+
+
+def beat(job: Job, event: api.AgentBeat) -> None:
+    node = job.nodes.get(event.node)
+    if node is None or not node.alive:
+        return
+    node.last_beat = job.now
+    if node.suspected:
+        node.suspected = False
+        job.do(api.Log(entry=Suspected(rank=None, node=node.name, evidence="beats again", cleared=True)))
+    for beat in event.beat.workers:
+        member = job.members.get(beat.rank)
+        if member is None or not member.alive:
+            continue
+        old = member.beat.progress if member.beat else None
+        if beat.progress is not None and (old is None or beat.progress.primitives > old.primitives):
+            member.progress_at = job.now
+            if member.rank in job.working:
+                job.progress_at = job.now
+            building = job.transition if job.transition and job.transition.stage == "building" else None
+            if building is not None and member.rank in building.asked:
+                job.progress_at = building.moved_at = job.now
+        member.beat = beat
+        member.beat_at = job.now
+
+
+def tick(job: Job) -> None:
+    judge_nodes(job)
+    if job.phase == "gathering":
+        if job.departure is None:
+            judge_start(job)
+        return
+    if job.phase == "halting":
+        judge_leaving(job)
+        return
+    joins.judge(job)
+    if job.stuck is not None and job.now - job.stuck[0] > STUCK_GRACE_S:
+        failures.communication_failed(job, f"rank {job.stuck[1]}: {job.stuck[2]}")
+    if job.phase == "running":
+        judge_progress(job)
+    elif job.phase == "transition":
+        judge_transition(job)
+
+
+def judge_start(job: Job) -> None:
+    """The start has a budget of its own. Without any declaration it has none: a plain program never declares."""
+    if job.raised_at is not None:
+        failures.tell_early_errors(job)
+        return
+    budget_s = job.settings.start_budget_s
+    if len(job.nodes) < job.settings.nodes:
+        judge_absent(job)
+        return
+    if job.now - (job.started_at or 0.0) <= budget_s:
+        return
+    awaited = [rank for rank in startup.places(job) if rank in job.members]
+    late = [rank for rank in awaited if job.members[rank].declared is None]
+    lost = [name for name, node in job.nodes.items() if not node.alive and any(p.node == name for p in job.placements)]
+    if lost and len(late) == len(awaited):  # a plain program cannot do without them
+        incidents.too_few(job, f"{', '.join(lost)} lost, and no rank was ready to train within {budget_s:.0f} s")
+    elif late and len(late) < len(awaited):
+        where = ", ".join(job.where(rank) for rank in late[:4])
+        incidents.end(job, 1, f"{where}: not ready to train within {budget_s:.0f} s of the start; its log tells more")
+    elif not late and job.store is None:
+        incidents.end(job, 1, f"the rendezvous store did not start within {budget_s:.0f} s; see logs/store.log")
+
+
+def judge_absent(job: Job) -> None:
+    """Nodes that have not joined: what can be spared is waited for a while, the others for the start's budget."""
+    settings, budget_s = job.settings, job.settings.start_budget_s
+    here = sum(node.alive for node in job.nodes.values())
+    if here < settings.nodes - settings.spares:
+        job.enough_at = None
+    elif job.enough_at is None:
+        job.enough_at = job.now
+    waited_s = job.now - (job.started_at or 0.0)
+    patient = job.enough_at is None or job.now - job.enough_at <= LATECOMERS_S
+    if patient and waited_s <= budget_s:
+        return
+    absent = [name for name in settings.node_names if name not in job.nodes]
+    if job.enough_at is None or not absent:
+        incidents.too_few(job, f"only {here} of {settings.nodes} nodes joined within {budget_s:.0f} s")
+    else:
+        for name in absent:
+            failures.node_lost(job, name, f"has not joined within {waited_s:.0f} s")
+
+
+def judge_leaving(job: Job) -> None:
+    """Training is done: stopped workers are ended at once, others have the start's budget for what the script adds."""
+    members = [job.members[rank] for rank in job.live]
+    fence(job, [member for member in members if stopped_for_long(job, member)])
+    if job.now - job.halted_at > job.settings.start_budget_s:
+        names = ", ".join(job.where(member.rank) for member in members)
+        job.say("warning", f"{names}: did not leave within {job.settings.start_budget_s:.0f} s of the end")
+        iterations.conclude(job)
+
+
+def stopped_for_long(job: Job, member: Member) -> bool:
+    return liveness.is_stopped(
+        member, job.now, job.settings
+    ) and job.now - member.progress_at > liveness.silence_limit_s(job.settings)
+
+
+def judge_nodes(job: Job) -> None:
+    for node in list(job.nodes.values()):
+        if not node.alive or job.phase == "ended":
+            continue
+        if job.now - node.last_beat > liveness.silence_limit_s(job.settings) and not node.suspected:
+            node.suspected = True
+            text = f"{job.settings.silent_beats} missed beats, last {job.now - node.last_beat:.1f} s ago"
+            job.do(api.Log(entry=Suspected(rank=None, node=node.name, evidence=text)))
+            job.say("notice", f"node {node.name}: suspected, {text}")
+        if node.suspected and needed(job, node) and given_up(job, node):
+            failures.node_lost(job, node.name, f"silent for {job.now - node.last_beat:.1f} s, no progress without it")
+
+
+def given_up(job: Job, node: Node) -> bool:
+    predicted_s = job.predicted_s if job.phase == "running" else 0.0  # in a transition no collective can progress
+    return liveness.node_given_up(node, job.progress_at, predicted_s, job.now, job.settings)
+
+
+def needed(job: Job, node: Node) -> bool:
+    """Whether the job waits for something that this node's workers have to do."""
+    if job.phase == "running":
+        assert job.plan is not None
+        return any(job.members[rank].node == node.name for rank in job.active)
+    if job.phase == "transition":
+        assert job.transition is not None
+        return any(job.members[rank].node == node.name for rank in job.transition.waiting)
+    return True
+
+
+def judge_progress(job: Job) -> None:
+    assert job.plan is not None
+    active = [job.members[rank] for rank in job.active if job.members[rank].alive]
+    stopped = [member for member in active if stopped_for_long(job, member)]
+    if stopped:
+        suspect(job, stopped)
+        fence(job, stopped)
+        return
+    if any(is_saving(job, member) for member in active):
+        return  # its peers wait for it, and rightly so
+    idle_s = job.now - job.progress_at
+    if idle_s <= liveness.hang_suspected_s(job.settings, job.predicted_s):
+        for rank in job.live:  # those as well that another plan has stand by
+            incidents.clear_suspicion(job, job.members[rank])
+        return
+    suspects = liveness.culprits((m for m in active if not m.finished), job.now, job.settings)
+    suspect(job, suspects)
+    budget_s = liveness.hang_given_up_s(job.settings, job.predicted_s)
+    if not job.recent:
+        budget_s = job.settings.start_budget_s
+    elif job.transition is not None:
+        budget_s = max(budget_s, job.settings.transition_budget_s)
+    if idle_s > budget_s and suspects:
+        fence(job, suspects)
+    elif idle_s > budget_s:
+        failures.communication_failed(job, f"no progress for {idle_s:.1f} s, all ranks wait for each other")
+
+
+def is_saving(job: Job, member: Member) -> bool:
+    """Whether a rank writes a checkpoint, as its own fresh beats say, within a budget of its own."""
+    if member.beat is None or member.beat.progress is None or liveness.is_mute(member, job.now, job.settings):
+        return False
+    saving = member.beat.progress.activity == "checkpoint"
+    return saving and job.now - member.progress_at <= job.settings.start_budget_s
+
+
+def judge_transition(job: Job) -> None:
+    """Answers that do not come: a stopped process at once, others after the budget of the stage."""
+    transition = job.transition
+    assert transition is not None
+    waited_s = job.now - max(transition.stage_at, transition.moved_at)
+    late = [job.members[rank] for rank in sorted(transition.waiting) if not is_saving(job, job.members[rank])]
+    stopped = [member for member in late if liveness.is_stopped(member, job.now, job.settings)]
+    if stopped and waited_s > liveness.silence_limit_s(job.settings):
+        fence(job, stopped)
+        return
+    if late and waited_s > liveness.hang_suspected_s(job.settings, job.predicted_s):
+        transitions.urge(job, f"not at the end of the iteration after {waited_s:.1f} s")
+    budget_s = job.settings.hang_given_up_s
+    if transition.stage == "building" or transition.initial:
+        budget_s = job.settings.transition_budget_s
+    if waited_s <= budget_s or not late:
+        return
+    if transition.stage != "building":  # a step that was still taken is a sign of life
+        fence(job, [member for member in late if job.now - member.progress_at > budget_s])
+        return
+    guilty = liveness.culprits(late, job.now, job.settings)
+    if guilty:
+        fence(job, guilty)
+    else:
+        failures.communication_failed(job, f"communicators of epoch {job.epoch} were not built within {budget_s:.0f} s")
+
+
+def suspect(job: Job, members: list[Member]) -> None:
+    for member in members:
+        if not member.suspected:
+            member.suspected = True
+            found = evidence(job, member)
+            job.do(api.Log(entry=Suspected(rank=member.rank, node=member.node, evidence=found)))
+            job.say("notice", f"{job.where(member.rank)}: suspected, {found}")
+
+
+def evidence(job: Job, member: Member) -> str:
+    idle_s = job.now - member.progress_at
+    if liveness.is_stopped(member, job.now, job.settings):
+        return f"process {member.pid} is stopped, no progress for {idle_s:.1f} s"
+    if liveness.is_mute(member, job.now, job.settings):
+        return f"its interpreter does not answer, no progress for {idle_s:.1f} s"
+    return f"no progress for {idle_s:.1f} s while its peers wait for it"
+
+
+def fence(job: Job, members: list[Member]) -> None:
+    """Kill what is given up, so that it cannot come back; its exit starts the transition."""
+    for member in members:
+        if member.fenced is None:
+            member.fenced = "hung: " + evidence(job, member)
+            job.say("warning", f"{job.where(member.rank)}: given up, {member.fenced}")
+            job.do(api.SignalWorker(rank=member.rank, signal=int(signals.SIGKILL)))

@@ -1,0 +1,101 @@
+"""Faults on purpose: carried out when a rank reports that their moment has come, or at once for an operator."""
+
+from __future__ import annotations
+
+import signal as signals
+
+from resihp.controller import interface as api
+from resihp.controller.state import Job, Member, natural
+from resihp.faults import Fault
+from resihp.protocol import messages as m
+from resihp.record.journal import FaultInjected
+
+
+def fault_due(job: Job, member: Member, fault_id: int) -> None:
+    armed = job.faults.get(fault_id)
+    if armed is None or armed.fired_at is not None:
+        job.order((member.rank,), m.FaultGo(fault=fault_id, fire=False))
+        return
+    obstacle = inject(job, armed.fault, member.rank)
+    if obstacle is None:
+        armed.fired_at = job.now
+    else:
+        armed.refused = obstacle
+    hits_itself = armed.fault.hits(member.rank, member.node)
+    if obstacle is not None or not (hits_itself or armed.fault.kind in ("disconnect", "slow")):
+        job.order((member.rank,), m.FaultGo(fault=fault_id, fire=False))
+
+
+def inject(job: Job, fault: Fault, waiting: int | None = None) -> str | None:
+    """Carry out a fault, for which rank `waiting` waits; returns why not, if it cannot be."""
+    if fault.rank is not None:
+        member = job.members.get(fault.rank)
+        if member is None:
+            return f"there is no rank {fault.rank}"
+        if not member.alive:
+            return f"rank {fault.rank} was already gone"
+        victims = [fault.rank]
+    else:
+        names = fault.link or (fault.node or "",)
+        for name in names:
+            if name not in job.nodes:
+                return f"there is no node {name}; the job has {', '.join(sorted(job.nodes, key=natural))}"
+            if not job.nodes[name].alive:
+                return f"node {name} was already gone"
+        victims = [rank for rank in job.live if job.members[rank].node in names]
+    if fault.kind == "disconnect" and fault.node is None:
+        return "a connection is cut between the supervisor and a node, not a rank"
+    entry = FaultInjected(
+        fault=fault.id,
+        text=str(fault),
+        rank=fault.rank,
+        node=fault.node,
+        iteration=fault.iteration or job.committed + 1,
+    )
+    job.do(api.Log(entry=entry))
+    if fault.kind == "disconnect" and fault.node is not None:
+        if waiting is not None:  # while it can still be told
+            job.order((waiting,), m.FaultGo(fault=fault.id, fire=False))
+        job.do(api.CutConnection(node=fault.node))
+        return None
+    if fault.kind == "slow":
+        assert fault.speed is not None
+        job.slow_since.update(dict.fromkeys([fault.link] if fault.link else victims, job.now))
+        slow = m.Slow(speed=fault.speed, until=fault.until, link=fault.link)
+        job.order(tuple(victims), slow)
+        if fault.until is not None:
+            job.slowed.append((tuple(victims), slow))
+        if waiting is not None:
+            job.order((waiting,), m.FaultGo(fault=fault.id, fire=False))
+        return None
+    for rank in victims:
+        job.signalled.setdefault(rank, job.now)
+    if fault.kind in ("hang", "raise"):
+        job.order(tuple(victims), m.FaultGo(fault=fault.id, fire=True))
+        return None
+    number = int(signals.SIGSTOP if fault.kind == "stop" else signals.SIGKILL)
+    if fault.node is not None:
+        job.do(api.SignalNode(node=fault.node, signal=number))
+    else:
+        member = job.members[victims[0]]
+        if fault.kind == "kill":
+            job.dead_devices.add((member.node, member.device))
+        job.do(api.SignalWorker(rank=member.rank, signal=number))
+    return None
+
+
+def end_slowness(job: Job) -> None:
+    """Who stands by does not see iterations pass: it is told when a `slow` fault is over."""
+    over = [each for each in job.slowed if job.committed >= (each[1].until or 0)]
+    for ranks, slow in over:
+        job.order(tuple(rank for rank in ranks if job.members[rank].alive), m.Slow(speed=1.0, link=slow.link))
+    job.slowed = [each for each in job.slowed if each not in over]
+
+
+def inject_asked(job: Job, event: api.InjectAsked) -> None:
+    if event.fault.kind in ("hang", "raise"):
+        obstacle: str | None = f"{event.fault.kind} needs a moment: use resihp run --fault"
+    else:
+        obstacle = inject(job, event.fault)
+    text = obstacle or f"{event.fault} injected in iteration {job.committed + 1}"
+    job.do(api.Reply(request=event.request, ok=obstacle is None, text=text))

@@ -1,0 +1,89 @@
+"""Another plan because devices or links became slower or faster: looked for, weighed, and training paused for it.
+
+Decides when to interrupt training although everybody is alive. Which plan is best the scheduler says, whether it is
+worth its price `resihp.scheduler.transition_cost`: a slow-down that may pass is borne until it has cost what a change
+would, and each recent change on account of the same device makes the next one dearer. Called by `slowness`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from resihp.controller import planning, transition
+from resihp.controller.state import Change, Job
+from resihp.errors import LayoutError, NotEnoughDevicesError
+from resihp.scheduler import transition_cost
+from resihp.scheduler.cost.layout_change import communicators
+
+
+def consider(job: Job, reason: str, since: int, *, failure: int | None = None, device: object = None) -> None:
+    """Look for another plan, now or as soon as nothing else is under way.
+
+    `since`: first iteration in which things were as they are; `device`: what changed, a device or a link.
+    """
+    job.reconsider = [one for one in job.reconsider if one.device != device or device is None]
+    job.reconsider.append(Change(reason=reason, since=since, failure=failure, device=device))
+    job.reconsider_at = 0.0
+
+
+def consider_links(job: Job) -> None:
+    """Look for a plan that suits slow links, where none has been made for them: what transfers take is known by now."""
+    for link, slow in sorted(job.slow_links.items()):
+        if not job.changes.get(link):
+            reason = f"{job.where_link(link)} is slow"
+            consider(job, reason, slow.since, failure=slow.failure, device=link)
+
+
+def review(job: Job) -> None:
+    """Interrupt training for another plan, if it is worth it by now."""
+    if not job.reconsider or job.now < job.reconsider_at:
+        return
+    if job.phase != "running" or job.transition is not None or job.pause is not None:
+        return
+    asked, job.reconsider = job.reconsider, []
+    if job.plan is None or job.departure is not None or job.furthest + 1 >= job.goal:
+        return
+    reason = ", ".join(dict.fromkeys(one.reason for one in asked))
+    try:
+        gain = planning.gain(job)
+    except (LayoutError, NotEnoughDevicesError) as error:
+        job.say("notice", f"{reason}: no other plan: {error}")
+        return
+    if (gain.plan.layout, gain.plan.assignment, gain.plan.migrations, gain.plan.orders) == (
+        job.plan.layout,
+        job.plan.assignment,
+        job.plan.migrations,
+        job.plan.orders,
+    ):
+        job.say("notice", f"{reason}: the plan stays, no other is faster")
+        return
+    left_s = (job.goal - job.furthest) * job.usual_s
+    found = transition_cost.verdict(
+        transition_cost.cost(gain.movement, transition_cost.calibrated(job.records)),
+        gain.now_s,
+        gain.then_s,
+        remaining_s=left_s if job.deadline is None else max(0.0, min(left_s, job.deadline - job.now)),
+        elapsed_s=max(max(0, job.furthest + 1 - one.since) * job.usual_s for one in asked),
+        changes=max(transition_cost.recent(job.changes.get(one.device, ()), job.now) for one in asked),
+    )
+    if found.go:
+        transition.pause(job, f"{reason}: {found.reason}")
+        assert job.pause is not None
+        job.pause.failures += [one.failure for one in asked if one.failure is not None]
+        for one in asked:
+            job.changes.setdefault(one.device, []).append(job.now)
+        return
+    job.say("notice", f"{reason}: the plan stays: {found.reason}")
+    if found.again_in_s is not None and math.isfinite(found.again_in_s):
+        job.reconsider = asked
+        job.reconsider_at = job.now + max(found.again_in_s, job.usual_s)
+
+
+def took(job: Job, seconds: float, extra_bytes: int) -> None:
+    """What a transition took, until all had their state: the next one is priced with it.
+
+    `extra_bytes`: what the busiest rank held beside its state, about what it received.
+    """
+    if job.plan is not None:
+        groups = communicators(job.plan.layout)
+        job.records.append(transition_cost.Record(busiest_bytes=extra_bytes, groups=groups, seconds=seconds))

@@ -1,0 +1,286 @@
+"""From one plan to the next, as a transaction: park, decide, propose, build beside the old, take effect.
+
+Nothing is given up before every rank has acknowledged the new plan: until `PlanInEffect` is in the journal, the plan in
+effect (`Job.plan`) is the old one, and state is where its layout says. Any failure on the way parks again, one epoch
+up, from there. What is proposed is `planning`'s business, what ranks say to it `consent`'s.
+"""
+
+from __future__ import annotations
+
+from resihp.controller import interface as api
+from resihp.controller import iterations, planning
+from resihp.controller.fail_stop import incidents
+from resihp.controller.state import Job, Member, Outlook, Pause, Transition
+from resihp.errors import LayoutError, NotEnoughDevicesError
+from resihp.protocol import messages as m
+from resihp.record.journal import PlanDecided, PlanInEffect, PlanRefused
+
+
+def park(job: Job, reason: str, cautious: bool = False) -> None:
+    """Open a new epoch: everybody lets go and reports. Restarts a transition that was under way."""
+    verdicts = job.pause.failures if job.pause is not None else []
+    job.pause = None
+    _open(job, reason, job.ready, cautious=cautious)
+    assert job.transition is not None
+    job.transition.failures += verdicts
+    job.order(job.ready, m.Park(epoch=job.epoch, reason=reason))
+    decide_when_parked(job)
+
+
+def pause(job: Job, reason: str) -> None:
+    """Ask everybody to stop between two iterations; the transition begins when the first active rank has."""
+    assert job.phase == "running"
+    assert job.transition is None
+    assert job.pause is None
+    job.say("progress", f"{reason}: pausing after an iteration")
+    job.pause = Pause(epoch=job.epoch + 1, reason=reason, asked=set())
+    ask_to_pause(job, job.ready)
+
+
+def ask_to_pause(job: Job, ranks: tuple[int, ...]) -> None:
+    assert job.pause is not None
+    job.pause.asked.update(ranks)
+    job.order(ranks, m.Park(epoch=job.pause.epoch, reason=job.pause.reason, after_iteration=True))
+
+
+def _open(job: Job, reason: str, asked: tuple[int, ...], *, cautious: bool = False, graceful: bool = False) -> None:
+    old = job.transition
+    job.epoch += 1
+    job.phase = "transition"
+    job.stuck = None
+    job.transition = Transition(
+        stage="parking",
+        epoch=job.epoch,
+        began_at=old.began_at if old else job.now,
+        stage_at=job.now,
+        committed_before=old.committed_before if old else job.committed,
+        initial=bool(old and old.initial),
+        attempts=old.attempts + 1 if old else 1,
+        graceful=graceful or bool(old and old.graceful and old.stage != "first-iteration"),
+        urged=not graceful,
+        cautious=cautious,
+        waiting=set(asked),
+        asked=set(asked),
+        failures=old.failures if old else [],
+        reason=reason,
+    )
+    for rank in asked:
+        job.members[rank].finished = False
+
+
+def parked(job: Job, member: Member, parked: m.Parked) -> None:
+    if parked.outcome is not None:
+        iterations.note_step(
+            job, member, m.Stepped(epoch=parked.epoch, outcome=parked.outcome, seconds=0.0, compute_s=0.0)
+        )
+    if job.pause is not None and parked.epoch == job.pause.epoch:
+        _paused(job, member, parked)
+        return
+    transition = job.transition
+    if transition is None or transition.stage != "parking" or parked.epoch != job.epoch:
+        return
+    if member.rank not in transition.asked:
+        return
+    transition.parked[member.rank] = parked
+    transition.waiting.discard(member.rank)
+    decide_when_parked(job)
+
+
+def _paused(job: Job, member: Member, parked: m.Parked) -> None:
+    """An answer to a request to pause: with an active rank's, the transition begins; unless training is done."""
+    pause = job.pause
+    assert pause is not None
+    pause.answers[member.rank] = parked
+    if member.rank not in job.working:
+        return
+    job.pause = None
+    if parked.stepped >= job.goal:
+        return
+    stuck = job.stuck
+    verdicts = pause.failures
+    _open(job, pause.reason, tuple(rank for rank in job.ready if rank in pause.asked), graceful=True)
+    assert job.transition is not None
+    job.transition.parked = {rank: answer for rank, answer in pause.answers.items() if rank in job.transition.asked}
+    job.transition.waiting -= job.transition.parked.keys()
+    job.transition.failures += verdicts
+    if stuck is not None:
+        broke(job, f"rank {stuck[1]}: {stuck[2]}")
+    decide_when_parked(job)
+
+
+def broke(job: Job, evidence: str) -> None:
+    """A transfer broke before everybody had come to the end of the iteration: it is lost, or some have to finish it."""
+    transition = job.transition
+    assert transition is not None
+    if transition.stage == "parking" and transition.graceful:
+        transition.graceful = False
+        transition.reason += f"; communication failed: {evidence}"
+        urge(job, evidence)
+
+
+def urge(job: Job, reason: str) -> None:
+    """Whoever cannot get to the end of the iteration any more: park at once, for the same epoch."""
+    transition = job.transition
+    assert transition is not None
+    if transition.stage == "parking" and not transition.urged:
+        transition.urged = True
+        job.order(tuple(sorted(transition.waiting)), m.Park(epoch=transition.epoch, reason=reason))
+
+
+def is_settling(transition: Transition) -> bool:
+    """Whether everybody has parked, or was asked to at once: another loss keeps nobody from it."""
+    return transition.stage == "parking" and (transition.urged or not transition.waiting)
+
+
+def decide_when_parked(job: Job) -> None:
+    """All survivors are parked: declare the iteration committed or redone, and propose what comes next."""
+    transition = job.transition
+    if transition is None or transition.stage != "parking" or transition.waiting:
+        return
+    if job.departure is not None:
+        return  # no plan comes after this one: `departure` saves what is there, and ends the job
+    transition.park_s = job.now - transition.began_at
+    iterations.commit_up_to(job, max(job.reports, default=job.committed))
+    if job.incidents:
+        transition.reason = "; ".join(incident.cause for incident in job.incidents)
+    transition.failures += incidents.log_incidents(job)
+    if incidents.same_error_everywhere(job):
+        return
+    transition.base = planning.base(job)
+    lost = planning.state_lost(job, transition.base)
+    if lost is not None:
+        incidents.too_few(job, lost)
+        return
+    transition.action = _action(job, transition)
+    transition.finish = job.last_outcome
+    transition.stage = "proposing"
+    transition.stage_at = job.now
+    choice = _decide(job, transition)
+    if choice is not None:
+        transition.reason = f"{transition.reason}; {choice.reason}"
+        propose(job, choice)
+
+
+def _action(job: Job, transition: Transition) -> Outlook:
+    """What becomes of the iteration that was under way."""
+    if transition.initial and job.committed == transition.committed_before:
+        return "start"
+    stepped = {answer.stepped for rank, answer in transition.parked.items() if planning.can_go_on(job, rank)}
+    if transition.graceful and stepped <= {job.committed}:
+        return "between"
+    return "commit" if job.committed > transition.committed_before else "redo"
+
+
+def _decide(job: Job, transition: Transition) -> planning.Choice | None:
+    """The best plan, or after a refusal a cautious one. None: there is none, and the job has ended."""
+    available = set(transition.parked)
+    if not transition.cautious:
+        try:
+            return planning.best(job, job.epoch, available, transition.base)
+        except (LayoutError, NotEnoughDevicesError) as error:
+            refused(job, None, str(error))
+            transition.cautious = True
+    try:
+        return planning.cautious(job, job.epoch, available, transition.base)
+    except NotEnoughDevicesError as error:
+        incidents.too_few(job, str(error))
+    except LayoutError as error:
+        refused(job, None, str(error))
+        incidents.end(job, 1, f"no plan can be carried out: {error}")
+    return None
+
+
+def refused(job: Job, rank: int | None, reason: str) -> None:
+    """A plan that nobody acted on: told and remembered."""
+    job.do(api.Log(entry=PlanRefused(epoch=job.epoch, rank=rank, reason=reason)))
+    who = "the planner" if rank is None else job.where(rank)
+    job.say("warning", f"{who}: refuses a plan for epoch {job.epoch}: {reason}")
+
+
+def propose(job: Job, choice: planning.Choice) -> None:
+    transition, plan = job.transition, choice.plan
+    assert transition is not None
+    transition.plan = plan
+    transition.next_iteration = job.committed + 1
+    transition.waiting = set(plan.layout.ranks)
+    job.do(
+        api.Log(
+            entry=PlanDecided(
+                plan=plan,
+                next_iteration=transition.next_iteration,
+                action=transition.action,
+                finish=transition.finish,
+                reason=transition.reason,
+                bytes_planned=planning.bytes_planned(job, transition.base, plan),
+                predicted=choice.predicted,
+                present=choice.present,
+                unit=choice.unit,
+            )
+        )
+    )
+    job.order(
+        plan.layout.ranks,
+        m.Propose(plan=plan, next_iteration=transition.next_iteration, base=transition.base, nodes=job.node_of),
+    )
+
+
+def go_when_confirmed(job: Job) -> None:
+    """All ranks can carry it out: they finish the step, build, and move state, beside what they hold."""
+    transition = job.transition
+    if transition is None or transition.stage != "proposing" or transition.waiting or job.store is None:
+        return
+    assert transition.plan is not None
+    transition.plan_s = job.now - transition.stage_at
+    transition.stage = "building"
+    transition.stage_at = transition.moved_at = job.now
+    transition.waiting = set(transition.plan.layout.ranks)
+    job.stuck = None
+    host, port = job.store
+    job.order(
+        transition.plan.layout.ranks,
+        m.Go(
+            epoch=job.epoch,
+            store_host=host,
+            store_port=port,
+            next_iteration=transition.next_iteration,
+            finish=transition.finish,
+        ),
+    )
+
+
+def acknowledged(job: Job, member: Member, ready: m.Ready) -> None:
+    """A rank has what the plan under way needs of it, and still what it had before."""
+    transition = job.transition
+    if transition is None or transition.stage != "building" or ready.epoch != job.epoch:
+        return
+    if member.rank not in transition.waiting:
+        return
+    transition.groups_s = max(transition.groups_s, ready.groups_s)
+    transition.state_s = max(transition.state_s, ready.state_s)
+    transition.bytes_moved += ready.bytes_received
+    transition.extra_bytes = max(transition.extra_bytes, ready.extra_bytes)
+    transition.moved_at = job.now
+    transition.waiting.discard(member.rank)
+    if not transition.waiting:
+        _take_effect(job, transition)
+
+
+def _take_effect(job: Job, transition: Transition) -> None:
+    """The commit of the transaction: from here on, state is where the new plan's layout says."""
+    assert transition.plan is not None
+    plan = transition.plan
+    job.take_effect(plan)
+    job.do(api.Log(entry=PlanInEffect(epoch=job.epoch)))
+    for rank in job.active:
+        job.members[rank].stepped = job.committed
+    job.order(plan.layout.ranks, m.Begin(epoch=job.epoch))
+    transition.stage = "first-iteration"
+    transition.cautious = False
+    transition.stage_at = transition.begun_at = job.now
+    job.phase = "running"
+    job.progress_at = job.now
+    verb = "started" if transition.initial else "resumed"
+    job.say("notice", f"{verb}: {plan.layout.describe()}, epoch {job.epoch}, iteration {job.committed + 1}")
+    if job.committed >= job.goal:
+        iterations.transition_done(job)
+    iterations.halt_when_finished(job)

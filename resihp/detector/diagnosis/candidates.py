@@ -1,0 +1,272 @@
+"""What each rank's report of an incident can have as its cause: clues of its log and of its node, and how it ended.
+
+Decides which lines count and of which rank they are; `diagnosis` weighs them. Pure.
+"""
+
+from __future__ import annotations
+
+import signal as signals
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from resihp.detector.diagnosis.clues import Clock, Clue, read_log
+from resihp.detector.diagnosis.signatures import DEFAULTS, Category, Depth, Signature, signature_of, xid_of
+
+BEFORE_S = 900.0
+"""A line may be this much older than the end that it explains: NCCL waits 10 minutes for a peer, as PyTorch sets it."""
+AFTER_S = 120.0
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of one rank's end, or of a rank that lives and had something to say (`ended` False).
+
+    `exit`: as in subprocess, negative for a signal; None if it went with its node and nobody saw how. `at`: when that
+    was noticed, seconds since 1970. `log`: tail of its log; `messages`: tails of what was said on its node, by the
+    kernel and by Slurm; `clues`: what was read from either where they lie. `fenced`: why the controller killed it, if
+    it did. `bus`: PCI address of its device; `memory_bytes`: its device's.
+    """
+
+    rank: int
+    node: str
+    device: int | None = None
+    ended: bool = True
+    exit: int | None = None
+    at: float | None = None
+    pid: int = 0
+    bus: str = ""
+    log: str = ""
+    messages: str = ""
+    clues: tuple[Clue, ...] = ()
+    fenced: str = ""
+    memory_bytes: int | None = None
+    clock: Clock | None = None
+    """How to read times in `log` and `messages`; where it is None, only those that name their zone are read."""
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A clue, or an end, of a rank or of a node as such (`report` None). `at`: when, if its line says so; `until`: it
+    happened no later than this."""
+
+    signature: Signature
+    node: str
+    report: Report | None
+    at: float | None
+    until: float | None
+    clue: Clue | None = None
+    line: str = ""
+
+    @property
+    def kind(self) -> str:
+        return self.clue.kind if self.clue is not None else self.signature.kind
+
+    @property
+    def order(self) -> tuple[float, float, int]:
+        """Nearest to a root first, then the earliest."""
+        known = self.until if self.until is not None else float("inf")
+        return self.signature.depth, known, self.report.rank if self.report is not None else -1
+
+    def named(self, what: str) -> str:
+        return self.clue.named.get(what, "") if self.clue is not None else ""
+
+
+def candidates_of(reports: Sequence[Report]) -> list[Candidate]:
+    """All that may be a cause, of one incident's reports. Deterministic in their order."""
+    read: dict[tuple[str, Clock], tuple[Clue, ...]] = {}
+
+    def clues_in(text: str, report: Report) -> tuple[Clue, ...]:
+        clock = report.clock or Clock(near=report.at)
+        if text and (text, clock) not in read:
+            read[text, clock] = read_log(text, clock)
+        return read.get((text, clock), ())
+
+    own: list[Candidate] = []
+    of_nodes: dict[tuple[str, str, float | None], tuple[Clue, Report]] = {}
+    for report in reports:
+        clues = (*report.clues, *clues_in(report.log, report))
+        own += _of_log(clues, report)
+        for clue in (*clues, *clues_in(report.messages, report)):
+            of_nodes.setdefault((report.node, clue.line, clue.at), (clue, report))
+    of_nodes_found = [_of_node(clue, report, reports) for clue, report in of_nodes.values()]
+    clued = [*own, *(candidate for candidate in of_nodes_found if candidate is not None)]
+    lost = _lost_nodes(reports)
+    ends = [_of_end(report, clued) for report in reports if report.node not in lost]
+    return [*clued, *lost.values(), *(end for end in ends if end is not None)]
+
+
+def _candidate(clue: Clue, report: Report, of: Report | None, signature: Signature) -> Candidate | None:
+    """A clue as a candidate, if its time fits the end of `report`."""
+    if None not in (clue.at, report.at) and not _fits(clue.at or 0.0, report.at or 0.0):
+        return None
+    return Candidate(
+        signature=signature,
+        node=report.node,
+        report=of,
+        at=clue.at,
+        until=clue.at if clue.at is not None else report.at,
+        clue=clue,
+        line=clue.line,
+    )
+
+
+def _fits(at: float, end: float) -> bool:
+    return end - BEFORE_S <= at <= end + AFTER_S
+
+
+# --- a rank's own log -------------------------------------------------------------------------------------------------
+
+
+def _of_log(clues: Sequence[Clue], report: Report) -> list[Candidate]:
+    """Clues of a rank's own log: of its exceptions the one that counts, of a living rank what it saw of others."""
+    telling = _telling([clue for clue in clues if clue.raised])
+    found = []
+    for clue in clues:
+        signature = signature_of(clue.kind)
+        if signature is None or signature.node_wide:
+            continue
+        lives_on = not report.ended and signature.depth < Depth.SIGN and signature.category != "link"
+        overtaken = clue.raised and clue is not telling and signature.depth != Depth.AFTER
+        if not lives_on and not overtaken:
+            found.append(_candidate(clue, report, report, signature))
+    return [candidate for candidate in found if candidate is not None]
+
+
+def _telling(raised: Sequence[Clue]) -> Clue | None:
+    """Of a program's exceptions the last that is not a peer's doing; of the chain it belongs to, the most telling."""
+    depths = [signature.depth if (signature := signature_of(clue.kind)) else Depth.AFTER for clue in raised]
+    last = max((i for i, depth in enumerate(depths) if depth != Depth.AFTER), default=None)
+    if last is None:
+        return None
+    first = last
+    while raised[first].chained and first > 0:
+        first -= 1
+    best = min(depths[first : last + 1])
+    return raised[last] if best == depths[last] else raised[first + depths[first : last + 1].index(best)]
+
+
+# --- what was said on a node ------------------------------------------------------------------------------------------
+
+
+def _of_node(clue: Clue, report: Report, reports: Sequence[Report]) -> Candidate | None:
+    """A clue of the kernel's or Slurm's, of the rank that it names; None if it is about none of ours."""
+    signature = signature_of(clue.kind)
+    if signature is None or not signature.node_wide:
+        return None
+    if clue.kind.startswith("xid ") and xid_of(int(clue.kind[4:])).role == "notice":
+        return None
+    of, foreign = _whose(clue, signature, [other for other in reports if other.node == report.node])
+    return None if foreign else _candidate(clue, report, of, signature)
+
+
+def _whose(clue: Clue, signature: Signature, here: Sequence[Report]) -> tuple[Report | None, bool]:
+    """The rank of this node that a line is about, if it can be told; whether it is about none of ours.
+
+    A process that is not ours may well have met our device's fault: only what such a process did itself, or what was
+    done to it for its memory, is not ours.
+    """
+    bus, pid = normal_bus(clue.named.get("bus", "")), int(clue.named.get("pid", 0))
+    for report in here:
+        if (bus and bus == normal_bus(report.bus)) or (pid and pid == report.pid):
+            return report, False
+    another_device = bool(bus) and all(report.bus for report in here)
+    another_process = bool(pid) and all(report.pid for report in here)
+    if signature.category in ("program", "secondary", "memory") and (another_device or another_process):
+        return None, True
+    if signature.category == "memory":
+        killed = [report for report in here if report.exit in (-signals.SIGKILL, 128 + signals.SIGKILL)]
+        return killed[0] if len(killed) == 1 else None, False
+    if signature.component == "device" and len(here) == 1 and not another_device:
+        return here[0], False
+    return None, False
+
+
+def normal_bus(text: str) -> str:
+    """A PCI address in one form: `PCI:0000:3b:00` and `00000000:3B:00.0` are the same; empty if it is none."""
+    parts = text.lower().removeprefix("pci:").partition(".")[0].split(":")
+    return f"{parts[0].lstrip('0')}:{parts[1]}:{parts[2]}" if len(parts) == 3 else ""
+
+
+def _lost_nodes(reports: Sequence[Report]) -> dict[str, Candidate]:
+    """Nodes whose processes are all gone and nobody saw how."""
+    lost = {}
+    signature = _made("node lost", "node", Depth.NAMED, "lost, nobody saw its processes end")
+    for node in dict.fromkeys(report.node for report in reports):
+        here = [report for report in reports if report.node == node]
+        if all(report.ended and report.exit is None and not report.fenced for report in here):
+            at = min((report.at for report in here if report.at is not None), default=None)
+            lost[node] = Candidate(signature=signature, node=node, report=None, at=None, until=at)
+    return lost
+
+
+# --- how it ended -----------------------------------------------------------------------------------------------------
+
+CRASHES: Mapping[int, tuple[Category, str, str]] = {
+    signals.SIGSEGV: ("program", "", "PYTHONFAULTHANDLER=1 shows where; if it repeats on this node: dcgmi diag -r 3"),
+    signals.SIGBUS: (
+        "memory",
+        ", often because /dev/shm is full",
+        "df -h /dev/shm on the node; dmesg -T for bad memory",
+    ),
+    signals.SIGILL: ("program", "", "the program was built for another processor, or the processor is at fault"),
+    signals.SIGFPE: ("program", "", "PYTHONFAULTHANDLER=1 shows where"),
+    signals.SIGXCPU: ("allocation", ", its limit of processor time", "ulimit -t"),
+    signals.SIGXFSZ: ("storage", ", its limit of a file's size", "ulimit -f"),
+}
+"""Signals that tell more than that somebody sent them: category, what to add to the name, what to do."""
+
+
+def _of_end(report: Report, clued: Sequence[Candidate]) -> Candidate | None:
+    """How a rank ended, unless its own words or somebody else's order explain it."""
+    if not report.ended:
+        return None
+    status = report.exit
+    if status is not None and 128 < status <= 192:
+        status = 128 - status  # a shell's or container's way to tell of a signal
+    own = [candidate.signature for candidate in clued if candidate.report is report]
+    crashed = status is not None and -status in CRASHES
+    ordered = status is not None and status < 0 and any(c.signature.category == "allocation" for c in clued)
+    explained = any(signature.depth <= Depth.RAISED for signature in own)
+    if explained or ((own or ordered) and not crashed and not report.fenced):
+        return None
+    how = "gone with its node" if status is None else f"exit {status}"
+    who = f"pid {report.pid} on node {report.node}" if report.pid else f"rank {report.rank} on node {report.node}"
+    return Candidate(
+        signature=_end(status, report.fenced),
+        node=report.node,
+        report=report,
+        at=None,
+        until=report.at,
+        line=f"{who}: {how}",
+    )
+
+
+def _end(status: int | None, fenced: str) -> Signature:
+    if fenced:
+        return _made("fenced", "unknown", Depth.EXIT, fenced)
+    if status is None:
+        return _made("gone", "unknown", Depth.EXIT, "gone, nobody saw how")
+    if status >= 0:
+        return _made(f"exit {status}", "unknown", Depth.EXIT, f"exited with status {status}, its log does not tell why")
+    try:
+        name = f"killed by signal {-status} ({signals.Signals(-status).name})"
+    except ValueError:
+        name = f"killed by signal {-status}"
+    category, words, advice = CRASHES.get(-status, ("unknown", "", ""))
+    made = _made(f"exit {status}", category, Depth.EXIT, name + words, advice=advice)
+    return msgspec.structs.replace(made, component="process", certainty=min(made.certainty, 0.5), blames=False)
+
+
+def _made(kind: str, category: Category, depth: Depth, words: str, advice: str = "") -> Signature:
+    default = DEFAULTS[category]
+    return Signature(
+        kind=kind,
+        category=category,
+        depth=depth,
+        words=words,
+        needles=(),
+        pattern=None,
+        component=default.component,
+        blames=default.blames,
+        certainty=default.certainty,
+        advice=advice or default.advice,
+    )

@@ -1,0 +1,234 @@
+"""Reads clues out of text: which lines of a log's tail say anything of why a process ended, and when.
+
+Called where the log is (an agent) or where the verdict is made (`diagnosis`). Costs time linear in the text, whatever
+it holds; colours and control characters are taken out of what is kept.
+"""
+
+from __future__ import annotations
+
+import re
+from calendar import timegm
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+
+import msgspec
+
+from resihp.detector.diagnosis.signatures import EXCEPTION, SIGNATURES, Signature
+
+LINE_CHARACTERS = 400
+"""What is kept of a line, beginning a little before what was recognised."""
+MOST_OF_A_KIND = 4
+"""Lines kept of one kind about one thing: the first two and the last two."""
+MOST_CLUES = 64
+_LOOKED_AT = 64
+"""Places looked at for each literal, from the text's beginning and from its end."""
+_AROUND = 600
+_TRACEBACK = "Traceback (most recent call last)"
+_CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]{0,127}(?:: |:?$)")
+_CONTROLS = re.compile(
+    r"\x1b\[[0-?]{0,32}[ -/]{0,8}[@-~]|\x1b\][^\x07\x1b\n]{0,256}(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]"
+)
+
+
+class Clue(msgspec.Struct, frozen=True, kw_only=True):
+    """One telling line. `kind` names its row in `signatures` (`xid 79` for Xids); `at` in seconds since 1970, UTC.
+
+    `named`: what the line names, of xid, pid, bus, node, peer, error. `raised`: an exception that ended a traceback;
+    `chained`: raised while the clue before it, of the same log, was handled.
+    """
+
+    kind: str
+    line: str
+    at: float | None = None
+    named: dict[str, str] = {}
+    raised: bool = False
+    chained: bool = False
+
+
+class Clock(msgspec.Struct, frozen=True, kw_only=True):
+    """What is needed to read a machine's times. `near`: a time near the lines', for those that name no year.
+
+    `booted`: time at which the kernel's clock was 0, for `[12.345]`; `utc_offset_s`: of local time (3600 in Paris in
+    winter), for lines that name no zone. What is None makes such times untold rather than wrong by hours.
+    """
+
+    near: float | None = None
+    booted: float | None = None
+    utc_offset_s: float | None = None
+
+
+def read_log(tail: str, clock: Clock | None = None) -> tuple[Clue, ...]:
+    """The clues in the tail of a log or of the kernel's messages, in the order of their lines."""
+    text = tail.replace("\r\n", "\n").replace("\r", "\n")
+    if "\x1b" in text:
+        text = _CONTROLS.sub("", text)
+    ends = _exceptions(text)
+    found: dict[int, tuple[int, Signature, dict[str, str]]] = {}
+    for signature in SIGNATURES:
+        if not signature.raised:
+            for start, at in _places(text, signature):
+                if start not in found and (named := _confirmed(text, start, at, signature)) is not None:
+                    found[start] = at, signature, named
+    for start in ends:
+        if start not in found:
+            error = _clean(text[start : _end(text, start)])
+            found[start] = start, _of_exception(error), {}
+    clues = []
+    for start in sorted(found):
+        at, signature, named = found[start]
+        line = _clean(text[max(start, at - LINE_CHARACTERS // 2) : _end(text, at)])
+        raised = ends.get(start)
+        if raised is not None:
+            named["error"] = _clean(text[raised[0] : _end(text, start)])[: LINE_CHARACTERS // 2]
+        kind = f"xid {int(named['xid'])}" if "xid" in named else signature.kind
+        when = time_of(text[start : _end(text, start)], clock or Clock())
+        chained = raised is not None and raised[1]
+        clues.append(Clue(kind=kind, line=line, at=when, named=named, raised=raised is not None, chained=chained))
+    return _thinned(clues)
+
+
+def _end(text: str, start: int) -> int:
+    """End of the line that goes on at `start`, or of what is looked at of it."""
+    end = text.find("\n", start, start + _AROUND)
+    return end if end >= 0 else min(start + _AROUND, len(text))
+
+
+def _places(text: str, signature: Signature) -> Iterator[tuple[int, int]]:
+    """(start of line, place of the literal): the first in each line, the text's first and last such lines."""
+    for needle in signature.needles:
+        at = text.find(needle)
+        looked = 0
+        while at >= 0 and looked < _LOOKED_AT:
+            yield text.rfind("\n", 0, at) + 1, at
+            looked += 1
+            line_end = text.find("\n", at)
+            at = text.find(needle, line_end) if line_end >= 0 else -1
+        first_half = at
+        at = len(text)
+        looked = 0
+        while first_half >= 0 and looked < _LOOKED_AT and (at := text.rfind(needle, first_half, at)) >= 0:
+            start = text.rfind("\n", 0, at) + 1
+            yield start, text.find(needle, start)
+            looked += 1
+            at = start
+
+
+def _confirmed(text: str, start: int, at: int, signature: Signature) -> dict[str, str] | None:
+    """What the line names, if it is of this kind."""
+    if signature.pattern is None:
+        return {}
+    window = text[max(start, at - _AROUND) : _end(text, at)]
+    match = signature.pattern.search(window)
+    if match is None:
+        return None
+    return {name: value for name, value in match.groupdict().items() if value is not None}
+
+
+def _exceptions(text: str) -> dict[int, tuple[int, bool]]:
+    """Start of each line that ends a traceback: (start of its text, behind a prefix such as `[rank5]: `; chained)."""
+    found: dict[int, tuple[int, bool]] = {}
+    for start, at in _places(text, msgspec.structs.replace(EXCEPTION, needles=(_TRACEBACK,))):
+        prefix = text[start:at]
+        if len(prefix) > 120:
+            continue
+        before = text[max(0, start - 400) : start]
+        line = text.find("\n", at) + 1
+        for _ in range(400):
+            if not line or line >= len(text):
+                break
+            if not text.startswith(prefix, line):
+                break  # another process wrote in between: its end cannot be told
+            bare = line + len(prefix)
+            if text[bare : bare + 1] not in (" ", "\t", "\n"):
+                if _EXCEPTION.match(text, bare, _end(text, bare)):
+                    found[line] = bare, any(words in before for words in _CHAINED)
+                break
+            line = text.find("\n", bare) + 1
+    return found
+
+
+def _of_exception(error: str) -> Signature:
+    for signature in SIGNATURES:
+        if signature.raised and any(needle in error for needle in signature.needles):
+            return signature
+    return EXCEPTION
+
+
+def _clean(line: str) -> str:
+    return _CONTROLS.sub("", line).strip()[:LINE_CHARACTERS]
+
+
+def _thinned(clues: list[Clue]) -> tuple[Clue, ...]:
+    """A few of each kind, and of all kinds the last ones."""
+    of_kind: dict[tuple[str, str, str], list[int]] = {}
+    for i, clue in enumerate(clues):
+        of_kind.setdefault((clue.kind, clue.named.get("bus", ""), clue.named.get("pid", "")), []).append(i)
+    half = MOST_OF_A_KIND // 2
+    kept = sorted({i for places in of_kind.values() for i in (*places[:half], *places[-half:])})
+    firsts = {places[0] for places in list(of_kind.values())[: MOST_CLUES // 2]}
+    kept = sorted({*firsts, *kept[-(MOST_CLUES - len(firsts)) :]}) if len(kept) > MOST_CLUES else kept
+    return tuple(clues[i] for i in kept)
+
+
+# --- times ------------------------------------------------------------------------------------------------------------
+
+_ISO = re.compile(
+    r"\b(20\d\d)-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?\s?(Z|[+-]\d\d:?\d\d)?",
+)
+_UPTIME = re.compile(r"\[ {0,10}(\d{1,10}\.\d{6})\]")
+_KMSG = re.compile(r"\d{1,5},\d{1,20},(\d{1,18}),")
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_NAMED_MONTH = re.compile(rf"({'|'.join(_MONTHS)})\s{{1,2}}(\d{{1,2}}) (\d\d):(\d\d):(\d\d)(?: (20\d\d)\b)?")
+_GLOG = re.compile(r"\b[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
+
+
+def time_of(line: str, clock: Clock) -> float | None:
+    """When a line says that it was written, in seconds since 1970; None if it does not, or its year cannot be told.
+
+    Reads ISO 8601 (Python's logging, journald, Slurm), the kernel's time since boot (dmesg, /dev/kmsg), dmesg -T,
+    syslog, and glog's short form (NCCL's watchdog in PyTorch).
+    """
+    head = line[:240]
+    if match := _ISO.search(head):
+        *numbers, fraction, zone = match.groups()
+        offset_s = clock.utc_offset_s
+        if zone is not None:
+            sign = -1 if zone[0] == "-" else 1
+            offset_s = 0.0 if zone == "Z" else sign * (int(zone[1:3]) * 3600 + int(zone[-2:]) * 60)
+        return _seconds([int(number) for number in numbers], fraction, offset_s)
+    if match := _NAMED_MONTH.search(head):
+        month, day, hour, minute, second, year = match.groups()
+        parts = [_MONTHS.index(month) + 1, int(day), int(hour), int(minute), int(second)]
+        if year:
+            return _seconds([int(year), *parts], None, clock.utc_offset_s)
+        return _in_some_year(parts, None, clock)
+    if match := _GLOG.search(head):
+        *numbers, fraction = match.groups()
+        return _in_some_year([int(number) for number in numbers], fraction, clock)
+    if clock.booted is not None:
+        if match := _UPTIME.search(head, 0, 80):
+            return clock.booted + float(match[1])
+        if match := _KMSG.match(head):
+            return clock.booted + int(match[1]) * 1e-6
+    return None
+
+
+def _seconds(parts: list[int], fraction: str | None, offset_s: float | None) -> float | None:
+    year, month, day, hour, minute, second = parts
+    if offset_s is None or not (1 <= month <= 12 and 1 <= day <= 31 and hour < 24 and minute < 60 and second < 61):
+        return None
+    return timegm((year, month, day, hour, minute, second)) + float(f"0.{fraction or 0}") - offset_s
+
+
+def _in_some_year(parts: list[int], fraction: str | None, clock: Clock) -> float | None:
+    """Of the years in question, the one that brings it nearest to `clock.near`."""
+    if clock.near is None:
+        return None
+    with suppress(OverflowError, ValueError, OSError):
+        year = datetime.fromtimestamp(clock.near, UTC).year
+        times = [_seconds([y, *parts], fraction, clock.utc_offset_s) for y in (year - 1, year, year + 1)]
+        near = clock.near
+        return min((time for time in times if time is not None), key=lambda time: abs(time - near), default=None)
+    return None

@@ -1,0 +1,288 @@
+"""Why processes, a device or a node ended: one verdict for all reports of one incident.
+
+Decides which line, or which exit, is the root cause and what merely followed from it; never acts on it. Called when a
+failure is about to be recorded. Rules, in this order:
+
+1. What was written long before the incident, or long after, or by another process, is no clue.
+2. Of one program's exceptions the last one counts that is not itself a peer's doing; of a chain, the most telling one.
+3. What is plainly later than another cause follows from it. Of the rest the nearest to a root wins (`Depth`), then the
+   earliest. A lost connection, a peer's timeout, a flushed work request or Xid 45 never wins over anything else, and
+   never blames a node.
+4. An end that its own log explains is no cause of its own. A node whose processes are all gone unseen is one cause.
+5. The same exception on several ranks is the program's. What is the application's as a rule (`USUALLY_THE_PROGRAM`) is
+   the device's if the same device did it before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from resihp.detector.diagnosis.candidates import Candidate, Report, candidates_of, normal_bus
+from resihp.detector.diagnosis.clues import Clock, Clue, read_log
+from resihp.detector.diagnosis.signatures import DEFAULTS, USUALLY_THE_PROGRAM, Category, Component, Depth, xid_of
+from resihp.detector.diagnosis.xids import advice as xid_advice
+
+__all__ = ["Clock", "Clue", "Diagnosis", "Report", "diagnose", "read_log"]
+
+SKEW_S = 5.0
+"""Clocks of different machines, and a cause and what it leads to at once, may be this far apart either way."""
+MOST_EVIDENCE = 4
+SMALLER = 0.97
+"""A device with less than this part of the others' memory is a smaller one (row remapping costs far less)."""
+_CAPACITY = re.compile(r"total capacity of (\d{1,6}(?:\.\d{1,3})?) GiB")
+_OTHERS = re.compile(r"Process (\d{1,10}) has (\d{1,6}(?:\.\d{1,3})?) ([GM])iB memory in use")
+_NUMBERS = re.compile(r"0x[0-9a-fA-F]{1,16}|\d{1,20}")
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """The verdict. `cause` is one sentence that begins with whom it is about; `code` names the kind of cause for
+    machines (`xid 79`, `nccl remote`, `exit -9`); `advice` is what to do or to type next; `evidence` the very lines.
+
+    `blames_node`: the node or a part of it is at fault, not the program and not the other end of a connection.
+    `secondary`: nobody said anything but what follows from somebody else's end. `ranks`: whose cause it is; `node`,
+    `device`: where, also where they are not to blame. `at`: when, seconds since 1970, as far as known. `certainty`: of
+    the category, 0 to 1; a rule of thumb (`signatures`), not measured.
+    """
+
+    category: Category
+    component: Component
+    cause: str
+    blames_node: bool
+    secondary: bool
+    evidence: tuple[str, ...]
+    code: str
+    advice: str
+    ranks: tuple[int, ...] = ()
+    node: str | None = None
+    device: int | None = None
+    at: float | None = None
+    certainty: float = 0.0
+
+    def but(self, **changes: Any) -> Diagnosis:
+        return msgspec.structs.replace(self, **changes)
+
+
+def diagnose(reports: Sequence[Report], earlier: Sequence[Diagnosis] = ()) -> Diagnosis:
+    """The root cause of an incident. `earlier`: verdicts of before, of this job or others.
+
+    The order of reports does not matter. Without any clue the category is `unknown`, and nobody is blamed.
+    """
+    reports = sorted(reports, key=lambda report: report.rank)
+    candidates = candidates_of(reports)
+    if not candidates:
+        return _nothing(reports)
+    causes = [c for c in candidates if c.signature.depth <= Depth.EXIT]
+    first = min((c.until for c in causes if c.until is not None), default=float("inf"))
+    in_time = [c for c in candidates if c.at is None or c.at <= first + SKEW_S]
+    root = min(in_time or candidates, key=lambda candidate: candidate.order)
+    same = [c for c in in_time or candidates if c.signature.kind == root.signature.kind and _alike(c, root)]
+    return _Verdict(root, same, candidates, reports).told(earlier)
+
+
+def _alike(candidate: Candidate, root: Candidate) -> bool:
+    return _NUMBERS.sub("#", candidate.named("error")) == _NUMBERS.sub("#", root.named("error"))
+
+
+class _Verdict:
+    """What is said of the root cause that was found. `same`: everything that says the same, the root among it."""
+
+    def __init__(
+        self, root: Candidate, same: Sequence[Candidate], candidates: Sequence[Candidate], reports: Sequence[Report]
+    ) -> None:
+        self.root = root
+        self.candidates = candidates
+        self.reports = reports
+        self.report = root.report or self._by_complaints()
+        self.ranks = tuple(sorted({c.report.rank for c in same if c.report is not None}))
+        self.nodes = {c.node for c in same}
+        self.peers = {c.named("peer") for c in same if c.named("peer")}
+
+    def told(self, earlier: Sequence[Diagnosis]) -> Diagnosis:
+        root, signature = self.root, self.root.signature
+        single = self._single()
+        if signature.component == "node":
+            return self._node(single)
+        if signature.category == "allocation":
+            return self._of_all(single, f"job: {self._words()}").but(node=None)
+        if signature.category == "secondary":
+            cause = f"{_rank_list(self.ranks)}: {self._words()}; nobody said why the first one ended"
+            return self._of_all(single, cause).but(node=None, device=None)
+        if signature.kind == "gpu memory":
+            return self._gpu_memory(single)
+        if root.kind in USUALLY_THE_PROGRAM and (again := _again(single, earlier)):
+            return again
+        if signature.category == "storage" and len(self.nodes) > 1:
+            return self._of_all(single, f"{len(self.nodes)} nodes: {self._words()}").but(blames_node=False)
+        if signature.category == "program" and len(self.ranks) > 1:
+            return self._program(single)
+        if signature.category == "link" and signature.depth == Depth.TRANSFER:
+            towards = f" its peer {next(iter(self.peers))}" if len(self.peers) == 1 else " its peer"
+            return self._of_all(single, f"{_rank_list(self.ranks)}: {self._words()}".replace(" its peer", towards))
+        if signature.category == "unknown" and len(self.ranks) > 1:
+            where = f", all on node {root.node}" if len(self.nodes) == 1 else ""
+            return self._of_all(single, f"{_rank_list(self.ranks)} {self._words()}{where}")
+        return single
+
+    def _single(self) -> Diagnosis:
+        """As of the one rank or node that said it first."""
+        root, signature, report = self.root, self.root.signature, self.report
+        return Diagnosis(
+            category=signature.category,
+            component=signature.component,
+            cause=f"{self._subject()} {self._words()}",
+            blames_node=signature.blames,
+            secondary=signature.category == "secondary",
+            evidence=self._evidence(),
+            code=root.kind,
+            advice=self._advice(),
+            ranks=(report.rank,) if report is not None else (),
+            node=root.node,
+            device=report.device if report is not None else None,
+            at=root.at if root.at is not None else root.until,
+            certainty=signature.certainty,
+        )
+
+    def _of_all(self, single: Diagnosis, cause: str) -> Diagnosis:
+        """As of all that said the same; of no node if they are on several."""
+        node = self.root.node if len(self.nodes) == 1 else None
+        device = single.device if self.ranks == single.ranks else None
+        return single.but(cause=cause, ranks=self.ranks, node=node, device=device)
+
+    def _subject(self) -> str:
+        signature, report = self.root.signature, self.report
+        if signature.component == "node" or report is None:
+            return f"node {self.root.node}:"
+        verbs = ("raised ", "killed ", "exited ", "hung")
+        return f"rank {report.rank}{'' if signature.words.startswith(verbs) else ':'}"
+
+    def _words(self) -> str:
+        words = self.root.signature.words
+        for name in ("error", "sxid"):
+            words = words.replace(f"{{{name}}}", self.root.named(name))
+        return words
+
+    def _advice(self) -> str:
+        if self.root.kind.startswith("xid "):
+            return xid_advice(xid_of(int(self.root.kind[4:])), self.root.named("bus"))
+        return self.root.signature.advice
+
+    def _by_complaints(self) -> Report | None:
+        """The rank of a device that the kernel does not name to us, if just one of the node has a cause to tell."""
+        root = self.root
+        if root.signature.component not in ("device", "link") or root.clue is None:
+            return None
+        bus = normal_bus(root.named("bus"))
+        here = [report for report in self.reports if report.node == root.node and not (bus and report.bus)]
+        told = [c.report for c in self.candidates if c.signature.depth <= Depth.SIGN and c.report is not None]
+        complaining = [report for report in here if report in told]
+        return complaining[0] if len(complaining) == 1 else None
+
+    def _evidence(self) -> tuple[str, ...]:
+        """The root's line, then what was said of the same rank or node, nearest to a root first; else by others."""
+        root, of = self.root, (self.report, None)
+        ordered = sorted(self.candidates, key=lambda candidate: candidate.order)
+        near = [c.line for c in ordered if c.node == root.node and (self.report is None or c.report in of)]
+        lines = [line for line in dict.fromkeys((root.line, *near)) if line]
+        if len(lines) < 2:
+            lines = [line for line in dict.fromkeys((*lines, *(c.line for c in ordered))) if line]
+        return tuple(lines[:MOST_EVIDENCE])
+
+    def _node(self, single: Diagnosis) -> Diagnosis:
+        """A node, with all its ranks. Slurm may tell of one in another node's log, and may not name it."""
+        node: str | None = self.root.node
+        if len(self.nodes) > 1 and self.root.signature.kind != "node failure":
+            ranks = tuple(report.rank for report in self.reports if report.node in self.nodes and report.ended)
+            cause = f"nodes {', '.join(sorted(self.nodes))}: {self._words()}, all at once"
+            return single.but(cause=cause, ranks=ranks, node=None, device=None, blames_node=False)
+        if self.root.signature.kind == "node failure":
+            gone = {report.node for report in self.reports if report.ended and report.exit is None}
+            node = self.root.named("node") or (next(iter(gone)) if len(gone) == 1 else None)
+        ranks = tuple(report.rank for report in self.reports if report.node == node and report.ended)
+        subject = f"node {node}" if node else "job"
+        words = self._words() if node == self.root.node else "Slurm lost this node" if node else "Slurm lost a node"
+        blames = single.blames_node and node is not None and len(self.nodes) == 1
+        return single.but(cause=f"{subject}: {words}", ranks=ranks, node=node, device=None, blames_node=blames)
+
+    def _program(self, single: Diagnosis) -> Diagnosis:
+        error = self.root.named("error")
+        raised = self._words().startswith("raised ")
+        cause = f"{_rank_list(self.ranks)}: {self._words()}"
+        if raised:
+            cause = f"{len(self.ranks)} ranks raised the same: {error}"
+        if len(self.nodes) == 1 and len({report.node for report in self.reports}) > 1:
+            cause += f", only on node {self.root.node}"
+        return self._of_all(single, cause).but(certainty=max(single.certainty, 0.95))
+
+    def _gpu_memory(self, single: Diagnosis) -> Diagnosis:
+        """Of a smaller device than its peers', of one that others use as well, or of the program."""
+        if len(self.ranks) > 1 or self.report is None:
+            return self._of_all(single, f"{_rank_list(self.ranks)}: {self._words()}").but(component="script")
+        line, report = self.root.line, self.report
+        match = _CAPACITY.search(line)
+        mine = report.memory_bytes or (float(match[1]) * 2**30 if match else 0.0)
+        others = sorted(r.memory_bytes for r in self.reports if r.memory_bytes and r.rank != report.rank)
+        usual = others[len(others) // 2] if others else 0.0
+        if 0.0 < mine < SMALLER * usual:
+            return single.but(
+                component="device",
+                cause=f"{single.cause}; its device has {mine / 2**30:.1f} GiB, others {usual / 2**30:.1f}",
+                advice="nvidia-smi -q -d MEMORY on the node; ask for nodes of one kind (--constraint)",
+            )
+        foreign = [other for other in _OTHERS.finditer(line) if report.pid and int(other[1]) != report.pid]
+        if foreign:
+            who = ", ".join(f"process {other[1]} with {other[2]} {other[3]}iB" for other in foreign[:2])
+            advice = "nvidia-smi on the node shows who holds the GPU; end what an earlier job left"
+            return single.but(cause=f"{single.cause}; {who} holds it too", advice=advice)
+        return single
+
+
+def _again(verdict: Diagnosis, earlier: Sequence[Diagnosis]) -> Diagnosis | None:
+    """The same device did before what is the application's as a rule: then it is the device's."""
+    before = [
+        past
+        for past in earlier
+        if (past.node, past.device) == (verdict.node, verdict.device) and len(past.ranks) == 1
+        if past.code in USUALLY_THE_PROGRAM or past.category == "device"
+    ]
+    if not before or verdict.node is None:
+        return None
+    return verdict.but(
+        category="device",
+        component="device" if verdict.device is not None else "node",
+        cause=f"{verdict.cause}, not for the first time on this device",
+        blames_node=True,
+        advice="drain the node, then dcgmi diag -r 3",
+        certainty=min(0.95, 0.6 + 0.15 * len(before)),
+    )
+
+
+def _nothing(reports: Sequence[Report]) -> Diagnosis:
+    default = DEFAULTS["unknown"]
+    ranks = tuple(report.rank for report in reports)
+    return Diagnosis(
+        category="unknown",
+        component=default.component,
+        cause=f"{_rank_list(ranks)}: nobody said why" if ranks else "job: nobody said why",
+        blames_node=False,
+        secondary=False,
+        evidence=(),
+        code="unknown",
+        advice=default.advice,
+        ranks=ranks,
+    )
+
+
+def _rank_list(ranks: Iterable[int]) -> str:
+    """`rank 5`, `ranks 0-3, 8`."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank {words}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {words}" if runs else "job"

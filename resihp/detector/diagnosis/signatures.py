@@ -1,0 +1,395 @@
+"""What a line of a worker's log or of the kernel's messages means: one row of `SIGNATURES` for each kind of line.
+
+Decides nothing about an incident (`diagnosis` does). A row is found by literal `needles` first, so that megabytes cost
+little, and is then confirmed by a pattern, which sees at most a few hundred characters around the needle and has
+bounded quantifiers only: no line takes more than linear time. The first row that matches a line is its meaning.
+
+Texts are those of the Linux kernel, NVIDIA's driver (`xids`), CUDA's `cudaGetErrorString`, NCCL 2.1x-2.2x, gloo,
+PyTorch 2.x, Mellanox' mlx5 driver and Slurm 21-25. Status numbers of InfiniBand are libibverbs' `ibv_wc_status`: 5 work
+request flushed, 12 transport retry exceeded, 13 receiver not ready; vendor errors 129 and 249 go with 12 and 5.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Literal
+
+import msgspec
+
+from resihp.detector.diagnosis.xids import XIDS, Xid
+
+Category = Literal[
+    "device", "link", "node", "memory", "storage", "program", "allocation", "secondary", "unknown"
+]  # fmt: skip
+Component = Literal["process", "device", "node", "link", "script"]
+
+
+class Depth(IntEnum):
+    """How near to a root cause a line is. Of lines of about the same time, the lowest tells the cause."""
+
+    NAMED = 0
+    """Kernel, driver or Slurm name what failed."""
+    TOLD = 1
+    """A library tells what was done to it."""
+    RAISED = 2
+    """The program raised an exception of its own."""
+    EXIT = 3
+    """Nothing but how the process ended."""
+    SIGN = 4
+    """Ends nothing by itself, or has several causes."""
+    TRANSFER = 5
+    """What was seen of a connection: the other end may be dead, or the path to it."""
+    AFTER = 6
+    """Follows from somebody else's end."""
+
+
+class Defaults(msgspec.Struct, frozen=True):
+    """What holds for a category where a row does not say otherwise."""
+
+    component: Component
+    blames: bool
+    certainty: float
+    advice: str
+
+
+DEFAULTS: Mapping[Category, Defaults] = {
+    "device": Defaults("device", True, 0.9, "drain the node, then dcgmi diag -r 3"),
+    "link": Defaults("link", False, 0.6, "ibstat, ibdiagnet or ethtool -S at both ends; check cable and switch port"),
+    "node": Defaults(
+        "node", True, 0.9, "drain the node, then read dmesg -T and the BMC's event log (ipmitool sel list)"
+    ),
+    "memory": Defaults("process", False, 0.9, "ask for more memory (--mem), or use less in the program"),
+    "storage": Defaults(
+        "process", False, 0.8, "df -h and df -i of the folder on that node; ask the storage's operators"
+    ),
+    "program": Defaults("script", False, 0.8, "mend the training script; the worker's log holds the traceback"),
+    "allocation": Defaults("process", False, 0.9, "sacct -j JOB --format=State,ExitCode,DerivedExitCode,Comment"),
+    "secondary": Defaults("link", False, 0.0, "look at the rank that ended first"),
+    "unknown": Defaults("process", False, 0.3, "read the end of the worker's log, and dmesg -T on the node"),
+}
+
+
+class Signature(msgspec.Struct, frozen=True):
+    """A kind of line. `words` end the sentence that the failed rank or node begins; named groups of the pattern may
+    stand in them. `raised`: only where the line ends a Python traceback. `node_wide`: written by the kernel or Slurm,
+    not by the process that it may be about."""
+
+    kind: str
+    category: Category
+    depth: Depth
+    words: str
+    needles: tuple[str, ...]
+    pattern: re.Pattern[str] | None
+    component: Component
+    blames: bool
+    certainty: float
+    advice: str
+    raised: bool = False
+    node_wide: bool = False
+
+
+def _row(
+    kind: str,
+    category: Category,
+    depth: Depth,
+    words: str,
+    needles: str | tuple[str, ...],
+    pattern: str = "",
+    *,
+    component: Component | None = None,
+    blames: bool | None = None,
+    certainty: float | None = None,
+    advice: str | None = None,
+    raised: bool = False,
+) -> Signature:
+    default = DEFAULTS[category]
+    return Signature(
+        kind=kind,
+        category=category,
+        depth=depth,
+        words=words,
+        needles=(needles,) if isinstance(needles, str) else needles,
+        pattern=re.compile(pattern) if pattern else None,
+        component=component or default.component,
+        blames=default.blames if blames is None else blames,
+        certainty=default.certainty if certainty is None else certainty,
+        advice=default.advice if advice is None else advice,
+        raised=raised,
+    )
+
+
+NAMED, TOLD, RAISED, SIGN, TRANSFER, AFTER = (
+    *(Depth.NAMED, Depth.TOLD, Depth.RAISED, Depth.SIGN, Depth.TRANSFER, Depth.AFTER),
+)
+_BUS = r"(?:PCI:)?(?P<bus>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})"
+_PROCESS = r"(?P<pid>\d{1,10})"
+_FABRIC = "systemctl status nvidia-fabricmanager on the node"
+_OOM = "torch.cuda.memory_summary(); smaller micro-batches, more pipeline stages or recomputation"
+_SHM = "df -h /dev/shm on the node; a larger /dev/shm, or fewer DataLoader workers"
+_BAD_ACCESS = "run again with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer; if it repeats on this GPU: dcgmi diag -r 3"
+
+_KERNEL = (
+    _row("xid", "device", NAMED, "", "NVRM: Xid (",
+        rf"Xid \({_BUS}[^)]{{0,4}}\): (?P<xid>\d{{1,4}})\b(?:, pid='?(?P<pid>\d{{1,10}})\b)?"),
+    _row("sxid fatal", "link", NAMED, "NVSwitch reported a fatal error (SXid {sxid})", "SXid (",
+        rf"SXid \({_BUS}[^)]{{0,4}}\): (?P<sxid>\d{{1,6}}), Fatal", blames=True, certainty=0.9, advice=_FABRIC),
+    _row("sxid", "link", SIGN, "NVSwitch reported an error (SXid {sxid})", "SXid (",
+        rf"SXid \({_BUS}[^)]{{0,4}}\): (?P<sxid>\d{{1,6}})", advice=_FABRIC),
+    _row("gpu off the bus", "device", NAMED, "GPU has fallen off the bus", "fallen off the bus",
+        rf"NVRM: .{{0,40}}{_BUS}", advice="drain the node, power-cycle it, then dcgmi diag -r 3"),
+    _row("gpu initialisation", "device", NAMED, "GPU could not be initialised by its driver", "RmInitAdapter failed",
+        rf"NVRM: GPU {_BUS}"),
+    _row("row remapping", "device", NAMED, "GPU could not remap a row of its memory", "Row Remapper: Error"),
+    _row("pcie fatal", "node", NAMED, "PCIe reported an uncorrected error", ("AER: Uncorrect",
+        "AER: Multiple Uncorrect", "severity=Uncorrect"), r"Uncorrect(?:ed|able) \((?:Fatal|Non-Fatal)"),
+    _row("machine check", "node", NAMED, "CPU or memory reported a hardware error", ("Machine Check Exception",
+        "Machine Check:"), r"Machine Check(?: Exception|: \d)"),
+    _row("hardware error", "node", NAMED, "hardware reported an uncorrected error", "[Hardware Error]: event severity:",
+        "severity: (?:fatal|recoverable)"),
+    _row("uncorrected memory", "node", NAMED, "host memory had an uncorrected error", "EDAC MC",
+        r"EDAC MC\d{1,3}: \d{1,9} UE "),
+    _row("poisoned memory", "node", NAMED, "host memory had an uncorrected error", "due to hardware memory corruption",
+        rf"(?:to|Killing) [^:]{{1,32}}:{_PROCESS}"),
+    _row("corrected memory", "node", SIGN, "host memory had corrected errors", "EDAC MC",
+        r"EDAC MC\d{1,3}: \d{1,9} CE ", blames=False, certainty=0.2),
+    _row("machine checks logged", "node", SIGN, "CPU or memory logged hardware errors", "Machine check events logged",
+        blames=False, certainty=0.3),
+    _row("kernel panic", "node", NAMED, "kernel panicked", "Kernel panic - not syncing"),
+    _row("overheated", "node", NAMED, "shut down at its critical temperature", "critical temperature reached"),
+    _row("cpu throttled", "node", SIGN, "CPU was throttled at its temperature limit", "temperature above threshold",
+        blames=False, certainty=0.4, advice="check fans and air flow of the node; turbostat"),
+    _row("soft lockup", "node", SIGN, "a CPU was stuck in the kernel", "BUG: soft lockup", certainty=0.5),
+    _row("blocked task", "storage", SIGN, "a process waited for disk or file system for minutes",
+        "blocked for more than", rf"task [^:]{{1,32}}:{_PROCESS} blocked", certainty=0.4),
+    _row("memory cgroup", "memory", NAMED, "killed by the kernel: its memory limit was reached",
+        "Memory cgroup out of memory: Kill", rf"Kill(?:ed)? process {_PROCESS}"),
+    _row("host memory", "memory", NAMED, "killed by the kernel: the node was out of memory", "Out of memory: Kill",
+        rf"Kill(?:ed)? process {_PROCESS}",
+        advice="ask for the node's memory as a whole (--mem=0 --exclusive), or use less"),
+    _row("kernel segfault", "program", TOLD, "ended by a segmentation fault", "segfault at ",
+        rf"\[{_PROCESS}\]: segfault at", component="process", certainty=0.5,
+        advice="PYTHONFAULTHANDLER=1 shows where; if it repeats on this node: dcgmi diag -r 3"),
+    _row("kernel trap", "program", TOLD, "ended by a processor exception", ("general protection",
+        "trap invalid opcode"), rf"\[{_PROCESS}\]", component="process", certainty=0.5),
+    _row("port down", "link", NAMED, "network port went down", ("Link down", "NIC Link is Down",
+        "link status definitely down", "Cable unplugged"), r"mlx5|NIC Link|bond\w{0,8}: |Port module", blames=True,
+        certainty=0.8),
+    _row("nic failure", "link", NAMED, "network adapter failed", "mlx5_core",
+        r"health compromised|reached miss count|leak of a command|Port module event\[error\]|ealth poll failed|synd 0x",
+        blames=True, certainty=0.9, advice="drain the node; mlxfwreset or power-cycle, then ibdiagnet"),
+    _row("nic stuck", "link", NAMED, "network adapter stopped sending", "NETDEV WATCHDOG", blames=True, certainty=0.7),
+    _row("disk failure", "storage", NAMED, "a disk of the node failed", ("I/O error, dev ", "Buffer I/O error on dev",
+        "controller is down; will reset"), component="node", blames=True, certainty=0.9,
+        advice="drain the node; smartctl -a or nvme smart-log of the disk"),
+    _row("file system damaged", "storage", NAMED, "a file system of the node is damaged", ("EXT4-fs error",
+        "Corruption detected. Unmount"), component="node", blames=True, certainty=0.8,
+        advice="drain the node and run fsck"),
+    _row("file server silent", "storage", NAMED, "a file server does not answer", ("nfs: server ", "LustreError: "),
+        r"not responding|LustreError: "),
+)  # fmt: skip
+
+_SLURM = (
+    _row("time limit", "allocation", NAMED, "reached its time limit", "DUE TO TIME LIMIT",
+        advice="a longer --time, or requeue (resihp resumes from the last checkpoint)"),
+    _row("preempted", "allocation", NAMED, "preempted by Slurm", "DUE TO PREEMPTION",
+        advice="requeue, or a partition or QOS that is not preempted"),
+    _row("node failure", "node", NAMED, "Slurm lost the node", ("DUE TO NODE FAILURE", "Node failure on "),
+        r"NODE FAILURE|failure on (?P<node>[\w.-]{1,64})", advice="scontrol show node; slurmctld's log tells why"),
+    _row("slurm oom", "memory", NAMED, "killed at the memory limit of its Slurm step", ("oom_kill event",
+        "oom-kill event", ": Out Of Memory"), r"Detected \d{1,6} oom.kill|tasks? [\d,-]{1,64}: Out Of Memory"),
+    _row("cancelled", "allocation", TRANSFER, "cancelled", "CANCELLED AT ", certainty=0.6),
+    _row("task ended", "secondary", AFTER, "Slurm told of an end", ("srun: error: ", "srun: Job step aborted",
+        "srun: Terminating StepId"), r"error: \S{1,64}: tasks? |srun: (?:Job step aborted|Terminating)"),
+)  # fmt: skip
+
+_CUDA = (
+    _row("cuda ecc", "device", TOLD, "GPU memory had an uncorrectable error", ("uncorrectable ECC error encountered",
+        "CUDA_ERROR_ECC_UNCORRECTABLE")),
+    _row("cuda nvlink", "link", TOLD, "NVLink had an uncorrectable error", ("uncorrectable NVLink error",
+        "CUDA_ERROR_NVLINK_UNCORRECTABLE", "GPU memory over nvlink"), blames=True, certainty=0.8,
+        advice="drain the node; nvidia-smi nvlink -e, dcgmi diag -r 3"),
+    _row("gpu lost", "device", TOLD, "GPU is lost to its driver", ("GPU is lost",
+        "Unable to determine the device handle", "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected")),
+    _row("gpu busy", "device", TOLD, "GPU is held by another process", ("busy or unavailable",
+        "CUDA_ERROR_DEVICE_UNAVAILABLE"), r"CUDA|cuda|Cuda", certainty=0.6,
+        advice="nvidia-smi on the node shows who holds the GPU; end what an earlier job left"),
+    _row("fabric manager", "node", TOLD, "NVSwitch fabric is not configured", ("system not yet initialized",
+        "CUDA_ERROR_SYSTEM_NOT_READY"), advice=_FABRIC),
+    _row("driver mismatch", "node", TOLD, "driver and libraries of NVIDIA are of different versions",
+        ("Driver/library version mismatch", "CUDA driver version is insufficient"),
+        advice="drain the node, reboot it, or reload the driver"),
+    _row("nvml unknown", "device", TOLD, "GPU is not visible to its driver",
+        ("Failed to initialize NVML: Unknown Error", "NVML: GPU is lost"), certainty=0.6),
+    _row("illegal access", "program", TOLD, "GPU memory was accessed illegally",
+        ("an illegal memory access was encountered", "CUDA_ERROR_ILLEGAL_ADDRESS"), advice=_BAD_ACCESS),
+    _row("device assert", "program", TOLD, "an assertion failed in a kernel of the program",
+        ("device-side assert triggered", "CUDA_ERROR_ASSERT", "Assertion `"), r"assert triggered|_ASSERT|thread: \[",
+        certainty=0.95, advice="an index out of range, as a rule: run again with CUDA_LAUNCH_BLOCKING=1"),
+    _row("launch failure", "program", TOLD, "a kernel crashed on the GPU", ("unspecified launch failure",
+        "CUDA_ERROR_LAUNCH_FAILED"), certainty=0.6, advice=_BAD_ACCESS),
+    _row("bad kernel", "program", TOLD, "a kernel did what the GPU cannot do", ("misaligned address",
+        "an illegal instruction was encountered", "invalid program counter", "hardware stack error",
+        "CUDA_ERROR_MISALIGNED_ADDRESS", "CUDA_ERROR_ILLEGAL_INSTRUCTION"), r"CUDA|[Cc]uda", certainty=0.6,
+        advice=_BAD_ACCESS),
+    _row("launch timeout", "device", TOLD, "a kernel did not end in time", ("the launch timed out and was terminated",
+        "CUDA_ERROR_LAUNCH_TIMEOUT"), blames=False, certainty=0.5),
+    _row("no kernel", "program", TOLD, "the program was built for another GPU", ("no kernel image is available",
+        "CUDA_ERROR_NO_BINARY_FOR_GPU", "invalid device function"),
+        advice="rebuild it with this GPU in TORCH_CUDA_ARCH_LIST"),
+    _row("gpu memory", "memory", TOLD, "GPU memory was exhausted", ("CUDA out of memory", "CUDA error: out of memory",
+        "CUDA_ERROR_OUT_OF_MEMORY", "'out of memory'", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
+        advice=_OOM),
+    _row("cuda libraries", "unknown", SIGN, "a CUDA library failed", ("CUBLAS_STATUS_", "CUDNN_STATUS_",
+        "CUSOLVER_STATUS_", "CUFFT_STATUS_"),
+        advice="often too little GPU memory; run again with CUDA_LAUNCH_BLOCKING=1"),
+    _row("cuda error", "unknown", SIGN, "a call of CUDA failed", ("CUDA error: ", "Cuda failure ", "CUDA_ERROR_"),
+        advice="run again with CUDA_LAUNCH_BLOCKING=1; dmesg -T on the node shows Xids"),
+)  # fmt: skip
+
+_IB = r"(?:from peer (?P<peer>[^\s<]{1,64})\S{0,16} )?with (?:status=|error )(?:\w{1,32}\()?"
+_NCCL = (
+    _row("ib flushed", "secondary", AFTER, "work requests were flushed after an error", "Got completion",
+        rf"{_IB}5\b|vendor err 249"),
+    _row("ib retry exceeded", "link", TRANSFER, "transfers to its peer were not acknowledged", "Got completion",
+        rf"{_IB}1[23]\b|vendor err 129"),
+    _row("ib completion", "link", TRANSFER, "a transfer failed", ("NET/IB : Got completion", "NET/IB: Got completion")),
+    _row("ib event", "link", TOLD, "network adapter reported an error", ("NET/IB : Got async", "NET/IB: Got async",
+        "NET/IB : mlx", "Async fatal event"), r"(?i)async (?:fatal )?event", blames=True, certainty=0.7),
+    _row("ib no path", "link", TRANSFER, "no connection to its peer could be made", ("ibv_modify_qp failed",
+        "NET/OFI Request", "No route to host", "Network is unreachable")),
+    _row("ib locked memory", "memory", TOLD, "no memory could be registered with the network adapter", ("ibv_reg_mr",
+        "ibv_create_cq"), "Cannot allocate memory", advice="ulimit -l unlimited for slurmd (LimitMEMLOCK=infinity)"),
+    _row("shm full", "memory", TOLD, "/dev/shm is full", ("/dev/shm", "shared memory"),
+        r"No space left on device|failed to extend /dev/shm|insufficient shared memory|out of shared memory",
+        advice=_SHM),
+    _row("nccl usage", "program", TOLD, "NCCL was used wrongly", ("ncclInvalidUsage", "ncclInvalidArgument")),
+    _row("collective mismatch", "program", TOLD, "ranks called different collectives",
+        ("Detected mismatch between collectives", "ran into a mismatch of collectives")),
+    _row("watchdog", "secondary", AFTER, "waited in vain for its peers in a collective",
+        ("Watchdog caught collective operation timeout", "Some NCCL operations have failed or timed out",
+        "detected by watchdog at work", "Timeout at NCCL work", "due to a collective timeout",
+        "Heartbeat monitor timed out", "watchdog thread terminated with exception",
+        "we are taking the entire process down")),
+    _row("nccl remote", "secondary", AFTER, "lost a peer (NCCL remote error)", ("ncclRemoteError",
+        "remote process exited or there was a network error", "NCCL communicator was aborted")),
+    _row("nccl system", "link", SIGN, "NCCL failed in a system call", ("ncclSystemError", "unhandled system error"),
+        certainty=0.4, advice="run again with NCCL_DEBUG=WARN"),
+    _row("nccl cuda", "unknown", SIGN, "NCCL failed in a call of CUDA", ("ncclUnhandledCudaError",
+        "unhandled cuda error"), advice="run again with NCCL_DEBUG=WARN; dmesg -T on the node shows Xids"),
+    _row("nccl internal", "unknown", SIGN, "NCCL failed", ("ncclInternalError",
+        "internal error - please report this issue to the NCCL")),
+)  # fmt: skip
+
+_HOST = (
+    _row("loader bus error", "memory", TOLD, "a DataLoader worker found /dev/shm full", "DataLoader worker (pid",
+        "Bus error", advice=_SHM),
+    _row("loader segfault", "program", TOLD, "a DataLoader worker crashed", "DataLoader worker (pid",
+        "Segmentation fault|Aborted"),
+    _row("loader killed", "memory", TOLD, "a DataLoader worker was killed, most likely for memory",
+        "DataLoader worker (pid", "killed by signal: Killed", certainty=0.7),
+    _row("loader ended", "unknown", SIGN, "a DataLoader worker ended", "DataLoader worker (pid", "exited unexpectedly"),
+    _row("disk full", "storage", TOLD, "a disk is full", ("No space left on device", "Errno 28"), certainty=0.9),
+    _row("quota", "storage", TOLD, "a disk quota is used up", ("Disk quota exceeded", "Errno 122"),
+        advice="quota -s, or lfs quota, of the folder's owner"),
+    _row("stale handle", "storage", TOLD, "a network file system lost a file", ("Stale file handle", "Errno 116"),
+        advice="mount and stat of the folder on that node; remount it"),
+    _row("io error", "storage", TOLD, "reading or writing a file failed", ("Input/output error", "Errno 5]",
+        "Remote I/O error", "Errno 121")),
+    _row("mount gone", "storage", TOLD, "a file system is gone or read-only", ("Transport endpoint is not connected",
+        "Read-only file system"), advice="mount and dmesg -T on that node; remount it"),
+    _row("broken file", "storage", TOLD, "a file is incomplete", ("failed reading zip archive", "failed writing file",
+        "The file might be corrupted", "unexpected EOF, expected")),
+    _row("no host memory", "memory", TOLD, "host memory was exhausted", ("DefaultCPUAllocator: can't allocate",
+        "DefaultCPUAllocator: not enough", "std::bad_alloc", "MemoryError", "Cannot allocate memory"),
+        r"\bMemoryError|Default|bad_alloc|Cannot allocate"),
+    _row("open files", "program", TOLD, "too many files were open", "Too many open files",
+        advice="ulimit -n on the nodes, or fewer files"),
+    _row("heap", "program", TOLD, "the program damaged its own memory", ("double free or corruption", "free(): invalid",
+        "malloc(): ", "corrupted size vs"), component="process"),
+    _row("fatal python", "program", TOLD, "the interpreter crashed", "Fatal Python error: ", component="process",
+        certainty=0.5),
+)  # fmt: skip
+
+_SECONDARY = (
+    _row("peer closed", "secondary", AFTER, "lost the connection to a peer", ("Connection closed by peer",
+        "Connection closed by remote", "Connection reset by peer", "Connection was likely closed",
+        "Application timeout caused pair closure", "Broken pipe", "Connection refused", "Connection aborted")),
+    _row("peer silent", "secondary", AFTER, "waited in vain for a peer", ("for recv operation to complete",
+        "for send operation to complete", "waiting for clients", "Socket Timeout", "wait timeout after")),
+    _row("interrupted transfer", "secondary", AFTER, "stopped waiting when it was told to", "CommunicatorError"),
+    _row("launcher", "secondary", AFTER, "its launcher told of an end", ("ChildFailedError", "closing signal SIGTERM",
+        "failed (exitcode:")),
+)  # fmt: skip
+
+_PROGRAM = (
+    _row("not a number", "program", RAISED, "loss or gradient is not a number", ("oss is NaN", "oss is nan",
+        "found NaN in", "found Inf in", "Unexpected result nan", "Unexpected result inf"),
+        advice="compare with other ranks at the same weights and samples: a single deviating GPU computes wrongly"),
+    _row("shapes", "program", RAISED, "raised {error}", ("shapes cannot be multiplied", "size mismatch for",
+        "The size of tensor a", "Sizes of tensors must match", "is invalid for input of size", "shape mismatch"),
+        raised=True),
+    _row("import", "program", RAISED, "raised {error}", ("ImportError", "ModuleNotFoundError"), raised=True,
+        advice="compare the environment and its mounts with a node where it works"),
+    _row("file missing", "program", RAISED, "raised {error}", ("FileNotFoundError", "PermissionError",
+        "NotADirectoryError"), raised=True, advice="ls -l of the path on that node, and on one where it works"),
+    _row("interrupted", "allocation", RAISED, "interrupted from the keyboard", "KeyboardInterrupt", raised=True),
+    _row("exception", "program", RAISED, "raised {error}", "", raised=True),
+)  # fmt: skip
+
+SIGNATURES: tuple[Signature, ...] = (
+    *(msgspec.structs.replace(row, node_wide=True) for row in (*_KERNEL, *_SLURM)),
+    *(*_CUDA, *_NCCL, *_HOST, *_SECONDARY, *_PROGRAM),
+)
+_BY_KIND = {signature.kind: signature for signature in SIGNATURES}
+EXCEPTION = _BY_KIND["exception"]
+USUALLY_THE_PROGRAM = frozenset(
+    {
+        "illegal access",
+        "launch failure",
+        "bad kernel",
+        "kernel segfault",
+        "kernel trap",
+        "fatal python",
+        "xid 13",
+        "xid 31",
+    }
+    | {"exit -4", "exit -7", "exit -8", "exit -11"}
+)
+"""Kinds that are the application's by experience, and the device's where one device does it again and again."""
+
+
+def _of_xid(xid: Xid) -> Signature:
+    link = "NVLINK" in xid.mnemonic
+    category: Category = "link" if link else "device"
+    if xid.role == "program" or xid.role == "secondary":
+        category = xid.role
+    role_blames = xid.role in ("device", "link")
+    row = _row(
+        f"xid {xid.code}",
+        category,
+        {"sign": SIGN, "secondary": AFTER, "notice": AFTER}.get(xid.role, NAMED),
+        f"{xid.description} (Xid {xid.code})",
+        (),
+        blames=role_blames,
+        certainty={"device": 0.95, "link": 0.9, "program": 0.7, "sign": 0.5}.get(xid.role, 0.0),
+        advice="",
+    )
+    return msgspec.structs.replace(row, node_wide=True)
+
+
+_XIDS = {f"xid {code}": _of_xid(xid) for code, xid in XIDS.items()}
+
+
+def xid_of(code: int) -> Xid:
+    """The catalogue's row; for a code that it lacks, one that names the number and blames nobody."""
+    return XIDS.get(code) or Xid(code, "", "an Xid that NVIDIA's catalogue does not list", "", "sign")
+
+
+def signature_of(kind: str) -> Signature | None:
+    """The row of a clue's kind; None for one that another version knows. `xid 79` and the like are rows too."""
+    found = _BY_KIND.get(kind) or _XIDS.get(kind)
+    if found is None and kind.startswith("xid ") and kind[4:].isascii() and kind[4:].isdigit():
+        return _of_xid(xid_of(int(kind[4:])))
+    return found

@@ -1,0 +1,150 @@
+"""How slow each rank of a per-operation trace computes, step by step, with the workload taken out. Pure.
+
+The hardware is told from the workload by what a rank cannot choose. A micro-batch passes all stages of its replica, so
+that a long one is long everywhere: each duration is compared with those of the same micro-batch on the other stages,
+as far as these go together, and then with the same figure of the other replicas. What remains is the rank's own. A
+replica all of whose stages are slow, or a job without pipeline, shows in its quickest micro-batch of a step: however
+long sequences get, some are short.
+
+Nothing here decides what counts as slow (`resihp.detector.offline.operations` does).
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pandas as pd
+
+from resihp.detector.offline.traces import Floats, Ints, Trace
+
+VARIED = 0.02
+"""Micro-batches of a step that differ by less than this (standard deviation, log units) do not tell how durations of
+two stages go together."""
+
+
+class Series(msgspec.Struct, frozen=True, eq=False):
+    """One number for each step and rank: log of how slow it is, 0 healthy. NaN where it is unknown."""
+
+    values: Floats
+    """(steps, ranks)."""
+    dp: Ints
+    """(ranks,), as are the next two: indices into the trace's `dps` and `stages`; -1 where all are meant."""
+    stage: Ints
+    rank: Ints
+    """Number of the rank, -1 where several are meant."""
+    peers: Ints
+    """(ranks,): those with equal numbers should be alike; a number of its own where a rank has none."""
+
+
+def by_micro_batch(trace: Trace) -> Series:
+    """Each rank's durations against those of the same micro-batches on other stages, and against other replicas'."""
+    rows = computation(trace)
+    rows["level"] = np.log(rows["seconds"])
+    rows["level"] -= rows.groupby(["kind", "chunk"])["level"].transform("median")
+    rows["work"] = rows.groupby(["step", "dp", "micro_batch", "kind"], sort=False).ngroup()
+    table = _table(rows, "work", "stage", "level", len(trace.stages))
+    others = _of_others(table)
+    rows["others"] = others[rows["work"], rows["stage"]]
+    rows["own"] = rows["level"] - rows["others"]
+    rows["own"] -= _common_slope(rows) * rows["others"]
+    series = _per_unit(rows, "own", len(trace.steps))
+    return _against_replicas(series)
+
+
+def by_quickest(trace: Trace) -> Series:
+    """Each rank's quickest micro-batch of a step against other replicas' ranks of the stage, or its own past."""
+    rows = computation(trace)
+    rows["level"] = np.log(rows["seconds"])
+    rows["level"] -= rows.groupby(["kind", "chunk"])["level"].transform("median")
+    keys = ["step", "dp", "stage", "rank", "kind", "chunk"]
+    quickest = rows.groupby(keys, sort=False)["level"].min().reset_index()
+    series = _per_unit(quickest, "level", len(trace.steps))
+    return _against_replicas(series) if len(trace.dps) > 1 else series
+
+
+def by_replica(trace: Trace) -> Series:
+    """How slow each replica is on all of its stages: the least of `by_quickest` over them."""
+    series = by_quickest(trace)
+    count = len(trace.dps)
+    least = np.full((len(trace.steps), count), np.inf)
+    for dp in range(count):
+        own = series.values[:, series.dp == dp]
+        if own.shape[1]:
+            least[:, dp] = np.where(np.isfinite(own), own, np.inf).min(axis=1)
+    none = np.full(count, -1, dtype=np.int64)
+    least[~np.isfinite(least)] = np.nan
+    return Series(values=least, dp=np.arange(count), stage=none, rank=none, peers=np.zeros(count, dtype=np.int64))
+
+
+def computation(trace: Trace) -> pd.DataFrame:
+    """Rows of computation whose duration is known. One rank only for a stage that has one at a time."""
+    rows = np.flatnonzero(trace.is_compute & trace.known)
+    names = ("step", "dp", "stage", "rank", "kind", "chunk", "micro_batch", "seconds")
+    frame = pd.DataFrame({name: getattr(trace, name)[rows] for name in names})
+    if frame.groupby(["step", "dp", "stage"])["rank"].nunique().max() == 1:
+        frame["rank"] = frame.groupby(["dp", "stage"])["rank"].transform("min")
+    return frame
+
+
+def _table(rows: pd.DataFrame, row: str, column: str, values: str, width: int) -> Floats:
+    """Medians of `values` by two whole-numbered columns, (rows, width)."""
+    table = np.full((int(rows[row].max()) + 1, width), np.nan)
+    medians = rows.groupby([row, column], sort=False)[values].median().reset_index()
+    table[medians[row], medians[column]] = medians[values]
+    return table
+
+
+def _of_others(table: Floats) -> Floats:
+    """For each entry the median of the others of its row; NaN where there is none. Of many, its own counts little."""
+    width = table.shape[1]
+    if width > 32:
+        return np.broadcast_to(row_medians(table)[:, None], table.shape)
+    return np.stack([row_medians(np.delete(table, i, axis=1)) for i in range(width)], axis=1)
+
+
+def row_medians(table: Floats) -> Floats:
+    """Median of each row without its NaN; NaN for a row of nothing else."""
+    if not table.shape[1]:
+        return np.full(len(table), np.nan)
+    ordered = np.sort(table, axis=1)
+    counts = np.isfinite(ordered).sum(axis=1)
+    rows = np.arange(len(table))
+    return np.asarray((ordered[rows, np.maximum(counts - 1, 0) // 2] + ordered[rows, counts // 2]) / 2)
+
+
+def _common_slope(rows: pd.DataFrame) -> Floats:
+    """How much more than others a stage's durations grow with the micro-batch, (n,), by chunk and kind.
+
+    Attention grows with the squares of lengths, the head does not: a stage without the head varies more. Slopes come
+    from differences within a rank's step, which no slow-down of the rank touches.
+    """
+    within = ["step", "dp", "stage", "rank", "kind", "chunk"]
+    means = rows.groupby(within, sort=False)[["own", "others"]].transform("mean")
+    own, others = rows["own"] - means["own"], rows["others"] - means["others"]
+    sums = pd.DataFrame({"product": own * others, "square": others**2, "kind": rows["kind"], "chunk": rows["chunk"]})
+    of_kind = sums.groupby(["kind", "chunk"])[["product", "square"]].transform("mean")
+    varied = of_kind["square"] > VARIED**2
+    return np.where(varied, of_kind["product"] / of_kind["square"].where(varied, 1.0), 0.0)
+
+
+def _per_unit(rows: pd.DataFrame, values: str, steps: int) -> Series:
+    """Medians by step and rank."""
+    units = rows[["dp", "stage", "rank"]].drop_duplicates().sort_values(["stage", "dp", "rank"]).reset_index(drop=True)
+    units["unit"] = np.arange(len(units))
+    placed = rows[["step", "dp", "stage", "rank", values]].merge(units, on=["dp", "stage", "rank"])
+    dp, stage, rank = (units[name].to_numpy(np.int64) for name in ("dp", "stage", "rank"))
+    table = np.full((steps, len(units)), np.nan)
+    known = _table(placed, "step", "unit", values, len(units))
+    table[: len(known)] = known
+    return Series(values=table, dp=dp, stage=stage, rank=rank, peers=np.arange(len(units)))
+
+
+def _against_replicas(series: Series) -> Series:
+    """What other replicas have in common on a stage is no rank's own."""
+    values = series.values.copy()
+    for stage in np.unique(series.stage):
+        own = np.flatnonzero(series.stage == stage)
+        dps, column = np.unique(series.dp[own], return_inverse=True)
+        of_dp = np.stack([row_medians(series.values[:, own[column == i]]) for i in range(dps.size)], axis=1)
+        values[:, own] -= _of_others(of_dp)[:, column]
+    return msgspec.structs.replace(series, values=values, peers=series.stage)

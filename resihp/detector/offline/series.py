@@ -1,0 +1,360 @@
+"""Slow-downs in a series of iteration times, where nothing else is known. Online, pure; called for each iteration.
+
+Without chunk times the healthy time cannot be predicted, so `ChangeDetector` is run on the logarithm of plain times
+against a robust running level; where tokens or the sum of squared lengths of each iteration are known, on what they
+leave unexplained (`Workload`). What plain times show and the workload explains is a `workload` event. Which of the two
+it was is said (`known`). Times of several ranks are compared with those of the peers in the same iteration.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from resihp.detector.offline.analysis import Analysis, Event, Kind, Verdict, Where
+from resihp.detector.sequential.changes import WARM_UP, Change, ChangeDetector
+from resihp.detector.sequential.densities import Floats
+
+LEAST = 0.1
+"""Smallest change of plain times that is told, in log units: below it, a change of the data is as likely."""
+FALSE_ALARMS_PER = 2_000
+"""Iterations between false alarms at least; one in 1,000 is asked for."""
+SETTLING = 40
+"""Times in which a fall is the end of the start (caches fill, kernels are tuned), not a recovery."""
+PATIENCE = 6
+"""Iterations until what plain times show counts as explained by the workload."""
+SKIPPED = 3
+"""First iterations that no level is taken from."""
+LEAST_OF_PEERS = 0.1
+"""Smallest change of a rank against its peers that is told, in log units."""
+BLIP = 4
+"""What lasts no longer is a hiccup: an evaluation, a checkpoint, a stall of the file system."""
+AIM = math.log(1.2)
+"""Change that is to be found within three iterations."""
+FALL = 0.1
+"""A fall below what was healthy so far is told from here on: the run was slow from its start."""
+REFIT = 25
+HISTORY = 300
+
+
+class Point(msgspec.Struct, frozen=True):
+    """One iteration: seconds, and its workload where known (tokens, sum of squared lengths)."""
+
+    iteration: int
+    seconds: float
+    tokens: float | None = None
+    squares: float | None = None
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One run, iterations in ascending order: of the whole job (`points`), or of each rank (`ranks`), not both."""
+
+    points: tuple[Point, ...] = ()
+    ranks: Mapping[int, tuple[Point, ...]] = {}
+    interval: int = 1
+    """Iterations that a time is the mean of."""
+
+
+class Workload:
+    """Seconds of an iteration as c + alpha*N + beta*S (the paper's Eq. 1 over a whole iteration), fitted robustly.
+
+    While N and S do not vary, time is taken to be in proportion to N: the intercept cannot be told.
+    """
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, float, float]] = deque(maxlen=HISTORY)
+        self._coefficients: Floats | None = None
+        self._since = 0
+        self._range: tuple[Floats, Floats] | None = None
+
+    def learn(self, point: Point) -> None:
+        """Take a healthy iteration; refits from time to time."""
+        self._seen.append((point.tokens or 0.0, point.squares or 0.0, point.seconds))
+        self._since += 1
+        if len(self._seen) >= WARM_UP and (self._coefficients is None or self._since >= REFIT):
+            self._fit()
+
+    def predict(self, point: Point) -> float | None:
+        """Healthy seconds, None before the first fit."""
+        if self._coefficients is None:
+            return None
+        return float(self._coefficients @ [1.0, point.tokens or 0.0, point.squares or 0.0])
+
+    def beyond(self, point: Point) -> bool:
+        """The workload is outside what was seen by more than a tenth, so that the prediction is extrapolated."""
+        if self._range is None:
+            return False
+        low, high = self._range
+        work = np.array([point.tokens or 0.0, point.squares or 0.0])
+        return bool((work < 0.9 * low).any() or (work > 1.1 * high).any())
+
+    def _fit(self) -> None:
+        from scipy.optimize import nnls
+
+        seen = np.array(self._seen)
+        features = np.column_stack([np.ones(len(seen)), seen[:, :2]])
+        seconds = seen[:, 2]
+        size = np.maximum(np.abs(features).max(axis=0), 1e-300)
+        features = features / size
+        # A little prior: as long as nothing varies, all of it is work and none is intercept.
+        prior = np.diag([0.3, 0.03, 0.03])
+        weights = np.ones(len(seen))
+        middle = float(np.median(seconds))
+        solution = np.zeros(3)
+        for _ in range(6):
+            scale = np.sqrt(weights)[:, None] / middle
+            solution, _ = nnls(
+                np.vstack([features * scale, prior / middle]),
+                np.append(np.sqrt(weights) * seconds / middle, np.zeros(3)),
+            )
+            predicted = np.maximum(features @ solution, 1e-3 * middle)
+            errors = np.log(seconds / predicted)
+            spread = max(1.4826 * float(np.median(np.abs(errors - np.median(errors)))), 0.003)
+            weights = 1 / (1 + (errors / (2 * spread)) ** 2) ** 2 * (middle / predicted) ** 2
+        self._coefficients = solution / size
+        self._range = seen[:, :2].min(axis=0), seen[:, :2].max(axis=0)
+        self._since = 0
+
+
+class SeriesDetector:
+    """Slow-downs and recoveries of one run, one iteration after the other.
+
+    Times that are not positive numbers are left out; iterations have to increase. `events` holds what was found so
+    far, `end` and verdict as they are known by now.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: int = 0,
+        where: Where | None = None,
+        least: float = LEAST,
+        false_alarms_per: int = FALSE_ALARMS_PER,
+        workload: bool = False,
+    ) -> None:
+        self.events: list[Event] = []
+        self._run, self._where = run, where
+        self._plain = ChangeDetector(least=least, false_alarms_per=false_alarms_per, aim=AIM)
+        self._rest = ChangeDetector(least=least, false_alarms_per=false_alarms_per, aim=AIM) if workload else None
+        self._workload = Workload()
+        self._pending: deque[Point] = deque()
+        self._open: int | None = None
+        self._slow_since = 0
+        self._unexplained: list[tuple[int, Change]] = []
+        self._iterations: list[int] = []
+        self._beyond = -(10**9)
+
+    @property
+    def known(self) -> str:
+        """What healthy times are told from: `warming up`, `plain times` or `workload`."""
+        if not (self._rest or self._plain).ready:
+            return "warming up"
+        return "plain times" if self._rest is None else "workload"
+
+    def update(self, point: Point) -> Event | None:
+        """Take the next iteration; what was found with it, if anything."""
+        seconds = point.seconds
+        if not (math.isfinite(seconds) and seconds > 0):
+            return None
+        self._iterations.append(point.iteration)
+        change = self._plain.update(point.iteration, math.log(seconds))
+        if self._rest is None:
+            return None if change is None else self._tell(change, self._plain)
+        return self._explain(point, change, self._rest)
+
+    # --- with the workload ------------------------------------------------------------------------------------------
+
+    def _explain(self, point: Point, plain: Change | None, rest: ChangeDetector) -> Event | None:
+        number = len(self._iterations)
+        if plain is not None and plain.after > plain.before:
+            self._unexplained.append((number, plain))
+        predicted = self._workload.predict(point)
+        found = None
+        if predicted is not None and predicted > 0:
+            if self._workload.beyond(point):
+                self._beyond = point.iteration
+            change = rest.update(point.iteration, math.log(point.seconds / predicted))
+            if change is not None:
+                found = self._tell(change, rest)
+        self._learn(point, rest)
+        while self._unexplained and number - self._unexplained[0][0] >= PATIENCE:
+            _, change = self._unexplained.pop(0)
+            if not any(abs(e.iteration - change.onset) <= 2 * PATIENCE or e.end is None for e in self.events):
+                event = self._event(change, math.expm1(change.after - change.before), "workload")
+                self.events.append(event)
+                found = found or event
+        return found
+
+    def _learn(self, point: Point, rest: ChangeDetector) -> None:
+        """The workload's model follows healthy iterations that are too old for a change not yet found."""
+        if rest.changed:
+            self._pending.clear()
+            return
+        self._pending.append(point)
+        while len(self._pending) > (PATIENCE if rest.ready else 0):
+            self._workload.learn(self._pending.popleft())
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def _tell(self, change: Change, of: ChangeDetector) -> Event | None:
+        """What a change means: slower than healthy, as fast as before, or faster than it ever was."""
+        opened = None if self._open is None else self.events[self._open]
+        if opened is not None:
+            assert self._open is not None
+            short = not of.changed and self._values_between(self._slow_since, change.onset) <= BLIP
+            verdict: Verdict = "workload" if short else opened.verdict
+            self.events[self._open] = msgspec.structs.replace(opened, end=change.onset, verdict=verdict)
+            self._open = None
+            if short:
+                return None
+        event = None
+        if of.changed:
+            new_work = 0 <= change.onset - self._beyond <= PATIENCE or 0 <= change.detected - self._beyond <= PATIENCE
+            verdict = "workload" if new_work and self._rest is not None else "fail-slow"
+            event = self._event(change, math.expm1(change.after - of.healthy), verdict)
+            self._open = len(self.events)
+            self._slow_since = change.onset if opened is None else self._slow_since
+        elif opened is not None or (len(self._iterations) > SETTLING and change.after - change.before < -FALL):
+            event = self._event(change, math.expm1(change.after - change.before), "recovered")
+        if event is not None:
+            self.events.append(event)
+        return event
+
+    def _event(self, change: Change, size: float, verdict: Verdict) -> Event:
+        return Event(
+            run=self._run,
+            iteration=change.onset,
+            detected_at=change.detected,
+            change=size,
+            verdict=verdict,
+            where=self._where,
+            confidence=change.confidence,
+        )
+
+    def _values_between(self, first: int, end: int) -> int:
+        return bisect_left(self._iterations, end) - bisect_left(self._iterations, first)
+
+
+def detect(points: Iterable[Point], *, run: int = 0) -> tuple[list[Event], str]:
+    """Events of one run whose times are those of whole iterations, and what healthy was told from."""
+    usable = [p for p in points if math.isfinite(p.seconds) and p.seconds > 0]
+    detector = SeriesDetector(run=run, workload=_has_workload(usable))
+    for point in usable:
+        detector.update(point)
+    return detector.events, detector.known
+
+
+def detect_ranks(ranks: Mapping[int, Sequence[Point]], *, run: int = 0) -> tuple[list[Event], str]:
+    """Events of one run with a time for each rank: each rank against its peers, and what slows most of them at once.
+
+    That a rank is slower than others all the time is its nature and no change.
+    """
+    rows: dict[int, dict[int, float]] = {}
+    for rank, points in ranks.items():
+        for point in points:
+            if math.isfinite(point.seconds) and point.seconds > 0:
+                rows.setdefault(point.iteration, {})[rank] = math.log(point.seconds)
+    iterations = sorted(rows)
+    nature = {
+        rank: float(np.median([rows[i][rank] for i in iterations if rank in rows[i]][SKIPPED : SKIPPED + 3 * WARM_UP]))
+        for rank in ranks
+        if sum(rank in row for row in rows.values()) > SKIPPED
+    }
+    everybody = SeriesDetector(run=run)
+    each = {
+        rank: SeriesDetector(
+            run=run, where=Where(rank=rank), least=LEAST_OF_PEERS, false_alarms_per=FALSE_ALARMS_PER * len(nature)
+        )
+        for rank in sorted(nature)
+    }
+    typical = float(np.median(list(nature.values()))) if nature else 0.0
+    for iteration in iterations:
+        deviations = {rank: value - nature[rank] for rank, value in rows[iteration].items() if rank in nature}
+        if not deviations:
+            continue
+        # Of an even number the faster of the middle two: one slow rank of two must not make the other look fast.
+        common = sorted(deviations.values())[(len(deviations) - 1) // 2]
+        everybody.update(Point(iteration, math.exp(typical + common)))
+        if len(deviations) > 1:
+            for rank, deviation in deviations.items():
+                each[rank].update(Point(iteration, math.exp(deviation - common)))
+    found = list(everybody.events)
+    for detector in each.values():
+        found += _without_falls(detector.events)
+    found.sort(key=lambda event: (event.detected_at, event.iteration))
+    return found, "peers" if len(nature) > 1 else everybody.known
+
+
+def analyse(kind: Kind, runs: Sequence[Run], remarks: Sequence[str] = ()) -> Analysis:
+    """Events of all runs of a file; each run starts afresh, as layout and nodes may have changed in between."""
+    events: list[Event] = []
+    known: list[str] = []
+    healthy: list[float] = []
+    iterations = 0
+    for number, run in enumerate(runs):
+        if run.ranks:
+            found, told = detect_ranks(run.ranks, run=number)
+            points = [point for of_rank in run.ranks.values() for point in of_rank]
+        else:
+            points = list(run.points)
+            found, told = detect(points, run=number)
+        if run.interval > 1:
+            found = [_began_after(event, run) for event in found]
+        events += found
+        known.append(told)
+        healthy += _healthy_seconds(points, found)
+        iterations += len({point.iteration for point in points})
+    short = sum(told == "warming up" for told in known)
+    notes = list(remarks)
+    if short:
+        runs_named = "the run is" if len(runs) == 1 else f"{short} of {len(runs)} runs are"
+        notes.append(f"{runs_named} too short to tell slow from healthy: fewer than {WARM_UP} times")
+    return Analysis(
+        kind=kind,
+        runs=len(runs),
+        iterations=iterations,
+        healthy_seconds=float(np.median(healthy)) if healthy else math.nan,
+        events=tuple(events),
+        known=next((told for told in known if told != "warming up"), "plain times"),
+        remarks=tuple(notes),
+    )
+
+
+def _began_after(event: Event, run: Run) -> Event:
+    """Of times that are means over an interval: the first iteration of the first slow interval."""
+    before = run.interval - 1
+    end = None if event.end is None else event.end - before
+    return msgspec.structs.replace(event, iteration=event.iteration - before, end=end)
+
+
+def _healthy_seconds(points: Sequence[Point], events: Sequence[Event]) -> list[float]:
+    """Times of iterations in which nothing was wrong, the first few left out."""
+    usable = [p for p in points if math.isfinite(p.seconds) and p.seconds > 0]
+    first = min((p.iteration for p in usable), default=0)
+    slow = [(e.iteration, math.inf if e.end is None else e.end) for e in events if e.verdict != "recovered"]
+    good = [p.seconds for p in usable if not any(begin <= p.iteration < end for begin, end in slow)]
+    settled = [
+        p.seconds
+        for p in usable
+        if p.iteration >= first + SKIPPED and not any(begin <= p.iteration < end for begin, end in slow)
+    ]
+    return settled or good or [p.seconds for p in usable]
+
+
+def _has_workload(points: Sequence[Point]) -> bool:
+    """Every iteration has one, and it varies."""
+    if not points or any(p.tokens is None and p.squares is None for p in points):
+        return False
+    work = np.array([(p.tokens or 0.0, p.squares or 0.0) for p in points])
+    return bool(np.isfinite(work).all() and (work >= 0).all() and (np.ptp(work, axis=0) > 0).any())
+
+
+def _without_falls(events: Sequence[Event]) -> list[Event]:
+    """Without recoveries from what was never told: a rank that gets faster than its peers."""
+    ends = {event.end for event in events}
+    return [event for event in events if event.verdict != "recovered" or event.iteration in ends]

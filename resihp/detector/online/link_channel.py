@@ -1,0 +1,280 @@
+"""Which link between stages is slow: its transfers against its own past and those of its peers. Pure, no clock.
+
+A transfer is seen where the receiver had to wait for it: then it lasted from the sender's end to the receiver's start.
+Where the receiver was busy until then, nothing is known but that it was no longer; such transfers are left out. A link
+has a direction, from a rank to the rank that receives from it, so that in a tensor-parallel group each has its own.
+Called by `resihp.detector.online.monitor`; the test itself is that of ranks (`resihp.detector.sequential.peer_cusum`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+
+import numpy as np
+
+from resihp.detector.findings import Finding
+from resihp.detector.observation import Floats
+from resihp.detector.online.plan_arrays import LONGEST_S, SPANS, STARTS, TOKENS, Stacked
+from resihp.detector.sequential.peer_cusum import LEARNING, PeerTest, Shift
+from resihp.detector.sequential.window import medians
+from resihp.pipeline.compiled import Ints
+
+VISIBLE = 0.25
+"""A receiver waited for a transfer if it was idle for this share of it, and for LEAST_WAIT_S."""
+LEAST_WAIT_S = 20e-6
+SPREAD = 0.25
+"""How much healthy links between nodes, or within them, may differ, log units."""
+EXPONENTS = (0.0, 0.5, 1.0)
+"""A transfer may grow with N to one of these powers: latency, both, bandwidth."""
+QUORUM = 0.2
+"""Share of the links that must have been seen in an iteration for it to count."""
+LEAST = 0.05
+"""Smallest shift of a link that counts, log units."""
+ALIKE = 0.6
+"""A link between the same stages, or of the same rank, with this share of a shift has it from the same cause."""
+MANY = 4.0
+"""Transfers of one iteration beyond which a mean of more is not taken to be better: they have their noise in common."""
+NEAR = 8
+"""Iterations between onsets that may still have one cause."""
+
+
+class Links:
+    """The links of a plan: L pairs of ranks, and how a transfer is read from what ranks measured."""
+
+    def __init__(self, stacked: Stacked, nodes: Mapping[int, Hashable] | None = None) -> None:
+        self._stacked = stacked
+        compiled = stacked.compiled
+        most = 1 + max((stage for _, stage in stacked.places), default=0)
+        lanes = np.zeros((1 + max((replica for replica, _ in stacked.places), default=0), most), dtype=np.intp)
+        for i, (replica, stage) in enumerate(stacked.places):
+            lanes[replica, stage] = i
+        ends = lanes[compiled.replica[compiled.edges], compiled.stage[compiled.edges]]
+        code, self._way = np.unique(ends[0] * len(stacked.places) + ends[1], return_inverse=True)
+        """Ways are pairs of lanes; for each edge the one that it takes."""
+        self._senders, self._receivers = (side.astype(np.intp) for side in np.divmod(code, max(len(stacked.places), 1)))
+        widths = np.diff(stacked.first_row)
+        self._widths = np.maximum(widths[self._senders], widths[self._receivers])
+        self._first: Ints = np.concatenate([[0], np.cumsum(self._widths)])
+        self.way: Ints = np.repeat(np.arange(len(code)), self._widths)
+        """(L,): links of one way join the same two stages, in one direction."""
+        self.lanes: Ints = np.stack([self._senders[self.way], self._receivers[self.way]])
+        """(2, L): the stages' lanes."""
+        turn = np.arange(self.way.size) - self._first[:-1][self.way]
+        wide = self._widths[self.way]
+        self._rows = np.stack(
+            [
+                stacked.first_row[lane] + turn * widths[lane] // np.maximum(wide, 1)
+                for lane in (self._senders[self.way], self._receivers[self.way])
+            ]
+        )
+        self.pairs: Ints = stacked.ranks[self._rows].reshape(2, -1).T
+        """(L, 2): sender and receiver. Of unequal groups, part c goes from c * U // max(U, D) to c * D // max(U, D)."""
+        self.comparable = nodes is not None
+        self.kind: Ints = np.zeros(len(self.pairs), dtype=np.intp)
+        """(L,): 1 for links within a node, 0 for those between nodes, or all where it is not known."""
+        if nodes is not None:
+            self.kind[:] = [
+                nodes.get(sender, sender) == nodes.get(receiver, receiver) for sender, receiver in self.pairs.tolist()
+            ]
+        self._transfers: tuple[Ints, Ints, Ints, Ints] | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.pairs)
+
+    def measured(self, columns: Floats) -> tuple[Floats, Floats, Floats]:
+        """Geometric means (L,) of the transfers that were waited for, in seconds, and of their N, NaN for none; and how
+        many these were.
+
+        `columns` as `Stacked.columns` gives them.
+        """
+        send, receive, previous, link = self._of_transfers()
+        starts = columns[STARTS]
+        ends = np.append(starts + columns[SPANS], 0.0)  # before the first primitive lies the iteration's beginning
+        start = starts[receive]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            gap = start - ends[send]
+            seen = (gap > 0.0) & (start - ends[previous] > np.maximum(VISIBLE * gap, LEAST_WAIT_S))
+            link = link[seen]
+            counts = np.bincount(link, minlength=self.size).astype(np.float64)
+            delays = np.exp(np.bincount(link, np.log(gap[seen]), self.size) / counts)
+            tokens = np.exp(np.bincount(link, np.log(columns[TOKENS, receive[seen]]), self.size) / counts)
+        return delays, tokens, counts
+
+    def edge_seconds(self, seconds: Floats) -> Floats:
+        """(E,): what a transfer takes over the slowest of the links that carry it, from seconds of links (L,)."""
+        if not self.size:
+            return np.zeros(self._way.size)
+        return np.asarray(np.fmax.reduceat(seconds, self._first[:-1])[self._way])
+
+    def _of_transfers(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """For each part of each transfer: columns of the sender's and the receiver's primitive, and of the one before
+        that (or -1), and its link. Made when first needed."""
+        if self._transfers is None:
+            compiled = self._stacked.compiled
+            wide = self._widths[self._way]
+            edge = np.repeat(np.arange(self._way.size), wide)
+            turn = np.arange(edge.size) - np.repeat(np.cumsum(wide) - wide, wide)
+            link = self._first[:-1][self._way[edge]] + turn
+            source, target = (compiled.position[side][edge] for side in compiled.edges)
+            send, receive = (self._stacked.first_column[rows[link]] for rows in self._rows)
+            previous = np.where(target > 0, receive + target - 1, -1)
+            self._transfers = send + source, receive + target, previous, link
+        return self._transfers
+
+
+class LinkTest:
+    """Sequential tests of all links of a plan. `known`: log shifts that are no news, by (sender, receiver)."""
+
+    def __init__(
+        self, links: Links, known: Mapping[tuple[int, int], float], false_alarms_per: int, patience: int
+    ) -> None:
+        self.links = links
+        self._names = [(sender, receiver) for sender, receiver in links.pairs.tolist()]
+        self.names = frozenset(self._names)
+        self._index = {name: i for i, name in enumerate(self._names)}
+        self._exponent = 0.0
+        self._usual = np.zeros(links.size)
+        self._tokens = 1.0
+        self._first: list[tuple[int, Floats, Floats, Floats]] = []
+        self._together: dict[int, tuple[int, ...]] = {}
+        self.test = PeerTest(
+            links.kind,
+            known={self._index[name]: shift for name, shift in known.items() if name in self._index},
+            spread=SPREAD if links.comparable else np.inf,
+            least=LEAST,
+            false_alarms_per=false_alarms_per,
+            quorum=QUORUM,
+            patience=patience,
+        )
+
+    @property
+    def ready(self) -> bool:
+        """False until it is known what transfers usually take."""
+        return len(self._first) >= LEARNING
+
+    @property
+    def slow(self) -> dict[tuple[int, int], float]:
+        """Log shift of each link that is slow."""
+        return {self._names[i]: self.test.shift(i) for i in self.test.slow}
+
+    def seconds(self, *, healthy: bool) -> Floats:
+        """(L,): what a mean transfer over each link takes now, or where all is well; 0 while it is not known."""
+        if not self.ready:
+            return np.zeros(self.links.size)
+        usual = self._usual + self._exponent * np.log(self._tokens)
+        return np.asarray(np.exp(usual + self.test.levels(healthy=healthy)))
+
+    def clear(self, name: tuple[int, int], iteration: int) -> None:
+        """The link was measured to be healthy; what was found with it had the same cause, that is: none."""
+        if name in self._index:
+            series = self._index[name]
+            for i in {series, *self._together.pop(series, ())} & {series, *self.test.slow}:
+                self.test.clear(i, iteration)
+
+    def update(
+        self, iteration: int, delays: Floats, tokens: Floats, counts: Floats, excused: Mapping[int, int]
+    ) -> tuple[Finding, ...]:
+        """Take an iteration's means as `Links.measured` gives them; NaN for links that nobody waited for.
+
+        `excused`: ranks that are slow themselves, and since when; their transfers may well be late.
+        """
+        sound = (delays > 0.0) & (delays < LONGEST_S) & (tokens > 0.0)
+        if not sound.any():
+            return ()
+        delay, token = np.full((2, self.links.size), np.nan)
+        delay[sound], token[sound] = np.log(delays[sound]), np.log(tokens[sound])
+        width = 1 / np.sqrt(np.clip(counts, 1.0, MANY))
+        if self.ready:
+            shifts = self.test.update(iteration, delay - self._exponent * token - self._usual, width)
+        else:
+            self._first.append((iteration, delay, token, width))
+            shifts = self._begin() if self.ready else []
+        findings = []
+        slow = sorted((shift for shift in shifts if shift.kind == "slow"), key=lambda shift: -shift.after)
+        well = [shift for shift in shifts if shift.kind == "recovered"]
+        done: set[int] = set()
+        for shift in slow + well:
+            if shift.series in done:
+                continue
+            named = self._joined(shift, {other.series for other in (slow if shift in slow else well)} - done)
+            done.update(named)
+            if shift in slow and any(abs(excused.get(rank, -NEAR) - shift.onset) < NEAR for rank in self._ends(shift)):
+                for i in named:
+                    self.test.explain(i, self.test.shift(i))
+            else:
+                findings.append(self._told(iteration, shift, named))
+        return tuple(findings)
+
+    def _ends(self, shift: Shift) -> tuple[int, int]:
+        return self._names[shift.series]
+
+    def _begin(self) -> list[Shift]:
+        """What links of a kind usually take, and how that grows with N: the power that leaves the least spread."""
+        delays = np.array([delay for _, delay, _, _ in self._first])
+        tokens = np.array([token for _, _, token, _ in self._first])
+        spreads = []
+        for exponent in EXPONENTS:
+            rest = delays - exponent * tokens
+            spreads.append(float(np.nanmedian(np.abs(rest - medians(rest)))))
+        best = int(np.argmin(spreads))
+        self._exponent = EXPONENTS[best] if spreads[best] < 0.8 * spreads[0] else 0.0
+        self._tokens = float(np.exp(np.nanmedian(tokens)))
+        rest = delays - self._exponent * tokens
+        for kind in np.unique(self.links.kind):
+            of_kind = rest[:, self.links.kind == kind]
+            usual = of_kind if np.isfinite(of_kind).any() else rest
+            self._usual[self.links.kind == kind] = np.nanmedian(usual)
+        shifts: list[Shift] = []
+        for then, delay, token, width in self._first:
+            shifts += self.test.update(then, delay - self._exponent * token - self._usual, width)
+        return shifts
+
+    def _joined(self, shift: Shift, raised: set[int]) -> list[int]:
+        """Links that shifted with this one: between the same stages, either way, or of one of its two ranks."""
+        if shift.kind == "recovered":
+            near = [i for i in self._together.pop(shift.series, ()) if i != shift.series]
+        else:
+            sender, receiver = self._ends(shift)
+            lanes = {*self.links.lanes[:, shift.series].tolist()}
+            near = [
+                i
+                for i, name in enumerate(self._names)
+                if i != shift.series and ({sender, receiver} & {*name} or {*self.links.lanes[:, i].tolist()} == lanes)
+            ]
+        since = self.test.mean_since(shift.onset)
+        named = [shift.series]
+        for i in near:
+            if shift.kind == "recovered":
+                joins = i in raised or (i in self.test.slow and since[i] < 0.5 * self.test.shift(i))
+                level = 0.0
+            else:
+                joins = i in raised or (i not in self.test.slow and since[i] >= ALIKE * shift.after)
+                level = float(since[i])
+            if joins:
+                named.append(i)
+                if i not in raised:
+                    self.test.accept(i, level, slow=shift.kind == "slow")
+        if shift.kind == "slow":
+            self._together |= {i: tuple(named) for i in named}
+        return named
+
+    def _told(self, iteration: int, shift: Shift, named: list[int]) -> Finding:
+        sender, receiver = self._ends(shift)
+        shared = [rank for rank in (sender, receiver) if all(rank in self._names[i] for i in named)]
+        more = f", and {len(named) - 1} more beside it" if len(named) > 1 else ""
+        return Finding(
+            kind="fail-slow" if shift.kind == "slow" else "recovered",
+            iteration=shift.onset,
+            detected=iteration,
+            change=math.expm1(shift.after),
+            confidence=shift.confidence,
+            ranks=tuple(shared) if len(shared) == 1 else (),
+            link=(sender, receiver),
+            evidence=(
+                f"link from rank {sender} to rank {receiver}{more}: transfers at {math.exp(shift.after):.2f} of their "
+                f"healthy time since iteration {shift.onset}, before at {math.exp(shift.before):.2f}; relative to "
+                f"{self.links.size - 1} other links; noise {self.test.noise[shift.series]:.1%}"
+            ),
+        )

@@ -1,0 +1,313 @@
+"""How long a chunk takes where all is well: the paper's Eq. 1, learnt in the warm-up. Pure, no clock.
+
+Keeps, for each key and kind, the chunks of the first iterations, fits c + alpha N + beta S to them (`regression`), then
+forgets them: what is learnt stays as it is until somebody asks for a refit, so that a slow-down is never learnt as
+healthy. A key that was never observed, as after a reconfiguration, is derived from those that were, until it has been
+observed long enough itself. Says when it does not know. Whether a time is too long is for others (`monitor`) to judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from resihp.detector.observation import Floats
+from resihp.detector.online.regression import Coefficients, Fit, Samples, fit, non_negative
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.plan import Stop
+
+Key = tuple[int, int, bool, bool]
+"""What a chunk is, not where: (layers, tensor-parallel degree, has the embedding, has the head)."""
+
+Known = Literal["fitted", "rescaled", "unknown"]
+
+PEERS = 32
+"""Ranks of a key that are learnt from. A larger job has more; these are a sample of them."""
+CHUNKS = 16
+"""Chunks of each kind that are kept of a rank's iteration."""
+
+
+def keys(layout: Layout) -> dict[Stop, Key]:
+    """The key of every chunk of every stage."""
+    last_layer = max(last for replica in layout.replicas for stage in replica.stages for _, last in stage.chunks)
+    return {
+        Stop(d, s, c): (last - first + 1, stage.tp, first == 0, last == last_layer)
+        for d, replica in enumerate(layout.replicas)
+        for s, stage in enumerate(replica.stages)
+        for c, (first, last) in enumerate(stage.chunks)
+    }
+
+
+class _Track:
+    """What is known of one key and kind: a fit, and the chunks of iterations that are still being learnt from."""
+
+    def __init__(self, least: int, latest: int) -> None:
+        self.latest = latest
+        """Iteration that it was last learnt from."""
+        self.fit: Fit | None = None
+        self.current = False
+        """Whether the fit is of this warm-up, not of one before a refit."""
+        self.learning = True
+        self.due = least
+        """Iterations after which to fit next."""
+        self.iterations: set[int] = set()
+        self._ranks: set[int] = set()
+        self._last = (0, 0)
+        """The last in order of the ranks that are kept."""
+        self._taken: list[tuple[int, int, Floats]] = []
+
+    def keeps(self, rank: int) -> bool:
+        """Whether chunks of that rank would be kept: of many ranks, those that come first in an order of their own."""
+        return rank in self._ranks or len(self._ranks) < PEERS or _scatter(rank) < self._last
+
+    def take(self, rank: int, iteration: int, chunks: Floats) -> None:
+        """Keep chunks (3, n) of N, S, seconds, of a rank that is kept."""
+        if rank not in self._ranks:
+            if len(self._ranks) == PEERS:
+                replaced = max(self._ranks, key=_scatter)
+                self._ranks.remove(replaced)
+                self._taken = [taken for taken in self._taken if taken[1] != replaced]
+            self._ranks.add(rank)
+            self._last = max(map(_scatter, self._ranks))
+        if chunks.shape[1] > CHUNKS:
+            chunks = chunks[:, np.linspace(0, chunks.shape[1] - 1, CHUNKS).astype(int)]
+        self._taken.append((iteration, rank, chunks))
+        self.latest = max(self.latest, iteration)
+        self.iterations.add(iteration)
+
+    def samples(self, index: Mapping[int, int]) -> Samples:
+        """`index`: numbers of the iterations."""
+        sizes = [chunks.shape[1] for _, _, chunks in self._taken]
+        tokens, squares, seconds = np.concatenate([chunks for _, _, chunks in self._taken], axis=1)
+        return Samples(
+            iteration=np.repeat([index[iteration] for iteration, _, _ in self._taken], sizes),
+            rank=np.repeat([rank for _, rank, _ in self._taken], sizes),
+            tokens=tokens,
+            squares=squares,
+            seconds=seconds,
+        )
+
+    def forget(self) -> None:
+        self.iterations, self._ranks, self._taken = set(), set(), []
+
+
+class Predictor:
+    """Seconds of a chunk on a healthy device, by its key, kind, tokens N and sum of squared lengths S (Eq. 1).
+
+    `kind` is F, B or W, or any other name that the caller keeps apart. A B that also computes weight gradients is
+    not the same as one that leaves them to a W.
+
+    A key is known once `least` iterations were observed and the standard error of its prediction is at most
+    `tolerance`, and in any case after `enough` iterations. Until `warm_up` iterations the fit is refined a few times,
+    then it is frozen: where iterations vary by 3 %, correlated with 0.5, their level is known to 1.1 % after 20, to
+    0.8 % after 40. Memory for each key does not depend on how much is observed; `observe` and `predict` are linear in
+    the number of chunks.
+    """
+
+    def __init__(self, *, least: int = 8, enough: int = 20, warm_up: int = 40, tolerance: float = 0.02) -> None:
+        if not 1 < least <= enough <= warm_up:
+            raise ValueError(f"least {least}, enough {enough}, warm-up {warm_up}: give 1 < least <= enough <= warm_up")
+        self._least, self._enough, self._warm_up, self._tolerance = least, enough, warm_up, tolerance
+        self._tracks: dict[tuple[Key, str], _Track] = {}
+        self._anchors: dict[int, list[float]] = {}
+        """By iteration: log of observed over predicted of keys that are known, which tells the others the factor."""
+        self._seen = -1
+        """The latest iteration of which anything was observed."""
+        self._due = False
+        self._derived: dict[tuple[Key, str], Coefficients | None] = {}
+        self.revision = 0
+        """Rises whenever predictions change: a level of residuals that was learnt before is then another."""
+
+    @property
+    def learning(self) -> bool:
+        """Whether any key is being learnt, of those that still occur. If not, only new ones need be observed."""
+        return any(track.learning and self._seen - track.latest <= self._warm_up for track in self._tracks.values())
+
+    def observe(
+        self,
+        key: Key,
+        kind: str,
+        tokens: npt.ArrayLike,
+        squares: npt.ArrayLike,
+        seconds: npt.ArrayLike,
+        *,
+        rank: int,
+        iteration: int,
+    ) -> None:
+        """Learn from chunks of one rank in one iteration: N, S and seconds of its own work, each (n,).
+
+        Iterations may come in any order and have gaps. Chunks with a number that is not finite, or not positive
+        (S may be 0), are left out, and arrays that do not fit each other altogether. Leave out ranks that are known
+        to be slow; those that nobody has noticed yet are told from their peers of the same key.
+        """
+        track = self._tracks.get((key, kind))
+        if track is not None and not track.learning and not self.learning:
+            return
+        self._seen = max(self._seen, iteration)
+        if track is None:
+            track = self._tracks[key, kind] = _Track(self._least, iteration)
+        if track.learning and not track.keeps(rank):
+            return
+        chunks = _clean(tokens, squares, seconds)
+        if not chunks.shape[1]:
+            return
+        if not track.learning:
+            self._anchor(track, iteration, chunks)
+        elif len(track.iterations) < self._warm_up or iteration in track.iterations:
+            track.take(rank, iteration, chunks)
+            self._due |= len(track.iterations) >= track.due
+
+    def predict(self, key: Key, kind: str, tokens: npt.ArrayLike, squares: npt.ArrayLike) -> Floats | None:
+        """Seconds of chunks of N tokens and sum of squared lengths S, any shape; None while too little is known."""
+        coefficients = self.coefficients(key, kind)
+        return None if coefficients is None else coefficients.seconds(tokens, squares)
+
+    def coefficients(self, key: Key, kind: str) -> Coefficients | None:
+        """What `predict` applies: fitted where the key was observed long enough, else derived from other keys."""
+        self._refresh()
+        track = self._tracks.get((key, kind))
+        return track.fit.coefficients if track is not None and track.fit is not None else self.rescaled(key, kind)
+
+    def ready(self, key: Key, kind: str) -> bool:
+        """Whether the key itself was observed long enough, since the last refit."""
+        self._refresh()
+        track = self._tracks.get((key, kind))
+        return track is not None and track.fit is not None and track.current
+
+    def known(self, key: Key, kind: str) -> Known:
+        """Where a prediction comes from."""
+        self._refresh()
+        track = self._tracks.get((key, kind))
+        if track is not None and track.fit is not None:
+            return "fitted"
+        return "unknown" if self.rescaled(key, kind) is None else "rescaled"
+
+    def uncertainty(self, key: Key, kind: str) -> float:
+        """Relative standard error of a fitted prediction at the mean workload; infinite where nothing is fitted."""
+        self._refresh()
+        track = self._tracks.get((key, kind))
+        return np.inf if track is None or track.fit is None else track.fit.uncertainty
+
+    def ratios(self, key: Key, kind: str) -> dict[int, float]:
+        """Times of the ranks that were learnt from, over the fitted: a rank that was slow in the warm-up shows here."""
+        self._refresh()
+        track = self._tracks.get((key, kind))
+        return {} if track is None or track.fit is None else dict(track.fit.ratios)
+
+    def freeze(self) -> None:
+        """Learn no more of keys that are known: something may be wrong from now on."""
+        self._refresh()
+        for track in self._tracks.values():
+            if track.current:
+                self._close(track)
+
+    def refit(self, key: Key | None = None, kind: str | None = None) -> None:
+        """Learn a key, or a kind, or everything, once more. Predictions stay as they are until that is done."""
+        for (its_key, its_kind), track in self._tracks.items():
+            if key in (None, its_key) and kind in (None, its_kind):
+                track.forget()
+                track.learning, track.current = True, False
+                track.due, track.latest = self._least, self._seen
+
+    def rescaled(self, key: Key, kind: str) -> Coefficients | None:
+        """Derived from other keys: work grows with layers and is shared by tensor-parallel peers, launches are not.
+
+        Embedding and head are told apart as far as the keys that are known do so; what cannot be told is taken to
+        be layers. None where nothing of that kind is known.
+        """
+        self._refresh()
+        if (key, kind) not in self._derived:
+            fits = [
+                (its_key, track.fit)
+                for (its_key, its_kind), track in self._tracks.items()
+                if its_kind == kind and track.fit is not None and its_key != key
+            ]
+            self._derived[key, kind] = _derive(key, fits) if fits else None
+        return self._derived[key, kind]
+
+    def _anchor(self, track: _Track, iteration: int, chunks: Floats) -> None:
+        ratios = self._anchors.setdefault(iteration, [])
+        if len(self._anchors) > 2 * self._warm_up:
+            del self._anchors[min(self._anchors)]
+        if track.fit is not None and len(ratios) < 8 * PEERS:
+            tokens, squares, seconds = chunks
+            predicted = track.fit.coefficients.seconds(tokens, squares)
+            if (predicted > 0.0).all():
+                ratios.append(float(np.median(np.log(seconds / predicted))))
+
+    def _refresh(self) -> None:
+        """Fit what is due."""
+        if not self._due:
+            return
+        self._due = False
+        tracks = [t for t in self._tracks.values() if t.learning and len(t.iterations) >= self._least]
+        numbers = sorted({iteration for track in tracks for iteration in track.iterations})
+        index = {iteration: i for i, iteration in enumerate(numbers)}
+        anchors = np.array([_middle(self._anchors.get(iteration, ())) for iteration in numbers])
+        fits = fit([track.samples(index) for track in tracks], anchors)
+        for track, found in zip(tracks, fits, strict=True):
+            done = len(track.iterations)
+            if done >= self._enough or found.uncertainty <= self._tolerance:
+                track.fit, track.current = found, True
+            if done >= self._warm_up:
+                self._close(track)
+            else:
+                later = (self._enough, done * 3 // 2 + 1, self._warm_up)
+                track.due = min(due for due in later if due > done)
+        self.revision += 1
+        self._derived.clear()
+
+    def _close(self, track: _Track) -> None:
+        track.learning = False
+        track.forget()
+
+
+def _clean(tokens: npt.ArrayLike, squares: npt.ArrayLike, seconds: npt.ArrayLike) -> Floats:
+    """(3, n) of chunks whose numbers can be measurements."""
+    try:
+        chunks = np.stack([np.asarray(row, dtype=np.float64).ravel() for row in (tokens, squares, seconds)])
+    except (TypeError, ValueError):
+        return np.empty((3, 0))
+    n, s, t = chunks
+    return chunks[:, np.isfinite(chunks).all(axis=0) & (n > 0.0) & (s >= 0.0) & (t > 0.0)]
+
+
+def _derive(key: Key, fits: list[tuple[Key, Fit]]) -> Coefficients:
+    """Work of a layer, of the embedding and of the head from all that is known, put together as in `key`."""
+    layers, tp, *ends = key
+    rows = np.array([its_key[:1] + its_key[2:] for its_key, _ in fits], dtype=np.float64)
+    degrees = np.array([its_key[1] for its_key, _ in fits], dtype=np.float64)
+    known = np.array([_apart(found) for _, found in fits])  # c, alpha, beta
+    work = np.concatenate([known[:, :1], known[:, 1:] * degrees[:, None]], axis=1)
+    near = np.where(degrees == tp, 1.0, 0.1)  # another degree has kernels of another efficiency
+    parts = np.array([layers, *ends], dtype=np.float64)
+    derived = [_share(rows, work[:, i], near, (0,) if i == 2 else (0, 1, 2)) @ parts for i in range(3)]
+    return Coefficients(float(derived[0]), float(derived[1] / tp), float(derived[2] / tp))
+
+
+def _share(rows: Floats, work: Floats, near: Floats, columns: tuple[int, ...]) -> Floats:
+    """(3,): work of a layer, the embedding and the head, so that rows @ it is `work` (keys,). Not negative."""
+    largest = float(work.max())
+    if largest <= 0.0:
+        return np.zeros(3)
+    ridge = np.array([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])  # what cannot be told is taken to be layers
+    design, target = np.concatenate([rows, ridge]), np.concatenate([work, [0.0, 0.0]])
+    return non_negative(design, target, np.concatenate([near, [1e-6, 1e-6]]), columns)
+
+
+def _apart(found: Fit) -> tuple[float, float, float]:
+    """c, alpha, beta with alpha unfolded: nearly all of what does not depend on S is work on tokens."""
+    c, alpha, beta = found.coefficients.intercept_s, found.coefficients.per_token_s, found.coefficients.per_square_s
+    return (0.0, alpha + c / found.tokens, beta) if found.folded else (c, alpha, beta)
+
+
+def _middle(ratios: list[float] | tuple[float, ...]) -> float:
+    return float(np.median(ratios)) if ratios else np.nan
+
+
+def _scatter(rank: int) -> tuple[int, int]:
+    """An order of ranks that has nothing to do with where they stand (Knuth's multiplicative hash)."""
+    return (rank * 2654435761 % (1 << 32), rank)

@@ -1,0 +1,145 @@
+"""Which rank is slow: its own work against the prediction, relative to all other ranks. Pure, no clock.
+
+In a tensor-parallel group everybody waits for the slowest; how much of that shows in a rank's own work depends on how
+well it is measured. So a shift is looked at together with the group's others: ranks that slowed down as much as the
+slowest cannot be told from it and are suspects, too; what slowed down less, at the same time, waits for it and is no
+finding of its own. The test is `resihp.detector.sequential.peer_cusum`; the caller is `resihp.detector.online.monitor`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from resihp.detector.findings import Finding
+from resihp.detector.observation import Floats
+from resihp.detector.online.plan_arrays import Stacked
+from resihp.detector.sequential.peer_cusum import PeerTest, Shift
+
+ALIKE = 0.6
+"""A rank whose shift is this share of the slowest one's in its group cannot be told from it."""
+NEAR = 8
+"""Iterations between onsets that may still have one cause."""
+
+
+class RankTest:
+    """Sequential tests of all ranks of a plan."""
+
+    def __init__(self, stacked: Stacked, false_alarms_per: int, patience: int) -> None:
+        self._stacked = stacked
+        self._false_alarms_per, self._patience = false_alarms_per, patience
+        self._together: dict[int, tuple[int, ...]] = {}
+        self.onsets: dict[int, int] = {}
+        """When ranks that are slow became so."""
+        self.begin({}, {})
+
+    def begin(self, known: Mapping[int, float], allowed: Mapping[int, float]) -> None:
+        """Learn levels anew. `known`: log shifts that are no news, by rank; `allowed`: those of ranks that were
+        measured to be healthy all the same."""
+        row = self._stacked.row
+        self.test = PeerTest(
+            self._stacked.group,
+            known={row[rank]: shift for rank, shift in known.items() if rank in row},
+            allowed={row[rank]: shift for rank, shift in allowed.items() if rank in row},
+            false_alarms_per=self._false_alarms_per,
+            patience=self._patience,
+        )
+
+    @property
+    def slow(self) -> dict[int, float]:
+        """Log shift of each rank that is slow."""
+        ranks = self._stacked.ranks
+        return {int(ranks[row]): self.test.shift(row) for row in self.test.slow}
+
+    def update(self, iteration: int, ratios: Floats) -> tuple[Finding, ...]:
+        """Take measured over predicted seconds (R,) of an iteration, by rows of `Stacked`; NaN where there is none."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            shifts = self.test.update(iteration, np.log(ratios))
+        by_lane: dict[int, list[Shift]] = {}
+        for shift in shifts:
+            by_lane.setdefault(int(self._stacked.lane[shift.series]), []).append(shift)
+        findings = []
+        for lane, of_lane in by_lane.items():
+            rows = range(int(self._stacked.first_row[lane]), int(self._stacked.first_row[lane + 1]))
+            slow = [shift for shift in of_lane if shift.kind == "slow"]
+            well = [shift for shift in of_lane if shift.kind == "recovered"]
+            findings += self._slower(iteration, rows, slow) if slow else []
+            findings += self._recovered(iteration, well) if well else []
+        return tuple(findings)
+
+    def _slower(self, iteration: int, rows: range, shifts: list[Shift]) -> list[Finding]:
+        top = max(shifts, key=lambda shift: shift.after)
+        raised = {shift.series: shift for shift in shifts}
+        before = [row for row in rows if row in self.test.slow and row not in raised]
+        if any(self._echoes(top, row) for row in before):
+            for row, shift in raised.items():
+                self.test.explain(row, shift.after)
+            return []
+        since = self.test.mean_since(top.onset)
+        named = [top.series]
+        for row in rows:
+            if row in before or row == top.series:
+                continue
+            if since[row] >= ALIKE * top.after:
+                named.append(row)
+                self.test.accept(row, float(since[row]), slow=True)
+            elif row in raised and raised[row].before < ALIKE * raised[row].after:
+                self.test.explain(row, raised[row].after)
+        named.sort(key=lambda row: (row != top.series, -since[row]))
+        for row in named:
+            self.onsets[int(self._stacked.ranks[row])] = top.onset
+            self._together[row] = tuple(named)
+        return [self._told(iteration, top, named)]
+
+    def _echoes(self, shift: Shift, of: int) -> bool:
+        """A milder shift than that of a row of the same group, at about the same time."""
+        onset = self.onsets.get(int(self._stacked.ranks[of]))
+        return (
+            onset is not None
+            and abs(onset - shift.onset) <= NEAR
+            and shift.before < ALIKE * shift.after < ALIKE * ALIKE * self.test.shift(of)
+        )
+
+    def _recovered(self, iteration: int, shifts: list[Shift]) -> list[Finding]:
+        findings = []
+        done: set[int] = set()
+        for shift in shifts:
+            if shift.series in done:
+                continue
+            since = self.test.mean_since(shift.onset)
+            raised = {other.series for other in shifts}
+            named = [shift.series]
+            for row in self._together.get(shift.series, ()):
+                if row in raised and row != shift.series:
+                    named.append(row)
+                elif row in self.test.slow and since[row] < 0.5 * self.test.shift(row):
+                    self.test.accept(row, 0.0, slow=False)
+                    named.append(row)
+            done.update(named)
+            for row in named:
+                self._together.pop(row, None)
+                self.onsets.pop(int(self._stacked.ranks[row]), None)
+            findings.append(self._told(iteration, shift, named))
+        return findings
+
+    def _told(self, iteration: int, shift: Shift, rows: list[int]) -> Finding:
+        stacked = self._stacked
+        ranks = tuple(stacked.ranks[rows].tolist())
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}, which look alike"
+        peers = int(np.count_nonzero(stacked.group == stacked.group[shift.series])) - 1
+        return Finding(
+            kind="fail-slow" if shift.kind == "slow" else "recovered",
+            iteration=shift.onset,
+            detected=iteration,
+            change=math.expm1(shift.after),
+            confidence=shift.confidence,
+            ranks=ranks,
+            link=None,
+            evidence=(
+                f"{who}: own work at {math.exp(shift.after):.3f} of its healthy time since iteration {shift.onset}, "
+                f"before at {math.exp(shift.before):.3f}; relative to {stacked.ranks.size - 1} others, {peers} of them "
+                f"with the same work; noise {self.test.noise[shift.series]:.1%}"
+            ),
+        )

@@ -1,0 +1,444 @@
+"""When the level of one series changes for good: onset, size, confidence. Online, no clock, called for each value.
+
+Two hypotheses about the present are weighed as each value comes: the level is what it was, or it changed at some time
+before to some other level. This is the run-length recursion of Adams & MacKay ("Bayesian online changepoint detection",
+2007) on a grid of levels, in the limit of rare changes, where the posterior odds over the hazard are the statistic of
+Shiryaev and Roberts: without a change its mean grows by 1 a value, so that alarms at B are at least B values apart. Of
+each level only the most probable run length is kept. Small levels of the grid collect evidence for as long as it takes
+(the test of small, persistent shifts); a level that creeps away without a jump is compared with where it began.
+
+The predictive density is Student's t on AR(1) innovations, mixed with outliers that may come in bursts: a checkpoint
+or an evaluation explains itself as an outlier and is no change, however large. Level, scale and correlation are
+estimated robustly in a warm-up and adapt slowly while nothing changes.
+
+Decides when a change has happened; never what it means (`resihp.detector.offline.series`,
+`resihp.detector.online.monitor`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from resihp.detector.sequential.densities import (
+    BURST,
+    DEGREES,
+    GAUSSIAN,
+    OUTLIERS,
+    T_PEAK,
+    Floats,
+    broad,
+    log_density,
+    robust,
+    settled,
+)
+
+WARM_UP = 12
+"""Values that a level and its noise are first estimated from; slow first iterations are not counted."""
+LEAST_VALUES = 3
+"""A level has to be seen this often: two outliers in a row are not one."""
+MEMORY = 150
+"""Values over which level, scale and correlation adapt while nothing changes."""
+KEPT = 96
+"""Latest values, in which an onset is looked for."""
+ANCHORED = 60
+"""Values after which a level counts as where the series began."""
+DRIFT = 1.2
+"""Drift that is told, over the smallest jump that is."""
+BACK = 0.1
+"""Share of the evidence for the healthy level, with which a change away from another counts as the way back to it."""
+PSEUDO = 10.0
+SKEW_PSEUDO = 15.0
+"""Values that assumed correlation and symmetry are worth."""
+CAUTION = 0.5
+"""Standard errors that the correlation is taken for more than was found."""
+MOST = 1e15
+FAR, FAR_SCALES = 0.1, 4.0
+"""By how much more than expected the level of a warm-up is not taken for healthy: log units, scales of its noise."""
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """The level changed from `before` to `after` with the value of index `onset`; known with that of `detected`."""
+
+    onset: int
+    detected: int
+    before: float
+    after: float
+    confidence: float
+    """Posterior probability that it changed, where one value in a thousand begins a change."""
+
+
+class _Level:
+    """A level, the noise around it, and how many values they are known from."""
+
+    def __init__(self, level: float, count: float, variance: float, worth: float) -> None:
+        self.level = level
+        self.count = count
+        self.variance = variance
+        """Squared scale of innovations, as of the t density."""
+        self.worth = worth
+        """Values that the variance is known from."""
+
+
+class ChangeDetector:
+    """Change points of a series, one value after the other.
+
+    `noise`: standard deviation of a value around its level, where known; else estimated. `level`: the healthy level,
+    where known (0 for residuals). With both there is no warm-up. `correlation`: what the lag-one correlation is taken
+    for until the series has shown it. `least`: smallest change worth an alarm, in the values' unit; larger where the
+    level is not known better. `false_alarms_per`: values between false alarms of correlated Gaussian noise, on average
+    at least. `aim`: a change that is to be found within four values, at the price of finding smaller ones late or
+    never; None to be sensitive to small, persistent ones. `floor`: least standard deviation believed. `expected`: about
+    the healthy level, where it is known roughly; taken for it where the warm-up shows one that is far above.
+    """
+
+    def __init__(
+        self,
+        *,
+        noise: float | None = None,
+        correlation: float = 0.1,
+        least: float = 0.03,
+        false_alarms_per: int = 10_000,
+        level: float | None = None,
+        aim: float | None = None,
+        floor: float = 0.003,
+        expected: float | None = None,
+    ) -> None:
+        self._known_noise, self._known_level = noise, level
+        self._least, self._false_alarms_per, self._floor = least, false_alarms_per, floor
+        self._expected = expected
+        self._correlation, self._aim = correlation, aim
+        self._products, self._squares = 0.0, 0.0
+        self._rho = correlation
+        self._halves = [SKEW_PSEUDO, SKEW_PSEUDO]
+        self._skew = 1.0
+        self._patience = 3 * WARM_UP
+        self._buffer: list[tuple[int, float]] = []
+        self._recent: deque[tuple[int, float]] = deque(maxlen=KEPT)
+        self._pending: deque[tuple[float, float, float]] = deque()
+        self._healthy: _Level | None = None
+        self._now: _Level | None = None
+        self._last, self._stride = 0, 1
+        self._anchor: _Level | None = None
+        self._calm_at = 0
+        self._carried, self._outlier, self._before = 0.0, 0.0, 0.0
+        self._levels: Floats = np.empty(0)
+        self._prior: Floats = np.empty(0)
+        self._blur: Floats = np.empty(0)
+        self._evidence: Floats = np.empty(0)
+        self._seen: Floats = np.empty(0)
+        self._carried_by_level: Floats = np.empty(0)
+        self._onset: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        if noise is not None and level is not None:
+            variance = (GAUSSIAN * noise) ** 2 * (1 - correlation**2)
+            self._healthy = self._now = _Level(level, MEMORY, variance, MEMORY)
+            self._restart()
+
+    # --- what is known ----------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """False during the warm-up, when nothing can be found."""
+        return self._now is not None
+
+    @property
+    def healthy(self) -> float:
+        """Level that changes are measured against; NaN in the warm-up."""
+        return math.nan if self._healthy is None else self._healthy.level
+
+    @property
+    def level(self) -> float:
+        """Present level: the healthy one, or that of the last Change. NaN in the warm-up."""
+        return math.nan if self._now is None else self._now.level
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of a value around the healthy level. NaN in the warm-up."""
+        return math.nan if self._healthy is None else self._spread(self._healthy)
+
+    @property
+    def changed(self) -> bool:
+        """The last Change led away from the healthy level, and it has not come back."""
+        return self._now is not self._healthy
+
+    # --- the next value ---------------------------------------------------------------------------------------------
+
+    def update(self, index: int, value: float) -> Change | None:
+        """Take the next value; indices increase, gaps are allowed. NaN and infinities are ignored."""
+        value = float(value)
+        if not math.isfinite(value):
+            return None
+        self._recent.append((index, value))
+        if self._now is None or self._healthy is None:
+            self._warm_up(index, value)
+            return None
+        now = self._now
+        rho = self._rho ** max(1, min((index - self._last) // self._stride, 50))
+        self._last = index
+        offset = value - now.level
+        uncertain = self._uncertain(now)
+        width = math.sqrt(now.variance * self._caution + uncertain * (1 - rho) ** 2)
+        error = offset - rho * self._carried
+        z = error / (width * (self._skew if error > 0 else 1 / self._skew))
+        even = 2 / (self._skew + 1 / self._skew)
+        wide = broad(offset)
+        chance = OUTLIERS + (BURST - OUTLIERS) * self._outlier
+        inlying = (1 - chance) * T_PEAK * even / width * (1 + z * z / DEGREES) ** -4
+        density = inlying + chance * wide
+        self._outlier = 1 - inlying / density
+
+        self._levels[0] = self._healthy.level - now.level
+        levels = self._levels
+        widths = np.sqrt(now.variance * self._caution + self._blur)
+        if self.changed:
+            widths[0] = math.sqrt(self._healthy.variance + self._uncertain(self._healthy) * (1 - rho) ** 2)
+        first, _ = self._densities(offset - levels - rho * self._carried, widths, wide)
+        more, inlier = self._densities(offset - levels - rho * self._carried_by_level, widths, wide)
+        begun = self._priors(uncertain) * (first / density)
+        grown = self._evidence * (more / density)
+        fresh = begun > grown
+        self._seen = np.where(fresh, 1.0, self._seen + inlier)
+        self._onset[fresh] = index
+        self._evidence = np.minimum(begun + grown, MOST)
+        self._carried = offset * (1 - self._outlier)
+        self._carried_by_level = (offset - levels) * inlier
+
+        evidence = float(self._evidence[self._seen > LEAST_VALUES - 0.5].sum())
+        if evidence >= self._threshold():
+            return self._change(index, evidence)
+        self._learn(value, rho)
+        return self._drifted(index)
+
+    def _densities(self, errors: Floats, widths: Floats, wide: float) -> tuple[Floats, Floats]:
+        """Density of a value for each level, and the probability that it is no outlier."""
+        z = errors / (widths * np.where(errors > 0, self._skew, 1 / self._skew))
+        kernel = 1 + z * z / DEGREES
+        kernel *= kernel
+        even = 2 / (self._skew + 1 / self._skew)
+        inlying = (1 - OUTLIERS) * T_PEAK * even / (widths * kernel * kernel)
+        density = inlying + OUTLIERS * wide
+        return density, inlying / density
+
+    def _threshold(self) -> float:
+        """Evidence that suffices. Factors are measured (`tests/resihp/detector/synthetic_runs.py`)."""
+        assert self._healthy is not None
+        rho, worth = self._rho, self._healthy.worth
+        if self._aim is None:
+            return 0.3 * self._false_alarms_per * math.exp(3 * rho) * (1 + 40 / worth)
+        # The more the change aimed at stands out from the noise, the rarer are false alarms at the same evidence; where
+        # it stands out by far, a few values bring so much evidence that more can be asked for.
+        ratio = self._aim / self._spread(self._healthy)
+        factor = math.exp(min(max(0.5 * (ratio - 4.5), 0.0), 3.2) - min(max(ratio - 2.3, 0.0), 1.2))
+        return 0.04 * self._false_alarms_per * math.exp(2 * rho) * (1 + 20 / worth) * factor
+
+    def _priors(self, uncertain: float) -> Floats:
+        """How likely a change leads to each level; small ones count less where the present level is not known well."""
+        doubt = (6 * uncertain + self._dull) / np.maximum(self._levels**2, 1e-12)
+        doubt[0] = 0.0  # the healthy level is known well, and coming back to it is what is waited for
+        priors: Floats = self._prior / (1 + doubt * doubt)
+        return priors
+
+    # --- level and noise --------------------------------------------------------------------------------------------
+
+    def _correlate(self) -> None:
+        """Lag-one correlation: shrunk to the one assumed, corrected for bias, and half a standard error above."""
+        assert self._healthy is not None
+        variance = self._healthy.variance / (1 - self._rho**2)
+        found = (self._products + PSEUDO * variance * self._correlation) / (self._squares + PSEUDO * variance)
+        count = PSEUDO + self._healthy.worth
+        found += (1 + 4 * found) / count + CAUTION * math.sqrt(max(1 - found**2, 0) / count)
+        self._rho = min(max(found, 0.0), 0.9)
+        if self._known_noise is not None:
+            self._healthy.variance = (GAUSSIAN * self._known_noise) ** 2 * (1 - self._rho**2)
+
+    def _spread(self, of: _Level) -> float:
+        return math.sqrt(of.variance / (1 - self._rho**2)) / GAUSSIAN
+
+    def _uncertain(self, of: _Level) -> float:
+        """Squared standard error of a level."""
+        rho = self._rho
+        return of.variance / (1 - rho) ** 2 / of.count
+
+    @property
+    def _caution(self) -> float:
+        """Factor on the variance, for what a few values may have missed."""
+        return 1.0 if self._now is None else 1 + 3 / self._now.worth
+
+    def _learn(self, value: float, rho: float) -> None:
+        """Let level, scale and correlation follow values that are too old to belong to a change not yet found."""
+        assert self._now is not None
+        now = self._now
+        self._pending.append((value, 1 - self._outlier, rho))
+        delay = min(6, int(now.count) // 4)
+        slack = 1 / (1 + float(self._evidence.sum()) / (30 if self._aim is None else 200))
+        while len(self._pending) > delay:
+            value, inlier, rho = self._pending.popleft()
+            offset = value - now.level
+            spread = now.variance / (1 - self._rho**2)
+            weight = inlier * (DEGREES + 1) / (DEGREES + offset * offset / spread)
+            now.count = min(now.count + slack * min(weight, 1), MEMORY)
+            now.level += slack * weight * offset / (now.count + 1)
+            if self._known_noise is None:
+                error = offset - rho * self._before
+                weight = inlier * (DEGREES + 1) / (DEGREES + error * error / now.variance)
+                now.worth = min(now.worth + slack * inlier, MEMORY)
+                share = slack * inlier / (now.worth + 1)
+                now.variance += share * (weight * error * error - now.variance)
+                now.variance = max(now.variance, self._floor**2)
+                if now is self._healthy:
+                    fade = 1 - 1 / MEMORY
+                    self._skewed(inlier * min(error * error / now.variance, 12.0), error > 0, fade)
+                    self._products = self._products * fade + weight * offset * self._before
+                    self._squares = self._squares * fade + weight * self._before**2
+                    self._correlate()
+            self._before = offset * inlier
+
+    def _skewed(self, square: float, above: bool, fade: float) -> None:
+        """Follow how much wider the noise is above the level than below."""
+        halves = self._halves
+        for side in (0, 1):
+            halves[side] = SKEW_PSEUDO + (halves[side] - SKEW_PSEUDO) * fade
+        halves[above] += square
+        # Of a density with scales s*k above and s/k below, second moments of the halves are as k**6; clipped, as k**5.
+        self._skew = min(max((halves[1] / halves[0]) ** 0.2, 0.7), 1.6)
+
+    def _warm_up(self, index: int, value: float) -> None:
+        """Estimate level and noise once enough values came; slow ones at the start are forgotten."""
+        self._last = index
+        self._buffer.append((index, value))
+        if len(self._buffer) < WARM_UP:
+            return
+        values = np.array([v for _, v in self._buffer])
+        self._stride = max(1, int(np.median(np.diff([i for i, _ in self._buffer]))))
+        late = settled(values, self._floor)
+        if 0 < late <= self._patience:
+            self._patience -= late
+            del self._buffer[:late]
+            return
+        level, scale = robust(values, self._floor)
+        if self._expected is not None and level - self._expected > max(FAR, FAR_SCALES * scale):
+            level = self._expected
+        if self._known_level is not None:
+            level = self._known_level
+        if self._known_noise is not None:
+            scale = GAUSSIAN * self._known_noise
+        errors = (values - level) / (1 + ((values - level) / (3 * scale)) ** 2)
+        self._products = float(errors[1:] @ errors[:-1])
+        self._squares = float(errors[:-1] @ errors[:-1])
+        self._healthy = _Level(level, len(values), scale**2, len(values))
+        self._correlate()
+        self._healthy.variance = max(scale**2 * (1 - self._rho**2), self._floor**2)
+        self._now = self._healthy
+        self._restart()
+        self._buffer.clear()
+
+    # --- changes ----------------------------------------------------------------------------------------------------
+
+    def _restart(self) -> None:
+        """Begin to weigh other levels against the present one, with no evidence for any."""
+        assert self._now is not None
+        assert self._healthy is not None
+        away = abs(self._now.level - self._healthy.level)
+        least = max(self._least, 0.25 * away)
+        grid = [least * 1.15]
+        while grid[-1] < 3.0:
+            grid.append(grid[-1] * 1.25)
+        upward = np.array(grid)
+        back = 0.5 if self.changed else 0.0
+        up = 0.9 if not self.changed else 0.5
+        self._levels = np.concatenate([[self._healthy.level - self._now.level or 1.0], upward, -upward])
+        each = (1 - back) / len(upward)
+        self._prior = np.concatenate([[back], np.full(len(upward), up * each), np.full(len(upward), (1 - up) * each)])
+        self._blur = (self._levels * 0.06) ** 2
+        self._evidence = np.zeros(len(self._levels))
+        self._seen = np.zeros(len(self._levels))
+        self._onset = np.zeros(len(self._levels), dtype=np.int64)
+        self._carried, self._outlier, self._before = 0.0, 0.0, 0.0
+        self._carried_by_level = np.zeros(len(self._levels))
+        self._pending.clear()
+        # Where a change is to be found at once, alarms are not spent on those that noise hides for long.
+        self._dull = 0.0 if self._aim is None else 4 * self._spread(self._healthy) ** 2
+
+    def _change(self, index: int, evidence: float) -> Change | None:
+        assert self._now is not None
+        assert self._healthy is not None
+        before, healthy = self._now, self._healthy
+        onset, after, count = self._locate(before)
+        if abs(after - before.level) < self._least:
+            self._restart()
+            return None
+        away = before.level - healthy.level
+        error = math.sqrt(self._uncertain(healthy) + healthy.variance / count)
+        near = max(self._least, 0.25 * abs(away), 2.5 * error)
+        back = self._evidence[0] >= BACK * self._evidence.sum()
+        if before is not healthy and (back or abs(after - healthy.level) <= near):
+            self._now = healthy
+        else:
+            self._now = _Level(after, count, before.variance, WARM_UP)
+            if after < healthy.level:
+                self._healthy, self._anchor = self._now, None
+        self._restart()
+        self._carried = self._recent[-1][1] - self._now.level
+        while self._recent[0][0] < onset:
+            self._recent.popleft()
+        return Change(
+            onset=onset,
+            detected=index,
+            before=before.level,
+            after=after,
+            confidence=min(evidence / (evidence + 1000), 1 - 1e-9),
+        )
+
+    def _locate(self, before: _Level) -> tuple[int, float, int]:
+        """Onset, level and number of values after it: the most likely ones."""
+        best = int(np.argmax(np.where(self._seen > LEAST_VALUES - 0.5, self._evidence, 0)))
+        indices = np.array([i for i, _ in self._recent])
+        values = np.array([v for _, v in self._recent])
+        after = before.level + float(self._levels[best])
+        scale = math.sqrt(before.variance)
+        start = int(np.searchsorted(indices, self._onset[best]))
+        for _ in range(2):
+            gain = log_density(values - after, scale) - log_density(values - before.level, scale)
+            total = np.cumsum(gain[::-1])[::-1]
+            total[len(values) - LEAST_VALUES + 1 :] = -np.inf
+            low = max(0, start - 8)
+            start = low + int(np.argmax(total[low:]))
+            after, _ = robust(values[start:], scale)
+        return int(indices[start]), after, len(values) - start
+
+    def _drifted(self, index: int) -> Change | None:
+        """The healthy level has crept away from where it was when it was first known well: too slowly for a jump."""
+        assert self._healthy is not None
+        if self._aim is not None or self.changed:
+            return None
+        healthy = self._healthy
+        if self._anchor is None:
+            if healthy.count >= ANCHORED and float(self._evidence.sum()) < 30:
+                self._anchor = _Level(healthy.level, healthy.count, healthy.variance, healthy.worth)
+                self._calm_at = index
+            return None
+        drift = healthy.level - self._anchor.level
+        if abs(drift) < self._least / 3:
+            self._calm_at = index
+        error = math.sqrt(self._uncertain(healthy) * (1 + healthy.count / self._anchor.count))
+        if abs(drift) < max(DRIFT * self._least, 4.5 * error):
+            return None
+        anchor = self._anchor
+        change = Change(
+            onset=self._calm_at,
+            detected=index,
+            before=anchor.level,
+            after=healthy.level,
+            confidence=math.erf(abs(drift) / error / 2),
+        )
+        if drift > 0:
+            self._now = _Level(healthy.level, healthy.count, healthy.variance, healthy.worth)
+            healthy.level = anchor.level
+        else:
+            self._anchor = None
+        self._restart()
+        return change

@@ -1,0 +1,392 @@
+"""Which of many series is slow relative to its peers: ranks by their compute time, links by their delay. No clock.
+
+Each iteration brings one number a series, log(measured / predicted). What all have in common (the iteration's own
+factor, a workload that the prediction does not know well) is their median, and cancels. What remains is tested
+series by series, all at once in arrays, by two-sided CUSUMs on a grid of shifts (Page, "Continuous inspection schemes",
+1954) against the series' own level. Thresholds follow from the number of series: without a shift a CUSUM reaches h at
+most once in e^h values (Lorden, 1971), and h is chosen for false alarms over all series together. One value never
+carries more than 1 / 2.5 of h, so that no single outlier, nor two of them, raise an alarm.
+
+Levels are first learnt over a few iterations, within narrow bounds around those of the series' peers (series of one
+group, which should be alike): a series that is slow from the start leaves these bounds and is found, not learnt. A
+series without peers has only its own past.
+
+Called by `resihp.detector.online.monitor`, which knows what the series are; nothing here decides what is done about a
+shift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from resihp.detector.sequential.noise import ADAPTING, SPARE, SPARSE, Bools, Floats, Noise
+from resihp.detector.sequential.window import Window, low_median, medians
+
+GRID = (0.03, 0.1, 0.3)
+"""Shifts that the CUSUMs look for, log units. Each finds what is larger than half of it; larger ones are found sooner
+by theirs where there is much noise."""
+LEARNING = 5
+"""Iterations over which levels are first learnt, more where many values are missing."""
+SETTLED = 60
+"""Iterations after which a healthy level stands: what creeps away from it later is a shift."""
+ABSURD = float(np.log(1e4))
+"""Log ratios beyond are a clock's mistake, not a measurement."""
+CERTAIN = 8.0
+"""Shifts are looked for only beyond this many standard errors of the level that they would be from."""
+MOST = 2.5
+"""Share of the threshold that one value can carry, inverted."""
+MEDIAN = float(np.pi / 2)
+"""Variance of a median of many, times their number."""
+SHARE = 0.05
+"""Of the false alarms allowed, what one test may use; the rest is for noise that is not as assumed."""
+
+
+class Shift(msgspec.Struct, frozen=True, kw_only=True):
+    """Series `series` left its level at `onset`. Levels are log ratios to its healthy level: 0 healthy, > 0 slower."""
+
+    series: int
+    kind: Literal["slow", "recovered"]
+    onset: int
+    detected: int
+    before: float
+    after: float
+    confidence: float
+    """Posterior probability in (0, 1), a shift of any series once in 10,000 iterations being usual."""
+
+
+class PeerTest:
+    """Sequential tests of `n` series against each other and their own past.
+
+    `groups` (n,): series of one group are alike and may be compared from the start. `known`: shifts that are known
+    already, by series, and no news. `spread`: how much healthy peers of a group may differ, log units; infinite where
+    they cannot be compared. `allowed`: by how much a series may be slower than that, because a measurement said that
+    it is healthy. `least`: smallest shift that counts. `quorum`: share of the series that an iteration must have.
+    `patience`: iterations for which a cleared suspicion is not raised again on the same evidence, doubled each time.
+    """
+
+    def __init__(
+        self,
+        groups: npt.ArrayLike,
+        *,
+        known: Mapping[int, float] | None = None,
+        allowed: Mapping[int, float] | None = None,
+        spread: float = 0.02,
+        least: float = 0.03,
+        false_alarms_per: int = 10_000,
+        quorum: float = 0.5,
+        patience: int = 500,
+    ) -> None:
+        _, group = np.unique(np.asarray(groups), return_inverse=True)
+        self._group = group.reshape(-1)
+        n = self.size = self._group.size
+        self._members = np.bincount(self._group, minlength=1)
+        self._spread = np.where(self._members[self._group] > 1, spread, np.inf) if n else np.zeros(0)
+        self._most = self._spread.copy()
+        for series, more in (allowed or {}).items():
+            self._most[series] += more
+        self._least = least
+        self._quorum = max(quorum * n, min(n, 3))
+        self._threshold = float(np.log(len(GRID) * max(n, 1) * false_alarms_per / SHARE))
+        self._prior = float(np.log(max(n, 1) * 10_000.0))
+        self._base, self._level = np.zeros(n), np.zeros(n)
+        self._slow = np.zeros(n, dtype=bool)
+        self._explained = np.zeros(n, dtype=bool)
+        for series, shift in (known or {}).items():
+            self._level[series], self._slow[series] = shift, True
+        self._centre = np.zeros(n)
+        """Level of each series' group."""
+        self._counts = np.zeros(n, dtype=np.int64)
+        """Values that each base rests on."""
+        self._since = np.full(n, SETTLED)
+        """Values since the level was last set by an alarm."""
+        self._learnt: list[tuple[int, Floats, Floats | None]] | None = []
+        self._sums = np.zeros((2, len(GRID), n))
+        self._onsets = np.zeros((2, len(GRID), n), dtype=np.int64)
+        self._window = Window(n)
+        self._rows = 0
+        self._noise = Noise(self._group)
+        self._pardons: dict[int, tuple[int, float]] = {}
+        self._patience: dict[int, int] = {}
+        self._least_patience = patience
+        self._slow_count = int(self._slow.sum())
+        self._stale = False
+        self._refresh()
+
+    @property
+    def ready(self) -> bool:
+        """False while levels are being learnt, when nothing can be found."""
+        return self._learnt is None
+
+    @property
+    def slow(self) -> tuple[int, ...]:
+        """Series found slow and not recovered."""
+        return tuple(np.flatnonzero(self._slow).tolist())
+
+    @property
+    def suspects(self) -> bool:
+        """Some series has gathered a good part of the evidence for an alarm."""
+        return bool(self._sums[0].max(initial=0.0) > self._threshold / (MOST + 0.5))
+
+    @property
+    def noise(self) -> Floats:
+        """(n,): standard deviation of each series around its level, as the tests take it."""
+        return self._noise.sigma
+
+    def levels(self, *, healthy: bool) -> Floats:
+        """(n,): present levels of the values, or those where all is well."""
+        return (self._base if healthy else self._level).copy()
+
+    def shift(self, series: int) -> float:
+        """Present level relative to the healthy one, log units."""
+        return float(self._level[series] - self._base[series])
+
+    def mean_since(self, onset: int) -> Floats:
+        """(n,): median of each series since iteration `onset`, relative to its healthy level; NaN where unknown."""
+        return np.asarray(self._window.medians(onset) - self._base)
+
+    def explain(self, series: int, shift: float) -> None:
+        """A shift has its cause elsewhere: `series` is at `shift` from its healthy level, but not slow itself."""
+        self._mark(series, False)
+        self._set(series, self._base[series] + shift)
+        self._explained[series] = True
+
+    def accept(self, series: int, shift: float, *, slow: bool) -> None:
+        """What a measurement says: `series` is at `shift` from its healthy level, and slow or not."""
+        self._set(series, self._base[series] + shift)
+        self._mark(series, slow)
+
+    def clear(self, series: int, index: int) -> None:
+        """Series `series` was suspected wrongly: what it shows now is healthy, for a while."""
+        shift = max(self.shift(series), 0.0)
+        self._mark(series, False)
+        patience = self._patience[series] = 2 * self._patience.get(series, self._least_patience // 2)
+        before = self._pardons.pop(series, (0, float(self._base[series])))[1]
+        self._pardons[series] = (index + patience, before)
+        self._base[series] += shift
+        self._counts[series] = SETTLED
+        self._set(series, self._base[series])
+
+    def update(self, index: int, values: npt.ArrayLike, widths: Floats | None = None) -> list[Shift]:
+        """Take one iteration's log ratios (n,); NaN and absurd ones are missing. Indices increase.
+
+        `widths` (n,): standard deviations of the values relative to each other, where they rest on more or fewer
+        measurements. An iteration without a quorum is not looked at.
+        """
+        value = np.array(values, dtype=np.float64)
+        value[~(np.abs(value) < ABSURD)] = np.nan
+        present = np.isfinite(value)
+        if self.size < 2 or np.count_nonzero(present) < self._quorum:
+            return []
+        if self._learnt is None:
+            return self._test(index, value, present, widths)
+        self._learnt.append((index, value, widths))
+        values = sum(np.count_nonzero(np.isfinite(row)) for _, row, _ in self._learnt)
+        if len(self._learnt) < LEARNING or (values < 0.8 * LEARNING * self.size and len(self._learnt) < 4 * LEARNING):
+            return []
+        buffered, self._learnt = self._learnt, None
+        self._learn(np.array([row for _, row, _ in buffered]), [width for _, _, width in buffered])
+        found: dict[int, Shift] = {}
+        for then, row, width in buffered:
+            for shift in self._test(then, row, np.isfinite(row), width):
+                found[shift.series] = msgspec.structs.replace(shift, detected=index)
+        return list(found.values())
+
+    def _learn(self, rows: Floats, widths: list[Floats | None]) -> None:
+        """First levels and scales from (LEARNING, n) values: own medians, held within bounds of those of the peers."""
+        expected = self._level.copy()
+        rows = rows - expected
+        for _ in range(2):  # the second time with levels that make the common part sharper
+            common = np.array([low_median(row[np.isfinite(row)]) for row in rows - self._base])
+            own = medians(rows - common[:, None])
+            centre = np.zeros(self._members.size)
+            for group in range(self._members.size):
+                of_group = own[self._group == group]
+                of_group = of_group[np.isfinite(of_group)]
+                centre[group] = low_median(of_group) if of_group.size else 0.0
+            centre_of = centre[self._group]
+            offset = np.where(np.isfinite(own), own - centre_of, 0.0)
+            self._base = centre_of + np.clip(offset, -self._spread, self._most)
+        self._centre = centre_of
+        self._level = self._base + expected
+        self._counts[:] = np.isfinite(rows).sum(axis=0)
+        away = np.abs(rows - common[:, None] - own)
+        for row, width in zip(away, widths, strict=True):
+            there = np.isfinite(row)
+            row /= self._width(width, there, max(int(np.count_nonzero(there)), 1)) if there.any() else 1.0
+        away[away == 0.0] = np.nan  # the common part itself
+        away[:, np.isfinite(away).sum(axis=0) < LEARNING - 2] = np.nan  # too few to tell how much they vary
+        self._noise.learn(away, np.where(np.isfinite(own), own - self._base, 0.0))
+        self._refresh()
+
+    def _test(self, index: int, value: Floats, present: Bools, widths: Floats | None) -> list[Shift]:
+        whole = bool(present.all())
+        away = value - self._level
+        healthy = present & ~self._slow if self._slow_count else present
+        if whole and not self._slow_count:
+            common = low_median(away, self._ambiguous)
+        else:
+            common = low_median(away[healthy] if healthy.any() else away[present], self._ambiguous)
+        away -= common
+        self._window.add(index, value - common, common)
+        self._rows += 1
+
+        told = self.size if whole else int(np.count_nonzero(present))
+        unit = away / self._width(widths, present, told)
+        z = unit / self._sigma
+        if not whole:
+            z = np.where(present, z, 0.0)
+        gains = np.subtract(np.stack([z, -z])[:, None], self._halves)
+        gains *= self._steps
+        np.minimum(gains, self._carry, out=gains)
+        np.maximum(gains, -self._threshold / MOST, out=gains)
+        if not whole:
+            gains[:, :, ~present] = 0.0
+        fresh = self._sums <= 0.0
+        self._sums += gains
+        np.maximum(self._sums, 0.0, out=self._sums)
+        self._onsets[fresh] = index
+        evidence = self._sums.max(axis=(0, 1))
+        shifts = self._alarms(index) if evidence.max() >= self._threshold else []
+        self._noise.follow(unit, self._sigma, present)
+        if self._rows < SPARSE or self._rows % SPARE == 0:
+            self._adapt(away, present, evidence)
+        if self._rows % 16 == 0:
+            shifts += self._creeping(index)
+            self._forget(index)
+        if self._stale or self._rows % 16 == 0 or (self._rows < SETTLED and self._rows % 4 == 0):
+            self._refresh()
+        return shifts
+
+    def _width(self, widths: Floats | None, present: Bools, count: int) -> Floats | float:
+        """Standard deviations relative to each other of values less the common part of `count` of them."""
+        own = max(1.0 - 2.0 / count, 0.0)  # for each value has its part in the common one
+        if widths is None:
+            return float(np.sqrt(own + MEDIAN / count))
+        squares = widths * widths
+        return np.asarray(np.sqrt(own * squares + MEDIAN * float(squares[present].mean()) / count))
+
+    def _adapt(self, away: Floats, present: Bools, evidence: Floats) -> None:
+        """Levels follow slowly where nothing is suspected."""
+        calm = present & (evidence < 3.0)
+        if not calm.any():
+            return
+        step = np.maximum(1.0 / (self._since + 1.0), ADAPTING)
+        learning = calm & (self._counts < SETTLED) & (self._level == self._base)
+        step = np.where(learning, np.maximum(1.0 / (self._counts + 1.0), ADAPTING), step)
+        move = np.where(calm, step * np.minimum(np.maximum(away, -2 * self._sigma), 2 * self._sigma), 0.0)
+        move[calm] -= move.sum() / np.count_nonzero(calm)  # all together do not move: that is the common part
+        self._level += move
+        if learning.any():
+            bounded = np.clip(self._base + move, self._centre - self._spread, self._centre + self._most)
+            self._base = np.where(learning, bounded, self._base)
+            self._level = np.where(learning, self._base, self._level)
+            self._counts += learning
+        self._since += calm
+
+    def _refresh(self) -> None:
+        """The tests' constants, from the present noise."""
+        self._stale = False
+        self._sigma = self._noise.sigma
+        self._ambiguous = 4 * float(np.median(self._sigma)) if self.size else 0.0
+        known = np.maximum(np.minimum(self._counts, self._since), 1)
+        self._steps = np.maximum(np.array(GRID)[:, None] / self._sigma, np.maximum(CERTAIN / np.sqrt(known), 1.0))
+        self._halves = self._steps / 2
+        self._carry = np.minimum(self._noise.surprise, self._threshold / MOST)
+
+    def _alarms(self, index: int) -> list[Shift]:
+        best = self._sums.max(axis=1)
+        over = np.flatnonzero(best.max(axis=0) >= self._threshold).tolist()
+        estimates: dict[int, tuple[int, float]] = {}
+        for series in over:
+            side = int(best[1, series] > best[0, series])
+            hint = int(self._onsets[side, self._sums[side, :, series].argmax(), series])
+            estimates[series] = self._window.locate(series, float(self._level[series]), 1.0 - 2.0 * side, hint)
+        changes = [level - float(self._level[series]) for series, (_, level) in estimates.items()]
+        moved = self._window.others_moved(min(onset for onset, _ in estimates.values()), changes)
+        if moved:
+            rest = np.ones(self.size, dtype=bool)
+            rest[over] = False
+            self._level[rest] += moved
+            self._base[rest] += moved
+            self._sums[:] = 0.0
+            return []
+        shifts = []
+        for series, (onset, level) in estimates.items():
+            shift = self._judged(series, index, onset, level)
+            if shift is not None:
+                shifts.append(shift)
+        return shifts
+
+    def _judged(self, series: int, index: int, onset: int, level: float) -> Shift | None:
+        """What an alarm means, given what was known of the series. Its level is the new one from now on."""
+        centre = float(self._centre[series])
+        if self._counts[series] < SETTLED and level > self._base[series] > centre + self._spread[series] / 2:
+            self._base[series] = centre  # a base at its bounds was not learnt, but held there
+        base = float(self._base[series])
+        before, after = self.shift(series), level - base
+        was_slow = bool(self._slow[series])
+        count = max(3, self._window.count(onset))
+        weight = min(count * ((after - before) / float(self._sigma[series])) ** 2 / 2, 60.0) - self._prior
+        confidence = min(max(1 / (1 + float(np.exp(-weight))), 0.5), 1 - 1e-9)
+        self._set(series, level, count)
+        kind: Literal["slow", "recovered"]
+        if was_slow and after < max(self._least, 0.2 * before):
+            self._mark(series, False)
+            self._set(series, base if abs(after) < self._least else level, count)
+            kind = "recovered"
+        elif after >= self._least and (not was_slow or abs(after - before) >= max(0.1, self._least)):
+            self._mark(series, True)
+            kind = "slow"
+        else:
+            if after <= -self._least and not was_slow:  # was slow when levels were learnt, and nobody could tell
+                self._base[series] = level
+            return None
+        return Shift(
+            series=series, kind=kind, onset=onset, detected=index, before=before, after=after, confidence=confidence
+        )
+
+    def _creeping(self, index: int) -> list[Shift]:
+        """Series whose level has crept away from the healthy one without a step that a CUSUM saw."""
+        away = self._level - self._base
+        certain = self._sigma / 2
+        crept = (away >= np.maximum(self._least, certain)) & ~self._slow & ~self._explained & (self._counts >= SETTLED)
+        shifts = []
+        for series in np.flatnonzero(crept).tolist():
+            self._mark(series, True)
+            shifts.append(
+                Shift(
+                    series=series,
+                    kind="slow",
+                    onset=self._window.first,
+                    detected=index,
+                    before=0.0,
+                    after=float(away[series]),
+                    confidence=0.9,
+                )
+            )
+        return shifts
+
+    def _forget(self, index: int) -> None:
+        """Pardons that have run out: the healthy level is again what it was before."""
+        for series, (until, base) in list(self._pardons.items()):
+            if index >= until:
+                del self._pardons[series]
+                self._base[series] = base
+                self._level[series] = base
+                self._sums[:, :, series] = 0.0
+
+    def _set(self, series: int, level: float, count: int = 3) -> None:
+        self._level[series] = level
+        self._explained[series] = False
+        self._since[series] = count
+        self._stale = True
+        self._sums[:, :, series] = 0.0
+
+    def _mark(self, series: int, slow: bool) -> None:
+        self._slow[series] = slow
+        self._slow_count = int(self._slow.sum())

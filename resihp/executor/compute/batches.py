@@ -1,0 +1,83 @@
+"""The data set as the executor sees it: the checked global batch of an iteration. And what identifies a training."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from importlib import metadata
+
+import msgspec
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from resihp.errors import DatasetError
+from resihp.executor.config_support import describe
+from resihp.executor.state.optimizer import AdamW
+from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.workload import Dataset, MicroBatch, samples_digest
+
+
+class Batches:
+    """Global batches of a data set whose longest document has `sequence` tokens. Raises DatasetError if it is empty."""
+
+    def __init__(self, dataset: Dataset, sequence: int) -> None:
+        self._dataset, self._sequence = dataset, sequence
+        self.per_iteration = 0
+        """Micro-batches of the global batch."""
+        self._last: tuple[int, Sequence[MicroBatch]] | None = None
+        self.first = self.of(1)
+        self.per_iteration = len(self.first)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest micro-batch of the first iteration: what memory is estimated for."""
+        return max(micro_batch.tokens for micro_batch in self.first)
+
+    def of(self, iteration: int) -> Sequence[MicroBatch]:
+        """The data set is asked once for an iteration. Raises DatasetError naming the micro-batch at fault."""
+        if self._last is None or self._last[0] != iteration:
+            self._last = iteration, self._checked(iteration)
+        return self._last[1]
+
+    def _checked(self, iteration: int) -> Sequence[MicroBatch]:
+        batch = self._dataset.micro_batches(iteration)
+        if not batch or (self.per_iteration and len(batch) != self.per_iteration):
+            raise DatasetError(
+                f"iteration {iteration}: {len(batch)} micro-batches; the data set must give the same number, at "
+                f"least one, every time (iteration 1 has {self.per_iteration})"
+            )
+        for m, micro_batch in enumerate(batch):
+            lengths = micro_batch.lengths
+            if not lengths or min(lengths) < 1 or max(lengths) > self._sequence:
+                raise DatasetError(
+                    f"iteration {iteration} micro-batch {m}: document lengths {list(lengths)}; each must lie between "
+                    f"1 and the sequence length {self._sequence}"
+                )
+            if len(lengths) != len(micro_batch.samples):
+                raise DatasetError(
+                    f"iteration {iteration} micro-batch {m}: {len(lengths)} lengths, {len(micro_batch.samples)} samples"
+                )
+        return batch
+
+
+def fingerprint(
+    config: TransformerConfig,
+    model: ModelSpec,
+    positions: tuple[str, int],
+    optimizer: AdamW,
+    seed: int,
+    first: Sequence[MicroBatch],
+) -> str:
+    """Digest of all that must be equal on all ranks of a job, library versions included."""
+    content = {
+        "model": msgspec.to_builtins(model),
+        "config": {field.name: describe(getattr(config, field.name)) for field in dataclasses.fields(config)},
+        "positions": positions,
+        "optimizer": dataclasses.asdict(optimizer),
+        "seed": seed,
+        "data": [[*micro_batch.lengths, samples_digest(micro_batch.samples)] for micro_batch in first],
+        "versions": [torch.__version__, metadata.version("megatron-core"), metadata.version("resihp")],
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

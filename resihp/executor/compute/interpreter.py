@@ -1,0 +1,315 @@
+"""Carries out one rank's program for one iteration: chunks of work, transfers between stages, gradient sums.
+
+The order of everything is the program's (`resihp.pipeline.program`); nothing here waits for anything but what a chunk
+needs, and what is left at the end. All state of an iteration lives in an `Interpreter`, which is dropped with it: an
+iteration that breaks leaves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from resihp.detector.observation import Floats
+from resihp.errors import DatasetError
+from resihp.executor.communicators import Communicators
+from resihp.executor.compute.channels import Transfer, guarded
+from resihp.executor.compute.stage import IGNORED
+from resihp.executor.compute.stopwatch import Stopwatch
+from resihp.executor.emulation import Pace
+from resihp.executor.state.rank_state import State
+from resihp.faults import Phase
+from resihp.parallelism.plan import Primitive, Stop
+from resihp.parallelism.workload import MicroBatch
+from resihp.pipeline.program import Bucket, Compute, Parcel, Program, Reduce, Transmit, gradients_of
+
+_Key = tuple[Literal["forward", "backward"], int, int]
+"""(direction, micro-batch, boundary), as of a Parcel."""
+
+
+class Observer(Protocol):
+    """Told where an iteration stands, from the rank's own thread."""
+
+    def enter(self, phase: Phase) -> None: ...
+
+    def progressed(self) -> None:
+        """One more primitive, synchronisation or chunk of state is done."""
+
+    def communicating(self, waits: bool) -> None:
+        """True before and False after each wait for peers."""
+
+
+@contextmanager
+def waiting(observer: Observer, what: str) -> Iterator[None]:
+    """Around a wait for peers. Raises CommunicatorError for what the back end raises."""
+    observer.communicating(True)
+    try:
+        with guarded(what):
+            yield
+    finally:
+        observer.communicating(False)
+
+
+@dataclass
+class _Arrival:
+    """A parcel on its way to this rank: `part` is filled by its transfers, and is [low, low + numel) of the whole."""
+
+    parcel: Parcel
+    transfers: list[Transfer]
+    part: Tensor
+    elements: int
+    """Of the whole tensor."""
+
+
+class Interpreter:
+    """Runs one iteration's program on one rank's state; gradients accumulate in its parameters, then are summed.
+
+    `paths` and `active` ranks are the plan's, `place` this rank's (replica, stage). What is differentiated is the mean
+    loss over the global `batch`, whose micro-batches are padded to a multiple of `multiple` tokens.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        rank: int,
+        place: tuple[int, int],
+        active: tuple[int, ...],
+        paths: dict[int, tuple[Stop, ...]],
+        program: Program,
+        buckets: Sequence[Bucket],
+        batch: Sequence[MicroBatch],
+        vocab: int,
+        multiple: int,
+        communicators: Communicators,
+        observer: Observer,
+        device: torch.device,
+        stopwatch: Stopwatch,
+        pace: Pace | None = None,
+    ) -> None:
+        self._state, self._stage, self._rank = state, state.stage, rank
+        self._program, self._buckets, self._batch, self._active = program, buckets, batch, active
+        self._communicators, self._observer, self._device = communicators, observer, device
+        self._vocab, self._multiple, self._pace, self._stopwatch = vocab, multiple, pace, stopwatch
+        self._total_tokens = sum(micro_batch.tokens for micro_batch in batch)
+        self._tensor = communicators.find("tensor/{}/{}".format(*place))
+        self._position = {
+            (m, stop.chunk): v
+            for m, path in paths.items()
+            for v, stop in enumerate(path)
+            if (stop.replica, stop.stage) == place
+        }
+        """Index of the virtual stage on a micro-batch's path, by (micro-batch, chunk)."""
+        self._split = {
+            (i.primitive.micro_batch, i.primitive.chunk)
+            for i in program
+            if isinstance(i, Compute) and i.primitive.kind == "W"
+        }
+        self._saved: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._produced: dict[_Key, Tensor] = {}
+        """Results for other stages: taken by their transfer, or by the next chunk on this very stage."""
+        self._arriving: dict[_Key, _Arrival] = {}
+        self._departing: list[tuple[Transfer, Tensor]] = []
+        self._summing: list[tuple[Transfer, Tensor, list[Tensor]]] = []
+        self._entered: set[Phase] = set()
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        """Sum over tokens of the loss, of the micro-batches that passed here; stays 0 before the last stage."""
+        self._work: list[tuple[float, float]] = []
+        """Tokens and sum of squared lengths of each primitive's micro-batch."""
+
+    def run(self) -> None:
+        """Raises CommunicatorError when a peer is lost, DatasetError, or whatever the data set raises."""
+        try:
+            for instruction in self._program:
+                match instruction:
+                    case Compute(primitive):
+                        self._compute(primitive)
+                    case Transmit(parcel):
+                        self._transmit(parcel)
+                    case Reduce(bucket):
+                        self._reduce(self._buckets[bucket])
+            self._finish()
+        finally:
+            self._stage.weights.discard()
+
+    # --- chunks of work ---------------------------------------------------------------------------------------
+
+    def _compute(self, primitive: Primitive) -> None:
+        self._enter("forward" if primitive.kind == "F" else "backward")
+        if primitive.kind == "F":
+            self._forward(primitive.micro_batch, primitive.chunk)
+        elif primitive.kind == "B":
+            self._backward(primitive.micro_batch, primitive.chunk)
+        else:
+            self._stopwatch.begin()
+            self._stage.weights.finish((primitive.micro_batch, primitive.chunk))
+        if self._pace is not None:
+            both = primitive.kind == "B" and (primitive.micro_batch, primitive.chunk) not in self._split
+            work = "BW" if both else primitive.kind
+            self._stopwatch.emulate(self._pace(work, self._state.holding, primitive.chunk))
+        self._stopwatch.end()
+        micro_batch = self._batch[primitive.micro_batch]
+        self._work.append((float(micro_batch.tokens), float(micro_batch.sum_squared_lengths)))
+        self._observer.progressed()
+
+    def measured(self) -> Floats:
+        """(5, primitives), rows as in `observation.CHUNKS`, in the order of the stage's primitives."""
+        return np.vstack([self._stopwatch.read(), np.array(self._work, dtype=np.float64).reshape(-1, 2).T])
+
+    def _forward(self, m: int, chunk: int) -> None:
+        v = self._position[m, chunk]
+        tokens, labels, lengths = self._load(m, chunk)
+        inputs = tokens if v == 0 else self._take(("forward", m, v - 1)).requires_grad_()
+        assert inputs is not None
+        self._stopwatch.begin()
+        output = self._stage(chunk, lengths, inputs, labels)
+        if labels is not None:
+            self.loss_sum += output.detach()
+            output = output / self._total_tokens
+        self._saved[m, chunk] = (inputs, output)
+        if labels is None:
+            self._produced["forward", m, v] = output.detach()
+
+    def _backward(self, m: int, chunk: int) -> None:
+        v = self._position[m, chunk]
+        gradient = None if self._ends(chunk) else self._take(("backward", m, v))
+        inputs, output = self._saved.pop((m, chunk))
+        self._stopwatch.begin()
+        if (m, chunk) in self._split:
+            with self._stage.weights.collecting((m, chunk)):
+                output.backward(gradient)
+        else:
+            output.backward(gradient)
+        if v > 0:
+            assert inputs.grad is not None
+            self._produced["backward", m, v - 1] = inputs.grad
+
+    def _ends(self, chunk: int) -> bool:
+        """Whether a chunk is the model's last: it ends in the loss."""
+        return self._stage.last and chunk == len(self._state.holding.chunks) - 1
+
+    def _load(self, m: int, chunk: int) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
+        """(tokens, labels, lengths) of a micro-batch, padded: tokens for the first chunk, labels for the last."""
+        micro_batch = self._batch[m]
+        lengths, size = micro_batch.lengths, micro_batch.tokens
+        padding = -size % self._multiple
+        if padding:
+            lengths = (*lengths, padding)
+        begins = self._stage.first and chunk == 0
+        if not (begins or self._ends(chunk)):
+            return None, None, lengths
+        arrays = micro_batch.load()
+        for name, array in zip(("tokens", "labels"), arrays, strict=True):
+            if not isinstance(array, np.ndarray) or array.shape != (size,) or array.dtype != np.int64:
+                raise DatasetError(f"micro-batch {m}: {name} must be int64 of shape [{size}], the sum of its lengths")
+            if array.min() < 0 or array.max() >= self._vocab:
+                raise DatasetError(f"micro-batch {m}: {name} outside the vocabulary of {self._vocab}")
+        tokens, labels = (
+            torch.from_numpy(np.pad(array, (0, padding), constant_values=fill)).to(self._device)
+            for array, fill in zip(arrays, (0, IGNORED), strict=True)
+        )
+        return tokens if begins else None, labels if self._ends(chunk) else None, lengths
+
+    # --- between stages ---------------------------------------------------------------------------------------
+
+    def _shape(self, m: int) -> tuple[int, ...]:
+        """Of one rank's activations of a micro-batch: split along the sequence under sequence parallelism."""
+        tokens = -(-self._batch[m].tokens // self._multiple) * self._multiple
+        return (tokens // self._parts, 1, self._stage.config.hidden_size)
+
+    @property
+    def _parts(self) -> int:
+        return self._state.holding.tp if self._state.sequence_parallel else 1
+
+    def _transmit(self, parcel: Parcel) -> None:
+        key: _Key = (parcel.direction, parcel.micro_batch, parcel.boundary)
+        shape = self._shape(parcel.micro_batch)
+        elements = shape[0] * shape[2] * self._parts
+        outgoing = [piece for piece in parcel.pieces if piece.sender == self._rank]
+        incoming = [piece for piece in parcel.pieces if piece.receiver == self._rank]
+        if outgoing:
+            flat = self._produced.pop(key).reshape(-1)
+            low = self._state.holding.t * flat.numel() if self._parts > 1 else 0
+            for piece in outgoing:
+                part = flat[piece.start * elements // piece.of - low : piece.stop * elements // piece.of - low]
+                channel = self._communicators.channel(f"{parcel.direction}/{self._rank}-{piece.receiver}")
+                with guarded("pipeline send"):
+                    self._departing.append((channel.broadcast(part), part))
+            self._departing = [entry for entry in self._departing if not entry[0].is_completed()]
+        if incoming:
+            bounds = [(p.start * elements // p.of, p.stop * elements // p.of, p.sender) for p in incoming]
+            low = min(start for start, _, _ in bounds)
+            part = torch.empty(sum(stop - start for start, stop, _ in bounds), device=self._device)
+            transfers = []
+            for start, stop, sender in bounds:
+                channel = self._communicators.channel(f"{parcel.direction}/{sender}-{self._rank}")
+                with guarded("pipeline receive"):
+                    transfers.append(channel.broadcast(part[start - low : stop - low]))
+            self._arriving[key] = _Arrival(parcel, transfers, part, elements)
+
+    def _take(self, key: _Key) -> Tensor:
+        """What a chunk needs from the stage before (or after) it, complete."""
+        if key in self._produced:  # the neighbour is this very stage
+            return self._produced.pop(key)
+        arrival = self._arriving.pop(key)
+        whole = arrival.part
+        with waiting(self._observer, "pipeline receive"):
+            for transfer in arrival.transfers:
+                transfer.wait()
+            if arrival.parcel.gathered:
+                assert self._tensor is not None
+                whole = torch.empty(arrival.elements, device=self._device)
+                parts = list(whole.chunk(self._state.holding.tp))
+                self._tensor.allgather([parts], [arrival.part]).wait()
+        return whole.view(self._shape(key[1]))
+
+    # --- gradients --------------------------------------------------------------------------------------------
+
+    def _reduce(self, bucket: Bucket) -> None:
+        """Begin to sum a bucket. It is copied out first: a slice in several buckets is offered unreduced to each."""
+        views = [self._state.gradient(piece) for piece in bucket.slices]
+        flat = torch.cat([view.reshape(-1) for view in views])
+        channel = self._communicators.channel(gradients_of(bucket.owners, self._active))
+        with guarded("gradient reduction"):
+            self._summing.append((channel.allreduce([flat]), flat, views))
+        if len(self._summing) == 1:
+            self._enter("reduce")  # with more to come, half-way: one bucket is under way
+
+    def _finish(self) -> None:
+        """Wait for all that is under way, and put the sums where the gradients are."""
+        self._enter("reduce")
+        for transfer, flat, views in self._summing:
+            with waiting(self._observer, "gradient reduction"):
+                transfer.wait()
+            for view, part in zip(views, flat.split([view.numel() for view in views]), strict=True):
+                view.copy_(part.view(view.shape))
+            self._observer.progressed()
+        with waiting(self._observer, "pipeline send"):
+            for work, _ in self._departing:
+                work.wait()
+        self._departing.clear()
+
+    def _enter(self, phase: Phase) -> None:
+        if phase not in self._entered:
+            self._entered.add(phase)
+            self._observer.enter(phase)
+
+
+def loss_speaker(state: State) -> bool:
+    """Whether a rank contributes its replica's loss to sums over the model: one of the last stage."""
+    return state.holding.last and state.holding.t == 0
+
+
+def computed(program: Program, state: State) -> list[int]:
+    """Micro-batches whose loss a rank computes, migrated ones included."""
+    final = len(state.holding.chunks) - 1
+    return [
+        i.primitive.micro_batch
+        for i in program
+        if isinstance(i, Compute) and i.primitive.kind == "F" and i.primitive.chunk == final
+    ]

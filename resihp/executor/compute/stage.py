@@ -1,0 +1,249 @@
+"""The part of the model that one rank holds, on megatron-core's layers with explicit groups.
+
+With a pipeline size of 1 in its configuration, megatron numbers a layer as it is told: a rank may hold any set of
+layers at any tensor-parallel degree. Which ones is not decided here.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from torch import Tensor, nn
+
+from resihp.executor.compute.attention import PackedAttention, Packing
+from resihp.executor.compute.recomputation import recompute_selected, recomputed, spans
+from resihp.executor.config_support import refuse_unhonoured
+from resihp.executor.state.weights import DeferredWeights
+from resihp.executor.tensor_group import TensorGroup
+from resihp.parallelism.layout import LayerSpan
+from resihp.parallelism.model import ModelSpec
+
+__all__ = ["IGNORED", "PositionEmbedding", "StageModule", "model_spec", "refuse_unhonoured"]
+
+PositionEmbedding = Literal["rope", "learned_absolute"]
+
+IGNORED = -1
+"""Label of a token that takes part neither in the loss nor in any gradient: padding."""
+
+
+class StageModule(nn.Module):
+    """Layers `chunks` of the model, with the embedding if `first`, and with final norm, head and loss if `last`.
+
+    The embedding belongs to chunk 0, the head to the last chunk. With tied embeddings a last stage that is not the
+    first has a copy of the word embedding, under the same name. Parameters are left unset:
+    `resihp.executor.state.parameters` draws or loads them. `tp_group` need not be connected.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        model: ModelSpec,
+        chunks: tuple[LayerSpan, ...],
+        first: bool,
+        last: bool,
+        tp_group: TensorGroup,
+        *,
+        position_embedding: PositionEmbedding = "rope",
+        rotary_base: int = 10000,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        self.sequence_parallel = sequence_parallel and tp_group.size() > 1
+        """Whether activations are cut along the tokens: a group of one has nothing to cut."""
+        self.config = local = _for_stage(config, self.sequence_parallel)
+        self.tp_group = tp_group
+        self.first, self.last = first, last
+        self._vocab = model.vocab
+        groups = ProcessGroupCollection()
+        groups.tp, groups.cp, groups.pp, groups.ep = tp_group, TensorGroup(), TensorGroup(), TensorGroup()
+        if first:
+            self.embedding: nn.Module = LanguageModelEmbedding(
+                local, model.vocab_rows, model.sequence, position_embedding_type=position_embedding, tp_group=tp_group
+            )
+        elif last and model.tied_embeddings:
+            table = VocabParallelEmbedding(
+                model.vocab_rows, local.hidden_size, init_method=_nothing, config=local, tp_group=tp_group
+            )
+            self.embedding = nn.ModuleDict({"word_embeddings": table})
+        spec = _layer_spec(local)
+        self.layers = nn.ModuleDict()
+        self._runs: list[list[tuple[list[nn.Module], bool]]] = []
+        """For each chunk its runs of layers, and whether a run is recomputed."""
+        for start, stop in chunks:
+            built: list[nn.Module] = []
+            for number in range(start, stop + 1):
+                layer = build_module(spec, config=local, layer_number=number + 1, pg_collection=groups)
+                recompute_selected(config, layer)
+                self.layers[str(number)] = layer
+                built.append(layer)
+            self._runs.append([(built[low:high], again) for low, high, again in spans(config, len(built))])
+        if last:
+            self.final_layernorm = Norm(local, local.hidden_size, eps=local.layernorm_epsilon)
+            self.output_layer = ColumnParallelLinear(
+                local.hidden_size,
+                model.vocab_rows,
+                config=local,
+                init_method=_nothing,
+                bias=False,
+                gather_output=False,
+                skip_weight_param_allocation=model.tied_embeddings,
+                tp_group=tp_group,
+            )
+        self.weights = DeferredWeights()
+        """Splits the backward pass of this stage into B and W, for those who ask."""
+        self.weights.take(self)
+        self._tied = model.tied_embeddings
+        self._rotation: Tensor | None = None
+        if position_embedding == "rope":
+            self._rotation = _rotation(local, model.sequence, rotary_base)
+
+    def forward(self, chunk: int, lengths: tuple[int, ...], inputs: Tensor, labels: Tensor | None = None) -> Tensor:
+        """One chunk of one packed micro-batch of N = sum(lengths) tokens.
+
+        `inputs` are tokens, int64 [N], for the first chunk of a first stage, else activations [N, 1, hidden], which
+        are also what is returned; under sequence parallelism rank t of tp has the t-th part of them, [N/tp, 1, hidden],
+        and N must be divisible by tp. The last chunk of a last stage takes `labels`, int64 [N], and returns the sum
+        over tokens of the cross entropy, equal on all ranks of the group; labels that are IGNORED do not count.
+        """
+        packing = Packing.of(lengths)
+        positions = packing.positions(inputs.device)
+        rotation = None if self._rotation is None else self._rotation.to(inputs.device)[positions]
+        begins, ends = self.first and chunk == 0, self.last and chunk == len(self._runs) - 1
+        hidden = self.embedding(inputs[None], positions[None]) if begins else inputs
+        for layers, again in self._runs[chunk]:
+            run = recomputed(_run) if again else _run
+            hidden = run(layers, hidden, rotation, packing)
+        if not ends:
+            return hidden
+        assert labels is not None
+        shared = self.embedding.get_parameter("word_embeddings.weight") if self._tied else None
+        logits, _ = self.output_layer(self.final_layernorm(hidden), weight=shared)
+        loss: Tensor = _CrossEntropy.apply(logits[:, 0], labels, self.tp_group, self._vocab)
+        return loss
+
+
+class Norm:
+    """Builds torch's own norm, whether megatron found apex or not; it knows no sequence parallelism, nor need it."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> nn.Module:  # type: ignore[misc]
+        unaware = copy.copy(config)
+        unaware.sequence_parallel = False
+        norm: nn.Module = WrappedTorchNorm(unaware, hidden_size, eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Sum over tokens of the cross entropy of logits [N, rows / tp] that are split over the padded vocabulary.
+
+    megatron-core's arithmetic; its two functions are of no use here: one asks parallel_state for the group, the
+    other rounds gradients to bfloat16. Overwrites the logits; those of rows from `vocab` on are taken for -inf.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: TensorGroup, vocab: int) -> Tensor:
+        native = VocabParallelCrossEntropy
+        width = logits.shape[-1]
+        begin = group.rank() * width
+        logits[:, max(vocab - begin, 0) :] = -torch.inf
+        logits, highest = native.calculate_logits_max(logits)
+        group.all_reduce(highest, torch.distributed.ReduceOp.MAX)
+        mask, target, predicted, total, exponentials = native.calculate_predicted_logits(
+            logits, labels, highest, begin, begin + width
+        )
+        sums = torch.stack((predicted, total))
+        group.all_reduce(sums)
+        softmax, loss = native.calculate_cross_entropy_loss(exponentials, sums[0], sums[1])
+        ignored = labels == IGNORED
+        ctx.save_for_backward(softmax, mask, target, ignored)
+        return loss.masked_fill(ignored, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        softmax, mask, target, ignored = ctx.saved_tensors
+        gradient = softmax.clone()
+        rows = torch.arange(gradient.shape[0], device=gradient.device)
+        gradient[rows, target] -= (~mask).to(gradient.dtype)
+        gradient.masked_fill_(ignored[:, None], 0.0)
+        return gradient.mul_(gradients[0]), None, None, None
+
+
+def model_spec(
+    config: TransformerConfig, vocab: int, sequence: int, *, tied: bool = False, vocab_multiple: int = 1
+) -> ModelSpec:
+    """What the planner must know of a configuration. `tied`: megatron's share_embeddings_and_output_weights."""
+    return ModelSpec(
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_groups=config.num_query_groups,
+        ffn_hidden=config.ffn_hidden_size,
+        vocab=vocab,
+        sequence=sequence,
+        gated=config.gated_linear_unit,
+        tied_embeddings=tied,
+        vocab_multiple=vocab_multiple,
+    )
+
+
+def _run(layers: list[nn.Module], hidden: Tensor, rotation: Tensor | None, packing: Packing) -> Tensor:
+    for layer in layers:
+        hidden, _ = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotation, packed_seq_params=packing)
+    return hidden
+
+
+def _for_stage(config: TransformerConfig, sequence_parallel: bool) -> TransformerConfig:
+    """A copy that makes megatron build layers by the groups they are given, without drawing parameters.
+
+    What is recomputed is up to `resihp.executor.compute.recomputation`, so megatron must not do it as well.
+    """
+    local = copy.copy(config)
+    local.perform_initialization = False
+    local.use_cpu_initialization = True
+    local.sequence_parallel = sequence_parallel
+    local.recompute_granularity = local.recompute_method = local.recompute_num_layers = None
+    return local
+
+
+def _layer_spec(config: TransformerConfig) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(normalization=config.normalization)
+    attention = replace(spec.submodules.self_attention.submodules, core_attention=PackedAttention)
+    return replace(
+        spec,
+        submodules=replace(
+            spec.submodules,
+            input_layernorm=Norm,
+            pre_mlp_layernorm=Norm,
+            self_attention=replace(spec.submodules.self_attention, submodules=attention),
+        ),
+    )
+
+
+def _nothing(_: Tensor) -> None:
+    """Initialises nothing: parameters are drawn by name, see `resihp.executor.state.parameters`."""
+
+
+def _rotation(config: TransformerConfig, sequence: int, base: int) -> Tensor:
+    """Angles for each position, [sequence, 1, 1, head width], as `RotaryEmbedding.get_emb` lays them out."""
+    rotary = RotaryEmbedding(
+        config.kv_channels, 1.0, rotary_base=base, use_cpu_initialization=True, cp_group=TensorGroup()
+    )
+    angles = rotary.get_freqs_non_repeated(sequence)
+    if config.rotary_interleaved:
+        angles = torch.stack((angles, angles), dim=-1).flatten(1)
+    else:
+        angles = torch.cat((angles, angles), dim=-1)
+    return angles[:, None, None, :]

@@ -1,0 +1,180 @@
+"""A rank's part of a checkpoint: slices by name, so that any layout can read what any other has written.
+
+Each slice of parameters and moments is written once, by ranks of one replica (`resihp.parallelism.ownership.counted`):
+the first one's, unless they cannot. The folder counts only once its manifest is written (`resihp.worker.checkpoints`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from resihp.errors import CheckpointError
+from resihp.executor.engine import Engine
+from resihp.executor.state.rank_state import State
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.ownership import ParameterSpec, Slice, counted
+from resihp.parallelism.plan import Plan
+from resihp.worker import checkpoints
+
+Piece = tuple[int, int, dict[str, Tensor]]
+"""(start, stop, tensors by kind) of one stored slice."""
+
+
+class Part(NamedTuple):
+    """What one rank writes, in host memory: training may go on."""
+
+    file: str
+    content: dict[str, Any]
+
+
+def part_of(engine: Engine, plan: Plan, replica: int = 0) -> Part:
+    """This rank's part of the checkpoint of the last step.
+
+    What is held follows `plan`; the ranks of one replica of it write all of the state, each slice once. The file's name
+    holds epoch and rank, so that no attempt overwrites another's.
+    """
+    state = engine.state
+    assert state is not None
+    slices: dict[str, dict[str, Tensor]] = {}
+    writers = Layout((plan.layout.replicas[replica],))
+    for piece in counted(writers, engine.specs)[engine.rank]:
+        tensors = state.tensors(state.specs[piece.name], piece)
+        slices[f"{piece.name}:{piece.start}:{piece.stop}"] = {
+            kind: tensor.detach().cpu().clone() for kind, tensor in tensors.items()
+        }
+    content = {
+        "iteration": engine.stepped,
+        "updates": engine.updates,
+        "model": msgspec.json.encode(engine.model).decode(),
+        "slices": slices,
+    }
+    return Part(f"part-e{plan.epoch:04d}-r{engine.rank:05d}.pt", content)
+
+
+def write_part(part: Part, folder: Path) -> int:
+    """Write a part; returns its bytes. The file is complete and flushed when it appears."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / part.file
+    temporary = path.with_suffix(".writing")
+    with temporary.open("wb") as file:
+        torch.save(part.content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    checkpoints.commit_file(temporary, path)
+    return path.stat().st_size
+
+
+def save_part(engine: Engine, plan: Plan, folder: Path, replica: int = 0) -> tuple[str, int]:
+    """`part_of`, written at once; returns (file, bytes)."""
+    part = part_of(engine, plan, replica)
+    return part.file, write_part(part, folder)
+
+
+class Writer:
+    """Writes parts behind training's back, one at a time: a folder that hangs holds up checkpoints and nothing else."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, part: Part, folder: Path, done: Callable[[int], None], failed: Callable[[Exception], None]) -> None:
+        """Write `part`, then call `done` with its bytes, or `failed` with what went wrong, in the writer's thread.
+
+        The process does not wait for it when it ends.
+        """
+        self.wait()
+
+        def write() -> None:
+            try:
+                size = write_part(part, folder)
+            except Exception as error:  # noqa: BLE001 -- a checkpoint less; what is training is not ended for it
+                failed(error)
+            else:
+                done(size)
+
+        self._thread = threading.Thread(target=write, name="resihp-checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+def load(engine: Engine, folder: Path) -> None:
+    """Fill the adopted place's state from a committed checkpoint, whatever layout wrote it.
+
+    Raises CheckpointError, before anything is changed, if the checkpoint is incomplete or of another model.
+    """
+    iteration, _, files = checkpoints.read_manifest(folder)
+    stored: dict[str, list[Piece]] = defaultdict(list)
+    updates = 0
+    for file in files:
+        content = _read(folder / file)
+        if content["model"] != msgspec.json.encode(engine.model).decode() or content["iteration"] != iteration:
+            raise CheckpointError(
+                f"checkpoint {folder}: {file} holds iteration {content['iteration']} of {content['model']}, "
+                f"not iteration {iteration} of this model"
+            )
+        updates = content["updates"]
+        for key, tensors in content["slices"].items():
+            name, start, stop = key.rsplit(":", 2)
+            stored[name].append((int(start), int(stop), tensors))
+    state = engine.state
+    assert state is not None
+    copies: list[tuple[Tensor, Tensor]] = []
+    for spec in state.specs.values():
+        copies += _copies(state, spec, stored[spec.name], folder)
+    with torch.no_grad():
+        for target, source in copies:
+            target.copy_(source)
+    engine.resume(iteration, updates)
+
+
+def _copies(state: State, spec: ParameterSpec, pieces: list[Piece], folder: Path) -> list[tuple[Tensor, Tensor]]:
+    """(view of the rank's state, view of a stored tensor) pairs that together cover its share of a parameter."""
+    wanted = state.share(spec)
+    found: list[tuple[Tensor, Tensor]] = []
+    reached = wanted.start
+    for start, stop, tensors in sorted(pieces, key=lambda piece: piece[:2]):
+        begin, end = max(start, reached), min(stop, wanted.stop)
+        if begin >= end:
+            continue
+        if begin > reached:
+            break
+        targets = state.tensors(spec, Slice(spec.name, begin, end))
+        for kind, target in targets.items():
+            source = tensors[kind]
+            if spec.axis is not None:  # stored as [..., parts, stop - start, ...]
+                source = source.narrow(spec.axis + 1, begin - start, end - begin)
+            if source.shape != target.shape:
+                raise CheckpointError(f"checkpoint {folder}: {spec.name} has another shape in this model")
+            found.append((target, source))
+        reached = end
+    if reached < wanted.stop:
+        raise CheckpointError(f"checkpoint {folder}: rows {reached} to {wanted.stop} of {spec.name} are missing")
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A part, mapped and not read: a rank touches only the slices that it needs. Only tensors are unpickled."""
+    try:
+        content: dict[str, Any] = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+        for key in ("iteration", "updates", "model", "slices"):
+            content[key]
+    except Exception as error:  # torch raises anything from KeyError to PickleError for a damaged file
+        raise CheckpointError(f"checkpoint {path.parent}: {path.name} cannot be read: {error}") from error
+    return content

@@ -1,0 +1,87 @@
+"""What one rank holds of the model: its place's parameters, their optimizer state, and which iteration they are of.
+
+While a transition is under way a rank has two of these: the one in effect and the next one beside it. Tensors that stay
+are shared between the two, so that the second costs only what is new; neither is ever changed through the other before
+the next one is in effect. Owned by `resihp.executor.engine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import msgspec
+from torch import Tensor
+
+from resihp.executor.compute.stage import StageModule
+from resihp.executor.state import parameters
+from resihp.executor.state.optimizer import AdamWState
+from resihp.parallelism.layout import LayerSpan
+from resihp.parallelism.ownership import ParameterSpec, Slice, share
+from resihp.parallelism.plan import Plan
+
+
+class Holding(msgspec.Struct, frozen=True):
+    """A place as far as it decides what is held: which layers, which tables, which share of them."""
+
+    chunks: tuple[LayerSpan, ...]
+    first: bool
+    last: bool
+    t: int
+    tp: int
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int) -> Holding | None:
+        """What `rank` holds under `plan`; None for a rank without work."""
+        place = plan.layout.place(rank)
+        if place is None:
+            return None
+        replica = plan.layout.replicas[place.replica]
+        order, stage = replica.virtual_stages, replica.stages[place.stage]
+        return cls(stage.chunks, order[0][0] == place.stage, order[-1][0] == place.stage, place.t, stage.tp)
+
+
+@dataclass
+class State:
+    """One holding, filled. `epoch` is that of the plan for which it was made."""
+
+    epoch: int
+    holding: Holding
+    stage: StageModule
+    optimizer: AdamWState
+    specs: Mapping[str, ParameterSpec]
+    """Of the parameters held, by name."""
+    sequence_parallel: bool = False
+    stepped: int = 0
+    """Last iteration whose step these parameters have taken."""
+    ready: int | None = None
+    """Iteration whose gradients are all reduced on this rank and still held."""
+
+    def share(self, spec: ParameterSpec) -> Slice:
+        return share(spec, self.holding.t, self.holding.tp)
+
+    def tensors(self, spec: ParameterSpec, piece: Slice) -> dict[str, Tensor]:
+        """Views of a slice's state by kind ("value", "exp_avg", "exp_avg_sq"), which may be written to."""
+        return {kind: self._view(tensor, spec, piece) for kind, tensor in self.optimizer.tensors(spec.name).items()}
+
+    def gradient(self, piece: Slice) -> Tensor:
+        """View of a slice's gradient; zeros where nothing was computed (a replica without micro-batches)."""
+        parameter = self.optimizer.parameters[piece.name]
+        if parameter.grad is None:
+            parameter.grad = parameter.data.new_zeros(parameter.shape)
+        return self._view(parameter.grad, self.specs[piece.name], piece)
+
+    def _view(self, tensor: Tensor, spec: ParameterSpec, piece: Slice) -> Tensor:
+        return parameters.view(tensor, spec, self.holding.t, self.holding.tp, piece)
+
+    def storages(self) -> Iterator[Tensor]:
+        """Every tensor of the state, once."""
+        for name in self.specs:
+            yield from self.optimizer.tensors(name).values()
+
+
+def extra_bytes(old: State | None, new: State | None) -> int:
+    """What holding both costs beyond the larger of the two: each tensor counted once."""
+    sizes = {tensor.data_ptr(): tensor.nbytes for state in (old, new) if state for tensor in state.storages()}
+    alone = [sum(tensor.nbytes for tensor in state.storages()) for state in (old, new) if state]
+    return sum(sizes.values()) - max(alone, default=0)

@@ -1,0 +1,115 @@
+"""Carries out the moves of a transition: slices of parameters and moments from rank to rank, in bounded chunks.
+
+Who sends what to whom is decided in `resihp.parallelism.transfers`, and known to both ends; nothing but the values
+travels. Moves go in one order that is equal on all ranks, a chunk of each at a time, over a communicator for each pair;
+a chunk is begun before the one before it is waited for, never more. Called by the engine; frees nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from resihp.executor.communicators import Communicators
+from resihp.executor.compute.channels import Transfer
+from resihp.executor.compute.interpreter import Observer, waiting
+from resihp.executor.state.rank_state import State
+from resihp.parallelism.ownership import ParameterSpec, Slice
+from resihp.parallelism.transfers import Move
+
+CHUNK_BYTES = 16 << 20
+"""Of state in one message; what a transition needs beside old and new state is a few of these."""
+UNDER_WAY = 2
+"""Chunks of one rank that are under way at once."""
+
+
+def channel_name(move: Move) -> str:
+    return f"state/{move.source}-{move.target}"
+
+
+def move_state(
+    moves: Sequence[Move],
+    rank: int,
+    old: State | None,
+    new: State | None,
+    specs: Mapping[str, ParameterSpec],
+    communicators: Communicators,
+    observer: Observer,
+    device: torch.device,
+) -> int:
+    """Send from `old` and receive into `new` all that concerns this rank; returns the bytes received.
+
+    Raises CommunicatorError when a peer is lost or the rank was woken; `old` is never changed.
+    """
+    received = 0
+    under_way: deque[tuple[Transfer, Tensor, list[Tensor]]] = deque()
+    for move in moves:
+        if rank not in (move.source, move.target):
+            continue
+        state = old if rank == move.source else new
+        assert state is not None, f"rank {rank}: no state for the move {move.source} -> {move.target}"
+        channel = communicators.channel(channel_name(move))
+        for views in _chunks(move, state, specs):
+            if rank == move.source:
+                flat = torch.cat([view.reshape(-1) for view in views])
+                targets: list[Tensor] = []
+            else:
+                flat = torch.empty(sum(view.numel() for view in views), dtype=views[0].dtype, device=device)
+                targets = views
+                received += flat.nbytes
+            under_way.append((channel.broadcast(flat), flat, targets))
+            if len(under_way) >= UNDER_WAY:
+                _finish(*under_way.popleft(), observer)
+    while under_way:
+        _finish(*under_way.popleft(), observer)
+    return received
+
+
+def copy_kept(old: State, new: State) -> None:
+    """Copy what a rank keeps of parameters whose share has changed. Shared tensors need nothing."""
+    for name, spec in new.specs.items():
+        if name not in old.specs or old.optimizer.parameters[name] is new.optimizer.parameters[name]:
+            continue
+        ours, theirs = old.share(spec), new.share(spec)
+        start, stop = max(ours.start, theirs.start), min(ours.stop, theirs.stop)
+        if start < stop:
+            piece = Slice(name, start, stop)
+            sources = old.tensors(spec, piece)
+            for kind, target in new.tensors(spec, piece).items():
+                target.copy_(sources[kind])
+
+
+def _chunks(move: Move, state: State, specs: Mapping[str, ParameterSpec]) -> Iterator[list[Tensor]]:
+    """Views of a move's tensors in the order in which they travel, cut into chunks equal at both ends."""
+    chunk: list[Tensor] = []
+    filled = 0
+    for piece in move.slices:
+        for tensor in state.tensors(specs[piece.name], piece).values():
+            for part in _cut(tensor):
+                if chunk and filled + part.nbytes > CHUNK_BYTES:
+                    yield chunk
+                    chunk, filled = [], 0
+                chunk.append(part)
+                filled += part.nbytes
+    if chunk:
+        yield chunk
+
+
+def _cut(tensor: Tensor) -> Iterator[Tensor]:
+    """Pieces of at most a chunk's size, along the longest axis. Equal at both ends: they depend on the shape only."""
+    if tensor.nbytes <= CHUNK_BYTES:
+        yield tensor
+        return
+    axis = max(range(tensor.ndim), key=lambda a: tensor.shape[a])
+    yield from tensor.chunk(-(-tensor.nbytes // CHUNK_BYTES), dim=axis)
+
+
+def _finish(transfer: Transfer, flat: Tensor, targets: list[Tensor], observer: Observer) -> None:
+    with waiting(observer, "state transfer"):
+        transfer.wait()
+    for target, part in zip(targets, flat.split([t.numel() for t in targets]) if targets else (), strict=True):
+        target.copy_(part.view(target.shape))
+    observer.progressed()

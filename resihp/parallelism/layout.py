@@ -1,0 +1,181 @@
+"""Who computes what: replicas of stages of ranks. A layout is data; everything else is derived from it.
+
+TP, PP and DP degrees are not global numbers. Each replica has its own stages, each stage its own ranks (the
+tensor-parallel group, in order) and its own layer chunks. Megatron's uniform grid is `Layout.uniform`. This module
+validates and identifies layouts; it never decides which one is good (`resihp.scheduler`) nor acts on one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import msgspec
+
+from resihp.errors import LayoutError
+from resihp.parallelism.model import ModelSpec
+
+LayerSpan = tuple[int, int]
+"""First and last layer, both inclusive, counted from 0."""
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """One pipeline stage of one replica: a tensor-parallel group and the layers that it holds."""
+
+    ranks: tuple[int, ...]
+    chunks: tuple[LayerSpan, ...]
+
+    @property
+    def tp(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(layer for first, last in self.chunks for layer in range(first, last + 1))
+
+
+class Replica(msgspec.Struct, frozen=True):
+    """One copy of the model, spread over stages in pipeline order."""
+
+    stages: tuple[Stage, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(rank for stage in self.stages for rank in stage.ranks)
+
+    @property
+    def virtual_stages(self) -> tuple[tuple[int, int], ...]:
+        """(stage, chunk) in the order in which a micro-batch passes: that of their layers."""
+        found = [(chunk[0], s, c) for s, stage in enumerate(self.stages) for c, chunk in enumerate(stage.chunks)]
+        return tuple((s, c) for _, s, c in sorted(found))
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a rank stands: replica, stage and index within the tensor-parallel group."""
+
+    replica: int
+    stage: int
+    t: int
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """All replicas, and the live ranks that have no work."""
+
+    replicas: tuple[Replica, ...]
+    standby: tuple[int, ...] = ()
+
+    @classmethod
+    def uniform(
+        cls, *, tp: int, pp: int, dp: int, layers: int, chunks: int = 1, standby: tuple[int, ...] = ()
+    ) -> Layout:
+        """Megatron's grid: rank = (replica * pp + stage) * tp + t, layers spread evenly, the remainder to the first.
+
+        With `chunks` above 1 each stage holds that many spans of layers (Megatron's virtual pipeline): virtual stage v
+        is chunk v // pp of stage v % pp. Raises LayoutError if a degree is below 1 or there are fewer layers than
+        virtual stages.
+        """
+        if min(tp, pp, dp, chunks) < 1:
+            raise LayoutError(f"layout tp={tp} pp={pp} dp={dp} chunks={chunks}: every degree must be at least 1")
+        if layers < pp * chunks:
+            fewer = f"choose --pp {layers} or fewer" if chunks == 1 else "choose fewer stages or virtual stages"
+            raise LayoutError(f"layout pp={pp}: the model has only {layers} layers; {fewer}")
+        depth = pp * chunks
+        spans: list[LayerSpan] = []
+        for v in range(depth):
+            first = spans[-1][1] + 1 if spans else 0
+            spans.append((first, first + layers // depth + (v < layers % depth) - 1))
+        return cls(
+            replicas=tuple(
+                Replica(
+                    stages=tuple(
+                        Stage(ranks=tuple((d * pp + s) * tp + t for t in range(tp)), chunks=tuple(spans[s::pp]))
+                        for s in range(pp)
+                    )
+                )
+                for d in range(dp)
+            ),
+            standby=standby,
+        )
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """Ranks with work, ascending."""
+        return tuple(sorted(rank for replica in self.replicas for rank in replica.ranks))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, standby included, ascending."""
+        return tuple(sorted((*self.active, *self.standby)))
+
+    def places(self) -> Iterator[tuple[int, Place]]:
+        """(rank, place) of every active rank."""
+        for d, replica in enumerate(self.replicas):
+            for s, stage in enumerate(replica.stages):
+                for t, rank in enumerate(stage.ranks):
+                    yield rank, Place(d, s, t)
+
+    def place(self, rank: int) -> Place | None:
+        """Where `rank` stands, or None for a standby or unknown rank."""
+        return next((place for other, place in self.places() if other == rank), None)
+
+    def stage_of(self, rank: int) -> Stage | None:
+        place = self.place(rank)
+        return None if place is None else self.replicas[place.replica].stages[place.stage]
+
+    def without(self, lost: frozenset[int]) -> Layout:
+        """Drop every replica that contains a lost rank; its live ranks become standby."""
+        kept = tuple(r for r in self.replicas if not lost.intersection(r.ranks))
+        freed = [rank for r in self.replicas if lost.intersection(r.ranks) for rank in r.ranks]
+        standby = sorted({*self.standby, *freed} - lost)
+        return Layout(replicas=kept, standby=tuple(standby))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical encoding: equal on every machine for equal layouts."""
+        return hashlib.sha256(msgspec.msgpack.encode(self, order="deterministic")).hexdigest()
+
+    def describe(self) -> str:
+        """Short text for messages: `DP3 x PP2 x TP2` for uniform layouts, else per replica, `2x TP4,4 | TP2,1`."""
+        shapes = [tuple(stage.tp for stage in replica.stages) for replica in self.replicas]
+        tail = f" + {len(self.standby)} standby" if self.standby else ""
+        if not shapes:
+            return f"no replica{tail}"
+        if len(set(shapes)) == 1 and len(set(shapes[0])) == 1:
+            return f"DP{len(shapes)} x PP{len(shapes[0])} x TP{shapes[0][0]}{tail}"
+        words = {shape: "TP" + ",".join(map(str, shape)) for shape in shapes}  # in order of their first replica
+        counts = {shape: shapes.count(shape) for shape in words}
+        return " | ".join(f"{n}x {words[shape]}" if n > 1 else words[shape] for shape, n in counts.items()) + tail
+
+
+def validate(layout: Layout, model: ModelSpec) -> None:
+    """Check that a layout is one: each layer once per replica and in order, ranks disjoint, tensors divisible.
+
+    Raises LayoutError naming the replica, stage or rank at fault.
+    """
+    if not layout.replicas:
+        raise LayoutError("layout: no replica; at least one is needed")
+    seen: set[int] = set()
+    for rank in (*(r for replica in layout.replicas for r in replica.ranks), *layout.standby):
+        if rank < 0:
+            raise LayoutError(f"layout: rank {rank} is negative")
+        if rank in seen:
+            raise LayoutError(f"layout: rank {rank} stands in two places")
+        seen.add(rank)
+    for d, replica in enumerate(layout.replicas):
+        if not replica.stages:
+            raise LayoutError(f"replica {d}: no stage")
+        held = [
+            layer
+            for s, c in replica.virtual_stages
+            for layer in range(replica.stages[s].chunks[c][0], replica.stages[s].chunks[c][1] + 1)
+        ]
+        if held != list(range(model.layers)):
+            raise LayoutError(f"replica {d}: layers {held} instead of 0 to {model.layers - 1}, each once and in order")
+        for s, stage in enumerate(replica.stages):
+            if not stage.ranks:
+                raise LayoutError(f"replica {d} stage {s}: no rank")
+            if not stage.chunks or any(first > last for first, last in stage.chunks):
+                raise LayoutError(f"replica {d} stage {s}: empty layer chunk in {list(stage.chunks)}")
+            obstacle = model.tensor_parallel_obstacle(stage.tp)
+            if obstacle:
+                raise LayoutError(f"replica {d} stage {s}: {obstacle}")

@@ -1,0 +1,52 @@
+"""The parameters of a model as far as planning needs them: by their real names and cuts, without building a module.
+
+Derived from a `ModelSpec` alone, so that the controller and the scheduler can ask `resihp.parallelism.transfers` what a
+transition would move and whether any state is lost. The executor works with the real list
+(`resihp.executor.state.parameters`), of which this is a part: biases, learned positions and all norms but one of each
+layer and the last are left out, below 0.1 % of the whole. Their holders are those of the norms that are there.
+"""
+
+from __future__ import annotations
+
+from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.ownership import ParameterSpec
+
+
+def outline(model: ModelSpec) -> tuple[ParameterSpec, ...]:
+    """Parameters in the order of the real ones: embedding, layers, last norm, head (unless tied to the embedding)."""
+    words = ParameterSpec(
+        "embedding.word_embeddings.weight",
+        "embedding",
+        (model.vocab_rows, model.hidden),
+        0,
+        tied="head" if model.tied_embeddings else None,
+    )
+    last_norm = ParameterSpec("final_layernorm.weight", "final", (model.hidden,))
+    inside = tuple(spec for layer in range(model.layers) for spec in layer_outline(model, layer))
+    if model.tied_embeddings:
+        return (words, *inside, last_norm)
+    return (
+        words,
+        *inside,
+        last_norm,
+        ParameterSpec("output_layer.weight", "head", (model.vocab_rows, model.hidden), 0),
+    )
+
+
+def layer_outline(model: ModelSpec, layer: int) -> tuple[ParameterSpec, ...]:
+    """Parameters of one transformer layer, counted from 0. All layers have the same."""
+    path, unit = f"layers.{layer}", f"layer.{layer}"
+    width = model.hidden // model.heads
+    parts = 2 if model.gated else 1
+    return (
+        ParameterSpec(f"{path}.input_layernorm.weight", unit, (model.hidden,)),
+        ParameterSpec(f"{path}.self_attention.linear_proj.weight", unit, (model.hidden, model.heads * width), 1),
+        ParameterSpec(
+            f"{path}.self_attention.linear_qkv.weight",
+            unit,
+            ((model.heads + 2 * model.kv_groups) * width, model.hidden),
+            0,
+        ),
+        ParameterSpec(f"{path}.mlp.linear_fc1.weight", unit, (parts * model.ffn_hidden, model.hidden), 0, parts),
+        ParameterSpec(f"{path}.mlp.linear_fc2.weight", unit, (model.hidden, model.ffn_hidden), 1),
+    )

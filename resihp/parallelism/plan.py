@@ -1,0 +1,128 @@
+"""What all ranks agree on: an epoch, a layout, who computes which micro-batch, in which order.
+
+Written by the controller, confirmed by every rank through `Plan.digest` before the first group is built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import msgspec
+
+from resihp.errors import LayoutError, PlanError
+from resihp.parallelism.layout import Layout
+
+Kind = Literal["F", "B", "W"]
+
+
+class Primitive(msgspec.Struct, frozen=True):
+    """One chunk of work on one stage: a micro-batch's way through one of the stage's layer chunks.
+
+    F forward, B backward, W weight gradients. Without a W for the same micro-batch and chunk, B computes both kinds of
+    gradients; with one, B computes those of the inputs only. `micro_batch` is an index into the global batch, `chunk`
+    one into `Stage.chunks`.
+    """
+
+    kind: Kind
+    micro_batch: int
+    chunk: int = 0
+
+
+Order = tuple[Primitive, ...]
+"""What one stage computes in an iteration, one after the other."""
+
+
+class Stop(msgspec.Struct, frozen=True):
+    """Where a micro-batch passes: a chunk of a stage of a replica."""
+
+    replica: int
+    stage: int
+    chunk: int
+
+
+class Migration(msgspec.Struct, frozen=True):
+    """Micro-batch `micro_batch` passes virtual stage `virtual_stage` of its home replica on `replica` instead.
+
+    F, B and W go together (the paper's stage-level workload migration). `replica` must hold the same layers in one
+    chunk.
+    """
+
+    micro_batch: int
+    virtual_stage: int
+    replica: int
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """One epoch's agreement.
+
+    `assignment[d]` lists the micro-batches, by their index in the global batch, whose home is replica d, in order.
+    Each stage's order of work is `orders[d][s]` where given, else follows from `schedule`
+    (`resihp.pipeline.schedules.orders_of`). Communication, its order included, follows from these
+    (`resihp.pipeline.program`).
+    """
+
+    epoch: int
+    layout: Layout
+    assignment: tuple[tuple[int, ...], ...]
+    schedule: str = "1f1b"
+    migrations: tuple[Migration, ...] = ()
+    orders: tuple[tuple[Order, ...], ...] = ()
+    sequence_parallel: bool = False
+    """Whether tensor-parallel groups split activations between their layers along the sequence."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of the global batch."""
+        return sum(len(share) for share in self.assignment)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical encoding."""
+        return hashlib.sha256(msgspec.msgpack.encode(self, order="deterministic")).hexdigest()
+
+    def paths(self) -> dict[int, tuple[Stop, ...]]:
+        """Where each micro-batch passes, from the embedding to the head: one stop for each virtual stage.
+
+        Raises PlanError if a migration leads to a replica that does not hold those layers in one chunk.
+        """
+        moved = {(migration.micro_batch, migration.virtual_stage): migration.replica for migration in self.migrations}
+        paths = {}
+        for home, share in enumerate(self.assignment):
+            own = [Stop(home, s, c) for s, c in self.layout.replicas[home].virtual_stages]
+            for m in share:
+                stops = [self._stop(stop, m, moved.get((m, v), home)) for v, stop in enumerate(own)]
+                paths[m] = tuple(stops)
+        return paths
+
+    def _stop(self, stop: Stop, micro_batch: int, replica: int) -> Stop:
+        if replica == stop.replica:
+            return stop
+        first, last = self.layout.replicas[stop.replica].stages[stop.stage].chunks[stop.chunk]
+        host = self.layout.replicas[replica]
+        for s, c in host.virtual_stages:
+            if host.stages[s].chunks[c] == (first, last):
+                return Stop(replica, s, c)
+        raise PlanError(
+            f"plan of epoch {self.epoch}: micro-batch {micro_batch} cannot pass layers {first} to {last} on "
+            f"replica {replica}, which does not hold them in one chunk"
+        )
+
+
+def spread(micro_batches: int, replicas: int) -> tuple[tuple[int, ...], ...]:
+    """Give each replica a contiguous share of the global batch, as even as it goes, the remainder to the first.
+
+    Raises LayoutError when a replica would get none.
+    """
+    if micro_batches < replicas:
+        raise LayoutError(
+            f"{micro_batches} micro-batches an iteration cannot feed {replicas} replicas; "
+            f"raise --micro-batches to {replicas} or more, or lower the data-parallel degree"
+        )
+    shares: list[tuple[int, ...]] = []
+    first = 0
+    for d in range(replicas):
+        count = micro_batches // replicas + (d < micro_batches % replicas)
+        shares.append(tuple(range(first, first + count)))
+        first += count
+    return tuple(shares)

@@ -1,0 +1,158 @@
+"""Journal entries in one line of words each, for the ledger's `events`, `status` and the live view. Pure.
+
+House style: lower case, subject first, ids in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from resihp.record import journal
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """`rank 5`, `ranks 0-3, 8`; `no rank`."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    if not runs:
+        return "no rank"
+    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank {words}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {words}"
+
+
+def size(count: int) -> str:
+    """`812 B`, `18.2 kB`, `340 MB`, `3.4 GB`: powers of 1000."""
+    for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= 0.9995 * unit:
+            return f"{count / unit:.{0 if count >= 99.95 * unit else 1}f} {letter}B"
+    return f"{count} B"
+
+
+def _numbers(numbers: tuple[int, ...], one: str) -> str:
+    return f"{one} {numbers[0]}" if len(numbers) == 1 else f"{one}s {', '.join(map(str, numbers))}"
+
+
+def _exit(exit: int | None) -> str:
+    if exit is None:
+        return "gone with its node"
+    return f"killed by signal {-exit}" if exit < 0 else f"exited with status {exit}"
+
+
+def _failure(entry: journal.FailureFound) -> str:
+    cause = entry.cause
+    where = [entry.node] if entry.node is not None else []
+    if entry.device is not None:
+        where.append(f"device {entry.device}")
+    if len(entry.ranks) == 1 and where:
+        subject = f"rank {entry.ranks[0]}"
+        bare = cause.removeprefix(subject).strip(" :")
+        cause = f"{subject} ({' '.join(where)}) {bare}"
+    elif entry.ranks and entry.component == "node":
+        cause = f"{cause}, {rank_list(entry.ranks)} lost"
+    when = "slow since" if entry.kind == "fail-slow" else "noticed in"
+    return f"failure {entry.failure}: {cause}, {when} iteration {entry.iteration}"
+
+
+def _probes(entry: journal.ProbesTaken) -> str:
+    unfit = [f"rank {probe.rank} ({probe.node} device {probe.device})" for probe in entry.devices if not probe.fit]
+    unfit += [f"link {link.nodes[0]}-{link.nodes[1]}" for link in entry.links if not link.fit]
+    links = f", {len(entry.links)} links" if entry.links else ""
+    told = f"; not fit: {', '.join(unfit)}" if unfit else ", all fit"
+    return f"probe {entry.probe} ({entry.occasion}): {len(entry.devices)} devices{links} in {entry.seconds:.2f} s{told}"
+
+
+def explain(entry: journal.AnyEntry) -> str:
+    """One line; whatever names and reasons it quotes stand in it as they are."""
+    match entry:
+        case journal.JobStarted():
+            restart = f", restart {entry.restart_count}" if entry.restart_count else ""
+            return (
+                f"job {entry.job}: started on {entry.host} with {entry.nodes} nodes of {entry.gpus_per_node}, "
+                f"TP{entry.tp} x PP{entry.pp}{restart}"
+            )
+        case journal.NodeJoined():
+            return f"node {entry.node}: joined on {entry.host} with {entry.devices} devices"
+        case journal.NodeLost():
+            return f"node {entry.node}: lost, {entry.reason}"
+        case journal.WorkerStarted():
+            return f"rank {entry.rank}: started on {entry.node} device {entry.device}, pid {entry.pid}"
+        case journal.WorkerEnded():
+            return f"rank {entry.rank}: {_exit(entry.exit)}"
+        case journal.PlanDecided():
+            plan = entry.plan
+            what = {
+                "start": "starts",
+                "redo": "redone",
+                "commit": "next, the one before counts",
+                "between": "next",
+            }[entry.action]
+            moved = f", {size(entry.bytes_planned)} to move" if entry.bytes_planned else ""
+            tail = f": {entry.reason}" if entry.reason else ""
+            return f"epoch {plan.epoch}: {plan.layout.describe()}, iteration {entry.next_iteration} {what}{moved}{tail}"
+        case journal.IterationCommitted():
+            return f"iteration {entry.outcome.iteration}: committed, loss {entry.outcome.loss:.4f}"
+        case journal.Suspected():
+            subject = f"rank {entry.rank}" if entry.rank is not None else f"node {entry.node}"
+            if entry.rank is None and entry.node is None:
+                subject = "no device in particular"
+            return f"{subject}: {'no longer suspected' if entry.cleared else 'suspected'}, {entry.evidence}"
+        case journal.FailureFound():
+            return _failure(entry)
+        case journal.FailureEnded():
+            return f"failure {entry.failure}: over since iteration {entry.iteration}, {entry.evidence}"
+        case journal.ProbesTaken():
+            return _probes(entry)
+        case journal.Reconfigured():
+            planned = entry.action == "between" and not entry.failures
+            causes = _numbers(entry.failures, "failure") if entry.failures else "interruption"
+            what = "layout changed" if planned else f"recovered from {causes}"
+            tries = f" after {entry.attempts} attempts" if entry.attempts > 1 else ""
+            moved = f", {size(entry.bytes_moved)} moved" if entry.bytes_moved else ""
+            return f"epoch {entry.epoch}: {what} in {entry.seconds:.2f} s{tries}{moved}"
+        case journal.PlanInEffect():
+            return f"epoch {entry.epoch}: in effect"
+        case journal.PlanRefused():
+            who = "our own check" if entry.rank is None else f"rank {entry.rank}"
+            return f"epoch {entry.epoch}: plan refused by {who}: {entry.reason}"
+        case journal.JoinRefused():
+            return f"rank {entry.rank} ({entry.node} device {entry.device}): not taken in, {entry.reason}"
+        case journal.ModelDeclared():
+            declare = entry.declare
+            return (
+                f"model: {declare.model.layers} layers, {declare.micro_batches} micro-batches, "
+                f"{declare.iterations} iterations"
+            )
+        case journal.LeaderChosen():
+            how = "started again" if entry.how == "restarted" else "chosen by a quorum of agents"
+            return f"supervisor: {how} on {entry.node or entry.host}, term {entry.term}"
+        case journal.JobSignalled():
+            nodes = f" on {len(entry.nodes)} nodes" if entry.nodes else ""
+            return f"job: received signal {entry.signal}{nodes} ({entry.meaning})"
+        case journal.DrainDecided():
+            how = "" if entry.measure == "drain" else ", left out of the user's next jobs"
+            return f"drain {entry.drain}: node {entry.node}{how}, {entry.reason}"
+        case journal.DrainAnswered():
+            return f"drain {entry.drain}: node {entry.node}, {entry.step} {entry.outcome}: {entry.text}"
+        case journal.NodeReleased():
+            return f"node {entry.node}: given back to Slurm, {entry.outcome}{f': {entry.text}' if entry.text else ''}"
+        case journal.ReplacementAsked():
+            return f"replacement {entry.replacement}: asked for in place of node {entry.node}, {entry.reason}"
+        case journal.ReplacementChanged():
+            job = f" (Slurm job {entry.slurm_job})" if entry.slurm_job else ""
+            node = f" as node {entry.node}" if entry.node else ""
+            tail = f": {entry.text}" if entry.text else ""
+            return f"replacement {entry.replacement}{job}: {entry.state}{node}{tail}"
+        case journal.SlurmSaw():
+            return f"node {entry.node}: {entry.state} for Slurm{f', {entry.text}' if entry.text else ''}"
+        case journal.FaultInjected():
+            when = "" if "@iteration=" in entry.text else f" in iteration {entry.iteration}"
+            return f"fault {entry.fault}: {entry.text} injected{when}"
+        case journal.CheckpointCommitted():
+            return f"checkpoint of iteration {entry.iteration}: {entry.bytes} bytes in {entry.seconds:.2f} s"
+        case journal.JobEnded():
+            code = "" if entry.exit_code is None else f", exit code {entry.exit_code}"
+            return f"job: {entry.state}{code}{f', {entry.reason}' if entry.reason else ''}"

@@ -1,0 +1,520 @@
+"""What is remembered of a job: the entries, and the file that holds them.
+
+Entries are facts and decisions in the order in which the controller made them. The supervisor appends each one here,
+flushed, *before* the actions that follow it take effect; the SQL ledger (`db`) is a projection of this file and may
+lag behind it or be rebuilt from it. Telemetry (`resihp.protocol.Progress`, per-rank reports) is not in it.
+
+File format: the 8 bytes `RESIHPJ1`, then records of little-endian u32 length, u32 CRC-32 of the body, body. A body is a
+msgpack-encoded `Record`. A torn tail (crash in mid-append) is cut off when the file is opened for appending.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from resihp.errors import ProtocolError
+from resihp.parallelism.plan import Plan
+from resihp.protocol.messages import Declare, StepOutcome
+
+MAGIC = b"RESIHPJ1"
+MAX_RECORD_BYTES = 16 << 20
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all entries."""
+
+
+class JobStarted(Entry, frozen=True, kw_only=True):
+    """First entry. `configuration` is the effective configuration as TOML-like plain data.
+
+    `leader` is the node on which the supervisor runs; empty where it runs on none of the job's (`--local`).
+    """
+
+    job: str
+    command: tuple[str, ...]
+    nodes: int
+    gpus_per_node: int
+    tp: int
+    pp: int
+    schedule: str
+    host: str
+    user: str
+    restart_count: int
+    version: str
+    configuration: dict[str, object]
+    leader: str = ""
+
+
+class NodeJoined(Entry, frozen=True, kw_only=True):
+    """`hardware`: what its devices are, by their maker's name; empty where that is not known."""
+
+    node: str
+    host: str
+    devices: int
+    hardware: str = ""
+
+
+class NodeLost(Entry, frozen=True, kw_only=True):
+    node: str
+    reason: str
+
+
+class WorkerStarted(Entry, frozen=True, kw_only=True):
+    rank: int
+    node: str
+    device: int
+    pid: int
+    epoch: int
+
+
+class WorkerEnded(Entry, frozen=True, kw_only=True):
+    """`exit` as in subprocess: negative for a signal; None when it died with its node and nobody saw how."""
+
+    rank: int
+    exit: int | None
+    epoch: int
+
+
+class PlanDecided(Entry, frozen=True, kw_only=True):
+    """`action` tells what becomes of the iteration that was under way: none was, it is redone, or it counts."""
+
+    plan: Plan
+    next_iteration: int
+    action: Literal["start", "redo", "commit", "between"]
+    finish: StepOutcome | None
+    reason: str
+    bytes_planned: int = 0
+    """State that has to travel between ranks, from the two layouts alone."""
+    predicted: float | None = None
+    """Time of an iteration under the plan, in `unit`; None where nobody could tell."""
+    present: float | None = None
+    """The same for the plan in effect, as things are now; None when there is none, or when it cannot run any more."""
+    unit: Literal["s", "layer times"] = "layer times"
+    """Of the two predictions. A layer time is the forward of one layer on a healthy device; only ratios tell then."""
+
+
+class IterationCommitted(Entry, frozen=True, kw_only=True):
+    """`seconds` is the slowest rank's, of the attempt that counted; None if no rank lived to report it."""
+
+    epoch: int
+    outcome: StepOutcome
+    seconds: float | None
+    predicted_seconds: float | None
+
+
+class Suspected(Entry, frozen=True, kw_only=True):
+    """Silence or lack of progress, or being slow. Not a failure.
+
+    `cleared` True when it has ended. A suspicion to be slow, of nobody in particular where rank and node are None, also
+    ends with a failure that is found.
+    """
+
+    rank: int | None
+    node: str | None
+    evidence: str
+    cleared: bool = False
+    kind: Literal["silent", "slow"] = "silent"
+
+
+class FailureFound(Entry, frozen=True, kw_only=True):
+    """One root cause. `failure` numbers the job's failures from 1.
+
+    `kind`: `fail-stop` (a process, device or node), `fail-slow` (it works, but slower), `communication` (ranks alive,
+    transfer broken), `program` (the training script). `detect_s` is known only where the moment of the fault is
+    (injected), else None. For what is slow: `iteration` is the first slow one, `speed` what is left of a healthy
+    device's or link's, `confidence` how sure the detector is, `link` the ranks at its ends.
+    """
+
+    failure: int
+    kind: Literal["fail-stop", "fail-slow", "communication", "program"]
+    component: Literal["process", "device", "node", "link", "script"]
+    cause: str
+    ranks: tuple[int, ...]
+    node: str | None
+    device: int | None
+    iteration: int
+    epoch: int
+    evidence: str
+    detect_s: float | None
+    speed: float | None = None
+    confidence: float | None = None
+    link: tuple[int, int] | None = None
+
+
+class FailureEnded(Entry, frozen=True, kw_only=True):
+    """What was slow is as fast as before, from `iteration` on."""
+
+    failure: int
+    node: str | None
+    device: int | None
+    iteration: int
+    evidence: str
+
+
+class DeviceProbe(msgspec.Struct, frozen=True, kw_only=True):
+    """One device's part of a probe: its own figures, and its speed against its peers' (None: nothing to compare)."""
+
+    rank: int
+    node: str
+    device: int
+    flops: float
+    memory_bytes: float
+    speed: float | None
+    fit: bool
+    evidence: str
+    hardware: str = ""
+    """By its maker's name; empty where that is not known."""
+
+
+class LinkProbe(msgspec.Struct, frozen=True, kw_only=True):
+    """A link between two ranks: its speed against its peers' (None: nothing to compare with), and its own figure."""
+
+    ranks: tuple[int, int]
+    nodes: tuple[str, str]
+    speed: float | None
+    fit: bool
+    seconds: float = 0.0
+    """Of one buffer there and back."""
+
+
+class ProbesTaken(Entry, frozen=True, kw_only=True):
+    """Devices and links were measured: before the first iteration, when a device joined, on a suspicion, or now and
+    then one that stands by because it was slow."""
+
+    probe: int
+    occasion: Literal["start", "join", "suspicion", "standby"]
+    devices: tuple[DeviceProbe, ...]
+    links: tuple[LinkProbe, ...]
+    seconds: float
+
+
+class Reconfigured(Entry, frozen=True, kw_only=True):
+    """One transition, from the failure's detection to the first committed iteration after it.
+
+    Phases in seconds, in order: `park` (detected to all parked), `plan` (to all confirmed), `groups` and `state`
+    (slowest rank's own figures), `first_iteration` (resumed to committed). `seconds` is their total as observed.
+    `bytes_moved` is what ranks received in all, `extra_bytes` the most that any rank held beside its state while both
+    layouts' were there. `action` "between": parked between two iterations, no work was under way.
+    """
+
+    epoch: int
+    failures: tuple[int, ...]
+    attempts: int
+    action: Literal["redo", "commit", "between"]
+    park_s: float
+    plan_s: float
+    groups_s: float
+    state_s: float
+    first_iteration_s: float
+    seconds: float
+    bytes_moved: int = 0
+    extra_bytes: int = 0
+
+
+class PlanInEffect(Entry, frozen=True, kw_only=True):
+    """Every rank has acknowledged its state: from here on the state is where this epoch's layout says."""
+
+    epoch: int
+
+
+class PlanRefused(Entry, frozen=True, kw_only=True):
+    """A plan that no rank acted on: `rank` objected, or the controller's own check failed (`rank` None)."""
+
+    epoch: int
+    rank: int | None
+    reason: str
+
+
+class JoinRefused(Entry, frozen=True, kw_only=True):
+    """A new process on a device was turned away; the job goes on without it."""
+
+    rank: int
+    node: str
+    device: int
+    reason: str
+
+
+class ModelDeclared(Entry, frozen=True, kw_only=True):
+    """What the job trains, once all ranks have declared the same: what a later supervisor needs to know of it."""
+
+    declare: Declare
+
+
+class LeaderChosen(Entry, frozen=True, kw_only=True):
+    """A supervisor took over: the first record of its term, whose numbers begin at `first_seq(term)`.
+
+    `node` is where it runs. `how`: the guardian started it again, or a quorum of agents chose a successor. `after`:
+    number of the last record of the journal that it took over.
+    """
+
+    term: int
+    node: str
+    host: str
+    how: Literal["restarted", "elected"]
+    after: int = 0
+
+
+class JobSignalled(Entry, frozen=True, kw_only=True):
+    """Slurm, or an operator, wants the job to stop; nobody is to blame. `nodes`: whose agents were signalled as well.
+
+    `meaning`: `warning` (time is running out, sent ahead by --signal), `time-limit`, `cancelled`, `preempted` or
+    `unknown`, as far as Slurm tells.
+    """
+
+    signal: int
+    nodes: tuple[str, ...]
+    meaning: Literal["warning", "time-limit", "cancelled", "preempted", "unknown"]
+
+
+class DrainDecided(Entry, frozen=True, kw_only=True):
+    """What is done about a node with a verdict. `drain` numbers these decisions from 1, `failure` is the verdict's.
+
+    `measure`: whether it is drained, or only left out of the user's next jobs; `grounds`: what for, as
+    `resihp.controller.nodes.measures` has it. Older journals know drains alone.
+    """
+
+    drain: int
+    node: str
+    failure: int
+    reason: str
+    measure: Literal["drain", "exclude"] = "drain"
+    grounds: Literal["hardware", "died again", "died", "agent"] = "hardware"
+
+
+class DrainAnswered(Entry, frozen=True, kw_only=True):
+    """How one rung of the drain ladder went. `unknown`: no answer, it may have happened."""
+
+    drain: int
+    node: str
+    step: Literal["slurm", "spool", "exclusion"]
+    outcome: Literal["done", "refused", "unknown"]
+    text: str
+
+
+class NodeReleased(Entry, frozen=True, kw_only=True):
+    """A node was given back to Slurm, or could not be now."""
+
+    node: str
+    outcome: Literal["done", "refused", "unknown"]
+    text: str
+
+
+class ReplacementAsked(Entry, frozen=True, kw_only=True):
+    """A node is wanted in place of `node`. `replacement` numbers the job's requests from 1."""
+
+    replacement: int
+    node: str
+    excluded: tuple[str, ...]
+    reason: str
+
+
+class ReplacementChanged(Entry, frozen=True, kw_only=True):
+    """What became of a request. `node` is the new node's name, once it is known."""
+
+    replacement: int
+    state: Literal["pending", "running", "joined", "refused", "cancelled", "ended"]
+    slurm_job: str | None
+    node: str | None
+    text: str
+
+
+class SlurmSaw(Entry, frozen=True, kw_only=True):
+    """Slurm's own view of a node that we had an opinion about, when it changed."""
+
+    node: str
+    state: str
+    text: str
+
+
+class FaultInjected(Entry, frozen=True, kw_only=True):
+    """Written before the fault is carried out."""
+
+    fault: int
+    text: str
+    rank: int | None
+    node: str | None
+    iteration: int
+
+
+class CheckpointCommitted(Entry, frozen=True, kw_only=True):
+    iteration: int
+    folder: str
+    bytes: int
+    seconds: float
+
+
+class JobEnded(Entry, frozen=True, kw_only=True):
+    """`state`: completed, failed, cancelled (signalled), abnormal (found dead by a successor or a reader)."""
+
+    exit_code: int | None
+    state: Literal["completed", "failed", "cancelled", "abnormal"]
+    reason: str
+
+
+AnyEntry = (
+    JobStarted
+    | NodeJoined
+    | NodeLost
+    | WorkerStarted
+    | WorkerEnded
+    | PlanDecided
+    | IterationCommitted
+    | Suspected
+    | FailureFound
+    | FailureEnded
+    | ProbesTaken
+    | Reconfigured
+    | PlanInEffect
+    | PlanRefused
+    | JoinRefused
+    | ModelDeclared
+    | LeaderChosen
+    | JobSignalled
+    | DrainDecided
+    | DrainAnswered
+    | NodeReleased
+    | ReplacementAsked
+    | ReplacementChanged
+    | SlurmSaw
+    | FaultInjected
+    | CheckpointCommitted
+    | JobEnded
+)
+
+
+TERM_SEQS = 10**9
+"""Record numbers of a term: a record's number is unique for the life of the job, whoever wrote it."""
+
+
+def first_seq(term: int) -> int:
+    return (term - 1) * TERM_SEQS + 1
+
+
+def term_of(seq: int) -> int:
+    """The term in which a record was written; 0 for no record."""
+    return (seq - 1) // TERM_SEQS + 1 if seq else 0
+
+
+class Record(msgspec.Struct, frozen=True):
+    """One journal record: number, UTC time in seconds since 1970, entry.
+
+    Numbers are consecutive from 1, but for a gap where a new term begins (`first_seq`).
+    """
+
+    seq: int
+    at: float
+    entry: AnyEntry
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Record)
+
+
+def _scan(content: bytes, name: str) -> Iterator[tuple[int, Record]]:
+    """(end offset, record) of every whole record."""
+    if content[: len(MAGIC)] != MAGIC[: len(content)]:
+        raise ProtocolError(f"journal {name}: not a resihp journal")
+    at = len(MAGIC)
+    while at + 8 <= len(content):
+        length = int.from_bytes(content[at : at + 4], "little")
+        crc = int.from_bytes(content[at + 4 : at + 8], "little")
+        body = content[at + 8 : at + 8 + length]
+        if not 0 < length <= MAX_RECORD_BYTES or len(body) < length or zlib.crc32(body) != crc:
+            return
+        try:
+            record = _decoder.decode(body)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"journal {name}: record at byte {at} is of another version: {error}") from error
+        at += 8 + length
+        yield at, record
+
+
+def encode(record: Record) -> bytes:
+    return _encoder.encode(record)
+
+
+def read(path: Path) -> list[Record]:
+    """All whole records; a torn tail is ignored. Raises ProtocolError if the file is no journal of this version."""
+    return [record for _, record in _scan(path.read_bytes(), str(path))]
+
+
+def torn_bytes(path: Path) -> int:
+    """How much of a torn tail `read` passes over."""
+    content = path.read_bytes()
+    end = min(len(content), len(MAGIC))
+    for end, _ in _scan(content, str(path)):  # noqa: B007 - wanted after the loop
+        pass
+    return len(content) - end
+
+
+class Journal:
+    """The file, open for appending. One writer: the supervisor that holds the job's lock."""
+
+    def __init__(self, path: Path, *, sync: bool = True) -> None:
+        """Open or create; cut a torn tail. `sync=False` leaves flushing to the kernel (tests, simulator)."""
+        self.path = path
+        self.seq = 0
+        self._sync = sync
+        end = 0
+        if path.exists():
+            content = path.read_bytes()
+            end = min(len(content), len(MAGIC)) if content[: len(MAGIC)] == MAGIC else 0
+            for end, record in _scan(content, str(path)):  # noqa: B007 - both are wanted after the loop
+                self.seq = record.seq
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.ftruncate(self._fd, end)
+        os.lseek(self._fd, end, os.SEEK_SET)
+        if end == 0:
+            os.write(self._fd, MAGIC)
+
+    def append(self, entry: AnyEntry, at: float) -> Record:
+        """Number, stamp, write and flush one entry. Raises OSError when the disk does not take it.
+
+        A `LeaderChosen` begins its term's numbers.
+        """
+        seq = self.seq + 1
+        if isinstance(entry, LeaderChosen):
+            seq = max(seq, first_seq(entry.term))
+        record = Record(seq, at, entry)
+        self._write(_encoder.encode(record))
+        self.seq = seq
+        return record
+
+    def copy(self, body: bytes) -> Record:
+        """Append a record that another journal holds, as encoded there (`encode`): its number must be a later one.
+
+        Raises ProtocolError for anything else.
+        """
+        try:
+            record = _decoder.decode(body)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"journal: a record of another version: {error}") from error
+        if record.seq <= self.seq:
+            raise ProtocolError(f"journal: record {record.seq} came after {self.seq}")
+        self._write(body)
+        self.seq = record.seq
+        return record
+
+    def _write(self, body: bytes) -> None:
+        frame = len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
+        start = os.lseek(self._fd, 0, os.SEEK_CUR)
+        try:
+            written = 0
+            while written < len(frame):
+                written += os.write(self._fd, frame[written:])
+            if self._sync:
+                os.fdatasync(self._fd)
+        except OSError:
+            os.ftruncate(self._fd, start)
+            os.lseek(self._fd, start, os.SEEK_SET)
+            raise
+
+    def close(self) -> None:
+        os.close(self._fd)

@@ -1,0 +1,160 @@
+"""What a transition from one layout to another has to do: bytes in all and over the busiest link, communicators. Pure.
+
+Bytes are those of `resihp.parallelism.transfers`, the one account of what moves. It is asked here about whole layers
+instead of single parameters, and, in a large job, only about replicas that change and as many others as can serve them:
+which of many equal holders sends is a matter of balance, not of bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+
+import msgspec
+
+from resihp.parallelism.layout import Layout, Replica
+from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.ownership import ParameterSpec
+from resihp.parallelism.parameter_outline import layer_outline, outline
+from resihp.parallelism.transfers import Base, bytes_of, moves
+from resihp.scheduler.cost.prices import bytes_to_move
+from resihp.scheduler.situation import Situation
+from resihp.scheduler.transition_cost import Movement
+
+INSIDE_WEIGHT = 1 / 12
+"""A byte within a node, in bytes between nodes: NVLink to a 200 or 400 Gb/s adapter
+(`resihp.scheduler.what_if.catalogue`)."""
+FEW_REPLICAS = 8
+"""Up to so many, all are asked about."""
+SENDERS = 3
+"""Of what one replica lacks, in a larger job. More make no difference: what a rank receives is what takes longest."""
+
+
+def movement(
+    situation: Situation, layout: Layout, *, inside_weight: float = INSIDE_WEIGHT, element: int = 4
+) -> Movement:
+    """What it takes to get from a situation's base to `layout`. Communicators are all new even where nothing moves.
+
+    `element`: bytes of a number of state, of which a parameter has three (its value, of 32 bits also under mixed
+    precision, and two moments). Raises LayoutError naming what nobody holds any more.
+    """
+    survivors = set(situation.available).difference(situation.stale)
+    if layout.replicas == situation.base.replicas and survivors.issuperset(layout.active):
+        return Movement(groups=communicators(layout))
+    specs = _blocks(situation.model)
+    by_name = {spec.name: spec for spec in specs}
+    sent: defaultdict[int, float] = defaultdict(float)
+    received: defaultdict[int, float] = defaultdict(float)
+    for targets, sources in _asked(situation, layout, survivors):
+        base = Base(epoch=situation.epoch, layout=Layout(sources), survivors=tuple(sorted(survivors)))
+        for move in moves(base, Layout(targets), specs, situation.nodes):
+            weight = _weight(situation, move.source, move.target, inside_weight)
+            bytes_moved = bytes_of(move, by_name, element) * weight
+            sent[move.source] += bytes_moved
+            received[move.target] += bytes_moved
+    return Movement(
+        total_bytes=bytes_to_move(situation, layout, element),
+        busiest_bytes=max((*sent.values(), *received.values()), default=0.0),
+        groups=communicators(layout),
+    )
+
+
+def state_bytes(model: ModelSpec, layout: Layout, element: int = 4) -> tuple[int, int]:
+    """State of all ranks of a layout, and of the one that holds most: what loading it from a checkpoint reads."""
+    specs = _blocks(model)
+    held: defaultdict[int, int] = defaultdict(int)
+    for replica in layout.replicas:
+        virtual = replica.virtual_stages
+        for s, stage in enumerate(replica.stages):
+            units = {f"layer.{layer}" for layer in stage.layers}
+            units |= {"embedding"} if s == virtual[0][0] else set()
+            units |= {"final", "head"} if s == virtual[-1][0] else set()
+            own = sum(spec.elements for spec in specs if units.intersection(spec.units)) // max(1, stage.tp)
+            for rank in stage.ranks:
+                held[rank] = own * 3 * element
+    return sum(held.values()), max(held.values(), default=0)
+
+
+def communicators(layout: Layout) -> int:
+    """How many the rank has to build that is in most of them: all are new after a transition.
+
+    One of all ranks, one of its stage, one for each rank of other stages that it sends to or receives from, forward and
+    backward, and one for each set of ranks that sum the same gradients. As `resihp.pipeline.program.memberships` makes
+    them, but without the programs: plans whose micro-batches migrate have a few more.
+    """
+    holders: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for d, replica in enumerate(layout.replicas):
+        for s, stage in enumerate(replica.stages):
+            for layer in stage.layers if stage.ranks else ():
+                holders[layer].append((d, s, stage.tp))
+    sets = {layer: tuple(found) for layer, found in holders.items()}
+    widest = {held: max(tp for _, _, tp in held) for held in set(sets.values())}
+    most = 0
+    for replica in layout.replicas:
+        pairs = _pairs(replica)
+        for stage in (stage for stage in replica.stages if stage.ranks):
+            sums = {sets[layer] for layer in stage.layers} if len(layout.replicas) > 1 else set()
+            gradients = sum(-(-widest[held] // stage.tp) for held in sums)
+            own = max((pairs[rank] for rank in stage.ranks), default=0)
+            most = max(most, 1 + (stage.tp > 1) + own + gradients)
+    return most
+
+
+def _pairs(replica: Replica) -> defaultdict[int, int]:
+    """Of each rank: others of its replica that it sends to or receives from, each direction by itself."""
+    edges: set[tuple[str, int, int]] = set()
+    path = [replica.stages[s] for s, _ in replica.virtual_stages]
+    for a, b in itertools.pairwise(path):
+        chunks = max(a.tp, b.tp)
+        if a is not b and a.ranks and b.ranks:
+            for c in range(chunks):
+                sender, receiver = a.ranks[c * a.tp // chunks], b.ranks[c * b.tp // chunks]
+                edges |= {("forward", sender, receiver), ("backward", receiver, sender)}
+    found: defaultdict[int, int] = defaultdict(int)
+    for _, sender, receiver in edges:
+        found[sender] += 1
+        found[receiver] += 1
+    return found
+
+
+def _asked(
+    situation: Situation, layout: Layout, survivors: set[int]
+) -> Iterator[tuple[tuple[Replica, ...], tuple[Replica, ...]]]:
+    """Replicas of `layout` that are not as they were, with replicas of the base that can send what these lack.
+
+    All together in a small job; in a large one each with those that its ranks were in, and with `SENDERS` that are
+    whole, the nearest ones first and each in turn.
+    """
+    base = situation.base.replicas
+    before = {replica for replica in base if survivors.issuperset(replica.ranks)}
+    changed = tuple(replica for replica in layout.replicas if replica not in before)
+    used = {rank for replica in changed for rank in replica.ranks}
+    whole = [replica for replica in base if replica in before and not used.intersection(replica.ranks)]
+    if len(base) <= FEW_REPLICAS or not whole:
+        yield changed, base
+        return
+    home = {rank: replica for replica in base for rank in replica.ranks}
+    near = {situation.nodes[rank] for rank in used}
+    whole.sort(key=lambda replica: -len(near.intersection(situation.nodes[rank] for rank in replica.ranks)))
+    for i, replica in enumerate(changed):
+        touched = dict.fromkeys(home[rank] for rank in replica.ranks if rank in home)
+        turn = [whole[(SENDERS * i + k) % len(whole)] for k in range(SENDERS)]
+        yield (replica,), (*touched, *dict.fromkeys(turn))
+
+
+def _blocks(model: ModelSpec) -> tuple[ParameterSpec, ...]:
+    """A layer's parameters as one that can be cut like them, and what is outside the layers."""
+    elements = sum(spec.elements for spec in layer_outline(model, 0))
+    rows = model.kv_groups  # every degree divides them
+    outside = outline(msgspec.structs.replace(model, layers=0))
+    return (
+        *(ParameterSpec(f"layers.{i}", f"layer.{i}", (rows, elements // rows), 0) for i in range(model.layers)),
+        *outside,
+    )
+
+
+def _weight(situation: Situation, source: int, target: int, inside: float) -> float:
+    if situation.nodes[source] == situation.nodes[target]:
+        return inside
+    return 1.0 / situation.link((source,), (target,))

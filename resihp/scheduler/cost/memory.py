@@ -1,0 +1,285 @@
+"""Bytes that a rank needs under a plan, and whether it has them. Pure; an estimate, never a measurement.
+
+State is exact but for what `resihp.parallelism.parameter_outline` leaves out. Activations follow Korthikanti et al.,
+"Reducing Activation Recomputation in Large Transformer Models" (2022), section 4: a layer keeps, for each token and in
+16-bit numbers, hidden * (10 + 24 / t) bytes, under sequence parallelism hidden * 34 / t. The 24 are those of an MLP
+four times as wide and of as many key/value heads as heads; here they follow from the model. Attention scores are not
+kept (fused attention), recomputation is not counted. Buffers of communication, and the second copy of state while a
+transition is under way, are not part of this.
+
+Called by the planner, and by the executor before it agrees to a plan.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import msgspec
+
+from resihp.parallelism.layout import Layout, Replica, Stage
+from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.ownership import ParameterSpec
+from resihp.parallelism.parameter_outline import layer_outline, outline
+from resihp.parallelism.plan import Order, Plan
+from resihp.pipeline.schedules import orders_of
+
+STATE_BYTES = 16
+"""Of each parameter: its value, its gradient and Adam's two moments in 32 bits. Mixed precision takes as many: 2 + 2,
+and 12 for the master copy and the moments, which under ZeRO-1 the replicas share (`zero_1`).
+"""
+
+ELEMENT = 4
+"""Bytes of a number: the executor trains in float32."""
+
+
+class Post(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides how much memory a stage needs, but for the number of its layers."""
+
+    stage: int
+    stages: int
+    tp: int
+    chunks: int = 1
+    schedule: str = "1f1b"
+    micro_batches: int = 1
+    sequence_parallel: bool = False
+    state_bytes: int = STATE_BYTES
+
+
+def zero_1(replicas: int) -> int:
+    """Bytes of each parameter under mixed precision if so many replicas share the optimizer's state (ZeRO, stage 1)."""
+    return 4 + -(-12 // max(1, replicas))
+
+
+def needed_bytes(
+    plan: Plan, rank: int, model: ModelSpec, tokens: int, *, element: int = ELEMENT, state_bytes: int = STATE_BYTES
+) -> int:
+    """Bytes of state and of the most activations that are alive at once; 0 for a rank without work.
+
+    `tokens` is the length of the longest micro-batch; 0 where it is not known, and then activations do not count.
+    """
+    place = plan.layout.place(rank)
+    if place is None:
+        return 0
+    order = orders_of(plan)[place.replica][place.stage] if tokens else ()
+    return _stage_bytes(
+        plan.layout.replicas[place.replica],
+        place.stage,
+        order,
+        model,
+        tokens,
+        plan.sequence_parallel,
+        element,
+        state_bytes,
+    )
+
+
+def obstacle(
+    plan: Plan,
+    model: ModelSpec,
+    memory_bytes: int,
+    tokens: int,
+    *,
+    element: int = ELEMENT,
+    state_bytes: int = STATE_BYTES,
+) -> str | None:
+    """Which rank would need more than `memory_bytes`, the worst of them, or None if each has enough."""
+    orders = orders_of(plan) if tokens else ()
+    needs: list[tuple[int, int]] = []
+    for d, replica in enumerate(plan.layout.replicas):
+        for s, stage in enumerate(replica.stages):
+            order = orders[d][s] if tokens else ()
+            needed = _stage_bytes(replica, s, order, model, tokens, plan.sequence_parallel, element, state_bytes)
+            needs.append((needed, -stage.ranks[0]))
+    needed, rank = max(needs, default=(0, 0))
+    if needed <= memory_bytes:
+        return None
+    return (
+        f"rank {-rank}: needs {needed / 1e9:.3g} GB under the plan of epoch {plan.epoch}, its device has "
+        f"{memory_bytes / 1e9:.3g} GB"
+    )
+
+
+def capacity(model: ModelSpec, post: Post, memory_bytes: int, tokens: int, *, element: int = ELEMENT) -> int:
+    """Most layers that a stage can hold; with several chunks about that, as they may not be of one size."""
+    first, last = post.stage == 0, post.stage == post.stages - 1
+    fixed = post.state_bytes * _held(_outside(model, first, last), post.tp)
+    per_layer = post.state_bytes * _held(layer_outline(model, 0), post.tp)
+    if tokens:
+        alive = _most_alive(post.schedule, post.stage, post.stages, post.chunks, post.micro_batches)
+        fixed += _outside_activations(model, first, last, post.tp, tokens, element)
+        per_layer += -(
+            -alive * _layer_activations(model, post.tp, post.sequence_parallel, tokens, element) // post.chunks
+        )
+    return max(0, (memory_bytes - fixed) // per_layer)
+
+
+def fits(
+    replica: Replica,
+    micro_batches: int,
+    model: ModelSpec,
+    memory_bytes: int | None,
+    tokens: int,
+    *,
+    schedule: str = "1f1b",
+    sequence_parallel: bool = False,
+    element: int = ELEMENT,
+    state_bytes: int = STATE_BYTES,
+) -> bool:
+    """Whether every stage of a replica has memory enough for so many micro-batches, in the order of a schedule."""
+    if memory_bytes is None:
+        return True
+    virtual = replica.virtual_stages
+    stages = len(replica.stages)
+    orders: tuple[Order, ...] = ()
+    if tokens and len(virtual) > stages:
+        orders = _alone(schedule, virtual, stages, micro_batches)
+    for s, stage in enumerate(replica.stages):
+        first, last = virtual[0][0] == s, virtual[-1][0] == s
+        inside, per_layer = _layer_bytes(model, stage.tp, sequence_parallel, tokens, element, state_bytes)
+        needed = state_bytes * _held(_outside(model, first, last), stage.tp) + len(stage.layers) * inside
+        if tokens:
+            needed += _outside_activations(model, first, last, stage.tp, tokens, element)
+            if orders:
+                needed += _peak(orders[s], [(b - a + 1) * per_layer for a, b in stage.chunks])
+            else:
+                needed += _most_alive(schedule, s, stages, 1, micro_batches) * len(stage.layers) * per_layer
+        if needed > memory_bytes:
+            return False
+    return True
+
+
+def most_alive(
+    replica: Replica,
+    model: ModelSpec,
+    memory_bytes: int | None,
+    tokens: int,
+    *,
+    sequence_parallel: bool = False,
+    element: int = ELEMENT,
+    state_bytes: int = STATE_BYTES,
+) -> tuple[float, ...]:
+    """For each stage, of how many micro-batches it can keep the activations at once; infinite where that is unknown."""
+    if memory_bytes is None or not tokens:
+        return (float("inf"),) * len(replica.stages)
+    virtual = replica.virtual_stages
+    found: list[float] = []
+    for s, stage in enumerate(replica.stages):
+        first, last = virtual[0][0] == s, virtual[-1][0] == s
+        inside, per_layer = _layer_bytes(model, stage.tp, sequence_parallel, tokens, element, state_bytes)
+        state = state_bytes * _held(_outside(model, first, last), stage.tp) + len(stage.layers) * inside
+        outside = _outside_activations(model, first, last, stage.tp, tokens, element)
+        found.append((memory_bytes - state - outside) // (per_layer * len(stage.layers)))
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def _layer_bytes(
+    model: ModelSpec, tp: int, sequence_parallel: bool, tokens: int, element: int, state_bytes: int
+) -> tuple[int, int]:
+    """Of one rank: a layer's state, and its activations of one micro-batch."""
+    state = state_bytes * _held(layer_outline(model, 0), tp)
+    return state, _layer_activations(model, tp, sequence_parallel, tokens, element)
+
+
+@lru_cache(maxsize=256)
+def _alone(schedule: str, virtual: tuple[tuple[int, int], ...], stages: int, micro_batches: int) -> tuple[Order, ...]:
+    """Orders of a replica that has the job for itself."""
+    spans: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
+    for v, (s, _) in enumerate(virtual):
+        spans[s].append((v, v))
+    layout = Layout((Replica(tuple(Stage((s,), tuple(held)) for s, held in enumerate(spans))),))
+    return orders_of(Plan(epoch=0, layout=layout, assignment=(tuple(range(micro_batches)),), schedule=schedule))[0]
+
+
+def smallest_degree(
+    model: ModelSpec, post: Post, memory_bytes: int | None, tokens: int, *, element: int = ELEMENT
+) -> int:
+    """k_min of Eq. 3: the smallest degree, a power of two or `post.tp`, at which a stage holds a layer in each chunk.
+
+    `post.tp` + 1 if there is none.
+    """
+    if memory_bytes is None:
+        return 1
+    for k in sorted({1 << q for q in range(post.tp.bit_length())} | {post.tp}):
+        place = msgspec.structs.replace(post, tp=k)
+        if k <= post.tp and capacity(model, place, memory_bytes, tokens, element=element) >= post.chunks:
+            return k
+    return post.tp + 1
+
+
+def _stage_bytes(
+    replica: Replica,
+    s: int,
+    order: Order,
+    model: ModelSpec,
+    tokens: int,
+    sequence_parallel: bool,
+    element: int,
+    state_bytes: int,
+) -> int:
+    stage = replica.stages[s]
+    virtual = replica.virtual_stages
+    first, last = virtual[0][0] == s, virtual[-1][0] == s
+    state = _held(_outside(model, first, last), stage.tp) + len(stage.layers) * _held(layer_outline(model, 0), stage.tp)
+    if not order:
+        return state_bytes * state
+    per_layer = _layer_activations(model, stage.tp, sequence_parallel, tokens, element)
+    sizes = [(last_layer - first_layer + 1) * per_layer for first_layer, last_layer in stage.chunks]
+    outside = _outside_activations(model, first, last, stage.tp, tokens, element)
+    return state_bytes * state + outside + _peak(order, sizes)
+
+
+def _peak(order: Order, sizes: list[int]) -> int:
+    """The most that is alive at once when F takes `sizes[chunk]`, and its W, or its B without a W, gives it back."""
+    split = {(p.micro_batch, p.chunk) for p in order if p.kind == "W"}
+    alive = most = 0
+    for p in order:
+        if p.kind == "F":
+            alive += sizes[p.chunk]
+            most = max(most, alive)
+        elif p.kind == "W" or (p.micro_batch, p.chunk) not in split:
+            alive -= sizes[p.chunk]
+    return most
+
+
+@lru_cache(maxsize=4096)
+def _most_alive(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int) -> int:
+    """Chunks of micro-batches that a stage keeps at once; the number of micro-batches soon makes no difference."""
+    count = min(micro_batches, 2 * stages * chunks)
+    spans = tuple(tuple((c * stages + s, c * stages + s) for c in range(chunks)) for s in range(stages))
+    layout = Layout((Replica(tuple(Stage((s,), spans[s]) for s in range(stages))),))
+    plan = Plan(epoch=0, layout=layout, assignment=(tuple(range(count)),), schedule=schedule)
+    return _peak(orders_of(plan)[0][stage], [1] * chunks)
+
+
+@lru_cache(maxsize=64)
+def _outside(model: ModelSpec, first: bool, last: bool) -> tuple[ParameterSpec, ...]:
+    """Parameters outside the layers that a first, last, or only stage holds."""
+    units = {"embedding"} if first else set()
+    units |= {"final", "head"} if last else set()
+    bare = msgspec.structs.replace(model, layers=0)
+    return tuple(spec for spec in outline(bare) if units.intersection(spec.units))
+
+
+def _held(specs: tuple[ParameterSpec, ...], tp: int) -> int:
+    """Elements of one rank of a group."""
+    return sum(spec.elements if spec.axis is None else spec.elements // tp for spec in specs)
+
+
+def _layer_activations(model: ModelSpec, tp: int, sequence_parallel: bool, tokens: int, element: int) -> int:
+    """Bytes that a layer keeps of one micro-batch, see the module. In units of 2 bytes, as in the source."""
+    heads = 1 + 2 * model.kv_groups / model.heads
+    # Cut: query, key, value, the projection's input (2 each), and the MLP inside: in and out of its activation, and
+    # where it is gated the gate, too.
+    cut = 2 * (heads + 1 + (3 if model.gated else 2) * model.ffn_hidden / model.hidden)
+    whole = 10.0
+    per_token = (whole + cut) / tp if sequence_parallel else whole + cut / tp
+    return int(tokens * model.hidden * per_token * element / 2)
+
+
+def _outside_activations(model: ModelSpec, first: bool, last: bool, tp: int, tokens: int, element: int) -> int:
+    """Bytes of one micro-batch outside the layers: the embedding's output; the norm's, the logits and their softmax."""
+    total = tokens * model.hidden * element if first else 0
+    if last:
+        total += tokens * element * (2 * model.hidden + 2 * model.vocab_rows // tp)
+    return total

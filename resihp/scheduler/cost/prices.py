@@ -1,0 +1,324 @@
+"""What a layout costs: predicted time of an iteration, and bytes that must move to get there. Pure.
+
+Times are those of `resihp.pipeline.timeline`: a chunk takes what its layers take (`Situation.times`) divided by the
+speed of its group, a transfer between two nodes what the slowest of their links takes; gradient synchronisation begins
+once the last replica has come. Replicas that exchange no micro-batches wait for each other only at the end, so each is
+played alone, and equal ones once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from functools import lru_cache
+
+import msgspec
+import numpy as np
+
+from resihp.parallelism.layout import Layout, Replica, Stage
+from resihp.parallelism.ownership import ParameterSpec
+from resihp.parallelism.parameter_outline import layer_outline, outline
+from resihp.parallelism.plan import Plan, Primitive, Stop
+from resihp.parallelism.transfers import TENSORS
+from resihp.pipeline.compiled import CompiledOrders, compile_orders
+from resihp.pipeline.schedules import orders_of
+from resihp.pipeline.timeline import Orders, Seconds, Transfers, play
+from resihp.scheduler.cost import memory
+from resihp.scheduler.cost.profile import Times
+from resihp.scheduler.layouts import shares
+from resihp.scheduler.layouts.layers import Chunks
+from resihp.scheduler.layouts.tp_groups import overlap
+from resihp.scheduler.situation import Situation
+
+Shape = tuple[tuple[Times, ...], ...]
+"""Times of each chunk of each stage of a replica."""
+
+
+class Priced(msgspec.Struct, frozen=True):
+    """A replica with what matters for its time."""
+
+    replica: Replica
+    shape: Shape
+    late: tuple[tuple[float, ...], ...] = ()
+    """Seconds from each stage to each other one; empty where transfers take no time."""
+
+    @property
+    def slowest(self) -> float:
+        """Time of its slowest stage for one micro-batch."""
+        return max(sum(times.total for times in chunks) for chunks in self.shape)
+
+    @property
+    def pace(self) -> shares.Seconds:
+        """A rough time, for a first guess."""
+        return shares.estimate(len(self.shape), self.slowest)
+
+
+class Prices:
+    """Prices of one situation; remembers every replica that it has played."""
+
+    def __init__(self, situation: Situation) -> None:
+        self._situation = situation
+        self._shapes: dict[object, tuple[Shape, tuple[tuple[float, ...], ...]]] = {}
+        self._clocks: dict[object, _Clock] = {}
+        self._priced: dict[int, Priced] = {}
+        """By identity of the replica, which it keeps alive."""
+
+    def priced(self, replica: Replica) -> Priced:
+        found = self._priced.get(id(replica))
+        if found is None:
+            found = self._priced[id(replica)] = self._price(replica)
+        return found
+
+    def _price(self, replica: Replica) -> Priced:
+        situation = self._situation
+        speeds, nodes = situation.speeds, situation.nodes
+        slow = bool(speeds)
+        key: list[object] = [stage.chunks for stage in replica.stages]
+        key += [situation.speed(stage.ranks) if slow else len(stage.ranks) for stage in replica.stages]
+        if situation.times.transfer_s or situation.times.inside_s:
+            homes = [tuple(sorted({nodes[rank] for rank in stage.ranks})) for stage in replica.stages]
+            names = {home: i for i, home in reversed([*enumerate(homes)])}
+            key += [names[home] for home in homes] if not situation.links else homes
+        found = self._shapes.get(tuple(key))
+        if found is None:
+            shape = tuple(_times(stage, situation) for stage in replica.stages)
+            found = self._shapes[tuple(key)] = shape, _late(replica, situation)
+        return Priced(replica, *found)
+
+    def seconds(self, priced: Priced, micro_batches: int) -> float:
+        """Time of one replica for so many micro-batches, played."""
+        return self._clock(priced)(micro_batches)
+
+    def shapes_seconds(self, shapes: Sequence[Sequence[Times]], micro_batches: int) -> list[float]:
+        """Times of pipelines of equally many stages, one chunk each, without transfers; played together."""
+        if not shapes:
+            return []
+        stages = len(shapes[0])
+        schedule = self._situation.schedule
+        compiled, slots, _ = _compiled(schedule, tuple(((s, s),) for s in range(stages)), micro_batches)
+        split = schedule == "zero-bubble"
+        table = np.array([[(t.f, t.b if split else t.b + t.w, t.w) for t in shape] for shape in shapes])
+        index = [s * 3 + kind for s, _, kind in slots]
+        found: list[float] = compiled.iteration_seconds(table.reshape(len(shapes), -1).take(index, axis=1)).tolist()
+        return found
+
+    def iteration(self, replicas: Sequence[Priced]) -> tuple[tuple[int, ...], float]:
+        """Micro-batches of each replica, and the time of the iteration. Raises PlanError if some would get none."""
+        played = [self._clock(priced) for priced in replicas]
+        usual = max(1, self._situation.micro_batches // max(1, len(played)))
+        guess = shares.split(self._situation.micro_batches, [clock.line(usual) for clock in played])
+        counts = shares.improved(guess, played)
+        longest = max(seconds(m) for seconds, m in zip(played, counts, strict=True))
+        return counts, longest + after_backward_s([priced.replica for priced in replicas], self._situation)
+
+    def _clock(self, priced: Priced) -> _Clock:
+        stages = priced.replica.stages
+        key = (priced.shape, priced.late, tuple((stage.tp, len(stage.layers)) for stage in stages))
+        found = self._clocks.get(key)
+        if found is None:
+            found = self._clocks[key] = _Clock(priced, self._situation)
+        return found
+
+
+class _Clock:
+    """Times of replicas of one shape, by their number of micro-batches; each is played once.
+
+    Infinite for more micro-batches than the replica has memory for.
+    """
+
+    def __init__(self, priced: Priced, situation: Situation) -> None:
+        self.pace = priced.pace
+        self._priced, self._situation, self._schedule = priced, situation, situation.schedule
+        self._played: dict[int, float] = {}
+
+    def __call__(self, micro_batches: int) -> float:
+        found = self._played.get(micro_batches)
+        if found is None:
+            found = self._played[micro_batches] = self._play(micro_batches)
+        return found
+
+    def line(self, usual: int) -> shares.Seconds:
+        """Through two played times, about the usual number of micro-batches: near enough for a first guess."""
+        begin, end = self(usual), self(usual + 1)
+        slope = end - begin
+        if not math.isfinite(slope) or slope <= 0:
+            return self.pace
+        return lambda m: begin + (m - usual) * slope
+
+    def _play(self, micro_batches: int) -> float:
+        if not memory.fits(
+            self._priced.replica,
+            micro_batches,
+            self._situation.model,
+            self._situation.memory_bytes,
+            self._situation.tokens,
+            schedule=self._schedule,
+            sequence_parallel=self._situation.sequence_parallel,
+            state_bytes=self._situation.state_bytes,
+        ):
+            return math.inf
+        shape, late = self._priced.shape, self._priced.late
+        compiled, slots, edges = _compiled(self._schedule, _canonical(self._priced.replica), micro_batches)
+        split = self._schedule == "zero-bubble"
+        by_stop = {
+            (s, c): (t.f, t.b if split else t.b + t.w, t.w)
+            for s, chunks in enumerate(shape)
+            for c, t in enumerate(chunks)
+        }
+        return compiled.makespan(
+            [by_stop[s, c][kind] for s, c, kind in slots], [late[a][b] for a, b in edges] if late else None
+        )
+
+
+def _canonical(replica: Replica) -> tuple[Chunks, ...]:
+    """Layers of each stage, as far as the order of work depends on them: of the literature's schedules it does not."""
+    if replica.virtual_stages == tuple((s, 0) for s in range(len(replica.stages))):
+        return tuple(((s, s),) for s in range(len(replica.stages)))
+    return tuple(stage.chunks for stage in replica.stages)
+
+
+@lru_cache(maxsize=1024)
+def _compiled(
+    schedule: str, spans: tuple[Chunks, ...], micro_batches: int
+) -> tuple[CompiledOrders, list[tuple[int, int, int]], list[tuple[int, int]]]:
+    """Orders of one replica; stage, chunk and kind of each slot, and the stages of each transfer."""
+    replica = Replica(tuple(Stage((s,), held) for s, held in enumerate(spans)))
+    plan = Plan(epoch=0, layout=Layout((replica,)), assignment=(tuple(range(micro_batches)),), schedule=schedule)
+    compiled = compile_orders(plan, orders_of(plan))
+    slots = list(zip(compiled.stage.tolist(), compiled.chunk.tolist(), compiled.kind.tolist(), strict=True))
+    edges = [(slots[a][0], slots[b][0]) for a, b in compiled.edges.T.tolist()]
+    return compiled, slots, edges
+
+
+def iteration_seconds(plan: Plan, situation: Situation) -> float:
+    """Predicted time of an iteration of any plan, with its migrations, orders, transfers and synchronisation.
+
+    Raises PlanError if the plan cannot be carried out; infinite where a stage with work has speed 0.
+    """
+    orders = orders_of(plan)
+    found = play(plan, orders, costs(plan, situation, orders), transfers(plan, situation)).makespan
+    return found + after_backward_s(plan.layout.replicas, situation)
+
+
+def costs(plan: Plan, situation: Situation, orders: Orders) -> Seconds:
+    """Cost of every primitive of a plan, for `resihp.pipeline.timeline.play`."""
+    shapes = tuple(tuple(_times(stage, situation) for stage in replica.stages) for replica in plan.layout.replicas)
+    return _costs(shapes, orders)
+
+
+def transfers(plan: Plan, situation: Situation) -> Transfers:
+    """Seconds from one stage to another, for `resihp.pipeline.timeline.play`."""
+    if not (situation.times.transfer_s or situation.times.inside_s):
+        return 0.0
+    replicas = plan.layout.replicas
+    known: dict[tuple[int, int, int, int], float] = {}
+
+    def seconds(sender: Stop, receiver: Stop) -> float:
+        key = (sender.replica, sender.stage, receiver.replica, receiver.stage)
+        if key not in known:
+            a, b = (replicas[stop.replica].stages[stop.stage].ranks for stop in (sender, receiver))
+            known[key] = situation.transfer_s(a, b)
+        return known[key]
+
+    return seconds
+
+
+def after_backward_s(replicas: Sequence[Replica], situation: Situation) -> float:
+    """Gradient synchronisation of the slowest group, and the step.
+
+    A stage synchronises with those that hold the same layers in other replicas, over the slowest link between them.
+    """
+    times = situation.times
+    if len(replicas) < 2 or not times.gradient_s:
+        return times.step_s
+    working = [stage for replica in replicas for stage in replica.stages if stage.ranks]
+    slowest = max(len(stage.layers) * times.gradient_s / stage.tp for stage in working)
+    if situation.links:
+        for replica in replicas:
+            for stage in replica.stages:
+                mine = set(stage.layers)
+                peers = [s for r in replicas if r is not replica for s in r.stages if mine.intersection(s.layers)]
+                link = min((situation.link(stage.ranks, peer.ranks) for peer in peers), default=1.0)
+                if link < 1.0 and stage.ranks:
+                    slowest = max(slowest, len(mine) * times.gradient_s / stage.tp / link)
+    return slowest + times.step_s
+
+
+def _costs(shapes: tuple[Shape, ...], orders: Orders) -> Seconds:
+    split = any(p.kind == "W" for replica in orders for order in replica for p in order)
+
+    def seconds(stop: Stop, primitive: Primitive) -> float:
+        times = shapes[stop.replica][stop.stage][stop.chunk]
+        if primitive.kind == "F":
+            return times.f
+        if primitive.kind == "W":
+            return times.w
+        return times.b if split else times.b + times.w
+
+    return seconds
+
+
+def _times(stage: Stage, situation: Situation) -> tuple[Times, ...]:
+    """Of each chunk of a stage, with what the embedding and the head add."""
+    speed = situation.speed(stage.ranks)
+    found = [situation.times.span(first, last) for first, last in stage.chunks]
+    return tuple(times.at(speed) for times in found)
+
+
+def _late(replica: Replica, situation: Situation) -> tuple[tuple[float, ...], ...]:
+    if not (situation.times.transfer_s or situation.times.inside_s):
+        return ()
+    groups = [stage.ranks for stage in replica.stages]
+    return tuple(tuple(situation.transfer_s(a, b) for b in groups) for a in groups)
+
+
+class _Holding(msgspec.Struct, frozen=True):
+    """What a rank holds: index `t` of its stage's group, and what the stage has outside its layers."""
+
+    stage: Stage
+    t: int
+    units: frozenset[str]
+
+
+def bytes_to_move(situation: Situation, layout: Layout, element: int = 4) -> int:
+    """What all ranks of `layout` need and do not hold: what `resihp.parallelism.transfers.moves` moves, without making
+    the list.
+
+    Loss of state is not noticed here (`resihp.parallelism.transfers.missing`).
+    """
+    inside = layer_outline(situation.model, 0)
+    outside = outline(msgspec.structs.replace(situation.model, layers=0))
+    survivors = set(situation.available).difference(situation.stale)
+    before = {rank: holding for rank, holding in _holdings(situation.base) if rank in survivors}
+    total = Fraction(0)
+    for rank, now in _holdings(layout):
+        old = before.get(rank)
+        if old == now:
+            continue
+        shared = Fraction(0) if old is None else overlap(now.t, now.stage.tp, old.t, old.stage.tp)
+        kept = 0 if old is None else len(set(now.stage.layers).intersection(old.stage.layers))
+        for spec in inside:
+            total += (len(now.stage.layers) - kept) * _lacking(spec, now, None) + kept * _lacking(spec, now, shared)
+        for spec in outside:
+            if now.units.intersection(spec.units):
+                has = old is not None and bool(old.units.intersection(spec.units))
+                total += _lacking(spec, now, shared if has else None)
+    return int(total) * TENSORS * element
+
+
+def _holdings(layout: Layout) -> Iterator[tuple[int, _Holding]]:
+    for replica in layout.replicas:
+        virtual = replica.virtual_stages
+        for s, stage in enumerate(replica.stages):
+            units = {"embedding"} if s == virtual[0][0] else set()
+            units |= {"final", "head"} if s == virtual[-1][0] else set()
+            for t, rank in enumerate(stage.ranks):
+                yield rank, _Holding(stage, t, frozenset(units))
+
+
+def _lacking(spec: ParameterSpec, now: _Holding, shared: Fraction | None) -> Fraction:
+    """Elements of a parameter that a rank needs; `shared` is the part that it has already, None for a new one."""
+    if spec.axis is None:
+        return Fraction(spec.elements if shared is None else 0)
+    return spec.elements * (Fraction(1, now.stage.tp) - (shared or 0))

@@ -1,0 +1,298 @@
+"""Small jobs looked at as a whole: all ways to form groups, pipelines and shares of a few devices. Pure.
+
+The progressive planner changes as little as it can; with a handful of devices, beginning anew may be much better, and
+everything can be tried. Devices of equal speed on a node are alike, in a group only the slowest counts, and a group
+of faster devices is never worse: so groups are runs of a node's devices in descending order of speed, and what
+remains at the end of the run stands by. Pipelines of the same groups have one solution. What a bound excludes is not
+played. Only where the devices' memory is known: nothing else keeps a device from holding the whole model.
+
+Called by `resihp.scheduler.planner`, whose other candidates it competes with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from resihp.parallelism.layout import LayerSpan, Replica, Stage
+from resihp.scheduler.cost import memory
+from resihp.scheduler.cost.prices import Priced, Prices
+from resihp.scheduler.cost.profile import Times
+from resihp.scheduler.layouts import layers, shares
+from resihp.scheduler.situation import Situation
+
+MOST_DEVICES = 8
+"""More are not looked at as a whole: the number of possibilities grows beyond any time that there is."""
+
+BEAM = 4
+"""Pipelines of the same groups whose neighbours are looked at."""
+
+Kind = tuple[int, float]
+"""What counts of a group: degree, and the speed of its slowest device."""
+
+
+class _Laid(msgspec.Struct, frozen=True):
+    """A pipeline in the making: groups in order, and the layers of each."""
+
+    kinds: tuple[Kind, ...]
+    counts: tuple[int, ...]
+
+
+def replicas(situation: Situation, prices: Prices, below: float) -> list[Priced] | None:
+    """The best replicas there can be, if an iteration takes them less than `below`; None if it does not.
+
+    None as well for jobs that are too large, whose devices' memory is not known, or to which nothing has happened.
+    """
+    if not (
+        situation.lost or situation.speeds or situation.links or set(situation.available) - {*situation.base.active}
+    ):
+        return None
+    if situation.memory_bytes is None or len(situation.available) > MOST_DEVICES or situation.chunks > 1:
+        return None
+    return _Search(situation, prices).best(below)
+
+
+class _Search:
+    def __init__(self, situation: Situation, prices: Prices) -> None:
+        self._s, self._prices = situation, prices
+        self._times = situation.times
+        self._pipelines: dict[tuple[tuple[Kind, ...], int], tuple[float, _Laid | None]] = {}
+        self._bottlenecks: dict[tuple[Kind, ...], float] = {}
+        self._limits: dict[tuple[int, int, int, int], int] = {}
+        base = situation.base
+        self._held = {
+            rank: (d, s, stage)
+            for d, r in enumerate(base.replicas)
+            for s, stage in enumerate(r.stages)
+            for rank in stage.ranks
+        }
+        self._by_node: dict[str, list[int]] = defaultdict(list)
+        for rank in sorted(situation.available, key=self._order):
+            if self._p(rank) > 0:
+                self._by_node[situation.nodes[rank]].append(rank)
+
+    def best(self, below: float) -> list[Priced] | None:
+        found: tuple[tuple[tuple[Kind, ...], ...], tuple[int, ...]] | None = None
+        tried: set[tuple[tuple[Kind, ...], ...]] = set()
+        nodes = [
+            sorted(set(_runs([self._p(r) for r in ranks], self._degrees))) for _, ranks in sorted(self._by_node.items())
+        ]
+        whole_work = self._times.span(0, self._s.model.layers - 1).total * self._s.micro_batches
+        everything = {tuple(sorted(itertools.chain(*parts))) for parts in itertools.product(*nodes)}
+        for kinds in sorted(everything, key=lambda kinds: (-sum(k * p for k, p in kinds), kinds)):
+            if not kinds or whole_work / sum(k * p for k, p in kinds) >= below:
+                continue  # not even balanced perfectly
+            for parts in _parts(kinds, self._s.most_stages, self._s.micro_batches):
+                if parts in tried:
+                    continue
+                tried.add(parts)
+                shared = self._share(parts, below)
+                if shared is not None:
+                    below, found = shared[0], (parts, shared[1])
+        return None if found is None else self._named(*found)
+
+    @property
+    def _degrees(self) -> tuple[int, ...]:
+        powers = {1 << q for q in range(self._s.tp.bit_length())} | {self._s.tp}
+        return tuple(k for k in sorted(powers) if k <= self._s.tp and not self._s.model.tensor_parallel_obstacle(k))
+
+    def _share(self, parts: Sequence[tuple[Kind, ...]], below: float) -> tuple[float, tuple[int, ...]] | None:
+        """Time of an iteration and micro-batches of each pipeline, if it takes less than `below`."""
+        if sum(below // self._bottleneck(kinds) for kinds in parts) < self._s.micro_batches:
+            return None
+        clocks = {kinds: (lambda m, kinds=kinds: self._pipeline(kinds, m)[0]) for kinds in set(parts)}
+        paces = {kinds: shares.estimate(len(kinds), self._bottleneck(kinds)) for kinds in set(parts)}
+        guess = shares.split(self._s.micro_batches, [paces[kinds] for kinds in parts])
+        counts = shares.improved(guess, [clocks[kinds] for kinds in parts])
+        seconds = max(clocks[kinds](m) for kinds, m in zip(parts, counts, strict=True))
+        return (seconds, counts) if seconds < below else None
+
+    def _bottleneck(self, kinds: tuple[Kind, ...]) -> float:
+        """Least time of the slowest stage for one micro-batch, at least."""
+        found = self._bottlenecks.get(kinds)
+        if found is None:
+            total = self._times.span(0, self._s.model.layers - 1).total
+            found = self._bottlenecks[kinds] = total / sum(k * p for k, p in kinds)
+        return found
+
+    def _pipeline(self, kinds: tuple[Kind, ...], m: int) -> tuple[float, _Laid | None]:
+        """The best pipeline of these groups for so many micro-batches: every order, and the partitions worth it."""
+        found = self._pipelines.get((kinds, m))
+        if found is None:
+            found = (math.inf, None)
+            tried: set[_Laid] = set()
+            offers = self._first_offers(kinds, m)
+            while offers:  # downhill, from the best of all to its neighbours
+                tried.update(offers)
+                seconds = self._prices.shapes_seconds([self._shape(laid) for laid in offers], m)
+                ranked = sorted(range(len(offers)), key=seconds.__getitem__)[:BEAM]
+                if seconds[ranked[0]] >= found[0]:
+                    break
+                found = (seconds[ranked[0]], offers[ranked[0]])
+                near = {other for i in ranked for other in self._nearby(offers[i], m)}
+                offers = sorted(near - tried, key=lambda laid: (laid.kinds, laid.counts))
+            self._pipelines[kinds, m] = found
+        return found
+
+    def _first_offers(self, kinds: tuple[Kind, ...], m: int) -> list[_Laid]:
+        """Each group last in turn, where the head is, the others by strength, strong ones first or last."""
+        found: dict[_Laid, None] = {}
+        for last in sorted(set(kinds)):
+            rest = sorted(kinds)
+            rest.remove(last)
+            for order in ((*rest, last), (*reversed(rest), last)):
+                speeds = [k * p for k, p in order]
+                for counts in layers.trade_offs(self._times, speeds, self._room(order, m)):
+                    found[_Laid(order, counts)] = None
+        return list(found)
+
+    def _nearby(self, laid: _Laid, m: int) -> Iterator[_Laid]:
+        """One layer elsewhere, or two neighbours in each other's place."""
+        for counts in layers.nearby(laid.counts, self._room(laid.kinds, m)):
+            yield _Laid(laid.kinds, counts)
+        for s in range(len(laid.kinds) - 1):
+            order = [*range(s), s + 1, s, *range(s + 2, len(laid.kinds))]
+            other = _Laid(tuple(laid.kinds[i] for i in order), tuple(laid.counts[i] for i in order))
+            if all(n <= most for n, most in zip(other.counts, self._room(other.kinds, m), strict=True)):
+                yield other
+
+    def _room(self, order: tuple[Kind, ...], m: int) -> list[int]:
+        return [self._limit(s, len(order), k, m) for s, (k, _) in enumerate(order)]
+
+    def _shape(self, laid: _Laid) -> list[Times]:
+        return [
+            self._times.span(first, last).at(k * p)
+            for (k, p), (first, last) in zip(laid.kinds, _spans(laid.counts), strict=True)
+        ]
+
+    def _limit(self, s: int, stages: int, k: int, m: int) -> int:
+        assert self._s.memory_bytes is not None
+        key = (s, stages, k, min(m, stages))
+        found = self._limits.get(key)
+        if found is None:
+            post = memory.Post(
+                stage=s,
+                stages=stages,
+                tp=k,
+                schedule=self._s.schedule,
+                micro_batches=m,
+                sequence_parallel=self._s.sequence_parallel,
+                state_bytes=self._s.state_bytes,
+            )
+            found = memory.capacity(self._s.model, post, self._s.memory_bytes, self._s.tokens)
+            self._limits[key] = found
+        return found
+
+    # Which ranks these are.
+
+    def _named(self, parts: tuple[tuple[Kind, ...], ...], counts: tuple[int, ...]) -> list[Priced]:
+        """Replicas of real ranks: whoever holds most of what a place needs goes there."""
+        laid = [self._pipeline(kinds, m)[1] for kinds, m in zip(parts, counts, strict=True)]
+        places = [
+            (i, s, kind, span)
+            for i, one in enumerate(laid)
+            if one is not None
+            for s, (kind, span) in enumerate(zip(one.kinds, _spans(one.counts), strict=True))
+        ]
+        groups = self._groups(sorted(kind for _, _, kind, _ in places))
+        kept = np.array(
+            [
+                [self._kept(ranks, span) if kind == mine else -1e9 for ranks, mine in groups]
+                for _, _, kind, span in places
+            ]
+        )
+        at, which = linear_sum_assignment(kept, maximize=True)
+        stages: dict[int, dict[int, Stage]] = defaultdict(dict)
+        for place, group in zip(at.tolist(), which.tolist(), strict=True):
+            i, s, _, span = places[place]
+            stages[i][s] = Stage(groups[group][0], (span,))
+        found = [Replica(tuple(stage for _, stage in sorted(own.items()))) for own in stages.values()]
+        found.sort(key=lambda replica: min((*self._held.get(rank, (math.inf,))[:1], rank) for rank in replica.ranks))
+        return [self._prices.priced(replica) for replica in found]
+
+    def _groups(self, wanted: list[Kind]) -> list[tuple[tuple[int, ...], Kind]]:
+        """Real groups of these kinds: some node's runs that together are just them."""
+        names = sorted(self._by_node)
+        options = [[run for run in _named_runs(self._by_node[name], self._p, self._degrees)] for name in names]
+
+        def fit(i: int, left: list[Kind]) -> list[tuple[tuple[int, ...], Kind]] | None:
+            if i == len(names):
+                return [] if not left else None
+            for run in options[i]:
+                rest = list(left)
+                try:
+                    for _, kind in run:
+                        rest.remove(kind)
+                except ValueError:
+                    continue
+                more = fit(i + 1, rest)
+                if more is not None:
+                    return [*run, *more]
+            return None
+
+        found = fit(0, wanted)
+        assert found is not None
+        return found
+
+    def _kept(self, ranks: tuple[int, ...], span: LayerSpan) -> float:
+        """Layers that the ranks hold already, each by the part that it needs of them."""
+        needed = set(range(span[0], span[1] + 1))
+        return sum(
+            len(needed.intersection(held[2].layers)) / len(ranks)
+            for rank in ranks
+            if (held := self._held.get(rank)) is not None
+        )
+
+    def _p(self, rank: int) -> float:
+        return self._s.speeds.get(rank, 1.0)
+
+    def _order(self, rank: int) -> tuple[float, float, float, int]:
+        """Fast ones first; of equal ones those of one stage together."""
+        place = self._held.get(rank)
+        return (-self._p(rank), *(place[:2] if place else (math.inf, math.inf)), rank)
+
+
+def _runs(speeds: Sequence[float], degrees: Sequence[int]) -> Iterator[tuple[Kind, ...]]:
+    """Ways to cut devices, fast ones first, into groups; those at the end may be left out."""
+    yield ()
+    for k in degrees:
+        if k <= len(speeds):
+            for rest in _runs(speeds[k:], degrees):
+                yield tuple(sorted(((k, speeds[k - 1]), *rest)))
+
+
+def _named_runs(
+    ranks: Sequence[int], p: Callable[[int], float], degrees: Sequence[int]
+) -> Iterator[list[tuple[tuple[int, ...], Kind]]]:
+    yield []
+    for k in degrees:
+        if k <= len(ranks):
+            for rest in _named_runs(ranks[k:], p, degrees):
+                yield [(tuple(sorted(ranks[:k])), (k, p(ranks[k - 1]))), *rest]
+
+
+def _parts(kinds: tuple[Kind, ...], most: int, pipelines: int) -> Iterator[tuple[tuple[Kind, ...], ...]]:
+    """Ways to distribute groups over at most so many pipelines of at most `most` stages; some come twice."""
+
+    def extend(i: int, parts: list[tuple[Kind, ...]]) -> Iterator[tuple[tuple[Kind, ...], ...]]:
+        if i == len(kinds):
+            yield tuple(sorted(parts))
+            return
+        for part in sorted({part for part in parts if len(part) < most}):
+            at = parts.index(part)
+            yield from extend(i + 1, [*parts[:at], (*part, kinds[i]), *parts[at + 1 :]])
+        if len(parts) < pipelines:
+            yield from extend(i + 1, [*parts, (kinds[i],)])
+
+    return extend(0, [])
+
+
+def _spans(counts: Sequence[int]) -> list[LayerSpan]:
+    ends = list(itertools.accumulate(counts))
+    return [(end - count, end - 1) for end, count in zip(ends, counts, strict=True)]

@@ -1,0 +1,204 @@
+"""Which ranks form which stage: progressive exclusion, replacement, and the layers that follow. Pure.
+
+The paper's first two steps. Each stage keeps what Eq. 4 says is best of its live ranks and of idle ones on its node,
+the weakest stage choosing first; a stage without anybody is replaced or left out. Then each replica's layers are
+spread over what it has. Whether to add or give up whole stages and replicas is decided in `resihp.scheduler.planner`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+
+import msgspec
+
+from resihp.errors import PlanError
+from resihp.parallelism.layout import LayerSpan, Replica, Stage
+from resihp.scheduler.cost import memory
+from resihp.scheduler.layouts import layers, tp_groups
+from resihp.scheduler.situation import Situation
+
+SIGNIFICANT = 0.01
+"""A prediction must be better by more than this, relatively, for something to be worth its unrest."""
+
+
+class Group(msgspec.Struct, frozen=True):
+    """Ranks of one stage, in order, and the layers that they (or those whose places they take) held."""
+
+    ranks: tuple[int, ...]
+    held: tuple[LayerSpan, ...] = ()
+
+
+class Pipe(msgspec.Struct, frozen=True):
+    """A replica in the making: groups in pipeline order, and the replica of the base that it continues."""
+
+    groups: tuple[Group, ...]
+    base: int | None = None
+
+
+class Pool:
+    """Ranks without work, by node."""
+
+    def __init__(self, situation: Situation, ranks: Iterable[int]) -> None:
+        self._nodes = situation.nodes
+        self._by_node: defaultdict[str, set[int]] = defaultdict(set)
+        self.add(ranks)
+
+    def add(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._by_node[self._nodes[rank]].add(rank)
+
+    def take(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._by_node[self._nodes[rank]].discard(rank)
+
+    def on(self, node: str) -> tuple[int, ...]:
+        return tuple(sorted(self._by_node[node])) if node in self._by_node else ()
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(sorted(node for node, ranks in self._by_node.items() if ranks))
+
+
+def regroup(situation: Situation, given_up: Collection[int] = (), *, vacant_first: bool = True) -> tuple[Pipe, ...]:
+    """What becomes of each replica of the base; those `given_up` are left out, and their ranks are free for others.
+
+    Stages choose from the pool in ascending order of the speed that they have left. `vacant_first`: those without any
+    rank choose before all others, else after.
+    """
+    live = set(situation.available)
+    places = [
+        (d, s, stage, tuple(rank for rank in stage.ranks if rank in live))
+        for d, replica in enumerate(situation.base.replicas)
+        if d not in given_up
+        for s, stage in enumerate(replica.stages)
+    ]
+    pool = Pool(situation, sorted(live.difference(rank for *_, left in places for rank in left)))
+    places.sort(key=lambda place: (not place[3] and not vacant_first, _left(situation, place[2], place[3]), place[:2]))
+    found: dict[tuple[int, int], tuple[int, ...]] = {}
+    for d, s, stage, left in places:
+        group = _choice(situation, d, s, stage, left, pool)
+        pool.add(set(left).difference(group))
+        pool.take(set(group).difference(left))
+        found[d, s] = group
+    pipes = []
+    for d, replica in enumerate(situation.base.replicas):
+        groups = [Group(found.get((d, s), ()), stage.chunks) for s, stage in enumerate(replica.stages)]
+        if any(group.ranks for group in groups):
+            pipes.append(Pipe(tuple(group for group in groups if group.ranks), d))
+    return tuple(pipes)
+
+
+def idle_groups(situation: Situation, idle: Collection[int]) -> tuple[Group, ...]:
+    """Groups that could be made of the ranks without work, each on one node, fastest first."""
+    pool = Pool(situation, sorted(idle))
+    found: list[Group] = []
+    for node in pool.nodes:
+        while True:
+            ranks = tp_groups.exclude(
+                _throughputs(situation, pool.on(node)),
+                started_with=situation.tp,
+                obstacle=situation.model.tensor_parallel_obstacle,
+            )
+            if not ranks:
+                break
+            pool.take(ranks)
+            found.append(Group(ranks))
+    return tuple(sorted(found, key=lambda group: (-situation.speed(group.ranks), group.ranks)))
+
+
+def lay(situation: Situation, pipe: Pipe) -> Replica:
+    """Give the groups of a replica their layers. Raises PlanError if these do not fit the groups' memory.
+
+    A replica whose groups are as they were keeps its layers; if speeds of its ranks were measured, unless others
+    make its slowest stage significantly faster. Where there are more virtual stages than layers, the slowest groups
+    are left out.
+    """
+    before = None if pipe.base is None else situation.base.replicas[pipe.base]
+    same = before is not None and _same(pipe, before)
+    if before is not None and untouched(situation, pipe):
+        return before
+    model = situation.model
+    every = [situation.speed(group.ranks) for group in pipe.groups]
+    stay = layers.fitting(model.layers, every, situation.chunks)
+    groups = [pipe.groups[i] for i in stay]
+    speeds = [every[i] for i in stay]
+    ends = layers.ends_of(situation.times)
+    limits = None
+    if situation.memory_bytes is not None:
+        posts = [situation.post(s, len(groups), len(group.ranks)) for s, group in enumerate(groups)]
+        limits = [memory.capacity(model, post, situation.memory_bytes, situation.tokens) for post in posts]
+    held = tuple(group.held for group in groups)
+    try:
+        spans = layers.partition(model.layers, speeds, chunks=situation.chunks, ends=ends, before=held, limits=limits)
+    except PlanError:
+        if before is not None and same:
+            return before
+        raise
+    if before is not None and same:
+        now = layers.slowest(held, speeds, ends)
+        if layers.slowest(spans, speeds, ends) >= now * (1 - SIGNIFICANT):
+            return before
+    return Replica(tuple(Stage(group.ranks, span) for group, span in zip(groups, spans, strict=True)))
+
+
+def untouched(situation: Situation, pipe: Pipe) -> bool:
+    """Whether nothing is known of a replica that would change it: the same ranks, none of them measured."""
+    if pipe.base is None:
+        return False
+    before = situation.base.replicas[pipe.base]
+    return _same(pipe, before) and _unmeasured(situation, before.ranks)
+
+
+def _same(pipe: Pipe, before: Replica) -> bool:
+    return tuple(group.ranks for group in pipe.groups) == tuple(stage.ranks for stage in before.stages)
+
+
+def _unmeasured(situation: Situation, ranks: Iterable[int]) -> bool:
+    return not any(rank in situation.speeds for rank in ranks)
+
+
+def _throughputs(situation: Situation, ranks: Iterable[int]) -> list[tuple[int, float]]:
+    return [(rank, situation.speeds.get(rank, 1.0)) for rank in ranks]
+
+
+def _left(situation: Situation, stage: Stage, left: tuple[int, ...]) -> float:
+    """Speed of what a stage could do with the ranks that it has left."""
+    if left != stage.ranks or not _unmeasured(situation, left):
+        left = tp_groups.exclude(
+            _throughputs(situation, left),
+            started_with=situation.tp,
+            obstacle=situation.model.tensor_parallel_obstacle,
+        )
+    return situation.speed(left)
+
+
+def _choice(situation: Situation, d: int, s: int, stage: Stage, left: tuple[int, ...], pool: Pool) -> tuple[int, ...]:
+    """The ranks of a stage: Eq. 3-4 on each node where it stands, or on any if nobody is left; the fastest group.
+
+    Of groups that are equally fast, the one on a node of the stage, then on that which leaves the fewest idle.
+    """
+    crosses = len({situation.nodes[rank] for rank in left}) > 1 and situation.speed(left) > 0
+    if left == stage.ranks and (crosses or (len(left) == situation.tp and _unmeasured(situation, left))):
+        return left
+    home = {situation.nodes[rank] for rank in (left or stage.ranks) if rank in situation.nodes}
+    k_min = memory.smallest_degree(
+        situation.model,
+        situation.post(s, len(situation.base.replicas[d].stages), situation.tp),
+        situation.memory_bytes,
+        situation.tokens,
+    )
+    found: list[tuple[tuple[float, bool, int, str], tuple[int, ...]]] = []
+    for node in sorted(home) if left else pool.nodes:
+        mine = [rank for rank in left if situation.nodes[rank] == node]
+        idle = pool.on(node)
+        group = tp_groups.exclude(
+            _throughputs(situation, (*mine, *idle)),
+            k_min,
+            started_with=situation.tp,
+            obstacle=situation.model.tensor_parallel_obstacle,
+            before=stage.ranks,
+        )
+        if group:
+            found.append(((-situation.speed(group), node not in home, len(mine) + len(idle), node), group))
+    return min(found)[1] if found else ()

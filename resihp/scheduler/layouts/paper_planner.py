@@ -1,0 +1,314 @@
+"""The paper's planner: TP, then PP, then DP, each step for what those before it could not take up. Pure.
+
+Selective exclusion shrinks tensor-parallel groups (Eq. 3-4), layer repartition gives slow stages fewer layers, the
+same for all replicas, and progress-aware migration moves single stages of micro-batches (Algorithm 1,
+`resihp.scheduler.orders.migration`). No step is taken back when a later one shows that another would have been better;
+the weaknesses that the paper names are kept. It is the baseline that our planner is measured against, and a policy of
+the simulator; ablations leave out the later steps.
+
+A stage whose K of Eq. 3 is empty is lost. It stays in the layout as a stage *without ranks* all of whose work migrates:
+such a plan can be priced and played, but no executor carries it out, and `layout.validate` refuses it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+from resihp.errors import PlanError
+from resihp.parallelism.layout import LayerSpan, Layout, Replica, Stage, validate
+from resihp.parallelism.plan import Plan, spread
+from resihp.scheduler.cost import memory
+from resihp.scheduler.cost.prices import iteration_seconds
+from resihp.scheduler.layouts import tp_groups
+from resihp.scheduler.orders.lanes import overfull
+from resihp.scheduler.orders.migration import DELTA, migrate
+from resihp.scheduler.situation import Decision, Situation
+
+STEPS = ("exclude", "repartition", "migrate")
+
+Groups = dict[tuple[int, int], tuple[int, ...]]
+"""Ranks of each (replica, stage) of the base; () for one that is lost."""
+
+
+def progressive(situation: Situation, steps: Sequence[str] = STEPS, *, delta: int = DELTA) -> Decision:
+    """What the paper's planner makes of a situation. Ranks that lost their state (`stale`) count as lost, and stand by.
+
+    `steps` are the first one, two or all three of STEPS. Without "migrate" a replica that lost a stage is given up.
+    `alternatives` holds the predictions after fewer steps. Deterministic.
+
+    Raises PlanError, naming the constraint, if a stage is left in no replica, if memory or the number of layers allows
+    no plan, and for speeds that are not above 0 and finite or ranks that nothing is known of.
+    """
+    if tuple(steps) not in (STEPS[:1], STEPS[:2], STEPS):
+        raise PlanError(f"steps {', '.join(steps) or 'none'}: choose the first one, two or all of {', '.join(STEPS)}")
+    _check(situation)
+    groups = exclude(situation)
+    plans: list[tuple[str, Plan, float]] = []
+    obstacle: PlanError | None = None
+    for n in range(1, len(steps) + 1):
+        try:
+            plan = _plan(situation, groups, steps[:n], delta)
+            plans.append((", ".join(steps[:n]), plan, iteration_seconds(plan, situation)))
+        except PlanError as error:
+            if n == len(steps):
+                raise
+            obstacle = error
+    name, plan, seconds = plans[-1]
+    fewer = tuple((said, before) for said, _, before in plans[:-1])
+    against = "".join(f", {before:.4g} after {said}" for said, before in fewer)
+    against += "" if obstacle is None else f", not possible with fewer steps ({obstacle})"
+    reason = f"paper's planner ({name}): predicted {seconds:.4g} {situation.unit} an iteration{against}"
+    empty = vacant(plan.layout)
+    if empty:
+        told = ", ".join(f"replica {d} stage {s}" for d, s in empty)
+        reason += (
+            f"; {told} has no rank and all its work migrates: for comparison and simulation, not to be carried out"
+        )
+    return Decision(plan=plan, seconds=seconds, reason=reason, alternatives=fewer)
+
+
+def exclude(situation: Situation) -> Groups:
+    """Step 1, Eq. 3-4: the ranks of every stage, of its own live ones; the others stand by on their node.
+
+    G of Eq. 3 includes what a group left over before: a stage takes ranks that stand by on its node where they make it
+    faster, the weakest stage first. A stage that was lost before has no node; it takes ranks that just came.
+    """
+    live = set(situation.available).difference(situation.stale)
+    posts = {
+        (d, s): (stage, _k_min(situation, s, len(replica.stages)))
+        for d, replica in enumerate(situation.base.replicas)
+        for s, stage in enumerate(replica.stages)
+    }
+
+    def choice(place: tuple[int, int], candidates: Sequence[int]) -> tuple[int, ...]:
+        stage, k_min = posts[place]
+        return tp_groups.exclude(
+            [(rank, situation.speeds.get(rank, 1.0)) for rank in candidates],
+            k_min,
+            started_with=situation.tp,
+            obstacle=situation.model.tensor_parallel_obstacle,
+            before=stage.ranks,
+        )
+
+    groups = {place: choice(place, [r for r in stage.ranks if r in live]) for place, (stage, _) in posts.items()}
+    idle: defaultdict[str, set[int]] = defaultdict(set)
+    for rank in live.difference(rank for ranks in groups.values() for rank in ranks):
+        idle[situation.nodes[rank]].add(rank)
+    came = {situation.nodes[rank] for rank in live.difference(situation.base.ranks)}
+    changed = any(idle.values())
+    while changed:
+        changed = False
+        for place in sorted(posts, key=lambda place: (situation.speed(groups[place]), place)):
+            ranks, stage = groups[place], posts[place][0]
+            near = {situation.nodes[rank] for rank in ranks or stage.ranks if rank in situation.nodes}
+            for node in sorted(near if stage.ranks else came):
+                found = choice(place, (*ranks, *sorted(idle[node])))
+                if situation.speed(found) > situation.speed(ranks):
+                    for rank in set(ranks).difference(found):
+                        idle[situation.nodes[rank]].add(rank)
+                    idle[node].difference_update(found)
+                    groups[place] = ranks = found
+                    changed = True
+    return groups
+
+
+def proportional(
+    layers: int, speeds: Sequence[float], *, least: int = 1, limits: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Step 2: layers of each stage in proportion to its speed, at least `least`, at most what memory allows.
+
+    (4, 4, 4) at speeds 1, 0.4, 1 becomes (5, 2, 5). The largest remainders are rounded up, of equal ones the first.
+    Embedding and head do not count; nor is a later, better balance looked for. Raises PlanError if it cannot be.
+    """
+    most = [layers] * len(speeds) if limits is None else list(limits)
+    if least * len(speeds) > layers:
+        raise PlanError(f"{layers} layers are too few for {len(speeds)} stages of at least {least}; lower --pp")
+    if sum(most) < layers or min(most) < least:
+        raise PlanError(
+            f"{layers} layers do not fit the memory of {len(speeds)} stages, which have room for {most}; "
+            f"make micro-batches shorter, or bring ranks back"
+        )
+    due = [layers * speed / math.fsum(speeds) for speed in speeds]
+    counts = [min(max(int(share), least), limit) for share, limit in zip(due, most, strict=True)]
+    while sum(counts) < layers:
+        able = [s for s in range(len(due)) if counts[s] < most[s]]
+        counts[max(able, key=lambda s: (due[s] - counts[s], -s))] += 1
+    while sum(counts) > layers:
+        able = [s for s in range(len(due)) if counts[s] > least]
+        counts[min(able, key=lambda s: (due[s] - counts[s], -s))] -= 1
+    return tuple(counts)
+
+
+def vacant(layout: Layout) -> tuple[tuple[int, int], ...]:
+    """(replica, stage) of every stage without ranks."""
+    return tuple((d, s) for d, r in enumerate(layout.replicas) for s, stage in enumerate(r.stages) if not stage.ranks)
+
+
+def check_vacant(plan: Plan, situation: Situation) -> None:
+    """What `layout.validate` checks, but that a stage may lack ranks if every micro-batch passes elsewhere.
+
+    Raises LayoutError where `validate` does, PlanError where a micro-batch passes a stage without ranks.
+    """
+    empty = vacant(plan.layout)
+    unused = max((0, *plan.layout.ranks)) + 1
+    filled = {place: (unused + i,) for i, place in enumerate(empty)}
+    replicas = tuple(
+        Replica(tuple(Stage(filled.get((d, s), stage.ranks), stage.chunks) for s, stage in enumerate(replica.stages)))
+        for d, replica in enumerate(plan.layout.replicas)
+    )
+    validate(Layout(replicas, plan.layout.standby), situation.model)
+    if not empty:
+        return
+    for m, path in plan.paths().items():
+        for stop in path:
+            if (stop.replica, stop.stage) in filled:
+                raise PlanError(
+                    f"plan of epoch {plan.epoch}: micro-batch {m} passes replica {stop.replica} stage {stop.stage}, "
+                    f"which has no rank; it must migrate there"
+                )
+
+
+def _check(situation: Situation) -> None:
+    """Refuse what no rule below means anything for."""
+    for rank in situation.available:
+        if rank not in situation.nodes:
+            raise PlanError(f"rank {rank}: it is available, but on no known node; name its node")
+    known = {*situation.available, *situation.base.ranks, *situation.nodes}
+    for rank, speed in sorted(situation.speeds.items()):
+        if rank not in known:
+            raise PlanError(f"rank {rank}: its speed is given, but the job has no such rank")
+        if rank in situation.available and not (math.isfinite(speed) and speed > 0):
+            raise PlanError(
+                f"rank {rank}: its speed is {speed}; speeds are above 0 and finite, and a rank that has stopped is lost"
+            )
+    if situation.micro_batches < 1:
+        raise PlanError(f"{situation.micro_batches} micro-batches an iteration; at least 1 is needed")
+
+
+def _plan(situation: Situation, groups: Groups, steps: Sequence[str], delta: int) -> Plan:
+    """The plan after `steps`. Raises PlanError if there is none."""
+    groups = _within_memory(situation, groups) if "repartition" in steps else groups
+    kept = _kept(situation, groups, may_migrate="migrate" in steps)
+    partitions = _partitions(situation, groups, kept) if "repartition" in steps else {}
+    replicas = []
+    for d in kept:
+        stages = situation.base.replicas[d].stages
+        chunks = partitions.get(len(stages), tuple(stage.chunks for stage in stages))
+        replicas.append(Replica(tuple(Stage(groups[d, s], chunks[s]) for s in range(len(stages)))))
+    used = {rank for replica in replicas for rank in replica.ranks}
+    plan = Plan(
+        epoch=situation.epoch,
+        layout=Layout(tuple(replicas), tuple(sorted(set(situation.available).difference(used)))),
+        assignment=spread(situation.micro_batches, len(replicas)),
+        schedule=situation.schedule,
+        sequence_parallel=situation.sequence_parallel,
+    )
+    if "migrate" in steps:
+        plan = migrate(plan, situation, delta=delta)
+    check_vacant(plan, situation)
+    obstacle = overfull(plan, situation)
+    if obstacle:
+        raise PlanError(f"{obstacle}; allow more steps, or make micro-batches shorter")
+    return plan
+
+
+def _depths(situation: Situation, replicas: Sequence[int]) -> dict[int, list[int]]:
+    """Replicas by their number of stages: one partition for all of the same. The paper knows one number only."""
+    found: dict[int, list[int]] = {}
+    for d in replicas:
+        found.setdefault(len(situation.base.replicas[d].stages), []).append(d)
+    return found
+
+
+def _kept(situation: Situation, groups: Groups, *, may_migrate: bool) -> list[int]:
+    """Replicas that go on: whole ones, and, where work may migrate, those whose lost stages another one has.
+
+    Raises PlanError if that is none.
+    """
+    replicas = range(len(situation.base.replicas))
+    whole = [d for d in replicas if all(groups[d, s] for s in range(len(situation.base.replicas[d].stages)))]
+    kept = list(whole)
+    lost: list[str] = []
+    for depth, alike in _depths(situation, replicas).items():
+        gone = [s for s in range(depth) if not any(groups[d, s] for d in alike)]
+        some = [d for d in alike if any(groups[d, s] for s in range(depth))]
+        lost += [f"stage {s} of {depth}" for s in gone]
+        if may_migrate and not gone:
+            kept += [d for d in some if d not in whole]
+    if kept:
+        return sorted(kept)
+    if lost:
+        raise PlanError(
+            f"{', '.join(lost)}: no replica holds it any more, with {len(situation.available)} ranks left, for K of "
+            f"Eq. 3 is empty there in all {len(replicas)} replicas; bring ranks back on its nodes, or start again from "
+            f"a checkpoint with a lower --tp or --pp"
+        )
+    raise PlanError(
+        "every replica has lost a stage, and micro-batches may not migrate: allow the step migrate, or bring ranks back"
+    )
+
+
+def _within_memory(situation: Situation, groups: Groups) -> Groups:
+    """Without the stages that have so little memory that the layers of a replica fit nowhere, where others have more.
+
+    One partition for all means that the smallest group decides how many layers a stage may have.
+    """
+    if situation.memory_bytes is None:
+        return groups
+    left = dict(groups)
+    for depth, alike in _depths(situation, range(len(situation.base.replicas))).items():
+        while True:
+            rooms = [
+                sorted((_capacity(situation, s, depth, len(left[d, s])), d) for d in alike if left[d, s])
+                for s in range(depth)
+            ]
+            if not all(rooms) or sum(room[0][0] for room in rooms) >= situation.model.layers:
+                break
+            tight = [(room[0], s) for s, room in enumerate(rooms) if room[0][0] < room[-1][0]]
+            if not tight:
+                break
+            (_, d), s = min(tight)
+            left[d, s] = ()
+    return left
+
+
+def _partitions(
+    situation: Situation, groups: Groups, kept: Sequence[int]
+) -> dict[int, tuple[tuple[LayerSpan, ...], ...]]:
+    """The chunks of each stage, by the number of stages; by the slowest replica at each."""
+    found: dict[int, tuple[tuple[LayerSpan, ...], ...]] = {}
+    for depth, alike in _depths(situation, kept).items():
+        there = [[groups[d, s] for d in alike if groups[d, s]] for s in range(depth)]
+        speeds = [min(situation.speed(ranks) for ranks in held) for held in there]
+        limits = None
+        if situation.memory_bytes is not None:
+            limits = [min(_capacity(situation, s, depth, len(ranks)) for ranks in held) for s, held in enumerate(there)]
+        counts = proportional(situation.model.layers, speeds, least=situation.chunks, limits=limits)
+        found[depth] = _cut(counts, situation.chunks)
+    return found
+
+
+def _cut(counts: Sequence[int], chunks: int) -> tuple[tuple[LayerSpan, ...], ...]:
+    """Spans in pipeline order: the first chunk of every stage, then the second; those of a stage as even as it goes."""
+    spans: list[list[LayerSpan]] = [[] for _ in counts]
+    first = 0
+    for c in range(chunks):
+        for s, count in enumerate(counts):
+            size = count // chunks + (c < count % chunks)
+            spans[s].append((first, first + size - 1))
+            first += size
+    return tuple(tuple(held) for held in spans)
+
+
+def _k_min(situation: Situation, stage: int, stages: int) -> int:
+    post = situation.post(stage, stages, situation.tp)
+    return memory.smallest_degree(situation.model, post, situation.memory_bytes, situation.tokens)
+
+
+def _capacity(situation: Situation, stage: int, stages: int, tp: int) -> int:
+    if situation.memory_bytes is None:
+        return situation.model.layers
+    post = situation.post(stage, stages, tp)
+    return memory.capacity(situation.model, post, situation.memory_bytes, situation.tokens)

@@ -1,0 +1,366 @@
+"""The pipeline tuner: partition, placement and schedule of one pipeline, together, for layers of different times. Pure.
+
+AdaPtis (OctoPipe, SC'26) tunes whichever of the three seems to cost most, in turn, and schedules by a list with a cap
+on activations. Here all three are searched together: regular placements, of one chunk a stage up to several, there and
+back or round and round, with and without the stage that has the head in every round; each cut so that the slowest stage
+is as fast as can be (`resihp.scheduler.orders.placements`); each scheduled by lists under several rules
+(`resihp.scheduler.orders.list_scheduling`). From the best of them, a local search changes layers, placement, rules and
+what is urgent, one at a time. The judge is `resihp.pipeline.timeline` alone, and only what is strictly faster is taken.
+
+For the first layout of a job as well as after failures. It knows one replica, and devices by the speed of their group
+only; what does not fit memory beyond activations is the planner's to refuse.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import msgspec
+
+from resihp.errors import PlanError
+from resihp.parallelism.layout import LayerSpan, Layout, Replica, Stage
+from resihp.parallelism.plan import Order, Plan
+from resihp.pipeline.schedules import orders_of
+from resihp.pipeline.timeline import Orders
+from resihp.scheduler.cost.profile import Profile, Times
+from resihp.scheduler.orders.list_scheduling import SLACK, ListScheduler, Rules, most_ahead
+from resihp.scheduler.orders.placements import Cut, Loads, Route, chunks_of, moved, routes
+
+PATIENCE = ((0.0, 0.0), (0.5, 0.0), (0.5, 0.5), (0.0, 0.5), (1.0, 0.0), (0.25, 0.0), (1.0, 1.0))
+"""`Rules.patience` and `Rules.forward_patience` that are tried, the first two of them on every placement."""
+
+KEPT = 4
+"""Placements that are looked at closely."""
+
+MISSES = 300
+"""Changes in a row that cannot be faster, after which the search for others ends."""
+
+HELD = 32
+"""Designs whose costs are held ready."""
+
+PROMISING = 0.03
+"""Relative excess over the best up to which other rules are tried on a changed placement."""
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be tuned."""
+
+    profile: Profile
+    stages: int
+    micro_batches: int
+    speeds: tuple[float, ...] = ()
+    """Of each stage's group, in healthy devices (`Situation.speed`); 1 each if left out."""
+    late: tuple[tuple[float, ...], ...] = ()
+    """Seconds from each stage to each other one; empty where transfers take no time."""
+    layer_bytes: float | tuple[float, ...] = 1.0
+    """What a layer keeps of one micro-batch: of all layers, or of each."""
+    most_alive: tuple[float, ...] = ()
+    """Most that each stage may keep alive, in bytes as above; empty for no limit."""
+    split: bool = True
+    """Whether W may be apart from B."""
+    most_chunks: int = 4
+    """Of a stage, in the regular placements; for Megatron's, as many as there are layers for."""
+    bound: bool = False
+    """Whether no stage may have more than that, in whatever placement."""
+
+
+class Tuned(msgspec.Struct, frozen=True, kw_only=True):
+    """A pipeline: where its layers are, in which order its stages work, and what that takes."""
+
+    chunks: tuple[tuple[LayerSpan, ...], ...]
+    """Of each stage."""
+    orders: tuple[Order, ...]
+    """Of each stage, for micro-batches 0, 1, ..."""
+    seconds: float
+    """On the timeline, without synchronisation and step."""
+    alive: tuple[float, ...]
+    """The most that each stage keeps alive, in the bytes of `Task.layer_bytes`."""
+    slowest_s: float
+    """Time of the slowest stage for one micro-batch: `seconds` is at least the number of micro-batches times this."""
+
+    def replica(self, groups: Sequence[Sequence[int]]) -> Replica:
+        """On these groups of ranks, one for each stage."""
+        return Replica(tuple(Stage(tuple(ranks), chunks) for ranks, chunks in zip(groups, self.chunks, strict=True)))
+
+    def plan(self, epoch: int, groups: Sequence[Sequence[int]] = ()) -> Plan:
+        """A plan of this one pipeline; on ranks 0, 1, ... if none are given."""
+        groups = groups or [(s,) for s in range(len(self.chunks))]
+        count = 1 + max(primitive.micro_batch for primitive in self.orders[0])
+        return Plan(
+            epoch=epoch,
+            layout=Layout((self.replica(groups),)),
+            assignment=(tuple(range(count)),),
+            orders=(self.orders,),
+        )
+
+    def orders_for(self, share: Sequence[int]) -> tuple[Order, ...]:
+        """The same orders for other micro-batches, as many, by their indices in the global batch."""
+        return tuple(
+            tuple(msgspec.structs.replace(p, micro_batch=share[p.micro_batch]) for p in order) for order in self.orders
+        )
+
+
+def megatron(task: Task, chunks: int = 1) -> Tuned:
+    """Megatron's interleaved 1F1B (1F1B for one chunk): layers spread evenly whatever they cost, W with its B.
+
+    Raises LayoutError if there are too few layers. Memory is not checked.
+    """
+    layout = Layout.uniform(tp=1, pp=task.stages, dp=1, layers=len(task.profile.layers), chunks=chunks)
+    spans = tuple(stage.chunks for stage in layout.replicas[0].stages)
+    lists = _lists(_checked(task), spans)
+    return _tuned(lists, orders_of(lists.plan))
+
+
+def tune(task: Task, *, evaluations: int = 400, seed: int = 0) -> Tuned:
+    """The fastest pipeline that is found with so many orders made and played.
+
+    Never slower than Megatron's, with any number of chunks, of those that keep to `most_alive`. Raises PlanError if
+    there are fewer layers than stages, or memory for nothing.
+    """
+    search = _Search(_checked(task), evaluations)
+    search.baselines()
+    search.regular()
+    search.climb(random.Random(seed))
+    search.shrink()
+    return search.found()
+
+
+class _Design(msgspec.Struct, frozen=True):
+    """Where the layers are."""
+
+    route: Route
+    cut: Cut
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """A pipeline that has been played. Without `rules`, its orders are Megatron's."""
+
+    seconds: float
+    design: _Design
+    rules: Rules | None
+    orders: Orders
+    lists: ListScheduler
+
+
+class _Search:
+    def __init__(self, task: Task, evaluations: int) -> None:
+        self._task, self._left = task, evaluations
+        self._loads = Loads(task.profile, task.speeds)
+        self._best: _Entry | None = None
+        self._lists: dict[_Design, ListScheduler] = {}
+
+    def baselines(self) -> None:
+        """Megatron's, and the evaluations that they take are not counted: a few, and they must be among the choices."""
+        task = self._task
+        layers = len(task.profile.layers)
+        most = max(1, layers // task.stages)
+        for chunks in range(1, (min(most, task.most_chunks) if task.bound else most) + 1):
+            layout = Layout.uniform(tp=1, pp=task.stages, dp=1, layers=layers, chunks=chunks)
+            replica = layout.replicas[0]
+            route = tuple(s for s, _ in replica.virtual_stages)
+            cut = tuple(b - a + 1 for s, c in replica.virtual_stages for a, b in [replica.stages[s].chunks[c]])
+            lists = _lists(task, tuple(stage.chunks for stage in replica.stages))
+            self._keep(_entry(_Design(route, cut), None, orders_of(lists.plan), lists))
+
+    def regular(self) -> None:
+        """Every regular placement by a few rules, then the best of them by more; of equal ones the first."""
+        task = self._task
+        layers = len(task.profile.layers)
+        designs: dict[_Design, float] = {}
+        for route in routes(task.stages, layers, task.most_chunks):
+            for cut in (self._loads.balanced(route), self._loads.quick_to_fill(route)):
+                designs.setdefault(_Design(route, cut), self._loads.slowest(route, cut))
+        played: list[tuple[float, int, _Design]] = []
+        budget = self._left // 2
+        for i, (design, slowest) in enumerate(sorted(designs.items(), key=lambda entry: entry[1])):
+            if self._best is not None and slowest * task.micro_batches >= self._best.seconds:
+                break  # no order of it can be faster
+            seconds = [self._try(design, rules) for rules in self._quick() if self._left > budget]
+            played.append((min(seconds, default=math.inf), i, design))
+        played.sort(key=lambda entry: entry[:2])
+        for _, _, design in played[:KEPT]:
+            for patience in PATIENCE:
+                for group in (0, -(-task.stages // 2), 2 * task.stages, task.micro_batches):
+                    if self._left > budget // 2 and (rules := self._rules(patience, group)) not in self._quick():
+                        self._try(design, rules)
+
+    def climb(self, rng: random.Random) -> None:
+        """Change the best, one thing at a time; then what is urgent, which a change of layers would void."""
+        reserve, end = self._left // 3, self._left // 12
+        misses = 0
+        while self._left > reserve and self._best is not None and misses < MISSES:
+            before = self._left
+            self._change(self._best, rng)
+            misses = 0 if self._left < before else misses + 1
+        while self._left > end and self._best is not None:
+            best = self._best
+            scale = rng.choice((0.0, 0.1, 0.3, 1.0)) * self._loads.slowest(best.design.route, best.design.cut)
+            urgency = [start + rng.uniform(-scale, scale) for start in best.lists.latest_starts(best.orders)]
+            self._try(best.design, self._rules(rng.choice(PATIENCE), 0), urgency)
+
+    def shrink(self) -> None:
+        """Keep less alive, if that costs no time."""
+        while self._left > 0 and self._best is not None and self._best.rules is not None:
+            best, rules = self._best, self._best.rules
+            most = max(best.lists.alive(best.orders))
+            caps = tuple(min(cap, most * 0.95) for cap in self._task.most_alive or (math.inf,) * self._task.stages)
+            self._left -= 1
+            try:
+                orders = best.lists.run(msgspec.structs.replace(rules, caps=caps))
+            except PlanError:
+                return
+            if best.lists.play(orders).makespan > best.seconds:
+                return
+            self._best = _entry(best.design, msgspec.structs.replace(rules, caps=caps), orders, best.lists)
+
+    def found(self) -> Tuned:
+        if self._best is None:
+            raise PlanError(
+                f"{self._task.stages} stages may keep at most {max(self._task.most_alive, default=0.0):.6g} alive: too "
+                f"little for one micro-batch, however the layers are spread"
+            )
+        return _tuned(self._best.lists, self._best.orders)
+
+    def _quick(self) -> list[Rules]:
+        """The few that are tried on every placement."""
+        most = 2 if self._task.split else 1
+        return [self._rules(patience, -(-self._task.stages // part)) for patience in PATIENCE[:most] for part in (1, 2)]
+
+    def _rules(self, patience: tuple[float, float], group: int) -> Rules:
+        waits, forward_waits = patience
+        task = self._task
+        return Rules(
+            split=task.split, caps=task.most_alive, patience=waits, forward_patience=forward_waits, group=group
+        )
+
+    def _try(self, design: _Design, rules: Rules, urgency: Sequence[float] | None = None) -> float:
+        """Seconds of a design under some rules, infinite if memory forbids it; it becomes the best if it is."""
+        lists = self._lists.get(design)
+        if lists is None:
+            lists = _lists(self._task, chunks_of(design.route, design.cut, self._task.stages))
+            self._lists[design] = lists
+            if len(self._lists) > HELD:
+                del self._lists[next(iter(self._lists))]
+        self._left -= 1
+        try:
+            orders = lists.run(rules, urgency)
+        except PlanError:  # the cap is below one micro-batch
+            return math.inf
+        entry = _entry(design, rules, orders, lists)
+        self._keep(entry)
+        return entry.seconds
+
+    def _keep(self, entry: _Entry) -> None:
+        alive = entry.lists.alive(entry.orders)
+        if any(have > cap * (1 + SLACK) for have, cap in zip(alive, self._task.most_alive, strict=False)):
+            return
+        if self._best is None or entry.seconds < self._best.seconds * (1 - SLACK):
+            self._best = entry
+
+    def _change(self, best: _Entry, rng: random.Random) -> None:
+        """One random change of layers, placement or rules. What cannot be faster is not played."""
+        design, rules = best.design, best.rules or self._rules(PATIENCE[0], 0)
+        kind = rng.randrange(10)
+        if kind < 5:
+            design = self._other_cut(design, rng)
+        elif kind < 8:
+            design = self._other_route(design, rng)
+        elif kind == 8:
+            rules = self._rules(
+                rng.choice(PATIENCE), rng.choice((1, 2, self._task.stages // 2, 0, 2 * self._task.stages))
+            )
+        elif self._task.stages > 1:
+            s = rng.randrange(self._task.stages)
+            limits = [*(rules.limits or map(most_ahead, best.orders[0]))]
+            limits[s] = max(1, limits[s] + rng.choice((-2, -1, 1, 2)))
+            rules = msgspec.structs.replace(rules, limits=tuple(limits))
+        slowest = self._loads.slowest(design.route, design.cut)
+        if (design, rules) != (best.design, best.rules) and slowest * self._task.micro_batches < best.seconds:
+            seconds = self._try(design, rules)
+            if design != best.design and seconds < best.seconds * (1 + PROMISING):
+                for other in self._quick():
+                    self._try(design, other)
+
+    def _other_cut(self, design: _Design, rng: random.Random) -> _Design:
+        """A layer moves from one virtual stage to another, or two do; balanced again if a slower stage comes of it."""
+        cut = design.cut
+        for _ in range(rng.choice((1, 1, 2))):
+            a, b = rng.randrange(len(cut)), rng.randrange(len(cut))
+            if a != b and cut[a] > 1:
+                cut = moved(cut, a, b)
+        if self._loads.slowest(design.route, cut) > self._loads.slowest(design.route, design.cut):
+            cut = self._loads.balanced(design.route, cut)
+        return _Design(design.route, cut)
+
+    def _other_route(self, design: _Design, rng: random.Random) -> _Design:
+        """A virtual stage goes to another stage, two change places, one is cut in two, or two become one."""
+        route, cut = [*design.route], [*design.cut]
+        v, w = rng.randrange(len(route)), rng.randrange(len(route))
+        move = rng.randrange(4)
+        if move == 0:
+            route[v] = rng.randrange(self._task.stages)
+        elif move == 1:
+            route[v], route[w] = route[w], route[v]
+        elif move == 2 and cut[v] > 1:
+            part = rng.randrange(1, cut[v])
+            route.insert(v + 1, rng.randrange(self._task.stages))
+            cut[v : v + 1] = [part, cut[v] - part]
+        elif move == 3 and v + 1 < len(route):
+            cut[v] += cut.pop(v + 1)
+            route.pop(v + rng.randrange(2))
+        if set(route) != set(range(self._task.stages)):
+            return design
+        if self._task.bound and max(map(route.count, route)) > self._task.most_chunks:
+            return design
+        balanced = self._loads.balanced(tuple(route), tuple(cut))
+        return _Design(tuple(route), balanced)
+
+
+def _checked(task: Task) -> Task:
+    """With speeds. Raises PlanError for a task that makes no sense."""
+    layers = len(task.profile.layers)
+    speeds = task.speeds or (1.0,) * task.stages
+    if task.stages < 1 or task.micro_batches < 1:
+        raise PlanError(f"{task.stages} stages, {task.micro_batches} micro-batches: at least one of each is needed")
+    if layers < task.stages:
+        raise PlanError(f"{layers} layers are too few for {task.stages} stages")
+    if len(speeds) != task.stages or not all(math.isfinite(speed) and speed > 0 for speed in speeds):
+        raise PlanError(f"speeds {list(speeds)} of {task.stages} stages: one for each, above 0 and finite")
+    if task.most_alive and len(task.most_alive) != task.stages:
+        raise PlanError(f"{len(task.most_alive)} limits of live activations for {task.stages} stages")
+    if not isinstance(task.layer_bytes, float | int) and len(task.layer_bytes) != layers:
+        raise PlanError(f"activations of {len(task.layer_bytes)} layers, the profile has {layers}")
+    return msgspec.structs.replace(task, speeds=speeds)
+
+
+def _lists(task: Task, chunks: tuple[tuple[LayerSpan, ...], ...]) -> ListScheduler:
+    replica = Replica(tuple(Stage((s,), spans) for s, spans in enumerate(chunks)))
+    shape = []
+    for spans, speed in zip(chunks, task.speeds, strict=True):
+        times = [task.profile.span(first, last) for first, last in spans]
+        shape.append(tuple(Times(found.f / speed, found.b / speed, found.w / speed) for found in times))
+    kept = task.layer_bytes
+    per_layer = (kept,) * len(task.profile.layers) if isinstance(kept, float | int) else kept
+    late = task.late
+    return ListScheduler(
+        Plan(epoch=0, layout=Layout((replica,)), assignment=(tuple(range(task.micro_batches)),)),
+        (tuple(shape),),
+        (lambda a, b: late[a.stage][b.stage]) if late else 0.0,
+        [[sum(per_layer[first : last + 1]) for first, last in spans] for spans in chunks],
+    )
+
+
+def _entry(design: _Design, rules: Rules | None, orders: Orders, lists: ListScheduler) -> _Entry:
+    return _Entry(lists.play(orders).makespan, design, rules, orders, lists)
+
+
+def _tuned(lists: ListScheduler, orders: Orders) -> Tuned:
+    return Tuned(
+        chunks=tuple(stage.chunks for stage in lists.plan.layout.replicas[0].stages),
+        orders=orders[0],
+        seconds=lists.play(orders).makespan,
+        alive=lists.alive(orders),
+        slowest_s=lists.slowest,
+    )

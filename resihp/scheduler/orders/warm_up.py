@@ -1,0 +1,201 @@
+"""Orders of one pipeline whose links are slow: how many forwards each stage begins before its first backward. Pure.
+
+1F1B leaves no slack between neighbours: each transfer that is late makes every micro-batch late. Adaptra (NSDI'26, its
+code is called PipeMorph) gives it slack: more warm-up forwards before a slow link, x_last = 1,
+x_i = x_{i+1} + ceil(delay / t_F) + 2, as far as memory allows, then B before F before W; it tries several assumed
+delays and keeps the best replay. This module does that and goes on from there: it also starts from the slack that one
+round trip over the links takes in whole micro-batches, and without any limit but memory's, lets stages wait a little
+for what is about to come rather than begin a W, and changes the depths of single stages as long as the timeline says
+that it helps. What it returns is never slower than the schedule that it was given, and keeps no more micro-batches
+alive than that speed needs, or than it is allowed.
+
+Called by the planner for replicas with transfers that take time. It chooses no layout.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from resihp.errors import PlanError
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.plan import Order, Plan
+from resihp.pipeline.schedules import orders_of
+from resihp.pipeline.timeline import Orders
+from resihp.scheduler.cost.prices import Priced
+from resihp.scheduler.orders.list_scheduling import SLACK, ListScheduler, Rules, most_ahead
+
+ASSUMED = (1.0, 0.5, 0.25, 0.75, 0.0)
+"""Parts of the delay that are tried as if they were all of it (Adaptra: 0, 5, ..., delay ms)."""
+
+PATIENCE = (0.0, 0.5, 0.75, 0.25, 1.0)
+"""See `Rules.patience`."""
+
+
+class Adapted(msgspec.Struct, frozen=True, kw_only=True):
+    """Orders of a replica's stages, and what they take."""
+
+    orders: tuple[Order, ...]
+    """For `Plan.orders`, one for each stage."""
+    seconds: float
+    plain_seconds: float
+    """What the schedule's own orders take."""
+    alive: tuple[float, ...]
+    """Most micro-batches that each stage keeps alive; one chunk of several counts by its layers."""
+
+
+def adapted(
+    priced: Priced,
+    share: Sequence[int],
+    *,
+    schedule: str = "1f1b",
+    split: bool = False,
+    most_alive: Sequence[float] = (),
+    evaluations: int = 120,
+    seed: int = 0,
+) -> Adapted:
+    """Orders in which `priced` computes the micro-batches `share` (their indices in the global batch), fast.
+
+    `split` allows W apart from B; then either all orders have W or none has. `most_alive`: for each stage, the most
+    micro-batches it may keep alive; empty for no limit. `evaluations`: orders that are made and played at most, after
+    the schedule's own.
+
+    Raises PlanError if a stage may not keep one micro-batch alive, or takes forever.
+    """
+    search = _Search(priced, tuple(share), schedule, split, tuple(map(float, most_alive)), evaluations)
+    search.first()
+    search.climb(random.Random(seed))
+    search.shrink()
+    return search.found()
+
+
+def published_depths(priced: Priced, assumed: float = 1.0) -> tuple[int, ...]:
+    """Adaptra's rule for stages of one chunk: x_last = 1, x_i = x_{i+1} + ceil(delay / t_F) + 2.
+
+    `assumed`: the part of each delay that is taken into account.
+    """
+    found = [1]
+    for s in reversed(range(len(priced.shape) - 1)):
+        forward = sum(chunk.f for chunk in priced.shape[s])
+        delay = assumed * priced.late[s][s + 1] if priced.late else 0.0
+        found.append(found[-1] + 2 + (math.ceil(delay / forward - SLACK) if forward else 0))
+    return tuple(reversed(found))
+
+
+def _round_trips(priced: Priced, assumed: float) -> list[int]:
+    """For each stage, how many micro-batches it could compute while one is on the way to the last stage and back."""
+    found: list[int] = []
+    for s, chunks in enumerate(priced.shape):
+        seconds = sum(chunk.total for chunk in chunks)
+        pairs = itertools.pairwise(range(s, len(priced.shape))) if priced.late else ()
+        way = assumed * sum(priced.late[a][b] + priced.late[b][a] for a, b in pairs)
+        found.append(math.ceil(way / seconds - SLACK) if seconds else 0)
+    return found
+
+
+class _Search:
+    """The best orders so far, by time, then by what they keep alive."""
+
+    def __init__(
+        self,
+        priced: Priced,
+        share: tuple[int, ...],
+        schedule: str,
+        split: bool,
+        caps: tuple[float, ...],
+        evaluations: int,
+    ) -> None:
+        stages = priced.replica.stages
+        if caps and len(caps) != len(stages):
+            raise PlanError(f"{len(caps)} limits of live micro-batches for {len(stages)} stages")
+        plan = Plan(epoch=0, layout=Layout((priced.replica,)), assignment=(share,), schedule=schedule)
+        late = priced.late
+        sizes = [[(last - first + 1) / len(stage.layers) for first, last in stage.chunks] for stage in stages]
+        self._lists = ListScheduler(
+            plan, (priced.shape,), (lambda a, b: late[a.stage][b.stage]) if late else 0.0, sizes
+        )
+        self._priced, self._count = priced, len(share)
+        self._split, self._caps, self._left = split, caps, evaluations
+        plain = orders_of(plan)
+        self._plain_seconds = self._lists.play(plain).makespan
+        self._depths = [most_ahead(order) for order in plain[0]]
+        self._seconds, self._alive = math.inf, (math.inf, math.inf)
+        self._orders: Orders = ()
+        self._rules = Rules()
+        self._keep(plain, Rules(limits=tuple(self._depths)))
+        if split:
+            apart = msgspec.structs.replace(plan, schedule="zero-bubble")
+            self._keep(orders_of(apart), Rules(split=True, limits=tuple(self._depths), caps=caps))
+
+    def first(self) -> None:
+        """From the rules."""
+        for limits in dict.fromkeys(self._starts()):
+            for patience in PATIENCE[: 2 if self._split else 1]:
+                self._try(Rules(split=self._split, limits=limits, caps=self._caps, patience=patience))
+
+    def climb(self, rng: random.Random) -> None:
+        """Change the depth of single stages, of all up to one, or the patience, as long as there are evaluations left.
+
+        A fifth of them is left for `shrink`.
+        """
+        reserve = self._left // 5
+        stages = len(self._lists.lanes)
+        while self._left > reserve and self._count > 1:
+            limits = [*(self._rules.limits or (self._count * max(map(len, self._priced.shape)),) * stages)]
+            patience = self._rules.patience
+            s, step = rng.randrange(stages), rng.choice((-2, -1, 1, 2))
+            move = rng.randrange(6 if self._split else 4)
+            if move > 3:
+                patience = rng.choice(PATIENCE)
+            for i in range(s + 1) if move == 3 else [s] if move < 3 else []:
+                limits[i] = max(1, min(limits[i], most_ahead(self._orders[0][i])) + step)
+            self._try(Rules(split=self._split, limits=tuple(limits), caps=self._caps, patience=patience))
+
+    def shrink(self) -> None:
+        """Keep fewer alive, if that costs no time."""
+        while self._left > 0:
+            most = max(self._lists.alive(self._orders))
+            caps = tuple(min(cap, most - 1) for cap in self._caps or (math.inf,) * len(self._lists.lanes))
+            before = self._orders
+            for patience in dict.fromkeys((self._rules.patience, *PATIENCE[:2])):
+                if min(caps) >= 1:
+                    self._try(msgspec.structs.replace(self._rules, split=self._split, caps=caps, patience=patience))
+            if self._orders is before:
+                break
+
+    def found(self) -> Adapted:
+        """Raises PlanError if the schedule's own orders take forever."""
+        return Adapted(
+            orders=self._orders[0],
+            seconds=self._seconds,
+            plain_seconds=self._plain_seconds,
+            alive=self._lists.alive(self._orders),
+        )
+
+    def _starts(self) -> Iterator[tuple[int, ...]]:
+        yield ()
+        for assumed in ASSUMED:
+            slack = _round_trips(self._priced, assumed)
+            yield tuple(depth + more for depth, more in zip(self._depths, slack, strict=True))
+            if max(map(len, self._priced.shape)) == 1:
+                yield published_depths(self._priced, assumed)
+
+    def _try(self, rules: Rules) -> None:
+        if self._left > 0:
+            self._left -= 1
+            self._keep(self._lists.run(rules), rules)
+
+    def _keep(self, orders: Orders, rules: Rules) -> None:
+        """Take `orders` if they are allowed and better."""
+        alive = self._lists.alive(orders)
+        if any(have > cap * (1 + SLACK) for have, cap in zip(alive, self._caps, strict=False)):
+            return
+        seconds = self._lists.play(orders).makespan
+        faster = seconds < self._seconds * (1 - SLACK)
+        if faster or (seconds <= self._seconds and (max(alive), sum(alive)) < self._alive):
+            self._seconds, self._alive = seconds, (max(alive), sum(alive))
+            self._orders, self._rules = orders, rules

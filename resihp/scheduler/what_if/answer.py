@@ -1,0 +1,136 @@
+"""What a planner's decision comes to, beside what was before and what would be without one. Pure.
+
+Times are those of `resihp.scheduler.cost.prices`, bytes those of `resihp.parallelism.transfers`, the price of the
+transition that of `resihp.scheduler.transition_cost`. Decides nothing. Called by `resihp plan`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from resihp.errors import LayoutError
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.plan import Plan
+from resihp.scheduler import transition_cost
+from resihp.scheduler.cost.layout_change import movement, state_bytes
+from resihp.scheduler.cost.prices import iteration_seconds
+from resihp.scheduler.situation import Decision, Situation
+from resihp.scheduler.what_if.question import Question, situation_of, worst
+
+LOST_SHARE = 0.5
+"""Of the iteration that a failure interrupts, on average."""
+
+
+class Outlook(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan, its predicted time, and what the device needs that needs most."""
+
+    plan: Plan
+    seconds: float
+    worst_bytes: int
+    worst_rank: int
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """`unmitigated_s`: with the layout as it was, None where that cannot run. `remarks`: what one should know of it."""
+
+    before: Outlook
+    after: Outlook
+    unmitigated_s: float | None
+    cost: transition_cost.Cost
+    reason: str
+    alternatives: tuple[tuple[str, float], ...]
+    remarks: tuple[str, ...]
+
+
+def answer(question: Question, base: Plan, situation: Situation, decision: Decision) -> Answer:
+    """What a decision comes to. Raises PlanError if it is no plan for the situation."""
+    healthy = situation_of(question, base, (), {}, {})
+    before_s = iteration_seconds(base, healthy)
+    as_it_is = base if not situation.lost.intersection(base.layout.active) else None
+    unmitigated_s = None if as_it_is is None else iteration_seconds(as_it_is, situation)
+    remarks: list[str] = []
+    before = _outlook(question, base, before_s)
+    after = _outlook(question, decision.plan, decision.seconds)
+    if situation.memory_bytes is None:
+        more = "" if question.sequence_parallel else "; --sequence-parallel would need less"
+        remarks.append(
+            f"rank {before.worst_rank} needs {before.worst_bytes / 1e9:.1f} GB before anything fails, its device has "
+            f"{question.hardware.memory_bytes / 1e9:.1f} GB: memory is not checked{more}"
+        )
+    lost_s = LOST_SHARE * before_s if as_it_is is None else 0.0
+    rates = msgspec.structs.replace(transition_cost.DEFAULT, byte_s=1 / question.hardware.between_bytes_per_s)
+    inside = question.hardware.between_bytes_per_s / question.hardware.inside_bytes_per_s
+    try:
+        work = movement(situation, decision.plan.layout, inside_weight=inside)
+    except LayoutError as error:
+        total, most = state_bytes(question.model, decision.plan.layout)
+        work = transition_cost.Movement(total_bytes=total, busiest_bytes=most)
+        remarks.append(f"{error}: all state has to come from the last checkpoint; its loss is not part of the cost")
+    cost = transition_cost.NOTHING if _same(decision.plan, base) else transition_cost.cost(work, rates, lost_s=lost_s)
+    return Answer(
+        before=before,
+        after=after,
+        unmitigated_s=unmitigated_s,
+        cost=cost,
+        reason=decision.reason,
+        alternatives=decision.alternatives,
+        remarks=tuple(remarks),
+    )
+
+
+def as_json(found: Answer, planning_s: float) -> dict[str, object]:
+    """`resihp plan --json`. Times that are not finite become null."""
+    plan = found.after.plan
+    return {
+        "schema": 1,
+        "planning_seconds": planning_s,
+        "before": {"iteration_seconds": found.before.seconds, "layout": layout_json(found.before.plan.layout)},
+        "after": {
+            "iteration_seconds": found.after.seconds,
+            "layout": layout_json(plan.layout),
+            "micro_batches": [len(share) for share in plan.assignment],
+            "migrations": [
+                {"micro_batch": m.micro_batch, "virtual_stage": m.virtual_stage, "replica": m.replica}
+                for m in plan.migrations
+            ],
+        },
+        "unmitigated_seconds": found.unmitigated_s,
+        "transition": {"seconds": found.cost.seconds, "bytes": found.cost.total_bytes},
+        "alternatives": [
+            {"name": name, "iteration_seconds": seconds if math.isfinite(seconds) else None}
+            for name, seconds in found.alternatives
+        ],
+        "reason": found.reason,
+    }
+
+
+def layout_json(layout: Layout) -> dict[str, object]:
+    """Ranks and layers (both ends inclusive; `chunks` where a stage has several) of each stage of each replica."""
+    return {
+        "replicas": [
+            [
+                {"ranks": list(stage.ranks)}
+                | (
+                    {"layers": list(stage.chunks[0])}
+                    if len(stage.chunks) == 1
+                    else {"chunks": [list(chunk) for chunk in stage.chunks]}
+                )
+                for stage in replica.stages
+            ]
+            for replica in layout.replicas
+        ],
+        "standby": list(layout.standby),
+    }
+
+
+def _same(plan: Plan, other: Plan) -> bool:
+    """Whether everybody does the same as before."""
+    standby = msgspec.structs.replace(plan.layout, standby=other.layout.standby)
+    return msgspec.structs.replace(plan, epoch=other.epoch, layout=standby) == other
+
+
+def _outlook(question: Question, plan: Plan, seconds: float) -> Outlook:
+    need, rank = worst(question, plan)
+    return Outlook(plan=plan, seconds=seconds, worst_bytes=need, worst_rank=-rank)

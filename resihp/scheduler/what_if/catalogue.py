@@ -1,0 +1,212 @@
+"""Known models and hardware, and what they come to as a `Profile`: by arithmetic, before anything was measured.
+
+Who asks what a plan would be (`resihp plan`, `resihp simulate`) has no job to measure. What a layer takes follows here
+from its floating-point operations, what travels from its bytes. These are estimates; a running job's measurements are
+better, and replace them. Pure but for reading the TOML files that are named.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from resihp.errors import ConfigurationError
+from resihp.parallelism.model import ModelSpec
+from resihp.scheduler.cost.profile import Profile, Times
+
+ACTIVATION_BYTES = 2
+"""Of a number that passes between stages: 16 bits."""
+GRADIENT_BYTES = 2
+"""Of a number that replicas sum. Megatron-LM's sums in 32 bits take twice as long."""
+STATE_BYTES = 16
+"""Of a parameter under mixed precision with Adam: 2 + 2 for weight and gradient in 16 bits, 12 for the master copy and
+two moments (Rajbhandari et al., "ZeRO", 2020, section 3.1)."""
+STEP_BYTES = 28
+"""Read and written of a parameter in Adam's step: gradient (2) and master copy and moments (12) in, these (12) and the
+weight (2) out."""
+BACKWARD_OF_ATTENTION = 2.5
+"""Times the forward: five products of matrices instead of two, as scores are computed again (Dao, "FlashAttention-2",
+2023, section 4)."""
+LOSS_PASSES = 4
+"""How often a cross-entropy walks over its 32-bit logits forward (write, maximum, sum, pick); backward twice."""
+
+
+class Hardware(msgspec.Struct, frozen=True, kw_only=True):
+    """A device, its place in its node and its share of the network. Rates are achieved, not peak ones.
+
+    `flops`: operations a second in bf16 in the products of matrices of a whole training iteration, bubbles left out
+    and tensor-parallel collectives included. `memory_bytes_per_s`: of the device's own memory. `inside_bytes_per_s`
+    and `between_bytes_per_s`: one way, for each device, to others of its node and to other nodes.
+    """
+
+    flops: float
+    memory_bytes: int
+    memory_bytes_per_s: float
+    inside_bytes_per_s: float
+    between_bytes_per_s: float
+
+
+HARDWARE: Mapping[str, Hardware] = {
+    "a100": Hardware(
+        flops=172e12,
+        memory_bytes=80_000_000_000,
+        memory_bytes_per_s=1.5e12,
+        inside_bytes_per_s=235e9,
+        between_bytes_per_s=20e9,
+    ),
+    "h100": Hardware(
+        flops=445e12,
+        memory_bytes=80_000_000_000,
+        memory_bytes_per_s=2.5e12,
+        inside_bytes_per_s=360e9,
+        between_bytes_per_s=40e9,
+    ),
+}
+"""NVIDIA's specification sheets, times what is usually achieved of them.
+
+- A100 SXM 80 GB: 312 TFLOP/s of dense bf16, of which 55 % (54.2 % for 530 billion parameters on 2240 of them,
+  Korthikanti et al., "Reducing Activation Recomputation", 2022); 2.04 TB/s of memory; NVLink 600 GB/s both ways
+  together; DGX A100: a 200 Gb/s adapter for each device.
+- H100 SXM: 989 TFLOP/s, of which 45 % (Megatron-LM's README reports 41 to 48 %); 3.35 TB/s; NVLink 900 GB/s; DGX H100:
+  a 400 Gb/s adapter for each device.
+- Memory at 75 %, NVLink at 78 to 80 % of one way, the network at 80 % of its line rate: assumptions.
+"""
+
+_LLAMA: dict[str, Any] = {"vocab": 32_000, "gated": True, "vocab_multiple": 128}
+_QWEN: dict[str, Any] = {"vocab": 152_064, "gated": True, "vocab_multiple": 128}
+
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    name: {**common, **dict(zip(("layers", "hidden", "heads", "kv_groups", "ffn_hidden"), shape, strict=True))}
+    for name, shape, common in (
+        ("llama2-7b", (32, 4096, 32, 32, 11_008), _LLAMA),
+        ("llama2-13b", (40, 5120, 40, 40, 13_824), _LLAMA),
+        ("llama2-30b", (60, 6656, 52, 52, 17_920), _LLAMA),
+        ("llama2-70b", (80, 8192, 64, 8, 28_672), _LLAMA),
+        ("qwen2.5-7b", (28, 3584, 28, 4, 18_944), _QWEN),
+        ("qwen2.5-14b", (48, 5120, 40, 8, 13_824), _QWEN),
+        ("qwen2.5-32b", (64, 5120, 40, 8, 27_648), _QWEN),
+        ("qwen2.5-72b", (80, 8192, 64, 8, 29_568), _QWEN),
+        ("llama3-405b", (126, 16_384, 128, 8, 53_248), {**_LLAMA, "vocab": 128_256}),
+    )
+}
+"""As their authors published them (config.json of each). There is no 30B of LLaMA 2: that is LLaMA 1's."""
+
+_MODEL_KEYS = ("layers", "hidden", "heads", "ffn_hidden", "vocab")
+_MODEL_OPTIONS = ("kv_groups", "gated", "tied_embeddings", "vocab_multiple")
+
+
+def model(name: str, sequence_length: int) -> ModelSpec:
+    """A known model by name, or the one of a TOML file. Raises ConfigurationError.
+
+    A file has the keys `layers`, `hidden`, `heads`, `ffn_hidden` and `vocab`, and may have `kv_groups`, `gated`,
+    `tied_embeddings` and `vocab_multiple` (see `ModelSpec`).
+    """
+    if name in MODELS:
+        return ModelSpec(sequence=sequence_length, **MODELS[name])
+    content = _read(name, "model", MODELS, "layers = 40\nhidden = 5120\nheads = 40\nffn_hidden = 13824\nvocab = 32000")
+    _check_keys(name, content, _MODEL_KEYS, _MODEL_OPTIONS)
+    for key in content:
+        value = content[key]
+        if key in ("gated", "tied_embeddings"):
+            if not isinstance(value, bool):
+                raise ConfigurationError(f"{name}: {key} is true or false, got {value!r}")
+        elif type(value) is not int or value < 1:
+            raise ConfigurationError(f"{name}: {key} is a whole number from 1 on, got {value!r}")
+    found = ModelSpec(sequence=sequence_length, **{"kv_groups": content["heads"], **content})
+    for whole, part in (("hidden", "heads"), ("heads", "kv_groups")):
+        if getattr(found, whole) % getattr(found, part):
+            raise ConfigurationError(
+                f"{name}: {whole} {getattr(found, whole)} cannot be divided by {part} {getattr(found, part)}"
+            )
+    return found
+
+
+def hardware(name: str) -> Hardware:
+    """Known hardware by name, or that of a TOML file with the keys of `Hardware`. Raises ConfigurationError."""
+    if name in HARDWARE:
+        return HARDWARE[name]
+    keys = Hardware.__struct_fields__
+    content = _read(name, "hardware", HARDWARE, "\n".join(f"{k} = {getattr(HARDWARE['a100'], k):g}" for k in keys))
+    _check_keys(name, content, keys)
+    for key, value in content.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+            raise ConfigurationError(f"{name}: {key} is a number above 0, got {value!r}")
+    return msgspec.convert({**content, "memory_bytes": int(content["memory_bytes"])}, Hardware)
+
+
+def profile(
+    model: ModelSpec,
+    hardware: Hardware,
+    *,
+    sequence_length: int,
+    micro_batch_size: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    gradients_inside: bool = False,
+) -> Profile:
+    """Times of one micro-batch of `micro_batch_size` sequences, each one document of `sequence_length` tokens.
+
+    Forward of a layer: 2 operations for each weight and token, and of causal attention 2 s h (half of the 4 s h of its
+    two products). Gradients of inputs and of weights take as many as the forward, but for attention, which has no
+    weights and takes `BACKWARD_OF_ATTENTION` times its forward for its inputs. The head takes 2 for each of its
+    weights, and its loss passes over memory; the embedding passes over memory only.
+
+    `tp`, `pp` and `dp` are the degrees of the layout that it is made for. A stage sends each of its activations once,
+    a `tp`-th from each rank, and the receiving group gathers them within its node. Replicas sum gradients in a ring,
+    2 (dp - 1) / dp of their bytes through each device, over the network unless `gradients_inside` a node. The step
+    walks over a device's parameters once. Nothing overlaps with computing.
+    """
+    tokens = sequence_length * micro_batch_size
+    linear_s = 2.0 * model.parameters_per_layer * tokens / hardware.flops
+    attention_s = 2.0 * sequence_length * model.hidden * tokens / hardware.flops
+    layer = Times(linear_s + attention_s, linear_s + BACKWARD_OF_ATTENTION * attention_s, linear_s)
+    row_s = tokens * model.hidden * ACTIVATION_BYTES / hardware.memory_bytes_per_s
+    head_s = 2.0 * model.hidden * model.vocab_rows * tokens / hardware.flops
+    logits_s = 4.0 * tokens * model.vocab_rows / hardware.memory_bytes_per_s
+    activation_bytes = tokens * model.hidden * ACTIVATION_BYTES
+    gather_s = activation_bytes * (tp - 1) / tp / hardware.inside_bytes_per_s
+    gradient_bytes = model.parameters_per_layer * GRADIENT_BYTES * 2 * (dp - 1) / dp
+    return Profile(
+        layers=(layer,) * model.layers,
+        embedding=Times(2 * row_s, 0.0, 3 * row_s),
+        head=Times(head_s + LOSS_PASSES * logits_s, head_s + 2 * logits_s, head_s),
+        transfer_s=activation_bytes / tp / hardware.between_bytes_per_s + gather_s,
+        inside_s=activation_bytes / tp / hardware.inside_bytes_per_s + gather_s,
+        gradient_s=gradient_bytes / (hardware.inside_bytes_per_s if gradients_inside else hardware.between_bytes_per_s),
+        step_s=model.parameters / (tp * pp) * STEP_BYTES / hardware.memory_bytes_per_s,
+    )
+
+
+def nearest(word: str, valid: Iterable[str]) -> str:
+    """`did you mean llama2-13b?`, or all valid words."""
+    words = list(valid)
+    near = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else f"valid: {', '.join(words)}"
+
+
+def _read(name: str, what: str, known: Mapping[str, object], example: str) -> dict[str, Any]:
+    if not name.endswith(".toml"):
+        raise ConfigurationError(f"{what} {name}: not known; {nearest(name, known)} A file's name ends with .toml")
+    try:
+        return tomllib.loads(Path(name).read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigurationError(f"{what} {name}: cannot be read: {reason}; a file has, say:\n{example}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{what} {name}: not TOML: {error}; a file has, say:\n{example}") from None
+
+
+def _check_keys(name: str, content: Mapping[str, Any], needed: Collection[str], more: Collection[str] = ()) -> None:
+    for key in content:
+        if key not in needed and key not in more:
+            raise ConfigurationError(f"{name}: unknown key {key}; {nearest(key, (*needed, *more))}")
+    lacking = [key for key in needed if key not in content]
+    if lacking:
+        raise ConfigurationError(f"{name}: {', '.join(lacking)} missing; needed are {', '.join(needed)}")

@@ -1,0 +1,358 @@
+"""What would be done if: a layout, a model, hardware and failures, as somebody asks. Pure.
+
+Reads the parts of a question (`--layout tp=4,dp=2,pp=4`, `--slow 12:0.5`), refuses what cannot be, and makes the
+planner's `Situation` of it. The decision is the planner's, what it comes to is told by
+`resihp.scheduler.what_if.answer`. Called by `resihp plan`, and by the simulator for its scenarios' layouts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+
+import msgspec
+
+from resihp.errors import LayoutError, PlanError, UsageError
+from resihp.faults import ends
+from resihp.parallelism.layout import Layout, Replica, validate
+from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.plan import Order, Plan, spread
+from resihp.pipeline.schedules import SCHEDULES, orders_of
+from resihp.scheduler.cost import memory
+from resihp.scheduler.situation import Situation
+from resihp.scheduler.what_if import catalogue
+from resihp.scheduler.what_if.catalogue import Hardware
+
+Link = tuple[str, str]
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as it was, Megatron's grid on nodes n1, n2, ... filled in order, and what has happened to it.
+
+    `micro_batches` is per replica. `spares`: further nodes, all of whose devices stand by.
+    """
+
+    model: ModelSpec
+    hardware: Hardware
+    tp: int
+    pp: int
+    dp: int
+    micro_batches: int
+    gpus_per_node: int
+    micro_batch_size: int = 1
+    chunks: int = 1
+    schedule: str = "1f1b"
+    sequence_parallel: bool = False
+    zero_1: bool = False
+    """Whether replicas share the optimizer's state."""
+    spares: int = 0
+    failed: tuple[int, ...] = ()
+    failed_nodes: tuple[str, ...] = ()
+    slow: dict[int, float] = {}
+    slow_links: dict[Link, float] = {}
+    places: dict[int, str] = {}
+    """Node of each rank of a job; where it is empty, ranks fill n1, n2, ... in order."""
+
+    @property
+    def world(self) -> int:
+        """Ranks of the layout, spares not counted."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def nodes(self) -> dict[int, str]:
+        """Node of each rank. The layout's last node has no more devices than the layout needs."""
+        if self.places:
+            return self.places
+        used = -(-self.world // self.gpus_per_node)
+        first_spare = self.world
+        spare = {
+            first_spare + i: f"n{used + 1 + i // self.gpus_per_node}" for i in range(self.spares * self.gpus_per_node)
+        }
+        return {rank: f"n{rank // self.gpus_per_node + 1}" for rank in range(self.world)} | spare
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def degrees(text: str) -> tuple[int, int, int]:
+    """(tp, dp, pp) of `tp=4,dp=2,pp=4`, in any order. Raises LayoutError."""
+    example = "for example tp=4,dp=2,pp=4"
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        key, separator, value = (word.strip() for word in part.partition("="))
+        if not separator or not re.fullmatch(r"\d{1,9}", value):
+            raise LayoutError(f"layout {text}: {part.strip() or 'nothing'} is no degree; {example}")
+        if key not in ("tp", "dp", "pp"):
+            raise LayoutError(f"layout {text}: unknown degree {key}; {catalogue.nearest(key, ('tp', 'dp', 'pp'))}")
+        if key in found:
+            raise LayoutError(f"layout {text}: {key} is there twice; {example}")
+        found[key] = int(value)
+    for key in ("tp", "dp", "pp"):
+        if key not in found:
+            raise LayoutError(f"layout {text}: {key} is missing; {example}")
+        if found[key] < 1:
+            raise LayoutError(f"layout {text}: {key} must be at least 1; {example}")
+    return found["tp"], found["dp"], found["pp"]
+
+
+def ranks(texts: Iterable[str]) -> tuple[int, ...]:
+    """Ranks of `5,17` or `8-11`, ascending. Raises UsageError."""
+    found: set[int] = set()
+    for part in _parts(texts):
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise UsageError(f"--fail {part}: no rank; for example --fail 5,17 or --fail 8-11")
+        if int(match[2] or match[1]) - int(match[1]) > 1_000_000:
+            raise UsageError(f"--fail {part}: more ranks than any job has")
+        found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(sorted(found))
+
+
+def names(texts: Iterable[str]) -> tuple[str, ...]:
+    """Nodes of `n3` or `n3,n4`."""
+    return tuple(dict.fromkeys(_parts(texts)))
+
+
+def speeds(texts: Iterable[str]) -> dict[int, float]:
+    """Speeds of ranks of `12:0.5` or `12:0.5,13:0.7`. Raises UsageError."""
+    found: dict[int, float] = {}
+    for part in _parts(texts):
+        rank, _, speed = part.partition(":")
+        if not re.fullmatch(r"\d{1,9}", rank):
+            raise UsageError(f"--slow {part}: no rank with its speed; for example --slow 12:0.5")
+        if int(rank) in found:
+            raise UsageError(f"--slow {part}: rank {rank} is there twice")
+        found[int(rank)] = _speed(f"--slow {part}", speed, f"a device that does nothing has failed: --fail {rank}")
+    return found
+
+
+def links(texts: Iterable[str]) -> dict[Link, float]:
+    """Speeds of links between nodes of `n1-n2:0.3`, names ascending. Raises UsageError."""
+    found: dict[Link, float] = {}
+    for part in _parts(texts):
+        pair, _, speed = part.rpartition(":")
+        link = ends(pair)
+        if link is None:
+            raise UsageError(f"--slow-link {part}: no two nodes with a speed; for example --slow-link n1-n2:0.3")
+        if link in found:
+            raise UsageError(f"--slow-link {part}: that link is there twice")
+        found[link] = _speed(f"--slow-link {part}", speed, "planning does not know of links that are gone")
+    return found
+
+
+def _parts(texts: Iterable[str]) -> list[str]:
+    return [part.strip() for text in texts for part in text.split(",")]
+
+
+def _speed(what: str, text: str, at_zero: str) -> float:
+    try:
+        speed = float(text)
+    except ValueError:
+        raise UsageError(f"{what}: {text or 'nothing'} is no speed; 1 is healthy, 0.5 half as fast") from None
+    if not 0 < speed <= 1:
+        hint = at_zero if speed == 0 else "it is more than 0 and at most 1: 1 is healthy, 0.5 half as fast"
+        raise UsageError(f"{what}: speed {text}; {hint}")
+    return speed
+
+
+# --- asking ---------------------------------------------------------------------------------------------------------
+
+
+def first_plan(question: Question) -> Plan:
+    """The plan of epoch 1, before anything happened. Raises LayoutError naming what the model or the batch forbid."""
+    check(question)
+    standby = tuple(sorted(question.nodes))[question.world :]
+    layout = Layout.uniform(
+        tp=question.tp,
+        pp=question.pp,
+        dp=question.dp,
+        layers=question.model.layers,
+        chunks=question.chunks,
+        standby=standby,
+    )
+    validate(layout, question.model)
+    return Plan(
+        epoch=1,
+        layout=layout,
+        assignment=spread(question.micro_batches * question.dp, question.dp),
+        schedule=question.schedule,
+        sequence_parallel=question.sequence_parallel,
+    )
+
+
+def check(question: Question) -> None:
+    """Raises UsageError, LayoutError for one that contradicts itself."""
+    for name, value, least in (
+        ("--micro-batches", question.micro_batches, 1),
+        ("--micro-batch-size", question.micro_batch_size, 1),
+        ("--sequence-length", question.model.sequence, 1),
+        ("--gpus-per-node", question.gpus_per_node, 1),
+        ("--virtual-stages", question.chunks, 1),
+        ("--spares", question.spares, 0),
+    ):
+        if value < least:
+            raise UsageError(f"{name} {value}: must be at least {least}")
+    if question.schedule not in SCHEDULES:
+        raise UsageError(
+            f"--schedule {question.schedule}: not known; {catalogue.nearest(question.schedule, SCHEDULES)}"
+        )
+    asked = f"layout tp={question.tp},dp={question.dp},pp={question.pp}"
+    stages = question.pp * question.chunks
+    if stages > question.model.layers:
+        what = "stages" if question.chunks == 1 else "virtual stages"
+        raise LayoutError(
+            f"{asked}: {stages} {what} for {question.model.layers} layers, each needs one; "
+            f"choose pp={question.model.layers // question.chunks or 1} or less"
+        )
+    obstacle = question.model.tensor_parallel_obstacle(question.tp)
+    if obstacle:
+        able = [k for k in range(1, question.tp) if question.model.tensor_parallel_obstacle(k) is None]
+        raise LayoutError(f"{asked}: {obstacle}; possible are tp={', '.join(map(str, able))}")
+    if question.tp > question.gpus_per_node:
+        raise LayoutError(
+            f"{asked}: a tensor-parallel group of {question.tp} does not fit a node of {question.gpus_per_node}; "
+            f"raise --gpus-per-node, or choose tp={question.gpus_per_node} or less"
+        )
+    check_failures(question)
+
+
+def check_failures(question: Question) -> None:
+    """Raises UsageError for ranks and nodes that are not there, PlanError if nothing is left."""
+    nodes = question.nodes
+    there = list(dict.fromkeys(nodes.values()))
+    for option, rank in (*(("--fail", r) for r in question.failed), *(("--slow", r) for r in question.slow)):
+        if rank not in nodes:
+            some = question.places and len(nodes) <= 16
+            known = ", ".join(map(str, nodes)) if some else f"{min(nodes)} to {max(nodes)}"
+            raise UsageError(f"{option} {rank}: no such rank; there are ranks {known}")
+    linked = [(f"--slow-link {a}-{b}", end) for a, b in question.slow_links for end in (a, b)]
+    for option, node in (*((f"--fail-node {n}", n) for n in question.failed_nodes), *linked):
+        if node not in there:
+            known = ", ".join(there) if question.places and len(there) <= 16 else f"{there[0]} to {there[-1]}"
+            raise UsageError(f"{option}: no node {node}; there are {known}")
+    lost = gone(question)
+    for rank in question.slow:
+        if rank in lost:
+            raise UsageError(f"rank {rank}: is said to be slow and to have failed; say one of them")
+    if len(lost) == len(nodes):
+        raise PlanError(f"nothing is left: all {len(nodes)} ranks have failed")
+    for what, speed in (*question.slow.items(), *question.slow_links.items()):
+        if not (0 < speed <= 1):
+            raise UsageError(f"speed of {what}: {speed}, must be more than 0 and at most 1")
+
+
+def gone(question: Question) -> set[int]:
+    """Ranks that have failed, alone or with their node."""
+    nodes = question.nodes
+    return set(question.failed) | {rank for rank, node in nodes.items() if node in question.failed_nodes}
+
+
+def pose(question: Question, base: Plan) -> Situation:
+    """The planner's situation: `base` (`first_plan`) was in effect, and all has happened at once."""
+    return situation_of(question, base, gone(question), question.slow, question.slow_links)
+
+
+def situation_of(
+    question: Question, base: Plan, gone: Collection[int], slow: dict[int, float], slow_links: dict[Link, float]
+) -> Situation:
+    profile = catalogue.profile(
+        question.model,
+        question.hardware,
+        sequence_length=question.model.sequence,
+        micro_batch_size=question.micro_batch_size,
+        tp=question.tp,
+        pp=question.pp,
+        dp=question.dp,
+        gradients_inside=question.world <= question.gpus_per_node,
+    )
+    fits = worst(question, base)[0] <= question.hardware.memory_bytes
+    return Situation(
+        epoch=base.epoch + 1,
+        base=base.layout,
+        available=tuple(rank for rank in sorted(question.nodes) if rank not in gone),
+        nodes=question.nodes,
+        model=question.model,
+        micro_batches=base.micro_batches,
+        tokens=tokens_of(question),
+        tp=question.tp,
+        pp=question.pp,
+        chunks=question.chunks,
+        schedule=question.schedule,
+        sequence_parallel=question.sequence_parallel,
+        speeds={rank: speed for rank, speed in sorted(slow.items()) if speed < 1},
+        memory_bytes=question.hardware.memory_bytes if fits else None,
+        state_bytes=state_bytes_of(question, gone),
+        profile=profile,
+        links={pair: speed for pair, speed in sorted(slow_links.items()) if speed < 1},
+    )
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def state_bytes_of(question: Question, gone: Collection[int] = ()) -> int:
+    """Of a parameter. Under ZeRO-1 the replicas that have lost nothing share the optimizer's state: others may go."""
+    if not question.zero_1:
+        return memory.STATE_BYTES
+    size = question.tp * question.pp
+    return memory.zero_1(question.dp - len({rank // size for rank in gone if rank < question.dp * size}))
+
+
+def tokens_of(question: Question) -> int:
+    """Of a micro-batch, as `resihp.scheduler.cost.memory` has to be told of them.
+
+    It counts the executor's numbers of 4 bytes: 16 bytes of state for a parameter, which is what mixed precision with
+    Adam needs as well (`catalogue.STATE_BYTES`), and activations of 4 bytes, which here have 2. Half the tokens.
+    """
+    return max(1, question.model.sequence * question.micro_batch_size * catalogue.ACTIVATION_BYTES // memory.ELEMENT)
+
+
+def stage_bytes(question: Question, plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """What each rank of each stage needs, [replica][stage], 0 without ranks. Equal replicas are counted once."""
+    if plan.migrations and not plan.orders:
+        plan = msgspec.structs.replace(plan, orders=orders_of(plan))
+    known: dict[object, tuple[int, ...]] = {}
+    found: list[tuple[int, ...]] = []
+    for d, replica in enumerate(plan.layout.replicas):
+        shape = tuple((stage.tp, stage.chunks) for stage in replica.stages)
+        alone = not plan.migrations
+        orders = plan.orders[d] if plan.orders else ()
+        key = (shape, len(plan.assignment[d]), _renumbered(orders, plan.assignment[d])) if alone else d
+        if key not in known:
+            known[key] = _needs(question, plan, d, replica, alone)
+        found.append(known[key])
+    return tuple(found)
+
+
+def _needs(question: Question, plan: Plan, d: int, replica: Replica, alone: bool) -> tuple[int, ...]:
+    if alone:
+        plan = msgspec.structs.replace(
+            plan,
+            layout=Layout((replica,)),
+            assignment=(plan.assignment[d],),
+            orders=(plan.orders[d],) if plan.orders else (),
+        )
+    tokens = tokens_of(question)
+    return tuple(
+        memory.needed_bytes(plan, stage.ranks[0], question.model, tokens, state_bytes=state_bytes_of(question))
+        if stage.ranks
+        else 0
+        for stage in replica.stages
+    )
+
+
+def _renumbered(orders: Iterable[Order], share: tuple[int, ...]) -> object:
+    """Orders with micro-batches counted from 0, so that those of equal replicas are equal."""
+    at = {m: i for i, m in enumerate(share)}
+    return tuple(tuple((p.kind, at[p.micro_batch], p.chunk) for p in order) for order in orders)
+
+
+def worst(question: Question, plan: Plan) -> tuple[int, int]:
+    """Most bytes, and the first rank that needs them."""
+    needs = stage_bytes(question, plan)
+    return max(
+        (need, -stage.ranks[0])
+        for replica, bytes_needed in zip(plan.layout.replicas, needs, strict=True)
+        for stage, need in zip(replica.stages, bytes_needed, strict=True)
+        if stage.ranks
+    )

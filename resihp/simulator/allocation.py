@@ -1,0 +1,240 @@
+"""A simulated Slurm beside a simulated job, and what must hold of all that the job asks of it.
+
+It answers late, twice, or never; says no; gives nodes that join, or do not, or come when nobody wants them any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from resihp.controller import interface as api
+from resihp.controller.state import VACATED
+from resihp.record.journal import (
+    AnyEntry,
+    DrainAnswered,
+    DrainDecided,
+    FailureFound,
+    NodeJoined,
+    NodeLost,
+    NodeReleased,
+    PlanInEffect,
+    ReplacementAsked,
+    ReplacementChanged,
+    SlurmSaw,
+)
+from resihp.simulator.machines import SimNode
+from resihp.simulator.rules import expect
+
+if TYPE_CHECKING:
+    from resihp.simulator.world import World
+
+OVER = ("refused", "cancelled", "ended")
+
+
+class Allocation:
+    """Slurm, as far as the job deals with it; and the rules of dealing with it."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.blamed: dict[int, FailureFound] = {}
+        self.lost: list[str] = []
+        self.drains: dict[int, str] = {}
+        self.drained = 0
+        """How many of these are drains, and not only exclusions."""
+        self.deaths: dict[str, str] = {}
+        """How nodes were lost, in a failure's words."""
+        self.answered: set[tuple[int, str, str]] = set()
+        """(drain, step, outcome) that were told."""
+        self.released: set[str] = set()
+        self.refusals: dict[str, int] = {}
+        self.tries: dict[str, int] = {}
+        self.requests: dict[int, str] = {}
+        """State of each request, as journaled."""
+        self.instead: dict[int, str] = {}
+        self.guests: dict[str, int] = {}
+        """Nodes that came with a request, and that request's number."""
+        self.present: set[str] = set()
+        """Guests that the job has taken in."""
+
+    # --- Slurm's side ---------------------------------------------------------------------------------------------
+
+    def carry_out(self, action: api.AnyAction) -> None:
+        rng, world = self.world.rng, self.world
+        match action:
+            case api.DrainNode():
+                rungs: list[tuple[Any, Any]] = [("slurm", "done"), ("exclusion", "done")]
+                if action.measure == "exclude":
+                    rungs = [("exclusion", rng.choice(["done", "unknown"]))]
+                elif rng.random() < 0.5:
+                    rungs = [("slurm", rng.choice(["refused", "unknown"])), ("spool", rng.choice(["done", "refused"]))]
+                for step, outcome in rungs[: rng.choice([0, 1, 2, 2, 2])]:
+                    told = api.DrainStep(drain=action.drain, node=action.node, step=step, outcome=outcome, text="")
+                    self._later([told] * rng.choice([1, 1, 2]))
+            case api.ReleaseNode():
+                if rng.random() < 0.9:
+                    outcome = rng.choice(["done", "refused", "refused", "unknown"])
+                    self._later([api.ReleaseAnswered(node=action.node, outcome=outcome, text="")])
+            case api.AskReplacement():
+                self._give(action.replacement)
+            case api.CancelReplacement():
+                if rng.random() < 0.5:
+                    self._later([self._news(action.replacement, "ended")])
+            case api.WatchNode():
+                for state in ("down", "idle")[: rng.randint(0, 2)]:
+                    self._later([api.SlurmSees(node=action.node, state=state, reason="")])
+            case _:
+                world.log.append((world.now, f"nothing comes of {action}"))
+
+    def _later(self, events: Iterable[api.AnyEvent]) -> None:
+        rng = self.world.rng
+        for event in events:
+            self.world.at(rng.choice([0.01, rng.uniform(0, 2), rng.uniform(0, 15)]), self.world.feed, event)
+
+    def _news(self, number: int, state: Any, node: str | None = None) -> api.ReplacementNews:
+        slurm_job = None if state == "refused" else str(100 + number)
+        return api.ReplacementNews(replacement=number, state=state, slurm_job=slurm_job, node=node, text="")
+
+    def _give(self, number: int) -> None:
+        """What becomes of a request, as Slurm would have it. One that is made twice is one."""
+        rng, world = self.world.rng, self.world
+        if f"r{number}" in world.nodes:
+            return
+        fate = rng.choices(["joins", "early", "refused", "ended", "pending", "silent", "old"], [8, 2, 2, 1, 1, 1, 1])[0]
+        if fate == "refused":
+            self._later([self._news(number, "refused")])
+        elif fate == "ended":
+            self._later([self._news(number, "pending"), self._news(number, "ended")])
+        elif fate == "pending":
+            self._later([self._news(number, "pending")])
+        elif fate in ("joins", "early", "old"):
+            name = f"r{number}" if fate != "old" or not self.lost else self.lost[-1]
+            if fate != "early":
+                self._later([self._news(number, "pending"), self._news(number, "running", name)])
+            if name not in world.nodes:
+                world.nodes[name] = SimNode(name, [], world.scenario.gpus_per_node)
+                self.guests[name] = number
+                world.at(rng.uniform(0.5, 6.0), self._join, world.nodes[name], number)
+            else:
+                event = api.AgentJoined(node=name, host=name, devices=1, lease=number)
+                world.at(rng.uniform(0.5, 6.0), world.feed, event)
+
+    def _join(self, node: SimNode, number: int) -> None:
+        world = self.world
+        node.joined = True
+        hardware = world.rng.choice(["A"] * 8 + ["", "B"])
+        host = f"host-{node.name}"
+        joined = api.AgentJoined(node=node.name, host=host, devices=node.devices, lease=number, hardware=hardware)
+        world.up(node, joined)
+        world.at(world.rng.uniform(0.0, 1.0), world.beat, node)
+
+    # --- rules ----------------------------------------------------------------------------------------------------
+
+    def is_refusal(self, name: str) -> bool:
+        """Whether dropping this node turns away somebody who is not one of the job's nodes."""
+        return self.is_stranger(name) or name in self.lost
+
+    def is_stranger(self, name: str) -> bool:
+        """Whether the job has not taken this node in."""
+        return name in self.guests and name not in self.present
+
+    def judge(self, action: api.AnyAction) -> None:
+        """Before the action is carried out."""
+        match action:
+            case api.Log():
+                self._check_entry(action.entry)
+            case api.DrainNode():
+                expect(self.drains.get(action.drain) == action.node, f"{action} is not in the journal")
+                expect(len(action.reason) < 150 and self.world.settings.job in action.reason, f"reason {action.reason}")
+            case api.ReleaseNode():
+                self._check_release(action)
+            case api.AskReplacement():
+                known = ("asked", "pending", "running") if self.world.takeovers else ("asked",)
+                expect(self.requests.get(action.replacement) in known, f"{action} is not in the journal")
+                expect(set(self.lost) <= set(action.exclude), f"{action} would take back {self.lost}")
+            case api.CancelReplacement():
+                expect(self.requests.get(action.replacement) in OVER, f"{action} of a request that is wanted")
+            case _:
+                pass
+
+    def _check_release(self, action: api.ReleaseNode) -> None:
+        scenario, name = self.world.scenario, action.node
+        expect(name in self.lost, f"{action} of a node that is not lost")
+        expect(name != scenario.batch_node and name not in self.guests, f"{action} cannot be")
+        expect(name not in self.released, f"{action} twice")
+        self.tries[name] = self.tries.get(name, 0) + 1
+        most = 4 * (1 + len(self.world.takeovers))
+        expect(self.tries[name] <= most, f"{action} for the {self.tries[name]}th time")
+        alive = {node for node in self.world.nodes if node not in self.lost and node not in self.guests}
+        expect(set(action.keep) == alive | {scenario.batch_node}, f"{action} keeps others than {sorted(alive)}")
+
+    def _check_entry(self, entry: AnyEntry) -> None:
+        scenario = self.world.scenario
+        match entry:
+            case DrainDecided():
+                failure = self.blamed.get(entry.failure)
+                expect(failure is not None and failure.node == entry.node, f"{entry} without a verdict")
+                assert failure is not None
+                expect(failure.component in ("node", "device"), f"{entry} because of a {failure.component}")
+                expect(entry.node != scenario.batch_node, f"{entry} is the batch host's")
+                expect(entry.node not in self.drains.values(), f"{entry} twice")
+                if entry.measure == "drain":
+                    self.drained += 1
+                    expect(self.drained <= scenario.drains, f"{entry} is one too many")
+                    again = entry.grounds == "died again" and entry.node in scenario.died_before
+                    expect(entry.grounds == "hardware" or again, f"{entry} though nothing says that it is broken")
+                    expect(again or failure.cause != self.deaths.get(entry.node), f"{entry} because it died")
+                expect(entry.drain == len(self.drains) + 1, f"{entry} after {len(self.drains)}")
+                self.drains[entry.drain] = entry.node
+            case DrainAnswered():
+                key = (entry.drain, entry.step, entry.outcome)
+                expect(key not in self.answered, f"{entry} twice")
+                self.answered.add(key)
+            case NodeReleased():
+                if entry.outcome == "done":
+                    self.released.add(entry.node)
+                self.refusals[entry.node] = self.refusals.get(entry.node, 0) + (entry.outcome != "done")
+                expect(self.refusals[entry.node] <= 1, f"{entry} again")
+            case FailureFound():
+                self.blamed[entry.failure] = entry
+                left = self.deaths.get(entry.node or "", "")
+                expect(VACATED not in left, f"{entry}, which was left on purpose")
+            case NodeLost():
+                self.lost.append(entry.node)
+                self.deaths[entry.node] = f"node {entry.node}: {entry.reason}"
+                if entry.reason.startswith(VACATED):
+                    expect(scenario.on_drain == "vacate" and entry.node != scenario.batch_node, f"{entry} unasked")
+            case NodeJoined():
+                expect(entry.hardware != "B", f"{entry}, which is of another kind")
+                if self.world.rules.plan is not None:
+                    expect(entry.node in self.guests, f"{entry}, which nobody asked for")
+                    expect(self.requests.get(self.guests[entry.node]) in ("asked", "pending", "running"), f"{entry}")
+                    self.present.add(entry.node)
+            case ReplacementAsked():
+                self._check_request(entry)
+            case ReplacementChanged():
+                before = self.requests[entry.replacement]
+                expect(before not in OVER, f"{entry} after it was {before}")
+                expect(before != "joined" or entry.state in ("joined", "ended"), f"{entry} after it joined")
+                self.requests[entry.replacement] = entry.state
+            case PlanInEffect() | SlurmSaw():
+                pass
+            case _:
+                pass
+
+    def _check_request(self, entry: ReplacementAsked) -> None:
+        job = self.world.controller.job
+        expect(len(self.requests) < self.world.scenario.replacements, f"{entry} is one too many")
+        expect(entry.replacement == len(self.requests) + 1, f"{entry} after {len(self.requests)}")
+        expect(entry.node in self.lost and entry.node not in self.guests, f"{entry}, which is not lost")
+        rivals = [n for n, node in self.instead.items() if node == entry.node and self.requests[n] not in OVER]
+        expect(not rivals, f"{entry} beside {rivals}")
+        expect(job.first_plan is not None and len(job.active) < len(job.first_plan.layout.active), f"{entry} for what?")
+        expect(job.phase == "running" and job.transition is None, f"{entry} in the middle of something else")
+        self.requests[entry.replacement] = "asked"
+        self.instead[entry.replacement] = entry.node
+
+    def check_end(self, exit_code: int) -> None:
+        """Nothing stays behind in the queue; 75 leaves it to a successor."""
+        left = [number for number, state in self.requests.items() if state in ("asked", "pending", "running")]
+        expect(not left or exit_code == 75, f"requests {left} are left behind")

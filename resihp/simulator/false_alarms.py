@@ -1,0 +1,84 @@
+"""A detector for simulated jobs that cries wolf at random: what the controller makes of it is what is tested."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from resihp.detector.findings import Assessment, Finding
+from resihp.detector.observation import Observation
+from resihp.detector.online.predictor import Key
+from resihp.parallelism.plan import Plan
+
+
+class Fleece:
+    """What it says of healthy chunks: any time, now and then none."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def predict(self, key: Key, kind: str, tokens: Any, squares: Any) -> npt.NDArray[np.float64] | None:
+        rng = random.Random(f"{self._seed} {key} {kind}")
+        return None if rng.random() < 0.05 else np.array([rng.uniform(1e-3, 0.1)])
+
+
+class Wolf:
+    """`chance` of a finding in each iteration: a slow rank, two that cannot be told apart, a link, nobody."""
+
+    def __init__(self, seed: int, chance: float) -> None:
+        self._seed, self._chance = seed, chance
+        self._ranks: tuple[int, ...] = ()
+        self._slow: dict[int, float] = {}
+        self.predictor, self.beside_s = Fleece(seed), 0.01
+
+    @property
+    def settled(self) -> bool:
+        """In two of three jobs, when it likes."""
+        return self._seed % 3 > 0 and len(self._slow) > 0
+
+    def healthy_transfers(self) -> tuple[float | None, float | None]:
+        rng = random.Random(f"{self._seed} transfers")
+        return rng.choice([None, 0.01, 0.5]), rng.choice([None, 0.001])
+
+    def adopt(self, plan: Plan, *_: Any) -> None:
+        self._ranks = plan.layout.active
+
+    def observe(self, observation: Observation) -> Assessment:
+        rng = random.Random(f"{self._seed} {observation.epoch} {observation.iteration}")
+        found = []
+        for _ in range(2):
+            if rng.random() >= self._chance:
+                continue
+            ranks = tuple(rng.sample(self._ranks, min(rng.choice([0, 1, 1, 1, 2]), len(self._ranks))))
+            link = tuple(rng.sample(self._ranks, 2)) if len(self._ranks) > 1 and rng.random() < 0.2 else None
+            found.append(
+                Finding(
+                    kind=rng.choice(["fail-slow", "fail-slow", "recovered", "workload"]),
+                    iteration=max(1, observation.iteration - rng.randint(0, 3)),
+                    detected=observation.iteration,
+                    change=rng.uniform(-0.3, 2.0),
+                    confidence=rng.uniform(0.5, 1.0),
+                    ranks=() if link else ranks,
+                    link=(link[0], link[1]) if link else None,
+                    evidence="a draw",
+                )
+            )
+        return Assessment(predicted_s=rng.choice([None, 0.4]), findings=tuple(found), known="workload")
+
+    def forecast(self, tokens: Any, squares: Any) -> float | None:
+        return random.Random(f"{self._seed} {tokens}").choice([None, 0.4, 2.0])
+
+    def speeds(self) -> dict[int, float]:
+        return dict(self._slow)
+
+    def confirmed(self, rank: int, speed: float) -> None:
+        self._slow[rank] = speed
+
+    def cleared(self, rank: int) -> None:
+        self._slow.pop(rank, None)
+
+    def cleared_link(self, sender: int, receiver: int) -> None:
+        pass

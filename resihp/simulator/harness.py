@@ -1,0 +1,85 @@
+"""Play simulated jobs around the real controller; `python -m resihp.simulator.harness SEED` shows one.
+
+`Scenario` (scenario.py) says what is run and what befalls it, `World` (world.py, machines.py) plays it on a virtual
+clock, `Rules` (rules.py) assert after every event what architecture.md and interface.md promise.
+
+    .venv/bin/python -m resihp.simulator.harness 4711            the log of one seed
+    .venv/bin/python -m resihp.simulator.harness 4711 --beats    with the agents' beats
+    .venv/bin/python -m resihp.simulator.harness 0 5000          many seeds: violations by kind, exit codes
+    ... --storm, --orphan, --slurm, --slow       the same with `Scenario.stormy`, `.orphaned`, `.allocated`, `.sluggish`
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+
+from resihp.simulator.log import log_tail
+from resihp.simulator.rules import Violation
+from resihp.simulator.scenario import Disturbance, Scenario
+from resihp.simulator.world import Result, World
+
+__all__ = ["Disturbance", "Result", "Scenario", "Violation", "World", "main", "play", "show", "sweep"]
+
+
+def play(scenario: Scenario, replay: bool = True) -> Result:
+    """Run a scenario to its end, then give its events to a second controller. Raises Violation."""
+    world = World(scenario)
+    result = world.run()
+    if replay:
+        world.replay()
+    return result
+
+
+def show(scenario: Scenario, beats: bool) -> int:
+    """Print one scenario's log."""
+    world = World(scenario)
+    verdict = "ended"
+    try:
+        world.run()
+        world.replay()
+    except Violation as violation:
+        verdict = f"VIOLATION: {str(violation).splitlines()[0]}"
+    print(scenario)
+    print(log_tail(world.log, lines=len(world.log), beats=beats))
+    print(verdict)
+    return 0 if verdict == "ended" else 1
+
+
+def sweep(draw: Callable[[int], Scenario], first: int, last: int) -> int:
+    """Run seeds first to last, both inclusive; count what happened."""
+    codes: Counter[int] = Counter()
+    kinds: dict[str, list[int]] = {}
+    for seed in range(first, last + 1):
+        try:
+            codes[play(draw(seed)).exit_code] += 1
+        except Violation as violation:
+            line = str(violation).splitlines()[0].partition(" s: ")[2]
+            kinds.setdefault(re.sub(r"[\d.]+", "#", line), []).append(seed)
+    for kind, seeds in sorted(kinds.items(), key=lambda item: -len(item[1])):
+        print(f"{len(seeds):6d}  {kind[:140]}  seeds {seeds[:8]}")
+    print(
+        f"{last - first + 1} runs, exit codes {dict(sorted(codes.items()))}, {sum(map(len, kinds.values()))} violations"
+    )
+    return 1 if kinds else 0
+
+
+def main(arguments: list[str]) -> int:
+    kinds = {
+        "--storm": Scenario.stormy,
+        "--stop": Scenario.stopped,
+        "--orphan": Scenario.orphaned,
+        "--slurm": Scenario.allocated,
+        "--slow": Scenario.sluggish,
+    }
+    draw = next((kinds[argument] for argument in arguments if argument in kinds), Scenario.drawn)
+    numbers = [int(argument) for argument in arguments if argument.isdigit()]
+    if len(numbers) == 2:
+        return sweep(draw, *numbers)
+    return show(draw(numbers[0]), "--beats" in arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

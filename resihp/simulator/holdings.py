@@ -1,0 +1,75 @@
+"""Which state a simulated worker holds: sets of slices as bits, and a value that tells one history from another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.ownership import ParameterSpec, Slice, holders, share
+from resihp.parallelism.parameter_outline import outline as whole_outline
+from resihp.protocol import messages as m
+
+FINEST = 4
+"""Each parameter that can be cut is seen in so many pieces."""
+
+
+@cache
+def outline(model: ModelSpec) -> tuple[ParameterSpec, ...]:
+    """Of each layer one parameter that is cut and one that is not: the others have the same holders."""
+    return tuple(spec for spec in whole_outline(model) if "attention" not in spec.name and "fc2" not in spec.name)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """`slices` bits of slices held; `value` stands for their contents: equal for equal histories only."""
+
+    slices: int
+    iteration: int
+    value: int
+
+
+def drawn(slices: int, iteration: int) -> Holding:
+    """State as drawn from the seed, or loaded from the checkpoint of `iteration`."""
+    return Holding(slices, iteration, hash(("drawn", iteration)))
+
+
+def after(holding: Holding, outcome: m.StepOutcome) -> Holding:
+    """The same slices, one step later."""
+    value = hash((holding.value, outcome.iteration, outcome.gradient_norm))
+    return Holding(holding.slices, outcome.iteration, value)
+
+
+def bits(model: ModelSpec, slices: Iterable[Slice]) -> int:
+    found = 0
+    index, specs = _index(model)
+    for piece in slices:
+        extent = specs[piece.name]
+        width = max(extent // FINEST, 1)
+        for part in range(piece.start // width, piece.stop // width):
+            found |= 1 << (index[piece.name] * FINEST + part)
+    return found
+
+
+@cache
+def _index(model: ModelSpec) -> tuple[dict[str, int], dict[str, int]]:
+    specs = outline(model)
+    return {spec.name: i for i, spec in enumerate(specs)}, {spec.name: spec.extent for spec in specs}
+
+
+@lru_cache(maxsize=20000)
+def needed(model: ModelSpec, layout: Layout) -> dict[int, int]:
+    """What each active rank of a layout has to hold."""
+    held = dict.fromkeys(layout.active, 0)
+    for spec in outline(model):
+        for stage in holders(layout, spec):
+            for t, rank in enumerate(stage.ranks):
+                held[rank] |= bits(model, (share(spec, t, stage.tp),))
+    return held
+
+
+@cache
+def everything(model: ModelSpec) -> int:
+    return bits(model, (Slice(spec.name, 0, spec.extent) for spec in outline(model)))

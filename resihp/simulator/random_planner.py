@@ -1,0 +1,97 @@
+"""A scheduler for simulated jobs: quick, deterministic, and fond of layouts that nobody would choose.
+
+It keeps the whole replicas and puts what is left into more of them, as deep and as wide as a draw says. It uses every
+device that it can, so that each loss and each newcomer changes the layout; now and then it finds no plan at all, or
+one that the checker refuses.
+"""
+
+from __future__ import annotations
+
+import random
+
+from resihp.errors import PlanError
+from resihp.parallelism.layout import Layout, Replica, Stage, validate
+from resihp.parallelism.plan import Plan, spread
+from resihp.pipeline import checker
+from resihp.scheduler import planner
+from resihp.scheduler.situation import Decision, Situation
+
+
+class Planner:
+    """`trouble`: how often it finds no plan. `kind`: the real one, this one, or one that only ever drops replicas."""
+
+    def __init__(self, seed: int, trouble: float, kind: str) -> None:
+        self.seed, self.trouble, self.kind = seed, trouble, kind
+
+    first_plan = staticmethod(planner.first_plan)
+
+    def decide(self, situation: Situation) -> Decision:
+        rng = random.Random(f"{self.seed} {situation.epoch} {situation.available}")
+        if rng.random() < self.trouble:
+            raise PlanError("the planner found no plan")
+        if self.kind == "cautious":
+            return self.without_lost_replicas(situation)
+        if self.kind == "real":
+            return planner.decide(situation)
+        available = set(situation.available)
+        able = available - set(situation.stale)
+        replicas = [r for r in situation.base.replicas if able.issuperset(r.ranks)]
+        if replicas and rng.random() < 0.2:
+            replicas.pop(rng.randrange(len(replicas)))
+        left = sorted(available - {rank for replica in replicas for rank in replica.ranks})
+        while left and len(replicas) < situation.micro_batches:
+            replica = self._replica(rng, situation, left)
+            replicas.append(replica)
+            left = [rank for rank in left if rank not in replica.ranks]
+        if not replicas:
+            raise PlanError("no rank is left")
+        layout = Layout(tuple(replicas), tuple(left))
+        validate(layout, situation.model)
+        return Decision(plan=self._plan(situation, layout), seconds=1.0, reason="a draw")
+
+    def without_lost_replicas(self, situation: Situation) -> Decision:
+        lost = situation.lost | set(situation.stale)
+        kept = situation.base.without(lost).replicas
+        if not kept:
+            raise PlanError(f"every replica has lost a rank: {sorted(lost)}")
+        used = {rank for replica in kept for rank in replica.ranks}
+        layout = Layout(kept, tuple(r for r in situation.available if r not in used))
+        return Decision(plan=self._plan(situation, layout), seconds=1.0, reason="what is left")
+
+    @staticmethod
+    def _replica(rng: random.Random, situation: Situation, left: list[int]) -> Replica:
+        """Groups of one or two neighbours on the same node, at most as many as layers, of any depth."""
+        groups: list[tuple[int, ...]] = []
+        ranks = list(left)
+        depth = min(rng.randint(1, situation.pp + 1), situation.model.layers)
+        while ranks and len(groups) < depth:
+            first = ranks.pop(0)
+            if ranks and situation.nodes[ranks[0]] == situation.nodes[first] and rng.random() < 0.5:
+                groups.append((first, ranks.pop(0)))
+            else:
+                groups.append((first,))
+        cuts = sorted(rng.sample(range(1, situation.model.layers), len(groups) - 1))
+        bounds = [0, *cuts, situation.model.layers]
+        return Replica(tuple(Stage(group, ((bounds[i], bounds[i + 1] - 1),)) for i, group in enumerate(groups)))
+
+    @staticmethod
+    def _plan(situation: Situation, layout: Layout) -> Plan:
+        return Plan(
+            epoch=situation.epoch,
+            layout=layout,
+            assignment=spread(situation.micro_batches, len(layout.replicas)),
+            schedule=situation.schedule,
+        )
+
+
+class Checker:
+    """`trouble`: how often it refuses a plan. Beside a `wild` planner, that is all it does."""
+
+    def __init__(self, seed: int, trouble: float, kind: str) -> None:
+        self.seed, self.trouble, self.kind = seed, trouble, kind
+
+    def check(self, plan: Plan) -> None:
+        if plan.epoch > 1 and random.Random(f"{self.seed} {plan.digest}").random() < self.trouble:
+            raise PlanError("the checker refuses it")
+        if self.kind != "wild":
+            checker.check(plan)

@@ -1,0 +1,773 @@
+"""What must hold at every moment of every run, asserted on what the controller says and on the truth beside it.
+
+`Rules.learn` sees each event before the controller does, `Rules.judge` each action before it is carried out,
+`Rules.settle` the end of each answer. The promises are those of architecture.md ("Rules that make it safe") and
+interface.md ("Detection times", exit codes).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from resihp.controller import interface as api
+from resihp.controller import planning
+from resihp.faults import Fault
+from resihp.parallelism.layout import validate
+from resihp.parallelism.plan import Plan
+from resihp.protocol import messages as m
+from resihp.record.journal import (
+    AnyEntry,
+    FailureFound,
+    FaultInjected,
+    IterationCommitted,
+    JobEnded,
+    JoinRefused,
+    PlanDecided,
+    PlanInEffect,
+    PlanRefused,
+    ProbesTaken,
+    Reconfigured,
+    SlurmSaw,
+    Suspected,
+    WorkerEnded,
+)
+from resihp.simulator.holdings import after, drawn, everything, needed
+from resihp.simulator.scenario import SIGINT, SIGKILL, SIGTERM
+
+if TYPE_CHECKING:
+    from resihp.simulator.machines import Worker
+    from resihp.simulator.world import World
+
+EPSILON = 1e-6
+
+PATIENCE = 6
+"""Iterations until a newcomer must have been given the work that there is for it."""
+
+
+class Violation(AssertionError):
+    """An invariant does not hold; the message has the seed and the end of the log."""
+
+
+def expect(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise Violation(otherwise)
+
+
+class Rules:
+    """What the controller has been told and has decided so far, and what follows from it."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.plans: dict[int, Plan] = {}
+        self.plan: Plan | None = None
+        self.known_dead: set[int] = set()
+        self.committed = world.scenario.resume_from
+        self.reported = world.scenario.resume_from
+        self.witnessed = world.scenario.resume_from
+        """Highest iteration that a delivered report says was stepped: by somebody who was not given up, by anybody."""
+        self.parked: dict[int, set[int]] = {}
+        """Who has answered to which order to park."""
+        self.last_order: dict[int, tuple[int, int]] = {}
+        self.highest_epoch = 0
+        self.in_effect: Plan | None = None
+        self.acknowledged: dict[int, dict[int, m.Ready]] = {}
+        """Who has said that it is ready, by epoch, and what else."""
+        self.refused: set[int] = set()
+        """Epochs whose plan was refused."""
+        self.objected = 0
+        """Refusals since the last plan took effect."""
+        self.turned_away: set[int] = set()
+        self.declared_at: dict[int, int] = {}
+        """Newcomers that are ready to join, and how many iterations were committed when they were."""
+        self.taking_over = False
+        """Whether this answer is one of a supervisor that may still be finding out what there is."""
+        self.value = drawn(0, self.world.scenario.resume_from)
+        """The state after the last committed iteration, as any holder of any slice must have it."""
+        self.hurried: set[int] = set()
+        """Asked to park at once, after they were asked to park between two iterations."""
+        self.taking_part = set(self.world.workers)
+        """To whom the last orders to park went."""
+        self.parking = 0
+        self.underway = False
+        """Whether a transition is, from its first order or plan until its plan is in effect."""
+        self.bytes_planned = 0
+        self.confirmed: dict[int, set[int]] = {}
+        self.blamed: dict[int, int] = {}
+        self.failed_nodes: set[str] = set()
+        self.lost_nodes: set[str] = set()
+        self.failures = 0
+        self.fired: dict[int, FaultInjected] = {}
+        self.injected_now: list[FaultInjected] = []
+        self.suspected: set[tuple[int | None, str | None]] = set()
+        self.pending_blame: list[FailureFound] = []
+        self.proofs: dict[str, float] = {}
+        self.signalled: int | None = None
+        self.early_loss = False
+        self.halted_at: float | None = None
+        self.requests: dict[int, bool] = {}
+        self.checkpoints: dict[str, set[str]] = {}
+
+    def took_over(self) -> None:
+        """Another supervisor knows what is in the journal, and remembers no suspicions, orders or answers."""
+        self.suspected.clear()
+        self.pending_blame.clear()
+        self.underway = False
+        self.last_order.clear()
+        self.reported = self.committed  # what was told to the one before, and is not in the journal, it takes along
+        known = [0, *self.plans, *(node.epoch for node in self.world.nodes.values())]
+        self.highest_epoch = max(known)  # what nobody was told of never was
+
+    def begin(self) -> None:
+        """Before each answer."""
+        self.injected_now = []
+        self.taking_over = self.world.controller.job.phase == "recovering"
+
+    def judge(self, action: api.AnyAction) -> None:
+        """Before the action is carried out."""
+        match action:
+            case api.Log():
+                self.check_entry(action.entry)
+            case api.Order():
+                expect(bool(action.ranks), "an order to nobody")
+                self.check_order(action)
+            case api.StartWorkers():
+                self.check_start(action)
+            case api.SignalWorker():
+                self.check_signal(action)
+            case api.SignalNode():
+                ordered = any(entry.node == action.node for entry in self.injected_now)
+                expect(ordered, f"{action.node} signalled without a fault in the journal")
+            case api.CutConnection():
+                ordered = any((e.kind, e.node) == ("disconnect", action.node) for e in self.injected_faults())
+                expect(ordered, f"{action.node} is cut off without a fault in the journal")
+            case api.DropNode():
+                self.check_drop(action.node)
+                self.known_dead.update(self.world.nodes[action.node].ranks)
+            case api.Reply():
+                expect(self.requests.get(action.request) is False, f"{action} to no open request")
+                self.requests[action.request] = True
+            case api.CommitCheckpoint():
+                expect(action.iteration <= self.committed, f"checkpoint of iteration {action.iteration} too early")
+                files = {file for file, _ in action.parts}
+                expect(files <= self.checkpoints.get(action.folder, set()), f"parts missing in {action.folder}")
+            case _:
+                pass
+
+    def settle(self) -> None:
+        """After the whole answer."""
+        for failure in self.pending_blame:
+            self.check_blame(failure)
+        self.pending_blame.clear()
+        if self.taking_over:  # nobody was there who could have given them work
+            self.declared_at = {rank: max(since, self.committed) for rank, since in self.declared_at.items()}
+        if self.world.end is not None:
+            self.check_end()
+
+    def learn(self, event: api.AnyEvent, again: bool) -> None:
+        """What the controller is about to know."""
+        match event:
+            case api.WorkerExited():
+                self.known_dead.add(event.rank)
+                if not self.plan:
+                    self.early_loss = True
+            case api.AgentLost():
+                self.lost_nodes.add(event.node)
+                self.known_dead.update(self.world.nodes[event.node].ranks)
+                if not self.plan:
+                    self.early_loss = True
+            case api.Signalled():
+                if event.signal == SIGINT or (event.signal == SIGTERM and not self.world.scenario.slurm):
+                    self.signalled = event.signal
+            case api.AgentJoined():
+                self.world.nodes[event.node].last_beat = self.world.now
+                if event.inventory is not None:
+                    self.known_dead.update(rank for rank, _ in event.inventory.ended)
+                    self.early_loss = self.early_loss or bool(event.inventory.ended and not self.plan)
+                for running in event.inventory.workers if event.inventory else ():
+                    for step in running.steps:
+                        self.note_report(self.world.workers[running.rank], step.outcome.iteration)
+                    for message in running.said:
+                        if isinstance(message, m.Declare):
+                            self.learn(api.WorkerSaid(rank=running.rank, message=message), again=True)
+            case api.AgentBeat():
+                self.world.nodes[event.node].last_beat = self.world.now
+                for beat in event.beat.workers:
+                    if beat.progress is not None:
+                        worker = self.world.workers[beat.rank]
+                        if beat.progress.primitives > worker.shown:
+                            worker.shown, worker.shown_at = beat.progress.primitives, self.world.now
+                            self.prove(worker, beat.progress.epoch, beat.progress.iteration - 1)
+            case api.WorkerSaid():
+                worker = self.world.workers[event.rank]
+                message = event.message
+                match message:
+                    case m.Parked(epoch=epoch) | m.Confirm(epoch=epoch) | m.Ready(epoch=epoch) | m.Stepped(epoch=epoch):
+                        if not again and epoch == self.highest_epoch:
+                            worker.answered_at = self.world.now
+                if isinstance(message, m.Stepped):
+                    self.note_report(worker, message.outcome.iteration)
+                    self.prove(worker, message.epoch, message.outcome.iteration)
+                elif isinstance(message, m.Parked):
+                    self.note_report(worker, message.stepped)
+                    self.parked.setdefault(message.epoch, set()).add(event.rank)
+                elif isinstance(message, m.Confirm):
+                    plan = self.plans.get(message.epoch)
+                    if plan is not None and plan.digest == message.digest:
+                        self.confirmed.setdefault(message.epoch, set()).add(event.rank)
+                elif isinstance(message, m.Ready):
+                    if message.epoch in self.plans:
+                        self.acknowledged.setdefault(message.epoch, {})[event.rank] = message
+                elif isinstance(message, m.Declare):
+                    if worker.joins and message.fingerprint == "same" and worker.rank not in self.known_dead:
+                        self.declared_at.setdefault(worker.rank, self.committed)
+                elif isinstance(message, m.CheckpointPart):
+                    self.checkpoints.setdefault(message.folder, set()).add(message.file)
+
+    def prove(self, worker: Worker, epoch: int, iteration: int) -> None:
+        """A report of `iteration` proves that all ranks of the epoch took part in its last synchronisation."""
+        meeting = self.world.meetings.get(("sync", epoch, iteration))
+        plan = self.plans.get(epoch)
+        if meeting is None or not meeting.over or plan is None:
+            return
+        for name in {self.world.workers[rank].node.name for rank in self.world.active_ranks(plan)}:
+            if name != worker.node.name:
+                self.proofs[name] = max(self.proofs.get(name, 0.0), meeting.over_at)
+
+    def note_report(self, worker: Worker, iteration: int) -> None:
+        """A report of somebody who was given up before may count or not: his state is lost with him."""
+        self.witnessed = max(self.witnessed, iteration)
+        if worker.rank not in self.known_dead:
+            self.reported = max(self.reported, iteration)
+
+    def has_stepped(self, worker: Worker, outcome: m.StepOutcome) -> None:
+        for other in self.world.workers.values():
+            if not other.alive or self.given_up(other) or other.outcome is None:
+                continue
+            if other.outcome.iteration == outcome.iteration:
+                text = f"ranks {worker.rank} and {other.rank} stepped {outcome.iteration} with different outcomes"
+                expect(other.outcome == outcome or self.given_up(worker), text)
+
+    def given_up(self, worker: Worker) -> bool:
+        return worker.fenced or worker.node.dropped or worker.rank in self.known_dead
+
+    # orders
+
+    def check_order(self, action: api.Order) -> None:
+        order = action.order
+        match order:
+            case m.Park():
+                epoch, step = order.epoch, 0 if order.after_iteration else 1
+                urged = step == 1 and all(self.last_order.get(rank) == (epoch, 0) for rank in action.ranks)
+                self.hurried = set(action.ranks) if urged else set()
+                if self.world.takeovers:  # whoever heard of a later one may be left out by now
+                    told = [node.epoch for node in self.world.nodes.values() if node.joined and not node.dropped]
+                    self.highest_epoch = min(self.highest_epoch, max([0, *self.plans, *told]))
+                expect(epoch > self.highest_epoch or urged, f"park for epoch {epoch} after epoch {self.highest_epoch}")
+                if order.after_iteration:
+                    expect(self.in_effect is not None and not self.underway, "pauses while a transition is under way")
+                    expect(epoch == self.highest_epoch + 1, f"pauses for epoch {epoch} in epoch {self.highest_epoch}")
+                else:
+                    self.highest_epoch = epoch
+                    self.underway = True
+            case m.Propose():
+                epoch, step = order.plan.epoch, 2
+                self.underway = True
+                self.check_base(order)
+                self.highest_epoch = max(self.highest_epoch, epoch)
+                expect(epoch == self.highest_epoch, f"proposes epoch {epoch} after {self.highest_epoch}")
+                expect(self.plans.get(epoch) == order.plan, f"plan of epoch {epoch} is not in the journal")
+                expect(set(action.ranks) <= set(order.plan.layout.ranks), "proposes to ranks outside the plan")
+            case m.Go():
+                epoch, step = order.epoch, 3
+                expect(epoch not in self.refused, f"go to epoch {epoch}, which was refused")
+                expect(epoch == self.highest_epoch, f"go to epoch {epoch} after {self.highest_epoch}")
+                plan = self.plans.get(epoch)
+                expect(plan is not None, f"go to epoch {epoch}, which is not in the journal")
+                assert plan is not None
+                missing = set(plan.layout.ranks) - self.confirmed.get(epoch, set()) - self.known_dead
+                expect(not missing, f"go to epoch {epoch} though ranks {sorted(missing)} have not confirmed")
+                lost = set(plan.layout.ranks) & self.known_dead
+                expect(not lost, f"go to epoch {epoch} with dead ranks {sorted(lost)}")
+                expect(
+                    order.next_iteration == self.committed + 1,
+                    f"go to iteration {order.next_iteration} with {self.committed} committed",
+                )
+            case m.Begin():
+                epoch, step = order.epoch, 4
+                plan = self.plans.get(epoch)
+                expect(plan is not None and plan is self.in_effect, f"begins epoch {epoch}, which is not in effect")
+                assert plan is not None
+                expect(action.ranks == plan.layout.ranks, f"begins epoch {epoch} with ranks {action.ranks}")
+            case m.FaultGo():
+                if order.fire:
+                    fired = order.fault in self.fired
+                    expect(fired, f"fault {order.fault} is told to fire without an entry in the journal")
+                return
+            case m.Probe():
+                if order.after_iteration is not None:
+                    self.check_announcement(action.ranks, order)
+                return  # else at any time, to anybody
+            case m.Slow():
+                return
+            case m.Save():
+                return  # see stopping.py
+            case m.Halt():
+                self.halted_at = self.world.now if self.halted_at is None else self.halted_at
+                return
+            case _:
+                raise Violation(f"the controller does not send {order}")
+        for rank in action.ranks:
+            before = self.last_order.get(rank, (0, 0))
+            expect((epoch, step) > before, f"rank {rank}: {type(order).__name__} {epoch} after {before}")
+            expect(rank not in self.known_dead, f"{type(order).__name__} to rank {rank}, which is gone")
+        if step < 2:
+            self.check_signs(action)
+        self.last_order.update(dict.fromkeys(action.ranks, (epoch, step)))
+        if step < 2:  # several orders for the same epoch go to some each
+            self.taking_part = set(action.ranks) | (self.taking_part if epoch == self.parking else set())
+            self.parking = epoch
+
+    def check_announcement(self, ranks: tuple[int, ...], order: m.Probe) -> None:
+        """Ahead of everybody, to both ends of every link, of pairs that are disjoint in each round."""
+        assert order.after_iteration is not None
+        steps = [worker.stepped for worker in self.world.workers.values() if worker.alive]
+        expect(order.after_iteration > max(steps), f"{order} is announced to ranks that are past it")
+        expect(order.after_iteration < self.world.scenario.iterations, f"{order} is announced for after the end")
+        expect(len(order.pairs) <= 3, f"{order} takes {len(order.pairs)} rounds")
+        for round_ in order.pairs:
+            ends = [rank for pair in round_ for rank in pair]
+            expect(len(ends) == len(set(ends)), f"{round_} is not of disjoint pairs")
+            expect(set(ends) <= set(ranks), f"{round_}: not all are told")
+
+    def check_signs(self, action: api.Order) -> None:
+        """Nobody is disturbed on mere suspicion: a park needs a loss, a stuck transfer, or silence beyond the times."""
+        if not isinstance(action.order, m.Park) or self.plan is None or self.plan.epoch in self.refused:
+            return
+        if self.world.stopping.is_on:
+            return
+        if action.order.after_iteration:
+            slow = any(
+                (isinstance(e, FailureFound) and e.kind == "fail-slow")
+                or (isinstance(e, ProbesTaken) and e.occasion == "standby")
+                for _, e in self.world.entries
+            )
+            new = {rank for rank in self.declared_at if rank not in self.plan.layout.active}
+            left = self.world.scenario.on_drain == "vacate" and any(
+                isinstance(e, SlurmSaw) and "drain" in e.state for _, e in self.world.entries
+            )
+            expect(
+                bool(new - self.known_dead) or slow or left, "pauses though nobody has joined, is slow or to be left"
+            )
+            return
+        if self.world.takeovers and self.world.now - self.world.takeovers[-1] < 12.0:
+            return  # a change was under way, or may have been
+        active = self.world.active_ranks(self.plan)
+        lost = any(rank in self.known_dead or self.world.workers[rank].fenced for rank in self.taking_part)
+        if (
+            lost
+            or self.world.broken_epochs & {self.plan.epoch}
+            or any(self.world.workers[rank].raised for rank in active)
+        ):
+            return
+        if self.last_order.get(action.ranks[0], (0, 0))[1] == 0:
+            return  # asked to hurry, after a request to stop between two iterations
+        loud = any(not self.world.workers[rank].alive for rank in active)
+        quiet_s = self.world.now - max(self.world.workers[rank].progress_at for rank in active)
+        expect(loud or quiet_s >= 15.0 - EPSILON, f"parks everybody for nothing, progress {quiet_s:.1f} s ago")
+
+    # signals and drops
+
+    def check_signal(self, action: api.SignalWorker) -> None:
+        worker = self.world.workers[action.rank]
+        if any(action.rank == entry.rank or worker.node.name == entry.node for entry in self.injected_now):
+            worker.injected = True
+            return
+        expect(action.signal == SIGKILL, f"signal {action.signal} to rank {action.rank} without a fault")
+        worker.fenced = True
+        if action.rank in self.turned_away:
+            return
+        known = action.rank in self.declared_at and not self.taking_over  # what it declared may still be waiting
+        if self.halted_at is not None and worker.joins and not known:
+            return
+        if not worker.alive or worker.raised or worker.frozen == "stop":
+            return
+        recently = self.world.now - worker.thawed_at < 3.0
+        expect(bool(worker.frozen) or recently, f"rank {action.rank} is fenced though it is a victim")
+        asked = worker.told_at >= worker.answered_at
+        sign = worker.told_at if asked else max(worker.shown_at, worker.answered_at)
+        if recently:  # the last beat told that it was stopped
+            return
+        expect(
+            self.world.now - sign >= self.world.settings.hang_given_up_s - EPSILON,
+            f"rank {action.rank} is fenced {self.world.now - sign:.1f} s after a sign of life",
+        )
+
+    def check_drop(self, name: str) -> None:
+        node = self.world.nodes[name]
+        if self.world.allocation.is_refusal(name):
+            return
+        expect(not node.dropped, f"node {name} is dropped twice")
+        if not node.alive or not node.joined:
+            return
+        least = self.world.settings.silent_beats * self.world.settings.beat_s
+        heard_s, proven_s = self.world.now - node.last_delivered, self.world.now - self.proofs.get(name, 0.0)
+        sign_of_life = f"heard {heard_s:.2f} s ago, proven {proven_s:.2f} s ago"
+        expect(min(heard_s, proven_s) >= least - EPSILON, f"node {name} is dropped too early: {sign_of_life}")
+
+    # entries
+
+    def check_entry(self, entry: AnyEntry) -> None:
+        match entry:
+            case PlanDecided():
+                self.check_plan(entry)
+            case IterationCommitted():
+                self.check_commit(entry)
+            case FailureFound():
+                self.failures += 1
+                expect(entry.failure == self.failures, f"failure {entry.failure} after {self.failures - 1}")
+                self.pending_blame.append(entry)
+            case FaultInjected():
+                expect(entry.fault not in self.fired, f"fault {entry.fault} fires twice")
+                self.fired[entry.fault] = entry
+                self.injected_now.append(entry)
+            case PlanInEffect():
+                self.check_effect(entry.epoch)
+            case PlanRefused():
+                if entry.rank is not None:
+                    self.refused.add(entry.epoch)
+                self.objected += 1
+            case JoinRefused():
+                expect(self.world.workers[entry.rank].joins, f"{entry} of a rank that was there from the start")
+                expect(entry.rank not in self.turned_away, f"{entry} twice")
+                self.turned_away.add(entry.rank)
+                self.declared_at.pop(entry.rank, None)
+            case Suspected():
+                self.check_suspicion(entry)
+            case WorkerEnded():
+                worker = self.world.workers[entry.rank]
+                if entry.exit is not None:
+                    expect(entry.exit == worker.status, f"rank {entry.rank} ended with {worker.status}: {entry}")
+            case Reconfigured():
+                expect(set(entry.failures) <= set(range(1, self.failures + 1)), f"unknown failures in {entry}")
+                expect(entry.attempts >= 1 and entry.seconds >= 0, f"impossible {entry}")
+                built = self.acknowledged.get(entry.epoch, {}).values()
+                expect(entry.groups_s == max(r.groups_s for r in built), f"{entry}, of {built}")
+                expect(entry.bytes_moved == sum(r.bytes_received for r in built), f"{entry}, of {built}")
+                expect(entry.bytes_moved == self.bytes_planned, f"{entry}, planned were {self.bytes_planned} bytes")
+            case JobEnded():
+                expect(
+                    not any(isinstance(other, JobEnded) for _, other in self.world.entries), "two ends in the journal"
+                )
+            case _:
+                pass
+
+    def check_plan(self, decided: PlanDecided) -> None:
+        plan = decided.plan
+        expect(plan.epoch not in self.plans, f"two plans for epoch {plan.epoch}")
+        validate(plan.layout, self.world.scenario.model)
+        dead = set(plan.layout.ranks) & self.known_dead
+        expect(not dead, f"plan {plan.epoch} contains the dead {sorted(dead)}")
+        dealt = sorted(index for share in plan.assignment for index in share)
+        expect(dealt == list(range(self.world.scenario.micro_batches)), f"plan {plan.epoch} deals {dealt}")
+        expect(len(plan.assignment) == len(plan.layout.replicas), "an assignment for each replica")
+        expect(
+            decided.next_iteration == self.committed + 1,
+            f"plan {plan.epoch} begins with {decided.next_iteration}, committed are {self.committed}",
+        )
+        expect(
+            decided.next_iteration > self.reported,
+            f"plan {plan.epoch} redoes iteration {decided.next_iteration}, of which a step was reported",
+        )
+        for worker in self.world.workers.values():
+            if worker.alive and not self.given_up(worker) and worker.rank in plan.layout.ranks:
+                expect(
+                    worker.stepped < decided.next_iteration,
+                    f"plan {plan.epoch} redoes {decided.next_iteration}, which rank {worker.rank} has stepped",
+                )
+        if decided.finish is not None:
+            expect(decided.finish.iteration == self.committed, f"finishes {decided.finish.iteration}")
+        self.bytes_planned = decided.bytes_planned
+        expect(not self.plans or plan.epoch > max(self.plans), f"plan {plan.epoch} after {max(self.plans, default=0)}")
+        if self.plan is not None:
+            awaited = set(plan.layout.ranks) - self.parked.get(plan.epoch, set())
+            expect(not awaited, f"plan {plan.epoch} is decided though ranks {sorted(awaited)} have not parked for it")
+            gone = {*self.plan.layout.ranks} - {*plan.layout.ranks}
+            unexplained = gone - self.known_dead - {rank for rank in gone if self.world.workers[rank].fenced}
+            unexplained -= self.turned_away
+            expect(not unexplained, f"plan {plan.epoch} loses {sorted(unexplained)}, which are alive")
+        self.plans[plan.epoch] = self.plan = plan
+
+    def check_commit(self, entry: IterationCommitted) -> None:
+        outcome = entry.outcome
+        expect(outcome.iteration == self.committed + 1, f"commits {outcome.iteration} after {self.committed}")
+        self.committed = outcome.iteration
+        assert self.plan is not None
+        expected = self.world.outcome_of(self.plan, outcome.iteration)
+        for name in ("samples_digest", "samples", "loss", "tokens"):
+            expect(getattr(outcome, name) == getattr(expected, name), f"{name} of {outcome}")
+        expect(entry.epoch in self.plans, f"commits in epoch {entry.epoch}, which is unknown")
+        same = outcome == self.world.outcome_of(self.plans[entry.epoch], outcome.iteration)
+        expect(same, f"the outcome of {outcome.iteration} is not of epoch {entry.epoch}")
+        self.value = after(self.value, outcome)
+        took = [
+            w for w in self.world.workers.values() if w.outcome is not None and w.outcome.iteration == outcome.iteration
+        ]
+        for worker in took:
+            if worker.alive and not self.given_up(worker) and worker.active:
+                expect(worker.outcome == outcome, f"rank {worker.rank} took another outcome than {outcome}")
+        self.check_newcomers()
+        expect(outcome.iteration <= self.witnessed, f"{outcome.iteration} is committed, nobody reported its step")
+
+    def check_newcomers(self) -> None:
+        """Whoever has been ready for a while is in the plan, or the planner has no work for it."""
+        assert self.in_effect is not None
+        if self.world.stopping.is_on:
+            return
+        idle = {
+            rank
+            for rank, since in self.declared_at.items()
+            if self.committed - since > PATIENCE and rank not in self.known_dead | set(self.in_effect.layout.ranks)
+        }
+        job, scenario = self.world.controller.job, self.world.scenario
+        if (
+            not idle
+            or self.taking_over
+            or job.phase != "running"
+            or self.committed + 2 >= job.goal
+            or scenario.slow  # what is not worth an interruption waits
+            or scenario.planner_trouble
+            or scenario.checker_trouble
+        ):
+            return
+        better = planning.best(job, job.epoch + 1, set(job.ready), planning.base_while_running(job)).plan
+        unused = better.layout.active == self.in_effect.layout.active
+        expect(unused, f"ranks {sorted(idle)} have no work, though {better.layout} has some for them")
+
+    def check_suspicion(self, entry: Suspected) -> None:
+        if entry.kind == "slow":
+            expect(entry.cleared == self.suspects_slow(entry), f"{entry} beside another, or after none")
+            return
+        key = (entry.rank, None if entry.rank is not None else entry.node)
+        if entry.cleared:
+            expect(key in self.suspected, f"{entry} was not suspected")
+            self.suspected.discard(key)
+            return
+        expect(key not in self.suspected, f"{entry} twice")
+        self.suspected.add(key)
+        least = self.world.settings.silent_beats * self.world.settings.beat_s - EPSILON
+        if entry.rank is not None:
+            worker = self.world.workers[entry.rank]
+            quiet_s = self.world.now - max(worker.shown_at, worker.answered_at)
+            stopped = worker.frozen == "stop" or self.world.now - worker.thawed_at < 2.0
+            expect(quiet_s >= least or stopped, f"{entry} only {quiet_s:.1f} s after its progress")
+        elif entry.node is not None:
+            quiet_s = self.world.now - self.world.nodes[entry.node].last_beat
+            expect(quiet_s >= least, f"{entry} only {quiet_s:.1f} s after its last beat")
+
+    def suspects_slow(self, before: Suspected | FailureFound) -> bool:
+        """Whether somebody was under suspicion to be slow when the journal came to an entry.
+
+        A verdict on a rank ends its own suspicion, or nobody's in particular; another's gave way to it just before.
+        """
+        entries = [entry for _, entry in self.world.entries]
+        here = next((i for i, entry in enumerate(entries) if entry is before), len(entries))
+        for i in reversed(range(here)):
+            entry = entries[i]
+            if isinstance(entry, Suspected) and entry.kind == "slow":
+                if isinstance(before, Suspected) or entry.rank in (None, *before.ranks):
+                    return not entry.cleared
+                return entry.cleared and i == here - 1
+            if isinstance(entry, FailureFound) and entry.kind == "fail-slow":
+                return False
+        return False
+
+    def check_blame(self, failure: FailureFound) -> None:
+        """After the whole answer: whoever is named is dead, fenced, or its communication was."""
+        if failure.kind == "fail-slow":
+            expect(self.suspects_slow(failure), f"{failure} without a suspicion")
+            return
+        if failure.kind == "communication":
+            told = failure.epoch in self.world.broken_epochs or self.signalled is not None
+            expect(told, f"blames the communication of epoch {failure.epoch}")
+            return
+        for rank in failure.ranks:
+            worker = self.world.workers[rank]
+            gone = not worker.alive or worker.fenced or worker.node.dropped or worker.raised
+            expect(gone, f"failure {failure.failure} names rank {rank}, which is alive: {failure.cause}")
+            expect(rank not in self.blamed, f"rank {rank} is in failures {self.blamed.get(rank)} and {failure.failure}")
+            self.blamed[rank] = failure.failure
+            late = worker.node.name in self.lost_nodes and worker.died_with_node and not worker.raised
+            late = late and failure.component != "node" and not self.world.stopping.told
+            expect(not late, f"failure {failure.failure} is part of the loss of node {worker.node.name}")
+        if failure.component == "node":
+            assert failure.node is not None
+            expect(bool(failure.ranks), f"failure {failure.failure} of node {failure.node} names nobody")
+            expect(failure.node not in self.failed_nodes, f"node {failure.node} fails twice")
+            self.failed_nodes.add(failure.node)
+            node = self.world.nodes[failure.node]
+            expect(not node.alive or node.dropped, f"node {failure.node} is alive")
+
+    # the end
+
+    def check_end(self) -> None:
+        assert self.world.end is not None
+        code = self.world.end.exit_code
+        ended = [entry for _, entry in self.world.entries if isinstance(entry, JobEnded)]
+        expect(len(ended) == 1, f"{len(ended)} ends in the journal")
+        expect(ended[0].exit_code == code, f"the journal says {ended[0].exit_code}, the end {code}")
+        cancelled = code in (130, 143) or (self.world.end.requeue and self.world.stopping.is_on)
+        state = "completed" if code == 0 else "cancelled" if cancelled else "failed"
+        expect(ended[0].state == state, f"exit code {code} is called {ended[0].state}")
+        expect(isinstance(self.world.entries[-1][1], JobEnded), "entries after the end")
+        expect(all(self.requests.values()), "an operator was not answered")
+        done = self.committed >= self.world.scenario.iterations
+        unfired = [fault for fault in self.world.scenario.faults if fault.id not in self.fired]
+        raised = sum(w.raised for w in self.world.workers.values() if not w.joins or w.plan)
+        same = raised >= 2 or (raised == 1 and self.plan is not None and len(self.world.active_ranks(self.plan)) == 1)
+        if self.world.stopping.check_end(self.world.end):
+            return
+        if self.signalled is not None:
+            expect(code == 128 + self.signalled, f"signalled {self.signalled}, ends with {code}")
+        elif code == 2:
+            unwilling = (self.world.scenario.objects, self.world.scenario.other_digest) != (None, None)
+            expect(self.plan is None or (unwilling and len(self.plans) == 1), f"ends with 2: {self.world.end.reason}")
+        elif self.world.scenario.early_exit == 0:  # a plain program, which trains without us
+            expect(code == (1 if unfired else 0), f"ends with {code}")
+        elif code in (5, 75):
+            self.check_too_few(self.world.end)
+        elif self.plan is None:
+            expect(code in ((1, 93) if self.early_loss else (1, 2, 3, 93)), f"ends with {code}")
+        elif code == 0:
+            expect(done, f"ends with 0 after {self.committed} of {self.world.scenario.iterations}")
+            expect(not unfired, f"ends with 0 though {unfired} did not fire")
+            left = any(
+                w.alive and not w.halted for w in self.world.workers.values() if w.spawned and not self.given_up(w)
+            ) or any(w.spawned and w.joins and w.rank not in self.known_dead for w in self.world.workers.values())
+            expect(
+                self.world.end.workers_leave
+                or left
+                or bool(self.world.takeovers)
+                or self.world.now - (self.halted_at or 0.0) > 3.0,
+                "they were leaving",
+            )
+        elif code == 1:
+            # whoever dies while nobody leads may have been told to halt before
+            halted = self.halted_at is not None or bool(self.world.takeovers)
+            late = halted and any(w.status not in (0, None) for w in self.world.workers.values())
+            hopeless = self.objected >= 2 or "communication failed 6 times" in self.world.end.reason
+            expect(hopeless or (done and (bool(unfired) or late)), f"fails: {self.world.end.reason}")
+            for fault in unfired if not late and not hopeless else []:
+                expect(str(fault) in self.world.end.reason, f"does not name {fault}: {self.world.end.reason}")
+        elif code == 93:
+            expect(same, "blames the script, which raised nowhere twice")
+        else:
+            raise Violation(f"exit code {code}: {self.world.end.reason}")
+
+    def check_too_few(self, end: api.End) -> None:
+        """Not enough nodes: Slurm runs the job again where it may, if that adds a checkpoint, or some runs are left."""
+        scenario = self.world.scenario
+        saved = self.world.controller.job.checkpointed > 0
+        again = scenario.slurm and scenario.may_requeue and (saved or scenario.restarts_left > 0)
+        expect((end.exit_code, end.requeue) == ((75, True) if again else (5, False)), f"{end}, where {again=}")
+        if self.plan is not None:
+            expect(self.is_lost(), f"gives up though no state is lost: {end.reason}")
+            return
+        nodes = [node for name, node in self.world.nodes.items() if not self.world.allocation.is_stranger(name)]
+        there = sum(node.alive and not node.dropped and not node.frozen and not node.silent for node in nodes)
+        enough = there >= scenario.nodes - scenario.spares
+        expect(not enough or "no agent came back" in end.reason, f"gives up with {there} nodes: {end.reason}")
+
+    def is_lost(self) -> bool:
+        """Whether nobody is left, or a slice of the state has no holder any more, or nothing else was accepted."""
+        able = {w.rank for w in self.world.workers.values() if w.spawned and not self.given_up(w)}
+        if "no agent came back" in (self.world.end.reason if self.world.end else ""):
+            nodes, is_stranger = self.world.nodes.values(), self.world.allocation.is_stranger
+            return not any(node.joined for node in nodes if not is_stranger(node.name))
+        if self.in_effect is None or self.committed == self.world.scenario.resume_from:
+            return not able - self.turned_away or self.objected > 0
+        held = 0
+        for rank, slices in needed(self.world.scenario.model, self.in_effect.layout).items():
+            held |= slices if rank in able and self.in_effect.epoch in self.world.workers[rank].held else 0
+        return held != everything(self.world.scenario.model) or self.objected > 0
+
+    # the transaction
+
+    def check_start(self, action: api.StartWorkers) -> None:
+        """A device's first process, or another where the last one died and the device is not to blame."""
+        workers, scenario = self.world.workers, self.world.scenario
+        node = self.world.nodes[action.node]
+        lost = node.name in self.lost_nodes and not self.taking_over  # that may still be waiting to be heard
+        expect(not lost and not node.dropped, f"{action} on a node that is lost")
+        for number, (rank, device) in enumerate(action.workers):
+            expect(action.nodes[rank] == node.name, f"{action} names another node")
+            if not action.joins:
+                expect(node.ranks[device] == rank, f"rank {rank} on device {device} of {action.node}")
+                continue
+            following = rank == len(workers) + number
+            if self.world.takeovers:  # some went with a supervisor, or are on nodes that were left out
+                following |= rank > len(workers) or (rank in workers and workers[rank].node.dropped)
+            expect(following, f"{action}: the next rank is {len(workers)}")
+            before = [w for w in workers.values() if w.node is node and w.device == device]
+            expect(len(before) <= scenario.come_backs, f"{action}: started {len(before)} times before")
+            for worker in before:
+                gone = worker.rank in self.known_dead or worker.rank in self.turned_away
+                expect(gone, f"{action}: rank {worker.rank} is still on that device")
+                unheard = bool(self.world.takeovers)  # what it raised may have been told to a supervisor that died
+                expect(not worker.raised or unheard, f"{action}: rank {worker.rank} raised there")
+                killed = any(f.kind == "kill" and f.rank == worker.rank for f in self.injected_faults())
+                expect(not killed, f"{action}: the device is dead")
+
+    def injected_faults(self) -> list[Fault]:
+        armed = {fault.id: fault for fault in self.world.scenario.faults}
+        return [armed.get(number) or self.world.asked[number] for number in self.fired]
+
+    def check_base(self, propose: m.Propose) -> None:
+        base = propose.base
+        if self.in_effect is None or self.committed == self.world.scenario.resume_from:
+            expect(base is None, f"{base} though every rank can draw its state")
+            return
+        expect(base is not None, "no base though iterations are committed")
+        assert base is not None
+        effective = self.in_effect
+        expect((base.epoch, base.layout) == (effective.epoch, effective.layout), f"{base}, in effect is {effective}")
+        expect(set(base.survivors) <= set(effective.layout.active), f"survivors {base.survivors} without work")
+        for rank in base.survivors:
+            worker = self.world.workers[rank]
+            if self.given_up(worker) or not worker.alive:
+                continue
+            expect(base.epoch in worker.held, f"survivor {rank} holds {list(worker.held)}, base is {base.epoch}")
+        named = {rank: node for rank, node in propose.nodes.items() if node}
+        truth = {rank: worker.node.name for rank, worker in self.world.workers.items()}
+        same = named == truth or (self.world.takeovers and named.items() <= truth.items())
+        expect(bool(same), f"names other nodes: {named.items() ^ truth.items()}")
+
+    def check_effect(self, epoch: int) -> None:
+        """The commit: everybody has acknowledged, and every slice that anybody holds is the last committed one."""
+        plan = self.plans.get(epoch)
+        expect(plan is not None and epoch == self.highest_epoch, f"epoch {epoch} takes effect out of turn")
+        expect(epoch not in self.refused, f"epoch {epoch} takes effect, though it was refused")
+        assert plan is not None
+        missing = set(plan.layout.ranks) - self.acknowledged.get(epoch, {}).keys()
+        expect(not missing, f"epoch {epoch} takes effect before ranks {sorted(missing)} are ready")
+        need = needed(self.world.scenario.model, plan.layout)
+        for rank in plan.layout.active:
+            worker = self.world.workers[rank]
+            if not worker.alive or self.given_up(worker):
+                continue
+            holding = worker.held.get(epoch)
+            expect(holding is not None and holding.slices == need[rank], f"rank {rank} lacks slices of epoch {epoch}")
+            assert holding is not None
+            right = (holding.iteration, holding.value) == (self.value.iteration, self.value.value)
+            expect(right, f"rank {rank} holds iteration {holding.iteration}, committed is {self.value.iteration}")
+        self.in_effect = plan
+        self.underway = False
+        self.objected = 0
+
+    def freed(self, worker: Worker, epoch: int, kept: int | None) -> None:
+        """A rank lets go of what an epoch's layout needed of it."""
+        if self.given_up(worker):
+            return
+        if self.committed == self.world.scenario.resume_from:
+            return
+        effective = self.in_effect
+        expect(effective is not None and epoch != effective.epoch, f"rank {worker.rank} frees epoch {epoch} for {kept}")

@@ -1,0 +1,443 @@
+"""What a simulated job is and what befalls it; `Scenario.drawn(seed)` draws one. Pure data."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+from resihp.faults import Fault, Phase
+from resihp.parallelism.model import ModelSpec
+
+SIGKILL, SIGSTOP, SIGTERM, SIGINT = 9, 19, 15, 2
+SIGUSR1, SIGUSR2, SIGCONT = 10, 12, 18
+NEVER = float("inf")
+
+MODEL = ModelSpec(layers=6, hidden=32, heads=4, kv_groups=2, ffn_hidden=64, vocab=128, sequence=64)
+
+DisturbanceKind = Literal[
+    "kill",  # the worker dies (status -9, or what `status` says)
+    "node",  # agent and workers of the worker's node die at once
+    "agent",  # the agent dies, its workers with it, some of their exits still reported
+    "vanish",  # like `node`, and nobody is told: the connection just carries nothing any more
+    "silent",  # the control connection carries nothing for `seconds`, then all of it
+    "blackout",  # agent and workers of the node freeze for `seconds`
+    "stop",  # state T for `seconds`
+    "mute",  # the interpreter is held for `seconds`: no beats of its own, state R
+    "hang",  # stuck in user code for `seconds`, its own thread beats on
+    "broken",  # a transfer of the running epoch fails on this rank, everybody alive
+    "forget",  # the worker loses its state when it parks next
+    "deadlock",  # a collective of the running epoch never completes, nobody is told
+    "reconnect",  # the agent reconnects
+    "store",  # the store listens again, elsewhere
+    "raise",  # the user's code raises on this rank
+    "raise_all",  # ... and on all the others in the same place
+    "signal",  # the supervisor receives `status`
+    "cancel",  # all agents, their workers and maybe the supervisor receive `status` (stopping.py)
+    "told",  # the node's agent and its workers receive `status`; the node dies after `seconds`
+    "inject",  # an operator asks for a kill
+    "drained",  # an administrator drains the node, and takes that back after `seconds`
+    "supervisor",  # the supervisor dies; another takes over after `seconds`
+]
+
+SHARES: dict[DisturbanceKind, int] = {
+    "kill": 30,
+    "node": 8,
+    "agent": 6,
+    "vanish": 3,
+    "silent": 8,
+    "blackout": 4,
+    "stop": 7,
+    "mute": 8,
+    "hang": 5,
+    "broken": 5,
+    "deadlock": 2,
+    "forget": 3,
+    "reconnect": 2,
+    "store": 1,
+    "raise": 3,
+    "signal": 1,
+    "inject": 3,
+}
+"""How often each is drawn."""
+
+Trigger = Literal[
+    "time", "spawn", "declare", "join", "joined", "park", "parked", "pause", "propose", "go", "ready", "begin",
+    "resumed", "sync", "step", "finished", "halt", "save",
+]  # fmt: skip
+
+Fate = Literal["fine", "odd", "refuses", "dies", "raises", "hangs", "spawn"]
+"""How a process that was started again begins: it joins, declares something else, fails its probe, and so on."""
+
+
+PHASES: tuple[Phase, ...] = ("forward", "backward", "reduce", "step", "park", "groups", "transfer", "resume")
+
+FATES: dict[Fate, int] = {"fine": 60, "odd": 8, "refuses": 7, "dies": 8, "raises": 6, "hangs": 3, "spawn": 5}
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """Happens `delay` after the `nth` occurrence of `trigger`, to `rank` or, if None, to whom it concerned."""
+
+    kind: DisturbanceKind
+    trigger: Trigger = "time"
+    nth: int = 1
+    delay: float = 0.0
+    rank: int | None = None
+    seconds: float = NEVER
+    status: int = -SIGKILL
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is run. The remaining choices (delays, order) are drawn from `seed`."""
+
+    seed: int = 0
+    nodes: int = 2
+    gpus_per_node: int = 2
+    tp: int = 1
+    pp: int = 2
+    iterations: int = 6
+    micro_batches: int = 8
+    iteration_s: float = 0.5
+    resume_from: int = 0
+    checkpoint_every: int = 0
+    faults: tuple[Fault, ...] = ()
+    disturbances: tuple[Disturbance, ...] = ()
+    latency_s: float = 0.02
+    duplicates: float = 0.0
+    """Chance of a worker's message to be delivered a second time, some of them epochs later."""
+    leaks: bool = False
+    """What a dropped node had sent before may still be delivered."""
+    breaks_loudly: float = 1.0
+    """Chance that a rank whose peer dies is told so by the transport."""
+    limit_s: float = 900.0
+    model: ModelSpec = MODEL
+    start_budget_s: float = 60.0
+    odd_declare: int | None = None
+    refuses: int | None = None
+    objects: int | None = None
+    other_digest: int | None = None
+    """Ranks that refuse to start, object to plans, compute another digest of them."""
+    agrees_up_to: int = 0
+    """Epoch up to which nobody objects."""
+    objections: int = 99
+    """How often a rank objects before it gives in."""
+    fates: tuple[Fate, ...] = ("fine",)
+    """Of newcomers, one after the other, the last one's again and again."""
+    come_backs: int = 3
+    chunk_s: float = 0.3
+    """At most so long a chunk of moved state takes."""
+    planner: Literal["real", "wild", "cautious"] = "real"
+    """Who plans: see `planner.Planner`."""
+    planner_trouble: float = 0.0
+    checker_trouble: float = 0.0
+    """How often the planner finds no plan, the checker refuses it."""
+    early_exit: int | None = None
+    meaning: Literal["time-limit", "cancelled", "preempted", "unknown"] | None = "cancelled"
+    """Why Slurm stops the job, if it tells."""
+    time_left_s: float | None = None
+    """Until Slurm's limit, from the start on."""
+    mortality: float = 0.0
+    """Chance that a worker dies of a signal that was meant for its job."""
+    signal_grace_s: float = 20.0
+    on_warning: Literal["requeue", "end"] = "requeue"
+    may_requeue: bool = False
+    restarts_left: int = 0
+    slurm: bool = False
+    """In an allocation (allocation.py); the batch script runs on `batch_node`."""
+    batch_node: str = ""
+    drains: int = 0
+    died_before: tuple[str, ...] = ()
+    on_drain: Literal["stay", "vacate"] = "stay"
+    replacements: int = 0
+    spares: int = 0
+    examine: bool = False
+    """Devices and links are measured before they are used."""
+    slow: float = 0.0
+    """How often the detector finds something slow, in each iteration (monitor.py)."""
+    unfit: float = 0.0
+    """Chance that a probe comes out badly; half as often it fails, or is not answered."""
+
+    @classmethod
+    def sluggish(cls, seed: int) -> Scenario:
+        """A job whose detector sees slow devices everywhere, some of which are."""
+        rng = random.Random(seed * 2)
+        drawn = cls.drawn(seed) if rng.random() < 0.7 else cls.orphaned(seed)
+        return dataclasses.replace(
+            drawn,
+            iterations=drawn.iterations + 4,
+            examine=rng.random() < 0.6,
+            slow=rng.choice([0.1, 0.3, 0.6]),
+            unfit=rng.choice([0.05, 0.2, 0.5]),
+        )
+
+    @classmethod
+    def drawn(cls, seed: int) -> Scenario:
+        rng = random.Random(seed * 2 + 1)
+        nodes, gpus = rng.choice(
+            [(1, 4), (2, 2), (2, 2), (2, 4), (3, 2), (3, 4), (4, 1), (4, 2), (4, 3), (6, 2), (2, 3)]
+        )
+        ranks = nodes * gpus
+        grids = [(tp, pp) for tp in (1, 2) for pp in (1, 2, 3) if gpus % tp == 0 and ranks // (tp * pp) >= 2]
+        tp, pp = rng.choice(grids)
+        dp = ranks // (tp * pp)
+        iterations = rng.randint(3, 10)
+        iteration_s = rng.choice([0.2, 0.4, 0.4, 0.8, 1.2]) if rng.random() < 0.95 else rng.uniform(3, 5)
+        length_s = 4 + iterations * iteration_s
+        disturbances = []
+        drawn = rng.random()
+        if drawn < 0.02:
+            raise_all = Disturbance("raise_all", "sync" if rng.random() < 0.8 else "declare", nth=rng.randint(1, 3))
+            disturbances.append(raise_all)
+        else:
+            for _ in range(rng.choice([0, 1, 1, 1, 2, 2, 2, 3, 3, 4, 5])):
+                disturbances += cls._disturbances(rng, length_s, ranks, iterations)
+        faults = []
+        if rng.random() < 0.3:
+            for number in range(rng.choice([1, 1, 2])):
+                kind = rng.choice(["kill", "kill", "crash", "crash", "stop", "hang", "raise", "disconnect"])
+                on_node = kind == "disconnect" or (kind not in ("hang", "raise") and rng.random() < 0.3)
+                faults.append(
+                    Fault(
+                        id=number,
+                        kind=kind,  # type: ignore[arg-type]
+                        rank=None if on_node else rng.randrange(ranks),
+                        node=f"n{rng.randint(1, nodes)}" if on_node else None,
+                        iteration=rng.randint(1, iterations + (rng.random() < 0.1)),
+                        phase=rng.choice(PHASES if rng.random() < 0.3 else PHASES[:4]),
+                    )
+                )
+        return cls(
+            seed=seed,
+            nodes=nodes,
+            gpus_per_node=gpus,
+            tp=tp,
+            pp=pp,
+            iterations=iterations,
+            micro_batches=rng.randint(dp, 3 * dp),
+            iteration_s=iteration_s,
+            resume_from=rng.randint(1, iterations - 1) if rng.random() < 0.1 else 0,
+            checkpoint_every=rng.randint(1, 3) if rng.random() < 0.15 else 0,
+            faults=tuple(faults),
+            disturbances=tuple(disturbances),
+            latency_s=rng.choice([0.002, 0.02, 0.02, 0.2]),
+            duplicates=rng.choice([0.0, 0.0, 0.05, 0.2]),
+            breaks_loudly=rng.choice([1.0, 1.0, 0.5, 0.0]),
+            leaks=rng.random() < 0.3,
+            objects=rng.randrange(ranks + 4) if rng.random() < 0.06 else None,
+            other_digest=rng.randrange(ranks + 4) if rng.random() < 0.03 else None,
+            agrees_up_to=rng.choice([1, 1, 2]),
+            objections=rng.choice([1, 1, 2, 99]),
+            fates=tuple(rng.choices(list(FATES), list(FATES.values()), k=8)),
+            come_backs=rng.choice([3, 3, 3, 1, 0]),
+            chunk_s=rng.choice([0.1, 0.3, 0.3, 8.0]),
+            planner="wild" if seed % 4 else "real",
+            planner_trouble=rng.choice([0.0, 0.0, 0.0, 0.2]),
+            checker_trouble=rng.choice([0.0, 0.0, 0.0, 0.2]),
+        )
+
+    @classmethod
+    def stormy(cls, seed: int) -> Scenario:
+        """A longer job with the disturbances of four, duplicates of everything, and leaks."""
+        base = cls.drawn(seed)
+        rng = random.Random(seed)
+        ranks = base.nodes * base.gpus_per_node
+        length_s = 4 + 2 * base.iterations * base.iteration_s
+        more: list[Disturbance] = []
+        for _ in range(rng.randint(2, 8)):
+            more += cls._disturbances(rng, length_s, ranks, 2 * base.iterations)
+        return dataclasses.replace(
+            base,
+            disturbances=(*base.disturbances, *(one for one in more if one.kind != "signal")),
+            iterations=2 * base.iterations,
+            pp=1 if seed % 2 else base.pp,
+            micro_batches=3 * ranks,
+            duplicates=0.2,
+            leaks=True,
+            limit_s=3000.0,
+        )
+
+    @classmethod
+    def orphaned(cls, seed: int) -> Scenario:
+        """A drawn job whose supervisor dies, once or more, at moments that matter; nobody interrupts it by hand."""
+        base = cls.drawn(seed)
+        rng = random.Random(seed + 1)
+        triggers: list[Trigger] = [
+            *("spawn", "declare", "park", "parked", "propose", "go", "ready", "begin", "resumed", "sync", "step"),
+            *("finished", "halt", "pause", "join", "joined", "time"),
+        ]
+        deaths = tuple(
+            Disturbance(
+                "supervisor",
+                rng.choice(triggers),
+                rng.choice([1, 1, 2, 3, 8]),
+                rng.choice([0.0, rng.uniform(0.0, 0.1), rng.uniform(0.0, 2.0)]),
+                seconds=rng.choice([0.1, 1.0, 3.0]),
+            )
+            for _ in range(rng.choice([1, 1, 2, 3]))
+        )
+        kept = tuple(one for one in base.disturbances if one.kind not in ("signal", "inject"))
+        return dataclasses.replace(base, disturbances=(*kept, *deaths), duplicates=0.0, leaks=False)
+
+    @classmethod
+    def allocated(cls, seed: int) -> Scenario:
+        """A longer job in a Slurm allocation, which loses nodes and may ask for others."""
+        base = cls.drawn(seed)
+        rng = random.Random(seed + 1_000_000)
+        nodes = max(base.nodes, 2)
+        iterations = rng.choice([2, 6, 6]) * base.iterations
+        length_s = 4 + iterations * base.iteration_s
+        kinds: tuple[DisturbanceKind, ...] = ("node", "agent", "vanish", "blackout", "kill")
+        ranks = nodes * base.gpus_per_node
+        more = tuple(
+            Disturbance(rng.choice(kinds), delay=rng.uniform(4, length_s), rank=rng.randrange(ranks))
+            for _ in range(rng.choice([1, 1, 2, 3]))
+        )
+        if rng.random() < 0.3:
+            away_s = rng.choice([0.1, 1.0, 3.0])
+            more += (Disturbance("supervisor", delay=rng.uniform(4, 2 * length_s), seconds=away_s),)
+        if rng.random() < 0.4:
+            drained_s = rng.choice([1.0, 20.0, NEVER])
+            drained = Disturbance("drained", delay=rng.uniform(4, length_s), rank=rng.randrange(ranks))
+            more += (dataclasses.replace(drained, seconds=drained_s),)
+        return dataclasses.replace(
+            base,
+            nodes=nodes,
+            iterations=iterations,
+            micro_batches=3 * ranks,
+            disturbances=(*base.disturbances, *more),
+            slurm=True,
+            batch_node=rng.choice(["n1", "n1", "n2"]),
+            drains=rng.choice([0, 1, 2, 4]),
+            died_before=tuple(f"n{i + 1}" for i in range(nodes) if rng.random() < 0.3),
+            on_drain=rng.choice(["stay", "vacate", "vacate"]),
+            replacements=rng.choice([0, 1, 2, 4]),
+            may_requeue=rng.random() < 0.7,
+            restarts_left=rng.choice([0, 1, 2]),
+            limit_s=3000.0,
+        )
+
+    @classmethod
+    def decimated(cls, seed: int) -> Scenario:
+        """A job with spares, some of whose nodes are gone before training begins, or never come."""
+        base = cls.drawn(seed) if seed % 3 else cls.allocated(seed)
+        rng = random.Random(seed + 3_000_000)
+        nodes, spares = base.nodes + 2, rng.choice([1, 1, 2])
+        ranks = nodes * base.gpus_per_node
+        kinds: list[DisturbanceKind] = ["node", "node", "vanish", "vanish", "blackout", "agent"]
+        triggers: list[Trigger] = ["time", "time", "time", "spawn", "spawn", "declare", "declare", "propose", "go"]
+        early: list[Disturbance] = []
+        for _ in range(rng.choice([1, 1, 1, 2, 2, 3])):
+            trigger = rng.choice(triggers)
+            nth = rng.randint(1, ranks) if trigger in ("spawn", "declare") else 1
+            delay = rng.choice([0.0, rng.uniform(0, 1.0), rng.uniform(0, 6.0)])
+            early.append(Disturbance(rng.choice(kinds), trigger, nth, delay, rng.randrange(ranks)))
+        if rng.random() < 0.2:
+            away_s = rng.choice([0.1, 1.0, 3.0])
+            early.append(Disturbance("supervisor", rng.choice(triggers), 1, rng.uniform(0, 3.0), seconds=away_s))
+        others = base.disturbances if rng.random() < 0.5 else ()
+        slurm = base.slurm or rng.random() < 0.5
+        return dataclasses.replace(
+            base,
+            nodes=nodes,
+            spares=spares,
+            micro_batches=3 * ranks,
+            faults=(),
+            disturbances=(*(one for one in others if one.kind not in ("signal", "inject")), *early),
+            slurm=slurm,
+            batch_node="n1" if slurm else "",
+            may_requeue=rng.random() < 0.7,
+            restarts_left=rng.choice([0, 1, 2]),
+            examine=rng.random() < 0.3,
+            limit_s=3000.0,
+        )
+
+    @classmethod
+    def stopped(cls, seed: int) -> Scenario:
+        """A drawn job that somebody wants to end, at any moment and in any way; half of them are left alone else."""
+        rng = random.Random(seed + 2_000_000)
+        base = cls.allocated(seed) if rng.random() < 0.2 else cls.drawn(seed)
+        kinds: list[tuple[DisturbanceKind, int]] = [
+            *[("signal", SIGUSR2)] * 3,
+            *[
+                ("signal", SIGTERM),
+                ("cancel", SIGTERM),
+                ("cancel", SIGTERM),
+                ("cancel", rng.choice([SIGUSR1, SIGUSR2])),
+            ],
+            *[("told", SIGTERM), ("told", SIGUSR1)],
+        ]
+        triggers: list[Trigger] = [
+            *("park", "parked", "propose", "go", "ready", "begin", "resumed", "sync", "sync", "step", "step", "pause"),
+            *("finished", "halt", "join", "joined", "spawn", "declare", "save", *(["time"] * 8)),
+        ]
+        iterations = rng.choice([1, 2, 6]) * base.iterations
+        stops: list[Disturbance] = []
+        for _ in range(rng.choice([1, 1, 1, 2, 3])):
+            kind, status = rng.choice(kinds)
+            trigger = rng.choice(triggers)
+            delay = rng.uniform(3, 8 + base.iterations * base.iteration_s) if trigger == "time" else rng.uniform(0, 1)
+            seconds = rng.uniform(0.1, 30.0) if kind == "told" and rng.random() < 0.7 else NEVER
+            nth = rng.randint(1, 2 * base.iterations) if trigger in ("sync", "step") else rng.choice([1, 1, 2])
+            rank = rng.randrange(base.nodes * base.gpus_per_node)
+            stops.append(Disturbance(kind, trigger, nth, delay, rank, seconds, status))
+        others = base.disturbances if rng.random() < 0.5 else ()
+        if rng.random() < 0.1:
+            others += (Disturbance("supervisor", delay=rng.uniform(4, 20), seconds=rng.choice([0.1, 1.0, 3.0])),)
+        return dataclasses.replace(
+            base,
+            iterations=iterations,
+            disturbances=(*(one for one in others if one.kind != "signal"), *stops),
+            faults=base.faults if others else (),
+            slurm=base.slurm or bool(seed % 5 > 1),
+            batch_node=base.batch_node or ("n1" if seed % 5 > 1 else ""),
+            meaning=rng.choice(["time-limit", "cancelled", "cancelled", "preempted", "unknown", None]),
+            time_left_s=rng.choice([None, None, rng.uniform(20, 400)]),
+            mortality=rng.choice([0.0, 0.0, 0.1, 1.0]),
+            signal_grace_s=rng.choice([20.0, 20.0, 20.0, 6.0, 3.0]),
+            on_warning=rng.choice(["requeue", "requeue", "end"]),
+            limit_s=3000.0,
+        )
+
+    @staticmethod
+    def _disturbances(rng: random.Random, length_s: float, ranks: int, iterations: int) -> list[Disturbance]:
+        kind = rng.choices(list(SHARES), list(SHARES.values()))[0]
+        trigger: Trigger = "time"
+        nth, delay = 1, rng.uniform(0, length_s)
+        if rng.random() < 0.6:
+            trigger = rng.choice(
+                [
+                    *("park", "parked", "propose", "go", "ready", "begin", "resumed", "sync", "sync", "step", "step"),
+                    *("finished", "halt", "pause", "join", "joined"),
+                ]
+            )
+            nth = {"sync": rng.randint(1, iterations), "step": rng.randint(1, iterations * ranks)}.get(
+                trigger, rng.choice([1, 1, 2, 3]) if trigger != "parked" else rng.randint(1, ranks)
+            )
+            delay = rng.choice([0.0, rng.uniform(0, 0.1), rng.uniform(0, 1.0)])
+        elif rng.random() < 0.95:
+            delay = max(delay, 5.0)
+        seconds = NEVER
+        if kind == "silent":
+            seconds = rng.uniform(0.5, 20)
+        elif kind == "mute":
+            seconds = rng.uniform(5, 12)
+        elif kind in ("stop", "hang", "blackout") and rng.random() < 0.4:
+            seconds = rng.uniform(0.5, 20)
+        status = rng.choice([-SIGKILL, -SIGKILL, -11, -6, 1, 1, 0]) if kind == "kill" else -SIGKILL
+        if kind == "signal":
+            status = rng.choice([SIGTERM, SIGINT])
+        rank = rng.randrange(ranks) if trigger == "time" or rng.random() < 0.7 else None
+        several = rng.choice([2, 3]) if kind == "kill" and rng.random() < 0.15 else 1
+        first = Disturbance(kind, trigger, nth, delay, rank, seconds, status)
+        others = [
+            Disturbance(kind, trigger, nth, delay + rng.choice([0.0, 0.05]), rng.randrange(ranks), seconds, status)
+            for _ in range(several - 1)
+        ]
+        if kind == "vanish" and rng.random() < 0.5:  # it had fallen silent before, while it still computed
+            before = rng.uniform(0.0, 8.0)
+            others.append(Disturbance("silent", trigger, nth, delay, rank))
+            first = dataclasses.replace(first, delay=delay + before)
+        return [first, *others]

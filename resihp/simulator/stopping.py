@@ -1,0 +1,279 @@
+"""Simulated ways to ask a job to stop, and what must hold of how it ends.
+
+Slurm signals agents one after the other, and workers beside them that may die of it; it answers late or never to why.
+Told again in its own words here: when a stop begins, how long it may take, what it may blame, and what it has to save.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from resihp.controller import interface as api
+from resihp.protocol import messages as m
+from resihp.record.journal import (
+    AnyEntry,
+    DrainDecided,
+    FailureFound,
+    JobSignalled,
+    NodeJoined,
+    NodeLost,
+    PlanDecided,
+    ReplacementAsked,
+)
+from resihp.simulator.holdings import everything
+from resihp.simulator.rules import expect
+from resihp.simulator.scenario import NEVER, SIGCONT, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, Disturbance
+
+if TYPE_CHECKING:
+    from resihp.simulator.machines import SimNode, Worker
+    from resihp.simulator.world import World
+
+TOGETHER_S = 2.0
+TICK_S = 0.3
+WARNINGS = (SIGUSR1, SIGUSR2)
+
+
+class Stopping:
+    """Slurm and operators who want the job to end; and the rules of ending it."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.nodes: set[str] = set()
+        """In the job, as far as it knows."""
+        self.lost_at: dict[str, float] = {}
+        """When nodes were given up."""
+        self.told: dict[str, tuple[float, int]] = {}
+        """When which agent was last signalled, as far as the job knows."""
+        self.began_at: float | None = None
+        self.asked_at = 0.0
+        self.is_warning = False
+        self.deadline: float | None = None
+        self.written: dict[str, dict[str, int]] = {}
+        """Slices in each file of each checkpoint folder."""
+        self.wrong: set[str] = set()
+        """Files that hold anything else than the last committed iteration when they are written."""
+        self.meanings: list[JobSignalled] = []
+        self.saving: m.Save | None = None
+        self.complete = 0
+        """Iteration of the newest checkpoint."""
+
+    # --- those who ask --------------------------------------------------------------------------------------------
+
+    def disturb(self, disturbance: Disturbance, node: SimNode) -> None:
+        world, rng = self.world, self.world.rng
+        match disturbance.kind:
+            case "signal":
+                world.feed(api.Signalled(signal=disturbance.status))
+            case "cancel":
+                for other in list(world.nodes.values()):
+                    world.at(rng.choice([0.0, rng.uniform(0, 0.5), rng.uniform(0, 3)]), self.tell, other, disturbance)
+                if rng.random() < 0.8:
+                    world.at(rng.uniform(0, 0.5), world.feed, api.Signalled(signal=disturbance.status))
+            case "told":
+                self.tell(node, disturbance)
+                if disturbance.seconds < NEVER:
+                    world.at(disturbance.seconds, world.kill_node, node, rng.random() < 0.5)
+
+    def tell(self, node: SimNode, disturbance: Disturbance) -> None:
+        """A node's agent is signalled; of its workers, those die of it that have not learnt to live with it."""
+        world, rng = self.world, self.world.rng
+        if not node.alive:
+            return
+        if rng.random() < 0.5:
+            world.up(node, api.AgentSignalled(node=node.name, signal=SIGCONT))
+        world.at(rng.choice([0.0, 0.0, rng.uniform(0, 0.5)]), self.tell_agent, node, disturbance.status)
+        for rank in node.ranks:
+            worker = world.workers[rank]
+            if worker.spawned and rng.random() < world.scenario.mortality:
+                world.at(rng.choice([0.0, rng.uniform(0, 1.0)]), worker.die, -disturbance.status)
+
+    def tell_agent(self, node: SimNode, number: int) -> None:
+        self.world.up(node, api.AgentSignalled(node=node.name, signal=number))
+
+    def answer_why(self) -> None:
+        scenario, rng = self.world.scenario, self.world.rng
+        expect(scenario.slurm, "asks Slurm, which is not there")
+        if scenario.meaning is not None:
+            told = api.StopMeaning(meaning=scenario.meaning)
+            self.world.at(rng.choice([0.01, rng.uniform(0, 1), rng.uniform(0, 6)]), self.world.feed, told)
+
+    # --- what follows from it ---------------------------------------------------------------------------------------
+
+    def learn(self, event: api.AnyEvent) -> None:
+        """Before the controller does."""
+        now, slurm = self.world.now, self.world.scenario.slurm
+        match event:
+            case api.Signalled():
+                if event.signal == SIGUSR2:
+                    self.begin(is_warning=True)
+                elif event.signal == SIGTERM and slurm:
+                    self.begin(is_warning=False)
+            case api.AgentSignalled() if event.signal != SIGCONT and event.node in self.nodes:
+                self.told[event.node] = (now, event.signal)
+                for is_warning in (False, True):
+                    fresh = [
+                        name
+                        for name, (at, number) in self.told.items()
+                        if now - at <= TOGETHER_S and (number in WARNINGS) == is_warning
+                    ]
+                    if len(fresh) > 1 or (fresh and len(self.nodes) == 1):
+                        self.begin(is_warning)
+            case api.TimeLeft():
+                self.deadline = None if event.seconds is None else now + event.seconds
+            case _:
+                pass
+
+    def begin(self, is_warning: bool) -> None:
+        if is_warning and (self.began_at is not None or self.world.rules.halted_at is not None):
+            return
+        if self.began_at is None:
+            fresh = [at for at, _ in self.told.values() if self.world.now - at <= TOGETHER_S]
+            self.began_at = min([self.world.now, *fresh])
+        elif not self.is_warning:
+            return
+        self.asked_at, self.is_warning = self.world.now, is_warning
+
+    def took_over(self) -> None:
+        """A new supervisor knows of the stop what is in the journal."""
+        self.told.clear()
+        self.deadline = None
+        self.saving = None
+        if not self.meanings:
+            self.began_at = None
+        else:
+            self.is_warning = self.meanings[-1].meaning == "warning"
+
+    @property
+    def ends_at(self) -> float:
+        """When the job has ended, at the latest."""
+        if self.began_at is None or (self.is_warning and self.world.rules.halted_at is not None):
+            return NEVER
+        grace_s = self.world.scenario.signal_grace_s
+        asked_at = self.asked_at
+        if self.world.takeovers:
+            asked_at = max(asked_at, self.world.takeovers[-1] + 36.0)
+        if not self.is_warning:
+            return asked_at + grace_s
+        if self.deadline is None:
+            return asked_at + 120.0
+        return max(self.deadline - 30.0, asked_at + grace_s)
+
+    @property
+    def is_on(self) -> bool:
+        return self.began_at is not None
+
+    # --- rules ----------------------------------------------------------------------------------------------------
+
+    def judge(self, action: api.AnyAction) -> None:
+        """Before the action is carried out."""
+        match action:
+            case api.Log():
+                self.check_entry(action.entry)
+            case api.Order(order=m.Save()):
+                self.check_save(action)
+            case api.StartWorkers() if self.world.rules.plan is not None:
+                expect(not self.is_on, f"{action} while the job is to stop")
+            case api.CommitCheckpoint():
+                self.check_checkpoint(action)
+            case _:
+                pass
+
+    def settle(self) -> None:
+        """After the whole answer."""
+        if self.world.leaderless or self.world.end is not None:
+            return
+        late_s = self.world.now - self.ends_at
+        expect(late_s <= TICK_S, f"the job was to end {late_s:.2f} s ago")
+
+    def check_entry(self, entry: AnyEntry) -> None:
+        match entry:
+            case NodeJoined():
+                self.nodes.add(entry.node)
+            case NodeLost():
+                self.nodes.discard(entry.node)
+                self.lost_at[entry.node] = self.world.now
+            case DrainDecided() | ReplacementAsked():
+                expect(not self.is_on, f"{entry} while the job is to stop")
+            case PlanDecided():
+                expect(not self.is_on or self.world.rules.plan is None, "a new plan while the job is to stop")
+            case FailureFound():
+                self.check_blame(entry)
+            case JobSignalled():
+                is_new = not self.meanings or (self.meanings[-1].meaning == "warning" and entry.meaning != "warning")
+                expect(is_new, f"{entry} after {self.meanings}")
+                expect(set(entry.nodes) <= self.told.keys(), f"{entry}, signalled were {sorted(self.told)}")
+                self.meanings.append(entry)
+                if self.world.takeovers and self.began_at is None:  # signals that came while it took over
+                    self.began_at = self.asked_at = self.world.now
+                    self.is_warning = entry.meaning == "warning"
+
+    def check_blame(self, entry: FailureFound) -> None:
+        """No node is blamed for what died when somebody wanted it to."""
+        if entry.node is None:
+            return
+        workers = [self.world.workers[rank] for rank in entry.ranks]
+        died_at = [min(worker.died_at, self.lost_at.get(worker.node.name, NEVER)) for worker in workers]
+        if self.began_at is not None:
+            early = [at for at in died_at if at < self.began_at - TOGETHER_S]
+            expect(bool(early), f"{entry.cause}: blames {entry.node} for the stop that began {self.began_at:.3f}")
+        if entry.node in self.told:
+            after_s = min(died_at) - self.told[entry.node][0]
+            expect(not 0.0 <= after_s < 45.0, f"{entry.cause}: blames {entry.node}, whose agent was told to stop")
+
+    def check_save(self, action: api.Order) -> None:
+        order, rules = action.order, self.world.rules
+        assert isinstance(order, m.Save)
+        expect(self.is_on, f"{order} though nobody wants the job to stop")
+        plan = rules.in_effect
+        expect(plan is not None and plan.epoch == order.epoch, f"{order}, in effect is {plan and plan.epoch}")
+        assert plan is not None
+        expect(action.ranks == plan.layout.replicas[order.replica].ranks, f"{order} to ranks {action.ranks}")
+        expect(order.finish.iteration == rules.committed, f"{order}, committed is {rules.committed}")
+        for rank in action.ranks:
+            expect(rank not in rules.known_dead, f"{order} to rank {rank}, which is gone")
+            last, _ = rules.last_order.get(rank, (0, 0))
+            expect(rank in rules.parked.get(last, ()), f"{order} to rank {rank}, which has not parked for {last}")
+        self.saving = order
+
+    def write(self, worker: Worker, epoch: int, folder: str, file: str) -> None:
+        """A rank has written what it holds under an epoch's layout."""
+        held, rules = worker.held[epoch], self.world.rules
+        self.written.setdefault(folder, {})[file] = held.slices
+        right = (held.iteration, held.value) == (rules.value.iteration, rules.value.value)
+        if self.saving is not None and not right:
+            self.wrong.add(file)
+
+    def check_checkpoint(self, action: api.CommitCheckpoint) -> None:
+        """Whatever is committed is whole; what is saved at the end is of the last committed iteration."""
+        files = self.written.get(action.folder, {})
+        slices = 0
+        for file, _ in action.parts:
+            slices |= files.get(file, 0)
+        expect(slices == everything(self.world.scenario.model), f"{action} lacks slices")
+        self.complete = max(self.complete, action.iteration)
+        if self.saving is not None:
+            expect(action.iteration == self.world.rules.committed, f"{action}, {self.world.rules.committed} are done")
+            wrong = self.wrong & {file for file, _ in action.parts}
+            expect(not wrong, f"{action}: {sorted(wrong)} hold something else")
+
+    def check_end(self, end: api.End) -> bool:
+        """Whether a stop explains how the job ended."""
+        rules, scenario = self.world.rules, self.world.scenario
+        if not self.is_on or end.exit_code in (128 + SIGINT, 2) or "no agent came back" in end.reason:
+            return False
+        if end.exit_code == 128 + SIGTERM and rules.signalled == SIGTERM:
+            return True
+        done = rules.committed >= scenario.iterations
+        if done and rules.halted_at is not None and end.exit_code in (0, 1):
+            return False
+        expect(bool(self.meanings), "ends without a word in the journal of why")
+        again = self.meanings[-1].meaning in ("warning", "time-limit", "preempted")
+        again = again and scenario.on_warning == "requeue"
+        expect((end.exit_code, end.requeue) == ((75, True) if again else (143, False)), f"{end} after {self.meanings}")
+        expect(not end.workers_leave, f"{end}: nobody has told the workers")
+        calm = not [d for d in scenario.disturbances if d.kind not in ("signal", "cancel")] and not scenario.faults
+        calm = calm and not scenario.mortality and scenario.iteration_s < 2 and scenario.signal_grace_s >= 10
+        calm = calm and scenario.latency_s < 0.1 and not self.world.takeovers
+        if calm and rules.in_effect is not None and rules.committed > scenario.resume_from and rules.halted_at is None:
+            expect(self.complete == rules.committed, f"saves {self.complete} of {rules.committed}: {end.reason}")
+        return True

@@ -1,0 +1,145 @@
+"""Checkpoint folders as files: what is complete, what is committed, what may go. Never imports torch.
+
+A checkpoint is a folder `iteration-000040` of parts, each written by one rank (`resihp.executor.state.checkpoint`), and
+a manifest. Writing the manifest is the commit: before it, the folder does not count. Called by the supervisor, which
+learns of the parts from the ranks' reports, and by whoever resumes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from resihp.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_FOLDER = re.compile(r"iteration-(\d{6,})")
+
+
+def folder_of(root: Path, iteration: int) -> Path:
+    """`root/iteration-000040` for 40."""
+    return root / f"iteration-{iteration:06d}"
+
+
+def iteration_of(folder: Path) -> int:
+    """40 for `.../iteration-000040`. Raises CheckpointError for a folder that is not a checkpoint's."""
+    match = _FOLDER.fullmatch(folder.name)
+    if match is None:
+        raise CheckpointError(f"checkpoint {folder}: not named like iteration-000040")
+    return int(match[1])
+
+
+def write_manifest(
+    folder: Path, iteration: int, parts: Sequence[tuple[str, int]], fingerprint: str = "", keep: int = 2
+) -> None:
+    """Commit a checkpoint whose parts, (file, bytes) each, are all on disk, then prune older ones down to `keep`.
+
+    Raises CheckpointError, leaving the folder uncommitted, if a part is missing or has another size.
+    """
+    for file, size in parts:
+        path = folder / file
+        if not path.is_file() or path.stat().st_size != size:
+            raise CheckpointError(f"checkpoint {folder}: part {file} of {size} bytes is not there; not committed")
+    content = {
+        "format": FORMAT,
+        "iteration": iteration,
+        "fingerprint": fingerprint,
+        "parts": [{"file": file, "bytes": size} for file, size in parts],
+    }
+    write_durably(folder / MANIFEST, json.dumps(content, indent=1).encode())
+    prune(folder.parent, keep)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Replace a file at once and for good: whoever reads sees the old or the new one, also after a power cut."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    commit_file(temporary, path)
+
+
+def commit_file(temporary: Path, path: Path) -> None:
+    """Rename, and flush the folder that holds the name. The file's content must be flushed already."""
+    temporary.replace(path)
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_manifest(folder: Path) -> tuple[int, str, tuple[str, ...]]:
+    """(iteration, fingerprint, part files) of a committed checkpoint.
+
+    Raises CheckpointError when it is incomplete: no readable manifest, or a part that is missing or cut short.
+    """
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+        if content["format"] != FORMAT:
+            raise CheckpointError(f"checkpoint {folder}: format {content['format']}; this version reads {FORMAT}")
+        parts = tuple(str(part["file"]) for part in content["parts"])
+        for part in content["parts"]:
+            if (folder / part["file"]).stat().st_size != part["bytes"]:
+                raise CheckpointError(f"checkpoint {folder}: part {part['file']} is not of {part['bytes']} bytes")
+        return int(content["iteration"]), str(content["fingerprint"]), parts
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {folder}: incomplete: {error}") from error
+
+
+def newest_complete(root: Path, *, verify: bool = True) -> Path | None:
+    """Folder of the newest checkpoint that can be resumed from, or None. Incomplete and damaged ones are skipped.
+
+    `verify` reads every part and compares checksums (torch's files are zip archives with one for each tensor), at
+    the speed of the disk; without it only the parts' sizes are compared.
+    """
+    for folder in _folders(root):
+        try:
+            _, _, parts = read_manifest(folder)
+            if not verify or all(_sound(folder / part) for part in parts):
+                return folder
+        except CheckpointError:
+            continue
+    return None
+
+
+def prune(root: Path, keep: int) -> None:
+    """Remove complete checkpoints beyond the newest `keep`, and incomplete ones older than the newest complete one.
+
+    A manifest goes first, so that a removal cut short leaves an incomplete folder and not a damaged checkpoint.
+    """
+    complete: list[Path] = []
+    for folder in _folders(root):
+        try:
+            read_manifest(folder)
+        except CheckpointError:
+            if complete:  # An incomplete folder newer than all complete ones is being written right now.
+                shutil.rmtree(folder, ignore_errors=True)
+            continue
+        complete.append(folder)
+        if len(complete) > max(keep, 1):
+            (folder / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folders(root: Path) -> list[Path]:
+    """Checkpoint folders, newest first."""
+    if not root.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in root.iterdir() if (match := _FOLDER.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _sound(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (OSError, zipfile.BadZipFile):
+        return False

@@ -1,0 +1,289 @@
+"""The fork server: imports what training needs once, then forks a worker for each request.
+
+Run by the interpreter that the user named, one per node: `python -P -m resihp.worker.forkserver --fd N --parent PID`.
+Asked by the agent (`wrapper.agent.process`) through an inherited socket; a request carries the worker's own socket. It
+decides nothing. In a container it does not know its parent, and ends when the agent's end of the socket is closed. It
+imports neither wrapper, slurm nor db, so that a user's modules of these names are found in the worker, and has no
+threads when it forks. It dies with the agent, and its children with it.
+
+Virtual nodes of one machine import once for all (`--shared`, started by `wrapper.supervisor.guardian`): the first
+process forks a server for each node that it is told of (`Serve`). Such a one is in its agent's process group, and so
+are its workers; it ends when the agent's end of the socket is closed, and outlives who forked it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Literal, NoReturn
+
+import msgspec
+
+from resihp.errors import ProtocolError
+from resihp.process import adopt_orphans, die_with_parent, inherited_socket, kill_children, threads
+from resihp.protocol.framing import LocalChannel
+from resihp.worker.entry import become
+
+PRELOAD = "torch,resihp.executor.trainer,resihp.datasets"
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Environment of the fork server: with more threads, libraries start theirs on import, and a fork loses them."""
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""What Slurm sends to every process of a job that is to stop: the fork server and its workers end when told to."""
+
+
+REAP_S = 2.0
+"""How long the ends of killed children are waited for."""
+
+
+class Serve(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Fork the server of one virtual node, in the process group of its agent; the socket to it comes with the frame."""
+
+    group: int
+    log: str
+
+
+class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Start one worker; the socket to its agent comes with the frame.
+
+    `kind`: a Python script (`argv[0]` its path), a module (`argv[0]` its name), or any other command. `environment` is
+    complete. Standard output and error are appended to `log`.
+    """
+
+    rank: int
+    kind: Literal["script", "module", "command"]
+    argv: tuple[str, ...]
+    cwd: str
+    environment: dict[str, str]
+    log: str
+
+
+class Deliver(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Send a signal to a child that has not ended: a process id that was given to another process is never hit."""
+
+    pid: int
+    signal: int
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    seconds: float
+
+
+class Unable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The fork server cannot work, and ends."""
+
+    reason: str
+
+
+class Forked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    rank: int
+    pid: int
+
+
+class NotForked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    rank: int
+    reason: str
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """`status` as in subprocess: negative for a signal."""
+
+    rank: int
+    pid: int
+    status: int
+
+
+Request = Fork | Deliver
+Report = Ready | Unable | Forked | NotForked | Ended
+
+
+class ForkServer:
+    """The loop: requests in, children's ends out. One thread."""
+
+    def __init__(self, channel: LocalChannel, own: Mapping[str, str] | None = None) -> None:
+        """`own`: environment that workers have from here, where a request does not say otherwise."""
+        self._channel = channel
+        self._own = own or {}
+        self._ranks: dict[int, int] = {}
+        self._pid = os.getpid()
+        self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def run(self) -> None:
+        """Serve until the agent is gone. The child of a fork leaves through here as well, as `SystemExit`."""
+        poll = select.poll()
+        poll.register(self._channel.fileno(), select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        while True:
+            ready = {descriptor for descriptor, _ in poll.poll()}
+            if self._wake in ready:
+                os.read(self._wake, 4096)
+                self._reap()
+            if self._channel.fileno() in ready:
+                try:
+                    request: Request = self._channel.recv(Request)
+                except (EOFError, OSError):
+                    return
+                if isinstance(request, Fork):
+                    self._fork(request)
+                elif request.pid in self._ranks:
+                    os.kill(request.pid, request.signal)
+
+    def _reap(self) -> None:
+        """Tell of workers that have ended. What they have left behind ends as our child, and nobody asks."""
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended
+                rank = self._ranks.pop(pid, None)
+                if rank is not None:
+                    self._channel.send(Ended(rank=rank, pid=pid, status=os.waitstatus_to_exitcode(status)))
+
+    def _fork(self, request: Fork) -> None:
+        agent_fd = self._channel.take_descriptor()
+        try:
+            if threads() != 1:
+                raise ProtocolError(
+                    f"{threads()} threads in the fork server: a preloaded module started them, and a fork would lose "
+                    "them; look for an import that starts threads in sitecustomize or a .pth file"
+                )
+            log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            try:
+                pid = os.fork()
+                if pid == 0:
+                    self._become_worker(request, agent_fd, log)
+            finally:
+                os.close(log)
+        except (OSError, ProtocolError) as error:
+            self._channel.send(NotForked(rank=request.rank, reason=str(error)))
+        else:
+            self._ranks[pid] = request.rank
+            self._channel.send(Forked(rank=request.rank, pid=pid))
+        finally:
+            os.close(agent_fd)
+
+    def _become_worker(self, request: Fork, agent_fd: int, log: int) -> NoReturn:
+        """In the child. Nothing that this does may return into the server's loop."""
+        try:
+            die_with_parent(self._pid)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to act on
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            socket_fd = os.dup(agent_fd)
+            silence = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(silence, 0)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(silence)
+            os.close(self._wake)
+            os.close(self._woken)
+            self._channel.close()
+            status = become(request.kind, request.argv, request.cwd, {**self._own, **request.environment}, socket_fd)
+        except BaseException as error:  # noqa: BLE001 - the child must never become a second server
+            os.write(2, f"resihp: rank {request.rank}: {type(error).__name__}: {error}\n".encode())
+            os._exit(1)
+        # `SystemExit` runs the interpreter's own way out: threads joined, atexit called, files flushed.
+        raise SystemExit(status)
+
+
+def preload(modules: str) -> None:
+    """Import the comma-separated modules, and put their memory out of the garbage collector's way."""
+    for name in filter(None, modules.split(",")):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+def serve(channel: LocalChannel, greeting: Ready | Unable, own: Mapping[str, str] | None = None) -> NoReturn:
+    """Be a node's fork server to its end. A worker leaves through here, as `SystemExit`."""
+    adopt_orphans()
+    channel.send(greeting)
+    if isinstance(greeting, Unable):
+        os._exit(1)
+    try:
+        ForkServer(channel, own).run()
+    except OSError as error:
+        print(f"resihp.worker.forkserver: {error}", file=sys.stderr)
+    kill_children(REAP_S)
+    os._exit(0)
+
+
+def serve_nodes(launcher: LocalChannel, greeting: Ready | Unable) -> NoReturn:
+    """Fork a server for each node that the launcher tells of; end when it is gone, and all of them.
+
+    Servers and workers leave through here, too.
+    """
+    adopt_orphans()
+    servers: set[int] = set()
+    while True:
+        try:
+            order: Serve = launcher.recv(Serve)
+            descriptor = launcher.take_descriptor()
+        except (EOFError, OSError):
+            break
+        pid = os.fork()
+        if pid == 0:
+            launcher.close()
+            _join(order)
+            serve(LocalChannel(socket.socket(fileno=descriptor)), greeting)
+        os.close(descriptor)
+        servers.add(pid)
+    while servers:
+        servers.discard(os.wait()[0])
+    kill_children(REAP_S)  # of a server that was killed
+    os._exit(0)
+
+
+def _join(order: Serve) -> None:
+    """Become one of the agent's processes, unless it has gone by now."""
+    try:
+        os.setpgid(0, order.group)
+        log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+    except OSError as error:
+        print(f"resihp.worker.forkserver: process group {order.group}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="resihp.worker.forkserver")
+    parser.add_argument("--fd", type=int, required=True, help="socket to the agent; with --shared, to the launcher")
+    parser.add_argument("--parent", type=int, required=True, help="process id of who started us; 0 in a container")
+    parser.add_argument("--own", default="", help="environment variables that workers have from here, with commas")
+    parser.add_argument("--preload", default=PRELOAD, help="modules to import before the first fork")
+    parser.add_argument("--shared", action="store_true", help="serve several virtual nodes")
+    options = parser.parse_args(arguments)
+    die_with_parent(options.parent)
+    for number in (signal.SIGINT, *STOP_SIGNALS):
+        signal.signal(number, signal.SIG_IGN)
+    channel = LocalChannel(inherited_socket(options.fd))
+    begun = time.monotonic()
+    greeting: Ready | Unable
+    try:
+        preload(options.preload)
+        greeting = Ready(seconds=time.monotonic() - begun)
+    except Exception as error:  # noqa: BLE001 - told to who waits for it
+        traceback.print_exc()
+        greeting = Unable(reason=f"{sys.executable}: cannot import {options.preload}: {type(error).__name__}: {error}")
+    if options.shared:
+        serve_nodes(channel, greeting)
+    serve(channel, greeting, {name: os.environ[name] for name in options.own.split(",") if name in os.environ})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Nodes that we keep out of our own allocations: the rung of the drain ladder that needs nobody's permission.
+
+One file for each cluster, `<home>/exclusions/<cluster>.json`, since node names repeat between clusters. Each node has a
+time after which it is used again (`FOR_S`): a broken node is mended some day, and nobody tells us. Many jobs of a user
+share the file: it is changed under a lock, and replaced whole. One that cannot be read excludes nothing, with a
+warning, and is kept beside the new one when that is written. Used by `slurm.drains.drain`, whoever submits, and `resihp
+node`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from slurm.client import Slurm
+from slurm.errors import SlurmError
+
+VERSION = 1
+Measure = Literal["drain", "exclude"]
+FOR_S = {"hardware": 7 * 86400.0, "died again": 7 * 86400.0, "died": 86400.0, "agent": 3600.0}
+"""How long a job's own user does without a node, by grounds (`journal.DrainDecided`). What is broken takes people to
+mend. A node that died may do so again, soonest in its first day. One that answers was short of memory, or somebody
+killed our agent there: an hour lets another job leave."""
+LOCK_S = 5.0
+"""How long another process may keep us from changing the file: it holds the lock for milliseconds."""
+
+_log = logging.getLogger(__name__)
+
+
+class ExclusionError(SlurmError):
+    """The list could not be changed; what it held stands."""
+
+
+class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
+    """Times are UTC, seconds since 1970. `job_id` is the job that found it bad, empty when a user excluded it.
+
+    `measure`: whether it was to be drained as well. `since`: when it was excluded, 0 where that is not known.
+    """
+
+    node: str
+    reason: str
+    expires_at: float
+    job_id: str = ""
+    measure: Measure = "drain"
+    since: float = 0.0
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True):
+    version: int
+    cluster: str
+    nodes: tuple[Exclusion, ...]
+
+
+def clusters(home: Path) -> tuple[str, ...]:
+    """Clusters that have a list here: for when Slurm does not tell which one this is."""
+    return tuple(sorted(path.stem for path in (home / "exclusions").glob("[!.]*.json")))
+
+
+class Exclusions:
+    """The list of one cluster, under `home` (RESIHP_HOME). Read anew each time: other jobs change it, too."""
+
+    def __init__(self, home: Path, cluster: str) -> None:
+        self.cluster = cluster
+        self.path = home / "exclusions" / f"{re.sub(r'[^A-Za-z0-9._-]|^[.]', '_', cluster) or '_'}.json"
+
+    def current(self, now: float) -> tuple[Exclusion, ...]:
+        """What is excluded at `now`, by name."""
+        return tuple(item for item in self.known() if item.expires_at > now)
+
+    def to_avoid(self, slurm: Slurm, now: float) -> tuple[str, ...]:
+        """Names to leave out of a submission, which refuses those that Slurm does not know. Raises SlurmError.
+
+        Of a cloud's nodes the names are used again: what a job found ends with the instance. One that is powered down
+        has its flag, or is not listed at all (22.05). One that was up again before anybody looked is left out still.
+        """
+        items = self.current(now)
+        views = slurm.nodes([item.node for item in items]) if items else {}
+        gone = {item.node for item in items if item.job_id and item.node in views and views[item.node].instance_gone}
+        return tuple(item.node for item in items if item.node in views and item.node not in gone)
+
+    def known(self) -> tuple[Exclusion, ...]:
+        """All that was ever excluded, by name, also what has expired or was taken back (at 0)."""
+        return tuple(sorted(self._read(), key=lambda item: item.node))
+
+    def add(
+        self,
+        node: str,
+        reason: str,
+        expires_at: float,
+        *,
+        job_id: str = "",
+        measure: Measure = "exclude",
+        now: float = 0.0,
+    ) -> Exclusion:
+        """Exclude a node; one that is excluded for longer stays so. Raises ExclusionError."""
+        added = Exclusion(node=node, reason=reason, expires_at=expires_at, job_id=job_id, measure=measure, since=now)
+        with self._changing() as items:
+            before = items.get(node)
+            if before is not None and before.expires_at > expires_at:
+                added = msgspec.structs.replace(added, expires_at=before.expires_at, measure=before.measure)
+            items[node] = added
+        return added
+
+    def remove(self, node: str) -> bool:
+        """Use the node again; False if it was not excluded. It stays known. Raises ExclusionError."""
+        with self._changing() as items:
+            before = items.get(node)
+            if before is None or before.expires_at == 0:
+                return False
+            items[node] = msgspec.structs.replace(before, expires_at=0.0)
+        return True
+
+    def _read(self) -> tuple[Exclusion, ...]:
+        try:
+            return self._decoded()
+        except FileNotFoundError:
+            return ()
+        except (OSError, msgspec.MsgspecError) as error:
+            _log.warning("exclusions of cluster %s: %s cannot be read, nothing is excluded: %s", *self._named(error))
+            return ()
+
+    def _decoded(self) -> tuple[Exclusion, ...]:
+        file = msgspec.json.decode(self.path.read_bytes(), type=_File)
+        if file.version != VERSION:
+            raise msgspec.ValidationError(f"version {file.version}, this is {VERSION}")
+        return file.nodes
+
+    def _named(self, error: Exception) -> tuple[str, Path, object]:
+        return self.cluster, self.path, getattr(error, "strerror", None) or error
+
+    @contextmanager
+    def _changing(self) -> Iterator[dict[str, Exclusion]]:
+        """The list by node, to be changed; it is written back at the end if it was."""
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self._locked():
+                try:
+                    read = self._decoded()
+                except FileNotFoundError:
+                    read = ()
+                except msgspec.MsgspecError as error:
+                    kept = self.path.with_name(f"{self.path.name}.broken-{time.time_ns()}")
+                    self.path.rename(kept)
+                    _log.warning("exclusions of cluster %s: %s was broken: %s; kept as %s", *self._named(error), kept)
+                    read = ()
+                items = {item.node: item for item in read}
+                before = dict(items)
+                yield items
+                if items != before:
+                    self._write(tuple(items[node] for node in sorted(items)))
+        except OSError as error:
+            raise ExclusionError("exclusions of cluster {}: {}: {}".format(*self._named(error))) from error
+
+    def _write(self, items: tuple[Exclusion, ...]) -> None:
+        content = msgspec.json.encode(_File(version=VERSION, cluster=self.cluster, nodes=items))
+        temporary = self.path.with_name(f".{self.path.name}.new")  # one writer at a time has the lock
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(msgspec.json.format(content, indent=2))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.path)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Raises OSError where the lock cannot be had in time."""
+        lock = self.path.with_name(f".{self.path.name}.lock")
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            deadline = time.monotonic() + LOCK_S
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(None, f"another process has held its lock for {LOCK_S:g} s") from None
+                    time.sleep(0.05)
+            yield
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,293 @@
+"""Where the time of a job went: every second has one cause, and the causes are what was done to the job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from db.reading.cost_accounts import CAUSES, Account, account, summarise
+from db.reading.reader import Reader
+from db.writer import Ledger
+
+from .conftest import any_layout_story, story, write_journal
+
+ZERO = datetime(2026, 3, 1, tzinfo=UTC)
+Row = dict[str, Any]
+
+
+def at(seconds: float) -> datetime:
+    return ZERO + timedelta(seconds=seconds)
+
+
+def job(end: float, state: str = "completed") -> Row:
+    return {
+        **{name: None for name in ("name", "host", "owner", "exit_code", "reason")},
+        "state": state,
+        "started_at": at(-10),
+        "ended_at": None if state == "running" else at(end),
+        "last_entry_at": at(end),
+        "nodes": 2,
+        "gpus_per_node": 4,
+    }
+
+
+def iteration(
+    number: int, end: float, seconds: float | None = 1.0, *, epoch: int = 1, predicted: float | None = None
+) -> Row:
+    return {
+        "iteration": number,
+        "epoch": epoch,
+        "seconds": seconds,
+        "predicted_seconds": predicted,
+        "tokens": 1000,
+        "loss": 1.0,
+        "finished_at": at(end),
+    }
+
+
+def plan(epoch: int, active: int, decided: float = -5.0) -> Row:
+    return {"epoch": epoch, "active": active, "decided_at": at(decided), "in_effect_at": at(decided + 0.5)}
+
+
+def failure(number: int, noticed: float, iteration: int, **more: Any) -> Row:
+    return {
+        "failure": number,
+        "kind": "fail-stop",
+        "node": "n1",
+        "noticed_at": at(noticed),
+        "iteration": iteration,
+        "detect_seconds": None,
+        "recovered_epoch": None,
+        "ended_iteration": None,
+        "speed": None,
+        **more,
+    }
+
+
+def transition(epoch: int, seconds: float, finished: float, action: str = "redo") -> Row:
+    return {"epoch": epoch, "action": action, "seconds": seconds, "finished_at": at(finished)}
+
+
+def told(
+    of: Row,
+    iterations: Sequence[Row],
+    failures: Sequence[Row] = (),
+    transitions: Sequence[Row] = (),
+    plans: Sequence[Row] | None = None,
+    events: Sequence[Row] = (),
+    nodes: Sequence[Row] = (),
+    now: float = 0.0,
+) -> Account:
+    plans = [plan(1, 8)] if plans is None else plans
+    found = account(of, iterations, failures, transitions, plans, events, nodes, at(now))
+    assert set(found.lost_s) == set(found.lost_gpu_hours) == set(CAUSES)
+    assert min(found.lost_s.values()) >= 0.0
+    assert found.useful_s + sum(found.lost_s.values()) == pytest.approx(found.wall_s)
+    hours = found.useful_s * found.devices / 3600.0 + sum(found.lost_gpu_hours.values())
+    assert hours == pytest.approx(found.gpu_hours)
+    figures = summarise(of, iterations, failures, transitions, plans, at(now))
+    assert figures["goodput"] == found.goodput
+    assert figures["ettr"] == found.ettr
+    assert figures["useful_seconds"] + sum(figures["lost_seconds"].values()) == pytest.approx(found.wall_s)
+    return found
+
+
+def lost(found: Account) -> dict[str, float]:
+    """What is not zero, in milliseconds' precision."""
+    return {cause: round(seconds, 3) for cause, seconds in found.lost_s.items() if seconds >= 5e-4}
+
+
+def of_journal(folder: Path, url: str, entries: Any) -> Account:
+    with Ledger.open(url, folder) as ledger:
+        for record in write_journal(folder / "journal", entries):
+            ledger.submit(record)
+        assert ledger.close()
+    with Reader.open(url) as reader:
+        row = reader.job()
+        figures = reader.summary(row["id"])
+        found = reader.account(row, figures["ended_at"] or row["last_entry_at"])
+    if figures["ended_at"]:
+        assert (found.goodput, found.ettr) == (figures["goodput"], figures["ettr"])
+    return found
+
+
+def test_a_killed_rank(tmp_path: Path, ledger_url: str) -> None:
+    found = of_journal(tmp_path, ledger_url, story())
+    # Noticed 0.3 s into the iteration, 0.02 s after the kill; 1.0 s to the next commit, 0.6 s of which count. From then
+    # on 8 of 12 devices work, 9 iterations of 0.6 s: a third of them.
+    assert found.wall_s == pytest.approx(5.5 + 1.3 + 8 * 0.6, abs=1e-3)
+    assert lost(found) == {"detect": 0.02, "redo": 0.28, "reconfigure": 0.4, "capacity": 1.8}
+    assert found.goodput == pytest.approx(10.9 / 11.6, abs=1e-4)
+    assert found.gpu_hours == pytest.approx(11.6 * 12 / 3600, abs=1e-4)
+    assert found.lost_gpu_hours["capacity"] == pytest.approx(1.8 * 12 / 3600, abs=1e-4)
+    assert (found.failures, found.mttr_s) == (1, 1.0)
+    assert found.mtbf_s == pytest.approx(11.6, abs=1e-3)
+
+
+def test_a_change_of_layout_is_no_work_redone(tmp_path: Path, ledger_url: str) -> None:
+    found = of_journal(tmp_path, ledger_url, any_layout_story())
+    # To 3.2 s: 0.2 s until noticed, 0.4 s of transition; to 4.8 s: 1.1 s, of which 0.6 before ranks paused. Epoch 4 has
+    # 11 of 12 devices at work, for 0.6 s.
+    assert lost(found) == {"detect": 0.02, "redo": 0.18, "reconfigure": 1.5, "capacity": 0.05}
+
+
+def test_of_a_fault_that_nobody_injected_a_usual_iteration_is_redone_and_the_rest_is_detection() -> None:
+    iterations = [iteration(1, 1), iteration(2, 2), iteration(3, 20, epoch=2)]
+    found = told(
+        job(20), iterations, [failure(1, 17.0, 3, recovered_epoch=2)], [transition(2, 3.0, 20.0)], [plan(1, 8)]
+    )
+    assert lost(found) == {"detect": 14.0, "redo": 1.0, "reconfigure": 2.0}
+
+
+def test_an_iteration_that_counted_is_not_redone() -> None:
+    # Killed 0.9 s into the third, which all survivors had finished: committed during the transition.
+    iterations = [iteration(1, 1), iteration(2, 2), iteration(3, 3.2), iteration(4, 6, epoch=2)]
+    found = told(
+        job(6),
+        iterations,
+        [failure(1, 2.9, 3, recovered_epoch=2, detect_seconds=0.1)],
+        [transition(2, 3.1, 6.0, "commit")],
+    )
+    assert lost(found) == {"reconfigure": 2.0}
+
+
+def test_a_failure_that_ended_the_job_costs_until_the_end() -> None:
+    iterations = [iteration(1, 1), iteration(2, 2)]
+    found = told(job(32, "failed"), iterations, [failure(1, 2.5, 3, detect_seconds=0.2)])
+    assert lost(found) == {"detect": 0.2, "redo": 0.3, "reconfigure": 29.5}
+    # The same while it runs, and training has gone on since: nothing was lost.
+    found = told(job(32, "running"), [*iterations, iteration(3, 3)], [failure(1, 2.5, 3)], now=3.0)
+    assert lost(found) == {}
+
+
+def test_a_failure_before_the_first_iteration() -> None:
+    found = told(job(30, "failed"), [], [failure(1, 5.0, 1, detect_seconds=1.0)])
+    assert found.goodput is None
+    assert found.wall_s == 35.0
+    assert lost(found) == {"detect": 1.0, "redo": 9.0, "reconfigure": 25.0}
+
+
+def test_slow_iterations_cost_what_goes_beyond_the_prediction() -> None:
+    iterations = [
+        *(iteration(i, i, predicted=1.0) for i in range(1, 11)),
+        *(iteration(10 + i, 10 + 2 * i, 2.0, predicted=1.0) for i in range(1, 6)),
+        iteration(16, 21, predicted=1.0),
+    ]
+    slow = failure(1, 12.0, 11, kind="fail-slow", speed=0.5, ended_iteration=16)
+    found = told(job(21), iterations, [slow])
+    assert lost(found) == {"slow": 5.0}
+    assert found.goodput == 1.0
+    assert found.useful_s == 16.0
+    # Without a verdict it is the workload, or noise.
+    assert lost(told(job(21), iterations)) == {}
+
+
+def test_under_a_plan_that_makes_do_with_the_slow_device_healthy_iterations_are_the_measure() -> None:
+    iterations = [
+        *(iteration(i, i, predicted=1.0) for i in range(1, 11)),
+        *(iteration(10 + i, 10 + 1.25 * i, 1.25, epoch=2, predicted=1.2) for i in range(1, 5)),
+    ]
+    slow = failure(1, 10.0, 10, kind="fail-slow", speed=0.5)
+    plans = [plan(1, 8), plan(2, 8)]
+    assert lost(told(job(15), iterations, [slow], plans=plans)) == {"slow": 1.0}
+    # On fewer devices than ever before nobody knows better than the detector; the missing ones are lost, too.
+    plans = [plan(1, 8), plan(2, 6)]
+    assert lost(told(job(15), iterations, [slow], plans=plans)) == {"slow": 0.2, "capacity": 1.2}
+
+
+def test_checkpoints_cost_the_pause_behind_them() -> None:
+    iterations = [iteration(1, 1), iteration(2, 2.01), iteration(3, 5.01), iteration(4, 6.02), iteration(5, 7.03)]
+    events = [{"kind": "CheckpointCommitted", "iteration": 2}, {"kind": "JobEnded", "iteration": None}]
+    assert lost(told(job(7.03), iterations, events=events)) == {"checkpoint": 1.99, "other": 0.04}
+
+
+def test_nodes_are_paid_until_they_are_given_back() -> None:
+    iterations = [iteration(i, i) for i in range(1, 11)]
+    nodes = [
+        {"node": "n1", "devices": 4, "joined_at": at(-10), "released_at": None},
+        {"node": "n2", "devices": 4, "joined_at": at(-10), "released_at": at(5)},
+        {"node": "n3", "devices": 4, "joined_at": at(7.5), "released_at": None},
+    ]
+    found = told(job(60), iterations, nodes=nodes)
+    assert found.devices == pytest.approx(4 + 2 + 1)
+    assert found.gpu_hours == pytest.approx(70 / 3600)
+
+
+def test_a_clock_that_went_back_costs_nothing() -> None:
+    straight = [iteration(i, i) for i in range(1, 7)]
+    back = [*straight[:3], *(iteration(i, i - 3600) for i in range(4, 7))]
+    found = told(job(6 - 3600), back)
+    assert found.wall_s == pytest.approx(6.0)
+    assert found.goodput == 1.0
+    # Also where a failure falls into it: the transition is found by its epoch, not by the clock.
+    back = [*straight[:3], iteration(4, 6 - 3600, epoch=2), iteration(5, 7 - 3600, epoch=2)]
+    found = told(
+        job(7 - 3600),
+        back,
+        [failure(1, 3.4, 4, recovered_epoch=2)],
+        [transition(2, 2.6, 6 - 3600)],
+    )
+    assert found.wall_s == pytest.approx(5.0)
+
+
+def test_rows_that_were_thinned_stand_for_their_neighbours() -> None:
+    found = told(job(101), [iteration(1, 1), *(iteration(i, i) for i in range(11, 102, 10))])
+    assert found.goodput == pytest.approx(1.0)
+    found = told(job(101), [iteration(1, 1), iteration(51, 101)])
+    assert found.goodput == pytest.approx(51 / 101)
+
+
+def test_commits_that_were_reported_late_never_cost_more_than_there_is() -> None:
+    # Two iterations are told at once; the transition claims more than went by.
+    iterations = [iteration(1, 1), iteration(2, 3.0), iteration(3, 3.0), iteration(4, 4.5, epoch=2)]
+    found = told(job(4.5), iterations, [failure(1, 3.1, 4, recovered_epoch=2)], [transition(2, 1.4, 4.5)])
+    assert lost(found) == {"redo": 0.1, "reconfigure": 0.4}
+
+
+def test_iterations_that_overlap_count_once_and_hide_no_failure() -> None:
+    """Ranks begin one after the other: an iteration's seconds reach 20 ms back into the one before. Sixty of them are
+    more than the 0.8 s that a failure cost."""
+    before = [iteration(i, 1.0 + 0.98 * (i - 1)) for i in range(1, 31)]
+    died_at = before[-1]["finished_at"]
+    back = (died_at - ZERO).total_seconds() + 1.8
+    after = [iteration(31 + i, back + 0.98 * i, epoch=2) for i in range(30)]
+    broke = failure(1, back - 1.5, 31, detect_seconds=0.1, recovered_epoch=2)
+    found = told(
+        job(back + 0.98 * 29),
+        [*before, *after],
+        [broke],
+        [transition(2, 1.5, back)],
+        [plan(1, 8), plan(2, 8, back - 1.2)],
+    )
+    assert lost(found) == {"detect": 0.1, "redo": 0.2, "reconfigure": 0.5}
+    assert found.goodput == pytest.approx(1 - 0.8 / found.wall_s)
+
+
+def test_iterations_committed_at_once_share_the_time_before() -> None:
+    """A successor commits what its predecessor did not live to."""
+    rows = [iteration(1, 1.0), iteration(2, 2.0), *(iteration(i, 5.0) for i in (3, 4, 5)), iteration(6, 6.0)]
+    assert told(job(6.0), rows).useful_s == pytest.approx(6.0)
+
+
+def test_a_job_of_which_nothing_is_known() -> None:
+    found = told(job(5), [], plans=[])
+    assert (found.wall_s, found.goodput, found.mtbf_s, found.mttr_s) == (0.0, None, None, None)
+
+
+def test_many_failures_and_iterations_take_no_longer_than_their_number() -> None:
+    """As many as a big job has: with every failure looked for among all iterations this would take minutes."""
+    iterations = [iteration(i, i, epoch=1 + i // 50) for i in range(1, 100_001)]
+    transitions = [transition(e, 0.5, max(50 * (e - 1), 1)) for e in range(2, 2001)]
+    failures = [failure(e, 50 * e - 0.5, 50 * e, recovered_epoch=e) for e in range(2, 2001)]
+    failures += [
+        failure(3000 + i, 50 * i, 50 * i, kind="fail-slow", ended_iteration=50 * i + 2000) for i in range(1, 1000)
+    ]
+    plans = [plan(e, 8) for e in range(1, 2002)]
+    began_s = time.process_time()
+    assert told(job(100_000), iterations, failures, transitions, plans).wall_s == pytest.approx(100_000)
+    assert time.process_time() - began_s < 20

@@ -1,0 +1,142 @@
+"""What the ledger answers: a job's figures, frames with the types that pandas users expect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from db.reading import queries
+from db.reading.queries import Reader
+from db.writer import Ledger
+from resihp.errors import JobNotFoundError, UsageError
+from resihp.record import journal
+
+from .conftest import BEGAN, any_layout_story, write_journal
+
+
+@pytest.fixture
+def reader(records: list[journal.Record], open_ledger: Callable[..., Ledger]) -> Iterator[Reader]:
+    ledger = open_ledger()
+    for record in records:
+        ledger.submit(record)
+    assert ledger.close()
+    with Reader.open(ledger.url) as reader:
+        yield reader
+
+
+def test_summary(reader: Reader) -> None:
+    figures = reader.summary(reader.job("local-1")["id"])
+    assert figures["committed_iterations"] == figures["iteration"] == 20
+    assert figures["useful_seconds"] == pytest.approx(11 * 0.5 + 9 * 0.6)
+    # From the first iteration's start to the last commit: 11 healthy ones, 1.3 s with the failure, 8 more.
+    assert figures["wall_seconds"] == pytest.approx(5.5 + 1.3 + 8 * 0.6, abs=1e-4)
+    assert figures["goodput"] == pytest.approx(10.9 / 11.6, abs=1e-4)
+    assert figures["ettr"] == pytest.approx(10.9 / 13.9, abs=1e-4)
+    assert figures["lost_seconds"] == pytest.approx({"fail-stop": 0.7, "other": 0.0}, abs=1e-4)
+    assert figures["loss"] == 2.0
+
+
+def test_summary_of_a_running_job_counts_until_now(reader: Reader) -> None:
+    [job] = reader.jobs()
+    iterations = reader.rows("iterations", job["id"])
+    running = {**job, "state": "running", "ended_at": None}
+    now = iterations[-1]["finished_at"] + timedelta(seconds=10)
+    figures = queries.summarise(running, iterations, [], [], [], now)
+    assert figures["wall_seconds"] == pytest.approx(21.6, abs=1e-4)
+    assert figures["goodput"] == pytest.approx(10.9 / 21.6, abs=1e-4)
+
+
+def test_summary_before_anything_happened(reader: Reader) -> None:
+    [job] = reader.jobs()
+    figures = queries.summarise(job, [], [], [], [], datetime.now(UTC))
+    assert figures["goodput"] is None
+    assert figures["iteration"] == 0
+
+
+def test_time_lost_to_a_change_of_layout_without_a_failure_has_its_own_name(
+    tmp_path: Path, open_ledger: Callable[..., Ledger]
+) -> None:
+    ledger = open_ledger()
+    for record in write_journal(tmp_path / "journal", any_layout_story()):
+        ledger.submit(record)
+    assert ledger.close()
+    with Reader.open(ledger.url) as reader:
+        [job] = reader.jobs()
+        now = reader.rows("iterations", job["id"])[-1]["finished_at"]
+        figures = reader.summary(job["id"], now)
+    # Iterations of 0.5, 0.6 and 0.5 s end 2.0, 3.2 and 4.8 s after the start: 0.6 and 1.1 s between them are lost.
+    assert figures["lost_seconds"] == pytest.approx({"fail-stop": 0.6, "reconfiguration": 1.1, "other": 0.0}, abs=1e-4)
+    assert figures["epoch"] == 5
+
+
+def test_status_is_about_the_newest_plan_that_was_not_refused(
+    tmp_path: Path, open_ledger: Callable[..., Ledger]
+) -> None:
+    ledger = open_ledger()
+    for record in write_journal(tmp_path / "journal", any_layout_story()):
+        ledger.submit(record)
+        if isinstance(record.entry, journal.PlanRefused):
+            break
+    assert ledger.close()
+    with Reader.open(ledger.url) as reader:
+        [plan] = reader.shown_plan(reader.jobs()[0]["id"])
+    assert plan["epoch"] == 1
+    assert len(plan["layout"]["replicas"]) == 3
+
+
+def test_a_failure_that_nobody_mended_costs_until_the_end(reader: Reader) -> None:
+    [job] = reader.jobs()
+    iterations = reader.rows("iterations", job["id"])[:11]
+    [failure] = reader.rows("failures", job["id"])
+    end = iterations[-1]["finished_at"] + timedelta(seconds=30)
+    failure |= {"recovered_epoch": None, "kind": "program"}
+    figures = queries.summarise({**job, "state": "failed", "ended_at": end}, iterations, [failure], [], [], end)
+    assert figures["lost_seconds"]["program"] == pytest.approx(30)
+
+
+def test_an_iteration_without_seconds_counts_as_a_typical_one(reader: Reader) -> None:
+    [job] = reader.jobs()
+    iterations = reader.rows("iterations", job["id"])[:5]
+    iterations[3]["seconds"] = None
+    figures = queries.summarise(job, iterations, [], [], [], datetime.now(UTC))
+    assert figures["useful_seconds"] == pytest.approx(2.5)
+
+
+def test_frames(reader: Reader) -> None:
+    job = reader.job()["id"]
+    iterations = queries.iterations(reader, job)
+    assert len(iterations) == 20
+    assert iterations["predicted_seconds"].isna().sum() == 12
+    assert str(iterations["finished_at"].dt.tz) == "UTC"
+    assert iterations["finished_at"].iloc[0] == pd.Timestamp(BEGAN + 2.5, unit="s", tz="UTC")
+    workers = queries.workers(reader, job)
+    assert workers["exit"].dtype == "Int64"
+    assert workers.set_index("rank")["exit"][5] == -9
+    assert queries.failures(reader, job)["seconds_to_recover"].tolist() == [1.0]
+    assert queries.plans(reader, job)["standby"].tolist() == [0, 3]
+    assert queries.nodes(reader, job)["node"].tolist() == ["n1", "n2", "n3"]
+    assert queries.reconfigurations(reader, job)["attempts"].tolist() == [1]
+    empty = queries.frame(reader, "drains", job)
+    assert list(empty.columns) == [
+        *("drain", "node", "failure", "step", "outcome", "reason", "drained_at", "undrained_at", "answers")
+    ]
+
+
+def test_filters(reader: Reader) -> None:
+    job = reader.job()["id"]
+    cut = datetime.fromtimestamp(BEGAN + 2.0 + 5.6, UTC)
+    assert len(reader.rows("iterations", job, until=cut)) == 11
+    assert len(reader.rows("iterations", job, since=cut)) == 9
+    assert [row["rank"] for row in reader.rows("workers", job, node="n2")] == [4, 5, 6, 7]
+    assert [row["iteration"] for row in reader.rows("iterations", job, last=2)] == [19, 20]
+    with pytest.raises(UsageError, match="history plans: has no nodes"):
+        reader.rows("plans", job, node="n1")
+
+
+def test_unknown_job(reader: Reader) -> None:
+    with pytest.raises(JobNotFoundError, match=r"job nix: not in ledger .* which holds local-1"):
+        reader.job("nix")

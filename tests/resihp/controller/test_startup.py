@@ -1,0 +1,211 @@
+"""The start: nodes that never come, or go before training begins, with and without spares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from resihp.controller import Controller, Settings
+from resihp.controller import interface as api
+from resihp.controller.fail_stop.watchdog import LATECOMERS_S
+from resihp.protocol import messages as m
+from resihp.record.journal import AnyEntry, FailureFound, NodeLost, PlanDecided
+from tests.resihp.controller.direct import DECLARE
+
+NAMES = ("n1", "n2", "n3")
+
+
+class Start:
+    """A job of three nodes of one device, at its start, in an allocation unless told otherwise."""
+
+    def __init__(self, spares: int = 1, controller: Controller | None = None, **settings: Any) -> None:
+        given: dict[str, Any] = {"slurm": True, "batch_node": "n1", "may_requeue": True, "restarts_left": 2} | settings
+        self.settings = Settings(
+            job="77", nodes=3, node_names=NAMES, gpus_per_node=1, tp=1, pp=2, spares=spares, **given
+        )
+        self.controller = controller or Controller(self.settings)
+        self.now = 0.0
+        self.actions: list[api.AnyAction] = []
+        self.feed(api.StoreReady(host="h", port=1))
+
+    def feed(self, event: api.AnyEvent, later_s: float = 0.01) -> list[api.AnyAction]:
+        self.now += later_s
+        answer = self.controller.handle(event, self.now)
+        self.actions += answer
+        return answer
+
+    def join(self, *names: str) -> None:
+        for name in names:
+            self.feed(api.AgentJoined(node=name, host=name, devices=1))
+
+    def lose(self, name: str, reason: str = "its agent exited with status 127") -> None:
+        self.feed(api.AgentLost(node=name, reason=reason))
+
+    def train(self, *ranks: int) -> None:
+        """Processes come up and say what they train."""
+        for rank in ranks:
+            node = self.controller.job.placements[rank].node
+            self.feed(api.WorkerSpawned(rank=rank, node=node, device=0, pid=1000 + rank))
+            self.feed(api.WorkerSaid(rank=rank, message=DECLARE))
+
+    def wait(self, seconds: float) -> None:
+        """With beats of all agents that have joined."""
+        for _ in range(round(seconds)):
+            for name, node in self.controller.job.nodes.items():
+                if node.alive:
+                    self.feed(api.AgentBeat(node=name, beat=m.Beat(workers=())), 0.0)
+            self.feed(api.Tick(), 1.0)
+
+    def all(self, kind: type) -> list[Any]:
+        return [a.entry for a in self.actions if isinstance(a, api.Log) and isinstance(a.entry, kind)]
+
+    @property
+    def journal(self) -> list[AnyEntry]:
+        return [action.entry for action in self.actions if isinstance(action, api.Log)]
+
+    @property
+    def end(self) -> tuple[int, str] | None:
+        return next(((a.exit_code, a.reason) for a in self.actions if isinstance(a, api.End)), None)
+
+    @property
+    def starts(self) -> list[tuple[str, tuple[tuple[int, int], ...], tuple[str, ...]]]:
+        return [(a.node, a.workers, a.nodes) for a in self.actions if isinstance(a, api.StartWorkers)]
+
+    @property
+    def planned(self) -> list[tuple[int, ...]]:
+        return [entry.plan.layout.ranks for entry in self.all(PlanDecided)]
+
+
+def test_a_node_whose_agent_cannot_start_ends_the_job_at_once() -> None:
+    """Not after all the time that a start may take."""
+    job = Start(spares=0, slurm=False)
+    job.join("n1")
+    job.lose("n2")
+    job.lose("n3")
+    assert job.end == (5, "node n2: its agent exited with status 127 before it joined")
+
+
+def test_slurm_runs_a_job_again_that_could_not_begin() -> None:
+    job = Start(spares=0)
+    job.join("n1")
+    job.lose("n2")
+    assert job.end == (75, "node n2: its agent exited with status 127 before it joined; to be run again")
+    assert any(isinstance(action, api.End) and action.requeue for action in job.actions)
+
+
+def test_what_no_other_run_could_start_either_is_not_run_again() -> None:
+    """The job's folder is not there, say."""
+    job = Start(spares=0)
+    job.join("n1")
+    job.feed(api.AgentLost(node="n2", reason="its agent exited with status 3", cannot_start=True))
+    text = "node n2: its agent exited with status 3 before it joined; to be mended first, so not to be run again"
+    assert job.end == (5, text)
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({"may_requeue": False}, "not to be run again, as its batch script has it: submit it anew to go on"),
+        (
+            {"restarts_left": 0},
+            "not run again: no checkpoint was added; [slurm] restarts allows more runs like this one",
+        ),
+    ],
+)
+def test_a_job_that_may_not_be_run_again_says_why(settings: dict[str, Any], advice: str) -> None:
+    job = Start(spares=0, **settings)
+    job.lose("n2")
+    assert job.end == (5, f"node n2: its agent exited with status 127 before it joined; {advice}")
+
+
+def test_a_node_that_never_joined_is_left_out_and_ranks_are_given_to_the_others() -> None:
+    job = Start()
+    job.join("n1")
+    job.lose("n2")
+    assert job.starts == []
+    job.join("n3")
+    assert job.starts == [("n1", ((0, 0),), ("n1", "n3")), ("n3", ((1, 0),), ("n1", "n3"))]
+    job.train(0, 1)
+    assert job.planned == [(0, 1)]
+    assert [entry.node for entry in job.all(NodeLost)] == ["n2"]
+    assert job.all(FailureFound) == [], "none of its processes ever ran"
+
+
+def test_a_node_that_dies_before_training_begins_is_left_out_and_ranks_stay_as_they_are() -> None:
+    job = Start()
+    job.join(*NAMES)
+    job.train(0, 2)
+    job.lose("n2", "connection closed for 1 s")
+    assert job.planned == [(0, 2)]
+    job.train(1)
+    assert job.planned == [(0, 2)], "what was lost stays out"
+
+
+def test_its_processes_are_a_failure_of_the_node() -> None:
+    job = Start()
+    job.join(*NAMES)
+    job.train(1)
+    job.lose("n2", "connection closed for 1 s")
+    (failure,) = job.all(FailureFound)
+    assert (failure.component, failure.node, failure.ranks) == ("node", "n2", (1,))
+    job.train(0, 2)
+    assert job.planned == [(0, 2)]
+
+
+def test_more_nodes_than_there_are_spares_end_the_job() -> None:
+    job = Start()
+    job.join(*NAMES)
+    job.lose("n2", "connection closed for 1 s")
+    job.lose("n3", "connection closed for 1 s")
+    assert job.end == (75, "node n3: connection closed for 1 s before training began; to be run again")
+
+
+def test_a_spare_that_does_not_come_is_not_waited_for_for_long() -> None:
+    job = Start()
+    job.join("n1", "n3")
+    job.wait(LATECOMERS_S - 1)
+    assert job.starts == []
+    job.wait(3)
+    assert [node for node, _, _ in job.starts] == ["n1", "n3"]
+    assert any(isinstance(action, api.DropNode) and action.node == "n2" for action in job.actions)
+
+
+def test_a_job_without_spares_waits_for_all_nodes_as_long_as_a_start_may_take() -> None:
+    job = Start(spares=0)
+    job.join("n1", "n3")
+    job.wait(job.settings.start_budget_s - 1)
+    assert job.end is None
+    job.wait(3)
+    assert job.end == (75, "only 2 of 3 nodes joined within 600 s; to be run again")
+
+
+def test_a_plain_program_does_not_hang_without_one_of_its_nodes() -> None:
+    """It never says that it trains, so that nobody knows whether it can do without."""
+    job = Start()
+    job.join(*NAMES)
+    for rank, name in enumerate(NAMES):
+        job.feed(api.WorkerSpawned(rank=rank, node=name, device=0, pid=1000 + rank))
+    job.lose("n2", "connection closed for 1 s")
+    assert job.end is None
+    job.wait(job.settings.start_budget_s + 3)
+    assert job.end == (75, "n2 lost, and no rank was ready to train within 600 s; to be run again")
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before it joined", "after it joined"])
+def test_another_supervisor_gives_the_same_ranks_to_the_same_nodes(early: bool) -> None:
+    job = Start()
+    job.join("n1") if early else job.join(*NAMES)
+    job.lose("n2", "connection closed for 1 s")
+    if early:
+        job.join("n3")
+    next_one = Start(controller=Controller.recover(job.settings, job.journal))
+    for name in ("n1", "n3"):
+        next_one.feed(
+            api.AgentJoined(node=name, host=name, devices=1, inventory=m.Inventory(workers=(), ended=(), epoch=0))
+        )
+    assert next_one.starts == [start for start in job.starts if start[0] != "n2"]
+    last = 1 if early else 2
+    next_one.train(0, last)
+    assert next_one.planned == [(0, last)]
+    assert next_one.end is None

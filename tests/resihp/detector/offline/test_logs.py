@@ -1,0 +1,201 @@
+"""Reading logs and CSV: every form of line, every kind of damage, and errors that name the nearest thing found."""
+
+from __future__ import annotations
+
+import pytest
+
+from resihp.detector.offline.logs import Recording, read, recognise
+from resihp.errors import UsageError
+
+TAIL = "learning rate: 1.420000E-05 | global batch size:   128 | lm loss: 1.8E+00 | number of nan iterations:   0 |"
+
+
+def line(iteration: int, ms: float | str = 1200.0, prefix: str = " [2024-05-01 12:00:00] ") -> str:
+    return (
+        f"{prefix}iteration {iteration:8d}/  500000 | consumed samples: {iteration * 128:12d} | "
+        f"elapsed time per iteration (ms): {ms} | {TAIL}"
+    )
+
+
+def of(*lines: str) -> Recording:
+    return read(("\n".join(lines) + "\n").encode())
+
+
+def iterations(recording: Recording) -> list[list[int]]:
+    return [[point.iteration for point in run.points] for run in recording.runs]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        line(10, 1234.5),
+        line(10, 1234.5, " "),
+        " iteration 10/ 500 | consumed samples: 5 | elapsed time per iteration (ms): 1234.5 | learning rate: 1.0E-06 |",
+        "[default7]: iteration       10/  292968 | samples: 10240 | elapsed time per iteration (s): 1.2345 | x |",
+        " iteration  10/50000 | tokens:  1153 | elapsed time per iteration (ms):  1234.5 | gloabl batch size:  512 |",
+        "7:  iteration 10/ 500 | elapsed time per iteration (ms): 1234.5 | lm loss: 1.0 |",
+        " 7: [default7]: [2024-05-01 12:00:00.1234] iteration 10/ 5 | elapsed time per iteration (ms): 1234.5 | a: 1 |",
+        "[Rank 0 | Local Rank 0] iteration 10/100 | samples: 80 | elapsed time per iteration (ms): 1234.5 | b |",
+        "\x1b[32m" + line(10, 1234.5) + "\x1b[0m",
+        line(10, "1.2345E+03"),
+        "iteration 10/ 100 | elapsed time per iteration (ms): 1234.5",
+    ],
+)
+def test_every_form_of_the_line_is_read(made: str) -> None:
+    recording = of("using world size: 8", made, "  validation loss at iteration 10 | lm loss value: 2.0 |")
+    (run,) = recording.runs
+    (point,) = run.points
+    assert recording.kind == "megatron-log"
+    assert (point.iteration, point.seconds) == (10, pytest.approx(1.2345))
+
+
+def test_bad_bytes_carriage_returns_and_a_torn_end_do_no_harm() -> None:
+    content = (
+        (line(1) + "\r\n" + line(2)).encode() + b"\n\xff\xfe\x80\n" + line(3).encode() + b"\n" + line(4).encode()[:95]
+    )
+    recording = read(content)
+    assert iterations(recording) == [[1, 2, 3]]
+    assert any("torn" in remark for remark in recording.remarks)
+
+
+def test_a_number_cut_in_the_middle_is_not_taken_for_a_time() -> None:
+    whole = line(3, 1234.5)
+    cut = whole[: whole.index("1234.5") + 2]  # "... (ms): 12"
+    assert iterations(of(line(1), line(2), cut)) == [[1, 2]]
+    assert iterations(of(line(1), line(2), cut + line(4))) == [[1, 2, 4]]
+    assert iterations(of(line(1), line(2), cut + "\n" + line(4))) == [[1, 2, 4]]
+
+
+def test_two_lines_in_one_are_both_read() -> None:
+    assert iterations(of(line(1) + line(2), line(3))) == [[1, 2, 3]]
+
+
+def test_where_the_number_falls_a_new_run_begins() -> None:
+    recording = of(*(line(i) for i in (98, 99, 100, 91, 92, 93)), *(line(i) for i in (1, 2)))
+    assert iterations(recording) == [[98, 99, 100], [91, 92, 93], [1, 2]]
+
+
+def test_interleaved_ranks_are_one_run() -> None:
+    lines = []
+    for i in range(1, 30):
+        lines.append(line(i, 1000 + i, "[default7]: "))
+        if i > 2:
+            lines.append(line(i - 1, 1000, "[default3]: "))  # late by one
+    recording = of(*lines)
+    assert iterations(recording) == [list(range(1, 30))]
+    assert recording.runs[0].points[4].seconds == pytest.approx(1.005)
+    assert any("other ranks" in remark for remark in recording.remarks)
+
+
+def test_another_rank_that_speaks_after_a_restart_is_heard() -> None:
+    first = [line(i, 1000, "15: ") for i in range(1, 20)]
+    second = [line(i, 1000, "7: ") for i in range(11, 40)]
+    assert iterations(of(*first, *second)) == [list(range(1, 20)), list(range(11, 40))]
+
+
+def test_unmarked_ranks_that_repeat_or_lag_are_one_run() -> None:
+    assert iterations(of(*(line(i) for i in (1, 1, 2, 2, 4, 3, 5, 5, 6)))) == [[1, 2, 4, 5, 6]]
+
+
+@pytest.mark.parametrize("bad", ["nan", "0.0", "-5.1", "inf"])
+def test_times_that_cannot_be_are_left_out_and_counted(bad: str) -> None:
+    recording = of(line(1), line(2, bad), line(3))
+    assert iterations(recording) == [[1, 3]]
+    assert "1 iteration without a usable time left out" in recording.remarks
+
+
+def test_a_log_interval_is_told() -> None:
+    recording = of(*(line(i) for i in range(10, 210, 10)))
+    assert recording.runs[0].interval == 10
+    assert any("mean over 10 iterations" in remark for remark in recording.remarks)
+
+
+def test_missing_iterations_are_told() -> None:
+    recording = of(*(line(i) for i in (*range(1, 10), *range(14, 30))))
+    assert recording.runs[0].interval == 1
+    assert any("4 iterations are missing" in remark for remark in recording.remarks)
+
+
+def test_the_batch_size_is_the_workload() -> None:
+    grown = line(2).replace("global batch size:   128", "global batch size:   256")
+    assert [point.tokens for point in of(line(1), grown).runs[0].points] == [128, 256]
+
+
+# --- CSV ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_csv_is_read_in_any_order_once() -> None:
+    recording = of("iteration,seconds", "3,1.3", "1,1.1", "2,1.2", "2,1.2", "2,9")
+    assert recording.kind == "series"
+    assert [(p.iteration, p.seconds) for p in recording.runs[0].points] == [(1, 1.1), (2, 1.2), (3, 1.3)]
+    assert "2 repeated rows left out" in recording.remarks
+
+
+@pytest.mark.parametrize("mark", [",", ";", "\t"])
+def test_milliseconds_other_delimiters_and_upper_case_will_do(mark: str) -> None:
+    content = "\ufeff# made by hand\n" + "\n".join(
+        mark.join(row) for row in (("Iteration", " Milliseconds"), ("5", "1500"))
+    )
+    (point,) = read(content.encode()).runs[0].points
+    assert (point.iteration, point.seconds) == (5, 1.5)
+
+
+def test_workload_columns_are_read_where_they_are_numbers() -> None:
+    points = of("iteration,seconds,tokens,sum_squared_lengths", "1,1.0,100,5000", "2,1.0,,nan").runs[0].points
+    assert (points[0].tokens, points[0].squares) == (100, 5000)
+    assert (points[1].tokens, points[1].squares) == (None, None)
+
+
+def test_ranks_have_a_series_each() -> None:
+    recording = of("rank,iteration,seconds", "1,2,1.2", "0,1,1.0", "1,1,1.1", "0,2,1.0", "0,2,1.0")
+    ranks = recording.runs[0].ranks
+    assert {rank: [p.iteration for p in points] for rank, points in ranks.items()} == {0: [1, 2], 1: [1, 2]}
+
+
+def test_rows_that_cannot_be_are_left_out_and_counted() -> None:
+    recording = of("iteration,seconds", "1,1.0", "2,nan", "3,-1", "4,0", "5,x", "6", "7,1.0")
+    assert [point.iteration for point in recording.runs[0].points] == [1, 7]
+    assert set(recording.remarks) == {"1 row cut short left out", "4 rows without a usable time left out"}
+
+
+def test_labels_that_are_no_whole_numbers_are_numbered() -> None:
+    recording = of("iteration,seconds", "2024-05-01T12:00,1.0", "2024-05-01T12:01,1.1")
+    assert [point.iteration for point in recording.runs[0].points] == [0, 1]
+    assert any("numbered" in remark for remark in recording.remarks)
+
+
+def test_a_csv_of_a_restarted_job_has_two_runs() -> None:
+    rows = [f"{i},{1 + i / 1000}" for i in range(50)] + [f"{i},{2 + i / 1000}" for i in range(40, 90)]
+    assert [len(run.points) for run in of("iteration,seconds", *rows).runs] == [50, 50]
+
+
+# --- neither --------------------------------------------------------------------------------------------------------
+
+
+def test_a_parquet_file_is_known_by_its_first_bytes() -> None:
+    assert recognise(b"PAR1\x00\x01") == "parquet"
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("", "empty"),
+        ("worker,gpu,time,batch_time_norm\n0,25,1,476\n", "`batch_time_norm`"),
+        ("iteration,second\n1,2\n", "did you mean `second` for `seconds`"),
+        ("epoch 3\nstep 10: loss 2.0, 1.2 s/it\n", "step 10: loss 2.0"),
+        ("elapsed time per iteration (ms): 12.0 | x\n", "before it"),
+        ("iteration 3/ 10 | lm loss: 2.0 |\n", "no `elapsed time per iteration`"),
+        ("\x00\x01\x02binary\x00", "nearest"),
+    ],
+)
+def test_what_is_neither_is_refused_with_the_nearest_thing_found(content: str, named: str) -> None:
+    with pytest.raises(UsageError, match="parquet") as refused:
+        read(content.encode())
+    assert named in str(refused.value)
+
+
+def test_a_file_without_one_usable_time_is_refused() -> None:
+    with pytest.raises(UsageError, match="no iteration has a usable time: 2 iterations"):
+        of(line(1, "nan"), line(2, 0))
+    with pytest.raises(UsageError, match="no iteration has a usable time"):
+        of("iteration,seconds")

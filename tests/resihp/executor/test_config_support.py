@@ -1,0 +1,113 @@
+"""A configuration is either carried out or refused, never half."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from resihp.errors import ModelError
+from resihp.executor.config_support import refuse_unhonoured  # imports megatron-core quietly
+
+from megatron.core.transformer import TransformerConfig  # isort: skip
+
+
+def config(**settings: Any) -> TransformerConfig:
+    base = {
+        "num_layers": 4,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    return TransformerConfig(**{**base, **settings})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"num_query_groups": 2, "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu},
+        {"add_bias_linear": False, "ffn_hidden_size": 96, "init_method_std": 0.01, "layernorm_epsilon": 1e-6},
+        {"add_qkv_bias": True, "bias_dropout_fusion": True, "calculate_per_token_loss": True},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 9},
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    ],
+)
+def test_honoured_settings_pass(settings: dict[str, Any]) -> None:
+    refuse_unhonoured(config(**settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"hidden_dropout": 0.1},
+        {"attention_dropout": 0.1},
+        {"tensor_model_parallel_size": 2},
+        {"context_parallel_size": 2},
+        {"num_moe_experts": 4, "add_bias_linear": False},
+        {"mtp_num_layers": 1},
+        {"sequence_parallel": True, "tensor_model_parallel_size": 2},
+        {"recompute_num_layers": 0, "recompute_granularity": "full", "recompute_method": "uniform"},
+        {"recompute_modules": ["mlp", "layernorm"], "recompute_granularity": "selective"},
+        {"distribute_saved_activations": True},
+        {"virtual_pipeline_model_parallel_size": 2},
+        {"bf16": True, "params_dtype": torch.bfloat16},
+        {"qk_layernorm": True},
+        {"apply_query_key_layer_scaling": True},
+        {"kv_channels": 16},
+        {"layernorm_zero_centered_gamma": True},
+        {"window_size": (8, 0)},
+        {"perform_initialization": False},
+    ],
+)
+def test_each_other_setting_is_refused_by_name(settings: dict[str, Any]) -> None:
+    with pytest.raises(ModelError) as error:
+        refuse_unhonoured(config(**settings))
+    assert next(iter(settings)) in str(error.value)
+
+
+def test_megatrons_default_dropout_is_refused_with_what_to_set() -> None:
+    with pytest.raises(ModelError, match=r"set hidden_dropout=0\.0.*set attention_dropout=0\.0"):
+        refuse_unhonoured(TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4))
+
+
+def test_what_the_layout_decides_is_refused_with_the_option_to_use() -> None:
+    with pytest.raises(ModelError, match=r"tensor_model_parallel_size=2 .*\(--tp\)") as error:
+        refuse_unhonoured(config(sequence_parallel=True, tensor_model_parallel_size=2))
+    assert "sequence_parallel=True is not honoured; leave it False and use --sequence-parallel" in str(error.value)
+
+
+def test_a_field_of_a_later_megatron_is_refused_once_it_is_set() -> None:
+    @dataclasses.dataclass
+    class Later(TransformerConfig):
+        warp_drive: bool = False
+
+    base = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    refuse_unhonoured(Later(**base))
+    with pytest.raises(ModelError, match="warp_drive=True is not honoured; set warp_drive=False"):
+        refuse_unhonoured(Later(**base, warp_drive=True))
+
+
+def test_importing_the_executor_starts_no_thread_and_nothing_of_the_wrapper() -> None:
+    program = (
+        "import os, sys, torch; compiler = torch.compile; import resihp.executor.engine; "
+        "assert torch.compile is compiler; "
+        "assert not {'wrapper', 'slurm', 'db', 'sqlalchemy'} & set(sys.modules); "
+        "import threading; print(threading.active_count())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "1"

@@ -1,0 +1,111 @@
+"""Memory: what a rank needs, who has too little, and how small a group may become."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import pytest
+
+from resihp.parallelism.layout import Layout, Replica, Stage
+from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.ownership import owned, size_of
+from resihp.parallelism.parameter_outline import outline
+from resihp.parallelism.plan import Plan, spread
+from resihp.scheduler.cost.memory import STATE_BYTES, Post, capacity, needed_bytes, obstacle, smallest_degree, zero_1
+
+MODEL = ModelSpec(layers=8, hidden=64, heads=8, kv_groups=8, ffn_hidden=256, vocab=512, sequence=128)
+TOKENS = 100
+
+
+def plan(layout: Layout, micro_batches: int = 8, schedule: str = "1f1b", *, sequence_parallel: bool = False) -> Plan:
+    return Plan(
+        epoch=4,
+        layout=layout,
+        assignment=spread(micro_batches, len(layout.replicas)),
+        schedule=schedule,
+        sequence_parallel=sequence_parallel,
+    )
+
+
+def grid(tp: int = 1, pp: int = 1, dp: int = 1, chunks: int = 1, standby: tuple[int, ...] = ()) -> Layout:
+    return Layout.uniform(tp=tp, pp=pp, dp=dp, layers=8, chunks=chunks, standby=standby)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layout", [grid(), grid(tp=2, pp=2), grid(tp=4, pp=3, dp=2), grid(pp=2, chunks=2)])
+def test_state_is_what_ownership_says_in_four_copies(layout: Layout, tied: bool) -> None:
+    model = msgspec.structs.replace(MODEL, tied_embeddings=tied)
+    specs = {spec.name: spec for spec in outline(model)}
+    for rank, slices in owned(layout, tuple(specs.values())).items():
+        held = sum(size_of(specs[piece.name], piece) for piece in slices)
+        assert needed_bytes(plan(layout), rank, model, 0) == STATE_BYTES * held
+        assert needed_bytes(plan(layout), rank, model, 0, state_bytes=7) == 7 * held
+
+
+def activations(layout: Layout, rank: int, **settings: bool | str) -> int:
+    made = plan(layout, **settings)  # type: ignore[arg-type]
+    return needed_bytes(made, rank, MODEL, TOKENS) - needed_bytes(made, rank, MODEL, 0)
+
+
+def test_a_layer_keeps_what_the_source_says() -> None:
+    """34 bytes for each token and hidden unit in 16 bits, of which tensor parallelism cuts 24, or all by sequence."""
+    unit = TOKENS * MODEL.hidden * 2
+    middle = grid(pp=4)
+    assert activations(middle, 1) == 3 * 2 * 34 * unit
+    halves = grid(tp=2, pp=4)
+    assert activations(halves, 2) == 3 * 2 * (10 + 12) * unit
+    assert activations(halves, 2, sequence_parallel=True) == 3 * 2 * 17 * unit
+
+
+def test_earlier_stages_keep_more_micro_batches() -> None:
+    needs = [activations(grid(pp=4), rank) for rank in range(4)]
+    embedding = TOKENS * MODEL.hidden * 4
+    head = TOKENS * 4 * (2 * MODEL.hidden + 2 * MODEL.vocab_rows)
+    assert needs[0] - embedding == 4 * (needs[3] - head)
+    assert needs[1] * 2 == needs[2] * 3
+
+
+def test_a_split_backward_keeps_activations_until_its_weights_gradients() -> None:
+    assert activations(grid(pp=4), 3, schedule="zero-bubble") > activations(grid(pp=4), 3)
+
+
+def test_a_rank_without_work_needs_nothing() -> None:
+    assert needed_bytes(plan(grid(tp=2, standby=(9,))), 9, MODEL, TOKENS) == 0
+
+
+def test_the_rank_that_needs_most_is_named() -> None:
+    layout = Layout((Replica((Stage((0, 1), ((0, 3),)), Stage((2,), ((4, 7),)))),), (3,))
+    made = plan(layout)
+    most = needed_bytes(made, 2, MODEL, 0)
+    assert obstacle(made, MODEL, most, 0) is None
+    found = obstacle(made, MODEL, most - 1, 0)
+    assert found is not None
+    assert re.match(r"rank 2: needs .* GB under the plan of epoch 4, its device has", found)
+
+
+@pytest.mark.parametrize("tokens", [0, TOKENS])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_capacity_agrees_with_what_is_needed(schedule: str, tokens: int) -> None:
+    made = plan(grid(tp=2, pp=4), schedule=schedule)
+    for stage in range(4):
+        post = Post(stage=stage, stages=4, tp=2, schedule=schedule, micro_batches=8)
+        needed = needed_bytes(made, 2 * stage, MODEL, tokens)
+        assert capacity(MODEL, post, needed, tokens) == 2
+        assert capacity(MODEL, post, needed - 1, tokens) == 1
+
+
+def test_the_smallest_degree_is_the_first_that_can_hold_a_layer_in_each_chunk() -> None:
+    post = Post(stage=1, stages=4, tp=4, micro_batches=8)
+    one_layer = [needed_bytes(plan(Layout.uniform(tp=k, pp=8, dp=1, layers=8)), k, MODEL, 0) for k in (1, 2, 4)]
+    assert [smallest_degree(MODEL, post, memory, 0) for memory in one_layer] == [1, 2, 4]
+    assert smallest_degree(MODEL, post, one_layer[2] - 1, 0) == 5
+    assert smallest_degree(MODEL, post, None, 0) == 1
+    two_chunks = msgspec.structs.replace(post, chunks=2)
+    norm = STATE_BYTES * MODEL.hidden  # which is not cut
+    assert smallest_degree(MODEL, two_chunks, one_layer[0] + norm, 0) == 2
+    assert smallest_degree(MODEL, two_chunks, one_layer[0], 0) == 4
+
+
+def test_under_zero_1_replicas_share_twelve_of_sixteen_bytes() -> None:
+    assert [zero_1(replicas) for replicas in (1, 2, 4, 12, 128)] == [16, 10, 7, 5, 5]

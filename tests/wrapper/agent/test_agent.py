@@ -1,0 +1,499 @@
+"""A real agent and its workers, under a supervisor that is only a socket: newcomers, refusals, cuts, new leaders."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resihp.protocol import messages as m
+from resihp.protocol.framing import Envelope, SecureChannel, serve
+from resihp.protocol.resumable import Conversation
+from resihp.record.journal import IterationCommitted, Record, encode
+from wrapper.config.run_spec import Program, RunRequest
+from wrapper.job_folder import Job, create_local_job
+from wrapper.launch.launcher import own_environment
+
+SCRIPT = """
+import os, socket, sys
+from resihp.process import AGENT_FD
+from resihp.protocol import messages as m
+from resihp.protocol.framing import LocalChannel
+agent = LocalChannel(socket.socket(fileno=int(os.environ[AGENT_FD])))
+start = agent.recv(m.WorkerOrder)
+print(*(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), start.joins, start.nodes, flush=True)
+order = agent.recv(m.WorkerOrder)
+agent.send(m.Finished(iteration=len(getattr(order, "reason", ""))))
+sys.exit(start.rank)
+"""
+
+
+TALKER = """
+import os, socket, sys
+from resihp.process import AGENT_FD
+from resihp.protocol import messages as m
+from resihp.protocol.framing import LocalChannel
+agent = LocalChannel(socket.socket(fileno=int(os.environ[AGENT_FD])))
+start = agent.recv(m.WorkerOrder)
+figures = dict.fromkeys(("clip", "learning_rate", "gradient_norm", "loss"), 1.0)
+figures |= dict.fromkeys(("tokens", "sum_squared_lengths", "samples"), 1)
+for iteration in (1, 2, 3):
+    outcome = m.StepOutcome(iteration=iteration, skip=False, samples_digest="0", **figures)
+    agent.send(m.Stepped(epoch=1, outcome=outcome, seconds=1.0, compute_s=1.0))
+agent.send(m.FaultDue(fault=7))
+agent.send(m.Stuck(epoch=1, error="gone"))
+while not isinstance(order := agent.recv(m.WorkerOrder), m.Halt):
+    if isinstance(order, m.Park):
+        agent.send(m.Parked(epoch=order.epoch, stepped=3, outcome=None, ready=False))
+sys.exit(start.rank)
+"""
+
+FIRST = m.Lead(term=1, node="n1", log=0)
+
+
+def outcome(iteration: int) -> m.StepOutcome:
+    return m.StepOutcome(
+        iteration=iteration,
+        clip=1.0,
+        skip=False,
+        learning_rate=0.1,
+        gradient_norm=1.0,
+        loss=1.0,
+        tokens=1,
+        sum_squared_lengths=1,
+        samples=1,
+        samples_digest="0" * 16,
+    )
+
+
+class PretendedSupervisor:
+    """Takes the agent's connection, as often as it comes, and remembers what it said."""
+
+    def __init__(self, lead: m.Lead = FIRST) -> None:
+        self.lead = lead
+        self.conversation: Conversation[Any] = Conversation()
+        self.channel: SecureChannel[Any] | None = None
+        self.joins: list[m.Join] = []
+        self.said: list[Any] = []
+        self.news = asyncio.Condition()
+        self.refusing = False
+        self.silent = False
+
+    async def converse(self, channel: SecureChannel[Any]) -> None:
+        first = await channel.recv()
+        assert first is not None
+        self.joins.append(first.message)
+        async with self.news:
+            self.news.notify_all()
+        if self.refusing:
+            channel.post(Envelope(message=m.Release(grace_s=0.0)))
+            return
+        self.channel = channel
+        if first.message.term < self.lead.term:  # it does not follow us yet
+            if self.conversation.received:
+                self.conversation = Conversation()
+            first = Envelope(message=first.message)
+        self.conversation.connect(channel.post, self.lead)
+        envelope: Envelope[Any] | None = first
+        while envelope is not None:
+            message = self.conversation.take(envelope)
+            self.conversation.acknowledge()
+            if isinstance(message, m.Beat) and not self.silent:
+                self.conversation.mention(m.Alive())
+            elif message is not None and not isinstance(message, m.Beat | m.Join):
+                self.said.append(message)
+            async with self.news:
+                self.news.notify_all()
+            envelope = await channel.recv()
+        self.conversation.disconnect()
+
+    def order(self, order: Any) -> None:
+        self.conversation.post(order)
+
+    def cut(self) -> None:
+        assert self.channel is not None
+        self.channel.abort()
+
+    def give_way_to(self, lead: m.Lead) -> None:
+        """Another supervisor leads from here on, at the same address."""
+        self.lead = lead
+        self.cut()
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(20), self.news:
+            await self.news.wait_for(condition)
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.said if isinstance(message, kind)]
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    monkeypatch.setenv("RESIHP_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("RESIHP_LOCAL", str(tmp_path / "local"))
+    return create_local_job()
+
+
+def run_file_of(job: Job, script: str, **changed: Any) -> Path:
+    path = job.folder.parents[2] / "train.py"
+    path.write_text(script)
+    fields: dict[str, Any] = {
+        "job": job.name,
+        "folder": str(job.folder),
+        "program": Program(kind="script", argv=(str(path),), interpreter=sys.executable, preload="json"),
+        "command": ("python", str(path)),
+        "cwd": str(job.folder),
+        "python_path": "",
+        "nodes": 1,
+        "gpus_per_node": 2,
+        "tp": 1,
+        "pp": 1,
+        "schedule": "1f1b",
+        "faults": (),
+        "checkpoint_folder": "",
+        "checkpoint_every": 0,
+        "checkpoint_keep": 1,
+        "resume": False,
+        "ledger_url": "sqlite",
+        "restart_count": 0,
+        "configuration": {},
+    }
+    return RunRequest(**(fields | changed)).save()
+
+
+async def start_agent(job: Job, run_file: Path, *arguments: str, **environment: str) -> asyncio.subprocess.Process:
+    command = [sys.executable, "-P", "-m", "wrapper.agent.process", "--run", str(run_file), *arguments]
+    with (job.logs / "n1.agent.log").open("wb") as log:
+        return await asyncio.create_subprocess_exec(
+            *command, stdout=log, stderr=log, env=own_environment() | environment, process_group=0
+        )
+
+
+@asynccontextmanager
+async def agent_of(job: Job, script: str = SCRIPT, **changed: Any) -> AsyncIterator[PretendedSupervisor]:
+    """One agent, n1; it must end by itself once it is released. `changed`: of the run; `environment`: of the agent."""
+    environment = {"SLURMD_NODENAME": "n1", **changed.pop("environment", {})}
+    run_file = run_file_of(job, script, **changed)
+    supervisor = PretendedSupervisor()
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    refused: list[str] = []
+    server = await serve(
+        listener, job.key, Envelope[m.AgentMessage], supervisor.converse, lambda peer, reason: refused.append(reason)
+    )
+    process = await start_agent(job, run_file, "--supervisor", address, **environment)
+    try:
+        yield supervisor
+        supervisor.order(m.Release(grace_s=5.0))
+        async with asyncio.timeout(10):
+            assert await process.wait() == 0, (job.logs / "n1.agent.log").read_text()
+        assert refused == []
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        server.close()
+
+
+def spawn(rank: int, nodes: int, *, joins: bool = False) -> m.Spawn:
+    start = m.Start(
+        rank=rank,
+        node="n1",
+        device=1,
+        world_size=nodes,
+        nodes=("n1",) * nodes,
+        faults=(),
+        checkpoint_folder="",
+        checkpoint_every=0,
+        resume=False,
+        joins=joins,
+    )
+    return m.Spawn(workers=(start,), environment={})
+
+
+def halt(*ranks: int, reason: str = "x") -> m.ToWorkers:
+    return m.ToWorkers(ranks=ranks, order=m.Halt(reason=reason))
+
+
+def play(job: Job, scene: Callable[[PretendedSupervisor], Awaitable[None]], *arguments: Any, **changed: Any) -> None:
+    async def main() -> None:
+        async with agent_of(job, *arguments, **changed) as supervisor:
+            await scene(supervisor)
+
+    asyncio.run(main())
+
+
+def test_newcomers_get_ranks_of_their_own_and_logs_of_their_own(job: Job) -> None:
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        supervisor.order(spawn(0, 1))
+        await supervisor.until(lambda: supervisor.of(m.Spawned))
+        supervisor.order(halt(0))
+        await supervisor.until(lambda: supervisor.of(m.Exited))
+        supervisor.order(spawn(5, 6, joins=True))
+        await supervisor.until(lambda: len(supervisor.of(m.Spawned)) == 2)
+        supervisor.order(halt(5))
+        await supervisor.until(lambda: len(supervisor.of(m.Exited)) == 2)
+        assert [(said.rank, said.device) for said in supervisor.of(m.Spawned)] == [(0, 1), (5, 1)]
+        assert [(said.rank, said.status) for said in supervisor.of(m.Exited)] == [(0, 0), (5, 5)]
+
+    play(job, scene)
+    assert (job.logs / "n1.rank0.log").read_text() == "0 1 1 False ('n1',)\n"
+    assert (job.logs / "n1.rank5.log").read_text() == f"5 6 1 True {('n1',) * 6}\n"
+
+
+def test_worker_that_cannot_be_started_is_refused_by_name(job: Job) -> None:
+    (job.logs / "n1.rank7.log").mkdir()
+
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        supervisor.order(spawn(7, 8, joins=True))
+        await supervisor.until(lambda: supervisor.of(m.SpawnFailed))
+        [refusal] = supervisor.of(m.SpawnFailed)
+        assert refusal.rank == 7
+        assert "Is a directory" in refusal.reason
+
+    play(job, scene)
+
+
+def test_what_is_said_while_nobody_is_connected_arrives_once(job: Job) -> None:
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        supervisor.order(spawn(0, 1))
+        await supervisor.until(lambda: supervisor.of(m.Spawned))
+        for n in range(1, 11):
+            supervisor.cut()
+            supervisor.order(spawn(n, n + 1, joins=True))
+            supervisor.order(halt(n - 1, reason="y" * n))
+            await supervisor.until(lambda n=n: len(supervisor.of(m.Exited)) == n)
+        supervisor.order(m.ToWorkers(ranks=(10,), order=m.Go(epoch=3, **GO)))
+        await supervisor.until(lambda: supervisor.conversation.acknowledged == supervisor.conversation.sent)
+        supervisor.cut()
+        supervisor.order(halt(10))
+        await supervisor.until(lambda: len(supervisor.of(m.Exited)) == 11)
+        assert [said.rank for said in supervisor.of(m.Exited)] == list(range(11))
+        finished = [said.message.iteration for said in supervisor.of(m.FromWorker)]
+        assert finished == [*range(1, 11), 0], "the last one took its Go for the order to halt"
+        epochs = [join.epoch for join in supervisor.joins]
+        assert (epochs[0], epochs[1], epochs[-1]) == (0, 1, 3)
+        assert [join.term for join in supervisor.joins] == [0, *[1] * (len(epochs) - 1)]
+        assert supervisor.of(m.Inventory) == [m.Inventory()], "the same leader needs to be told once"
+
+    play(job, scene)
+
+
+def test_agent_that_is_refused_on_its_return_ends_at_once(job: Job) -> None:
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        supervisor.order(spawn(0, 1))
+        await supervisor.until(lambda: supervisor.of(m.Spawned))
+        supervisor.refusing = True
+        supervisor.cut()
+
+    play(job, scene)
+    log = (job.logs / "n1.agent.log").read_text()
+    assert "refuses this agent" in log
+    assert "not reached" not in log
+
+
+# --- another leader -----------------------------------------------------------------------------------------------
+
+
+def record(seq: int, iteration: int) -> bytes:
+    entry = IterationCommitted(epoch=1, outcome=outcome(iteration), seconds=1.0, predicted_seconds=None)
+    return encode(Record(seq, 0.0, entry))
+
+
+def test_another_leader_is_told_what_runs_here_and_what_has_ended(job: Job) -> None:
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        supervisor.order(spawn(0, 2))
+        supervisor.order(spawn(1, 2))
+        await supervisor.until(lambda: len(supervisor.of(m.FromWorker)) == 10)
+        supervisor.order(halt(1))
+        supervisor.order(m.Replicate(after=0, records=(record(1, 1),)))
+        await supervisor.until(lambda: supervisor.of(m.Exited))
+        os.kill(supervisor.joins[0].pid, signal.SIGUSR1)
+        supervisor.give_way_to(m.Lead(term=2, node="n2", log=1))
+        await supervisor.until(lambda: len(supervisor.of(m.Inventory)) == 2)
+        inventory = supervisor.of(m.Inventory)[1]
+        [worker] = inventory.workers
+        assert (worker.rank, worker.device) == (0, 1)
+        assert worker.pid == supervisor.of(m.Spawned)[0].pid
+        assert [step.outcome.iteration for step in worker.steps] == [1, 2, 3]
+        assert worker.said == (m.FaultDue(fault=7), m.Stuck(epoch=1, error="gone"))
+        assert (inventory.ended, inventory.epoch) == (((1, 1),), 0)
+        await supervisor.until(lambda: supervisor.of(m.Signalled))
+        supervisor.order(m.ToWorkers(ranks=(0,), order=m.Park(epoch=5, reason="")))
+        await supervisor.until(lambda: supervisor.of(m.FromWorker)[-1].message.__class__ is m.Parked)
+        supervisor.give_way_to(m.Lead(term=3, node="n3", log=1))
+        await supervisor.until(lambda: len(supervisor.of(m.Inventory)) == 3)
+        inventory = supervisor.of(m.Inventory)[2]
+        assert [type(said) for said in inventory.workers[0].said] == [m.Parked]
+        assert inventory.epoch == 5
+        assert [(join.term, join.log) for join in supervisor.joins] == [(0, 0), (1, 1), (2, 1)]
+        supervisor.order(halt(0))
+        await supervisor.until(lambda: len(supervisor.of(m.Exited)) == 2)
+
+    play(job, scene, TALKER, succession=True)
+
+
+def test_a_leader_that_knows_less_waits_until_it_has_a_quorum(job: Job) -> None:
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        supervisor.order(m.Replicate(after=0, records=(record(1, 1), record(2, 2))))
+        await supervisor.until(lambda: supervisor.conversation.acknowledged == supervisor.conversation.sent == 1)
+        supervisor.give_way_to(m.Lead(term=2, node="n2", log=1))
+        await supervisor.until(lambda: len(supervisor.joins) > 3)
+        assert len(supervisor.of(m.Inventory)) == 1
+        assert {(join.term, join.log) for join in supervisor.joins[1:]} == {(1, 2)}
+        supervisor.lead = m.Lead(term=2, node="n2", log=1, settled=True)
+        await supervisor.until(lambda: len(supervisor.of(m.Inventory)) == 2)
+        supervisor.order(m.Replicate(after=1, records=()))
+        await supervisor.until(lambda: supervisor.conversation.acknowledged == supervisor.conversation.sent == 1)
+        supervisor.cut()
+        await supervisor.until(lambda: supervisor.joins[-1].log == 1)
+
+    play(job, scene, succession=True)
+
+
+def test_records_that_do_not_follow_make_the_agent_begin_anew_with_the_same_leader(job: Job) -> None:
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        supervisor.order(m.Replicate(after=0, records=(record(1, 1), record(4, 2))))
+        supervisor.order(m.Replicate(after=3, records=(record(5, 3),)))
+        await supervisor.until(lambda: len(supervisor.of(m.Inventory)) == 2)
+        assert (supervisor.joins[-1].term, supervisor.joins[-1].log) == (0, 1)
+        supervisor.order(m.Replicate(after=1, records=(record(5, 3),)))
+        await supervisor.until(lambda: supervisor.conversation.acknowledged == supervisor.conversation.sent == 1)
+
+    play(job, scene, succession=True)
+
+
+def test_a_leader_that_is_silent_is_left_and_found_again(job: Job) -> None:
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        await supervisor.until(lambda: supervisor.of(m.Inventory))
+        supervisor.silent = True
+        await supervisor.until(lambda: len(supervisor.joins) == 2)
+        supervisor.silent = False
+
+    play(job, scene, succession=True)
+    assert "silent for 3 s" in (job.logs / "n1.agent.log").read_text()
+
+
+# --- the node -----------------------------------------------------------------------------------------------------
+
+
+def test_signals_from_outside_are_reported_and_end_nothing(job: Job) -> None:
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        await supervisor.until(lambda: supervisor.of(m.Inventory))
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCONT):
+            os.kill(supervisor.joins[0].pid, number)
+            await supervisor.until(lambda number=number: m.Signalled(signal=int(number)) in supervisor.said)
+        os.kill(supervisor.joins[0].pid, signal.SIGINT)
+        supervisor.order(spawn(0, 1))
+        await supervisor.until(lambda: supervisor.of(m.Spawned))
+        supervisor.order(halt(0))
+        await supervisor.until(lambda: supervisor.of(m.Exited))
+
+    play(job, scene)
+
+
+def test_agent_that_nobody_answers_ends_when_it_is_told_to(job: Job) -> None:
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.setblocking(False)
+            run_file = run_file_of(job, SCRIPT, succession=True)
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+            agent = await start_agent(job, run_file, "--node", "n1", "--supervisor", address)
+            async with asyncio.timeout(10):
+                connection, _ = await asyncio.get_running_loop().sock_accept(listener)  # its handlers are there before
+                agent.send_signal(signal.SIGTERM)
+                assert await agent.wait() == 0
+            connection.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (("--run", "/nowhere/run.json", "--node", "n1"), 3, "agent n1: /nowhere/run.json: not a run"),
+        (("--node", "-"), 1, "SLURMD_NODENAME is not set"),
+    ],
+)
+def test_agent_that_cannot_begin_says_why_in_one_line(
+    job: Job, arguments: tuple[str, ...], status: int, said: str
+) -> None:
+    async def main() -> None:
+        run_file = run_file_of(job, SCRIPT)
+        agent = await start_agent(job, run_file, *arguments, "--supervisor", "127.0.0.1:1", SLURMD_NODENAME="")
+        assert await agent.wait() == status
+
+    asyncio.run(main())
+    [line] = (job.logs / "n1.agent.log").read_text().splitlines()
+    assert said in line
+
+
+def test_folder_that_hangs_does_not_hold_up_workers_that_print(job: Job) -> None:
+    os.mkfifo(job.logs / "n1.rank0.log")  # whoever opens it hangs
+    program = Program(kind="command", argv=("/bin/sh", "-c", "seq 1 200000"), interpreter=sys.executable, preload="")
+
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        supervisor.order(spawn(0, 1))
+        await supervisor.until(lambda: supervisor.of(m.Exited))
+
+    play(job, scene, program=program, succession=True)
+    assert (job.logs / "n1.rank0.log").is_fifo()
+    log = job.journal_file.parent / "logs" / "n1.rank0.log"
+    assert log.read_text().endswith("\n200000\n")
+
+
+def test_workers_use_the_interface_on_which_the_supervisor_was_reached(job: Job) -> None:
+    command = ("/bin/sh", "-c", "echo $GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME $CUDA_VISIBLE_DEVICES")
+
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        supervisor.order(spawn(0, 1))
+        await supervisor.until(lambda: supervisor.of(m.Exited))
+
+    environment = {"SLURM_JOB_ID": "1", "NCCL_SOCKET_IFNAME": "ib0", "CUDA_VISIBLE_DEVICES": "3,5"}
+    program = Program(kind="command", argv=command, interpreter=sys.executable, preload="")
+    play(job, scene, environment=environment, program=program)
+    assert (job.logs / "n1.rank0.log").read_text() == "lo ib0 3,5\n"
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({}, "lo =lo"),
+        ({"NCCL_SOCKET_IFNAME": "ib0"}, "lo ib0"),
+        ({"GLOO_SOCKET_IFNAME": "eth7"}, "eth7 =lo"),
+    ],
+)
+def test_workers_use_the_configured_interface_unless_the_user_has_set_another(
+    job: Job, environment: dict[str, str], told: str
+) -> None:
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        supervisor.order(spawn(0, 1))
+        await supervisor.until(lambda: supervisor.of(m.Exited))
+
+    command = ("/bin/sh", "-c", "echo $GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME")
+    program = Program(kind="command", argv=command, interpreter=sys.executable, preload="")
+    play(job, scene, environment={"SLURM_JOB_ID": "1", **environment}, program=program, interface="l")
+    assert (job.logs / "n1.rank0.log").read_text() == f"{told}\n"
+
+
+def test_a_node_without_the_configured_interface_says_what_it_has(job: Job) -> None:
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        supervisor.order(spawn(0, 1))
+        await supervisor.until(lambda: supervisor.of(m.SpawnFailed))
+        (failed,) = supervisor.of(m.SpawnFailed)
+        assert failed.rank is None
+        assert "[network] interface: no interface ib9 is up with an address; there is" in failed.reason
+        assert "lo (127.0.0.1)" in failed.reason
+
+    play(job, scene, environment={"SLURM_JOB_ID": "1"}, interface="ib9")
+
+
+GO: dict[str, Any] = {"store_host": "", "store_port": 0, "next_iteration": 1, "finish": None}

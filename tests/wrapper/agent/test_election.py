@@ -1,0 +1,405 @@
+"""Who leads next: the rules of agents on a virtual clock, and that no network can make two of them lead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from random import Random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.plan import Plan
+from resihp.protocol import messages as m
+from resihp.record.journal import (
+    AnyEntry,
+    DrainDecided,
+    JobStarted,
+    LeaderChosen,
+    NodeJoined,
+    PlanDecided,
+    PlanInEffect,
+    PlanRefused,
+    Record,
+    WorkerStarted,
+    first_seq,
+    term_of,
+)
+from resihp.record.quorum import Membership
+from wrapper.agent.election import AGAIN_S, LEADER_PATIENCE_S, QUIET_S, STAGGER_S, Election, Standing, accepts
+
+NODES = ("n1", "n2", "n3", "n4", "n5", "n6", "n7")
+
+
+def plan_of(epoch: int, ranks: tuple[int, ...]) -> PlanDecided:
+    plan = Plan(epoch=epoch, layout=Layout(replicas=(), standby=ranks), assignment=())
+    return PlanDecided(plan=plan, next_iteration=1, action="start", finish=None, reason="")
+
+
+def beginning(nodes: int) -> list[Record]:
+    """The journal of a job that trains on that many nodes, one rank each, led from n1."""
+    started = JobStarted(
+        job="j",
+        command=(),
+        nodes=nodes,
+        gpus_per_node=1,
+        tp=1,
+        pp=1,
+        schedule="1f1b",
+        host="h",
+        user="u",
+        restart_count=0,
+        version="0",
+        configuration={},
+        leader="n1",
+    )
+    entries: list[AnyEntry] = [started]
+    for rank, node in enumerate(NODES[:nodes]):
+        entries.append(NodeJoined(node=node, host="h", devices=1))
+        entries.append(WorkerStarted(rank=rank, node=node, device=0, pid=1, epoch=0))
+    entries += [plan_of(1, tuple(range(nodes))), PlanInEffect(epoch=1)]
+    return [Record(seq, 0.0, entry) for seq, entry in enumerate(entries, 1)]
+
+
+def membership_of(records: list[Record]) -> Membership:
+    membership = Membership()
+    for record in records:
+        membership.apply(record)
+    return membership
+
+
+# --- one agent ----------------------------------------------------------------------------------------------------
+
+
+def standing(now: float, *, nodes: int = 4, heard_at: float | None = 0.0, promised: int = 1) -> Standing:
+    return Standing(
+        now=now,
+        promised=promised,
+        membership=membership_of(beginning(nodes)),
+        heard_at=heard_at,
+        peers=NODES[:nodes],
+    )
+
+
+def ask(node: str = "n2", term: int = 2, log: int = 1000) -> m.AskVote:
+    return m.AskVote(node=node, term=term, log=log)
+
+
+def test_the_first_agent_stands_after_five_seconds_and_the_next_ones_later() -> None:
+    for position, node in enumerate(NODES[:4]):
+        election = Election(node)
+        due = LEADER_PATIENCE_S + position * STAGGER_S
+        assert election.term_to_stand_for(standing(due - 0.01)) is None
+        assert election.term_to_stand_for(standing(due + 0.01)) == 2
+
+
+def test_a_candidate_without_a_quorum_asks_again_a_second_later() -> None:
+    election = Election("n1")
+    assert election.term_to_stand_for(standing(10.0)) == 2
+    assert not election.chosen(2, [m.Vote(node="n2", granted=False, term=5)], standing(10.1))
+    assert election.term_to_stand_for(standing(10.0 + AGAIN_S - 0.1)) is None
+    assert election.term_to_stand_for(standing(10.0 + AGAIN_S + 0.1)) == 6, "n2 has promised itself to term 5"
+
+
+@pytest.mark.parametrize("voters", [(), ("n2",), ("n2", "n3")])
+def test_half_is_enough_for_the_incumbents_agent_only(voters: tuple[str, ...]) -> None:
+    votes = [m.Vote(node=node, granted=True, term=1) for node in voters]
+    first, last = Election("n1"), Election("n4")
+    assert first.chosen(2, votes, standing(10.0)) == (len(voters) >= 1)
+    assert last.chosen(2, votes, standing(10.0)) == (len(voters) >= 2)
+
+
+def test_who_is_in_no_plan_and_who_never_had_a_leader_does_not_stand() -> None:
+    assert Election("n5").term_to_stand_for(standing(100.0)) is None
+    assert Election("n1").term_to_stand_for(standing(100.0, heard_at=None)) is None
+    before_any_plan = Standing(
+        now=100.0, promised=1, membership=membership_of(beginning(4)[:-1]), heard_at=0.0, peers=NODES[:4]
+    )
+    assert Election("n1").term_to_stand_for(before_any_plan) is None
+
+
+def test_a_voter_that_hears_a_leader_or_has_promised_or_knows_more_refuses() -> None:
+    log = standing(0).membership.log
+    voter = Election("n3")
+    assert not voter.judge(ask(), standing(QUIET_S - 0.1)).granted
+    assert not voter.judge(ask(term=2), standing(10.0, promised=2)).granted
+    assert not voter.judge(ask(log=log - 1), standing(10.0)).granted
+    assert voter.judge(ask(log=log), standing(10.0)).granted
+    assert voter.judge(ask(log=log), standing(10.0)).granted, "an answer may be lost, and asked for again"
+    assert not voter.judge(ask(node="n4", log=log), standing(10.5)).granted
+    assert Election("n9").judge(ask(log=log), standing(0.0, heard_at=None)).granted
+
+
+def test_a_candidate_that_gave_its_word_to_another_withdraws() -> None:
+    election = Election("n2")
+    election.term_to_stand_for(standing(10.0))
+    assert not election.judge(ask(node="n1"), standing(10.5)).granted, "it stands itself"
+    election.wait_for("n1", 11.0)
+    votes = [m.Vote(node=node, granted=True, term=1) for node in ("n3", "n4")]
+    assert not election.chosen(2, votes, standing(11.1))
+    assert election.term_to_stand_for(standing(15.0)) is None
+    assert election.term_to_stand_for(standing(17.0)) == 2, "the successor has not come"
+
+
+def test_a_later_leader_is_accepted_if_it_knows_as_much_or_has_a_quorum() -> None:
+    assert accepts(m.Lead(term=2, node="n2", log=10), promised=1, log=10)
+    assert not accepts(m.Lead(term=2, node="n2", log=9), promised=1, log=10)
+    assert accepts(m.Lead(term=2, node="n2", log=9, settled=True), promised=1, log=10)
+    assert not accepts(m.Lead(term=2, node="n2", log=99, settled=True), promised=2, log=10)
+
+
+# --- all of them --------------------------------------------------------------------------------------------------
+
+
+class Log:
+    """A journal or a copy of one, and what it says of membership."""
+
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self.records: list[Record] = []
+        self.membership = Membership()
+        self.extend(records)
+
+    @property
+    def last(self) -> int:
+        return self.membership.log
+
+    def extend(self, records: Iterable[Record]) -> None:
+        for record in records:
+            assert record.seq > self.last
+            self.records.append(record)
+            self.membership.apply(record)
+
+    def rewind(self, after: int) -> None:
+        if self.last > after:
+            kept = [record for record in self.records if record.seq <= after]
+            self.records, self.membership = [], Membership()
+            self.extend(kept)
+
+
+@dataclass(eq=False)
+class Leader:
+    """A supervisor: what it writes, and what it knows of its agents. It counts once a quorum has accepted its term."""
+
+    node: str
+    term: int
+    journal: Log
+    home: bool
+    """Started by the guardian, from its own journal; else by an agent."""
+    chosen: bool = False
+    alive: bool = True
+    accepted: set[str] = field(default_factory=set)
+    has: dict[str, int] = field(default_factory=dict)
+    """Number of the last record that each agent has acknowledged."""
+    sent: dict[str, int] = field(default_factory=dict)
+    """Number of the last record that each agent was sent."""
+
+    def settled(self) -> bool:
+        having = {node for node, seq in self.has.items() if seq >= self.journal.last}
+        return self.chosen and self.journal.membership.quorum(having)
+
+    def append(self, entry: AnyEntry) -> None:
+        self.journal.extend([Record(max(self.journal.last + 1, first_seq(self.term)), 0.0, entry)])
+
+
+@dataclass(eq=False)
+class Follower:
+    """An agent: its copy, its promise, and whom it follows."""
+
+    node: str
+    copy: Log
+    promised: int = 1
+    leader: Leader | None = None
+    alive: bool = True
+
+
+class Network:
+    """Agents and supervisors that meet, miss each other and die at any moment; nothing here waits for anything."""
+
+    def __init__(self, nodes: int, dice: Random) -> None:
+        self.dice = dice
+        self.nodes = NODES[:nodes]
+        self.cut: set[frozenset[str]] = set()
+        first = Leader("n1", 1, Log(beginning(nodes)), home=True, chosen=True)
+        self.leaders = [first]
+        self.tried = 1
+        """The newest term that the guardian's supervisors have tried: on disk before anybody hears of it."""
+        self.agents = [Follower(node, Log(beginning(nodes)), leader=first) for node in self.nodes]
+        for agent in self.agents:
+            first.accepted.add(agent.node)
+            first.has[agent.node] = first.sent[agent.node] = first.journal.last
+        self.chosen: dict[int, Leader] = {1: first}
+        self.decided: list[Record] = beginning(nodes)
+        self.decided_in = {record.seq: 1 for record in self.decided}
+        """The term of the first leader under whom a quorum had the record, which may be of an earlier one."""
+
+    def play(self, steps: int) -> None:
+        moves = {
+            self.agents_meet_a_supervisor: 40,
+            self.records_travel: 40,
+            self.a_leader_decides: 12,
+            self.network_changes: 4,
+            self.somebody_stands: 6,
+            self.a_supervisor_is_killed: 3,
+            self.a_node_dies: 0.2,
+        }
+        for move in self.dice.choices(list(moves), list(moves.values()), k=steps):
+            move()
+
+    def reaches(self, one: str, other: str) -> bool:
+        return one == other or frozenset((one, other)) not in self.cut
+
+    def network_changes(self) -> None:
+        one = [node for node in self.nodes if self.dice.random() < 0.5]
+        self.cut = {frozenset((a, b)) for a in one for b in self.nodes if b not in one and self.dice.random() < 0.9}
+
+    def a_node_dies(self) -> None:
+        living = [agent for agent in self.agents if agent.alive]
+        if 2 * len(living) > len(self.agents) + 2:
+            dead = self.dice.choice(living)
+            dead.alive = False
+            for leader in self.leaders:
+                leader.alive = leader.alive and leader.node != dead.node
+
+    # --- supervisors ------------------------------------------------------------------------------------------
+
+    def some_agents(self) -> list[Follower]:
+        """One, or any number, in any order."""
+        return self.dice.sample(self.agents, self.dice.choice([1, 1, self.dice.randint(1, len(self.agents))]))
+
+    def some_leader(self) -> Leader:
+        """One of the last few, alive or not."""
+        return self.dice.choice(self.leaders[-4:])
+
+    def a_supervisor_is_killed(self) -> None:
+        """And started again, by its guardian or its agent."""
+        old = self.some_leader()
+        if not old.alive:
+            return
+        old.alive = False
+        term = max(self.tried if old.home else old.term, term_of(old.journal.last)) + 1
+        self.tried = term if old.home else self.tried
+        self.leaders.append(Leader(old.node, term, Log(old.journal.records), old.home))
+
+    def agents_meet_a_supervisor(self) -> None:
+        leader = self.some_leader()
+        for agent in self.some_agents():
+            self.meet(agent, leader)
+
+    def meet(self, agent: Follower, leader: Leader) -> None:
+        if not (agent.alive and leader.alive and self.reaches(agent.node, leader.node)) or agent.leader is leader:
+            return
+        if agent.promised > leader.term:
+            leader.alive = False  # deposed
+            return
+        lost_thread = agent.leader is None and leader.term == agent.promised and agent.node in leader.accepted
+        lead = m.Lead(term=leader.term, node=leader.node, log=leader.journal.last, settled=leader.settled())
+        if not lost_thread and not accepts(lead, agent.promised, agent.copy.last):
+            return
+        agent.promised, agent.leader = leader.term, leader
+        leader.accepted.add(agent.node)
+        common = max(record.seq for record in leader.journal.records if record.seq <= agent.copy.last)
+        leader.has[agent.node] = leader.sent[agent.node] = common
+        if not leader.chosen and leader.journal.membership.quorum(leader.accepted):
+            self.leads(leader)
+
+    def leads(self, leader: Leader) -> None:
+        assert self.chosen.setdefault(leader.term, leader) is leader, f"two leaders of term {leader.term}"
+        leader.chosen = True
+        leader.append(LeaderChosen(term=leader.term, node=leader.node, host="h", how="elected"))
+        before = [record for record in self.decided if self.decided_in[record.seq] < leader.term]
+        assert leader.journal.records[: len(before)] == before, "the new leader lacks what was decided"
+
+    def a_leader_decides(self) -> None:
+        leader = self.some_leader()
+        if not leader.alive or not leader.settled():
+            return
+        records = leader.journal.records
+        epoch = next(record.entry.plan.epoch for record in records[::-1] if isinstance(record.entry, PlanDecided))
+        settled = {record.entry.epoch for record in records if isinstance(record.entry, PlanInEffect | PlanRefused)}
+        what = self.dice.choice(["drain", "plan", "effect", "effect", "refuse"])
+        if what == "plan":
+            ranks = self.dice.sample(range(len(self.nodes)), self.dice.randint(1, len(self.nodes)))
+            leader.append(plan_of(epoch + 1, tuple(ranks)))
+        elif what == "effect" and epoch not in settled:
+            leader.append(PlanInEffect(epoch=epoch))
+        elif what == "refuse" and epoch not in settled:
+            leader.append(PlanRefused(epoch=epoch, rank=None, reason=""))
+        else:
+            leader.append(DrainDecided(drain=1, node="n1", failure=1, reason=""))
+
+    def records_travel(self) -> None:
+        for agent in self.some_agents():
+            self.replicate(agent)
+
+    def replicate(self, agent: Follower) -> None:
+        leader = agent.leader
+        if leader is None or not (agent.alive and leader.alive and self.reaches(agent.node, leader.node)):
+            return
+        after = leader.sent[agent.node]
+        agent.copy.rewind(after)
+        if agent.copy.last != after:
+            agent.leader = None  # what `Replica` refuses
+            return
+        some = self.dice.choice([1, 1000])
+        agent.copy.extend([record for record in leader.journal.records if record.seq > after][:some])
+        leader.sent[agent.node] = agent.copy.last
+        if self.dice.random() < 0.8:
+            leader.has[agent.node] = agent.copy.last
+        self.see_what_is_decided(leader)
+
+    def see_what_is_decided(self, leader: Leader) -> None:
+        """What a quorum has while it follows is decided, whether or not the leader knows it already."""
+        records = leader.journal.records
+        for at in range(len(records), 0, -1):
+            if not leader.chosen or records[at - 1].seq < first_seq(leader.term):
+                return
+            having = {a.node for a in self.agents if a.leader is leader and a.copy.last >= records[at - 1].seq}
+            if leader.journal.membership.quorum(having):
+                shorter = min(at, len(self.decided))
+                assert records[:shorter] == self.decided[:shorter], "two leaders have decided different things"
+                self.decided = max(records[:at], self.decided, key=len)
+                for record in records[:at]:
+                    self.decided_in[record.seq] = min(self.decided_in.get(record.seq, leader.term), leader.term)
+                return
+
+    # --- elections --------------------------------------------------------------------------------------------
+
+    def somebody_stands(self) -> None:
+        """After a silence; some others have heard a leader just now, and some answers are lost."""
+        candidate = self.dice.choice(self.agents)
+        if not candidate.alive:
+            return
+        election = Election(candidate.node)
+        here = self.here(candidate, heard_at=0.0)
+        term = election.term_to_stand_for(here)
+        if term is None:
+            return
+        asked = m.AskVote(node=candidate.node, term=term, log=candidate.copy.last)
+        votes = [
+            Election(other.node).judge(asked, self.here(other, heard_at=self.dice.choice([0.0, 0.0, 0.0, 99.0])))
+            for other in self.agents
+            if other is not candidate and other.alive and self.reaches(other.node, candidate.node)
+        ]
+        if election.chosen(term, [vote for vote in votes if self.dice.random() < 0.9], here):
+            self.leaders.append(Leader(candidate.node, term, Log(candidate.copy.records), home=False))
+
+    def here(self, agent: Follower, heard_at: float) -> Standing:
+        return Standing(100.0, agent.promised, agent.copy.membership, heard_at, self.nodes)
+
+
+@given(nodes=st.integers(2, 7), seed=st.integers(0, 2**32))
+@settings(max_examples=500, deadline=None)
+def test_no_network_makes_two_lead_or_loses_a_decision(nodes: int, seed: int) -> None:
+    Network(nodes, Random(seed)).play(300)
+
+
+def test_the_networks_of_that_test_have_many_leaders_who_decide_much() -> None:
+    played = [Network(2 + seed % 6, Random(seed)) for seed in range(60)]
+    for network in played:
+        network.play(300)
+    terms = [len({network.decided_in[record.seq] for record in network.decided}) for network in played]
+    assert sum(terms) > 2 * len(played)
+    assert sum(not leader.home for network in played for leader in network.chosen.values()) > len(played)
+    assert sum(len(network.decided) - len(beginning(len(network.nodes))) for network in played) > 3 * len(played)

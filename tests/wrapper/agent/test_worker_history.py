@@ -1,0 +1,80 @@
+"""What a new leader is told of a worker: all that is still true, and nothing that was overtaken."""
+
+from __future__ import annotations
+
+import pytest
+
+from resihp.parallelism.model import ModelSpec
+from resihp.protocol import messages as m
+from tests.wrapper.agent.test_agent import outcome
+from wrapper.agent.worker_history import LAST_STEPS, WorkerRecord
+
+DECLARE = m.Declare(
+    model=ModelSpec(layers=2, hidden=8, heads=2, kv_groups=2, ffn_hidden=16, vocab=16, sequence=8),
+    micro_batches=2,
+    iterations=9,
+    resume_from=0,
+    fingerprint="f",
+)
+
+
+def parked(epoch: int) -> m.Parked:
+    return m.Parked(epoch=epoch, stepped=0, outcome=None, ready=False)
+
+
+def ready(epoch: int) -> m.Ready:
+    return m.Ready(epoch=epoch, groups_s=0.0, state_s=0.0)
+
+
+def stepped(iteration: int) -> m.Stepped:
+    return m.Stepped(epoch=1, outcome=outcome(iteration), seconds=1.0, compute_s=1.0)
+
+
+GO = m.Go(epoch=3, store_host="", store_port=0, next_iteration=1, finish=None)
+PARK = m.Park(epoch=3, reason="")
+PAUSE = m.Park(epoch=3, reason="", after_iteration=True)
+STUCK = m.Stuck(epoch=2, error="e")
+FINISHED = m.Finished(iteration=9)
+DUE = m.FaultDue(fault=1)
+RAISED = m.Raised(iteration=1, error="e", traceback="t")
+
+
+@pytest.mark.parametrize(
+    ("happened", "true"),
+    [
+        ([DECLARE, ready(2), m.Begin(epoch=2), STUCK, PARK, parked(3), GO, ready(3)], [DECLARE, parked(3), ready(3)]),
+        ([DECLARE, parked(2), ready(2), m.Begin(epoch=2)], [DECLARE]),
+        ([STUCK, PARK], []),
+        ([m.Stuck(epoch=3, error="under the plan that the order announced"), PARK], None),
+        ([parked(2), PARK], []),
+        ([parked(2), PARK, parked(3)], [parked(3)]),
+        ([ready(3), m.Begin(epoch=3), STUCK], [STUCK]),
+        ([DUE, PAUSE], [DUE]),
+        ([DUE, PARK], []),
+        ([DUE, m.FaultGo(fault=1, fire=False)], []),
+        ([DUE, m.FaultGo(fault=2, fire=False)], [DUE]),
+        ([FINISHED, PARK, parked(3)], [FINISHED, parked(3)]),
+        ([FINISHED, PARK, parked(3), GO], [parked(3)]),
+        ([RAISED, PARK, GO, m.Begin(epoch=3)], [RAISED]),
+        ([m.Confirm(epoch=3, digest=""), m.Object(epoch=3, reason=""), m.Refuse(reason="")], []),
+    ],
+)
+def test_what_is_still_true(happened: list[m.Message], true: list[m.Message] | None) -> None:
+    record = WorkerRecord()
+    for each in happened:
+        if isinstance(each, m.WorkerOrder):
+            record.told(each)
+        else:
+            record.said(each)  # type: ignore[arg-type]
+    assert list(record.still_true) == (happened[:1] if true is None else true)
+
+
+def test_steps_are_kept_until_they_are_committed_and_the_last_few_always() -> None:
+    record = WorkerRecord(most_steps=60)
+    for iteration in range(1, 101):
+        record.said(stepped(iteration))
+    assert [step.outcome.iteration for step in record.steps] == list(range(41, 101))
+    record.committed(50)
+    assert [step.outcome.iteration for step in record.steps] == list(range(51, 101))
+    record.committed(100)
+    assert [step.outcome.iteration for step in record.steps] == list(range(101 - LAST_STEPS, 101))

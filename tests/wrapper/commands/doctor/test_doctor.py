@@ -1,0 +1,521 @@
+"""The doctor: what is broken is failed, what gives no answer is unknown, what is not here is skipped; never ok."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner, Result
+
+from slurm.client import NodeView
+from tests.slurm.fake_slurm import FakeSlurm
+from tests.slurm.fake_survey import SETTINGS, FakeSurvey, partition
+from tests.wrapper.launch.test_ports import free_range
+from wrapper.cli import app
+from wrapper.commands.doctor import command as doctor
+from wrapper.commands.doctor import machine, places, slurm_settings
+from wrapper.commands.doctor import nodes as doctor_nodes
+from wrapper.commands.doctor.machine import Finding
+from wrapper.commands.doctor.nodes import MARK, Clock, Report, judge, probe, read
+
+
+def outcomes(findings: Iterable[Finding]) -> dict[str, str]:
+    """The worst of each check."""
+    order = ("ok", "skipped", "warning", "unknown", "failed")
+    found: dict[str, str] = {}
+    for finding in findings:
+        found[finding.check] = max(found.get(finding.check, "ok"), finding.outcome, key=order.index)
+    return found
+
+
+def only(findings: Iterable[Finding]) -> Finding:
+    (finding,) = findings
+    return finding
+
+
+def program(folder: Path, name: str, script: str) -> None:
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def bare_path(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A PATH with nothing of Slurm or NVIDIA on it."""
+    folder = fresh_home / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr(machine, "VISIBLE_DEVICES", fresh_home / "dev")
+    return folder
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch takes seconds, and has tests of its own."""
+    text = "not looked at"
+    monkeypatch.setattr(machine, "torch", lambda: [Finding(check="torch", outcome="ok", text=text)])
+
+
+def resihp(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+@pytest.mark.usefixtures("quick", "bare_path")
+def test_a_laptop_without_slurm_and_gpus_is_healthy() -> None:
+    done = resihp("--json")
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    assert (answer["schema"], answer["healthy"]) == (1, True)
+    rows = {row["check"]: row for row in answer["rows"]}
+    assert rows["slurm"]["outcome"] == rows["gpus"]["outcome"] == "skipped"
+    assert "resihp run --local" in rows["slurm"]["text"]
+    assert rows["home"]["outcome"] == "ok"
+    assert all(set(row) == {"check", "outcome", "text", "advice", "nodes"} for row in answer["rows"])
+
+
+@pytest.mark.usefixtures("quick", "bare_path")
+def test_what_failed_comes_with_what_to_type_and_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESIHP_LEDGER__URL", "oracle://scott:tiger@db/x")
+    done = resihp()
+    assert done.exit_code == 3
+    assert "tiger" not in done.output
+    text = " ".join(done.stdout.split())
+    assert "driver oracle is not known here" in text
+    assert "this cannot run resihp as it is" in done.stderr
+
+
+@pytest.mark.usefixtures("quick", "bare_path")
+def test_a_check_that_hangs_is_unknown_and_so_is_one_that_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+
+    def hangs() -> list[Finding]:
+        release.wait(60)
+        return []
+
+    def breaks() -> list[Finding]:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(places, "home", hangs)
+    monkeypatch.setattr(places, "ports", breaks)
+    began = time.monotonic()
+    done = resihp("--json", "--timeout", "1s")
+    assert time.monotonic() - began < 30
+    release.set()
+    assert done.exit_code == 3
+    rows = {row["check"]: row for row in json.loads(done.stdout)["rows"]}
+    assert (rows["home"]["outcome"], rows["home"]["text"]) == ("unknown", "no answer within 1 s")
+    assert rows["ports"]["outcome"] == "unknown"
+    assert "ZeroDivisionError" in rows["ports"]["text"]
+
+
+def test_a_check_that_says_nothing_is_not_ok() -> None:
+    assert outcomes(doctor.run({"x": list}, 5)) == {"x": "unknown"}
+
+
+@pytest.mark.parametrize("given", ["soon", "-1s", "0s"])
+def test_a_timeout_that_is_none(given: str) -> None:
+    assert resihp("--timeout", given).exit_code != 0
+
+
+# --- this machine ---------------------------------------------------------------------------------------------------
+
+
+SMI = "0, NVIDIA H100 80GB HBM3, 81559, 550.54.15, {}\\n1, NVIDIA H100 80GB HBM3, 81559, 550.54.15, 0"
+
+
+@pytest.mark.parametrize(
+    ("script", "outcome", "text"),
+    [
+        (f"printf '{SMI.format(0)}'", "ok", r"2 x NVIDIA H100 80GB HBM3, 80 GiB, driver 550\.54\.15"),
+        (f"printf '{SMI.format(3)}'", "failed", r"GPU 0 has 3 uncorrected memory errors"),
+        (f"printf '{SMI.format('[N/A]')}'", "ok", "2 x NVIDIA"),
+        (f"printf '{SMI.format(0)}\\n2, NVIDIA A100, 40000, 550.54.15, 0'", "warning", "3 GPUs of 2 kinds"),
+        ("echo 'NVIDIA-SMI has failed because it could not communicate with the driver'; exit 9", "failed", "driver"),
+        ("true", "skipped", "no NVIDIA GPU"),
+    ],
+)
+def test_gpus(script: str, outcome: str, text: str, bare_path: Path, fresh_home: Path) -> None:
+    (fresh_home / "dev").mkdir()
+    (fresh_home / "dev" / "nvidia0").touch()
+    program(bare_path, "nvidia-smi", script)
+    finding = only(machine.gpus())
+    assert finding.outcome == outcome
+    assert re.search(text, finding.text)
+
+
+def test_gpus_whose_driver_hangs_are_unknown(bare_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(argv: list[str], **options: object) -> None:
+        raise subprocess.TimeoutExpired(argv, 20)
+
+    program(bare_path, "nvidia-smi", "true")
+    monkeypatch.setattr(subprocess, "run", hangs)
+    assert only(machine.gpus()).outcome == "unknown"
+
+
+def test_gpus_without_nvidia_smi(bare_path: Path, fresh_home: Path) -> None:
+    assert only(machine.gpus()).outcome == "skipped"
+    (fresh_home / "dev").mkdir()
+    (fresh_home / "dev" / "nvidia0").touch()
+    assert only(machine.gpus()).outcome == "warning"
+
+
+def test_few_open_files_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    for soft, outcome in ((128, "failed"), (512, "warning"), (1024, "ok"), (resource.RLIM_INFINITY, "ok")):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, soft=soft: (soft, resource.RLIM_INFINITY))
+        assert outcomes(machine.limits())["open files"] == outcome
+
+
+def test_a_home_that_cannot_be_written(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESIHP_HOME", "/proc/resihp")
+    finding = only(places.home())
+    assert finding.outcome == "failed"
+    assert "RESIHP_HOME" in finding.advice
+
+
+def test_looking_leaves_nothing_behind(fresh_home: Path) -> None:
+    before = sorted(fresh_home.rglob("*"))
+    for name in ("configuration", "home", "journal", "ledger", "ports", "limits"):
+        assert "failed" not in outcomes(doctor.here()[name]()).values()
+    assert sorted(fresh_home.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("kind", "outcome"), [("ext4", "ok"), ("nfs4", "warning"), ("tmpfs", "warning")])
+def test_where_the_journal_is(fresh_home: Path, monkeypatch: pytest.MonkeyPatch, kind: str, outcome: str) -> None:
+    monkeypatch.setattr("db.engine.file_system", lambda path: kind)
+    monkeypatch.setattr(places, "_sync_s", lambda folder: 0.001)
+    assert only(places.journal()).outcome == outcome
+
+
+def test_a_slow_disk_is_told(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("db.engine.file_system", lambda path: "ext4")
+    monkeypatch.setattr(places, "_sync_s", lambda folder: 0.2)
+    finding = only(places.journal())
+    assert finding.outcome == "warning"
+    assert "a flush takes 200.0 ms" in finding.text
+
+
+def test_a_ledger_on_a_network_file_system(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("db.engine.file_system", lambda path: "lustre")
+    finding = only(places.ledger())
+    assert finding.outcome == "warning"
+    assert "without WAL" in finding.text
+
+
+def test_a_server_that_is_not_there(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("psycopg", reason="psycopg is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    monkeypatch.setenv("RESIHP_LEDGER__URL", f"postgresql://u:SECRET@127.0.0.1:{port}/x")
+    finding = only(places.ledger())
+    assert finding.outcome == "failed"
+    assert "SECRET" not in finding.text
+
+
+def test_what_is_configured_wrongly(fresh_home: Path) -> None:
+    (fresh_home / "resihp.toml").write_text("[hooks]\nevents = ['ends']\n")
+    finding = only(places.configuration())
+    assert finding.outcome == "failed"
+    assert "did you mean end?" in finding.text
+
+
+@pytest.mark.usefixtures("quick", "bare_path")
+def test_a_job_file_is_looked_at_too(fresh_home: Path) -> None:
+    path = fresh_home / "job.toml"
+    path.write_text("[container]\nruntime = 'apptainer'\nimage = '/no/such.sif'\n")
+    done = resihp("--json", "--config", str(path))
+    assert done.exit_code == 3
+    failed = [row["text"] for row in json.loads(done.stdout)["rows"] if row["outcome"] == "failed"]
+    assert len(failed) == 1
+    assert "/no/such.sif" in failed[0] or "apptainer" in failed[0]
+
+
+def test_packages_that_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = ["msgspec>=999.1", "no-such-package>=1", "numpy>=1.0", 'matplotlib>=999; extra == "plot"']
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: wanted)
+    finding = only(machine.packages())
+    assert finding.outcome == "failed"
+    assert "is older than 999.1; no-such-package is missing" in finding.text
+
+
+def test_torch_that_does_not_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_TORCH", "raise ImportError('libcudart.so.12: cannot open')")
+    finding = only(machine.torch())
+    assert finding.outcome in ("failed", "warning")  # where torch is not installed at all
+    if finding.outcome == "failed":
+        assert "libcudart.so.12" in finding.text
+
+
+# --- Slurm ----------------------------------------------------------------------------------------------------------
+
+
+def asked(slurm: FakeSlurm, survey: FakeSurvey, environment: dict[str, str] | None = None) -> list[Finding]:
+    return doctor.run(doctor.slurm_checks(slurm, survey, environment or {}), 20)
+
+
+def test_a_good_cluster(fresh_home: Path) -> None:
+    found = outcomes(asked(FakeSlurm(), FakeSurvey(operator=True)))
+    assert found | {"munge": "ok"} == {
+        **dict.fromkeys(
+            ("slurm", "node death", "requeue", "firewall", "drain", "partition", "submission", "munge", "limits"), "ok"
+        ),
+        "nodes": "skipped",
+    }
+
+
+def test_slurm_that_does_not_answer_is_said_once_and_is_no_health(fresh_home: Path) -> None:
+    survey = FakeSurvey()
+    survey.unavailable = True
+    found = asked(FakeSlurm(), survey)
+    assert [finding.check for finding in found if finding.outcome == "unknown"] == ["slurm"]
+    assert not doctor.is_healthy(found)
+    assert survey.calls["settings"] == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "check", "outcome", "words"),
+    [
+        ({"InactiveLimit": "120 sec"}, "node death", "warning", "InactiveLimit=120 sec"),
+        ({"ProctrackType": "proctrack/pgid"}, "node death", "warning", "pgid"),
+        ({"KillWait": "2 sec"}, "node death", "warning", "KillWait=2 s"),
+        ({"KillOnBadExit": "1"}, "node death", "ok", "which resihp overrules"),
+        ({"PreemptType": "preempt/qos", "PreemptMode": "REQUEUE"}, "requeue", "warning", "preemption by requeue"),
+        ({"SlurmctldParameters": "enable_expedited_requeue"}, "requeue", "ok", "at once with --requeue=expedite"),
+        (
+            {"PreemptType": "preempt/qos", "PreemptMode": "CANCEL", "PreemptParameters": "send_user_signal"},
+            "requeue",
+            "ok",
+            "with the warning signal",
+        ),
+        ({"AccountingStorageType": "accounting_storage/none"}, "release", "ok", "one node only"),
+        (
+            {"SrunPortRange": "60001-63000"},
+            "firewall",
+            "warning",
+            "SrunPortRange=60001-63000: other ports may be closed",
+        ),
+        ({"SrunPortRange": "0-0"}, "firewall", "ok", "names no range"),
+        ({"AuthType": "auth/slurm"}, "munge", "skipped", "auth/slurm"),
+    ],
+)
+def test_settings(settings: dict[str, str], check: str, outcome: str, words: str, fresh_home: Path) -> None:
+    found = asked(FakeSlurm(), FakeSurvey(operator=True, **settings))
+    assert outcomes(found)[check] == outcome
+    assert any(words in finding.text for finding in found if finding.check == check)
+
+
+def test_ports_that_are_open(fresh_home: Path) -> None:
+    """What srun may use is what to set; once it is, jobs and the doctor listen there."""
+    survey = FakeSurvey(operator=True, SrunPortRange="60001-63000")
+    advice = next(finding.advice for finding in asked(FakeSlurm(), survey) if finding.check == "firewall")
+    assert 'ports = "60001-63000"' in advice
+    (fresh_home / "resihp.toml").write_text('[slurm]\nports = "60001-63000"\n')
+    found = next(finding for finding in asked(FakeSlurm(), survey) if finding.check == "firewall")
+    assert (found.outcome, "listen on 60001-63000" in found.text) == ("ok", True)
+    with Clock("127.0.0.1", ports=(first_last := free_range(16))) as clock:
+        assert first_last[0] <= clock.port <= first_last[1]
+
+
+def test_who_may_drain(fresh_home: Path) -> None:
+    spool = fresh_home / "spool"
+
+    def drain(operator: bool) -> Finding:
+        return next(iter(slurm_settings.rights(FakeSurvey(operator=operator), SETTINGS, "me", spool)))
+
+    assert drain(True).outcome == "ok"
+    assert drain(False).outcome == "warning"
+    spool.mkdir()
+    assert "ask the site's hook" in drain(False).text
+
+
+@pytest.mark.parametrize(
+    ("wanted", "outcome", "words"),
+    [
+        ("", "ok", "gpu: nodes 4 of 8 GPUs, 2 of 4 GPUs; 5 idle; at most 48 h"),
+        ("cpu", "failed", "cpu: is down"),
+        ("gpus", "failed", "there are gpu, cpu"),
+    ],
+)
+def test_partitions(wanted: str, outcome: str, words: str) -> None:
+    views = [partition(), partition(nodes=2, nodes_idle=1, gpus=4), partition("cpu", default=False, up=False)]
+    finding = only(slurm_settings.partitions(views, wanted))
+    assert (finding.outcome, words in finding.text) == (outcome, True), finding.text
+
+
+def test_a_job_that_slurm_would_not_take(fresh_home: Path) -> None:
+    (fresh_home / "resihp.toml").write_text("[slurm]\naccount = 'nobody'\npartition = 'gpu'\n")
+    survey = FakeSurvey()
+    assert outcomes(asked(FakeSlurm(), survey))["submission"] == "ok"
+    assert {"--account=nobody", "--partition=gpu", "--no-kill"} <= set(survey.options)
+    survey.refusal = "Invalid account or account/partition combination specified"
+    (finding,) = [finding for finding in asked(FakeSlurm(), survey) if finding.check == "submission"]
+    assert finding.outcome == "failed"
+    assert "set account in [slurm]" in finding.advice
+
+
+def test_an_old_slurm(fresh_home: Path) -> None:
+    assert outcomes(asked(FakeSlurm(version=(19, 5, 0)), FakeSurvey()))["slurm"] == "failed"
+
+
+# --- the nodes of an allocation -------------------------------------------------------------------------------------
+
+
+NODES = ("n1", "n2", "n3")
+INSIDE = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "n[1-3]",
+    "SLURMD_NODENAME": "n1",
+    "SBATCH_NO_KILL": "1",
+}
+
+
+def started(change: Callable[[str, list[str]], list[str]] = lambda node, argv: argv) -> Callable[..., str]:
+    """Runs probes as Slurm would, on this machine; `change` may give a node's another command."""
+
+    def run(nodes: Sequence[str], argv: Sequence[str]) -> str:
+        texts = ["Welcome to the cluster!\n"]
+        for node in nodes:
+            command = change(node, list(argv))
+            environment = os.environ | {"SLURMD_NODENAME": node}
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+            texts.append(done.stdout)
+        return "".join(texts)
+
+    return run
+
+
+@pytest.fixture
+def three_nodes() -> FakeSlurm:
+    fake = FakeSlurm([NodeView(name=node, state="idle", address="127.0.0.1") for node in NODES])
+    fake.add_job(*NODES, id="7", script="#!/bin/sh\n#SBATCH --no-kill\n")
+    return fake
+
+
+def test_three_nodes_that_are_well(fresh_home: Path, three_nodes: FakeSlurm) -> None:
+    found = asked(three_nodes, FakeSurvey(operator=True, started=started()), INSIDE)
+    assert {check: outcome for check, outcome in outcomes(found).items() if outcome != "ok"}.keys() <= {"gpus", "munge"}
+    texts = {finding.check: finding.text for finding in found}
+    assert "n1, n2, n3 connect to this one" in texts["connections"]
+    assert "the most of 3" in texts["clocks"]
+    assert not list(fresh_home.glob(".resihp-doctor*"))
+
+
+def test_a_node_without_our_folder_and_one_that_is_silent(fresh_home: Path, three_nodes: FakeSlurm) -> None:
+    def change(node: str, argv: list[str]) -> list[str]:
+        if node == "n3":
+            return ["/bin/true"]
+        return [*argv[:-1], f"{argv[-1]}.elsewhere"] if node == "n2" else argv
+
+    found = asked(three_nodes, FakeSurvey(operator=True, started=started(change)), INSIDE)
+    failed = {(finding.check, finding.nodes) for finding in found if finding.outcome == "failed"}
+    assert failed == {("nodes", ("n3",)), ("shared home", ("n2",))}
+    text = next(finding.text for finding in found if finding.check == "shared home")
+    assert "n2: is not the same folder there" in text
+
+
+def test_a_node_that_cannot_connect(fresh_home: Path, three_nodes: FakeSlurm) -> None:
+    def change(node: str, argv: list[str]) -> list[str]:
+        return [*argv[:-2], "1", argv[-1]] if node == "n2" else argv
+
+    found = asked(three_nodes, FakeSurvey(operator=True, started=started(change)), INSIDE)
+    failed = [finding for finding in found if finding.outcome == "failed"]
+    assert [(finding.check, finding.nodes) for finding in failed] == [("connections", ("n2",))]
+    assert "Connection refused" in failed[0].text
+
+
+@pytest.mark.usefixtures("bare_path")
+def test_gpus_that_slurm_gave_and_nobody_sees(three_nodes: FakeSlurm) -> None:
+    found = asked(three_nodes, FakeSurvey(started=started()), INSIDE | {"SLURM_GPUS_ON_NODE": "8"})
+    texts = [finding.text for finding in found if (finding.check, finding.outcome) == ("gpus", "warning")]
+    assert texts == ["Slurm gave 8 a node, and n1, n2, n3 show none"]
+
+
+def test_no_probe_at_all_is_a_failure(fresh_home: Path, three_nodes: FakeSlurm) -> None:
+    found = asked(three_nodes, FakeSurvey(operator=True), INSIDE)
+    assert outcomes(found)["nodes"] == "failed"
+
+
+def test_a_batch_script_without_no_kill(fresh_home: Path, three_nodes: FakeSlurm) -> None:
+    three_nodes.scripts["7"] = "#!/bin/sh\n"
+    environment = {name: value for name, value in INSIDE.items() if name != "SBATCH_NO_KILL"}
+    found = asked(three_nodes, FakeSurvey(operator=True, started=started()), environment)
+    assert any("no --no-kill" in finding.text for finding in found)
+
+
+@pytest.mark.parametrize(("ahead_s", "outcome"), [(0.0, "ok"), (3.0, "warning"), (-100.0, "failed")])
+def test_clocks_are_compared_over_a_connection(ahead_s: float, outcome: str, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    note.write_text("note")
+    with Clock("127.0.0.1") as clock:
+        report = probe("n2", "127.0.0.1", clock.port, note, now=lambda: time.time() + ahead_s)
+    skew, error = clock.skews["n2"]
+    assert abs(skew - ahead_s) <= error + 0.005
+    found = judge(("n2",), {"n2": report}, {"n2"}, clock.skews, tmp_path)
+    assert outcomes(found)["clocks"] == outcome
+
+
+def test_strangers_do_not_stop_the_clock() -> None:
+    with Clock("127.0.0.1") as clock, socket.create_connection(("127.0.0.1", clock.port)):
+        socket.create_connection(("127.0.0.1", clock.port)).close()
+        with socket.create_connection(("127.0.0.1", clock.port)) as rude:
+            rude.sendall(b"\xff\xff\xff")
+        assert not probe("n1", "127.0.0.1", clock.port, Path("/no/such")).connection
+    assert set(clock.skews) == {"n1"}
+
+
+def test_a_node_that_lacks_the_interface_is_named_with_what_it_has() -> None:
+    reports = {
+        node: Report(node, (), "", "", "1", {"lo": "127.0.0.1", name: "10.0.0.1"})
+        for node, name in (("n1", "ib0"), ("n2", "ib1"), ("n3", "eth0"))
+    }
+    failed = only(doctor_nodes.interfaces_of("ib", reports))
+    assert (failed.outcome, failed.nodes) == ("failed", ("n3",))
+    assert "n3: no interface ib is up with an address; there is eth0 (10.0.0.1), lo (127.0.0.1)" in failed.text
+    del reports["n3"]
+    assert only(doctor_nodes.interfaces_of("ib", reports)).outcome == "ok", "nodes may number theirs differently"
+    assert only(doctor_nodes.interfaces_of("ib0", reports)).nodes == ("n2",)
+
+
+def test_versions_that_differ_and_gpus_that_do(tmp_path: Path) -> None:
+    def report(node: str, version: str, gpu: str) -> Report:
+        return Report(node, (Finding(check="gpus", outcome="ok", text=gpu),), "", "", version)
+
+    reports = {"n1": report("n1", "1.0", "8 x A"), "n2": report("n2", "1.1", "8 x B")}
+    found = list(judge(("n1", "n2"), reports, {"n1", "n2"}, {"n1": (0, 0), "n2": (0, 0)}, tmp_path))
+    assert outcomes(found)["nodes"] == "failed"
+    assert outcomes(found)["gpus"] == "warning"
+
+
+def test_only_lines_of_probes_of_our_nodes_are_read() -> None:
+    good = MARK + msgspec.json.encode(Report("n1", (), "", "", "1")).decode()
+    text = "\n".join([good, MARK + "{}", MARK, "resihp", good.replace("n1", "n9"), good[:-4]])
+    assert set(read(text, NODES)) == {"n1"}
+
+
+def test_many_nodes_are_counted() -> None:
+    assert doctor_nodes.told([f"n{i}" for i in range(4000)]) == "n0, n1, n2 and 3997 more"
+
+
+def test_a_probe_is_one_line(fresh_home: Path) -> None:
+    note = fresh_home / "note"
+    note.write_text("note")
+    argv = [sys.executable, "-P", "-m", "wrapper.commands.doctor.nodes", "127.0.0.1", "1", str(note)]
+    done = subprocess.run(argv, env=os.environ | {"SLURMD_NODENAME": "n1"}, capture_output=True, text=True, check=True)
+    assert len(done.stdout.splitlines()) == 1
+    assert read(done.stdout, NODES)["n1"].connection
+    assert stat.S_ISREG((fresh_home / "note-n1").stat().st_mode)

@@ -1,0 +1,347 @@
+"""`history` over all jobs and `why`: the questions of the morning after, odd names, and what cannot be answered."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from db.migrate import upgrade
+from db.writer import catch_up
+from resihp.errors import JobNotFoundError, UsageError
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.plan import Plan, spread
+from resihp.record import journal
+from tests.db.conftest import outcome, started, write_journal
+from wrapper.job_folder import Job, create_local_job
+
+from .test_ledger_commands import home, resihp, rows
+
+__all__ = ["home"]  # a fixture that every test of this module uses
+
+ODD = "n2 '; DROP TABLE jobs; -- <script>alert(1)</script> [red]ü😀[/red]"
+LAYOUT = Layout.uniform(tp=1, pp=2, dp=2, layers=4)
+
+
+def hurt(job: Job, *, killed: str = "n2", slow_until: int | None = None) -> Iterator[tuple[journal.AnyEntry, float]]:
+    """40 iterations of 1 s. Rank 1 of n1 is at half its speed from iteration 31 on, rank 3 dies in iteration 21."""
+    began = job.read().created_at - 3600.0
+    at = began
+    yield started(job.name), at
+    for rank in range(4):
+        node = "n1" if rank < 2 else killed
+        if rank % 2 == 0:
+            yield journal.NodeJoined(node=node, host="here", devices=2), at
+        yield journal.WorkerStarted(rank=rank, node=node, device=rank % 2, pid=rank, epoch=0), at
+    plan = Plan(epoch=1, layout=LAYOUT, assignment=spread(4, 2))
+    yield (
+        journal.PlanDecided(plan=plan, next_iteration=1, action="start", finish=None, reason="start", predicted=10.0),
+        at,
+    )
+    yield journal.PlanInEffect(epoch=1), at + 0.5
+    at += 1.0
+
+    def commit(iteration: int, epoch: int, seconds: float, predicted: float) -> journal.IterationCommitted:
+        return journal.IterationCommitted(
+            epoch=epoch, outcome=outcome(iteration), seconds=seconds, predicted_seconds=predicted
+        )
+
+    for i in range(1, 21):
+        at += 1.0
+        yield commit(i, 1, 1.0, 1.0), at
+    yield journal.WorkerEnded(rank=3, exit=-9, epoch=1), at + 0.5
+    cause = "rank 3 killed by signal 9 (SIGKILL)"
+
+    def found(failure: int, kind: Any, rank: int, node: str, iteration: int, **more: Any) -> journal.FailureFound:
+        return journal.FailureFound(
+            failure=failure,
+            kind=kind,
+            component="device",
+            cause=more.pop("cause", cause),
+            ranks=(rank,),
+            node=node,
+            device=rank % 2,
+            iteration=iteration,
+            epoch=2,
+            evidence="seen",
+            **more,
+        )
+
+    yield found(1, "fail-stop", 3, killed, 21, detect_s=0.1), at + 0.5
+    plan = Plan(epoch=2, layout=LAYOUT.without(frozenset({3})), assignment=spread(4, 1))
+    yield (
+        journal.PlanDecided(plan=plan, next_iteration=21, action="redo", finish=None, reason=cause, predicted=20.0),
+        at + 0.6,
+    )
+    yield journal.PlanInEffect(epoch=2), at + 0.8
+    at += 4.5
+    yield commit(21, 2, 2.0, 2.0), at
+    yield (
+        journal.Reconfigured(
+            epoch=2,
+            failures=(1,),
+            attempts=1,
+            action="redo",
+            park_s=0.5,
+            plan_s=0.5,
+            groups_s=0.5,
+            state_s=0.5,
+            first_iteration_s=2.0,
+            seconds=4.0,
+        ),
+        at,
+    )
+    for i in range(22, 31):
+        at += 2.0
+        yield commit(i, 2, 2.0, 2.0), at
+    slow = "rank 1 at 50 % of its speed"
+    for i in range(31, 41):
+        at += 4.0
+        yield commit(i, 2, 4.0, 2.0), at
+        if i == 35:
+            yield (
+                found(2, "fail-slow", 1, "n1", 31, detect_s=None, cause=slow, speed=0.5, confidence=0.99),
+                at,
+            )
+        if slow_until == i + 1:
+            yield journal.FailureEnded(failure=2, iteration=i + 1, evidence="as fast as before"), at
+    yield journal.JobEnded(exit_code=0, state="completed", reason="40 iterations done"), at
+
+
+def told(**options: Any) -> Job:
+    job = create_local_job()
+    write_journal(job.journal_file, hurt(job, **options))
+    job.exit_code_file.write_text("0\n")
+    return job
+
+
+def text_of(*arguments: str) -> str:
+    """What a terminal of 80 columns shows, in one line of words."""
+    shown = resihp(*arguments).stdout
+    assert max(map(len, [*shown.splitlines(), ""])) <= 80
+    return " ".join(shown.split())
+
+
+# --- the questions of the morning after -----------------------------------------------------------------------------
+
+
+def test_why_was_iteration_37_slow() -> None:
+    told()
+    text = text_of("why", "37")
+    assert "iteration 37 took 4.00 s, 2.00 times the 2.00 s predicted where all is well" in text
+    assert "n1 device 1 was slow, at 50% of its speed since iteration 31" in text
+    assert "3 of 4 devices" not in text
+    assert "2 of 4 devices worked" in text
+    answer = json.loads(resihp("why", "37", "--json").stdout)
+    assert (answer["schema"], answer["job"], answer["slow"]) == (1, "local-1", True)
+    assert [row["failure"] for row in answer["failures"]] == [2]
+    assert not json.loads(resihp("why", "25", "--json").stdout)["slow"]
+    assert "0.10 s until it was noticed, 0.40 s of work redone, 2.00 s to reconfigure" in text_of("why", "21")
+
+
+def test_which_node_failed_most_this_month() -> None:
+    told()
+    told()
+    told(killed="n7")
+    found = rows("failures", "--all", "--by", "node", "--since", "30d")
+    assert [(row["node"], row["failures"], row["fail_stop"], row["fail_slow"], row["jobs"]) for row in found] == [
+        ("n1", 3, 0, 3, 3),
+        ("n2", 2, 2, 0, 2),
+        ("n7", 1, 1, 0, 1),
+    ]
+    assert "n1 3 0 3 3 - -" in text_of("history", "failures", "--all", "--by", "node", "--since", "30d")
+    assert rows("failures", "--all", "--by", "node", "--until", "1d") == []
+    assert [row["failures"] for row in rows("failures", "--all", "--by", "job")] == [2, 2, 2]
+    found = rows("failures", "local-1", "--by", "component")
+    assert [(row["component"], row["failures"]) for row in found] == [("device", 2)]
+
+
+def test_how_many_gpu_hours_did_failures_cost() -> None:
+    job = told()
+    # 0.1 s until noticed, 0.4 s redone, 2.0 s to reconfigure; 10 iterations 2 s too long; of the 40 s of the second
+    # plan that were worth it, half for want of the two devices.
+    seconds = {"detect": 0.1, "redo": 0.4, "reconfigure": 2.0, "slow": 20.0, "capacity": 20.0}
+    found = {row["cause"]: row for row in rows("cost", job.name)}
+    for cause, each in seconds.items():
+        assert found[cause]["seconds"] == pytest.approx(each, abs=1e-3), cause
+        assert found[cause]["gpu_hours"] == pytest.approx(each * 4 / 3600, abs=1e-6)
+        assert found[cause]["of_failures"]
+    assert found["useful"]["seconds"] == pytest.approx(40.0, abs=1e-3)
+    text = text_of("history", "cost")
+    assert "failures cost 0.0472 of 0.0917 GPU-hours (51.5 %)" in text
+    told()
+    both = {row["cause"]: row for row in rows("cost", "--all")}
+    assert both["slow"]["seconds"] == pytest.approx(40.0, abs=1e-3)
+    assert [row["job"] for row in rows("cost", "--all", "--by", "job")] == ["local-2", "local-1"]
+    assert rows("cost", "--by", "job")[0]["mttr_seconds"] == 4.0
+
+
+def test_did_the_last_plan_keep_its_promise() -> None:
+    told()
+    found = rows("promises")
+    assert [(row["epoch"], row["promised"], row["verdict"]) for row in found] == [
+        (1, None, "promised nothing"),
+        (2, 2.0, "kept"),
+    ]
+    assert found[-1]["kept"] == pytest.approx(2.0)
+    assert "2 +100.0 % +100.0 % kept" in text_of("history", "promises")
+
+
+def test_which_nodes_to_distrust() -> None:
+    for _ in range(4):
+        told()
+    found = rows("lemons", "--injected")
+    assert [(row["node"], row["failures"], row["jobs"]) for row in found] == [("n2", 4, 4), ("n1", 4, 4)]
+    assert all(0.0 < row["confidence"] < 1.0 for row in found)
+    assert [row["node"] for row in rows("lemons", "--node", "n1")] == ["n1"]
+    assert "n2" in text_of("history", "lemons", "--injected")
+
+
+# --- what is shown --------------------------------------------------------------------------------------------------
+
+
+def test_a_terminal_shows_the_newest_fifty_and_says_so() -> None:
+    job = told()
+    path = job.folder / "more"
+    path.mkdir()
+    entries = [
+        (journal.IterationCommitted(epoch=1, outcome=outcome(i), seconds=1.0, predicted_seconds=None), 1.75e9 + i)
+        for i in range(1, 121)
+    ]
+    write_journal(path / "journal", iter([(started("long"), 1.75e9), *entries]))
+    catch_up("sqlite", path, path / "journal")
+    url = f"sqlite:///{path / 'ledger.db'}"
+    shown = resihp("history", "iterations", "--ledger", url)
+    lines = [line.split() for line in shown.stdout.splitlines() if line.strip()[:1].isdigit()]
+    assert [int(line[0]) for line in lines] == list(range(71, 121))
+    assert shown.stderr == ("resihp: job long: the newest 50 of 120 iterations; more with --limit, all with --json\n")
+    assert len(rows("iterations", "--ledger", url)) == 120
+    assert [row["iteration"] for row in rows("iterations", "--ledger", url, "--limit", "2")] == [119, 120]
+    assert len(list(csv.reader(io.StringIO(resihp("history", "iterations", "--ledger", url, "--csv").stdout)))) == 121
+    shown = resihp("history", "iterations", "--ledger", url, "--limit", "120")
+    assert "resihp:" not in shown.stderr
+    shown = resihp("history", "iterations", "--all", "--limit", "3")
+    assert "resihp: all jobs: the newest 3 iterations; more with --limit" in shown.stderr
+    assert [row["iteration"] for row in rows("iterations", "--all", "--limit", "2")] == [39, 40]
+
+
+def test_all_jobs_of_a_home_and_what_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+    first, second, third = told(), told(), told()
+    found = rows("failures", "--all")
+    assert sorted(str(row["job"]) for row in found) == [name for n in (1, 2, 3) for name in [f"local-{n}"] * 2]
+    assert [row["noticed_at"] for row in found] == sorted(str(row["noticed_at"]) for row in found)
+    (second.folder / "ledger.db").write_bytes(b"this is no database" * 100)
+    shutil.rmtree(third.folder / "ledger.db", ignore_errors=True)
+    (third.folder / "ledger.db").unlink()
+    connection = sqlite3.connect(first.folder / "ledger.db")
+    with connection:
+        connection.execute("UPDATE resihp_version SET version_num = '0999'")
+    connection.close()
+    result = resihp("history", "failures", "--all", "--json")
+    assert {row["job"] for row in json.loads(result.stdout)["rows"]} == {third.name}
+    assert f"resihp: warning: job {second.name}: left out: " in result.stderr
+    assert f"resihp: warning: job {first.name}: left out: " in result.stderr
+    assert "upgrade resihp" in result.stderr
+
+
+@pytest.mark.parametrize("view", ["failures", "nodes", "workers", "plans", "reconfigurations", "drains", "probes"])
+def test_every_table_can_be_of_all_jobs(view: str, tmp_path: Path) -> None:
+    told()
+    told()
+    found = rows(view, "--all")
+    parsed = list(csv.reader(io.StringIO(resihp("history", view, "--all", "--csv").stdout)))
+    assert parsed[0][0] == "job"
+    assert len(parsed) == len(found) + 1
+    path = tmp_path / "out.parquet"
+    resihp("history", view, "--all", "--parquet", str(path))
+    assert path.stat().st_size > 0
+    text_of("history", view, "--all")
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("plans", "--by", "node"), "--by is for failures"),
+        (("cost", "--by", "node"), "--by job for cost"),
+        (("promises", "--all"), "one job at a time"),
+        (("cost", "--node", "n1"), "has no nodes"),
+        (("cost", "--since", "1d"), "leave --since and --until out"),
+        (("failures", "--injected"), "--injected is for lemons"),
+        (("failures", "local-1", "--all"), "JOB local-1 and --all exclude each other"),
+        (("iterations", "--all", "--json"), "say how many with --limit"),
+        (("iterations", "--all", "--node", "n1"), "has no nodes"),
+        (("failures", "--node", "n3"), "node n3: not in job local-1, which holds n1, n2"),
+        (("failures", "--all", "--by", "node", "--node", "N-1"), r"node N-1: not in all jobs; did you mean n1"),
+        (("workers", "--all", "--node", "gpu-17"), "node gpu-17: not in all jobs, which holds n1, n2"),
+        (("failures", "local-l"), r"job local-l: .*did you mean local-1"),
+        (("failures", "--since", "9999-12-31T23:59-10:00"), "not a time"),
+    ],
+)
+def test_what_cannot_be_answered_says_what_can(arguments: tuple[str, ...], words: str) -> None:
+    told()
+    with pytest.raises(UsageError, match=words):
+        resihp("history", *arguments)
+
+
+def test_an_unknown_job_of_a_shared_ledger_and_an_iteration_that_was_not(tmp_path: Path) -> None:
+    job = told()
+    url = f"sqlite:///{tmp_path}/shared.db"
+    catch_up(url, job.folder, job.journal_file)
+    with pytest.raises(JobNotFoundError, match=r"job locl-1: not in ledger .*; did you mean local-1\?"):
+        resihp("history", "failures", "locl-1", "--ledger", url)
+    with pytest.raises(UsageError, match="iteration 370: not committed in job local-1, of which 1 to 40 are"):
+        resihp("why", "370")
+
+
+def test_an_empty_ledger_and_an_empty_home(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/empty.db"
+    upgrade(url)
+    with pytest.raises(JobNotFoundError, match="holds no job yet"):
+        resihp("history", "failures", "--ledger", url)
+    assert rows("failures", "--all", "--ledger", url) == []
+    assert resihp("history", "lemons", "--ledger", url).stderr == "resihp: all jobs: no node served lately\n"
+    assert "failures cost 0 of 0 GPU-hours (-)" in text_of("history", "cost", "--all", "--ledger", url)
+    with pytest.raises(JobNotFoundError, match="start one with resihp run"):
+        resihp("history", "failures", "--all")
+
+
+def test_odd_names_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    told(killed=ODD)
+    assert text_of("history", "failures", "--by", "node")
+    monkeypatch.setenv("COLUMNS", "300")
+    [row] = rows("failures", "--node", ODD)
+    assert row["node"] == ODD
+    [row] = rows("failures", "--all", "--by", "node", "--node", ODD)
+    assert (row["node"], row["failures"]) == (ODD, 1)
+    shown = resihp("history", "failures", "--by", "node").stdout
+    assert ODD in shown
+    assert "\x1b" not in shown
+    assert [line[0] for line in csv.reader(io.StringIO(resihp("history", "nodes", "--csv").stdout))][1:] == ["n1", ODD]
+    assert len(rows("nodes")) == 2
+
+
+def test_times_of_other_zones_are_the_same_moments() -> None:
+    job = told()
+    cut = datetime.fromtimestamp(job.read().created_at - 3600 + 11.0, UTC)
+    zones = [cut, cut.astimezone(), cut.replace(tzinfo=None), *(shifted(cut, hours) for hours in (-11, 5.75, 14))]
+    for time in zones:
+        if time.tzinfo is None or time.utcoffset() is not None:
+            found = rows("iterations", "--until", time.isoformat())
+            assert [row["iteration"] for row in found] == list(range(1, 11)), time
+
+
+def shifted(time: datetime, hours: float) -> datetime:
+    from datetime import timezone
+
+    return time.astimezone(timezone(timedelta(hours=hours)))

@@ -1,0 +1,170 @@
+"""`resihp plan JOB`: a job's layout, model and slow devices come from its ledger, what is asked comes on top."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from db.writer import Ledger
+from resihp.errors import ResihpError
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.plan import Plan, spread
+from resihp.protocol.messages import Declare
+from resihp.record import journal
+from wrapper.cli import app
+
+MODEL = ModelSpec(layers=16, hidden=1024, heads=16, kv_groups=16, ffn_hidden=4096, vocab=32000, sequence=2048)
+DECLARE = Declare(model=MODEL, micro_batches=16, iterations=1000, resume_from=0, fingerprint="same")
+LAYOUT = Layout.uniform(tp=2, pp=2, dp=2, layers=16)
+
+
+def told(
+    hardware: str = "NVIDIA A100-SXM4-80GB", slow: float | None = None, declare: bool = True
+) -> list[journal.AnyEntry]:
+    """A job of DP2 x PP2 x TP2 on gpu-1 and gpu-2, of which rank 6 is at half speed if so asked."""
+    entries: list[journal.AnyEntry] = [
+        journal.JobStarted(
+            job="7",
+            command=("python", "train.py"),
+            nodes=2,
+            gpus_per_node=4,
+            tp=2,
+            pp=2,
+            schedule="1f1b",
+            host="here",
+            user="me",
+            restart_count=0,
+            version="0.1.0",
+            configuration={"job": {"memory_per_device": 80_000_000_000}},
+        )
+    ]
+    for rank in range(8):
+        node = f"gpu-{1 + rank // 4}"
+        if rank % 4 == 0:
+            entries.append(journal.NodeJoined(node=node, host=node, devices=4))
+        entries.append(journal.WorkerStarted(rank=rank, node=node, device=rank % 4, pid=rank, epoch=0))
+    probe = journal.DeviceProbe(
+        rank=0,
+        node="gpu-1",
+        device=0,
+        flops=1e14,
+        memory_bytes=1e12,
+        speed=1.0,
+        fit=True,
+        evidence="",
+        hardware=hardware,
+    )
+    entries.append(journal.ProbesTaken(probe=1, occasion="start", seconds=0.3, devices=(probe,), links=()))
+    if declare:
+        entries.append(journal.ModelDeclared(declare=DECLARE))
+    plan = Plan(epoch=1, layout=LAYOUT, assignment=spread(16, 2))
+    entries.append(journal.PlanDecided(plan=plan, next_iteration=1, action="start", finish=None, reason="start"))
+    entries.append(journal.PlanInEffect(epoch=1))
+    if slow is not None:
+        failure = journal.FailureFound(
+            failure=1,
+            kind="fail-slow",
+            component="device",
+            cause="rank 6 works at 50%",
+            ranks=(6,),
+            node="gpu-2",
+            device=2,
+            iteration=3,
+            epoch=1,
+            evidence="probe",
+            detect_s=None,
+            speed=slow,
+            confidence=0.9,
+        )
+        entries.append(failure)
+    return entries
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'ledger.db'}"
+
+
+def write(url: str, entries: list[journal.AnyEntry], folder: Path) -> None:
+    with Ledger.open(url, folder) as ledger:
+        for seq, entry in enumerate(entries, 1):
+            ledger.submit(journal.Record(seq, 1_750_000_000.0 + seq, entry))
+        assert ledger.flush()
+
+
+def asked(url: str, *argv: str) -> tuple[dict[str, Any], str]:
+    done = CliRunner().invoke(app, ["plan", *argv, "--ledger", url, "--json"])
+    assert done.exit_code == 0, done.exception
+    content: dict[str, Any] = json.loads(done.stdout)
+    return content, done.stderr
+
+
+def refusal(url: str, *argv: str) -> str:
+    done = CliRunner().invoke(app, ["plan", *argv, "--ledger", url])
+    assert isinstance(done.exception, ResihpError), done.output
+    return str(done.exception)
+
+
+def test_a_rank_of_a_job_fails(ledger: str, tmp_path: Path) -> None:
+    write(ledger, told(), tmp_path)
+    content, said = asked(ledger, "7", "--fail", "6")
+    assert said == ""
+    assert content["unmitigated_seconds"] is None
+    after = content["after"]
+    ranks = [rank for replica in after["layout"]["replicas"] for stage in replica for rank in stage["ranks"]]
+    assert 6 not in ranks
+    assert sum(after["micro_batches"]) == 16
+    assert content["before"]["iteration_seconds"] < after["iteration_seconds"]
+
+
+def test_what_is_slow_in_the_job_is_slow_in_the_question(ledger: str, tmp_path: Path) -> None:
+    write(ledger, told(slow=0.5), tmp_path)
+    content, _ = asked(ledger)
+    assert content["unmitigated_seconds"] > 1.3 * content["before"]["iteration_seconds"]
+    assert content["after"]["iteration_seconds"] < content["unmitigated_seconds"]
+    healed, _ = asked(ledger, "7", "--slow", "6:1")
+    assert healed["unmitigated_seconds"] == pytest.approx(healed["before"]["iteration_seconds"])
+    gone, _ = asked(ledger, "7", "--fail-node", "gpu-2")
+    assert gone["unmitigated_seconds"] is None
+
+
+def test_for_people_it_says_whose_plan_it_is(ledger: str, tmp_path: Path) -> None:
+    write(ledger, told(slow=0.5), tmp_path)
+    done = CliRunner().invoke(app, ["plan", "--ledger", ledger], env={"COLUMNS": "100"})
+    assert done.exit_code == 0, done.exception
+    assert done.stdout.startswith("job 7, 2048 tokens a sequence, on 8 a100 of 2 nodes; slow: rank 6 at 0.5")
+
+
+def test_devices_that_nobody_knows_are_taken_for_others_and_that_is_said(ledger: str, tmp_path: Path) -> None:
+    write(ledger, told(hardware="Xeon"), tmp_path)
+    _, said = asked(ledger, "7")
+    assert said == (
+        "resihp: Xeon is not in the catalogue: seconds are those of a100, trust their ratios; name it with --hardware\n"
+    )
+    assert asked(ledger, "7", "--hardware", "h100")[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("7", "--fail", "9"), "--fail 9: no such rank; there are ranks 0, 1, 2, 3, 4, 5, 6, 7"),
+        (("7", "--fail-node", "n1"), "--fail-node n1: no node n1; there are gpu-1, gpu-2"),
+        (("7", "--fail", "6", "--slow", "6:0.5"), "rank 6: is said to be slow and to have failed"),
+        (("7", "--model", "llama2-7b"), "plan 7: a job has its own model and layout"),
+    ],
+)
+def test_refusals(ledger: str, tmp_path: Path, argv: tuple[str, ...], said: str) -> None:
+    write(ledger, told(), tmp_path)
+    assert said in refusal(ledger, *argv)
+
+
+def test_a_job_that_has_not_said_what_it_trains(ledger: str, tmp_path: Path) -> None:
+    write(ledger, told(declare=False), tmp_path)
+    assert refusal(ledger, "7") == (
+        "job 7: has no plan yet, or its ledger is of an older resihp; give --model and --layout"
+    )

@@ -1,0 +1,202 @@
+"""`resihp submit`: the script that comes of a job file, what is refused before, and what a refusal tells."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from resihp.errors import ConfigurationError, LayoutError, ResihpError, UsageError
+from slurm.drains.exclusions import Exclusions
+from slurm.errors import SlurmUnavailableError, SlurmUsageError
+from tests.slurm.fake_slurm import FakeSlurm
+from wrapper.commands.submit.command import submit
+from wrapper.exit_codes import exit_code_of
+from wrapper.job_folder import home
+
+JOB = f"[job]\nnodes = 4\ngpus_per_node = 2\ntime = '2h'\ncommand = ['{sys.executable}', 'train.py']\n"
+LAYOUT = "[layout]\ntp = 2\npp = 2\n"
+
+
+@pytest.fixture
+def job_file(fresh_home: Path) -> Path:
+    (fresh_home / "train.py").write_text("")
+    path = fresh_home / "job.toml"
+    path.write_text(JOB + LAYOUT)
+    return path
+
+
+def printed(job_file: Path, more: str = "", chain: int = 1) -> str:
+    job_file.write_text(JOB + LAYOUT + more)
+    (script,) = submit(job_file, dry_run=True, chain=chain, slurm=unreachable, notice=pytest.fail)
+    return script
+
+
+def unreachable() -> FakeSlurm:
+    raise AssertionError("a dry run asks Slurm nothing")
+
+
+def submitted(job_file: Path, slurm: FakeSlurm, chain: int = 1) -> tuple[list[str], list[str]]:
+    told: list[str] = []
+    return submit(job_file, dry_run=False, chain=chain, slurm=lambda: slurm, notice=told.append), told
+
+
+def test_a_dry_run_prints_the_script_and_keeps_nothing(job_file: Path) -> None:
+    script = printed(job_file, "[slurm]\npartition = 'gpu'\nspares = 1\nwarning = '10m'\nextra = ['--mail-type=END']\n")
+    lines = script.splitlines()
+    for line in (
+        "#SBATCH --nodes=5",
+        "#SBATCH --gpus-per-node=2",
+        "#SBATCH --time=0-02:00:00",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --signal=B:USR2@600",
+        "#SBATCH --mail-type=END",
+        "#SBATCH --no-kill",
+        "#SBATCH --requeue",
+        "#SBATCH --exclusive",
+    ):
+        assert lines.count(line) == 1, line
+    assert shlex.split(lines[-1])[-3:] == ["run", "--config", str(job_file)]
+    assert not (job_file.parent / "home").exists()
+
+
+def test_nodes_where_jobs_failed_lately_are_left_out(job_file: Path) -> None:
+    exclusions = Exclusions(home(), "fake")
+    for node in ("n3", "n5", "gone"):
+        exclusions.add(node, "Xid 79", time.time() + 60)
+    exclusions.add("n1", "mended", time.time() - 60)
+    slurm = FakeSlurm(["n1", "n3", "n5"])
+    _, told = submitted(job_file, slurm)
+    assert "avoids n3, n5, where jobs of yours failed lately: resihp node list" in told
+    ((_, _, options),) = slurm.submissions
+    assert options == ("--exclude=n3,n5",)
+
+
+def test_where_that_cannot_be_known_the_job_is_submitted_all_the_same(job_file: Path) -> None:
+    slurm = FakeSlurm(["n1"])
+    slurm.refuse["cluster"] = "no answer"
+    ids, told = submitted(job_file, slurm)
+    assert len(ids) == 1
+    assert any("whether nodes are to be avoided is not known" in line for line in told)
+
+
+def test_gpus_of_one_type_are_asked_for(job_file: Path) -> None:
+    assert "#SBATCH --gpus-per-node=h100:2\n" in printed(job_file, "[slurm]\ngpu_type = 'h100'\n")
+    for odd in ("h100:4", "a,b", "4", "-x", "h 100"):
+        with pytest.raises(ConfigurationError, match=r"\[slurm\] gpu_type.*sinfo -o %G"):
+            printed(job_file, f"[slurm]\ngpu_type = '{odd}'\n")
+
+
+def test_a_job_that_is_to_end_is_not_requeued(job_file: Path) -> None:
+    script = printed(job_file, "[slurm]\non_warning = 'end'\nexclusive = false\nextra = ['--cpus-per-task=8']\n")
+    assert "#SBATCH --no-requeue" in script
+    assert "#SBATCH --requeue" not in script
+    assert "#SBATCH --exclusive" not in script
+    assert "#SBATCH --mem" not in script
+
+
+def test_an_expedited_requeue_is_asked_for_where_slurm_knows_it(job_file: Path) -> None:
+    job_file.write_text(JOB + LAYOUT + "[slurm]\nrequeue = 'expedite'\n")
+    slurm = FakeSlurm(version=(26, 5, 5))
+    submitted(job_file, slurm)
+    ((_, script, _),) = slurm.submissions
+    assert script.read_text().splitlines().count("#SBATCH --requeue=expedite") == 1
+    older = FakeSlurm(version=(24, 11, 5))
+    with pytest.raises(ConfigurationError, match=r"expedite needs Slurm 25\.11 or later, and this is 24\.11\.5; set"):
+        submitted(job_file, older)
+    assert older.submissions == []
+
+
+def test_the_script_of_a_submitted_job_stays_with_a_copy_of_its_file(job_file: Path) -> None:
+    slurm = FakeSlurm()
+    ids, told = submitted(job_file, slurm)
+    ((job_id, script, options),) = slurm.submissions
+    assert (ids, options) == ([job_id], ())
+    assert script.is_relative_to(job_file.parent / "home" / "submitted")
+    copy = script.with_name("job.toml")
+    assert copy.read_text() == job_file.read_text()
+    assert f"--config {copy}" in script.read_text()
+    assert told[0] == f"submitted job {job_id}: 4 nodes of 2 GPUs; script {script}"
+    assert told[-1] == f"to end it: scancel {job_id}"
+
+
+def test_a_chain_is_one_script_submitted_several_times(job_file: Path) -> None:
+    job_file.write_text(JOB + LAYOUT + "[checkpoint]\nevery = 5\nfolder = 'saved'\n")
+    slurm = FakeSlurm()
+    ids, told = submitted(job_file, slurm, chain=3)
+    assert len(ids) == 3
+    assert len({script for _, script, _ in slurm.submissions}) == 1
+    text = slurm.submissions[0][1].read_text()
+    assert [options for _, _, options in slurm.submissions] == [
+        (),
+        (f"--dependency=afterany:{ids[0]}",),
+        (f"--dependency=afterany:{ids[1]}",),
+    ]
+    assert "singleton" not in text, "other chains of the same name are no concern of this one"
+    assert "name" not in "".join(line for line in text.splitlines() if not line.startswith("#SBATCH"))
+    assert "export RESIHP_SLURM__ON_WARNING=end" in text
+    assert "--resume-or-start" in text
+    assert told[0].startswith(f"submitted a chain of 3 jobs, each 4 nodes of 2 GPUs: {', '.join(ids)}")
+
+
+@pytest.mark.parametrize(
+    ("more", "chain", "error", "message"),
+    [
+        ("", 3, ConfigurationError, r"--chain: jobs of a chain share their checkpoints; set folder in \[checkpoint\]"),
+        ("[slurm]\nwarning = '2h'\n", 1, ConfigurationError, "leaves too little time to train"),
+        ("[slurm]\npartition = 'a b'\n", 1, ConfigurationError, r"\[slurm\] partition"),
+        ("[container]\nruntime = 'apptainer'\n", 1, ConfigurationError, "has no image"),
+    ],
+)
+def test_what_would_fail_after_hours_in_the_queue_is_refused(
+    job_file: Path, more: str, chain: int, error: type[ResihpError], message: str
+) -> None:
+    with pytest.raises(error, match=message) as caught:
+        printed(job_file, more, chain)
+    assert exit_code_of(caught.value) == 2
+
+
+def test_a_layout_or_program_that_cannot_be_is_refused(job_file: Path) -> None:
+    job_file.write_text(JOB + "[layout]\ntp = 4\n")
+    with pytest.raises(LayoutError, match="tp=4: a tensor-parallel group stays inside a node"):
+        submitted(job_file, FakeSlurm())
+    job_file.write_text((JOB + LAYOUT).replace("train.py", "gone.py"))
+    with pytest.raises(UsageError, match=r"gone\.py: no such script"):
+        submitted(job_file, FakeSlurm())
+    assert not (job_file.parent / "home").exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "mended_by"),
+    [
+        ("invalid partition specified: gpu2", r"sinfo -o '%P %a %l %D' lists partitions; set partition in \[slurm\]"),
+        ("Batch job submission failed: Invalid qos specification", r"sacctmgr show .*; set qos in \[slurm\]"),
+        (
+            "Batch job submission failed: Requested node configuration is not available",
+            r"sinfo -o '%P %D %c %m %G %f' lists what there is; change \[job\]",
+        ),
+        (
+            "Batch job submission failed: Requested operation not supported on this system",
+            r'enable_expedited_requeue is not set at this site; set requeue to "usual" in \[slurm\]',
+        ),
+        ("Batch job submission failed: the moon is full", r"resihp submit .*job\.toml --dry-run prints the script"),
+    ],
+)
+def test_a_refusal_names_the_command_that_tells_more(job_file: Path, said: str, mended_by: str) -> None:
+    slurm = FakeSlurm()
+    slurm.refuse["submit"] = said
+    with pytest.raises(SlurmUsageError, match=mended_by) as caught:
+        submitted(job_file, slurm)
+    assert said in str(caught.value)
+    assert str(caught.value).startswith(f"{job_file}: ")
+    assert exit_code_of(caught.value) == 2
+
+
+def test_no_answer_is_not_a_refusal(job_file: Path) -> None:
+    slurm = FakeSlurm()
+    slurm.unavailable = True
+    with pytest.raises(SlurmUnavailableError, match="may have been submitted all the same, squeue --me --name=resihp"):
+        submitted(job_file, slurm)

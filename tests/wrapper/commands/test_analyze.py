@@ -1,0 +1,180 @@
+"""`resihp analyze FILE`: the JSON's keys, what is printed for people, the picture, errors with exit code 2."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from typer.testing import CliRunner, Result
+
+from resihp.errors import UsageError
+from wrapper.cli import app
+from wrapper.commands import analyze
+from wrapper.exit_codes import exit_code_of
+
+KEYS = [
+    *("schema", "kind", "runs", "iterations", "healthy_seconds", "events", "ranks"),
+    *("slowdown", "ideal_seconds", "mw", "ms"),
+]
+DATA = Path(__file__).parents[4] / "shared" / "data"
+
+
+def run(*argv: str | Path) -> Result:
+    return CliRunner().invoke(app, ["analyze", *map(str, argv)])
+
+
+def found(*argv: str | Path) -> dict[str, Any]:
+    result = run(*argv, "--json")
+    assert result.exit_code == 0, result.exception
+    content: dict[str, Any] = json.loads(result.stdout)
+    assert list(content) == KEYS
+    for event in content["events"]:
+        assert list(event) == ["run", "iteration", "detected_at", "end", "change", "verdict", "where"]
+        assert event["where"] is None or list(event["where"]) == ["dp", "stage", "rank"]
+    return content
+
+
+def seconds(count: int = 250, *, first: int = 120, end: int = 190, change: float = 0.5, seed: int = 0) -> list[float]:
+    logs = 0.02 * np.random.default_rng(seed).standard_normal(count)
+    logs[first:end] += math.log1p(change)
+    return [float(value) for value in 1.2 * np.exp(logs)]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "train.log"
+    lines = [
+        f" [2024-05-01 12:00:00] iteration {i:8d}/  5000 | elapsed time per iteration (ms): {s * 1000:.1f} | loss: 1 |"
+        for i, s in enumerate(seconds(), 1)
+    ]
+    path.write_text("using world size: 8\n" + "\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    path = tmp_path / "times.csv"
+    rows = [f"{i},{rank},{s}" for rank in range(4) for i, s in enumerate(seconds(change=0.5 * (rank == 2), seed=rank))]
+    path.write_text("iteration,rank,seconds\n" + "\n".join(rows) + "\n")
+    return path
+
+
+def test_a_log_as_json(log: Path) -> None:
+    content = found(log)
+    assert (content["schema"], content["kind"], content["runs"], content["iterations"]) == (1, "megatron-log", 1, 250)
+    assert content["healthy_seconds"] == pytest.approx(1.2, rel=0.02)
+    slow, well = content["events"]
+    assert (slow["run"], slow["iteration"], slow["end"], slow["verdict"], slow["where"]) == (
+        0,
+        121,
+        191,
+        "fail-slow",
+        None,
+    )
+    assert slow["change"] == pytest.approx(0.5, abs=0.05)
+    assert slow["detected_at"] <= 124
+    assert (well["verdict"], well["iteration"], well["end"]) == ("recovered", 191, None)
+    assert content["ranks"] == []
+    assert content["slowdown"] is content["ideal_seconds"] is content["mw"] is content["ms"] is None
+
+
+def test_a_csv_of_ranks_as_json(table: Path) -> None:
+    content = found(table)
+    assert (content["kind"], content["iterations"]) == ("series", 250)
+    slow = [event for event in content["events"] if event["verdict"] == "fail-slow"]
+    assert [(event["iteration"], event["where"]) for event in slow] == [(120, {"dp": None, "stage": None, "rank": 2})]
+
+
+def test_two_runs_in_one_log(tmp_path: Path) -> None:
+    path = tmp_path / "restarted.log"
+    lines = []
+    for number in range(2):
+        for i, s in enumerate(seconds(change=0.5 * number, seed=number), 1):
+            lines.append(f"iteration {i}/ 500 | elapsed time per iteration (ms): {s * 1000} | lm loss: 1 |")
+    path.write_text("\n".join(lines))
+    content = found(path)
+    assert content["runs"] == 2
+    assert [(event["run"], event["verdict"]) for event in content["events"]] == [(1, "fail-slow"), (1, "recovered")]
+
+
+def test_people_get_a_table_and_two_sentences(log: Path) -> None:
+    result = run(log)
+    assert result.exit_code == 0, result.exception
+    assert "fail-slow" in result.stdout
+    read, slow = result.stdout.strip().splitlines()[-2:]
+    assert read == "train.log: 250 iterations of one run, 1.20 s each where nothing is wrong, told from plain times."
+    assert slow.startswith("1 fail-slow event, the worst +")
+    assert slow.endswith("from iteration 121; all were over before the end.")
+
+
+def test_where_nothing_is_found_that_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "well.csv"
+    path.write_text("iteration,seconds\n" + "\n".join(f"{i},{s}" for i, s in enumerate(seconds(change=0.0))))
+    assert "No fail-slow was found." in run(path).stdout
+
+
+def test_what_was_left_out_is_told_beside_the_result(log: Path) -> None:
+    with log.open("a") as file:
+        file.write(" iteration 251/ 500 | elapsed time per iter")
+    result = run(log, "--json")
+    assert "1 torn log line left out" not in result.stdout
+    assert "1 torn log line left out" in run(log).stderr
+
+
+def test_a_picture_on_request(log: Path, table: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for number, path in enumerate((log, table)):
+        picture = tmp_path / f"{number}.png"
+        result = run(path, "--plot", picture)
+        assert result.exit_code == 0, result.exception
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_picture_is_refused(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UsageError, match="pip install matplotlib"):
+        raise run(log, "--plot", tmp_path / "no.png").exception or AssertionError("it was drawn")
+    assert run(log).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot be read: No such file"),
+        (b"", "the file is empty"),
+        (b"worker,time\n1,2\n", "found columns `worker`, `time`"),
+        (b"PAR1 and then nothing of the kind", "cannot be read as one"),
+    ],
+)
+def test_a_file_that_is_none_of_these_is_refused(tmp_path: Path, content: bytes | None, says: str) -> None:
+    path = tmp_path / "what"
+    if content is not None:
+        path.write_bytes(content)
+    error = run(path, "--json").exception
+    assert isinstance(error, UsageError)
+    assert str(path) in str(error)
+    assert says in str(error)
+    assert exit_code_of(error) == 2
+
+
+def test_a_parquet_without_the_columns_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.parquet"
+    pd.DataFrame({"a": [1, 2]}).to_parquet(path)
+    with pytest.raises(UsageError, match=r"trace\.parquet: .*column"):
+        analyze.judge(path)
+
+
+def test_a_trace_of_operations_as_json() -> None:
+    path = DATA / "bytedance_trace_SE.parquet"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    content = found(path)
+    assert content["kind"] == "operations"
+    assert not [event for event in content["events"] if event["verdict"] == "fail-slow"]
+    assert list(content["ranks"][0]) == ["dp", "stage", "slowdown"]

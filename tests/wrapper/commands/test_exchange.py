@@ -1,0 +1,124 @@
+"""`resihp db export`, `import` and `prune`: what they print, and where they find ledgers that nobody named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from db.migrate import head
+from db.reading.queries import Reader
+from db.writer import Ledger, catch_up
+from tests.db.conftest import story, write_journal
+from wrapper.cli import app
+from wrapper.job_folder import Job, create_local_job
+
+Resihp = Callable[..., Result]
+
+
+@pytest.fixture
+def resihp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Resihp:
+    monkeypatch.setenv("RESIHP_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("RESIHP_LOCAL", str(tmp_path / "local"))
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> Result:
+        return CliRunner().invoke(app, ["db", *words])
+
+    return run
+
+
+@pytest.fixture
+def job(resihp: Resihp) -> Job:
+    """A job that is over, with its journal and its ledger."""
+    made = create_local_job()
+    write_journal(made.journal_file, story())
+    made.exit_code_file.write_text("0")
+    catch_up("sqlite", made.folder, made.journal_file)
+    return made
+
+
+def answer(result: Result) -> Any:
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def refusal(result: Result) -> str:
+    assert result.exit_code == 2 or result.exception is not None
+    return str(result.exception) if result.exception else result.output
+
+
+def test_out_of_one_ledger_and_into_another(resihp: Resihp, job: Job, tmp_path: Path) -> None:
+    out = answer(resihp("export", job.name, "-o", "out", "--json"))
+    assert out["schema"] == 1
+    assert (out["tables"]["jobs"], out["tables"]["iterations"]) == (1, 20)
+    url = f"sqlite:///{tmp_path / 'other.db'}"
+    [row] = answer(resihp("import", "out", "--ledger", url, "--json"))["rows"]
+    assert (row["job"], row["outcome"]) == ("local-1", "new")
+    result = resihp("import", "out", str(job.folder), str(job.journal_file), "--ledger", url)
+    assert result.stderr.splitlines() == ["resihp: job local-1: unchanged"] * 3
+    with Reader.open(url) as reader:
+        assert len(reader.jobs()) == 1
+
+
+def test_all_jobs_of_this_home(resihp: Resihp, job: Job) -> None:
+    other = create_local_job()
+    write_journal(other.journal_file, story())
+    other.exit_code_file.write_text("0")  # its ledger is made from its journal first
+    out = answer(resihp("export", "--all", "-o", "out", "--json"))
+    assert out["tables"]["jobs"] == 1, "both journals are of one job: same name, host, user and time"
+    assert head() in resihp("export", "--all", "-o", "again").stderr
+
+
+def test_a_journal_alone_makes_its_job_s_ledger_anew(resihp: Resihp, job: Job) -> None:
+    (job.folder / "ledger.db").unlink()
+    result = resihp("import", str(job.journal_file))
+    assert result.exit_code == 0, result.output
+    with Reader.open(f"sqlite:///{job.folder}/ledger.db") as reader:
+        assert len(reader.rows("iterations", reader.job()["id"])) == 20
+
+
+def test_a_corrupt_ledger_leads_to_that_command(resihp: Resihp, job: Job) -> None:
+    file = job.folder / "ledger.db"
+    content = bytearray(file.read_bytes())
+    content[100:] = bytes(len(content) - 100)
+    file.write_bytes(content)
+    assert "resihp db import JOURNAL" in refusal(resihp("import", str(job.journal_file)))
+    file.rename(job.folder / "damaged.db")
+    assert resihp("import", str(job.journal_file)).exit_code == 0
+
+
+def test_prune_says_what_it_removes(resihp: Resihp, job: Job) -> None:
+    text = resihp("prune", "--older-than", "30d", "--dry-run").stderr
+    assert text == "resihp: job local-1: 16 iterations and 0 rank reports would be removed\n"
+    [row] = answer(resihp("prune", "--older-than", "30d", "--keep-every", "10", "--json"))["rows"]
+    assert row["iterations"] == 15
+    assert "nothing older than" in resihp("prune", "--older-than", "30d", "--keep-every", "10").stderr
+
+
+def test_old_rows_of_a_named_ledger(resihp: Resihp, tmp_path: Path) -> None:
+    with Ledger.open("sqlite", tmp_path) as ledger:
+        for record in write_journal(tmp_path / "journal", story()):
+            ledger.submit(record)
+    rows = answer(resihp("prune", "--older-than", "2025-06-01", "--ledger", ledger.url, "--json"))["rows"]
+    assert rows == [], "all of it is younger"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("export", "-o", "x"), "no job in"),
+        (("export",), "name a new one with -o FOLDER"),
+        (("export", "a", "--all", "-o", "x"), "exclude each other"),
+        (("import", "nothing"), "name the ledger with --ledger URL"),
+        (("import", "nothing", "--ledger", "sqlite:///x.db"), "No such file"),
+        (("prune", "--older-than", "yesterday"), "not a time; examples"),
+        (("prune", "--older-than", "1d", "--ledger", "sqlite:///none.db"), "no such file"),
+    ],
+)
+def test_refusals(resihp: Resihp, words: tuple[str, ...], said: str) -> None:
+    assert said in refusal(resihp(*words))

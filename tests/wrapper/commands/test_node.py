@@ -1,0 +1,240 @@
+"""`resihp node ...`: only nodes of one's own jobs, other owners' reasons stand, data on stdout in a stable shape."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from resihp.errors import ResihpError, UsageError
+from resihp.record import journal
+from slurm.client import PREFIX
+from slurm.drains.exclusions import Exclusions
+from slurm.errors import SlurmRefusedError
+from tests.slurm.fake_slurm import FakeSlurm
+from wrapper.cli import app
+from wrapper.commands import node as node_commands
+from wrapper.job_folder import JobFile, home, write_private
+
+ME = pwd.getpwuid(os.getuid()).pw_name
+
+
+@pytest.fixture
+def slurm(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """Job 17 is ours, on n1 (its batch host) to n3; 18 is Bob's, on n4."""
+    fake = FakeSlurm(("n1", "n2", "n3", "n4"), user=ME, cluster="vc")
+    fake.add_job("n1", "n2", "n3", id="17")
+    fake.add_job("n4", id="18", user="bob")
+    monkeypatch.setattr(node_commands, "connect", lambda: fake)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr("slurm.drains.spool.DEFAULT_FOLDER", fresh_home / "no-spool")
+    return fake
+
+
+def known_job(name: str, *nodes: str) -> None:
+    """A job of this home, whose journal says that these nodes joined."""
+    folder = home() / "jobs" / name
+    folder.mkdir(parents=True)
+    path = folder / "journal"
+    file = JobFile(name=name, host="here", created_at=time.time(), journal=str(path))
+    write_private(folder / "job.json", json.dumps({f: getattr(file, f) for f in file.__struct_fields__}).encode())
+    writer = journal.Journal(path, sync=False)
+    for node in nodes:
+        writer.append(journal.NodeJoined(node=node, host=node, devices=2), time.time())
+
+
+def run(*argv: str) -> Result:
+    return CliRunner().invoke(app, ["node", *argv])
+
+
+def rows(*argv: str) -> list[dict[str, Any]]:
+    result = run(*argv, "--json")
+    assert result.exit_code == 0, result.exception
+    content = json.loads(result.stdout)
+    assert content["schema"] == 1
+    return list(content["rows"])
+
+
+def refused(kind: type[ResihpError], *argv: str) -> str:
+    result = run(*argv)
+    assert type(result.exception) is kind, result.exception
+    return str(result.exception)
+
+
+def test_an_operator_drains_a_node_of_a_job_of_this_home(slurm: FakeSlurm) -> None:
+    slurm.operator = True
+    known_job("17")
+    steps = rows("drain", "n3", "--reason", "Xid 79")
+    assert [(step["step"], step["outcome"]) for step in steps] == [("slurm", "done"), ("exclusion", "done")]
+    assert slurm.node_views["n3"].reason == f"{PREFIX}Xid 79"
+
+
+def test_others_ask_the_sites_hook(slurm: FakeSlurm, tmp_path: Path) -> None:
+    spool = tmp_path / "spool"
+    spool.mkdir()
+    result = run("drain", "n3", "--job", "17", "--spool", str(spool))
+    assert result.exit_code == 0
+    assert "asked for in" in result.stdout.replace("\n", " ")
+    assert len(os.listdir(spool)) == 1
+
+
+def test_the_spool_comes_from_the_configuration(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "spool").mkdir()
+    monkeypatch.setenv("RESIHP_SLURM__SPOOL", str(tmp_path / "spool"))
+    rows("drain", "n3", "--job", "17")
+    assert len(os.listdir(tmp_path / "spool")) == 1
+
+
+def test_where_nobody_can_be_asked_it_says_so(slurm: FakeSlurm) -> None:
+    text = refused(SlurmRefusedError, "drain", "n3", "--job", "17")
+    assert text.startswith("node n3: not drained, only kept out of your jobs")
+    assert [item.node for item in Exclusions(home(), "vc").current(time.time())] == ["n3"]
+
+
+def test_an_answer_that_did_not_come_is_not_called_a_refusal(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm.operator = True
+    monkeypatch.setattr(slurm, "jobs", lambda ids: {"17": slurm.job_views["17"]})
+    monkeypatch.setattr(slurm, "cluster", lambda: "vc")
+    slurm.unavailable = True
+    assert "it may have happened; look: sinfo -R -n n3" in refused(SlurmRefusedError, "drain", "n3", "--job", "17")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["n4", "--job", "17"], "node 'n4': job 17 does not hold it and never has"),
+        (["n4", "--job", "18"], "job 18: is bob's, not yours"),
+        (["n4", "--job", "99"], "job 99: Slurm does not know it"),
+        (["n4"], "node 'n4': none of your jobs that are known here holds it; name the job"),
+        (["n[1-3]", "--job", "17"], "node 'n[1-3]': job 17 does not hold it"),
+    ],
+)
+def test_a_node_of_none_of_ones_jobs_is_refused(slurm: FakeSlurm, argv: list[str], message: str) -> None:
+    slurm.operator = True
+    known_job("17")
+    assert refused(UsageError, "drain", *argv).startswith(message)
+    assert slurm.calls["drain"] == 0
+    assert Exclusions(home(), "vc").known() == ()
+
+
+def test_a_node_that_the_job_has_lost_is_still_its(slurm: FakeSlurm) -> None:
+    slurm.operator = True
+    slurm.set_job("17", nodes=("n1", "n2"))
+    known_job("17", "n1", "n2", "n3")
+    rows("drain", "n3")
+    assert slurm.node_views["n3"].draining
+    assert refused(UsageError, "drain", "n4")
+
+
+def test_the_job_that_we_are_in_counts(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm.operator = True
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    rows("drain", "n2")
+    assert slurm.node_views["n2"].draining
+
+
+def test_the_element_of_an_array_that_we_are_in_counts(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm.operator = True
+    slurm.add_job("n1", "n2", "n3", "n4", id="18_2")
+    for name, value in {"JOB_ID": "18", "ARRAY_JOB_ID": "18", "ARRAY_TASK_ID": "2"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    rows("drain", "n4")
+    assert slurm.node_views["n4"].draining
+
+
+def test_the_batch_host_is_refused(slurm: FakeSlurm) -> None:
+    slurm.operator = True
+    refused(SlurmRefusedError, "drain", "n1", "--job", "17")
+    assert slurm.calls["drain"] == 0
+
+
+def test_undrain_takes_back_what_drain_did(slurm: FakeSlurm) -> None:
+    slurm.operator = True
+    rows("drain", "n3", "--job", "17")
+    rows("undrain", "n3")
+    assert slurm.node_views["n3"].usable
+    assert rows("list") == []
+
+
+@pytest.mark.parametrize(("who", "reason"), [("root", "bad disk"), ("bob", f"{PREFIX}his"), (ME, "not by resihp")])
+def test_undrain_leaves_other_owners_drains(slurm: FakeSlurm, who: str, reason: str) -> None:
+    slurm.operator = True
+    slurm.set_node("n3", flags=frozenset({"drain"}), reason=reason, reason_by=who)
+    assert "still drained" in refused(SlurmRefusedError, "undrain", "n3")
+    assert slurm.calls["undrain"] == 0
+
+
+def test_undrain_of_what_the_hook_drained_asks_the_hook(slurm: FakeSlurm, tmp_path: Path) -> None:
+    spool = tmp_path / "spool"
+    spool.mkdir()
+    reason = f"{PREFIX}x (asked by uid {os.getuid()}, job 17)"
+    slurm.set_node("n3", flags=frozenset({"drain"}), reason=reason, reason_by="root" if ME != "root" else "slurm")
+    steps = rows("undrain", "n3", "--spool", str(spool))
+    assert [(step["step"], step["outcome"]) for step in steps] == [
+        ("slurm", "refused"),
+        ("spool", "done"),
+        ("exclusion", "done"),
+    ]
+
+
+def test_exclude_and_list(slurm: FakeSlurm) -> None:
+    run("exclude", "n2", "--reason", "slow link", "--for", "1h")
+    slurm.set_node("n2", flags=frozenset({"drain"}), reason=f"{PREFIX}slow link", reason_by="root")
+    run("exclude", "n4")
+    (first, second) = rows("list")
+    assert first == {
+        "cluster": "vc",
+        "node": "n2",
+        "excluded_until": first["excluded_until"],
+        "excluded_because": "slow link",
+        "measure": "exclude",
+        "job": None,
+        "drained_by_us": True,
+        "state": "allocated+drain",
+        "reason": f"{PREFIX}slow link",
+        "reason_by": "root",
+    }
+    assert second["node"] == "n4"
+    assert second["drained_by_us"] is False
+    result = run("list")
+    assert result.exit_code == 0
+    assert "n2" in result.stdout
+    assert max(len(line) for line in result.stdout.splitlines()) <= 80
+
+
+def test_what_is_used_again_but_still_drained_is_listed(slurm: FakeSlurm) -> None:
+    slurm.operator = True
+    rows("drain", "n3", "--job", "17")
+    assert run("exclude", "n3", "--remove").exit_code == 0
+    (row,) = rows("list")
+    assert (row["node"], row["excluded_until"], row["drained_by_us"]) == ("n3", None, True)
+    slurm.undrain("n3")
+    assert rows("list") == []
+
+
+def test_exclude_refuses_what_is_no_node_or_no_time(slurm: FakeSlurm) -> None:
+    assert "no node has such a name" in refused(UsageError, "exclude", "n[1-3]")
+    assert "--for 'long'" in refused(UsageError, "exclude", "n3", "--for", "long")
+    assert "is not kept out" in refused(UsageError, "exclude", "n3", "--remove")
+
+
+def test_list_without_slurm_shows_what_is_here(slurm: FakeSlurm) -> None:
+    run("exclude", "n2")
+    slurm.unavailable = True
+    result = run("list", "--json")
+    assert [row["node"] for row in json.loads(result.stdout)["rows"]] == ["n2"]
+    assert "what Slurm has drained is not shown" in result.stderr
+
+
+def test_markup_and_control_characters_are_shown_as_they_are(slurm: FakeSlurm) -> None:
+    run("exclude", "n2", "--reason", "[red]x[/red] \x1b[2J")
+    assert "[red]x[/red]" in run("list").stdout
+    assert "\x1b" not in run("list").stdout

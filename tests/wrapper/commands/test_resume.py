@@ -1,0 +1,301 @@
+"""Where a job goes on that Slurm has started again, and when that is one time too many."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resihp.errors import JobNotFoundError, RestartBudgetError, UsageError
+from resihp.record.journal import JobEnded, JobSignalled, JobStarted, Journal
+from resihp.worker.checkpoints import write_manifest
+from slurm.client import JobView, NodeView
+from slurm.errors import SlurmOutputError
+from tests.slurm.fake_slurm import FakeSlurm
+from wrapper.commands.resume import CompletedError
+from wrapper.commands.run import Options, prepare
+from wrapper.config.run_spec import RunRequest
+from wrapper.exit_codes import exit_code_of
+from wrapper.job_folder import find_job, runs_of
+
+COMMAND = (sys.executable, "train.py")
+STARTED: dict[str, Any] = {
+    **{"job": "77", "command": COMMAND, "nodes": 2, "gpus_per_node": 2, "tp": 1, "pp": 1, "schedule": "1f1b"},
+    **{"host": "n1", "user": "u", "restart_count": 0, "version": "", "configuration": {}},
+}
+PREEMPTED = JobSignalled(signal=15, nodes=(), meaning="preempted")
+
+
+@pytest.fixture
+def batch(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As in the batch script of job 77 on two nodes."""
+    (fresh_home / "train.py").write_text("")
+    for name in [name for name in os.environ if name.startswith(("SLURM", "SBATCH"))]:
+        monkeypatch.delenv(name)
+    for name, value in {
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURMD_NODENAME": "n1",
+        "SLURM_JOB_CPUS_PER_NODE": "8(x2)",
+        "SLURM_GPUS_ON_NODE": "2",
+        "SLURM_CLUSTER_NAME": "fake",
+        "SLURM_JOB_PARTITION": "gpu",
+    }.items():
+        monkeypatch.setenv(name, value)
+    return fresh_home
+
+
+def start(
+    restart: int = 0,
+    command: tuple[str, ...] = COMMAND,
+    script: str = "#SBATCH --no-kill",
+    version: tuple[int, int, int] = (22, 5, 8),
+    **options: object,
+) -> RunRequest:
+    """One run of the job, which Slurm has started again so many times."""
+    views = [NodeView(name=name, state="allocated", address="127.0.0.1") for name in ("n1", "n2")]
+    slurm = FakeSlurm(views, version=version)
+    slurm.job_views["77"] = JobView(id="77", name="resihp", user=slurm.user, state="running")
+    slurm.scripts["77"] = f"#!/bin/bash\n{script}\n"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_RESTART_COUNT", str(restart))
+        request = prepare(Options(job={"command": command}, **options), slurm)  # type: ignore[arg-type]
+    request.save()
+    return request
+
+
+def checkpoint(request: RunRequest, iteration: int) -> None:
+    part = Path(request.checkpoint_folder) / f"iteration-{iteration:06d}" / "part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"1234")
+    write_manifest(part.parent, iteration, [("part", 4)], "fingerprint", keep=2)
+
+
+def test_a_run_is_named_by_slurms_job_and_found_by_it(batch: Path) -> None:
+    first, again, third = start(), start(1), start(2)
+    assert [first.job, again.job, third.job] == ["77", "77-r1", "77-r2"]
+    assert find_job("77").name == "77-r2"
+    assert find_job("77-r1").name == "77-r1"
+    assert [job.name for job in runs_of("77")] == ["77-r2", "77-r1", "77"]
+    assert start(2).job == "77-r2-2", "a second one in the same allocation"
+    with pytest.raises(JobNotFoundError):
+        find_job("7")
+
+
+def test_elements_of_an_array_are_runs_of_their_own(
+    batch: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both with the same number: the one that Slurm has started again had the array's own at first."""
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
+    saved = {"folder": str(batch / "saved")}
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    first = start(checkpoint=saved)
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "12")
+    other, unconfigured = start(checkpoint=saved), start()
+    assert [first.job, other.job, unconfigured.job] == ["77_1", "77_12", "77_12-2"]
+    assert (first.checkpoint_folder, other.checkpoint_folder) == (
+        str(batch / "saved" / "1"),
+        str(batch / "saved" / "12"),
+    )
+    assert unconfigured.checkpoint_folder == str(batch / "home" / "jobs" / "77_12-2" / "checkpoints")
+    assert f"job 77_1: an element of an array; its checkpoints are in {batch}/saved/1" in capsys.readouterr().err
+    checkpoint(first, 5)
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    again = start(1, checkpoint=saved)
+    assert (again.job, again.begins_at, again.checkpoint_folder) == ("77_1-r1", 5, first.checkpoint_folder)
+    assert find_job("77_1").name == "77_1-r1"
+    assert find_job("77_12").name == "77_12-2"
+    with pytest.raises(JobNotFoundError, match="did you mean 77_1"):
+        find_job("77")
+    assert start(checkpoint=saved, resume_or_start=True).checkpoint_folder == str(batch / "saved"), "a chain shares it"
+
+
+def test_what_the_allocation_is_reaches_the_controller(batch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESIHP_SLURM__SPARES", "1")
+    monkeypatch.setenv("RESIHP_SLURM__REPLACEMENTS", "3")
+    monkeypatch.setenv("RESIHP_SLURM__ON_WARNING", "end")
+    request = start()
+    assert request.node_names == ("n1", "n2")
+    assert (request.nodes, request.spares, request.gpus_per_node, request.succession) == (2, 1, 2, True)
+    assert request.host == "127.0.0.1"
+    assert request.slurm is not None
+    assert (request.slurm.job_id, request.slurm.cluster, request.slurm.cpus, request.slurm.gpus) == ("77", "fake", 8, 2)
+    assert request.slurm.partition == "gpu", "replacements go where the job is"
+    settings = request.settings
+    assert (settings.slurm, settings.spares, settings.replacements, settings.drains) == (True, 1, 3, 2)
+    assert (settings.batch_node, settings.on_warning, settings.replacement_least_left_s) == ("n1", "end", 1800)
+
+
+def test_missing_no_kill_is_a_warning(batch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start()
+    assert "--no-kill" not in capsys.readouterr().err
+    start(script="exec resihp run")
+    assert "job 77: no --no-kill in the batch script: if a node fails, Slurm ends the whole job" in (
+        capsys.readouterr().err
+    )
+
+
+def test_what_slurm_starts_again_goes_on_unasked(batch: Path) -> None:
+    first = start()
+    checkpoint(first, 40)
+    again = start(1)
+    assert (again.resume, again.checkpoint_folder, again.begins_at) == (True, first.checkpoint_folder, 40)
+    checkpoint(again, 80)
+    assert start(2).begins_at == 80
+
+
+def test_without_a_checkpoint_it_starts_afresh_with_a_notice(batch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start()
+    again = start(1)
+    assert (again.resume, again.begins_at) == (False, 0)
+    assert "restarted, and 77 left no complete checkpoint; starting afresh" in capsys.readouterr().err
+    other = start(2, command=(sys.executable, "train.py", "--other"))
+    assert not other.resume
+    assert "no earlier run is found" in capsys.readouterr().err
+
+
+def test_what_has_completed_is_not_run_once_more(batch: Path) -> None:
+    first = start()
+    checkpoint(first, 40)
+    first.of_job.exit_code_file.write_text("75\n")
+    again = start(1)
+    again.of_job.exit_code_file.write_text("0\n")
+    for restart in (2, 3):
+        with pytest.raises(CompletedError, match="job 77: its run 77-r1 has completed, and Slurm started it once more"):
+            start(restart)
+    assert len(runs_of("77")) == 2, "no folder was made"
+    assert start(2, command=(sys.executable, "train.py", "--other")).begins_at == 0
+
+
+@pytest.mark.parametrize("code", ["75", "93", "143", "", "?"])
+def test_what_has_not_completed_is_run_again(batch: Path, code: str) -> None:
+    start().of_job.exit_code_file.write_text(code)
+    assert start(1).job == "77-r1"
+
+
+@pytest.mark.parametrize(("version", "which"), [((20, 11, 9), "older"), ((27, 5, 0), "newer"), ((23, 11, 4), "")])
+def test_a_release_that_nobody_has_tried_is_told_once(
+    batch: Path, version: tuple[int, int, int], which: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(version=version).job == "77"
+    said = [line for line in capsys.readouterr().err.splitlines() if "Slurm" in line]
+    assert len(said) == bool(which)
+    assert all(f"is {which} than those that resihp was tried with" in line for line in said)
+
+
+def test_a_release_that_cannot_be_read_is_told_and_the_job_goes_on(
+    batch: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(self: FakeSlurm) -> tuple[int, int, int]:
+        raise SlurmOutputError("slurm: cannot read the version in sinfo's output: 'slurm next'")
+
+    monkeypatch.setattr(FakeSlurm, "version", unreadable)
+    assert start().job == "77"
+    assert "cannot read the version in sinfo's output: 'slurm next'; going on" in capsys.readouterr().err
+
+
+def test_runs_that_get_nowhere_are_not_started_for_ever(batch: Path) -> None:
+    for restart in range(3):
+        start(restart)
+    with pytest.raises(RestartBudgetError, match="3 runs in a row began at the beginning, failed and added") as caught:
+        start(3)
+    assert exit_code_of(caught.value) == 4
+    assert len(runs_of("77")) == 3, "no folder was made"
+
+
+def test_progress_pays_into_the_restart_budget(batch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start()
+    checkpoint(start(1), 10)
+    start(2)
+    start(3)
+    checkpoint(start(4), 20)
+    start(5)
+    monkeypatch.setenv("RESIHP_SLURM__RESTARTS", "1")
+    with pytest.raises(RestartBudgetError, match="the last run began at iteration 20"):
+        start(6)
+
+
+def ends(request: RunRequest, *entries: JobSignalled | JobEnded) -> None:
+    """What the journal of a run comes to."""
+    journal = Journal(request.of_job.journal_file)
+    for entry in (JobStarted(**STARTED), *entries):
+        journal.append(entry, 0.0)
+    journal.close()
+
+
+STOPPED = {
+    "preempted": (PREEMPTED, JobEnded(exit_code=75, state="cancelled", reason="")),
+    "requeued by an administrator": (PREEMPTED, JobEnded(exit_code=143, state="cancelled", reason="")),
+    "killed while it was being stopped": (PREEMPTED,),
+    "found dead after that": (PREEMPTED, JobEnded(exit_code=1, state="abnormal", reason="")),
+}
+FAILED = {
+    "nodes lost": (JobEnded(exit_code=75, state="failed", reason=""),),
+    "failed after it was warned": (PREEMPTED, JobEnded(exit_code=1, state="failed", reason="")),
+    "killed": (),
+    "found dead": (JobEnded(exit_code=1, state="abnormal", reason=""),),
+}
+
+
+@pytest.mark.parametrize("how", STOPPED)
+def test_runs_that_were_stopped_do_not_count_against_the_budget(batch: Path, how: str) -> None:
+    for restart in range(5):
+        ends(start(restart), *STOPPED[how])
+    request = start(5)
+    assert request.slurm is not None
+    assert request.slurm.restarts_left == 2, "after this one"
+
+
+@pytest.mark.parametrize("how", FAILED)
+def test_runs_that_failed_do(batch: Path, how: str) -> None:
+    for restart in range(3):
+        request = start(restart)
+        assert request.settings.restarts_left == 2 - restart
+        ends(request, *FAILED[how])
+    with pytest.raises(RestartBudgetError, match="3 runs in a row began at the beginning, failed"):
+        start(3)
+
+
+def test_stops_between_failures_neither_count_nor_make_up_for_them(batch: Path) -> None:
+    for restart, how in enumerate([FAILED, STOPPED, FAILED, STOPPED, FAILED]):
+        ends(start(restart), *next(iter(how.values())))
+    with pytest.raises(RestartBudgetError, match="3 runs in a row"):
+        start(5)
+
+
+@pytest.mark.parametrize(
+    ("script", "on_warning", "expected"),
+    [
+        ("", "requeue", True),
+        ("", "end", False),
+        ("#SBATCH --requeue", "end", True),
+        ("#SBATCH --no-requeue", "requeue", False),
+        ("#SBATCH --requeue\n#SBATCH --no-requeue", "requeue", False),
+    ],
+)
+def test_whether_a_job_may_be_run_again_is_its_batch_scripts_to_say(
+    batch: Path, monkeypatch: pytest.MonkeyPatch, script: str, on_warning: str, expected: bool
+) -> None:
+    """A job of a chain ends when its time is up, and yet is run again when too many of its nodes have died."""
+    monkeypatch.setenv("RESIHP_SLURM__ON_WARNING", on_warning)
+    assert start(script=f"#SBATCH --no-kill\n{script}").settings.may_requeue is expected
+
+
+def test_what_sbatch_was_told_otherwise_overrules_its_script(batch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBATCH_NO_REQUEUE", "1")
+    assert not start(script="#SBATCH --no-kill --requeue").settings.may_requeue
+
+
+def test_jobs_of_a_chain_share_a_folder(batch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = {"folder": str(batch / "saved")}
+    first = start(checkpoint=folder, resume_or_start=True)
+    assert not first.resume
+    assert "starting afresh" in capsys.readouterr().err
+    checkpoint(first, 7)
+    second = start(checkpoint=folder, resume_or_start=True)
+    assert (second.resume, second.begins_at, second.checkpoint_folder) == (True, 7, str(batch / "saved"))
+    with pytest.raises(UsageError, match="--resume-or-start: needs a folder that all jobs of the chain share"):
+        start(resume_or_start=True)

@@ -1,0 +1,254 @@
+"""`resihp run` before anything is started: what is refused, with which exit code, and what is passed on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from resihp import errors
+from resihp.errors import CheckpointError, ConfigurationError, JobNotFoundError, LayoutError, UsageError
+from resihp.worker.checkpoints import write_manifest
+from wrapper.commands.run import Options, prepare
+from wrapper.config.program import resolve
+from wrapper.config.run_spec import RunRequest, load
+from wrapper.exit_codes import EXIT_CODES, exit_code_of
+
+COMMAND = (sys.executable, "train.py", "--lr", "1")
+
+
+@pytest.fixture
+def script(fresh_home: Path) -> Path:
+    path = fresh_home / "train.py"
+    path.write_text("")
+    return path
+
+
+def options(*, job: dict[str, Any] | None = None, layout: dict[str, Any] | None = None, **others: Any) -> Options:
+    return Options(job={"command": COMMAND} | (job or {}), layout=layout or {}, **({"local": True} | others))
+
+
+def test_request_carries_what_was_asked_for(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    asked = options(
+        job={"nodes": 2, "gpus_per_node": 4},
+        layout={"tp": 2, "pp": 2},
+        faults=("kill:rank=5@iteration=3,phase=backward",),
+        checkpoint={"every": 5},
+    )
+    request = prepare(asked)
+    assert (request.nodes, request.gpus_per_node, request.tp, request.pp) == (2, 4, 2, 2)
+    assert request.program.kind == "script"
+    assert request.program.argv == ("train.py", "--lr", "1")
+    assert request.program.interpreter == sys.executable
+    assert request.python_path == str(Path("mine").absolute())
+    assert request.faults[0].rank == 5
+    settings = request.settings
+    assert (settings.schedule, settings.chunks, settings.sequence_parallel) == ("1f1b", 1, False)
+    assert (settings.memory_bytes, settings.come_backs) == (None, 3)
+    assert request.settings.checkpoint_every == 5
+    assert request.checkpoint_folder == str(request.of_job.checkpoints)
+    assert request.save().stat().st_mode & 0o777 == 0o600
+
+
+def test_an_argument_that_is_no_text_is_refused(script: Path) -> None:
+    with pytest.raises(UsageError, match=r"command: 'data-\\udcff' is not UTF-8"):
+        prepare(options(job={"command": (*COMMAND, "data-\udcff")}))
+
+
+def test_the_journal_is_not_told_the_ledgers_password(script: Path) -> None:
+    asked = options(ledger={"url": "postgresql+psycopg://me:s3cret@host/history"})
+    request = prepare(asked)
+    assert "s3cret" in request.ledger_url
+    assert request.configuration["ledger"]["url"] == "postgresql+psycopg://me:***@host/history"
+    assert "s3cret" not in str(request.configuration)
+
+
+def test_new_layout_options_reach_the_controllers_settings(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESIHP_ADAPT__COME_BACKS", "1")
+    asked = options(
+        job={"gpus_per_node": 2, "memory_per_device": "80GB"},
+        layout={"tp": 2, "schedule": "interleaved", "virtual_stages": 4, "sequence_parallel": True},
+        faults=("kill:rank=3@iteration=3,phase=transfer", "disconnect:node=n1@iteration=2,phase=park"),
+    )
+    settings = prepare(asked).settings
+    assert (settings.schedule, settings.chunks, settings.sequence_parallel) == ("interleaved", 4, True)
+    assert (settings.memory_bytes, settings.come_backs) == (80 * 10**9, 1)
+    assert [fault.phase for fault in settings.faults] == ["transfer", "park"]
+
+
+def test_request_of_an_older_version_is_still_understood(script: Path) -> None:
+    request = prepare(options())
+    plain = msgspec.json.decode(request.save().read_bytes())
+    for name in ("virtual_stages", "sequence_parallel", "memory_bytes", "come_backs"):
+        del plain[name]
+    request.of_job.run_file.write_bytes(msgspec.json.encode(plain))
+    assert load(request.of_job.run_file) == request
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "message"),
+    [
+        (options(local=False), UsageError, "--local"),
+        (options(layout={"tp": 2}), LayoutError, "tp=2: a tensor-parallel group stays inside a node"),
+        (options(job={"gpus_per_node": 2}, layout={"tp": 2, "pp": 2}), LayoutError, "needs 4 devices, the job has 2"),
+        (options(job={"gpus_per_node": 3}, layout={"pp": 2}), LayoutError, "not a multiple"),
+        (options(job={"gpus_per_node": 3, "nodes": 2}, layout={"tp": 2}), LayoutError, "would cross nodes"),
+        (
+            options(faults=("kill:rank=4@iteration=3",)),
+            ConfigurationError,
+            "no rank 4; ranks are 0 to 0 at the start, 1 to 3 for processes that come back",
+        ),
+        (options(faults=("disconnect:rank=0@iteration=3",)), ConfigurationError, "happens to a node, not to a rank"),
+        (options(layout={"schedule": "interleaved"}), LayoutError, "choose --virtual-stages 2 or more"),
+        (options(layout={"virtual_stages": 2}), LayoutError, "schedule=1f1b: has one virtual stage a stage, not 2"),
+        (
+            options(layout={"schedule": "zero-bubble", "virtual_stages": 2}),
+            LayoutError,
+            "choose --schedule interleaved, or --virtual-stages 1",
+        ),
+        (options(faults=("kill:node=n2@iteration=3",)), ConfigurationError, "there is no node n2"),
+        (options(faults=("slow:link=n1-n7,speed=0.5@iteration=3",)), ConfigurationError, "there is no node n7"),
+        (
+            options(job={"nodes": 2}, faults=("slow:link=n1-n2,speed=0.5@iteration=3",)),
+            ConfigurationError,
+            "EMULATED_LINK_MS=20",
+        ),
+        (options(faults=("kill:rank=0",)), ConfigurationError, "expected KIND:TARGET@WHEN"),
+        (options(job={"command": None}), UsageError, "no command to run"),
+        (options(job={"command": ("no_such_program",)}), UsageError, "no_such_program: no such command"),
+        (options(job={"command": (sys.executable, "gone.py")}), UsageError, "gone.py: no such script"),
+        (options(resume=""), CheckpointError, "--resume: no job in"),
+        (options(resume="local-7"), JobNotFoundError, "job local-7: not in"),
+        (options(checkpoint={"folder": "/gone"}, resume=""), CheckpointError, "no complete checkpoint in /gone"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_a_folder_is_made(
+    script: Path, asked: Options, error: type[errors.ResihpError], message: str
+) -> None:
+    with pytest.raises(error, match=message) as caught:
+        prepare(asked)
+    assert exit_code_of(caught.value) == 2
+    assert not (script.parent / "home").exists()
+
+
+def with_checkpoint(request: RunRequest) -> Path:
+    """Make the run's job one that has written a complete checkpoint."""
+    request.save()
+    folder = Path(request.checkpoint_folder)
+    part = folder / "iteration-000004" / "part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"1234")
+    write_manifest(part.parent, 4, [("part", 4)], "fingerprint", keep=2)
+    return folder
+
+
+def test_resume_finds_the_newest_checkpoint_or_the_one_of_the_job_named(script: Path) -> None:
+    first, second, empty = (
+        with_checkpoint(prepare(options())),
+        with_checkpoint(prepare(options())),
+        prepare(options()),
+    )
+    empty.save()
+    assert prepare(options(resume="")).checkpoint_folder == str(second)
+    resumed = prepare(options(resume="local-1"))
+    assert resumed.checkpoint_folder == str(first)
+    assert resumed.resume
+    resumed.save()
+    assert prepare(options(resume=resumed.job)).checkpoint_folder == str(first), "it went on there"
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        prepare(options(resume="local-3"))
+
+
+@pytest.mark.parametrize(
+    ("command", "kind", "argv"),
+    [
+        ((sys.executable, "train.py", "-x"), "script", ("train.py", "-x")),
+        ((sys.executable, "-u", "-B", "train.py"), "script", ("train.py",)),
+        ((sys.executable, "-m", "train", "-m"), "module", ("train", "-m")),
+        ((sys.executable, "-c", "pass"), "command", (sys.executable, "-c", "pass")),
+        (("sh", "run.sh"), "command", ("sh", "run.sh")),
+    ],
+)
+def test_kinds_of_commands(script: Path, command: tuple[str, ...], kind: str, argv: tuple[str, ...]) -> None:
+    program = resolve(command, pytest.fail)
+    assert (program.kind, program.argv) == (kind, argv)
+
+
+def test_options_of_python_that_would_be_lost_are_refused(script: Path) -> None:
+    with pytest.raises(UsageError, match="-O: this option of python is not supported"):
+        resolve((sys.executable, "-O", "train.py"), pytest.fail)
+
+
+def fake_interpreter(folder: Path, name: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text("#!/bin/sh\nexit 1\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_bare_python_without_resihp_falls_back_with_a_notice(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_interpreter(script.parent / "bin", "python")
+    monkeypatch.setenv("PATH", str(script.parent / "bin"), prepend=os.pathsep)
+    said: list[str] = []
+    assert resolve(("python", "train.py"), said.append).interpreter == sys.executable
+    assert len(said) == 1
+    assert "does not have resihp" in said[0]
+
+
+def test_named_interpreter_without_resihp_is_refused(script: Path) -> None:
+    other = fake_interpreter(script.parent / "bin", "python3.9")
+    with pytest.raises(UsageError, match="cannot import resihp; install it there"):
+        resolve((str(other), "train.py"), pytest.fail)
+
+
+def test_every_error_has_an_exit_code() -> None:
+    assert all(EXIT_CODES[kind] in (1, 2, 3, 4, 5, 75, 93) for kind in EXIT_CODES)
+    assert exit_code_of(errors.LedgerError("x")) == 2
+    assert exit_code_of(errors.NotEnoughDevicesError("x")) == 5
+    assert exit_code_of(errors.TrainingProgramError("x")) == 93
+    assert exit_code_of(errors.ResihpError("x")) == 1
+
+
+def command_line(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "wrapper", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_help_is_quick_and_imports_nothing_heavy(fresh_home: Path) -> None:
+    times = []
+    for _ in range(3):
+        begun = time.monotonic()
+        done = command_line(fresh_home, "--help")
+        times.append(time.monotonic() - begun)
+        assert done.returncode == 0
+    assert "run" in done.stdout
+    assert min(times) < 0.5
+    probe = "import sys, wrapper.cli; print({'torch', 'pandas', 'sqlalchemy', 'pydantic', 'numpy'} & set(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-P", "-c", probe], capture_output=True, text=True, check=True)
+    assert loaded.stdout == "set()\n"
+
+
+def test_errors_are_one_line_on_stderr(script: Path) -> None:
+    done = command_line(script.parent, "run", "--local", "--tp", "2", "--", *COMMAND)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("resihp: layout tp=2: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_python_path_with_modules_of_our_names_does_not_reach_us(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shadows = script.parent / "shadows"
+    shadows.mkdir()
+    for name in ("db", "pydantic"):
+        (shadows / f"{name}.py").write_text("raise SystemExit('shadowed')\n")
+    monkeypatch.setenv("PYTHONPATH", str(shadows))
+    done = command_line(script.parent, "run", "--local", "--tp", "2", "--", *COMMAND)
+    assert done.stderr.startswith("resihp: layout tp=2: ")

@@ -1,0 +1,505 @@
+"""`status`, `history`, `db upgrade`: data on stdout in the promised shapes, tables that fit, errors with a way out."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from typer.testing import CliRunner, Result
+
+from db.migrate import head
+from db.reading.queries import Reader
+from db.writer import Ledger, catch_up
+from resihp.errors import UsageError
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.plan import Plan, spread
+from resihp.protocol.messages import StepOutcome
+from resihp.record import journal
+from tests.db.conftest import BEGAN, any_layout_story, node_story, write_journal
+from wrapper.cli import app
+from wrapper.commands import status
+from wrapper.job_folder import Job, create_local_job, take_lock
+from wrapper.output import tables
+
+ODD = "rank 3 raised ValueError: [red]'x'[/red] \"y\" [/b] \x1b[2J"
+NODE = "n2[bold]"
+
+
+def record_job(job: Job, *, ended: bool = True, loss: float = 3.25) -> list[journal.Record]:
+    """A journal of two nodes of two, one failure in iteration 3, names and reasons that look like markup."""
+    began = job.read().created_at
+    writer = journal.Journal(job.journal_file, sync=False)
+    layout = Layout.uniform(tp=1, pp=2, dp=2, layers=4)
+
+    def log(entry: journal.AnyEntry, after_s: float) -> None:
+        writer.append(entry, began + after_s)
+
+    def commit(iteration: int, epoch: int, after_s: float) -> None:
+        outcome = StepOutcome(
+            iteration=iteration,
+            clip=1.0,
+            skip=False,
+            learning_rate=1e-3,
+            gradient_norm=2.0,
+            loss=loss,
+            tokens=4096,
+            sum_squared_lengths=1 << 20,
+            samples=17,
+            samples_digest="00ff00ff00ff00ff",
+        )
+        log(journal.IterationCommitted(epoch=epoch, outcome=outcome, seconds=1.0, predicted_seconds=None), after_s)
+
+    log(
+        journal.JobStarted(
+            job=job.name,
+            command=("python", "train.py"),
+            nodes=2,
+            gpus_per_node=2,
+            tp=1,
+            pp=2,
+            schedule="1f1b",
+            host=job.read().host,
+            user="me",
+            restart_count=0,
+            version="0.1.0",
+            configuration={},
+        ),
+        0.0,
+    )
+    for rank in range(4):
+        node = "n1" if rank < 2 else NODE
+        if rank % 2 == 0:
+            log(journal.NodeJoined(node=node, host="here", devices=2), 0.0)
+        log(journal.WorkerStarted(rank=rank, node=node, device=rank % 2, pid=rank, epoch=0), 0.0)
+    plan = Plan(epoch=1, layout=layout, assignment=spread(4, 2))
+    log(journal.PlanDecided(plan=plan, next_iteration=1, action="start", finish=None, reason="start"), 1.0)
+    commit(1, 1, 2.0)
+    commit(2, 1, 3.0)
+    log(journal.WorkerEnded(rank=3, exit=-9, epoch=1), 3.5)
+    failure = journal.FailureFound(
+        failure=1,
+        kind="fail-stop",
+        component="process",
+        cause=ODD,
+        ranks=(3,),
+        node=NODE,
+        device=1,
+        iteration=3,
+        epoch=2,
+        evidence="Traceback: " + "x" * 300,
+        detect_s=None,
+    )
+    log(failure, 3.6)
+    plan = Plan(epoch=2, layout=layout.without(frozenset({3})), assignment=spread(4, 1))
+    log(journal.PlanDecided(plan=plan, next_iteration=3, action="redo", finish=None, reason=ODD), 3.6)
+    commit(3, 2, 5.5)
+    log(
+        journal.Reconfigured(
+            epoch=2,
+            failures=(1,),
+            attempts=1,
+            action="redo",
+            park_s=0.1,
+            plan_s=0.1,
+            groups_s=0.2,
+            state_s=0.1,
+            first_iteration_s=1.0,
+            seconds=2.0,
+        ),
+        5.5,
+    )
+    log(journal.Suspected(rank=0, node="n1", evidence="no progress for 3.0 s"), 5.5)
+    log(journal.Suspected(rank=0, node="n1", evidence="progress again", cleared=True), 5.5)
+    log(journal.Suspected(rank=1, node="n1", evidence="no progress for 3.0 s"), 5.5)
+    if ended:
+        log(journal.JobEnded(exit_code=0, state="completed", reason="3 iterations done"), 6.0)
+        job.exit_code_file.write_text("0\n")
+    writer.close()
+    return journal.read(job.journal_file)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESIHP_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("RESIHP_LOCAL", str(tmp_path / "local"))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def job() -> Job:
+    """A completed job whose ledger nobody has written yet: the commands rebuild it from the journal."""
+    job = create_local_job()
+    record_job(job)
+    return job
+
+
+def resihp(*arguments: str) -> Result:
+    result = CliRunner().invoke(app, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def rows(*arguments: str) -> list[dict[str, object]]:
+    result = resihp("history", *arguments, "--json")
+    answer = json.loads(result.stdout)
+    assert answer["schema"] == 1
+    assert set(answer) == {"schema", "rows"}
+    return list(answer["rows"])
+
+
+def test_status_json(job: Job) -> None:
+    state = json.loads(resihp("status", job.name, "--json").stdout)
+    assert state["schema"] == 1
+    assert state["job"] == job.name
+    assert state["state"] == "completed"
+    assert state["iteration"] == 3
+    assert state["loss"] == 3.25
+    assert state["iteration_seconds"] == 1.0
+    assert state["goodput"] == pytest.approx(3.0 / 4.5, abs=1e-3)
+    assert state["lost_seconds"] == pytest.approx({"fail-stop": 1.5, "other": 0.0}, abs=1e-3)
+    stages = [{"ranks": [0], "layers": [0, 1]}, {"ranks": [1], "layers": [2, 3]}]
+    assert state["layout"] == {"replicas": [stages], "standby": [2]}
+    assert state["health"] == {"0": "active", "1": "active", "2": "standby", "3": "dead"}
+    kinds = [event["kind"] for event in state["events"]]
+    assert kinds == [
+        "PlanDecided",
+        "FailureFound",
+        "PlanDecided",
+        "Reconfigured",
+        "Suspected",
+        "SuspicionCleared",
+        "Suspected",
+        "JobEnded",
+    ]
+    assert datetime.fromisoformat(state["events"][0]["at"]).tzinfo == UTC
+    assert state["events"][0]["at"].endswith("Z")
+
+
+def test_status_fits_a_terminal_and_needs_no_colour(job: Job) -> None:
+    text = resihp("status").stdout
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text
+    assert text.startswith(f"job {job.name}  completed  iteration 3  loss 3.2500  1.00 s an iteration\n")
+    assert "goodput 66.7 %" in text
+    assert "lost: fail-stop 1.50 s\n" in text
+    assert "replica 0  0           1" in text
+    assert "standby    2s" in text
+    assert "dead       3x" in text
+    assert "[red]'x'[/red]" in " ".join(text.split())
+    assert "\\x1b[2J" in text
+
+
+def test_history_failures(job: Job) -> None:
+    [row] = rows("failures", job.name)
+    assert row["cause"] == ODD
+    assert row["node"] == NODE
+    assert row["ranks"] == [3]
+    assert row["seconds_to_recover"] == 2.0
+    assert row["detect_seconds"] is None
+    assert datetime.fromisoformat(str(row["noticed_at"])).timestamp() == pytest.approx(
+        job.read().created_at + 3.5, abs=1e-3
+    )
+    text = resihp("history", "failures").stdout
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text
+    assert NODE in text
+    assert "[red]" in text
+    assert "2.00 s" in text
+
+
+@pytest.mark.parametrize("table", list(status.History))
+def test_every_table_has_json_csv_parquet_and_a_terminal_form(job: Job, table: status.History, tmp_path: Path) -> None:
+    found = rows(table.value, job.name)
+    parsed = list(csv.reader(io.StringIO(resihp("history", table.value, "--csv").stdout)))
+    assert len(parsed) == len(found) + 1
+    path = tmp_path / "out.parquet"
+    result = resihp("history", table.value, "--parquet", str(path))
+    assert result.stdout == ""
+    frame = pd.read_parquet(path)
+    assert len(frame) == len(found)
+    assert list(frame.columns) == parsed[0]
+    if found:
+        assert list(found[0]) == parsed[0]
+    shown = resihp("history", table.value)
+    assert max(map(len, [*shown.stdout.splitlines(), ""])) <= 80
+    if not found:
+        assert shown.stdout == ""
+        assert shown.stderr == f"resihp: job {job.name}: no {table.value}\n"
+
+
+def lines_of(shown: object) -> list[str]:
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=80, highlight=False, markup=False)
+    console.print(shown)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= 80
+    return [line for line in lines if line]
+
+
+def any_layout(folder: Path, until: Callable[[journal.AnyEntry], bool] = lambda entry: False) -> str:
+    """A ledger of layouts that change: plans refused and overtaken, a newcomer taken in, another turned away."""
+
+    def told() -> Iterator[tuple[journal.AnyEntry, float]]:
+        for entry, at in any_layout_story():
+            yield entry, at
+            if until(entry):
+                return
+
+    write_journal(folder / "journal", told())
+    catch_up("sqlite", folder, folder / "journal")
+    return f"sqlite:///{folder / 'ledger.db'}"
+
+
+def test_history_tells_which_plans_took_effect_and_what_was_moved(tmp_path: Path) -> None:
+    url = any_layout(tmp_path)
+    with Reader.open(url) as reader:
+        [job] = reader.jobs()
+        plans = lines_of(tables.history_table("plans", reader.rows("plans", job["id"])))
+        moves = lines_of(tables.history_table("reconfigurations", reader.rows("reconfigurations", job["id"])))
+    assert [" ".join(line.split()) for line in plans if line[:6].strip().isdigit()] == [
+        "1 DP3 x PP2 x TP2 1 start 06-15 15:06:41 start",
+        "2 2x TP2,2 | TP2,1 2 redo refused rank 5 killed; rank",
+        "3 2x TP2,2 | TP2,1 2 redo superseded rank 5 killed",
+        "4 2x TP2,2 | TP2,1 2 redo 06-15 15:06:42 rank 5 killed",
+        "5 DP3 x PP2 x TP2 3 between 06-15 15:06:44 rank 12 joined",
+    ]
+    assert "rank 3: 79.1 GB needed, 79.0 GB there" in " ".join(" ".join(plans).split())
+    assert [" ".join(line.split()) for line in moves if line[:6].strip().isdigit()] == [
+        "4 redo 3 0.10 0.05 0.20 0.05 0.60 1.00 3.4 GB",
+        "5 between 1 0.10 0.05 0.20 0.05 0.60 1.00 1.2 MB",
+    ]
+
+
+def test_status_shows_unequal_stages_and_newcomers_that_start(tmp_path: Path) -> None:
+    url = any_layout(tmp_path, lambda entry: isinstance(entry, journal.Reconfigured))
+    with Reader.open(url) as reader:
+        [job] = reader.jobs()
+        state = status.job_status(reader, job)
+    assert (state["health"]["12"], state["health"]["5"], state["health"]["6"]) == ("starting", "dead", "active")
+    lines = lines_of(tables.render_status(state, 80))
+    at = next(n for n, line in enumerate(lines) if line.startswith("epoch 4: "))
+    assert lines[at : at + 9] == [
+        "epoch 4: 2x TP2,2 | TP2,1",
+        "           stage 0     stage 1",
+        "           layers 0-3  layers 4-7",
+        "replica 0  0-1         2-3",
+        "replica 1  4 7 L0-4    6 L5-7",
+        "replica 2  8-9         10-11",
+        "starting   12+",
+        "dead       5x",
+        "+ starting, x dead",
+    ]
+    assert any("plan refused by rank 3" in line for line in lines)
+
+
+def record_nodes(job: Job) -> None:
+    """A job that loses a node and gets another one, and still runs, as far as its journal tells."""
+    began = job.read().created_at
+    write_journal(job.journal_file, ((entry, at - BEGAN + began) for entry, at in node_story()))
+    catch_up("sqlite", job.folder, job.journal_file)
+
+
+def test_history_of_drains_and_replacements() -> None:
+    job = create_local_job()
+    record_nodes(job)
+    drains = rows("drains", job.name)
+    assert [(row["node"], row["step"], row["outcome"]) for row in drains] == [
+        ("n3", "slurm", "done"),
+        ("n2", "slurm", "refused"),
+    ]
+    assert len(rows("drains", job.name, "--node", "n2")) == 1
+    assert [row["replacement"] for row in rows("replacements", job.name, "--node", "n9")] == [2]
+    assert [row["replacement"] for row in rows("replacements", job.name, "--node", "n3")] == [1, 2]
+    asked = datetime.fromtimestamp(job.read().created_at + 10, UTC).isoformat()
+    assert [row["outcome"] for row in rows("replacements", "--job", job.name, "--until", asked)] == ["refused"]
+    assert [row["outcome"] for row in rows("replacements", "--job", job.name, "--since", asked)] == ["joined"]
+    table = list(csv.DictReader(io.StringIO(resihp("history", "replacements", job.name, "--csv").stdout)))
+    assert [(row["instead"], row["node"], row["excluded"]) for row in table] == [
+        ("n3", "", '["n1", "n2", "n3"]'),
+        ("n3", "n9", '["n1", "n2", "n3"]'),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("table", "told"),
+    [
+        ("drains", ["Slurm refused", "job local-1 lost rank 5: killed"]),
+        ("replacements", ["invalid partition", "8 of 12 ranks", "n9"]),
+    ],
+)
+def test_drains_and_replacements_fit_a_terminal(table: str, told: list[str]) -> None:
+    job = create_local_job()
+    record_nodes(job)
+    text = resihp("history", table, job.name).stdout
+    assert max(map(len, text.splitlines())) <= 80
+    for line in told:
+        assert set(line.split()) <= set(text.split()), line
+
+
+def test_status_tells_of_nodes_that_went_and_came() -> None:
+    job = create_local_job()
+    record_nodes(job)
+    state = json.loads(resihp("status", job.name, "--json").stdout)
+    assert [row["node"] for row in state["drains"]] == ["n3", "n2"]
+    assert [row["outcome"] for row in state["replacements"]] == ["refused", "joined"]
+    text = resihp("status", job.name).stdout
+    assert "\nin use: n9 for n3\n" in text
+    state["replacements"][1]["outcome"] = "pending"
+    state["drains"][0]["undrained_at"] = None
+    assert tables.nodes_line(state) == "drained: n3; asked for: a node for n3 (Slurm job 42, pending)"
+    assert tables.nodes_line({"drains": [], "replacements": []}) == ""
+
+
+def test_history_iterations_and_workers_columns(job: Job) -> None:
+    found = rows("iterations")
+    assert [row["iteration"] for row in found] == [1, 2, 3]
+    assert list(found[0])[:10] == [
+        *("iteration", "epoch", "seconds", "predicted_seconds", "tokens", "sum_squared_lengths", "samples"),
+        *("samples_digest", "loss", "finished_at"),
+    ]
+    assert found[0]["predicted_seconds"] is None
+    assert [(row["rank"], row["exit"]) for row in rows("workers")] == [(0, None), (1, None), (2, None), (3, -9)]
+
+
+def test_what_is_not_a_number_is_null_in_json() -> None:
+    job = create_local_job()
+    record_job(job, loss=float("nan"))
+    assert {row["loss"] for row in rows("iterations")} == {None}
+    assert json.loads(resihp("status", "--json").stdout)["loss"] is None
+    assert status.to_json({"a": [float("inf"), float("nan"), 1.5]}) == '{"a": [null, null, 1.5]}'
+
+
+def test_history_filters(job: Job) -> None:
+    assert [row["rank"] for row in rows("workers", "--node", NODE)] == [2, 3]
+    cut = datetime.fromtimestamp(job.read().created_at + 4, UTC)
+    assert [row["iteration"] for row in rows("iterations", "--since", cut.isoformat())] == [3]
+    assert [row["iteration"] for row in rows("iterations", "--until", f"{cut:%Y-%m-%dT%H:%M:%S.%f}")] == [1, 2]
+    assert len(rows("iterations", "--job", job.name, "--since", "1h")) == 3
+    assert rows("iterations", "--until", "1d") == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("failures", "--since", "yesterday"), "time 'yesterday': not a time; examples"),
+        (("failures", "--json", "--csv"), "exclude each other"),
+        (("plans", "--node", "n1"), "has no nodes"),
+        (("plans", "local-1", "--job", "local-2"), "differ; name one"),
+        (("plans", "local-7"), "local-7"),
+        (("plans", "--ledger", "sqlite:///nowhere/x.db"), "no such file"),
+        (("plans", "--parquet", "/nowhere/x.parquet"), "/nowhere/x.parquet: cannot be written"),
+    ],
+)
+def test_history_refuses(job: Job, arguments: tuple[str, ...], words: str) -> None:
+    with pytest.raises(UsageError, match=words.replace("(", r"\(")):
+        resihp("history", *arguments)
+
+
+def test_unknown_table_names_the_known_ones(job: Job) -> None:
+    result = resihp("history", "failure")
+    assert result.exit_code == 2
+    assert "reconfigurations" in result.stderr
+
+
+def test_newest_job_without_a_name(job: Job) -> None:
+    second = create_local_job()
+    record_job(second, loss=1.5)
+    assert json.loads(resihp("status", "--json").stdout)["job"] == second.name
+    assert json.loads(resihp("status", job.name, "--json").stdout)["loss"] == 3.25
+
+
+def test_job_without_ledger_and_journal() -> None:
+    job = create_local_job()
+    with pytest.raises(UsageError, match=f"job {job.name}: its ledger is not there yet"):
+        resihp("status")
+
+
+def test_running_job_is_left_alone_and_a_dead_one_is_marked() -> None:
+    job = create_local_job()
+    with Ledger.open("sqlite", job.folder) as ledger:
+        for record in record_job(job, ended=False):
+            ledger.submit(record)
+    job.set_ledger(ledger.url)
+    lock = take_lock(job)
+    assert lock is not None
+    try:
+        assert json.loads(resihp("status", "--json").stdout)["state"] == "running"
+        assert json.loads(resihp("status", "--json").stdout)["health"]["1"] == "suspected"
+        text = resihp("status").stdout
+        assert f"job {job.name}  running" in text
+    finally:
+        os.close(lock)
+    state = json.loads(resihp("status", "--json").stdout)
+    assert state["state"] == "abnormal"
+    assert state["reason"]
+    # The hours until somebody looked do not count.
+    assert state["wall_seconds"] == pytest.approx(4.5, abs=1e-3)
+
+
+def test_watch_ends_with_the_job(job: Job) -> None:
+    assert json.loads(resihp("status", "--watch", "--json").stdout)["state"] == "completed"
+    assert resihp("status", "--watch").stdout.count("completed") >= 1
+
+
+def test_ledger_option_reads_another_ledger(job: Job, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/shared.db"
+    with Ledger.open(url, tmp_path) as ledger:
+        for record in journal.read(job.journal_file):
+            ledger.submit(record)
+    assert len(rows("iterations", job.name, "--ledger", url)) == 3
+    with pytest.raises(UsageError, match=r"job nix: not in ledger .*shared.db, which holds local-1"):
+        resihp("status", "nix", "--ledger", url)
+
+
+def test_db_upgrade(job: Job, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/shared.db"
+    assert f"schema {head()}, made" in resihp("db", "upgrade", "--ledger", url).stderr
+    assert f"schema {head()}, is up to date" in resihp("db", "upgrade", "--ledger", url).stderr
+    resihp("status")
+    assert f"ledger.db: schema {head()}, is up to date" in resihp("db", "upgrade").stderr
+
+
+def test_newer_ledger_says_what_to_do(job: Job) -> None:
+    resihp("status")
+    connection = sqlite3.connect(job.folder / "ledger.db")
+    with connection:
+        connection.execute("UPDATE resihp_version SET version_num = '0999'")
+    connection.close()
+    with pytest.raises(UsageError, match=rf"schema 0999 is newer than {head()}.*upgrade resihp"):
+        resihp("status")
+
+
+def test_summary_text(job: Job) -> None:
+    text = status.summary_text(job.name)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "2.00 s" in text
+    assert "goodput 66.7 %" in text
+
+
+def test_moment() -> None:
+    now = datetime(2026, 1, 31, 12, tzinfo=UTC)
+    assert status.moment(None) is None
+    assert status.moment("30m", now) == datetime(2026, 1, 31, 11, 30, tzinfo=UTC)
+    assert status.moment("2026-01-31") == datetime(2026, 1, 31, tzinfo=UTC)
+    assert status.moment("2026-01-31T12:00+02:00") == datetime(2026, 1, 31, 10, tzinfo=UTC)
+
+
+def test_the_command_line_does_not_load_databases_to_answer_help() -> None:
+    code = "import sys, wrapper.cli; print([m for m in ('sqlalchemy', 'alembic', 'pandas', 'db') if m in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout == "[]\n"

@@ -1,0 +1,219 @@
+"""Configuration: who overrules whom, and that nothing is ignored."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from resihp.errors import ConfigurationError
+from wrapper.config.schema import Configuration, read
+
+
+def toml(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_precedence_key_by_key(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, job_size, keeping = (
+        "[layout]\ntp = {0}\npp = {0}\n",
+        "[job]\nnodes = {0}\ngpus_per_node = {0}\n",
+        "keep = {0}\n",
+    )
+    every = "[checkpoint]\nevery = {0}\n"
+    etc = toml(fresh_home / "etc.toml", (layout + job_size + every + keeping).format(1))
+    user = toml(fresh_home / "user.toml", (layout + job_size + every).format(2))
+    here = toml(fresh_home / "resihp.toml", (layout + job_size).format(3))
+    job = toml(fresh_home / "job.toml", "[layout]\ntp = 4\npp = 4\n[job]\nnodes = 4\n")
+    monkeypatch.setenv("RESIHP_LAYOUT__TP", "5")
+    monkeypatch.setenv("RESIHP_LAYOUT__PP", "5")
+    found = read({"layout": {"tp": 6}}, job, site=(here, user, etc))
+    assert (found.layout.tp, found.layout.pp) == (6, 5)
+    assert (found.job.nodes, found.job.gpus_per_node) == (4, 3)
+    assert (found.checkpoint.every, found.checkpoint.keep) == (2, 1)
+    assert found.layout.schedule == "1f1b"
+
+
+def test_files_are_found_where_they_are_said_to_be(fresh_home: Path) -> None:
+    toml(fresh_home / "configuration" / "resihp" / "config.toml", "[layout]\ntp = 2\npp = 2\n")
+    toml(fresh_home / "resihp.toml", "[layout]\npp = 3\n")
+    assert (read({}).layout.tp, read({}).layout.pp) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[layout]\ntq = 2\n", r"job\.toml: unknown key tq in \[layout\]; did you mean tp\?"),
+        ("[layuot]\ntp = 2\n", r"job\.toml: unknown section \[layuot\]; did you mean layout\?"),
+        ("tp = 2\n", r"job\.toml: unknown section \[tp\]; valid: job, layout"),
+        ("layout = 2\n", r"layout is a section"),
+        ("[layout]\ntp = 0\n", r"job\.toml: \[layout\] tp: .* got 0"),
+        (
+            "[layout]\nschedule = 'gpipe'\n",
+            r"job\.toml: \[layout\] schedule: is one of 1f1b, interleaved, zero-bubble, got 'gpipe'",
+        ),
+        ("[layout]\nvirtual_stages = 0\n", r"\[layout\] virtual_stages: .* got 0"),
+        ("[layout]\nvirtual_stage = 2\n", r"unknown key virtual_stage in \[layout\]; did you mean virtual_stages\?"),
+        ("[layout]\nsequence_parallel = 'often'\n", r"\[layout\] sequence_parallel: .* got 'often'"),
+        ("[adapt]\nmode = 'restart'\n", r"\[adapt\] mode: restart is not supported yet, only in-job is"),
+        ("[adapt]\nmode = 'in_job'\n", r"\[adapt\] mode: .*'in-job'.*got 'in_job'"),
+        ("[adapt]\ncome_backs = -1\n", r"\[adapt\] come_backs: .* got -1"),
+        ("[adapt]\ncomebacks = 1\n", r"unknown key comebacks in \[adapt\]; did you mean come_backs\?"),
+        ("[job]\nmemory_per_device = 80\n", r"\[job\] memory_per_device: not a size with a unit; examples: 80GB"),
+        ("[job]\nmemory_per_device = '80'\n", r"not a size with a unit.*, got '80'"),
+        ("[job]\nmemory_per_device = '0GB'\n", r"must be more than nothing"),
+        ("[slurm]\nspare = 1\n", r"unknown key spare in \[slurm\]; did you mean spares\?"),
+        ("[slurm]\npartition = 'gpu; rm -rf'\n", r"\[slurm\] partition: must consist of letters, digits and"),
+        ("[slurm]\npartition = '--wrap=x'\n", r"\[slurm\] partition: must consist"),
+        ("[slurm]\nconstraint = 'a100 `id`'\n", r"\[slurm\] constraint: must consist of feature names"),
+        ("[slurm]\non_warning = 'stop'\n", r"\[slurm\] on_warning: .*'requeue' or 'end', got 'stop'"),
+        ("[slurm]\nwarning = '5s'\n", r"\[slurm\] warning: .*greater than or equal to 60"),
+        ("[slurm]\nextra = ['-N 3']\n", r"\[slurm\] extra: must be a long option of sbatch"),
+        ("[slurm]\nextra = ['--comment=a\\nb']\n", r"\[slurm\] extra: must be a long option of sbatch"),
+        ("[slurm]\nextra = ['--comment=$(id)']\n", r"\[slurm\] extra: must be a long option of sbatch"),
+        ("[slurm]\nextra = ['--nodes=3']\n", r"\[slurm\] extra: --nodes: use \[job\] nodes and \[slurm\] spares"),
+        ("[slurm]\nextra = ['--no-kill']\n", r"\[slurm\] extra: --no-kill is ours to set"),
+        ("[slurm]\nports = '60001'\n", r"\[slurm\] ports: must be a range of ports, as 60001-63000, got '60001'"),
+        ("[slurm]\nports = '0-63000'\n", r"\[slurm\] ports: must lie within 1024-65535"),
+        ("[slurm]\nports = '63000-60001'\n", r"\[slurm\] ports: must lie within .* the lower port first"),
+        ("[slurm]\nports = '60001-60002'\n", r"\[slurm\] ports: must have 16 ports at least"),
+        ("[slurm]\nports = 60001\n", r"\[slurm\] ports: .*string"),
+        ("[network]\ninterface = '^docker0'\n", r"\[network\] interface: must be names of interfaces"),
+        ("[network]\ncontrol = 'eth0 eth1'\n", r"\[network\] control: must be names of interfaces"),
+        ("[container]\nruntime = 'docker'\n", r"\[container\] runtime: .*'apptainer'.*got 'docker'"),
+        ("[container]\nmounts = ['data']\n", r"\[container\] mounts: must be /source, /source:/destination"),
+        ("[job]\ntime = '24'\n", r"\[job\] time: not a time with its unit; examples: 24h, .*got '24'"),
+        ("[job]\ntime = 3600\n", r"\[job\] time: not a time with its unit.*got 3600"),
+        ("[job]\ntime = '0h'\n", r"\[job\] time: must be more than nothing"),
+        ("[site]\ndrains = 1\n", r"job\.toml: \[site\] stands in /etc/resihp\.toml only"),
+        ("[layout\n", r"job\.toml: .*line 1"),
+    ],
+)
+def test_mistakes_name_their_place(fresh_home: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        read({}, toml(fresh_home / "job.toml", text))
+
+
+def test_mistakes_in_the_environment_name_it(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESIHP_LAYOUT__TQ", "2")
+    with pytest.raises(ConfigurationError, match=r"environment: unknown key tq in \[layout\]; did you mean tp"):
+        read({})
+    monkeypatch.delenv("RESIHP_LAYOUT__TQ")
+    monkeypatch.setenv("RESIHP_LAYOUT__TP", "two")
+    with pytest.raises(ConfigurationError, match=r"environment: \[layout\] tp: .*'two'"):
+        read({})
+
+
+def test_missing_job_file_is_told(fresh_home: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no such file"):
+        read({}, fresh_home / "job.toml")
+
+
+def test_commands_and_numbers_from_the_environment(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESIHP_JOB__COMMAND", '["python", "train.py"]')
+    monkeypatch.setenv("RESIHP_CHECKPOINT__EVERY", "7")
+    assert read({}).job.command == ("python", "train.py")
+    assert read({}).checkpoint.every == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_of_it"),
+    [
+        ("80GB", 80 * 10**9),
+        ("80 gb", 80 * 10**9),
+        ("79.5GiB", int(79.5 * 2**30)),
+        ("512MiB", 512 * 2**20),
+        ("512MB", 512 * 10**6),
+        ("7kB", 7000),
+        ("7KiB", 7168),
+        ("1TB", 10**12),
+        ("64B", 64),
+    ],
+)
+def test_sizes_have_units(fresh_home: Path, text: str, bytes_of_it: int) -> None:
+    assert read({"job": {"memory_per_device": text}}).job.memory_per_device == bytes_of_it
+    assert read({}).job.memory_per_device is None
+
+
+def test_layout_and_adaptation_from_a_job_file(fresh_home: Path) -> None:
+    text = "[layout]\nschedule = 'interleaved'\nvirtual_stages = 2\nsequence_parallel = true\n[adapt]\ncome_backs = 0\n"
+    found = read({}, toml(fresh_home / "job.toml", text))
+    layout = found.layout
+    assert (layout.schedule, layout.virtual_stages, layout.sequence_parallel) == ("interleaved", 2, True)
+    assert found.adapt.come_backs == 0
+    assert (read({}).layout.virtual_stages, read({}).adapt.come_backs) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("24h", 86400), ("1h30m", 5400), ("2d", 172800), ("45s", 45), ("2-01:00:30", 176430), ("00:20:00", 1200)],
+)
+def test_times_have_units(fresh_home: Path, text: str, seconds: int) -> None:
+    assert read({"job": {"time": text}}).job.time == seconds
+    assert read({}).job.time is None
+
+
+def test_slurm_and_container_from_a_job_file(fresh_home: Path) -> None:
+    text = (
+        "[slurm]\npartition = 'gpu,gpu2'\nconstraint = '[a100|h100]&ib'\nspares = 1\nreplacements = 2\n"
+        "warning = '10m'\nreplacement_min_left = '1h'\nextra = ['--mail-type=END', '--contiguous']\n"
+        "[container]\nruntime = 'apptainer'\nimage = '/i.sif'\nmounts = ['/data', '/a:/b:ro']\n"
+    )
+    found = read({}, toml(fresh_home / "job.toml", text))
+    assert (found.slurm.spares, found.slurm.replacements, found.slurm.drains) == (1, 2, 2)
+    assert (found.slurm.warning, found.slurm.replacement_min_left) == (600, 3600)
+    assert found.slurm.extra == ("--mail-type=END", "--contiguous")
+    assert found.container.mounts == ("/data", "/a:/b:ro")
+    assert (read({}).slurm.warning, read({}).slurm.replacement_min_left, read({}).container.runtime) == (300, 1800, "")
+
+
+def test_a_site_bounds_what_users_ask_for(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "[site]\ndrains = 1\ndrained = 3\nreplacements = 0\npartitions = ['gpu', 'long']\n"
+    text += "[slurm]\nspool = '/site/spool'\n"
+    etc = toml(fresh_home / "etc.toml", text)
+
+    def asked(slurm: str) -> Configuration:
+        return read({}, toml(fresh_home / "job.toml", f"[slurm]\n{slurm}\n"), site=(etc,), authority=etc)
+
+    assert asked("partition = 'gpu'").slurm.drains == 1, "the default of 2 gives way"
+    assert asked("").slurm.spool == "/site/spool"
+    assert asked("").site.drained == 3
+    for slurm, message in (
+        ("drains = 2", r"job\.toml: \[slurm\] drains: 2, but .*etc\.toml allows 1; lower it"),
+        ("replacements = 1", r"job\.toml: \[slurm\] replacements: 1, but .*etc\.toml allows 0"),
+        ("partition = 'gpu,debug'", r"\[slurm\] partition: debug is not allowed by .*etc\.toml; choose gpu or long"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            asked(slurm)
+    monkeypatch.setenv("RESIHP_SLURM__DRAINS", "3")
+    with pytest.raises(ConfigurationError, match=r"environment: \[slurm\] drains: 3, but"):
+        asked("")
+    monkeypatch.setenv("RESIHP_SITE__DRAINS", "9")
+    with pytest.raises(ConfigurationError, match=r"environment: \[site\] stands in"):
+        asked("")
+
+
+def test_where_a_value_comes_from_can_be_asked(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESIHP_JOB__NODES", "3")
+    found = read({"layout": {"tp": 2}}, toml(fresh_home / "job.toml", "[job]\nnodes = 2\n[layout]\npp = 2\n"))
+    assert found.origin("job", "nodes") == "environment"
+    assert found.origin("layout", "tp") == "command line"
+    assert found.origin("layout", "pp") == str(fresh_home / "job.toml")
+    assert found.origin("job", "gpus_per_node") is None
+
+
+def test_threads_that_read_at_once_read_their_own_files(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """As doctor's checks do."""
+    usual = sys.getswitchinterval()
+    request.addfinalizer(lambda: sys.setswitchinterval(usual))
+    sys.setswitchinterval(1e-6)
+    files = [tmp_path / f"{i}.toml" for i in range(4)]
+    for i, file in enumerate(files):
+        file.write_text(f"[job]\nnodes = {i + 1}\n")
+    with ThreadPoolExecutor(max_workers=len(files)) as pool:
+        found = list(pool.map(lambda i: read({}, files[i % 4], site=()).job.nodes, range(400)))
+    assert found == [i % 4 + 1 for i in range(400)]

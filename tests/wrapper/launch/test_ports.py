@@ -1,0 +1,53 @@
+"""Listening for other nodes: inside the range, on the next port that is free, or not at all."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+
+import pytest
+
+from resihp.errors import UsageError
+from wrapper.launch.ports import listen
+
+
+def free_range(count: int) -> tuple[int, int]:
+    """So many ports in a row on which nobody listens, below those that the kernel chooses from."""
+    for first in range(20000, 30000, count):
+        try:
+            with ExitStack() as stack:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        except OSError:
+            continue
+        return first, first + count - 1
+    raise AssertionError("no ports are free here")
+
+
+def test_all_of_a_range_and_nothing_else_is_used() -> None:
+    first, last = free_range(20)
+    with ExitStack() as stack:
+        bound = [stack.enter_context(listen("127.0.0.1", (first, last))).getsockname()[1] for _ in range(20)]
+        assert sorted(bound) == list(range(first, last + 1)), "each has got one of its own"
+        with pytest.raises(UsageError, match=rf"127\.0\.0\.1: no port of {first}-{last} is free here; widen .*ports"):
+            listen("127.0.0.1", (first, last))
+
+
+def test_jobs_do_not_all_begin_at_the_same_port() -> None:
+    ports = free_range(40)
+    begun = set()
+    for _ in range(8):
+        with listen("127.0.0.1", ports) as listener:
+            begun.add(listener.getsockname()[1])
+    assert len(begun) > 1
+
+
+def test_without_a_range_the_kernel_chooses() -> None:
+    with listen("127.0.0.1") as first, listen("127.0.0.1") as second:
+        assert first.getsockname()[1] != second.getsockname()[1]
+
+
+@pytest.mark.parametrize("ports", [None, (20000, 20100)])
+def test_an_address_of_another_machine_is_told(ports: tuple[int, int] | None) -> None:
+    with pytest.raises(UsageError, match=r"192\.0\.2\.1: cannot listen on .*port.*: Cannot assign requested address"):
+        listen("192.0.2.1", ports)

@@ -1,0 +1,296 @@
+"""Metrics follow the journal and agree with the ledger; odd names, full disks and taken ports harm nobody."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import wrapper.sinks.metrics
+from db.reading.queries import Reader
+from db.writer import Ledger
+from resihp.record import journal
+from tests.db.conftest import BEGAN, any_layout_story, node_story, outcome, started, story, write_journal
+from tests.waiting import until
+from wrapper.sinks.figures import Figures, follow, snapshot
+from wrapper.sinks.metrics import Metrics
+
+LATER = BEGAN + 3600
+
+
+def told(entries: Any, path: Path) -> list[journal.Record]:
+    return write_journal(path / "told", entries)
+
+
+def figures(records: list[journal.Record]) -> Figures:
+    found = Figures()
+    for record in records:
+        follow(found, record)
+    return found
+
+
+def samples(text: bytes) -> dict[tuple[str, ...], float]:
+    """(name, labels but the job's) -> value."""
+    found = {}
+    for family in text_string_to_metric_families(text.decode()):
+        for sample in family.samples:
+            labels = [f"{key}={value}" for key, value in sorted(sample.labels.items()) if key != "job_id"]
+            found[sample.name, *labels] = sample.value
+    return found
+
+
+def scraped(records: list[journal.Record], **arguments: Any) -> dict[tuple[str, ...], float]:
+    return samples(Metrics("j", records, say=pytest.fail, clock=lambda: LATER, **arguments).text())
+
+
+def test_a_story_of_one_failure(tmp_path: Path) -> None:
+    found = scraped(told(story(), tmp_path), outside=lambda: {"ledger_behind": 3, "webhook.told": 2})
+    expected = {
+        ("resihp_iteration",): 20,
+        ("resihp_iterations_total",): 20,
+        ("resihp_iteration_seconds",): 0.6,
+        ("resihp_iteration_predicted_seconds",): 0.59,
+        ("resihp_epoch",): 2,
+        ("resihp_useful_seconds_total",): 11 * 0.5 + 9 * 0.6,
+        ("resihp_failures_total", "component=process", "kind=fail-stop", "node=n2"): 1,
+        ("resihp_reconfigurations_total", "action=redo"): 1,
+        ("resihp_reconfiguration_seconds_total", "action=redo"): 1.0,
+        ("resihp_checkpoints_total",): 1,
+        ("resihp_job_state", "state=completed"): 1,
+        ("resihp_job_state", "state=running"): 0,
+        ("resihp_ranks", "state=ended"): 12,
+        ("resihp_ledger_behind_records",): 3,
+        ("resihp_hook_events_total", "hook=webhook", "outcome=told"): 2,
+    }
+    assert {key: found[key] for key in expected} == pytest.approx(expected)
+
+
+def overlapping() -> Iterator[tuple[journal.AnyEntry, float]]:
+    """The story, in which ranks begin each iteration a little before the last one is committed, and one comes late."""
+    for n, (entry, at) in enumerate(story()):
+        if isinstance(entry, journal.IterationCommitted) and entry.seconds is not None:
+            yield msgspec.structs.replace(entry, seconds=entry.seconds + 0.02), at + 0.1 * (n % 7 == 0)
+        else:
+            yield entry, at
+        if isinstance(entry, journal.PlanDecided):
+            yield journal.PlanInEffect(epoch=entry.plan.epoch), at + 0.01
+
+
+@pytest.mark.parametrize("until", [None, 30, 45])
+@pytest.mark.parametrize("of", [story, overlapping])
+def test_goodput_is_the_ledger_s(
+    tmp_path: Path, of: Callable[[], Iterator[tuple[journal.AnyEntry, float]]], until: int | None
+) -> None:
+    records = told(of(), tmp_path)[:until]
+    now = records[-1].at + 7
+    found = figures(records)
+    with Ledger.open("sqlite", tmp_path) as ledger:
+        for record in records:
+            ledger.submit(record)
+        assert ledger.flush()
+    with Reader.open(f"sqlite:///{tmp_path / 'ledger.db'}") as reader:
+        summary = reader.summary(reader.job()["id"], datetime.fromtimestamp(now, UTC))
+    assert found.goodput(now) == pytest.approx(summary["goodput"])
+    assert found.useful_s() == pytest.approx(summary["useful_seconds"])
+    assert found.wall_s(now) == pytest.approx(summary["wall_seconds"])
+
+
+def test_an_iteration_that_nobody_timed_counts_as_the_median(tmp_path: Path) -> None:
+    def entries() -> Any:
+        for i, seconds in enumerate((1.0, 2.0, None, 9.0), 1):
+            yield (
+                journal.IterationCommitted(epoch=1, outcome=outcome(i), seconds=seconds, predicted_seconds=None),
+                BEGAN + 10 * i,
+            )
+
+    assert figures(told(entries(), tmp_path)).useful_s() == 1.0 + 2.0 + 2.0 + 9.0
+
+
+def test_each_rank_is_in_one_state(tmp_path: Path) -> None:
+    records = told(any_layout_story(), tmp_path)
+    found = scraped(records)
+    ranks = {key[1]: value for key, value in found.items() if key[0] == "resihp_ranks"}
+    assert ranks == {
+        "state=active": 12,
+        "state=standby": 0,
+        "state=starting": 0,
+        "state=suspected": 0,
+        "state=ended": 2,
+    }
+    before = records.index(next(r for r in records if isinstance(r.entry, journal.WorkerEnded)))
+    assert figures(records[:before]).ranks()["active"] == 12
+
+
+def test_nodes_drains_and_replacements(tmp_path: Path) -> None:
+    found = scraped(told(node_story(), tmp_path))
+    assert found[("resihp_drains_total",)] == 2
+    assert found["resihp_drain_answers_total", "outcome=done", "step=slurm"] == 1
+    assert found["resihp_replacements", "state=joined"] == 1
+    assert found["resihp_replacements", "state=refused"] == 1
+    assert (found[("resihp_nodes",)], found[("resihp_nodes_lost_total",)]) == (3, 1)
+
+
+def test_nothing_is_claimed_before_there_is_something(tmp_path: Path) -> None:
+    found = scraped(told(iter([(started(), BEGAN)]), tmp_path))
+    for name in ("resihp_goodput_ratio", "resihp_iteration_seconds", "resihp_loss", "resihp_ledger_behind_records"):
+        assert (name,) not in found
+
+
+ODD = 'a"b\\c\nd}é\udc80' + "x" * 500
+
+
+def test_odd_names_come_out_as_they_are(tmp_path: Path) -> None:
+    failure = journal.FailureFound(
+        failure=1,
+        kind="fail-stop",
+        component="node",
+        cause="",
+        ranks=(),
+        node=ODD,
+        device=None,
+        iteration=1,
+        epoch=1,
+        evidence="",
+        detect_s=None,
+    )
+    metrics = Metrics("j", say=pytest.fail)
+    metrics.submit(journal.Record(1, BEGAN, started(user=ODD)))
+    metrics.submit(journal.Record(2, BEGAN, failure))
+    found = samples(metrics.text())
+    (node,) = [key[-1] for key in found if key[0] == "resihp_failures_total"]
+    assert node == "node=" + ODD.replace("\udc80", "?")[: wrapper.sinks.metrics.MAX_LABEL]
+
+
+def test_a_snapshot_does_not_change(tmp_path: Path) -> None:
+    records = told(any_layout_story(), tmp_path)
+    found = figures(records[:20])
+    before, text = snapshot(found), repr(found)
+    for record in records[20:]:
+        follow(found, record)
+    assert repr(found) != text
+    assert repr(before) == text
+
+
+def test_labels_do_not_grow_with_the_job(tmp_path: Path) -> None:
+    metrics = Metrics("j", told(story(ended=False), tmp_path), say=pytest.fail)
+    before = len(samples(metrics.text()))
+    for i in range(100):
+        entry = journal.IterationCommitted(epoch=2, outcome=outcome(i), seconds=0.1, predicted_seconds=0.1)
+        metrics.submit(journal.Record(1000 + i, BEGAN + i, entry))
+    assert len(samples(metrics.text())) == before
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def test_it_answers_on_loopback_while_the_job_runs(tmp_path: Path) -> None:
+    metrics = Metrics("j", told(story(ended=False), tmp_path), say=pytest.fail)
+    port = metrics.serve(free_port())
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            assert samples(answer.read())[("resihp_iteration",)] == 20
+    finally:
+        metrics.close(time.monotonic() + 10)
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
+
+
+def test_a_port_that_is_taken_is_said_and_no_more() -> None:
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        metrics = Metrics("j", say=said.append)
+        assert metrics.serve(port) is None
+        metrics.submit(journal.Record(1, BEGAN, started()))
+    assert said == [
+        f"metrics: 127.0.0.1:{port} cannot be had (Address already in use); set port in [metrics] to another"
+    ]
+    metrics.close(time.monotonic() + 10)
+
+
+# --- the textfile ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wrapper.sinks.metrics, "BETWEEN_WRITES_S", 0.0)
+
+
+@pytest.mark.usefixtures("eager")
+def test_the_textfile_is_others_to_read_and_holds_the_end(tmp_path: Path) -> None:
+    old = os.umask(0o077)
+    try:
+        path = tmp_path / "resihp.prom"
+        metrics = Metrics("j", say=pytest.fail)
+        metrics.write_to(path)
+        for record in told(story(), tmp_path):
+            metrics.submit(record)
+        assert metrics.close(time.monotonic() + 10)
+    finally:
+        os.umask(old)
+    assert samples(path.read_bytes())["resihp_job_state", "state=completed"] == 1
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["resihp.prom", "told"]
+
+
+@pytest.mark.usefixtures("eager")
+def test_whoever_reads_it_never_sees_half_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "resihp.prom"
+    metrics = Metrics("j", told(story(ended=False), tmp_path), say=pytest.fail)
+    metrics.write_to(path)
+    until(path.exists)
+    whole = set(samples(path.read_bytes()))
+    for i in range(200):
+        entry = journal.IterationCommitted(epoch=2, outcome=outcome(i), seconds=0.1, predicted_seconds=0.1)
+        metrics.submit(journal.Record(1000 + i, BEGAN + i, entry))
+        assert set(samples(path.read_bytes())) == whole
+    metrics.close(time.monotonic() + 10)
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_folder_that_is_not_there_is_said_once_and_so_is_that_it_is(tmp_path: Path) -> None:
+    said: list[str] = []
+    path = tmp_path / "later" / "resihp.prom"
+    metrics = Metrics("j", say=said.append)
+    metrics.write_to(path)
+    until(lambda: said)
+    for i, record in enumerate(told(story(ended=False), tmp_path)):
+        if i == 10:
+            path.parent.mkdir()
+        metrics.submit(record)
+        until(lambda: not metrics._textfile or not metrics._textfile.changed.is_set())
+    assert metrics.close(time.monotonic() + 10)
+    assert [text.split(": ", 2)[2].split(";")[0] for text in said] == ["No such file or directory", "written again"]
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_hung_file_system_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hung, release = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        hung.set()
+        release.wait(30)
+
+    monkeypatch.setattr(wrapper.sinks.metrics, "replace_readable", hang)
+    metrics = Metrics("j", say=pytest.fail)
+    metrics.write_to(tmp_path / "x.prom")
+    assert hung.wait(10)
+    for record in told(story(), tmp_path):
+        metrics.submit(record)
+    assert not metrics.close(time.monotonic())
+    assert samples(metrics.text())[("resihp_iteration",)] == 20
+    release.set()

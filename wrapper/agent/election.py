@@ -1,0 +1,108 @@
+"""Which agent starts a successor when nobody leads: the rules, without clock, socket or process.
+
+An agent that has heard nothing of a leader for a while asks all others whether they would follow a supervisor of the
+next term on its node. Who still hears a leader, has promised itself to that term, or knows more of the journal than
+the candidate, would not. With a quorum (`resihp.record.quorum`) the candidate starts a supervisor. A vote binds nobody:
+it keeps agents from starting supervisors in vain. What binds is the promise that each agent makes to the supervisor
+itself, which leads once a quorum has made it (`wrapper.agent.supervisor_link`). Used by `wrapper.agent.peers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from resihp.protocol import messages as m
+from resihp.record.quorum import Membership
+
+LEADER_PATIENCE_S = 5.0
+"""How long an agent without a leader waits before it looks for a successor; after it has heard of one, too."""
+STAGGER_S = 0.3
+"""How much longer each agent waits than the one before it, so that one stands alone."""
+QUIET_S = 2.0
+"""A leader that was heard of so recently is there, as far as a voter is concerned."""
+ASK_S = 1.0
+"""How long a candidate waits for answers."""
+AGAIN_S = 1.0
+"""How long after it had no quorum a candidate asks again."""
+PLEDGE_S = 3.0
+"""How long a voter gives no other candidate its word."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What an agent knows when it judges a candidate or stands as one.
+
+    `heard_at`: when it last heard of a leader; None if it never has. `peers`: nodes of all agents, in an order that is
+    the same for all.
+    """
+
+    now: float
+    promised: int
+    membership: Membership
+    heard_at: float | None
+    peers: tuple[str, ...]
+
+
+def accepts(lead: m.Lead, promised: int, log: int) -> bool:
+    """Whether an agent may leave a leader for this one: what it has promised binds it, and what it knows, too.
+
+    A leader that knows less may still have a quorum of others (`settled`): then what this agent has beyond it was never
+    decided.
+    """
+    return lead.term > promised and (lead.settled or lead.log >= log)
+
+
+class Election:
+    """One agent's part in choosing. Times are those of `Standing.now`."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._seen = 0
+        """The newest term that anybody was heard of."""
+        self._pledged_to = ""
+        self._pledged_until = float("-inf")
+        self._again_at = float("-inf")
+
+    def term_to_stand_for(self, here: Standing) -> int | None:
+        """The term for which this agent should ask the others now; None if it should not."""
+        membership = here.membership
+        if not membership.electable or self._node not in membership.voters or here.heard_at is None:
+            return None
+        position = here.peers.index(self._node) if self._node in here.peers else len(here.peers)
+        patience_s = LEADER_PATIENCE_S + STAGGER_S * position
+        if here.now < max(here.heard_at + patience_s, self._again_at, self._pledged_until):
+            return None
+        self._again_at = here.now + AGAIN_S + STAGGER_S * position
+        self._pledged_to, self._pledged_until = self._node, here.now + ASK_S
+        return max(here.promised, self._seen) + 1
+
+    def judge(self, asked: m.AskVote, here: Standing) -> m.Vote:
+        """Whether this agent would follow the candidate."""
+        self._seen = max(self._seen, asked.term - 1)
+        reason = ""
+        if here.heard_at is not None and here.now - here.heard_at < QUIET_S:
+            reason = f"heard a leader {here.now - here.heard_at:.1f} s ago"
+        elif asked.term <= here.promised:
+            reason = f"has promised itself to term {here.promised}"
+        elif asked.log < here.membership.log:
+            reason = f"has record {here.membership.log} of the journal, the candidate ends with {asked.log}"
+        elif here.now < self._pledged_until and self._pledged_to != asked.node:
+            reason = f"has given its word to the agent of node {self._pledged_to}"
+        else:
+            self._pledged_to, self._pledged_until = asked.node, here.now + PLEDGE_S
+        return m.Vote(node=self._node, granted=not reason, term=here.promised, reason=reason)
+
+    def chosen(self, term: int, votes: Iterable[m.Vote], here: Standing) -> bool:
+        """Whether the answers to `term` are a quorum; `here` is how things stand now that they are counted."""
+        granted = {self._node}
+        for vote in votes:
+            self._seen = max(self._seen, vote.term)
+            if vote.granted:
+                granted.add(vote.node)
+        yielded = here.now < self._pledged_until and self._pledged_to != self._node
+        return not yielded and here.promised < term and here.membership.quorum(granted)
+
+    def wait_for(self, node: str, now: float) -> None:
+        """A supervisor is being started on that node: give it time."""
+        self._pledged_to, self._pledged_until = node, now + LEADER_PATIENCE_S

@@ -1,0 +1,94 @@
+"""An agent's copy of the job's journal: what the leader sends it, in the journal's own file format, on local disk.
+
+It decides nothing: `resihp.record.quorum` reads off it who may vote, and a successor starts from it. A copy lives as
+long as its agent does, so that it needs no flushing: what a node forgets when it crashes, it could not tell anyway.
+Used by `wrapper.agent.process`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from resihp.errors import ProtocolError, UsageError
+from resihp.protocol import messages as m
+from resihp.record.journal import Journal, Record, encode, read
+from resihp.record.quorum import Membership
+from wrapper.job_folder import Job
+
+
+class Replica:
+    """One copy. `membership` is what it tells of leaders and voters."""
+
+    def __init__(self, path: Path) -> None:
+        """Begin an empty one. Raises OSError."""
+        self.path = path
+        self.membership = Membership()
+        self.whole = True
+        """False once the disk has refused a record: the copy still votes, and no successor can start from it."""
+        path.unlink(missing_ok=True)
+        self._journal = Journal(path, sync=False)
+
+    @property
+    def log(self) -> int:
+        """Number of the last record, 0 for none."""
+        return self.membership.log
+
+    def apply(self, message: m.Replicate) -> None:
+        """Drop what comes after `message.after`, append its records.
+
+        Raises ProtocolError when the copy does not end with `after` then, or for what is no record that follows.
+        """
+        if message.after < self.log:
+            self._rewind(message.after)
+        if message.after != self.log:
+            raise ProtocolError(f"journal copy: ends with record {self.log}, where {message.after} is to be followed")
+        for body in message.records:
+            self.membership.apply(self._take(body))
+
+    def _take(self, body: bytes) -> Record:
+        if self.whole:
+            try:
+                return self._journal.copy(body)
+            except OSError as error:
+                print(f"journal copy: {self.path}: {error.strerror}; no successor can start here", flush=True)
+                self.whole = False
+        return msgspec.msgpack.decode(body, type=Record)
+
+    def close(self) -> None:
+        self._journal.close()
+
+    def _rewind(self, after: int) -> None:
+        """Keep the records up to number `after`."""
+        if not self.whole:
+            raise ProtocolError(f"journal copy: {self.path} is not whole and cannot be rewound to record {after}")
+        kept = [record for record in read(self.path) if record.seq <= after]
+        self._journal.close()
+        shorter = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        shorter.unlink(missing_ok=True)
+        journal = Journal(shorter, sync=False)
+        self.membership = Membership()
+        for record in kept:
+            journal.copy(encode(record))
+            self.membership.apply(record)
+        journal.close()
+        shorter.replace(self.path)
+        self._journal = Journal(self.path, sync=False)
+
+
+def local_place(job: Job) -> Path:
+    """The job's folder on this machine's own disk, made if it is not there.
+
+    Raises UsageError if it cannot be made, or is not ours alone: somebody else could forge what we find there.
+    """
+    place = job.journal_file.parent
+    try:
+        for folder in (place.parent, place):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if folder.stat().st_uid != os.getuid():
+                raise UsageError(f"{folder}: belongs to another user; set RESIHP_LOCAL to a folder of yours")
+    except OSError as error:
+        raise UsageError(f"{place}: cannot hold journals: {error.strerror}; set RESIHP_LOCAL to another") from error
+    return place

@@ -1,0 +1,290 @@
+"""The agent: one per node. Starts workers, passes messages on, tells at once who ended.
+
+`python -P -m wrapper.agent.process --run FILE [--node N] --supervisor HOST:PORT`, started by a launcher; without a
+node, or with `-`, it is the one that Slurm names. With `--lease N` it comes later, in answer to a request for another
+node, and looks itself where the supervisor is. It decides nothing but this: when nobody leads for too long
+(`wrapper.agent.supervisor_link`), it ends its workers and itself, so that nothing of a job outlives both. Where the job
+asks for it, agents keep copies of the journal, and one of them starts a successor when the supervisor is gone
+(`wrapper.agent.election`). A signal from outside is told to the supervisor, and ends nothing by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from resihp.errors import ConfigurationError, ResihpError, UsageError
+from resihp.process import adopt_orphans, inherited_socket
+from resihp.protocol import messages as m
+from wrapper.agent.journal_copy import Replica, local_place
+from wrapper.agent.log_mirror import LogMirror, print_to
+from wrapper.agent.peers import Peers
+from wrapper.agent.supervisor_link import LeaderLink
+from wrapper.agent.workers import Workers
+from wrapper.config.run_spec import RunRequest, load
+from wrapper.job_folder import SupervisorFile
+from wrapper.launch.interfaces import of_workers
+from wrapper.launch.launcher import NO_JOB_STATUS
+
+BEAT_S = 1.0
+TERM_GRACE_S = 1.0
+LAST_WORDS_S = 1.0
+"""How long the supervisor may take to acknowledge what an agent that ends has told it."""
+SUCCESSOR_LEAVES_S = 60.0
+"""How long a supervisor that runs as our child may take to end once it has released us."""
+REPORTED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCONT)
+"""Signals that mean something to the job, if somebody sends them to an agent."""
+
+
+class Agent:
+    """One node's agent. `run` returns when there is nothing left to do. `logs`: where its processes write theirs."""
+
+    def __init__(
+        self,
+        request: RunRequest,
+        node: str,
+        host: str,
+        port: int,
+        logs: Path,
+        lease: int = 0,
+        forks: socket.socket | None = None,
+    ) -> None:
+        job = request.of_job
+        self._request = request
+        self._node = node
+        self._lease = lease
+        self._link = LeaderLink((host, port), job.key, self, succession=request.succession)
+        self._replica: Replica | None = None
+        self._peers: Peers | None = None
+        if request.succession:
+            self._replica = Replica(local_place(job) / f"{node}.copy")
+            self._peers = Peers(node, job.run_file, job.key, self._replica, self._link, request.ports)
+        self._workers = Workers(request, node, logs, self._link.tell, lambda: self.dismiss(0.0), forks)
+        self._needed = asyncio.Event()
+        """Set once there are workers to be started."""
+        self._release: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        """Resolved with the seconds of grace once it is time to go; negative: end workers with TERM first."""
+
+    async def run(self) -> None:
+        adopt_orphans()
+        loop = asyncio.get_running_loop()
+        for number in REPORTED:
+            loop.add_signal_handler(number, self._signalled, number)
+        loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is the supervisor's to act on
+        starting = asyncio.create_task(self._start_workers())
+        conversing = asyncio.create_task(self._link.run())
+        tasks = [conversing, asyncio.create_task(self._beat())]
+        if self._peers is not None:
+            tasks += [asyncio.create_task(self._link.watch()), asyncio.create_task(self._peers.run())]
+        reasons_to_go: list[asyncio.Future[Any]] = [*tasks, self._release]
+        await asyncio.wait(reasons_to_go, return_when=asyncio.FIRST_COMPLETED)
+        for task in (*tasks, starting):
+            if task.done():
+                task.result()  # a bug in one of them ends the agent with its traceback
+        starting.cancel()
+        successor = None if self._peers is None else self._peers.successor
+        if self._peers is not None:
+            self._peers.retire()
+        await self._workers.end(
+            self._release.result() if self._release.done() else -TERM_GRACE_S,
+            spare=None if successor is None else successor.pid,
+        )
+        if not conversing.done():
+            await self._link.say_last_words(conversing, LAST_WORDS_S)
+        if successor is not None:
+            await asyncio.wait(tasks[-1:], timeout=SUCCESSOR_LEAVES_S)
+        if self._peers is not None:
+            self._peers.close()
+        for task in tasks:
+            task.cancel()
+
+    # --- what the link to the leader asks ---------------------------------------------------------------------
+
+    @property
+    def log(self) -> int:
+        return 0 if self._replica is None else self._replica.log
+
+    async def introduce(self, own_host: str) -> m.Join:
+        if "SLURM_JOB_ID" in os.environ:
+            self._choose_interface(own_host)
+        return m.Join(
+            node=self._node,
+            peer_port=await self._peers.listen(own_host) if self._peers is not None else 0,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            devices=self._request.gpus_per_node,
+            lease=self._lease,
+            hardware=hardware(),
+            epoch=max(1, self._workers.epoch) if self._link.welcome else 0,
+        )
+
+    def _choose_interface(self, own_host: str) -> None:
+        """The workers'. What the user's environment says counts first, then the configuration, then where we are."""
+        said = os.environ.keys() & {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+        if self._request.interface and len(said) < 2:
+            try:
+                self._workers.network = of_workers(self._request.interface)
+            except ConfigurationError as error:
+                self._workers.obstacle = str(error)
+        elif "GLOO_SOCKET_IFNAME" not in said:
+            self._workers.network = network_of(own_host)
+
+    async def _start_workers(self) -> None:
+        """Not before all agents are there: what a fork server imports takes longer than all of an agent's start."""
+        await self._needed.wait()
+        await self._workers.start()
+
+    def inventory(self) -> m.Inventory:
+        return self._workers.inventory()
+
+    def obey(self, order: m.AgentOrder) -> None:
+        match order:
+            case m.Spawn():
+                self._needed.set()
+                self._workers.spawn(order)
+            case m.ToWorkers():
+                self._workers.order(order)
+            case m.Signal():
+                self._workers.signal(order.rank, order.signal)
+            case m.Replicate() if self._replica is not None:
+                self._replica.apply(order)
+                self._workers.committed(self._replica.membership.committed)
+            case m.Roster() if self._peers is not None:
+                self._peers.roster(order)
+            case m.KillNode():
+                os.killpg(0, order.signal)
+            case m.Release():
+                self.dismiss(order.grace_s)
+            case _:
+                pass
+
+    def dismiss(self, grace_s: float) -> None:
+        if not self._release.done():
+            self._release.set_result(grace_s)
+
+    # --- by itself --------------------------------------------------------------------------------------------
+
+    def _signalled(self, number: signal.Signals) -> None:
+        print(f"got {number.name} from outside", flush=True)
+        if number == signal.SIGTERM and not self._link.welcome:
+            self.dismiss(-TERM_GRACE_S)  # nobody is there who could decide
+        else:
+            self._link.tell(m.Signalled(signal=int(number)))
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            self._link.tell(self._workers.beat())
+            due = max(due + BEAT_S, loop.time())
+            await asyncio.sleep(due - loop.time())
+
+
+def network_of(own_host: str) -> dict[str, str]:
+    """What tells workers to use the interface with this address; nothing if there is none."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == own_host for each in addresses):
+            return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    return {}
+
+
+def hardware(driver: Path = Path("/proc/driver/nvidia/gpus")) -> str:
+    """What the node's GPUs are, as their driver calls them: it needs no process, and hides none from a job."""
+    try:
+        texts = [(gpu / "information").read_text(errors="replace") for gpu in driver.iterdir()]
+    except OSError:
+        return ""
+    lines = [line.partition(":") for text in texts for line in text.splitlines()]
+    return " and ".join(sorted({value.strip() for name, _, value in lines if name.strip() == "Model"}))
+
+
+def node_name(asked: str) -> str:
+    """Raises UsageError when it is left to Slurm, which does not say."""
+    name = os.environ.get("SLURMD_NODENAME", "") if asked == "-" else asked
+    if not name:
+        raise UsageError("SLURMD_NODENAME is not set: start the agent by srun, or name its node with --node")
+    return name
+
+
+def run(request: RunRequest, node: str, address: str, lease: int, forks: socket.socket | None = None) -> None:
+    """Be the agent. With succession, logs are on the node's own disk: a hung folder must not stop what writes them."""
+    host, _, port = (address or _address_of(request)).rpartition(":")
+
+    async def live(logs: Path) -> None:
+        await Agent(request, node, host.strip("[]"), int(port), logs, lease, forks).run()
+
+    job = request.of_job
+    if not request.succession:
+        asyncio.run(live(job.logs))
+        return
+    logs = local_place(job) / "logs"
+    mirror = LogMirror(node, logs, job.logs)
+    print_to(logs / f"{node}.agent.log")
+    try:
+        asyncio.run(live(logs))
+    except ResihpError as error:
+        print(f"agent {node}: {error}", flush=True)
+        sys.exit(1)
+    except Exception:  # noqa: BLE001 - where it is copied from, while it still is
+        traceback.print_exc()
+        sys.exit(1)
+    finally:
+        mirror.close()
+
+
+def _address_of(request: RunRequest) -> str:
+    """Where the supervisor listens now, as it has noted in the job's folder."""
+    file = request.of_job.supervisor_file
+    try:
+        address = msgspec.json.decode(file.read_bytes(), type=SupervisorFile)
+    except (OSError, msgspec.DecodeError) as error:
+        raise UsageError(f"job {request.job}: {file} does not tell where its supervisor is: {error}") from error
+    return f"{address.host}:{address.port}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="wrapper.agent.process")
+    parser.add_argument("--run", required=True, type=Path, help="the job's run.json")
+    parser.add_argument("--node", default="-", help="this node's name; -: as Slurm says (SLURMD_NODENAME)")
+    parser.add_argument("--supervisor", default="", help="host:port; as the job's folder says if left out")
+    parser.add_argument("--lease", type=int, default=0, help="number of the request for a node that this one answers")
+    parser.add_argument("--forks", type=int, help="inherited socket to a fork server; without it, one is started")
+    options = parser.parse_args(arguments)
+    node = options.node
+    try:
+        node = node_name(options.node)
+        forks = None if options.forks is None else inherited_socket(options.forks)
+        run(_load(options.run), node, options.supervisor, options.lease, forks)
+    except _NoJobError as error:
+        print(f"agent {node}: {error}", file=sys.stderr)
+        sys.exit(NO_JOB_STATUS)
+    except (ResihpError, msgspec.MsgspecError) as error:
+        print(f"agent {node}: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+class _NoJobError(Exception):
+    """The job's folder cannot be read."""
+
+
+def _load(path: Path) -> RunRequest:
+    try:
+        request = load(path)
+        request.of_job.key  # noqa: B018 - is it there, too?
+    except (UsageError, OSError) as error:
+        raise _NoJobError(f"{error}; is the job's folder on a file system that all nodes share?") from error
+    return request
+
+
+if __name__ == "__main__":
+    main()

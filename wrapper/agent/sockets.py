@@ -1,0 +1,217 @@
+"""An agent's sockets to its own processes: one to each worker, one to the fork server that starts them.
+
+Callbacks in the agent's event loop; nothing here waits, and nothing is decided. Owned by `wrapper.agent.workers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from resihp.errors import ProtocolError
+from resihp.protocol import messages as m
+from resihp.protocol.framing import MAX_UNSENT_BYTES, LocalChannel, LocalCodec
+from resihp.worker import forkserver
+from resihp.worker.forkserver import ONE_THREAD, Deliver, Ended, Fork, Forked, NotForked, Ready, Unable
+from wrapper.config import container
+from wrapper.config.run_spec import Container, Program
+from wrapper.launch.launcher import own_environment
+
+CHUNK_BYTES = 1 << 16
+
+
+class WorkerPipe:
+    """The agent's end of one worker's socket. Orders are queued, so that a stopped worker blocks nobody."""
+
+    def __init__(self, sock: socket.socket, said: Callable[[m.WorkerMessage], None]) -> None:
+        self._sock = sock
+        self._said = said
+        self._codec: LocalCodec[m.WorkerMessage] = LocalCodec(m.WorkerMessage)
+        self._unsent = bytearray()
+        self._loop = asyncio.get_running_loop()
+        self._open = True
+        sock.setblocking(False)
+        self._loop.add_reader(sock, self._readable)
+
+    def send(self, order: m.WorkerOrder) -> None:
+        """Queue an order; dropped when the worker is gone or has not read for very long."""
+        if not self._open or len(self._unsent) > MAX_UNSENT_BYTES:
+            return
+        self._unsent += self._codec.encode(order)
+        self._flush()
+
+    def drain(self) -> None:
+        """Hand over everything that the worker had sent. Called when it has ended, before its exit is told."""
+        while self._open and self._read():
+            pass
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._sock)
+            self._loop.remove_writer(self._sock)
+            self._sock.close()
+
+    def _readable(self) -> None:
+        self._read()
+
+    def _read(self) -> bool:
+        try:
+            chunk = self._sock.recv(CHUNK_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            chunk = b""
+        if not chunk:
+            self.close()
+            return False
+        try:
+            for message in self._codec.feed(chunk):
+                self._said(message)
+        except ProtocolError as error:
+            print(f"worker socket closed: {error}", flush=True)
+            self.close()
+        return True
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                del self._unsent[: self._sock.send(self._unsent)]
+        except (BlockingIOError, InterruptedError):
+            self._loop.add_writer(self._sock, self._flush)
+            return
+        except OSError:
+            self._unsent.clear()  # its exit is on the way
+        self._loop.remove_writer(self._sock)
+
+
+class ForkServerLink:
+    """The agent's handle on its fork server. Requests wait until it has imported what it preloads."""
+
+    def __init__(
+        self,
+        program: Program,
+        log: Path,
+        report: Callable[[Forked | NotForked | Ended], None],
+        unable: Callable[[str], None],
+        inside: Container | None = None,
+        shared: socket.socket | None = None,
+    ) -> None:
+        """`shared`: to one that virtual nodes have in common, and that is there already."""
+        self._program = program
+        self._container = inside
+        self._log = log
+        self._report = report
+        self._unable = unable
+        self._codec: LocalCodec[forkserver.Report] = LocalCodec(forkserver.Report)
+        self._waiting: list[tuple[Fork, socket.socket]] = []
+        self._ready = False
+        self._reason: str | None = None
+        self._sock = shared
+        self._process: asyncio.subprocess.Process | None = None
+        self._leaving = False
+        self._gone = asyncio.Event()
+
+    async def start(self) -> None:
+        """Start the process, if it is one of our own. Raises OSError when the interpreter is not there."""
+        if self._sock is None:
+            self._sock = await self._start_process()
+        self._channel = LocalChannel(self._sock)
+        asyncio.get_running_loop().add_reader(self._sock, self._readable)
+
+    async def _start_process(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        preload = "" if self._program.kind == "command" else self._program.preload
+        inside = self._container
+        parent = 0 if inside else os.getpid()
+        command = [
+            self._program.interpreter,
+            "-P",
+            "-m",
+            "resihp.worker.forkserver",
+            "--fd",
+            "0",
+            "--parent",
+            str(parent),
+        ]
+        command += ["--preload", preload, *(["--own", ",".join(container.ITS_OWN)] if inside else [])]
+        with theirs, self._log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *container.wrap(inside, command, ONE_THREAD),
+                stdin=theirs.fileno(),
+                stdout=log,
+                stderr=log,
+                env=container.environment(inside, own_environment() | ONE_THREAD),
+            )
+        return ours
+
+    def fork(self, request: Fork, worker_end: socket.socket) -> None:
+        """Ask for a worker; takes over `worker_end`."""
+        if self._ready:
+            with worker_end:
+                self._tell(request, [worker_end.fileno()])
+        else:
+            self._waiting.append((request, worker_end))
+
+    def deliver(self, pid: int, number: int) -> None:
+        self._tell(Deliver(pid=pid, signal=number))
+
+    def close(self) -> None:
+        """Let it go: it kills its children and ends."""
+        self._leaving = True
+        if self._sock is not None:
+            with suppress(OSError):
+                self._sock.shutdown(socket.SHUT_WR)
+
+    async def gone(self, timeout_s: float) -> None:
+        """Wait for its end, not longer than that."""
+        if self._sock is None:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._gone.wait()
+                if self._process is not None:
+                    await self._process.wait()
+        asyncio.get_running_loop().remove_reader(self._sock)
+        self._channel.close()
+
+    def _tell(self, request: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
+        try:
+            self._channel.send(request, descriptors)
+        except OSError as error:
+            print(f"fork server: {error}", flush=True)  # its end is noticed by the reader
+
+    def _readable(self) -> None:
+        assert self._sock is not None
+        try:
+            chunk = self._sock.recv(CHUNK_BYTES, socket.MSG_DONTWAIT)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            chunk = b""
+        if not chunk:
+            asyncio.get_running_loop().remove_reader(self._sock)
+            self._gone.set()
+            if not self._leaving:
+                self._unable(self._reason or f"the fork server ended; see {self._log}")
+            return
+        if self._leaving:
+            return
+        for report in self._codec.feed(chunk):
+            match report:
+                case Ready():
+                    print(f"fork server ready after {report.seconds:.1f} s", flush=True)
+                    self._ready = True
+                    waiting, self._waiting = self._waiting, []
+                    for request, worker_end in waiting:
+                        self.fork(request, worker_end)
+                case Unable():
+                    self._reason = report.reason
+                case _:
+                    self._report(report)

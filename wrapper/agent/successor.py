@@ -1,0 +1,67 @@
+"""A supervisor that an agent has started because nobody leads: what the guardian is to the first one.
+
+It decides nothing but this: one that dies by a signal is started again, a few times, on the same socket and with the
+next term. Owned by `wrapper.agent.peers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from resihp.process import ending
+from wrapper.job_folder import lock_file
+from wrapper.launch.launcher import own_environment
+
+MOST_RESTARTS = 3
+REST_S = 0.2
+"""Between an end and the next start."""
+
+
+class Successor:
+    """One agent's child, over all its lives. `copy`: the agent's copy of the journal, from which it begins."""
+
+    def __init__(self, run_file: Path, node: str, copy: Path, listener: socket.socket, term: int) -> None:
+        self._run_file = run_file
+        self._node = node
+        self._copy = copy
+        self._listener = listener
+        self._term = term
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def run(self) -> None:
+        """Start it, and watch over it to its end."""
+        lock = lock_file(self._copy.with_suffix(".lock"))  # tells commands on this machine that the job is led
+        self._copy.with_suffix(".journal").unlink(missing_ok=True)  # of a term that has ended: the copy knows more
+        try:
+            for life in range(MOST_RESTARTS + 1):
+                status = await self._live(self._term + life)
+                print(f"successor: {ending(status)}", flush=True)
+                if status >= 0:
+                    return
+                await asyncio.sleep(REST_S)
+        except OSError as error:
+            print(f"successor: cannot be started: {error.strerror}", flush=True)
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+    async def _live(self, term: int) -> int:
+        descriptor = self._listener.fileno()
+        self._process = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-P", "-m", "wrapper.supervisor.process", "--run", str(self._run_file)],
+            *["--parent", str(os.getpid()), "--successor", self._node, "--term", str(term)],
+            *["--copy", str(self._copy), "--listen", str(descriptor)],
+            pass_fds=[descriptor],
+            stdin=subprocess.DEVNULL,
+            env=own_environment(),
+        )
+        return await self._process.wait()

@@ -1,0 +1,316 @@
+"""The agent's conversation with whoever leads: whom it follows, and since when it has heard nothing.
+
+A connection that breaks is made again, and nothing is lost with it (`resihp.protocol.resumable`). A supervisor says
+first which term it leads. The agent promises itself to one leader of a term, and never to a lower one again: it accepts
+a later term of somebody who knows at least as much as its own copy of the journal, or whom a quorum has accepted. Then
+what it had said to the leader before counts no more, and the new one is told what there is (`messages.Inventory`).
+
+It decides nothing else; who could lead when nobody does is `wrapper.agent.election`'s. Owned by
+`wrapper.agent.process`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from typing import Protocol
+
+import msgspec
+
+from resihp.errors import ProtocolError
+from resihp.protocol import messages as m
+from resihp.protocol.framing import Envelope, NoAnswerError, SecureChannel
+from resihp.protocol.resumable import Conversation
+from wrapper.agent.election import accepts
+
+RETRY_S = 3.0
+"""How long one attempt to connect may take; without succession, how long to look for one where nobody listens."""
+GUARDED_S = 30.0
+"""Without succession: how long to wait where somebody holds the socket, and is about to start another supervisor."""
+RETRY_EVERY_S = 0.1
+SILENCE_S = 3.0
+"""With succession: a leader that says nothing at all for so long is gone, whatever its connection looks like."""
+ORPHAN_S = 60.0
+"""With succession: how long an agent lives on without a leader. Without it, the same while the supervisor's guardian
+keeps the address open for another supervisor, which has not answered yet."""
+REFUSED_S = 15.0
+"""With succession: how long an agent that was turned away waits for somebody else, who may have a quorum."""
+WATCH_EVERY_S = 0.25
+STALL_S = 1.0
+"""An event loop that comes that late was stopped, or starved: the silence was its own."""
+
+Address = tuple[str, int]
+
+
+class Follower(Protocol):
+    """The agent, as seen from here."""
+
+    @property
+    def log(self) -> int:
+        """Number of the last record in its copy of the journal."""
+
+    async def introduce(self, own_host: str) -> m.Join:
+        """Who it is; `own_host` is its address on the connection. `term` and `log` are filled in here."""
+
+    def inventory(self) -> m.Inventory: ...
+
+    def obey(self, order: m.AgentOrder) -> None:
+        """Raises ProtocolError for records that do not fit its copy of the journal."""
+
+    def dismiss(self, grace_s: float) -> None:
+        """The supervisor wants nothing more of it, or cannot be told anything more. `grace_s` as in `Release`."""
+
+
+class LeaderLink:
+    """One agent's. `home`: where the first supervisor listens, and one that its guardian has started again."""
+
+    def __init__(self, home: Address, key: bytes, follower: Follower, *, succession: bool) -> None:
+        self._home = home
+        self._key = key
+        self._follower = follower
+        self._succession = succession
+        self.promised = 0
+        """The newest term that this agent has promised itself to."""
+        self.heard_at = time.monotonic()
+        """When the leader last said anything."""
+        self.settled = asyncio.Event()
+        """Set while the leader has acknowledged all that it was told."""
+        self._leader: Address = home
+        self._hint: Address | None = None
+        self._hinted = asyncio.Event()
+        self._refused_at: float | None = None
+        self._deserted = False
+        """Whether nobody listens where the leader was."""
+        self._channel: SecureChannel[Envelope[m.AgentOrder]] | None = None
+        self._conversation: Conversation[m.AgentOrder] | None = None
+        self._lasting: list[tuple[int, m.Signalled | m.SpawnFailed]] = []
+        """What no inventory tells, with its number in the present conversation, 0 for none."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a leader, as far as can be told now."""
+        return self._channel is not None
+
+    @property
+    def welcome(self) -> bool:
+        """Whether any supervisor has ever taken us for this node's agent."""
+        return self.promised > 0
+
+    # --- whom to follow ---------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Stay in touch with whoever leads; return when nobody has been there for too long, or we are dismissed."""
+        troubles: dict[Address, str] = {}
+        while True:
+            for address in self._addresses():
+                answered, news = await self._once(address)
+                if self._refused_at is not None and not self._succession:
+                    return
+                if answered:
+                    print(f"supervisor: {news}; connecting again", flush=True)
+                elif news != troubles.get(address) and self._succession:
+                    print(f"supervisor at {address[0]}:{address[1]}: {news}", flush=True)
+                troubles[address] = news
+                if self._conversation is None and answered:
+                    await asyncio.sleep(RETRY_EVERY_S)
+                if answered or self._hinted.is_set():
+                    break
+            else:
+                gone = self._gone_for()
+                if gone is not None:
+                    print(f"supervisor not reached for {gone:g} s: {news}", flush=True)
+                    return
+                await asyncio.sleep(RETRY_EVERY_S)
+
+    async def watch(self) -> None:
+        """Notice a leader that says nothing; with succession only, else it is waited for as long as it lives."""
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(WATCH_EVERY_S)
+            now = time.monotonic()
+            if now - last > WATCH_EVERY_S + STALL_S:
+                self.heard_at += now - last
+            last = now
+            if self._channel is not None and now - self.heard_at > SILENCE_S:
+                print(f"supervisor: silent for {SILENCE_S:g} s", flush=True)
+                self._channel.abort()
+
+    def point_to(self, term: int, address: Address) -> None:
+        """Somebody is about to lead that term from there."""
+        if term > self.promised:
+            self._hint = address
+            self._hinted.set()
+
+    def _addresses(self) -> list[Address]:
+        self._hinted.clear()
+        return list(dict.fromkeys(each for each in (self._hint, self._leader, self._home) if each is not None))
+
+    def _gone_for(self) -> float | None:
+        """After how many seconds we give up, if that is now."""
+        now = time.monotonic()
+        if self._refused_at is not None and now - self._refused_at > REFUSED_S:
+            return REFUSED_S
+        patience_s = ORPHAN_S if self._succession else RETRY_S if self._deserted else GUARDED_S
+        return patience_s if now - self.heard_at > patience_s else None
+
+    async def _once(self, address: Address) -> tuple[bool, str]:
+        """One connection, to its end: whether we followed the supervisor at its end, and why we do no longer."""
+        self._kept_open = False
+        try:
+            channel = await self._connect(address)
+        except NoAnswerError as error:
+            self._kept_open = True
+            return False, str(error)
+        except (OSError, TimeoutError, ProtocolError) as error:
+            self._deserted = isinstance(error, ConnectionRefusedError)
+            return False, str(error) or "no answer"
+        news = "it broke the connection off"
+        try:
+            await self._listen(channel, address)
+        except ProtocolError as error:
+            news = str(error)
+        except TimeoutError:
+            news = "does not say whom it leads"
+        answered = self._channel is channel
+        if answered and not self._succession:
+            self.heard_at = time.monotonic()
+        self._channel = None
+        if self._conversation is not None:
+            self._conversation.disconnect()
+        channel.abort()
+        return answered, news
+
+    async def _connect(self, address: Address) -> SecureChannel[Envelope[m.AgentOrder]]:
+        """Connect, unless a better address becomes known meanwhile. Raises OSError, TimeoutError, ProtocolError."""
+        connecting: asyncio.Task[SecureChannel[Envelope[m.AgentOrder]]] = asyncio.create_task(
+            SecureChannel.connect(*address, self._key, Envelope[m.AgentOrder], timeout_s=RETRY_S)
+        )
+        hinted = asyncio.create_task(self._hinted.wait())
+        try:
+            await asyncio.wait((connecting, hinted), return_when=asyncio.FIRST_COMPLETED)
+            if not connecting.done():
+                raise TimeoutError("a successor is somewhere else")
+            return connecting.result()
+        finally:
+            connecting.cancel()
+            hinted.cancel()
+
+    async def _listen(self, channel: SecureChannel[Envelope[m.AgentOrder]], address: Address) -> None:
+        """Say who we are, follow if we may, hear. Raises ProtocolError, TimeoutError."""
+        join = await self._follower.introduce(channel.own_host)
+        lost_thread = self._conversation is None and self.promised > 0
+        join = msgspec.structs.replace(join, term=self.promised - lost_thread, log=self._follower.log)
+        if self._conversation is not None:
+            self._conversation.connect(channel.post, join)
+        else:
+            with suppress(ConnectionError):
+                channel.post(Envelope(message=join))
+        async with asyncio.timeout(SILENCE_S if self._succession else None):
+            envelope = await channel.recv()
+        if envelope is None:
+            return
+        if isinstance(envelope.message, m.Lead):
+            self._follow(envelope.message, channel, address)
+        elif not isinstance(envelope.message, m.Release):
+            raise ProtocolError("speaks before it has said which term it leads")
+        while envelope is not None:
+            if envelope.number == 0 and isinstance(envelope.message, m.Release):
+                self._refuse(envelope.message)
+                return
+            self.heard_at = time.monotonic()
+            assert self._conversation is not None
+            order = self._conversation.take(envelope)
+            if self._conversation.acknowledged == self._conversation.sent:
+                self.settled.set()
+            if order is not None:
+                self._hand_over(order)
+            envelope = await channel.recv()
+
+    def _follow(self, lead: m.Lead, channel: SecureChannel[Envelope[m.AgentOrder]], address: Address) -> None:
+        """Go on with the leader we have, or accept a later one. Raises ProtocolError for anybody else."""
+        ours = lead.term == self.promised and address == self._leader
+        if not ours and not accepts(lead, self.promised, self._follower.log):
+            raise ProtocolError(
+                f"leads term {lead.term} from record {lead.log}; "
+                f"term {self.promised} was promised, and record {self._follower.log} is here"
+            )
+        self._channel = channel
+        self._refused_at = None
+        if ours and self._conversation is not None:
+            return
+        self._forget()
+        self.promised, self._leader, self._hint = lead.term, address, None
+        print(f"supervisor: leads term {lead.term}{' from ' + lead.node if lead.node else ''}", flush=True)
+        conversation = self._conversation = Conversation()
+        self.settled.clear()
+        conversation.post(self._follower.inventory())
+        self._lasting = [(conversation.post(message), message) for _, message in self._lasting]
+        conversation.connect(channel.post)
+
+    def _refuse(self, release: m.Release) -> None:
+        print("supervisor: refuses this agent", flush=True)
+        self._refused_at = self._refused_at or time.monotonic()
+        if not self._succession:
+            self.settled.set()  # nothing that is still to be told will be heard
+            self._follower.dismiss(release.grace_s)
+
+    def _hand_over(self, order: m.AgentOrder) -> None:
+        match order:
+            case m.Lead() | m.Alive():
+                pass
+            case m.Replicate():
+                try:
+                    self._follower.obey(order)
+                except ProtocolError:
+                    self._forget()  # as if it had never come: the leader has to begin anew, with what we really have
+                    raise
+                if self._conversation is not None:
+                    self._conversation.acknowledge()
+            case _:
+                self._follower.obey(order)
+
+    # --- what to say ------------------------------------------------------------------------------------------
+
+    def tell(self, message: m.AgentMessage) -> None:
+        """Say it now or when the leader is back; a new leader learns it from the inventory instead."""
+        conversation = self._conversation
+        if isinstance(message, m.Beat):
+            if conversation is not None:
+                conversation.mention(message)
+            return
+        number = 0
+        if conversation is not None:
+            self.settled.clear()
+            number = conversation.post(message)
+        if isinstance(message, m.Signalled) or (isinstance(message, m.SpawnFailed) and message.rank is None):
+            self._lasting.append((number, message))
+        if conversation is None or not conversation.overdue:
+            return
+        print("supervisor: does not read", flush=True)
+        if self._succession:
+            self._forget()
+            if self._channel is not None:
+                self._channel.abort()
+        else:
+            self._follower.dismiss(-1.0)
+
+    async def say_last_words(self, running: asyncio.Task[None], timeout_s: float) -> None:
+        """Wait until the leader has all that it was told, also over a new connection; then close. Ends `running`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.settled.wait()
+                running.cancel()  # it would connect again
+                if self._channel is not None:
+                    self._channel.close()
+                    await self._channel.flushed()
+        except TimeoutError:
+            print("the supervisor does not read", flush=True)
+        self._channel = None
+
+    def _forget(self) -> None:
+        """The conversation is over; only what no inventory tells, and the leader may not have heard, is kept."""
+        old, self._conversation = self._conversation, None
+        if old is not None:
+            old.disconnect()
+            self._lasting = [(0, each) for number, each in self._lasting if not 0 < number <= old.acknowledged]

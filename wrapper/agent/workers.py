@@ -1,0 +1,303 @@
+"""An agent's workers: how they are started, what they have said, and how they end.
+
+It starts and ends workers as it is told, tells at once what becomes of them, and can tell a new leader all that it has
+to know of them. Nothing here waits but `start` and `end`. Owned by `wrapper.agent.process`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from resihp.process import ending, state_letter
+from resihp.protocol import messages as m
+from resihp.worker.forkserver import ONE_THREAD, Ended, Fork, Forked, NotForked
+from wrapper.agent.exit_clues import KernelClues, last_words_within
+from wrapper.agent.sockets import ForkServerLink, WorkerPipe
+from wrapper.agent.worker_history import LAST_STEPS, WorkerRecord
+from wrapper.config import container
+from wrapper.config.run_spec import RunRequest
+
+REAP_S = 2.0
+LAST_WORDS_S = 0.2
+"""How long what a worker said before it ended is looked for."""
+
+
+@dataclass
+class Worker:
+    """One worker of this node, from the order to start it until its exit."""
+
+    start: m.Start
+    pipe: WorkerPipe
+    pid: int = 0
+    progress: m.Progress | None = None
+    beat_at: float = 0.0
+    record: WorkerRecord = field(default_factory=WorkerRecord)
+
+
+class Workers:
+    """All workers of this node. `tell` hands a message to the leader; `of_no_use`: nothing can be started here.
+
+    `shared`: to the fork server, where virtual nodes have one in common (`wrapper.preloading`).
+    """
+
+    def __init__(
+        self,
+        request: RunRequest,
+        node: str,
+        logs: Path,
+        tell: Callable[[m.AgentMessage], None],
+        of_no_use: Callable[[], None],
+        shared: socket.socket | None = None,
+    ) -> None:
+        self._request = request
+        self._node = node
+        self._logs = logs
+        self._tell = tell
+        self._of_no_use = of_no_use
+        self._workers: dict[int, Worker] = {}
+        self._exits: list[tuple[int, int]] = []
+        self._telling: set[asyncio.Task[None]] = set()
+        """News of exits on their way."""
+        self._kernel = KernelClues()
+        self._newest_epoch = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.network: Mapping[str, str] = {}
+        """What workers need to know of the network, where neither the user nor the supervisor tells them."""
+        self.obstacle = ""
+        """Why none can be started here; empty where they can."""
+        self.epoch = 0
+        """Of the last `Go`."""
+        self._forks = ForkServerLink(
+            request.program,
+            (logs if shared is None else request.of_job.logs) / f"{node}.forkserver.log",
+            self._forked,
+            self._fork_server_ended,
+            container.with_folders(request.container, [logs] if request.succession else []),
+            shared,
+        )
+
+    async def start(self) -> None:
+        try:
+            await self._forks.start()
+        except OSError as error:
+            self._tell(m.SpawnFailed(reason=f"{self._request.program.interpreter}: {error.strerror}"))
+
+    # --- orders -----------------------------------------------------------------------------------------------
+
+    def spawn(self, order: m.Spawn) -> None:
+        if self.obstacle:
+            self._tell(m.SpawnFailed(reason=self.obstacle))
+            return
+        for start in order.workers:
+            self._spawn(start, order.environment)
+
+    def order(self, to: m.ToWorkers) -> None:
+        order = to.order
+        if isinstance(order, m.Go):
+            self.epoch = order.epoch
+        epoch = order.plan.epoch if isinstance(order, m.Propose) else getattr(order, "epoch", 0)
+        self._newest_epoch = max(self._newest_epoch, epoch)
+        for rank in to.ranks:
+            worker = self._workers.get(rank)
+            if worker is not None:
+                worker.record.told(order)
+                worker.pipe.send(order)
+
+    def signal(self, rank: int, number: int) -> None:
+        worker = self._workers.get(rank)
+        if worker is not None and worker.pid:
+            self._signal(worker, number)
+
+    def _signal(self, worker: Worker, number: int) -> None:
+        """Workers in training disregard TERM, which anybody may send (`client.deaf`): they are told that we mean it."""
+        if number == signal.SIGTERM:
+            worker.pipe.send(m.Halt(reason="the job ends", at_once=True))
+        self._forks.deliver(worker.pid, number)
+
+    # --- what there is to tell --------------------------------------------------------------------------------
+
+    def beat(self) -> m.Beat:
+        now = time.monotonic()
+        return m.Beat(
+            workers=tuple(
+                m.WorkerBeat(
+                    rank=rank,
+                    age_s=now - worker.beat_at,
+                    state=state_letter(worker.pid),
+                    progress=worker.progress,
+                )
+                for rank, worker in self._workers.items()
+                if worker.pid
+            )
+        )
+
+    def committed(self, iteration: int) -> None:
+        """Iterations up to this one are committed, as the leader has told."""
+        for worker in self._workers.values():
+            worker.record.committed(iteration)
+
+    def inventory(self) -> m.Inventory:
+        """All that a leader has to know who has heard nothing from here."""
+        steps = {rank: worker.record.steps for rank, worker in self._workers.items()}
+        full = max(steps, key=lambda rank: len(steps[rank]), default=None)
+        return m.Inventory(
+            workers=tuple(
+                m.RunningWorker(
+                    rank=rank,
+                    device=worker.start.device,
+                    pid=worker.pid,
+                    steps=steps[rank] if rank == full else steps[rank][-LAST_STEPS:],
+                    said=worker.record.still_true,
+                )
+                for rank, worker in self._workers.items()
+            ),
+            ended=tuple(self._exits),
+            epoch=self._newest_epoch,
+        )
+
+    # --- lives ------------------------------------------------------------------------------------------------
+
+    def _spawn(self, start: m.Start, environment: dict[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        rank = start.rank
+        pipe = WorkerPipe(ours, lambda message: self._said(rank, message))
+        self._workers[rank] = Worker(start, pipe, beat_at=time.monotonic())
+        self._idle.clear()
+        pipe.send(start)
+        self._forks.fork(
+            Fork(
+                rank=rank,
+                kind=self._request.program.kind,
+                argv=self._request.program.argv,
+                cwd=self._request.cwd,
+                environment=self._environment_of(start, environment),
+                log=str(self._logs / f"{self._node}.rank{rank}.log"),
+            ),
+            theirs,
+        )
+
+    def _environment_of(self, start: m.Start, added: dict[str, str]) -> dict[str, str]:
+        inherited = container.of_workers(self._request.container, os.environ)
+        environment = {name: value for name, value in inherited.items() if not name.startswith("MASTER_")}
+        environment.setdefault("OMP_NUM_THREADS", ONE_THREAD["OMP_NUM_THREADS"])
+        if self._request.python_path:
+            environment["PYTHONPATH"] = self._request.python_path
+        if "GLOO_SOCKET_IFNAME" not in added:
+            environment = {**self.network, **environment}
+        return environment | {
+            **added,
+            "RANK": str(start.rank),
+            "WORLD_SIZE": str(start.world_size),
+            "LOCAL_RANK": str(start.device),
+        }
+
+    def _said(self, rank: int, message: m.WorkerMessage) -> None:
+        worker = self._workers[rank]
+        if isinstance(message, m.Progress):
+            worker.progress = message
+            worker.beat_at = time.monotonic()
+        else:
+            worker.record.said(message)
+            self._tell(m.FromWorker(rank=rank, message=message))
+
+    def _forked(self, report: Forked | NotForked | Ended) -> None:
+        match report:
+            case Forked() if report.rank in self._workers:
+                worker = self._workers[report.rank]
+                worker.pid = report.pid
+                worker.beat_at = time.monotonic()
+                self._tell(m.Spawned(rank=report.rank, device=worker.start.device, pid=report.pid))
+            case NotForked() if report.rank in self._workers:
+                self._forget(report.rank)
+                self._tell(m.SpawnFailed(reason=report.reason, rank=report.rank))
+            case Ended() if report.rank in self._workers:
+                self._ended(report.rank, report.pid, report.status)
+
+    def _ended(self, rank: int, pid: int, status: int) -> None:
+        print(f"rank {rank}: process {pid} {ending(status)}", flush=True)
+        self._workers[rank].pipe.drain()
+        self._forget(rank)
+        self._exits.append((rank, status))
+        if status == 0:
+            self._tell(m.Exited(rank=rank, pid=pid, status=status))
+            return
+        telling = asyncio.get_running_loop().create_task(self._tell_why(rank, pid, status))
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
+
+    async def _tell_why(self, rank: int, pid: int, status: int) -> None:
+        """The news of an exit, with what was said of it; a file system that hangs does not hold it up."""
+        log = self._logs / f"{self._node}.rank{rank}.log"
+        clues = await last_words_within(LAST_WORDS_S, log, self._kernel)
+        self._tell(m.Exited(rank=rank, pid=pid, status=status, clues=clues))
+
+    def _forget(self, rank: int) -> None:
+        self._workers.pop(rank).pipe.close()
+        if not self._workers:
+            self._idle.set()
+
+    def _fork_server_ended(self, reason: str) -> None:
+        """Its children die with it, and nobody can tell how: the node is of no more use."""
+        print(reason, flush=True)
+        if not any(worker.pid for worker in self._workers.values()):
+            self._tell(m.SpawnFailed(reason=reason))
+        for rank, worker in list(self._workers.items()):
+            if worker.pid:
+                self._ended(rank, worker.pid, -signal.SIGKILL)
+            else:
+                self._forget(rank)
+        self._of_no_use()
+
+    # --- the end ----------------------------------------------------------------------------------------------
+
+    async def end(self, grace_s: float, spare: int | None = None) -> None:
+        """Wait for the workers up to the grace, end what is left, and everything that they started.
+
+        A negative grace: ask them to end (TERM) first. `spare`: a process that is to live on, and what it started.
+        """
+        for rank in [rank for rank, worker in self._workers.items() if not worker.pid]:
+            self._forget(rank)  # not forked yet; if it is by now, it ends with the fork server
+        if grace_s < 0:
+            self._signal_all(signal.SIGTERM)
+        await self._until_idle(abs(grace_s))
+        if not self._idle.is_set():
+            self._signal_all(signal.SIGKILL)
+            await self._until_idle(REAP_S)
+        if self._telling:
+            await asyncio.wait(self._telling, timeout=REAP_S)
+        self._forks.close()
+        await self._forks.gone(REAP_S)
+        spared = {spare, *(process.pid for process in _descendants(spare))} if spare is not None else set()
+        left = [process for process in _descendants(os.getpid()) if process.pid not in spared]
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        await asyncio.to_thread(psutil.wait_procs, left, REAP_S)
+
+    def _signal_all(self, number: int) -> None:
+        for worker in self._workers.values():
+            if worker.pid:
+                self._signal(worker, number)
+
+    async def _until_idle(self, timeout_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return list(psutil.Process(pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []

@@ -1,0 +1,259 @@
+"""`resihp analyze FILE`: slow-downs in a Megatron-LM log, a CSV of iteration times, or a per-operation trace.
+
+Reads the file, recognises it by content, has it judged (`resihp.detector.offline.logs`, `series`, `operations`), and
+shows what was found: JSON for programs, a table and two sentences for people, a picture on request. Data goes to
+stdout, messages to stderr. Everything that takes time to import is imported in the functions.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from resihp.errors import ResihpError, UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from resihp.detector.offline.analysis import Analysis, Event
+    from resihp.detector.offline.logs import Recording
+
+LARGEST_BYTES = 2 << 30
+SHOWN = 40
+"""Rows of a table on a terminal; `--json` has them all."""
+RANKS_SHOWN = 5
+
+
+def register(app: typer.Typer) -> None:
+    """Add `resihp analyze` to the command line."""
+    app.command()(analyze)
+
+
+def analyze(
+    file: Annotated[Path, typer.Argument(help="A log, a CSV or a parquet trace.", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw a picture into this file.", show_default=False)] = None,
+) -> None:
+    """Find slow-downs in what a training run left behind.
+
+    A Megatron-LM log, a CSV with columns iteration and seconds or milliseconds
+    (and rank, tokens, sum_squared_lengths), or a parquet of single operations.
+
+    Example: resihp analyze train.log --plot times.png
+    """
+    analysis, recording = judge(file)
+    if as_json:
+        from resihp.detector.offline.analysis import as_json as made
+
+        print(json.dumps(_finite(made(analysis)), allow_nan=False))
+    else:
+        _show(file, analysis)
+    if plot is not None:
+        _plot(plot, file, analysis, recording)
+
+
+def judge(file: Path) -> tuple[Analysis, Recording | None]:
+    """What is found in a file, and its iteration times where it holds them. Raises UsageError."""
+    from resihp.detector.offline import logs
+
+    content = _content(file)
+    try:
+        if logs.recognise(content) == "parquet":
+            return _operations(content), None
+        from resihp.detector.offline.series import analyse
+
+        recording = logs.read(content)
+        return analyse(recording.kind, recording.runs, recording.remarks), recording
+    except ResihpError as error:
+        raise type(error)(f"{file}: {error}") from None
+
+
+def _content(file: Path) -> bytes:
+    try:
+        size = file.stat().st_size
+        if size > LARGEST_BYTES:
+            raise UsageError(
+                f"{file}: {size / 2**30:.1f} GiB, more than {LARGEST_BYTES >> 30}; "
+                "cut it down first: grep 'elapsed time per iteration' FILE > smaller.log"
+            )
+        return file.read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"{file}: cannot be read: {error.strerror or error}; name a log, CSV or parquet file"
+        ) from None
+
+
+def _operations(content: bytes) -> Analysis:
+    import pandas as pd
+    import pyarrow as pa
+
+    from resihp.detector.offline import operations
+
+    try:
+        frame = pd.read_parquet(io.BytesIO(content))
+    except (pa.ArrowException, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"begins like a parquet file but cannot be read as one: {reason}; is it complete?") from None
+    return operations.analyse(frame)
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinities as null: JSON has none."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# --- terminal -------------------------------------------------------------------------------------------------------
+
+
+def _show(file: Path, analysis: Analysis) -> None:
+    from rich.console import Console
+
+    from wrapper.output.render import literal
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if analysis.events:
+        console.print(_events_table(analysis))
+        if len(analysis.events) > SHOWN:
+            console.print(f"{len(analysis.events) - SHOWN} more: --json has them all")
+    if analysis.ranks:
+        console.print(_ranks_table(analysis))
+    for sentence in sentences(file, analysis):
+        console.print(literal(sentence), soft_wrap=True)
+    for remark in analysis.remarks:
+        print(f"resihp: {literal(remark)}", file=sys.stderr)
+
+
+def sentences(file: Path, analysis: Analysis) -> tuple[str, str]:
+    """What was read, and what was found."""
+    from wrapper.output.render import duration
+
+    runs = "one run" if analysis.runs == 1 else f"{analysis.runs} runs"
+    read = (
+        f"{file.name}: {analysis.iterations} iterations of {runs}, "
+        f"{duration(analysis.healthy_seconds)} each where nothing is wrong, told from {analysis.known}."
+    )
+    slow = [event for event in analysis.events if event.verdict == "fail-slow"]
+    if not slow:
+        found = "No fail-slow was found"
+    else:
+        worst = max(slow, key=lambda event: event.change)
+        going_on = sum(event.end is None for event in slow)
+        found = f"{len(slow)} fail-slow {'event' if len(slow) == 1 else 'events'}, "
+        found += f"the worst {_change(worst)} from iteration {worst.iteration}"
+        if worst.where is not None:
+            found += f" ({_where(worst)})"
+        found += f"; {going_on} not over at the end" if going_on else "; all were over before the end"
+    if analysis.slowdown is not None:
+        found += f"; without stragglers a step would be {(1 - 1 / analysis.slowdown) * 100:.1f} % shorter"
+    return read, found + "."
+
+
+def _events_table(analysis: Analysis) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for heading, right in (
+        *(("run", True), ("verdict", False), ("from", True), ("noticed", True), ("until", True)),
+        *(("change", True), ("where", False)),
+    ):
+        table.add_column(Text(heading), justify="right" if right else "left", no_wrap=True)
+    colours = {"fail-slow": "bold red", "recovered": "green", "workload": "yellow"}
+    for event in analysis.events[:SHOWN]:
+        table.add_row(
+            str(event.run),
+            Text(event.verdict, style=colours[event.verdict]),
+            str(event.iteration),
+            str(event.detected_at),
+            "-" if event.end is None else str(event.end),
+            _change(event),
+            _where(event),
+        )
+    return table
+
+
+def _ranks_table(analysis: Analysis) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for heading in ("dp", "stage", "slow-down by it"):
+        table.add_column(Text(heading), justify="right", no_wrap=True)
+    worst = sorted(analysis.ranks, key=lambda score: -score.slowdown)[:RANKS_SHOWN]
+    for score in worst:
+        table.add_row(str(score.dp), str(score.stage), f"{score.slowdown:.3f}")
+    return table
+
+
+def _change(event: Event) -> str:
+    return f"{event.change * 100:+.0f} %"
+
+
+def _where(event: Event) -> str:
+    if event.where is None:
+        return "-"
+    named = (("dp", event.where.dp), ("stage", event.where.stage), ("rank", event.where.rank))
+    return ", ".join(f"{name} {number}" for name, number in named if number is not None) or "-"
+
+
+# --- picture --------------------------------------------------------------------------------------------------------
+
+
+def _plot(plot: Path, file: Path, analysis: Analysis, recording: Recording | None) -> None:
+    """Iteration times with what was found in them; of a trace, what each rank costs."""
+    try:
+        figures = import_module("matplotlib.figure")
+    except ImportError:
+        raise UsageError("--plot needs matplotlib, which is not installed; type: pip install matplotlib") from None
+    figure = figures.Figure(figsize=(11, 4.5), layout="constrained")
+    axes = figure.subplots()
+    if recording is None:
+        axes.bar(range(len(analysis.ranks)), [score.slowdown - 1 for score in analysis.ranks], color="tab:blue")
+        axes.set(xlabel="rank, by dp and stage", ylabel="slow-down by it, less 1", title=file.name)
+    else:
+        _draw_times(axes, analysis, recording)
+        axes.set(xlabel="iteration", ylabel="seconds", title=file.name)
+    try:
+        figure.savefig(plot, dpi=120)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{plot}: the picture cannot be written: {reason}; name another file") from None
+    print(f"resihp: picture written to {plot}", file=sys.stderr)
+
+
+def _draw_times(axes: Any, analysis: Analysis, recording: Recording) -> None:
+    """All runs one after the other: where a run begins again, so does the axis' offset."""
+    offset = 0
+    colours = {"fail-slow": "tab:red", "workload": "tab:olive"}
+    for number, run in enumerate(recording.runs):
+        series = run.ranks or {0: run.points}
+        first = min(point.iteration for points in series.values() for point in points)
+        last = max(point.iteration for points in series.values() for point in points)
+        shift = offset - first if number else 0
+        for rank, points in series.items():
+            x, y = [point.iteration + shift for point in points], [point.seconds for point in points]
+            axes.plot(x, y, linewidth=0.8, label=f"rank {rank}" if run.ranks and len(series) <= 10 else None)
+        for event in analysis.events:
+            if event.run == number and event.verdict in colours:
+                end = last if event.end is None else event.end
+                axes.axvspan(event.iteration + shift, end + shift, color=colours[event.verdict], alpha=0.2, lw=0)
+        if number:
+            axes.axvline(first + shift, color="black", linewidth=0.8, linestyle=":")
+        offset = last + shift + 1
+    if math.isfinite(analysis.healthy_seconds):
+        axes.axhline(analysis.healthy_seconds, color="tab:green", linewidth=0.8, linestyle="--", label="healthy")
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="upper right", fontsize="small")

@@ -1,0 +1,222 @@
+"""What `resihp doctor` looks at on one machine: Python, packages, torch, GPUs, limits.
+
+Each check yields findings and changes nothing. It never raises for what it looks for; what it did not think of,
+`wrapper.commands.doctor.command` reports as unknown. Folders, ledger and ports: `wrapper.commands.doctor.places`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+Outcome = Literal["ok", "warning", "failed", "skipped", "unknown"]
+LEAST_FILES, USUAL_FILES = 256, 1024
+"""Open files: below the first not even a small job runs; the second is what systems give, enough for some 250 nodes."""
+SUBPROCESS_S = 60.0
+VISIBLE_DEVICES = Path("/dev")
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the report. `advice`: what to type or change. `nodes`: where, empty for here.
+
+    `skipped`: does not apply here, or could not be looked at from here, as the text says; `unknown`: no answer.
+    """
+
+    check: str
+    outcome: Outcome
+    text: str
+    advice: str = ""
+    nodes: tuple[str, ...] = ()
+
+
+def python() -> Iterator[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    text = f"{version}, {sys.executable}"
+    yield Finding(check="python", outcome="ok", text=text)
+
+
+_REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*([^;]*)(;.*)?")
+
+
+def packages() -> Iterator[Finding]:
+    """What resihp needs of Python packages, by its own metadata."""
+    try:
+        wanted = metadata.requires("resihp") or []
+    except metadata.PackageNotFoundError:
+        text = "resihp is not installed in this environment, it runs from its folder"
+        yield Finding(check="packages", outcome="warning", text=text, advice="pip install resihp")
+        return
+    amiss = []
+    for requirement in wanted:
+        match = _REQUIREMENT.fullmatch(requirement)
+        if match is None or "extra ==" in (match[3] or ""):
+            continue
+        name, least = match[1], re.search(r">=\s*([0-9.]+)", match[2])
+        found = _version(name)
+        if found is None:
+            amiss.append(f"{name} is missing")
+        elif least and _numbers(found) < _numbers(least[1]):
+            amiss.append(f"{name} {found} is older than {least[1]}")
+    extras = {"prometheus-client": "metrics", "psycopg": "postgres", "tensorboard": "tensorboard"}
+    there = [f"{name} {version}" for name in extras if (version := _version(name))]
+    own = f"resihp {_version('resihp')}"
+    if amiss:
+        yield Finding(check="packages", outcome="failed", text="; ".join(amiss), advice="pip install -U resihp")
+    else:
+        yield Finding(check="packages", outcome="ok", text=", ".join([own, *there]))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+_TORCH = """
+import json, torch, torch.distributed as dist
+print(json.dumps({
+    "version": torch.__version__, "cuda": torch.version.cuda, "gpus": torch.cuda.device_count(),
+    "gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(),
+    "nccl_version": list(torch.cuda.nccl.version()) if dist.is_nccl_available() else None,
+}))
+"""
+
+
+def torch() -> Iterator[Finding]:
+    """Imported in a process of its own: it takes seconds, and may crash where a driver is broken."""
+    if _version("torch") is None:
+        text = "not installed: commands of any kind run, scripts that use resihp.Trainer do not"
+        yield Finding(check="torch", outcome="warning", text=text, advice="pip install 'resihp[train]'")
+        return
+    done = _run([sys.executable, "-P", "-W", "ignore", "-c", _TORCH])
+    if isinstance(done, str) or done.returncode:
+        why = done if isinstance(done, str) else (done.stderr.strip().splitlines() or ["no word why"])[-1][:200]
+        advice = f"{sys.executable} -c 'import torch' shows more"
+        outcome: Outcome = "unknown" if isinstance(done, str) else "failed"
+        yield Finding(check="torch", outcome=outcome, text=f"cannot be imported: {why}", advice=advice)
+        return
+    found = json.loads(done.stdout.splitlines()[-1])
+    nccl = ".".join(map(str, found["nccl_version"])) if found["nccl_version"] else None
+    ways = ["gloo"] * found["gloo"] + ([f"NCCL {nccl}"] if nccl else [])
+    core = _version("megatron-core")
+    text = f"{found['version']}, {', '.join(ways) or 'no back end'}, megatron-core {core or 'missing'}"
+    devices = len(list(VISIBLE_DEVICES.glob("nvidia[0-9]*")))
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") is not None
+    if not ways:
+        yield Finding(check="torch", outcome="failed", text=text, advice="install a build of torch with distributed")
+    elif core is None:
+        yield Finding(check="torch", outcome="warning", text=text, advice="pip install 'resihp[train]'")
+    elif devices and not found["gpus"] and not hidden:
+        text += f"; it sees none of {devices} GPUs here" + ("" if found["cuda"] else ", it is a build for CPUs")
+        yield Finding(check="torch", outcome="failed", text=text, advice="install torch for your CUDA: pytorch.org")
+    else:
+        yield Finding(check="torch", outcome="ok", text=text)
+
+
+_QUERY = ("index", "name", "memory.total", "driver_version", "ecc.errors.uncorrected.volatile.total")
+
+
+def gpus() -> Iterator[Finding]:
+    devices = sorted(VISIBLE_DEVICES.glob("nvidia[0-9]*"))
+    if shutil.which("nvidia-smi") is None:
+        if devices:
+            text = f"{len(devices)} GPUs, and no nvidia-smi to ask about them"
+            yield Finding(check="gpus", outcome="warning", text=text, advice="install NVIDIA's driver utilities")
+        else:
+            yield Finding(check="gpus", outcome="skipped", text="no NVIDIA GPU on this machine")
+        return
+    done = _run(["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"], timeout_s=20)
+    if isinstance(done, str):
+        yield Finding(check="gpus", outcome="unknown", text=f"nvidia-smi: {done}", advice="dmesg | grep -i xid")
+        return
+    if done.returncode:
+        why = (done.stdout.strip() or done.stderr.strip()).splitlines()[:1]
+        text = f"nvidia-smi ended with {done.returncode}: {''.join(why)[:200]}"
+        outcome: Outcome = "failed" if devices else "skipped"
+        yield Finding(check="gpus", outcome=outcome, text=text, advice="nvidia-smi; dmesg | grep -i xid")
+        return
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.strip().splitlines()]
+    rows = [row for row in rows if len(row) == len(_QUERY)]
+    if not rows:
+        yield Finding(check="gpus", outcome="skipped", text="no NVIDIA GPU on this machine")
+        return
+    kinds = {(row[1], row[2], row[3]) for row in rows}
+    name, mib, driver = sorted(kinds)[0]
+    memory = f"{int(mib) / 1024:.0f} GiB" if mib.isdigit() else mib
+    text = f"{len(rows)} x {name}, {memory}, driver {driver}{_nvml()}"
+    wrong = [f"GPU {row[0]} has {row[4]} uncorrected memory errors" for row in rows if row[4].isdigit() and int(row[4])]
+    if wrong:
+        advice = "nvidia-smi -q -d ECC,ROW_REMAPPER; dcgmi diag -r 3"
+        yield Finding(check="gpus", outcome="failed", text=f"{text}; {', '.join(wrong)}", advice=advice)
+    elif len(kinds) > 1:
+        yield Finding(check="gpus", outcome="warning", text=f"{len(rows)} GPUs of {len(kinds)} kinds on one node")
+    else:
+        yield Finding(check="gpus", outcome="ok", text=text)
+
+
+def _nvml() -> str:
+    """Whether NVML answers; nothing where its Python package is not installed."""
+    try:
+        import pynvml  # type: ignore[import-not-found,unused-ignore]  # where it is installed
+    except ImportError:
+        return ""
+    try:
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        return f", NVML: {error}"
+    return f", NVML sees {count}"
+
+
+def limits() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"{_limit(soft)} open files, {_limit(hard)} at most"
+    advice = "ulimit -n 65536 in the batch script, or LimitNOFILE of slurmd"
+    if 0 <= soft < LEAST_FILES:
+        yield Finding(check="open files", outcome="failed", text=text, advice=advice)
+    elif 0 <= soft < USUAL_FILES:
+        yield Finding(check="open files", outcome="warning", text=text, advice=advice)
+    else:
+        yield Finding(check="open files", outcome="ok", text=text)
+    fabric = Path("/sys/class/infiniband")
+    cards = sorted(card.name for card in fabric.iterdir()) if fabric.is_dir() else []
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    text = f"{_limit(soft, 'bytes')}" + (f", RDMA by {', '.join(cards[:4])}" if cards else ", no RDMA here")
+    if cards and soft != resource.RLIM_INFINITY:
+        advice = "LimitMEMLOCK=infinity for slurmd, PropagateResourceLimitsExcept=MEMLOCK in slurm.conf"
+        yield Finding(check="locked memory", outcome="warning", text=f"{text}: NCCL may fail", advice=advice)
+    else:
+        yield Finding(check="locked memory", outcome="ok", text=text)
+
+
+def _limit(value: int, unit: str = "") -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else f"{value} {unit}".strip()
+
+
+def _run(argv: list[str], timeout_s: float = SUBPROCESS_S) -> subprocess.CompletedProcess[str] | str:
+    """A command's end, or why there is none."""
+    try:
+        return subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {timeout_s:g} s"
+    except OSError as error:
+        return f"cannot be started ({error.strerror})"

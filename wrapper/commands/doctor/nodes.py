@@ -1,0 +1,337 @@
+"""What `resihp doctor` looks at on all nodes of an allocation: one probe on each, started by Slurm, that reports.
+
+A probe says what it found on its node, in one line on stdout, and connects back to the doctor, as an agent would to
+its supervisor: that shows that the port can be reached, and over it both clocks are compared. What a node does not
+answer is a finding, too. `main` is the probe.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from wrapper.commands.doctor.machine import Finding, Outcome, gpus, limits
+from wrapper.commands.doctor.places import journal, nearest
+from wrapper.launch.interfaces import meant, missing, present
+from wrapper.launch.ports import Ports, listen
+
+if TYPE_CHECKING:
+    from slurm.client import Slurm
+    from slurm.survey import Survey
+    from wrapper.launch.allocation import Allocation
+
+MARK = "resihp-doctor "
+"""Begins the line of a probe: what else a node says at login is not read."""
+NODES_S = 60.0
+CONNECT_S = 5.0
+EXCHANGES = 5
+SKEW_S, WORST_SKEW_S = 0.5, 60.0
+"""Above the first, times in the ledger jump when another node takes over; above the second munge soon refuses."""
+ON_NODES = {"gpus": gpus, "limits": limits, "journal": journal}
+"""What a probe looks at beside the home, the connection and the clock."""
+TOLD = 8
+"""So many nodes are named; of more, their number is."""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """One probe's line."""
+
+    node: str
+    findings: tuple[Finding, ...]
+    home: str
+    """What is wrong with RESIHP_HOME there; empty when it is ours."""
+    connection: str
+    """Why the doctor could not be reached; empty when it was."""
+    version: str
+    interfaces: dict[str, str] = {}
+    """Those that are up, with their addresses."""
+
+
+def outside(nodes: int = 2) -> Iterator[Finding]:
+    """What cannot be looked at without an allocation."""
+    text = "shared folder, clocks, ports and GPUs of the nodes: not looked at from outside of an allocation"
+    yield Finding(check="nodes", outcome="skipped", text=text, advice=f"salloc --nodes={nodes} resihp doctor")
+
+
+def examine(
+    found: Allocation,
+    slurm: Slurm,
+    survey: Survey,
+    home: Path,
+    *,
+    ports: Ports | None = None,
+    interface: str = "",
+    timeout_s: float = NODES_S,
+) -> Iterator[Finding]:
+    """Findings over all nodes. Raises SlurmError when nothing can be started."""
+    from wrapper.launch.allocation import addresses, own_address
+
+    nodes = found.nodes
+    names = addresses(slurm, nodes)
+    here = names.get(found.batch_node) or socket.gethostname()
+    others = [name for node, name in names.items() if node != found.batch_node]
+    host = own_address(here, others or [here])
+    note = nearest(home) / f".resihp-doctor-{secrets.token_hex(8)}"
+    try:
+        note.write_text(note.name)
+        with Clock(host, ports=ports) as clock:
+            argv = [sys.executable, "-P", "-m", "wrapper.commands.doctor.nodes", clock.host, str(clock.port), str(note)]
+            output = survey.on_nodes(found.number, nodes, argv, timeout_s=timeout_s)
+        reports = read(output, nodes)
+        written = {node for node in nodes if note.with_name(f"{note.name}-{node}").exists()}
+    finally:
+        for path in (note, *(note.with_name(f"{note.name}-{node}") for node in nodes)):
+            with suppress(OSError):
+                path.unlink()
+    yield from judge(nodes, reports, written, clock.skews, home)
+    yield from _given_gpus(found.gpus_per_node or 0, reports)
+    if interface:
+        yield from interfaces_of(interface, reports)
+
+
+def interfaces_of(wanted: str, reports: Mapping[str, Report]) -> Iterator[Finding]:
+    """Whether each node has what `[network] interface` names."""
+    without = {
+        node: missing(wanted, report.interfaces)
+        for node, report in reports.items()
+        if not meant(wanted, report.interfaces)
+    }
+    yield from _by_text("interfaces", "failed", without, "set interface in [network] to one that all nodes have")
+    if reports and not without:
+        yield Finding(check="interfaces", outcome="ok", text=f"{wanted}: on {told(list(reports))}")
+
+
+def _given_gpus(given: int, reports: Mapping[str, Report]) -> Iterator[Finding]:
+    """Nodes on which nothing is seen of the GPUs that Slurm gave the job."""
+    blind = [
+        node
+        for node, report in reports.items()
+        if any(finding.check == "gpus" and finding.outcome == "skipped" for finding in report.findings)
+    ]
+    if given and blind:
+        text = f"Slurm gave {given} a node, and {told(blind)} show none"
+        advice = f"srun -w {blind[0]} nvidia-smi"
+        yield Finding(check="gpus", outcome="warning", text=text, advice=advice, nodes=tuple(blind))
+
+
+def read(output: str, nodes: Sequence[str]) -> dict[str, Report]:
+    """The probes' lines, by node in the order of `nodes`; what is not one is left out."""
+    found = {}
+    for line in output.splitlines():
+        if line.startswith(MARK):
+            with suppress(msgspec.DecodeError):
+                report = msgspec.json.decode(line.removeprefix(MARK), type=Report)
+                if report.node in nodes:
+                    found[report.node] = report
+    return {node: found[node] for node in nodes if node in found}
+
+
+def judge(
+    nodes: Sequence[str],
+    reports: Mapping[str, Report],
+    written: set[str],
+    skews: Mapping[str, tuple[float, float]],
+    home: Path,
+) -> Iterator[Finding]:
+    """What all reports come to. `skews`: seconds that a node's clock is ahead of ours, and how exact that is."""
+    silent = [node for node in nodes if node not in reports]
+    if silent:
+        text = f"no answer from {told(silent)}"
+        advice = f"is {sys.prefix} there? srun -w {silent[0]} ls {sys.executable}"
+        yield Finding(check="nodes", outcome="failed", text=text, advice=advice, nodes=tuple(silent))
+    if not reports:
+        return
+    versions = {report.version for report in reports.values()}
+    if len(versions) > 1:
+        text = f"versions of resihp differ: {', '.join(sorted(versions))}"
+        yield Finding(check="nodes", outcome="failed", text=text, advice="install one version for all nodes")
+    elif not silent:
+        yield Finding(check="nodes", outcome="ok", text=f"{len(nodes)} answer, resihp {versions.pop()}")
+    bad = {node: report.home for node, report in reports.items() if report.home}
+    bad |= {node: "written there, not seen here" for node in reports if node not in bad and node not in written}
+    advice = "set RESIHP_HOME to a folder of yours that all nodes share"
+    yield from _by_text("shared home", "failed", bad, advice, prefix=f"{home}: ")
+    if not bad:
+        yield Finding(check="shared home", outcome="ok", text=f"{home}: seen and written by {told(list(reports))}")
+    cut_off = {node: report.connection for node, report in reports.items() if report.connection}
+    advice = "a firewall between nodes? ask which ports are open between them, and set ports in [slurm] to that range"
+    yield from _by_text("connections", "failed", cut_off, advice)
+    if not cut_off:
+        yield Finding(check="connections", outcome="ok", text=f"{told(list(reports))} connect to this one")
+    yield from _clocks(skews)
+    yield from _of_machines(reports)
+
+
+def _clocks(skews: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
+    if not skews:
+        yield Finding(check="clocks", outcome="unknown", text="no node has answered over a connection", advice="date")
+        return
+    off = {node: skew for node, (skew, error) in skews.items() if abs(skew) - error > SKEW_S}
+    worst = max(skews, key=lambda node: abs(skews[node][0]))
+    skew, error = skews[worst]
+    text = f"{worst} is {1000 * abs(skew):.1f} ms {'ahead' if skew > 0 else 'behind'}, the most of {len(skews)}"
+    text += f" (to {1000 * error:.1f} ms)"
+    if off:
+        outcome: Outcome = "failed" if max(map(abs, off.values())) > WORST_SKEW_S else "warning"
+        text = f"{told(list(off))}: more than {SKEW_S:g} s off; {text}"
+        yield Finding(
+            check="clocks", outcome=outcome, text=text, advice=f"srun -w {worst} chronyc tracking", nodes=tuple(off)
+        )
+    else:
+        yield Finding(check="clocks", outcome="ok", text=text)
+
+
+def _of_machines(reports: Mapping[str, Report]) -> Iterator[Finding]:
+    """Findings of each node's own checks, those that are alike in one line; nodes differ if there are several."""
+    alike: dict[tuple[str, str, str, str], list[str]] = {}
+    for node, report in reports.items():
+        for finding in report.findings:
+            text = finding.text
+            if finding.check == "journal":
+                text = text.partition(",")[0]  # free space and milliseconds differ everywhere
+            key = (finding.check, finding.outcome, text, finding.advice)
+            alike.setdefault(key, []).append(node)
+    for (check, outcome, text, advice), nodes in alike.items():
+        text = f"{told(nodes)}: {text}"
+        yield Finding(check=check, outcome=outcome, text=text, advice=advice, nodes=tuple(nodes))  # type: ignore[arg-type]
+    kinds = {text for check, outcome, text, _ in alike if check == "gpus" and outcome == "ok"}
+    if len(kinds) > 1:
+        text = "nodes have different GPUs; the slowest ones set the pace"
+        yield Finding(check="gpus", outcome="warning", text=text, advice="set constraint in [slurm]")
+
+
+def _by_text(check: str, outcome: Any, problems: Mapping[str, str], advice: str, prefix: str = "") -> Iterator[Finding]:
+    for text in dict.fromkeys(problems.values()):
+        nodes = [node for node, problem in problems.items() if problem == text]
+        yield Finding(
+            check=check, outcome=outcome, text=f"{prefix}{told(nodes)}: {text}", advice=advice, nodes=tuple(nodes)
+        )
+
+
+def told(nodes: Sequence[str]) -> str:
+    return ", ".join(nodes) if len(nodes) <= TOLD else f"{', '.join(nodes[:3])} and {len(nodes) - 3} more"
+
+
+class Clock:
+    """Listens for probes and compares clocks with each: `skews` by node. A context manager."""
+
+    def __init__(self, host: str, now: Callable[[], float] = time.time, ports: Ports | None = None) -> None:
+        """`ports`: the range that a job would listen in, which is what has to be open."""
+        self.skews: dict[str, tuple[float, float]] = {}
+        self.host = host
+        self._now = now
+        self._listener = listen(host, ports)
+        self.port = int(self._listener.getsockname()[1])
+        self._talks: list[threading.Thread] = []
+        self._thread = threading.Thread(target=self._serve, name="doctor clock", daemon=True)
+
+    def __enter__(self) -> Clock:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits in accept
+        self._listener.close()
+        deadline = time.monotonic() + CONNECT_S
+        for thread in (self._thread, *self._talks):
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            # One that stalls must not make others late.
+            talk = threading.Thread(target=self._talk, args=(connection,), name="doctor clock", daemon=True)
+            self._talks.append(talk)
+            talk.start()
+
+    def _talk(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError, ValueError):
+            connection.settimeout(CONNECT_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._compare(connection)
+
+    def _compare(self, connection: socket.socket) -> None:
+        """The exchange that took least time says most: the node's clock was read between our two."""
+        length = _exactly(connection, 1)[0]
+        node = _exactly(connection, length).decode()
+        best = (0.0, float("inf"))
+        for _ in range(EXCHANGES):
+            asked = self._now()
+            connection.sendall(b"?")
+            (theirs,) = struct.unpack("!d", _exactly(connection, 8))
+            answered = self._now()
+            best = min(best, (theirs - (asked + answered) / 2, (answered - asked) / 2), key=lambda pair: pair[1])
+        self.skews[node] = best
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    content = b""
+    while len(content) < count:
+        part = connection.recv(count - len(content))
+        if not part:
+            raise ValueError("closed too early")
+        content += part
+    return content
+
+
+# --- the probe ------------------------------------------------------------------------------------------------------
+
+
+def probe(node: str, host: str, port: int, note: Path, now: Callable[[], float] = time.time) -> Report:
+    """What there is to say of this node."""
+    import resihp
+
+    connection = ""
+    try:
+        with socket.create_connection((host, port), timeout=CONNECT_S) as link:
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            link.sendall(bytes([len(node.encode())]) + node.encode())
+            for _ in range(EXCHANGES):
+                if not link.recv(1):
+                    break
+                link.sendall(struct.pack("!d", now()))
+    except OSError as error:
+        connection = f"cannot connect to {host}: {error.strerror or error}"
+    home = ""
+    try:
+        if note.read_text() != note.name:
+            home = "holds another file of the same name"
+        note.with_name(f"{note.name}-{node}").write_text(node)
+    except FileNotFoundError:
+        home = "is not the same folder there"
+    except OSError as error:
+        home = (error.strerror or str(error)).lower()
+    findings: list[Finding] = []
+    for name, check in ON_NODES.items():
+        try:
+            findings += check()
+        except Exception as error:  # noqa: BLE001 - a node that cannot be looked at is a finding
+            findings.append(Finding(check=name, outcome="unknown", text=f"{type(error).__name__}: {error}"))
+    return Report(node, tuple(findings), home, connection, resihp.__version__, present())
+
+
+def main(arguments: Sequence[str]) -> None:
+    host, port, note = arguments
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    report = probe(node, host, int(port), Path(note))
+    print(f"{MARK}{json.dumps(msgspec.to_builtins(report))}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,177 @@
+"""`resihp db export`, `resihp db import` and `resihp db prune`: jobs out of a ledger and into another; old rows away.
+
+Messages to stderr, with --json what was done to stdout. Everything that takes time to import is imported in the
+functions. Registered by `wrapper.commands.status`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from resihp.errors import UsageError
+from wrapper.output.answers import SCHEMA, JobArgument, JsonOption, LedgerOption, message, moment, to_json
+
+if TYPE_CHECKING:
+    from db.parquet import Manifest
+
+
+def register(ledger: typer.Typer) -> None:
+    """Add the commands to `resihp db`."""
+    ledger.command("export")(export_jobs)
+    ledger.command("import")(import_jobs)
+    ledger.command()(prune)
+
+
+def export_jobs(
+    job: JobArgument = None,
+    folder: Annotated[Path, typer.Option("--output", "-o", help="A new folder.", show_default=False)] = Path(),
+    every: Annotated[bool, typer.Option("--all", help="All jobs of the ledger, or of all ledgers here.")] = False,
+    as_json: JsonOption = False,
+    ledger: LedgerOption = None,
+) -> None:
+    """Write a job, or all of a ledger, to Parquet files, which `resihp db import` and pandas read.
+
+    Example: resihp db export --all --ledger postgresql://me@host/ledger -o october
+    """
+    if folder == Path():
+        raise UsageError("db export: no folder; name a new one with -o FOLDER")
+    if every and job is not None:
+        raise UsageError(f"db export: JOB {job} and --all exclude each other; choose one")
+    from db.exchange import export
+
+    if not every:
+        manifest = export(*_of_job(job, ledger, folder))
+    elif ledger is not None and ledger != "sqlite":
+        manifest = export(ledger, folder)
+    else:
+        manifest = _export_home(folder)
+    if as_json:
+        print(to_json({"schema": SCHEMA, "folder": str(folder), "jobs": list(manifest.jobs), "tables": manifest.rows}))
+    counted = f"{len(manifest.jobs)} job{'s' * (len(manifest.jobs) != 1)}, {sum(manifest.rows.values())} rows"
+    message(f"{counted} written to {folder} (ledger schema {manifest.schema})")
+
+
+def _of_job(job: str | None, ledger: str | None, folder: Path) -> tuple[str, Path, list[str]]:
+    """What `db.exchange.export` is to be asked for one job, whose ledger is brought up to its journal first."""
+    from sqlalchemy import select
+
+    from db.engine import default_url
+    from db.models import Job
+    from wrapper.job_folder import find_job
+    from wrapper.output.ledgers import opened, url_of
+
+    with opened(job, ledger) as (reader, row):
+        uuids = [each["uuid"] for each in reader.fetch(select(Job.uuid).where(Job.id == row["id"]))]
+    if ledger is not None and ledger != "sqlite":
+        return ledger, folder, uuids
+    found = find_job(job)
+    return url_of(found) if ledger is None else default_url(found.folder), folder, uuids
+
+
+def _export_home(folder: Path) -> Manifest:
+    """All jobs of the ledgers that the jobs of this home write to."""
+    from tempfile import TemporaryDirectory
+
+    from db.engine import file_of, resolve
+    from db.exchange import export, import_from
+    from wrapper.job_folder import all_jobs
+    from wrapper.output.ledgers import exists, from_all, url_of
+
+    from_all(None, lambda reader: reader.name)  # which brings them up to their journals
+    with TemporaryDirectory(prefix="resihp-export-") as kept:
+        together = f"sqlite:///{kept}/ledger.db"
+        for url in dict.fromkeys(url_of(job) for job in all_jobs()):
+            if exists(url):
+                import_from(str(file_of(resolve(url)) or url), together)
+        return export(together, folder)
+
+
+def import_jobs(
+    paths: Annotated[
+        list[str], typer.Argument(metavar="PATH...", help="An export, a journal, a job's folder, or a SQLite ledger.")
+    ],
+    as_json: JsonOption = False,
+    ledger: LedgerOption = None,
+) -> None:
+    """Bring jobs into a ledger, which is made if need be; importing again changes nothing, an older copy neither.
+
+    Example: resihp db import .resihp/jobs/* --ledger postgresql://me@host/ledger
+
+    A journal alone, without --ledger, makes the ledger of its job anew where that is lost or damaged.
+    """
+    from db.engine import masked
+    from db.exchange import import_from
+
+    merged = []
+    for path in paths:
+        url = _own_ledger(Path(path)) if ledger is None or ledger == "sqlite" else ledger
+        for each in import_from(path, url):
+            merged.append({"path": path, "ledger": masked(url), **asdict(each)})
+            what = each.outcome if each.outcome == "unchanged" else f"{each.outcome}, {each.rows} rows"
+            message(f"job {each.job}: {what}" + (f"; {each.note}" if each.note else ""))
+    if as_json:
+        print(to_json({"schema": SCHEMA, "rows": merged}))
+
+
+def _own_ledger(path: Path) -> str:
+    """Of the job whose journal it is, in this home. Raises UsageError if it is none."""
+    from resihp.record import journal
+    from wrapper.job_folder import all_jobs
+    from wrapper.output.ledgers import url_of
+
+    journals = [path, path / "journal"]
+    found = next((each for each in journals if each.is_file() and _begins_as_journal(each)), None)
+    records = journal.read(found) if found is not None else []
+    if records:
+        for job in all_jobs():
+            own = job.records()
+            if own and own[0] == records[0]:
+                return url_of(job)
+    raise UsageError(f"{path}: not the journal of a job here; name the ledger with --ledger URL")
+
+
+def _begins_as_journal(path: Path) -> bool:
+    from resihp.record import journal
+
+    with path.open("rb") as file:
+        return file.read(len(journal.MAGIC)) == journal.MAGIC
+
+
+def prune(
+    older_than: Annotated[str, typer.Option(help="Age (90d, 12h) or time (ISO, UTC).", show_default=False)],
+    keep_every: Annotated[int | None, typer.Option(help="Keep every N-th iteration.", show_default=False)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    as_json: JsonOption = False,
+    ledger: LedgerOption = None,
+) -> None:
+    """Remove old iteration rows and rank reports; jobs, failures, plans and events stay.
+
+    Example: resihp db prune --older-than 90d --keep-every 100 --ledger postgresql://me@host/ledger
+    """
+    from db.engine import masked
+    from db.retention import prune as prune_rows
+    from wrapper.job_folder import all_jobs
+    from wrapper.output.ledgers import exists, url_of
+
+    before = moment(older_than)
+    assert before is not None
+    if ledger is not None and ledger != "sqlite":
+        urls = [ledger]
+    else:
+        urls = [url for url in dict.fromkeys(url_of(job) for job in all_jobs()) if exists(url)]
+    rows = [
+        {"ledger": masked(url), **asdict(each)}
+        for url in urls
+        for each in prune_rows(url, before, keep_every, dry_run=dry_run)
+    ]
+    if as_json:
+        print(to_json({"schema": SCHEMA, "dry_run": dry_run, "rows": rows}))
+    done = "would be removed" if dry_run else "removed"
+    for row in rows:
+        message(f"job {row['job']}: {row['iterations']} iterations and {row['rank_reports']} rank reports {done}")
+    if not rows:
+        message(f"nothing older than {before:%Y-%m-%d %H:%M} UTC to remove")

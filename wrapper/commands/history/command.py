@@ -1,0 +1,338 @@
+"""`resihp history` and `resihp why`: what the ledger holds, of one job or of all, on a terminal or as data.
+
+A *view* is a table of the ledger (`db.reading.reader.TABLES`) or something reckoned from several: `cost`, `promises`,
+`lemons`, and failures counted `--by` something. Only asks and shows; `db` knows the answers. Everything that takes time
+to import is imported in the functions.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from resihp.errors import UsageError
+from wrapper.output.answers import (
+    SCHEMA,
+    JobArgument,
+    JsonOption,
+    LedgerOption,
+    console,
+    message,
+    moment,
+    to_json,
+    write_csv,
+    write_parquet,
+)
+from wrapper.output.ledgers import from_all, opened
+
+if TYPE_CHECKING:
+    from db.reading.queries import Reader
+
+Row = dict[str, Any]
+
+SHOWN = 50
+"""Rows on a terminal, if no --limit says otherwise."""
+
+
+class History(str, Enum):  # noqa: UP042 - StrEnum's help text shows differently in older Typer
+    """Views of `resihp history`."""
+
+    failures = "failures"
+    nodes = "nodes"
+    workers = "workers"
+    iterations = "iterations"
+    plans = "plans"
+    reconfigurations = "reconfigurations"
+    drains = "drains"
+    replacements = "replacements"
+    probes = "probes"
+    cost = "cost"
+    promises = "promises"
+    lemons = "lemons"
+
+
+class By(str, Enum):  # noqa: UP042 - as above
+    """What failures are counted by; `cost` is told by job, too."""
+
+    node = "node"
+    component = "component"
+    cause = "cause"
+    kind = "kind"
+    job = "job"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked for, its times in UTC."""
+
+    view: str
+    by: str | None
+    node: str | None
+    since: datetime | None
+    until: datetime | None
+    limit: int | None
+    """Rows at most: the newest, or the first of those that are ranked."""
+    injected: bool
+
+    @property
+    def is_table(self) -> bool:
+        return self.by is None and self.view not in ("cost", "promises", "lemons")
+
+    @property
+    def shape(self) -> str:
+        """The name of its columns: of a table's rows, or `failures by node`."""
+        return self.view if self.by is None else f"{self.view} by {self.by}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Rows, whose they are, and a line beneath them for a terminal."""
+
+    columns: tuple[str, ...]
+    rows: list[Row]
+    whose: str
+    total: int | None = None
+    """Rows that there are, where not all were asked for."""
+    nodes: list[str] = field(default_factory=list)
+    """Known ones, where one was asked for of which there is nothing."""
+    closing: str = ""
+
+
+def history(
+    view: Annotated[History, typer.Argument(help="What to list.", metavar="VIEW")],
+    job: JobArgument = None,
+    job_option: Annotated[str | None, typer.Option("--job", help="The same as JOB.", show_default=False)] = None,
+    every: Annotated[bool, typer.Option("--all", help="Of all jobs: of --ledger, or of every job here.")] = False,
+    by: Annotated[By | None, typer.Option(help="Count failures by this; cost by job.", show_default=False)] = None,
+    node: Annotated[str | None, typer.Option(help="Only this node's.", show_default=False)] = None,
+    since: Annotated[str | None, typer.Option(help="Time (ISO, UTC) or age (30m, 2h, 1d).", show_default=False)] = None,
+    until: Annotated[str | None, typer.Option(help="The same, as the end.", show_default=False)] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Rows at most, the newest.", show_default="50 on a terminal", min=1)
+    ] = None,
+    injected: Annotated[bool, typer.Option("--injected", help="Lemons: count faults on purpose, too.")] = False,
+    as_json: JsonOption = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False,
+    parquet: Annotated[Path | None, typer.Option(help="Write a Parquet file.", show_default=False)] = None,
+    ledger: LedgerOption = None,
+) -> None:
+    """List what the ledger holds of a job, or of all.
+
+    VIEW: failures, nodes, workers, iterations, plans, reconfigurations, drains,
+    replacements, probes; cost (where the time went, in GPU-hours), promises
+    (what plans promised and kept), lemons (nodes that fail more than others).
+
+    Example: resihp history failures --all --by node --since 30d
+    """
+    if as_json + as_csv + (parquet is not None) > 1:
+        raise UsageError("history: --json, --csv and --parquet exclude each other; choose one")
+    if job is not None and job_option is not None and job != job_option:
+        raise UsageError(f"history: JOB {job} and --job {job_option} differ; name one")
+    job = job or job_option
+    if every and job is not None:
+        raise UsageError(f"history: JOB {job} and --all exclude each other; leave one out")
+    shown = not (as_json or as_csv or parquet is not None)
+    asked = Asked(
+        view=view.value,
+        by=None if by is None else by.value,
+        node=node,
+        since=moment(since),
+        until=moment(until),
+        limit=SHOWN if limit is None and shown else limit,
+        injected=injected,
+    )
+    every = every or view is History.lemons
+    _check(asked, every)
+    if every:
+        answer = _of_all(asked, job, ledger)
+    else:
+        with opened(job, ledger) as (reader, row):
+            answer = _of_one(asked, reader, row)
+    if node is not None and not answer.rows and node not in answer.nodes:
+        from db.reading.reader import nearest
+
+        raise UsageError(f"node {node}: not in {answer.whose}{nearest(node, answer.nodes)}")
+    if parquet is not None:
+        from db.reading.queries import as_frame
+
+        table = asked.view if asked.is_table else None
+        write_parquet(as_frame(answer.rows, answer.columns, table), parquet, f"{answer.whose}: {len(answer.rows)} rows")
+    elif as_json:
+        print(to_json({"schema": SCHEMA, "rows": answer.rows}))
+    elif as_csv:
+        write_csv(answer.columns, answer.rows)
+    elif not answer.rows:
+        message(f"{answer.whose}: no {'node served lately' if asked.view == 'lemons' else asked.view}")
+    else:
+        _show(asked, answer, every)
+
+
+def why(
+    iteration: Annotated[int, typer.Argument(help="Of the iterations committed.")],
+    job: JobArgument = None,
+    as_json: JsonOption = False,
+    ledger: LedgerOption = None,
+) -> None:
+    """Tell why an iteration took as long as it did.
+
+    Example: resihp why 37 local-3
+    """
+    from db.reading import queries
+
+    with opened(job, ledger) as (reader, row):
+        told = queries.why(reader, row, iteration)
+    if as_json:
+        import msgspec
+
+        print(to_json({"schema": SCHEMA, "job": row["name"], **msgspec.structs.asdict(told)}))
+    else:
+        from rich.text import Text
+
+        from wrapper.output.render import literal
+
+        screen = console()
+        for number, sentence in enumerate(told.verdict):
+            screen.print(Text(literal(sentence if number == 0 else f"- {sentence}")), soft_wrap=False)
+
+
+# --- what was asked for ---------------------------------------------------------------------------------------------
+
+
+def _check(asked: Asked, every: bool) -> None:
+    """Raises UsageError for what the view cannot tell."""
+    view = asked.view
+    if asked.by is not None and view != "failures" and (view, asked.by) != ("cost", "job"):
+        raise UsageError(f"history {view}: --by is for failures, and --by job for cost; leave it out")
+    if view == "promises" and every:
+        raise UsageError("history promises: of one job at a time; name it instead of --all")
+    if view in ("cost", "promises", "lemons") and asked.node is not None and view != "lemons":
+        raise UsageError(f"history {view}: has no nodes; leave --node out")
+    timed = asked.since is not None or asked.until is not None
+    if timed and (view in ("promises", "lemons") or (view == "cost" and not every)):
+        raise UsageError(f"history {view}: is of all the time; leave --since and --until out")
+    if asked.injected and view != "lemons":
+        raise UsageError(f"history {view}: --injected is for lemons; leave it out")
+    if view == "iterations" and every and asked.limit is None:
+        raise UsageError("history iterations --all: may be millions; say how many with --limit")
+
+
+def _of_one(asked: Asked, reader: Reader, job: Row) -> Answer:
+    from db.reading import fleet, queries
+
+    whose, times = f"job {job['name']}", {"since": asked.since, "until": asked.until}
+    known = reader.nodes(job["id"]) if asked.node is not None else []
+    if asked.view == "cost":
+        found = reader.account(job)
+        if asked.by is not None:
+            return Answer(queries.COLUMNS["cost by job"], fleet.cost_by_job([(job, found)]), whose)
+        return Answer(queries.COLUMNS["cost"], fleet.cost_rows([found]), whose, closing=_cost_line([found]))
+    if asked.view == "promises":
+        rows = queries.promises_rows(reader, job["id"])
+        return Answer(queries.COLUMNS["promises"], rows[-asked.limit :] if asked.limit else rows, whose, len(rows))
+    if asked.by is not None:
+        counted = fleet.failures_by(reader, asked.by, job["id"], node=asked.node, **times)  # type: ignore[arg-type]
+        rows = fleet.joined(asked.by, counted)  # type: ignore[arg-type]
+        return Answer(queries.COLUMNS[asked.shape], rows[: asked.limit], whose, len(rows), known)
+    rows = reader.rows(asked.view, job["id"], node=asked.node, last=asked.limit, **times)
+    total = None
+    if asked.node is None and len(rows) == asked.limit:
+        total = reader.count(asked.view, job["id"], **times)
+    return Answer(queries.COLUMNS[asked.view], rows, whose, total, known)
+
+
+def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Answer:
+    """Of all jobs of the ledger named, or of that of `job`, or of every ledger here."""
+    from db.reading import fleet, queries
+    from db.reading.reader import TABLES
+
+    times: dict[str, Any] = {"since": asked.since, "until": asked.until}
+    names: list[str] = []
+
+    def ask(of: Callable[[Reader], list[Any]]) -> list[Any]:
+        """What all ledgers answer."""
+
+        def one(reader: Reader) -> list[Any]:
+            names.extend(reader.nodes(None) if asked.node is not None else ())
+            return of(reader)
+
+        if job is not None:
+            with opened(job, ledger) as (reader, _):
+                return one(reader)
+        return [row for rows in from_all(ledger, one) for row in rows]
+
+    whose = "all jobs"
+    if asked.view == "cost":
+        found = ask(lambda reader: fleet.accounts(reader, **times))
+        if asked.by is not None:
+            rows = fleet.cost_by_job(sorted(found, key=lambda pair: pair[0]["started_at"], reverse=True))
+            return Answer(queries.COLUMNS["cost by job"], rows[: asked.limit], whose, len(rows))
+        sums = [account for _, account in found]
+        return Answer(queries.COLUMNS["cost"], fleet.cost_rows(sums), whose, closing=_cost_line(sums))
+    if asked.view == "lemons":
+        now = datetime.now(UTC)
+        record = fleet.Record()
+
+        def read(reader: Reader) -> list[Row]:
+            record.read(reader, fleet.horizon(now), asked.injected)
+            return []
+
+        ask(read)
+        rows = [row for row in fleet.lemons(record, now) if asked.node in (None, row["node"])]
+        return Answer(queries.COLUMNS["lemons"], rows[: asked.limit], whose, len(rows), names)
+    if asked.by is not None:
+        by: Any = asked.by
+        rows = fleet.joined(by, ask(lambda reader: fleet.failures_by(reader, by, node=asked.node, **times)))
+        return Answer(queries.COLUMNS[asked.shape], rows[: asked.limit], whose, len(rows), names)
+    if asked.view == "iterations":
+        if asked.node is not None:
+            raise UsageError("history iterations: has no nodes; leave --node out")
+        limit = asked.limit or SHOWN
+        rows = ask(lambda reader: fleet.newest_iterations(reader, limit, **times))
+    else:
+        rows = ask(lambda reader: reader.rows(asked.view, None, node=asked.node, last=asked.limit, **times))
+    time = TABLES[asked.view].time
+    rows = sorted(rows, key=lambda row: row[time])
+    return Answer(
+        ("job", *queries.COLUMNS[asked.view]), rows[-asked.limit :] if asked.limit else rows, whose, None, names
+    )
+
+
+# --- terminal -------------------------------------------------------------------------------------------------------
+
+
+def _show(asked: Asked, answer: Answer, every: bool) -> None:
+    from wrapper.commands.history.tables import history_table
+
+    console().print(history_table(asked.shape, answer.rows, with_jobs=every and asked.is_table))
+    if answer.closing:
+        sys.stdout.write(answer.closing + "\n")
+    if asked.limit is not None and len(answer.rows) == asked.limit and answer.total != len(answer.rows):
+        which = "newest" if asked.is_table or asked.view == "promises" else "first"
+        of = "" if answer.total is None else f" of {answer.total:,}"
+        message(f"{answer.whose}: the {which} {asked.limit}{of} {asked.view}; more with --limit, all with --json")
+
+
+def _cost_line(found: Sequence[Any]) -> str:
+    """`failures cost 3.1 of 41.8 GPU-hours (7.4 %)`, and `goodput 95.2 %, MTBF 3 h 10 min, MTTR 4.20 s` beneath."""
+    from wrapper.commands.history.tables import amount
+    from wrapper.output.render import duration, percent
+
+    hours = sum(one.gpu_hours for one in found)
+    cost = sum(one.failure_gpu_hours for one in found)
+    wall = sum(one.wall_s for one in found)
+    failures = sum(one.failures for one in found)
+    share = percent(cost / hours) if hours > 0 else "-"
+    goodput = percent(sum(one.committed_s for one in found) / wall) if wall > 0 else "-"
+    line = f"failures cost {amount(cost)} of {amount(hours)} GPU-hours ({share})\ngoodput {goodput}"
+    if failures:
+        line += f", MTBF {duration(wall / failures)}"
+    if len(found) == 1 and found[0].mttr_s is not None:
+        line += f", MTTR {duration(found[0].mttr_s)}"
+    return line

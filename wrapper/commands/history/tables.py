@@ -1,0 +1,262 @@
+"""The views of `resihp history` on a terminal of 80 columns; `--json` has what does not fit.
+
+Used by `wrapper.commands.history.command`. Rows in, a Rich table out; cells are shown literally, never read as markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from resihp.record.describe import size
+from wrapper.output.render import duration, literal, percent
+
+LEAST_WIDTH = 6
+"""Of a column that wraps."""
+COST_WORDS = {
+    "useful": "training",
+    "detect": "until failures were noticed",
+    "reconfigure": "reconfiguring",
+    "redo": "work thrown away",
+    "slow": "slow devices and links",
+    "capacity": "fewer devices than at first",
+    "checkpoint": "waiting for checkpoints",
+    "other": "between iterations, and the rest",
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table on the terminal: heading, and the cell's text from the row."""
+
+    heading: str
+    cell: Callable[[dict[str, Any]], str]
+    right: bool = False
+    wraps: bool = False
+
+
+def _words(name: str, heading: str | None = None, *, wraps: bool = False) -> Column:
+    return Column(heading or name, lambda row: "-" if row[name] is None else str(row[name]), wraps=wraps)
+
+
+def _number(name: str, heading: str | None = None, form: str = "{}") -> Column:
+    return Column(heading or name, lambda row: "-" if row[name] is None else form.format(row[name]), right=True)
+
+
+def _seconds(name: str, heading: str) -> Column:
+    return Column(heading, lambda row: duration(row[name]), right=True)
+
+
+def amount(number: float) -> str:
+    """GPU-hours and the like: `0.0333`, `41.8`, `12,345`."""
+    if number == 0:
+        return "0"
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}" if number >= 1 else f"{number:.4f}"
+
+
+def _amount(name: str, heading: str) -> Column:
+    return Column(heading, lambda row: "-" if row[name] is None else amount(row[name]), right=True)
+
+
+def _share(name: str, heading: str | None = None) -> Column:
+    return Column(heading or name, lambda row: percent(row[name]), right=True)
+
+
+def _bytes(name: str, heading: str) -> Column:
+    return Column(heading, lambda row: size(row[name]), right=True)
+
+
+def _time(name: str, heading: str) -> Column:
+    return Column(heading, lambda row: "-" if row[name] is None else f"{row[name].astimezone(UTC):%m-%d %H:%M:%S}")
+
+
+def _device(row: dict[str, Any]) -> str:
+    return "-" if row["node"] is None else row["node"] if row["device"] is None else f"{row['node']} {row['device']}"
+
+
+def _effect(row: dict[str, Any]) -> str:
+    """When a plan took effect, or what became of it instead."""
+    return f"{row['in_effect_at'].astimezone(UTC):%m-%d %H:%M:%S}" if row["in_effect_at"] else str(row["outcome"])
+
+
+def _plan_reason(row: dict[str, Any]) -> str:
+    if row["refused_reason"] is None:
+        return str(row["reason"])
+    who = "our own check" if row["refused_by"] is None else f"rank {row['refused_by']}"
+    return f"{row['reason']}; {who}: {row['refused_reason']}"
+
+
+def _rung(row: dict[str, Any]) -> str:
+    """Which rung of the drain ladder holds; of one that does not, what became of it."""
+    step = {"slurm": "Slurm", "spool": "site", "exclusion": "our jobs"}.get(row["step"], "-")
+    return step if row["outcome"] in ("done", None) else f"{step} {row['outcome']}"
+
+
+def _change(name: str) -> Column:
+    """A ratio of iteration times as a change: `+50 %`."""
+    return Column(name, lambda row: "-" if row[name] is None else f"{100 * (row[name] - 1):+.1f} %", right=True)
+
+
+def _last_words(row: dict[str, Any]) -> str:
+    """Why a request came to nothing, or else why it was made."""
+    return str(row["text"] or row["reason"])
+
+
+def _counted(by: str) -> list[Column]:
+    return [
+        _words(by, wraps=True),
+        _number("failures"),
+        *(() if by in ("cause", "kind") else (_number("fail_stop", "stop"), _number("fail_slow", "slow"))),
+        *(() if by == "job" else (_number("jobs"),)),
+        _seconds("detect_seconds", "to detect"),
+        _seconds("recover_seconds", "to recover"),
+        _time("last", "last (UTC)"),
+    ]
+
+
+def _terminal_columns(table: str) -> list[Column]:
+    """What fits 80 columns; `--json` has the rest."""
+    return {
+        **{f"failures by {by}": _counted(by) for by in ("node", "component", "cause", "kind", "job")},
+        "cost": [
+            Column("where the time went", lambda row: COST_WORDS[row["cause"]]),
+            _seconds("seconds", "time"),
+            _share("share"),
+            _amount("gpu_hours", "GPU-hours"),
+        ],
+        "cost by job": [
+            _words("job", wraps=True),
+            _words("state"),
+            _seconds("wall_seconds", "wall"),
+            _share("goodput"),
+            _share("ettr", "ETTR"),
+            _number("failures"),
+            _seconds("mtbf_seconds", "MTBF"),
+            _amount("failure_gpu_hours", "lost GPU-h"),
+        ],
+        "promises": [
+            _number("epoch"),
+            _change("promised"),
+            _change("kept"),
+            _words("verdict", wraps=True),
+            _number("before"),
+            _number("after"),
+            _words("reason", wraps=True),
+        ],
+        "lemons": [
+            Column("node", lambda row: f"{row['node']} !" if row["lemon"] else str(row["node"]), wraps=True),
+            _number("jobs"),
+            _amount("device_hours", "device-h"),
+            _number("failures"),
+            _number("drains"),
+            _amount("mtbf_hours", "MTBF h"),
+            _number("confidence", form="{:.3f}"),
+            _time("last", "last (UTC)"),
+        ],
+        "failures": [
+            _number("failure", "#"),
+            _words("cause", wraps=True),
+            Column("node, device", _device),
+            _number("iteration"),
+            _time("noticed_at", "noticed (UTC)"),
+            _seconds("seconds_to_recover", "recovered in"),
+        ],
+        "nodes": [
+            _words("node"),
+            _words("host", wraps=True),
+            _number("devices"),
+            _time("joined_at", "joined (UTC)"),
+            _time("lost_at", "lost (UTC)"),
+            _words("lost_reason", "reason", wraps=True),
+        ],
+        "workers": [
+            _number("rank"),
+            _words("node", wraps=True),
+            _number("device"),
+            _number("pid"),
+            _number("epoch_joined", "joined in"),
+            _number("epoch_left", "left in"),
+            _number("exit"),
+        ],
+        "iterations": [
+            _number("iteration"),
+            _number("epoch"),
+            _number("seconds", form="{:.3f}"),
+            _number("predicted_seconds", "predicted", form="{:.3f}"),
+            _number("tokens"),
+            _number("loss", form="{:.4f}"),
+            _time("finished_at", "finished (UTC)"),
+        ],
+        "plans": [
+            _number("epoch"),
+            _words("description", "layout", wraps=True),
+            _number("next_iteration", "from"),
+            _words("action"),
+            Column("in effect (UTC)", _effect),
+            Column("reason", _plan_reason, wraps=True),
+        ],
+        "probes": [
+            _number("probe", "#"),
+            _words("occasion"),
+            _words("kind"),
+            _number("rank"),
+            Column("node, device", _device),
+            _number("peer"),
+            _number("speed", form="{:.2f}"),
+            Column("fit", lambda row: "yes" if row["passed"] else "no"),
+            _words("evidence", wraps=True),
+        ],
+        "reconfigurations": [
+            _number("epoch"),
+            _words("action"),
+            _number("attempts", "tries"),
+            *(_number(f"{name}_seconds", name, form="{:.2f}") for name in ("park", "plan", "groups", "state")),
+            _number("first_iteration_seconds", "first", form="{:.2f}"),
+            _number("seconds", "total s", form="{:.2f}"),
+            _bytes("bytes_moved", "moved"),
+        ],
+        "drains": [
+            _number("drain", "#"),
+            _words("node", wraps=True),
+            Column("by", _rung),
+            _time("drained_at", "decided (UTC)"),
+            _time("undrained_at", "undrained (UTC)"),
+            _words("reason", wraps=True),
+        ],
+        "replacements": [
+            _number("replacement", "#"),
+            _words("instead", "for", wraps=True),
+            _words("slurm_job", "job"),
+            _words("node", wraps=True),
+            _words("outcome"),
+            _time("asked_at", "asked (UTC)"),
+            _time("joined_at", "joined (UTC)"),
+            Column("reason", _last_words, wraps=True),
+        ],
+    }[table]
+
+
+def history_table(table: str, rows: list[dict[str, Any]], *, with_jobs: bool = False) -> Table:
+    """Rows of a view of `resihp history`, or `failures by node`, as a Rich table; cells are shown literally."""
+    columns = [*([_words("job", wraps=True)] if with_jobs else []), *_terminal_columns(table)]
+    tight = with_jobs or table in ("plans", "reconfigurations", "lemons") or " by " in table
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0) if tight else (0, 1))
+    cells = [[literal(column.cell(row)) for column in columns] for row in rows]
+    for number, column in enumerate(columns):
+        longest = max((len(line[number]) for line in cells), default=0)
+        shown.add_column(
+            Text(column.heading),
+            justify="right" if column.right else "left",
+            no_wrap=not column.wraps,
+            overflow="fold",
+            min_width=min(longest, LEAST_WIDTH) if column.wraps else None,
+        )
+    for line in cells:
+        shown.add_row(*map(Text, line))
+    return shown

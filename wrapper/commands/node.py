@@ -1,0 +1,393 @@
+"""`resihp node drain|undrain|exclude|list|health`: the drain ladder by hand, for nodes of one's own jobs.
+
+What a job does by itself after a verdict (`slurm.drains.drain`), with the same rules: only nodes that one of the user's
+jobs holds or has held, never a batch host, never another owner's reason. Data goes to stdout, messages to stderr.
+Everything that takes time to import is imported in the functions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from resihp.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from slurm.client import JobView, Slurm
+    from slurm.drains.drain import Step
+    from slurm.drains.exclusions import Exclusions
+
+SCHEMA = 1
+JOBS_ASKED = 20
+"""Of this home's jobs, the newest; older ones have to be named."""
+JOURNALS_READ = 5
+
+NodeArgument = Annotated[str, typer.Argument(help="A node's name, as Slurm has it.")]
+JobOption = Annotated[str | None, typer.Option("--job", help="Slurm's job that holds or held it.", show_default=False)]
+SpoolOption = Annotated[
+    Path | None, typer.Option("--spool", help="Folder of the site's hook.", show_default="[slurm] spool")
+]
+ForOption = Annotated[str, typer.Option("--for", help="How long own jobs stay away from it: 12h, 7d.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add `resihp node` to the command line."""
+    nodes = typer.Typer(help="Take bad nodes out, and give them back.", no_args_is_help=True)
+    nodes.command("drain")(drain)
+    nodes.command("undrain")(undrain)
+    nodes.command("exclude")(exclude)
+    nodes.command("list")(show)
+    nodes.command("health")(health)
+    app.add_typer(nodes, name="node")
+
+
+def connect() -> Slurm:
+    """The Slurm of this machine."""
+    from slurm.commands import CommandLine
+
+    return CommandLine()
+
+
+# --- commands -------------------------------------------------------------------------------------------------------
+
+
+def drain(
+    node: NodeArgument,
+    reason: Annotated[str, typer.Option(help="What is wrong with it.")] = "drained by hand",
+    job: JobOption = None,
+    spool: SpoolOption = None,
+    keep_out: ForOption = "7d",
+    as_json: JsonOption = False,
+) -> None:
+    """Drain a node of one of your jobs: by yourself if you may, else by a request to the site's hook.
+
+    Running work on it is not disturbed. Your own later jobs stay away from it.
+
+    Example: resihp node drain gpu-17 --reason "Xid 79 on GPU 3"
+    """
+    from slurm.drains.drain import climb
+    from slurm.errors import SlurmRefusedError
+
+    slurm = connect()
+    held = _holder(slurm, node, job)
+    steps = climb(
+        slurm,
+        node,
+        reason,
+        job_id=held.id,
+        allowed_nodes=(node,),
+        batch_host=held.batch_host,
+        spool=_spool(spool),
+        exclusions=_exclusions(slurm),
+        now=time.time(),
+        exclude_s=_seconds(keep_out),
+        most_drained=_most_drained(),
+    )
+    outcomes = _print(steps, as_json)
+    if not _reached(outcomes):
+        unsure = "unknown" in outcomes.values()
+        what = f"it may have happened; look: sinfo -R -n {node}" if unsure else "ask an operator, or for a site's hook"
+        raise SlurmRefusedError(f"node {node}: not drained, only kept out of your jobs; {what}")
+
+
+def undrain(node: NodeArgument, job: JobOption = None, spool: SpoolOption = None, as_json: JsonOption = False) -> None:
+    """Take a drain of your own back, and let your jobs use the node again. Another owner's reason stands."""
+    from slurm.drains.drain import descend
+    from slurm.errors import SlurmRefusedError
+    from wrapper.launch.allocation import job_id as own_job
+
+    slurm = connect()
+    steps = descend(
+        slurm,
+        node,
+        job_id=job or own_job(os.environ),
+        spool=_spool(spool),
+        exclusions=_exclusions(slurm),
+        now=time.time(),
+        user=_user(),
+    )
+    if not _reached(_print(steps, as_json)):
+        raise SlurmRefusedError(f"node {node}: still drained; who drained it can undo it: sinfo -R -n {node}")
+
+
+def health(
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Whose ledger; if left out, the newest.")] = None,
+    ledger: Annotated[str | None, typer.Option("--ledger", help="Another ledger's URL.", show_default=False)] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Which nodes fail more often than the others, over all jobs of a ledger.
+
+    `probability`: that the node's rate of failures is above the fleet's. Faults injected on purpose do not count.
+
+    Example: resihp node health --ledger postgresql+psycopg://cluster/resihp
+    """
+    from db.reading.health import health_rows
+    from wrapper.commands.status import opened, to_json
+
+    with opened(job, ledger) as (reader, _):
+        rows = health_rows(reader)
+    if as_json:
+        print(to_json({"schema": SCHEMA, "rows": rows}))
+    elif rows:
+        _print_table(_health_table(rows))
+    else:
+        _message("no node of this ledger has ever served")
+
+
+def exclude(
+    node: NodeArgument,
+    reason: Annotated[str, typer.Option(help="What is wrong with it.")] = "excluded by hand",
+    keep_out: ForOption = "7d",
+    remove: Annotated[bool, typer.Option("--remove", help="Use it again.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep a node out of your own jobs, without draining it for others."""
+    from slurm.client import PREFIX, sanitised
+    from slurm.parse import is_node
+
+    if not is_node(node):
+        raise UsageError(f"node {node[:80]!a}: no node has such a name; try: sinfo -N")
+    exclusions = _exclusions(connect())
+    if remove:
+        if not exclusions.remove(node):
+            raise UsageError(f"node {node}: is not kept out on cluster {exclusions.cluster}; try: resihp node list")
+        _message(f"node {node}: used again by your jobs on cluster {exclusions.cluster}")
+    else:
+        words = sanitised(reason).removeprefix(PREFIX.strip()).strip()
+        now = time.time()
+        added = exclusions.add(node, words, now + _seconds(keep_out), now=now)
+        until = _day(added.expires_at)
+        _message(
+            f"node {node}: kept out of your jobs on cluster {exclusions.cluster} until {until}, not drained by this"
+        )
+    if as_json:
+        print(json.dumps({"schema": SCHEMA, "rows": _rows(exclusions, None)}))
+
+
+def show(as_json: JsonOption = False) -> None:
+    """List nodes kept out of your jobs, until when, and those of them that Slurm has drained with our reason.
+
+    Measure: `drain` for those that were to be drained for all users, `exclude` for those that only your jobs avoid.
+
+    What resihp has drained for all users: sinfo -R | grep resihp:
+    """
+    from slurm.drains.exclusions import Exclusions, clusters
+    from slurm.errors import SlurmError
+    from wrapper.job_folder import home
+
+    slurm = connect()
+    views: Slurm | None = slurm
+    try:
+        lists = [_exclusions(slurm)]
+    except SlurmError as error:
+        _message(f"{error}; what Slurm has drained is not shown")
+        views, lists = None, [Exclusions(home(), name) for name in clusters(home())]
+    rows = [row for each in lists for row in _rows(each, views)]
+    if as_json:
+        print(json.dumps({"schema": SCHEMA, "rows": rows}))
+    elif rows:
+        _print_table(_list_table(rows))
+    else:
+        _message(f"no node is kept out of your jobs, as far as {home()} knows")
+
+
+# --- whose node it is -----------------------------------------------------------------------------------------------
+
+
+def _holder(slurm: Slurm, node: str, job: str | None) -> JobView:
+    """The user's own job that holds this node, or has held it. Raises UsageError."""
+    user = _user()
+    ids = [job] if job else _own_jobs()
+    views = slurm.jobs(ids) if ids else {}
+    if job and job not in views:
+        raise UsageError(f"job {job}: Slurm does not know it; try: squeue --me")
+    if job and views[job].user != user:
+        raise UsageError(f"job {job}: is {views[job].user}'s, not yours; only nodes of your own jobs can be drained")
+    mine = [views[job_id] for job_id in ids if job_id in views and views[job_id].user == user]
+    for view in sorted(mine, key=lambda view: not view.active):
+        if node in view.nodes:
+            return view
+    for view in mine[:JOURNALS_READ]:
+        if node in _joined(view.id):
+            return view
+    whose = f"job {job} does not hold it and never has" if job else "none of your jobs that are known here holds it"
+    raise UsageError(f"node {node[:80]!a}: {whose}; name the job that does: resihp node drain {node[:80]} --job ID")
+
+
+def _own_jobs() -> list[str]:
+    """Slurm jobs of this home, the one that we are in first."""
+    from slurm.parse import JOB_ID
+    from wrapper.job_folder import all_jobs
+    from wrapper.launch.allocation import job_id as own_job
+
+    ids = [own_job(os.environ), *(job.name for job in all_jobs()[:JOBS_ASKED])]
+    return list(dict.fromkeys(name for name in ids if JOB_ID.fullmatch(name)))
+
+
+def _joined(job_id: str) -> set[str]:
+    """Nodes that have ever been the job's, as its journal has it."""
+    from resihp.errors import ResihpError
+    from resihp.record.journal import NodeJoined
+    from wrapper.job_folder import find_job
+
+    try:
+        records = find_job(job_id).records()
+    except (ResihpError, OSError):
+        return set()
+    return {record.entry.node for record in records if isinstance(record.entry, NodeJoined)}
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        raise UsageError(f"user {os.getuid()}: has no name on this machine; use a node where id -un knows it") from None
+
+
+# --- where things are -----------------------------------------------------------------------------------------------
+
+
+def _spool(given: Path | None) -> Path | None:
+    from slurm.drains.spool import folder_of
+    from wrapper.config.schema import read
+
+    return folder_of(str(given) if given else read({}).slurm.spool)
+
+
+def _most_drained() -> int | None:
+    from wrapper.config.schema import read
+
+    return read({}).site.drained
+
+
+def _exclusions(slurm: Slurm) -> Exclusions:
+    from slurm.drains.exclusions import Exclusions
+    from wrapper.job_folder import home
+
+    return Exclusions(home(), slurm.cluster())
+
+
+def _seconds(text: str) -> float:
+    from wrapper.config.values import duration
+
+    try:
+        return duration(text) or 0.0
+    except ValueError as error:
+        raise UsageError(f"--for {text!r}: {error}") from None
+
+
+# --- output ---------------------------------------------------------------------------------------------------------
+
+
+def _reached(outcomes: dict[str, str]) -> bool:
+    return "done" in (outcomes.get("slurm"), outcomes.get("spool"))
+
+
+def _print(steps: Iterator[Step], as_json: bool) -> dict[str, str]:
+    """Show how each rung went; the outcomes by rung."""
+    rows = [{"step": step.step, "outcome": step.outcome, "text": step.text} for step in steps]
+    if as_json:
+        print(json.dumps({"schema": SCHEMA, "rows": rows}))
+    else:
+        _print_table(_table(("step", "outcome", "what"), [(row["step"], row["outcome"], row["text"]) for row in rows]))
+    return {row["step"]: row["outcome"] for row in rows}
+
+
+def _rows(exclusions: Exclusions, slurm: Slurm | None) -> list[dict[str, Any]]:
+    """Nodes that are kept out, and those that were and that Slurm still has drained with our reason."""
+    from slurm.client import PREFIX
+    from slurm.errors import SlurmError
+
+    known = exclusions.known()
+    views = {}
+    try:
+        if slurm is not None and known:
+            views = dict(slurm.nodes([item.node for item in known]))
+    except SlurmError as error:
+        _message(f"{error}; what Slurm has drained is not shown")
+    rows = []
+    now = time.time()
+    for item in known:
+        view = views.get(item.node)
+        ours = view is not None and view.draining and view.reason.startswith(PREFIX)
+        if item.expires_at <= now and not ours:
+            continue
+        rows.append(
+            {
+                "cluster": exclusions.cluster,
+                "node": item.node,
+                "excluded_until": _iso(item.expires_at) if item.expires_at > now else None,
+                "excluded_because": item.reason,
+                "measure": item.measure,
+                "job": item.job_id or None,
+                "drained_by_us": ours,
+                "state": None if view is None else "+".join([view.state, *sorted(view.flags)]),
+                "reason": view.reason or None if view is not None else None,
+                "reason_by": view.reason_by or None if view is not None else None,
+            }
+        )
+    return rows
+
+
+def _health_table(rows: Sequence[dict[str, Any]]) -> Table:
+    cells = []
+    for row in rows:
+        last = "-" if row["last"] is None else f"{row['last']:%Y-%m-%d %H:%M}"
+        sure = f"{'yes' if row['lemon'] else 'no'}, {row['probability']:.0%}"
+        cells.append((row["node"], str(row["failures"]), last, sure, row["evidence"]))
+    return _table(("node", "failures", "last (UTC)", "a lemon?", "evidence"), cells)
+
+
+def _list_table(rows: Sequence[dict[str, Any]]) -> Table:
+    cells = []
+    for row in rows:
+        until = "-" if row["excluded_until"] is None else row["excluded_until"][:16].replace("T", " ")
+        why = row["reason"] or row["excluded_because"]
+        drained = "yes" if row["drained_by_us"] else "no"
+        cells.append((row["node"], row["measure"], until, row["state"] or "-", drained, why))
+    return _table(("node", "measure", "kept out until (UTC)", "state", "drained by us", "reason"), cells)
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from wrapper.output.render import literal
+
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for number, heading in enumerate(headings):
+        shown.add_column(Text(heading), overflow="fold", no_wrap=number == 0)
+    for row in rows:
+        shown.add_row(*(Text(literal(cell)) for cell in row))
+    return shown
+
+
+def _print_table(table: Table) -> None:
+    from rich.console import Console
+
+    Console(highlight=False, markup=False, emoji=False).print(table)
+
+
+def _iso(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _day(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _message(text: str) -> None:
+    print(f"resihp: {text}", file=sys.stderr)

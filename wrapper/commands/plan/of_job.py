@@ -1,0 +1,153 @@
+"""The question of `resihp plan JOB`: a job's own layout, model and slow devices, as its ledger tells them. Reads only.
+
+Called by `wrapper.commands.plan.command`. What the ledger does not hold is said: orders of work that a plan has of its
+own, and what the devices are, where no probe of the job could tell.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from resihp.errors import UsageError
+
+if TYPE_CHECKING:
+    from db.reading.queries import Reader
+    from resihp.parallelism.plan import Plan
+    from resihp.scheduler.what_if.catalogue import Hardware
+    from resihp.scheduler.what_if.question import Question
+
+DEFAULT_HARDWARE = "a100"
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """A job's question, its plan in effect, and what one should know of the answer."""
+
+    question: Any
+    """`resihp.scheduler.what_if.question.Question`, which this module does not import before it is needed."""
+    base: Any
+    model: str
+    hardware: str
+    remarks: tuple[str, ...]
+
+
+def of_job(
+    job: str | None,
+    ledger: str | None,
+    hardware: str | None,
+    failed: tuple[int, ...],
+    failed_nodes: tuple[str, ...],
+    slow: dict[int, float],
+    slow_links: dict[tuple[str, str], float],
+) -> Found:
+    """What is asked of a job. `slow` and `slow_links` come on top of what the job found itself.
+
+    Raises UsageError if the job has no plan yet, or the ledger does not know what it trains.
+    """
+    from resihp.scheduler.what_if import question
+    from wrapper.commands.status import opened
+
+    with opened(job, ledger) as (reader, row):
+        asked, base, name, remarks = _read(reader, row, hardware)
+    asked = msgspec.structs.replace(
+        asked, failed=failed, failed_nodes=failed_nodes, slow_links=asked.slow_links | slow_links
+    )
+    lost = question.gone(asked)  # what the job found slow may be lost now; what is asked to be both is refused
+    still_slow = {rank: speed for rank, speed in asked.slow.items() if rank not in lost}
+    asked = msgspec.structs.replace(asked, slow=still_slow | slow)
+    question.check_failures(asked)
+    return Found(question=asked, base=base, model=f"job {row['name']}", hardware=name, remarks=tuple(remarks))
+
+
+def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Question, Plan, str, list[str]]:
+    """The question, the plan in effect, the hardware's name, and remarks."""
+    from sqlalchemy import select
+
+    from db.layouts import from_json
+    from db.models import Job
+    from resihp.parallelism.plan import Plan
+    from resihp.protocol.messages import Declare
+    from resihp.scheduler.what_if.question import Question
+
+    columns = Job.__table__.columns
+    [own] = reader.fetch(select(columns["model"], columns["configuration"]).where(columns["id"] == row["id"]))
+    plans = reader.shown_plan(row["id"])
+    if not plans or own["model"] is None:
+        raise UsageError(
+            f"job {row['name']}: has no plan yet, or its ledger is of an older resihp; give --model and --layout"
+        )
+    declared = msgspec.json.decode(own["model"], type=Declare)
+    configuration = json.loads(own["configuration"])
+    told = plans[0]
+    layout = from_json(json.dumps(told["layout"]))
+    base = Plan(
+        epoch=told["epoch"],
+        layout=layout,
+        assignment=tuple(tuple(share) for share in told["assignment"]),
+        schedule=told["schedule"],
+        sequence_parallel=bool(configuration.get("layout", {}).get("sequence_parallel", False)),
+    )
+    places = {worker["rank"]: worker["node"] for worker in reader.rows("workers", row["id"])}
+    places = {rank: places[rank] for rank in sorted(layout.ranks)}
+    slow, links = _slow(reader, row["id"], places)
+    name, device, remark = _hardware(reader, row["id"], hardware)
+    memory_bytes = configuration.get("job", {}).get("memory_per_device")
+    if memory_bytes:
+        device = msgspec.structs.replace(device, memory_bytes=int(memory_bytes))
+    replicas = layout.replicas
+    asked = Question(
+        model=declared.model,
+        hardware=device,
+        tp=row["tp"],
+        pp=row["pp"],
+        dp=len(replicas),
+        micro_batches=max(1, declared.micro_batches // len(replicas)),
+        gpus_per_node=row["gpus_per_node"],
+        chunks=max(len(stage.chunks) for replica in replicas for stage in replica.stages),
+        schedule=told["schedule"],
+        sequence_parallel=base.sequence_parallel,
+        slow=slow,
+        slow_links=links,
+        places=places,
+    )
+    remarks = [remark] if remark else []
+    if base.digest != told["digest"]:
+        remarks.append(
+            f"job {row['name']}: the orders of work and migrations of plan {told['epoch']} are not in the ledger; "
+            f"times before are those of schedule {told['schedule']}"
+        )
+    return asked, base, name, remarks
+
+
+def _slow(reader: Reader, job_id: int, places: dict[int, str]) -> tuple[dict[int, float], dict[tuple[str, str], float]]:
+    """Speeds of ranks and of links between nodes that were found slow and have not recovered."""
+    ranks: dict[int, float] = {}
+    links: dict[tuple[str, str], float] = {}
+    for failure in reader.rows("failures", job_id):
+        if failure["kind"] != "fail-slow" or failure["ended_at"] is not None or failure["speed"] is None:
+            continue
+        known = [rank for rank in failure["ranks"] if rank in places]
+        if failure["component"] == "link":
+            ends = sorted({places[rank] for rank in known})
+            if len(ends) == 2:
+                links[ends[0], ends[1]] = min(failure["speed"], links.get((ends[0], ends[1]), 1.0))
+        else:
+            ranks |= dict.fromkeys(known, failure["speed"])
+    return ranks, links
+
+
+def _hardware(reader: Reader, job_id: int, named: str | None) -> tuple[str, Hardware, str]:
+    """What the devices are: as asked, else as the job's probes tell; its name, and a remark where it is a guess."""
+    from resihp.scheduler.what_if import catalogue
+
+    if named is not None:
+        return named, catalogue.hardware(named), ""
+    told = next((row["hardware"] for row in reader.rows("probes", job_id) if row["hardware"]), None)
+    known = next((name for name in catalogue.HARDWARE if name in (told or "").lower()), None)
+    if known is not None:
+        return known, catalogue.hardware(known), ""
+    what = f"{told} is not in the catalogue" if told else "what its devices are is not known"
+    remark = f"{what}: seconds are those of {DEFAULT_HARDWARE}, trust their ratios; name it with --hardware"
+    return DEFAULT_HARDWARE, catalogue.hardware(DEFAULT_HARDWARE), remark

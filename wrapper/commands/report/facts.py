@@ -1,0 +1,98 @@
+"""Everything that a report tells of one job, as rows of the ledger. Read once, by `wrapper.commands.report.command`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from db.reading.cost_accounts import Account, account
+from db.reading.promises import promises
+from wrapper.commands.report.runs import Total
+
+if TYPE_CHECKING:
+    from db.reading.queries import Reader
+
+Row = dict[str, Any]
+MOST_CHECKPOINTS = 1_000_000
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """One job. `began` and `ended` bound what is drawn: its start, and its end, its last sign of life or `now`."""
+
+    job: Row
+    command: str
+    configuration: Mapping[str, Any]
+    model: Mapping[str, Any] | None
+    iterations: Sequence[Row]
+    failures: Sequence[Row]
+    plans: Sequence[Row]
+    reconfigurations: Sequence[Row]
+    nodes: Sequence[Row]
+    workers: Sequence[Row]
+    drains: Sequence[Row]
+    replacements: Sequence[Row]
+    checkpoints: Sequence[Row]
+    account: Account
+    promises: Sequence[Row]
+    began: datetime
+    ended: datetime
+    now: datetime
+    """When the report was made."""
+    slurm: Total | None = None
+    """All runs of the Slurm job that it was in; None without Slurm."""
+
+
+def read(reader: Reader, job: Row, now: datetime, slurm: Total | None = None) -> Facts:
+    """The facts about `job`, as `Reader.job` gives it."""
+    number = job["id"]
+    iterations = reader.narrow("iterations", number)
+    failures, plans, reconfigurations, nodes = (
+        reader.rows(table, number) for table in ("failures", "plans", "reconfigurations", "nodes")
+    )
+    checkpoints = reader.events(number, ("CheckpointCommitted",), MOST_CHECKPOINTS)
+    over = job["last_entry_at"] if job["state"] == "abnormal" else job["ended_at"] or now
+    return Facts(
+        job=job,
+        command=_command(job["command"]),
+        configuration=_decoded(job["configuration"]) or {},
+        model=_decoded(job["model"]),
+        iterations=iterations,
+        failures=failures,
+        plans=plans,
+        reconfigurations=reconfigurations,
+        nodes=nodes,
+        workers=reader.rows("workers", number),
+        drains=reader.rows("drains", number),
+        replacements=reader.rows("replacements", number),
+        checkpoints=checkpoints,
+        account=account(job, iterations, failures, reconfigurations, plans, checkpoints, nodes, now),
+        promises=promises(plans, iterations, failures),
+        began=job["started_at"],
+        ended=max(over, job["started_at"]),
+        now=now,
+        slurm=slurm,
+    )
+
+
+def _decoded(text: str | None) -> Mapping[str, Any] | None:
+    """A JSON object that the ledger keeps as text; None for what is none."""
+    try:
+        found = json.loads(text or "null")
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _command(text: str) -> str:
+    """The command as one would type it; the ledger has a JSON list."""
+    import shlex
+
+    try:
+        words = json.loads(text)
+    except ValueError:
+        return text
+    return shlex.join(map(str, words)) if isinstance(words, list) else text

@@ -1,0 +1,117 @@
+"""The report as a short Markdown text, for a ticket. Text from the ledger is escaped: it is never read as Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from resihp.record.describe import rank_list
+from wrapper.commands.report import runs
+from wrapper.commands.report.facts import Facts
+from wrapper.commands.report.marks import clock
+from wrapper.commands.report.story import costs, hours, node_lines, safe, sentences
+from wrapper.output.render import duration, literal, percent
+
+MOST_FAILURES = 20
+MOST_NODES = 10
+MOST_PLANS = 20
+MOST_EVIDENCE = 240
+
+
+def markdown(facts: Facts) -> str:
+    """The text, with a newline at its end."""
+    account, job = facts.account, facts.job
+    parts = [f"## Job {text(job['name'])}: {job['state']}", "", " ".join(text(s) for s in sentences(facts)), ""]
+    parts += table(
+        ("began (UTC)", "goodput", "ETTR", "lost", "failures", "MTBF", "MTTR"),
+        [
+            (
+                f"{facts.began:%Y-%m-%d %H:%M:%S}",
+                percent(account.goodput),
+                percent(account.ettr),
+                hours(sum(account.lost_gpu_hours.values())),
+                str(account.failures),
+                duration(account.mtbf_s),
+                duration(account.mttr_s),
+            )
+        ],
+    )
+    if facts.slurm is not None:
+        parts += [f"### Slurm job {text(facts.slurm.slurm_job)}", "", text(runs.sentence(facts.slurm)), ""]
+        parts += table(runs.HEADS, runs.lines(facts.slurm))
+    if found := costs(facts):
+        parts += ["### What was lost", ""]
+        rows = [(cost.name, duration(cost.seconds), hours(cost.gpu_hours), percent(cost.share)) for cost in found]
+        parts += table(("cause", "time", "cost", "of the loss"), rows)
+    if facts.failures:
+        parts += ["### Failures", ""]
+        for row in facts.failures[:MOST_FAILURES]:
+            where = f", {row['node']}" if row["node"] is not None else ""
+            where += f" device {row['device']}" if row["device"] is not None else ""
+            ranks = f", {rank_list(row['ranks'])}" if row["ranks"] else ""
+            back = row["seconds_to_recover"]
+            after = f", training back in {duration(back)}" if back is not None else ""
+            words = f"{row['kind']}{where}{ranks}, iteration {row['iteration']}, {clock(row['noticed_at'])}{after}"
+            parts.append(f"{row['failure']}. {text(row['cause'])} ({text(words)})")
+            if row["evidence"]:
+                parts.append(f"   {text(_cut(row['evidence']))}")
+        parts += [*_more(facts.failures, MOST_FAILURES, f"resihp history failures {job['name']}"), ""]
+    if facts.plans:
+        promised = {row["epoch"]: row for row in facts.promises}
+        parts += ["### Plans", ""]
+        rows = []
+        for row in facts.plans[-MOST_PLANS:]:
+            promise = promised.get(row["epoch"])
+            ratios = [promise[name] if promise else None for name in ("promised", "kept")]
+            told = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+            verdict = promise["verdict"] if promise and promise["promised"] is not None else "-"
+            outcome = verdict if row["in_effect_at"] is not None else row["outcome"]
+            rows.append((str(row["epoch"]), str(row["next_iteration"]), row["description"], *told, outcome))
+        parts += table(("epoch", "from", "layout", "promised", "kept", "verdict"), rows)
+    troubled = [line for line in node_lines(facts) if line.troubles or line.what]
+    if troubled:
+        parts += ["### Nodes", ""]
+        lines = [
+            (
+                line.name,
+                ", ".join(f"{number} {kind}" for kind, number in line.failures.items()) or "none",
+                line.what or "stayed",
+            )
+            for line in troubled[:MOST_NODES]
+        ]
+        parts += table(("node", "failures", "what became of it"), lines)
+        parts += _more(troubled, MOST_NODES, f"resihp history nodes {job['name']}")
+    parts += [f"resihp {text(job['version'])}, `{code(safe(facts.command))}`"]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def text(words: str) -> str:
+    """One line that Markdown shows as it is: HTML and everything that means something is escaped."""
+    line = " ".join(literal(words).split())
+    line = re.sub(r"([\\`*\[\]#~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))", r"\\\1", line)
+    # Entities, since GitHub, GitLab and Jira do not agree on which of these a backslash escapes.
+    for sign, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("@", "&#64;")):
+        line = line.replace(sign, entity)
+    return line
+
+
+def code(words: str) -> str:
+    """What stands between backticks: these cannot be escaped there."""
+    return " ".join(literal(words).split()).replace("`", "'")
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a table, an empty one after it."""
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    lines += [f"| {' | '.join(text(cell) for cell in row)} |" for row in rows]
+    return [*lines, ""]
+
+
+def _more(rows: Sequence[object], most: int, command: str) -> list[str]:
+    left = len(rows) - most
+    return [f"and {left:,} more: `{code(command)}`"] if left > 0 else []
+
+
+def _cut(words: str) -> str:
+    line = " ".join(words.split())
+    return line if len(line) <= MOST_EVIDENCE else f"{line[:MOST_EVIDENCE]}..."

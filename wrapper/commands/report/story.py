@@ -1,0 +1,227 @@
+"""What happened, in three sentences and in figures: the same for the page and for a ticket. Pure."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from db.engine import masked
+from db.reading.cost_accounts import CAUSES
+from wrapper.commands.report.facts import Facts
+from wrapper.output.render import count, duration, percent
+
+CAUSE_WORDS: Mapping[str, tuple[str, str]] = {
+    "detect": ("noticing failures", "from the fault until it was noticed"),
+    "reconfigure": ("changing the plan", "parking, planning, groups, moving state"),
+    "redo": ("redone work", "work on an interrupted iteration that was thrown away"),
+    "slow": ("slow devices", "iterations beyond their healthy time"),
+    "capacity": ("missing devices", "iterations on fewer devices than at first"),
+    "checkpoint": ("checkpoints", "pauses after checkpointed iterations"),
+    "other": ("other", "usual pauses between iterations, and what nobody noted"),
+}
+"""For each cause of `db.reading.cost_accounts`: its name, and what counts."""
+SECRET_NAME = re.compile(r"(password|passwd|secret|token|api_?key|authorization|credential)s?$", re.IGNORECASE)
+MASK = "***"
+
+
+class Cost(msgspec.Struct, frozen=True):
+    """What one cause took. `share`: of all that was lost."""
+
+    cause: str
+    name: str
+    meaning: str
+    seconds: float
+    gpu_hours: float
+    share: float
+
+
+class NodeLine(msgspec.Struct, frozen=True):
+    """A node over the whole job. `device_hours`: its devices by the time that it was in the job."""
+
+    name: str
+    host: str
+    devices: int
+    device_hours: float
+    failures: Mapping[str, int]
+    what: str
+
+    @property
+    def troubles(self) -> int:
+        return sum(self.failures.values())
+
+
+def sentences(facts: Facts) -> tuple[str, str, str]:
+    """What it did and how it ended; what failed; what that cost."""
+    return _course(facts), _failures(facts), _cost(facts)
+
+
+def costs(facts: Facts) -> list[Cost]:
+    """Lost time by cause, the largest first; causes that took nothing are left out."""
+    lost = facts.account.lost_s
+    whole = sum(lost.values()) or 1.0
+    found = [
+        Cost(cause, *CAUSE_WORDS[cause], lost[cause], facts.account.lost_gpu_hours[cause], lost[cause] / whole)
+        for cause in CAUSES
+        if lost[cause] >= 0.005
+    ]
+    return sorted(found, key=lambda cost: -cost.seconds)
+
+
+def hours(gpu_hours: float) -> str:
+    """`1,234 GPU-h`, `8.21 GPU-h`; of little, `12.3 GPU-min` or `4.56 GPU-s`."""
+    if gpu_hours >= 99.95:
+        return f"{gpu_hours:,.0f} GPU-h"
+    for unit, size in (("h", 1.0), ("min", 1 / 60)):
+        if gpu_hours >= 0.9995 * size:
+            return f"{gpu_hours / size:.3g} GPU-{unit}"
+    return f"{gpu_hours * 3600:.3g} GPU-s"
+
+
+def parameters(model: Mapping[str, Any] | None) -> str:
+    """`32 layers and 8.0G parameters`; empty where the script has not told, or told it otherwise."""
+    from resihp.parallelism.model import ModelSpec
+
+    try:
+        spec = msgspec.convert((model or {}).get("model"), ModelSpec)
+        return f"{spec.layers} layers and {count(spec.parameters)} parameters"
+    except (msgspec.ValidationError, TypeError, ZeroDivisionError):
+        return ""
+
+
+def node_lines(facts: Facts) -> list[NodeLine]:
+    """Every node of the job: those with most failures first, then by name."""
+    failed: dict[str, Counter[str]] = {}
+    for row in facts.failures:
+        if row["node"] is not None:
+            failed.setdefault(row["node"], Counter())[row["kind"]] += 1
+    drained = {row["node"]: row for row in facts.drains}
+    instead = {row["instead"]: row for row in facts.replacements}
+    found = []
+    for row in facts.nodes:
+        name = row["node"]
+        until = row["lost_at"] or row["released_at"] or facts.ended
+        held_s = max((until - row["joined_at"]).total_seconds(), 0.0)
+        what = []
+        if row["replacement"] is not None:
+            what.append(f"came {duration((row['joined_at'] - facts.began).total_seconds())} after the start")
+        if row["lost_at"] is not None:
+            what.append(f"lost after {duration(held_s)}: {row['lost_reason']}")
+        if name in drained:
+            back = "drained" if drained[name]["undrained_at"] is None else "drained, used again since"
+            what.append(back if drained[name]["outcome"] != "refused" else "drain refused")
+        if name in instead:
+            other = instead[name]
+            what.append(f"replaced by {other['node']}" if other["node"] else f"replacement {other['outcome']}")
+        hours = row["devices"] * held_s / 3600
+        found.append(NodeLine(name, row["host"], row["devices"], hours, failed.get(name, {}), "; ".join(what)))
+    return sorted(found, key=lambda line: (-line.troubles, not line.what, _natural(line.name)))
+
+
+def settings(configuration: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """`layout.tp = 2` and so on, secrets masked, what is empty left out."""
+    return list(_flat(configuration, ""))
+
+
+def safe(text: str) -> str:
+    """`text` without passwords in URLs, and without what a web hook keeps secret in its path."""
+    return re.sub(r"[A-Za-z][\w+.-]*://\S+", lambda found: _safe_url(found[0]), text)
+
+
+def _safe_url(url: str) -> str:
+    scheme, _, rest = url.partition("://")
+    if scheme not in ("http", "https"):
+        return masked(url)
+    server, slash, path = rest.partition("/")
+    return f"{scheme}://{server.rpartition('@')[2]}{slash}{MASK if path else ''}"
+
+
+def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flat(item, f"{name}.{key}" if name else str(key))
+    elif value in (None, "", [], {}):
+        return
+    elif SECRET_NAME.search(name) and isinstance(value, str | list):
+        yield name, MASK
+    elif isinstance(value, list):
+        yield name, safe(" ".join(map(str, value)))
+    else:
+        yield name, safe({True: "true", False: "false"}[value] if isinstance(value, bool) else str(value))
+
+
+# --- sentences ------------------------------------------------------------------------------------------------------
+
+
+def _course(facts: Facts) -> str:
+    job = facts.job
+    model = f" of a model with {told}" if (told := parameters(facts.model)) else ""
+    where = f"{_many(job['nodes'], 'node')} with {_many(job['gpus_per_node'], 'device')}"
+    where += " each" if job["nodes"] > 1 else ""
+    took = duration((facts.ended - facts.began).total_seconds())
+    reason = f": {job['reason']}" if job["reason"] else ""
+    how = {
+        "running": "and is running",
+        "completed": "and completed",
+        "failed": f"and failed{reason}",
+        "cancelled": f"and was cancelled{reason}",
+        "abnormal": "until its supervisor died",
+    }[job["state"]]
+    done = len(facts.iterations)
+    if not done:
+        ended = {"running": "is running", "completed": "ended", "failed": f"failed{reason}"}
+        state = ended.get(job["state"], f"was {job['state']}{reason}")
+        return f"Job {job['name']} on {where} has committed no iteration in {took}; it {state}."
+    last = facts.iterations[-1]["iteration"]
+    asked = (facts.model or {}).get("iterations")
+    of = f" of {asked:,}" if isinstance(asked, int) and asked != last else ""
+    return f"Job {job['name']} trained {last:,}{of} iterations{model} on {where} in {took}, {how}."
+
+
+def _failures(facts: Facts) -> str:
+    failures = facts.failures
+    if not failures:
+        return "No failure was noticed."
+    kinds = Counter(row["kind"] for row in failures)
+    told = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
+    worst = Counter(row["node"] for row in failures if row["node"] is not None).most_common(2)
+    most = ""
+    if worst and worst[0][1] > 1 and (len(worst) == 1 or worst[0][1] > worst[1][1]):
+        most = f", most of them on {worst[0][0]} ({worst[0][1]})"
+    repairs = [row["seconds_to_recover"] for row in failures if row["seconds_to_recover"] is not None]
+    back = ""
+    if repairs:
+        usual, longest = statistics.median(repairs), max(repairs)
+        back = f"; training was back {duration(usual)} after it was noticed"
+        if len(repairs) > 1:
+            back = f"; training was back in {duration(usual)} on median, {duration(longest)} at most"
+    one = len(failures) == 1
+    head = f"One failure was noticed ({told})" if one else f"{len(failures):,} failures were noticed ({told}){most}"
+    return f"{head}{back}."
+
+
+def _cost(facts: Facts) -> str:
+    account = facts.account
+    if account.goodput is None:
+        return "There is no goodput to tell yet."
+    goodput = f"Goodput was {percent(account.goodput)} (committed iterations over wall time)"
+    lost = sum(account.lost_s.values())
+    if lost < 0.005:
+        return f"{goodput}, and nothing was lost."
+    largest = costs(facts)[0]
+    gpu = hours(sum(account.lost_gpu_hours.values()))
+    most = f"most of it to {largest.name} ({duration(largest.seconds)})"
+    return f"{goodput}; with slow and missing devices counted as well, {duration(lost)} or {gpu} were lost, {most}."
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def _natural(name: str) -> tuple[object, ...]:
+    """`n2` before `n10`."""
+    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name) if part)

@@ -1,0 +1,151 @@
+"""Where a run goes on from: the checkpoints of another run, and whether another start is worth it.
+
+What Slurm starts again goes on where it was, asked or not. A job whose runs fail one after the other and add no
+checkpoint is not run for ever: it ends with the exit code of a spent budget. A run that was stopped (preempted, warned,
+at its time limit, requeued by an administrator) has not failed, and is passed over. How a run ended stands in its
+journal; one that left none, or no end in it, failed unless it was being stopped: its node died, or somebody killed it.
+A job that has completed already, and which Slurm starts once more, is not run at all. Reads files, writes none. Used by
+`resihp run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+from resihp.errors import (
+    CheckpointError,
+    JobNotFoundError,
+    ProtocolError,
+    ResihpError,
+    RestartBudgetError,
+    UsageError,
+)
+from resihp.record.journal import JobEnded, JobSignalled
+from resihp.worker.checkpoints import iteration_of, newest_complete
+from wrapper.config.run_spec import RunRequest, load
+from wrapper.job_folder import Job, all_jobs, find_job, home, runs_of
+
+
+class CompletedError(ResihpError):
+    """There is nothing left to do: an earlier run of the same Slurm job has completed. Ends with exit code 0."""
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """`folder`: whose checkpoints are taken, and where new ones go; `iteration`: of the newest one seen there."""
+
+    folder: Path
+    iteration: int
+
+
+def asked_for(configured: Path | None, name: str) -> Resumption:
+    """For `--resume [NAME]`: the named job's folder, the configured one, or the newest job's that has a checkpoint.
+
+    Raises CheckpointError when there is none. Which checkpoint in it is complete, the trainer finds out.
+    """
+    folder = checkpoint_folder_of(find_job(name)) if name else configured
+    if folder is not None:
+        found = _newest(folder)
+        if found is None:
+            raise CheckpointError(f"--resume: no complete checkpoint in {folder}")
+        return found
+    for job in all_jobs():
+        found = _newest(checkpoint_folder_of(job))
+        if found is not None:
+            return found
+    raise CheckpointError(
+        f"--resume: no job in {home()} has a complete checkpoint; name a folder with --checkpoint-folder"
+    )
+
+
+def if_there_is_one(folder: Path | None, notice: Callable[[str], None]) -> Resumption | None:
+    """For `--resume-or-start`, as in a chain of jobs. Raises UsageError when no folder is configured."""
+    if folder is None:
+        raise UsageError(
+            "--resume-or-start: needs a folder that all jobs of the chain share; name it with --checkpoint-folder"
+        )
+    found = _newest(folder)
+    if found is None:
+        notice(f"no complete checkpoint in {folder}; starting afresh")
+    return found
+
+
+@dataclass(frozen=True)
+class Restart:
+    """What follows from earlier runs. `resumption`: None to start afresh; `failed`: runs in a row, without a checkpoint
+    in between."""
+
+    resumption: Resumption | None
+    failed: int
+
+
+def after_restart(
+    job_id: str, restart_count: int, command: Sequence[str], most_in_vain: int, notice: Callable[[str], None]
+) -> Restart:
+    """Where the earlier runs of this command in the same Slurm job got to; with a notice if that is nowhere.
+
+    Raises CompletedError when the last of them completed, and RestartBudgetError after `most_in_vain` runs in a row
+    that failed and added no checkpoint.
+    """
+    runs = [request for run in runs_of(job_id) if (request := _load(run)) is not None]
+    earlier = [run for run in runs if run.restart_count < restart_count and run.command == tuple(command)]
+    if not earlier:
+        notice(f"job {job_id}: restarted, and no earlier run is found in {home()}; starting afresh")
+        return Restart(None, 0)
+    if _completed(earlier[0].of_job):
+        raise CompletedError(
+            f"job {job_id}: its run {earlier[0].job} has completed, and Slurm started it once more; nothing is left to "
+            "do. To train further, submit it anew with --resume"
+        )
+    found = _newest(Path(earlier[0].checkpoint_folder))
+    here = found.iteration if found else 0
+    failed = sum(_has_failed(run.of_job) for run in takewhile(lambda run: run.begins_at == here, earlier))
+    if failed >= most_in_vain:
+        where = f"iteration {here}" if found else "the beginning"
+        which = f"{failed} runs in a row" if failed > 1 else "the last run"
+        raise RestartBudgetError(
+            f"job {job_id}: {which} began at {where}, failed and added no checkpoint; not running it "
+            f"again. Logs: {earlier[0].of_job.logs}. To go on, submit it anew; [slurm] restarts allows more"
+        )
+    if found is None:
+        notice(f"job {job_id}: restarted, and {earlier[0].job} left no complete checkpoint; starting afresh")
+    return Restart(found, failed)
+
+
+def _completed(run: Job) -> bool:
+    try:
+        return int(run.exit_code_file.read_text()) == 0
+    except (OSError, ValueError):
+        return False  # it did not get so far as to say how it ended
+
+
+def checkpoint_folder_of(job: Job) -> Path:
+    """Where a job wrote its checkpoints: a resumed one goes on in the folder that it took over."""
+    return Path(load(job.run_file).checkpoint_folder) if job.run_file.exists() else job.checkpoints
+
+
+def _newest(folder: Path) -> Resumption | None:
+    newest = newest_complete(folder, verify=False)
+    return None if newest is None else Resumption(folder, iteration_of(newest))
+
+
+def _has_failed(run: Job) -> bool:
+    """Whether a run ended by a failure of its own, and not because somebody stopped it."""
+    try:
+        entries = [record.entry for record in run.records()]
+    except (OSError, ProtocolError, JobNotFoundError):
+        return True
+    ended = next((entry for entry in entries if isinstance(entry, JobEnded)), None)
+    if ended is not None and ended.state != "abnormal":
+        return ended.state == "failed"
+    return not any(isinstance(entry, JobSignalled) for entry in entries)
+
+
+def _load(run: Job) -> RunRequest | None:
+    try:
+        return load(run.run_file)
+    except UsageError:
+        return None  # it ended before it began

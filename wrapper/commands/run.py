@@ -1,0 +1,304 @@
+"""`resihp run`: from options to a job's folder, then on to the guardian. All that can be refused is refused here.
+
+Nothing is started and no folder made before configuration, layout, faults and command have been checked.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from resihp import faults
+from resihp.errors import ResihpError, UsageError
+from slurm import releases
+from slurm.client import Slurm
+from slurm.errors import SlurmError
+from wrapper.commands import earlier_runs
+from wrapper.commands.resume import CompletedError, Resumption, after_restart, asked_for, if_there_is_one
+from wrapper.commands.submit import batch_script, chain
+from wrapper.config import container, values
+from wrapper.config.program import resolve
+from wrapper.config.run_spec import RunRequest, SlurmRequest
+from wrapper.config.schema import Configuration, check_partition, read
+from wrapper.config.shape import check_layout, check_target, of_allocation, on_this_machine
+from wrapper.exit_codes import REQUEUE
+from wrapper.job_folder import create_local_job, create_slurm_job, home
+from wrapper.launch import allocation, interfaces
+from wrapper.launch.allocation import Allocation
+from wrapper.sinks import fanout
+from wrapper.slurm_tasks.requeue import end_for_good
+from wrapper.supervisor import guardian
+from wrapper.supervisor.nonblocking_stderr import never_wait_for_stderr
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line said; None where it said nothing."""
+
+    job: Mapping[str, Any] = field(default_factory=dict)
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    ledger: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: Mapping[str, Any] = field(default_factory=dict)
+    config: Path | None = None
+    local: bool = False
+    faults: tuple[str, ...] = ()
+    resume: str | None = None
+    """Job whose newest checkpoint is taken; empty: that of the newest job that has one."""
+    resume_or_start: bool = False
+    """Take the newest checkpoint of the configured folder if there is one."""
+
+
+def run(options: Options) -> int:
+    """Run the job; returns its exit code. Raises ResihpError."""
+    try:
+        status = _run(options)
+    except CompletedError as error:
+        _notice(str(error))
+        return 0
+    except ResihpError:
+        _end_for_good(options)
+        raise
+    if status not in (0, REQUEUE):
+        _end_for_good(options)
+    return status
+
+
+def _end_for_good(options: Options) -> None:
+    """Have Slurm's job end as it does, in an allocation."""
+    if not options.local and (job_id := allocation.job_id(os.environ)):
+        end_for_good(job_id, _slurm())
+
+
+def _run(options: Options) -> int:
+    request = prepare(options)
+    never_wait_for_stderr()
+    spares = f", {request.spares} of them spare" if request.spares else ""
+    _notice(
+        f"job {request.job}: {request.nodes} nodes of {request.gpus_per_node}{spares}, logs in {request.of_job.logs}"
+    )
+    return guardian.guard(request.save())
+
+
+def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
+    """Check everything, then make the job's folder. Raises ResihpError; then no folder was made.
+
+    `slurm`: whom to ask in an allocation; the commands on PATH if left out.
+    """
+    given = {
+        section: {key: value for key, value in getattr(options, section).items() if value is not None}
+        for section in (
+            "job",
+            "layout",
+            "ledger",
+            "checkpoint",
+        )  # the command line has no [adapt], [slurm], [container]
+    }
+    configuration = read(given, options.config)
+    _check_text(configuration.job.command)
+    found = None
+    if not options.local:
+        slurm = slurm or _slurm()
+        found = allocation.find(os.environ, slurm)
+        _look_at_release(slurm)
+        check_partition(found.partition, configuration, f"job {found.job_id}: partition")
+    shape = of_allocation(configuration, found, _notice) if found else on_this_machine(configuration)
+    check_layout(configuration.layout, shape.laid_out, shape.gpus_per_node)
+    planned = tuple(faults.parse(text, i + 1) for i, text in enumerate(options.faults))
+    for fault in planned:
+        check_target(fault, shape, configuration.adapt.come_backs)
+    listening = fanout.asked(configuration)
+    inside = container.check(configuration.container)
+    program = resolve(configuration.job.command, _notice, configuration.container.python if inside else None)
+    cwd, python_path = os.getcwd(), _absolute_entries(os.environ.get("PYTHONPATH", ""))
+    container.with_folders(inside, [Path(cwd), home()])  # raises for what cannot be mounted
+    saved = _checkpoint_folder(options, configuration, found)
+    if options.resume_or_start and found and slurm and saved:
+        _check_chain(saved, found, slurm)
+    resumption, failed = _resumption(options, configuration, found, saved)
+    of_slurm = _of_slurm(configuration, found, slurm, failed) if found and slurm else None
+
+    job = create_slurm_job(found.job_id, found.restart_count) if found else create_local_job()
+    checkpoints = resumption.folder if resumption else saved or job.checkpoints.absolute()
+    return RunRequest(
+        job=job.name,
+        folder=str(job.folder),
+        program=program,
+        command=configuration.job.command,
+        cwd=cwd,
+        python_path=python_path,
+        nodes=len(shape.nodes),
+        node_names=shape.nodes,
+        spares=shape.spares,
+        gpus_per_node=shape.gpus_per_node,
+        tp=configuration.layout.tp,
+        pp=configuration.layout.pp,
+        schedule=configuration.layout.schedule,
+        virtual_stages=configuration.layout.virtual_stages,
+        sequence_parallel=configuration.layout.sequence_parallel,
+        tune=configuration.layout.tune,
+        memory_bytes=configuration.job.memory_per_device,
+        come_backs=configuration.adapt.come_backs,
+        examine=configuration.adapt.examine,
+        detect=configuration.adapt.detect,
+        recheck_s=configuration.adapt.recheck_s,
+        faults=planned,
+        checkpoint_folder=str(checkpoints),
+        checkpoint_every=configuration.checkpoint.every,
+        checkpoint_keep=configuration.checkpoint.keep,
+        resume=resumption is not None,
+        chained=options.resume_or_start and found is not None,
+        begins_at=resumption.iteration if resumption else 0,
+        ledger_url=configuration.ledger.url,
+        restart_count=found.restart_count if found else 0,
+        host=of_slurm[1] if of_slurm else "127.0.0.1",
+        ports=values.ports_of(configuration.slurm.ports) if of_slurm else None,
+        interface=configuration.network.interface if of_slurm else "",
+        succession=_succession(configuration, found is not None and len(shape.nodes) > 1),
+        slurm=of_slurm[0] if of_slurm else None,
+        container=container.with_folders(inside, container.job_folders(cwd, job.folder, checkpoints, python_path)),
+        listening=listening,
+        configuration=_told(configuration),
+    )
+
+
+def _look_at_release(slurm: Slurm) -> None:
+    """Nothing depends on it yet: a release that nobody has tried, or that cannot be read, is told once."""
+    try:
+        told = releases.untried(slurm.version())
+    except SlurmError as error:
+        told = f"{error}; going on as with Slurm {releases.OLDEST[0]}.{releases.OLDEST[1]:02}"
+    if told:
+        _notice(told)
+
+
+def _check_text(command: tuple[str, ...]) -> None:
+    """Raises UsageError for an argument that is no text: it could neither be journaled nor told to anybody."""
+    for part in command:
+        if not part.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in part):
+            raise UsageError(f"command: {part!a} is not UTF-8; rename that file, or pass its name in a file")
+
+
+def _told(configuration: Configuration) -> dict[str, Any]:
+    """What the journal and the ledger keep of the configuration: everything but passwords."""
+    from db.engine import masked
+
+    told = configuration.model_dump(mode="json")
+    told["ledger"]["url"] = masked(told["ledger"]["url"])
+    return told
+
+
+def _slurm() -> Slurm:
+    """Raises UsageError outside of an allocation, before anything is looked for."""
+    if not allocation.job_id(os.environ):
+        raise UsageError(allocation.NOT_THERE)
+    from slurm.commands import CommandLine
+
+    return CommandLine()
+
+
+def _checkpoint_folder(options: Options, configuration: Configuration, found: Allocation | None) -> Path | None:
+    """The configured one; of it, each element of an array has its own part, unless they go on from each other."""
+    if not configuration.checkpoint.folder:
+        return None
+    folder = Path(configuration.checkpoint.folder).absolute()
+    if found is None or not found.task or options.resume_or_start or folder.name == found.task:
+        return folder
+    _notice(f"job {found.job_id}: an element of an array; its checkpoints are in {folder / found.task}")
+    return folder / found.task
+
+
+def _check_chain(folder: Path, found: Allocation, slurm: Slurm) -> None:
+    """Raises TrainingProgramError when a job before this one has found out that it is in vain."""
+    chain.check(folder, found.job_id, slurm, _notice)
+    if os.environ.get("SLURM_JOB_NAME") == chain.TEMPLATES_NAME:
+        _notice(
+            f"job {found.job_id}: has the name of the template, {chain.TEMPLATES_NAME}: all chains that have it wait "
+            "for each other; put one of its own after --job-name= in the batch script"
+        )
+
+
+def _resumption(
+    options: Options, configuration: Configuration, found: Allocation | None, saved: Path | None
+) -> tuple[Resumption | None, int]:
+    """What Slurm starts again goes on by itself; what the command line asks for counts for a first start.
+
+    With the number of runs in a row that have failed without a checkpoint.
+    """
+    failed = 0
+    if found is not None and found.restart_count:
+        job, most = configuration.job, configuration.slurm.restarts
+        restart = after_restart(found.job_id, found.restart_count, job.command, most, _notice)
+        if restart.resumption is not None:
+            return restart.resumption, restart.failed
+        failed = restart.failed
+    if options.resume is not None:
+        return asked_for(saved, options.resume), failed
+    return if_there_is_one(saved, _notice) if options.resume_or_start else None, failed
+
+
+def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm, failed: int) -> tuple[SlurmRequest, str]:
+    """What the run asks of Slurm, and the address to listen on. Raises UsageError, SlurmError."""
+    section = configuration.slurm
+    script = allocation.batch_script(slurm, found.job_id)
+    asked = allocation.requeue_asked(os.environ, script)
+    if found.uneven:
+        _notice(f"job {found.job_id}: nodes differ; each agent gets {found.cpus_per_node} CPUs, as the smallest has")
+    if (lost := batch_script.lost_warning(os.environ, script)) is not None:
+        _notice(f"job {found.job_id}: {lost}")
+    if not allocation.no_kill_seen(os.environ, script):
+        _notice(
+            f"job {found.job_id}: no --no-kill in the batch script: if a node fails, Slurm ends the whole job; "
+            "put #SBATCH --no-kill into it (unless it was given to sbatch itself, which cannot be seen)"
+        )
+    host_names = allocation.addresses(slurm, found.nodes)
+    here = host_names.get(found.batch_node) or socket.gethostname()
+    earlier = earlier_runs.of(found.job_id, _notice)
+    others = [name for node, name in host_names.items() if node != found.batch_node]
+    request = SlurmRequest(
+        job_id=found.job_id,
+        number=found.number,
+        cluster=os.environ.get("SLURM_CLUSTER_NAME") or slurm.cluster(),
+        batch_node=found.batch_node,
+        host_names=host_names,
+        cpus=found.cpus_per_node,
+        gpus=found.gpus_per_node,
+        partition=section.partition or found.partition,
+        account=section.account or found.account,
+        qos=section.qos or found.qos,
+        constraint=section.constraint,
+        reservation=section.reservation or found.reservation,
+        extra=section.extra,
+        replacements=section.replacements,
+        replacement_min_left_s=section.replacement_min_left,
+        replacement_wait_s=section.replacement_wait,
+        drains=max(0, section.drains - earlier.drained),
+        died_before=earlier.died,
+        most_drained=configuration.site.drained,
+        spool=section.spool,
+        on_drain=section.on_drain,
+        on_warning=section.on_warning,
+        may_requeue=section.on_warning == "requeue" if asked is None else asked,
+        restarts_left=section.restarts - failed - 1,
+        comment=section.comment,
+    )
+    if configuration.network.control:
+        return request, interfaces.address_of(configuration.network.control, found.batch_node or here)
+    return request, allocation.own_address(here, others)
+
+
+def _succession(configuration: Configuration, default: bool) -> bool:
+    asked = configuration.adapt.succession
+    return default if asked is None else asked
+
+
+def _absolute_entries(python_path: str) -> str:
+    return os.pathsep.join(os.path.abspath(entry) for entry in python_path.split(os.pathsep)) if python_path else ""
+
+
+def _notice(text: str) -> None:
+    print(f"resihp: {text}", file=sys.stderr)

@@ -1,0 +1,140 @@
+"""Containers: the command line that starts a program of ours inside one. Pure functions; nothing is run here.
+
+Only what needs the user's libraries goes inside: the fork server, and with it all workers, and the store. Supervisor
+and agents stay on the host, where Slurm's commands are. Runtimes pass on standard input, output and error, and differ
+in all else: enroot closes every other descriptor (enroot-switchroot calls closefrom(3)), apptainer puts a process of
+its own between the program and us. So a program inside is given its socket as standard input, and does not ask who its
+parent is. Both leave process ids as they are on the host, unless a site forces namespaces of their own for them
+(apptainer --pid, ENROOT_UNSHARE_PID): that is not supported.
+
+Pyxis is a plugin of srun, and its options reach only what srun itself starts. Workers are not; but pyxis runs enroot,
+with the same images, and so do we.
+
+Sources: enroot 3.5 and later (`src/runtime.sh`, `bin/enroot-switchroot.c`, `doc/cmd/start.md`), apptainer 1.x
+(`cmd/starter/c/starter.c`: descriptors that were open before it are left alone).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from resihp.errors import ConfigurationError
+from wrapper.config.run_spec import Container
+
+if TYPE_CHECKING:  # agents need none of it, and start sooner
+    from wrapper.config.schema import ContainerSection
+
+SUFFIXES = {"apptainer": (".sif", ".img", ".sqsh", ".squashfs"), "enroot": (".sqsh", ".squashfs")}
+
+ITS_OWN = (
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "LIBRARY_PATH",
+    "CPATH",
+    "MANPATH",
+    "PYTHONHOME",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+    "CONDA_DEFAULT_ENV",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "SHELL",
+    "HOME",
+    "TMPDIR",
+)
+"""Environment variables that name places: workers have the container's, and the host's of all others."""
+
+
+def check(section: ContainerSection) -> Container | None:
+    """The container that is configured, None without one. Raises ConfigurationError for one that cannot be started."""
+    if not section.runtime:
+        if section.image or section.mounts:
+            raise ConfigurationError("[container]: has no runtime; set it to apptainer, enroot or pyxis")
+        return None
+    runtime: Literal["apptainer", "enroot"] = "apptainer" if section.runtime == "apptainer" else "enroot"
+    image = Path(section.image).expanduser()
+    if not section.image:
+        raise ConfigurationError("[container]: has no image; name a file that all nodes can read")
+    if "://" in section.image or (not image.exists() and "#" in section.image):
+        imported = "apptainer pull image.sif" if runtime == "apptainer" else "enroot import -o image.sqsh"
+        raise ConfigurationError(
+            f"[container] image: {section.image} is in a registry, and each node would fetch it at every start; "
+            f"run {imported} {section.image}, and name that file"
+        )
+    if not image.exists() or (image.is_file() and image.suffix not in SUFFIXES[runtime]):
+        what = "is not there" if not image.exists() else f"is none of {', '.join(SUFFIXES[runtime])}"
+        raise ConfigurationError(f"[container] image: {image} {what}; name a file that all nodes can read")
+    if image.is_dir() and runtime == "enroot":
+        raise ConfigurationError(f"[container] image: {image} is a folder; enroot starts .sqsh files")
+    mounts = tuple(_parsed(text) for text in section.mounts)
+    return Container(runtime=runtime, image=str(image.absolute()), mounts=mounts)
+
+
+def with_folders(container: Container | None, folders: Iterable[Path]) -> Container | None:
+    """With these folders inside where they are outside, unless something else is mounted there.
+
+    Raises ConfigurationError for a name that no runtime can mount.
+    """
+    if container is None:
+        return None
+    mounts = {destination: (source, destination, read_only) for source, destination, read_only in container.mounts}
+    for folder in folders:
+        path = str(folder)
+        odd = next((character for character in path if character in ":," or character.isspace()), None)
+        if odd is not None:
+            raise ConfigurationError(f"{path}: cannot be mounted in a container, since its name has {odd!r} in it")
+        mounts.setdefault(path, (path, path, False))
+    return msgspec.structs.replace(container, mounts=tuple(mounts.values()))
+
+
+def _parsed(mount: str) -> tuple[str, str, bool]:
+    source, _, rest = mount.partition(":")
+    destination, _, mode = rest.partition(":")
+    return source, destination or source, mode == "ro"
+
+
+def wrap(container: Container | None, argv: Sequence[str], exported: Iterable[str] = ()) -> list[str]:
+    """The command line that runs `argv` inside; `argv` itself without a container.
+
+    `exported`: names of variables of our environment that must be set inside: enroot starts with none of them.
+    """
+    if container is None:
+        return list(argv)
+    if container.runtime == "apptainer":
+        options = ["exec", "--nv", "--pwd", "/"]
+        for source, destination, read_only in container.mounts:
+            options += ["--bind", f"{source}:{destination}:{'ro' if read_only else 'rw'}"]
+        return ["apptainer", "--silent", *options, container.image, *argv]
+    options = ["start"]
+    for source, destination, read_only in container.mounts:
+        flags = "x-create=auto,rbind" + (",ro" if read_only else "")
+        options += ["--mount", f"{source}:{destination}:none:{flags}"]
+    for name in (*exported, "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"):
+        options += ["--env", name]
+    return ["enroot", *options, container.image, *argv]
+
+
+def environment(container: Container | None, given: Mapping[str, str]) -> dict[str, str]:
+    """The environment to start `wrap`'s command with: enroot's hook shows a container no GPU unless it is told to."""
+    if container is None or container.runtime == "apptainer":
+        return dict(given)
+    return {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility", **given}
+
+
+def of_workers(container: Container | None, environment: Mapping[str, str]) -> dict[str, str]:
+    """What of our environment workers get: in a container, without the names of places that are not there."""
+    if container is None:
+        return dict(environment)
+    return {name: value for name, value in environment.items() if name not in ITS_OWN}
+
+
+def job_folders(cwd: str, folder: Path, checkpoints: Path, python_path: str) -> list[Path]:
+    """What workers and the store open: their working folder, the job's own, checkpoints, PYTHONPATH."""
+    entries = [Path(entry) for entry in python_path.split(os.pathsep) if entry and Path(entry).is_dir()]
+    return list(dict.fromkeys([Path(cwd), folder, checkpoints, *entries]))

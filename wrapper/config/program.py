@@ -1,0 +1,86 @@
+"""What the user's command is: a Python script, a Python module, or anything else; and which interpreter runs it.
+
+Scripts and modules are forked from a server that has imported resihp, so their interpreter must have it. Used by
+`resihp run` before anything is started.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from resihp.errors import UsageError
+from wrapper.config.run_spec import Program
+from wrapper.launch.launcher import own_environment
+
+_PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
+_HARMLESS = frozenset("uB")
+"""Options of python that change nothing for us: output is line-buffered anyway, bytecode is written or not."""
+
+
+def resolve(command: Sequence[str], notice: Callable[[str], None], inside: str | None = None) -> Program:
+    """Raises UsageError for a command that is not there, or an interpreter without resihp.
+
+    `inside`: the interpreter of the container that the command runs in; what is there cannot be looked at from here.
+    """
+    if not command:
+        raise UsageError("no command to run; resihp run ... -- python train.py, or command = [...] in [job]")
+    first = command[0]
+    if not _PYTHON.fullmatch(os.path.basename(first)):
+        if not inside and shutil.which(first) is None:
+            raise UsageError(f"{first}: no such command; after -- comes what workers run, as in -- python train.py")
+        return Program(kind="command", argv=tuple(command), interpreter=inside or sys.executable)
+    rest = list(command[1:])
+    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c", "-"):
+        option = rest.pop(0)
+        if not set(option[1:]) <= _HARMLESS or option == "--":
+            raise UsageError(
+                f"{first} {option}: this option of python is not supported before a script under resihp run; "
+                "use its environment variable (PYTHONWARNINGS, PYTHONFAULTHANDLER, ...)"
+            )
+    if not rest:
+        raise UsageError(f"{first}: no script; name one, as in -- {first} train.py")
+    if rest[0] in ("-c", "-"):
+        if not inside and shutil.which(first) is None:
+            raise UsageError(f"{first}: no such command")
+        return Program(kind="command", argv=tuple(command), interpreter=inside or sys.executable)
+    if rest[0] == "-m":
+        if len(rest) == 1:
+            raise UsageError(f"{first} -m: no module; name one")
+        return Program(kind="module", argv=tuple(rest[1:]), interpreter=inside or _interpreter(first, notice))
+    if not Path(rest[0]).exists():
+        raise UsageError(f"{rest[0]}: no such script in {Path.cwd()}")
+    return Program(kind="script", argv=tuple(rest), interpreter=inside or _interpreter(first, notice))
+
+
+def _interpreter(named: str, notice: Callable[[str], None]) -> str:
+    found = shutil.which(named)
+    if found is not None and os.path.abspath(found) == sys.executable:
+        return sys.executable
+    if found is not None and _has_resihp(os.path.abspath(found)):
+        return os.path.abspath(found)
+    if named in ("python", "python3"):
+        where = found or "not on PATH"
+        notice(f"{named} ({where}) does not have resihp; workers run under {sys.executable}")
+        return sys.executable
+    if found is None:
+        raise UsageError(f"{named}: no such interpreter")
+    raise UsageError(
+        f"{named}: cannot import resihp; install it there ({named} -m pip install 'resihp[train]') "
+        f"or use {sys.executable}"
+    )
+
+
+def _has_resihp(interpreter: str) -> bool:
+    """Asked as the fork server will be started: without the user's PYTHONPATH and folder."""
+    probe = [interpreter, "-P", "-c", "import resihp.worker.forkserver"]
+    try:
+        done = subprocess.run(probe, capture_output=True, env=own_environment(), timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0

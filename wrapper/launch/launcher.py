@@ -1,0 +1,174 @@
+"""Who starts agents, and how one is known to have ended. `LocalLauncher`: processes on this machine, as virtual nodes.
+
+Used by the supervisor alone. A Slurm launcher does the same with one `srun` step. An agent's exit is told at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from resihp.protocol.framing import LocalChannel
+from resihp.worker.forkserver import Serve
+from wrapper.job_folder import Job
+
+NO_JOB_STATUS = 3
+"""Exit status of an agent that cannot read the run's file: the job's folder is not there on its node."""
+EXECVE_FAILED = 2
+"""What a task's exit status is when its program cannot be started there (slurmstepd)."""
+NOT_LAUNCHED = 127
+"""Of an agent that slurmd did not start, and said why."""
+CANNOT_START = frozenset({NO_JOB_STATUS, EXECVE_FAILED, NOT_LAUNCHED})
+"""What another run would meet again on the same node."""
+
+AgentEnded = Callable[[str, int | None], None]
+"""Called in the event loop with the node and its agent's exit status: negative for a signal, None if nobody saw it."""
+
+
+class Launcher(Protocol):
+    """Starts one agent for each node of the job."""
+
+    host: str
+    """Address of the interface that supervisor and store listen on: never all of them."""
+
+    nodes: tuple[str, ...]
+
+    worker_environment: Mapping[str, str]
+    """What workers need to know of the network."""
+
+    async def start(self, port: int, ended: AgentEnded) -> None:
+        """Start all agents; they will connect to `host`:`port`."""
+
+    def adopt(self, node: str, pid: int, ended: AgentEnded) -> None:
+        """Take over an agent that was started for an earlier supervisor, instead of `start`."""
+
+    def kill(self, node: str) -> None:
+        """SIGKILL every process of the node. No error if none is left."""
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Wait for all agents to end; False when some are left after `timeout_s`."""
+
+
+def own_environment() -> dict[str, str]:
+    """The environment of our own processes: the user's without PYTHONPATH, whose modules could shadow ours."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+class LocalLauncher:
+    """Virtual nodes n1..nN, each an agent in a process group of its own."""
+
+    host = "127.0.0.1"
+    worker_environment: Mapping[str, str] = {"GLOO_SOCKET_IFNAME": "lo"}
+
+    def __init__(self, job: Job, run_file: Path, nodes: int, preloading: socket.socket | None = None) -> None:
+        """`preloading`: to what forks a fork server for each node (`wrapper.preloading`); else each starts its own."""
+        self._preloading = None if preloading is None else LocalChannel(preloading)
+        self._job = job
+        self._run_file = run_file
+        self.nodes = tuple(f"n{i + 1}" for i in range(nodes))
+        self._groups: dict[str, int] = {}
+        self._watches: set[asyncio.Task[None]] = set()
+
+    async def start(self, port: int, ended: AgentEnded) -> None:
+        for node in self.nodes:
+            process = await self._start(node, port)
+            self._groups[node] = process.pid
+            self._watches.add(asyncio.create_task(self._watch(node, process, ended)))
+        if self._preloading is not None:
+            self._preloading.close()
+
+    async def _start(self, node: str, port: int) -> asyncio.subprocess.Process:
+        command = [sys.executable, "-P", "-m", "wrapper.agent.process", "--run", str(self._run_file), "--node", node]
+        command += ["--supervisor", f"{self.host}:{port}"]
+        agents, servers = socket.socketpair()
+        forks = () if self._preloading is None else (agents.fileno(),)
+        with agents, servers, (self._job.logs / f"{node}.agent.log").open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                *(f"--forks={number}" for number in forks),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=own_environment(),
+                process_group=0,
+                pass_fds=forks,
+            )
+            if self._preloading is not None:
+                order = Serve(group=process.pid, log=str(self._job.logs / f"{node}.forkserver.log"))
+                with suppress(OSError):  # it has ended: the agent will notice
+                    self._preloading.send(order, [servers.fileno()])
+        return process
+
+    def adopt(self, node: str, pid: int, ended: AgentEnded) -> None:
+        """Its process is not our child: how it ends cannot be seen, only when."""
+        if node not in self.nodes or node in self._groups:
+            return
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return  # its connection is about to close
+        self._groups[node] = pid
+        self._watches.add(asyncio.create_task(self._watch_adopted(node, handle, ended)))
+
+    def kill(self, node: str) -> None:
+        group = self._groups.get(node)
+        if group is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+
+    async def wait(self, timeout_s: float) -> bool:
+        if not self._watches:
+            return True
+        _, left = await asyncio.wait(self._watches, timeout=timeout_s)
+        return not left
+
+    async def _watch(self, node: str, process: asyncio.subprocess.Process, ended: AgentEnded) -> None:
+        self._ended(node, await process.wait(), ended)
+
+    async def _watch_adopted(self, node: str, handle: int, ended: AgentEnded) -> None:
+        loop = asyncio.get_running_loop()
+        gone = asyncio.Event()
+        loop.add_reader(handle, gone.set)
+        try:
+            await gone.wait()
+        finally:
+            loop.remove_reader(handle)
+            os.close(handle)
+        self._ended(node, None, ended)
+
+    def _ended(self, node: str, status: int | None, ended: AgentEnded) -> None:
+        self.kill(node)  # what an agent leaves behind has nobody to answer to
+        del self._groups[node]  # its number may be given to another process from here on
+        ended(node, status)
+
+
+class Followers:
+    """The launcher of a successor: it has started no agent and can end none but by telling it; connections are all.
+
+    `nodes`: those that the journal knows of.
+    """
+
+    worker_environment: Mapping[str, str] = {}
+
+    def __init__(self, host: str, nodes: tuple[str, ...]) -> None:
+        self.host = host
+        self.nodes = nodes
+        self._there: dict[str, asyncio.Event] = {}
+
+    async def start(self, port: int, ended: AgentEnded) -> None:
+        raise AssertionError("a successor starts no agents")
+
+    def adopt(self, node: str, pid: int, ended: AgentEnded) -> None: ...
+
+    def kill(self, node: str) -> None: ...
+
+    async def wait(self, timeout_s: float) -> bool:
+        return True

@@ -1,0 +1,144 @@
+"""Where the ledgers are that a command reads: one job's, the one named with `--ledger`, or those of every job here.
+
+A job whose supervisor is gone is marked so first (`wrapper.job_folder.finish_dead_job`), and a ledger that lags behind
+the journal of a job that is over is brought up to it. Used by the commands that read ledgers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from resihp.errors import JobNotFoundError, LedgerError, ResihpError
+
+if TYPE_CHECKING:
+    from db.reading.queries import Reader
+    from wrapper.job_folder import Job
+
+Found = TypeVar("Found")
+
+
+@contextmanager
+def opened(job: str | None, ledger: str | None) -> Iterator[tuple[Reader, dict[str, Any]]]:
+    """The ledger to read, and the job's row in it.
+
+    Without `ledger`, or with `sqlite`, the job is looked up in this home and its own ledger is read.
+    """
+    from db.reading.queries import Reader
+
+    if ledger is not None and ledger != "sqlite":
+        with Reader.open(ledger) as reader:
+            yield reader, reader.job(job)
+        return
+    from wrapper.job_folder import find_job, finish_dead_job
+
+    found = find_job(job)
+    finish_dead_job(found)
+    url = url_of(found) if ledger is None else _own_url(found)
+    _bring_up_to_date(found, url)
+    if not exists(url):
+        raise LedgerError(f"job {found.name}: its ledger is not there yet; has it begun? logs are in {found.logs}")
+    file = found.read()
+    with Reader.open(url) as reader:
+        yield reader, reader.job(found.name, host=file.host, started=datetime.fromtimestamp(file.created_at, UTC))
+
+
+def _own_url(job: Job) -> str:
+    from db.engine import default_url
+
+    return default_url(job.folder)
+
+
+def url_of(job: Job) -> str:
+    from db.engine import resolve
+
+    return resolve(job.read().ledger or "sqlite", job.folder).render_as_string(hide_password=False)
+
+
+def exists(url: str) -> bool:
+    from db.engine import file_of, resolve
+
+    file = file_of(resolve(url))
+    return file is None or file.exists()
+
+
+def _bring_up_to_date(job: Job, url: str) -> None:
+    """Bring in what the journal of a job that is over has and its ledger lacks."""
+    from db.reading.queries import Reader
+
+    path = next((path for path in (job.journal_file, job.journal_copy) if path.exists()), None)
+    if path is None or not _is_over(job):
+        return
+    records = job.records()
+    if not records:
+        return
+    if exists(url):
+        file = job.read()
+        with Reader.open(url) as reader:
+            try:
+                row = reader.job(job.name, host=file.host, started=datetime.fromtimestamp(file.created_at, UTC))
+                if reader.applied(row["id"]) >= records[-1].seq:
+                    return
+            except JobNotFoundError:
+                pass
+    from db.writer import catch_up
+
+    catch_up(url, job.folder, path)
+
+
+def _is_over(job: Job) -> bool:
+    return job.exit_code_file.exists() and job.supervisor() is None
+
+
+def from_all(ledger: str | None, ask: Callable[[Reader], Found]) -> list[Found]:
+    """What `ask` finds in the ledger named, or in every ledger that a job of this home writes to.
+
+    Of a home, a ledger that cannot be read is left out, with a warning on stderr. Raises JobNotFoundError where the
+    home has no job, LedgerError where the ledger named cannot be read.
+    """
+    from db.reading.queries import Reader
+    from wrapper.output.answers import message
+
+    if ledger is not None and ledger != "sqlite":
+        with Reader.open(ledger) as reader:
+            return [ask(reader)]
+    from wrapper.job_folder import all_jobs, find_job
+
+    jobs = all_jobs() or [find_job(None)]
+    found: list[Found] = []
+    seen: set[str] = set()
+    for job in jobs:
+        try:
+            url = _caught_up(job, own=ledger == "sqlite")
+            if url in seen:
+                continue
+            seen.add(url)
+            with Reader.open(url) as reader:
+                found.append(ask(reader))
+        except (ResihpError, OSError) as error:
+            message(f"warning: job {job.name}: left out: {error}")
+    return found
+
+
+def _caught_up(job: Job, own: bool) -> str:
+    """The URL of a job's ledger, brought up to its journal unless it tells the job's end already."""
+    from db.reading.queries import Reader
+    from wrapper.job_folder import finish_dead_job
+
+    url = _own_url(job) if own else url_of(job)
+    if exists(url):
+        file = job.read()
+        with Reader.open(url) as reader:
+            try:
+                row = reader.job(job.name, host=file.host, started=datetime.fromtimestamp(file.created_at, UTC))
+            except JobNotFoundError:
+                row = {"ended_at": None}
+        if row["ended_at"] is not None:
+            return url
+    finish_dead_job(job)
+    _bring_up_to_date(job, url)
+    if not exists(url):
+        raise LedgerError(f"its ledger is not there yet; has it begun? logs are in {job.logs}")
+    return url

@@ -1,0 +1,240 @@
+"""Pieces of what a user sees on a terminal: the layout grid with health, durations, counts, text printed as it is.
+
+Used by `wrapper.sinks.terminal` and `wrapper.commands.status`. Decides nothing. Nothing here reads Rich markup: names
+and reasons come from outside and are printed literally.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Literal
+
+from resihp.parallelism.layout import Layout, Stage
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+Health = Literal["active", "standby", "starting", "slow", "suspected", "dead"]
+LETTERS: Mapping[Health, str] = {
+    "active": "",
+    "standby": "s",
+    "starting": "+",
+    "slow": "~",
+    "suspected": "?",
+    "dead": "x",
+}
+"""Put behind a rank, so that health shows without colour."""
+STYLES: Mapping[Health, str] = {
+    "active": "green",
+    "standby": "yellow",
+    "starting": "cyan",
+    "slow": "bold yellow",
+    "suspected": "magenta",
+    "dead": "bold red",
+}
+MOST_REPLICAS = 16
+"""Rows of a grid; more replicas than that and healthy ones are left out."""
+
+
+def literal(text: str) -> str:
+    """`text` without control characters: a reason quoted from a log must not steer the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def duration(seconds: float | None) -> str:
+    """`0.62 s`, `12.3 s`, `4 min 05 s`, `2 h 03 min`, `3 d 04 h`; `-` for None or what is no duration."""
+    if seconds is None or seconds != seconds or seconds in (float("inf"), float("-inf")):
+        return "-"
+    if seconds < 0:
+        return f"-{duration(-seconds)}"
+    if seconds < 9.995:
+        return f"{seconds:.2f} s"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24:02d} h"
+
+
+def count(number: float) -> str:
+    """`812`, `18.2k`, `3.4M`, `1.2G`."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.9995 * size:
+            return f"{number / size:.1f}{letter}"
+    return f"{number:.0f}"
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def _runs(ranks: Iterable[int], health: Mapping[int, Health], default: Health) -> list[tuple[str, Health]]:
+    """Words for ranks in order, neighbours of equal health as one range: `0-3`, `4x`."""
+    words: list[tuple[str, Health]] = []
+    key = lambda pair: (pair[1] - pair[0], health.get(pair[1], default))  # noqa: E731 - consecutive, equal health
+    for (_, state), group in groupby(enumerate(ranks), key):
+        run = [rank for _, rank in group]
+        span = str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"
+        words.append((span + LETTERS[state], state))
+    return words
+
+
+def _layers(stage: Stage) -> str:
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in stage.chunks)
+
+
+def placed(health: Mapping[int, Health], layout: Layout) -> dict[int, Health]:
+    """What live ranks are by their places in the layout; what they are otherwise stays."""
+    standby, active = set(layout.standby), set(layout.active)
+    return {
+        rank: was
+        if was in ("slow", "suspected", "dead")
+        else "standby"
+        if rank in standby
+        else "active"
+        if rank in active
+        else "starting"
+        for rank, was in health.items()
+    }
+
+
+def legend(health: Iterable[Health]) -> str:
+    """`s standby, x dead`: what the letters mean that are there."""
+    there = set(health)
+    return ", ".join(f"{letter} {name}" for name, letter in LETTERS.items() if letter and name in there)
+
+
+def _usual(layout: Layout, depth: int) -> list[str | None]:
+    """The layers of each stage in most replicas; where no shape has a majority, what all of them agree on."""
+    shapes = [tuple(_layers(stage) for stage in replica.stages) for replica in layout.replicas]
+    if not shapes:
+        return []
+    common, times = Counter(shapes).most_common(1)[0]
+    if 2 * times > len(shapes):
+        return [*common, *[None] * (depth - len(common))]
+    agreed = [{shape[s] if s < len(shape) else None for shape in shapes} for s in range(depth)]
+    return [spans.pop() if len(spans) == 1 else None for spans in agreed]
+
+
+def _odd(layout: Layout, health: Mapping[int, Health], usual: Sequence[str | None]) -> list[int]:
+    """Replicas with something to see: another shape or other layers than most have, or a rank that is not active."""
+    shapes = [tuple(stage.tp for stage in replica.stages) for replica in layout.replicas]
+    common = Counter(shapes).most_common(1)[0][0] if shapes else ()
+    return [
+        d
+        for d, replica in enumerate(layout.replicas)
+        if shapes[d] != common
+        or any(_layers(stage) != usual[s] for s, stage in enumerate(replica.stages))
+        or any(health.get(rank, "active") != "active" for rank in replica.ranks)
+    ]
+
+
+def _rows(count: int, odd: Sequence[int]) -> list[int | str]:
+    """Replicas that get a row, all, or of many the first ones and odd ones, and lines that tell of those left out."""
+    if count <= MOST_REPLICAS:
+        return list(range(count))
+    shown = odd[: MOST_REPLICAS - 2]
+    picked = sorted({*range(MOST_REPLICAS - len(shown)), *shown})
+    rows: list[int | str] = []
+    for d, following in zip([-1, *picked], [*picked, count], strict=True):
+        rows += [d] if d >= 0 else []
+        left_out = range(d + 1, following)
+        if left_out:
+            calm = "all active" if not set(left_out).intersection(odd) else "not all active"
+            rows.append(f"... {len(left_out)} more, {calm}")
+    return rows
+
+
+def layout_grid(layout: Layout, health: Mapping[int, Health] | None = None, width: int = 80) -> Text:
+    """A row for each replica, a column for each stage, in each cell the ranks of its tensor-parallel group.
+
+    Layers stand above the columns, and in the cells of stages that hold others (`L0-3`). Below the grid are standby
+    ranks, and those known to `health` but in no place of the layout: started and not taken in yet, or dead. Stages
+    that do not fit into `width` columns continue below. Colours are a second hint: letters tell the health as well.
+    """
+    from rich.text import Text
+
+    health = health or {}
+    depth = max((len(replica.stages) for replica in layout.replicas), default=0)
+    usual = _usual(layout, depth)
+    rows = _rows(len(layout.replicas), _odd(layout, health, usual))
+    cells: dict[int, list[list[tuple[str, Health]]]] = {}
+    for d in rows:
+        if isinstance(d, int):
+            cells[d] = []
+            for s, stage in enumerate(layout.replicas[d].stages):
+                cell = _runs(stage.ranks, health, "active")
+                cells[d].append(cell if _layers(stage) == usual[s] else [*cell, (f"L{_layers(stage)}", "active")])
+    heads = [f"stage {s}" for s in range(depth)]
+    layers = ["" if span is None else f"layers {span}" for span in usual]
+    label = max([len("replica 0"), *(len(f"replica {d}") for d in cells)]) + 2
+    widths = [
+        max(len(heads[s]), len(layers[s]), *(_width(row[s]) for row in cells.values() if s < len(row))) + 2
+        for s in range(depth)
+    ]
+    lines: list[Text] = []
+    for block in _blocks(widths, width - label):
+        lines.append(Text(" " * label + "".join(heads[s].ljust(widths[s]) for s in block), style="bold"))
+        if any(layers[s] for s in block):
+            lines.append(Text(" " * label + "".join(layers[s].ljust(widths[s]) for s in block), style="dim"))
+        for d in rows:
+            if isinstance(d, str):
+                lines.append(Text(d))
+                continue
+            line = Text(f"replica {d}".ljust(label))
+            for s in block:
+                if s < len(cells[d]):
+                    for n, (word, state) in enumerate(cells[d][s]):
+                        line.append(" " if n else "").append(word, STYLES[state])
+                    line.append(" " * (widths[s] - _width(cells[d][s])))
+            lines.append(line)
+    if not layout.replicas:
+        lines.append(Text("no replica"))
+    working = set(layout.active)
+    dead = sorted(rank for rank in health if health[rank] == "dead" and rank not in working)
+    standby = [rank for rank in layout.standby if health.get(rank) != "dead"]
+    starting = sorted(set(health) - set(layout.ranks) - set(dead))
+    below: list[tuple[str, Sequence[int], Health]] = [
+        *(("standby", standby, "standby"), ("starting", starting, "starting"), ("dead", dead, "dead"))
+    ]
+    for name, ranks, state in below:
+        if ranks:
+            lines += _wrapped(name.ljust(label), _runs(ranks, health, state), width)
+    for line in lines:
+        line.rstrip()
+    return Text("\n").join(lines)
+
+
+def _width(cell: Sequence[tuple[str, Health]]) -> int:
+    return sum(len(word) for word, _ in cell) + len(cell) - 1
+
+
+def _blocks(widths: Sequence[int], room: int) -> list[list[int]]:
+    """Columns that go side by side."""
+    blocks: list[list[int]] = []
+    used = 0
+    for s, width in enumerate(widths):
+        if not blocks or used + width > room + 2:  # the last column's two blanks may be cut off
+            blocks.append([])
+            used = 0
+        blocks[-1].append(s)
+        used += width
+    return blocks
+
+
+def _wrapped(label: str, words: Sequence[tuple[str, Health]], width: int) -> list[Text]:
+    from rich.text import Text
+
+    lines = [Text(label)]
+    for word, state in words:
+        if lines[-1].cell_len + len(word) > width and lines[-1].plain.strip():
+            lines.append(Text(" " * len(label)))
+        lines[-1].append(word, STYLES[state]).append(" ")
+    return lines

@@ -1,0 +1,84 @@
+"""A job's status on a terminal of 80 columns; `--json` has what does not fit.
+
+Used by `wrapper.commands.status`. Rows in, Rich renderables out; names and reasons are shown literally, never read as
+markup.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from db.layouts import from_json
+from wrapper.output.render import duration, layout_grid, legend, literal, percent
+from wrapper.output.shells import line
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+from wrapper.commands.history.tables import history_table
+
+__all__ = ["goodput_line", "history_table", "nodes_line", "render_status"]
+
+EVENTS_SHOWN = 8
+
+
+def goodput_line(figures: dict[str, Any]) -> str:
+    """`goodput 91.6 %, ETTR 78.4 %; lost: fail-stop 0.70 s, other 0.30 s`."""
+    lost = ", ".join(f"{cause} {duration(s)}" for cause, s in figures["lost_seconds"].items() if s >= 0.005)
+    return f"goodput {percent(figures['goodput'])}, ETTR {percent(figures['ettr'])}; lost: {lost or 'nothing'}"
+
+
+def nodes_line(state: dict[str, Any]) -> str:
+    """Which nodes were drained, which are asked for, and which came: `drained: n3; in use: n9 for n3`."""
+    by_slurm = [row for row in state["drains"] if (row["step"], row["outcome"]) == ("slurm", "done")]
+    drained = [row["node"] for row in by_slurm if row["undrained_at"] is None]
+    asked, came = [], []
+    for row in state["replacements"]:
+        if row["outcome"] == "joined":
+            came.append(f"{row['node']} for {row['instead']}")
+        elif row["outcome"] in ("asked", "pending", "running"):
+            job = f"Slurm job {row['slurm_job']}, " if row["slurm_job"] else ""
+            asked.append(f"a node for {row['instead']} ({job}{row['outcome']})")
+    found = {"drained": drained, "asked for": asked, "in use": came}
+    return "; ".join(f"{what}: {', '.join(nodes)}" for what, nodes in found.items() if nodes)
+
+
+def render_status(state: dict[str, Any], width: int) -> RenderableType:
+    """What `status` prints on a terminal of `width` columns."""
+    colour = {"running": "green", "completed": "green", "cancelled": "yellow"}.get(state["state"], "bold red")
+    head = Text.assemble((f"job {literal(state['job'])}", "bold"), "  ", (state["state"], colour))
+    head.append(f"  iteration {state['iteration']}")
+    if state["loss"] is not None:
+        head.append(f"  loss {state['loss']:.4f}")
+    if state["iteration_seconds"] is not None:
+        head.append(f"  {duration(state['iteration_seconds'])} an iteration")
+    parts: list[RenderableType] = [head]
+    if state["state"] not in ("running", "completed") and state["reason"]:
+        parts.append(Text(literal(state["reason"]), style=colour))
+    parts.append(Text(goodput_line(state)))
+    if nodes := nodes_line(state):
+        parts.append(Text(literal(nodes)))
+    if state["shells"]:
+        parts.append(Text(f"a shell there: {literal(line(state['shells']))}", style="dim"))
+    if state["layout"] is not None:
+        health = {int(rank): value for rank, value in state["health"].items()}
+        parts += [
+            Text(f"epoch {state['epoch']}: {state['description']}"),
+            Text(),
+            layout_grid(from_json(json.dumps(state["layout"])), health, width),
+        ]
+        if meaning := legend(health.values()):
+            parts.append(Text(meaning, style="dim"))
+    if state["events"]:
+        events = Table.grid(padding=(0, 2, 0, 0))
+        for event in state["events"][-EVENTS_SHOWN:]:
+            clock = Text(f"{event['at'].astimezone(UTC):%H:%M:%S}", style="dim")
+            events.add_row(clock, Text(literal(event["text"]), overflow="fold"))
+        parts += [Text(), events]
+    return Group(*parts)

@@ -1,0 +1,201 @@
+"""Who hears of a job beside its ledger: metrics, hooks, TensorBoard. Each record of the journal goes to all of them.
+
+`asked` checks what the configuration asks for, before anything is started; `listeners` opens it in the supervisor, one
+that takes over included; `Listeners` stands where the ledger stood (`wrapper.supervisor.shell.LedgerLike`). Whatever
+happens to a listener, neither the job nor the ledger notices.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from resihp.errors import ConfigurationError
+from wrapper.config.run_spec import Listening, RunRequest
+
+if TYPE_CHECKING:
+    from resihp.record.journal import Record
+    from wrapper.config.schema import Configuration
+    from wrapper.sinks.metrics import Outside
+    from wrapper.supervisor.shell import LedgerLike
+
+CLOSE_S = 5.0
+"""How long the end of a job waits for those who are still to be told of it, all together."""
+
+_log = logging.getLogger("resihp.listeners")
+
+
+class Listener(Protocol):
+    def submit(self, record: Record) -> None:
+        """One record, in order. Returns at once."""
+
+    def close(self, deadline: float) -> object:
+        """Tell what is left to be told until that moment, in monotonic seconds."""
+
+
+class Listeners:
+    """The ledger and all others, as one ledger."""
+
+    def __init__(self, ledger: LedgerLike, others: Sequence[Listener]) -> None:
+        self._ledger = ledger
+        self._others = list(others)
+
+    def submit(self, record: Record) -> None:
+        self._ledger.submit(record)
+        for other in list(self._others):
+            try:
+                other.submit(record)
+            except Exception:  # noqa: BLE001 - logged; it hears no more, and the job goes on
+                _log.exception("%s is left out from record %d on", type(other).__name__, record.seq)
+                self._others.remove(other)
+
+    def telemetry(self, rows: list[dict[str, Any]]) -> None:
+        self._ledger.telemetry(rows)
+
+    def close(self) -> object:
+        deadline = time.monotonic() + CLOSE_S
+        for other in self._others:
+            try:
+                other.close(deadline)
+            except Exception:  # noqa: BLE001 - logged; the ledger is to be closed all the same
+                _log.exception("%s", type(other).__name__)
+        return self._ledger.close()
+
+
+def asked(configuration: Configuration) -> Listening:
+    """What `[metrics]` and `[hooks]` ask for. Raises ConfigurationError for what cannot be had."""
+    metrics, hooks = configuration.metrics, configuration.hooks
+    for key in ("port", "textfile"):
+        if getattr(metrics, key) and find_spec("prometheus_client") is None:
+            raise ConfigurationError(
+                f"[metrics] {key}: the package prometheus-client is not installed; pip install 'resihp[metrics]', "
+                "or leave it out"
+            )
+    if metrics.tensorboard:
+        from wrapper.sinks.tensorboard import check
+
+        check()
+    webhook = hooks.webhook.get_secret_value()
+    if webhook and hooks.webhook_file:
+        raise ConfigurationError("[hooks] webhook_file: webhook is set too; leave one of them out")
+    if hooks.webhook_file:
+        from wrapper.sinks.hooks import url_in
+
+        url_in(Path(hooks.webhook_file).expanduser().absolute())
+    return Listening(
+        metrics_port=metrics.port,
+        textfile=_absolute(metrics.textfile),
+        tensorboard=_absolute(metrics.tensorboard),
+        webhook=webhook,
+        webhook_file=_absolute(hooks.webhook_file),
+        command=hooks.command,
+        events=hooks.events,
+        timeout_s=hooks.timeout,
+    )
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute()) if path else ""
+
+
+def listeners(
+    request: RunRequest, ledger: object, say: Callable[[str], None], past: Sequence[Record] = ()
+) -> list[Listener]:
+    """Open what the run asks for; what cannot be opened is said, and left out. `say` is called from threads, too.
+
+    `past`: the records of those who led before us. Waits for no file.
+    """
+    found: list[Listener] = []
+    ways: dict[str, Callable[[], list[Listener]]] = {
+        "hooks": lambda: _hooks(request, say, past),
+        "tensorboard": lambda: _tensorboard(request, say, past),
+        "metrics": lambda: _metrics(request, say, past, lambda: standing(ledger, found)),
+    }
+    for name, opened in ways.items():
+        try:
+            found += opened()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on without
+            _log.exception("%s", name)
+            say(f"{name}: {error}; the job goes on without")
+    return found
+
+
+def tell_of_the_end(request: RunRequest, records: Sequence[Record], say: Callable[[str], None]) -> None:
+    """What nobody was told of a job whose supervisors are all dead, its end above all. Takes `CLOSE_S` at most."""
+    again = msgspec.structs.replace(request, listening=msgspec.structs.replace(request.listening, metrics_port=0))
+    Listeners(_NoLedger(), listeners(again, None, say, records)).close()
+
+
+class _NoLedger:
+    def submit(self, record: Record) -> None:
+        pass
+
+    def telemetry(self, rows: list[dict[str, Any]]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _hooks(request: RunRequest, say: Callable[[str], None], past: Sequence[Record]) -> list[Listener]:
+    wanted = request.listening
+    if not (wanted.command or wanted.webhook or wanted.webhook_file):
+        return []
+    from wrapper.sinks.hooks import Hook, command, url_in, webhook
+
+    ways: dict[str, Callable[[bytes], None]] = {}
+    if wanted.command:
+        ways["command"] = command(wanted.command, wanted.timeout_s)
+    if wanted.webhook or wanted.webhook_file:
+        ways["webhook"] = webhook(lambda: wanted.webhook or url_in(Path(wanted.webhook_file)), wanted.timeout_s)
+    folder = request.of_job.folder
+    return [
+        Hook(name, way, request.job, wanted.events, noted=folder / f"{name}.told", say=say, past=past)
+        for name, way in ways.items()
+    ]
+
+
+def _tensorboard(request: RunRequest, say: Callable[[str], None], past: Sequence[Record]) -> list[Listener]:
+    if not request.listening.tensorboard:
+        return []
+    from wrapper.sinks.tensorboard import TensorBoard
+
+    return [TensorBoard(Path(request.listening.tensorboard, request.job), say=say, past=past)]
+
+
+def _metrics(
+    request: RunRequest, say: Callable[[str], None], past: Sequence[Record], outside: Outside
+) -> list[Listener]:
+    wanted = request.listening
+    if not (wanted.metrics_port or wanted.textfile):
+        return []
+    from wrapper.sinks.metrics import Metrics
+
+    metrics = Metrics(request.job, past, say=say, outside=outside)
+    if wanted.metrics_port:
+        metrics.serve(wanted.metrics_port)
+    if wanted.textfile:
+        metrics.write_to(Path(wanted.textfile.replace("{job}", request.job)))
+    return [metrics]
+
+
+def standing(ledger: object, others: Sequence[object]) -> Mapping[str, float]:
+    """What metrics tell of those who listen (`wrapper.sinks.metrics.Outside`): the ledger, and hooks among the
+    others."""
+    from wrapper.sinks.hooks import Hook
+
+    found: dict[str, float] = {}
+    for name, attribute in (("telemetry_dropped", "dropped"), ("ledger_behind", "behind")):
+        value = getattr(ledger, attribute, None)  # a ledger that is not open yet has neither
+        if isinstance(value, int):
+            found[name] = value
+    for hook in others:
+        if isinstance(hook, Hook):
+            found |= {f"{hook.name}.{outcome}": count for outcome, count in hook.counts.items()}
+    return found

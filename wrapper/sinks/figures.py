@@ -1,0 +1,198 @@
+"""What a job has come to, record by record of its journal: iterations, goodput, ranks by state, failures. Pure.
+
+`follow` is the one place that reads records for `wrapper.sinks.metrics` and `wrapper.sinks.tensorboard`; a supervisor
+that takes over lets it follow what was before. Goodput is the ledger's (`db.reading.queries`): useful seconds over wall
+time since the first iteration began. Reads no clock.
+"""
+
+from __future__ import annotations
+
+import statistics
+from array import array
+from collections import Counter
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Literal
+
+from db.reading.goodput import Counting
+from resihp.record import journal
+
+if TYPE_CHECKING:
+    from resihp.parallelism.layout import Layout
+
+RANK_STATES = ("active", "standby", "starting", "suspected", "ended")
+
+
+@dataclass
+class Figures:
+    """What a job has come to, by its journal. `follow` changes it. Times are UTC, in seconds since 1970."""
+
+    job: str = ""
+    user: str = ""
+    version: str = ""
+    state: Literal["running", "completed", "failed", "cancelled", "abnormal"] = "running"
+    exit_code: int | None = None
+    started_at: float | None = None
+    began_at: float | None = None
+    """When the first committed iteration began."""
+    committed_at: float | None = None
+    committed_epoch: int = 0
+    """Of the last committed iteration; `epoch` may be the next one's."""
+    last_at: float | None = None
+    ended_at: float | None = None
+    epoch: int = 0
+    iteration: int = 0
+    iterations: int = 0
+    tokens: int = 0
+    loss: float | None = None
+    seconds: array[float] = field(default_factory=lambda: array("d"))
+    """Of each committed iteration whose time is known."""
+    known_seconds: float = 0.0
+    """What they count, in all."""
+    counting: Counting = field(default_factory=Counting)
+    untimed: int = 0
+    """Committed iterations that nobody lived to report."""
+    last_seconds: float | None = None
+    predicted_seconds: float | None = None
+    layout: Layout | None = None
+    decided: Layout | None = None
+    live: set[int] = field(default_factory=set)
+    ended: int = 0
+    suspected: set[int] = field(default_factory=set)
+    nodes: set[str] = field(default_factory=set)
+    nodes_lost: int = 0
+    failures: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    """By kind, component and node."""
+    recovered: int = 0
+    reconfigurations: Counter[str] = field(default_factory=Counter)
+    reconfiguration_seconds: dict[str, float] = field(default_factory=dict)
+    bytes_moved: int = 0
+    drains: int = 0
+    drain_answers: Counter[tuple[str, str]] = field(default_factory=Counter)
+    replacements: dict[int, str] = field(default_factory=dict)
+    checkpoints: int = 0
+    checkpoint_iteration: int | None = None
+    takeovers: int = 0
+
+    def useful_s(self) -> float:
+        """Seconds of committed iterations; an unknown one counts as the median."""
+        unknown = self.untimed * statistics.median(self.seconds) if self.untimed and self.seconds else 0.0
+        return self.known_seconds + unknown
+
+    def wall_s(self, now: float) -> float:
+        """Seconds since the first committed iteration began; to the last commit once the job is completed."""
+        if self.began_at is None:
+            return 0.0
+        until = now
+        if self.state == "completed":
+            until = self.committed_at or now
+        elif self.state == "abnormal":
+            until = self.last_at or now
+        elif self.ended_at is not None:
+            until = self.ended_at
+        return max(until - self.began_at, 0.0)
+
+    def goodput(self, now: float) -> float | None:
+        """Useful over wall seconds, at most 1; None before the first commit."""
+        wall_s = self.wall_s(now)
+        return min(self.useful_s() / wall_s, 1.0) if wall_s > 0 and self.iterations else None
+
+    def ranks(self) -> dict[str, int]:
+        """Ranks by state, each in one: those that run and have no part in the plan in effect are `starting`."""
+        standby = set(self.layout.standby) if self.layout else set()
+        active = set(self.layout.active) if self.layout else set()
+        found = Counter({"ended": self.ended})
+        for rank in self.live:
+            if rank in self.suspected:
+                found["suspected"] += 1
+            else:
+                found["active" if rank in active else "standby" if rank in standby else "starting"] += 1
+        return {state: found[state] for state in RANK_STATES}
+
+
+def snapshot(figures: Figures) -> Figures:
+    """As it is now: `follow` on the one does not change the other."""
+    return replace(figures, **{each.name: copy(getattr(figures, each.name)) for each in fields(figures)})
+
+
+def follow(figures: Figures, record: journal.Record) -> None:
+    """What one record changes."""
+    entry, at = record.entry, record.at
+    if not (isinstance(entry, journal.JobEnded) and entry.state == "abnormal"):
+        figures.last_at = at
+    match entry:
+        case journal.JobStarted():
+            figures.job, figures.user, figures.version = entry.job, entry.user, entry.version
+            figures.started_at = at
+        case journal.IterationCommitted():
+            _committed(figures, entry, at)
+        case journal.NodeJoined():
+            figures.nodes.add(entry.node)
+        case journal.NodeLost():
+            figures.nodes.discard(entry.node)
+            figures.nodes_lost += 1
+        case journal.WorkerStarted():
+            figures.live.add(entry.rank)
+        case journal.WorkerEnded():
+            if entry.rank in figures.live:
+                figures.live.discard(entry.rank)
+                figures.ended += 1
+            figures.suspected.discard(entry.rank)
+        case journal.PlanDecided():
+            figures.decided, figures.epoch = entry.plan.layout, entry.plan.epoch
+            if figures.layout is None:
+                figures.layout = figures.decided
+        case journal.PlanInEffect():
+            figures.layout = figures.decided
+        case journal.Suspected(rank=int() as rank):
+            if entry.cleared:
+                figures.suspected.discard(rank)
+            else:
+                figures.suspected.add(rank)
+        case journal.FailureFound():
+            figures.failures[entry.kind, entry.component, entry.node or ""] += 1
+            figures.suspected -= set(entry.ranks)
+        case journal.FailureEnded():
+            figures.recovered += 1
+        case journal.Reconfigured():
+            figures.reconfigurations[entry.action] += 1
+            seconds = figures.reconfiguration_seconds.get(entry.action, 0.0) + entry.seconds
+            figures.reconfiguration_seconds[entry.action] = seconds
+            figures.bytes_moved += entry.bytes_moved
+        case journal.DrainDecided(measure="drain"):
+            figures.drains += 1
+        case journal.DrainAnswered():
+            figures.drain_answers[entry.step, entry.outcome] += 1
+        case journal.ReplacementAsked():
+            figures.replacements[entry.replacement] = "asked"
+        case journal.ReplacementChanged():
+            figures.replacements[entry.replacement] = entry.state
+        case journal.CheckpointCommitted():
+            figures.checkpoints += 1
+            figures.checkpoint_iteration = entry.iteration
+        case journal.LeaderChosen():
+            figures.takeovers += 1
+        case journal.JobEnded():
+            figures.state, figures.exit_code, figures.ended_at = entry.state, entry.exit_code, at
+
+
+def _committed(figures: Figures, entry: journal.IterationCommitted, at: float) -> None:
+    if entry.seconds is None:
+        figures.untimed += 1
+    else:
+        figures.seconds.append(entry.seconds)
+        passed_s = None if figures.committed_at is None else at - figures.committed_at
+        if passed_s is None or passed_s < 0.0:
+            figures.known_seconds += entry.seconds
+        else:
+            same = entry.epoch == figures.committed_epoch
+            figures.known_seconds += figures.counting.of(entry.seconds, passed_s, same_plan=same)
+    if figures.began_at is None:
+        figures.began_at = at - (entry.seconds or 0.0)
+    figures.committed_at, figures.committed_epoch = at, entry.epoch
+    figures.iterations += 1
+    figures.iteration, figures.epoch = entry.outcome.iteration, entry.epoch
+    figures.tokens += entry.outcome.tokens
+    figures.loss = entry.outcome.loss
+    figures.last_seconds, figures.predicted_seconds = entry.seconds, entry.predicted_seconds
+    figures.layout = figures.decided or figures.layout

@@ -1,0 +1,276 @@
+"""A job's figures for Prometheus: a page on loopback, and a textfile that node_exporter reads.
+
+`families` makes metrics of what the journal tells (`wrapper.sinks.figures`). Labels are the job, its nodes, and words
+of closed sets: there is never one for an iteration.
+
+The textfile is replaced every few seconds while something changes, never written in place. It keeps the job's last
+state when the job has ended; node_exporter's own `node_textfile_mtime_seconds` tells how old it is.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from resihp.record import journal
+from wrapper.sinks.figures import Figures, follow, snapshot
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+    from prometheus_client.registry import CollectorRegistry
+
+LOOPBACK = "127.0.0.1"
+JOB = "job_id"
+"""The label of each metric that names the job. Not `job`: that is Prometheus's own, for where it scrapes."""
+BETWEEN_WRITES_S = 5.0
+MAX_LABEL = 128
+STATES = ("running", "completed", "failed", "cancelled", "abnormal")
+REPLACEMENT_STATES = ("asked", "pending", "running", "joined", "refused", "cancelled", "ended")
+
+
+# --- as metrics -----------------------------------------------------------------------------------------------------
+
+Outside = Callable[[], Mapping[str, float]]
+"""What the journal does not tell: `telemetry_dropped`, `ledger_behind` and `HOOK.OUTCOME`; what is not known is left
+out."""
+
+
+def families(figures: Figures, now: float, outside: Mapping[str, float]) -> Iterator[Metric]:
+    """All metrics of a job; those that are not known yet are left out."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    job = label(figures.job)
+
+    def gauge(name: str, text: str, value: float | None) -> Iterator[Metric]:
+        if value is not None:
+            family = GaugeMetricFamily(f"resihp_{name}", text, labels=[JOB])
+            family.add_metric([job], value)
+            yield family
+
+    def counter(name: str, text: str, value: float | None) -> Iterator[Metric]:
+        if value is not None:
+            family = CounterMetricFamily(f"resihp_{name}", text, labels=[JOB])
+            family.add_metric([job], value)
+            yield family
+
+    def by(
+        kind: type[Any], name: str, text: str, labels: tuple[str, ...], values: Mapping[Any, float]
+    ) -> Iterator[Metric]:
+        family = kind(f"resihp_{name}", text, labels=[JOB, *labels])
+        for key, value in values.items():
+            parts = key if isinstance(key, tuple) else (key,)
+            family.add_metric([job, *map(label, parts)], value)
+        yield family
+
+    about = {"user": figures.user, "version": figures.version}
+    yield from by(GaugeMetricFamily, "job_info", "The job; always 1.", tuple(about), {tuple(about.values()): 1})
+    states = {state: float(state == figures.state) for state in STATES}
+    yield from by(GaugeMetricFamily, "job_state", "1 for the state that the job is in.", ("state",), states)
+    yield from gauge("job_start_timestamp_seconds", "When the job started.", figures.started_at)
+    yield from gauge("job_exit_code", "How the job ended.", figures.exit_code)
+    yield from gauge("epoch", "Epoch of the newest plan.", figures.epoch)
+    yield from gauge("iteration", "Last committed iteration.", figures.iteration)
+    yield from gauge("last_commit_timestamp_seconds", "When it was committed.", figures.committed_at)
+    yield from gauge("iteration_seconds", "How long it took, by the slowest rank.", figures.last_seconds)
+    yield from gauge("iteration_predicted_seconds", "How long it was to take.", figures.predicted_seconds)
+    yield from gauge("loss", "Its loss.", figures.loss)
+    yield from counter("iterations", "Committed iterations.", figures.iterations)
+    yield from counter("tokens", "Tokens of committed iterations.", figures.tokens)
+    useful_s = figures.useful_s()
+    yield from counter("useful_seconds", "Seconds of committed iterations.", useful_s)
+    lost_s = max(figures.wall_s(now) - useful_s, 0.0)
+    yield from gauge("lost_seconds", "Wall time since the first iteration began, less what was useful.", lost_s)
+    yield from gauge("goodput_ratio", "Useful share of the wall time since then.", figures.goodput(now))
+    yield from by(GaugeMetricFamily, "ranks", "Ranks by state.", ("state",), figures.ranks())
+    yield from gauge("nodes", "Nodes that have joined and were not lost.", len(figures.nodes))
+    yield from counter("nodes_lost", "Nodes that were lost.", figures.nodes_lost)
+    yield from by(CounterMetricFamily, "failures", "Failures found.", ("kind", "component", "node"), figures.failures)
+    yield from counter("failures_over", "Slow devices and links that are as fast as before again.", figures.recovered)
+    yield from by(
+        CounterMetricFamily,
+        "reconfigurations",
+        "Transitions to another plan, by what became of the iteration under way.",
+        ("action",),
+        figures.reconfigurations,
+    )
+    yield from by(
+        CounterMetricFamily,
+        "reconfiguration_seconds",
+        "From the failure's detection to the next commit.",
+        ("action",),
+        figures.reconfiguration_seconds,
+    )
+    yield from counter("reconfiguration_moved_bytes", "State that ranks received in them.", figures.bytes_moved)
+    yield from counter("drains", "Nodes that were to be drained.", figures.drains)
+    yield from by(CounterMetricFamily, "drain_answers", "How rungs went.", ("step", "outcome"), figures.drain_answers)
+    wanted = Counter(figures.replacements.values())
+    replacements = {state: wanted[state] for state in REPLACEMENT_STATES}
+    yield from by(GaugeMetricFamily, "replacements", "Requests for nodes, by state.", ("state",), replacements)
+    yield from counter("checkpoints", "Complete checkpoints written.", figures.checkpoints)
+    yield from gauge("checkpoint_iteration", "Iteration of the newest.", figures.checkpoint_iteration)
+    yield from counter("takeovers", "Supervisors that took over.", figures.takeovers)
+    dropped = outside.get("telemetry_dropped")
+    yield from counter("telemetry_dropped", "Rank reports that the ledger did not take.", dropped)
+    behind = outside.get("ledger_behind")
+    yield from gauge("ledger_behind_records", "Journal records that the ledger lacks so far.", behind)
+    hooks = {tuple(key.split(".", 1)): value for key, value in outside.items() if "." in key}
+    if hooks:
+        yield from by(CounterMetricFamily, "hook_events", "Events told.", ("hook", "outcome"), hooks)
+
+
+def label(text: str) -> str:
+    """A label's value that can be encoded and is not too long; quotes and line breaks are escaped where it is written.
+
+    Lone surrogates, which file names may hold, become question marks.
+    """
+    return text.replace("\0", "").encode("utf-8", "replace").decode()[:MAX_LABEL]
+
+
+class Metrics:
+    """A listener of the journal (`wrapper.sinks.fanout`) that Prometheus can ask. Safe to use from several threads.
+
+    `past`: the records of those who led before us. Nothing is served or written before `serve` and `write_to`.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        past: Sequence[journal.Record] = (),
+        *,
+        say: Callable[[str], None],
+        outside: Outside = dict,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._figures = Figures(job=job)
+        self._lock = threading.Lock()
+        self._say = say
+        self._outside = outside
+        self._clock = clock
+        self._server: Any = None
+        self._textfile: _Textfile | None = None
+        for record in past:
+            follow(self._figures, record)
+
+    def submit(self, record: journal.Record) -> None:
+        with self._lock:
+            follow(self._figures, record)
+        if self._textfile is not None:
+            self._textfile.changed.set()
+
+    def close(self, deadline: float) -> bool:
+        """Write the last state, and serve no more."""
+        written = self._textfile.close(deadline) if self._textfile is not None else True
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+        return written
+
+    def collect(self) -> list[Metric]:
+        """For a registry of prometheus_client."""
+        outside = self._outside()
+        with self._lock:  # not for long: `submit` waits for it
+            figures = snapshot(self._figures)
+        return list(families(figures, self._clock(), outside))
+
+    def text(self) -> bytes:
+        """All of it in Prometheus's text format."""
+        from prometheus_client import generate_latest
+
+        return generate_latest(self._registry())
+
+    def serve(self, port: int) -> int | None:
+        """Answer on loopback; the port, None when that one cannot be had, which is said."""
+        from prometheus_client import start_http_server
+
+        try:
+            self._server, _ = start_http_server(port, addr=LOOPBACK, registry=self._registry())
+        except OSError as error:
+            self._say(f"metrics: {LOOPBACK}:{port} cannot be had ({error.strerror}); set port in [metrics] to another")
+            return None
+        return int(self._server.server_port)
+
+    def write_to(self, path: Path) -> None:
+        """Keep this file up to date, from a thread of its own."""
+        self._textfile = _Textfile(path, self.text, self._say)
+
+    def _registry(self) -> CollectorRegistry:
+        from prometheus_client import CollectorRegistry
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return registry
+
+
+class _Textfile:
+    """Replaces a file when something has changed, every `BETWEEN_WRITES_S` at most."""
+
+    def __init__(self, path: Path, text: Callable[[], bytes], say: Callable[[str], None]) -> None:
+        self.changed = threading.Event()
+        self._path = path
+        self._text = text
+        self._say = say
+        self._closing = threading.Event()
+        self._failing = False
+        # A hung file system must not keep the process from ending, hence a daemon.
+        self._thread = threading.Thread(target=self._run, name="metrics textfile", daemon=True)
+        self.changed.set()
+        self._thread.start()
+
+    def close(self, deadline: float) -> bool:
+        self._closing.set()
+        self.changed.set()
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        return not self._thread.is_alive() and not self._failing
+
+    def _run(self) -> None:
+        while True:
+            self.changed.wait()
+            last = self._closing.is_set()
+            self.changed.clear()
+            self._write()
+            if last:
+                return
+            self._closing.wait(BETWEEN_WRITES_S)
+
+    def _write(self) -> None:
+        try:
+            replace_readable(self._path, self._text())
+        except OSError as error:
+            if not self._failing:
+                text = f"metrics: {self._path}: {error.strerror}; not told again until it works, the job goes on"
+                self._tell(text)
+            self._failing = True
+            return
+        if self._failing:
+            self._failing = False
+            self._tell(f"metrics: {self._path}: written again")
+
+    def _tell(self, text: str) -> None:
+        with suppress(RuntimeError):  # whoever would tell it is gone
+            self._say(text)
+
+
+def replace_readable(path: Path, content: bytes) -> None:
+    """Write a file that others may read (node_exporter is another user), whole or not at all. Raises OSError.
+
+    Its name while it is written does not end with .prom: node_exporter leaves it alone.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with suppress(FileNotFoundError):
+        temporary.unlink()  # of one that was killed here
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(file.fileno(), 0o644)  # whatever our umask is
+            file.write(content)
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise

@@ -1,0 +1,90 @@
+"""Scalars of committed iterations for TensorBoard, where its package is installed; one run for each job.
+
+Listens to the journal (`wrapper.sinks.fanout`), writes in a thread of its own. Decides nothing about the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from resihp.errors import ConfigurationError
+from resihp.record import journal
+from wrapper.sinks.figures import Figures, follow
+from wrapper.sinks.queue import Aside
+
+Scalar = tuple[str, float, int, float]
+"""Tag, value, iteration, UTC in seconds since 1970."""
+
+
+def check() -> None:
+    """Raises ConfigurationError where nothing can write them."""
+    if find_spec("tensorboard") is None:
+        raise ConfigurationError(
+            "[metrics] tensorboard: the package tensorboard is not installed; pip install tensorboard, or leave it out"
+        )
+
+
+def scalars(figures: Figures, record: journal.Record) -> Iterator[Scalar]:
+    """What an iteration adds, once `figures` have followed its record."""
+    entry = record.entry
+    if not isinstance(entry, journal.IterationCommitted):
+        return
+    step, values = entry.outcome.iteration, entry.outcome
+    found = {
+        "loss": values.loss,
+        "gradient_norm": values.gradient_norm,
+        "learning_rate": values.learning_rate,
+        "iteration/seconds": entry.seconds,
+        "iteration/predicted_seconds": entry.predicted_seconds,
+        "iteration/tokens_per_second": values.tokens / entry.seconds if entry.seconds else None,
+        "goodput": figures.goodput(record.at),
+    }
+    for tag, value in found.items():
+        if value is not None:
+            yield tag, value, step, record.at
+
+
+class TensorBoard:
+    """A listener. `past`: the records of those who led before us; what they wrote is there."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        say: Callable[[str], None],
+        past: Sequence[journal.Record] = (),
+        open_writer: Callable[[str], Any] | None = None,
+    ) -> None:
+        self._folder = folder
+        self._open = open_writer or _writer
+        self._writer: Any = None
+        self._figures = Figures()
+        for record in past:
+            follow(self._figures, record)
+        self._aside: Aside[list[Scalar]] = Aside("tensorboard", self._write, say)
+
+    def submit(self, record: journal.Record) -> None:
+        follow(self._figures, record)
+        if found := list(scalars(self._figures, record)):
+            self._aside.put(found)
+
+    def close(self, deadline: float) -> bool:
+        done = self._aside.close(deadline)
+        if done and self._writer is not None:
+            self._writer.close()
+        return done
+
+    def _write(self, found: list[Scalar]) -> None:
+        if self._writer is None:
+            self._writer = self._open(str(self._folder))
+        for tag, value, step, at in found:
+            self._writer.add_scalar(tag, value, step, wall_time=at)
+
+
+def _writer(folder: str) -> Any:
+    from tensorboard.summary import Writer  # type: ignore[import-not-found,unused-ignore]  # where it is installed
+
+    return Writer(folder)

@@ -1,0 +1,259 @@
+"""What `resihp run` shows while training runs: a panel on a terminal, plain lines elsewhere, on stderr.
+
+Fed by the supervisor with everything that it journals and hears. Only shows; whatever goes wrong here (odd input, a
+terminal that is gone) is counted and never reaches the supervisor.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from resihp.record import journal
+from resihp.record.describe import explain, size
+from wrapper.output.render import Health, count, duration, layout_grid, legend, literal, placed
+
+if TYPE_CHECKING:
+    from resihp.controller.interface import Settings
+    from resihp.parallelism.layout import Layout
+    from resihp.protocol.messages import Beat, Stepped
+
+Level = Literal["progress", "notice", "warning", "error"]
+BETWEEN_LINES_S = 1.0
+BETWEEN_FRAMES_S = 0.2
+ROOM_FOR_ECHO = 6
+"""Columns left free beside the panel: a terminal that echoes ^C there does not begin a new line, and Rich, which
+counts lines, takes all of the panel off the screen."""
+SHOWN_AFTER_FAILURE = 3
+"""Iterations that are told one by one after a failure, however fast they are."""
+_STYLES: Mapping[Level, str] = {"progress": "", "notice": "cyan", "warning": "yellow", "error": "bold red"}
+
+P = ParamSpec("P")
+
+
+def _quiet(
+    method: Callable[Concatenate[LiveView, P], None],
+) -> Callable[Concatenate[LiveView, P], None]:
+    """Whatever the view cannot show must not stop the job. SystemExit is what Rich makes of a closed pipe."""
+
+    @functools.wraps(method)
+    def guarded(self: LiveView, /, *arguments: P.args, **named: P.kwargs) -> None:
+        try:
+            method(self, *arguments, **named)
+        except (Exception, SystemExit):  # noqa: BLE001 - see above
+            self.errors += 1
+
+    return guarded
+
+
+class LiveView:
+    """Call `entry`, `say`, `report`, `beats` as things happen, `tick` a few times a second, `close` at the end."""
+
+    def __init__(self, console: Console, settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`console` writes to stderr; `clock` gives monotonic seconds."""
+        self.errors = 0
+        """Calls whose showing failed."""
+        self._console = console
+        self._settings = settings
+        self._clock = clock
+        self._health: dict[int, Health] = {}
+        self._slow: dict[int, tuple[int, ...]] = {}
+        """Ranks by the failure that says that they are slow."""
+        self._layout: Layout | None = None
+        self._in_effect: Layout | None = None
+        self._last: journal.IterationCommitted | None = None
+        self._next = 1
+        self._event = ""
+        self._printed = 0
+        self._printed_at = float("-inf")
+        self._always = 1
+        self._reports: dict[int, int] = {}
+        self._drawn_at = float("-inf")
+        self._dirty = True
+        self._live: Live | None = None
+        if console.is_terminal and not console.is_dumb_terminal:
+            self._start_panel()
+
+    @_quiet
+    def _start_panel(self) -> None:
+        live = Live(self._panel(), console=self._console, auto_refresh=False, transient=True, redirect_stdout=False)
+        live.start(refresh=True)
+        self._live = live
+
+    @_quiet
+    def say(self, level: Level, text: str) -> None:
+        """A line from the controller or the supervisor."""
+        self._line(text, _STYLES.get(level, ""))
+
+    @_quiet
+    def entry(self, record: journal.Record) -> None:
+        """A journal record, just written."""
+        entry = record.entry
+        self._dirty = True
+        match entry:
+            case journal.WorkerStarted():
+                self._health[entry.rank] = "active" if self._layout is None else "starting"
+            case journal.WorkerEnded():
+                # Those that end by themselves when training is over are not dead.
+                if entry.exit != 0:
+                    self._health[entry.rank] = "dead"
+            case journal.Suspected():
+                if entry.rank is not None:
+                    self._now((entry.rank,), "active" if entry.cleared else "suspected")
+            case journal.PlanDecided():
+                self._layout = entry.plan.layout
+                self._next = entry.next_iteration
+                self._place()
+            case journal.PlanInEffect():
+                self._in_effect = self._layout
+            case journal.PlanRefused():
+                self._layout = self._in_effect or self._layout
+                self._place()
+            case journal.IterationCommitted():
+                self._committed(entry)
+            case journal.FailureFound():
+                self._always = SHOWN_AFTER_FAILURE
+                self._line(explain(entry), _STYLES["warning"])
+                if entry.kind == "fail-slow":
+                    self._slow[entry.failure] = entry.ranks
+                    self._now(entry.ranks, "slow")
+            case journal.FailureEnded():
+                self._now(self._slow.pop(entry.failure, ()), "active")
+            case journal.Reconfigured():
+                self._line(self._recovered(entry), _STYLES["notice"])
+            case journal.FaultInjected() | journal.CheckpointCommitted():
+                self._line(explain(entry), "")
+            case journal.JobEnded():
+                self._show_last()
+        self._draw()
+
+    @_quiet
+    def report(self, rank: int, stepped: Stepped) -> None:
+        """One rank took its step; between commits the panel shows how many have."""
+        iteration = stepped.outcome.iteration
+        self._reports[iteration] = self._reports.get(iteration, 0) + 1
+        while len(self._reports) > 4:
+            del self._reports[min(self._reports)]
+        self._dirty = True
+
+    @_quiet
+    def beats(self, node: str, beat: Beat) -> None:
+        """A node's beat; a stopped process shows as suspected."""
+        for worker in beat.workers:
+            if worker.state == "T" and self._health.get(worker.rank) == "active":
+                self._health[worker.rank] = "suspected"
+                self._dirty = True
+
+    @_quiet
+    def tick(self) -> None:
+        """Time has passed."""
+        self._draw()
+
+    @_quiet
+    def close(self) -> None:
+        """The job is over: the last iteration is told, the terminal left as it was."""
+        self._show_last()
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    # --- what is shown -----------------------------------------------------------------------------------------
+
+    def _line(self, text: str, style: str) -> None:
+        """One message: above the panel, or a line."""
+        shown = literal(text)
+        self._event = shown.splitlines()[0] if shown else ""
+        self._console.print(Text(shown, style=style), soft_wrap=True)
+
+    def _now(self, ranks: Iterable[int], state: Health) -> None:
+        """What live ranks are now; one that is slow is so until that ends, whatever else it was suspected of."""
+        slow = {rank for those in self._slow.values() for rank in those}
+        for rank in ranks:
+            if self._health.get(rank, "dead") != "dead":
+                self._health[rank] = "slow" if state == "active" and rank in slow else state
+        self._place()
+
+    def _place(self) -> None:
+        if self._layout is not None:
+            self._health = placed(self._health, self._layout)
+
+    def _recovered(self, entry: journal.Reconfigured) -> str:
+        layout = self._layout.describe() if self._layout is not None else f"epoch {entry.epoch}"
+        what = {
+            "redo": f"iteration {self._next} redone",
+            "commit": f"iteration {self._next - 1} counts",
+            "between": f"iteration {self._next} next",
+        }[entry.action]
+        moved = f", {size(entry.bytes_moved)} moved" if entry.bytes_moved else ""
+        if entry.action == "between" and not entry.failures:
+            return f"layout changed: {layout}, {what}, in {duration(entry.seconds)}{moved}"
+        since = "the failure was noticed" if len(entry.failures) == 1 else "the first sign of trouble"
+        return f"recovered: {layout}, {what}, {duration(entry.seconds)} after {since}{moved}"
+
+    def _committed(self, entry: journal.IterationCommitted) -> None:
+        self._last = entry
+        now = self._clock()
+        if self._live is not None:
+            return
+        if self._always > 0 or now - self._printed_at >= BETWEEN_LINES_S:
+            self._always = max(self._always - 1, 0)
+            self._print_iteration(entry, now)
+
+    def _print_iteration(self, entry: journal.IterationCommitted, now: float) -> None:
+        self._printed = entry.outcome.iteration
+        self._printed_at = now
+        self._console.print(Text(iteration_line(entry)), soft_wrap=True)
+
+    def _show_last(self) -> None:
+        if self._last is not None and self._printed != self._last.outcome.iteration:
+            self._print_iteration(self._last, self._clock())
+
+    def _draw(self) -> None:
+        now = self._clock()
+        if self._live is None or not self._dirty or now - self._drawn_at < BETWEEN_FRAMES_S:
+            return
+        self._dirty = False
+        self._drawn_at = now
+        self._live.update(self._panel(), refresh=True)
+
+    def _panel(self) -> Panel:
+        width = max(self._console.width - ROOM_FOR_ECHO, 24)
+        parts: list[Text] = []
+        if self._last is None:
+            there = sum(state != "dead" for state in self._health.values())
+            of = self._settings.nodes * self._settings.gpus_per_node
+            started = f", {there} of {of} workers have started" if self._layout is None else ""
+            parts.append(Text(f"waiting for the first iteration{started}", style="dim"))
+        else:
+            parts.append(Text(iteration_line(self._last), style="bold"))
+            under_way = self._last.outcome.iteration + 1
+            if self._layout is not None and under_way in self._reports:
+                done, of = self._reports[under_way], len(self._layout.active)
+                parts.append(Text(f"iteration {under_way}  {done} of {of} ranks have stepped", style="dim"))
+        if self._layout is not None:
+            parts.append(layout_grid(self._layout, self._health, max(width - 4, 20)))
+            if meaning := legend(self._health.values()):
+                parts.append(Text(meaning, style="dim"))
+        if self._event:
+            parts.append(Text(self._event, style="dim", no_wrap=True, overflow="ellipsis"))
+        layout = f", {self._layout.describe()}" if self._layout is not None else ""
+        title = Text(f"job {literal(self._settings.job)}{layout}", no_wrap=True, overflow="ellipsis")
+        return Panel(Group(*parts), title=title, title_align="left", width=width)
+
+
+def iteration_line(entry: journal.IterationCommitted) -> str:
+    """`iteration 12  loss 4.0312  18.2k tokens/s  0.45 s`."""
+    outcome = entry.outcome
+    parts = [f"iteration {outcome.iteration}", f"loss {outcome.loss:.4f}"]
+    if entry.seconds:
+        parts += [f"{count(outcome.tokens / entry.seconds)} tokens/s", duration(entry.seconds)]
+    if outcome.skip:
+        parts.append("step skipped, gradients not finite")
+    return "  ".join(parts)

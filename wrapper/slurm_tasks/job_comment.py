@@ -1,0 +1,107 @@
+"""What a job's comment in Slurm says of it: how far it is, what it has lost, and in the end what became of it.
+
+`after` and `told` decide what it says, from the journal alone; `JobComment` listens to that (`wrapper.sinks.fanout`)
+and says when there is something new; `wrapper.slurm_tasks.desk` decides how often Slurm is told. Slurm itself only
+knows how its job ended: of one whose training is completed under a successor, that it was cancelled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from resihp.record import journal
+from slurm.client import Slurm, commented
+from wrapper.config.run_spec import RunRequest
+from wrapper.exit_codes import REQUEUE
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a run has come to. `iteration`: the last committed one, also of the runs before; 0 for none."""
+
+    iteration: int = 0
+    loss: float | None = None
+    nodes_lost: int = 0
+    ended: journal.JobEnded | None = None
+
+
+def after(course: Course, entry: journal.AnyEntry) -> Course:
+    match entry:
+        case journal.IterationCommitted():
+            return replace(course, iteration=entry.outcome.iteration, loss=entry.outcome.loss)
+        case journal.NodeLost():
+            return replace(course, nodes_lost=course.nodes_lost + 1)
+        case journal.JobEnded():
+            return replace(course, ended=entry)
+        case _:
+            return course
+
+
+def told(course: Course, run: int, at: float) -> str:
+    """`iteration 1200, loss 2.3100, 1 node lost, run 2 (2026-11-22 09:12 UTC)`. `run` from 1; `at`: now.
+
+    It ends with why, where that is not "completed".
+    """
+    parts = [f"iteration {course.iteration}"] if course.iteration else ["no iteration"]
+    if course.loss is not None:
+        parts.append(f"loss {course.loss:.4f}")
+    if course.nodes_lost:
+        parts.append(f"{course.nodes_lost} node{'s' if course.nodes_lost > 1 else ''} lost")
+    if run > 1:
+        parts.append(f"run {run}")
+    if course.ended is not None:
+        parts.insert(0, outcome(course.ended))
+    stamp = f"({datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC)"
+    why = f": {course.ended.reason}" if course.ended is not None and course.ended.state != "completed" else ""
+    return f"{', '.join(parts)} {stamp}{why}"
+
+
+def outcome(ended: journal.JobEnded) -> str:
+    """What became of a run, in words: `completed`, `to be run again`, `failed with 5`, ..."""
+    if ended.exit_code == REQUEUE:
+        return "to be run again"
+    match ended.state:
+        case "failed":
+            return f"failed with {ended.exit_code}"
+        case "abnormal":
+            return "ended abnormally"
+        case state:
+            return state
+
+
+class JobComment:
+    """Listens to the journal. `changed` is called for what should be told soon: a lost node, the end."""
+
+    def __init__(self, request: RunRequest, past: Sequence[journal.Record] = ()) -> None:
+        self.changed: Callable[[], None] = lambda: None
+        self._run = request.restart_count + 1
+        self._course = Course(iteration=request.begins_at)
+        for record in past:
+            self._course = after(self._course, record.entry)
+
+    @property
+    def ended(self) -> bool:
+        return self._course.ended is not None
+
+    def text(self, at: float) -> str:
+        """What there is to say now. Safe to call from another thread."""
+        return told(self._course, self._run, at)
+
+    def submit(self, record: journal.Record) -> None:
+        self._course = after(self._course, record.entry)
+        if isinstance(record.entry, journal.NodeLost | journal.JobEnded):
+            self.changed()
+
+    def close(self, deadline: float) -> None:
+        pass
+
+
+def say_at_last(request: RunRequest, records: Sequence[journal.Record], slurm: Slurm) -> None:
+    """The same for a job whose supervisors are all dead. Raises SlurmError."""
+    assert request.slurm is not None
+    view = slurm.job(request.slurm.job_id)
+    if view is not None and request.slurm.comment:
+        slurm.comment(view.id, commented(view.comment, JobComment(request, records).text(time.time())))

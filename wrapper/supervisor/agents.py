@@ -1,0 +1,351 @@
+"""The supervisor's view of its agents: who is connected, who may come back, who is refused.
+
+`AgentLinks` turns connections and exits into the controller's events. A connection that breaks is no event: what was
+under way both ways is said again on the next one (`resihp.protocol.resumable`). Every connection begins with the
+supervisor's term: an agent that accepts a new one tells what runs there (`Inventory`), and is part of the job from then
+on. Agents of the past are fenced by process, by epoch, and by what they have received. An agent that lets too much pile
+up is lost, as is one that stays away. It decides nothing about training. Owned by `wrapper.supervisor.shell`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from resihp.controller import interface as api
+from resihp.controller.state import natural
+from resihp.errors import ProtocolError
+from resihp.process import ending
+from resihp.protocol import messages as m
+from resihp.protocol.framing import Envelope, SecureChannel
+from resihp.protocol.resumable import Conversation
+from wrapper.launch.launcher import CANNOT_START, Launcher
+
+LOOK_EVERY_S = 0.1
+EXIT_DRAIN_S = 0.15
+"""After an agent's exit: how long the rest of what it sent may take to be read."""
+
+
+@dataclass
+class AgentLink:
+    """One node's agent. `dropped`: it is refused from now on."""
+
+    node: str
+    conversation: Conversation[m.AgentMessage] = field(default_factory=Conversation)
+    channel: SecureChannel[Any] | None = None
+    pid: int = 0
+    join: m.Join | None = None
+    """Of the present connection, or the last one."""
+    peer: m.Peer | None = None
+    joined: bool = False
+    dropped: bool = False
+    ended: bool = False
+    live: dict[int, int] = field(default_factory=dict)
+    """Process id by rank of the workers that have started and not ended."""
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while there is no connection."""
+    breaks: int = 0
+    """Connections that have come to their end."""
+    inherited_epoch: int = 1
+    """Of the last `Go` that came before us."""
+    epochs: list[tuple[int, int]] = field(default_factory=list)
+    """(number of the message, epoch) of each `Go` that went there."""
+
+    def epochs_after(self, received: int) -> set[int]:
+        """What an agent of our term may say it is of, when it has received that many messages.
+
+        0 is one that was not answered yet; 1 also one that was answered and had no `Go`.
+        """
+        epoch = max((epoch for number, epoch in self.epochs if number <= received), default=self.inherited_epoch)
+        return {epoch, 0} if received == 0 else {epoch}
+
+
+class AgentLinks:
+    """All agents of the job. `event` hands an event to the controller, at once and in order."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        event: Callable[[api.AnyEvent], None],
+        task: Callable[[Coroutine[Any, Any, None]], object],
+        *,
+        reconnect_s: float,
+        lead: m.Lead | None = None,
+        joined: Callable[[m.Join], None] = lambda join: None,
+        acknowledged: Callable[[str, int], None] = lambda node, number: None,
+        deposed: Callable[[str], None] = lambda reason: None,
+        roster: bool = False,
+    ) -> None:
+        """`joined(join)` comes before the event; `acknowledged(node, number)` with every message.
+
+        `roster`: tell agents of each other.
+        """
+        self._launcher = launcher
+        self._event = event
+        self._task = task
+        self._reconnect_s = reconnect_s
+        self.lead = lead or m.Lead(term=1, node="", log=0)
+        """What agents are told of us on every new connection."""
+        self._joined = joined
+        self._acknowledged = acknowledged
+        self._deposed = deposed
+        self._roster = roster
+        self._links = {node: AgentLink(node) for node in launcher.nodes}
+        self._node_of: dict[int, str] = {}
+        self.epoch = 0
+        """Of the last `Go`."""
+        for link in self._links.values():
+            link.closed.set()
+
+    @property
+    def live_ranks(self) -> tuple[int, ...]:
+        return tuple(rank for link in self._links.values() for rank in link.live)
+
+    @property
+    def connected(self) -> frozenset[str]:
+        """Nodes whose agents follow us, as far as we can tell now."""
+        return frozenset(node for node, link in self._links.items() if link.channel is not None and link.joined)
+
+    # --- out --------------------------------------------------------------------------------------------------
+
+    def spawn(self, node: str, spawn: m.Spawn) -> None:
+        for start in spawn.workers:
+            self._node_of[start.rank] = node
+        self.post(node, spawn)
+
+    def order(self, ranks: Iterable[int], order: m.WorkerOrder) -> None:
+        """Send to these workers; those whose agent is gone are skipped."""
+        if isinstance(order, m.Go):
+            self.epoch = order.epoch
+        by_node: dict[str, list[int]] = {}
+        for rank in ranks:
+            if rank in self._node_of:
+                by_node.setdefault(self._node_of[rank], []).append(rank)
+        for node, local in by_node.items():
+            number = self.post(node, m.ToWorkers(ranks=tuple(local), order=order))
+            if number and isinstance(order, m.Go):
+                self._links[node].epochs.append((number, order.epoch))
+
+    def signal(self, rank: int, number: int) -> None:
+        if rank in self._node_of:
+            self.post(self._node_of[rank], m.Signal(rank=rank, signal=number))
+
+    def signal_node(self, node: str, number: int) -> None:
+        self.post(node, m.KillNode(signal=number))
+
+    def cut(self, node: str) -> None:
+        """Fault injection: break the connection, and lose what is on its way."""
+        link = self._links[node]
+        if link.channel is not None:
+            link.channel.abort()
+
+    def drop(self, node: str) -> None:
+        """Refuse the node from now on, and end what may still run there."""
+        link = self._links.setdefault(node, AgentLink(node))
+        link.dropped = True
+        link.live.clear()
+        self.cut(node)
+        self._launcher.kill(node)
+        self.tell_roster()
+
+    def release(self, grace_s: float) -> None:
+        for node in self._links:
+            self.post(node, m.Release(grace_s=grace_s))
+
+    async def all_closed(self, timeout_s: float) -> None:
+        """Wait until every agent has closed its connection: those that we have not started end unseen."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for link in self._links.values():
+                    await link.closed.wait()
+
+    async def all_gone(self) -> None:
+        """Wait until no agent that ever was here can come back: those of lost nodes cannot."""
+        while any(link.pid and not link.dropped and not link.ended for link in self._links.values()):
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def acknowledge(self) -> None:
+        """Tell agents what has come from them, where nothing else is said; to be called a few times a second."""
+        for link in self._links.values():
+            link.conversation.acknowledge()
+
+    def beat(self) -> None:
+        """Tell agents that we are there; once a second."""
+        for link in self._links.values():
+            link.conversation.mention(m.Alive())
+
+    def tell_roster(self) -> None:
+        """Tell agents whom to ask when we are gone."""
+        if not self._roster:
+            return
+        there = [link for link in self._links.values() if link.joined and not link.dropped and not link.ended]
+        peers = tuple(link.peer for link in sorted(there, key=lambda link: natural(link.node)) if link.peer is not None)
+        for link in there:
+            self.post(link.node, m.Roster(peers=peers))
+
+    def post(self, node: str, order: msgspec.Struct) -> int:
+        """Say it to the node's agent, now or when it is back. Returns the message's number, 0 if nobody is there."""
+        link = self._links.get(node)
+        if link is None or link.dropped or link.ended:
+            return 0
+        number = link.conversation.post(order)
+        if link.conversation.overdue:
+            link.ended = True
+            self._task(self._give_up(link))
+        return number
+
+    # --- in ---------------------------------------------------------------------------------------------------
+
+    async def converse(self, channel: SecureChannel[Any], first: Envelope[Any], join: m.Join) -> None:
+        """Serve one agent's connection to its end; `join` came in `first`. Raises ProtocolError when it is refused."""
+        link = self._admit(channel, first, join)
+        if link.channel is not None:
+            link.channel.abort()  # the agent has noticed its end before us
+        if join.term < self.lead.term:  # it does not follow us yet: nothing was said before, whatever it has received
+            if link.conversation.received or link.conversation.acknowledged:
+                link.conversation = Conversation()  # else what waits for it is still to be said
+            first = Envelope(message=join)
+        link.pid, link.channel, link.join = join.pid, channel, join
+        link.peer = m.Peer(node=join.node, host=channel.peer.rpartition(":")[0], port=join.peer_port)
+        link.closed.clear()
+        try:
+            link.conversation.connect(channel.post, self.lead)
+            link.conversation.take(first)
+            self._acknowledged(link.node, link.conversation.acknowledged)
+            while (envelope := await channel.recv()) is not None and link.channel is channel and not link.dropped:
+                message = link.conversation.take(envelope)
+                self._acknowledged(link.node, link.conversation.acknowledged)
+                if message is not None:
+                    self._said(link, message)
+        finally:
+            if link.channel is channel:
+                link.channel = None
+                link.conversation.disconnect()
+                link.closed.set()
+                link.breaks += 1
+                if not link.dropped and not link.ended:
+                    self._task(self._await_return(link, link.breaks))
+
+    def _admit(self, channel: SecureChannel[Any], first: Envelope[Any], join: m.Join) -> AgentLink:
+        if join.term > self.lead.term:
+            reason = f"agent of node {join.node}: follows a supervisor of term {join.term}, ours is {self.lead.term}"
+            self._deposed(reason)
+            raise ProtocolError(reason)
+        link = self._links.get(join.node)
+        if link is None and join.lease:
+            link = self._links[join.node] = AgentLink(join.node)
+            link.closed.set()
+        received = first.acknowledged
+        ours = join.term == self.lead.term
+        if link is None:
+            reason = "not a node of this job"
+        elif link.dropped or link.ended:
+            reason = f"the node was left out; process {join.pid} is refused"
+        elif link.pid not in (0, join.pid):
+            reason = f"process {join.pid} where {link.pid} is expected"
+        elif link.joined and not ours:
+            reason = "has lost what it was told"
+        elif ours and not link.conversation.can_resume(received):
+            reason = f"has received {received} messages of {link.conversation.sent}, not all others are still there"
+        elif ours and link.joined and join.epoch not in (due := link.epochs_after(received)):
+            reason = f"is of epoch {join.epoch}, where {max(due)} is due after what it has received"
+        else:
+            return link
+        channel.post(Envelope(message=m.Release(grace_s=0.0)))
+        raise ProtocolError(f"agent of node {join.node}: {reason}")
+
+    def _said(self, link: AgentLink, message: object) -> None:
+        if not link.joined and not isinstance(message, m.Inventory | m.Beat):
+            raise ProtocolError(f"agent of node {link.node}: {type(message).__name__} before its inventory")
+        match message:
+            case m.Inventory() if not link.joined:
+                self._accepted(link, message)
+            case m.Beat():
+                if link.joined:
+                    self._event(api.AgentBeat(node=link.node, beat=message))
+            case m.FromWorker():
+                self._check(link, message.rank)
+                self._event(api.WorkerSaid(rank=message.rank, message=message.message))
+            case m.Spawned():
+                self._check(link, message.rank)
+                link.live[message.rank] = message.pid
+                self._event(
+                    api.WorkerSpawned(rank=message.rank, node=link.node, device=message.device, pid=message.pid)
+                )
+            case m.Exited():
+                self._check(link, message.rank)
+                link.live.pop(message.rank, None)
+                self._event(api.WorkerExited(rank=message.rank, status=message.status, clues=message.clues))
+                link.conversation.acknowledge()  # an agent that ends waits for it
+            case m.SpawnFailed():
+                if message.rank is not None:
+                    self._check(link, message.rank)
+                self._event(api.SpawnRefused(node=link.node, reason=message.reason, rank=message.rank))
+            case m.Signalled():
+                self._event(api.AgentSignalled(node=link.node, signal=message.signal))
+            case _:
+                raise ProtocolError(f"agent of node {link.node}: {type(message).__name__} is not for now")
+
+    def _accepted(self, link: AgentLink, inventory: m.Inventory) -> None:
+        """The agent follows us: from here on it is part of the job."""
+        assert link.join is not None
+        link.joined = True
+        for worker in inventory.workers:
+            self._node_of[worker.rank] = link.node
+            link.live[worker.rank] = worker.pid
+        for rank, _ in inventory.ended:
+            self._node_of[rank] = link.node
+        link.inherited_epoch = max(1, link.join.epoch)
+        self._joined(link.join)
+        self._event(
+            api.AgentJoined(
+                node=link.node,
+                host=link.join.host,
+                devices=link.join.devices,
+                lease=link.join.lease,
+                hardware=link.join.hardware,
+                inventory=inventory,
+            )
+        )
+        self.tell_roster()
+
+    def _check(self, link: AgentLink, rank: int) -> None:
+        if self._node_of.get(rank) != link.node:
+            raise ProtocolError(f"agent of node {link.node}: speaks for rank {rank}, which is not its own")
+
+    async def _await_return(self, link: AgentLink, breaks: int) -> None:
+        """The connection broke: unless the agent comes back or its exit is noticed in time, it is lost."""
+        await asyncio.sleep(self._reconnect_s)
+        if link.channel is None and link.breaks == breaks and not link.dropped and not link.ended:
+            link.ended = True
+            self._event(api.AgentLost(node=link.node, reason=f"connection closed for {self._reconnect_s:g} s"))
+
+    async def _give_up(self, link: AgentLink) -> None:
+        """It does not read what it is told. Not told from within `post`, whose caller is the controller."""
+        if link.channel is not None:
+            link.channel.abort()
+        link.live.clear()
+        self._event(api.AgentLost(node=link.node, reason="its agent does not read what it is told"))
+
+    def agent_ended(self, node: str, status: int | None) -> None:
+        """Its process is gone: a fact. What it had sent is read first. `status` None: nobody could see it."""
+        link = self._links[node]
+        if link.dropped or link.ended:
+            return
+        link.ended = True
+        self._task(self._lost(link, status))
+
+    async def _lost(self, link: AgentLink, status: int | None) -> None:
+        try:
+            async with asyncio.timeout(EXIT_DRAIN_S):
+                await link.closed.wait()
+        except TimeoutError:
+            pass
+        link.live.clear()
+        reason = "its agent is gone" if status is None else f"its agent {ending(status)}"
+        self._event(api.AgentLost(node=link.node, reason=reason, cannot_start=status in CANNOT_START))

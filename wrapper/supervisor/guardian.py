@@ -1,0 +1,132 @@
+"""The guardian: what `resihp run` is while the job runs.
+
+Holds the job's lock and the socket that agents connect to, starts the supervisor as its child, and first of all, on one
+machine, what imports for all virtual nodes (`wrapper.preloading`). Passes signals on, and returns the supervisor's exit
+code. A supervisor that dies by a signal is started again: it takes over the running agents, which find it where the
+first one was. One that gave up the lead, since no quorum followed it, is not: then a successor ends the job, and
+leaving before it would end the Slurm job under its feet. Decides nothing else, and imports little.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from resihp.process import adopt_orphans, ending
+from wrapper.config.run_spec import RunRequest, load
+from wrapper.exit_codes import DEPOSED, REQUEUE
+from wrapper.job_folder import Job, SupervisorFile, hold_lock
+from wrapper.launch.launcher import own_environment
+from wrapper.launch.ports import listen
+from wrapper.preloading import preloading
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+MOST_RESTARTS = 5
+"""Supervisors that die by a signal and are started again; then the job is given up."""
+SUCCESSOR_PATIENCE_S = 90.0
+"""How long nobody may lead before the job is given back to Slurm: longer than agents without a leader live."""
+LOOK_EVERY_S = 1.0
+
+Command = Callable[[Path, Sequence[str]], Sequence[str]]
+"""(run file, options of this start) -> command line of a supervisor."""
+
+
+def supervisor_command(run_file: Path, options: Sequence[str]) -> list[str]:
+    return [sys.executable, "-P", "-m", "wrapper.supervisor.process", "--run", str(run_file), *options]
+
+
+def guard(run_file: Path, command: Command = supervisor_command) -> int:
+    """Run the job to its end; returns the exit code. Raises UsageError when another supervisor has the job."""
+    request = load(run_file)
+    lock = hold_lock(request.of_job)
+    adopt_orphans()  # what a dead supervisor leaves behind is still of this job
+    with preloading(request) as forks, listen(request.host, request.ports) as listener:
+        inherited = [lock, listener.fileno()]
+        options = ["--parent", str(os.getpid()), "--listen", str(listener.fileno())]
+        if forks is not None:
+            inherited.append(forks.fileno())
+            options += ["--forks", str(forks.fileno())]
+        status = _watch(command(run_file, options), inherited)
+        for _ in range(MOST_RESTARTS):
+            if status >= 0:
+                break
+            print(f"resihp: job {request.job}: the supervisor {ending(status)}; starting another", file=sys.stderr)
+            status = _watch(command(run_file, [*options, "--take-over", ending(status)]), inherited)
+        if status < 0:
+            status = _watch(command(run_file, [*options, "--bury", ending(status)]), inherited)
+            status = status if status >= 0 else 1
+    if status == DEPOSED:
+        status = _await_successor(request)
+    if status == REQUEUE:
+        status = _requeue(request)
+    return status
+
+
+def _watch(command: Sequence[str], inherited: Sequence[int]) -> int:
+    """Run one supervisor, in a process group of its own: Ctrl-C reaches it through us, once."""
+    child: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        if child is None:
+            early.append(number)
+        else:
+            child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+
+    previous = {number: signal.signal(number, forward) for number in (*FORWARDED, signal.SIGHUP)}
+    try:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, env=own_environment(), process_group=0, pass_fds=inherited
+        )
+        for number in early:
+            forward(number, None)
+        return child.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _await_successor(request: RunRequest) -> int:
+    """Wait until a successor has ended the job, and end with its exit code; without one, REQUEUE."""
+    job = request.of_job
+    print(f"resihp: job {request.job}: no quorum follows this supervisor; waiting for its successor", file=sys.stderr)
+    heard_at = time.monotonic()
+    while time.monotonic() - heard_at < SUCCESSOR_PATIENCE_S:
+        with suppress(OSError, ValueError):
+            return int(job.exit_code_file.read_text())
+        if _is_led(job):
+            heard_at = time.monotonic()
+        time.sleep(LOOK_EVERY_S)
+    return REQUEUE
+
+
+def _is_led(job: Job) -> bool:
+    """Whether somebody listens where the job's supervisor is said to."""
+    with suppress(OSError, msgspec.DecodeError):
+        address = msgspec.json.decode(job.supervisor_file.read_bytes(), type=SupervisorFile)
+        with socket.create_connection((address.host, address.port), timeout=LOOK_EVERY_S):
+            return True
+    return False
+
+
+def _requeue(request: RunRequest) -> int:
+    """Have Slurm run the job again; REQUEUE where it is not asked, refuses, or there is no Slurm."""
+    if request.slurm is None:
+        return REQUEUE
+    from slurm.commands import CommandLine
+    from wrapper.slurm_tasks.requeue import dead_nodes, requeue, until_noticed
+
+    number, slurm = request.slurm.job_id, CommandLine()
+    if request.slurm.gpus:
+        until_noticed(number, slurm, dead_nodes(request.of_job))
+    return 0 if requeue(number, slurm, leaves=True) else REQUEUE

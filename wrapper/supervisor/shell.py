@@ -1,0 +1,618 @@
+"""The supervisor's shell: sockets, clock, signals, journal and ledger around `resihp.controller`.
+
+Run by `wrapper.supervisor.process`, one for a job. What happens to the job is decided in
+the controller; here its actions are carried out in order, each `Log` on disk before what follows it, and a decision
+known to a quorum of agents as well (`wrapper.supervisor.replication`). A crash in here ends the job with a message,
+exit code 1, and the traceback in `<job>/logs/supervisor.log`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, Protocol, assert_never, get_args
+
+import msgspec
+
+from resihp.controller import interface as api
+from resihp.detector.probes import Place
+from resihp.errors import CheckpointError, ProtocolError, ResihpError
+from resihp.faults import LINK_MS, LINKS_NEED_TIMES, Fault, Kind
+from resihp.protocol import messages as m
+from resihp.protocol.framing import Envelope, SecureChannel, serve
+from resihp.record.journal import AnyEntry, CheckpointCommitted, JobEnded, Journal, Record, WorkerEnded
+from resihp.record.quorum import DECISIONS, Membership
+from wrapper.config.run_spec import RunRequest
+from wrapper.exit_codes import DEPOSED, REQUEUE
+from wrapper.job_folder import SupervisorFile, copy_journal, write_private
+from wrapper.launch.launcher import Launcher
+from wrapper.launch.ports import listen
+from wrapper.supervisor.agents import AgentLinks
+from wrapper.supervisor.replication import Replication
+
+TICK_S = 0.25
+LEAVE_GRACE_S = 60.0
+"""After training is done: how long scripts may take to end by themselves."""
+TERM_GRACE_S = 3.0
+AGENT_EXIT_S = 3.0
+GUARDIAN_GONE_S = 1.0
+"""The kernel sends SIGHUP when the guardian dies (`wrapper.supervisor.process`); whoever killed it may be about to kill
+us."""
+REFUSALS_TOLD_PER_MINUTE = 10
+BEAT_S = 1.0
+STALL_S = 1.0
+"""A tick that comes that late: the silence since the last one was ours."""
+LISTEN_S = 2 * BEAT_S
+QUORUM_PATIENCE_S = 10.0
+"""How long a decision may wait for a quorum before we take it that we lead no longer."""
+
+_log = logging.getLogger("supervisor")
+
+
+class ControllerLike(Protocol):
+    def handle(self, event: api.AnyEvent, now: float) -> list[api.AnyAction]: ...
+
+
+class LedgerLike(Protocol):
+    """`db.writer.Ledger`, as used here."""
+
+    def submit(self, record: Record) -> None: ...
+    def telemetry(self, rows: list[dict[str, Any]]) -> None: ...
+    def close(self) -> object: ...
+
+
+class ViewLike(Protocol):
+    """`wrapper.sinks.terminal.LiveView`, as used here."""
+
+    def entry(self, record: Record) -> None: ...
+    def say(self, level: Literal["progress", "notice", "warning", "error"], text: str) -> None: ...
+    def report(self, rank: int, stepped: m.Stepped) -> None: ...
+    def beats(self, node: str, beat: m.Beat) -> None: ...
+    def tick(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class SlurmDeskLike(Protocol):
+    """`wrapper.slurm_tasks.desk.SlurmDesk`, as used here."""
+
+    def carry_out(
+        self,
+        action: api.DrainNode
+        | api.ReleaseNode
+        | api.AskReplacement
+        | api.CancelReplacement
+        | api.WatchNode
+        | api.AskWhy
+        | api.AskTimeLeft,
+    ) -> None:
+        """Do it in the background; the answer comes as an event."""
+
+    async def run(self) -> None:
+        """Whatever has to be looked at from time to time, until cancelled."""
+
+    async def close(self) -> None:
+        """The job has ended: cancel open requests for replacements."""
+
+
+class NoSlurm:
+    """The desk of a job without Slurm: nothing is ever asked of it."""
+
+    def carry_out(self, action: api.AnyAction) -> None:
+        raise AssertionError(f"{type(action).__name__} without Slurm")
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        pass
+
+
+class MemoryLike(Protocol):
+    """`wrapper.supervisor.node_history.NodeMemory`, as used here."""
+
+    def recall(self, nodes: Sequence[str], tell: Callable[[Mapping[Place, m.Speed]], None]) -> None: ...
+
+
+class StoreLike(Protocol):
+    """`wrapper.supervisor.store.StoreProcess`, as used here."""
+
+    async def run(self, ready: Any) -> None: ...
+
+
+class Supervisor:
+    """One job, from the first agent to the exit code. `run` may be called once."""
+
+    def __init__(
+        self,
+        request: RunRequest,
+        *,
+        controller: ControllerLike,
+        launcher: Launcher,
+        store: StoreLike,
+        journal: Journal,
+        ledger: LedgerLike,
+        view: ViewLike,
+        slurm: Callable[[Callable[[api.AnyEvent], None]], SlurmDeskLike] | None = None,
+        memory: MemoryLike | None = None,
+        listener: socket.socket | None = None,
+        lead: m.Lead | None = None,
+        membership: Membership | None = None,
+    ) -> None:
+        """`slurm` makes the desk, given whom to tell. `lead` tells that others led before; `membership` has read
+        their journal. `memory` knows what nodes gave in former jobs.
+
+        Without a `listener` one is made. Journal copies are kept if the request asks for succession.
+        """
+        self._slurm = slurm(self._event) if slurm else NoSlurm()
+        self._took_over = lead is not None
+        self._listener = listener
+        self._request = request
+        self._job = request.of_job
+        self._controller = controller
+        self._launcher = launcher
+        self._store = store
+        self._journal = journal
+        self._ledger = ledger
+        self._view = view
+        self._memory = memory
+        self._replication: Replication | None = None
+        if request.succession:
+            self._replication = Replication(journal, membership or Membership(), self._post)
+        self._links = AgentLinks(
+            launcher,
+            self._event,
+            self._start,
+            reconnect_s=request.settings.reconnect_s,
+            lead=lead or m.Lead(term=1, node=request.settings.batch_node, log=0),
+            joined=self._agent_joined,
+            acknowledged=self._acknowledged,
+            deposed=self._deposed,
+            roster=request.succession,
+        )
+        self._actions: deque[api.AnyAction] = deque()
+        self._working_off = False
+        self._is_deposed = False
+        self._claim: AnyEntry | None = None
+        """That we lead: told and acted on only once a quorum of agents follows us."""
+        self._held_since: float | None = None
+        """Since when that or a decision has been waiting for a quorum."""
+        self._operators: dict[int, SecureChannel[Any]] = {}
+        self._requests = itertools.count(1)
+        self._fault_ids = itertools.count(len(request.faults) + (lead.term * 1000 if lead else 1))
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._checkpoints: set[asyncio.Task[None]] = set()
+        self._telemetry: list[dict[str, Any]] = []
+        self._fingerprint = ""
+        self._job_ended = False
+        self._end: asyncio.Future[api.End] = asyncio.get_running_loop().create_future()
+        self._hurry = asyncio.Event()
+        self._interrupts = 0
+        self._refusals: list[float] = []
+
+    async def run(self, started: AnyEntry) -> int:
+        """Supervise to the end; `started` is the first entry of ours. Returns the exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+            loop.add_signal_handler(number, self._signalled, number)
+        loop.add_signal_handler(signal.SIGHUP, loop.call_later, GUARDIAN_GONE_S, self._signalled, signal.SIGTERM)
+        if self._replication is not None and self._took_over:
+            self._claim, self._held_since = started, time.monotonic()
+        else:
+            self.log(started)
+        listener = self._listener or listen(self._launcher.host, self._request.ports)
+        port = listener.getsockname()[1]
+        receives = Envelope[m.AgentMessage] | m.OperatorRequest
+        server = await serve(listener, self._job.key, receives, self._connected, self._refused)
+        address = SupervisorFile(host=self._launcher.host, port=port, pid=os.getpid())
+        write_private(self._job.supervisor_file, msgspec.json.encode(address))
+        self._recall(self._request.node_names)
+        self._start(self._slurm.run())
+        self._start(self._keep_store())
+        self._start(self._tick())
+        self._start(self._beat())
+        if not self._took_over:
+            self._start(self._launcher.start(port, self._links.agent_ended))
+        end = await self._end
+        await self._wind_down(end)
+        server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        return DEPOSED if self._is_deposed else end.exit_code
+
+    def log(self, entry: AnyEntry) -> None:
+        """Write ahead, then tell the ledger and the user. What a deposed leader would say does not count."""
+        if self._is_deposed:
+            return
+        self._job_ended = self._job_ended or isinstance(entry, JobEnded)
+        record = self._journal.append(entry, time.time())
+        if self._replication is not None:
+            self._replication.appended(record, isinstance(entry, DECISIONS))
+        self._ledger.submit(record)
+        self._view.entry(record)
+
+    # --- events in, actions out -------------------------------------------------------------------------------
+
+    def _event(self, event: api.AnyEvent) -> None:
+        """Hand one event to the controller and do what it answers. A crash on the way ends the job."""
+        try:
+            self._look(event)
+            if self._end.done():
+                return  # the controller has said its last word, or is broken
+            self._actions += self._controller.handle(event, time.monotonic())
+            self._work_off()
+        except Exception:  # noqa: BLE001 - logged with its traceback, and the job ends
+            _log.exception("while handling %r", event)
+            self._crash(f"internal error while handling {type(event).__name__}")
+
+    def _work_off(self) -> None:
+        """Do what the controller asked for, in order, as long as a quorum follows and knows of every decision."""
+        if self._working_off:
+            return
+        self._working_off = True
+        try:
+            while self._actions:
+                if not self._may_act:
+                    self._held_since = self._held_since or time.monotonic()
+                    return
+                self._held_since = None
+                if not self._links.lead.settled:  # from now on also those follow whose copies are ahead of ours
+                    self._links.lead = msgspec.structs.replace(self._links.lead, settled=True)
+                self._do(self._actions.popleft())
+        finally:
+            self._working_off = False
+
+    @property
+    def _may_act(self) -> bool:
+        """Whether a quorum of agents is connected and knows all that was decided; before there is a plan, nobody else
+        can be chosen."""
+        if self._replication is None:
+            return True
+        membership = self._replication.membership
+        followed = not membership.electable or membership.quorum(self._links.connected)
+        return self._claim is None and followed and self._replication.settled
+
+    def _agent_joined(self, join: m.Join) -> None:
+        if join.lease:
+            self._recall((join.node,))
+        if self._took_over:
+            self._launcher.adopt(join.node, join.pid, self._links.agent_ended)
+        if self._replication is None:
+            return
+        self._replication.joined(join.node, join.log)
+        if self._claim is not None and self._replication.accepted:
+            claim, self._claim = self._claim, None
+            self.log(claim)
+
+    def _acknowledged(self, node: str, number: int) -> None:
+        if self._replication is None:
+            return
+        self._replication.acknowledged(node, number)
+        if self._held_since is not None:
+            try:
+                if not self._actions and self._may_act:
+                    self._held_since = None
+                self._work_off()
+            except Exception:  # noqa: BLE001 - logged with its traceback, and the job ends
+                _log.exception("after a decision was acknowledged")
+                self._crash("internal error while acting on a decision")
+
+    def _deposed(self, reason: str) -> None:
+        """Somebody else leads, or may: what we still wanted to do no longer counts."""
+        if not self._end.done():
+            _log.warning("gives up the lead: %s", reason)
+            self._actions.clear()
+            self._held_since = self._claim = None
+            self._replication = None
+            self._is_deposed = True
+            self._event(api.QuorumLost(reason=reason))
+            if not self._end.done():  # the controller had ended the job already, and nobody agreed
+                self._end.set_result(api.End(exit_code=REQUEUE, reason=reason, workers_leave=False))
+
+    def _post(self, node: str, message: m.Replicate) -> int:
+        return self._links.post(node, message)
+
+    def _recall(self, nodes: Sequence[str]) -> None:
+        if self._memory is not None:
+            self._memory.recall(nodes, lambda usual: self._event(api.NodesRemembered(usual=dict(usual))))
+
+    def _look(self, event: api.AnyEvent) -> None:
+        """Telemetry, which the controller does not record, and what it no longer does once it has ended the job."""
+        match event:
+            case api.WorkerSaid(rank=rank, message=m.Stepped() as stepped):
+                self._view.report(rank, stepped)
+                self._telemetry.append(
+                    {
+                        "iteration": stepped.outcome.iteration,
+                        "epoch": stepped.epoch,
+                        "rank": rank,
+                        "seconds": stepped.seconds,
+                        "compute_seconds": stepped.compute_s,
+                    }
+                )
+            case api.WorkerSaid(message=m.Declare() as declare):
+                self._fingerprint = declare.fingerprint
+            case api.AgentJoined(inventory=m.Inventory() as inventory):
+                for worker in inventory.workers:
+                    for message in worker.said:
+                        if isinstance(message, m.Declare):
+                            self._fingerprint = message.fingerprint
+            case api.AgentBeat():
+                self._view.beats(event.node, event.beat)
+            case api.WorkerExited() if self._end.done():
+                self.log(WorkerEnded(rank=event.rank, exit=event.status, epoch=self._links.epoch))
+
+    def _do(self, action: api.AnyAction) -> None:
+        match action:
+            case api.Log():
+                self.log(action.entry)
+            case api.StartWorkers():
+                self._links.spawn(action.node, self._spawn(action))
+            case api.Order():
+                self._links.order(action.ranks, action.order)
+            case api.SignalWorker():
+                self._links.signal(action.rank, action.signal)
+            case api.SignalNode():
+                self._links.signal_node(action.node, action.signal)
+            case api.CutConnection():
+                self._links.cut(action.node)
+            case api.DropNode():
+                self._links.drop(action.node)
+                if self._replication is not None:
+                    self._replication.left(action.node)
+            case (
+                api.DrainNode()
+                | api.ReleaseNode()
+                | api.AskReplacement()
+                | api.CancelReplacement()
+                | api.WatchNode()
+                | api.AskWhy()
+                | api.AskTimeLeft()
+            ):
+                self._slurm.carry_out(action)
+            case api.Reply():
+                self._reply(action.request, action.ok, action.text)
+            case api.CommitCheckpoint():
+                task = self._start(self._commit(action))
+                self._checkpoints.add(task)
+                task.add_done_callback(self._checkpoints.discard)
+            case api.Say():
+                self._view.say(action.level, action.text)
+            case api.End():
+                if not self._end.done():
+                    self._end.set_result(action)
+            case _:
+                assert_never(action)
+
+    def _spawn(self, action: api.StartWorkers) -> m.Spawn:
+        request = self._request
+        return m.Spawn(
+            workers=tuple(
+                m.Start(
+                    rank=rank,
+                    node=action.node,
+                    device=device,
+                    world_size=len(action.nodes),
+                    nodes=action.nodes,
+                    faults=request.faults,
+                    checkpoint_folder=request.checkpoint_folder,
+                    checkpoint_every=request.checkpoint_every,
+                    resume=request.resume,
+                    memory_bytes=request.memory_bytes,
+                    joins=action.joins,
+                )
+                for rank, device in action.workers
+            ),
+            environment=dict(self._launcher.worker_environment),
+        )
+
+    async def _commit(self, action: api.CommitCheckpoint) -> None:
+        from resihp.worker.checkpoints import write_manifest
+
+        folder = Path(self._request.checkpoint_folder, action.folder)
+        keep = self._request.checkpoint_keep
+        try:
+            await asyncio.to_thread(write_manifest, folder, action.iteration, action.parts, self._fingerprint, keep)
+        except (CheckpointError, OSError) as error:
+            self._view.say("warning", f"checkpoint of iteration {action.iteration}: not committed: {error}")
+            return
+        size = sum(part_bytes for _, part_bytes in action.parts)
+        self.log(
+            CheckpointCommitted(iteration=action.iteration, folder=str(folder), bytes=size, seconds=action.seconds)
+        )
+
+    async def _keep_store(self) -> None:
+        try:
+            await self._store.run(lambda host, port: self._event(api.StoreReady(host=host, port=port)))
+        except ResihpError as error:
+            if self._request.program.kind != "command":
+                raise
+            self._view.say("notice", f"{error}; a plain command may do without")  # its interpreter may lack torch
+
+    async def _tick(self) -> None:
+        listens_until = 0.0
+        while True:
+            slept_at = time.monotonic()
+            await asyncio.sleep(TICK_S)
+            if (now := time.monotonic()) - slept_at > TICK_S + STALL_S:
+                _log.warning("was stopped for %.1f s: listens before it judges", now - slept_at)
+                listens_until = now + LISTEN_S
+            if now >= listens_until:
+                self._event(api.Tick())
+            self._links.acknowledge()
+            self._view.tick()
+            self._flush_telemetry()
+            if self._held_since is not None and time.monotonic() - self._held_since > QUORUM_PATIENCE_S:
+                self._deposed(f"no quorum of agents has acknowledged a decision for {QUORUM_PATIENCE_S:g} s")
+
+    async def _beat(self) -> None:
+        while True:
+            self._links.beat()
+            await asyncio.sleep(BEAT_S)
+
+    def _flush_telemetry(self) -> None:
+        if self._telemetry:
+            rows, self._telemetry = self._telemetry, []
+            self._ledger.telemetry(rows)
+
+    def _signalled(self, number: signal.Signals) -> None:
+        """The first Ctrl-C is the controller's to answer; the second, or one while the job winds down, ends at once."""
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1 or self._end.done():
+                self._hurry.set()
+                if not self._end.done():
+                    self._end.set_result(api.End(exit_code=130, reason="interrupted twice", workers_leave=False))
+                return
+        self._event(api.Signalled(signal=int(number)))
+
+    # --- connections ------------------------------------------------------------------------------------------
+
+    async def _connected(self, channel: SecureChannel[Any]) -> None:
+        first = await channel.recv()
+        match first:
+            case None:
+                return
+            case Envelope(message=m.Join() as join):
+                await self._links.converse(channel, first, join)
+            case m.Inject():
+                await self._serve_operator(channel, first)
+            case _:
+                raise ProtocolError(f"{type(first).__name__} without a Join before it")
+
+    async def _serve_operator(self, channel: SecureChannel[Any], first: m.Inject) -> None:
+        asked: object = first
+        while isinstance(asked, m.Inject):
+            number = next(self._requests)
+            self._operators[number] = channel
+            obstacle = _obstacle(asked)
+            if self._end.done():
+                obstacle = f"job {self._job.name} is ending"
+            if obstacle is not None:
+                self._reply(number, False, obstacle)
+            else:
+                fault = Fault(
+                    id=next(self._fault_ids),
+                    kind=asked.kind,  # type: ignore[arg-type]
+                    rank=asked.rank,
+                    node=asked.node,
+                    link=asked.link,
+                    speed=asked.speed,
+                )
+                self._event(api.InjectAsked(request=number, fault=fault))
+            asked = await channel.recv()
+
+    def _reply(self, number: int, ok: bool, text: str) -> None:
+        channel = self._operators.pop(number, None)
+        if channel is not None:
+            with suppress(ConnectionError):  # an operator who has left needs no answer
+                channel.post(m.OperatorReply(ok=ok, text=text))
+
+    def _refused(self, peer: str, reason: str) -> None:
+        """Tell of refused connections, but not without end."""
+        now = time.monotonic()
+        self._refusals = [at for at in self._refusals if now - at < 60.0]
+        self._refusals.append(now)
+        if len(self._refusals) < REFUSALS_TOLD_PER_MINUTE:
+            _log.warning("connection from %s refused: %s", peer, reason)
+        elif len(self._refusals) == REFUSALS_TOLD_PER_MINUTE:
+            _log.warning("connection from %s refused: %s; more are not told for a minute", peer, reason)
+
+    # --- the end ----------------------------------------------------------------------------------------------
+
+    async def _wind_down(self, end: api.End) -> None:
+        """Release the agents, wait, kill what is left, and make everything durable."""
+        if not end.workers_leave:
+            for rank in self._links.live_ranks:
+                self._links.signal(rank, signal.SIGTERM)
+        grace_s = LEAVE_GRACE_S if end.workers_leave else TERM_GRACE_S
+        self._links.release(grace_s)
+        if not self._is_deposed:  # else those who are left may follow another
+            await self._unless_hurried(self._agents_gone(grace_s + AGENT_EXIT_S))
+        await self._unless_hurried(self._links.all_closed(grace_s + AGENT_EXIT_S))
+        if not self._is_deposed:
+            for node in self._launcher.nodes:
+                self._launcher.kill(node)
+            await self._launcher.wait(AGENT_EXIT_S)
+        if self._checkpoints:
+            await self._unless_hurried(asyncio.gather(*self._checkpoints))
+        if not self._job_ended:
+            state: Literal["completed", "failed", "cancelled"] = "failed" if end.exit_code else "completed"
+            if end.exit_code in (130, 143):
+                state = "cancelled"
+            self.log(JobEnded(exit_code=end.exit_code, state=state, reason=end.reason))
+        self._flush_telemetry()
+        if not self._is_deposed:  # else all this is the successor's
+            await self._slurm.close()
+            write_private(self._job.exit_code_file, f"{end.exit_code}\n".encode())
+        await asyncio.to_thread(self._ledger.close)
+        self._journal.close()
+        if not self._is_deposed:
+            copy_journal(self._job)
+        self._view.close()
+
+    async def _agents_gone(self, timeout_s: float) -> None:
+        """Wait until the launcher says so, or the links do: srun waits for agents on dead nodes, too."""
+        ways = [asyncio.ensure_future(self._launcher.wait(timeout_s)), asyncio.ensure_future(self._links.all_gone())]
+        try:
+            await asyncio.wait(ways, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+
+    async def _unless_hurried(self, waiting: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
+        hurried = asyncio.create_task(self._hurry.wait())
+        waited = asyncio.ensure_future(waiting)
+        await asyncio.wait([hurried, waited], return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        waited.cancel()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if isinstance(error, ResihpError):
+            self._crash(str(error))
+        else:
+            _log.error("in %s", task, exc_info=error)
+            self._crash("internal error")
+
+    def _crash(self, what: str) -> None:
+        """Something in here is broken: end the job, once."""
+        if self._end.done():
+            return
+        log = self._job.logs / "supervisor.log"
+        text = f"{what}; see {log}" if what.startswith("internal error") else what
+        self._view.say("error", f"supervisor: {text}")
+        self._end.set_result(api.End(exit_code=1, reason=f"supervisor: {text}", workers_leave=False))
+
+
+def _obstacle(asked: m.Inject) -> str | None:
+    if asked.kind not in get_args(Kind):
+        return f"unknown kind {asked.kind!r}, one of {', '.join(get_args(Kind))}"
+    if [asked.rank, asked.node, asked.link].count(None) != 2:
+        return "the target is one of --rank R and --node N, or of slow --link N-M"
+    if asked.kind == "disconnect" and asked.node is None:
+        return "disconnect happens to a node, not to a rank"
+    if asked.link is not None and asked.kind != "slow":
+        return f"{asked.kind} happens to a rank or a node, not to a link"
+    if asked.link is not None and LINK_MS not in os.environ:
+        return LINKS_NEED_TIMES
+    if asked.kind == "slow" and not (asked.speed and 0.01 <= asked.speed <= 1.0):
+        return "slow needs a speed: --speed 0.5 is half as fast, --speed 1 healthy"
+    return None

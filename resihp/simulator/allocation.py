@@ -73,8 +73,8 @@ class Allocation:
                     self._later([told] * rng.choice([1, 1, 2]))
             case api.ReleaseNode():
                 if rng.random() < 0.9:
-                    outcome = rng.choice(["done", "refused", "refused", "unknown"])
-                    self._later([api.ReleaseAnswered(node=action.node, outcome=outcome, text="")])
+                    answer: Any = rng.choice(["done", "refused", "refused", "unknown"])
+                    self._later([api.ReleaseAnswered(node=action.node, outcome=answer, text="")])
             case api.AskReplacement():
                 self._give(action.replacement)
             case api.CancelReplacement():

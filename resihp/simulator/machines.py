@@ -338,8 +338,8 @@ class Worker:
         peers = [a + b - self.rank for round_ in order.pairs for a, b in round_ if self.rank in (a, b)]
         share = 3.0 if self.world.rng.random() < self.world.scenario.unfit else 1.0
         transfers = tuple(m.Transfer(peer=peer, seconds=share * self.world.rng.uniform(0.9, 1.1)) for peer in peers)
-        told = {"transfers": transfers} if came else {"missed": "not all came in time"}
-        self.say(m.Probed(probe=order.probe, seconds=0.1, **told))  # type: ignore[arg-type]
+        told: dict[str, Any] = {"transfers": transfers} if came else {"missed": "not all came in time"}
+        self.say(m.Probed(probe=order.probe, seconds=0.1, **told))
         self.meet()
 
     def _let_go(self, epoch: int) -> None:

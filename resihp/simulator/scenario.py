@@ -359,20 +359,21 @@ class Scenario:
         """A drawn job that somebody wants to end, at any moment and in any way; half of them are left alone else."""
         rng = random.Random(seed + 2_000_000)
         base = cls.allocated(seed) if rng.random() < 0.2 else cls.drawn(seed)
-        kinds: list[tuple[DisturbanceKind, int]] = [
-            *[("signal", SIGUSR2)] * 3,
-            *[
-                ("signal", SIGTERM),
-                ("cancel", SIGTERM),
-                ("cancel", SIGTERM),
-                ("cancel", rng.choice([SIGUSR1, SIGUSR2])),
-            ],
-            *[("told", SIGTERM), ("told", SIGUSR1)],
+        warned: tuple[DisturbanceKind, int] = ("signal", SIGUSR2)
+        kinds: list[tuple[DisturbanceKind, int]] = [warned] * 3 + [
+            ("signal", SIGTERM),
+            ("cancel", SIGTERM),
+            ("cancel", SIGTERM),
+            ("cancel", rng.choice([SIGUSR1, SIGUSR2])),
+            ("told", SIGTERM),
+            ("told", SIGUSR1),
         ]
-        triggers: list[Trigger] = [
+        moments: tuple[Trigger, ...] = (
             *("park", "parked", "propose", "go", "ready", "begin", "resumed", "sync", "sync", "step", "step", "pause"),
-            *("finished", "halt", "join", "joined", "spawn", "declare", "save", *(["time"] * 8)),
-        ]
+            *("finished", "halt", "join", "joined", "spawn", "declare", "save"),
+        )
+        timed: Trigger = "time"
+        triggers: list[Trigger] = [*moments, *[timed] * 8]
         iterations = rng.choice([1, 2, 6]) * base.iterations
         stops: list[Disturbance] = []
         for _ in range(rng.choice([1, 1, 1, 2, 3])):

@@ -188,11 +188,10 @@ class World:
 
     def put_planner(self) -> None:
         """Let the controller ask a planner and a checker of our own."""
-        scenario = self.scenario
-        planning.planner = Planner(scenario.seed, scenario.planner_trouble, scenario.planner)  # type: ignore[assignment]
-        planning.outline = outline  # type: ignore[assignment]
-        planning.moves = self.moves  # type: ignore[assignment]
-        planning.checker = Checker(scenario.seed, scenario.checker_trouble, scenario.planner)  # type: ignore[assignment]
+        scenario, asked = self.scenario, vars(planning)
+        asked["planner"] = Planner(scenario.seed, scenario.planner_trouble, scenario.planner)
+        asked["checker"] = Checker(scenario.seed, scenario.checker_trouble, scenario.planner)
+        asked["outline"], asked["moves"] = outline, self.moves
 
     def moves(
         self, base: Base, layout: Layout, specs: Sequence[ParameterSpec], nodes: Mapping[int, str]

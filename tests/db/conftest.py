@@ -18,8 +18,7 @@ from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.plan import Plan, spread
 from resihp.protocol.messages import StepOutcome
 from resihp.record import journal
-
-from .postgres import Server, missing
+from tests.db.postgres import Server, missing
 
 Moved = Literal["redo", "commit", "between"]
 Action = Literal["start", "redo", "commit", "between"]

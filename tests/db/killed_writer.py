@@ -12,8 +12,7 @@ from pathlib import Path
 
 from db.writer import Ledger
 from resihp.record import journal
-
-from .conftest import BEGAN, outcome, story
+from tests.db.conftest import BEGAN, outcome, story
 
 FLUSH_EVERY = 10
 

@@ -25,10 +25,9 @@ from db.reading.queries import Reader
 from db.writer import Ledger, catch_up
 from resihp.errors import LedgerError
 from resihp.record import journal
-
-from .conftest import Listener, everything, held, on_sqlite, write_journal
-from .killed_writer import long_story, work
-from .postgres import Server, missing
+from tests.db.conftest import Listener, everything, held, on_sqlite, write_journal
+from tests.db.killed_writer import long_story, work
+from tests.db.postgres import Server, missing
 
 Opener = Callable[..., Ledger]
 ITERATIONS = 300

@@ -21,8 +21,7 @@ from db.reading.queries import TABLES, Reader
 from db.writer import Ledger, catch_up
 from resihp.errors import JobNotFoundError, LedgerError, ResihpError, UsageError
 from resihp.record import journal
-
-from .conftest import (
+from tests.db.conftest import (
     BEGAN,
     any_layout_story,
     node_story,
@@ -33,8 +32,8 @@ from .conftest import (
     story,
     write_journal,
 )
-from .test_migrate import execute, old_ledger
-from .test_project import slow_story
+from tests.db.test_migrate import execute, old_ledger
+from tests.db.test_projection import slow_story
 
 Told = Iterator[tuple[journal.AnyEntry, float]]
 Urls = Callable[[], str]

@@ -24,8 +24,7 @@ from db.reading.queries import Reader
 from db.writer import Ledger, catch_up
 from resihp.errors import LedgerError
 from resihp.record import journal
-
-from .conftest import BEGAN, rank_reports, started, story, write_journal
+from tests.db.conftest import BEGAN, rank_reports, started, story, write_journal
 
 OLD = Path(__file__).parent / "old"
 """Written by resihp 0.1.0 of schema 0001: a job that lost ranks 5 and, on the way back, 0."""

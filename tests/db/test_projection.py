@@ -14,9 +14,8 @@ from db.reading.queries import Reader
 from db.writer import Ledger
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
-
-from .conftest import BEGAN, DP3, outcome, started, write_journal
-from .test_writer import everything
+from tests.db.conftest import BEGAN, DP3, outcome, started, write_journal
+from tests.db.test_writer import everything
 
 Told = Iterator[tuple[journal.AnyEntry, float]]
 

@@ -13,9 +13,8 @@ from db.retention import prune
 from db.writer import Ledger
 from resihp.errors import LedgerError, UsageError
 from resihp.record import journal
-
-from .conftest import BEGAN, on_sqlite, rank_reports, write_journal
-from .killed_writer import long_story
+from tests.db.conftest import BEGAN, on_sqlite, rank_reports, write_journal
+from tests.db.killed_writer import long_story
 
 Opener = Callable[..., Ledger]
 LATER = datetime.fromtimestamp(BEGAN, UTC) + timedelta(days=90)

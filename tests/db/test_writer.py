@@ -16,8 +16,7 @@ import db.writer
 from db.reading.queries import Reader
 from db.writer import Ledger, catch_up
 from resihp.record import journal
-
-from .conftest import (
+from tests.db.conftest import (
     BEGAN,
     Listener,
     any_layout_story,

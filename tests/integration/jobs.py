@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from tests.integration.fork_server import fork_server
-from wrapper.preloading import FOR_TESTS
+from wrapper.launch.preloading import FOR_TESTS
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "examples" / "pretrain_gpt.py"

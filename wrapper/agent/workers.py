@@ -47,7 +47,7 @@ class Worker:
 class Workers:
     """All workers of this node. `tell` hands a message to the leader; `of_no_use`: nothing can be started here.
 
-    `shared`: to the fork server, where virtual nodes have one in common (`wrapper.preloading`).
+    `shared`: to the fork server, where virtual nodes have one in common (`wrapper.launch.preloading`).
     """
 
     def __init__(

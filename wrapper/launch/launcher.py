@@ -69,7 +69,7 @@ class LocalLauncher:
     worker_environment: Mapping[str, str] = {"GLOO_SOCKET_IFNAME": "lo"}
 
     def __init__(self, job: Job, run_file: Path, nodes: int, preloading: socket.socket | None = None) -> None:
-        """`preloading`: to what forks a fork server for each node (`wrapper.preloading`); else each starts its own."""
+        """`preloading`: to what forks a fork server for each node (`wrapper.launch.preloading`)."""
         self._preloading = None if preloading is None else LocalChannel(preloading)
         self._job = job
         self._run_file = run_file

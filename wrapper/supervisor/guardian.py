@@ -1,10 +1,10 @@
 """The guardian: what `resihp run` is while the job runs.
 
 Holds the job's lock and the socket that agents connect to, starts the supervisor as its child, and first of all, on one
-machine, what imports for all virtual nodes (`wrapper.preloading`). Passes signals on, and returns the supervisor's exit
-code. A supervisor that dies by a signal is started again: it takes over the running agents, which find it where the
-first one was. One that gave up the lead, since no quorum followed it, is not: then a successor ends the job, and
-leaving before it would end the Slurm job under its feet. Decides nothing else, and imports little.
+machine, what imports for all virtual nodes (`wrapper.launch.preloading`). Passes signals on, and returns the
+supervisor's exit code. A supervisor that dies by a signal is started again: it takes over the running agents, which
+find it where the first one was. One that gave up the lead, since no quorum followed it, is not: then a successor ends
+the job, and leaving before it would end the Slurm job under its feet. Decides nothing else, and imports little.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from wrapper.exit_codes import DEPOSED, REQUEUE
 from wrapper.job_folder import Job, SupervisorFile, hold_lock
 from wrapper.launch.launcher import own_environment
 from wrapper.launch.ports import listen
-from wrapper.preloading import preloading
+from wrapper.launch.preloading import preloading
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 MOST_RESTARTS = 5

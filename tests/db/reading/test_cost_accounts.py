@@ -13,8 +13,7 @@ import pytest
 from db.reading.cost_accounts import CAUSES, Account, account, summarise
 from db.reading.reader import Reader
 from db.writer import Ledger
-
-from .conftest import any_layout_story, story, write_journal
+from tests.db.conftest import any_layout_story, story, write_journal
 
 ZERO = datetime(2026, 3, 1, tzinfo=UTC)
 Row = dict[str, Any]

@@ -16,8 +16,7 @@ from db.reading import fleet, queries
 from db.reading.reader import Reader
 from db.writer import Ledger
 from resihp.record import journal
-
-from .conftest import BEGAN, any_layout_story, started, story, write_journal
+from tests.db.conftest import BEGAN, any_layout_story, started, story, write_journal
 
 
 def retold(name: str, entries: Iterator[tuple[journal.AnyEntry, float]], after_s: float = 0.0) -> Iterator:

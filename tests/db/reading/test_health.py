@@ -15,8 +15,7 @@ from db.reading.health import health_frame, nodes_by_health, usual_speeds
 from db.reading.queries import Reader
 from db.writer import Ledger
 from resihp.record import journal
-
-from .conftest import BEGAN, node_story, started, story, write_journal
+from tests.db.conftest import BEGAN, node_story, started, story, write_journal
 
 DAY_S = 86_400.0
 NOW = datetime.fromtimestamp(BEGAN + 100 * DAY_S, UTC)

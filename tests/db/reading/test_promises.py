@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from db.reading.promises import promises
-
-from .test_accounts import at, failure, iteration
+from tests.db.reading.test_cost_accounts import at, failure, iteration
 
 Row = dict[str, Any]
 

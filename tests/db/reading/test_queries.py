@@ -14,8 +14,7 @@ from db.reading.queries import Reader
 from db.writer import Ledger
 from resihp.errors import JobNotFoundError, UsageError
 from resihp.record import journal
-
-from .conftest import BEGAN, any_layout_story, write_journal
+from tests.db.conftest import BEGAN, any_layout_story, write_journal
 
 
 @pytest.fixture

@@ -11,9 +11,8 @@ from db.reading.reader import Reader
 from db.reading.why import Why, why
 from db.writer import Ledger
 from resihp.errors import UsageError
-
-from .conftest import story, write_journal
-from .test_accounts import at, failure, iteration, job, transition
+from tests.db.conftest import story, write_journal
+from tests.db.reading.test_cost_accounts import at, failure, iteration, job, transition
 
 Row = dict[str, Any]
 

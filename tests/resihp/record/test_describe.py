@@ -7,8 +7,7 @@ import pytest
 
 from resihp.record import journal
 from resihp.record.describe import explain
-
-from .test_project import AT_THE_START, SLOW, SLOW_LINK, device
+from tests.db.test_projection import AT_THE_START, SLOW, SLOW_LINK, device
 
 
 def test_a_slow_device() -> None:

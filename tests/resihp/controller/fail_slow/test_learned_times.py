@@ -11,8 +11,7 @@ import pytest
 from resihp.controller import interface as api
 from resihp.detector.online.predictor import Key
 from resihp.record.journal import FailureEnded, FailureFound, PlanDecided
-
-from .test_slowness import Job, Scripted, finding, linked, measure_links
+from tests.resihp.controller.fail_slow.test_slowness import Job, Scripted, finding, linked, measure_links
 
 
 class Known:

@@ -21,9 +21,8 @@ from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
 from tests.db.conftest import outcome, started, write_journal
+from tests.wrapper.commands.test_status import home, resihp, rows
 from wrapper.job_folder import Job, create_local_job
-
-from .test_ledger_commands import home, resihp, rows
 
 __all__ = ["home"]  # a fixture that every test of this module uses
 

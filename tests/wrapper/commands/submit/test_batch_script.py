@@ -76,7 +76,10 @@ def test_doctor_reads_what_the_script_would_do() -> None:
     assert unknown.endswith("write #SBATCH --signal=B:USR2@300")
 
 
-ASK = "import os; from wrapper.commands.submit.batch_script import lost_warning; print(lost_warning(os.environ, os.environ['SCRIPT']))"
+ASK = (
+    "import os; from wrapper.commands.submit.batch_script import lost_warning; "
+    "print(lost_warning(os.environ, os.environ['SCRIPT']))"
+)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,10 @@ REAP_S = 2.0
 
 
 class Serve(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Fork the server of one virtual node, in the process group of its agent; the socket to it comes with the frame."""
+    """Fork the server of one virtual node, in the process group of its agent; the socket to it comes with the frame.
+
+    `group` 0: in one of its own.
+    """
 
     group: int
     log: str
@@ -237,8 +240,7 @@ def serve_nodes(launcher: LocalChannel, greeting: Ready | Unable) -> NoReturn:
         pid = os.fork()
         if pid == 0:
             launcher.close()
-            _join(order)
-            serve(LocalChannel(socket.socket(fileno=descriptor)), greeting)
+            serve_node(order, descriptor, greeting)
         os.close(descriptor)
         servers.add(pid)
     while servers:
@@ -247,8 +249,8 @@ def serve_nodes(launcher: LocalChannel, greeting: Ready | Unable) -> NoReturn:
     os._exit(0)
 
 
-def _join(order: Serve) -> None:
-    """Become one of the agent's processes, unless it has gone by now."""
+def serve_node(order: Serve, descriptor: int, greeting: Ready | Unable) -> NoReturn:
+    """Become one of the agent's processes, unless it has gone by now, and its fork server."""
     try:
         os.setpgid(0, order.group)
         log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -258,6 +260,7 @@ def _join(order: Serve) -> None:
     except OSError as error:
         print(f"resihp.worker.forkserver: process group {order.group}: {error}", file=sys.stderr, flush=True)
         os._exit(1)
+    serve(LocalChannel(socket.socket(fileno=descriptor)), greeting)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -33,6 +33,7 @@ from wrapper.agent.supervisor_link import LeaderLink
 from wrapper.agent.workers import Workers
 from wrapper.config.run_spec import RunRequest, load
 from wrapper.job_folder import SupervisorFile
+from wrapper.launch import preloading
 from wrapper.launch.interfaces import of_workers
 from wrapper.launch.launcher import NO_JOB_STATUS
 
@@ -263,8 +264,9 @@ def main(arguments: list[str] | None = None) -> None:
     node = options.node
     try:
         node = node_name(options.node)
-        forks = None if options.forks is None else inherited_socket(options.forks)
-        run(_load(options.run), node, options.supervisor, options.lease, forks)
+        request = _load(options.run)
+        forks = preloading.for_agent(request, node) if options.forks is None else inherited_socket(options.forks)
+        run(request, node, options.supervisor, options.lease, forks)
     except _NoJobError as error:
         print(f"agent {node}: {error}", file=sys.stderr)
         sys.exit(NO_JOB_STATUS)

@@ -3,8 +3,8 @@
 Started first, by the guardian, which it ends with; the launcher tells it of each agent, and it forks that agent's fork
 server (`resihp.worker.forkserver --shared`). Decides nothing. Nodes of Slurm and containers start a fork server each.
 
-FOR_TESTS names the socket of such a process that is there already, so that a run of tests imports once. It is used
-only if it is the same user's, in the same session, and for the interpreter and imports that it has: ours, the default.
+FOR_TESTS names the socket of such a process that is there already, so that a run of tests imports once: local jobs use
+it, and so do agents that Slurm has started. Only that of the same user counts, for our interpreter and usual imports.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from resihp.worker.forkserver import ONE_THREAD, PRELOAD
+from resihp.protocol.framing import LocalChannel
+from resihp.worker.forkserver import ONE_THREAD, PRELOAD, Serve
 from wrapper.config.run_spec import RunRequest
 from wrapper.launch.launcher import own_environment
 
@@ -32,10 +33,10 @@ def preloading(request: RunRequest) -> Iterator[socket.socket | None]:
     if request.slurm is not None or request.container is not None:
         yield None
         return
-    shared = _running(request)
-    if shared is not None:
-        with shared:
-            yield shared
+    there = _running(request)
+    if there is not None:
+        with there:
+            yield there
         return
     ours, theirs = socket.socketpair()
     with ours:
@@ -72,15 +73,28 @@ def _start(request: RunRequest, theirs: socket.socket) -> subprocess.Popen[bytes
         )
 
 
+def for_agent(request: RunRequest, node: str) -> socket.socket | None:
+    """An agent's socket to a fork server of its own, which is not in its process group; None without FOR_TESTS."""
+    there = _running(request)
+    if there is None:
+        return None
+    ours, theirs = socket.socketpair()
+    with there, theirs:
+        order = Serve(group=0, log=str(request.of_job.logs / f"{node}.forkserver.log"))
+        LocalChannel(there).send(order, [theirs.fileno()])
+    return ours
+
+
 def _running(request: RunRequest) -> socket.socket | None:
     path, program = os.environ.get(FOR_TESTS), request.program
-    if not path or program.kind == "command" or (program.interpreter, program.preload) != (sys.executable, PRELOAD):
+    usual = (program.interpreter, program.preload) == (sys.executable, PRELOAD) and program.kind != "command"
+    if not path or not usual or request.container is not None:
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(path)
-        pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if user == os.getuid() and os.getsid(pid) == os.getsid(0):
+        _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user == os.getuid():
             return connection
     except OSError:
         pass

@@ -83,7 +83,6 @@ LONG: Mapping[str, int] = {
     "resihp.controller.takeover.replay": 87,
     "resihp.detector.offline.traces.read": 66,
     "resihp.executor.compute.stage.StageModule.__init__": 62,
-    "resihp.executor.engine.Engine.run": 76,
     "resihp.record.describe.explain": 91,
     "resihp.scheduler.transition_cost.verdict": 61,
     "resihp.simulator.rules.Rules.check_order": 74,

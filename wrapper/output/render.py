@@ -90,21 +90,6 @@ def _layers(stage: Stage) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in stage.chunks)
 
 
-def placed(health: Mapping[int, Health], layout: Layout) -> dict[int, Health]:
-    """What live ranks are by their places in the layout; what they are otherwise stays."""
-    standby, active = set(layout.standby), set(layout.active)
-    return {
-        rank: was
-        if was in ("slow", "suspected", "dead")
-        else "standby"
-        if rank in standby
-        else "active"
-        if rank in active
-        else "starting"
-        for rank, was in health.items()
-    }
-
-
 def legend(health: Iterable[Health]) -> str:
     """`s standby, x dead`: what the letters mean that are there."""
     there = set(health)

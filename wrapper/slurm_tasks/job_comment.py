@@ -1,8 +1,8 @@
 """What a job's comment in Slurm says of it: how far it is, what it has lost, and in the end what became of it.
 
 `after` and `told` decide what it says, from the journal alone; `JobComment` listens to that (`wrapper.sinks.fanout`)
-and says when there is something new; `wrapper.slurm_tasks.desk` decides how often Slurm is told. Slurm itself only
-knows how its job ended: of one whose training is completed under a successor, that it was cancelled.
+and says when there is something new; `wrapper.slurm_tasks.comment_writer` decides how often Slurm is told. Slurm itself
+only knows how its job ended: of one whose training is completed under a successor, that it was cancelled.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from resihp.executor.communicators import Communicators
 from resihp.executor.compute.channels import PendingWork
-from resihp.executor.compute.interpreter import Observer, waiting
+from resihp.executor.compute.iteration import Observer, waiting
 from resihp.executor.state.rank_state import State
 from resihp.parallelism.ownership import ParameterSpec, Slice
 from resihp.parallelism.transfers import Move

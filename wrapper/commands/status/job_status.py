@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from db.layouts import from_json
 from wrapper.output.answers import SCHEMA
-from wrapper.output.render import placed
+from wrapper.output.rank_health import RankHealth
 from wrapper.output.shells import shells
 
 if TYPE_CHECKING:
     from db.reading.queries import Reader
-    from wrapper.output.render import Health
 
 EVENTS_IN_JSON = 50
 EVENT_KINDS = (
@@ -42,25 +41,7 @@ def job_status(reader: Reader, row: dict[str, Any], now: datetime | None = None)
     plans = reader.shown_plan(row["id"])
     layout = plans[0]["layout"] if plans else None
     places = from_json(json.dumps(layout)) if layout else None
-    workers = reader.rows("workers", row["id"])
-    health: dict[int, Health] = {
-        worker["rank"]: "dead" if worker["ended_at"] is not None and worker["exit"] != 0 else "active"
-        for worker in workers
-    }
-    if places is not None:
-        health = placed(health, places)
-        for worker in workers:
-            if worker["ended_at"] is not None and health[worker["rank"]] == "starting":
-                del health[worker["rank"]]  # it left before it was given a place
-    if figures["state"] == "running":
-        kinds = ("Suspected", "SuspicionCleared", "FailureFound")  # a verdict is the end of a suspicion
-        last = {event["rank"]: event["kind"] for event in reader.events(row["id"], kinds, 1000)}
-        for rank, kind in last.items():
-            if kind == "Suspected" and health.get(rank, "dead") != "dead":
-                health[rank] = "suspected"
-        for failure in reader.rows("failures", row["id"]):
-            if failure["kind"] == "fail-slow" and failure["ended_iteration"] is None:
-                health |= {rank: "slow" for rank in failure["ranks"] if health.get(rank, "dead") != "dead"}
+    health = _health(reader, row["id"], running=figures["state"] == "running").by_rank(places)
     slurm_job = _slurm_job(row["name"]) if figures["state"] == "running" else None
     replacements = reader.rows("replacements", row["id"])
     return {
@@ -68,12 +49,30 @@ def job_status(reader: Reader, row: dict[str, Any], now: datetime | None = None)
         **figures,
         "description": plans[0]["description"] if plans else None,
         "layout": layout,
-        "health": {str(rank): health[rank] for rank in sorted(health)},
+        "health": {str(rank): state for rank, state in health.items()},
         "drains": reader.rows("drains", row["id"]),
         "replacements": replacements,
         "shells": shells(slurm_job, reader.rows("nodes", row["id"]), replacements) if slurm_job else {},
         "events": reader.events(row["id"], EVENT_KINDS, EVENTS_IN_JSON),
     }
+
+
+def _health(reader: Reader, job: int, *, running: bool) -> RankHealth:
+    """Who ended, and while the job runs who is suspected or slow: a verdict is the end of a suspicion."""
+    found = RankHealth()
+    for rank, worker in {worker["rank"]: worker for worker in reader.rows("workers", job)}.items():
+        if worker["ended_at"] is None:
+            found.running.add(rank)
+        else:
+            (found.left if worker["exit"] == 0 else found.dead).add(rank)
+    if running:
+        events = reader.events(job, ("Suspected", "SuspicionCleared", "FailureFound"), 1000)
+        last = {event["rank"]: event["kind"] for event in events}
+        found.suspected = {rank for rank, kind in last.items() if kind == "Suspected"}
+        for failure in reader.rows("failures", job):
+            if failure["kind"] == "fail-slow" and failure["ended_iteration"] is None:
+                found.slow[failure["failure"]] = tuple(failure["ranks"])
+    return found
 
 
 def _slurm_job(name: str) -> str | None:

@@ -16,7 +16,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from typer.testing import CliRunner, Result
-from wrapper.commands.job_status import job_status
 
 from db.migrate import head
 from db.reading.queries import Reader
@@ -31,6 +30,7 @@ from wrapper.cli import app
 from wrapper.commands.history.command import History
 from wrapper.commands.history.tables import history_table
 from wrapper.commands.status import tables
+from wrapper.commands.status.job_status import job_status
 from wrapper.job_folder import Job, create_local_job, take_lock
 from wrapper.output.answers import moment, to_json
 

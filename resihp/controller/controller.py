@@ -1,13 +1,8 @@
 """The way into the decisions of a running job: one event in, the actions out.
 
 Never looks at a clock, a socket or a tensor. Called by the supervisor shell, by the simulator and by the fuzz harness
-with the same code. A job's life, and the modules that decide each part of it:
-
-    gathering -> proposing -> building -> [in effect] -> first iteration -> running -> halting -> ended
-                     ^  |                                                      |
-                     |  +-- refused --+                       a newcomer is worth it: pausing
-                     |                v                                        |
-                     +------------ parking <-- failure, at any time; or -------+
+with the same code. What is durable is `Job.record`, changed by `Job.log` alone; a job's life is `lifecycle`'s table. The
+modules here decide each part of it.
 
 A transition is a transaction: parked, everybody reports; proposed, everybody checks and confirms; building, state is
 moved beside what is there; only when all have acknowledged, the plan is in effect (journal), and the old state is let
@@ -15,7 +10,7 @@ go. Until then a failure parks again, one epoch up, from the plan that still is 
 
 `startup` the start · `transition` from one plan to the next · `planning` which plan, from which state · `consent`
 what ranks say to it · `iterations` commits · `failures` losses · `joins` processes that join · `watchdog` silence and
-time · `expectation` healthy times · `slowness` what is slow · `examination` probes · `fault_injection` faults on
+time · `expectation` healthy times · `slowness` what is slow · `probing` probes · `fault_injection` faults on
 purpose · `shutdown` being asked to stop · `drains` bad nodes out · `replacements` new ones in · `takeover` a new
 supervisor · `incidents` root causes and the end.
 """

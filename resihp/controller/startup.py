@@ -2,7 +2,7 @@
 
 A node that is lost meanwhile, or never comes, is left out if the others fill the first layout: there are spares. Ranks
 are given out once, when every node is there or given up, and keep their numbers whatever is lost after that. Called by
-`controller`, `failures`, `judge` and `recovery`.
+`controller`, `failures`, `watchdog` and `takeover`.
 """
 
 from __future__ import annotations

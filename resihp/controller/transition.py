@@ -138,7 +138,7 @@ def decide_when_parked(job: Job) -> None:
     if transition is None or job.stage != "parking" or transition.waiting:
         return
     if job.departure is not None:
-        return  # no plan comes after this one: `departure` saves what is there, and ends the job
+        return  # no plan comes after this one: `shutdown` saves what is there, and ends the job
     transition.park_s = job.now - transition.began_at
     iterations.commit_up_to(job, max(job.reports, default=job.record.committed))
     if job.incidents:

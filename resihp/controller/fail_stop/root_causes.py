@@ -3,7 +3,7 @@
 Decides how a failure is told, and to whom it is laid; what follows from it is decided elsewhere. What only followed
 from another rank's end becomes part of that failure. Without a telling line a failure stays as the exit tells it, and
 what a rank raised is always told as it raised it. Never starts, ends or drains anything. Called by `failures` when a
-process has ended, by `incidents` before failures are logged, and by `recovery` for those that are in the journal.
+process has ended, and by `incidents` before failures are logged.
 
 Everybody who ends on a node brings the same kernel messages along. A line that names one of our processes counts for
 that one; any other is weighed for all of the node that ended, together, and for one failure only: what was told by it

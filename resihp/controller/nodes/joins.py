@@ -3,7 +3,7 @@
 Decides when a device gets another process, whether the newcomer may join, and whether it is worth an interruption.
 A node is taken in only when it was asked for (`replacements`); one that was left out stays out.
 A newcomer counts for nothing until it has declared what the job trains; then it is a standby rank, and part of every
-transition. One that is turned away never stops the job. Called by `gathering`, `failures`, `judge`, `consent` and, at
+transition. One that is turned away never stops the job. Called by `startup`, `failures`, `watchdog`, `consent` and, at
 the end of each event, by the controller.
 """
 

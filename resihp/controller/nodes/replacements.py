@@ -1,8 +1,8 @@
 """New nodes in place of lost ones: asked for when training is below its first layout, let go when no longer needed.
 
-Decides when a request is made, which node it stands for, and when it is given up; `newcomers` takes in the node that
+Decides when a request is made, which node it stands for, and when it is given up; `joins` takes in the node that
 comes. Never asks for more than the job was allowed, nor twice for one node at a time. What the journal tells is all
-that is known of a request, so that a new supervisor knows the same. Called by `upkeep`, `newcomers` and `incidents`.
+that is known of a request, so that a new supervisor knows the same. Called by `drains`, `joins` and `incidents`.
 """
 
 from __future__ import annotations

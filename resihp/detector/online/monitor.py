@@ -2,12 +2,12 @@
 
 Three channels look at an iteration:
 
-=========  ============================================================================================================
-`whole`    its seconds against Eq. 2 over Eq. 1 (`pipeline.compiled`, `predictor`), change points of the log ratio
-           (`changes`). Sees everything, also what hits everybody, but cannot say where
-`ranks`    each rank's own work against its prediction, relative to all others
-`links`    transfers against the link's own past, relative to all others
-=========  ============================================================================================================
+===================  ==================================================================================================
+`iteration_channel`  its seconds against Eq. 2 over Eq. 1 (`pipeline.compiled`, `predictor`), change points of the log
+                     ratio (`changes`). Sees everything, also what hits everybody, but cannot say where
+`rank_channel`       each rank's own work against its prediction, relative to all others
+`link_channel`       transfers against the link's own past, relative to all others
+===================  ==================================================================================================
 
 The last two see milder changes, sooner, and name who is slow. What they have found is part of the expectation that the
 first one compares with, so that one failure is one finding. Without measurements of chunks only plain iteration times
@@ -212,7 +212,8 @@ class Monitor:
     def observe_stacked(self, iteration: int, epoch: int, seconds: float, sums: Sums) -> Assessment:
         """As `observe`, from sums that the ranks made themselves; chunk times must come in by `learn`.
 
-        Rows of ranks are those of `stacked`, of links those of `links`. Raises ValueError for arrays of other shapes.
+        Rows of ranks are those of `plan_arrays`, of links those of `link_channel`. Raises ValueError for arrays of
+        other shapes.
         """
         frame = self._next(iteration, epoch)
         if frame is None:

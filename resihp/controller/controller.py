@@ -1,8 +1,8 @@
 """The way into the decisions of a running job: one event in, the actions out.
 
 Never looks at a clock, a socket or a tensor. Called by the supervisor shell, by the simulator and by the fuzz harness
-with the same code. What is durable is `Job.record`, changed by `Job.log` alone; a job's life is `lifecycle`'s table. The
-modules here decide each part of it.
+with the same code. What is durable is `Job.record`, changed by `Job.log` alone; a job's life is `lifecycle`'s table.
+The modules here decide each part of it.
 
 A transition is a transaction: parked, everybody reports; proposed, everybody checks and confirms; building, state is
 moved beside what is there; only when all have acknowledged, the plan is in effect (journal), and the old state is let

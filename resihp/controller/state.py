@@ -315,7 +315,7 @@ def natural(name: str) -> tuple[tuple[int, str | int], ...]:
 
 
 @dataclass
-class Release:
+class GivingBack:
     """How far a lost node is given back to Slurm, and since when it is lost for this supervisor."""
 
     lost_at: float
@@ -334,7 +334,7 @@ class Upkeep:
     """When each verdict was found, by node."""
     decided_at: dict[int, float] = field(default_factory=dict)
     """When each drain was decided."""
-    releases: dict[str, Release] = field(default_factory=dict)
+    releases: dict[str, GivingBack] = field(default_factory=dict)
     """Of lost nodes."""
     unwatched: list[str] = field(default_factory=list)
     """Nodes that were lost just now."""
@@ -407,6 +407,8 @@ class Job:
         """Epoch of the plan whose healthy times the monitor expects."""
         self.examinations: dict[int, Examination] = {}
         """Probes under way, by number."""
+        self.links_planned_for = False
+        """Slow links were looked at once it was known what transfers take."""
         self.probes = 0
         """Number of the last one that was asked for."""
         self.findings: tuple[Finding, ...] = ()
@@ -480,7 +482,7 @@ class Job:
                 if entry.node not in self.nodes:
                     self.nodes[entry.node] = Node(self.record.nodes[entry.node], last_beat=self.now)
                 if isinstance(entry, NodeLost):
-                    self.upkeep.releases[entry.node] = Release(lost_at=self.now)
+                    self.upkeep.releases[entry.node] = GivingBack(lost_at=self.now)
                     self.upkeep.unwatched.append(entry.node)
             case WorkerStarted():
                 member = self.members[entry.rank] = self._member(self.record.workers[entry.rank])

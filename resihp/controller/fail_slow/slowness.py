@@ -46,6 +46,9 @@ def review(job: Job) -> None:
         concluded(job, overdue)
     if not job.training:
         return  # what was found waits
+    if job.profile is not None and not job.links_planned_for:
+        job.links_planned_for = True
+        replan_policy.consider_links(job)
     _measure_standby(job)
     findings, job.findings = job.findings, ()
     for finding in findings:

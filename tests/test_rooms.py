@@ -89,8 +89,6 @@ LONG: Mapping[str, int] = {
     "resihp.simulator.scenario.Scenario.drawn": 63,
     "resihp.simulator.world.World.__init__": 71,
     "resihp.simulator.world.World.carry_out": 72,
-    "wrapper.commands.doctor.command.slurm_checks": 126,
-    "wrapper.commands.history.tables._terminal_columns": 120,
     "wrapper.commands.init.job_text": 83,
     "wrapper.commands.report.markdown.markdown": 65,
     "wrapper.commands.report.times.iteration_times": 62,

@@ -551,6 +551,19 @@ class Job:
         return self.changing or self.training
 
     @property
+    def may_interrupt(self) -> bool:
+        """Whether training may be interrupted now for what would be better, but need not be.
+
+        Not while anything else is under way, nor once the job is to stop.
+        """
+        return self.stage == "running" and self.departure is None
+
+    @property
+    def can_still_gain(self) -> bool:
+        """Whether a change could help at all: the iteration under way is finished before it does."""
+        return self.furthest + 1 < self.record.goal
+
+    @property
     def has_ended(self) -> bool:
         return self.stage == "ended"
 

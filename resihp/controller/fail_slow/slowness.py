@@ -20,7 +20,6 @@ import msgspec
 
 from resihp.controller import replan_policy, startup
 from resihp.controller.fail_slow import probing
-from resihp.controller.lifecycle import may_interrupt
 from resihp.controller.nodes import joins
 from resihp.controller.state import Examination, Job, Member
 from resihp.detector import probes
@@ -90,7 +89,7 @@ def _link_suspected(job: Job, finding: Finding, link: tuple[int, int]) -> None:
         rank in job.record.working and job.members[rank].alive for rank in link
     ):
         return
-    if job.record.suspects_slow is not None or not may_interrupt(job) or job.store is None:
+    if job.record.suspects_slow is not None or not job.may_interrupt or job.store is None:
         job.findings += (finding,)  # keeps
         return
     after = job.furthest + max(LEAST_AHEAD, math.ceil(ANNOUNCED_S / max(job.predicted_s, 1e-3)))

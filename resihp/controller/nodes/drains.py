@@ -14,7 +14,6 @@ from __future__ import annotations
 from resihp.controller import interface as api
 from resihp.controller import planning, transition
 from resihp.controller.fail_stop import failures
-from resihp.controller.lifecycle import can_still_gain, may_interrupt
 from resihp.controller.nodes import joins, measures, replacements
 from resihp.controller.nodes.measures import Decision
 from resihp.controller.state import COINCIDENCE_S, GivingBack, Job, natural
@@ -152,7 +151,7 @@ def _leave_useless(job: Job) -> None:
 
 def _vacate(job: Job) -> None:
     """Leave nodes that an administrator drains: first their ranks stand by, then they are let go. No failure."""
-    if job.settings.on_drain != "vacate" or not may_interrupt(job):
+    if job.settings.on_drain != "vacate" or not job.may_interrupt:
         return
     drained = [name for name, node in job.nodes.items() if node.alive and _is_administrators(job, name)]
     job.vacating.intersection_update(drained)
@@ -161,7 +160,7 @@ def _vacate(job: Job) -> None:
             _leave(job, name)
         elif name in job.vacating:  # no plan came of it that does without it
             _keep(job, name)
-        elif can_still_gain(job):
+        elif job.can_still_gain:
             _stand_by(job, name)
             return
 

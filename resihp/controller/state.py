@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -299,6 +300,20 @@ class IterationReports:
     """Reports of one iteration's step, by rank, until it is committed."""
 
     by_rank: dict[int, Stepped] = field(default_factory=dict)
+    _working: frozenset[int] = frozenset()
+    _lacking: set[int] = field(default_factory=set)
+    """Of these ranks, those that have not reported: kept, for thousands of reports each ask for it."""
+
+    def add(self, rank: int, report: Stepped) -> None:
+        """A rank's first report counts."""
+        self.by_rank.setdefault(rank, report)
+        self._lacking.discard(rank)
+
+    def is_complete(self, working: frozenset[int]) -> bool:
+        """Whether all ranks that have work have reported."""
+        if self._working is not working:
+            self._working, self._lacking = working, set(working - self.by_rank.keys())
+        return not self._lacking
 
     @property
     def outcome(self) -> StepOutcome:
@@ -447,6 +462,8 @@ class Job:
         self.rebuilds = 0
         """Communication failures since the last committed iteration."""
         self.reports: dict[int, IterationReports] = {}
+        self.furthest = 0
+        """The furthest iteration whose step any rank has reported."""
         self.workloads: deque[tuple[int, int]] = deque(maxlen=50)
         """Tokens and squared lengths of recent iterations."""
         self.profile: Profile | None = None
@@ -567,10 +584,16 @@ class Job:
     def has_ended(self) -> bool:
         return self.stage == "ended"
 
-    @property
-    def furthest(self) -> int:
-        """The furthest iteration whose step any rank has reported."""
-        return max((member.stepped for member in self.members.values()), default=0)
+    def has_stepped(self, member: Member, iteration: int) -> None:
+        """A rank took the step of an iteration."""
+        member.stepped = max(member.stepped, iteration)
+        self.furthest = max(self.furthest, member.stepped)
+
+    def stand_at(self, ranks: Iterable[int], iteration: int) -> None:
+        """What these ranks have done counts up to this iteration, and no further."""
+        for rank in ranks:
+            self.members[rank].stepped = iteration
+        self.furthest = max((member.stepped for member in self.members.values()), default=0)
 
     @property
     def usual_s(self) -> float:

@@ -82,7 +82,6 @@ LONG: Mapping[str, int] = {
     "resihp.controller.state.Job.__init__": 113,
     "resihp.controller.takeover.replay": 87,
     "resihp.detector.offline.traces.read": 66,
-    "resihp.executor.compute.stage.StageModule.__init__": 62,
     "resihp.record.describe.explain": 91,
     "resihp.scheduler.transition_cost.verdict": 61,
     "resihp.simulator.rules.Rules.check_order": 74,
@@ -90,10 +89,7 @@ LONG: Mapping[str, int] = {
     "resihp.simulator.world.World.__init__": 71,
     "resihp.simulator.world.World.carry_out": 72,
     "wrapper.commands.init.job_text": 83,
-    "wrapper.commands.report.markdown.markdown": 65,
-    "wrapper.commands.report.times.iteration_times": 62,
     "wrapper.commands.run.prepare": 80,
-    "wrapper.sinks.metrics.families": 81,
 }
 """Functions of more than `MOST_LINES` lines, with how many they may have."""
 WITHOUT_INIT = {

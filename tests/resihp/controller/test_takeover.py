@@ -22,6 +22,7 @@ from resihp.record.journal import (
     FaultInjected,
     IterationCommitted,
     JobEnded,
+    JobSignalled,
     NodeJoined,
     NodeLost,
     PlanDecided,
@@ -429,6 +430,29 @@ def test_a_quorum_that_is_lost_while_agents_come_back_ends_the_lead() -> None:
     job.feed(api.QuorumLost(reason="somebody else leads"))
     assert job.end is not None
     assert (job.end.exit_code, job.end.requeue) == (75, False)
+
+
+def test_what_slurm_answers_while_agents_come_back_counts() -> None:
+    job = TakenOver(Direct(slurm=True, batch_node="n1").run(2))
+    job.feed(api.Signalled(signal=signal.SIGTERM))
+    assert api.AskWhy() in job.actions
+    job.feed(api.StopMeaning(meaning="preempted"))
+    job.all_back()
+    assert [entry.meaning for entry in job.all(JobSignalled)] == ["preempted"]
+
+
+def test_the_time_that_is_left_may_be_told_while_agents_come_back() -> None:
+    """Until shortly before the limit, however long that is: the ranks have 500 s to end their iteration."""
+    job = TakenOver(Direct(slurm=True, batch_node="n1").run(2))
+    job.feed(api.Signalled(signal=signal.SIGUSR2))
+    job.feed(api.TimeLeft(seconds=600.0))
+    job.all_back()
+    assert [ranks for ranks, park in job.orders(m.Park) if park.after_iteration] == [(0, 1, 2, 3)]
+    job.wait(500)
+    assert job.end is None
+    job.wait(100)
+    assert job.end is not None
+    assert job.end.requeue
 
 
 @pytest.mark.parametrize(

@@ -619,3 +619,26 @@ def test_a_part_that_could_not_be_written_is_said_so_and_counts_for_nothing() ->
     said = [action for answer in answers for action in answer]
     assert not [action for action in said if isinstance(action, api.CommitCheckpoint)]
     assert any(isinstance(action, api.Say) and "disk full" in action.text for action in said)
+
+
+def test_of_a_checkpoint_that_is_complete_nothing_is_kept() -> None:
+    """Nor of those before it that never were: a job of months writes many."""
+    job = Direct(nodes=3).run(3)
+    first, *others = job.job.record.writers[1]
+    for rank, iteration in ((first, 1), (first, 2), *((rank, 2) for rank in others), (first, 3)):
+        job.say(rank, part(rank, iteration, 1))
+    assert [action.iteration for action in job.actions if isinstance(action, api.CommitCheckpoint)] == [2]
+    assert [iteration for _, iteration, _ in job.job.parts] == [3]
+
+
+def test_who_finishes_while_a_loss_is_being_settled_does_not_end_the_job() -> None:
+    """That its last step counts is decided when all have parked."""
+    job = Direct(nodes=3).run(5)
+    job.crash(5)
+    for rank in range(5):
+        job.say(rank, m.Stepped(epoch=1, outcome=outcome(6), seconds=0.5, compute_s=0.4))
+        job.say(rank, m.Finished(iteration=6))
+    assert job.orders(m.Halt) == []
+    job.park(stepped=6)
+    assert job.job.record.committed == 6
+    assert job.all(JobEnded) == []

@@ -45,7 +45,7 @@ from rich.table import Table
 from resihp.executor.emulation import Work
 from resihp.executor.engine import Engine
 from resihp.executor.state.optimizer import AdamW
-from resihp.executor.state.rank_state import Holding
+from resihp.executor.state.rank_state import HeldPart
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, Primitive, Stop, spread
 from resihp.pipeline.schedules import orders_of
@@ -198,7 +198,7 @@ class Emulation:
     chunks: int = 2
     """A stage's in the interleaved schedule."""
 
-    def pace(self, work: Work, holding: Holding, chunk: int) -> float:
+    def pace(self, work: Work, holding: HeldPart, chunk: int) -> float:
         first, last = holding.chunks[chunk]
         return self.seconds(work, last - first + 1)
 

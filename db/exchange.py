@@ -23,7 +23,7 @@ from sqlalchemy.orm import Session
 
 from db import migrate, parquet, projection, report_rows
 from db.engine import file_of, make_engine, masked, prepare_folder, refusal, resolve
-from db.models import Base, Job
+from db.models import JobRow, LedgerTable
 from db.parquet import JOBS, MANIFEST, OF_JOBS, ROWS_AT_ONCE, Manifest, Row, Source, columns_of
 from db.writer import catch_up
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
@@ -226,7 +226,7 @@ def merge(source: Source, url: str) -> list[Merged]:
 
 
 def _merge_job(session: Session, source: Source, row: Row) -> Merged:
-    there = session.scalars(select(Job).where(Job.uuid == row["uuid"]).with_for_update()).one_or_none()
+    there = session.scalars(select(JobRow).where(JobRow.uuid == row["uuid"]).with_for_update()).one_or_none()
     connection = session.connection()
     outcome, rows = "unchanged", 0
     if there is None:
@@ -255,7 +255,7 @@ def _merge_job(session: Session, source: Source, row: Row) -> Merged:
 
 def _merge_reports(connection: Connection, number: int, parts: Iterator[list[Row]]) -> int:
     """How many were missing."""
-    reports = Base.metadata.tables["rank_reports"]
+    reports = LedgerTable.metadata.tables["rank_reports"]
     count = select(func.count()).select_from(reports).where(reports.c.job_id == number)
     before = connection.execute(count).scalar_one()
     for part in parts:

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, inspect, text
 from sqlalchemy.exc import DBAPIError
 
 from db.engine import make_engine, masked, prepare_folder, refusal, resolve
-from db.models import Base
+from db.models import LedgerTable
 from resihp.errors import LedgerError
 
 VERSION_TABLE = "resihp_version"
@@ -83,7 +83,7 @@ def upgrade_connection(connection: Connection, name: str) -> None:
     if version == head():
         return
     if version is None:
-        foreign = set(inspect(connection).get_table_names()) & set(Base.metadata.tables)
+        foreign = set(inspect(connection).get_table_names()) & set(LedgerTable.metadata.tables)
         if foreign:
             raise LedgerError(
                 f"ledger {name}: holds tables of another program ({', '.join(sorted(foreign))}); "

@@ -49,7 +49,7 @@ class UtcDateTime(TypeDecorator[datetime]):
         return lambda value: None if value is None else value.astimezone(UTC)
 
 
-class Base(DeclarativeBase):
+class LedgerTable(DeclarativeBase):
     metadata = MetaData(
         naming_convention={
             "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -66,7 +66,7 @@ def _of_job(*, primary_key: bool = False) -> Mapped[int]:
     return mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=primary_key)
 
 
-class Job(Base):
+class JobRow(LedgerTable):
     """`journal_seq`: the last journal record whose rows are here; written in the same transaction as they are."""
 
     __tablename__ = "jobs"
@@ -107,7 +107,7 @@ class Job(Base):
     ledgers."""
 
 
-class Node(Base):
+class NodeRow(LedgerTable):
     """`replacement`: of the request that it answered, null for a node of the job's own allocation. `released_at`: when
     Slurm took it back."""
 
@@ -124,7 +124,7 @@ class Node(Base):
     released_at: Mapped[datetime | None]
 
 
-class Worker(Base):
+class WorkerRow(LedgerTable):
     """One process. `exit`: negative for a signal, null while it runs or when it died with its node, unseen."""
 
     __tablename__ = "workers"
@@ -145,7 +145,7 @@ class Worker(Base):
     ended_at: Mapped[datetime | None]
 
 
-class Plan(Base):
+class PlanRow(LedgerTable):
     """`layout` and `assignment` as JSON; `digest` is the one that all ranks confirmed.
 
     `predicted`: time of an iteration under it, `present`: the same of the plan that was in effect, as things were then,
@@ -189,7 +189,7 @@ class Plan(Base):
     unit: Mapped[str] = mapped_column(String(16), server_default="layer times")
 
 
-class Iteration(Base):
+class IterationRow(LedgerTable):
     """One committed iteration. `seconds` is null when no rank lived to report it."""
 
     __tablename__ = "iterations"
@@ -215,7 +215,7 @@ class Iteration(Base):
     skipped: Mapped[bool]
 
 
-class RankReport(Base):
+class RankReportRow(LedgerTable):
     """Telemetry: thinned or lost without harm. Many: its key is all that is indexed, and on SQLite the table itself."""
 
     __tablename__ = "rank_reports"
@@ -229,7 +229,7 @@ class RankReport(Base):
     compute_seconds: Mapped[float | None]
 
 
-class Reconfiguration(Base):
+class ReconfigurationRow(LedgerTable):
     """One transition, from the failure's detection to the first committed iteration after it.
 
     `bytes_moved`: what ranks received in all; `extra_bytes`: the most that one held beside its state meanwhile.
@@ -256,7 +256,7 @@ class Reconfiguration(Base):
     extra_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
 
 
-class Failure(Base):
+class FailureRow(LedgerTable):
     """One root cause. `noticed_at`: the first of its processes' ends, or of the entry; `recovered_epoch`: the
     reconfiguration that ended it, null until then.
 
@@ -295,7 +295,7 @@ class Failure(Base):
     ended_at: Mapped[datetime | None]
 
 
-class Probe(Base):
+class ProbeRow(LedgerTable):
     """A measurement of a device, or of the link between two ranks (`peer`, on `peer_node`).
 
     `speed`: share of what its peers reach, null where there was nothing to compare with. `flops` and `memory_bytes`
@@ -329,7 +329,7 @@ class Probe(Base):
     hardware: Mapped[str | None] = mapped_column(Text)
 
 
-class Drain(Base):
+class DrainRow(LedgerTable):
     """A node with a verdict, and what was done to keep Slurm from giving it to the next job, or only to the user's.
 
     `failure` is the verdict's. `step`: the rung of the ladder that holds, the first one that worked (`slurm`, `spool`,
@@ -356,7 +356,7 @@ class Drain(Base):
     answers: Mapped[str] = mapped_column(Text)
 
 
-class Replacement(Base):
+class ReplacementRow(LedgerTable):
     """A node asked for in place of `instead`. `node`: what came, or is about to. `text`: what was said of it last."""
 
     __tablename__ = "replacements"
@@ -381,7 +381,7 @@ class Replacement(Base):
     excluded: Mapped[str] = mapped_column(Text)
 
 
-class Event(Base):
+class EventRow(LedgerTable):
     """What happened, in words: every journal record but committed iterations. `seq` is the record's number, `kind`
     the name of its entry (`SuspicionCleared` for a `Suspected` that has ended)."""
 

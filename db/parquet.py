@@ -15,7 +15,7 @@ import msgspec
 from sqlalchemy import BigInteger, Boolean, Float, Integer, Table
 
 from db import migrate
-from db.models import Base, Job, UtcDateTime
+from db.models import JobRow, LedgerTable, UtcDateTime
 from resihp.errors import LedgerError
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ Row = dict[str, Any]
 FORMAT = "resihp ledger"
 MANIFEST = "manifest.json"
 ROWS_AT_ONCE = 20_000
-JOBS = cast(Table, Job.__table__)
-OF_JOBS = tuple(table for table in Base.metadata.sorted_tables if table is not JOBS)
+JOBS = cast(Table, JobRow.__table__)
+OF_JOBS = tuple(table for table in LedgerTable.metadata.sorted_tables if table is not JOBS)
 """Every table whose rows are a job's, those referred to first."""
 
 

@@ -41,13 +41,13 @@ def identity(first: journal.Record) -> str:
     return str(uuid.uuid5(_NAMESPACE, json.dumps([entry.job, entry.host, entry.user, entry.restart_count, first.at])))
 
 
-def job_of(session: Session, first: journal.Record) -> models.Job:
+def job_of(session: Session, first: journal.Record) -> models.JobRow:
     """The row of the job whose journal begins with `first`, made if it is not there; locked where locks exist."""
     key = identity(first)
-    query = select(models.Job).where(models.Job.uuid == key).with_for_update()
+    query = select(models.JobRow).where(models.JobRow.uuid == key).with_for_update()
     job = session.scalars(query).one_or_none()
     if job is None:
-        job = models.Job(uuid=key, started_at=moment(first.at), journal_seq=0, telemetry_dropped=0)
+        job = models.JobRow(uuid=key, started_at=moment(first.at), journal_seq=0, telemetry_dropped=0)
         assert isinstance(first.entry, journal.JobStarted)
         _describe_job(job, first.entry, first.at)
         session.add(job)
@@ -67,19 +67,19 @@ def overtakes(record: journal.Record, seq: int) -> bool:
     return isinstance(entry, journal.LeaderChosen) and entry.after < seq < record.seq
 
 
-def forget(session: Session, job: models.Job) -> None:
+def forget(session: Session, job: models.JobRow) -> None:
     """Take out all that came from the journal, to be brought in again."""
-    for table in reversed(models.Base.metadata.sorted_tables):
+    for table in reversed(models.LedgerTable.metadata.sorted_tables):
         if "job_id" in table.c and table.name not in _NOT_OF_THE_JOURNAL:
             session.execute(delete(table).where(table.c.job_id == job.id))
     session.expire_all()
     job.journal_seq = 0
 
 
-_NOT_OF_THE_JOURNAL = (models.RankReport.__tablename__,)
+_NOT_OF_THE_JOURNAL = (models.RankReportRow.__tablename__,)
 
 
-def apply(session: Session, job: models.Job, record: journal.Record) -> None:
+def apply(session: Session, job: models.JobRow, record: journal.Record) -> None:
     """Bring one record in, if it is not. Records come in order of `seq`."""
     if record.seq <= job.journal_seq:
         return
@@ -93,7 +93,7 @@ def apply(session: Session, job: models.Job, record: journal.Record) -> None:
     job.journal_seq = record.seq
 
 
-def apply_all(session: Session, job: models.Job, records: Iterable[journal.Record]) -> None:
+def apply_all(session: Session, job: models.JobRow, records: Iterable[journal.Record]) -> None:
     """Bring records in, as `apply` does one: committed iterations that follow one another in one statement."""
     for iterations, group in groupby(records, lambda record: isinstance(record.entry, journal.IterationCommitted)):
         if not iterations:
@@ -107,7 +107,7 @@ def apply_all(session: Session, job: models.Job, records: Iterable[journal.Recor
             job.journal_seq = fresh[-1].seq
 
 
-def apply_as_event(session: Session, job: models.Job, record: journal.Record, error: str) -> None:
+def apply_as_event(session: Session, job: models.JobRow, record: journal.Record, error: str) -> None:
     """Keep a record that fits no table as an event that says so, so that those after it are not held up.
 
     In words alone: whichever of its figures it was that does not fit, they do.
@@ -118,17 +118,19 @@ def apply_as_event(session: Session, job: models.Job, record: journal.Record, er
     text = _text(f"record {record.seq}: {kind} does not fit the ledger: {error}")
     with suppress(ValueError, OverflowError, OSError):  # not a time: it happened after the record before it
         job.last_entry_at = moment(record.at)
-    session.add(models.Event(job_id=job.id, seq=record.seq, at=job.last_entry_at, kind=f"Unprojected{kind}", text=text))
+    session.add(
+        models.EventRow(job_id=job.id, seq=record.seq, at=job.last_entry_at, kind=f"Unprojected{kind}", text=text)
+    )
     job.journal_seq = record.seq
 
 
-def _event(job: models.Job, record: journal.Record, kind: str, text: str) -> models.Event:
+def _event(job: models.JobRow, record: journal.Record, kind: str, text: str) -> models.EventRow:
     entry: Any = record.entry
     plan = getattr(entry, "plan", None)
     ranks: tuple[int, ...] = getattr(entry, "ranks", ())
     rank = getattr(entry, "rank", None)
     node = getattr(entry, "node", None)
-    return models.Event(
+    return models.EventRow(
         job_id=job.id,
         seq=record.seq,
         at=moment(record.at),
@@ -151,7 +153,7 @@ def _number(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else value
 
 
-def _describe_job(job: models.Job, entry: journal.JobStarted, at: float) -> None:
+def _describe_job(job: models.JobRow, entry: journal.JobStarted, at: float) -> None:
     job.name = _text(entry.job)
     job.host = _text(entry.host)
     job.owner = _text(entry.user)
@@ -169,13 +171,13 @@ def _describe_job(job: models.Job, entry: journal.JobStarted, at: float) -> None
     job.last_entry_at = moment(at)
 
 
-def _job_started(session: Session, job: models.Job, entry: journal.JobStarted, at: float) -> None:
+def _job_started(session: Session, job: models.JobRow, entry: journal.JobStarted, at: float) -> None:
     _describe_job(job, entry, at)
 
 
-def _node_joined(session: Session, job: models.Job, entry: journal.NodeJoined, at: float) -> None:
+def _node_joined(session: Session, job: models.JobRow, entry: journal.NodeJoined, at: float) -> None:
     session.merge(
-        models.Node(
+        models.NodeRow(
             job_id=job.id,
             node=_text(entry.node),
             host=_text(entry.host),
@@ -189,16 +191,16 @@ def _node_joined(session: Session, job: models.Job, entry: journal.NodeJoined, a
     )
 
 
-def _node_lost(session: Session, job: models.Job, entry: journal.NodeLost, at: float) -> None:
-    node = session.get(models.Node, (job.id, _text(entry.node)))
+def _node_lost(session: Session, job: models.JobRow, entry: journal.NodeLost, at: float) -> None:
+    node = session.get(models.NodeRow, (job.id, _text(entry.node)))
     if node is not None:
         node.lost_at = moment(at)
         node.lost_reason = _text(entry.reason)
 
 
-def _worker_started(session: Session, job: models.Job, entry: journal.WorkerStarted, at: float) -> None:
+def _worker_started(session: Session, job: models.JobRow, entry: journal.WorkerStarted, at: float) -> None:
     session.merge(
-        models.Worker(
+        models.WorkerRow(
             job_id=job.id,
             rank=entry.rank,
             node=_text(entry.node),
@@ -213,36 +215,36 @@ def _worker_started(session: Session, job: models.Job, entry: journal.WorkerStar
     )
 
 
-def _worker_ended(session: Session, job: models.Job, entry: journal.WorkerEnded, at: float) -> None:
-    worker = session.get(models.Worker, (job.id, entry.rank))
+def _worker_ended(session: Session, job: models.JobRow, entry: journal.WorkerEnded, at: float) -> None:
+    worker = session.get(models.WorkerRow, (job.id, entry.rank))
     if worker is not None:
         worker.epoch_left = entry.epoch
         worker.exit = entry.exit
         worker.ended_at = moment(at)
 
 
-def _plan_in_effect(session: Session, job: models.Job, entry: journal.PlanInEffect, at: float) -> None:
-    plan = session.get(models.Plan, (job.id, entry.epoch))
+def _plan_in_effect(session: Session, job: models.JobRow, entry: journal.PlanInEffect, at: float) -> None:
+    plan = session.get(models.PlanRow, (job.id, entry.epoch))
     if plan is not None:
         plan.in_effect_at = moment(at)
 
 
-def _plan_refused(session: Session, job: models.Job, entry: journal.PlanRefused, at: float) -> None:
+def _plan_refused(session: Session, job: models.JobRow, entry: journal.PlanRefused, at: float) -> None:
     """Our own check may refuse a plan before it is journaled: then it is an event only."""
-    plan = session.get(models.Plan, (job.id, entry.epoch))
+    plan = session.get(models.PlanRow, (job.id, entry.epoch))
     if plan is not None:
         plan.refused_reason = _text(entry.reason)
         plan.refused_by = entry.rank
 
 
-def _join_refused(session: Session, job: models.Job, entry: journal.JoinRefused, at: float) -> None:
+def _join_refused(session: Session, job: models.JobRow, entry: journal.JoinRefused, at: float) -> None:
     """Events only: the process has its row, if it ever started."""
 
 
-def _plan_decided(session: Session, job: models.Job, entry: journal.PlanDecided, at: float) -> None:
+def _plan_decided(session: Session, job: models.JobRow, entry: journal.PlanDecided, at: float) -> None:
     plan = entry.plan
     session.merge(
-        models.Plan(
+        models.PlanRow(
             job_id=job.id,
             epoch=plan.epoch,
             action=entry.action,
@@ -268,20 +270,20 @@ def _plan_decided(session: Session, job: models.Job, entry: journal.PlanDecided,
     )
 
 
-def _model_declared(session: Session, job: models.Job, entry: journal.ModelDeclared, at: float) -> None:
+def _model_declared(session: Session, job: models.JobRow, entry: journal.ModelDeclared, at: float) -> None:
     job.model = msgspec.json.encode(entry.declare).decode()
 
 
-def _iteration_committed(session: Session, job: models.Job, entry: journal.IterationCommitted, at: float) -> None:
+def _iteration_committed(session: Session, job: models.JobRow, entry: journal.IterationCommitted, at: float) -> None:
     _commit_iterations(session, job, [(entry, at)])
 
 
 def _commit_iterations(
-    session: Session, job: models.Job, committed: Sequence[tuple[journal.IterationCommitted, float]]
+    session: Session, job: models.JobRow, committed: Sequence[tuple[journal.IterationCommitted, float]]
 ) -> None:
     first = {entry.epoch: at for entry, at in reversed(committed)}
     for epoch, at in first.items():
-        plan = session.get(models.Plan, (job.id, epoch))
+        plan = session.get(models.PlanRow, (job.id, epoch))
         if plan is not None and plan.in_effect_at is None:  # a journal that does not tell when a plan takes effect
             plan.in_effect_at = moment(at)
     rows = [
@@ -305,7 +307,7 @@ def _commit_iterations(
     ]
     session.flush()
     connection = session.connection()
-    table = models.Iteration.__table__
+    table = models.IterationRow.__table__
     assert isinstance(table, Table)
     insert = (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
     key = ("job_id", "iteration")
@@ -313,17 +315,19 @@ def _commit_iterations(
     connection.execute(insert.on_conflict_do_update(index_elements=key, set_=changed), rows)
 
 
-def _suspected(session: Session, job: models.Job, entry: journal.Suspected, at: float) -> None:
+def _suspected(session: Session, job: models.JobRow, entry: journal.Suspected, at: float) -> None:
     """Events only: a suspicion is not a failure."""
 
 
-def _failure_found(session: Session, job: models.Job, entry: journal.FailureFound, at: float) -> None:
+def _failure_found(session: Session, job: models.JobRow, entry: journal.FailureFound, at: float) -> None:
     """The entry is written once all survivors are parked; what died was noticed when its process was seen to end."""
     ended = session.scalars(
-        select(models.Worker.ended_at).where(models.Worker.job_id == job.id, models.Worker.rank.in_(entry.ranks))
+        select(models.WorkerRow.ended_at).where(
+            models.WorkerRow.job_id == job.id, models.WorkerRow.rank.in_(entry.ranks)
+        )
     )
     session.merge(
-        models.Failure(
+        models.FailureRow(
             job_id=job.id,
             failure=entry.failure,
             kind=entry.kind,
@@ -344,15 +348,15 @@ def _failure_found(session: Session, job: models.Job, entry: journal.FailureFoun
     )
 
 
-def _failure_ended(session: Session, job: models.Job, entry: journal.FailureEnded, at: float) -> None:
-    failure = session.get(models.Failure, (job.id, entry.failure))
+def _failure_ended(session: Session, job: models.JobRow, entry: journal.FailureEnded, at: float) -> None:
+    failure = session.get(models.FailureRow, (job.id, entry.failure))
     if failure is not None:
         failure.ended_iteration, failure.ended_at = entry.iteration, moment(at)
 
 
-def _probes_taken(session: Session, job: models.Job, entry: journal.ProbesTaken, at: float) -> None:
-    def row(**figures: Any) -> models.Probe:
-        return models.Probe(
+def _probes_taken(session: Session, job: models.JobRow, entry: journal.ProbesTaken, at: float) -> None:
+    def row(**figures: Any) -> models.ProbeRow:
+        return models.ProbeRow(
             job_id=job.id, probe=entry.probe, occasion=entry.occasion, measured_at=moment(at), **figures
         )
 
@@ -390,9 +394,9 @@ def _against_peers(speed: float | None) -> str:
     return "nothing to compare it with" if speed is None else f"at {speed:.0%} of its peers"
 
 
-def _reconfigured(session: Session, job: models.Job, entry: journal.Reconfigured, at: float) -> None:
+def _reconfigured(session: Session, job: models.JobRow, entry: journal.Reconfigured, at: float) -> None:
     session.merge(
-        models.Reconfiguration(
+        models.ReconfigurationRow(
             job_id=job.id,
             epoch=entry.epoch,
             action=entry.action,
@@ -410,17 +414,17 @@ def _reconfigured(session: Session, job: models.Job, entry: journal.Reconfigured
     )
     session.flush()
     session.execute(
-        update(models.Failure)
-        .where(models.Failure.job_id == job.id, models.Failure.failure.in_(entry.failures))
+        update(models.FailureRow)
+        .where(models.FailureRow.job_id == job.id, models.FailureRow.failure.in_(entry.failures))
         .values(recovered_epoch=entry.epoch)
     )
 
 
-def _fault_injected(session: Session, job: models.Job, entry: journal.FaultInjected, at: float) -> None:
+def _fault_injected(session: Session, job: models.JobRow, entry: journal.FaultInjected, at: float) -> None:
     """Events only."""
 
 
-def _checkpoint_committed(session: Session, job: models.Job, entry: journal.CheckpointCommitted, at: float) -> None:
+def _checkpoint_committed(session: Session, job: models.JobRow, entry: journal.CheckpointCommitted, at: float) -> None:
     """Events only."""
 
 
@@ -428,9 +432,9 @@ RUNGS = ("slurm", "spool", "exclusion")
 """Of the drain ladder, from the one that does most."""
 
 
-def _drain_decided(session: Session, job: models.Job, entry: journal.DrainDecided, at: float) -> None:
+def _drain_decided(session: Session, job: models.JobRow, entry: journal.DrainDecided, at: float) -> None:
     session.merge(
-        models.Drain(
+        models.DrainRow(
             job_id=job.id,
             drain=entry.drain,
             node=_text(entry.node),
@@ -445,8 +449,8 @@ def _drain_decided(session: Session, job: models.Job, entry: journal.DrainDecide
     )
 
 
-def _drain_answered(session: Session, job: models.Job, entry: journal.DrainAnswered, at: float) -> None:
-    drain = session.get(models.Drain, (job.id, entry.drain))
+def _drain_answered(session: Session, job: models.JobRow, entry: journal.DrainAnswered, at: float) -> None:
+    drain = session.get(models.DrainRow, (job.id, entry.drain))
     if drain is None:
         return
     answer = {"step": entry.step, "outcome": entry.outcome, "text": _text(entry.text)}
@@ -457,15 +461,15 @@ def _drain_answered(session: Session, job: models.Job, entry: journal.DrainAnswe
     drain.step, drain.outcome = holds["step"], holds["outcome"]
 
 
-def _node_released(session: Session, job: models.Job, entry: journal.NodeReleased, at: float) -> None:
-    node = session.get(models.Node, (job.id, _text(entry.node)))
+def _node_released(session: Session, job: models.JobRow, entry: journal.NodeReleased, at: float) -> None:
+    node = session.get(models.NodeRow, (job.id, _text(entry.node)))
     if node is not None and entry.outcome == "done":
         node.released_at = moment(at)
 
 
-def _replacement_asked(session: Session, job: models.Job, entry: journal.ReplacementAsked, at: float) -> None:
+def _replacement_asked(session: Session, job: models.JobRow, entry: journal.ReplacementAsked, at: float) -> None:
     session.merge(
-        models.Replacement(
+        models.ReplacementRow(
             job_id=job.id,
             replacement=entry.replacement,
             instead=_text(entry.node),
@@ -482,8 +486,8 @@ def _replacement_asked(session: Session, job: models.Job, entry: journal.Replace
     )
 
 
-def _replacement_changed(session: Session, job: models.Job, entry: journal.ReplacementChanged, at: float) -> None:
-    request = session.get(models.Replacement, (job.id, entry.replacement))
+def _replacement_changed(session: Session, job: models.JobRow, entry: journal.ReplacementChanged, at: float) -> None:
+    request = session.get(models.ReplacementRow, (job.id, entry.replacement))
     if request is None:
         return
     request.outcome = entry.state
@@ -492,35 +496,35 @@ def _replacement_changed(session: Session, job: models.Job, entry: journal.Repla
     request.text = _text(entry.text)
     if entry.state == "joined":
         request.joined_at = request.joined_at or moment(at)
-        node = session.get(models.Node, (job.id, request.node or ""))
+        node = session.get(models.NodeRow, (job.id, request.node or ""))
         if node is not None:
             node.replacement = entry.replacement
     elif entry.state in ("refused", "cancelled", "ended"):
         request.ended_at = moment(at)
 
 
-def _slurm_saw(session: Session, job: models.Job, entry: journal.SlurmSaw, at: float) -> None:
+def _slurm_saw(session: Session, job: models.JobRow, entry: journal.SlurmSaw, at: float) -> None:
     """A node that we had drained and that Slurm uses again was undrained by somebody."""
     base, *flags = entry.state.split("+")
     if base not in ("idle", "allocated", "mixed") or "drain" in flags:
         return
-    found = select(models.Drain).where(models.Drain.job_id == job.id, models.Drain.node == _text(entry.node))
+    found = select(models.DrainRow).where(models.DrainRow.job_id == job.id, models.DrainRow.node == _text(entry.node))
     for drain in session.scalars(found):
         if (drain.step, drain.outcome) == ("slurm", "done"):
             drain.undrained_at = drain.undrained_at or moment(at)
 
 
-def _event_only(session: Session, job: models.Job, entry: journal.AnyEntry, at: float) -> None:
+def _event_only(session: Session, job: models.JobRow, entry: journal.AnyEntry, at: float) -> None:
     """Its words are all that is kept of it."""
 
 
-def _leader_chosen(session: Session, job: models.Job, entry: journal.LeaderChosen, at: float) -> None:
+def _leader_chosen(session: Session, job: models.JobRow, entry: journal.LeaderChosen, at: float) -> None:
     """Whoever has said that the job has ended did not know."""
     job.state = "running"
     job.exit_code = job.reason = job.ended_at = job.account = None
 
 
-def _job_ended(session: Session, job: models.Job, entry: journal.JobEnded, at: float) -> None:
+def _job_ended(session: Session, job: models.JobRow, entry: journal.JobEnded, at: float) -> None:
     job.state = entry.state
     job.exit_code = entry.exit_code
     job.reason = _text(entry.reason)
@@ -530,7 +534,7 @@ def _job_ended(session: Session, job: models.Job, entry: journal.JobEnded, at: f
     job.account = reader.Reader.within(session.connection()).settled(job.id)
 
 
-_APPLY: dict[type, Callable[[Session, models.Job, Any, float], None]] = {
+_APPLY: dict[type, Callable[[Session, models.JobRow, Any, float], None]] = {
     journal.JobStarted: _job_started,
     journal.NodeJoined: _node_joined,
     journal.NodeLost: _node_lost,

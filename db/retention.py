@@ -17,7 +17,7 @@ from sqlalchemy.exc import DBAPIError
 
 from db import migrate
 from db.engine import file_of, make_engine, masked, refusal, resolve
-from db.models import Failure, Iteration, Job, Plan, RankReport
+from db.models import FailureRow, IterationRow, JobRow, PlanRow, RankReportRow
 from db.reading.reader import Reader
 from resihp.errors import LedgerError, UsageError
 
@@ -47,7 +47,7 @@ def prune(url: str, before: datetime, keep_every: int | None = None, *, dry_run:
     try:
         with engine.connect() as connection:
             migrate.check_readable(connection, masked(parsed))
-            jobs = connection.execute(select(Job.id).order_by(Job.started_at, Job.id)).scalars().all()
+            jobs = connection.execute(select(JobRow.id).order_by(JobRow.started_at, JobRow.id)).scalars().all()
             connection.rollback()
             found = []
             for job_id in jobs:
@@ -64,26 +64,30 @@ def prune(url: str, before: datetime, keep_every: int | None = None, *, dry_run:
 
 
 def _prune_job(connection: Connection, job_id: int, before: datetime, keep_every: int | None, dry_run: bool) -> Pruned:
-    job = connection.execute(select(Job.name, Job.owner, Job.state, Job.account).where(Job.id == job_id)).one()
-    old = and_(Iteration.job_id == job_id, Iteration.finished_at < before)
-    last_old = connection.execute(select(func.max(Iteration.iteration)).where(old)).scalar_one()
+    job = connection.execute(
+        select(JobRow.name, JobRow.owner, JobRow.state, JobRow.account).where(JobRow.id == job_id)
+    ).one()
+    old = and_(IterationRow.job_id == job_id, IterationRow.finished_at < before)
+    last_old = connection.execute(select(func.max(IterationRow.iteration)).where(old)).scalar_one()
     if last_old is None:
         return Pruned(job.name, job.owner, 0, 0)
-    gone = and_(old, Iteration.iteration.not_in(_told(job_id)), _is_not_nth(Iteration.iteration, keep_every))
+    gone = and_(old, IterationRow.iteration.not_in(_told(job_id)), _is_not_nth(IterationRow.iteration, keep_every))
     reports = and_(
-        RankReport.job_id == job_id, RankReport.iteration <= last_old, _is_not_nth(RankReport.iteration, keep_every)
+        RankReportRow.job_id == job_id,
+        RankReportRow.iteration <= last_old,
+        _is_not_nth(RankReportRow.iteration, keep_every),
     )
     if dry_run:
         counts = [
             connection.execute(select(func.count()).select_from(table).where(which)).scalar_one()
-            for table, which in ((Iteration, gone), (RankReport, reports))
+            for table, which in ((IterationRow, gone), (RankReportRow, reports))
         ]
         return Pruned(job.name, job.owner, *counts)
     if job.state != "running" and job.account is None:
         account = Reader.within(connection).settled(job_id)
-        connection.execute(Job.__table__.update().where(Job.id == job_id).values(account=account))  # type: ignore[attr-defined]
-    iterations = connection.execute(delete(Iteration).where(gone)).rowcount
-    return Pruned(job.name, job.owner, iterations, connection.execute(delete(RankReport).where(reports)).rowcount)
+        connection.execute(JobRow.__table__.update().where(JobRow.id == job_id).values(account=account))  # type: ignore[attr-defined]
+    iterations = connection.execute(delete(IterationRow).where(gone)).rowcount
+    return Pruned(job.name, job.owner, iterations, connection.execute(delete(RankReportRow).where(reports)).rowcount)
 
 
 def _is_not_nth(iteration: Any, keep_every: int | None) -> ColumnElement[bool]:
@@ -93,14 +97,14 @@ def _is_not_nth(iteration: Any, keep_every: int | None) -> ColumnElement[bool]:
 def _told(job_id: int) -> Select[Any]:
     """Iterations that stay: the first, the last, those of failures and plans, and the ones before these."""
     parts: list[Select[Any]] = []
-    for column in (Failure.iteration, Failure.ended_iteration, Plan.next_iteration):
+    for column in (FailureRow.iteration, FailureRow.ended_iteration, PlanRow.next_iteration):
         of_job = column.class_.job_id == job_id
         parts += [
             select(column.label("iteration")).where(of_job, column.is_not(None)),
             select((column - 1).label("iteration")).where(of_job, column.is_not(None)),
         ]
     parts += [
-        select(end(Iteration.iteration).label("iteration")).where(Iteration.job_id == job_id).having(end(1) == 1)
+        select(end(IterationRow.iteration).label("iteration")).where(IterationRow.job_id == job_id).having(end(1) == 1)
         for end in (func.min, func.max)
     ]
     return select(union(*parts).subquery().c.iteration)

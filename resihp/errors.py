@@ -1,6 +1,6 @@
 """Every exception that resihp raises on purpose, in one tree.
 
-The command line maps these to exit codes (`wrapper.cli.EXIT_CODES`); nothing below imports anything of ours.
+The command line maps these to exit codes (`wrapper.exit_codes.EXIT_CODES`); nothing below imports anything of ours.
 Messages are lower case, name the subject first, and end with what to type or change.
 """
 

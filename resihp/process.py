@@ -6,6 +6,8 @@ import ctypes
 import os
 import signal
 import socket
+import time
+from contextlib import suppress
 
 AGENT_FD = "RESIHP_AGENT_FD"
 """Environment variable of a worker: the number of its inherited socket to the agent."""
@@ -39,6 +41,7 @@ def inherited_socket(descriptor: int) -> socket.socket:
     Of all descriptors only 0, 1 and 2 come through every container runtime.
     """
     if descriptor > 2:
+        os.set_inheritable(descriptor, False)
         return socket.socket(fileno=descriptor)
     own = os.dup(descriptor)
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -50,6 +53,32 @@ def inherited_socket(descriptor: int) -> socket.socket:
 def adopt_orphans() -> None:
     """Become the parent of every orphan among our descendants, so that none is out of reach."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def kill_children(within_s: float) -> None:
+    """Kill every child of this process, and what those leave behind if it adopts orphans; wait for their ends."""
+    until = time.monotonic() + within_s
+    with suppress(ChildProcessError):
+        while time.monotonic() < until:
+            for pid in _children(os.getpid()):
+                with suppress(PermissionError):
+                    os.kill(pid, signal.SIGKILL)  # not waited for yet: its number is nobody else's
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            time.sleep(0.005)
+
+
+def _children(parent: int) -> list[int]:
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as stat:
+                    if int(stat.read().rpartition(")")[2].split()[1]) == parent:
+                        found.append(int(name))
+            except (OSError, IndexError):
+                continue
+    return found
 
 
 def threads() -> int:

@@ -31,7 +31,7 @@ _CONNECTION = ("SLURM_CONF", "SLURM_JWT", "SLURM_SACK_SOCKET")
 _ON_WHOSE_ACCOUNT = ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION")
 
 
-class Answer(msgspec.Struct, frozen=True):
+class CompletedCall(msgspec.Struct, frozen=True):
     """What a command said. `status` is its exit status, negative for the signal that ended it."""
 
     status: int
@@ -62,7 +62,7 @@ def call(
     timeout_s: float,
     folder: Path | None = None,
     limit_bytes: int = LIMIT_BYTES,
-) -> Answer:
+) -> CompletedCall:
     """Run a command (`argv[0]` by name or path) to its end.
 
     Raises SlurmUnavailableError when it is not there or not done in time, SlurmOutputError when it says too much.
@@ -87,7 +87,7 @@ def call(
         output, complaint = _read(process, name, timeout_s, limit_bytes)
     finally:
         _end(process)
-    return Answer(process.returncode, output, " ".join(complaint.decode("utf-8", "replace").split()))
+    return CompletedCall(process.returncode, output, " ".join(complaint.decode("utf-8", "replace").split()))
 
 
 def _read(process: subprocess.Popen[bytes], name: str, timeout_s: float, limit_bytes: int) -> tuple[bytes, bytes]:

@@ -21,7 +21,7 @@ import msgspec
 
 from slurm import parse, releases
 from slurm.client import JobRequest, JobView, NodeView, sanitised
-from slurm.command_call import Answer, call, query_environment, submit_environment
+from slurm.command_call import CompletedCall, call, query_environment, submit_environment
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 
 TIMEOUT_S = 10.0
@@ -232,13 +232,15 @@ class CommandLine:
         """The output of a command that has to succeed. `subject` begins the message if it does not."""
         return self._checked(self._call(*argv), subject, argv[0])
 
-    def _call(self, *argv: str, environment: Mapping[str, str] | None = None, timeout_s: float | None = None) -> Answer:
+    def _call(
+        self, *argv: str, environment: Mapping[str, str] | None = None, timeout_s: float | None = None
+    ) -> CompletedCall:
         program = argv[0] if self._bin is None else str(self._bin / argv[0])
         environment = self._environment if environment is None else environment
         return call([program, *argv[1:]], environment=environment, timeout_s=timeout_s or self.timeout_s)
 
     @staticmethod
-    def _checked(answer: Answer, subject: str, command: str) -> bytes:
+    def _checked(answer: CompletedCall, subject: str, command: str) -> bytes:
         if answer.status < 0:
             raise SlurmUnavailableError(f"{subject}: {command} was ended by signal {-answer.status}")
         if answer.status > 0:

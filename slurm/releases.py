@@ -14,7 +14,7 @@ OLDEST, NEWEST = (22, 5), (26, 5)
 """All tests of Slurm pass on 22.05.8, 24.11.5 and 26.05.5."""
 
 
-class Release(msgspec.Struct, frozen=True, kw_only=True):
+class SlurmRelease(msgspec.Struct, frozen=True, kw_only=True):
     """What a release does that others do not."""
 
     keeps_preemption: bool
@@ -32,8 +32,8 @@ class Release(msgspec.Struct, frozen=True, kw_only=True):
     it came with 25.11."""
 
 
-def of(version: Version) -> Release:
-    return Release(
+def of(version: Version) -> SlurmRelease:
+    return SlurmRelease(
         keeps_preemption=(24, 5, 0) <= version < (26, 5, 5),
         forgets_gpus=version < (24, 11, 0),
         expedites=version >= (25, 11, 0),

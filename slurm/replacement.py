@@ -1,8 +1,8 @@
 """A node in place of a lost one: a Slurm job of one node, submitted through submitit, whose only process is our agent.
 
 Decides what the job asks Slurm for: what the main job asked for, for one node. When one is wanted is the business of
-`resihp.controller`, what becomes of it that of `wrapper.slurm_tasks.desk`. submitit looks at the environment of its
-process and waits for sbatch without end, so it gets a process of its own: `submit` starts `python -P -m
+`resihp.controller`, what becomes of it that of `wrapper.slurm_tasks.replacements`. submitit looks at the environment of
+its process and waits for sbatch without end, so it gets a process of its own: `submit` starts `python -P -m
 slurm.replacement FOLDER` with an environment that says nothing of the main job, and a time limit. A job that has been
 submitted is noted in its folder by that process, whoever has died meanwhile: asked again, `submit` finds it there.
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from slurm import limits, parse
-from slurm.command_call import Answer, call, query_environment, submit_environment
+from slurm.command_call import CompletedCall, call, query_environment, submit_environment
 from slurm.commands import TIMEOUT_S, failure
 from slurm.errors import SlurmOutputError, SlurmRefusedError, SlurmUnavailableError
 from slurm.limits import Association, Limits
@@ -209,7 +209,7 @@ class CommandSurvey:
             raise failure("slurm", argv[0], answer.complaint)
         return answer.output
 
-    def _call(self, *argv: str) -> Answer:
+    def _call(self, *argv: str) -> CompletedCall:
         return call(argv, environment=self._environment, timeout_s=self.timeout_s)
 
 

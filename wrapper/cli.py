@@ -7,14 +7,23 @@ goes to stdout, messages to stderr.
 from __future__ import annotations
 
 import sys
-from importlib import import_module, util
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from resihp.errors import ResihpError
-from wrapper.exit_codes import EXIT_CODES, exit_code_of
+from wrapper.commands import analyze, db, init, node
+from wrapper.commands.doctor import command as doctor
+from wrapper.commands.history import command as history
+from wrapper.commands.plan import command as plan
+from wrapper.commands.report import command as report
+from wrapper.commands.status import command as status
+from wrapper.exit_codes import exit_code_of
+from wrapper.output.answers import message
+
+OTHERS = (status, history, db, node, analyze, plan, doctor, init, report)
+"""Commands that say themselves how they are called, in the order of the help."""
 
 app = typer.Typer(
     name="resihp",
@@ -119,7 +128,7 @@ def submit(
     Example: resihp submit job.toml
     """
     from slurm.commands import CommandLine
-    from wrapper.commands.submit.command import submit as submit_job
+    from wrapper.commands.submit import submit as submit_job
 
     for line in submit_job(job_file, dry_run=dry_run, chain=chain, slurm=CommandLine, notice=message):
         print(line)
@@ -140,18 +149,8 @@ def inject(
     message(operate.inject(job, kind, rank, node, speed, link))
 
 
-def message(text: str) -> None:
-    print(f"resihp: {text}", file=sys.stderr)
-
-
-if util.find_spec("wrapper.commands.status") is not None:
-    import_module("wrapper.commands.status").register(app)
-import_module("wrapper.commands.node").register(app)
-import_module("wrapper.commands.analyze").register(app)
-import_module("wrapper.commands.plan.command").register(app)
-import_module("wrapper.commands.doctor.command").register(app)
-import_module("wrapper.commands.init").register(app)
-import_module("wrapper.commands.report.command").register(app)
+for other in OTHERS:
+    other.register(app)
 
 
 def main() -> None:
@@ -164,6 +163,3 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()  # whoever read our output has seen enough
         sys.exit(141)
-
-
-__all__ = ["EXIT_CODES", "app", "main", "message"]

@@ -6,12 +6,12 @@ from alembic import context
 from sqlalchemy import Connection
 
 from db.migrate import VERSION_TABLE
-from db.models import Base
+from db.models import LedgerTable
 
 connection: Connection = context.config.attributes["connection"]
 context.configure(
     connection=connection,
-    target_metadata=Base.metadata,
+    target_metadata=LedgerTable.metadata,
     version_table=VERSION_TABLE,
     render_as_batch=connection.dialect.name == "sqlite",
 )

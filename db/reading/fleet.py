@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, case, func, select
 
-from db.models import Drain, Failure, Iteration, Job, Node, Reconfiguration
+from db.models import DrainRow, FailureRow, IterationRow, JobRow, NodeRow, ReconfigurationRow
 from db.reading import health
 from db.reading.cost_accounts import CAUSES, OF_FAILURES, Account
 from db.reading.reader import TABLES, Reader, Row, no_collection
-from resihp.detector.lemons import HALF_LIFE_S, Service, Verdict, node_health
+from resihp.detector.lemons import HALF_LIFE_S, NodeFailure, Service, node_health
 from resihp.errors import UsageError
 
 By = Literal["node", "component", "cause", "kind", "job"]
@@ -43,14 +43,14 @@ def failures_by(
     until: datetime | None = None,
 ) -> list[Row]:
     """Counts and sums of one ledger's failures, for `joined`; of all jobs, or one."""
-    failures, transitions = Failure.__table__, Reconfiguration.__table__
-    column: ColumnElement[Any] = Job.__table__.c.name if by == "job" else failures.c[by]
+    failures, transitions = FailureRow.__table__, ReconfigurationRow.__table__
+    column: ColumnElement[Any] = JobRow.__table__.c.name if by == "job" else failures.c[by]
     source = failures.outerjoin(
         transitions,
         (transitions.c.job_id == failures.c.job_id) & (transitions.c.epoch == failures.c.recovered_epoch),
     )
     if by == "job":
-        source = source.join(Job.__table__, Job.__table__.c.id == failures.c.job_id)
+        source = source.join(JobRow.__table__, JobRow.__table__.c.id == failures.c.job_id)
     query = select(
         column.label("key"),
         func.count().label("failures"),
@@ -124,7 +124,7 @@ def accounts(
     reader: Reader, *, since: datetime | None = None, until: datetime | None = None, now: datetime | None = None
 ) -> list[tuple[Row, Account]]:
     """Every job of a ledger that was alive between `since` and `until`, newest first, and where its time went."""
-    columns = Job.__table__.c
+    columns = JobRow.__table__.c
     query = select(*columns).order_by(columns.started_at.desc(), columns.id.desc())
     if since is not None:
         query = query.where(columns.last_entry_at >= since)
@@ -186,11 +186,11 @@ def cost_by_job(found: Iterable[tuple[Row, Account]]) -> list[Row]:
 # --- nodes ----------------------------------------------------------------------------------------------------------
 
 
-class Record:
+class NodeRecord:
     """What one ledger, or several, know of nodes: for `lemons`."""
 
     def __init__(self) -> None:
-        self.verdicts: list[Verdict] = []
+        self.verdicts: list[NodeFailure] = []
         self.services: list[Service] = []
         self.jobs: dict[str, int] = {}
         self.drains: dict[str, int] = {}
@@ -204,7 +204,7 @@ class Record:
     def _read(self, reader: Reader, since: datetime, injected: bool) -> None:
         self.verdicts += health.verdicts(reader, since, injected, told=False)
         self.services += health.services(reader, since)
-        nodes, drains, failures = Node.__table__.c, Drain.__table__.c, Failure.__table__.c
+        nodes, drains, failures = NodeRow.__table__.c, DrainRow.__table__.c, FailureRow.__table__.c
         counted = func.count().label("n")
         for row in reader.fetch(select(nodes.node, counted).where(nodes.joined_at >= since).group_by(nodes.node)):
             self.jobs[row["node"]] = self.jobs.get(row["node"], 0) + row["n"]
@@ -220,7 +220,7 @@ class Record:
             kinds[row["kind"]] = kinds.get(row["kind"], 0) + row["n"]
 
 
-def lemons(record: Record, now: datetime | None = None) -> list[Row]:
+def lemons(record: NodeRecord, now: datetime | None = None) -> list[Row]:
     """All nodes that served lately, the one most to be distrusted first.
 
     `node`, `jobs`, `device_hours` (of service), `failures` (root causes that name it) and those of each kind, `drains`,
@@ -276,14 +276,14 @@ def newest_iterations(
     """
     if last < 1:
         raise UsageError(f"history: --last {last}: give 1 or more")
-    jobs = Job.__table__.c
+    jobs = JobRow.__table__.c
     query = select(jobs.id, jobs.name, jobs.last_entry_at).order_by(jobs.last_entry_at.desc())
     if since is not None:
         query = query.where(jobs.last_entry_at >= since)
     if until is not None:
         query = query.where(jobs.started_at <= until)
     found: list[Row] = []
-    columns = Iteration.__table__.c
+    columns = IterationRow.__table__.c
     for job in reader.fetch(query):
         if len(found) == last and found[0]["finished_at"] >= job["last_entry_at"]:
             break

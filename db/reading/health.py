@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import ColumnElement, case, select
 
-from db.models import Base, Drain, Failure, Job, Node, Probe
+from db.models import DrainRow, FailureRow, JobRow, LedgerTable, NodeRow, ProbeRow
 from db.reading.reader import Reader
-from resihp.detector.lemons import HALF_LIFE_S, NodeHealth, Service, Verdict, node_health
+from resihp.detector.lemons import HALF_LIFE_S, NodeFailure, NodeHealth, Service, node_health
 from resihp.detector.probes import Former, Place
 from resihp.detector.probes import usual_speeds as former_speeds
 from resihp.protocol.messages import Speed
@@ -107,12 +107,12 @@ def usual_speeds(reader: Reader, nodes: Sequence[str], now: datetime | None = No
     Measurements of the last `MEMORY`. Raises LedgerError when the ledger cannot be read.
     """
     query = (
-        select(*_columns(Probe, "job_id", "node", "hardware", "flops", "memory_bytes"), *_columns(Node, "host"))
-        .join(Node, (Node.job_id == Probe.job_id) & (Node.node == Probe.node))
-        .where(Probe.kind == "device", Probe.passed.is_(True), Probe.occasion.in_(("start", "join")))
-        .where(Probe.node.in_(nodes), Probe.flops > 0.0, Probe.hardware.is_not(None))
-        .where(Probe.measured_at >= (now or datetime.now(UTC)) - MEMORY)
-        .order_by(Probe.measured_at.desc(), Probe.id.desc())
+        select(*_columns(ProbeRow, "job_id", "node", "hardware", "flops", "memory_bytes"), *_columns(NodeRow, "host"))
+        .join(NodeRow, (NodeRow.job_id == ProbeRow.job_id) & (NodeRow.node == ProbeRow.node))
+        .where(ProbeRow.kind == "device", ProbeRow.passed.is_(True), ProbeRow.occasion.in_(("start", "join")))
+        .where(ProbeRow.node.in_(nodes), ProbeRow.flops > 0.0, ProbeRow.hardware.is_not(None))
+        .where(ProbeRow.measured_at >= (now or datetime.now(UTC)) - MEMORY)
+        .order_by(ProbeRow.measured_at.desc(), ProbeRow.id.desc())
     )
     former = (
         Former(
@@ -126,36 +126,36 @@ def usual_speeds(reader: Reader, nodes: Sequence[str], now: datetime | None = No
     return former_speeds(former)
 
 
-def _told(verdict: Verdict) -> str:
+def _told(verdict: NodeFailure) -> str:
     at = datetime.fromtimestamp(verdict.at, UTC)
     return f"{at:%Y-%m-%d %H:%M} job {verdict.job}: {verdict.cause}"
 
 
-def _columns(model: type[Base], *names: str) -> list[ColumnElement[Any]]:
+def _columns(model: type[LedgerTable], *names: str) -> list[ColumnElement[Any]]:
     return [model.__table__.columns[name] for name in names]
 
 
-_JOB: list[ColumnElement[Any]] = [Job.__table__.columns["name"].label("job")]
+_JOB: list[ColumnElement[Any]] = [JobRow.__table__.columns["name"].label("job")]
 
 
-def verdicts(reader: Reader, since: datetime, injected: bool = False, *, told: bool = True) -> list[Verdict]:
+def verdicts(reader: Reader, since: datetime, injected: bool = False, *, told: bool = True) -> list[NodeFailure]:
     """What counts against nodes, of one ledger; without `told`, not what happened in which job, which takes longer."""
     return [*_failures(reader, since, injected, told), *_probes(reader, since)]
 
 
-def _failures(reader: Reader, since: datetime, injected: bool, told: bool) -> list[Verdict]:
-    failures = Failure.__table__.c
+def _failures(reader: Reader, since: datetime, injected: bool, told: bool) -> list[NodeFailure]:
+    failures = FailureRow.__table__.c
     query = select(
-        *_columns(Failure, "node", "kind", "component", "confidence"),
+        *_columns(FailureRow, "node", "kind", "component", "confidence"),
         failures.noticed_at if told else reader.seconds(failures.noticed_at).label("at"),
     ).where(failures.node.is_not(None), failures.noticed_at >= since)
     if told:
-        query = query.add_columns(failures.cause, *_JOB).join(Job, Job.id == failures.job_id)
+        query = query.add_columns(failures.cause, *_JOB).join(JobRow, JobRow.id == failures.job_id)
         query = query.order_by(failures.noticed_at, failures.job_id, failures.failure)
     if not injected:  # only of what was injected is it known how long it took to notice
         query = query.where(failures.detect_seconds.is_(None))
     return [
-        Verdict(
+        NodeFailure(
             node=row["node"],
             at=row["noticed_at"].timestamp() if told else row["at"],
             kind=row["kind"],
@@ -168,17 +168,17 @@ def _failures(reader: Reader, since: datetime, injected: bool, told: bool) -> li
     ]
 
 
-def _probes(reader: Reader, since: datetime) -> list[Verdict]:
+def _probes(reader: Reader, since: datetime) -> list[NodeFailure]:
     """Devices found unfit at the start or on joining; on a suspicion there is a verdict, too."""
     query = (
-        select(*_columns(Probe, "node", "device", "measured_at", "evidence"), *_JOB)
-        .join(Job, Job.id == Probe.job_id)
-        .where(Probe.passed.is_(False), Probe.kind == "device", Probe.occasion != "suspicion")
-        .where(Probe.measured_at >= since)
-        .order_by(Probe.measured_at, Probe.id)
+        select(*_columns(ProbeRow, "node", "device", "measured_at", "evidence"), *_JOB)
+        .join(JobRow, JobRow.id == ProbeRow.job_id)
+        .where(ProbeRow.passed.is_(False), ProbeRow.kind == "device", ProbeRow.occasion != "suspicion")
+        .where(ProbeRow.measured_at >= since)
+        .order_by(ProbeRow.measured_at, ProbeRow.id)
     )
     return [
-        Verdict(
+        NodeFailure(
             node=row["node"],
             at=row["measured_at"].timestamp(),
             kind="fail-slow",
@@ -194,12 +194,12 @@ def _probes(reader: Reader, since: datetime) -> list[Verdict]:
 def services(reader: Reader, since: datetime) -> list[Service]:
     """From joining to being lost or given back, or to the job's end or its last sign of life."""
     seconds = reader.seconds
-    nodes, jobs = Node.__table__.c, Job.__table__.c
+    nodes, jobs = NodeRow.__table__.c, JobRow.__table__.c
     over = case((jobs.ended_at.is_(None) | (jobs.state == "abnormal"), jobs.last_entry_at), else_=jobs.ended_at)
     times = {"joined": nodes.joined_at, "lost": nodes.lost_at, "released": nodes.released_at, "over": over}
     query = (
         select(nodes.node, nodes.devices, *(seconds(time).label(name) for name, time in times.items()))
-        .join(Job, jobs.id == nodes.job_id)
+        .join(JobRow, jobs.id == nodes.job_id)
         .where(jobs.last_entry_at >= since)
         .order_by(nodes.job_id, nodes.node)
     )
@@ -215,5 +215,5 @@ def services(reader: Reader, since: datetime) -> list[Service]:
 
 
 def _undrained(reader: Reader) -> dict[str, float]:
-    query = select(*_columns(Drain, "node", "undrained_at")).where(Drain.undrained_at.is_not(None))
-    return {row["node"]: row["undrained_at"].timestamp() for row in reader.fetch(query.order_by(Drain.undrained_at))}
+    query = select(*_columns(DrainRow, "node", "undrained_at")).where(DrainRow.undrained_at.is_not(None))
+    return {row["node"]: row["undrained_at"].timestamp() for row in reader.fetch(query.order_by(DrainRow.undrained_at))}

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import BigInteger, Boolean, Float, Integer, String, func, select
 
 from db import models
-from db.models import Event, Iteration
+from db.models import EventRow, IterationRow
 from db.reading import fleet
 from db.reading import promises as promised
 from db.reading.cost_accounts import CAUSES, summarise
@@ -77,7 +77,7 @@ def promises_rows(reader: Reader, job_id: int) -> list[Row]:
 
 def why(reader: Reader, job: Row, iteration: int) -> Why:
     """Why an iteration of a job took as long as it did; `job` is its row. Raises UsageError if it is not committed."""
-    columns, asked = Iteration.__table__.c, TABLES["iterations"].query
+    columns, asked = IterationRow.__table__.c, TABLES["iterations"].query
     near = asked.where(columns.job_id == job["id"], columns.iteration <= iteration)
     rows = reader.fetch(near.order_by(columns.iteration.desc()).limit(NEAR + 1))[::-1]
     if not rows or rows[-1]["iteration"] != iteration:
@@ -85,7 +85,7 @@ def why(reader: Reader, job: Row, iteration: int) -> Why:
         [known] = reader.fetch(extremes.where(columns.job_id == job["id"]))
         there = "none is" if known["last"] is None else f"{known['first']} to {known['last']} are"
         raise UsageError(f"iteration {iteration}: not committed in job {job['name']}, of which {there}")
-    events = Event.__table__.c
+    events = EventRow.__table__.c
     touching = TABLES["events"].query.where(
         events.job_id == job["id"], events.kind.in_(("CheckpointCommitted", "FaultInjected"))
     )
@@ -175,7 +175,7 @@ def reliability(reader: Reader) -> pd.DataFrame:
 def lemons(readers: Reader | Iterable[Reader], now: datetime | None = None, *, injected: bool = False) -> pd.DataFrame:
     """Nodes of one ledger, or of several, the one most to be distrusted first; columns as of
     `db.reading.fleet.lemons`."""
-    record = fleet.Record()
+    record = fleet.NodeRecord()
     for reader in (readers,) if isinstance(readers, Reader) else readers:
         record.read(reader, fleet.horizon(now), injected)
     return as_frame(fleet.lemons(record, now), COLUMNS["lemons"])

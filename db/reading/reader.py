@@ -36,7 +36,7 @@ from sqlalchemy.orm import aliased
 from db import models
 from db.engine import file_of, make_engine, masked, refusal, resolve
 from db.migrate import check_readable
-from db.models import Event, Failure, Iteration, Job, Plan, Reconfiguration, Worker
+from db.models import EventRow, FailureRow, IterationRow, JobRow, PlanRow, ReconfigurationRow, WorkerRow
 from db.reading import cost_accounts
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
 
@@ -64,7 +64,7 @@ _ACCOUNT_COLUMNS: Mapping[str, tuple[str, ...]] = {
 """What is reckoned with of each table: no layouts, which take longer than all else."""
 
 
-def _columns(model: type[models.Base], *left_out: str) -> tuple[ColumnElement[Any], ...]:
+def _columns(model: type[models.LedgerTable], *left_out: str) -> tuple[ColumnElement[Any], ...]:
     return tuple(column for column in model.__table__.columns if column.key not in ("job_id", *left_out))
 
 
@@ -80,30 +80,34 @@ class Table:
 
 
 def _table(
-    model: type[models.Base], order: str, time: str, json_columns: tuple[str, ...] = (), left_out: tuple[str, ...] = ()
+    model: type[models.LedgerTable],
+    order: str,
+    time: str,
+    json_columns: tuple[str, ...] = (),
+    left_out: tuple[str, ...] = (),
 ) -> Table:
     return Table(select(*_columns(model, *left_out)), model.__table__, order, time, json_columns)
 
 
-_recovery = Failure.__table__.outerjoin(
-    Reconfiguration.__table__,
-    (Reconfiguration.job_id == Failure.job_id) & (Reconfiguration.epoch == Failure.recovered_epoch),
+_recovery = FailureRow.__table__.outerjoin(
+    ReconfigurationRow.__table__,
+    (ReconfigurationRow.job_id == FailureRow.job_id) & (ReconfigurationRow.epoch == FailureRow.recovered_epoch),
 )
 _failure_columns = (
-    *_columns(Failure, "recovered_epoch", "evidence"),
-    Reconfiguration.seconds.label("seconds_to_recover"),
-    Reconfiguration.action.label("action"),
-    Failure.recovered_epoch,
-    Failure.evidence,
+    *_columns(FailureRow, "recovered_epoch", "evidence"),
+    ReconfigurationRow.seconds.label("seconds_to_recover"),
+    ReconfigurationRow.action.label("action"),
+    FailureRow.recovered_epoch,
+    FailureRow.evidence,
 )
 
-_later = aliased(Plan)
+_later = aliased(PlanRow)
 _plan_columns = (
-    *_columns(Plan),
+    *_columns(PlanRow),
     case(
-        (Plan.in_effect_at.is_not(None), "in effect"),
-        (Plan.refused_reason.is_not(None), "refused"),
-        (exists().where(_later.job_id == Plan.job_id, _later.epoch > Plan.epoch), "superseded"),
+        (PlanRow.in_effect_at.is_not(None), "in effect"),
+        (PlanRow.refused_reason.is_not(None), "refused"),
+        (exists().where(_later.job_id == PlanRow.job_id, _later.epoch > PlanRow.epoch), "superseded"),
         else_="pending",
     ).label("outcome"),
 )
@@ -112,17 +116,17 @@ is on its way."""
 
 TABLES: Mapping[str, Table] = {
     "failures": Table(
-        select(*_failure_columns).select_from(_recovery), Failure.__table__, "failure", "noticed_at", ("ranks",)
+        select(*_failure_columns).select_from(_recovery), FailureRow.__table__, "failure", "noticed_at", ("ranks",)
     ),
-    "nodes": _table(models.Node, "node", "joined_at"),
-    "workers": _table(Worker, "rank", "started_at"),
-    "iterations": _table(Iteration, "iteration", "finished_at"),
-    "plans": Table(select(*_plan_columns), Plan.__table__, "epoch", "decided_at", ("layout", "assignment")),
-    "reconfigurations": _table(Reconfiguration, "epoch", "finished_at"),
-    "drains": _table(models.Drain, "drain", "drained_at", ("answers",)),
-    "replacements": _table(models.Replacement, "replacement", "asked_at", ("excluded",)),
-    "probes": _table(models.Probe, "id", "measured_at", left_out=("id",)),
-    "events": _table(Event, "seq", "at"),
+    "nodes": _table(models.NodeRow, "node", "joined_at"),
+    "workers": _table(WorkerRow, "rank", "started_at"),
+    "iterations": _table(IterationRow, "iteration", "finished_at"),
+    "plans": Table(select(*_plan_columns), PlanRow.__table__, "epoch", "decided_at", ("layout", "assignment")),
+    "reconfigurations": _table(ReconfigurationRow, "epoch", "finished_at"),
+    "drains": _table(models.DrainRow, "drain", "drained_at", ("answers",)),
+    "replacements": _table(models.ReplacementRow, "replacement", "asked_at", ("excluded",)),
+    "probes": _table(models.ProbeRow, "id", "measured_at", left_out=("id",)),
+    "events": _table(EventRow, "seq", "at"),
 }
 
 
@@ -231,17 +235,17 @@ class Reader:
 
     def jobs(self) -> list[Row]:
         """All jobs of this ledger, newest first, columns `JOB_COLUMNS`."""
-        columns = [Job.__table__.columns[name] for name in JOB_COLUMNS]
-        return self.fetch(select(*columns).order_by(Job.started_at.desc(), Job.id.desc()))
+        columns = [JobRow.__table__.columns[name] for name in JOB_COLUMNS]
+        return self.fetch(select(*columns).order_by(JobRow.started_at.desc(), JobRow.id.desc()))
 
     def job(self, name: str | None = None, *, host: str | None = None, started: datetime | None = None) -> Row:
         """The newest job, or the newest of that name; with `host` and `started`, the one that began there nearest then.
 
         All columns of its row. Raises JobNotFoundError naming near ones, or those that there are.
         """
-        query = select(*Job.__table__.columns).order_by(Job.started_at.desc(), Job.id.desc())
+        query = select(*JobRow.__table__.columns).order_by(JobRow.started_at.desc(), JobRow.id.desc())
         if name is not None:
-            query = query.where(Job.name == name)
+            query = query.where(JobRow.name == name)
         found = self.fetch(query.limit(1) if started is None and host is None else query)
         found = [job for job in found if job["host"] == host] or found if host is not None else found
         if not found:
@@ -254,12 +258,12 @@ class Reader:
         return found[0]
 
     def _names(self) -> list[str]:
-        query = select(Job.name).order_by(Job.started_at.desc()).limit(NAMES)
+        query = select(JobRow.name).order_by(JobRow.started_at.desc()).limit(NAMES)
         return [row["name"] for row in self.fetch(query)]
 
     def applied(self, job_id: int) -> int:
         """Number of the last journal record that the ledger holds."""
-        return int(self.fetch(select(Job.journal_seq).where(Job.id == job_id))[0]["journal_seq"])
+        return int(self.fetch(select(JobRow.journal_seq).where(JobRow.id == job_id))[0]["journal_seq"])
 
     def rows(
         self,
@@ -282,8 +286,10 @@ class Reader:
         if job_id is not None:
             query = query.where(columns.job_id == job_id)
         else:
-            query = query.add_columns(Job.name.label("job"))
-            query = query.outerjoin(Job, Job.id == columns.job_id)  # an inner join SQLite would begin with the jobs
+            query = query.add_columns(JobRow.name.label("job"))
+            query = query.outerjoin(
+                JobRow, JobRow.id == columns.job_id
+            )  # an inner join SQLite would begin with the jobs
             order = [columns[asked.time], columns.job_id, *order]
         if node is not None:
             query = query.where(or_(*(columns[name] == node for name in _node_columns(table))))
@@ -314,20 +320,20 @@ class Reader:
 
     def nodes(self, job_id: int | None) -> list[str]:
         """Names of the nodes of a job, or of all jobs."""
-        query = select(models.Node.__table__.c.node).distinct().order_by(models.Node.__table__.c.node)
+        query = select(models.NodeRow.__table__.c.node).distinct().order_by(models.NodeRow.__table__.c.node)
         if job_id is not None:
-            query = query.where(models.Node.job_id == job_id)
+            query = query.where(models.NodeRow.job_id == job_id)
         return [row["node"] for row in self.fetch(query.limit(NAMES))]
 
     def events(self, job_id: int, kinds: Sequence[str], last: int) -> list[Row]:
         """The `last` events of these kinds (names of journal entries), oldest first."""
-        query = TABLES["events"].query.where(Event.job_id == job_id, Event.kind.in_(kinds))
-        return self.fetch(query.order_by(Event.seq.desc()).limit(last))[::-1]
+        query = TABLES["events"].query.where(EventRow.job_id == job_id, EventRow.kind.in_(kinds))
+        return self.fetch(query.order_by(EventRow.seq.desc()).limit(last))[::-1]
 
     def shown_plan(self, job_id: int) -> list[Row]:
         """The plan that a job's status is about, if any: the newest not refused, in effect or about to be."""
-        query = TABLES["plans"].query.where(Plan.job_id == job_id, Plan.refused_reason.is_(None))
-        found = self.fetch(query.order_by(Plan.epoch.desc()).limit(1))
+        query = TABLES["plans"].query.where(PlanRow.job_id == job_id, PlanRow.refused_reason.is_(None))
+        found = self.fetch(query.order_by(PlanRow.epoch.desc()).limit(1))
         return [
             {**row, **{name: msgspec.json.decode(row[name]) for name in TABLES["plans"].json_columns}} for row in found
         ]
@@ -343,7 +349,7 @@ class Reader:
         """Where the time of a job went; `job` is its row. Of one that is over it was kept when it ended."""
         if (kept := cost_accounts.kept(job)) is not None:
             return kept
-        events = Event.__table__.c
+        events = EventRow.__table__.c
         checkpoints = select(events.kind, events.iteration).where(events.job_id == job["id"])
         return cost_accounts.account(
             job,
@@ -358,12 +364,12 @@ class Reader:
 
     def settled(self, job_id: int) -> str:
         """The account of a job that is over, to be kept in its row."""
-        [job] = self.fetch(select(*Job.__table__.columns).where(Job.id == job_id))
+        [job] = self.fetch(select(*JobRow.__table__.columns).where(JobRow.id == job_id))
         return msgspec.json.encode(self.account(job)).decode()
 
     def summary(self, job_id: int, now: datetime | None = None) -> Row:
         """The job in figures, as `db.reading.cost_accounts.summarise` tells them."""
-        [job] = self.fetch(select(*Job.__table__.columns).where(Job.id == job_id))
+        [job] = self.fetch(select(*JobRow.__table__.columns).where(JobRow.id == job_id))
         return cost_accounts.summarise(
             job,
             self.narrow("iterations", job_id),

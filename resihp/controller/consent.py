@@ -16,7 +16,7 @@ from resihp.protocol import messages as m
 
 def confirmed(job: Job, member: Member, confirm: m.Confirm) -> None:
     transition = job.transition
-    if transition is None or transition.stage != "proposing" or confirm.epoch != job.epoch:
+    if transition is None or job.stage != "proposing" or confirm.epoch != job.epoch:
         return
     assert transition.plan is not None
     if member.rank not in transition.waiting:
@@ -30,7 +30,7 @@ def confirmed(job: Job, member: Member, confirm: m.Confirm) -> None:
 
 def objected(job: Job, member: Member, objection: m.Object) -> None:
     transition = job.transition
-    if transition is None or transition.stage != "proposing" or objection.epoch != job.epoch:
+    if transition is None or job.stage != "proposing" or objection.epoch != job.epoch:
         return
     assert transition.plan is not None
     if member.rank not in transition.waiting:

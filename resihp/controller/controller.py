@@ -1,13 +1,8 @@
 """The way into the decisions of a running job: one event in, the actions out.
 
 Never looks at a clock, a socket or a tensor. Called by the supervisor shell, by the simulator and by the fuzz harness
-with the same code. A job's life, and the modules that decide each part of it:
-
-    gathering -> proposing -> building -> [in effect] -> first iteration -> running -> halting -> ended
-                     ^  |                                                      |
-                     |  +-- refused --+                       a newcomer is worth it: pausing
-                     |                v                                        |
-                     +------------ parking <-- failure, at any time; or -------+
+with the same code. What is durable is `Job.record`, changed by `Job.log` alone; a job's life is `lifecycle`'s table.
+The modules here decide each part of it.
 
 A transition is a transaction: parked, everybody reports; proposed, everybody checks and confirms; building, state is
 moved beside what is there; only when all have acknowledged, the plan is in effect (journal), and the old state is let
@@ -15,7 +10,7 @@ go. Until then a failure parks again, one epoch up, from the plan that still is 
 
 `startup` the start · `transition` from one plan to the next · `planning` which plan, from which state · `consent`
 what ranks say to it · `iterations` commits · `failures` losses · `joins` processes that join · `watchdog` silence and
-time · `expectation` healthy times · `slowness` what is slow · `examination` probes · `fault_injection` faults on
+time · `expectation` healthy times · `slowness` what is slow · `probing` probes · `fault_injection` faults on
 purpose · `shutdown` being asked to stop · `drains` bad nodes out · `replacements` new ones in · `takeover` a new
 supervisor · `incidents` root causes and the end.
 """
@@ -61,18 +56,19 @@ class Controller:
         job = self.job
         job.now = max(now, job.now)
         job.actions = []
-        if job.phase == "ended":
+        job.lifecycle.hear(job.now, event)
+        if job.stage == "ended":
             return []
         if job.started_at is None:
             job.started_at = job.progress_at = job.now
         waiting = [event]
-        if job.phase == "recovering":
+        if job.stage == "recovering":
             waiting = takeover.handle(job, event)
         for each in waiting:
             if not job.has_ended:
                 _handle(job, each)
         shutdown.proceed(job)
-        if job.phase not in ("recovering", "ended"):
+        if job.stage not in ("recovering", "ended"):
             if job.unconsidered:
                 joins.consider(job)
             fault_injection.end_slowness(job)
@@ -83,19 +79,17 @@ class Controller:
     def check(self) -> None:
         """Assert what must hold between events. Tests call it after each one."""
         job = self.job
-        if job.record.plan is not None and job.phase == "running":
+        if job.record.plan is not None and job.training:
             dead = [rank for rank in job.record.active if not job.members[rank].alive]
             done = job.record.committed >= job.record.goal
             assert not dead or done, f"running with dead ranks {dead}"
-        if job.transition is not None and job.phase != "ended":
+        if job.transition is not None and job.stage != "ended":
             assert job.transition.epoch == job.epoch, "a transition of an older epoch is under way"
             assert all(job.members[rank].ready for rank in job.transition.waiting), "waiting for somebody who is gone"
             assert job.transition.waiting <= job.transition.asked, "waiting for somebody who takes no part"
-            assert job.transition.stage != "building" or job.record.plan is not job.transition.plan, (
-                "in effect too early"
-            )
+            assert job.stage != "building" or job.record.plan is not job.transition.plan, "in effect too early"
         if job.pause is not None:
-            assert job.phase == "running", "pausing what does not run"
+            assert job.training, "pausing what does not run"
             assert job.transition is None, "pausing in a transition"
         assert all(i > job.record.committed for i in job.reports), "reports of a committed iteration are still held"
 

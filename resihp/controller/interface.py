@@ -10,10 +10,9 @@ from typing import Literal
 
 import msgspec
 
-from resihp.detector.diagnosis.clues import Clue
 from resihp.detector.probes import Place
 from resihp.faults import Fault
-from resihp.protocol.messages import Beat, Inventory, Speed, WorkerMessage, WorkerOrder
+from resihp.protocol.messages import Beat, Clue, Inventory, Speed, WorkerMessage, WorkerOrder
 from resihp.record.journal import AnyEntry
 
 

@@ -20,6 +20,7 @@ def transition_done(job: Job) -> None:
     if transition is None:
         return
     job.transition = None
+    job.move("running")
     if transition.initial or transition.action == "start":
         return
     entry = Reconfigured(
@@ -41,15 +42,14 @@ def transition_done(job: Job) -> None:
 
 def stepped(job: Job, member: Member, report: m.Stepped) -> None:
     note_step(job, member, report)
-    if job.phase != "running" or job.record.plan is None or report.epoch != job.epoch:
+    if not job.training or job.record.plan is None or report.epoch != job.epoch:
         return
     commit_reported(job)
 
 
 def note_step(job: Job, member: Member, report: m.Stepped) -> None:
     """Remember that a rank took a step. A report from before a decision that has been made without it is void."""
-    parking = job.transition is not None and job.transition.stage == "parking"
-    if report.epoch < job.epoch and not parking:
+    if report.epoch < job.epoch and job.stage != "parking":
         return
     member.stepped = max(member.stepped, report.outcome.iteration)
     job.progress_at = member.progress_at = job.now
@@ -97,10 +97,10 @@ def finished(job: Job, member: Member) -> None:
 
 
 def halt_when_finished(job: Job) -> None:
-    if job.phase != "running" or job.record.plan is None or job.record.committed < job.record.goal:
+    if not job.training or job.record.plan is None or job.record.committed < job.record.goal:
         return
     if all(job.members[rank].finished for rank in job.record.active if job.members[rank].alive):
-        job.phase = "halting"
+        job.move("halting")
         job.halted_at = job.now
         job.pause = None
         job.order(job.ready, m.Halt(reason=f"iteration {job.record.goal} of {job.record.goal} is committed"))
@@ -119,7 +119,7 @@ def newcomers_leave(job: Job) -> None:
 
 def end_when_gone(job: Job) -> None:
     """Once the last worker has left: the job is done. Before the start is complete, some may not have begun."""
-    if job.phase == "halting":
+    if job.stage == "halting":
         if not job.ready:
             conclude(job)
     elif job.record.placements and not job.starting and not job.live:
@@ -132,7 +132,7 @@ def conclude(job: Job) -> None:
     if unfired:
         told = "; ".join(f"fault {armed.fault} did not fire: {armed.excuse}" for armed in unfired)
         incidents.end(job, 1, told)
-    elif job.phase == "halting":
+    elif job.stage == "halting":
         incidents.end(job, 0, f"done: {job.record.committed} iterations", workers_leave=not job.live)
     else:
         incidents.end(job, 0, "done", workers_leave=True)

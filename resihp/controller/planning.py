@@ -1,8 +1,8 @@
 """Which plan is proposed, and from which state: the controller's questions to the scheduler and to the checker.
 
 Decides where the state is (the base of a transition) and what is tried after a plan was refused. Which layout is good
-is the scheduler's to say, whether a plan can be carried out the checker's. Called by `gathering`, `transitions` and
-`newcomers`.
+is the scheduler's to say, whether a plan can be carried out the checker's. Called by `startup`, `transition` and
+`joins`.
 """
 
 from __future__ import annotations

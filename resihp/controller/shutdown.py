@@ -137,8 +137,8 @@ def _begin(job: Job, signal: int, meaning: Meaning | None, told: str) -> None:
     )
     what = "time is running out" if meaning == "warning" else "the job is to stop"
     follows = "goes on with that" if before else "stopping after the iteration under way"
-    if job.phase in ("gathering", "halting"):
-        follows = "training is done" if job.phase == "halting" else "training has not begun"
+    if job.stage in ("gathering", "halting"):
+        follows = "training is done" if job.stage == "halting" else "training has not begun"
     job.say("notice", f"{told}: {what}; {follows}")
     if meaning is None:
         job.do(api.AskWhy())
@@ -151,7 +151,7 @@ def _begin(job: Job, signal: int, meaning: Meaning | None, told: str) -> None:
 
 def proceed(job: Job) -> None:
     """The next step towards the end, if the job is to end."""
-    if job.phase in ("recovering", "ended"):
+    if job.stage in ("recovering", "ended"):
         return
     _tell_of_lone_signals(job)
     departure = job.departure
@@ -161,7 +161,7 @@ def proceed(job: Job) -> None:
         departure.asked_at = job.now
     left_s = _ends_at(job, departure) - job.now
     _tell_meaning(job, departure, at_once=left_s <= 0)
-    if job.phase == "halting":
+    if job.stage == "halting":
         if departure.interrupted or (left_s <= 0 and departure.meaning != "warning"):
             _leave(job, departure.interrupted or "workers had not left")
     elif job.record.plan is None:
@@ -175,7 +175,7 @@ def proceed(job: Job) -> None:
             _save(job, departure)
         elif left_s < min(HURRY_S, budget_s / 2):
             _hurry(job, departure)
-        elif job.phase == "running" and job.transition is None and job.pause is None and job.furthest < job.record.goal:
+        elif job.stage == "running" and job.furthest < job.record.goal:
             transitions.pause(job, "the job is to stop")
 
 
@@ -211,14 +211,15 @@ def _ends_at(job: Job, departure: Departure) -> float:
 def _is_still(job: Job, late: bool) -> bool:
     """Whether all have parked, or, when it is late, have had the time to."""
     transition = job.transition
-    if transition is None or job.phase != "transition":
+    if transition is None or not job.changing:
         return False
-    if transition.stage == "proposing":  # nobody has acted on the plan, and nobody will
+    if job.stage == "proposing":  # nobody has acted on the plan, and nobody will
         assert transition.plan is not None
         job.log(PlanWithdrawn(epoch=transition.plan.epoch, reason="the job is to stop"))
-        transition.stage, transition.plan = "parking", None
+        transition.plan = None
+        job.move("parking")
         transition.waiting.clear()
-    return transition.stage == "parking" and (late or not transition.waiting)
+    return job.stage == "parking" and (late or not transition.waiting)
 
 
 def _hurry(job: Job, departure: Departure) -> None:
@@ -229,7 +230,7 @@ def _hurry(job: Job, departure: Departure) -> None:
     if departure.hurried:
         return
     departure.hurried = True
-    if job.transition is not None and job.transition.stage == "parking":
+    if job.transition is not None and job.stage == "parking":
         transitions.urge(job, "the job is to stop now")
     else:
         job.say("notice", f"iteration {job.record.committed + 1} takes too long to be waited for")

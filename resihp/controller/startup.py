@@ -2,7 +2,7 @@
 
 A node that is lost meanwhile, or never comes, is left out if the others fill the first layout: there are spares. Ranks
 are given out once, when every node is there or given up, and keep their numbers whatever is lost after that. Called by
-`controller`, `failures`, `judge` and `recovery`.
+`controller`, `failures`, `watchdog` and `takeover`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def agent_joined(job: Job, event: api.AgentJoined) -> None:
     if node is not None and (node.alive or not event.lease):  # the same agent, on a new connection
         node.last_beat = job.now
         return
-    if event.lease or job.phase != "gathering":
+    if event.lease or job.stage != "gathering":
         joins.node_joined(job, event)
         return
     joins.take_in(job, event)
@@ -92,19 +92,19 @@ def spawned(job: Job, event: api.WorkerSpawned) -> None:
     job.starting.discard(event.rank)
     job.nodes[event.node].last_beat = job.now
     job.log(WorkerStarted(rank=event.rank, node=event.node, device=event.device, pid=event.pid, epoch=job.epoch))
-    if job.phase == "halting":
+    if job.stage == "halting":
         iterations.newcomers_leave(job)
 
 
 def spawn_refused(job: Job, event: api.SpawnRefused) -> None:
-    if job.phase == "gathering":
+    if job.stage == "gathering":
         incidents.end(job, 2, f"node {event.node}: cannot start workers: {event.reason}")
     else:
         joins.spawn_refused(job, event)
 
 
 def declared(job: Job, member: Member, declare: m.Declare) -> None:
-    if job.phase != "gathering":
+    if job.stage != "gathering":
         joins.declared(job, member, declare)
         return
     if member.declared is not None:
@@ -120,7 +120,7 @@ def trains_the_same(job: Job, declare: m.Declare) -> bool:
 
 def refused(job: Job, member: Member, refuse: m.Refuse) -> None:
     """The script cannot start: at the start of the job for the user to mend, later a device that is no good."""
-    if job.phase == "gathering":
+    if job.stage == "gathering":
         incidents.end(job, 2, refuse.reason)
     elif member.declared is None and member.fenced is None:
         joins.turn_away(job, member, refuse.reason)
@@ -128,7 +128,7 @@ def refused(job: Job, member: Member, refuse: m.Refuse) -> None:
 
 def propose_when_ready(job: Job) -> None:
     """Once every rank has declared the same model and the store listens: the first plan."""
-    if job.phase != "gathering" or job.store is None or job.departure is not None:
+    if job.stage != "gathering" or job.store is None or job.departure is not None:
         return
     if not job.record.placements or len(job.live) < len(places(job)):
         return
@@ -153,7 +153,7 @@ def propose_when_ready(job: Job) -> None:
 
 def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
     """Every device has been measured: those that are not fit stand by, the others begin."""
-    if job.phase != "gathering" or job.departure is not None:
+    if job.stage != "gathering" or job.departure is not None:
         return
     for rank, verdict in sorted(judged.items()):
         if not verdict.fit and job.members[rank].alive:
@@ -171,9 +171,8 @@ def _propose(job: Job) -> None:
     for member in job.members.values():
         member.stepped = job.declaration.resume_from
     job.epoch = choice.plan.epoch
-    job.phase = "transition"
+    job.move("proposing")
     job.transition = Transition(
-        stage="proposing",
         epoch=choice.plan.epoch,
         began_at=job.now,
         stage_at=job.now,

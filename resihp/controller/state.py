@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from resihp.controller.interface import AnyAction, AnyEvent, Log, Order, Say, Settings
-from resihp.detector.diagnosis.clues import Clue
+from resihp.controller.lifecycle import CHANGING, TRAINING, Lifecycle, Stage
 from resihp.detector.diagnosis.diagnosis import Diagnosis
 from resihp.detector.findings import Finding
 from resihp.detector.online.monitor import Monitor
@@ -26,6 +26,7 @@ from resihp.parallelism.transfers import Base
 from resihp.protocol import messages as m
 from resihp.protocol.messages import (
     CheckpointPart,
+    Clue,
     Declare,
     Inventory,
     Parked,
@@ -163,7 +164,6 @@ Outlook = Literal["start", "redo", "commit", "between"]
 class Transition:
     """From a failure (or the start of the job) to the first committed iteration under a new plan."""
 
-    stage: Literal["parking", "proposing", "building", "first-iteration"]
     epoch: int
     began_at: float
     stage_at: float
@@ -376,9 +376,6 @@ class Forecast:
     seconds: float
 
 
-Phase = Literal["recovering", "gathering", "transition", "running", "halting", "ended"]
-
-
 class Job:
     """The record of a job, all that is volatile beside it, and the actions of the event being handled."""
 
@@ -386,7 +383,7 @@ class Job:
         self.settings = settings
         self.record = record or JobRecord()
         """What is durable. Only `log` changes it."""
-        self.phase: Phase = "gathering"
+        self.lifecycle = Lifecycle()
         self.nodes = {name: Node(known) for name, known in self.record.nodes.items()}
         self.members = {rank: self._member(known) for rank, known in self.record.workers.items()}
         self.starting: set[int] = set()
@@ -529,8 +526,31 @@ class Job:
         return self.record.trains
 
     @property
+    def stage(self) -> Stage:
+        return self.lifecycle.stage
+
+    def move(self, stage: Stage) -> None:
+        """To another stage of the job's life."""
+        self.lifecycle.move(stage, self.now)
+
+    @property
+    def changing(self) -> bool:
+        """Training stands still, from one plan to the next."""
+        return self.stage in CHANGING
+
+    @property
+    def training(self) -> bool:
+        """A plan is in effect, and iterations are under way."""
+        return self.stage in TRAINING
+
+    @property
+    def under_way(self) -> bool:
+        """Training has been planned, and is not done."""
+        return self.changing or self.training
+
+    @property
     def has_ended(self) -> bool:
-        return self.phase == "ended"
+        return self.stage == "ended"
 
     @property
     def furthest(self) -> int:

@@ -46,7 +46,7 @@ def begin(settings: Settings, entries: Iterable[AnyEntry]) -> Job:
     job = Job(settings, record)
     for rank in record.active:
         job.members[rank].stepped = record.committed
-    job.phase = "recovering"
+    job.lifecycle.take_over()
     job.recovery = Recovery(undisturbed=record.plan is not None and record.decided is record.plan)
     shutdown.resume(job)
     return job
@@ -83,7 +83,7 @@ def handle(job: Job, event: AnyEvent) -> list[AnyEvent]:
             shutdown.quorum_lost(job, event)
         case _:
             recovery.waiting.append(event)
-    if job.phase == "ended" or not _complete(job, recovery):
+    if job.stage == "ended" or not _complete(job, recovery):
         return []
     _conclude(job, recovery)
     return recovery.waiting
@@ -133,9 +133,10 @@ def _conclude(job: Job, recovery: Recovery) -> None:
             job.members[message.rank].finished = True
     recovery.waiting = [*(s for s in said if isinstance(s.message, m.FaultDue)), *recovery.waiting]
     if job.record.committed >= job.record.goal:
-        job.phase, job.halted_at = "halting", job.now
+        job.move("halting")
+        job.halted_at = job.now
         _bury(job, recovery)
-        if job.phase == "halting":
+        if job.stage == "halting":
             job.order(job.ready, m.Halt(reason=f"iteration {job.record.goal} of {job.record.goal} is committed"))
             iterations.newcomers_leave(job)
             iterations.end_when_gone(job)
@@ -143,17 +144,17 @@ def _conclude(job: Job, recovery: Recovery) -> None:
     _explain(job)
     lost = _bury(job, recovery)
     if job.record.plan is None:  # the start was under way: all of it once more
-        job.phase = "transition"
+        job.move("parking")
         job.transition = Transition(
-            stage="parking", epoch=job.epoch, began_at=job.now, stage_at=job.now, committed_before=job.record.committed,
+            epoch=job.epoch, began_at=job.now, stage_at=job.now, committed_before=job.record.committed,
             initial=True,
         )  # fmt: skip
         transition.park(job, "the supervisor died while training began")
     else:
-        job.phase = "running"
+        job.move("running")
         if lost:
             failures.transition_after(job, lost, f"ranks {sorted(lost)} were lost with the supervisor")
-        if job.phase == "running" and job.transition is None:
+        if job.stage == "running":
             _go_on(job, undisturbed and all(job.members[rank].alive for rank in job.record.active))
     for rank in sorted(lost):
         joins.come_back(job, job.members[rank])
@@ -191,7 +192,7 @@ def _go_on(job: Job, undisturbed: bool) -> None:
 
 def _gather_on(job: Job, recovery: Recovery, said: list[api.WorkerSaid]) -> None:
     """The start was not complete: no plan had been decided yet."""
-    job.phase = "gathering"
+    job.move("gathering")
     if job.departure is None:
         for name, reason in job.record.unexplained_nodes.items():
             startup.node_lost(job, name, reason)
@@ -205,7 +206,7 @@ def _gather_on(job: Job, recovery: Recovery, said: list[api.WorkerSaid]) -> None
         incidents.end(job, 1, f"rank {min(unheard)}: ended before training began; its log tells more")
         return
     _bury(job, recovery)
-    if job.phase == "gathering":
+    if job.stage == "gathering":
         startup.start_workers(job)
         startup.propose_when_ready(job)
         recovery.waiting = [*said, *recovery.waiting]
@@ -246,7 +247,7 @@ def _know(job: Job, rank: int, node: str, device: int) -> None:
 
 def _order_again(job: Job, told: Mapping[str, m.Inventory]) -> None:
     """Processes that were ordered while the job was under way, and of which their agents have not heard."""
-    if job.phase not in ("transition", "running") or job.departure is not None or job.furthest >= job.record.goal:
+    if not job.under_way or job.departure is not None or job.furthest >= job.record.goal:
         return
     ended = {rank for inventory in told.values() for rank, _ in inventory.ended}
     names = tuple(placement.node for placement in job.record.placements)
@@ -284,11 +285,11 @@ def _bury(job: Job, recovery: Recovery) -> set[int]:
     exits = {rank: status for inventory in told.values() for rank, status in inventory.ended} | recovery.exits
     running = {worker.rank for inventory in told.values() for worker in inventory.workers} - exits.keys()
     for rank, member in sorted(job.members.items()):
-        if member.alive and rank not in running and member.node in told and job.phase != "ended":
+        if member.alive and rank not in running and member.node in told and job.stage != "ended":
             status, clues = exits.get(rank, -signals.SIGKILL), recovery.clues.get(rank, ())
             failures.exited(job, api.WorkerExited(rank=rank, status=status, clues=clues))
     for name, node in tuple(job.nodes.items()):
         reason, how = recovery.lost.get(name, ("its agent did not come back to the new supervisor", "silent"))
-        if node.alive and (name not in told or name in recovery.lost) and job.phase != "ended":
+        if node.alive and (name not in told or name in recovery.lost) and job.stage != "ended":
             failures.node_lost(job, name, reason, how)
     return before - set(job.live)

@@ -29,9 +29,7 @@ def park(job: Job, reason: str, cautious: bool = False) -> None:
 
 def pause(job: Job, reason: str) -> None:
     """Ask everybody to stop between two iterations; the transition begins when the first active rank has."""
-    assert job.phase == "running"
-    assert job.transition is None
-    assert job.pause is None
+    job.move("pausing")
     job.say("progress", f"{reason}: pausing after an iteration")
     job.pause = Pause(epoch=job.epoch + 1, reason=reason, asked=set())
     ask_to_pause(job, job.ready)
@@ -46,17 +44,17 @@ def ask_to_pause(job: Job, ranks: tuple[int, ...]) -> None:
 def _open(job: Job, reason: str, asked: tuple[int, ...], *, cautious: bool = False, graceful: bool = False) -> None:
     old = job.transition
     job.epoch += 1
-    job.phase = "transition"
+    was = job.stage
+    job.move("parking")
     job.stuck = None
     job.transition = Transition(
-        stage="parking",
         epoch=job.epoch,
         began_at=old.began_at if old else job.now,
         stage_at=job.now,
         committed_before=old.committed_before if old else job.record.committed,
         initial=bool(old and old.initial),
         attempts=old.attempts + 1 if old else 1,
-        graceful=graceful or bool(old and old.graceful and old.stage != "first-iteration"),
+        graceful=graceful or bool(old and old.graceful and was != "first-iteration"),
         urged=not graceful,
         cautious=cautious,
         waiting=set(asked),
@@ -77,7 +75,7 @@ def parked(job: Job, member: Member, parked: m.Parked) -> None:
         _paused(job, member, parked)
         return
     transition = job.transition
-    if transition is None or transition.stage != "parking" or parked.epoch != job.epoch:
+    if transition is None or job.stage != "parking" or parked.epoch != job.epoch:
         return
     if member.rank not in transition.asked:
         return
@@ -95,6 +93,7 @@ def _paused(job: Job, member: Member, parked: m.Parked) -> None:
         return
     job.pause = None
     if parked.stepped >= job.record.goal:
+        job.move("running")
         return
     stuck = job.stuck
     verdicts = pause.failures
@@ -112,7 +111,7 @@ def broke(job: Job, evidence: str) -> None:
     """A transfer broke before everybody had come to the end of the iteration: it is lost, or some have to finish it."""
     transition = job.transition
     assert transition is not None
-    if transition.stage == "parking" and transition.graceful:
+    if job.stage == "parking" and transition.graceful:
         transition.graceful = False
         transition.reason += f"; communication failed: {evidence}"
         urge(job, evidence)
@@ -122,23 +121,24 @@ def urge(job: Job, reason: str) -> None:
     """Whoever cannot get to the end of the iteration any more: park at once, for the same epoch."""
     transition = job.transition
     assert transition is not None
-    if transition.stage == "parking" and not transition.urged:
+    if job.stage == "parking" and not transition.urged:
         transition.urged = True
         job.order(tuple(sorted(transition.waiting)), m.Park(epoch=transition.epoch, reason=reason))
 
 
-def is_settling(transition: Transition) -> bool:
+def is_settling(job: Job) -> bool:
     """Whether everybody has parked, or was asked to at once: another loss keeps nobody from it."""
-    return transition.stage == "parking" and (transition.urged or not transition.waiting)
+    transition = job.transition
+    return transition is not None and job.stage == "parking" and (transition.urged or not transition.waiting)
 
 
 def decide_when_parked(job: Job) -> None:
     """All survivors are parked: declare the iteration committed or redone, and propose what comes next."""
     transition = job.transition
-    if transition is None or transition.stage != "parking" or transition.waiting:
+    if transition is None or job.stage != "parking" or transition.waiting:
         return
     if job.departure is not None:
-        return  # no plan comes after this one: `departure` saves what is there, and ends the job
+        return  # no plan comes after this one: `shutdown` saves what is there, and ends the job
     transition.park_s = job.now - transition.began_at
     iterations.commit_up_to(job, max(job.reports, default=job.record.committed))
     if job.incidents:
@@ -153,7 +153,7 @@ def decide_when_parked(job: Job) -> None:
         return
     transition.action = _action(job, transition)
     transition.finish = job.record.last_outcome
-    transition.stage = "proposing"
+    job.move("proposing")
     transition.stage_at = job.now
     choice = _decide(job, transition)
     if choice is not None:
@@ -225,11 +225,11 @@ def propose(job: Job, choice: planning.Choice) -> None:
 def go_when_confirmed(job: Job) -> None:
     """All ranks can carry it out: they finish the step, build, and move state, beside what they hold."""
     transition = job.transition
-    if transition is None or transition.stage != "proposing" or transition.waiting or job.store is None:
+    if transition is None or job.stage != "proposing" or transition.waiting or job.store is None:
         return
     assert transition.plan is not None
     transition.plan_s = job.now - transition.stage_at
-    transition.stage = "building"
+    job.move("building")
     transition.stage_at = transition.moved_at = job.now
     transition.waiting = set(transition.plan.layout.ranks)
     job.stuck = None
@@ -249,7 +249,7 @@ def go_when_confirmed(job: Job) -> None:
 def acknowledged(job: Job, member: Member, ready: m.Ready) -> None:
     """A rank has what the plan under way needs of it, and still what it had before."""
     transition = job.transition
-    if transition is None or transition.stage != "building" or ready.epoch != job.epoch:
+    if transition is None or job.stage != "building" or ready.epoch != job.epoch:
         return
     if member.rank not in transition.waiting:
         return
@@ -280,10 +280,9 @@ def _take_effect(job: Job, transition: Transition) -> None:
     for rank in job.record.active:
         job.members[rank].stepped = job.record.committed
     job.order(plan.layout.ranks, m.Begin(epoch=job.epoch))
-    transition.stage = "first-iteration"
+    job.move("first-iteration")
     transition.cautious = False
     transition.stage_at = transition.begun_at = job.now
-    job.phase = "running"
     job.progress_at = job.now
     verb = "started" if transition.initial else "resumed"
     job.say("notice", f"{verb}: {plan.layout.describe()}, epoch {job.epoch}, iteration {job.record.committed + 1}")

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from resihp.datasets.packing import Piece, cut, pack
+from resihp.datasets.packing import Piece, Pieces, pack
 from resihp.errors import DatasetError
 from resihp.parallelism.workload import MicroBatch
 
@@ -44,8 +44,8 @@ class PackedDataset:
         self._budget = budget
         self._count = micro_batches_per_iteration
         self._seed = seed
-        self._pieces = tuple(cut(source.lengths, budget))
-        if not self._pieces:
+        self._pieces = Pieces(source.lengths, budget)
+        if not len(self._pieces):
             raise DatasetError("data set: no document with at least two tokens")
         self._starts: list[int] = [0]
         """Number of the first micro-batch of each epoch begun so far, counted over the whole training."""
@@ -56,7 +56,7 @@ class PackedDataset:
         order = np.random.Generator(np.random.PCG64([self._seed, epoch])).permutation(len(self._pieces))
         self._epoch = epoch
         self._bins: list[tuple[Piece, ...]] = []
-        self._packing = pack((self._pieces[i] for i in order), self._budget)
+        self._packing = pack((self._pieces[int(i)] for i in order), self._budget)
 
     def _bin(self, number: int) -> tuple[int, tuple[Piece, ...]]:
         """(epoch, pieces) of the `number`th micro-batch since the beginning, counted from 0."""

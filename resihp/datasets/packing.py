@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 OPEN_BINS = 32
 """Bins kept open at once: enough to fill more than 95 % of the budget with long-tailed lengths."""
 
@@ -32,6 +34,25 @@ def cut(documents: Iterable[int], budget: int) -> Iterator[Piece]:
         for start in range(0, length, budget):
             yield Piece(index, document, start, min(budget, length - start))
             index += 1
+
+
+class Pieces:
+    """What `cut` gives, by number. A piece is made when it is asked for: of a large data set, most never are."""
+
+    def __init__(self, documents: Iterable[int], budget: int) -> None:
+        self._budget = budget
+        self._lengths = np.fromiter(documents, np.int64)
+        self._ends = np.cumsum(-(-self._lengths // budget))
+        """Pieces up to the end of each document."""
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, index: int) -> Piece:
+        """The piece with this number, counted from 0."""
+        document = int(np.searchsorted(self._ends, index, side="right"))
+        start = (index - (int(self._ends[document - 1]) if document else 0)) * self._budget
+        return Piece(index, document, start, min(self._budget, int(self._lengths[document]) - start))
 
 
 def pack(pieces: Iterable[Piece], budget: int, open_bins: int = OPEN_BINS) -> Iterator[tuple[Piece, ...]]:

@@ -37,7 +37,7 @@ COMPONENTS = frozenset({"process", "device", "node", "link"})
 _SHAPES = np.geomspace(0.1, 10.0, 41)
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class NodeFailure(msgspec.Struct, frozen=True, kw_only=True):
     """A failure that was put down to `node`. `kind`, `component` as in `journal.FailureFound`; `certainty` that it was
     the node's fault, 0 to 1."""
 
@@ -76,7 +76,7 @@ class NodeHealth(msgspec.Struct, frozen=True, kw_only=True):
     """Of service, faded."""
     rate: float
     probability: float
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[NodeFailure, ...]
     """That count, oldest first."""
 
     @property
@@ -85,7 +85,7 @@ class NodeHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def node_health(
-    verdicts: Iterable[Verdict],
+    verdicts: Iterable[NodeFailure],
     services: Iterable[Service],
     now: float,
     *,
@@ -100,7 +100,7 @@ def node_health(
     if not half_life_s > 0.0:
         raise ValueError(f"half-life of {half_life_s} s: must be positive")
     fresh = mended or {}
-    counted: dict[str, list[Verdict]] = {}
+    counted: dict[str, list[NodeFailure]] = {}
     for verdict in sorted(verdicts, key=lambda verdict: (verdict.at, verdict.node)):
         if verdict.counts and fresh.get(verdict.node, verdict.at) <= verdict.at <= now:
             counted.setdefault(verdict.node, []).append(verdict)
@@ -175,9 +175,9 @@ def _fade(age_s: Floats, half_life_s: float) -> Floats:
     return np.asarray(0.5 ** (np.maximum(age_s, 0.0) / half_life_s), dtype=np.float64)
 
 
-def _outages(verdicts: Sequence[Verdict]) -> list[Verdict]:
+def _outages(verdicts: Sequence[NodeFailure]) -> list[NodeFailure]:
     """One verdict for each outage, the most certain; in order of time."""
-    outages: list[Verdict] = []
+    outages: list[NodeFailure] = []
     latest = -np.inf
     for verdict in verdicts:
         if verdict.at - latest > SAME_OUTAGE_S:

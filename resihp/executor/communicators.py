@@ -24,7 +24,7 @@ from resihp.executor import backends
 from resihp.executor.compute.channels import Channel, SingleFile, guarded
 from resihp.executor.emulation import Wires
 from resihp.executor.tensor_group import dist
-from resihp.pipeline.program import Membership
+from resihp.pipeline.program import GroupSpec
 
 Store = Any
 """A torch.distributed store; which class is up to its host."""
@@ -72,7 +72,7 @@ class Communicators:
         self,
         epoch: int | str,
         rank: int,
-        memberships: Sequence[Membership],
+        memberships: Sequence[GroupSpec],
         timeout_s: float,
         directory: Directory,
         *,

@@ -20,10 +20,10 @@ from typing import Literal
 import torch
 
 from resihp.errors import ConfigurationError
-from resihp.executor.state.rank_state import Holding
+from resihp.executor.state.rank_state import HeldPart
 from resihp.faults import LINK_MS
 from resihp.parallelism.model import ModelSpec
-from resihp.pipeline.program import Membership
+from resihp.pipeline.program import GroupSpec
 from resihp.scheduler.cost.profile import layer_units
 
 LAYER_MS = "RESIHP_EMULATED_LAYER_MS"
@@ -32,7 +32,7 @@ LAYER_MS = "RESIHP_EMULATED_LAYER_MS"
 Work = Literal["F", "B", "W", "BW"]
 """Kinds of primitives as in `resihp.detector.online.monitor`: BW is a B that does the work of both."""
 
-Pace = Callable[[Work, Holding, int], float]
+Pace = Callable[[Work, HeldPart, int], float]
 """Seconds that a healthy device needs for a kind of work on a chunk of what it holds."""
 
 
@@ -43,7 +43,7 @@ def pace_of(environment: Mapping[str, str], model: ModelSpec, device: torch.devi
         return None
     times = layer_units(model)
 
-    def seconds(work: Work, holding: Holding, chunk: int) -> float:
+    def seconds(work: Work, holding: HeldPart, chunk: int) -> float:
         units = times.span(*holding.chunks[chunk])
         share = {"F": units.f, "B": units.b, "W": units.w, "BW": units.b + units.w}[work]
         return share * layer_s / holding.tp
@@ -62,7 +62,7 @@ class Wires:
         self.speed: Callable[[str, str], float] = lambda a, b: 1.0
         self._healthy_s = healthy_s
 
-    def of(self, group: Membership) -> Callable[[], float] | None:
+    def of(self, group: GroupSpec) -> Callable[[], float] | None:
         """Seconds of a transfer on that communicator now; None where it is not emulated."""
         kind = group.name.partition("/")[0]
         if not (kind in ("forward", "backward") or kind.isdigit()):  # a probe's are numbered

@@ -29,24 +29,25 @@ from resihp.errors import CommunicatorError, LayoutError, PlanError, ResihpError
 from resihp.executor.communicators import Communicators, Directory, Store
 from resihp.executor.compute.batches import Batches, fingerprint
 from resihp.executor.compute.channels import guarded
-from resihp.executor.compute.interpreter import Interpreter, Observer, computed, loss_speaker
+from resihp.executor.compute.interpreter import Interpreter, speaks
+from resihp.executor.compute.iteration import Iteration, Observer, Prepared
 from resihp.executor.compute.stage import PositionEmbedding, StageModule, model_spec, refuse_unhonoured
 from resihp.executor.compute.step_agreement import last_synchronisation
 from resihp.executor.compute.stopwatch import Speed, full_speed, stopwatch_of
 from resihp.executor.emulation import Pace, Wires
 from resihp.executor.state import parameters, state_transfer
 from resihp.executor.state.optimizer import AdamW, AdamWState
-from resihp.executor.state.rank_state import Holding, State, extra_bytes
+from resihp.executor.state.rank_state import HeldPart, State, extra_bytes
 from resihp.executor.tensor_group import TensorGroup, nobody
 from resihp.parallelism import ownership, transfers
 from resihp.parallelism.layout import validate
 from resihp.parallelism.model import ModelSpec
-from resihp.parallelism.ownership import ParameterSpec, Slice
-from resihp.parallelism.plan import Plan, Stop
+from resihp.parallelism.ownership import ParameterSpec
+from resihp.parallelism.plan import Plan
 from resihp.parallelism.transfers import Base, Move
 from resihp.parallelism.workload import Dataset
 from resihp.pipeline import checker, program
-from resihp.pipeline.program import Bucket, Membership, Program
+from resihp.pipeline.program import GroupSpec
 from resihp.protocol.messages import StepOutcome
 from resihp.scheduler.cost import memory
 
@@ -55,20 +56,6 @@ MEETING_S = 10.0
 
 STRICT_ORDER = "RESIHP_STRICT_ORDER"
 """Environment variable that makes gloo behave as NCCL does at its strictest (`channels.SingleFile`)."""
-
-
-class Prepared(msgspec.Struct, frozen=True):
-    """What follows from a plan: equal on all ranks, but for `counted`."""
-
-    plan: Plan
-    paths: dict[int, tuple[Stop, ...]]
-    buckets: tuple[Bucket, ...]
-    programs: dict[int, Program]
-    memberships: tuple[Membership, ...]
-    counted: tuple[Slice, ...]
-    """What this rank counts in sums over the whole model."""
-    multiple: int
-    """Micro-batches are padded to a multiple of so many tokens: sequence parallelism splits them evenly."""
 
 
 class Engine:
@@ -134,7 +121,7 @@ class Engine:
 
     def _read_specs(self, sequence_parallel: bool) -> tuple[ParameterSpec, ...]:
         with torch.device("meta"):
-            whole = self._module(Holding(((0, 0),), True, True, 0, 1), TensorGroup(), sequence_parallel)
+            whole = self._module(HeldPart(((0, 0),), True, True, 0, 1), TensorGroup(), sequence_parallel)
         return parameters.specs_of(
             whole, self._config.num_layers, tied=self.model.tied_embeddings, sequence_parallel=sequence_parallel
         )
@@ -217,7 +204,7 @@ class Engine:
         self.plan, self.rank = plan, rank
         self.next, self.acknowledged = None, None
         self._moves = () if base is None else transfers.moves(base, plan.layout, self.specs, nodes or {})
-        holding = Holding.of(plan, rank)
+        holding = HeldPart.of(plan, rank)
         if holding is not None:
             self.next = self._build(plan, holding)
         if base is None:
@@ -225,7 +212,7 @@ class Engine:
                 self._draw(self.next)
             self.begin(plan.epoch)
 
-    def _build(self, plan: Plan, holding: Holding) -> State:
+    def _build(self, plan: Plan, holding: HeldPart) -> State:
         """What a place will hold, beside what is held; tensors that stay are shared, all of them if nothing changes."""
         parallel = plan.sequence_parallel and holding.tp > 1
         if self.state is not None and (self.state.holding, self.state.sequence_parallel) == (holding, parallel):
@@ -251,7 +238,7 @@ class Engine:
             spec = self._by_name[name]
             parameters.fill(parameter, spec, t, tp, parameters.draw(spec, self._config, self._seed, self.model))
 
-    def _module(self, holding: Holding, group: TensorGroup, sequence_parallel: bool) -> StageModule:
+    def _module(self, holding: HeldPart, group: TensorGroup, sequence_parallel: bool) -> StageModule:
         position_embedding, rotary_base = self._positions
         return StageModule(
             self._config,
@@ -273,7 +260,7 @@ class Engine:
         """
         self.disconnect()
         prepared = self.prepare(plan, rank)
-        moving = [Membership(state_transfer.channel_name(move), (move.source, move.target)) for move in self._moves]
+        moving = [GroupSpec(state_transfer.channel_name(move), (move.source, move.target)) for move in self._moves]
         wanted = (*prepared.memberships, *moving)
         self._communicators = communicators = Communicators(
             plan.epoch, rank, wanted, timeout_s, self._directory, strict=self._strict, wires=self.wires
@@ -290,7 +277,7 @@ class Engine:
     def meet(
         self,
         name: str,
-        memberships: Sequence[Membership],
+        memberships: Sequence[GroupSpec],
         rank: int,
         address: tuple[str, int],
         patience_s: float | None = None,
@@ -377,9 +364,9 @@ class Engine:
         """Compute this rank's share of an iteration, and agree with all others on its step, which is not taken yet.
 
         `pause` is asked at the end whether this rank was told to park after the iteration, `saving` whether it still
-        writes a checkpoint. Raises CommunicatorError
-        when a peer is lost or `wake` was called; the same iteration can then be run again after `disconnect`, `adopt`
-        and `connect`. Raises DatasetError, and whatever the data set itself raises.
+        writes a checkpoint. Raises CommunicatorError when a peer is lost or `wake` was called; the same iteration can
+        then be run again after `disconnect`, `adopt` and `connect`. Raises DatasetError, and whatever the data set
+        itself raises.
         """
         state, communicators = self.state, self._communicators
         if state is None or communicators is None:
@@ -402,25 +389,18 @@ class Engine:
                 stopwatch.resumed()
 
         stage.tp_group.on_wait = waits
-        batch = self._batches.of(iteration)
-        mine = prepared.programs[self.rank]
-        interpreter = Interpreter(
-            state,
-            self.rank,
-            (place.replica, place.stage),
-            plan.layout.active,
-            prepared.paths,
-            mine,
-            prepared.buckets,
-            batch,
-            self.model.vocab,
-            prepared.multiple,
-            communicators,
-            observer,
-            self.device,
-            stopwatch,
-            self.pace,
+        it = Iteration(
+            number=iteration,
+            rank=self.rank,
+            place=(place.replica, place.stage),
+            prepared=prepared,
+            batch=self._batches.of(iteration),
+            vocab=self.model.vocab,
+            communicators=communicators,
+            observer=observer,
+            device=self.device,
         )
+        interpreter = Interpreter(it, state, stopwatch, self.pace)
         try:
             interpreter.run()
         finally:
@@ -428,20 +408,8 @@ class Engine:
         self.reduced_s = stopwatch.offset()
         self.measured = interpreter.measured()
         state.ready = iteration
-        speaks = loss_speaker(state)
-        return last_synchronisation(
-            iteration,
-            batch,
-            computed(mine, state) if speaks else (),
-            float(interpreter.loss_sum) if speaks else 0.0,
-            (state.gradient(piece) for piece in prepared.counted),
-            self._settings,
-            state.optimizer.updates,
-            pause(),
-            saving(),
-            communicators,
-            observer,
-        )
+        loss_sum = float(interpreter.loss_sum) if speaks(state) else 0.0
+        return last_synchronisation(it, state, loss_sum, self._settings, pause=pause(), saving=saving())
 
     def step(self, outcome: StepOutcome) -> None:
         """Take the step that all agreed on. Local: needs no communicator and no peer."""

@@ -18,7 +18,7 @@ from resihp.errors import CommunicatorError, DeviceError
 from resihp.executor.compute.channels import Channel, guarded
 from resihp.executor.compute.stopwatch import Speed
 from resihp.executor.engine import Engine
-from resihp.pipeline.program import Membership
+from resihp.pipeline.program import GroupSpec
 from resihp.protocol import messages as m
 
 SIZE = 256
@@ -142,7 +142,7 @@ def link_times(
     mine = [(round_, pair) for round_, pairs in enumerate(asked.pairs) for pair in pairs if rank in pair]
     if not mine or asked.store is None:
         return ()
-    groups = [Membership(f"{round_}/{a}-{b}", (a, b)) for round_, (a, b) in mine]
+    groups = [GroupSpec(f"{round_}/{a}-{b}", (a, b)) for round_, (a, b) in mine]
     found = []
     with engine.meet(f"probe-{asked.probe}", groups, rank, asked.store, patience_s, called_off) as communicators:
         for (_, pair), group in zip(mine, groups, strict=True):

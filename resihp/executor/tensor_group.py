@@ -49,23 +49,23 @@ class TensorGroup:
         """Use this communicator from now on; None when it is gone."""
         self._backend = backend
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Waiting:
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> TimedWork:
         """What `torch.distributed.all_reduce(..., group=self)` calls. Raises CommunicatorError."""
         return self._start(tensors[0], lambda backend: backend.allreduce(tensors, options))
 
-    def start_all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Waiting:
+    def start_all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> TimedWork:
         """Begin to reduce in place."""
         options = dist.AllreduceOptions()
         options.reduceOp = op
         return self.allreduce([tensor], options)
 
-    def start_all_gather(self, tensor: torch.Tensor) -> Waiting:
+    def start_all_gather(self, tensor: torch.Tensor) -> TimedWork:
         """Begin to concatenate all ranks' tensors, of equal shapes, along their first dimension."""
         gathered = tensor.new_empty((self._size * tensor.shape[0], *tensor.shape[1:]))
         parts = list(gathered.chunk(self._size))
         return self._start(gathered, lambda backend: backend.allgather([parts], [tensor.contiguous()]))
 
-    def start_reduce_scatter(self, tensor: torch.Tensor) -> Waiting:
+    def start_reduce_scatter(self, tensor: torch.Tensor) -> TimedWork:
         """Begin to sum over all ranks, of which each gets its own equal part of the first dimension."""
         if tensor.shape[0] % self._size:
             raise ValueError(f"tensor-parallel group: {tensor.shape[0]} rows cannot be cut for {self._size} ranks")
@@ -86,17 +86,17 @@ class TensorGroup:
         """This rank's part of the sum. For a group of one the tensor itself. Raises CommunicatorError."""
         return tensor if self._size == 1 else self.start_reduce_scatter(tensor).result()
 
-    def _start(self, result: torch.Tensor, begin: Callable[[Backend], Any]) -> Waiting:
+    def _start(self, result: torch.Tensor, begin: Callable[[Backend], Any]) -> TimedWork:
         if self._backend is None:
             raise CommunicatorError("tensor-parallel group: no communicator is connected")
         self.on_start()
         try:
-            return Waiting(self, begin(self._backend), result)
+            return TimedWork(self, begin(self._backend), result)
         except RuntimeError as error:
             raise CommunicatorError(f"tensor-parallel group: {error}") from error
 
 
-class Waiting:
+class TimedWork:
     """A collective under way, whose wait is timed and whose failure is a CommunicatorError."""
 
     def __init__(self, group: TensorGroup, work: Any, result: torch.Tensor) -> None:

@@ -1,0 +1,12 @@
+"""What each rank does in an iteration, in which order, how long that takes, and whether it can deadlock. Pure.
+
+================================  ==============================================================================
+`schedules`                       orders of F, B and W on each stage
+`program`                         a plan as each rank's own list of primitives, computation and communication
+`timeline`, `compiled`            the one model of time (the paper's Eq. 2): for one set of durations, for many
+`checker`, `rendezvous`           plays programs under NCCL's rules before anyone acts on them; refuses, never repairs
+================================  ==============================================================================
+
+Called by the executor (which carries programs out), the scheduler (which prices them) and the controller (which has
+every plan checked before it is proposed).
+"""

@@ -22,7 +22,7 @@ from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import layer_units, play, virtual_stages
 
 
-class Piece(msgspec.Struct, frozen=True):
+class TensorRange(msgspec.Struct, frozen=True):
     """Elements [start * n / of, stop * n / of) of a tensor of n elements go from one rank to another."""
 
     sender: int
@@ -46,7 +46,7 @@ class Parcel(msgspec.Struct, frozen=True):
     direction: Literal["forward", "backward"]
     micro_batch: int
     boundary: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorRange, ...]
     gathered: bool
 
 
@@ -80,7 +80,7 @@ Instruction = Compute | Transmit | Reduce
 Program = tuple[Instruction, ...]
 
 
-class Membership(msgspec.Struct, frozen=True):
+class GroupSpec(msgspec.Struct, frozen=True):
     """One communicator: its name within the epoch, and its ranks in order (sender before receiver for an edge)."""
 
     name: str
@@ -138,24 +138,26 @@ TRANSMIT, REDUCE, COMPUTE = range(3)
 """What comes first of things at the same time: communication, for others may wait for it."""
 
 
-def pieces_between(senders: Sequence[int], receivers: Sequence[int], *, sequence_parallel: bool) -> tuple[Piece, ...]:
+def pieces_between(
+    senders: Sequence[int], receivers: Sequence[int], *, sequence_parallel: bool
+) -> tuple[TensorRange, ...]:
     """How activations travel between two stages; `mirrored` gives their gradients' way back."""
     up, down = len(senders), len(receivers)
     if up == down and not sequence_parallel:
-        return tuple(Piece(a, b, 0, 1, 1) for a, b in zip(senders, receivers, strict=True))
+        return tuple(TensorRange(a, b, 0, 1, 1) for a, b in zip(senders, receivers, strict=True))
     of = math.lcm(up, down)
-    pieces: list[Piece] = []
+    pieces: list[TensorRange] = []
     for c in range(of):
         a, b = senders[c * up // of], receivers[c * down // of]
         if pieces and (pieces[-1].sender, pieces[-1].receiver) == (a, b):
-            pieces[-1] = Piece(a, b, pieces[-1].start, c + 1, of)
+            pieces[-1] = TensorRange(a, b, pieces[-1].start, c + 1, of)
         else:
-            pieces.append(Piece(a, b, c, c + 1, of))
+            pieces.append(TensorRange(a, b, c, c + 1, of))
     return tuple(pieces)
 
 
-def mirrored(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    return tuple(Piece(piece.receiver, piece.sender, piece.start, piece.stop, piece.of) for piece in pieces)
+def mirrored(pieces: Sequence[TensorRange]) -> tuple[TensorRange, ...]:
+    return tuple(TensorRange(piece.receiver, piece.sender, piece.start, piece.stop, piece.of) for piece in pieces)
 
 
 def chunks_of(layout: Layout, replica: int, stage: int, units: Sequence[str]) -> tuple[int, ...]:
@@ -216,18 +218,18 @@ def buckets(
     return tuple(found)
 
 
-def memberships(plan: Plan, programs: dict[int, Program], buckets: Sequence[Bucket] = ()) -> tuple[Membership, ...]:
+def memberships(plan: Plan, programs: dict[int, Program], buckets: Sequence[Bucket] = ()) -> tuple[GroupSpec, ...]:
     """All communicators of a plan, in one order that is equal on all ranks.
 
     "world" joins all active ranks, "tensor/{replica}/{stage}" a stage's, "forward/{a}-{b}" and "backward/{a}-{b}" a
     pair that activations or gradients pass, "gradients/{ranks}" other ranks that sum a bucket (`communicator_of`).
     """
     active = plan.layout.active
-    found = [Membership(WORLD, active)] if len(active) > 1 else []
+    found = [GroupSpec(WORLD, active)] if len(active) > 1 else []
     for d, replica in enumerate(plan.layout.replicas):
         for s, stage in enumerate(replica.stages):
             if stage.tp > 1:
-                found.append(Membership(f"tensor/{d}/{s}", stage.ranks))
+                found.append(GroupSpec(f"tensor/{d}/{s}", stage.ranks))
     edges: set[tuple[str, int, int]] = set()
     for instructions in programs.values():
         for instruction in instructions:
@@ -235,9 +237,9 @@ def memberships(plan: Plan, programs: dict[int, Program], buckets: Sequence[Buck
                 parcel = instruction.parcel
                 edges |= {(parcel.direction, piece.sender, piece.receiver) for piece in parcel.pieces}
     for direction in ("forward", "backward"):
-        found += [Membership(f"{direction}/{a}-{b}", (a, b)) for kind, a, b in sorted(edges) if kind == direction]
+        found += [GroupSpec(f"{direction}/{a}-{b}", (a, b)) for kind, a, b in sorted(edges) if kind == direction]
     groups = {gradients_of(bucket.owners, active): bucket.owners for bucket in buckets if len(bucket.owners) > 1}
-    found += [Membership(name, ranks) for name, ranks in sorted(groups.items()) if name != WORLD]
+    found += [GroupSpec(name, ranks) for name, ranks in sorted(groups.items()) if name != WORLD]
     return tuple(found)
 
 
@@ -273,7 +275,7 @@ class _Parcels:
 
     def __init__(self, plan: Plan) -> None:
         self._replicas, self._sequence_parallel = plan.layout.replicas, plan.sequence_parallel
-        self._known: dict[tuple[int, int, int, int, bool], tuple[tuple[Piece, ...], bool, tuple[int, ...]]] = {}
+        self._known: dict[tuple[int, int, int, int, bool], tuple[tuple[TensorRange, ...], bool, tuple[int, ...]]] = {}
 
     def between(
         self, source: Stop, target: Stop, m: int, boundary: int, *, forward: bool
@@ -284,7 +286,9 @@ class _Parcels:
         pieces, gathered, ranks = self._known[key]
         return Transmit(Parcel("forward" if forward else "backward", m, boundary, pieces, gathered)), ranks
 
-    def _work_out(self, source: Stage, target: Stage, forward: bool) -> tuple[tuple[Piece, ...], bool, tuple[int, ...]]:
+    def _work_out(
+        self, source: Stage, target: Stage, forward: bool
+    ) -> tuple[tuple[TensorRange, ...], bool, tuple[int, ...]]:
         first, second = (source, target) if forward else (target, source)
         pieces = pieces_between(first.ranks, second.ranks, sequence_parallel=self._sequence_parallel)
         gathered = source.tp != target.tp and target.tp > 1 and not self._sequence_parallel

@@ -22,7 +22,6 @@ from typing import Literal
 
 import msgspec
 
-from resihp.detector.diagnosis.clues import Clue
 from resihp.faults import Fault
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan
@@ -442,6 +441,22 @@ class SpawnFailed(Message, frozen=True, kw_only=True):
 
     reason: str
     rank: int | None = None
+
+
+class Clue(msgspec.Struct, frozen=True, kw_only=True):
+    """One telling line of a log. `at` in seconds since 1970, UTC.
+
+    `kind` names its row in `resihp.detector.diagnosis.signatures` (`xid 79` for Xids).
+    `named`: what the line names, of xid, pid, bus, node, peer, error. `raised`: an exception that ended a traceback;
+    `chained`: raised while the clue before it, of the same log, was handled.
+    """
+
+    kind: str
+    line: str
+    at: float | None = None
+    named: dict[str, str] = {}
+    raised: bool = False
+    chained: bool = False
 
 
 class Exited(Message, frozen=True, kw_only=True):

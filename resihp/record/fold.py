@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from resihp.parallelism.plan import Plan
 from resihp.protocol.messages import Speed
 from resihp.record.journal import (
     AnyEntry,
@@ -23,13 +24,16 @@ from resihp.record.journal import (
     IterationsUnreported,
     JobEnded,
     JobSignalled,
+    JobStarted,
     JoinRefused,
+    LeaderChosen,
     ModelDeclared,
     NodeJoined,
     NodeLost,
     NodeReleased,
     PlanDecided,
     PlanInEffect,
+    PlanRefused,
     ProbesTaken,
     ReplacementAsked,
     ReplacementChanged,
@@ -71,9 +75,13 @@ def fold(entries: Iterable[AnyEntry]) -> JobRecord:
 def apply(record: JobRecord, entry: AnyEntry) -> None:
     """Change the record as the entry has it. What it does not know leaves it as it is."""
     match entry:
+        case JobStarted():
+            record.leader = record.incumbent = entry.leader
+        case LeaderChosen():
+            record.leader = entry.node
         case NodeJoined() | NodeLost() | WorkersOrdered() | WorkerStarted() | WorkerEnded() | JoinRefused():
             _places(record, entry)
-        case ModelDeclared() | PlanDecided() | PlanInEffect() | ChangeDecided():
+        case ModelDeclared() | PlanDecided() | PlanRefused() | PlanInEffect() | ChangeDecided():
             _plans(record, entry)
         case IterationCommitted() | IterationsUnreported() | CheckpointCommitted():
             _progress(record, entry)
@@ -124,8 +132,12 @@ def _places(
     match entry:
         case NodeJoined():
             record.nodes[entry.node] = KnownNode(entry.node, entry.host, entry.devices, entry.hardware)
+            if record.plan is None:
+                record.voters |= {entry.node}
         case NodeLost():
             record.nodes.setdefault(entry.node, KnownNode(entry.node, host="", devices=0)).alive = False
+            if record.plan is None:
+                record.voters -= {entry.node}
             how = how_lost(entry)
             record.lost[entry.node] = LostNode(entry.node, entry.reason, how)
             if how != "vacated":
@@ -163,7 +175,7 @@ def _place(record: JobRecord, rank: int, node: str, device: int) -> None:
 # --- plans --------------------------------------------------------------------------------------------------------
 
 
-def _plans(record: JobRecord, entry: ModelDeclared | PlanDecided | PlanInEffect | ChangeDecided) -> None:
+def _plans(record: JobRecord, entry: ModelDeclared | PlanDecided | PlanRefused | PlanInEffect | ChangeDecided) -> None:
     match entry:
         case ModelDeclared():
             record.trains = entry.declare
@@ -171,20 +183,31 @@ def _plans(record: JobRecord, entry: ModelDeclared | PlanDecided | PlanInEffect 
             record.committed = max(record.committed, entry.declare.resume_from)
         case PlanDecided():
             record.decided = entry.plan
+            record.proposed = (entry.plan, record.leader)
             record.first_plan = record.first_plan or entry.plan
             record.enrolled.update(entry.plan.layout.ranks)
             record.epoch = max(record.epoch, entry.plan.epoch)
-        case PlanInEffect() if record.decided is not None and record.decided.epoch == entry.epoch:
-            plan = record.plan = record.decided
+        case PlanRefused() if record.proposed is not None and record.proposed[0].epoch == entry.epoch:
+            record.proposed = None
+        case PlanInEffect() if record.proposed is not None and record.proposed[0].epoch == entry.epoch:
+            plan, record.incumbent = record.proposed
+            record.plan, record.proposed = plan, None
+            record.voters = nodes_of(record, plan)
             record.active = plan.layout.active
             record.working = frozenset(record.active)
-            record.writers[plan.epoch] = plan.layout.replicas[0].ranks
+            if plan.layout.replicas:
+                record.writers[plan.epoch] = plan.layout.replicas[0].ranks
             record.writers = dict(sorted(record.writers.items())[-WRITERS_KEPT:])
             if entry.took_s is not None:
                 record.costs.append(ChangeCost(entry.busiest_bytes, entry.communicators, entry.took_s))
         case ChangeDecided():
             for what in changed(entry):
                 record.changes[what] = record.changes.get(what, 0) + 1
+
+
+def nodes_of(record: JobRecord, plan: Plan) -> frozenset[str]:
+    """Nodes of all ranks of a plan, standby ones included."""
+    return frozenset(record.placements[rank].node for rank in plan.layout.ranks)
 
 
 def _progress(record: JobRecord, entry: IterationCommitted | IterationsUnreported | CheckpointCommitted) -> None:

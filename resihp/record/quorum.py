@@ -13,23 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from resihp.parallelism.plan import Plan
+from resihp.record import fold
 from resihp.record.journal import (
     DrainDecided,
-    IterationCommitted,
     JobEnded,
-    JobStarted,
     LeaderChosen,
-    NodeJoined,
-    NodeLost,
     PlanDecided,
     PlanInEffect,
-    PlanRefused,
     Record,
     ReplacementAsked,
-    WorkerStarted,
     term_of,
 )
+from resihp.record.state import JobRecord
 
 DECISIONS = (LeaderChosen, PlanDecided, PlanInEffect, DrainDecided, ReplacementAsked, JobEnded)
 """Entries that count only once a quorum of agents has acknowledged them: what follows them waits for that."""
@@ -44,67 +39,58 @@ def is_quorum(voters: Set[str], agreeing: Set[str], incumbent: str) -> bool:
 class Membership:
     """What a journal says of its leaders and voters, record by record. A rewound journal is read again from the start.
 
-    `log`: number of the last record. `committed`: the last committed iteration. `joined`: nodes that have joined and
-    were not lost. `voters` and `incumbent`: nodes of the plan in effect, and the one whose agent decides between equal
-    halves: where the leader was that decided the plan, empty if it was on none of them. Before there is a plan, all
-    that have joined.
+    `log`: number of the last record, `term` its leader's. All else is read off `record`, which they add up to.
     """
 
     def __init__(self) -> None:
         self.term = 0
         self.log = 0
-        self.leader = ""
+        self.record = JobRecord()
+
+    def apply(self, record: Record) -> None:
+        self.log, self.term = record.seq, max(self.term, term_of(record.seq))
+        fold.apply(self.record, record.entry)
+
+    @property
+    def leader(self) -> str:
         """Node of the latest leader."""
-        self.incumbent = ""
-        self.voters: frozenset[str] = frozenset()
-        self.committed = 0
-        self.joined: set[str] = set()
-        self.electable = False
+        return self.record.leader
+
+    @property
+    def incumbent(self) -> str:
+        """Node whose agent decides between equal halves, empty if there is none."""
+        return self.record.incumbent
+
+    @property
+    def voters(self) -> frozenset[str]:
+        """Nodes of the plan in effect; before there is one, all that have joined."""
+        return self.record.voters
+
+    @property
+    def committed(self) -> int:
+        """The last committed iteration."""
+        return self.record.committed
+
+    @property
+    def joined(self) -> set[str]:
+        """Nodes that have joined and were not lost."""
+        return {name for name, node in self.record.nodes.items() if node.alive}
+
+    @property
+    def electable(self) -> bool:
         """Whether agents may choose a leader: once a plan is in effect; who has joined may change at any time."""
-        self._node_of: dict[int, str] = {}
-        self._decided: tuple[Plan, str] | None = None
-        """The plan that was decided and is not in effect, and the node of its leader."""
+        return self.record.plan is not None
 
     @property
     def electorates(self) -> tuple[tuple[frozenset[str], str], ...]:
         """(voters, incumbent), of each of which a quorum is needed now."""
-        if self._decided is None:
-            return ((self.voters, self.incumbent),)
-        plan, leader = self._decided
-        decided = (self._nodes_of(plan), leader)
-        return ((self.voters, self.incumbent), decided) if self.electable else (decided,)
+        present = (self.voters, self.incumbent)
+        if self.record.proposed is None:
+            return (present,)
+        plan, leader = self.record.proposed
+        decided = (fold.nodes_of(self.record, plan), leader)
+        return (present, decided) if self.electable else (decided,)
 
     def quorum(self, agreeing: Set[str]) -> bool:
         """Whether the agents of these nodes may decide for all. Before anybody has joined, there is nobody to ask."""
         return all(is_quorum(voters, agreeing, incumbent) for voters, incumbent in self.electorates if voters)
-
-    def apply(self, record: Record) -> None:
-        entry = record.entry
-        self.log, self.term = record.seq, max(self.term, term_of(record.seq))
-        match entry:
-            case JobStarted():
-                self.leader = self.incumbent = entry.leader
-            case LeaderChosen():
-                self.leader = entry.node
-            case NodeJoined():
-                self.joined.add(entry.node)
-            case NodeLost():
-                self.joined.discard(entry.node)
-            case WorkerStarted():
-                self._node_of[entry.rank] = entry.node
-            case IterationCommitted():
-                self.committed = max(self.committed, entry.outcome.iteration)
-            case PlanDecided():
-                self._decided = (entry.plan, self.leader)
-            case PlanRefused() if self._decided is not None and self._decided[0].epoch == entry.epoch:
-                self._decided = None
-            case PlanInEffect() if self._decided is not None and self._decided[0].epoch == entry.epoch:
-                plan, self.incumbent = self._decided
-                self.voters, self.electable, self._decided = self._nodes_of(plan), True, None
-            case _:
-                pass
-        if not self.electable:
-            self.voters = frozenset(self.joined)
-
-    def _nodes_of(self, plan: Plan) -> frozenset[str]:
-        return frozenset(self._node_of[rank] for rank in plan.layout.ranks)

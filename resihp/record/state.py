@@ -223,3 +223,11 @@ class JobRecord:
     unexplained_nodes: dict[str, str] = field(default_factory=dict)
     """The same of nodes, and why they were lost."""
     ended: JobEnded | None = None
+    leader: str = ""
+    """Node of the latest leader; empty where it runs on none of the job's."""
+    proposed: tuple[Plan, str] | None = None
+    """The plan that was decided and is not in effect, nor refused, and the node of its leader."""
+    incumbent: str = ""
+    """Where the leader was that decided the plan in effect: its agent decides between equal halves."""
+    voters: frozenset[str] = frozenset()
+    """Nodes of the plan in effect; before there is one, all that have joined."""

@@ -42,7 +42,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     """What a transition takes: `fixed_s` + `group_s` for each communicator + `byte_s` for each byte."""
 
     fixed_s: float = 0.5
-    """Parking, planning, agreement. Ours takes 0.2 s with 8 workers (README); larger jobs have more to agree."""
+    """Parking, planning, agreement. Ours takes 0.2 s with 8 workers (measured.md); larger jobs have more to agree."""
     group_s: float = 0.15
     """Of one communicator of a rank. ResiHP rebuilds all in less than 2 s (its section 7); a rank is in 8 to 12."""
     byte_s: float = 1 / 20e9
@@ -208,16 +208,6 @@ def verdict(
         loss_s=loss_s,
         again_in_s=0.0 if go else again_in_s,
     )
-
-
-def expected_left_s(past_s: Sequence[float], elapsed_s: float, *, least: int = 5) -> float | None:
-    """For how much longer a slow-down lasts that is `elapsed_s` old: the median of past ones that became older.
-
-    `past_s` are durations, infinite for those that outlasted their job. None if fewer than `least` tell: then nobody
-    knows, which is what `verdict` takes for `duration_s`.
-    """
-    left = sorted(past - elapsed_s for past in past_s if past > elapsed_s)
-    return left[(len(left) - 1) // 2] if len(left) >= least else None
 
 
 def worth_asking(

@@ -233,7 +233,7 @@ class Allocation:
             job.record.first_plan is not None and len(job.record.active) < len(job.record.first_plan.layout.active),
             f"{entry} for what?",
         )
-        expect(job.phase == "running" and job.transition is None, f"{entry} in the middle of something else")
+        expect(job.training and job.transition is None, f"{entry} in the middle of something else")
         self.requests[entry.replacement] = "asked"
         self.instead[entry.replacement] = entry.node
 

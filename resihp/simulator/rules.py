@@ -121,7 +121,7 @@ class Rules:
     def begin(self) -> None:
         """Before each answer."""
         self.injected_now = []
-        self.taking_over = self.world.controller.job.phase == "recovering"
+        self.taking_over = self.world.controller.job.stage == "recovering"
 
     def judge(self, action: api.AnyAction) -> None:
         """Before the action is carried out."""
@@ -533,7 +533,7 @@ class Rules:
         if (
             not idle
             or self.taking_over
-            or job.phase != "running"
+            or not job.training
             or self.committed + 2 >= job.record.goal
             or scenario.slow  # what is not worth an interruption waits
             or scenario.planner_trouble

@@ -5,6 +5,10 @@ Asked by the agent (`wrapper.agent.process`) through an inherited socket; a requ
 decides nothing. In a container it does not know its parent, and ends when the agent's end of the socket is closed. It
 imports neither wrapper, slurm nor db, so that a user's modules of these names are found in the worker, and has no
 threads when it forks. It dies with the agent, and its children with it.
+
+Virtual nodes of one machine import once for all (`--shared`, started by `wrapper.supervisor.guardian`): the first
+process forks a server for each node that it is told of (`Serve`). Such a one is in its agent's process group, and so
+are its workers; it ends when the agent's end of the socket is closed, and outlives who forked it.
 """
 
 from __future__ import annotations
@@ -15,25 +19,42 @@ import importlib
 import os
 import select
 import signal
+import socket
 import sys
 import time
+import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Literal, NoReturn
 
 import msgspec
 
 from resihp.errors import ProtocolError
-from resihp.process import die_with_parent, inherited_socket, threads
+from resihp.process import adopt_orphans, die_with_parent, inherited_socket, kill_children, threads
 from resihp.protocol.framing import LocalChannel
 from resihp.worker.entry import become
 
-PRELOAD = "torch,resihp.executor"
+PRELOAD = "torch,resihp.executor.trainer,resihp.datasets"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Environment of the fork server: with more threads, libraries start theirs on import, and a fork loses them."""
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """What Slurm sends to every process of a job that is to stop: the fork server and its workers end when told to."""
+
+
+REAP_S = 2.0
+"""How long the ends of killed children are waited for."""
+
+
+class Serve(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Fork the server of one virtual node, in the process group of its agent; the socket to it comes with the frame.
+
+    `group` 0: in one of its own.
+    """
+
+    group: int
+    log: str
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -123,16 +144,14 @@ class ForkServer:
                 elif request.pid in self._ranks:
                     os.kill(request.pid, request.signal)
 
-    def kill_children(self) -> None:
-        for pid in self._ranks:
-            os.kill(pid, signal.SIGKILL)
-
     def _reap(self) -> None:
-        for pid, rank in list(self._ranks.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                del self._ranks[pid]
-                self._channel.send(Ended(rank=rank, pid=pid, status=os.waitstatus_to_exitcode(status)))
+        """Tell of workers that have ended. What they have left behind ends as our child, and nobody asks."""
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended
+                rank = self._ranks.pop(pid, None)
+                if rank is not None:
+                    self._channel.send(Ended(rank=rank, pid=pid, status=os.waitstatus_to_exitcode(status)))
 
     def _fork(self, request: Fork) -> None:
         agent_fd = self._channel.take_descriptor()
@@ -191,34 +210,82 @@ def preload(modules: str) -> None:
     gc.freeze()
 
 
+def serve(channel: LocalChannel, greeting: Ready | Unable, own: Mapping[str, str] | None = None) -> NoReturn:
+    """Be a node's fork server to its end. A worker leaves through here, as `SystemExit`."""
+    adopt_orphans()
+    channel.send(greeting)
+    if isinstance(greeting, Unable):
+        os._exit(1)
+    try:
+        ForkServer(channel, own).run()
+    except OSError as error:
+        print(f"resihp.worker.forkserver: {error}", file=sys.stderr)
+    kill_children(REAP_S)
+    os._exit(0)
+
+
+def serve_nodes(launcher: LocalChannel, greeting: Ready | Unable) -> NoReturn:
+    """Fork a server for each node that the launcher tells of; end when it is gone, and all of them.
+
+    Servers and workers leave through here, too.
+    """
+    adopt_orphans()
+    servers: set[int] = set()
+    while True:
+        try:
+            order: Serve = launcher.recv(Serve)
+            descriptor = launcher.take_descriptor()
+        except (EOFError, OSError):
+            break
+        pid = os.fork()
+        if pid == 0:
+            launcher.close()
+            serve_node(order, descriptor, greeting)
+        os.close(descriptor)
+        servers.add(pid)
+    while servers:
+        servers.discard(os.wait()[0])
+    kill_children(REAP_S)  # of a server that was killed
+    os._exit(0)
+
+
+def serve_node(order: Serve, descriptor: int, greeting: Ready | Unable) -> NoReturn:
+    """Become one of the agent's processes, unless it has gone by now, and its fork server."""
+    try:
+        os.setpgid(0, order.group)
+        log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+    except OSError as error:
+        print(f"resihp.worker.forkserver: process group {order.group}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    serve(LocalChannel(socket.socket(fileno=descriptor)), greeting)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="resihp.worker.forkserver")
-    parser.add_argument("--fd", type=int, required=True, help="socket to the agent")
-    parser.add_argument("--parent", type=int, required=True, help="process id of the agent; 0 in a container")
+    parser.add_argument("--fd", type=int, required=True, help="socket to the agent; with --shared, to the launcher")
+    parser.add_argument("--parent", type=int, required=True, help="process id of who started us; 0 in a container")
     parser.add_argument("--own", default="", help="environment variables that workers have from here, with commas")
     parser.add_argument("--preload", default=PRELOAD, help="modules to import before the first fork")
+    parser.add_argument("--shared", action="store_true", help="serve several virtual nodes")
     options = parser.parse_args(arguments)
     die_with_parent(options.parent)
     for number in (signal.SIGINT, *STOP_SIGNALS):
         signal.signal(number, signal.SIG_IGN)
     channel = LocalChannel(inherited_socket(options.fd))
     begun = time.monotonic()
+    greeting: Ready | Unable
     try:
         preload(options.preload)
-    except Exception as error:
-        what = f"{sys.executable}: cannot import {options.preload}: {type(error).__name__}: {error}"
-        channel.send(Unable(reason=what))
-        raise
-    server = ForkServer(channel, {name: os.environ[name] for name in options.own.split(",") if name in os.environ})
-    channel.send(Ready(seconds=time.monotonic() - begun))
-    try:
-        server.run()
-    except SystemExit:
-        raise  # a worker that has come to its end
-    except OSError as error:
-        print(f"resihp.worker.forkserver: {error}", file=sys.stderr)
-    server.kill_children()
-    os._exit(0)
+        greeting = Ready(seconds=time.monotonic() - begun)
+    except Exception as error:  # noqa: BLE001 - told to who waits for it
+        traceback.print_exc()
+        greeting = Unable(reason=f"{sys.executable}: cannot import {options.preload}: {type(error).__name__}: {error}")
+    if options.shared:
+        serve_nodes(channel, greeting)
+    serve(channel, greeting, {name: os.environ[name] for name in options.own.split(",") if name in os.environ})
 
 
 if __name__ == "__main__":

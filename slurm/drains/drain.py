@@ -5,7 +5,7 @@
     exclusion   always: our own jobs stay away from it for a while. The only one for a node that is not to be drained.
 
 Decides nothing about whether a node is bad or how many a job may have drained: callers do
-(`resihp.controller.nodes.drains` through `wrapper.slurm_tasks.desk`, and `resihp node`). Synchronous; each rung's
+(`resihp.controller.nodes.drains` through `wrapper.slurm_tasks.nodes`, and `resihp node`). Synchronous; each rung's
 failure is its outcome, in the terms of `journal.DrainAnswered`, and nothing raises.
 """
 

@@ -88,7 +88,7 @@ class Unsafe(Exception):
     """A folder that somebody else could tamper with: nothing is done at all."""
 
 
-class Entry(NamedTuple):
+class SpoolEntry(NamedTuple):
     """A name in the spool and what was there a moment ago; what counts is what the open file says later."""
 
     name: str
@@ -96,7 +96,7 @@ class Entry(NamedTuple):
     changed_at: float
 
 
-class Request(NamedTuple):
+class SpooledRequest(NamedTuple):
     """`uid` and `arrived_at` are the kernel's (owner and ctime), the rest is what the file says."""
 
     name: str
@@ -107,7 +107,7 @@ class Request(NamedTuple):
     text: str
 
 
-class Holding(NamedTuple):
+class NodeHolding(NamedTuple):
     """From when until when a user's job held a node, as Slurm says."""
 
     uid: int
@@ -256,16 +256,16 @@ class Spool:
                     found.append(name)
         return frozenset(found)
 
-    def look(self, names: Sequence[str], now: float) -> tuple[dict[int, list[Entry]], list[Entry]]:
+    def look(self, names: Sequence[str], now: float) -> tuple[dict[int, list[SpoolEntry]], list[SpoolEntry]]:
         """Files that could be requests by owner, the oldest first; and what is to be removed unread."""
-        requests: dict[int, list[Entry]] = {}
-        strays: list[Entry] = []
+        requests: dict[int, list[SpoolEntry]] = {}
+        strays: list[SpoolEntry] = []
         for name in names:
             try:
                 found = os.stat(name, dir_fd=self._folder, follow_symlinks=False)
             except OSError:
                 continue  # taken back
-            entry = Entry(name, found.st_uid, found.st_ctime)
+            entry = SpoolEntry(name, found.st_uid, found.st_ctime)
             if name.endswith(".json"):
                 requests.setdefault(entry.uid, []).append(entry)
             elif not stat.S_ISREG(found.st_mode) or found.st_ctime < now - STRAY_S:  # else it is about to be renamed
@@ -276,7 +276,7 @@ class Spool:
             del entries[PER_USER_RUN:]
         return requests, strays
 
-    def read(self, entry: Entry, now: float) -> Request:
+    def read(self, entry: SpoolEntry, now: float) -> SpooledRequest:
         """Raises Refused, Gone, or Waits for a file from the future: a clock was put back."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         try:
@@ -311,7 +311,7 @@ class Spool:
                 os.unlink(name, dir_fd=self._folder)
 
 
-def parsed(content: bytes, name: str, uid: int, arrived_at: float) -> Request:
+def parsed(content: bytes, name: str, uid: int, arrived_at: float) -> SpooledRequest:
     """What the request asks for. Raises Refused."""
     try:
         fields = json.loads(content.decode("utf-8"))
@@ -334,7 +334,7 @@ def parsed(content: bytes, name: str, uid: int, arrived_at: float) -> Request:
         raise Refused("has no time")
     if abs(made_at - arrived_at) > SKEW_S:
         raise Refused("its time and that of its file differ")
-    return Request(name, uid, arrived_at, str(kind), node, cleaned(text))
+    return SpooledRequest(name, uid, arrived_at, str(kind), node, cleaned(text))
 
 
 def cleaned(text: str) -> str:
@@ -346,7 +346,7 @@ def cleaned(text: str) -> str:
 # --- Slurm ----------------------------------------------------------------------------------------------------------
 
 
-class Slurm:
+class SlurmCommands:
     """The few questions that are asked of Slurm, with explicit fields, and the two things that are told to it."""
 
     def __init__(self, configuration: str | None) -> None:
@@ -357,11 +357,11 @@ class Slurm:
         if found is not None:
             self._environment["SLURM_CONF"] = found
 
-    def jobs(self, now: float) -> list[Holding]:
+    def jobs(self, now: float) -> list[NodeHolding]:
         """Who holds which node; of jobs that have ended, as long as Slurm keeps them (MinJobAge)."""
         return holdings(self._ask("squeue", "-a", "-h", "-t", "all", "-o", "%A|%U|%T|%S|%e|%N"), now)
 
-    def steps(self, now: float) -> list[Holding]:
+    def steps(self, now: float) -> list[NodeHolding]:
         """Steps that run, with the nodes they began on: those that the job has lost or given back since included.
 
         When that was is not known; the end of these holdings is their beginning.
@@ -438,7 +438,7 @@ def _words(stderr: bytes) -> str:
     return " ".join(stderr.decode("ascii", "replace").split())[:200]
 
 
-def holdings(output: str, now: float) -> list[Holding]:
+def holdings(output: str, now: float) -> list[NodeHolding]:
     """Read `id|uid|state|begin|end|nodes` lines. What cannot be read proves nothing, and is left out."""
     found = []
     for line in output.splitlines():
@@ -450,7 +450,7 @@ def holdings(output: str, now: float) -> list[Holding]:
             job, uid, begin = int(re.split(r"\D", parts[0])[0]), int(parts[1]), float(parts[3])
             runs = parts[2] in ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "RESIZING", "STOPPED")
             end = now if runs else min(float(parts[4]), now)
-            found += [Holding(uid, node, begin, max(begin, end), job) for node in expanded(parts[5])]
+            found += [NodeHolding(uid, node, begin, max(begin, end), job) for node in expanded(parts[5])]
         except ValueError:
             continue
     return found
@@ -489,7 +489,7 @@ class Memory:
         self._keep_s = keep_s
         self._dry = dry
         self.acted: list[tuple[float, int]] = []
-        self.held: list[Holding] = []
+        self.held: list[NodeHolding] = []
         self.waiting: dict[str, str] = {}
 
     def load(self) -> None:
@@ -504,7 +504,7 @@ class Memory:
             fields = json.loads(content.decode())
             self.acted = [(min(float(at), self._now), int(uid)) for at, uid in fields["acted"]]
             self.held = [
-                Holding(int(uid), str(node), float(begin), min(float(end), self._now), int(job))
+                NodeHolding(int(uid), str(node), float(begin), min(float(end), self._now), int(job))
                 for uid, node, begin, end, job in fields["held"]
             ]
             self.waiting = {str(name): str(text) for name, text in fields["waiting"].items()}
@@ -513,9 +513,9 @@ class Memory:
             raise Unsafe("memory.json was broken, it is memory.broken now; the next run begins anew") from None
         self.acted = [item for item in self.acted if item[0] > self._now - 3600]
 
-    def remember(self, held: Iterable[Holding]) -> None:
+    def remember(self, held: Iterable[NodeHolding]) -> None:
         """Keep the latest of each user on each node, as long as a request may refer to it."""
-        latest: dict[tuple[int, str], Holding] = {}
+        latest: dict[tuple[int, str], NodeHolding] = {}
         for item in (*self.held, *held):
             before = latest.get((item.uid, item.node))
             if before is None or item.end >= before.end:
@@ -537,10 +537,12 @@ class Memory:
 # --- decisions ------------------------------------------------------------------------------------------------------
 
 
-class Hook:
+class SiteHook:
     """One run: what lies in the spool, decided one by one, the users taking turns."""
 
-    def __init__(self, options: argparse.Namespace, spool: Spool, slurm: Slurm, memory: Memory, now: float) -> None:
+    def __init__(
+        self, options: argparse.Namespace, spool: Spool, slurm: SlurmCommands, memory: Memory, now: float
+    ) -> None:
         self._options = options
         self._spool = spool
         self._slurm = slurm
@@ -548,8 +550,8 @@ class Hook:
         self._now = now
         self._until = time.monotonic() + WORK_S
         self._refusals: dict[int, int] = {}
-        self._jobs: list[Holding] = []
-        self._steps: list[Holding] = []
+        self._jobs: list[NodeHolding] = []
+        self._steps: list[NodeHolding] = []
         self._views: dict[str, View] | None = None
         self._drained: list[int | None] = []
         """For whom the nodes are drained that have our reason; None for those that the hook did not drain."""
@@ -591,14 +593,14 @@ class Hook:
         known = {item.uid for item in (*self._jobs, *self._steps, *self._memory.held)}
         return known.union(uid for uid in self._drained if uid is not None)
 
-    def _turns(self, entries: dict[int, list[Entry]]) -> list[Request]:
+    def _turns(self, entries: dict[int, list[SpoolEntry]]) -> list[SpooledRequest]:
         """Requests for our nodes, one of each user, then the next of each: nobody waits for somebody's many."""
         owners = list(entries)
         random.SystemRandom().shuffle(owners)
-        queues: list[list[Request]] = []
+        queues: list[list[SpooledRequest]] = []
         reads = 0
         for uid in owners:
-            queue: list[Request] = []
+            queue: list[SpooledRequest] = []
             for entry in entries[uid] if reads < MAX_READS else ():
                 reads += 1
                 with suppress(Gone):
@@ -607,7 +609,7 @@ class Hook:
         longest = max((len(queue) for queue in queues), default=0)
         return [queue[turn] for turn in range(longest) for queue in queues if turn < len(queue)]
 
-    def _take(self, entry: Entry, queue: list[Request]) -> None:
+    def _take(self, entry: SpoolEntry, queue: list[SpooledRequest]) -> None:
         try:
             request = self._spool.read(entry, self._now)
             if request.arrived_at < self._now - self._options.max_age_s:
@@ -620,7 +622,7 @@ class Hook:
             if self._options.all or request.node == self._options.node:
                 queue.append(request)
 
-    def _decide(self, request: Request, waiting: dict[str, str]) -> None:
+    def _decide(self, request: SpooledRequest, waiting: dict[str, str]) -> None:
         who = f"asked by {user(request.uid)} in {request.name}"
         try:
             done = self._drain(request) if request.kind == "drain" else self._undrain(request)
@@ -634,7 +636,7 @@ class Hook:
             say(f"{done}; {who}")
             self._spool.remove(request.name)
 
-    def _drain(self, request: Request) -> str:
+    def _drain(self, request: SpooledRequest) -> str:
         node = request.node
         held = self._held(request)
         if not self._options.shared and self._is_shared(held):
@@ -654,7 +656,7 @@ class Hook:
         self._drained.append(request.uid)
         return f"drained node {node}: {reason}"
 
-    def _undrain(self, request: Request) -> str:
+    def _undrain(self, request: SpooledRequest) -> str:
         node = request.node
         view = self._view(node)
         if "drain" not in view.flags:
@@ -669,7 +671,7 @@ class Hook:
             self._drained.remove(request.uid)
         return f"undrained node {node}, which had: {view.reason}"
 
-    def _held(self, request: Request) -> Holding:
+    def _held(self, request: SpooledRequest) -> NodeHolding:
         """The user's own time on the node that was under way or just over when the request came. Raises Refused."""
         proofs = [item for item in (*self._jobs, *self._memory.held) if self._fits(item, request)]
         if not proofs:
@@ -680,19 +682,19 @@ class Hook:
             raise Refused("no job of theirs holds it, or has just held it")
         return max(proofs, key=lambda item: item.end)
 
-    def _fits(self, item: Holding, request: Request) -> bool:
+    def _fits(self, item: NodeHolding, request: SpooledRequest) -> bool:
         if (item.uid, item.node) != (request.uid, request.node):
             return False
         return item.begin <= request.arrived_at + SKEW_S and item.end >= request.arrived_at - self._options.window_s
 
-    def _left(self, step: Holding) -> Holding:
+    def _left(self, step: NodeHolding) -> NodeHolding:
         """The step's job has left this node: at the latest when another one came, or when the node was last busy."""
         others = (item for item in (*self._jobs, *self._memory.held) if item.node == step.node)
         after = [item.begin for item in others if item.begin > step.begin]
         idle = min(after) if after else self._slurm.idle_since(step.node)
         return step if idle is None else step._replace(end=max(step.begin, min(idle, self._now)))
 
-    def _is_shared(self, held: Holding) -> bool:
+    def _is_shared(self, held: NodeHolding) -> bool:
         """Whether another user's job was on the node at the same time: then one user alone must not drain it."""
         known = (item for item in (*self._jobs, *self._memory.held) if item.node == held.node)
         return any(item.uid != held.uid and item.begin < held.end and held.begin < item.end for item in known)
@@ -704,7 +706,7 @@ class Hook:
             raise Refused("Slurm does not tell of it")
         return view
 
-    def _count(self, request: Request) -> None:
+    def _count(self, request: SpooledRequest) -> None:
         """Raises Refused or Waits where enough was done within the hour; else it counts, before it is done."""
         if sum(uid == request.uid for _, uid in self._memory.acted) >= self._options.user_rate:
             raise Refused(f"{self._options.user_rate} of theirs were carried out within the hour")
@@ -723,7 +725,7 @@ class Hook:
             say(f"refused {name} of {user(uid)}: {text}")
         self._spool.remove(name)
 
-    def _clean(self, strays: Sequence[Entry]) -> None:
+    def _clean(self, strays: Sequence[SpoolEntry]) -> None:
         """Remove what was not read; tell how much that was, and whose."""
         counts = {uid: count - TOLD_PER_USER for uid, count in self._refusals.items() if count > TOLD_PER_USER}
         for entry in strays:
@@ -789,7 +791,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         now = time.time()
         memory = Memory(state, now, keep_s=options.window_s + options.max_age_s, dry=options.dry_run)
         memory.load()
-        Hook(options, spool, Slurm(options.conf), memory, now).run(names)
+        SiteHook(options, spool, SlurmCommands(options.conf), memory, now).run(names)
     except (Unsafe, NoAnswer, OutOfTime, OSError) as error:
         say(f"stopped, what is left waits for the next run: {error}")
     except Exception as error:  # noqa: BLE001 - a health check must not end with a traceback

@@ -279,7 +279,9 @@ def everything(ledger: Ledger, name: str | None = None) -> dict[str, Any]:
 
 def rank_reports(url: str) -> list[dict[str, Any]]:
     with Reader.open(url) as reader:
-        return reader.fetch(select(models.RankReport).order_by(models.RankReport.iteration, models.RankReport.rank))
+        return reader.fetch(
+            select(models.RankReportRow).order_by(models.RankReportRow.iteration, models.RankReportRow.rank)
+        )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from sqlalchemy import text
 from db import migrate
 from db.engine import make_engine, resolve
 from db.exchange import export, import_from
-from db.models import Base
+from db.models import LedgerTable
 from db.reading.queries import TABLES, Reader
 from db.writer import Ledger, catch_up
 from resihp.errors import JobNotFoundError, LedgerError, ResihpError, UsageError
@@ -65,7 +65,7 @@ def everything_in(url: str) -> list[dict[str, Any]]:
         jobs = []
         for job in connection.execute(text("SELECT id, uuid FROM jobs ORDER BY uuid")).all():
             found: dict[str, Any] = {}
-            for table in Base.metadata.sorted_tables:
+            for table in LedgerTable.metadata.sorted_tables:
                 own = table.c.id == job.id if table.name == "jobs" else table.c.job_id == job.id
                 columns = [column for column in table.columns if column.name not in ("id", "job_id")]
                 query = table.select().with_only_columns(*columns).where(own).order_by(*table.primary_key)
@@ -86,7 +86,7 @@ def full(ledger_urls: Urls, tmp_path: Path) -> str:
 def test_every_table_is_in_the_full_ledger(full: str) -> None:
     found = everything_in(full)
     assert len(found) == 4
-    assert [name for name in Base.metadata.tables if not any(job[name] for job in found)] == []
+    assert [name for name in LedgerTable.metadata.tables if not any(job[name] for job in found)] == []
 
 
 def test_out_and_in_again_is_the_same_ledger(full: str, ledger_urls: Urls, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_out_and_in_again_is_the_same_ledger(full: str, ledger_urls: Urls, tmp_p
 def test_an_export_is_plain_parquet(full: str, tmp_path: Path) -> None:
     export(full, tmp_path / "out")
     files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert files == {"manifest.json", *(f"{name}.parquet" for name in Base.metadata.tables)}
+    assert files == {"manifest.json", *(f"{name}.parquet" for name in LedgerTable.metadata.tables)}
     iterations = pd.read_parquet(tmp_path / "out" / "iterations.parquet")
     jobs = pd.read_parquet(tmp_path / "out" / "jobs.parquet")
     assert set(iterations["job_uuid"]) <= set(jobs["uuid"])
@@ -347,4 +347,4 @@ def test_a_job_that_writes_meanwhile(ledger_urls: Urls, tmp_path: Path) -> None:
             ledger.submit(record)
         assert ledger.flush(30)
     assert everything_in(url) == everything_in(ahead)
-    assert set(TABLES) <= set(Base.metadata.tables)
+    assert set(TABLES) <= set(LedgerTable.metadata.tables)

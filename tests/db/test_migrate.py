@@ -19,7 +19,7 @@ from sqlalchemy.exc import IntegrityError
 
 from db import migrate
 from db.engine import file_of, make_engine, resolve
-from db.models import Base
+from db.models import LedgerTable
 from db.reading.queries import Reader
 from db.writer import Ledger, catch_up
 from resihp.errors import LedgerError
@@ -42,26 +42,26 @@ def test_migrated_schema_equals_the_models(ledger_url: str) -> None:
     with engine.connect() as connection:
         options = {"version_table": migrate.VERSION_TABLE, "compare_type": True, "compare_server_default": True}
         context = MigrationContext.configure(connection, opts=options)
-        assert compare_metadata(context, Base.metadata) == []
+        assert compare_metadata(context, LedgerTable.metadata) == []
         names = set(inspect(connection).get_table_names())
         checks = {
             (table, check["name"])
-            for table in Base.metadata.tables
+            for table in LedgerTable.metadata.tables
             for check in inspect(connection).get_check_constraints(table)
         }
     engine.dispose()
-    assert names == {*Base.metadata.tables, migrate.VERSION_TABLE}
+    assert names == {*LedgerTable.metadata.tables, migrate.VERSION_TABLE}
     # Alembic compares no check constraints.
     assert checks == {
         (table.name, str(check.name))
-        for table in Base.metadata.tables.values()
+        for table in LedgerTable.metadata.tables.values()
         for check in table.constraints
         if type(check).__name__ == "CheckConstraint"
     }
 
 
 def test_the_design_s_tables_are_there() -> None:
-    assert set(Base.metadata.tables) == {
+    assert set(LedgerTable.metadata.tables) == {
         *("jobs", "nodes", "workers", "iterations", "rank_reports", "failures", "probes", "plans"),
         *("reconfigurations", "drains", "replacements", "events"),
     }

@@ -15,6 +15,9 @@ from typing import Any
 
 import psutil
 
+from tests.integration.fork_server import fork_server
+from wrapper.launch.preloading import FOR_TESTS
+
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "examples" / "pretrain_gpt.py"
 RESIHP = [sys.executable, "-m", "wrapper"]
@@ -45,6 +48,7 @@ class Job:
             "RESIHP_LOCAL": str(self.folder / "local"),
             # torch asks for the name of the store's address; a machine without a resolver waits 5 s for that.
             "RES_OPTIONS": "timeout:1 attempts:1",
+            FOR_TESTS: fork_server(),
             **UNWATCHED,
         }
 
@@ -108,12 +112,13 @@ class Job:
         return {row["iteration"]: row["loss"] for row in self.history("iterations")}
 
     def processes(self) -> list[psutil.Process]:
-        """Every live process that belongs to this job, found by its environment."""
-        mark = str(self.folder / "local")
+        """Every live process that belongs to this job: by its environment, or where it was forked, by its log."""
+        mark, folder = str(self.folder / "local"), f"{self.folder}/"
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get("RESIHP_LOCAL") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                ours = process.environ().get("RESIHP_LOCAL") == mark or _log(process.pid).startswith(folder)
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except psutil.Error:
                 continue
@@ -125,6 +130,13 @@ class Job:
                 process.send_signal(signal.SIGKILL)
             except psutil.Error:
                 continue
+
+
+def _log(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/fd/2")
+    except OSError:
+        return ""
 
 
 def jobs(folder: Path) -> Iterator[Callable[[str], Job]]:

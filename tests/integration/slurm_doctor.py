@@ -7,7 +7,7 @@ import sys
 import msgspec
 
 from tests.integration.slurm_jobs import Desk
-from wrapper.commands.doctor.machine import Finding
+from wrapper.commands.doctor.machine import CheckResult
 
 _ASK = """
 import os, sys
@@ -20,7 +20,7 @@ sys.stdout.buffer.write(msgspec.json.encode(found))
 _GRAVITY = ("ok", "skipped", "warning", "unknown", "failed")
 
 
-def findings(desk: Desk, job: str = "", *, before: str = "") -> list[Finding]:
+def findings(desk: Desk, job: str = "", *, before: str = "") -> list[CheckResult]:
     """All that is found on a node, where a desk's user can read us. `before`: shell commands that come first."""
     (desk.folder / "asked.toml").write_text(job)
     argv = [sys.executable, "-c", _ASK, str(desk.folder / "asked.toml")]
@@ -33,10 +33,10 @@ def findings(desk: Desk, job: str = "", *, before: str = "") -> list[Finding]:
         node=desk.cluster.nodes[0],
         timeout_s=300,
     )
-    return msgspec.json.decode(done.stdout, type=list[Finding])
+    return msgspec.json.decode(done.stdout, type=list[CheckResult])
 
 
-def ask(desk: Desk, job: str = "", *, before: str = "") -> dict[str, Finding]:
+def ask(desk: Desk, job: str = "", *, before: str = "") -> dict[str, CheckResult]:
     """The gravest finding of each check."""
     found = sorted(findings(desk, job, before=before), key=lambda finding: _GRAVITY.index(finding.outcome))
     return {finding.check: finding for finding in found}

@@ -18,7 +18,7 @@ from typing import Any
 from resihp.controller import Controller
 from resihp.controller.interface import AgentJoined, AnyAction, AnyEvent, CutConnection, WorkerSaid
 from resihp.errors import ProtocolError
-from resihp.process import die_with_parent
+from resihp.process import die_with_parent, inherited_socket
 from wrapper.config.run_spec import load
 from wrapper.supervisor.guardian import guard
 from wrapper.supervisor.process import bury, heir_of, supervise_with
@@ -103,7 +103,10 @@ def supervise(run_file: str, *arguments: str) -> int:
             print(f"cannot be taken over: {error}", file=sys.stderr)
             return bury(request, options["--take-over"], listener)
         controller = kind.recover(request.settings, (record.entry for record in heir.records))
-    running = supervise_with(request, controller, nothing, nothing, PretendedStore(), listener=listener, heir=heir)
+    forks = inherited_socket(int(options["--forks"])) if "--forks" in options else None
+    running = supervise_with(
+        request, controller, nothing, nothing, PretendedStore(), listener=listener, heir=heir, forks=forks
+    )
     return asyncio.run(running)
 
 

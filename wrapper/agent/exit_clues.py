@@ -14,7 +14,8 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from resihp.detector.diagnosis.clues import Clock, Clue, read_log
+from resihp.detector.diagnosis.clues import Clock, read_log
+from resihp.protocol.messages import Clue
 
 LOG_BYTES = 64 << 10
 KERNEL_BYTES = 64 << 10

@@ -24,7 +24,7 @@ import msgspec
 import psutil
 
 from resihp.errors import ConfigurationError, ResihpError, UsageError
-from resihp.process import adopt_orphans
+from resihp.process import adopt_orphans, inherited_socket
 from resihp.protocol import messages as m
 from wrapper.agent.journal_copy import Replica, local_place
 from wrapper.agent.log_mirror import LogMirror, print_to
@@ -33,6 +33,7 @@ from wrapper.agent.supervisor_link import LeaderLink
 from wrapper.agent.workers import Workers
 from wrapper.config.run_spec import RunRequest, load
 from wrapper.job_folder import SupervisorFile
+from wrapper.launch import preloading
 from wrapper.launch.interfaces import of_workers
 from wrapper.launch.launcher import NO_JOB_STATUS
 
@@ -49,7 +50,16 @@ REPORTED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signa
 class Agent:
     """One node's agent. `run` returns when there is nothing left to do. `logs`: where its processes write theirs."""
 
-    def __init__(self, request: RunRequest, node: str, host: str, port: int, logs: Path, lease: int = 0) -> None:
+    def __init__(
+        self,
+        request: RunRequest,
+        node: str,
+        host: str,
+        port: int,
+        logs: Path,
+        lease: int = 0,
+        forks: socket.socket | None = None,
+    ) -> None:
         job = request.of_job
         self._request = request
         self._node = node
@@ -60,7 +70,7 @@ class Agent:
         if request.succession:
             self._replica = Replica(local_place(job) / f"{node}.copy")
             self._peers = Peers(node, job.run_file, job.key, self._replica, self._link, request.ports)
-        self._workers = Workers(request, node, logs, self._link.tell, lambda: self.dismiss(0.0))
+        self._workers = Workers(request, node, logs, self._link.tell, lambda: self.dismiss(0.0), forks)
         self._needed = asyncio.Event()
         """Set once there are workers to be started."""
         self._release: asyncio.Future[float] = asyncio.get_running_loop().create_future()
@@ -207,12 +217,12 @@ def node_name(asked: str) -> str:
     return name
 
 
-def run(request: RunRequest, node: str, address: str, lease: int) -> None:
+def run(request: RunRequest, node: str, address: str, lease: int, forks: socket.socket | None = None) -> None:
     """Be the agent. With succession, logs are on the node's own disk: a hung folder must not stop what writes them."""
     host, _, port = (address or _address_of(request)).rpartition(":")
 
     async def live(logs: Path) -> None:
-        await Agent(request, node, host.strip("[]"), int(port), logs, lease).run()
+        await Agent(request, node, host.strip("[]"), int(port), logs, lease, forks).run()
 
     job = request.of_job
     if not request.succession:
@@ -249,11 +259,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--node", default="-", help="this node's name; -: as Slurm says (SLURMD_NODENAME)")
     parser.add_argument("--supervisor", default="", help="host:port; as the job's folder says if left out")
     parser.add_argument("--lease", type=int, default=0, help="number of the request for a node that this one answers")
+    parser.add_argument("--forks", type=int, help="inherited socket to a fork server; without it, one is started")
     options = parser.parse_args(arguments)
     node = options.node
     try:
         node = node_name(options.node)
-        run(_load(options.run), node, options.supervisor, options.lease)
+        request = _load(options.run)
+        forks = preloading.for_agent(request, node) if options.forks is None else inherited_socket(options.forks)
+        run(request, node, options.supervisor, options.lease, forks)
     except _NoJobError as error:
         print(f"agent {node}: {error}", file=sys.stderr)
         sys.exit(NO_JOB_STATUS)

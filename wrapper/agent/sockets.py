@@ -101,7 +101,9 @@ class ForkServerLink:
         report: Callable[[Forked | NotForked | Ended], None],
         unable: Callable[[str], None],
         inside: Container | None = None,
+        shared: socket.socket | None = None,
     ) -> None:
+        """`shared`: to one that virtual nodes have in common, and that is there already."""
         self._program = program
         self._container = inside
         self._log = log
@@ -111,12 +113,20 @@ class ForkServerLink:
         self._waiting: list[tuple[Fork, socket.socket]] = []
         self._ready = False
         self._reason: str | None = None
+        self._sock = shared
         self._process: asyncio.subprocess.Process | None = None
+        self._leaving = False
+        self._gone = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the process. Raises OSError when the interpreter is not there."""
-        self._sock, theirs = socket.socketpair()
+        """Start the process, if it is one of our own. Raises OSError when the interpreter is not there."""
+        if self._sock is None:
+            self._sock = await self._start_process()
         self._channel = LocalChannel(self._sock)
+        asyncio.get_running_loop().add_reader(self._sock, self._readable)
+
+    async def _start_process(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
         preload = "" if self._program.kind == "command" else self._program.preload
         inside = self._container
         parent = 0 if inside else os.getpid()
@@ -139,7 +149,7 @@ class ForkServerLink:
                 stderr=log,
                 env=container.environment(inside, own_environment() | ONE_THREAD),
             )
-        asyncio.get_running_loop().add_reader(self._sock, self._readable)
+        return ours
 
     def fork(self, request: Fork, worker_end: socket.socket) -> None:
         """Ask for a worker; takes over `worker_end`."""
@@ -154,17 +164,22 @@ class ForkServerLink:
 
     def close(self) -> None:
         """Let it go: it kills its children and ends."""
-        if self._process is None:
-            return
-        asyncio.get_running_loop().remove_reader(self._sock)
-        self._channel.close()
+        self._leaving = True
+        if self._sock is not None:
+            with suppress(OSError):
+                self._sock.shutdown(socket.SHUT_WR)
 
     async def gone(self, timeout_s: float) -> None:
         """Wait for its end, not longer than that."""
-        if self._process is not None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
+        if self._sock is None:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._gone.wait()
+                if self._process is not None:
                     await self._process.wait()
+        asyncio.get_running_loop().remove_reader(self._sock)
+        self._channel.close()
 
     def _tell(self, request: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
         try:
@@ -173,6 +188,7 @@ class ForkServerLink:
             print(f"fork server: {error}", flush=True)  # its end is noticed by the reader
 
     def _readable(self) -> None:
+        assert self._sock is not None
         try:
             chunk = self._sock.recv(CHUNK_BYTES, socket.MSG_DONTWAIT)
         except (BlockingIOError, InterruptedError):
@@ -181,7 +197,11 @@ class ForkServerLink:
             chunk = b""
         if not chunk:
             asyncio.get_running_loop().remove_reader(self._sock)
-            self._unable(self._reason or f"the fork server ended; see {self._log}")
+            self._gone.set()
+            if not self._leaving:
+                self._unable(self._reason or f"the fork server ended; see {self._log}")
+            return
+        if self._leaving:
             return
         for report in self._codec.feed(chunk):
             match report:

@@ -45,7 +45,10 @@ class Worker:
 
 
 class Workers:
-    """All workers of this node. `tell` hands a message to the leader; `of_no_use`: nothing can be started here."""
+    """All workers of this node. `tell` hands a message to the leader; `of_no_use`: nothing can be started here.
+
+    `shared`: to the fork server, where virtual nodes have one in common (`wrapper.launch.preloading`).
+    """
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class Workers:
         logs: Path,
         tell: Callable[[m.AgentMessage], None],
         of_no_use: Callable[[], None],
+        shared: socket.socket | None = None,
     ) -> None:
         self._request = request
         self._node = node
@@ -76,10 +80,11 @@ class Workers:
         """Of the last `Go`."""
         self._forks = ForkServerLink(
             request.program,
-            logs / f"{node}.forkserver.log",
+            (logs if shared is None else request.of_job.logs) / f"{node}.forkserver.log",
             self._forked,
             self._fork_server_ended,
             container.with_folders(request.container, [logs] if request.succession else []),
+            shared,
         )
 
     async def start(self) -> None:

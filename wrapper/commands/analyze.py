@@ -22,7 +22,7 @@ from resihp.errors import ResihpError, UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from resihp.detector.offline.analysis import Analysis, Event
+    from resihp.detector.offline.analysis import Analysis, SpeedChange
     from resihp.detector.offline.logs import Recording
 
 LARGEST_BYTES = 2 << 30
@@ -198,11 +198,11 @@ def _ranks_table(analysis: Analysis) -> Table:
     return table
 
 
-def _change(event: Event) -> str:
+def _change(event: SpeedChange) -> str:
     return f"{event.change * 100:+.0f} %"
 
 
-def _where(event: Event) -> str:
+def _where(event: SpeedChange) -> str:
     if event.where is None:
         return "-"
     named = (("dp", event.where.dp), ("stage", event.where.stage), ("rank", event.where.rank))

@@ -35,7 +35,7 @@ LIKELY = ("train.py", "pretrain.py", "pretrain_gpt.py", "main.py")
 PLACEHOLDER = ("echo", "put your training command into job.toml")
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
+class JobFileChoice(msgspec.Struct, frozen=True, kw_only=True):
     """What stands in the files. `why` tells where it comes from, for their comments; None: not said."""
 
     nodes: int
@@ -114,7 +114,7 @@ def choose(
     gpus_per_node: int | None = None,
     partition: str | None = None,
     seconds: float | None = None,
-) -> Choice:
+) -> JobFileChoice:
     """What was asked for, else what Slurm has, else what is usual. Raises UsageError for what Slurm does not have."""
     from slurm.errors import SlurmError
 
@@ -145,7 +145,7 @@ def choose(
         if seconds is not None and limit is not None and seconds > limit:
             raise UsageError(f"--time: partition {view.name} allows {limit / 3600:g} h; sinfo -p {view.name} -o %l")
         seconds = seconds or min(limit or LONGEST_S, LONGEST_S)
-    return Choice(
+    return JobFileChoice(
         nodes=nodes or min(USUAL_NODES, view.nodes if view else USUAL_NODES),
         gpus_per_node=gpus_per_node or (max(view.gpus, 1) if view else 8),
         seconds=seconds or LONGEST_S,
@@ -181,11 +181,11 @@ def _command() -> tuple[str, ...]:
 # --- the files ------------------------------------------------------------------------------------------------------
 
 
-def write(wanted: Choice, folder: Path, *, force: bool) -> tuple[str, str]:
+def write(wanted: JobFileChoice, folder: Path, *, force: bool) -> tuple[str, str]:
     """Write both files, or none; their names. Raises UsageError for files that are there, and what cannot be read."""
     import tempfile
 
-    from wrapper.commands.submit.command import script_of
+    from wrapper.commands.submit import script_of
     from wrapper.config.schema import read
 
     job_file, script = folder / JOB_FILE, folder / SCRIPT
@@ -209,7 +209,7 @@ def write(wanted: Choice, folder: Path, *, force: bool) -> tuple[str, str]:
     return JOB_FILE, SCRIPT
 
 
-def job_text(wanted: Choice) -> str:
+def job_text(wanted: JobFileChoice) -> str:
     """job.toml. Keys that are usually left alone stand there as comments, with what they are by default."""
     seconds = wanted.seconds or LONGEST_S
     warning_s = WARNING_S if seconds >= 2 * WARNING_S else max(LEAST_WARNING_S, seconds // 4)

@@ -134,7 +134,8 @@ def health(
     Example: resihp node health --ledger postgresql+psycopg://cluster/resihp
     """
     from db.reading.health import health_rows
-    from wrapper.commands.status import opened, to_json
+    from wrapper.output.answers import to_json
+    from wrapper.output.ledgers import opened
 
     with opened(job, ledger) as (reader, _):
         rows = health_rows(reader)

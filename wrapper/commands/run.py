@@ -20,7 +20,6 @@ from slurm.client import Slurm
 from slurm.errors import SlurmError
 from wrapper.commands import earlier_runs
 from wrapper.commands.resume import CompletedError, Resumption, after_restart, asked_for, if_there_is_one
-from wrapper.commands.submit import batch_script, chain
 from wrapper.config import container, values
 from wrapper.config.program import resolve
 from wrapper.config.run_spec import RunRequest, SlurmRequest
@@ -28,9 +27,10 @@ from wrapper.config.schema import Configuration, check_partition, read
 from wrapper.config.shape import check_layout, check_target, of_allocation, on_this_machine
 from wrapper.exit_codes import REQUEUE
 from wrapper.job_folder import create_local_job, create_slurm_job, home
-from wrapper.launch import allocation, interfaces
+from wrapper.launch import allocation, batch_script, interfaces
 from wrapper.launch.allocation import Allocation
 from wrapper.sinks import fanout
+from wrapper.slurm_tasks import chain
 from wrapper.slurm_tasks.requeue import end_for_good
 from wrapper.supervisor import guardian
 from wrapper.supervisor.nonblocking_stderr import never_wait_for_stderr

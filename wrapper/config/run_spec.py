@@ -78,7 +78,7 @@ class Container(msgspec.Struct, frozen=True, kw_only=True):
     mounts: tuple[tuple[str, str, bool], ...]
 
 
-class Listening(msgspec.Struct, frozen=True, kw_only=True):
+class ListenerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Who is told of the job (`wrapper.sinks.fanout`). Paths are absolute; 0 and empty strings: nobody.
 
     `webhook` may be secret: this file is its owner's alone, and nothing else of us holds it.
@@ -142,7 +142,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Iteration of the newest checkpoint that there was; 0 for none."""
     slurm: SlurmRequest | None = None
     container: Container | None = None
-    listening: Listening = Listening()
+    listening: ListenerSettings = ListenerSettings()
     configuration: dict[str, object]
 
     def __post_init__(self) -> None:

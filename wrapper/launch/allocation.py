@@ -18,7 +18,7 @@ import msgspec
 from resihp.errors import UsageError
 from slurm.client import Slurm
 from slurm.errors import SlurmError
-from wrapper.commands.submit.batch_script import options
+from wrapper.launch.batch_script import options
 
 NOT_THERE = (
     "not in a Slurm allocation: resihp submit job.toml submits a job, resihp submit job.toml --dry-run > job.sbatch "

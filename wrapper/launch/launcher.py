@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from resihp.protocol.framing import LocalChannel
+from resihp.worker.forkserver import Serve
 from wrapper.job_folder import Job
 
 NO_JOB_STATUS = 3
@@ -65,7 +68,9 @@ class LocalLauncher:
     host = "127.0.0.1"
     worker_environment: Mapping[str, str] = {"GLOO_SOCKET_IFNAME": "lo"}
 
-    def __init__(self, job: Job, run_file: Path, nodes: int) -> None:
+    def __init__(self, job: Job, run_file: Path, nodes: int, preloading: socket.socket | None = None) -> None:
+        """`preloading`: to what forks a fork server for each node (`wrapper.launch.preloading`)."""
+        self._preloading = None if preloading is None else LocalChannel(preloading)
         self._job = job
         self._run_file = run_file
         self.nodes = tuple(f"n{i + 1}" for i in range(nodes))
@@ -74,29 +79,33 @@ class LocalLauncher:
 
     async def start(self, port: int, ended: AgentEnded) -> None:
         for node in self.nodes:
-            command = [
-                sys.executable,
-                "-P",
-                "-m",
-                "wrapper.agent.process",
-                "--run",
-                str(self._run_file),
-                "--node",
-                node,
-            ]
-            with (self._job.logs / f"{node}.agent.log").open("ab") as log:
-                process = await asyncio.create_subprocess_exec(
-                    *command,
-                    "--supervisor",
-                    f"{self.host}:{port}",
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=own_environment(),
-                    process_group=0,
-                )
+            process = await self._start(node, port)
             self._groups[node] = process.pid
             self._watches.add(asyncio.create_task(self._watch(node, process, ended)))
+        if self._preloading is not None:
+            self._preloading.close()
+
+    async def _start(self, node: str, port: int) -> asyncio.subprocess.Process:
+        command = [sys.executable, "-P", "-m", "wrapper.agent.process", "--run", str(self._run_file), "--node", node]
+        command += ["--supervisor", f"{self.host}:{port}"]
+        agents, servers = socket.socketpair()
+        forks = () if self._preloading is None else (agents.fileno(),)
+        with agents, servers, (self._job.logs / f"{node}.agent.log").open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                *(f"--forks={number}" for number in forks),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=own_environment(),
+                process_group=0,
+                pass_fds=forks,
+            )
+            if self._preloading is not None:
+                order = Serve(group=process.pid, log=str(self._job.logs / f"{node}.forkserver.log"))
+                with suppress(OSError):  # it has ended: the agent will notice
+                    self._preloading.send(order, [servers.fileno()])
+        return process
 
     def adopt(self, node: str, pid: int, ended: AgentEnded) -> None:
         """Its process is not our child: how it ends cannot be seen, only when."""

@@ -258,7 +258,7 @@ class SlurmLauncher:
         self._troubles.clear()
 
 
-class Message:
+class SrunLine:
     """One line of srun: the agents whose end it tells, with their exit status; or else just its text."""
 
     def __init__(self, text: str, ends: Sequence[tuple[str, int]] = ()) -> None:
@@ -286,12 +286,12 @@ class Messages:
         self.launched = False
         """Whether anything was heard of a task, so that the step was more than a wish."""
 
-    def feed(self, new: bytes) -> list[Message]:
+    def feed(self, new: bytes) -> list[SrunLine]:
         self.bytes_read += len(new)
         *lines, self._rest = (self._rest + new).split(b"\n")
         return [message for line in lines if (message := self._parse(line.decode(errors="replace").strip()))]
 
-    def _parse(self, line: str) -> Message | None:
+    def _parse(self, line: str) -> SrunLine | None:
         if match := _EXITED.fullmatch(line):
             return self._ends(line, match, int(match["code"]))
         if match := _FAILED.fullmatch(line):
@@ -300,11 +300,11 @@ class Messages:
             return self._ends(line, match, -_SIGNALS[match["signal"]])
         if not line or any(words in line for words in _HARMLESS):
             return None
-        return Message(line)
+        return SrunLine(line)
 
-    def _ends(self, line: str, match: re.Match[str], status: int) -> Message:
+    def _ends(self, line: str, match: re.Match[str], status: int) -> SrunLine:
         self.launched = True
-        return Message(line, [(self._nodes[i], status) for i in indices(match["tasks"]) if i < len(self._nodes)])
+        return SrunLine(line, [(self._nodes[i], status) for i in indices(match["tasks"]) if i < len(self._nodes)])
 
 
 def indices(text: str) -> list[int]:

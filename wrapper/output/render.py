@@ -1,6 +1,6 @@
 """Pieces of what a user sees on a terminal: the layout grid with health, durations, counts, text printed as it is.
 
-Used by `wrapper.sinks.terminal` and `wrapper.commands.status`. Decides nothing. Nothing here reads Rich markup: names
+Used by `wrapper.sinks.terminal` and `wrapper.commands`. Decides nothing. Nothing here reads Rich markup: names
 and reasons come from outside and are printed literally.
 """
 
@@ -88,21 +88,6 @@ def _runs(ranks: Iterable[int], health: Mapping[int, Health], default: Health) -
 
 def _layers(stage: Stage) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in stage.chunks)
-
-
-def placed(health: Mapping[int, Health], layout: Layout) -> dict[int, Health]:
-    """What live ranks are by their places in the layout; what they are otherwise stays."""
-    standby, active = set(layout.standby), set(layout.active)
-    return {
-        rank: was
-        if was in ("slow", "suspected", "dead")
-        else "standby"
-        if rank in standby
-        else "active"
-        if rank in active
-        else "starting"
-        for rank, was in health.items()
-    }
 
 
 def legend(health: Iterable[Health]) -> str:
@@ -238,3 +223,24 @@ def _wrapped(label: str, words: Sequence[tuple[str, Health]], width: int) -> lis
             lines.append(Text(" " * len(label)))
         lines[-1].append(word, STYLES[state]).append(" ")
     return lines
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """`0-3 6 8`: in order, neighbours as a range."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def hours(gpu_hours: float) -> str:
+    """`1,234 GPU-h`, `8.21 GPU-h`; of little, `12.3 GPU-min` or `4.56 GPU-s`."""
+    if gpu_hours >= 99.95:
+        return f"{gpu_hours:,.0f} GPU-h"
+    for unit, size in (("h", 1.0), ("min", 1 / 60)):
+        if gpu_hours >= 0.9995 * size:
+            return f"{gpu_hours / size:.3g} GPU-{unit}"
+    return f"{gpu_hours * 3600:.3g} GPU-s"

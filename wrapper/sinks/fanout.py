@@ -1,7 +1,7 @@
 """Who hears of a job beside its ledger: metrics, hooks, TensorBoard. Each record of the journal goes to all of them.
 
 `asked` checks what the configuration asks for, before anything is started; `listeners` opens it in the supervisor, one
-that takes over included; `Listeners` stands where the ledger stood (`wrapper.supervisor.shell.LedgerLike`). Whatever
+that takes over included; `Listeners` stands where the ledger stood (`LedgerLike`). Whatever
 happens to a listener, neither the job nor the ledger notices.
 """
 
@@ -17,18 +17,25 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from resihp.errors import ConfigurationError
-from wrapper.config.run_spec import Listening, RunRequest
+from wrapper.config.run_spec import ListenerSettings, RunRequest
 
 if TYPE_CHECKING:
     from resihp.record.journal import Record
     from wrapper.config.schema import Configuration
     from wrapper.sinks.metrics import Outside
-    from wrapper.supervisor.shell import LedgerLike
 
 CLOSE_S = 5.0
 """How long the end of a job waits for those who are still to be told of it, all together."""
 
 _log = logging.getLogger("resihp.listeners")
+
+
+class LedgerLike(Protocol):
+    """`db.writer.Ledger`, as a supervisor uses it."""
+
+    def submit(self, record: Record) -> None: ...
+    def telemetry(self, rows: list[dict[str, Any]]) -> None: ...
+    def close(self) -> object: ...
 
 
 class Listener(Protocol):
@@ -68,7 +75,7 @@ class Listeners:
         return self._ledger.close()
 
 
-def asked(configuration: Configuration) -> Listening:
+def asked(configuration: Configuration) -> ListenerSettings:
     """What `[metrics]` and `[hooks]` ask for. Raises ConfigurationError for what cannot be had."""
     metrics, hooks = configuration.metrics, configuration.hooks
     for key in ("port", "textfile"):
@@ -88,7 +95,7 @@ def asked(configuration: Configuration) -> Listening:
         from wrapper.sinks.hooks import url_in
 
         url_in(Path(hooks.webhook_file).expanduser().absolute())
-    return Listening(
+    return ListenerSettings(
         metrics_port=metrics.port,
         textfile=_absolute(metrics.textfile),
         tensorboard=_absolute(metrics.tensorboard),

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Literal
 
 from db.reading.goodput import Counting
 from resihp.record import journal
+from wrapper.output.rank_health import RankHealth
 
 if TYPE_CHECKING:
     from resihp.parallelism.layout import Layout
 
-RANK_STATES = ("active", "standby", "starting", "suspected", "ended")
+RANK_STATES = ("active", "standby", "starting", "slow", "suspected", "ended")
 
 
 @dataclass
@@ -56,9 +57,9 @@ class Figures:
     predicted_seconds: float | None = None
     layout: Layout | None = None
     decided: Layout | None = None
-    live: set[int] = field(default_factory=set)
+    health: RankHealth = field(default_factory=RankHealth)
     ended: int = 0
-    suspected: set[int] = field(default_factory=set)
+    """Workers, also of ranks that run again."""
     nodes: set[str] = field(default_factory=set)
     nodes_lost: int = 0
     failures: Counter[tuple[str, str, str]] = field(default_factory=Counter)
@@ -99,14 +100,11 @@ class Figures:
 
     def ranks(self) -> dict[str, int]:
         """Ranks by state, each in one: those that run and have no part in the plan in effect are `starting`."""
-        standby = set(self.layout.standby) if self.layout else set()
-        active = set(self.layout.active) if self.layout else set()
-        found = Counter({"ended": self.ended})
-        for rank in self.live:
-            if rank in self.suspected:
-                found["suspected"] += 1
-            else:
-                found["active" if rank in active else "standby" if rank in standby else "starting"] += 1
+        running = self.health.running
+        found: Counter[str] = Counter(
+            state for rank, state in self.health.by_rank(self.layout).items() if rank in running
+        )
+        found["ended"] = self.ended
         return {state: found[state] for state in RANK_STATES}
 
 
@@ -120,6 +118,9 @@ def follow(figures: Figures, record: journal.Record) -> None:
     entry, at = record.entry, record.at
     if not (isinstance(entry, journal.JobEnded) and entry.state == "abnormal"):
         figures.last_at = at
+    if isinstance(entry, journal.WorkerEnded) and entry.rank in figures.health.running:
+        figures.ended += 1
+    figures.health.follow(entry)
     match entry:
         case journal.JobStarted():
             figures.job, figures.user, figures.version = entry.job, entry.user, entry.version
@@ -131,27 +132,14 @@ def follow(figures: Figures, record: journal.Record) -> None:
         case journal.NodeLost():
             figures.nodes.discard(entry.node)
             figures.nodes_lost += 1
-        case journal.WorkerStarted():
-            figures.live.add(entry.rank)
-        case journal.WorkerEnded():
-            if entry.rank in figures.live:
-                figures.live.discard(entry.rank)
-                figures.ended += 1
-            figures.suspected.discard(entry.rank)
         case journal.PlanDecided():
             figures.decided, figures.epoch = entry.plan.layout, entry.plan.epoch
             if figures.layout is None:
                 figures.layout = figures.decided
         case journal.PlanInEffect():
             figures.layout = figures.decided
-        case journal.Suspected(rank=int() as rank):
-            if entry.cleared:
-                figures.suspected.discard(rank)
-            else:
-                figures.suspected.add(rank)
         case journal.FailureFound():
             figures.failures[entry.kind, entry.component, entry.node or ""] += 1
-            figures.suspected -= set(entry.ranks)
         case journal.FailureEnded():
             figures.recovered += 1
         case journal.Reconfigured():

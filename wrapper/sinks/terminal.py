@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec
 
 from rich.console import Console, Group
@@ -18,7 +18,8 @@ from rich.text import Text
 
 from resihp.record import journal
 from resihp.record.describe import explain, size
-from wrapper.output.render import Health, count, duration, layout_grid, legend, literal, placed
+from wrapper.output.rank_health import RankHealth
+from wrapper.output.render import count, duration, layout_grid, legend, literal
 
 if TYPE_CHECKING:
     from resihp.controller.interface import Settings
@@ -63,9 +64,7 @@ class LiveView:
         self._console = console
         self._settings = settings
         self._clock = clock
-        self._health: dict[int, Health] = {}
-        self._slow: dict[int, tuple[int, ...]] = {}
-        """Ranks by the failure that says that they are slow."""
+        self._ranks = RankHealth()
         self._layout: Layout | None = None
         self._in_effect: Layout | None = None
         self._last: journal.IterationCommitted | None = None
@@ -97,35 +96,20 @@ class LiveView:
         """A journal record, just written."""
         entry = record.entry
         self._dirty = True
+        self._ranks.follow(entry)
         match entry:
-            case journal.WorkerStarted():
-                self._health[entry.rank] = "active" if self._layout is None else "starting"
-            case journal.WorkerEnded():
-                # Those that end by themselves when training is over are not dead.
-                if entry.exit != 0:
-                    self._health[entry.rank] = "dead"
-            case journal.Suspected():
-                if entry.rank is not None:
-                    self._now((entry.rank,), "active" if entry.cleared else "suspected")
             case journal.PlanDecided():
                 self._layout = entry.plan.layout
                 self._next = entry.next_iteration
-                self._place()
             case journal.PlanInEffect():
                 self._in_effect = self._layout
             case journal.PlanRefused():
                 self._layout = self._in_effect or self._layout
-                self._place()
             case journal.IterationCommitted():
                 self._committed(entry)
             case journal.FailureFound():
                 self._always = SHOWN_AFTER_FAILURE
                 self._line(explain(entry), _STYLES["warning"])
-                if entry.kind == "fail-slow":
-                    self._slow[entry.failure] = entry.ranks
-                    self._now(entry.ranks, "slow")
-            case journal.FailureEnded():
-                self._now(self._slow.pop(entry.failure, ()), "active")
             case journal.Reconfigured():
                 self._line(self._recovered(entry), _STYLES["notice"])
             case journal.FaultInjected() | journal.CheckpointCommitted():
@@ -146,10 +130,10 @@ class LiveView:
     @_quiet
     def beats(self, node: str, beat: Beat) -> None:
         """A node's beat; a stopped process shows as suspected."""
-        for worker in beat.workers:
-            if worker.state == "T" and self._health.get(worker.rank) == "active":
-                self._health[worker.rank] = "suspected"
-                self._dirty = True
+        stopped = {worker.rank for worker in beat.workers if worker.state == "T"} & self._ranks.running
+        if not stopped <= self._ranks.suspected:
+            self._ranks.suspected |= stopped
+            self._dirty = True
 
     @_quiet
     def tick(self) -> None:
@@ -171,18 +155,6 @@ class LiveView:
         shown = literal(text)
         self._event = shown.splitlines()[0] if shown else ""
         self._console.print(Text(shown, style=style), soft_wrap=True)
-
-    def _now(self, ranks: Iterable[int], state: Health) -> None:
-        """What live ranks are now; one that is slow is so until that ends, whatever else it was suspected of."""
-        slow = {rank for those in self._slow.values() for rank in those}
-        for rank in ranks:
-            if self._health.get(rank, "dead") != "dead":
-                self._health[rank] = "slow" if state == "active" and rank in slow else state
-        self._place()
-
-    def _place(self) -> None:
-        if self._layout is not None:
-            self._health = placed(self._health, self._layout)
 
     def _recovered(self, entry: journal.Reconfigured) -> str:
         layout = self._layout.describe() if self._layout is not None else f"epoch {entry.epoch}"
@@ -227,7 +199,7 @@ class LiveView:
         width = max(self._console.width - ROOM_FOR_ECHO, 24)
         parts: list[Text] = []
         if self._last is None:
-            there = sum(state != "dead" for state in self._health.values())
+            there = len(self._ranks.running)
             of = self._settings.nodes * self._settings.gpus_per_node
             started = f", {there} of {of} workers have started" if self._layout is None else ""
             parts.append(Text(f"waiting for the first iteration{started}", style="dim"))
@@ -238,8 +210,9 @@ class LiveView:
                 done, of = self._reports[under_way], len(self._layout.active)
                 parts.append(Text(f"iteration {under_way}  {done} of {of} ranks have stepped", style="dim"))
         if self._layout is not None:
-            parts.append(layout_grid(self._layout, self._health, max(width - 4, 20)))
-            if meaning := legend(self._health.values()):
+            health = self._ranks.by_rank(self._layout)
+            parts.append(layout_grid(self._layout, health, max(width - 4, 20)))
+            if meaning := legend(health.values()):
                 parts.append(Text(meaning, style="dim"))
         if self._event:
             parts.append(Text(self._event, style="dim", no_wrap=True, overflow="ellipsis"))

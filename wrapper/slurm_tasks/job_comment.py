@@ -1,8 +1,8 @@
 """What a job's comment in Slurm says of it: how far it is, what it has lost, and in the end what became of it.
 
 `after` and `told` decide what it says, from the journal alone; `JobComment` listens to that (`wrapper.sinks.fanout`)
-and says when there is something new; `wrapper.slurm_tasks.desk` decides how often Slurm is told. Slurm itself only
-knows how its job ended: of one whose training is completed under a successor, that it was cancelled.
+and says when there is something new; `wrapper.slurm_tasks.comment_writer` decides how often Slurm is told. Slurm itself
+only knows how its job ended: of one whose training is completed under a successor, that it was cancelled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from wrapper.exit_codes import REQUEUE
 
 
 @dataclass(frozen=True)
-class Course:
+class JobProgress:
     """What a run has come to. `iteration`: the last committed one, also of the runs before; 0 for none."""
 
     iteration: int = 0
@@ -28,7 +28,7 @@ class Course:
     ended: journal.JobEnded | None = None
 
 
-def after(course: Course, entry: journal.AnyEntry) -> Course:
+def after(course: JobProgress, entry: journal.AnyEntry) -> JobProgress:
     match entry:
         case journal.IterationCommitted():
             return replace(course, iteration=entry.outcome.iteration, loss=entry.outcome.loss)
@@ -40,7 +40,7 @@ def after(course: Course, entry: journal.AnyEntry) -> Course:
             return course
 
 
-def told(course: Course, run: int, at: float) -> str:
+def told(course: JobProgress, run: int, at: float) -> str:
     """`iteration 1200, loss 2.3100, 1 node lost, run 2 (2026-11-22 09:12 UTC)`. `run` from 1; `at`: now.
 
     It ends with why, where that is not "completed".
@@ -78,7 +78,7 @@ class JobComment:
     def __init__(self, request: RunRequest, past: Sequence[journal.Record] = ()) -> None:
         self.changed: Callable[[], None] = lambda: None
         self._run = request.restart_count + 1
-        self._course = Course(iteration=request.begins_at)
+        self._course = JobProgress(iteration=request.begins_at)
         for record in past:
             self._course = after(self._course, record.entry)
 

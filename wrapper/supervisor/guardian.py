@@ -1,9 +1,10 @@
 """The guardian: what `resihp run` is while the job runs.
 
-Holds the job's lock and the socket that agents connect to, starts the supervisor as its child, passes signals on, and
-returns its exit code. A supervisor that dies by a signal is started again: it takes over the running agents, which find
-it where the first one was. One that gave up the lead, since no quorum followed it, is not: then a successor ends the
-job, and leaving before it would end the Slurm job under its feet. Decides nothing else, and imports little.
+Holds the job's lock and the socket that agents connect to, starts the supervisor as its child, and first of all, on one
+machine, what imports for all virtual nodes (`wrapper.launch.preloading`). Passes signals on, and returns the
+supervisor's exit code. A supervisor that dies by a signal is started again: it takes over the running agents, which
+find it where the first one was. One that gave up the lead, since no quorum followed it, is not: then a successor ends
+the job, and leaving before it would end the Slurm job under its feet. Decides nothing else, and imports little.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from wrapper.exit_codes import DEPOSED, REQUEUE
 from wrapper.job_folder import Job, SupervisorFile, hold_lock
 from wrapper.launch.launcher import own_environment
 from wrapper.launch.ports import listen
+from wrapper.launch.preloading import preloading
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 MOST_RESTARTS = 5
@@ -48,17 +50,20 @@ def guard(run_file: Path, command: Command = supervisor_command) -> int:
     request = load(run_file)
     lock = hold_lock(request.of_job)
     adopt_orphans()  # what a dead supervisor leaves behind is still of this job
-    with listen(request.host, request.ports) as listener:
-        inherited = (lock, listener.fileno())
-        options = ("--parent", str(os.getpid()), "--listen", str(listener.fileno()))
+    with preloading(request) as forks, listen(request.host, request.ports) as listener:
+        inherited = [lock, listener.fileno()]
+        options = ["--parent", str(os.getpid()), "--listen", str(listener.fileno())]
+        if forks is not None:
+            inherited.append(forks.fileno())
+            options += ["--forks", str(forks.fileno())]
         status = _watch(command(run_file, options), inherited)
         for _ in range(MOST_RESTARTS):
             if status >= 0:
                 break
             print(f"resihp: job {request.job}: the supervisor {ending(status)}; starting another", file=sys.stderr)
-            status = _watch(command(run_file, (*options, "--take-over", ending(status))), inherited)
+            status = _watch(command(run_file, [*options, "--take-over", ending(status)]), inherited)
         if status < 0:
-            status = _watch(command(run_file, (*options, "--bury", ending(status))), inherited)
+            status = _watch(command(run_file, [*options, "--bury", ending(status)]), inherited)
             status = status if status >= 0 else 1
     if status == DEPOSED:
         status = _await_successor(request)

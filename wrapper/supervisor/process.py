@@ -30,7 +30,7 @@ import psutil
 import resihp
 from resihp.controller.interface import AnyEvent
 from resihp.errors import ProtocolError, ResihpError
-from resihp.process import die_with_parent
+from resihp.process import die_with_parent, inherited_socket
 from resihp.protocol.messages import Lead
 from resihp.record.journal import AnyEntry, JobEnded, JobStarted, Journal, LeaderChosen, NodeJoined, Record, read
 from resihp.record.quorum import Membership
@@ -40,11 +40,12 @@ from wrapper.job_folder import Job, finish_dead_job, write_private
 from wrapper.launch.allocation import end_time
 from wrapper.launch.launcher import Followers, Launcher, LocalLauncher
 from wrapper.sinks.deferred_ledger import LateLedger
-from wrapper.sinks.fanout import Listeners, listeners, tell_of_the_end
+from wrapper.sinks.fanout import LedgerLike, Listeners, listeners, tell_of_the_end
 from wrapper.slurm_tasks.job_comment import JobComment, say_at_last
+from wrapper.supervisor.collaborators import ControllerLike, SlurmDeskLike, StoreLike, ViewLike
 from wrapper.supervisor.node_history import NodeMemory
 from wrapper.supervisor.nonblocking_stderr import never_wait_for_stderr
-from wrapper.supervisor.shell import ControllerLike, LedgerLike, SlurmDeskLike, StoreLike, Supervisor, ViewLike
+from wrapper.supervisor.shell import Supervisor
 from wrapper.supervisor.store import StoreProcess
 
 if TYPE_CHECKING:
@@ -78,7 +79,13 @@ class Heir:
         return Lead(term=self.term, node=self.node, log=self.records[-1].seq)
 
 
-async def supervise(request: RunRequest, listener: socket.socket, heir: Heir | None, journal: Path) -> int:
+async def supervise(
+    request: RunRequest,
+    listener: socket.socket,
+    heir: Heir | None,
+    journal: Path,
+    forks: socket.socket | None = None,
+) -> int:
     """Run one job to its end; returns the exit code. Raises UsageError before anything is started."""
     from rich.console import Console
 
@@ -110,7 +117,9 @@ async def supervise(request: RunRequest, listener: socket.socket, heir: Heir | N
         controller = Controller(request.settings)
     else:
         controller = Controller.recover(request.settings, (record.entry for record in heir.records))
-    return await supervise_with(request, controller, ledger, view, listener=listener, heir=heir, journal=journal)
+    return await supervise_with(
+        request, controller, ledger, view, listener=listener, heir=heir, journal=journal, forks=forks
+    )
 
 
 async def supervise_with(
@@ -123,6 +132,7 @@ async def supervise_with(
     listener: socket.socket,
     heir: Heir | None = None,
     journal: Path | None = None,
+    forks: socket.socket | None = None,
 ) -> int:
     """`supervise` with its parts given."""
     job = request.of_job
@@ -138,7 +148,7 @@ async def supervise_with(
     supervisor = Supervisor(
         request,
         controller=controller,
-        launcher=_launcher(request, host, heir, view),
+        launcher=_launcher(request, host, heir, view, forks),
         store=store
         or StoreProcess(host, request.program.interpreter, job.logs / "store.log", request.container, request.ports),
         journal=Journal(journal or job.journal_file),
@@ -153,14 +163,16 @@ async def supervise_with(
     return await supervisor.run(_first_entry(request, heir))
 
 
-def _launcher(request: RunRequest, host: str, heir: Heir | None, view: ViewLike) -> Launcher:
+def _launcher(
+    request: RunRequest, host: str, heir: Heir | None, view: ViewLike, forks: socket.socket | None
+) -> Launcher:
     if heir is not None and heir.how == "elected":
         return Followers(host, tuple(sorted(heir.membership.joined)))
     if request.slurm is not None:
         from wrapper.launch.slurm_launcher import SlurmLauncher
 
         return SlurmLauncher(request, host, view.say)
-    return LocalLauncher(request.of_job, request.of_job.run_file, request.nodes)
+    return LocalLauncher(request.of_job, request.of_job.run_file, request.nodes, forks)
 
 
 def _desk(
@@ -204,7 +216,7 @@ def _end_slurm_job(request: RunRequest, status: int) -> None:
 
 
 def _tell_the_chain(request: RunRequest, journal: Path) -> None:
-    from wrapper.commands.submit import chain
+    from wrapper.slurm_tasks import chain
 
     chain.leave_note(request, read(journal), lambda text: print(f"resihp: job {request.job}: {text}", file=sys.stderr))
 
@@ -309,6 +321,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--run", required=True, type=Path, help="the job's run.json")
     parser.add_argument("--listen", required=True, type=int, help="bound socket that agents connect to")
     parser.add_argument("--parent", type=int, help="process id of who watches over it")
+    parser.add_argument("--forks", type=int, help="inherited socket to what forks the fork servers of virtual nodes")
     parser.add_argument("--take-over", help="a supervisor died before this one: how")
     parser.add_argument("--bury", help="all supervisors died: how the last one did")
     parser.add_argument("--successor", help="the node on which it was started, by its agent")
@@ -322,6 +335,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         request = load(options.run)
         listener = socket.socket(fileno=options.listen)
+        forks = None if options.forks is None else inherited_socket(options.forks)
         if options.bury:
             sys.exit(bury(request, options.bury, listener))
         logging.basicConfig(
@@ -337,7 +351,7 @@ def main(arguments: list[str] | None = None) -> None:
         except (ProtocolError, OSError, ValueError) as error:
             print(f"resihp: job {request.job}: cannot be taken over: {error}", file=sys.stderr)
             sys.exit(bury(request, options.take_over or "is on another node", listener))
-        status = asyncio.run(supervise(request, listener, heir, journal))
+        status = asyncio.run(supervise(request, listener, heir, journal, forks))
         if request.chained and status == BROKEN:
             _tell_the_chain(request, journal)
         if options.successor and request.slurm is not None and status != DEPOSED:

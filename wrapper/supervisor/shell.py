@@ -15,28 +15,36 @@ import os
 import signal
 import socket
 import time
-from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import Any, Literal, Protocol, assert_never, get_args
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, Literal, assert_never
 
 import msgspec
 
 from resihp.controller import interface as api
-from resihp.detector.probes import Place
-from resihp.errors import CheckpointError, ProtocolError, ResihpError
-from resihp.faults import LINK_MS, LINKS_NEED_TIMES, Fault, Kind
+from resihp.errors import ProtocolError, ResihpError
 from resihp.protocol import messages as m
 from resihp.protocol.framing import Envelope, SecureChannel, serve
-from resihp.record.journal import AnyEntry, CheckpointCommitted, JobEnded, Journal, Record, WorkerEnded
-from resihp.record.quorum import DECISIONS, Membership
+from resihp.record.journal import AnyEntry, JobEnded, Journal, WorkerEnded
+from resihp.record.quorum import Membership
 from wrapper.config.run_spec import RunRequest
 from wrapper.exit_codes import DEPOSED, REQUEUE
 from wrapper.job_folder import SupervisorFile, copy_journal, write_private
 from wrapper.launch.launcher import Launcher
 from wrapper.launch.ports import listen
+from wrapper.sinks.fanout import LedgerLike
 from wrapper.supervisor.agents import AgentLinks
+from wrapper.supervisor.checkpoint_commit import CheckpointCommits
+from wrapper.supervisor.collaborators import (
+    ControllerLike,
+    NodeHistory,
+    NoSlurm,
+    SlurmDeskLike,
+    StoreLike,
+    ViewLike,
+)
+from wrapper.supervisor.decision_gate import QUORUM_PATIENCE_S, DecisionGate
+from wrapper.supervisor.operators import Operators
 from wrapper.supervisor.replication import Replication
 
 TICK_S = 0.25
@@ -52,80 +60,8 @@ BEAT_S = 1.0
 STALL_S = 1.0
 """A tick that comes that late: the silence since the last one was ours."""
 LISTEN_S = 2 * BEAT_S
-QUORUM_PATIENCE_S = 10.0
-"""How long a decision may wait for a quorum before we take it that we lead no longer."""
 
 _log = logging.getLogger("supervisor")
-
-
-class ControllerLike(Protocol):
-    def handle(self, event: api.AnyEvent, now: float) -> list[api.AnyAction]: ...
-
-
-class LedgerLike(Protocol):
-    """`db.writer.Ledger`, as used here."""
-
-    def submit(self, record: Record) -> None: ...
-    def telemetry(self, rows: list[dict[str, Any]]) -> None: ...
-    def close(self) -> object: ...
-
-
-class ViewLike(Protocol):
-    """`wrapper.sinks.terminal.LiveView`, as used here."""
-
-    def entry(self, record: Record) -> None: ...
-    def say(self, level: Literal["progress", "notice", "warning", "error"], text: str) -> None: ...
-    def report(self, rank: int, stepped: m.Stepped) -> None: ...
-    def beats(self, node: str, beat: m.Beat) -> None: ...
-    def tick(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class SlurmDeskLike(Protocol):
-    """`wrapper.slurm_tasks.desk.SlurmDesk`, as used here."""
-
-    def carry_out(
-        self,
-        action: api.DrainNode
-        | api.ReleaseNode
-        | api.AskReplacement
-        | api.CancelReplacement
-        | api.WatchNode
-        | api.AskWhy
-        | api.AskTimeLeft,
-    ) -> None:
-        """Do it in the background; the answer comes as an event."""
-
-    async def run(self) -> None:
-        """Whatever has to be looked at from time to time, until cancelled."""
-
-    async def close(self) -> None:
-        """The job has ended: cancel open requests for replacements."""
-
-
-class NoSlurm:
-    """The desk of a job without Slurm: nothing is ever asked of it."""
-
-    def carry_out(self, action: api.AnyAction) -> None:
-        raise AssertionError(f"{type(action).__name__} without Slurm")
-
-    async def run(self) -> None:
-        await asyncio.Event().wait()
-
-    async def close(self) -> None:
-        pass
-
-
-class MemoryLike(Protocol):
-    """`wrapper.supervisor.node_history.NodeMemory`, as used here."""
-
-    def recall(self, nodes: Sequence[str], tell: Callable[[Mapping[Place, m.Speed]], None]) -> None: ...
-
-
-class StoreLike(Protocol):
-    """`wrapper.supervisor.store.StoreProcess`, as used here."""
-
-    async def run(self, ready: Any) -> None: ...
 
 
 class Supervisor:
@@ -142,7 +78,7 @@ class Supervisor:
         ledger: LedgerLike,
         view: ViewLike,
         slurm: Callable[[Callable[[api.AnyEvent], None]], SlurmDeskLike] | None = None,
-        memory: MemoryLike | None = None,
+        memory: NodeHistory | None = None,
         listener: socket.socket | None = None,
         lead: m.Lead | None = None,
         membership: Membership | None = None,
@@ -164,9 +100,6 @@ class Supervisor:
         self._ledger = ledger
         self._view = view
         self._memory = memory
-        self._replication: Replication | None = None
-        if request.succession:
-            self._replication = Replication(journal, membership or Membership(), self._post)
         self._links = AgentLinks(
             launcher,
             self._event,
@@ -178,20 +111,14 @@ class Supervisor:
             deposed=self._deposed,
             roster=request.succession,
         )
-        self._actions: deque[api.AnyAction] = deque()
-        self._working_off = False
+        copies = Replication(journal, membership or Membership(), self._links.post) if request.succession else None
+        self._gate = DecisionGate(self._links, copies, self._do)
+        fault_ids = itertools.count(len(request.faults) + (lead.term * 1000 if lead else 1))
+        self._operators = Operators(fault_ids, self._event, self._ending)
+        self._checkpoints = CheckpointCommits(request, self._start, self._note, partial(view.say, "warning"))
         self._is_deposed = False
-        self._claim: AnyEntry | None = None
-        """That we lead: told and acted on only once a quorum of agents follows us."""
-        self._held_since: float | None = None
-        """Since when that or a decision has been waiting for a quorum."""
-        self._operators: dict[int, SecureChannel[Any]] = {}
-        self._requests = itertools.count(1)
-        self._fault_ids = itertools.count(len(request.faults) + (lead.term * 1000 if lead else 1))
         self._tasks: set[asyncio.Task[None]] = set()
-        self._checkpoints: set[asyncio.Task[None]] = set()
         self._telemetry: list[dict[str, Any]] = []
-        self._fingerprint = ""
         self._job_ended = False
         self._end: asyncio.Future[api.End] = asyncio.get_running_loop().create_future()
         self._hurry = asyncio.Event()
@@ -204,8 +131,8 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             loop.add_signal_handler(number, self._signalled, number)
         loop.add_signal_handler(signal.SIGHUP, loop.call_later, GUARDIAN_GONE_S, self._signalled, signal.SIGTERM)
-        if self._replication is not None and self._took_over:
-            self._claim, self._held_since = started, time.monotonic()
+        if self._request.succession and self._took_over:
+            self._gate.claim(started)
         else:
             self.log(started)
         listener = self._listener or listen(self._launcher.host, self._request.ports)
@@ -235,10 +162,14 @@ class Supervisor:
             return
         self._job_ended = self._job_ended or isinstance(entry, JobEnded)
         record = self._journal.append(entry, time.time())
-        if self._replication is not None:
-            self._replication.appended(record, isinstance(entry, DECISIONS))
+        self._gate.appended(record)
         self._ledger.submit(record)
         self._view.entry(record)
+
+    def _note(self, entry: AnyEntry) -> None:
+        """What came of an action, into the journal; the controller's record follows."""
+        self.log(entry)
+        self._controller.journaled(entry)
 
     # --- events in, actions out -------------------------------------------------------------------------------
 
@@ -248,78 +179,35 @@ class Supervisor:
             self._look(event)
             if self._end.done():
                 return  # the controller has said its last word, or is broken
-            self._actions += self._controller.handle(event, time.monotonic())
-            self._work_off()
+            self._gate.add(self._controller.handle(event, time.monotonic()))
         except Exception:  # noqa: BLE001 - logged with its traceback, and the job ends
             _log.exception("while handling %r", event)
             self._crash(f"internal error while handling {type(event).__name__}")
-
-    def _work_off(self) -> None:
-        """Do what the controller asked for, in order, as long as a quorum follows and knows of every decision."""
-        if self._working_off:
-            return
-        self._working_off = True
-        try:
-            while self._actions:
-                if not self._may_act:
-                    self._held_since = self._held_since or time.monotonic()
-                    return
-                self._held_since = None
-                if not self._links.lead.settled:  # from now on also those follow whose copies are ahead of ours
-                    self._links.lead = msgspec.structs.replace(self._links.lead, settled=True)
-                self._do(self._actions.popleft())
-        finally:
-            self._working_off = False
-
-    @property
-    def _may_act(self) -> bool:
-        """Whether a quorum of agents is connected and knows all that was decided; before there is a plan, nobody else
-        can be chosen."""
-        if self._replication is None:
-            return True
-        membership = self._replication.membership
-        followed = not membership.electable or membership.quorum(self._links.connected)
-        return self._claim is None and followed and self._replication.settled
 
     def _agent_joined(self, join: m.Join) -> None:
         if join.lease:
             self._recall((join.node,))
         if self._took_over:
             self._launcher.adopt(join.node, join.pid, self._links.agent_ended)
-        if self._replication is None:
-            return
-        self._replication.joined(join.node, join.log)
-        if self._claim is not None and self._replication.accepted:
-            claim, self._claim = self._claim, None
+        if (claim := self._gate.joined(join.node, join.log)) is not None:
             self.log(claim)
 
     def _acknowledged(self, node: str, number: int) -> None:
-        if self._replication is None:
-            return
-        self._replication.acknowledged(node, number)
-        if self._held_since is not None:
-            try:
-                if not self._actions and self._may_act:
-                    self._held_since = None
-                self._work_off()
-            except Exception:  # noqa: BLE001 - logged with its traceback, and the job ends
-                _log.exception("after a decision was acknowledged")
-                self._crash("internal error while acting on a decision")
+        try:
+            self._gate.acknowledged(node, number)
+        except Exception:  # noqa: BLE001 - logged with its traceback, and the job ends
+            _log.exception("after a decision was acknowledged")
+            self._crash("internal error while acting on a decision")
 
     def _deposed(self, reason: str) -> None:
         """Somebody else leads, or may: what we still wanted to do no longer counts."""
         if not self._end.done():
             _log.warning("gives up the lead: %s", reason)
-            self._actions.clear()
-            self._held_since = self._claim = None
-            self._replication = None
+            self._gate.give_up()
             self._is_deposed = True
             self._event(api.QuorumLost(reason=reason))
             if not self._end.done():  # the controller had ended the job already, and nobody agreed
                 self._end.set_result(api.End(exit_code=REQUEUE, reason=reason, workers_leave=False))
-
-    def _post(self, node: str, message: m.Replicate) -> int:
-        return self._links.post(node, message)
 
     def _recall(self, nodes: Sequence[str]) -> None:
         if self._memory is not None:
@@ -340,12 +228,12 @@ class Supervisor:
                     }
                 )
             case api.WorkerSaid(message=m.Declare() as declare):
-                self._fingerprint = declare.fingerprint
+                self._checkpoints.fingerprint = declare.fingerprint
             case api.AgentJoined(inventory=m.Inventory() as inventory):
                 for worker in inventory.workers:
                     for message in worker.said:
                         if isinstance(message, m.Declare):
-                            self._fingerprint = message.fingerprint
+                            self._checkpoints.fingerprint = message.fingerprint
             case api.AgentBeat():
                 self._view.beats(event.node, event.beat)
             case api.WorkerExited() if self._end.done():
@@ -367,8 +255,7 @@ class Supervisor:
                 self._links.cut(action.node)
             case api.DropNode():
                 self._links.drop(action.node)
-                if self._replication is not None:
-                    self._replication.left(action.node)
+                self._gate.left(action.node)
             case (
                 api.DrainNode()
                 | api.ReleaseNode()
@@ -380,11 +267,9 @@ class Supervisor:
             ):
                 self._slurm.carry_out(action)
             case api.Reply():
-                self._reply(action.request, action.ok, action.text)
+                self._operators.reply(action.request, action.ok, action.text)
             case api.CommitCheckpoint():
-                task = self._start(self._commit(action))
-                self._checkpoints.add(task)
-                task.add_done_callback(self._checkpoints.discard)
+                self._checkpoints.begin(action)
             case api.Say():
                 self._view.say(action.level, action.text)
             case api.End():
@@ -415,21 +300,6 @@ class Supervisor:
             environment=dict(self._launcher.worker_environment),
         )
 
-    async def _commit(self, action: api.CommitCheckpoint) -> None:
-        from resihp.worker.checkpoints import write_manifest
-
-        folder = Path(self._request.checkpoint_folder, action.folder)
-        keep = self._request.checkpoint_keep
-        try:
-            await asyncio.to_thread(write_manifest, folder, action.iteration, action.parts, self._fingerprint, keep)
-        except (CheckpointError, OSError) as error:
-            self._view.say("warning", f"checkpoint of iteration {action.iteration}: not committed: {error}")
-            return
-        size = sum(part_bytes for _, part_bytes in action.parts)
-        self.log(
-            CheckpointCommitted(iteration=action.iteration, folder=str(folder), bytes=size, seconds=action.seconds)
-        )
-
     async def _keep_store(self) -> None:
         try:
             await self._store.run(lambda host, port: self._event(api.StoreReady(host=host, port=port)))
@@ -451,7 +321,7 @@ class Supervisor:
             self._links.acknowledge()
             self._view.tick()
             self._flush_telemetry()
-            if self._held_since is not None and time.monotonic() - self._held_since > QUORUM_PATIENCE_S:
+            if self._gate.overdue:
                 self._deposed(f"no quorum of agents has acknowledged a decision for {QUORUM_PATIENCE_S:g} s")
 
     async def _beat(self) -> None:
@@ -485,37 +355,12 @@ class Supervisor:
             case Envelope(message=m.Join() as join):
                 await self._links.converse(channel, first, join)
             case m.Inject():
-                await self._serve_operator(channel, first)
+                await self._operators.serve(channel, first)
             case _:
                 raise ProtocolError(f"{type(first).__name__} without a Join before it")
 
-    async def _serve_operator(self, channel: SecureChannel[Any], first: m.Inject) -> None:
-        asked: object = first
-        while isinstance(asked, m.Inject):
-            number = next(self._requests)
-            self._operators[number] = channel
-            obstacle = _obstacle(asked)
-            if self._end.done():
-                obstacle = f"job {self._job.name} is ending"
-            if obstacle is not None:
-                self._reply(number, False, obstacle)
-            else:
-                fault = Fault(
-                    id=next(self._fault_ids),
-                    kind=asked.kind,  # type: ignore[arg-type]
-                    rank=asked.rank,
-                    node=asked.node,
-                    link=asked.link,
-                    speed=asked.speed,
-                )
-                self._event(api.InjectAsked(request=number, fault=fault))
-            asked = await channel.recv()
-
-    def _reply(self, number: int, ok: bool, text: str) -> None:
-        channel = self._operators.pop(number, None)
-        if channel is not None:
-            with suppress(ConnectionError):  # an operator who has left needs no answer
-                channel.post(m.OperatorReply(ok=ok, text=text))
+    def _ending(self) -> str | None:
+        return f"job {self._job.name} is ending" if self._end.done() else None
 
     def _refused(self, peer: str, reason: str) -> None:
         """Tell of refused connections, but not without end."""
@@ -543,8 +388,8 @@ class Supervisor:
             for node in self._launcher.nodes:
                 self._launcher.kill(node)
             await self._launcher.wait(AGENT_EXIT_S)
-        if self._checkpoints:
-            await self._unless_hurried(asyncio.gather(*self._checkpoints))
+        if self._checkpoints.under_way:
+            await self._unless_hurried(asyncio.gather(*self._checkpoints.under_way))
         if not self._job_ended:
             state: Literal["completed", "failed", "cancelled"] = "failed" if end.exit_code else "completed"
             if end.exit_code in (130, 143):
@@ -600,19 +445,3 @@ class Supervisor:
         text = f"{what}; see {log}" if what.startswith("internal error") else what
         self._view.say("error", f"supervisor: {text}")
         self._end.set_result(api.End(exit_code=1, reason=f"supervisor: {text}", workers_leave=False))
-
-
-def _obstacle(asked: m.Inject) -> str | None:
-    if asked.kind not in get_args(Kind):
-        return f"unknown kind {asked.kind!r}, one of {', '.join(get_args(Kind))}"
-    if [asked.rank, asked.node, asked.link].count(None) != 2:
-        return "the target is one of --rank R and --node N, or of slow --link N-M"
-    if asked.kind == "disconnect" and asked.node is None:
-        return "disconnect happens to a node, not to a rank"
-    if asked.link is not None and asked.kind != "slow":
-        return f"{asked.kind} happens to a rank or a node, not to a link"
-    if asked.link is not None and LINK_MS not in os.environ:
-        return LINKS_NEED_TIMES
-    if asked.kind == "slow" and not (asked.speed and 0.01 <= asked.speed <= 1.0):
-        return "slow needs a speed: --speed 0.5 is half as fast, --speed 1 healthy"
-    return None

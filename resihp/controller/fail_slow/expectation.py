@@ -1,6 +1,6 @@
 """What an iteration should take: each goes past the detector here, before it runs and once committed. Decides nothing.
 
-Before, its workload is all that is known: how long it may be without progress follows from it (`judge`), so that one
+Before, its workload is all that is known: how long it may be without progress follows from it (`watchdog`), so that one
 with an enormous document is not given up at ten times the usual. Afterwards `slowness` acts on what is found, and once
 it is known what transfers take, slow links are planned for. Called by `controller` and `iterations`.
 """

@@ -3,7 +3,7 @@
 Before the first iteration every device is measured, and every link between neighbours; when a device joins, that one;
 on a suspicion the suspects and a few witnesses, between two iterations, while training goes on. What an answer says is
 judged by `resihp.detector.probes`. A device that is not fit does not get into the first plan: it stands by, so that it
-is not learnt as healthy. Called by `gathering`, `newcomers` and `slowness`.
+is not learnt as healthy. Called by `startup`, `joins` and `slowness`.
 
 Both ends of a link have to come at the same time. Which iteration's end that is, is announced to them ahead; whoever
 hears of it too late does not come, and who waits does so for two seconds at most. The pairs are disjoint, and each has

@@ -20,6 +20,7 @@ import msgspec
 
 from resihp.controller import replan_policy, startup
 from resihp.controller.fail_slow import probing
+from resihp.controller.lifecycle import may_interrupt
 from resihp.controller.nodes import joins
 from resihp.controller.state import Examination, Job, Member
 from resihp.detector import probes
@@ -43,7 +44,7 @@ def review(job: Job) -> None:
     """At the end of each event: act on what the detector found."""
     for overdue in probing.overdue(job):
         concluded(job, overdue)
-    if job.phase != "running":
+    if not job.training:
         return  # what was found waits
     _measure_standby(job)
     findings, job.findings = job.findings, ()
@@ -86,8 +87,7 @@ def _link_suspected(job: Job, finding: Finding, link: tuple[int, int]) -> None:
         rank in job.record.working and job.members[rank].alive for rank in link
     ):
         return
-    busy = job.transition is not None or job.pause is not None or job.departure is not None or job.store is None
-    if job.record.suspects_slow is not None or busy:
+    if job.record.suspects_slow is not None or not may_interrupt(job) or job.store is None:
         job.findings += (finding,)  # keeps
         return
     after = job.furthest + max(LEAST_AHEAD, math.ceil(ANNOUNCED_S / max(job.predicted_s, 1e-3)))
@@ -110,7 +110,7 @@ def _nodes(job: Job, link: tuple[int, int]) -> tuple[str, str]:
 
 def _link_measured(job: Job, done: Examination, finding: Finding, link: tuple[int, int]) -> None:
     judged = probing.conclude_link(job, done)
-    if job.phase != "running":
+    if not job.training:
         _acquit(job, finding, "another plan is on its way")
     elif judged is None:
         missed = [answer.missed for rank, answer in sorted(done.answers.items()) if rank in link and answer.missed]
@@ -143,7 +143,7 @@ def concluded(job: Job, done: Examination) -> None:
     finding = done.finding
     if finding is None:
         return
-    if job.phase != "running":
+    if not job.training:
         _acquit(job, finding, "another plan is on its way")
         return
     suspects = [rank for rank in finding.ranks or judged if rank in done.answers and rank in job.record.working]

@@ -28,7 +28,7 @@ def exited(job: Job, event: api.WorkerExited) -> None:
     job.nodes[member.node].last_beat = job.now  # its agent tells of it
     member.exit_status, member.clues = event.status, event.clues
     incidents.bury(job, member, event.status)
-    if job.phase == "halting":
+    if job.stage == "halting":
         told = f"{job.where(member.rank)}: {_ending(event.status)} after training was done"
         if event.status == 0 or member.declared is None or member.fenced is not None:
             iterations.end_when_gone(job)
@@ -37,7 +37,7 @@ def exited(job: Job, event: api.WorkerExited) -> None:
         else:
             incidents.end(job, 1, told)
         return
-    if job.phase == "gathering":
+    if job.stage == "gathering":
         if job.departure is None:
             exited_early(job, member, event.status)
         return
@@ -119,11 +119,11 @@ def under_way(job: Job, victims: set[int]) -> int:
 
 def transition_after(job: Job, lost: set[int], reason: str) -> None:
     """After the loss of these ranks: park, unless nobody waits for them: they had no work, or all is done."""
-    if job.phase in ("recovering", "gathering", "ended"):
+    if job.stage in ("recovering", "gathering", "ended"):
         return
-    if job.departure is not None and job.transition is not None and transitions.is_settling(job.transition):
+    if job.departure is not None and transitions.is_settling(job):
         return
-    if job.phase == "running" and job.record.plan is not None:
+    if job.training and job.record.plan is not None:
         active = [rank for rank in job.record.active if job.members[rank].alive]
         done = active and all(job.members[rank].stepped >= job.record.goal for rank in active)
         if done or lost.isdisjoint(job.record.working):
@@ -133,8 +133,8 @@ def transition_after(job: Job, lost: set[int], reason: str) -> None:
                 iterations.transition_done(job)
             iterations.halt_when_finished(job)
             return
-    if job.transition is not None and job.phase == "transition" and lost.isdisjoint(job.transition.asked):
-        if job.transition.stage != "parking":
+    if job.transition is not None and job.changing and lost.isdisjoint(job.transition.asked):
+        if job.stage != "parking":
             incidents.log_incidents(job)
         return
     transitions.park(job, reason)
@@ -143,18 +143,18 @@ def transition_after(job: Job, lost: set[int], reason: str) -> None:
 def node_lost(job: Job, name: str, reason: str, how: HowLost = "silent", *, cannot_start: bool = False) -> None:
     """A node is given up; one that never joined while the job gathers never will."""
     node = job.nodes.get(name)
-    if (node is None and job.phase != "gathering") or (node is not None and not node.alive):
+    if (node is None and job.stage != "gathering") or (node is not None and not node.alive):
         return
     ranks = leave_node(job, NodeLost(node=name, reason=reason, how=how))
-    if job.phase == "gathering":
+    if job.stage == "gathering":
         if job.departure is None:
             startup.node_lost(job, name, reason, cannot_start=cannot_start)
-        if job.phase == "gathering" and job.departure is None:
+        if job.stage == "gathering" and job.departure is None:
             node_incident(job, name, reason, ranks)
             incidents.log_incidents(job)
             startup.go_on_without(job)
         return
-    if job.phase == "halting":
+    if job.stage == "halting":
         iterations.end_when_gone(job)
         return
     victims = node_incident(job, name, reason, ranks)

@@ -134,12 +134,12 @@ def too_few(job: Job, reason: str) -> None:
 
 
 def end(job: Job, exit_code: int, reason: str, workers_leave: bool = False, requeue: bool = False) -> None:
-    if job.phase == "ended":
+    if job.stage == "ended":
         return
     log_incidents(job)
     if requeue or exit_code != 75:  # else a successor may lead, and go on waiting for them
         replacements.cancel_open(job, "the job ends")
-    job.phase = "ended"
+    job.move("ended")
     job.pause = None
     state: Literal["completed", "failed", "cancelled"] = "completed" if exit_code == 0 else "failed"
     if exit_code in (130, 143) or (requeue and job.departure is not None):

@@ -3,7 +3,7 @@
 Decides how a failure is told, and to whom it is laid; what follows from it is decided elsewhere. What only followed
 from another rank's end becomes part of that failure. Without a telling line a failure stays as the exit tells it, and
 what a rank raised is always told as it raised it. Never starts, ends or drains anything. Called by `failures` when a
-process has ended, by `incidents` before failures are logged, and by `recovery` for those that are in the journal.
+process has ended, and by `incidents` before failures are logged.
 
 Everybody who ends on a node brings the same kernel messages along. A line that names one of our processes counts for
 that one; any other is weighed for all of the node that ended, together, and for one failure only: what was told by it
@@ -16,9 +16,9 @@ import signal as signals
 from collections.abc import Iterable
 
 from resihp.controller.state import Incident, Job, Member
-from resihp.detector.diagnosis.clues import Clue
 from resihp.detector.diagnosis.diagnosis import Diagnosis, Report, diagnose
 from resihp.detector.diagnosis.signatures import Depth, signature_of
+from resihp.protocol.messages import Clue
 from resihp.record.journal import Diagnosed
 
 MOST_EVIDENCE = 6000

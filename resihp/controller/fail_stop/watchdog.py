@@ -35,7 +35,7 @@ def beat(job: Job, event: api.AgentBeat) -> None:
             member.progress_at = job.now
             if member.rank in job.record.working:
                 job.progress_at = job.now
-            building = job.transition if job.transition and job.transition.stage == "building" else None
+            building = job.transition if job.transition and job.stage == "building" else None
             if building is not None and member.rank in building.asked:
                 job.progress_at = building.moved_at = job.now
         member.beat = beat
@@ -44,19 +44,19 @@ def beat(job: Job, event: api.AgentBeat) -> None:
 
 def tick(job: Job) -> None:
     judge_nodes(job)
-    if job.phase == "gathering":
+    if job.stage == "gathering":
         if job.departure is None:
             judge_start(job)
         return
-    if job.phase == "halting":
+    if job.stage == "halting":
         judge_leaving(job)
         return
     joins.judge(job)
     if job.stuck is not None and job.now - job.stuck[0] > STUCK_GRACE_S:
         failures.communication_failed(job, f"rank {job.stuck[1]}: {job.stuck[2]}")
-    if job.phase == "running":
+    if job.training:
         judge_progress(job)
-    elif job.phase == "transition":
+    elif job.changing:
         judge_transition(job)
 
 
@@ -122,7 +122,7 @@ def stopped_for_long(job: Job, member: Member) -> bool:
 
 def judge_nodes(job: Job) -> None:
     for node in list(job.nodes.values()):
-        if not node.alive or job.phase == "ended":
+        if not node.alive or job.stage == "ended":
             continue
         if job.now - node.last_beat > liveness.silence_limit_s(job.settings) and not node.suspected:
             node.suspected = True
@@ -134,16 +134,16 @@ def judge_nodes(job: Job) -> None:
 
 
 def given_up(job: Job, node: Node) -> bool:
-    predicted_s = job.predicted_s if job.phase == "running" else 0.0  # in a transition no collective can progress
+    predicted_s = job.predicted_s if job.training else 0.0  # in a transition no collective can progress
     return liveness.node_given_up(node, job.progress_at, predicted_s, job.now, job.settings)
 
 
 def needed(job: Job, node: Node) -> bool:
     """Whether the job waits for something that this node's workers have to do."""
-    if job.phase == "running":
+    if job.training:
         assert job.record.plan is not None
         return any(job.members[rank].node == node.name for rank in job.record.active)
-    if job.phase == "transition":
+    if job.changing:
         assert job.transition is not None
         return any(job.members[rank].node == node.name for rank in job.transition.waiting)
     return True
@@ -198,11 +198,11 @@ def judge_transition(job: Job) -> None:
     if late and waited_s > liveness.hang_suspected_s(job.settings, job.predicted_s):
         transitions.urge(job, f"not at the end of the iteration after {waited_s:.1f} s")
     budget_s = job.settings.hang_given_up_s
-    if transition.stage == "building" or transition.initial:
+    if job.stage == "building" or transition.initial:
         budget_s = job.settings.transition_budget_s
     if waited_s <= budget_s or not late:
         return
-    if transition.stage != "building":  # a step that was still taken is a sign of life
+    if job.stage != "building":  # a step that was still taken is a sign of life
         fence(job, [member for member in late if job.now - member.progress_at > budget_s])
         return
     guilty = liveness.culprits(late, job.now, job.settings)

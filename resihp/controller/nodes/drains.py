@@ -14,6 +14,7 @@ from __future__ import annotations
 from resihp.controller import interface as api
 from resihp.controller import planning, transition
 from resihp.controller.fail_stop import failures
+from resihp.controller.lifecycle import can_still_gain, may_interrupt
 from resihp.controller.nodes import joins, measures, replacements
 from resihp.controller.nodes.measures import Decision
 from resihp.controller.state import COINCIDENCE_S, Job, Release, natural
@@ -35,18 +36,18 @@ OURS = "resihp: "
 
 def review(job: Job) -> None:
     """At the end of each event."""
-    if not job.settings.slurm or job.phase == "ended":
+    if not job.settings.slurm or job.stage == "ended":
         return
     lost, job.upkeep.unwatched = job.upkeep.unwatched, []
     for name in lost:
         job.do(api.WatchNode(node=name))
         if job.settings.replacements:  # whether one still pays hangs on it
             job.do(api.AskTimeLeft())
-    if job.phase == "gathering":
+    if job.stage == "gathering":
         return
     if job.departure is None:
         _act(job)
-        if job.phase != "halting":
+        if job.stage != "halting":
             _leave_useless(job)
             _vacate(job)
             _release(job)
@@ -135,7 +136,7 @@ def drain_step(job: Job, event: api.DrainStep) -> None:
 
 def _leave_useless(job: Job) -> None:
     """A node all of whose devices are dead is kept for nothing, unless the batch script runs there."""
-    if job.phase != "running" or job.transition is not None:
+    if job.stage not in ("running", "pausing"):
         return
     for name in sorted({name for name, _ in job.dead_devices}, key=natural):
         node = job.nodes[name]
@@ -145,15 +146,13 @@ def _leave_useless(job: Job) -> None:
             continue
         busy = any(job.members[rank].node == name for rank in job.live)
         starting = any(job.record.placements[rank].node == name for rank in job.starting)
-        if not busy and not starting and job.phase == "running" and job.transition is None:
+        if not busy and not starting and job.stage in ("running", "pausing"):
             failures.node_lost(job, name, "no device of it can be used any more", "useless")
 
 
 def _vacate(job: Job) -> None:
     """Leave nodes that an administrator drains: first their ranks stand by, then they are let go. No failure."""
-    if job.settings.on_drain != "vacate" or job.phase != "running" or job.record.plan is None:
-        return
-    if job.transition is not None or job.pause is not None:
+    if job.settings.on_drain != "vacate" or not may_interrupt(job):
         return
     drained = [name for name, node in job.nodes.items() if node.alive and _is_administrators(job, name)]
     job.vacating.intersection_update(drained)
@@ -162,7 +161,7 @@ def _vacate(job: Job) -> None:
             _leave(job, name)
         elif name in job.vacating:  # no plan came of it that does without it
             _keep(job, name)
-        elif job.furthest + 1 < job.record.goal:  # the iteration under way is finished before anybody has left
+        elif can_still_gain(job):
             _stand_by(job, name)
             return
 
@@ -298,7 +297,7 @@ def take_over(job: Job) -> None:
 
 def resume(job: Job) -> None:
     """A new supervisor: ask again for what was decided and never answered. All of it can be done twice."""
-    if not job.settings.slurm or job.phase == "ended":
+    if not job.settings.slurm or job.stage == "ended":
         return
     for drain in job.record.drains.values():
         if not drain.settled:

@@ -3,7 +3,7 @@
 Decides when a device gets another process, whether the newcomer may join, and whether it is worth an interruption.
 A node is taken in only when it was asked for (`replacements`); one that was left out stays out.
 A newcomer counts for nothing until it has declared what the job trains; then it is a standby rank, and part of every
-transition. One that is turned away never stops the job. Called by `gathering`, `failures`, `judge`, `consent` and, at
+transition. One that is turned away never stops the job. Called by `startup`, `failures`, `watchdog`, `consent` and, at
 the end of each event, by the controller.
 """
 
@@ -17,6 +17,7 @@ import msgspec
 from resihp.controller import interface as api
 from resihp.controller import planning, transition
 from resihp.controller.fail_slow import probing
+from resihp.controller.lifecycle import can_still_gain, may_interrupt
 from resihp.controller.nodes import replacements
 from resihp.controller.state import Job, Member
 from resihp.detector import probes
@@ -28,7 +29,7 @@ from resihp.record.journal import JoinRefused, NodeJoined, WorkersOrdered
 def come_back(job: Job, lost: Member) -> None:
     """Start another process where one died, unless the script raised, or the device is dead or had its chances."""
     device = (lost.node, lost.device)
-    if job.phase not in ("transition", "running") or job.furthest >= job.record.goal:
+    if not job.under_way or job.furthest >= job.record.goal:
         return
     if job.departure is not None or job.excused(lost.node, job.now):
         return
@@ -58,7 +59,7 @@ def node_joined(job: Job, event: api.AgentJoined) -> None:
         job.do(api.DropNode(node=event.node))
         replacements.unfit(job, request, event.node, f"node {event.node} does not join: {odd}")
         return
-    if request is None or event.node in job.nodes or job.phase not in ("transition", "running"):
+    if request is None or event.node in job.nodes or not job.under_way:
         known = f"request {event.lease} is over" if event.lease else "nobody asked for it"
         why = "it was left out before" if event.node in job.nodes else known
         job.say("notice", f"node {event.node}: does not join: {why}")
@@ -97,7 +98,7 @@ def start_node(job: Job, name: str) -> None:
 
 def declared(job: Job, member: Member, declare: m.Declare) -> None:
     """A newcomer trains what the job trains, or it is turned away. The checkpoint that it found does not matter."""
-    if member.declared is not None or member.fenced is not None or job.phase not in ("transition", "running"):
+    if member.declared is not None or member.fenced is not None or not job.under_way:
         return
     first = job.declaration
     odd = [
@@ -135,14 +136,11 @@ def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
 
 def consider(job: Job) -> None:
     """Once nothing else is going on: interrupt training for newcomers if the planner would give one of them work."""
-    plan = job.record.plan
-    if job.phase != "running" or job.transition is not None or job.pause is not None or plan is None:
-        return
-    if job.departure is not None:
+    if not may_interrupt(job):
         return
     idle = job.unconsidered & set(job.ready) - set(job.record.active)
     job.unconsidered = set()
-    if not idle or job.furthest + 1 >= job.record.goal:  # the iteration under way is finished before anybody could help
+    if not idle or not can_still_gain(job):
         return
     try:
         better = planning.best(job, job.epoch + 1, set(job.ready), planning.base_while_running(job)).plan

@@ -2,7 +2,7 @@
 
 A drain keeps a node from all users until a human comes, so it takes evidence against the hardware. A node that merely
 died is Slurm's: it marks the node down, and takes it back after a reboot where the site has it so (ReturnToService).
-Pure; asked by `upkeep`, which knows the evidence. How long a node is left out is `slurm.drains.exclusions`' to say.
+Pure; asked by `drains`, which knows the evidence. How long a node is left out is `slurm.drains.exclusions`' to say.
 """
 
 from __future__ import annotations

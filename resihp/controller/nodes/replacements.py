@@ -1,8 +1,8 @@
 """New nodes in place of lost ones: asked for when training is below its first layout, let go when no longer needed.
 
-Decides when a request is made, which node it stands for, and when it is given up; `newcomers` takes in the node that
+Decides when a request is made, which node it stands for, and when it is given up; `joins` takes in the node that
 comes. Never asks for more than the job was allowed, nor twice for one node at a time. What the journal tells is all
-that is known of a request, so that a new supervisor knows the same. Called by `upkeep`, `newcomers` and `incidents`.
+that is known of a request, so that a new supervisor knows the same. Called by `drains`, `joins` and `incidents`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def review(job: Job) -> None:
     for request in tuple(job.record.replacements.values()):
         if request.state == "joined" and request.node is not None and not job.nodes[request.node].alive:
             _let_go(job, request, "ended", f"node {request.node} was lost")
-    if job.phase == "halting":
+    if job.stage == "halting":
         cancel_open(job, "training is done")
     elif job.departure is not None:
         cancel_open(job, "the job is to stop")
-    elif job.phase == "running" and job.transition is None and job.pause is None:
+    elif job.stage == "running":
         _compare(job)
 
 

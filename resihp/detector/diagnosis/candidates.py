@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from resihp.detector.diagnosis.clues import Clock, Clue, read_log
+from resihp.detector.diagnosis.clues import Clock, read_log
 from resihp.detector.diagnosis.signatures import DEFAULTS, Category, Depth, Signature, signature_of, xid_of
+from resihp.protocol.messages import Clue
 
 BEFORE_S = 900.0
 """A line may be this much older than the end that it explains: NCCL waits 10 minutes for a peer, as PyTorch sets it."""

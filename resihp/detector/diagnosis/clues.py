@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from resihp.detector.diagnosis.signatures import EXCEPTION, SIGNATURES, Signature
+from resihp.protocol.messages import Clue
 
 LINE_CHARACTERS = 400
 """What is kept of a line, beginning a little before what was recognised."""
@@ -30,21 +31,6 @@ _EXCEPTION = re.compile(r"[A-Za-z_][\w.]{0,127}(?:: |:?$)")
 _CONTROLS = re.compile(
     r"\x1b\[[0-?]{0,32}[ -/]{0,8}[@-~]|\x1b\][^\x07\x1b\n]{0,256}(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]"
 )
-
-
-class Clue(msgspec.Struct, frozen=True, kw_only=True):
-    """One telling line. `kind` names its row in `signatures` (`xid 79` for Xids); `at` in seconds since 1970, UTC.
-
-    `named`: what the line names, of xid, pid, bus, node, peer, error. `raised`: an exception that ended a traceback;
-    `chained`: raised while the clue before it, of the same log, was handled.
-    """
-
-    kind: str
-    line: str
-    at: float | None = None
-    named: dict[str, str] = {}
-    raised: bool = False
-    chained: bool = False
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,9 +22,10 @@ from typing import Any, Protocol
 import msgspec
 
 from resihp.detector.diagnosis.candidates import Candidate, Report, candidates_of, normal_bus
-from resihp.detector.diagnosis.clues import Clock, Clue, read_log
+from resihp.detector.diagnosis.clues import Clock, read_log
 from resihp.detector.diagnosis.signatures import DEFAULTS, USUALLY_THE_PROGRAM, Category, Component, Depth, xid_of
 from resihp.detector.diagnosis.xids import advice as xid_advice
+from resihp.protocol.messages import Clue
 
 __all__ = ["Clock", "Clue", "Diagnosis", "Report", "diagnose", "read_log"]
 

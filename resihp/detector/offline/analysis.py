@@ -24,7 +24,7 @@ class Where(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None = None
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
+class SpeedChange(msgspec.Struct, frozen=True, kw_only=True):
     """Something that began with `iteration` of a run and was known after `detected_at`."""
 
     run: int
@@ -56,7 +56,7 @@ class Analysis(msgspec.Struct, frozen=True, kw_only=True):
     iterations: int
     healthy_seconds: float
     """Median iteration time while nothing is wrong."""
-    events: tuple[Event, ...] = ()
+    events: tuple[SpeedChange, ...] = ()
     ranks: tuple[RankScore, ...] = ()
     slowdown: float | None = None
     ideal_seconds: float | None = None

@@ -22,7 +22,7 @@ from typing import Literal
 
 import msgspec
 
-from resihp.detector.offline.series import Point, Run
+from resihp.detector.offline.series import Point, TimedRun
 from resihp.errors import UsageError
 
 PARQUET = b"PAR1"
@@ -44,7 +44,7 @@ class Recording(msgspec.Struct, frozen=True):
     """What a file holds, and what a reader must know of how it was read."""
 
     kind: Literal["megatron-log", "series"]
-    runs: tuple[Run, ...]
+    runs: tuple[TimedRun, ...]
     remarks: tuple[str, ...] = ()
 
 
@@ -121,7 +121,7 @@ def read_log(content: bytes) -> Recording:
         found = [line for line in found if line.closed]
     heard = _heard(found)
     runs, repeated = _split([line.point for line in heard])
-    made = tuple(Run(points=points, interval=_interval(points)) for points in runs)
+    made = tuple(TimedRun(points=points, interval=_interval(points)) for points in runs)
     remarks = [
         *_counted(torn, "torn log line"),
         *_counted(bad, "iteration without a usable time"),
@@ -178,7 +178,7 @@ def _interval(points: Sequence[Point]) -> int:
     return step if 2 * times > len(points) - 1 else 1
 
 
-def _gaps(runs: Sequence[Run]) -> list[str]:
+def _gaps(runs: Sequence[TimedRun]) -> list[str]:
     missing = 0
     for run in runs:
         for before, after in itertools.pairwise(run.points):
@@ -235,14 +235,14 @@ def read_csv(content: bytes) -> Recording:
     if "rank" in columns and len(of_rank) > 1:
         kept = {rank: _sorted(points) for rank, points in sorted(of_rank.items())}
         repeated = sum(len(of_rank[rank]) - len(kept[rank]) for rank in kept)
-        runs: tuple[Run, ...] = (Run(ranks=kept),)
+        runs: tuple[TimedRun, ...] = (TimedRun(ranks=kept),)
     else:
         points = next(iter(of_rank.values()), [])
         runs, repeated = _csv_runs(points)
     return Recording("series", runs, (*remarks, *_counted(repeated, "repeated row")))
 
 
-def _csv_runs(points: Sequence[Point]) -> tuple[tuple[Run, ...], int]:
+def _csv_runs(points: Sequence[Point]) -> tuple[tuple[TimedRun, ...], int]:
     parts, repeated = _split(points)
     seen: set[int] = set()
     again = 0
@@ -250,9 +250,9 @@ def _csv_runs(points: Sequence[Point]) -> tuple[tuple[Run, ...], int]:
         again += sum(point.iteration in seen for point in part)
         seen.update(point.iteration for point in part)
     if again and 20 * (len(parts) - 1) <= len(points) and len(set(points)) == len(points):
-        return tuple(Run(points=part) for part in parts), repeated
+        return tuple(TimedRun(points=part) for part in parts), repeated
     ordered = _sorted(points)
-    return ((Run(points=ordered),) if ordered else ()), len(points) - len(ordered)
+    return ((TimedRun(points=ordered),) if ordered else ()), len(points) - len(ordered)
 
 
 def _sorted(points: Sequence[Point]) -> tuple[Point, ...]:

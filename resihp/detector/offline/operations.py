@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import pandas as pd
 
-from resihp.detector.offline.analysis import Analysis, Event, RankScore, Where
+from resihp.detector.offline.analysis import Analysis, RankScore, SpeedChange, Where
 from resihp.detector.offline.peer_slowness import Series, by_micro_batch, by_quickest, by_replica, computation
 from resihp.detector.offline.slow_runs import Slowness, noises, runs
 from resihp.detector.offline.traces import Flags, Floats, Trace, read
@@ -251,8 +251,8 @@ def _covered(trace: Trace, slow: list[Slowness]) -> Flags:
     return covered
 
 
-def _events(trace: Trace, slow: Slowness) -> list[Event]:
-    begun = Event(
+def _events(trace: Trace, slow: Slowness) -> list[SpeedChange]:
+    begun = SpeedChange(
         run=0,
         iteration=trace.steps[slow.onset],
         detected_at=trace.steps[slow.detected],
@@ -263,7 +263,7 @@ def _events(trace: Trace, slow: Slowness) -> list[Event]:
     )
     if slow.end is None or slow.known_over is None:
         return [begun]
-    over = Event(
+    over = SpeedChange(
         run=0,
         iteration=trace.steps[slow.end],
         detected_at=trace.steps[slow.known_over],
@@ -274,7 +274,7 @@ def _events(trace: Trace, slow: Slowness) -> list[Event]:
     return [begun, over]
 
 
-def _workload(trace: Trace, cost: WhatIf, slow: list[Slowness]) -> list[Event]:
+def _workload(trace: Trace, cost: WhatIf, slow: list[Slowness]) -> list[SpeedChange]:
     """Steps that the raw rule would call slow and that their computation explains, though no rank is slow."""
     seconds, covered = step_seconds(trace), _covered(trace, slow)
     usual, explained = running_median(seconds), np.full(len(trace.steps), np.nan)
@@ -284,7 +284,7 @@ def _workload(trace: Trace, cost: WhatIf, slow: list[Slowness]) -> list[Event]:
     order = sums.sort_values("seconds").drop_duplicates("step", keep="last")
     longest = dict(zip(order["step"], order["dp"], strict=True))
     return [
-        Event(
+        SpeedChange(
             run=0,
             iteration=trace.steps[i],
             detected_at=trace.steps[i],

@@ -2,8 +2,8 @@
 
 Without chunk times the healthy time cannot be predicted, so `ChangeDetector` is run on the logarithm of plain times
 against a robust running level; where tokens or the sum of squared lengths of each iteration are known, on what they
-leave unexplained (`Workload`). What plain times show and the workload explains is a `workload` event. Which of the two
-it was is said (`known`). Times of several ranks are compared with those of the peers in the same iteration.
+leave unexplained (`IterationModel`). What plain times show and the workload explains is a `workload` event. Which of
+the two it was is said (`known`). Times of several ranks are compared with those of the peers in the same iteration.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from resihp.detector.offline.analysis import Analysis, Event, Kind, Verdict, Where
-from resihp.detector.sequential.changes import WARM_UP, Change, ChangeDetector
+from resihp.detector.offline.analysis import Analysis, Kind, SpeedChange, Verdict, Where
+from resihp.detector.sequential.changes import WARM_UP, ChangeDetector, ChangePoint
 from resihp.detector.sequential.densities import Floats
 
 LEAST = 0.1
@@ -51,7 +51,7 @@ class Point(msgspec.Struct, frozen=True):
     squares: float | None = None
 
 
-class Run(msgspec.Struct, frozen=True):
+class TimedRun(msgspec.Struct, frozen=True):
     """One run, iterations in ascending order: of the whole job (`points`), or of each rank (`ranks`), not both."""
 
     points: tuple[Point, ...] = ()
@@ -60,7 +60,7 @@ class Run(msgspec.Struct, frozen=True):
     """Iterations that a time is the mean of."""
 
 
-class Workload:
+class IterationModel:
     """Seconds of an iteration as c + alpha*N + beta*S (the paper's Eq. 1 over a whole iteration), fitted robustly.
 
     While N and S do not vary, time is taken to be in proportion to N: the intercept cannot be told.
@@ -137,15 +137,15 @@ class SeriesDetector:
         false_alarms_per: int = FALSE_ALARMS_PER,
         workload: bool = False,
     ) -> None:
-        self.events: list[Event] = []
+        self.events: list[SpeedChange] = []
         self._run, self._where = run, where
         self._plain = ChangeDetector(least=least, false_alarms_per=false_alarms_per, aim=AIM)
         self._rest = ChangeDetector(least=least, false_alarms_per=false_alarms_per, aim=AIM) if workload else None
-        self._workload = Workload()
+        self._workload = IterationModel()
         self._pending: deque[Point] = deque()
         self._open: int | None = None
         self._slow_since = 0
-        self._unexplained: list[tuple[int, Change]] = []
+        self._unexplained: list[tuple[int, ChangePoint]] = []
         self._iterations: list[int] = []
         self._beyond = -(10**9)
 
@@ -156,7 +156,7 @@ class SeriesDetector:
             return "warming up"
         return "plain times" if self._rest is None else "workload"
 
-    def update(self, point: Point) -> Event | None:
+    def update(self, point: Point) -> SpeedChange | None:
         """Take the next iteration; what was found with it, if anything."""
         seconds = point.seconds
         if not (math.isfinite(seconds) and seconds > 0):
@@ -169,7 +169,7 @@ class SeriesDetector:
 
     # --- with the workload ------------------------------------------------------------------------------------------
 
-    def _explain(self, point: Point, plain: Change | None, rest: ChangeDetector) -> Event | None:
+    def _explain(self, point: Point, plain: ChangePoint | None, rest: ChangeDetector) -> SpeedChange | None:
         number = len(self._iterations)
         if plain is not None and plain.after > plain.before:
             self._unexplained.append((number, plain))
@@ -201,7 +201,7 @@ class SeriesDetector:
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    def _tell(self, change: Change, of: ChangeDetector) -> Event | None:
+    def _tell(self, change: ChangePoint, of: ChangeDetector) -> SpeedChange | None:
         """What a change means: slower than healthy, as fast as before, or faster than it ever was."""
         opened = None if self._open is None else self.events[self._open]
         if opened is not None:
@@ -225,8 +225,8 @@ class SeriesDetector:
             self.events.append(event)
         return event
 
-    def _event(self, change: Change, size: float, verdict: Verdict) -> Event:
-        return Event(
+    def _event(self, change: ChangePoint, size: float, verdict: Verdict) -> SpeedChange:
+        return SpeedChange(
             run=self._run,
             iteration=change.onset,
             detected_at=change.detected,
@@ -240,7 +240,7 @@ class SeriesDetector:
         return bisect_left(self._iterations, end) - bisect_left(self._iterations, first)
 
 
-def detect(points: Iterable[Point], *, run: int = 0) -> tuple[list[Event], str]:
+def detect(points: Iterable[Point], *, run: int = 0) -> tuple[list[SpeedChange], str]:
     """Events of one run whose times are those of whole iterations, and what healthy was told from."""
     usable = [p for p in points if math.isfinite(p.seconds) and p.seconds > 0]
     detector = SeriesDetector(run=run, workload=_has_workload(usable))
@@ -249,7 +249,7 @@ def detect(points: Iterable[Point], *, run: int = 0) -> tuple[list[Event], str]:
     return detector.events, detector.known
 
 
-def detect_ranks(ranks: Mapping[int, Sequence[Point]], *, run: int = 0) -> tuple[list[Event], str]:
+def detect_ranks(ranks: Mapping[int, Sequence[Point]], *, run: int = 0) -> tuple[list[SpeedChange], str]:
     """Events of one run with a time for each rank: each rank against its peers, and what slows most of them at once.
 
     That a rank is slower than others all the time is its nature and no change.
@@ -290,9 +290,9 @@ def detect_ranks(ranks: Mapping[int, Sequence[Point]], *, run: int = 0) -> tuple
     return found, "peers" if len(nature) > 1 else everybody.known
 
 
-def analyse(kind: Kind, runs: Sequence[Run], remarks: Sequence[str] = ()) -> Analysis:
+def analyse(kind: Kind, runs: Sequence[TimedRun], remarks: Sequence[str] = ()) -> Analysis:
     """Events of all runs of a file; each run starts afresh, as layout and nodes may have changed in between."""
-    events: list[Event] = []
+    events: list[SpeedChange] = []
     known: list[str] = []
     healthy: list[float] = []
     iterations = 0
@@ -325,14 +325,14 @@ def analyse(kind: Kind, runs: Sequence[Run], remarks: Sequence[str] = ()) -> Ana
     )
 
 
-def _began_after(event: Event, run: Run) -> Event:
+def _began_after(event: SpeedChange, run: TimedRun) -> SpeedChange:
     """Of times that are means over an interval: the first iteration of the first slow interval."""
     before = run.interval - 1
     end = None if event.end is None else event.end - before
     return msgspec.structs.replace(event, iteration=event.iteration - before, end=end)
 
 
-def _healthy_seconds(points: Sequence[Point], events: Sequence[Event]) -> list[float]:
+def _healthy_seconds(points: Sequence[Point], events: Sequence[SpeedChange]) -> list[float]:
     """Times of iterations in which nothing was wrong, the first few left out."""
     usable = [p for p in points if math.isfinite(p.seconds) and p.seconds > 0]
     first = min((p.iteration for p in usable), default=0)
@@ -354,7 +354,7 @@ def _has_workload(points: Sequence[Point]) -> bool:
     return bool(np.isfinite(work).all() and (work >= 0).all() and (np.ptp(work, axis=0) > 0).any())
 
 
-def _without_falls(events: Sequence[Event]) -> list[Event]:
+def _without_falls(events: Sequence[SpeedChange]) -> list[SpeedChange]:
     """Without recoveries from what was never told: a rank that gets faster than its peers."""
     ends = {event.end for event in events}
     return [event for event in events if event.verdict != "recovered" or event.iteration in ends]

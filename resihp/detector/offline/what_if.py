@@ -119,7 +119,7 @@ def what_if(trace: Trace) -> WhatIf | None:
     )
 
 
-class _Level(msgspec.Struct, frozen=True, eq=False):
+class _Wave(msgspec.Struct, frozen=True, eq=False):
     """Nodes that wait for earlier levels only."""
 
     nodes: slice
@@ -137,7 +137,7 @@ class Graph(msgspec.Struct, frozen=True, eq=False):
     """(n,): duration of each operation, without its waiting."""
     sources: Ints
     """Operation at whose end an edge begins, ordered by the node it leads to."""
-    levels: tuple[_Level, ...]
+    levels: tuple[_Wave, ...]
     roots: int
     """Nodes that wait for nothing; they come first."""
     step: Ints
@@ -228,7 +228,7 @@ def _levelled(trace: Trace, node: Ints, seconds: Floats, edges: Ints) -> Graph:
     bounds = np.searchsorted(level[numbered], np.arange(depth + 1))
     begins = np.searchsorted(target, np.arange(count + 1))
     levels = tuple(
-        _Level(slice(a, b), slice(int(begins[a]), int(begins[b])), begins[a:b] - begins[a])
+        _Wave(slice(a, b), slice(int(begins[a]), int(begins[b])), begins[a:b] - begins[a])
         for a, b in zip(bounds[1:-1].tolist(), bounds[2:].tolist(), strict=True)
     )
     return Graph(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from resihp.detector.findings import Finding
-from resihp.detector.sequential.changes import Change, ChangeDetector
+from resihp.detector.sequential.changes import ChangeDetector, ChangePoint
 
 CORRELATION = 0.5
 """Of values from one iteration to the next, until they have shown it themselves."""
@@ -71,7 +71,7 @@ class WholeTest:
             findings += [] if change is None else self._told(iteration, change)
         return tuple(findings)
 
-    def _told(self, iteration: int, change: Change) -> list[Finding]:
+    def _told(self, iteration: int, change: ChangePoint) -> list[Finding]:
         """That iterations became faster than ever is no finding."""
         shift = change.after - self._detector.healthy
         slow = self._detector.changed and shift > 0.0

@@ -2,12 +2,12 @@
 
 Three channels look at an iteration:
 
-=========  ============================================================================================================
-`whole`    its seconds against Eq. 2 over Eq. 1 (`pipeline.compiled`, `predictor`), change points of the log ratio
-           (`changes`). Sees everything, also what hits everybody, but cannot say where
-`ranks`    each rank's own work against its prediction, relative to all others
-`links`    transfers against the link's own past, relative to all others
-=========  ============================================================================================================
+===================  ==================================================================================================
+`iteration_channel`  its seconds against Eq. 2 over Eq. 1 (`pipeline.compiled`, `predictor`), change points of the log
+                     ratio (`changes`). Sees everything, also what hits everybody, but cannot say where
+`rank_channel`       each rank's own work against its prediction, relative to all others
+`link_channel`       transfers against the link's own past, relative to all others
+===================  ==================================================================================================
 
 The last two see milder changes, sooner, and name who is slow. What they have found is part of the expectation that the
 first one compares with, so that one failure is one finding. Without measurements of chunks only plain iteration times
@@ -151,15 +151,6 @@ class Monitor:
         )
 
     @property
-    def unverified(self) -> tuple[int, ...]:
-        """Ranks that nobody shares the same work with: had one been slow from the start, it could not be known."""
-        if self._frame is None:
-            return ()
-        stacked = self._frame.stacked
-        alone = np.bincount(stacked.group)[stacked.group] < 2
-        return tuple(stacked.ranks[alone].tolist())
-
-    @property
     def stacked(self) -> Stacked | None:
         """The adopted plan as arrays: what `observe_stacked` calls rows."""
         return None if self._frame is None else self._frame.stacked
@@ -221,7 +212,8 @@ class Monitor:
     def observe_stacked(self, iteration: int, epoch: int, seconds: float, sums: Sums) -> Assessment:
         """As `observe`, from sums that the ranks made themselves; chunk times must come in by `learn`.
 
-        Rows of ranks are those of `stacked`, of links those of `links`. Raises ValueError for arrays of other shapes.
+        Rows of ranks are those of `plan_arrays`, of links those of `link_channel`. Raises ValueError for arrays of
+        other shapes.
         """
         frame = self._next(iteration, epoch)
         if frame is None:
@@ -261,11 +253,6 @@ class Monitor:
         """Present speed of each rank that was found slow, 1 being healthy: as confirmed, else as estimated."""
         self._remember()
         return {rank: self._confirmed.get(rank, math.exp(-shift)) for rank, shift in sorted(self._slow.items())}
-
-    def link_speeds(self) -> dict[tuple[int, int], float]:
-        """Present speed of each link (sender, receiver) that was found slow."""
-        self._remember()
-        return {link: math.exp(-shift) for link, shift in sorted(self._slow_links.items())}
 
     def confirmed(self, rank: int, speed: float) -> None:
         """A probe says that `rank` has this speed. It stays until the rank is cleared, recovers or becomes slower.

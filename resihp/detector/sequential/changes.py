@@ -61,7 +61,7 @@ FAR, FAR_SCALES = 0.1, 4.0
 """By how much more than expected the level of a warm-up is not taken for healthy: log units, scales of its noise."""
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
+class ChangePoint(msgspec.Struct, frozen=True, kw_only=True):
     """The level changed from `before` to `after` with the value of index `onset`; known with that of `detected`."""
 
     onset: int
@@ -167,7 +167,7 @@ class ChangeDetector:
 
     # --- the next value ---------------------------------------------------------------------------------------------
 
-    def update(self, index: int, value: float) -> Change | None:
+    def update(self, index: int, value: float) -> ChangePoint | None:
         """Take the next value; indices increase, gaps are allowed. NaN and infinities are ignored."""
         value = float(value)
         if not math.isfinite(value):
@@ -363,7 +363,7 @@ class ChangeDetector:
         # Where a change is to be found at once, alarms are not spent on those that noise hides for long.
         self._dull = 0.0 if self._aim is None else 4 * self._spread(self._healthy) ** 2
 
-    def _change(self, index: int, evidence: float) -> Change | None:
+    def _change(self, index: int, evidence: float) -> ChangePoint | None:
         assert self._now is not None
         assert self._healthy is not None
         before, healthy = self._now, self._healthy
@@ -385,7 +385,7 @@ class ChangeDetector:
         self._carried = self._recent[-1][1] - self._now.level
         while self._recent[0][0] < onset:
             self._recent.popleft()
-        return Change(
+        return ChangePoint(
             onset=onset,
             detected=index,
             before=before.level,
@@ -410,7 +410,7 @@ class ChangeDetector:
             after, _ = robust(values[start:], scale)
         return int(indices[start]), after, len(values) - start
 
-    def _drifted(self, index: int) -> Change | None:
+    def _drifted(self, index: int) -> ChangePoint | None:
         """The healthy level has crept away from where it was when it was first known well: too slowly for a jump."""
         assert self._healthy is not None
         if self._aim is not None or self.changed:
@@ -428,7 +428,7 @@ class ChangeDetector:
         if abs(drift) < max(DRIFT * self._least, 4.5 * error):
             return None
         anchor = self._anchor
-        change = Change(
+        change = ChangePoint(
             onset=self._calm_at,
             detected=index,
             before=anchor.level,

@@ -27,7 +27,7 @@ _GLANCE = timedelta(seconds=0.1)
 _TIMED_OUT = "Operation timed out"
 
 
-class Transfer:
+class PendingWork:
     """A collective or a pipeline transfer under way."""
 
     def __init__(self, work: Any, woken: Callable[[], bool]) -> None:
@@ -76,10 +76,10 @@ class SingleFile:
         self._due: queue.SimpleQueue[_Deferred | None] = queue.SimpleQueue()
         threading.Thread(target=self._carry_out, name="resihp-strict", daemon=True).start()
 
-    def begin(self, operation: Callable[[], Any], woken: Callable[[], bool], wire: Wire | None = None) -> Transfer:
+    def begin(self, operation: Callable[[], Any], woken: Callable[[], bool], wire: Wire | None = None) -> PendingWork:
         deferred = _Deferred(operation, woken, wire)
         self._due.put(deferred)
-        return Transfer(deferred, woken)
+        return PendingWork(deferred, woken)
 
     def close(self) -> None:
         self._due.put(None)
@@ -99,7 +99,7 @@ class _Deferred:
 
     def carry_out(self) -> None:
         try:
-            Transfer(self._operation(), self._woken).wait()
+            PendingWork(self._operation(), self._woken).wait()
             if self._wire is not None:
                 time.sleep(self._wire())
         except (CommunicatorError, RuntimeError) as error:
@@ -160,13 +160,13 @@ class Channel:
     def rank(self) -> int:
         return int(self.backend.rank())
 
-    def allreduce(self, tensors: list[Tensor], *options: Any) -> Transfer:
+    def allreduce(self, tensors: list[Tensor], *options: Any) -> PendingWork:
         return self._begin(lambda: self.backend.allreduce(tensors, *options))
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Transfer:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> PendingWork:
         return self._begin(lambda: self.backend.allgather(outputs, inputs))
 
-    def reduce_scatter(self, output: Tensor, inputs: list[Tensor]) -> Transfer:
+    def reduce_scatter(self, output: Tensor, inputs: list[Tensor]) -> PendingWork:
         """Sum `inputs[r]` of all ranks into rank r's `output`.
 
         gloo's own is a sum over everything, too, but one whose wait cannot be told to look up.
@@ -179,16 +179,16 @@ class Channel:
         transfer.then(lambda: output.copy_(whole[index]))
         return transfer
 
-    def broadcast(self, tensor: Tensor) -> Transfer:
+    def broadcast(self, tensor: Tensor) -> PendingWork:
         """From the first rank to the others. On two ranks, how anything is sent: gloo forgets interrupted sends."""
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         return self._begin(lambda: self.backend.broadcast([tensor], options))
 
-    def _begin(self, operation: Callable[[], Any]) -> Transfer:
+    def _begin(self, operation: Callable[[], Any]) -> PendingWork:
         if self._single_file is not None:
             return self._single_file.begin(operation, self._woken, self._wire)
-        return Transfer(operation(), self._woken)
+        return PendingWork(operation(), self._woken)
 
 
 @contextmanager

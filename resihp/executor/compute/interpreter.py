@@ -7,10 +7,8 @@ iteration that breaks leaves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,42 +16,18 @@ from torch import Tensor
 
 from resihp.detector.observation import Floats
 from resihp.errors import DatasetError
-from resihp.executor.communicators import Communicators
-from resihp.executor.compute.channels import Transfer, guarded
+from resihp.executor.compute.channels import PendingWork, guarded
+from resihp.executor.compute.iteration import Iteration, waiting
 from resihp.executor.compute.stage import IGNORED
 from resihp.executor.compute.stopwatch import Stopwatch
 from resihp.executor.emulation import Pace
 from resihp.executor.state.rank_state import State
 from resihp.faults import Phase
-from resihp.parallelism.plan import Primitive, Stop
-from resihp.parallelism.workload import MicroBatch
+from resihp.parallelism.plan import Primitive
 from resihp.pipeline.program import Bucket, Compute, Parcel, Program, Reduce, Transmit, gradients_of
 
 _Key = tuple[Literal["forward", "backward"], int, int]
 """(direction, micro-batch, boundary), as of a Parcel."""
-
-
-class Observer(Protocol):
-    """Told where an iteration stands, from the rank's own thread."""
-
-    def enter(self, phase: Phase) -> None: ...
-
-    def progressed(self) -> None:
-        """One more primitive, synchronisation or chunk of state is done."""
-
-    def communicating(self, waits: bool) -> None:
-        """True before and False after each wait for peers."""
-
-
-@contextmanager
-def waiting(observer: Observer, what: str) -> Iterator[None]:
-    """Around a wait for peers. Raises CommunicatorError for what the back end raises."""
-    observer.communicating(True)
-    try:
-        with guarded(what):
-            yield
-    finally:
-        observer.communicating(False)
 
 
 @dataclass
@@ -61,7 +35,7 @@ class _Arrival:
     """A parcel on its way to this rank: `part` is filled by its transfers, and is [low, low + numel) of the whole."""
 
     parcel: Parcel
-    transfers: list[Transfer]
+    transfers: list[PendingWork]
     part: Tensor
     elements: int
     """Of the whole tensor."""
@@ -70,54 +44,38 @@ class _Arrival:
 class Interpreter:
     """Runs one iteration's program on one rank's state; gradients accumulate in its parameters, then are summed.
 
-    `paths` and `active` ranks are the plan's, `place` this rank's (replica, stage). What is differentiated is the mean
-    loss over the global `batch`, whose micro-batches are padded to a multiple of `multiple` tokens.
+    What is differentiated is the mean loss over the global batch. `pace` emulates a device's speed.
     """
 
-    def __init__(
-        self,
-        state: State,
-        rank: int,
-        place: tuple[int, int],
-        active: tuple[int, ...],
-        paths: dict[int, tuple[Stop, ...]],
-        program: Program,
-        buckets: Sequence[Bucket],
-        batch: Sequence[MicroBatch],
-        vocab: int,
-        multiple: int,
-        communicators: Communicators,
-        observer: Observer,
-        device: torch.device,
-        stopwatch: Stopwatch,
-        pace: Pace | None = None,
-    ) -> None:
-        self._state, self._stage, self._rank = state, state.stage, rank
-        self._program, self._buckets, self._batch, self._active = program, buckets, batch, active
-        self._communicators, self._observer, self._device = communicators, observer, device
-        self._vocab, self._multiple, self._pace, self._stopwatch = vocab, multiple, pace, stopwatch
-        self._total_tokens = sum(micro_batch.tokens for micro_batch in batch)
-        self._tensor = communicators.find("tensor/{}/{}".format(*place))
+    def __init__(self, iteration: Iteration, state: State, stopwatch: Stopwatch, pace: Pace | None = None) -> None:
+        self._it = iteration
+        self._state, self._stage, self._rank = state, state.stage, iteration.rank
+        self._batch, self._multiple = iteration.batch, iteration.prepared.multiple
+        self._communicators, self._observer = iteration.communicators, iteration.observer
+        self._device = iteration.device
+        self._stopwatch, self._pace = stopwatch, pace
+        self._total_tokens = sum(micro_batch.tokens for micro_batch in iteration.batch)
+        self._tensor = iteration.communicators.find("tensor/{}/{}".format(*iteration.place))
         self._position = {
             (m, stop.chunk): v
-            for m, path in paths.items()
+            for m, path in iteration.prepared.paths.items()
             for v, stop in enumerate(path)
-            if (stop.replica, stop.stage) == place
+            if (stop.replica, stop.stage) == iteration.place
         }
         """Index of the virtual stage on a micro-batch's path, by (micro-batch, chunk)."""
         self._split = {
             (i.primitive.micro_batch, i.primitive.chunk)
-            for i in program
+            for i in iteration.program
             if isinstance(i, Compute) and i.primitive.kind == "W"
         }
         self._saved: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._produced: dict[_Key, Tensor] = {}
         """Results for other stages: taken by their transfer, or by the next chunk on this very stage."""
         self._arriving: dict[_Key, _Arrival] = {}
-        self._departing: list[tuple[Transfer, Tensor]] = []
-        self._summing: list[tuple[Transfer, Tensor, list[Tensor]]] = []
+        self._departing: list[tuple[PendingWork, Tensor]] = []
+        self._summing: list[tuple[PendingWork, Tensor, list[Tensor]]] = []
         self._entered: set[Phase] = set()
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         """Sum over tokens of the loss, of the micro-batches that passed here; stays 0 before the last stage."""
         self._work: list[tuple[float, float]] = []
         """Tokens and sum of squared lengths of each primitive's micro-batch."""
@@ -125,14 +83,14 @@ class Interpreter:
     def run(self) -> None:
         """Raises CommunicatorError when a peer is lost, DatasetError, or whatever the data set raises."""
         try:
-            for instruction in self._program:
+            for instruction in self._it.program:
                 match instruction:
                     case Compute(primitive):
                         self._compute(primitive)
                     case Transmit(parcel):
                         self._transmit(parcel)
                     case Reduce(bucket):
-                        self._reduce(self._buckets[bucket])
+                        self._reduce(self._it.prepared.buckets[bucket])
             self._finish()
         finally:
             self._stage.weights.discard()
@@ -207,8 +165,8 @@ class Interpreter:
         for name, array in zip(("tokens", "labels"), arrays, strict=True):
             if not isinstance(array, np.ndarray) or array.shape != (size,) or array.dtype != np.int64:
                 raise DatasetError(f"micro-batch {m}: {name} must be int64 of shape [{size}], the sum of its lengths")
-            if array.min() < 0 or array.max() >= self._vocab:
-                raise DatasetError(f"micro-batch {m}: {name} outside the vocabulary of {self._vocab}")
+            if array.min() < 0 or array.max() >= self._it.vocab:
+                raise DatasetError(f"micro-batch {m}: {name} outside the vocabulary of {self._it.vocab}")
         tokens, labels = (
             torch.from_numpy(np.pad(array, (0, padding), constant_values=fill)).to(self._device)
             for array, fill in zip(arrays, (0, IGNORED), strict=True)
@@ -274,7 +232,7 @@ class Interpreter:
         """Begin to sum a bucket. It is copied out first: a slice in several buckets is offered unreduced to each."""
         views = [self._state.gradient(piece) for piece in bucket.slices]
         flat = torch.cat([view.reshape(-1) for view in views])
-        channel = self._communicators.channel(gradients_of(bucket.owners, self._active))
+        channel = self._communicators.channel(gradients_of(bucket.owners, self._it.active))
         with guarded("gradient reduction"):
             self._summing.append((channel.allreduce([flat]), flat, views))
         if len(self._summing) == 1:
@@ -300,7 +258,7 @@ class Interpreter:
             self._observer.enter(phase)
 
 
-def loss_speaker(state: State) -> bool:
+def speaks(state: State) -> bool:
     """Whether a rank contributes its replica's loss to sums over the model: one of the last stage."""
     return state.holding.last and state.holding.t == 0
 

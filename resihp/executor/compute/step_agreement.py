@@ -6,75 +6,66 @@ After it every rank knows that all gradients are reduced everywhere, and holds t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from resihp.errors import DatasetError
-from resihp.executor.communicators import Communicators
-from resihp.executor.compute.interpreter import Observer, waiting
+from resihp.executor.compute.interpreter import computed, speaks
+from resihp.executor.compute.iteration import Iteration, waiting
 from resihp.executor.state.optimizer import AdamW
+from resihp.executor.state.rank_state import State
 from resihp.parallelism.workload import SAMPLE_MODULUS, MicroBatch, samples_digest
 from resihp.protocol.messages import StepOutcome
 
 
 def last_synchronisation(
-    iteration: int,
-    batch: Sequence[MicroBatch],
-    computed: Sequence[int],
-    loss_sum: float,
-    gradients: Iterable[Tensor],
-    optimizer: AdamW,
-    updates: int,
-    pause: bool,
-    saving: bool,
-    communicators: Communicators,
-    observer: Observer,
+    it: Iteration, state: State, loss_sum: float, settings: AdamW, *, pause: bool, saving: bool
 ) -> StepOutcome:
     """One float64 all-reduce over all active ranks, from which each computes the same outcome.
 
-    `gradients` are the slices that this rank counts (`resihp.parallelism.ownership.counted`); `computed` the
-    micro-batches of `batch` whose loss this rank contributes, with their sum over tokens `loss_sum`; `updates` how many
-    the optimizer has made so far; `pause` whether this rank was asked to park after the iteration: if any was, all do;
-    `saving` whether it still writes a checkpoint: if any does, none begins another. Raises DatasetError when ranks were
-    given different data for the iteration.
+    `loss_sum` is the loss over the tokens of the micro-batches that this rank computed to their end, 0 where another
+    rank speaks for them. `pause`: this rank was asked to park after the iteration: if any was, all do;
+    `saving`: it still writes a checkpoint: if any does, none begins another. Raises DatasetError when ranks were given
+    different data for the iteration.
     """
+    batch = it.batch
+    gradients = (state.gradient(piece) for piece in it.prepared.counted)
     squares = sum(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2 for gradient in gradients)
     finite = math.isfinite(squares)
-    mine = _totals([batch[m] for m in computed])
+    mine = _totals([batch[m] for m in computed(it.program, state)] if speaks(state) else [])
     told = [float(not finite), float(pause), float(saving)]
     sums = torch.tensor(
         [squares if finite else 0.0, *told, loss_sum, *mine[:3], *_limbs(mine[3])],
         dtype=torch.float64,
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
-    if communicators.world is not None:
-        with waiting(observer, "last synchronisation"):
-            communicators.world.allreduce([sums]).wait()
-    observer.progressed()
+    if it.communicators.world is not None:
+        with waiting(it.observer, "last synchronisation"):
+            it.communicators.world.allreduce([sums]).wait()
+    it.observer.progressed()
     squares, broken, pauses, savers, loss_sum, tokens, lengths, samples, *limbs = sums.tolist()
     totals = (int(tokens), int(lengths), int(samples), _joined(limbs))
     expected = _totals(batch)
     if totals != expected:
         raise DatasetError(
-            f"iteration {iteration}: ranks computed {totals[0]} tokens of {totals[2]} samples, this rank's data set "
+            f"iteration {it.number}: ranks computed {totals[0]} tokens of {totals[2]} samples, this rank's data set "
             f"has {expected[0]} of {expected[2]}; micro_batches(iteration) must give every process the same"
         )
     skip = broken > 0 or not math.isfinite(loss_sum)
     norm = math.inf if broken else math.sqrt(squares)
     return StepOutcome(
-        iteration=iteration,
-        clip=1.0 if skip else optimizer.clip_coefficient(norm),
+        iteration=it.number,
+        clip=1.0 if skip else settings.clip_coefficient(norm),
         skip=skip,
-        learning_rate=optimizer.learning_rate(iteration),
+        learning_rate=settings.learning_rate(it.number),
         gradient_norm=norm,
         loss=loss_sum / totals[0],
         tokens=totals[0],
         sum_squared_lengths=totals[1],
         samples=totals[2],
         samples_digest=f"{totals[3]:016x}",
-        updates=updates + (not skip),
+        updates=state.optimizer.updates + (not skip),
         pause=pauses > 0,
         saving=savers > 0,
     )

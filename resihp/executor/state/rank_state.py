@@ -21,7 +21,7 @@ from resihp.parallelism.ownership import ParameterSpec, Slice, share
 from resihp.parallelism.plan import Plan
 
 
-class Holding(msgspec.Struct, frozen=True):
+class HeldPart(msgspec.Struct, frozen=True):
     """A place as far as it decides what is held: which layers, which tables, which share of them."""
 
     chunks: tuple[LayerSpan, ...]
@@ -31,7 +31,7 @@ class Holding(msgspec.Struct, frozen=True):
     tp: int
 
     @classmethod
-    def of(cls, plan: Plan, rank: int) -> Holding | None:
+    def of(cls, plan: Plan, rank: int) -> HeldPart | None:
         """What `rank` holds under `plan`; None for a rank without work."""
         place = plan.layout.place(rank)
         if place is None:
@@ -46,7 +46,7 @@ class State:
     """One holding, filled. `epoch` is that of the plan for which it was made."""
 
     epoch: int
-    holding: Holding
+    holding: HeldPart
     stage: StageModule
     optimizer: AdamWState
     specs: Mapping[str, ParameterSpec]

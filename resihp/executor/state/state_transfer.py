@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from resihp.executor.communicators import Communicators
-from resihp.executor.compute.channels import Transfer
-from resihp.executor.compute.interpreter import Observer, waiting
+from resihp.executor.compute.channels import PendingWork
+from resihp.executor.compute.iteration import Observer, waiting
 from resihp.executor.state.rank_state import State
 from resihp.parallelism.ownership import ParameterSpec, Slice
 from resihp.parallelism.transfers import Move
@@ -45,7 +45,7 @@ def move_state(
     Raises CommunicatorError when a peer is lost or the rank was woken; `old` is never changed.
     """
     received = 0
-    under_way: deque[tuple[Transfer, Tensor, list[Tensor]]] = deque()
+    under_way: deque[tuple[PendingWork, Tensor, list[Tensor]]] = deque()
     for move in moves:
         if rank not in (move.source, move.target):
             continue
@@ -107,7 +107,7 @@ def _cut(tensor: Tensor) -> Iterator[Tensor]:
     yield from tensor.chunk(-(-tensor.nbytes // CHUNK_BYTES), dim=axis)
 
 
-def _finish(transfer: Transfer, flat: Tensor, targets: list[Tensor], observer: Observer) -> None:
+def _finish(transfer: PendingWork, flat: Tensor, targets: list[Tensor], observer: Observer) -> None:
     with waiting(observer, "state transfer"):
         transfer.wait()
     for target, part in zip(targets, flat.split([t.numel() for t in targets]) if targets else (), strict=True):

@@ -71,11 +71,6 @@ class DeferredWeights:
         """Forget all that is queued: the iteration broke."""
         self._queues.clear()
 
-    @property
-    def unfinished(self) -> tuple[Hashable, ...]:
-        """Keys that are still to be finished, in the order of their collection."""
-        return tuple(self._queues)
-
     def put(self, weight: Tensor, inputs: Tensor, gradient: Tensor) -> bool:
         """Queue a weight's gradient if collecting; else False, and the caller computes it itself."""
         if self._open is None:

@@ -55,10 +55,10 @@ def replicas(situation: Situation, prices: Prices, below: float) -> list[Priced]
         return None
     if situation.memory_bytes is None or len(situation.available) > MOST_DEVICES or situation.chunks > 1:
         return None
-    return _Search(situation, prices).best(below)
+    return _ExhaustiveSearch(situation, prices).best(below)
 
 
-class _Search:
+class _ExhaustiveSearch:
     def __init__(self, situation: Situation, prices: Prices) -> None:
         self._s, self._prices = situation, prices
         self._times = situation.times

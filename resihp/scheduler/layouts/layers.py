@@ -126,12 +126,6 @@ def nearby(counts: Sequence[int], limits: Sequence[int]) -> Iterator[tuple[int, 
             yield tuple(n - (s == a) + (s == b) for s, n in enumerate(counts))
 
 
-def stage_seconds(times: Profile, counts: Sequence[int]) -> list[float]:
-    """Time of each stage for one micro-batch at speed 1."""
-    ends = list(itertools.accumulate(counts))
-    return [times.span(end - count, end - 1).total for end, count in zip(ends, counts, strict=True)]
-
-
 def _count(held: Chunks) -> int:
     return sum(last - first + 1 for first, last in held)
 

@@ -37,7 +37,7 @@ _KINDS: tuple[Kind, ...] = ("F", "B", "W")
 _Queue = list[tuple[float, int]]
 
 
-class Rules(msgspec.Struct, frozen=True, kw_only=True):
+class StageRules(msgspec.Struct, frozen=True, kw_only=True):
     """How a stage chooses. Stages are counted over all replicas, in order."""
 
     split: bool = False
@@ -149,7 +149,7 @@ class ListScheduler:
             self._keys[group] = found
         return found
 
-    def run(self, rules: Rules, urgency: Sequence[float] | None = None) -> Orders:
+    def run(self, rules: StageRules, urgency: Sequence[float] | None = None) -> Orders:
         """Orders by `rules`.
 
         Without `urgency` a stage takes a B before an F before a W, each depth first; with it (by number of primitive)
@@ -239,7 +239,7 @@ def _split(orders: Orders) -> bool:
 class _Run:
     """One run of the clock. Queues are heaps of (urgency, number of primitive)."""
 
-    def __init__(self, on: ListScheduler, rules: Rules, urgency: Sequence[float] | None) -> None:
+    def __init__(self, on: ListScheduler, rules: StageRules, urgency: Sequence[float] | None) -> None:
         self._on, self._rules, self._urgent = on, rules, urgency is not None
         self._waits = rules.patience > 0 or rules.forward_patience > 0
         lanes = len(on.lanes)

@@ -41,7 +41,7 @@ _SAME = 1e-9
 """Relative difference below which two moments, or two predictions, are the same."""
 
 
-class Move(msgspec.Struct, frozen=True):
+class DecidedMigration(msgspec.Struct, frozen=True):
     """A migration, when it was decided, and P of its stage in each replica then."""
 
     migration: Migration
@@ -68,7 +68,7 @@ def migrate(plan: Plan, situation: Situation, *, delta: int = DELTA) -> Plan:
     return migrated
 
 
-def advance(plan: Plan, situation: Situation, *, delta: int = DELTA) -> tuple[tuple[Move, ...], Orders]:
+def advance(plan: Plan, situation: Situation, *, delta: int = DELTA) -> tuple[tuple[DecidedMigration, ...], Orders]:
     """Algorithm 1: what moves, in the order of the decisions, and what each stage computes then.
 
     Replicas that neither give nor take keep the orders of the plan's schedule. Raises PlanError for a negative `delta`,
@@ -119,7 +119,7 @@ class _Advance:
         """Places that have got a guest at this moment."""
         self._ties = itertools.count()
         self._clock = 0.0
-        self.moves: list[Move] = []
+        self.moves: list[DecidedMigration] = []
 
     def run(self) -> Orders:
         for m, path in self._paths.items():
@@ -230,7 +230,7 @@ class _Advance:
         _, m, v = node
         home = self._lane(self._paths[m][v])
         home.own = [entry for entry in home.own if entry[1] != node]
-        self.moves.append(Move(Migration(m, v, host), self._clock, tuple(self._progress[span])))
+        self.moves.append(DecidedMigration(Migration(m, v, host), self._clock, tuple(self._progress[span])))
         there = self._classes[span][host][0]
         self._paths[m][v] = there
         self._lane(there).expected += 1

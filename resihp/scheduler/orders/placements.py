@@ -10,12 +10,7 @@ Called by `resihp.scheduler.orders.tuner`.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
-
-import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import lil_matrix
 
 from resihp.errors import PlanError
 from resihp.parallelism.layout import LayerSpan
@@ -26,9 +21,6 @@ Cut = tuple[int, ...]
 
 _SLACK = 1e-9
 """Relative difference below which two times are the same."""
-
-NODES = 1000
-"""Nodes that `least_seconds` visits at most; where that is too few, its bound is a little lower than need be."""
 
 
 def routes(stages: int, layers: int, most_chunks: int) -> Iterator[Route]:
@@ -154,46 +146,3 @@ def moved(cut: Cut, a: int, b: int) -> Cut:
     found[a] -= 1
     found[b] += 1
     return tuple(found)
-
-
-def least_seconds(profile: Profile, speeds: Sequence[float], micro_batches: int, *, nodes: int = NODES) -> float:
-    """No pipeline on stages of these speeds is faster, whatever its placement, cut and orders: a bound, never a price.
-
-    A stage's own work for all micro-batches comes after the first of them has reached it. The stages in the order of
-    their first virtual stages: the i-th is reached after one layer's forward on each of the i before it, at least (used
-    where all speeds are equal). Layers may go to any stage, in any order, the last with the head and the first with the
-    embedding, but are not cut: a mixed-integer program, whose own lower bound counts when it is cut short. Never below
-    perfect balance, nor below the largest layer.
-    """
-    layers = len(profile.layers)
-    items: dict[float, int] = {}
-    for i in range(layers):
-        total = profile.span(i, i).total
-        items[total] = items.get(total, 0) + 1
-    times, counts = [*items], [*items.values()]
-    stages, kinds = len(speeds), len(items)
-    perfect = max(sum(t * n for t, n in items.items()) / sum(speeds), max(times) / max(speeds)) * micro_batches
-    if not perfect:
-        return 0.0
-    step = min(profile.span(i, i).f for i in range(layers)) / max(speeds) if len(set(speeds)) == 1 else 0.0
-    size = stages * kinds + 1  # layers of each kind on each stage, then the time of all
-    rows = lil_matrix((stages + kinds, size))
-    lower, upper = np.full(stages + kinds, -np.inf), np.zeros(stages + kinds)
-    for s in range(stages):
-        for k, t in enumerate(times):
-            rows[s, s * kinds + k] = micro_batches * t / perfect / speeds[s]
-            rows[stages + k, s * kinds + k] = 1.0
-        rows[s, size - 1] = -1.0
-        upper[s] = -s * step / perfect
-    lower[stages:] = upper[stages:] = counts
-    objective = np.zeros(size)
-    objective[-1] = 1.0
-    result = milp(
-        objective,
-        integrality=np.array([*[1] * (size - 1), 0]),
-        bounds=Bounds(np.array([*[0.0] * (size - 1), 1.0]), np.array([*counts * stages, math.inf])),
-        constraints=LinearConstraint(rows.tocsr(), lower, upper),
-        options={"node_limit": nodes, "mip_rel_gap": 1e-6},
-    )
-    bound = result.mip_dual_bound
-    return perfect * max(1.0, float(bound) * (1 - 1e-6) if bound is not None and math.isfinite(bound) else 1.0)

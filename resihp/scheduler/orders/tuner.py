@@ -25,11 +25,11 @@ from resihp.parallelism.plan import Order, Plan
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Orders
 from resihp.scheduler.cost.profile import Profile, Times
-from resihp.scheduler.orders.list_scheduling import SLACK, ListScheduler, Rules, most_ahead
+from resihp.scheduler.orders.list_scheduling import SLACK, ListScheduler, StageRules, most_ahead
 from resihp.scheduler.orders.placements import Cut, Loads, Route, chunks_of, moved, routes
 
 PATIENCE = ((0.0, 0.0), (0.5, 0.0), (0.5, 0.5), (0.0, 0.5), (1.0, 0.0), (0.25, 0.0), (1.0, 1.0))
-"""`Rules.patience` and `Rules.forward_patience` that are tried, the first two of them on every placement."""
+"""`StageRules.patience` and `StageRules.forward_patience` that are tried, the first two of them on every placement."""
 
 KEPT = 4
 """Placements that are looked at closely."""
@@ -119,7 +119,7 @@ def tune(task: Task, *, evaluations: int = 400, seed: int = 0) -> Tuned:
     Never slower than Megatron's, with any number of chunks, of those that keep to `most_alive`. Raises PlanError if
     there are fewer layers than stages, or memory for nothing.
     """
-    search = _Search(_checked(task), evaluations)
+    search = _PipelineSearch(_checked(task), evaluations)
     search.baselines()
     search.regular()
     search.climb(random.Random(seed))
@@ -139,12 +139,12 @@ class _Entry(msgspec.Struct, frozen=True):
 
     seconds: float
     design: _Design
-    rules: Rules | None
+    rules: StageRules | None
     orders: Orders
     lists: ListScheduler
 
 
-class _Search:
+class _PipelineSearch:
     def __init__(self, task: Task, evaluations: int) -> None:
         self._task, self._left = task, evaluations
         self._loads = Loads(task.profile, task.speeds)
@@ -223,19 +223,19 @@ class _Search:
             )
         return _tuned(self._best.lists, self._best.orders)
 
-    def _quick(self) -> list[Rules]:
+    def _quick(self) -> list[StageRules]:
         """The few that are tried on every placement."""
         most = 2 if self._task.split else 1
         return [self._rules(patience, -(-self._task.stages // part)) for patience in PATIENCE[:most] for part in (1, 2)]
 
-    def _rules(self, patience: tuple[float, float], group: int) -> Rules:
+    def _rules(self, patience: tuple[float, float], group: int) -> StageRules:
         waits, forward_waits = patience
         task = self._task
-        return Rules(
+        return StageRules(
             split=task.split, caps=task.most_alive, patience=waits, forward_patience=forward_waits, group=group
         )
 
-    def _try(self, design: _Design, rules: Rules, urgency: Sequence[float] | None = None) -> float:
+    def _try(self, design: _Design, rules: StageRules, urgency: Sequence[float] | None = None) -> float:
         """Seconds of a design under some rules, infinite if memory forbids it; it becomes the best if it is."""
         lists = self._lists.get(design)
         if lists is None:
@@ -352,7 +352,7 @@ def _lists(task: Task, chunks: tuple[tuple[LayerSpan, ...], ...]) -> ListSchedul
     )
 
 
-def _entry(design: _Design, rules: Rules | None, orders: Orders, lists: ListScheduler) -> _Entry:
+def _entry(design: _Design, rules: StageRules | None, orders: Orders, lists: ListScheduler) -> _Entry:
     return _Entry(lists.play(orders).makespan, design, rules, orders, lists)
 
 

@@ -27,13 +27,13 @@ from resihp.parallelism.plan import Order, Plan
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Orders
 from resihp.scheduler.cost.prices import Priced
-from resihp.scheduler.orders.list_scheduling import SLACK, ListScheduler, Rules, most_ahead
+from resihp.scheduler.orders.list_scheduling import SLACK, ListScheduler, StageRules, most_ahead
 
 ASSUMED = (1.0, 0.5, 0.25, 0.75, 0.0)
 """Parts of the delay that are tried as if they were all of it (Adaptra: 0, 5, ..., delay ms)."""
 
 PATIENCE = (0.0, 0.5, 0.75, 0.25, 1.0)
-"""See `Rules.patience`."""
+"""See `StageRules.patience`."""
 
 
 class Adapted(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ def adapted(
 
     Raises PlanError if a stage may not keep one micro-batch alive, or takes forever.
     """
-    search = _Search(priced, tuple(share), schedule, split, tuple(map(float, most_alive)), evaluations)
+    search = _DepthSearch(priced, tuple(share), schedule, split, tuple(map(float, most_alive)), evaluations)
     search.first()
     search.climb(random.Random(seed))
     search.shrink()
@@ -97,7 +97,7 @@ def _round_trips(priced: Priced, assumed: float) -> list[int]:
     return found
 
 
-class _Search:
+class _DepthSearch:
     """The best orders so far, by time, then by what they keep alive."""
 
     def __init__(
@@ -125,17 +125,17 @@ class _Search:
         self._depths = [most_ahead(order) for order in plain[0]]
         self._seconds, self._alive = math.inf, (math.inf, math.inf)
         self._orders: Orders = ()
-        self._rules = Rules()
-        self._keep(plain, Rules(limits=tuple(self._depths)))
+        self._rules = StageRules()
+        self._keep(plain, StageRules(limits=tuple(self._depths)))
         if split:
             apart = msgspec.structs.replace(plan, schedule="zero-bubble")
-            self._keep(orders_of(apart), Rules(split=True, limits=tuple(self._depths), caps=caps))
+            self._keep(orders_of(apart), StageRules(split=True, limits=tuple(self._depths), caps=caps))
 
     def first(self) -> None:
         """From the rules."""
         for limits in dict.fromkeys(self._starts()):
             for patience in PATIENCE[: 2 if self._split else 1]:
-                self._try(Rules(split=self._split, limits=limits, caps=self._caps, patience=patience))
+                self._try(StageRules(split=self._split, limits=limits, caps=self._caps, patience=patience))
 
     def climb(self, rng: random.Random) -> None:
         """Change the depth of single stages, of all up to one, or the patience, as long as there are evaluations left.
@@ -153,7 +153,7 @@ class _Search:
                 patience = rng.choice(PATIENCE)
             for i in range(s + 1) if move == 3 else [s] if move < 3 else []:
                 limits[i] = max(1, min(limits[i], most_ahead(self._orders[0][i])) + step)
-            self._try(Rules(split=self._split, limits=tuple(limits), caps=self._caps, patience=patience))
+            self._try(StageRules(split=self._split, limits=tuple(limits), caps=self._caps, patience=patience))
 
     def shrink(self) -> None:
         """Keep fewer alive, if that costs no time."""
@@ -184,12 +184,12 @@ class _Search:
             if max(map(len, self._priced.shape)) == 1:
                 yield published_depths(self._priced, assumed)
 
-    def _try(self, rules: Rules) -> None:
+    def _try(self, rules: StageRules) -> None:
         if self._left > 0:
             self._left -= 1
             self._keep(self._lists.run(rules), rules)
 
-    def _keep(self, orders: Orders, rules: Rules) -> None:
+    def _keep(self, orders: Orders, rules: StageRules) -> None:
         """Take `orders` if they are allowed and better."""
         alive = self._lists.alive(orders)
         if any(have > cap * (1 + SLACK) for have, cap in zip(alive, self._caps, strict=False)):

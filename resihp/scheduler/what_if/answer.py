@@ -32,7 +32,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     worst_rank: int
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class WhatIfAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """`unmitigated_s`: with the layout as it was, None where that cannot run. `remarks`: what one should know of it."""
 
     before: Outlook
@@ -44,7 +44,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     remarks: tuple[str, ...]
 
 
-def answer(question: Question, base: Plan, situation: Situation, decision: Decision) -> Answer:
+def answer(question: Question, base: Plan, situation: Situation, decision: Decision) -> WhatIfAnswer:
     """What a decision comes to. Raises PlanError if it is no plan for the situation."""
     healthy = situation_of(question, base, (), {}, {})
     before_s = iteration_seconds(base, healthy)
@@ -69,7 +69,7 @@ def answer(question: Question, base: Plan, situation: Situation, decision: Decis
         work = transition_cost.Movement(total_bytes=total, busiest_bytes=most)
         remarks.append(f"{error}: all state has to come from the last checkpoint; its loss is not part of the cost")
     cost = transition_cost.NOTHING if _same(decision.plan, base) else transition_cost.cost(work, rates, lost_s=lost_s)
-    return Answer(
+    return WhatIfAnswer(
         before=before,
         after=after,
         unmitigated_s=unmitigated_s,
@@ -80,7 +80,7 @@ def answer(question: Question, base: Plan, situation: Situation, decision: Decis
     )
 
 
-def as_json(found: Answer, planning_s: float) -> dict[str, object]:
+def as_json(found: WhatIfAnswer, planning_s: float) -> dict[str, object]:
     """`resihp plan --json`. Times that are not finite become null."""
     plan = found.after.plan
     return {

@@ -112,7 +112,7 @@ def test_a_job_whose_rows_were_thinned_has_the_figures_that_it_had(reader: Reade
     job = reader.job("local-1")
     before = reader.summary(job["id"])
     engine = make_engine(resolve(ledger_url), write=True)
-    iterations = models.Iteration.__table__
+    iterations = models.IterationRow.__table__
     with engine.begin() as connection:
         gone = iterations.c.iteration.between(2, 10) | iterations.c.iteration.between(14, 18)
         connection.execute(iterations.delete().where(iterations.c.job_id == job["id"], gone))
@@ -153,7 +153,7 @@ def aged(url: str, days: float) -> None:
     move = datetime.now(UTC) - timedelta(days=days) - datetime.fromtimestamp(BEGAN, UTC)
     engine = make_engine(resolve(url), write=True)
     with engine.begin() as connection:
-        for model in (models.Job, models.Node, models.Failure):
+        for model in (models.JobRow, models.NodeRow, models.FailureRow):
             table = model.__table__
             times = [c for c in table.c if isinstance(c.type, models.UtcDateTime)]
             for row in connection.execute(table.select()).mappings().all():

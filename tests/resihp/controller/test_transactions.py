@@ -393,15 +393,15 @@ def test_a_pause_asks_for_the_end_of_an_iteration_and_training_goes_on() -> None
         (0, 2, 3, 4, 5, 6),
         m.Park(epoch=3, reason="rank 6 joined", after_iteration=True),
     )
-    assert (job.job.epoch, job.job.phase) == (2, "running")
+    assert (job.job.epoch, job.job.training) == (2, True)
     job.step(3)
     job.step(4, pause=True)
     assert job.job.record.committed == 4
     parks = len(job.orders(m.Park))
     job.park(6, stepped=0, epoch=3)
-    assert job.job.phase == "running", "a rank without work stands still anyway"
+    assert job.job.training, "a rank without work stands still anyway"
     job.park(0, stepped=4, epoch=3)
-    assert (job.job.epoch, job.job.phase) == (3, "transition")
+    assert (job.job.epoch, job.job.changing) == (3, True)
     job.park(stepped=4)
     assert len(job.orders(m.Park)) == parks, "nobody is asked twice"
     decided = job.all(PlanDecided)[-1]
@@ -440,7 +440,7 @@ def test_a_goal_reached_while_pausing_ends_the_job() -> None:
     for rank in job.job.record.plan.layout.active:  # type: ignore[union-attr]
         job.say(rank, m.Finished(iteration=6))
         job.park(rank, stepped=6, epoch=3)
-    assert job.job.phase == "halting"
+    assert job.job.stage == "halting"
     assert job.orders(m.Halt)[-1][0] == (0, 2, 3, 4, 5, 6)
 
 
@@ -458,7 +458,7 @@ def test_an_answer_after_the_last_iteration_does_not_start_a_transition() -> Non
     job.step(6, pause=True)
     job.say(0, m.Finished(iteration=6))
     job.park(0, stepped=6, epoch=3)
-    assert job.job.phase == "running"
+    assert job.job.training
     assert job.job.transition is None
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resihp.datasets import ByteFiles, MegatronIndexed, PackedDataset
-from resihp.datasets.packing import cut, pack
+from resihp.datasets.packing import Pieces, cut, pack
 from resihp.errors import DatasetError
 
 
@@ -30,6 +30,12 @@ def test_packing_uses_each_token_once_within_the_budget(lengths: list[int], budg
     assert all(sum(piece.length for piece in b) <= budget for b in bins)
     seen = sorted((p.document, p.start + i) for b in bins for p in b for i in range(p.length))
     assert seen == [(d, i) for d, length in enumerate(lengths) for i in range(length)]
+
+
+@given(st.lists(st.integers(0, 70), max_size=60), st.integers(8, 64))
+def test_pieces_have_the_numbers_in_which_they_are_cut(lengths: list[int], budget: int) -> None:
+    pieces = Pieces(lengths, budget)
+    assert [pieces[i] for i in range(len(pieces))] == list(cut(lengths, budget))
 
 
 def test_long_tailed_lengths_fill_the_budget() -> None:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from resihp.detector.offline.analysis import Event
+from resihp.detector.offline.analysis import SpeedChange
 from resihp.detector.offline.series import FALSE_ALARMS_PER, Point, SeriesDetector
 
 Floats = npt.NDArray[np.float64]
@@ -105,18 +105,18 @@ def run(
     return (np.round(seconds, 2) if number % 3 == 2 else seconds), slow
 
 
-def events(seconds: Floats, false_alarms_per: int = FALSE_ALARMS_PER) -> list[Event]:
+def events(seconds: Floats, false_alarms_per: int = FALSE_ALARMS_PER) -> list[SpeedChange]:
     detector = SeriesDetector(false_alarms_per=false_alarms_per)
     for iteration, value in enumerate(seconds.tolist()):
         detector.update(Point(iteration, value))
     return detector.events
 
 
-def judge(found: Sequence[Event], slow: Sequence[SlowDown], tally: Tally) -> None:
+def judge(found: Sequence[SpeedChange], slow: Sequence[SlowDown], tally: Tally) -> None:
     """Add a run to the tally. Each slow-down and recovery accounts for one event at most; `workload` is no alarm."""
     left = [event for event in found if event.verdict != "workload"]
 
-    def take(verdict: str, first: int, end: int) -> Event | None:
+    def take(verdict: str, first: int, end: int) -> SpeedChange | None:
         taken = next((e for e in left if e.verdict == verdict and first <= e.detected_at < end), None)
         if taken is not None:
             left.remove(taken)

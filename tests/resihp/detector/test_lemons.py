@@ -12,14 +12,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resihp.detector.lemons import DAY_S, HALF_LIFE_S, USUAL_RATE, NodeHealth, Service, Verdict, node_health, posterior
+from resihp.detector.lemons import (
+    DAY_S,
+    HALF_LIFE_S,
+    USUAL_RATE,
+    NodeFailure,
+    NodeHealth,
+    Service,
+    node_health,
+    posterior,
+)
 
 NOW = 1_740_994_011.0
 TRACE = Path(__file__).parents[4] / "shared" / "data" / "infinitehbd_fault_trace_first_half.json"
 
 
-def verdict(node: str = "n0", days_ago: float = 1.0, **what: Any) -> Verdict:
-    return Verdict(**({"node": node, "at": NOW - days_ago * DAY_S, "kind": "fail-stop", "component": "device"} | what))
+def verdict(node: str = "n0", days_ago: float = 1.0, **what: Any) -> NodeFailure:
+    return NodeFailure(
+        **({"node": node, "at": NOW - days_ago * DAY_S, "kind": "fail-stop", "component": "device"} | what)
+    )
 
 
 FLEET = [Service(node=f"n{i}", since=NOW - 60 * DAY_S, until=NOW, devices=8) for i in range(50)]
@@ -177,7 +188,7 @@ def lift(trace: list[dict[str, Any]]) -> Callable[..., tuple[float, int, int]]:
         lemons = hits = others = misses = 0
         for day in days:
             past = [
-                Verdict(node=event["node_id"], at=event["event_time"] * DAY_S, kind="fail-stop", component="node")
+                NodeFailure(node=event["node_id"], at=event["event_time"] * DAY_S, kind="fail-stop", component="node")
                 for event in starts
                 if event["event_time"] < day
             ]

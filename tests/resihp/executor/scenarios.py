@@ -29,7 +29,7 @@ from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.plan import Plan, spread
 from resihp.parallelism.transfers import Base
 from resihp.parallelism.workload import MicroBatch
-from resihp.pipeline.program import Membership
+from resihp.pipeline.program import GroupSpec
 from resihp.protocol import messages as m
 from resihp.worker import checkpoints
 
@@ -215,7 +215,7 @@ def probe_devices(
 
 def peer_dies_while_it_connects(rank: int, store: Address, *, dies: int) -> float:
     """Seconds from being woken to being free, when the peer has told its address and then died."""
-    world = Membership("world", (0, 1))
+    world = GroupSpec("world", (0, 1))
     communicators = Communicators(1, rank, [world], TIMEOUT_S, Directory())
     client = torch.distributed.TCPStore(*store, None, False, timeout=timedelta(seconds=TIMEOUT_S))
     mine = f"epoch-1/world/0/{rank}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -135,6 +135,11 @@ def stages_of(kind: str, case: Case, group: TensorGroup) -> tuple[list[StageModu
     return stages, specs
 
 
+def unfinished(stage: StageModule) -> tuple[Hashable, ...]:
+    """Keys of weight gradients that are still to be computed, in the order of their collection."""
+    return tuple(stage.weights._queues)
+
+
 def iterate(stages: Sequence[StageModule], case: Case) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of all micro-batches, and gradients of all parameters; copies of a tied one are added up."""
     pieces = [(stage, chunk) for stage, chunks in zip(stages, case.stages, strict=True) for chunk in range(len(chunks))]
@@ -168,7 +173,7 @@ def iterate(stages: Sequence[StageModule], case: Case) -> tuple[list[float], dic
         )
         for stage, key in reversed(keys):
             stage.weights.finish(key)
-        assert not any(stage.weights.unfinished for stage in stages)
+        assert not any(unfinished(stage) for stage in stages)
     gradients: dict[str, Tensor] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():

@@ -11,12 +11,12 @@ from resihp.errors import ConfigurationError
 from resihp.executor import emulation
 from resihp.executor.compute import stopwatch
 from resihp.executor.emulation import LAYER_MS, Work, pace_of, wires_of
-from resihp.executor.state.rank_state import Holding
+from resihp.executor.state.rank_state import HeldPart
 from resihp.faults import LINK_MS
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan, Primitive, Stop, spread
-from resihp.pipeline.program import Membership
+from resihp.pipeline.program import GroupSpec
 from resihp.pipeline.schedules import orders_of
 from resihp.scheduler.cost.prices import costs
 from resihp.scheduler.situation import Situation
@@ -80,7 +80,7 @@ def test_every_chunk_takes_what_the_planner_takes_it_to_take(
     pace = pace_of({LAYER_MS: "40"}, MODEL, CPU)
     assert pace is not None
     for rank in (1, 3):
-        place, holding = plan.layout.place(rank), Holding.of(plan, rank)
+        place, holding = plan.layout.place(rank), HeldPart.of(plan, rank)
         assert place is not None
         assert holding is not None
         measured = stopwatch.Stopwatch(at(slow.get(rank, 1.0)))
@@ -123,19 +123,19 @@ def test_waiting_for_a_slow_peer_is_not_own_work_of_an_emulated_device(clock: Cl
 @pytest.mark.parametrize(
     ("group", "seconds"),
     [
-        (Membership("forward/0-2", (0, 2)), 0.04),
-        (Membership("backward/2-0", (2, 0)), 0.04),
-        (Membership("3/0-2", (0, 2)), 0.04),
-        (Membership("forward/0-4", (0, 4)), 0.02),
-        (Membership("forward/0-1", (0, 1)), None),
-        (Membership("gradients/0-2", (0, 2)), None),
-        (Membership("tensor/0/0", (0, 1)), None),
-        (Membership("world", (0, 1, 2, 3, 4, 5)), None),
+        (GroupSpec("forward/0-2", (0, 2)), 0.04),
+        (GroupSpec("backward/2-0", (2, 0)), 0.04),
+        (GroupSpec("3/0-2", (0, 2)), 0.04),
+        (GroupSpec("forward/0-4", (0, 4)), 0.02),
+        (GroupSpec("forward/0-1", (0, 1)), None),
+        (GroupSpec("gradients/0-2", (0, 2)), None),
+        (GroupSpec("tensor/0/0", (0, 1)), None),
+        (GroupSpec("world", (0, 1, 2, 3, 4, 5)), None),
     ],
-    ids=lambda value: value.name if isinstance(value, Membership) else "",
+    ids=lambda value: value.name if isinstance(value, GroupSpec) else "",
 )
 def test_transfers_and_measurements_between_two_nodes_take_what_their_link_does(
-    group: Membership, seconds: float | None
+    group: GroupSpec, seconds: float | None
 ) -> None:
     wires = wires_of({LINK_MS: "20"}, CPU)
     assert wires is not None

@@ -18,9 +18,9 @@ from resihp.pipeline.program import (
     Compute,
     Instruction,
     Parcel,
-    Piece,
     Program,
     Reduce,
+    TensorRange,
     Transmit,
     buckets,
     programs,
@@ -292,19 +292,19 @@ def lost_on_all(p: Programs) -> None:
 
 
 def to_the_wrong_rank(p: Programs) -> None:
-    everywhere(p, "forward", 3, pieces=(Piece(3, 2, 0, 1, 1),))
+    everywhere(p, "forward", 3, pieces=(TensorRange(3, 2, 0, 1, 1),))
 
 
 def half_a_tensor(p: Programs) -> None:
-    everywhere(p, "forward", 0, pieces=(Piece(0, 2, 0, 1, 2),))
+    everywhere(p, "forward", 0, pieces=(TensorRange(0, 2, 0, 1, 2),))
 
 
 def nothing_from_one(p: Programs) -> None:
-    everywhere(p, "forward", 0, pieces=(Piece(0, 2, 0, 2, 2),))
+    everywhere(p, "forward", 0, pieces=(TensorRange(0, 2, 0, 2, 2),))
 
 
 def other_size(p: Programs) -> None:
-    changed(p[1], parcel(p[1], "forward", 0), pieces=(Piece(0, 2, 0, 1, 4), Piece(1, 2, 1, 4, 4)))
+    changed(p[1], parcel(p[1], "forward", 0), pieces=(TensorRange(0, 2, 0, 1, 4), TensorRange(1, 2, 1, 4, 4)))
 
 
 def not_gathered(p: Programs) -> None:
@@ -321,7 +321,7 @@ def foreign(p: Programs) -> None:
 
 
 def no_boundary(p: Programs) -> None:
-    p[4].insert(0, Transmit(Parcel("forward", 3, 1, (Piece(3, 4, 0, 1, 1),), False)))
+    p[4].insert(0, Transmit(Parcel("forward", 3, 1, (TensorRange(3, 4, 0, 1, 1),), False)))
 
 
 BAD_PROGRAMS: list[tuple[str, Callable[[Programs], object], str]] = [
@@ -444,7 +444,7 @@ def test_a_stage_that_hands_over_to_itself_keeps_the_order_of_its_chunks() -> No
 def test_a_parcel_within_a_stage_is_refused() -> None:
     plan = Plan(epoch=1, layout=PAIR, assignment=((0,), ()))
     good = programs(plan)
-    extra = Transmit(Parcel("forward", 0, 0, (Piece(0, 0, 0, 1, 1),), False))
+    extra = Transmit(Parcel("forward", 0, 0, (TensorRange(0, 0, 0, 1, 1),), False))
     with pytest.raises(PlanError, match=r"rank 0, .*both sides are the same stage"):
         check(plan, good | {0: (*good[0], extra)})
 
@@ -455,7 +455,7 @@ def test_under_sequence_parallelism_a_rank_sends_only_its_part() -> None:
     check(plan)
     crossed = {
         rank: [
-            Transmit(msgspec.structs.replace(e.parcel, pieces=(Piece(0, 2, 1, 2, 2), Piece(1, 3, 0, 1, 2))))
+            Transmit(msgspec.structs.replace(e.parcel, pieces=(TensorRange(0, 2, 1, 2, 2), TensorRange(1, 3, 0, 1, 2))))
             if isinstance(e, Transmit) and e.parcel.direction == "forward"
             else e
             for e in program

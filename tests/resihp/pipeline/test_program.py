@@ -15,10 +15,10 @@ from resihp.parallelism.plan import Plan
 from resihp.pipeline.program import (
     Bucket,
     Compute,
+    GroupSpec,
     Instruction,
-    Membership,
-    Piece,
     Reduce,
+    TensorRange,
     Transmit,
     buckets,
     chunks_of,
@@ -66,23 +66,23 @@ def test_programs_by_hand() -> None:
         4: "f2 F2 B2 b2 r0",
     }
     assert memberships(plan, found, cut) == (
-        Membership("world", (0, 1, 2, 3, 4)),
-        Membership("tensor/0/0", (0, 1)),
-        Membership("forward/0-2", (0, 2)),
-        Membership("forward/1-2", (1, 2)),
-        Membership("forward/3-4", (3, 4)),
-        Membership("backward/2-0", (2, 0)),
-        Membership("backward/2-1", (2, 1)),
-        Membership("backward/4-3", (4, 3)),
-        Membership("gradients/0-3", (0, 3)),
-        Membership("gradients/1-3", (1, 3)),
-        Membership("gradients/2-4", (2, 4)),
+        GroupSpec("world", (0, 1, 2, 3, 4)),
+        GroupSpec("tensor/0/0", (0, 1)),
+        GroupSpec("forward/0-2", (0, 2)),
+        GroupSpec("forward/1-2", (1, 2)),
+        GroupSpec("forward/3-4", (3, 4)),
+        GroupSpec("backward/2-0", (2, 0)),
+        GroupSpec("backward/2-1", (2, 1)),
+        GroupSpec("backward/4-3", (4, 3)),
+        GroupSpec("gradients/0-3", (0, 3)),
+        GroupSpec("gradients/1-3", (1, 3)),
+        GroupSpec("gradients/2-4", (2, 4)),
     )
     sent = [entry.parcel for entry in found[2] if isinstance(entry, Transmit)]
-    assert sent[0].pieces == (Piece(0, 2, 0, 1, 2), Piece(1, 2, 1, 2, 2))
+    assert sent[0].pieces == (TensorRange(0, 2, 0, 1, 2), TensorRange(1, 2, 1, 2, 2))
     assert not sent[0].gathered
     assert sent[2].direction == "backward"
-    assert sent[2].pieces == (Piece(2, 0, 0, 1, 2), Piece(2, 1, 1, 2, 2))
+    assert sent[2].pieces == (TensorRange(2, 0, 0, 1, 2), TensorRange(2, 1, 1, 2, 2))
     assert sent[2].gathered
 
 
@@ -94,8 +94,14 @@ def test_a_rank_without_micro_batches_still_sums() -> None:
 
 
 def test_stages_of_equal_degree_send_whole_tensors_to_counterparts() -> None:
-    assert pieces_between((4, 5), (2, 3), sequence_parallel=False) == (Piece(4, 2, 0, 1, 1), Piece(5, 3, 0, 1, 1))
-    assert pieces_between((4, 5), (2, 3), sequence_parallel=True) == (Piece(4, 2, 0, 1, 2), Piece(5, 3, 1, 2, 2))
+    assert pieces_between((4, 5), (2, 3), sequence_parallel=False) == (
+        TensorRange(4, 2, 0, 1, 1),
+        TensorRange(5, 3, 0, 1, 1),
+    )
+    assert pieces_between((4, 5), (2, 3), sequence_parallel=True) == (
+        TensorRange(4, 2, 0, 1, 2),
+        TensorRange(5, 3, 1, 2, 2),
+    )
 
 
 @pytest.mark.parametrize("up", range(1, 7))
@@ -171,7 +177,7 @@ def test_sums_over_all_ranks_use_the_communicator_of_all() -> None:
     layout = Layout.uniform(tp=1, pp=1, dp=3, layers=2)
     plan = Plan(epoch=1, layout=layout, assignment=((0,), (1,), (2,)))
     cut = buckets(layout, model(2))
-    assert memberships(plan, programs(plan, cut), cut) == (Membership("world", (0, 1, 2)),)
+    assert memberships(plan, programs(plan, cut), cut) == (GroupSpec("world", (0, 1, 2)),)
     assert gradients_of((2, 0, 1), (0, 1, 2)) == "world"
     assert gradients_of((2, 0), (0, 1, 2)) == "gradients/0-2"
     alone = Plan(epoch=1, layout=Layout.uniform(tp=1, pp=1, dp=1, layers=2), assignment=((0,),))

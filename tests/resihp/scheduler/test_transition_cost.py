@@ -121,15 +121,6 @@ def test_never_more_than_twice_what_is_lost_by_somebody_who_knows(
     assert lost <= 2 * best + share * 1e-5
 
 
-def test_past_durations_tell_how_long_it_will_last() -> None:
-    past = [10.0, 20.0, 100.0, 200.0, 300.0, 400.0, math.inf]
-    assert transition_cost.expected_left_s(past, 0.0) == 200
-    assert transition_cost.expected_left_s(past, 50.0) == 250  # the short ones are over by now
-    assert transition_cost.expected_left_s(past, 150.0) is None  # four that lasted longer
-    assert transition_cost.expected_left_s([math.inf] * 5, 0.0) == math.inf
-    assert not verdict(TEN_S, 1.0, 0.5, duration_s=transition_cost.expected_left_s([15.0] * 5, 0.0)).go
-
-
 def test_a_recovery_has_to_last_as_well() -> None:
     """The same question, from the recovery's onset: back when the work it could have done equals the cost."""
     assert not verdict(TEN_S, 1.25, 1.0, remaining_s=HOUR_S, elapsed_s=40, changes=0).go

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from resihp.detector.diagnosis.clues import Clue
 from resihp.protocol import messages as m
+from resihp.protocol.messages import Clue
 from tests.resihp.detector.lines import traceback
 from tests.wrapper.agent.test_agent import PretendedSupervisor, halt, job, play, spawn
 from wrapper.agent import exit_clues as module

@@ -16,8 +16,8 @@ from tests.slurm.fake_slurm import FakeSlurm
 from tests.slurm.fake_survey import FakeSurvey, partition
 from wrapper.cli import app
 from wrapper.commands import init
-from wrapper.commands.init import PLACEHOLDER, Choice, choose, job_text
-from wrapper.commands.submit.command import submit
+from wrapper.commands.init import PLACEHOLDER, JobFileChoice, choose, job_text
+from wrapper.commands.submit import submit
 from wrapper.config.schema import read
 
 
@@ -46,7 +46,7 @@ def script(path: Path = Path("job.toml")) -> str:
     return text
 
 
-def chosen(survey: Survey | None = None, **wanted: object) -> Choice:
+def chosen(survey: Survey | None = None, **wanted: object) -> JobFileChoice:
     return choose(survey, read({}), **wanted)  # type: ignore[arg-type]
 
 

@@ -26,9 +26,10 @@ from wrapper.commands.report.command import file_name, write
 from wrapper.commands.report.facts import Facts, read
 from wrapper.commands.report.layouts import Picture, changes
 from wrapper.commands.report.markdown import markdown, text
-from wrapper.commands.report.story import hours, node_lines, safe, sentences, settings
+from wrapper.commands.report.story import node_lines, safe, sentences, settings
 from wrapper.commands.report.svg import ticks, time_ticks
 from wrapper.job_folder import create_local_job
+from wrapper.output.render import hours
 
 Told = Iterator[tuple[journal.AnyEntry, float]]
 NASTY = (

@@ -22,7 +22,7 @@ from tests.wrapper.sinks.test_metrics import free_port, samples
 from tests.wrapper.supervisor.test_shell import request_of
 from tests.wrapper.test_processes import UNTIL_TOLD, led_by, running, supervisor_of
 from wrapper.commands import run
-from wrapper.config.run_spec import Listening, load
+from wrapper.config.run_spec import ListenerSettings, load
 from wrapper.config.schema import read
 from wrapper.job_folder import create_local_job
 from wrapper.sinks.fanout import Listeners, asked, listeners, standing, tell_of_the_end
@@ -60,7 +60,7 @@ class Broken:
         raise ZeroDivisionError
 
 
-def settings(fresh_home: Path, text: str) -> Listening:
+def settings(fresh_home: Path, text: str) -> ListenerSettings:
     path = fresh_home / "job.toml"
     path.write_text(text)
     return asked(read({}, path))
@@ -82,7 +82,7 @@ def test_a_listener_that_breaks_is_left_out(tmp_path: Path) -> None:
 
 
 def test_nobody_listens_by_default(fresh_home: Path) -> None:
-    assert settings(fresh_home, "") == Listening(events=Listening().events or read({}).hooks.events)
+    assert settings(fresh_home, "") == ListenerSettings(events=ListenerSettings().events or read({}).hooks.events)
     assert listeners(request_of(create_local_job()), Ledger(), pytest.fail) == []
 
 
@@ -92,7 +92,7 @@ def test_what_is_asked_for(fresh_home: Path) -> None:
         "[metrics]\nport = 9400\ntextfile = 'x-{job}.prom'\n"
         f"[hooks]\nwebhook = '{SECRET}'\ncommand = ['page', 'me']\nevents = ['end']\ntimeout = '5s'\n",
     )
-    assert found == Listening(
+    assert found == ListenerSettings(
         metrics_port=9400,
         textfile=str(Path.cwd() / "x-{job}.prom"),
         webhook=SECRET,
@@ -159,7 +159,7 @@ def test_a_secret_stands_in_the_run_s_private_file_alone(fresh_home: Path, monke
 def test_all_of_them_in_one_job(fresh_home: Path, tmp_path: Path) -> None:
     job = create_local_job()
     got = tmp_path / "got"
-    listening = Listening(
+    listening = ListenerSettings(
         metrics_port=free_port(),
         textfile=str(tmp_path / "{job}.prom"),
         command=("/bin/sh", "-c", f"cat >> {got}"),
@@ -190,7 +190,7 @@ def test_what_cannot_be_opened_is_said(fresh_home: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("wrapper.sinks.metrics.Metrics", broken)
     said: list[str] = []
-    request = msgspec.structs.replace(request_of(create_local_job()), listening=Listening(textfile="x.prom"))
+    request = msgspec.structs.replace(request_of(create_local_job()), listening=ListenerSettings(textfile="x.prom"))
     assert listeners(request, None, said.append) == []
     assert said == ["metrics: no such thing; the job goes on without"]
 
@@ -205,7 +205,7 @@ def kinds(path: Path) -> list[str]:
 def test_supervisors_that_die_leave_nobody_untold(stub_job: StubJob, tmp_path: Path) -> None:
     """What one could not tell, the next one does."""
     got = tmp_path / "got"
-    listening = Listening(
+    listening = ListenerSettings(
         command=("/bin/sh", "-c", f"cat >> {got}"),
         events=("start", "leader", "end"),
         textfile=str(tmp_path / "job.prom"),
@@ -231,7 +231,7 @@ def test_the_end_of_a_job_whose_supervisors_are_all_dead_is_told(fresh_home: Pat
     got = tmp_path / "got"
     job = create_local_job()
     (job.folder / "command.told").write_text(str(len(records) - 1))
-    listening = Listening(command=("/bin/sh", "-c", f"cat >> {got}"), events=("failure", "end"), metrics_port=1)
+    listening = ListenerSettings(command=("/bin/sh", "-c", f"cat >> {got}"), events=("failure", "end"), metrics_port=1)
     tell_of_the_end(msgspec.structs.replace(request_of(job), listening=listening), records, pytest.fail)
     assert kinds(got) == ["JobEnded"]
 

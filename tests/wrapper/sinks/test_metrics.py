@@ -125,6 +125,7 @@ def test_each_rank_is_in_one_state(tmp_path: Path) -> None:
         "state=active": 12,
         "state=standby": 0,
         "state=starting": 0,
+        "state=slow": 0,
         "state=suspected": 0,
         "state=ended": 2,
     }

@@ -23,8 +23,10 @@ from slurm.replacement import ReplacementJob
 from tests.slurm.fake_slurm import FakeSlurm
 from wrapper.config.run_spec import Program, RunRequest, SlurmRequest
 from wrapper.slurm_tasks import desk as slurm_desk
-from wrapper.slurm_tasks.desk import LIMIT_EVERY_S, SlurmDesk, meaning_of
+from wrapper.slurm_tasks.desk import SlurmDesk
 from wrapper.slurm_tasks.job_comment import JobComment
+from wrapper.slurm_tasks.nodes import state_of
+from wrapper.slurm_tasks.own_job import LIMIT_EVERY_S, meaning_of
 
 NODES = ("n1", "n2", "n3", "n4")
 
@@ -862,7 +864,5 @@ def test_a_job_that_was_submitted_is_found_again(tmp_path: Path) -> None:
 
 
 def test_states_are_told_with_the_flags_that_count() -> None:
-    from wrapper.slurm_tasks.desk import state_of
-
     view = NodeView(name="n1", state="down", flags=frozenset({"not_responding", "completing", "drain"}))
     assert state_of(view) == "down+drain+not_responding"

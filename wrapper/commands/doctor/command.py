@@ -25,9 +25,9 @@ from resihp.errors import ResihpError, UsageError
 if TYPE_CHECKING:
     from slurm.client import Slurm
     from slurm.survey import Survey
-    from wrapper.commands.doctor.machine import Finding
+    from wrapper.commands.doctor.machine import CheckResult
 
-    Check = Callable[[], Iterable[Finding]]
+    Check = Callable[[], Iterable[CheckResult]]
 
 SCHEMA = 1
 UNHEALTHY = 3
@@ -118,11 +118,11 @@ def slurm_checks(
     from slurm.errors import SlurmError, SlurmRefusedError
     from wrapper.commands.doctor import nodes as doctor_nodes
     from wrapper.commands.doctor import site, slurm_settings
-    from wrapper.commands.submit.batch_script import warning_would_be_lost
     from wrapper.config.schema import read
     from wrapper.config.values import ports_of
     from wrapper.job_folder import home
     from wrapper.launch.allocation import batch_script, find, job_id, no_kill_seen
+    from wrapper.launch.batch_script import warning_would_be_lost
 
     lock = threading.Lock()
     answered: list[Mapping[str, str]] = []
@@ -141,24 +141,24 @@ def slurm_checks(
                     raise
             return answered[0]
 
-    def version() -> Iterable[Finding]:
+    def version() -> Iterable[CheckResult]:
         settings()
         yield from slurm_settings.version(slurm)
         yield from slurm_settings.offers(slurm.version(), settings(), survey)
 
-    def rights() -> Iterable[Finding]:
+    def rights() -> Iterable[CheckResult]:
         from slurm.drains.spool import folder_of
 
         spool = folder_of(read({}, job_file).slurm.spool)
         yield from slurm_settings.rights(survey, settings(), getpass.getuser(), spool)
         yield from slurm_settings.releases_nodes(slurm.version(), settings())
 
-    def node_death() -> Iterable[Finding]:
+    def node_death() -> Iterable[CheckResult]:
         yield from slurm_settings.survival(settings())
         if "nodes" in settings().get("PrivateData", "").lower():
             yield from site.visibility(settings(), survey.is_operator(getpass.getuser(), settings()))
 
-    def partition() -> Iterable[Finding]:
+    def partition() -> Iterable[CheckResult]:
         configuration = read({}, job_file)
         job = site.wanted(configuration)
         views = survey.partitions()
@@ -167,7 +167,7 @@ def slurm_checks(
             if kinds := [view for view in views if view.name == name and view.up]:
                 yield from site.shape(kinds, survey.rules(name), job)
 
-    def limits() -> Iterable[Finding]:
+    def limits() -> Iterable[CheckResult]:
         enforced = settings().get("AccountingStorageEnforce", "").lower().split(",")
         if not {"limits", "safe"} & set(enforced):
             return [_finding("limits", "ok", "accounting limits no jobs here (AccountingStorageEnforce)")]
@@ -182,16 +182,16 @@ def slurm_checks(
         found = survey.limits(getpass.getuser(), section.account, section.qos, rules, cluster)
         return site.limits(found, site.wanted(configuration))
 
-    def requeue() -> Iterable[Finding]:
+    def requeue() -> Iterable[CheckResult]:
         yield from slurm_settings.requeue(settings())
         yield from site.exit_codes(settings())
 
-    def submission() -> Iterable[Finding]:
+    def submission() -> Iterable[CheckResult]:
         yield from slurm_settings.submission(survey, read({}, job_file))
         yield from site.plugins(settings())
         yield from site.inherited(settings())
 
-    def nodes() -> Iterable[Finding]:
+    def nodes() -> Iterable[CheckResult]:
         if not job_id(environment):
             yield from doctor_nodes.outside()
             return
@@ -209,7 +209,7 @@ def slurm_checks(
     def asked(name: str, check: Check) -> Check:
         """No answer is unknown; that there is none at all is said once, as a finding about Slurm itself."""
 
-        def guarded() -> Iterable[Finding]:
+        def guarded() -> Iterable[CheckResult]:
             try:
                 if name not in ("slurm", "nodes"):
                     settings()
@@ -239,9 +239,9 @@ def slurm_checks(
     return {name: asked(name, check) for name, check in found.items()}
 
 
-def run(wanted: Mapping[str, Check], patience_s: float) -> list[Finding]:
+def run(wanted: Mapping[str, Check], patience_s: float) -> list[CheckResult]:
     """All at once, each in a thread; what does not come back in time is unknown, and its thread left behind."""
-    results: dict[str, list[Finding]] = {}
+    results: dict[str, list[CheckResult]] = {}
 
     def look(name: str, check: Check) -> None:
         try:
@@ -257,7 +257,7 @@ def run(wanted: Mapping[str, Check], patience_s: float) -> list[Finding]:
     for name, check in wanted.items():
         threads[name] = threading.Thread(target=look, args=(name, check), name=name, daemon=True)
         threads[name].start()
-    found: list[Finding] = []
+    found: list[CheckResult] = []
     for name, thread in threads.items():
         longest_s = patience_s * LONGER.get(name, 1)
         thread.join(max(0.0, began + longest_s - time.monotonic()))
@@ -266,17 +266,17 @@ def run(wanted: Mapping[str, Check], patience_s: float) -> list[Finding]:
     return found
 
 
-def is_healthy(findings: Sequence[Finding]) -> bool:
+def is_healthy(findings: Sequence[CheckResult]) -> bool:
     return not any(finding.outcome in ("failed", "unknown") for finding in findings)
 
 
-def _finding(check: str, outcome: object, text: str, advice: str = "") -> Finding:
-    from wrapper.commands.doctor.machine import Finding
+def _finding(check: str, outcome: object, text: str, advice: str = "") -> CheckResult:
+    from wrapper.commands.doctor.machine import CheckResult
 
-    return Finding(check=check, outcome=outcome, text=text, advice=advice)  # type: ignore[arg-type]
+    return CheckResult(check=check, outcome=outcome, text=text, advice=advice)  # type: ignore[arg-type]
 
 
-def show(findings: Sequence[Finding]) -> None:
+def show(findings: Sequence[CheckResult]) -> None:
     """The report on stdout, what it comes to on stderr."""
     from rich import box
     from rich.console import Console

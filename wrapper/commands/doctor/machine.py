@@ -27,7 +27,7 @@ SUBPROCESS_S = 60.0
 VISIBLE_DEVICES = Path("/dev")
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the report. `advice`: what to type or change. `nodes`: where, empty for here.
 
     `skipped`: does not apply here, or could not be looked at from here, as the text says; `unknown`: no answer.
@@ -40,22 +40,22 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[str, ...] = ()
 
 
-def python() -> Iterator[Finding]:
+def python() -> Iterator[CheckResult]:
     version = ".".join(map(str, sys.version_info[:3]))
     text = f"{version}, {sys.executable}"
-    yield Finding(check="python", outcome="ok", text=text)
+    yield CheckResult(check="python", outcome="ok", text=text)
 
 
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*([^;]*)(;.*)?")
 
 
-def packages() -> Iterator[Finding]:
+def packages() -> Iterator[CheckResult]:
     """What resihp needs of Python packages, by its own metadata."""
     try:
         wanted = metadata.requires("resihp") or []
     except metadata.PackageNotFoundError:
         text = "resihp is not installed in this environment, it runs from its folder"
-        yield Finding(check="packages", outcome="warning", text=text, advice="pip install resihp")
+        yield CheckResult(check="packages", outcome="warning", text=text, advice="pip install resihp")
         return
     amiss = []
     for requirement in wanted:
@@ -72,9 +72,9 @@ def packages() -> Iterator[Finding]:
     there = [f"{name} {version}" for name in extras if (version := _version(name))]
     own = f"resihp {_version('resihp')}"
     if amiss:
-        yield Finding(check="packages", outcome="failed", text="; ".join(amiss), advice="pip install -U resihp")
+        yield CheckResult(check="packages", outcome="failed", text="; ".join(amiss), advice="pip install -U resihp")
     else:
-        yield Finding(check="packages", outcome="ok", text=", ".join([own, *there]))
+        yield CheckResult(check="packages", outcome="ok", text=", ".join([own, *there]))
 
 
 def _version(name: str) -> str | None:
@@ -98,18 +98,18 @@ print(json.dumps({
 """
 
 
-def torch() -> Iterator[Finding]:
+def torch() -> Iterator[CheckResult]:
     """Imported in a process of its own: it takes seconds, and may crash where a driver is broken."""
     if _version("torch") is None:
         text = "not installed: commands of any kind run, scripts that use resihp.Trainer do not"
-        yield Finding(check="torch", outcome="warning", text=text, advice="pip install 'resihp[train]'")
+        yield CheckResult(check="torch", outcome="warning", text=text, advice="pip install 'resihp[train]'")
         return
     done = _run([sys.executable, "-P", "-W", "ignore", "-c", _TORCH])
     if isinstance(done, str) or done.returncode:
         why = done if isinstance(done, str) else (done.stderr.strip().splitlines() or ["no word why"])[-1][:200]
         advice = f"{sys.executable} -c 'import torch' shows more"
         outcome: Outcome = "unknown" if isinstance(done, str) else "failed"
-        yield Finding(check="torch", outcome=outcome, text=f"cannot be imported: {why}", advice=advice)
+        yield CheckResult(check="torch", outcome=outcome, text=f"cannot be imported: {why}", advice=advice)
         return
     found = json.loads(done.stdout.splitlines()[-1])
     nccl = ".".join(map(str, found["nccl_version"])) if found["nccl_version"] else None
@@ -119,42 +119,44 @@ def torch() -> Iterator[Finding]:
     devices = len(list(VISIBLE_DEVICES.glob("nvidia[0-9]*")))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") is not None
     if not ways:
-        yield Finding(check="torch", outcome="failed", text=text, advice="install a build of torch with distributed")
+        yield CheckResult(
+            check="torch", outcome="failed", text=text, advice="install a build of torch with distributed"
+        )
     elif core is None:
-        yield Finding(check="torch", outcome="warning", text=text, advice="pip install 'resihp[train]'")
+        yield CheckResult(check="torch", outcome="warning", text=text, advice="pip install 'resihp[train]'")
     elif devices and not found["gpus"] and not hidden:
         text += f"; it sees none of {devices} GPUs here" + ("" if found["cuda"] else ", it is a build for CPUs")
-        yield Finding(check="torch", outcome="failed", text=text, advice="install torch for your CUDA: pytorch.org")
+        yield CheckResult(check="torch", outcome="failed", text=text, advice="install torch for your CUDA: pytorch.org")
     else:
-        yield Finding(check="torch", outcome="ok", text=text)
+        yield CheckResult(check="torch", outcome="ok", text=text)
 
 
 _QUERY = ("index", "name", "memory.total", "driver_version", "ecc.errors.uncorrected.volatile.total")
 
 
-def gpus() -> Iterator[Finding]:
+def gpus() -> Iterator[CheckResult]:
     devices = sorted(VISIBLE_DEVICES.glob("nvidia[0-9]*"))
     if shutil.which("nvidia-smi") is None:
         if devices:
             text = f"{len(devices)} GPUs, and no nvidia-smi to ask about them"
-            yield Finding(check="gpus", outcome="warning", text=text, advice="install NVIDIA's driver utilities")
+            yield CheckResult(check="gpus", outcome="warning", text=text, advice="install NVIDIA's driver utilities")
         else:
-            yield Finding(check="gpus", outcome="skipped", text="no NVIDIA GPU on this machine")
+            yield CheckResult(check="gpus", outcome="skipped", text="no NVIDIA GPU on this machine")
         return
     done = _run(["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"], timeout_s=20)
     if isinstance(done, str):
-        yield Finding(check="gpus", outcome="unknown", text=f"nvidia-smi: {done}", advice="dmesg | grep -i xid")
+        yield CheckResult(check="gpus", outcome="unknown", text=f"nvidia-smi: {done}", advice="dmesg | grep -i xid")
         return
     if done.returncode:
         why = (done.stdout.strip() or done.stderr.strip()).splitlines()[:1]
         text = f"nvidia-smi ended with {done.returncode}: {''.join(why)[:200]}"
         outcome: Outcome = "failed" if devices else "skipped"
-        yield Finding(check="gpus", outcome=outcome, text=text, advice="nvidia-smi; dmesg | grep -i xid")
+        yield CheckResult(check="gpus", outcome=outcome, text=text, advice="nvidia-smi; dmesg | grep -i xid")
         return
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.strip().splitlines()]
     rows = [row for row in rows if len(row) == len(_QUERY)]
     if not rows:
-        yield Finding(check="gpus", outcome="skipped", text="no NVIDIA GPU on this machine")
+        yield CheckResult(check="gpus", outcome="skipped", text="no NVIDIA GPU on this machine")
         return
     kinds = {(row[1], row[2], row[3]) for row in rows}
     name, mib, driver = sorted(kinds)[0]
@@ -163,11 +165,11 @@ def gpus() -> Iterator[Finding]:
     wrong = [f"GPU {row[0]} has {row[4]} uncorrected memory errors" for row in rows if row[4].isdigit() and int(row[4])]
     if wrong:
         advice = "nvidia-smi -q -d ECC,ROW_REMAPPER; dcgmi diag -r 3"
-        yield Finding(check="gpus", outcome="failed", text=f"{text}; {', '.join(wrong)}", advice=advice)
+        yield CheckResult(check="gpus", outcome="failed", text=f"{text}; {', '.join(wrong)}", advice=advice)
     elif len(kinds) > 1:
-        yield Finding(check="gpus", outcome="warning", text=f"{len(rows)} GPUs of {len(kinds)} kinds on one node")
+        yield CheckResult(check="gpus", outcome="warning", text=f"{len(rows)} GPUs of {len(kinds)} kinds on one node")
     else:
-        yield Finding(check="gpus", outcome="ok", text=text)
+        yield CheckResult(check="gpus", outcome="ok", text=text)
 
 
 def _nvml() -> str:
@@ -185,25 +187,25 @@ def _nvml() -> str:
     return f", NVML sees {count}"
 
 
-def limits() -> Iterator[Finding]:
+def limits() -> Iterator[CheckResult]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = f"{_limit(soft)} open files, {_limit(hard)} at most"
     advice = "ulimit -n 65536 in the batch script, or LimitNOFILE of slurmd"
     if 0 <= soft < LEAST_FILES:
-        yield Finding(check="open files", outcome="failed", text=text, advice=advice)
+        yield CheckResult(check="open files", outcome="failed", text=text, advice=advice)
     elif 0 <= soft < USUAL_FILES:
-        yield Finding(check="open files", outcome="warning", text=text, advice=advice)
+        yield CheckResult(check="open files", outcome="warning", text=text, advice=advice)
     else:
-        yield Finding(check="open files", outcome="ok", text=text)
+        yield CheckResult(check="open files", outcome="ok", text=text)
     fabric = Path("/sys/class/infiniband")
     cards = sorted(card.name for card in fabric.iterdir()) if fabric.is_dir() else []
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = f"{_limit(soft, 'bytes')}" + (f", RDMA by {', '.join(cards[:4])}" if cards else ", no RDMA here")
     if cards and soft != resource.RLIM_INFINITY:
         advice = "LimitMEMLOCK=infinity for slurmd, PropagateResourceLimitsExcept=MEMLOCK in slurm.conf"
-        yield Finding(check="locked memory", outcome="warning", text=f"{text}: NCCL may fail", advice=advice)
+        yield CheckResult(check="locked memory", outcome="warning", text=f"{text}: NCCL may fail", advice=advice)
     else:
-        yield Finding(check="locked memory", outcome="ok", text=text)
+        yield CheckResult(check="locked memory", outcome="ok", text=text)
 
 
 def _limit(value: int, unit: str = "") -> str:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from wrapper.commands.doctor.machine import Finding, Outcome, gpus, limits
+from wrapper.commands.doctor.machine import CheckResult, Outcome, gpus, limits
 from wrapper.commands.doctor.places import journal, nearest
 from wrapper.launch.interfaces import meant, missing, present
 from wrapper.launch.ports import Ports, listen
@@ -45,11 +45,11 @@ TOLD = 8
 """So many nodes are named; of more, their number is."""
 
 
-class Report(msgspec.Struct, frozen=True):
+class NodeReport(msgspec.Struct, frozen=True):
     """One probe's line."""
 
     node: str
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckResult, ...]
     home: str
     """What is wrong with RESIHP_HOME there; empty when it is ours."""
     connection: str
@@ -59,10 +59,10 @@ class Report(msgspec.Struct, frozen=True):
     """Those that are up, with their addresses."""
 
 
-def outside(nodes: int = 2) -> Iterator[Finding]:
+def outside(nodes: int = 2) -> Iterator[CheckResult]:
     """What cannot be looked at without an allocation."""
     text = "shared folder, clocks, ports and GPUs of the nodes: not looked at from outside of an allocation"
-    yield Finding(check="nodes", outcome="skipped", text=text, advice=f"salloc --nodes={nodes} resihp doctor")
+    yield CheckResult(check="nodes", outcome="skipped", text=text, advice=f"salloc --nodes={nodes} resihp doctor")
 
 
 def examine(
@@ -74,7 +74,7 @@ def examine(
     ports: Ports | None = None,
     interface: str = "",
     timeout_s: float = NODES_S,
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     """Findings over all nodes. Raises SlurmError when nothing can be started."""
     from wrapper.launch.allocation import addresses, own_address
 
@@ -86,7 +86,7 @@ def examine(
     note = nearest(home) / f".resihp-doctor-{secrets.token_hex(8)}"
     try:
         note.write_text(note.name)
-        with Clock(host, ports=ports) as clock:
+        with ClockCheck(host, ports=ports) as clock:
             argv = [sys.executable, "-P", "-m", "wrapper.commands.doctor.nodes", clock.host, str(clock.port), str(note)]
             output = survey.on_nodes(found.number, nodes, argv, timeout_s=timeout_s)
         reports = read(output, nodes)
@@ -101,7 +101,7 @@ def examine(
         yield from interfaces_of(interface, reports)
 
 
-def interfaces_of(wanted: str, reports: Mapping[str, Report]) -> Iterator[Finding]:
+def interfaces_of(wanted: str, reports: Mapping[str, NodeReport]) -> Iterator[CheckResult]:
     """Whether each node has what `[network] interface` names."""
     without = {
         node: missing(wanted, report.interfaces)
@@ -110,10 +110,10 @@ def interfaces_of(wanted: str, reports: Mapping[str, Report]) -> Iterator[Findin
     }
     yield from _by_text("interfaces", "failed", without, "set interface in [network] to one that all nodes have")
     if reports and not without:
-        yield Finding(check="interfaces", outcome="ok", text=f"{wanted}: on {told(list(reports))}")
+        yield CheckResult(check="interfaces", outcome="ok", text=f"{wanted}: on {told(list(reports))}")
 
 
-def _given_gpus(given: int, reports: Mapping[str, Report]) -> Iterator[Finding]:
+def _given_gpus(given: int, reports: Mapping[str, NodeReport]) -> Iterator[CheckResult]:
     """Nodes on which nothing is seen of the GPUs that Slurm gave the job."""
     blind = [
         node
@@ -123,16 +123,16 @@ def _given_gpus(given: int, reports: Mapping[str, Report]) -> Iterator[Finding]:
     if given and blind:
         text = f"Slurm gave {given} a node, and {told(blind)} show none"
         advice = f"srun -w {blind[0]} nvidia-smi"
-        yield Finding(check="gpus", outcome="warning", text=text, advice=advice, nodes=tuple(blind))
+        yield CheckResult(check="gpus", outcome="warning", text=text, advice=advice, nodes=tuple(blind))
 
 
-def read(output: str, nodes: Sequence[str]) -> dict[str, Report]:
+def read(output: str, nodes: Sequence[str]) -> dict[str, NodeReport]:
     """The probes' lines, by node in the order of `nodes`; what is not one is left out."""
     found = {}
     for line in output.splitlines():
         if line.startswith(MARK):
             with suppress(msgspec.DecodeError):
-                report = msgspec.json.decode(line.removeprefix(MARK), type=Report)
+                report = msgspec.json.decode(line.removeprefix(MARK), type=NodeReport)
                 if report.node in nodes:
                     found[report.node] = report
     return {node: found[node] for node in nodes if node in found}
@@ -140,43 +140,45 @@ def read(output: str, nodes: Sequence[str]) -> dict[str, Report]:
 
 def judge(
     nodes: Sequence[str],
-    reports: Mapping[str, Report],
+    reports: Mapping[str, NodeReport],
     written: set[str],
     skews: Mapping[str, tuple[float, float]],
     home: Path,
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     """What all reports come to. `skews`: seconds that a node's clock is ahead of ours, and how exact that is."""
     silent = [node for node in nodes if node not in reports]
     if silent:
         text = f"no answer from {told(silent)}"
         advice = f"is {sys.prefix} there? srun -w {silent[0]} ls {sys.executable}"
-        yield Finding(check="nodes", outcome="failed", text=text, advice=advice, nodes=tuple(silent))
+        yield CheckResult(check="nodes", outcome="failed", text=text, advice=advice, nodes=tuple(silent))
     if not reports:
         return
     versions = {report.version for report in reports.values()}
     if len(versions) > 1:
         text = f"versions of resihp differ: {', '.join(sorted(versions))}"
-        yield Finding(check="nodes", outcome="failed", text=text, advice="install one version for all nodes")
+        yield CheckResult(check="nodes", outcome="failed", text=text, advice="install one version for all nodes")
     elif not silent:
-        yield Finding(check="nodes", outcome="ok", text=f"{len(nodes)} answer, resihp {versions.pop()}")
+        yield CheckResult(check="nodes", outcome="ok", text=f"{len(nodes)} answer, resihp {versions.pop()}")
     bad = {node: report.home for node, report in reports.items() if report.home}
     bad |= {node: "written there, not seen here" for node in reports if node not in bad and node not in written}
     advice = "set RESIHP_HOME to a folder of yours that all nodes share"
     yield from _by_text("shared home", "failed", bad, advice, prefix=f"{home}: ")
     if not bad:
-        yield Finding(check="shared home", outcome="ok", text=f"{home}: seen and written by {told(list(reports))}")
+        yield CheckResult(check="shared home", outcome="ok", text=f"{home}: seen and written by {told(list(reports))}")
     cut_off = {node: report.connection for node, report in reports.items() if report.connection}
     advice = "a firewall between nodes? ask which ports are open between them, and set ports in [slurm] to that range"
     yield from _by_text("connections", "failed", cut_off, advice)
     if not cut_off:
-        yield Finding(check="connections", outcome="ok", text=f"{told(list(reports))} connect to this one")
+        yield CheckResult(check="connections", outcome="ok", text=f"{told(list(reports))} connect to this one")
     yield from _clocks(skews)
     yield from _of_machines(reports)
 
 
-def _clocks(skews: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
+def _clocks(skews: Mapping[str, tuple[float, float]]) -> Iterator[CheckResult]:
     if not skews:
-        yield Finding(check="clocks", outcome="unknown", text="no node has answered over a connection", advice="date")
+        yield CheckResult(
+            check="clocks", outcome="unknown", text="no node has answered over a connection", advice="date"
+        )
         return
     off = {node: skew for node, (skew, error) in skews.items() if abs(skew) - error > SKEW_S}
     worst = max(skews, key=lambda node: abs(skews[node][0]))
@@ -186,14 +188,14 @@ def _clocks(skews: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
     if off:
         outcome: Outcome = "failed" if max(map(abs, off.values())) > WORST_SKEW_S else "warning"
         text = f"{told(list(off))}: more than {SKEW_S:g} s off; {text}"
-        yield Finding(
+        yield CheckResult(
             check="clocks", outcome=outcome, text=text, advice=f"srun -w {worst} chronyc tracking", nodes=tuple(off)
         )
     else:
-        yield Finding(check="clocks", outcome="ok", text=text)
+        yield CheckResult(check="clocks", outcome="ok", text=text)
 
 
-def _of_machines(reports: Mapping[str, Report]) -> Iterator[Finding]:
+def _of_machines(reports: Mapping[str, NodeReport]) -> Iterator[CheckResult]:
     """Findings of each node's own checks, those that are alike in one line; nodes differ if there are several."""
     alike: dict[tuple[str, str, str, str], list[str]] = {}
     for node, report in reports.items():
@@ -205,17 +207,19 @@ def _of_machines(reports: Mapping[str, Report]) -> Iterator[Finding]:
             alike.setdefault(key, []).append(node)
     for (check, outcome, text, advice), nodes in alike.items():
         text = f"{told(nodes)}: {text}"
-        yield Finding(check=check, outcome=outcome, text=text, advice=advice, nodes=tuple(nodes))  # type: ignore[arg-type]
+        yield CheckResult(check=check, outcome=outcome, text=text, advice=advice, nodes=tuple(nodes))  # type: ignore[arg-type]
     kinds = {text for check, outcome, text, _ in alike if check == "gpus" and outcome == "ok"}
     if len(kinds) > 1:
         text = "nodes have different GPUs; the slowest ones set the pace"
-        yield Finding(check="gpus", outcome="warning", text=text, advice="set constraint in [slurm]")
+        yield CheckResult(check="gpus", outcome="warning", text=text, advice="set constraint in [slurm]")
 
 
-def _by_text(check: str, outcome: Any, problems: Mapping[str, str], advice: str, prefix: str = "") -> Iterator[Finding]:
+def _by_text(
+    check: str, outcome: Any, problems: Mapping[str, str], advice: str, prefix: str = ""
+) -> Iterator[CheckResult]:
     for text in dict.fromkeys(problems.values()):
         nodes = [node for node, problem in problems.items() if problem == text]
-        yield Finding(
+        yield CheckResult(
             check=check, outcome=outcome, text=f"{prefix}{told(nodes)}: {text}", advice=advice, nodes=tuple(nodes)
         )
 
@@ -224,7 +228,7 @@ def told(nodes: Sequence[str]) -> str:
     return ", ".join(nodes) if len(nodes) <= TOLD else f"{', '.join(nodes[:3])} and {len(nodes) - 3} more"
 
 
-class Clock:
+class ClockCheck:
     """Listens for probes and compares clocks with each: `skews` by node. A context manager."""
 
     def __init__(self, host: str, now: Callable[[], float] = time.time, ports: Ports | None = None) -> None:
@@ -237,7 +241,7 @@ class Clock:
         self._talks: list[threading.Thread] = []
         self._thread = threading.Thread(target=self._serve, name="doctor clock", daemon=True)
 
-    def __enter__(self) -> Clock:
+    def __enter__(self) -> ClockCheck:
         self._thread.start()
         return self
 
@@ -293,7 +297,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 # --- the probe ------------------------------------------------------------------------------------------------------
 
 
-def probe(node: str, host: str, port: int, note: Path, now: Callable[[], float] = time.time) -> Report:
+def probe(node: str, host: str, port: int, note: Path, now: Callable[[], float] = time.time) -> NodeReport:
     """What there is to say of this node."""
     import resihp
 
@@ -317,13 +321,13 @@ def probe(node: str, host: str, port: int, note: Path, now: Callable[[], float] 
         home = "is not the same folder there"
     except OSError as error:
         home = (error.strerror or str(error)).lower()
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     for name, check in ON_NODES.items():
         try:
             findings += check()
         except Exception as error:  # noqa: BLE001 - a node that cannot be looked at is a finding
-            findings.append(Finding(check=name, outcome="unknown", text=f"{type(error).__name__}: {error}"))
-    return Report(node, tuple(findings), home, connection, resihp.__version__, present())
+            findings.append(CheckResult(check=name, outcome="unknown", text=f"{type(error).__name__}: {error}"))
+    return NodeReport(node, tuple(findings), home, connection, resihp.__version__, present())
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from resihp.errors import ResihpError
-from wrapper.commands.doctor.machine import Finding
+from wrapper.commands.doctor.machine import CheckResult
 
 LEAST_FREE_BYTES = 1 << 30
 SLOW_SYNC_S = 0.05
 """A decision waits for one such flush of the journal."""
 
 
-def home() -> Iterator[Finding]:
+def home() -> Iterator[CheckResult]:
     """RESIHP_HOME, or where it would be made."""
     from db.engine import NETWORK_FILE_SYSTEMS, file_system
     from wrapper import job_folder
@@ -33,20 +33,22 @@ def home() -> Iterator[Finding]:
     problem = _use(folder)
     advice = "set RESIHP_HOME to a folder of yours that all nodes share"
     if problem is not None:
-        yield Finding(check="home", outcome="failed", text=f"{folder} ({kind}): {problem}", advice=advice)
+        yield CheckResult(check="home", outcome="failed", text=f"{folder} ({kind}): {problem}", advice=advice)
         return
     shared = kind in NETWORK_FILE_SYSTEMS
     text = f"{folder} ({kind}), {_free(folder)}"
     if _free_bytes(folder) < LEAST_FREE_BYTES:
-        yield Finding(check="home", outcome="warning", text=text, advice="make room, or set RESIHP_HOME to another")
+        yield CheckResult(check="home", outcome="warning", text=text, advice="make room, or set RESIHP_HOME to another")
     elif not shared and shutil.which("sbatch") and not os.environ.get("SLURM_JOB_ID"):  # in a job, its nodes are asked
         text += "; other nodes may not see it"
-        yield Finding(check="home", outcome="warning", text=text, advice=f"{advice}; salloc -N2 resihp doctor tells")
+        yield CheckResult(
+            check="home", outcome="warning", text=text, advice=f"{advice}; salloc -N2 resihp doctor tells"
+        )
     else:
-        yield Finding(check="home", outcome="ok", text=text)
+        yield CheckResult(check="home", outcome="ok", text=text)
 
 
-def journal() -> Iterator[Finding]:
+def journal() -> Iterator[CheckResult]:
     """Where journals are: on local disk, and flushed with every decision."""
     from db.engine import NETWORK_FILE_SYSTEMS, file_system
 
@@ -59,24 +61,24 @@ def journal() -> Iterator[Finding]:
     if problem is None and folder.is_symlink() and not os.environ.get("RESIHP_LOCAL"):
         problem = "is a link"
     if problem is not None:
-        yield Finding(check="journal", outcome="failed", text=f"{folder} ({kind}): {problem}", advice=advice)
+        yield CheckResult(check="journal", outcome="failed", text=f"{folder} ({kind}): {problem}", advice=advice)
         return
     try:
         sync_s = _sync_s(folder)
     except OSError as error:
-        yield Finding(check="journal", outcome="failed", text=f"{folder}: {error.strerror}", advice=advice)
+        yield CheckResult(check="journal", outcome="failed", text=f"{folder}: {error.strerror}", advice=advice)
         return
     text = f"{folder} ({kind}), {_free(folder)}, a flush takes {1000 * sync_s:.1f} ms"
     if kind in NETWORK_FILE_SYSTEMS:
         text += "; the job stops with it when it hangs"
-        yield Finding(check="journal", outcome="warning", text=text, advice=advice)
+        yield CheckResult(check="journal", outcome="warning", text=text, advice=advice)
     elif kind in ("tmpfs", "ramfs"):
         text += "; gone when the node reboots"
-        yield Finding(check="journal", outcome="warning", text=text, advice=advice)
+        yield CheckResult(check="journal", outcome="warning", text=text, advice=advice)
     elif sync_s > SLOW_SYNC_S or _free_bytes(folder) < LEAST_FREE_BYTES:
-        yield Finding(check="journal", outcome="warning", text=text, advice=advice)
+        yield CheckResult(check="journal", outcome="warning", text=text, advice=advice)
     else:
-        yield Finding(check="journal", outcome="ok", text=text)
+        yield CheckResult(check="journal", outcome="ok", text=text)
 
 
 def nearest(folder: Path) -> Path:
@@ -121,7 +123,7 @@ def _free(folder: Path) -> str:
 # --- what is configured ---------------------------------------------------------------------------------------------
 
 
-def configuration(job_file: Path | None = None) -> Iterator[Finding]:
+def configuration(job_file: Path | None = None) -> Iterator[CheckResult]:
     """Files and environment, the container, and what is asked of metrics and hooks."""
     from wrapper.config.container import check
     from wrapper.config.schema import read, site_files
@@ -133,12 +135,12 @@ def configuration(job_file: Path | None = None) -> Iterator[Finding]:
         asked(found)
         check(found.container)
     except ResihpError as error:
-        yield Finding(check="configuration", outcome="failed", text=str(error))
+        yield CheckResult(check="configuration", outcome="failed", text=str(error))
         return
-    yield Finding(check="configuration", outcome="ok", text=", ".join(files) or "no file, all defaults")
+    yield CheckResult(check="configuration", outcome="ok", text=", ".join(files) or "no file, all defaults")
 
 
-def ledger(job_file: Path | None = None) -> Iterator[Finding]:
+def ledger(job_file: Path | None = None) -> Iterator[CheckResult]:
     from sqlalchemy.exc import DBAPIError
 
     from db.engine import is_on_network, make_engine, masked, refusal, resolve
@@ -152,36 +154,36 @@ def ledger(job_file: Path | None = None) -> Iterator[Finding]:
         if url.get_backend_name() == "sqlite":
             if is_on_network(url):
                 text = f"{shown}: on a network file system, without WAL: readers may wait; the journal is what counts"
-                yield Finding(
+                yield CheckResult(
                     check="ledger", outcome="warning", text=text, advice="set url in [ledger] to PostgreSQL's"
                 )
             else:
                 text = "SQLite, a file in each job's folder" if named == "sqlite" else shown
-                yield Finding(check="ledger", outcome="ok", text=text)
+                yield CheckResult(check="ledger", outcome="ok", text=text)
             return
         engine = make_engine(url, write=False)
     except ResihpError as error:
-        yield Finding(check="ledger", outcome="failed", text=str(error))
+        yield CheckResult(check="ledger", outcome="failed", text=str(error))
         return
     try:
         with engine.connect() as connection:
             version = connection.dialect.server_version_info or ()
     except (DBAPIError, OSError) as error:
-        yield Finding(check="ledger", outcome="failed", text=str(refusal(url, error)))
+        yield CheckResult(check="ledger", outcome="failed", text=str(refusal(url, error)))
     else:
-        yield Finding(check="ledger", outcome="ok", text=f"{shown}: answers, {'.'.join(map(str, version))}")
+        yield CheckResult(check="ledger", outcome="ok", text=f"{shown}: answers, {'.'.join(map(str, version))}")
     finally:
         engine.dispose()
 
 
-def ports() -> Iterator[Finding]:
+def ports() -> Iterator[CheckResult]:
     """Whether this machine's own name leads to an address that it can listen on."""
     name = socket.gethostname()
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
     except OSError as error:
         text = f"{name}: {error.strerror or error}; other nodes will not find this one by its name"
-        yield Finding(check="ports", outcome="warning", text=text, advice=f"getent hosts {name}")
+        yield CheckResult(check="ports", outcome="warning", text=text, advice=f"getent hosts {name}")
         return
     open_to, problems = [], []
     for address in addresses:
@@ -193,8 +195,10 @@ def ports() -> Iterator[Finding]:
         except OSError as error:
             problems.append(f"{address}: {error.strerror or error}")
     if not open_to:
-        yield Finding(
+        yield CheckResult(
             check="ports", outcome="failed", text=f"{name}: {'; '.join(problems)}", advice=f"getent hosts {name}"
         )
     else:
-        yield Finding(check="ports", outcome="ok", text=f"{name} listens at {', '.join(open_to)}, ports as they come")
+        yield CheckResult(
+            check="ports", outcome="ok", text=f"{name} listens at {', '.join(open_to)}, ports as they come"
+        )

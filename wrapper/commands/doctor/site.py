@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from wrapper.commands.doctor.machine import Finding
+from wrapper.commands.doctor.machine import CheckResult
 from wrapper.exit_codes import EXIT_CODES, REQUEUE
 
 if TYPE_CHECKING:
@@ -56,11 +56,11 @@ def wanted(found: Configuration) -> Wanted:
 # --- partitions -----------------------------------------------------------------------------------------------------
 
 
-def shape(views: Sequence[PartitionView], rules: PartitionRules, job: Wanted) -> Iterator[Finding]:
+def shape(views: Sequence[PartitionView], rules: PartitionRules, job: Wanted) -> Iterator[CheckResult]:
     """A partition against the job; `views` are its nodes, by their kinds."""
 
-    def finding(outcome: str, text: str, advice: str) -> Finding:
-        return Finding(check="partition", outcome=outcome, text=f"{rules.name}: {text}", advice=advice)  # type: ignore[arg-type]
+    def finding(outcome: str, text: str, advice: str) -> CheckResult:
+        return CheckResult(check="partition", outcome=outcome, text=f"{rules.name}: {text}", advice=advice)  # type: ignore[arg-type]
 
     fit = [view for view in views if view.gpus >= job.gpus_per_node]
     there, count = sum(view.nodes for view in fit), sum(view.nodes for view in views)
@@ -81,8 +81,8 @@ def shape(views: Sequence[PartitionView], rules: PartitionRules, job: Wanted) ->
 
 
 def _time(
-    views: Sequence[PartitionView], rules: PartitionRules, job: Wanted, finding: Callable[[str, str, str], Finding]
-) -> Iterator[Finding]:
+    views: Sequence[PartitionView], rules: PartitionRules, job: Wanted, finding: Callable[[str, str, str], CheckResult]
+) -> Iterator[CheckResult]:
     most = rules.max_seconds
     if job.seconds is not None and most is not None and job.seconds > most:
         text = f"a job gets {_hours(most)} at most (MaxTime): one that asks for {_hours(job.seconds)} is refused, or "
@@ -98,7 +98,7 @@ def _time(
 # --- what accounting allows -----------------------------------------------------------------------------------------
 
 
-def limits(found: Limits, job: Wanted) -> Iterator[Finding]:
+def limits(found: Limits, job: Wanted) -> Iterator[CheckResult]:
     """Limits that the job is beyond: Slurm takes it all the same, and lets it wait for ever."""
     told = False
     for limit in found.found:
@@ -112,21 +112,21 @@ def limits(found: Limits, job: Wanted) -> Iterator[Finding]:
             text = f"the job asks for {what}, and {limit.whose} allows {most}{_per(limit)} ({limit.setting}): it is "
             text += "refused, or waits for ever"
             advice += "lower what [job] asks for, or set another qos or account in [slurm]"
-            yield Finding(check="limits", outcome="failed", text=text, advice=advice)
+            yield CheckResult(check="limits", outcome="failed", text=text, advice=advice)
         elif limit.per != "job" and job.replacements and asked + each > limit.most:
             told = True
             text = f"{limit.whose} allows {_amount(limit, limit.most)}{_per(limit)} ({limit.setting}): a node that is "
             text += "asked for in place of a lost one, as a job of its own, waits while this job has all of it"
             advice += "set spares in [slurm] instead of replacements, or ask for a higher limit"
-            yield Finding(check="limits", outcome="warning", text=text, advice=advice)
+            yield CheckResult(check="limits", outcome="warning", text=text, advice=advice)
     if found.unseen:
         told = True
         text = f"account {found.unseen}: Slurm does not show you its limits"
-        yield Finding(check="limits", outcome="skipped", text=text, advice="ask the administrator for its GrpTRES")
+        yield CheckResult(check="limits", outcome="skipped", text=text, advice="ask the administrator for its GrpTRES")
     if not told:
         of = f"account {found.account}" if found.account else "no account"
         text = f"{of}, QOS {found.qos or 'of the cluster'}: nothing that the job is beyond"
-        yield Finding(check="limits", outcome="ok", text=text)
+        yield CheckResult(check="limits", outcome="ok", text=text)
 
 
 def _asked(limit: Limit, job: Wanted) -> tuple[float | None, float]:
@@ -164,19 +164,19 @@ FINAL = tuple(sorted({code for code in EXIT_CODES.values() if code != REQUEUE}))
 """Exit codes after which a job must not be run again."""
 
 
-def exit_codes(settings: Mapping[str, str]) -> Iterator[Finding]:
+def exit_codes(settings: Mapping[str, str]) -> Iterator[CheckResult]:
     """RequeueExit runs a job again without a budget; on 22.05.8 with --no-requeue, too, on 24.11.5 not."""
     again = [code for code in codes(settings.get("RequeueExit", "")) if code in FINAL]
     if again:
         text = f"RequeueExit={settings['RequeueExit']}: a job that resihp ends with {_listed(again)}, for good, is run "
         text += "again by Slurm, over and over (93: the training program is broken)"
         advice = f"ask for RequeueExit without {_listed(again)}; scancel ends such a job"
-        yield Finding(check="requeue", outcome="warning", text=text, advice=advice)
+        yield CheckResult(check="requeue", outcome="warning", text=text, advice=advice)
     held = [code for code in codes(settings.get("RequeueExitHold", "")) if code in FINAL]
     if held:
         text = f"RequeueExitHold={settings['RequeueExitHold']}: a job that ends with {_listed(held)} stays in the "
         text += "queue, held (SPECIAL_EXIT), and a chain behind it waits"
-        yield Finding(check="requeue", outcome="warning", text=text, advice="scancel it, or ask for its removal")
+        yield CheckResult(check="requeue", outcome="warning", text=text, advice="scancel it, or ask for its removal")
 
 
 def codes(text: str) -> list[int]:
@@ -189,7 +189,7 @@ def codes(text: str) -> list[int]:
     return found
 
 
-def visibility(settings: Mapping[str, str], operator: bool) -> Iterator[Finding]:
+def visibility(settings: Mapping[str, str], operator: bool) -> Iterator[CheckResult]:
     """PrivateData does not bind operators, and one's own jobs are always seen."""
     hidden = set(settings.get("PrivateData", "").lower().split(","))
     if "nodes" in hidden and not operator:
@@ -198,7 +198,7 @@ def visibility(settings: Mapping[str, str], operator: bool) -> Iterator[Finding]
         advice = (
             "ask for PrivateData without nodes, or to be made an operator; this doctor cannot see partitions either"
         )
-        yield Finding(check="visibility", outcome="warning", text=text, advice=advice)
+        yield CheckResult(check="visibility", outcome="warning", text=text, advice=advice)
 
 
 _INHERITED = {
@@ -210,7 +210,7 @@ _INHERITED = {
 """By Slurm's names: limits that are endless on a node, and often are not where users log in; what they do to a rank."""
 
 
-def inherited(settings: Mapping[str, str], soft: Callable[[int], int] | None = None) -> Iterator[Finding]:
+def inherited(settings: Mapping[str, str], soft: Callable[[int], int] | None = None) -> Iterator[CheckResult]:
     """Limits of this shell that sbatch would take along into the job."""
     read = soft or (lambda kind: resource.getrlimit(kind)[0])
     propagates = _propagates(settings)
@@ -220,7 +220,7 @@ def inherited(settings: Mapping[str, str], soft: Callable[[int], int] | None = N
             text = f"jobs inherit limits of the shell that submits (PropagateResourceLimits), and ulimit {option} says "
             text += f"{found} (in Slurm's words {name}): {effect}"
             advice = f"ulimit -S {option} unlimited before you submit, or --propagate=NONE in extra of [slurm]"
-            yield Finding(check="inherited limits", outcome="warning", text=text, advice=advice)
+            yield CheckResult(check="inherited limits", outcome="warning", text=text, advice=advice)
 
 
 def _propagates(settings: Mapping[str, str]) -> Callable[[str], bool]:
@@ -232,11 +232,11 @@ def _propagates(settings: Mapping[str, str]) -> Callable[[str], bool]:
     return lambda name: "NONE" not in named and ("ALL" in named or name in named)
 
 
-def plugins(settings: Mapping[str, str]) -> Iterator[Finding]:
+def plugins(settings: Mapping[str, str]) -> Iterator[CheckResult]:
     """What may change a job on its way in."""
     if found := settings.get("JobSubmitPlugins", ""):
         text = f"JobSubmitPlugins={found}: the site may change or refuse what a job asks for"
-        yield Finding(check="submission", outcome="ok", text=text)
+        yield CheckResult(check="submission", outcome="ok", text=text)
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from slurm.errors import SlurmError, SlurmRefusedError
 from slurm.render import time_limit
-from wrapper.commands.doctor.machine import Finding
-from wrapper.commands.submit.command import MENDED
+from wrapper.commands.doctor.machine import CheckResult
+from wrapper.commands.submit import MENDED
 
 if TYPE_CHECKING:
     from slurm.client import Slurm
@@ -44,24 +44,24 @@ def is_there() -> bool:
     return shutil.which("scontrol") is not None and shutil.which("sbatch") is not None
 
 
-def version(slurm: Slurm) -> Iterator[Finding]:
+def version(slurm: Slurm) -> Iterator[CheckResult]:
     found = slurm.version()
     text = f"{found[0]}.{found[1]:02}.{found[2]}"
     if found < OLDEST:
         older = f"{text}: older than {OLDEST[0]}.{OLDEST[1]:02}, whose fields are asked for"
-        yield Finding(check="slurm", outcome="failed", text=older, advice="use a cluster with a later Slurm")
+        yield CheckResult(check="slurm", outcome="failed", text=older, advice="use a cluster with a later Slurm")
         return
     cluster = slurm.cluster()
-    yield Finding(check="slurm", outcome="ok", text=f"{text}, cluster {cluster}, the controller answers")
+    yield CheckResult(check="slurm", outcome="ok", text=f"{text}, cluster {cluster}, the controller answers")
     oldest, newest = MEASURED
     if not oldest <= found[:2] <= newest:
         which = "older" if found[:2] < oldest else "newer"
         tried = f"{oldest[0]}.{oldest[1]:02} to {newest[0]}.{newest[1]:02}"
         untried = f"{text} is {which} than the releases that resihp was tried with, {tried}"
-        yield Finding(check="slurm", outcome="warning", text=untried, advice="try a short job first")
+        yield CheckResult(check="slurm", outcome="warning", text=untried, advice="try a short job first")
 
 
-def offers(found: tuple[int, int, int], settings: Mapping[str, str], survey: Survey) -> Iterator[Finding]:
+def offers(found: tuple[int, int, int], settings: Mapping[str, str], survey: Survey) -> Iterator[CheckResult]:
     """What this Slurm has that older ones have not; nothing is told of what it has not."""
     there = []
     if found >= TELLS_THE_END:
@@ -80,7 +80,7 @@ def offers(found: tuple[int, int, int], settings: Mapping[str, str], survey: Sur
     if "cgroup" in settings.get("ProctrackType", "") and _second_cgroups(settings):
         there.append("control groups v2")
     if there:
-        yield Finding(check="newer Slurm", outcome="ok", text="; ".join(there))
+        yield CheckResult(check="newer Slurm", outcome="ok", text="; ".join(there))
 
 
 def _second_cgroups(settings: Mapping[str, str]) -> bool:
@@ -88,7 +88,7 @@ def _second_cgroups(settings: Mapping[str, str]) -> bool:
     return plugin.endswith("v2") or (plugin == "autodetect" and CGROUPS_V2.exists())
 
 
-def survival(settings: Mapping[str, str]) -> Iterator[Finding]:
+def survival(settings: Mapping[str, str]) -> Iterator[CheckResult]:
     """Settings that decide whether a job with --no-kill goes on when a node dies, and how it ends."""
     trouble = []
     if _seconds(settings.get("InactiveLimit", "0")):
@@ -109,12 +109,12 @@ def survival(settings: Mapping[str, str]) -> Iterator[Finding]:
         f"Slurm notices a dead node after {notices}, resihp after 6 s",
         *(["KillOnBadExit=1, which resihp overrules"] if settings.get("KillOnBadExit") == "1" else []),
     ]
-    yield Finding(check="node death", outcome="ok", text="jobs ask for --no-kill; " + "; ".join(told))
+    yield CheckResult(check="node death", outcome="ok", text="jobs ask for --no-kill; " + "; ".join(told))
     for text, advice in trouble:
-        yield Finding(check="node death", outcome="warning", text=text, advice=advice)
+        yield CheckResult(check="node death", outcome="warning", text=text, advice=advice)
 
 
-def requeue(settings: Mapping[str, str]) -> Iterator[Finding]:
+def requeue(settings: Mapping[str, str]) -> Iterator[CheckResult]:
     usual = "by default" if settings.get("JobRequeue", "1") != "0" else "for jobs that ask, as ours do"
     codes = settings.get("RequeueExit", "")
     mode, kind = settings.get("PreemptMode", "OFF"), settings.get("PreemptType", "preempt/none")
@@ -122,12 +122,12 @@ def requeue(settings: Mapping[str, str]) -> Iterator[Finding]:
     if "enable_expedited_requeue" in settings.get("SlurmctldParameters", ""):
         text += ", at once with --requeue=expedite"
     if kind == "preempt/none" or mode.upper() == "OFF":
-        yield Finding(check="requeue", outcome="ok", text=f"{text}; no preemption")
+        yield CheckResult(check="requeue", outcome="ok", text=f"{text}; no preemption")
         return
     signalled = "send_user_signal" in settings.get("PreemptParameters", "")
     text += f"; preemption by {mode.lower()}"
     text += ", with the warning signal before it" if signalled else ", with TERM and the partition's GraceTime at best"
-    yield Finding(
+    yield CheckResult(
         check="requeue",
         outcome="ok" if signalled else "warning",
         text=text,
@@ -135,41 +135,43 @@ def requeue(settings: Mapping[str, str]) -> Iterator[Finding]:
     )
 
 
-def firewall(settings: Mapping[str, str], ports: str) -> Iterator[Finding]:
+def firewall(settings: Mapping[str, str], ports: str) -> Iterator[CheckResult]:
     """A site that gives srun a range of ports lets nothing else through between its nodes, usually. `ports`: ours."""
     range_of_srun = settings.get("SrunPortRange", "").replace("0-0", "")
     theirs = "; what gloo and NCCL listen on is the kernel's choice (net.ipv4.ip_local_port_range)"
     if ports:
-        yield Finding(check="firewall", outcome="ok", text=f"jobs listen on {ports}{theirs}")
+        yield CheckResult(check="firewall", outcome="ok", text=f"jobs listen on {ports}{theirs}")
     elif range_of_srun:
         text = f"SrunPortRange={range_of_srun}: other ports may be closed between nodes, and jobs listen on any{theirs}"
         advice = f'set ports in [slurm], as ports = "{range_of_srun}"; salloc --nodes=2 resihp doctor tries it'
-        yield Finding(check="firewall", outcome="warning", text=text, advice=advice)
+        yield CheckResult(check="firewall", outcome="warning", text=text, advice=advice)
     else:
-        yield Finding(check="firewall", outcome="ok", text="Slurm names no range of ports; jobs listen on any")
+        yield CheckResult(check="firewall", outcome="ok", text="Slurm names no range of ports; jobs listen on any")
 
 
-def rights(survey: Survey, settings: Mapping[str, str], user: str, spool: Path | None) -> Iterator[Finding]:
+def rights(survey: Survey, settings: Mapping[str, str], user: str, spool: Path | None) -> Iterator[CheckResult]:
     """Who may drain: we, the site's hook for us, or nobody."""
     try:
         operator = survey.is_operator(user, settings)
     except SlurmError as error:
-        yield Finding(check="drain", outcome="unknown", text=str(error), advice="sacctmgr show user $USER withassoc")
+        yield CheckResult(
+            check="drain", outcome="unknown", text=str(error), advice="sacctmgr show user $USER withassoc"
+        )
         return
     if operator:
-        yield Finding(check="drain", outcome="ok", text=f"{user} may drain nodes")
+        yield CheckResult(check="drain", outcome="ok", text=f"{user} may drain nodes")
     elif spool is not None and os.access(spool, os.W_OK | os.X_OK):
-        yield Finding(check="drain", outcome="ok", text=f"{user} may ask the site's hook, in {spool}")
+        yield CheckResult(check="drain", outcome="ok", text=f"{user} may ask the site's hook, in {spool}")
     else:
         text = f"{user} may not drain nodes, and there is no hook to ask: bad nodes are only kept out of your own jobs"
         advice = "ask the site to install the hook (slurm/site/README.md), or to make you an operator"
-        yield Finding(check="drain", outcome="warning", text=text, advice=advice)
+        yield CheckResult(check="drain", outcome="warning", text=text, advice=advice)
 
 
-def releases_nodes(found: tuple[int, int, int], settings: Mapping[str, str]) -> Iterator[Finding]:
+def releases_nodes(found: tuple[int, int, int], settings: Mapping[str, str]) -> Iterator[CheckResult]:
     if found < RESIZES_AGAIN and "slurmdbd" not in settings.get("AccountingStorageType", ""):
         text = "without slurmdbd a job can give back one node only; others stay with it to its end"
-        yield Finding(check="release", outcome="ok", text=text)
+        yield CheckResult(check="release", outcome="ok", text=text)
 
 
 def chosen(found: Sequence[PartitionView], wanted: str) -> list[str]:
@@ -177,28 +179,28 @@ def chosen(found: Sequence[PartitionView], wanted: str) -> list[str]:
     return [name for name in wanted.split(",") if name] or [view.name for view in found if view.default][:1]
 
 
-def partitions(found: Sequence[PartitionView], wanted: str) -> Iterator[Finding]:
+def partitions(found: Sequence[PartitionView], wanted: str) -> Iterator[CheckResult]:
     """`wanted`: the configured partition; empty for Slurm's default."""
     names = list(dict.fromkeys(view.name for view in found))
     named = chosen(found, wanted)
     if not named:
         text = f"Slurm has no default partition; there are {', '.join(names) or 'none'}"
-        yield Finding(check="partition", outcome="warning", text=text, advice="set partition in [slurm]")
+        yield CheckResult(check="partition", outcome="warning", text=text, advice="set partition in [slurm]")
     for name in named:
         views = [view for view in found if view.name == name]
         if not views:
             text = f"{name}: there is none of that name, or none for you; there are {', '.join(names) or 'none'}"
-            yield Finding(check="partition", outcome="failed", text=text, advice="set partition in [slurm]; sinfo")
+            yield CheckResult(check="partition", outcome="failed", text=text, advice="set partition in [slurm]; sinfo")
         elif not any(view.up for view in views):
-            yield Finding(check="partition", outcome="failed", text=f"{name}: is down", advice=f"sinfo -p {name}")
+            yield CheckResult(check="partition", outcome="failed", text=f"{name}: is down", advice=f"sinfo -p {name}")
         else:
             kinds = ", ".join(f"{view.nodes} of {view.gpus} GPUs" for view in views)
             idle = sum(view.nodes_idle for view in views)
             limit = "no time limit" if views[0].seconds is None else f"at most {views[0].seconds / 3600:g} h"
-            yield Finding(check="partition", outcome="ok", text=f"{name}: nodes {kinds}; {idle} idle; {limit}")
+            yield CheckResult(check="partition", outcome="ok", text=f"{name}: nodes {kinds}; {idle} idle; {limit}")
 
 
-def submission(survey: Survey, configuration: Configuration) -> Iterator[Finding]:
+def submission(survey: Survey, configuration: Configuration) -> Iterator[CheckResult]:
     """Whether Slurm would take the job, or a small one if there is no job file. Submits nothing."""
     job, section = configuration.job, configuration.slurm
     nodes = job.nodes + section.spares
@@ -218,28 +220,28 @@ def submission(survey: Survey, configuration: Configuration) -> Iterator[Finding
     except SlurmRefusedError as error:
         said = str(error)
         advice = next((how for words, how in MENDED if words in said.lower()), "sacctmgr show associations user=$USER")
-        yield Finding(check="submission", outcome="failed", text=said, advice=advice)
+        yield CheckResult(check="submission", outcome="failed", text=said, advice=advice)
     else:
         what = "one node" if nodes == 1 else f"{nodes} nodes"
-        yield Finding(check="submission", outcome="ok", text=f"a job of {what}, {answer}")
+        yield CheckResult(check="submission", outcome="ok", text=f"a job of {what}, {answer}")
 
 
-def munge(survey: Survey, settings: Mapping[str, str]) -> Iterator[Finding]:
+def munge(survey: Survey, settings: Mapping[str, str]) -> Iterator[CheckResult]:
     kind = settings.get("AuthType", "auth/munge")
     if kind != "auth/munge":
-        yield Finding(check="munge", outcome="skipped", text=f"Slurm here uses {kind}")
+        yield CheckResult(check="munge", outcome="skipped", text=f"Slurm here uses {kind}")
         return
     if shutil.which("munge") is None:
-        yield Finding(
+        yield CheckResult(
             check="munge", outcome="skipped", text="the command munge is not here; Slurm's answers show it works"
         )
         return
     try:
         survey.munge(settings)
     except SlurmRefusedError as error:
-        yield Finding(check="munge", outcome="failed", text=str(error), advice="date; systemctl status munge")
+        yield CheckResult(check="munge", outcome="failed", text=str(error), advice="date; systemctl status munge")
     else:
-        yield Finding(check="munge", outcome="ok", text="makes credentials, and takes its own")
+        yield CheckResult(check="munge", outcome="ok", text="makes credentials, and takes its own")
 
 
 def _seconds(text: str) -> int:

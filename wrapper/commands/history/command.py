@@ -92,7 +92,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Listing:
     """Rows, whose they are, and a line beneath them for a terminal."""
 
     columns: tuple[str, ...]
@@ -103,6 +103,12 @@ class Answer:
     nodes: list[str] = field(default_factory=list)
     """Known ones, where one was asked for of which there is nothing."""
     closing: str = ""
+
+
+def register(app: typer.Typer) -> None:
+    """Add `resihp history` and `resihp why` to the command line."""
+    app.command()(history)
+    app.command()(why)
 
 
 def history(
@@ -223,7 +229,7 @@ def _check(asked: Asked, every: bool) -> None:
         raise UsageError("history iterations --all: may be millions; say how many with --limit")
 
 
-def _of_one(asked: Asked, reader: Reader, job: Row) -> Answer:
+def _of_one(asked: Asked, reader: Reader, job: Row) -> Listing:
     from db.reading import fleet, queries
 
     whose, times = f"job {job['name']}", {"since": asked.since, "until": asked.until}
@@ -231,23 +237,23 @@ def _of_one(asked: Asked, reader: Reader, job: Row) -> Answer:
     if asked.view == "cost":
         found = reader.account(job)
         if asked.by is not None:
-            return Answer(queries.COLUMNS["cost by job"], fleet.cost_by_job([(job, found)]), whose)
-        return Answer(queries.COLUMNS["cost"], fleet.cost_rows([found]), whose, closing=_cost_line([found]))
+            return Listing(queries.COLUMNS["cost by job"], fleet.cost_by_job([(job, found)]), whose)
+        return Listing(queries.COLUMNS["cost"], fleet.cost_rows([found]), whose, closing=_cost_line([found]))
     if asked.view == "promises":
         rows = queries.promises_rows(reader, job["id"])
-        return Answer(queries.COLUMNS["promises"], rows[-asked.limit :] if asked.limit else rows, whose, len(rows))
+        return Listing(queries.COLUMNS["promises"], rows[-asked.limit :] if asked.limit else rows, whose, len(rows))
     if asked.by is not None:
         counted = fleet.failures_by(reader, asked.by, job["id"], node=asked.node, **times)  # type: ignore[arg-type]
         rows = fleet.joined(asked.by, counted)  # type: ignore[arg-type]
-        return Answer(queries.COLUMNS[asked.shape], rows[: asked.limit], whose, len(rows), known)
+        return Listing(queries.COLUMNS[asked.shape], rows[: asked.limit], whose, len(rows), known)
     rows = reader.rows(asked.view, job["id"], node=asked.node, last=asked.limit, **times)
     total = None
     if asked.node is None and len(rows) == asked.limit:
         total = reader.count(asked.view, job["id"], **times)
-    return Answer(queries.COLUMNS[asked.view], rows, whose, total, known)
+    return Listing(queries.COLUMNS[asked.view], rows, whose, total, known)
 
 
-def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Answer:
+def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
     """Of all jobs of the ledger named, or of that of `job`, or of every ledger here."""
     from db.reading import fleet, queries
     from db.reading.reader import TABLES
@@ -272,12 +278,12 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Answer:
         found = ask(lambda reader: fleet.accounts(reader, **times))
         if asked.by is not None:
             rows = fleet.cost_by_job(sorted(found, key=lambda pair: pair[0]["started_at"], reverse=True))
-            return Answer(queries.COLUMNS["cost by job"], rows[: asked.limit], whose, len(rows))
+            return Listing(queries.COLUMNS["cost by job"], rows[: asked.limit], whose, len(rows))
         sums = [account for _, account in found]
-        return Answer(queries.COLUMNS["cost"], fleet.cost_rows(sums), whose, closing=_cost_line(sums))
+        return Listing(queries.COLUMNS["cost"], fleet.cost_rows(sums), whose, closing=_cost_line(sums))
     if asked.view == "lemons":
         now = datetime.now(UTC)
-        record = fleet.Record()
+        record = fleet.NodeRecord()
 
         def read(reader: Reader) -> list[Row]:
             record.read(reader, fleet.horizon(now), asked.injected)
@@ -285,11 +291,11 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Answer:
 
         ask(read)
         rows = [row for row in fleet.lemons(record, now) if asked.node in (None, row["node"])]
-        return Answer(queries.COLUMNS["lemons"], rows[: asked.limit], whose, len(rows), names)
+        return Listing(queries.COLUMNS["lemons"], rows[: asked.limit], whose, len(rows), names)
     if asked.by is not None:
         by: Any = asked.by
         rows = fleet.joined(by, ask(lambda reader: fleet.failures_by(reader, by, node=asked.node, **times)))
-        return Answer(queries.COLUMNS[asked.shape], rows[: asked.limit], whose, len(rows), names)
+        return Listing(queries.COLUMNS[asked.shape], rows[: asked.limit], whose, len(rows), names)
     if asked.view == "iterations":
         if asked.node is not None:
             raise UsageError("history iterations: has no nodes; leave --node out")
@@ -299,7 +305,7 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Answer:
         rows = ask(lambda reader: reader.rows(asked.view, None, node=asked.node, last=asked.limit, **times))
     time = TABLES[asked.view].time
     rows = sorted(rows, key=lambda row: row[time])
-    return Answer(
+    return Listing(
         ("job", *queries.COLUMNS[asked.view]), rows[-asked.limit :] if asked.limit else rows, whose, None, names
     )
 
@@ -307,7 +313,7 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Answer:
 # --- terminal -------------------------------------------------------------------------------------------------------
 
 
-def _show(asked: Asked, answer: Answer, every: bool) -> None:
+def _show(asked: Asked, answer: Listing, every: bool) -> None:
     from wrapper.commands.history.tables import history_table
 
     console().print(history_table(asked.shape, answer.rows, with_jobs=every and asked.is_table))

@@ -12,7 +12,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from resihp.errors import PlanError, UsageError
+from wrapper.output.render import duration, literal, spans
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from resihp.parallelism.layout import Layout, Replica
     from resihp.parallelism.plan import Plan
     from resihp.scheduler.situation import Decision, Situation
-    from resihp.scheduler.what_if.answer import Answer, Outlook
+    from resihp.scheduler.what_if.answer import Outlook, WhatIfAnswer
     from resihp.scheduler.what_if.question import Question
 
 CHANGED_SHOWN = 6
@@ -37,7 +38,7 @@ TUNED_CHUNKS = 4
 """Virtual stages of a stage that --tune tries at most. In a job, `[layout] tune` keeps to one."""
 
 
-class Planner(str, Enum):  # noqa: UP042 - StrEnum's help text shows differently in older Typer
+class PlannerChoice(str, Enum):  # noqa: UP042 - StrEnum's help text shows differently in older Typer
     """Who decides: ours, or the published heuristic."""
 
     resihp = "resihp"
@@ -74,7 +75,7 @@ def plan(
     tune: Annotated[
         bool, typer.Option("--tune", help="The first layout: layers spread by what they cost, orders of their own.")
     ] = False,
-    planner: Annotated[Planner, typer.Option(help="Ours, or the paper's heuristic.")] = Planner.resihp,
+    planner: Annotated[PlannerChoice, typer.Option(help="Ours, or the paper's heuristic.")] = PlannerChoice.resihp,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the pipelines into this file.", show_default=False)] = None,
     ledger: Annotated[str | None, typer.Option("--ledger", help="Another ledger's URL.", show_default=False)] = None,
@@ -166,8 +167,8 @@ def plan(
         draw(plot, asked, found, situation)
 
 
-def _decider(planner: Planner) -> Callable[[Situation], Decision]:
-    if planner is Planner.resihp:
+def _decider(planner: PlannerChoice) -> Callable[[Situation], Decision]:
+    if planner is PlannerChoice.resihp:
         from resihp.scheduler import decide
 
         return decide
@@ -202,10 +203,8 @@ def _warm(decide: Callable[[Situation], Decision]) -> None:
 # --- terminal -------------------------------------------------------------------------------------------------------
 
 
-def _show(asked: Question, model: str, hardware: str, found: Answer, planning_s: float, first: bool) -> None:
+def _show(asked: Question, model: str, hardware: str, found: WhatIfAnswer, planning_s: float, first: bool) -> None:
     from rich.console import Console
-
-    from wrapper.output.render import literal
 
     console = Console(highlight=False, markup=False, emoji=False)
     nodes = len(set(asked.nodes.values()))
@@ -220,10 +219,9 @@ def _show(asked: Question, model: str, hardware: str, found: Answer, planning_s:
         console.print(literal(sentence), soft_wrap=True)
 
 
-def sentences(found: Answer, planning_s: float, first: bool = False) -> list[str]:
+def sentences(found: WhatIfAnswer, planning_s: float, first: bool = False) -> list[str]:
     """Transfers, cost, when it has paid for itself (not of a `first` layout), the alternatives, and why this one."""
     from resihp.scheduler.transition_cost import NOTHING, pays_back_s
-    from wrapper.output.render import duration
 
     said: list[str] = []
     cost = found.cost
@@ -261,8 +259,6 @@ def _migrated(count: int) -> str:
 
 
 def _paid_back(seconds: float) -> str:
-    from wrapper.output.render import duration
-
     if math.isinf(seconds):
         return "it never pays for itself."
     if seconds == 0:
@@ -288,24 +284,11 @@ def _ranks(ranks: list[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {words}"
 
 
-def spans(numbers: Iterable[int]) -> str:
-    """`0-3 6 8`: in order, neighbours as a range."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
 def _bytes(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 5e7 else f"{count / 1e6:.1f} MB"
 
 
-def _times_table(found: Answer) -> Table:
-    from wrapper.output.render import duration
-
+def _times_table(found: WhatIfAnswer) -> Table:
     table = _table(("", False), ("iteration", True), ("", True), ("worst memory", True), ("layout", False))
 
     def row(name: str, seconds: float | None, outlook: Outlook | None) -> None:
@@ -330,7 +313,7 @@ def _shape(layout: Layout) -> str:
     return f"{len(layout.active)} ranks work{idle}"
 
 
-def _layout_table(asked: Question, found: Answer) -> Table:
+def _layout_table(asked: Question, found: WhatIfAnswer) -> Table:
     """Equal replicas once, with how many ranks and layers their stages have; changed ones in full."""
     from resihp.scheduler.what_if.question import stage_bytes
 

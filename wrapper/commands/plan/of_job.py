@@ -47,7 +47,7 @@ def of_job(
     Raises UsageError if the job has no plan yet, or the ledger does not know what it trains.
     """
     from resihp.scheduler.what_if import question
-    from wrapper.commands.status import opened
+    from wrapper.output.ledgers import opened
 
     with opened(job, ledger) as (reader, row):
         asked, base, name, remarks = _read(reader, row, hardware)
@@ -66,12 +66,12 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
     from sqlalchemy import select
 
     from db.layouts import from_json
-    from db.models import Job
+    from db.models import JobRow
     from resihp.parallelism.plan import Plan
     from resihp.protocol.messages import Declare
     from resihp.scheduler.what_if.question import Question
 
-    columns = Job.__table__.columns
+    columns = JobRow.__table__.columns
     [own] = reader.fetch(select(columns["model"], columns["configuration"]).where(columns["id"] == row["id"]))
     plans = reader.shown_plan(row["id"])
     if not plans or own["model"] is None:

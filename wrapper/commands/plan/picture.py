@@ -18,10 +18,10 @@ import msgspec
 from resihp.errors import UsageError
 from resihp.parallelism.plan import Order, Plan
 from resihp.scheduler.situation import Situation
-from wrapper.commands.plan.command import spans
+from wrapper.output.render import spans
 
 if TYPE_CHECKING:
-    from resihp.scheduler.what_if.answer import Answer
+    from resihp.scheduler.what_if.answer import WhatIfAnswer
     from resihp.scheduler.what_if.question import Question
 
 COLOURS = {"F": "#4878cf", "B": "#6acc65", "W": "#d5bb67"}
@@ -34,7 +34,7 @@ NUMBERED = 600
 ROW_INCHES = 0.28
 
 
-class Lane(msgspec.Struct, frozen=True):
+class StageRow(msgspec.Struct, frozen=True):
     """A stage: what it computes, with starts and ends in seconds."""
 
     label: str
@@ -49,14 +49,14 @@ class Half(msgspec.Struct, frozen=True):
     """A plan's lanes, replica after replica, each with how it is called; when the iteration ends."""
 
     title: str
-    replicas: tuple[tuple[str, tuple[Lane, ...]], ...]
+    replicas: tuple[tuple[str, tuple[StageRow, ...]], ...]
     left_out: int
     computed_s: float
     """When the last box of all ends."""
     seconds: float
 
 
-def draw(path: Path, asked: Question, found: Answer, situation: Situation) -> None:
+def draw(path: Path, asked: Question, found: WhatIfAnswer, situation: Situation) -> None:
     """Write the picture. Raises UsageError if matplotlib is absent, or `path` cannot be written."""
     from resihp.scheduler.what_if.question import situation_of
 
@@ -102,10 +102,10 @@ def half(name: str, plan: Plan, situation: Situation, seconds: float) -> Half:
     timeline = play(plan, orders, costs(plan, situation, orders), transfers(plan, situation))
     numbers = {m: m if plan.migrations else i for share in plan.assignment for i, m in enumerate(share)}
     alike: dict[object, list[int]] = {}
-    drawn: dict[object, tuple[Lane, ...]] = {}
+    drawn: dict[object, tuple[StageRow, ...]] = {}
     for d, replica in enumerate(plan.layout.replicas):
         lanes = tuple(
-            Lane(
+            StageRow(
                 f"stage {s}",
                 orders[d][s],
                 timeline.starts[d][s],
@@ -118,7 +118,7 @@ def half(name: str, plan: Plan, situation: Situation, seconds: float) -> Half:
         key = (shapes, tuple((lane.starts, lane.ends, lane.numbers) for lane in lanes))
         alike.setdefault(key, []).append(d)
         drawn.setdefault(key, lanes)
-    replicas: list[tuple[str, tuple[Lane, ...]]] = []
+    replicas: list[tuple[str, tuple[StageRow, ...]]] = []
     left_out = 0
     odd_first = sorted(alike.items(), key=lambda item: (len(item[1]), item[1][0]))
     for found, group in odd_first:
@@ -166,7 +166,7 @@ def _draw_half(axis: Any, one: Half, end: float) -> None:
         axis.spines[side].set_visible(False)
 
 
-def _draw_lane(axis: Any, lane: Lane, y: float, *, numbered: bool, end: float) -> None:
+def _draw_lane(axis: Any, lane: StageRow, y: float, *, numbered: bool, end: float) -> None:
     chunks = 1 + max((p.chunk for p in lane.order), default=0)
     for chunk in range(chunks):
         for kind, colour in COLOURS.items():

@@ -61,7 +61,7 @@ class Picture(msgspec.Struct, frozen=True):
     more_standby: str
 
 
-class Change(msgspec.Struct, frozen=True):
+class LayoutChange(msgspec.Struct, frozen=True):
     """A plan that took effect. `before` is None for the first one."""
 
     epoch: int
@@ -81,7 +81,7 @@ class Change(msgspec.Struct, frozen=True):
         )
 
 
-def changes(plans: Sequence[Row], workers: Sequence[Row]) -> Iterator[Change]:
+def changes(plans: Sequence[Row], workers: Sequence[Row]) -> Iterator[LayoutChange]:
     """A picture for each plan that took effect, the last one first: who wants few makes few."""
     places = {row["rank"]: (row["node"], row["device"]) for row in workers}
     effective = [row for row in plans if row["in_effect_at"] is not None]
@@ -89,7 +89,7 @@ def changes(plans: Sequence[Row], workers: Sequence[Row]) -> Iterator[Change]:
     for n in range(len(effective) - 1, -1, -1):
         row, before = effective[n], _layout(effective[n - 1]) if n else None
         assert after is not None
-        yield Change(
+        yield LayoutChange(
             epoch=row["epoch"],
             description=row["description"],
             reason=row["reason"],

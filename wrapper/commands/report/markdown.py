@@ -9,8 +9,8 @@ from resihp.record.describe import rank_list
 from wrapper.commands.report import runs
 from wrapper.commands.report.facts import Facts
 from wrapper.commands.report.marks import clock
-from wrapper.commands.report.story import costs, hours, node_lines, safe, sentences
-from wrapper.output.render import duration, literal, percent
+from wrapper.commands.report.story import costs, node_lines, safe, sentences
+from wrapper.output.render import duration, hours, literal, percent
 
 MOST_FAILURES = 20
 MOST_NODES = 10

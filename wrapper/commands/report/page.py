@@ -17,12 +17,12 @@ from markupsafe import Markup, escape
 from resihp.record.describe import rank_list, size
 from wrapper.commands.report import runs
 from wrapper.commands.report.facts import Facts, Row
-from wrapper.commands.report.layouts import Change, changes
+from wrapper.commands.report.layouts import LayoutChange, changes
 from wrapper.commands.report.marks import SIGNS, clock
-from wrapper.commands.report.story import costs, hours, node_lines, safe, sentences, settings
+from wrapper.commands.report.story import costs, node_lines, safe, sentences, settings
 from wrapper.commands.report.timeline import timeline
 from wrapper.commands.report.times import iteration_times
-from wrapper.output.render import duration, literal, percent
+from wrapper.output.render import duration, hours, literal, percent
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -81,9 +81,9 @@ def html(facts: Facts) -> str:
     )
 
 
-def _pictures(facts: Facts) -> list[Change]:
+def _pictures(facts: Facts) -> list[LayoutChange]:
     """Pictures of the last plans, as many as the page has room for, in order."""
-    found: list[Change] = []
+    found: list[LayoutChange] = []
     room = MOST_CHIPS
     for change in changes(facts.plans, facts.workers):
         room -= change.chips

@@ -169,8 +169,7 @@ def _read(reader: Reader, job: Row, now: datetime) -> Run:
 def lines(found: Total) -> list[tuple[str, ...]]:
     """A row for each run, and one for all: name, beginning, wall time, GPU-hours held and used, nodes lost, how it
     ended."""
-    from wrapper.commands.report.story import hours
-    from wrapper.output.render import duration
+    from wrapper.output.render import duration, hours
 
     rows: list[tuple[str, ...]] = [
         (

@@ -13,7 +13,7 @@ import msgspec
 from db.engine import masked
 from db.reading.cost_accounts import CAUSES
 from wrapper.commands.report.facts import Facts
-from wrapper.output.render import count, duration, percent
+from wrapper.output.render import count, duration, hours, percent
 
 CAUSE_WORDS: Mapping[str, tuple[str, str]] = {
     "detect": ("noticing failures", "from the fault until it was noticed"),
@@ -29,7 +29,7 @@ SECRET_NAME = re.compile(r"(password|passwd|secret|token|api_?key|authorization|
 MASK = "***"
 
 
-class Cost(msgspec.Struct, frozen=True):
+class CauseCost(msgspec.Struct, frozen=True):
     """What one cause took. `share`: of all that was lost."""
 
     cause: str
@@ -60,26 +60,16 @@ def sentences(facts: Facts) -> tuple[str, str, str]:
     return _course(facts), _failures(facts), _cost(facts)
 
 
-def costs(facts: Facts) -> list[Cost]:
+def costs(facts: Facts) -> list[CauseCost]:
     """Lost time by cause, the largest first; causes that took nothing are left out."""
     lost = facts.account.lost_s
     whole = sum(lost.values()) or 1.0
     found = [
-        Cost(cause, *CAUSE_WORDS[cause], lost[cause], facts.account.lost_gpu_hours[cause], lost[cause] / whole)
+        CauseCost(cause, *CAUSE_WORDS[cause], lost[cause], facts.account.lost_gpu_hours[cause], lost[cause] / whole)
         for cause in CAUSES
         if lost[cause] >= 0.005
     ]
     return sorted(found, key=lambda cost: -cost.seconds)
-
-
-def hours(gpu_hours: float) -> str:
-    """`1,234 GPU-h`, `8.21 GPU-h`; of little, `12.3 GPU-min` or `4.56 GPU-s`."""
-    if gpu_hours >= 99.95:
-        return f"{gpu_hours:,.0f} GPU-h"
-    for unit, size in (("h", 1.0), ("min", 1 / 60)):
-        if gpu_hours >= 0.9995 * size:
-            return f"{gpu_hours / size:.3g} GPU-{unit}"
-    return f"{gpu_hours * 3600:.3g} GPU-s"
 
 
 def parameters(model: Mapping[str, Any] | None) -> str:

@@ -23,7 +23,7 @@ LEAST_PREDICTED = 20
 """Iterations with a prediction from which a range is told."""
 
 
-class Times(msgspec.Struct, frozen=True):
+class TimesPicture(msgspec.Struct, frozen=True):
     """The picture of iteration times, and what its caption must say."""
 
     picture: Markup
@@ -37,7 +37,7 @@ class Times(msgspec.Struct, frozen=True):
     kinds: tuple[str, ...]
 
 
-def iteration_times(facts: Facts) -> Times | None:
+def iteration_times(facts: Facts) -> TimesPicture | None:
     """Seconds of each iteration, what was predicted, and what was found slow. None while there is nothing to draw."""
     known = [row for row in facts.iterations if row["seconds"] is not None]
     if not known:
@@ -91,7 +91,7 @@ def iteration_times(facts: Facts) -> Times | None:
             drawing.post(at, head + plot, head + plot + 4, "axis")
             anchor = "start" if at < 0.04 else "end" if at > 0.96 else "middle"
             drawing.text(at, head + plot + 17, f"{int(value):,}", "tick", anchor)
-    return Times(
+    return TimesPicture(
         picture=drawing.markup(),
         columns=-(-len(known) // columns),
         cut=int((seconds > top_s).sum()),

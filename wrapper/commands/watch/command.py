@@ -1,7 +1,7 @@
 """`resihp status --watch`: a job on the screen until it ends, redrawn once a second and when the window changes.
 
 What is shown is `wrapper.commands.watch.picture`'s. Without a terminal, a line for each thing that happened. Called by
-`wrapper.commands.status.status`.
+`wrapper.commands.status.command`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RECENT = 400
 
 def watch(job: str | None, ledger: str | None, as_json: bool) -> None:
     """Show a job until it has ended, or until ^C. Raises LedgerError if there is nothing to read at the beginning."""
-    from wrapper.commands.status import job_status
+    from wrapper.commands.status.job_status import job_status
     from wrapper.output.answers import console
     from wrapper.output.ledgers import opened
 

@@ -19,8 +19,8 @@ import msgspec
 from db.layouts import from_json
 from resihp.parallelism.layout import Layout
 from resihp.record.describe import rank_list
+from wrapper.commands.status.tables import goodput_line
 from wrapper.output.render import LETTERS, STYLES, Health, duration, layout_grid, legend, literal
-from wrapper.output.tables import goodput_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

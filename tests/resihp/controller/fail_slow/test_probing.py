@@ -241,7 +241,7 @@ def test_a_newcomer_that_dies_under_its_probe_is_forgotten() -> None:
     job.crash(6)
     job.train(40)
     assert 6 not in job.plan.layout.ranks
-    assert job.job.phase == "running"
+    assert job.job.training
 
 
 def test_a_newcomer_gets_no_work_before_it_has_been_measured() -> None:

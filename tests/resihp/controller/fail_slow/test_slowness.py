@@ -131,7 +131,7 @@ class Job(Direct):
             for name in [name for name, node in self.job.nodes.items() if node.alive]:
                 self.feed(api.AgentBeat(node=name, beat=m.Beat(workers=())), 0.0)
             self.feed(api.Tick(), 0.5)
-            if self.job.phase == "running" and self.job.pause is None:
+            if self.job.training and self.job.pause is None:
                 self.step(self.job.record.committed + 1)
 
     def paused(self) -> None:

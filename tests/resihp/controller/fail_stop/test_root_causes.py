@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from resihp.controller import interface as api
-from resihp.detector.diagnosis.clues import Clue
 from resihp.detector.diagnosis.diagnosis import read_log
 from resihp.faults import parse
 from resihp.protocol import messages as m
+from resihp.protocol.messages import Clue
 from resihp.record.journal import FailureFound, Reconfigured
 from tests.resihp.controller.direct import DECLARE, Direct
 from tests.resihp.controller.test_takeover import TakenOver

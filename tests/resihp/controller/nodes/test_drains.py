@@ -70,7 +70,7 @@ class Job(Direct):
             for name in [name for name, node in self.job.nodes.items() if node.alive]:
                 self.feed(api.AgentBeat(node=name, beat=m.Beat(workers=())), 0.0)
             self.feed(api.Tick(), 0.5)
-            if self.job.phase == "running" and self.job.pause is None:
+            if self.job.training and self.job.pause is None:
                 self.step(self.job.record.committed + 1)
 
     def asked(self, kind: type) -> list[Any]:
@@ -207,7 +207,7 @@ def test_nothing_is_done_without_slurm_and_to_the_batch_host(changes: dict[str, 
     job = trained(**changes)
     job.lose("n3")
     job.train(20)
-    assert job.job.phase == "running"
+    assert job.job.training
     assert job.asked(api.DrainNode) == []
     assert job.all(DrainDecided) == []
 
@@ -327,7 +327,7 @@ def test_a_refusal_is_not_now() -> None:
     pauses = [later - sooner for sooner, later in pairwise(times)]
     assert [round(pause, -1) for pause in pauses] == [10, 60, 300]
     assert [entry.outcome for entry in job.all(NodeReleased)] == ["refused"]
-    assert job.job.phase == "running"
+    assert job.job.training
 
 
 def test_a_later_try_may_succeed() -> None:
@@ -422,7 +422,7 @@ def test_a_node_that_an_administrator_drains_is_left_between_two_iterations_and_
     recovered(job)
     job.train(3)
     assert job.all(FailureFound) == [], "nor does a new supervisor see one"
-    assert job.job.phase == "running"
+    assert job.job.training
 
 
 def test_a_node_is_not_left_that_the_job_drains_itself_or_that_is_undrained_in_time() -> None:
@@ -733,7 +733,7 @@ def test_a_request_is_cancelled_when_training_is_done() -> None:
         job.train(0.1)
     for rank in job.job.record.active:
         job.say(rank, m.Finished(iteration=60))
-    assert job.job.phase == "halting"
+    assert job.job.stage == "halting"
     assert states(job) == ["cancelled"]
 
 
@@ -817,7 +817,7 @@ def test_a_node_may_join_in_the_middle_of_a_transition() -> None:
     job.lose("n3")
     job.train(2)
     job.crash(7)
-    assert job.job.phase == "transition"
+    assert job.job.changing
     job.arrive("n9", lease=1)
     for rank in (job.job.record.placements.index(p) for p in job.job.record.placements if p.node == "n9"):
         job.join(rank)

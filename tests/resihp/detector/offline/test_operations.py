@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from resihp.detector.offline.analysis import Analysis, Event, Where
+from resihp.detector.offline.analysis import Analysis, SpeedChange, Where
 from resihp.detector.offline.operations import analyse, raw_alarms
 from resihp.detector.offline.traces import COLUMNS, FORWARD, read
 from resihp.detector.offline.what_if import Graph
@@ -16,7 +16,7 @@ from resihp.errors import UsageError
 from tests.resihp.detector.made_traces import COLLECTIVE_S, DATA, made_trace, slowed
 
 
-def verdicts(analysis: Analysis, verdict: str = "fail-slow") -> list[Event]:
+def verdicts(analysis: Analysis, verdict: str = "fail-slow") -> list[SpeedChange]:
     return [event for event in analysis.events if event.verdict == verdict]
 
 

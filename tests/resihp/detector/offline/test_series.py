@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from resihp.detector.offline.analysis import Analysis, as_json
-from resihp.detector.offline.series import Point, Run, SeriesDetector, Workload, analyse, detect, detect_ranks
+from resihp.detector.offline.series import (
+    IterationModel,
+    Point,
+    SeriesDetector,
+    TimedRun,
+    analyse,
+    detect,
+    detect_ranks,
+)
 from tests.resihp.detector.synthetic_runs import KINDS, Floats, noise, tallies
 
 DATA = Path(__file__).parents[5] / "shared" / "data"
@@ -130,7 +138,7 @@ def test_a_growing_batch_is_no_fail_slow() -> None:
 
 def test_the_workload_model_leaves_outliers_out() -> None:
     rng = np.random.default_rng(7)
-    model = Workload()
+    model = IterationModel()
     for i in range(100):
         tokens, squares = rng.uniform(5e4, 1e5), rng.uniform(1e7, 9e8)
         seconds = (0.3 + 2e-5 * tokens + 1e-9 * squares) * (5 if i % 20 == 7 else 1)
@@ -181,12 +189,12 @@ def test_all_ranks_slow_at_once_is_one_event_without_a_place() -> None:
 
 def test_each_run_starts_afresh() -> None:
     fast, slow = points(slowed(11, 0.0, count=150)), points(2 * slowed(12, 0.0, count=150))
-    made = analyse("megatron-log", (Run(points=fast), Run(points=slow)))
+    made = analyse("megatron-log", (TimedRun(points=fast), TimedRun(points=slow)))
     assert (made.runs, made.iterations, made.events) == (2, 300, ())
 
 
 def test_a_run_too_short_to_judge_is_said_to_be() -> None:
-    made = analyse("series", (Run(points=points(np.full(5, 1.5))),))
+    made = analyse("series", (TimedRun(points=points(np.full(5, 1.5))),))
     assert made.events == ()
     assert made.healthy_seconds == 1.5
     assert any("too short" in remark for remark in made.remarks)
@@ -194,13 +202,13 @@ def test_a_run_too_short_to_judge_is_said_to_be() -> None:
 
 def test_onset_in_means_over_an_interval_is_the_first_iteration_of_the_first_slow_one() -> None:
     made = tuple(Point(10 * (i + 1), float(s)) for i, s in enumerate(slowed(13, 0.8)))
-    slow = analyse("megatron-log", (Run(points=made, interval=10),)).events[0]
+    slow = analyse("megatron-log", (TimedRun(points=made, interval=10),)).events[0]
     assert slow.iteration == 1201
     assert slow.end == 1901
 
 
 def test_the_json_has_exactly_the_keys_of_the_interface() -> None:
-    made = as_json(analyse("series", (Run(points=points(slowed(14, 0.5))),)))
+    made = as_json(analyse("series", (TimedRun(points=points(slowed(14, 0.5))),)))
     assert list(made) == [
         *("schema", "kind", "runs", "iterations", "healthy_seconds", "events", "ranks"),
         *("slowdown", "ideal_seconds", "mw", "ms"),
@@ -228,7 +236,7 @@ def alibaba(job: int) -> Analysis:
             made = ranks.setdefault(int(row["worker"]), [])
             if not made or made[-1].iteration < int(row["time"]):
                 made.append(Point(int(row["time"]), float(row["batch_time_norm"]) / 1000))
-    return analyse("series", (Run(ranks={rank: tuple(made) for rank, made in ranks.items()}),))
+    return analyse("series", (TimedRun(ranks={rank: tuple(made) for rank, made in ranks.items()}),))
 
 
 def test_the_straggler_of_a_production_job_is_named() -> None:

@@ -8,11 +8,11 @@ import time
 import numpy as np
 import pytest
 
-from resihp.detector.sequential.changes import Change, ChangeDetector
+from resihp.detector.sequential.changes import ChangeDetector, ChangePoint
 from tests.resihp.detector.synthetic_runs import Floats, noise
 
 
-def changes(values: Floats, detector: ChangeDetector | None = None) -> list[Change]:
+def changes(values: Floats, detector: ChangeDetector | None = None) -> list[ChangePoint]:
     detector = detector or ChangeDetector()
     found = [detector.update(index, value) for index, value in enumerate(values.tolist())]
     return [change for change in found if change is not None]

@@ -16,7 +16,7 @@ from resihp.parallelism.plan import Plan, Stop
 from resihp.pipeline.checker import check
 from resihp.pipeline.timeline import play
 from resihp.scheduler.cost.profile import Times
-from resihp.scheduler.orders.list_scheduling import ListScheduler, Rules, Shapes
+from resihp.scheduler.orders.list_scheduling import ListScheduler, Shapes, StageRules
 from tests.resihp.pipeline.plans import random_plan
 
 
@@ -41,8 +41,8 @@ def any_lists(rng: random.Random) -> ListScheduler:
     return ListScheduler(plan, shapes, transfer_s, sizes)
 
 
-def any_rules(rng: random.Random, lists: ListScheduler) -> Rules:
-    return Rules(
+def any_rules(rng: random.Random, lists: ListScheduler) -> StageRules:
+    return StageRules(
         split=rng.random() < 0.5,
         limits=tuple(rng.randint(1, 4) for _ in lists.lanes) if rng.random() < 0.5 else (),
         caps=tuple(sum(row) * rng.choice([1.0, 1.5, 3.0]) for row in lists.sizes) if rng.random() < 0.7 else (),
@@ -91,10 +91,10 @@ def test_depths_of_1f1b_give_the_time_of_1f1b_and_twice_its_memory_no_bubble_but
     """Zero bubble's two ends: (m + p - 1) (f + b + w), and m (f + b + w) + (p - 1) f."""
     plan, shapes = uniform(4, 8)
     lists = ListScheduler(plan, shapes)
-    whole = lists.run(Rules(limits=(4, 3, 2, 1)))
+    whole = lists.run(StageRules(limits=(4, 3, 2, 1)))
     assert lists.play(whole).makespan == pytest.approx((8 + 3) * 3)
     assert lists.alive(whole) == (4, 3, 2, 1)
-    apart = lists.run(Rules(split=True, caps=(8,) * 4))
+    apart = lists.run(StageRules(split=True, caps=(8,) * 4))
     assert lists.play(apart).makespan == pytest.approx(8 * 3 + 3)
 
 
@@ -104,8 +104,8 @@ def test_patience_waits_for_a_backward_that_is_about_to_come() -> None:
     plan = Plan(epoch=1, layout=layout, assignment=((0, 1),))
     shapes = (((Times(1.0, 1.0, 10.0),), (Times(1.0, 1.0, 0.0),)),)
     lists = ListScheduler(plan, shapes, 0.0)
-    eager = [p.kind for p in lists.run(Rules(split=True, limits=(2, 1)))[0][0]]
-    patient = [p.kind for p in lists.run(Rules(split=True, limits=(2, 1), patience=0.5))[0][0]]
+    eager = [p.kind for p in lists.run(StageRules(split=True, limits=(2, 1)))[0][0]]
+    patient = [p.kind for p in lists.run(StageRules(split=True, limits=(2, 1), patience=0.5))[0][0]]
     assert eager == ["F", "F", "B", "W", "B", "W"]
     assert patient == ["F", "F", "B", "B", "W", "W"]
 
@@ -113,7 +113,7 @@ def test_patience_waits_for_a_backward_that_is_about_to_come() -> None:
 def test_what_cannot_be_is_refused() -> None:
     plan, shapes = uniform(2, 2, chunks=2)
     with pytest.raises(PlanError, match="replica 0 stage 1: may keep 1 alive, and one micro-batch takes 2"):
-        ListScheduler(plan, shapes).run(Rules(caps=(2.0, 1.0)))
+        ListScheduler(plan, shapes).run(StageRules(caps=(2.0, 1.0)))
     for bad in (math.inf, math.nan, -1.0):
         with pytest.raises(PlanError, match="not all times of its stages are at least 0 and finite"):
             ListScheduler(plan, ((((Times(bad, 1.0, 1.0),) * 2,) * 2),))
@@ -123,7 +123,7 @@ def test_its_prices_are_the_timelines() -> None:
     plan, shapes = uniform(3, 5)
     lists = ListScheduler(plan, shapes, 0.25)
     for split in (False, True):
-        orders = lists.run(Rules(split=split))
+        orders = lists.run(StageRules(split=split))
         cost = {"F": 1.0, "B": 1.0 if split else 2.0, "W": 1.0}
         expected = play(plan, orders, lambda _, p, cost=cost: cost[p.kind], 0.25)  # type: ignore[misc]
         assert lists.play(orders) == expected

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.pipelines import PROFILES, main, profiles
+from benchmarks.pipelines import PROFILES, least_seconds, main, profiles
 from resihp.errors import LayoutError, PlanError
 from resihp.parallelism.layout import validate
 from resihp.parallelism.model import ModelSpec
 from resihp.pipeline.checker import check
 from resihp.scheduler.cost.profile import Profile, Times
-from resihp.scheduler.orders.placements import Loads, chunks_of, least_seconds, routes
+from resihp.scheduler.orders.placements import Loads, chunks_of, routes
 from resihp.scheduler.orders.tuner import Task, megatron, tune
 
 

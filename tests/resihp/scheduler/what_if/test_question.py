@@ -15,7 +15,7 @@ from resihp.scheduler import Decision, decide, without_lost_replicas
 from resihp.scheduler.cost.prices import iteration_seconds
 from resihp.scheduler.transition_cost import NOTHING
 from resihp.scheduler.what_if import catalogue, question
-from resihp.scheduler.what_if.answer import Answer, answer, as_json
+from resihp.scheduler.what_if.answer import WhatIfAnswer, answer, as_json
 from resihp.scheduler.what_if.question import Question
 
 LLAMA = Question(
@@ -33,13 +33,13 @@ def asked(**changes: object) -> Question:
     return msgspec.structs.replace(LLAMA, **changes)
 
 
-def answered(given: Question) -> Answer:
+def answered(given: Question) -> WhatIfAnswer:
     base = question.first_plan(given)
     situation = question.pose(given, base)
     return answer(given, base, situation, decide(situation))
 
 
-def unchanged(given: Question) -> Answer:
+def unchanged(given: Question) -> WhatIfAnswer:
     """As if the planner left everybody at work."""
     base = question.first_plan(given)
     situation = question.pose(given, base)

@@ -27,11 +27,11 @@ from wrapper.cli import app
 from wrapper.commands.doctor import command as doctor
 from wrapper.commands.doctor import machine, places, slurm_settings
 from wrapper.commands.doctor import nodes as doctor_nodes
-from wrapper.commands.doctor.machine import Finding
-from wrapper.commands.doctor.nodes import MARK, Clock, Report, judge, probe, read
+from wrapper.commands.doctor.machine import CheckResult
+from wrapper.commands.doctor.nodes import MARK, ClockCheck, NodeReport, judge, probe, read
 
 
-def outcomes(findings: Iterable[Finding]) -> dict[str, str]:
+def outcomes(findings: Iterable[CheckResult]) -> dict[str, str]:
     """The worst of each check."""
     order = ("ok", "skipped", "warning", "unknown", "failed")
     found: dict[str, str] = {}
@@ -40,7 +40,7 @@ def outcomes(findings: Iterable[Finding]) -> dict[str, str]:
     return found
 
 
-def only(findings: Iterable[Finding]) -> Finding:
+def only(findings: Iterable[CheckResult]) -> CheckResult:
     (finding,) = findings
     return finding
 
@@ -69,7 +69,7 @@ def bare_path(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch takes seconds, and has tests of its own."""
     text = "not looked at"
-    monkeypatch.setattr(machine, "torch", lambda: [Finding(check="torch", outcome="ok", text=text)])
+    monkeypatch.setattr(machine, "torch", lambda: [CheckResult(check="torch", outcome="ok", text=text)])
 
 
 def resihp(*arguments: str) -> Result:
@@ -104,11 +104,11 @@ def test_what_failed_comes_with_what_to_type_and_exit_code_3(monkeypatch: pytest
 def test_a_check_that_hangs_is_unknown_and_so_is_one_that_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
 
-    def hangs() -> list[Finding]:
+    def hangs() -> list[CheckResult]:
         release.wait(60)
         return []
 
-    def breaks() -> list[Finding]:
+    def breaks() -> list[CheckResult]:
         raise ZeroDivisionError("oh")
 
     monkeypatch.setattr(places, "home", hangs)
@@ -264,7 +264,7 @@ def test_torch_that_does_not_import(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- Slurm ----------------------------------------------------------------------------------------------------------
 
 
-def asked(slurm: FakeSlurm, survey: FakeSurvey, environment: dict[str, str] | None = None) -> list[Finding]:
+def asked(slurm: FakeSlurm, survey: FakeSurvey, environment: dict[str, str] | None = None) -> list[CheckResult]:
     return doctor.run(doctor.slurm_checks(slurm, survey, environment or {}), 20)
 
 
@@ -327,14 +327,14 @@ def test_ports_that_are_open(fresh_home: Path) -> None:
     (fresh_home / "resihp.toml").write_text('[slurm]\nports = "60001-63000"\n')
     found = next(finding for finding in asked(FakeSlurm(), survey) if finding.check == "firewall")
     assert (found.outcome, "listen on 60001-63000" in found.text) == ("ok", True)
-    with Clock("127.0.0.1", ports=(first_last := free_range(16))) as clock:
+    with ClockCheck("127.0.0.1", ports=(first_last := free_range(16))) as clock:
         assert first_last[0] <= clock.port <= first_last[1]
 
 
 def test_who_may_drain(fresh_home: Path) -> None:
     spool = fresh_home / "spool"
 
-    def drain(operator: bool) -> Finding:
+    def drain(operator: bool) -> CheckResult:
         return next(iter(slurm_settings.rights(FakeSurvey(operator=operator), SETTINGS, "me", spool)))
 
     assert drain(True).outcome == "ok"
@@ -461,7 +461,7 @@ def test_a_batch_script_without_no_kill(fresh_home: Path, three_nodes: FakeSlurm
 def test_clocks_are_compared_over_a_connection(ahead_s: float, outcome: str, tmp_path: Path) -> None:
     note = tmp_path / "note"
     note.write_text("note")
-    with Clock("127.0.0.1") as clock:
+    with ClockCheck("127.0.0.1") as clock:
         report = probe("n2", "127.0.0.1", clock.port, note, now=lambda: time.time() + ahead_s)
     skew, error = clock.skews["n2"]
     assert abs(skew - ahead_s) <= error + 0.005
@@ -470,7 +470,7 @@ def test_clocks_are_compared_over_a_connection(ahead_s: float, outcome: str, tmp
 
 
 def test_strangers_do_not_stop_the_clock() -> None:
-    with Clock("127.0.0.1") as clock, socket.create_connection(("127.0.0.1", clock.port)):
+    with ClockCheck("127.0.0.1") as clock, socket.create_connection(("127.0.0.1", clock.port)):
         socket.create_connection(("127.0.0.1", clock.port)).close()
         with socket.create_connection(("127.0.0.1", clock.port)) as rude:
             rude.sendall(b"\xff\xff\xff")
@@ -480,7 +480,7 @@ def test_strangers_do_not_stop_the_clock() -> None:
 
 def test_a_node_that_lacks_the_interface_is_named_with_what_it_has() -> None:
     reports = {
-        node: Report(node, (), "", "", "1", {"lo": "127.0.0.1", name: "10.0.0.1"})
+        node: NodeReport(node, (), "", "", "1", {"lo": "127.0.0.1", name: "10.0.0.1"})
         for node, name in (("n1", "ib0"), ("n2", "ib1"), ("n3", "eth0"))
     }
     failed = only(doctor_nodes.interfaces_of("ib", reports))
@@ -492,8 +492,8 @@ def test_a_node_that_lacks_the_interface_is_named_with_what_it_has() -> None:
 
 
 def test_versions_that_differ_and_gpus_that_do(tmp_path: Path) -> None:
-    def report(node: str, version: str, gpu: str) -> Report:
-        return Report(node, (Finding(check="gpus", outcome="ok", text=gpu),), "", "", version)
+    def report(node: str, version: str, gpu: str) -> NodeReport:
+        return NodeReport(node, (CheckResult(check="gpus", outcome="ok", text=gpu),), "", "", version)
 
     reports = {"n1": report("n1", "1.0", "8 x A"), "n2": report("n2", "1.1", "8 x B")}
     found = list(judge(("n1", "n2"), reports, {"n1", "n2"}, {"n1": (0, 0), "n2": (0, 0)}, tmp_path))
@@ -502,7 +502,7 @@ def test_versions_that_differ_and_gpus_that_do(tmp_path: Path) -> None:
 
 
 def test_only_lines_of_probes_of_our_nodes_are_read() -> None:
-    good = MARK + msgspec.json.encode(Report("n1", (), "", "", "1")).decode()
+    good = MARK + msgspec.json.encode(NodeReport("n1", (), "", "", "1")).decode()
     text = "\n".join([good, MARK + "{}", MARK, "resihp", good.replace("n1", "n9"), good[:-4]])
     assert set(read(text, NODES)) == {"n1"}
 

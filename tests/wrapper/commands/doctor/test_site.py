@@ -13,7 +13,7 @@ from slurm.survey import PartitionRules, PartitionView
 from tests.slurm.fake_slurm import FakeSlurm
 from tests.slurm.fake_survey import SETTINGS, FakeSurvey, partition
 from wrapper.commands.doctor import site, slurm_settings
-from wrapper.commands.doctor.machine import Finding
+from wrapper.commands.doctor.machine import CheckResult
 from wrapper.commands.doctor.site import Wanted
 
 RULES = FakeSurvey().rule
@@ -28,7 +28,7 @@ def rules(**changes: Any) -> PartitionRules:
     return msgspec.structs.replace(RULES, **changes)
 
 
-def said(found: list[Finding]) -> list[tuple[str, str]]:
+def said(found: list[CheckResult]) -> list[tuple[str, str]]:
     return [(finding.outcome, finding.text) for finding in found]
 
 

@@ -21,7 +21,7 @@ from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
 from tests.db.conftest import outcome, started, write_journal
-from tests.wrapper.commands.test_status import home, resihp, rows
+from tests.wrapper.commands.status.test_status import home, resihp, rows
 from wrapper.job_folder import Job, create_local_job
 
 __all__ = ["home"]  # a fixture that every test of this module uses

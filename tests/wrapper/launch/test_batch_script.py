@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from wrapper.commands.submit.batch_script import is_trapped, lost_warning, options, warning, warning_would_be_lost
+from wrapper.launch.batch_script import is_trapped, lost_warning, options, warning, warning_would_be_lost
 
 WARNED = "#!/bin/bash\n#SBATCH --signal=B:USR2@300\n"
 RUN = "resihp run -- python train.py\n"
@@ -77,7 +77,7 @@ def test_doctor_reads_what_the_script_would_do() -> None:
 
 
 ASK = (
-    "import os; from wrapper.commands.submit.batch_script import lost_warning; "
+    "import os; from wrapper.launch.batch_script import lost_warning; "
     "print(lost_warning(os.environ, os.environ['SCRIPT']))"
 )
 

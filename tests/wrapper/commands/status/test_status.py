@@ -27,9 +27,12 @@ from resihp.protocol.messages import StepOutcome
 from resihp.record import journal
 from tests.db.conftest import BEGAN, any_layout_story, node_story, write_journal
 from wrapper.cli import app
-from wrapper.commands import status
+from wrapper.commands.history.command import History
+from wrapper.commands.history.tables import history_table
+from wrapper.commands.status import tables
+from wrapper.commands.status.job_status import job_status
 from wrapper.job_folder import Job, create_local_job, take_lock
-from wrapper.output import tables
+from wrapper.output.answers import moment, to_json
 
 ODD = "rank 3 raised ValueError: [red]'x'[/red] \"y\" [/b] \x1b[2J"
 NODE = "n2[bold]"
@@ -221,8 +224,8 @@ def test_history_failures(job: Job) -> None:
     assert "2.00 s" in text
 
 
-@pytest.mark.parametrize("table", list(status.History))
-def test_every_table_has_json_csv_parquet_and_a_terminal_form(job: Job, table: status.History, tmp_path: Path) -> None:
+@pytest.mark.parametrize("table", list(History))
+def test_every_table_has_json_csv_parquet_and_a_terminal_form(job: Job, table: History, tmp_path: Path) -> None:
     found = rows(table.value, job.name)
     parsed = list(csv.reader(io.StringIO(resihp("history", table.value, "--csv").stdout)))
     assert len(parsed) == len(found) + 1
@@ -269,8 +272,8 @@ def test_history_tells_which_plans_took_effect_and_what_was_moved(tmp_path: Path
     url = any_layout(tmp_path)
     with Reader.open(url) as reader:
         [job] = reader.jobs()
-        plans = lines_of(tables.history_table("plans", reader.rows("plans", job["id"])))
-        moves = lines_of(tables.history_table("reconfigurations", reader.rows("reconfigurations", job["id"])))
+        plans = lines_of(history_table("plans", reader.rows("plans", job["id"])))
+        moves = lines_of(history_table("reconfigurations", reader.rows("reconfigurations", job["id"])))
     assert [" ".join(line.split()) for line in plans if line[:6].strip().isdigit()] == [
         "1 DP3 x PP2 x TP2 1 start 06-15 15:06:41 start",
         "2 2x TP2,2 | TP2,1 2 redo refused rank 5 killed; rank",
@@ -289,7 +292,7 @@ def test_status_shows_unequal_stages_and_newcomers_that_start(tmp_path: Path) ->
     url = any_layout(tmp_path, lambda entry: isinstance(entry, journal.Reconfigured))
     with Reader.open(url) as reader:
         [job] = reader.jobs()
-        state = status.job_status(reader, job)
+        state = job_status(reader, job)
     assert (state["health"]["12"], state["health"]["5"], state["health"]["6"]) == ("starting", "dead", "active")
     lines = lines_of(tables.render_status(state, 80))
     at = next(n for n, line in enumerate(lines) if line.startswith("epoch 4: "))
@@ -381,7 +384,7 @@ def test_what_is_not_a_number_is_null_in_json() -> None:
     record_job(job, loss=float("nan"))
     assert {row["loss"] for row in rows("iterations")} == {None}
     assert json.loads(resihp("status", "--json").stdout)["loss"] is None
-    assert status.to_json({"a": [float("inf"), float("nan"), 1.5]}) == '{"a": [null, null, 1.5]}'
+    assert to_json({"a": [float("inf"), float("nan"), 1.5]}) == '{"a": [null, null, 1.5]}'
 
 
 def test_history_filters(job: Job) -> None:
@@ -484,19 +487,12 @@ def test_newer_ledger_says_what_to_do(job: Job) -> None:
         resihp("status")
 
 
-def test_summary_text(job: Job) -> None:
-    text = status.summary_text(job.name)
-    assert max(map(len, text.splitlines())) <= 80
-    assert "2.00 s" in text
-    assert "goodput 66.7 %" in text
-
-
 def test_moment() -> None:
     now = datetime(2026, 1, 31, 12, tzinfo=UTC)
-    assert status.moment(None) is None
-    assert status.moment("30m", now) == datetime(2026, 1, 31, 11, 30, tzinfo=UTC)
-    assert status.moment("2026-01-31") == datetime(2026, 1, 31, tzinfo=UTC)
-    assert status.moment("2026-01-31T12:00+02:00") == datetime(2026, 1, 31, 10, tzinfo=UTC)
+    assert moment(None) is None
+    assert moment("30m", now) == datetime(2026, 1, 31, 11, 30, tzinfo=UTC)
+    assert moment("2026-01-31") == datetime(2026, 1, 31, tzinfo=UTC)
+    assert moment("2026-01-31T12:00+02:00") == datetime(2026, 1, 31, 10, tzinfo=UTC)
 
 
 def test_the_command_line_does_not_load_databases_to_answer_help() -> None:

@@ -1,7 +1,7 @@
 """A job's status on a terminal of 80 columns; `--json` has what does not fit.
 
-Used by `wrapper.commands.status`. Rows in, Rich renderables out; names and reasons are shown literally, never read as
-markup.
+Called by `wrapper.commands.status.command`. Rows in, Rich renderables out; names and reasons are shown literally, never
+read as markup.
 """
 
 from __future__ import annotations
@@ -20,10 +20,6 @@ from wrapper.output.shells import line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-from wrapper.commands.history.tables import history_table
-
-__all__ = ["goodput_line", "history_table", "nodes_line", "render_status"]
 
 EVENTS_SHOWN = 8
 

@@ -3,7 +3,7 @@
 A job of a chain (`--resume-or-start`) that ends with 93 leaves a note beside the checkpoints that all of them share. A
 job that was submitted before ends at once, with 93 as well; whoever submits one afterwards is taken to have looked. A
 note that cannot be written or read stops nothing, and neither does a Slurm that does not tell when the job was
-submitted. Used by `resihp run` and the supervisor.
+submitted. Called by `resihp run` and the supervisor's process.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from resihp.errors import ConfigurationError, LayoutError, ResihpError, UsageErr
 from slurm.drains.exclusions import Exclusions
 from slurm.errors import SlurmUnavailableError, SlurmUsageError
 from tests.slurm.fake_slurm import FakeSlurm
-from wrapper.commands.submit.command import submit
+from wrapper.commands.submit import submit
 from wrapper.exit_codes import exit_code_of
 from wrapper.job_folder import home
 

@@ -10,9 +10,9 @@ import pytest
 from resihp.errors import TrainingProgramError
 from resihp.record.journal import JobEnded, Record
 from tests.slurm.fake_slurm import FakeSlurm
-from wrapper.commands.submit.chain import NOTE, check, leave_note
 from wrapper.config.run_spec import Program, RunRequest
 from wrapper.exit_codes import exit_code_of
+from wrapper.slurm_tasks.chain import NOTE, check, leave_note
 
 
 def broken(folder: Path, says: list[str]) -> None:

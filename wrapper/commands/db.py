@@ -1,7 +1,7 @@
-"""`resihp db export`, `resihp db import` and `resihp db prune`: jobs out of a ledger and into another; old rows away.
+"""`resihp db upgrade|export|import|prune`: a ledger's schema; jobs out of it and into another; old rows away.
 
 Messages to stderr, with --json what was done to stdout. Everything that takes time to import is imported in the
-functions. Registered by `wrapper.commands.status`.
+functions.
 """
 
 from __future__ import annotations
@@ -19,11 +19,31 @@ if TYPE_CHECKING:
     from db.parquet import Manifest
 
 
-def register(ledger: typer.Typer) -> None:
-    """Add the commands to `resihp db`."""
+def register(app: typer.Typer) -> None:
+    """Add `resihp db` to the command line."""
+    ledger = typer.Typer(help="The ledger: its schema, and jobs in and out of it.", no_args_is_help=True)
+    ledger.command()(upgrade)
     ledger.command("export")(export_jobs)
     ledger.command("import")(import_jobs)
     ledger.command()(prune)
+    app.add_typer(ledger, name="db")
+
+
+def upgrade(job: JobArgument = None, ledger: LedgerOption = None) -> None:
+    """Bring a ledger to this version's schema; makes it if it is not there."""
+    from db import migrate
+    from db.engine import masked, resolve
+    from wrapper.output.ledgers import exists, url_of
+
+    if ledger is None or ledger == "sqlite":
+        from wrapper.job_folder import find_job
+
+        found = find_job(job)
+        ledger = url_of(found) if ledger is None else str(resolve("sqlite", found.folder))
+    before = migrate.current(ledger) if exists(ledger) else None
+    after = migrate.upgrade(ledger)
+    what = "is up to date" if before == after else "made" if before is None else f"upgraded from {before}"
+    message(f"ledger {masked(ledger)}: schema {after}, {what}")
 
 
 def export_jobs(
@@ -60,12 +80,12 @@ def _of_job(job: str | None, ledger: str | None, folder: Path) -> tuple[str, Pat
     from sqlalchemy import select
 
     from db.engine import default_url
-    from db.models import Job
+    from db.models import JobRow
     from wrapper.job_folder import find_job
     from wrapper.output.ledgers import opened, url_of
 
     with opened(job, ledger) as (reader, row):
-        uuids = [each["uuid"] for each in reader.fetch(select(Job.uuid).where(Job.id == row["id"]))]
+        uuids = [each["uuid"] for each in reader.fetch(select(JobRow.uuid).where(JobRow.id == row["id"]))]
     if ledger is not None and ledger != "sqlite":
         return ledger, folder, uuids
     found = find_job(job)

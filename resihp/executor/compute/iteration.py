@@ -1,0 +1,87 @@
+"""One iteration on one rank, as facts: what its computation (`interpreter`) and its end (`step_agreement`) both need.
+
+Made by `resihp.executor.engine`. Decides nothing and holds no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import torch
+
+from resihp.executor.communicators import Communicators
+from resihp.executor.compute.channels import guarded
+from resihp.faults import Phase
+from resihp.parallelism.ownership import Slice
+from resihp.parallelism.plan import Plan, Stop
+from resihp.parallelism.workload import MicroBatch
+from resihp.pipeline.program import Bucket, GroupSpec, Program
+
+
+class Observer(Protocol):
+    """Told where an iteration stands, from the rank's own thread."""
+
+    def enter(self, phase: Phase) -> None: ...
+
+    def progressed(self) -> None:
+        """One more primitive, synchronisation or chunk of state is done."""
+
+    def communicating(self, waits: bool) -> None:
+        """True before and False after each wait for peers."""
+
+
+@contextmanager
+def waiting(observer: Observer, what: str) -> Iterator[None]:
+    """Around a wait for peers. Raises CommunicatorError for what the back end raises."""
+    observer.communicating(True)
+    try:
+        with guarded(what):
+            yield
+    finally:
+        observer.communicating(False)
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """What follows from a plan: equal on all ranks, but for `counted`."""
+
+    plan: Plan
+    paths: dict[int, tuple[Stop, ...]]
+    buckets: tuple[Bucket, ...]
+    programs: dict[int, Program]
+    memberships: tuple[GroupSpec, ...]
+    counted: tuple[Slice, ...]
+    """What this rank counts in sums over the whole model."""
+    multiple: int
+    """Micro-batches are padded to a multiple of so many tokens: sequence parallelism splits them evenly."""
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """Number `number`, by `prepared.plan`, on `rank`, whose place is (replica, stage).
+
+    `batch` is the global one; `vocab` bounds its tokens. What goes over `communicators` is told to `observer`.
+    """
+
+    number: int
+    rank: int
+    place: tuple[int, int]
+    prepared: Prepared
+    batch: Sequence[MicroBatch]
+    vocab: int
+    communicators: Communicators
+    observer: Observer
+    device: torch.device
+
+    @property
+    def program(self) -> Program:
+        """This rank's."""
+        return self.prepared.programs[self.rank]
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """Ranks with work."""
+        return self.prepared.plan.layout.active

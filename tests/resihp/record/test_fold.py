@@ -1,0 +1,118 @@
+"""What journals add up to: one of 0.1, one that was cut off, and entries that say what older ones left to words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from resihp.controller import Controller, Settings
+from resihp.errors import ProtocolError
+from resihp.record.fold import fold, how_lost
+from resihp.record.journal import (
+    MAGIC,
+    DrainDecided,
+    FailureFound,
+    FaultInjected,
+    JoinRefused,
+    Journal,
+    NodeLost,
+    PlanInEffect,
+    WorkerStarted,
+    read,
+    torn_bytes,
+)
+from tests.resihp.record.test_journal import ENTRIES
+
+OLD = Path(__file__).with_name("journal-0.1")
+"""As a supervisor of 0.1 wrote it, of a simulated job that lost nodes, drained one, and was given others."""
+
+
+def test_a_journal_of_0_1_adds_up() -> None:
+    entries = [record.entry for record in read(OLD)]
+    record = fold(entries)
+    started = [entry for entry in entries if isinstance(entry, WorkerStarted)]
+    assert sorted(record.workers) == sorted({entry.rank for entry in started})
+    assert [(record.placements[e.rank].node, record.placements[e.rank].device) for e in started] == [
+        (entry.node, entry.device) for entry in started
+    ]
+    *_, last = [entry for entry in entries if isinstance(entry, PlanInEffect)]
+    assert record.plan is not None
+    assert record.plan.epoch == last.epoch
+    assert record.failures == max(entry.failure for entry in entries if isinstance(entry, FailureFound))
+    lost = {entry.node for entry in entries if isinstance(entry, NodeLost)}
+    assert {name for name, node in record.nodes.items() if not node.alive} == lost == set(record.lost)
+    drained = [entry.node for entry in entries if isinstance(entry, DrainDecided)]
+    assert [drain.node for drain in record.drains.values()] == drained
+    assert record.replacements
+    assert record.dead_devices
+    assert record.ended is not None
+    settings = Settings(job="old", nodes=1, node_names=("n1",), gpus_per_node=1, tp=1, pp=1)
+    with pytest.raises(ProtocolError, match="has ended"):
+        Controller.recover(settings, entries)
+
+
+def test_a_journal_cut_in_mid_entry_is_read_to_the_cut(tmp_path: Path) -> None:
+    content = OLD.read_bytes()
+    whole = read(OLD)
+    (tmp_path / "journal").write_bytes(content[:-3])
+    assert read(tmp_path / "journal") == whole[:-1]
+    assert torn_bytes(tmp_path / "journal") > 0
+    assert fold(record.entry for record in read(tmp_path / "journal")) == fold(r.entry for r in whole[:-1])
+
+
+def test_an_entry_of_a_later_version_is_refused_by_name(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal", sync=False)
+    journal.append(NodeLost(node="n1", reason="gone"), at=1.0)
+    journal.close()
+    content = (tmp_path / "journal").read_bytes()
+    import zlib
+
+    body = content[len(MAGIC) + 8 :].replace(b"NodeLost", b"NodeSold")
+    frame = len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
+    (tmp_path / "journal").write_bytes(content + frame)
+    with pytest.raises(ProtocolError, match=r"is of another version.*NodeSold"):
+        read(tmp_path / "journal")
+
+
+@pytest.mark.parametrize(
+    ("entry", "how"),
+    [
+        (NodeLost(node="n1", reason="its agent was killed by SIGKILL"), "agent"),
+        (NodeLost(node="n1", reason="no device of it can be used any more"), "useless"),
+        (NodeLost(node="n1", reason="left for an administrator, who drains it: memory"), "vacated"),
+        (NodeLost(node="n1", reason="connection closed for 5 s"), "silent"),
+        (NodeLost(node="n1", reason="its agent did not come back", how="silent"), "silent"),
+    ],
+)
+def test_how_a_node_was_lost(entry: NodeLost, how: str) -> None:
+    assert how_lost(entry) == how
+    assert fold([entry]).lost["n1"].how == how
+
+
+def test_what_older_entries_left_to_words() -> None:
+    started = WorkerStarted(rank=0, node="n1", device=2, pid=7, epoch=1)
+    killed = FaultInjected(fault=1, text="kill:rank=0@iteration=3", rank=0, node=None, iteration=3)
+    assert fold([started, killed]).dead_devices == {("n1", 2)}
+    refused = JoinRefused(rank=4, node="n1", device=1, reason="exited with status 1 before it was ready")
+    assert fold([refused]).dead_devices == {("n1", 1)}, "as a supervisor of 0.1 took it"
+    lost = NodeLost(node="n1", reason="connection closed for 5 s")
+    found = FailureFound(
+        failure=1,
+        kind="fail-stop",
+        component="node",
+        cause="node n1: connection closed for 5 s",
+        ranks=(0,),
+        node="n1",
+        device=None,
+        iteration=3,
+        epoch=1,
+        evidence="",
+        detect_s=None,
+    )
+    assert not fold([lost, found]).verdicts["n1"].hardware
+    assert fold([found]).verdicts["n1"].hardware
+
+
+def test_every_entry_can_be_applied() -> None:
+    fold([*ENTRIES, *ENTRIES])

@@ -1,0 +1,43 @@
+"""`resihp status`: a job as its ledger tells of it. Data goes to stdout, messages to stderr.
+
+Only reads, but for what `wrapper.output.ledgers` does first. What takes time to import is imported in the function.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from wrapper.output.answers import JobArgument, JsonOption, LedgerOption, console, to_json
+from wrapper.output.ledgers import opened
+
+
+def register(app: typer.Typer) -> None:
+    """Add `resihp status` to the command line."""
+    app.command()(status)
+
+
+def status(
+    job: JobArgument = None,
+    as_json: JsonOption = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on until the job ends.")] = False,
+    ledger: LedgerOption = None,
+) -> None:
+    """Show a job: its iteration, layout with health of each rank, goodput, last events."""
+    if watch:
+        from wrapper.commands.watch.command import watch as follow
+
+        follow(job, ledger, as_json)
+        return
+    from wrapper.commands.status.job_status import job_status
+
+    with opened(job, ledger) as (reader, row):
+        state = job_status(reader, row)
+    if as_json:
+        print(to_json(state))
+    else:
+        from wrapper.commands.status.tables import render_status
+
+        screen = console()
+        screen.print(render_status(state, screen.width))

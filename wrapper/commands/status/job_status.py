@@ -1,0 +1,91 @@
+"""A job's status as `status --json` prints it and `status --watch` redraws it: rows of its ledger, put together.
+
+Reads only. Called by `wrapper.commands.status.command` and `wrapper.commands.watch.command`.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from db.layouts import from_json
+from wrapper.output.answers import SCHEMA
+from wrapper.output.rank_health import RankHealth
+from wrapper.output.shells import shells
+
+if TYPE_CHECKING:
+    from db.reading.queries import Reader
+
+EVENTS_IN_JSON = 50
+EVENT_KINDS = (
+    *(
+        "FailureFound",
+        "FailureEnded",
+        "ProbesTaken",
+        "Reconfigured",
+        "PlanDecided",
+        "PlanRefused",
+        "JoinRefused",
+        "NodeLost",
+    ),
+    *("Suspected", "SuspicionCleared"),
+    *("DrainDecided", "DrainAnswered", "NodeReleased", "ReplacementAsked", "ReplacementChanged", "SlurmSaw"),
+    *("LeaderChosen", "JobSignalled", "FaultInjected", "CheckpointCommitted", "JobEnded"),
+)
+
+
+def job_status(reader: Reader, row: dict[str, Any], now: datetime | None = None) -> dict[str, Any]:
+    """What `status --json` prints: `schema`, `job`, `state`, `iteration`, `loss`, `goodput`, `layout`, `events`, ..."""
+    figures = reader.summary(row["id"], now)
+    plans = reader.shown_plan(row["id"])
+    layout = plans[0]["layout"] if plans else None
+    places = from_json(json.dumps(layout)) if layout else None
+    health = _health(reader, row["id"], running=figures["state"] == "running").by_rank(places)
+    slurm_job = _slurm_job(row["name"]) if figures["state"] == "running" else None
+    replacements = reader.rows("replacements", row["id"])
+    return {
+        "schema": SCHEMA,
+        **figures,
+        "description": plans[0]["description"] if plans else None,
+        "layout": layout,
+        "health": {str(rank): state for rank, state in health.items()},
+        "drains": reader.rows("drains", row["id"]),
+        "replacements": replacements,
+        "shells": shells(slurm_job, reader.rows("nodes", row["id"]), replacements) if slurm_job else {},
+        "events": reader.events(row["id"], EVENT_KINDS, EVENTS_IN_JSON),
+    }
+
+
+def _health(reader: Reader, job: int, *, running: bool) -> RankHealth:
+    """Who ended, and while the job runs who is suspected or slow: a verdict is the end of a suspicion."""
+    found = RankHealth()
+    for rank, worker in {worker["rank"]: worker for worker in reader.rows("workers", job)}.items():
+        if worker["ended_at"] is None:
+            found.running.add(rank)
+        else:
+            (found.left if worker["exit"] == 0 else found.dead).add(rank)
+    if running:
+        events = reader.events(job, ("Suspected", "SuspicionCleared", "FailureFound"), 1000)
+        last = {event["rank"]: event["kind"] for event in events}
+        found.suspected = {rank for rank, kind in last.items() if kind == "Suspected"}
+        for failure in reader.rows("failures", job):
+            if failure["kind"] == "fail-slow" and failure["ended_iteration"] is None:
+                found.slow[failure["failure"]] = tuple(failure["ranks"])
+    return found
+
+
+def _slurm_job(name: str) -> str | None:
+    """The number of a run's Slurm job for srun: 22.05 takes no 12_3 of an array. None without Slurm."""
+    from resihp.errors import UsageError
+    from wrapper.config.run_spec import load
+    from wrapper.job_folder import find_job, slurm_job_of
+
+    named = slurm_job_of(name)
+    if named is None or "_" not in named:
+        return named
+    try:
+        request = load(find_job(name).run_file)
+    except UsageError:
+        return named  # a run of another home
+    return request.slurm.number if request.slurm and request.slurm.number else named

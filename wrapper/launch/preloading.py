@@ -1,0 +1,102 @@
+"""What virtual nodes of one machine have in common: the process that imports what training needs, once for all.
+
+Started first, by the guardian, which it ends with; the launcher tells it of each agent, and it forks that agent's fork
+server (`resihp.worker.forkserver --shared`). Decides nothing. Nodes of Slurm and containers start a fork server each.
+
+FOR_TESTS names the socket of such a process that is there already, so that a run of tests imports once: local jobs use
+it, and so do agents that Slurm has started. Only that of the same user counts, for our interpreter and usual imports.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from resihp.protocol.framing import LocalChannel
+from resihp.worker.forkserver import ONE_THREAD, PRELOAD, Serve
+from wrapper.config.run_spec import RunRequest
+from wrapper.launch.launcher import own_environment
+
+FOR_TESTS = "RESIHP_FORK_SERVER"
+LEAVES_S = 2.0
+"""How long it may take to end once all nodes have."""
+
+
+@contextmanager
+def preloading(request: RunRequest) -> Iterator[socket.socket | None]:
+    """Have it run; its socket is for the launcher. None where each node starts a fork server of its own."""
+    if request.slurm is not None or request.container is not None:
+        yield None
+        return
+    there = _running(request)
+    if there is not None:
+        with there:
+            yield there
+        return
+    ours, theirs = socket.socketpair()
+    with ours:
+        try:
+            process = _start(request, theirs)
+        except OSError:
+            process = None  # of the interpreter; agents will say what is wrong with it
+        theirs.close()
+        if process is None:
+            yield None
+            return
+        try:
+            yield ours
+        finally:
+            ours.close()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(LEAVES_S)
+            process.kill()
+            process.wait()
+
+
+def _start(request: RunRequest, theirs: socket.socket) -> subprocess.Popen[bytes]:
+    program = request.program
+    command = [program.interpreter, "-P", "-m", "resihp.worker.forkserver", "--shared", "--fd", "0"]
+    command += ["--parent", str(os.getpid()), "--preload", "" if program.kind == "command" else program.preload]
+    with (request.of_job.logs / "forkserver.log").open("ab") as log:
+        return subprocess.Popen(
+            command,
+            stdin=theirs.fileno(),
+            stdout=log,
+            stderr=log,
+            env=own_environment() | ONE_THREAD,
+            process_group=0,
+        )
+
+
+def for_agent(request: RunRequest, node: str) -> socket.socket | None:
+    """An agent's socket to a fork server of its own, which is not in its process group; None without FOR_TESTS."""
+    there = _running(request)
+    if there is None:
+        return None
+    ours, theirs = socket.socketpair()
+    with there, theirs:
+        order = Serve(group=0, log=str(request.of_job.logs / f"{node}.forkserver.log"))
+        LocalChannel(there).send(order, [theirs.fileno()])
+    return ours
+
+
+def _running(request: RunRequest) -> socket.socket | None:
+    path, program = os.environ.get(FOR_TESTS), request.program
+    usual = (program.interpreter, program.preload) == (sys.executable, PRELOAD) and program.kind != "command"
+    if not path or not usual or request.container is not None:
+        return None
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(path)
+        _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user == os.getuid():
+            return connection
+    except OSError:
+        pass
+    connection.close()
+    return None

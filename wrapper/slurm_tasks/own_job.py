@@ -1,0 +1,123 @@
+"""The job that we are in, as Slurm sees it: how long it may run, why it is signalled, which nodes it gives back.
+
+No answer is never taken for one. Called by `wrapper.slurm_tasks.desk`.
+
+Why a job is being signalled (22.05.8, measured by squeue while TERM arrived):
+
+===========================  ============  ===========  ==================================================
+cause                        state         reason       what else
+===========================  ============  ===========  ==================================================
+scancel                      completing    None         time left; then cancelled
+time limit                   completing    TimeLimit    TimeLeft INVALID; running until a moment before
+preemption, during grace     running       None         PreemptTime; steps are signalled, the batch script not
+preemption, after grace      completing    None         PreemptTime; with REQUEUE as well, until it runs again
+scancel --signal=TERM        running       None         nothing: anybody may have sent it
+===========================  ============  ===========  ==================================================
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Literal
+
+from resihp.controller import interface as api
+from slurm.client import JobView
+from slurm.errors import SlurmError, SlurmRefusedError
+from slurm.rate_limited import Polite
+from wrapper.slurm_tasks.agenda import Done, pause_of
+
+LIMIT_EVERY_S = 360.0
+"""At what is left of the job's time."""
+LIMIT_MOVED_S = 30.0
+"""Limits are counted in minutes: what is less is no change."""
+RETRY_PAUSES_S = (5.0, 15.0, 30.0, 60.0, 120.0, 300.0)
+"""After no answer, where one is needed."""
+WHY_AGAIN_S = 1.0
+"""Slurm's view may be older than its signal."""
+
+_log = logging.getLogger("slurm")
+
+
+class OwnJob:
+    def __init__(self, job_id: str, slurm: Polite, clock: Callable[[], float], now: Callable[[], float]) -> None:
+        """`clock` is monotonic, `now` UTC in seconds since 1970."""
+        self._job_id = job_id
+        self._slurm = slurm
+        self._clock = clock
+        self._now = now
+        self._ends_at: float | None = None
+        """On our clock, as last told; infinite without a limit."""
+        self._limit_seen_at = float("-inf")
+
+    def time_said(self, end_time: float) -> Done:
+        """What Slurm told us when the job began: nobody need be asked yet."""
+        return Done(self.tell_time_left(end_time - self._now()), [("time", LIMIT_EVERY_S, self.time_left)])
+
+    def time_left(self, tries: int = 0, fresh_s: float | None = None) -> Done:
+        """Now and then, for an administrator may change it; and again while Slurm does not answer."""
+        known_s = self._clock() - self._limit_seen_at
+        if fresh_s is None and known_s < LIMIT_EVERY_S:
+            return Done(then=[("time", LIMIT_EVERY_S - known_s, self.time_left)])  # another question told it
+        try:
+            view = self._slurm.job(self._job_id, fresh_s=fresh_s, urgent=fresh_s == 0.0)
+        except SlurmError as error:
+            _log.info("time left: %s", error)
+            view = None
+        if view is not None:
+            return Done(self.tell_time_left(view.seconds_left), [("time", LIMIT_EVERY_S, self.time_left)])
+        return Done(then=[("time", pause_of(RETRY_PAUSES_S, tries), lambda: self.time_left(tries + 1))])
+
+    def tell_time_left(self, seconds: float | None) -> list[api.AnyEvent]:
+        """When it is first known, and when it has changed."""
+        self._limit_seen_at = self._clock()
+        ends_at = math.inf if seconds is None else self._clock() + seconds
+        if self._ends_at is not None and (ends_at == self._ends_at or abs(ends_at - self._ends_at) < LIMIT_MOVED_S):
+            return []
+        self._ends_at = ends_at
+        return [api.TimeLeft(seconds=seconds)]
+
+    def why(self, *, again: bool) -> Done:
+        try:
+            view = self._slurm.job(self._job_id, fresh_s=0.0, urgent=True)
+        except SlurmError as error:
+            _log.warning("why the job is signalled: %s", error)
+            view = None
+        meaning = meaning_of(view)
+        if meaning == "unknown" and again:
+            return Done(then=[("why", WHY_AGAIN_S, lambda: self.why(again=False))])
+        return Done([api.StopMeaning(meaning=meaning)])
+
+    def release(self, action: api.ReleaseNode) -> Done:
+        """Keep what the controller wants kept and Slurm still counts; a node that it has taken back needs no release.
+
+        One more node than is known to be there would have Slurm refuse the whole.
+        """
+        outcome: Literal["done", "refused", "unknown"] = "done"
+        text = ""
+        try:
+            view = self._slurm.job(self._job_id, fresh_s=0.0)
+            if view is None or view.state != "running":
+                outcome, text = "refused", f"job {self._job_id} is {view.state if view else 'not known'} for Slurm"
+            elif action.node not in view.nodes:
+                text = "Slurm had taken it back already"
+            else:
+                self._slurm.keep_nodes(self._job_id, [node for node in action.keep if node in view.nodes])
+        except SlurmRefusedError as error:
+            outcome, text = "refused", str(error)
+        except SlurmError as error:
+            outcome, text = "unknown", str(error)
+        return Done([api.ReleaseAnswered(node=action.node, outcome=outcome, text=text)])
+
+
+def meaning_of(view: JobView | None) -> Literal["time-limit", "cancelled", "preempted", "unknown"]:
+    """Why a job is being signalled, from Slurm's view of it while it is."""
+    if view is None:
+        return "unknown"
+    if view.preempted or view.state == "preempted":
+        return "preempted"
+    over = view.seconds_left is not None and view.seconds_left <= 0
+    if view.state == "timeout" or view.why == "TimeLimit" or over:
+        return "time-limit"
+    return "cancelled" if view.state in ("completing", "cancelled") else "unknown"

@@ -1,0 +1,304 @@
+"""Nodes in place of lost ones, as Slurm jobs of one node each: asked for, looked at while they wait and run, cancelled.
+
+That one is wanted, and what follows when it comes, is the controller's to decide. Called by
+`wrapper.slurm_tasks.desk`; see `slurm.replacement` for how such a job is submitted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from resihp.controller import interface as api
+from slurm import replacement
+from slurm.client import JobRequest, JobView
+from slurm.drains.exclusions import Exclusions
+from slurm.errors import SlurmError, SlurmRefusedError, SlurmUnavailableError
+from slurm.rate_limited import Polite
+from slurm.replacement import ReplacementJob
+from wrapper.config.run_spec import RunRequest
+from wrapper.slurm_tasks.agenda import Done, pause_of
+from wrapper.slurm_tasks.own_job import RETRY_PAUSES_S, OwnJob
+
+REQUEST_PAUSES_S = (*(5.0,) * 12, 15.0)
+"""Between looks at requests that wait for a node, the last one again and again."""
+RUNNING_PAUSES_S = (5.0, 15.0, 60.0, 180.0)
+"""The same for those that run: what their agents tell comes sooner."""
+MOST_SUBMISSIONS = 4
+ENDLESS_S, ENDLESS_WAIT_S = 30 * 86400.0, 7 * 86400.0
+"""Of a request for a job without a time limit: since 24.11 Slurm takes no deadline for what may never end."""
+
+WAITING = ("pending", "configuring", "requeued", "requeue_fed", "requeue_hold", "special_exit", "resv_del_hold")
+"""States in which no agent can be there; of `configuring` the nodes are known, and only begin to boot."""
+
+_log = logging.getLogger("slurm")
+
+Submit = Callable[[ReplacementJob, Mapping[str, str]], str]
+"""Submits a replacement job and returns its id; see `slurm.replacement.submit`."""
+
+
+@dataclass
+class PendingReplacement:
+    """One replacement, as far as Slurm knows of it."""
+
+    number: int
+    exclude: tuple[str, ...]
+    slurm_job: str | None = None
+    node: str | None = None
+    state: Literal["asked", "pending", "running", "over"] = "asked"
+    looks: int = 0
+    """Since its state changed."""
+    reasons: set[str] = field(default_factory=set)
+    """Why it waits, as far as that was told."""
+    cancelled: bool = False
+
+
+class Replacements:
+    """All requests of the job, those of supervisors before this one included."""
+
+    def __init__(
+        self,
+        request: RunRequest,
+        slurm: Polite,
+        own_job: OwnJob,
+        exclusions: Exclusions,
+        submit: Submit,
+        now: Callable[[], float],
+    ) -> None:
+        """`exclusions`: nodes that our jobs stay away from. `now`: UTC in seconds since 1970."""
+        assert request.slurm is not None
+        self._request = request
+        self._main = request.slurm
+        self._slurm = slurm
+        self._own_job = own_job
+        self._exclusions = exclusions
+        self._submit = submit
+        self._now = now
+        self._folder = request.of_job.folder / "replacements"
+        self._requests: dict[int, PendingReplacement] = {}
+
+    # --- for the desk -----------------------------------------------------------------------------------------
+
+    def wanted(self, number: int, exclude: tuple[str, ...]) -> None:
+        self._requests[number] = PendingReplacement(number, exclude)
+
+    def unwanted(self, number: int) -> None:
+        self._requests.setdefault(number, PendingReplacement(number, ())).cancelled = True
+
+    def guests(self, *, running: bool = False) -> dict[str, str | None]:
+        """Nodes that came in place of others, with their Slurm jobs; only those that run."""
+        return {
+            request.node: request.slurm_job
+            for request in self._all()
+            if request.node and (request.state == "running" or not running)
+        }
+
+    def find_earlier(self) -> Done:
+        """Requests of a supervisor before this one: their nodes may be here, and are looked at like any other."""
+        for number, job in replacement.all_submitted(self._folder).items():
+            self._requests.setdefault(number, PendingReplacement(number, (), slurm_job=job, state="pending"))
+        return Done(then=[("requests", 0.0, self.look)] if self._requests else [])
+
+    def left_over(self) -> str:
+        """How the user finds and ends the requests that may still be open."""
+        left = [request for request in self._all() if request.state != "over"]
+        known = " ".join(request.slurm_job for request in left if request.slurm_job)
+        unknown = ",".join(self._name_of(request.number) for request in left if not request.slurm_job)
+        ended = f"; to end what it may have left: scancel {known}" if known else ""
+        return ended + (f"; squeue --me --name={unknown} lists what may have been submitted" if unknown else "")
+
+    def cancel_all(self) -> Done:
+        """Those that are known to have been submitted by any supervisor of this job, and not cancelled by this one."""
+        over = {request.slurm_job for request in self._all() if request.state == "over"}
+        known = {request.slurm_job for request in self._all()} | {*replacement.all_submitted(self._folder).values()}
+        for job in sorted(job for job in known - over if job is not None):
+            try:
+                self._slurm.cancel(job)
+            except SlurmError as error:
+                _log.warning("replacement job %s: may be left: %s; scancel %s", job, error, job)
+        return Done()
+
+    # --- one request ------------------------------------------------------------------------------------------
+
+    def ask(self, number: int, tries: int) -> Done:
+        request = self._requests[number]
+        if request.cancelled:
+            return Done()
+        try:
+            wanted = self._wanted(request)
+        except SlurmError as error:
+            # Another node than the job's could be of no use, or harm: nothing is asked for until this is known.
+            if tries == 1:
+                _log.warning("replacement %d: not asked for before Slurm tells what the job has: %s", number, error)
+            pause_s = pause_of(RETRY_PAUSES_S, tries)
+            return Done(then=[(("ask", number), pause_s, lambda: self.ask(number, tries + 1))])
+        return self._submitted(request, wanted, 1)
+
+    def _submitted(self, request: PendingReplacement, wanted: ReplacementJob, tries: int) -> Done:
+        number = request.number
+        if request.cancelled:
+            return Done()
+        try:
+            request.slurm_job = self._submit(wanted, os.environ)
+        except SlurmRefusedError as error:
+            return self._refused(request, str(error))
+        except SlurmError as error:
+            _log.warning("replacement %d: %s", number, error)
+            if tries >= MOST_SUBMISSIONS:
+                return self._refused(request, str(error))
+            again = (
+                ("ask", number),
+                pause_of(RETRY_PAUSES_S, tries),
+                lambda: self._submitted(request, wanted, tries + 1),
+            )
+            return Done(then=[again])
+        request.state = "pending"
+        look = ("requests", REQUEST_PAUSES_S[0], self.look)
+        return Done([self._news(request, "pending", "")], [look])
+
+    def cancel(self, number: int, tries: int) -> Done:
+        request = self._requests[number]
+        request.state = "over"
+        job = request.slurm_job or replacement.submitted(replacement.folder_of(self._folder, number))
+        if job is None:
+            return Done()  # never submitted, as far as anybody knows; an agent of it would be refused
+        try:
+            self._slurm.cancel(job)
+        except SlurmUnavailableError as error:
+            _log.warning("replacement %d: %s", number, error)
+            pause_s = pause_of(RETRY_PAUSES_S, tries)
+            return Done(then=[(("cancel", number), pause_s, lambda: self.cancel(number, tries + 1))])
+        except SlurmError as error:
+            _log.warning("replacement %d: %s", number, error)
+        return Done()
+
+    def _wanted(self, request: PendingReplacement) -> ReplacementJob:
+        """One node like those of the main job, for what is left of its time. Raises SlurmError."""
+        main, run = self._main, self._request
+        seconds, wait_s = self._seconds_left()
+        command = (
+            sys.executable,
+            "-P",
+            "-m",
+            "wrapper.agent.process",
+            "--run",
+            str(run.of_job.run_file),
+            "--node",
+            "-",
+        )
+        return ReplacementJob(
+            folder=str(replacement.folder_of(self._folder, request.number)),
+            name=self._name_of(request.number),
+            comment=f"replacement {request.number} of a node of job {main.job_id}",
+            command=(*command, "--lease", str(request.number)),
+            exclude=(*request.exclude, *self._excluded(request.exclude)),
+            seconds=seconds,
+            wait_s=wait_s,
+            asked=self._asked(),
+            gpus=main.gpus,
+            cpus=main.cpus,
+            extra=main.extra,
+        )
+
+    def _asked(self) -> JobRequest:
+        """What the main job asked for, and what its user has said otherwise since. Raises SlurmError."""
+        main = self._main
+        said = {
+            "partition": main.partition,
+            "account": main.account,
+            "qos": main.qos,
+            "constraint": main.constraint,
+            "reservation": main.reservation,
+        }
+        asked = self._slurm.request(main.job_id)
+        return msgspec.structs.replace(asked, **{name: value for name, value in said.items() if value})
+
+    def _excluded(self, known: tuple[str, ...]) -> tuple[str, ...]:
+        """What else our jobs stay away from on this cluster."""
+        try:
+            return tuple(name for name in self._exclusions.to_avoid(self._slurm, self._now()) if name not in known)
+        except SlurmError as error:
+            _log.info("excluded nodes: %s", error)
+            return ()
+
+    def _seconds_left(self) -> tuple[float, float]:
+        """Of the main job, and how long a node in place of a lost one is of use to it. Raises SlurmError."""
+        view = self._slurm.job(self._main.job_id)
+        if view is None:
+            raise SlurmUnavailableError(f"job {self._main.job_id}: Slurm does not know it")
+        if view.seconds_left is None:
+            return ENDLESS_S, ENDLESS_WAIT_S
+        return view.seconds_left, view.seconds_left - self._main.replacement_min_left_s
+
+    def _refused(self, request: PendingReplacement, text: str) -> Done:
+        request.state = "over"
+        return Done([self._news(request, "refused", text)])
+
+    def _news(
+        self, request: PendingReplacement, state: Literal["pending", "running", "refused", "ended"], text: str
+    ) -> api.ReplacementNews:
+        return api.ReplacementNews(
+            replacement=request.number, state=state, slurm_job=request.slurm_job, node=request.node, text=text
+        )
+
+    def _name_of(self, number: int) -> str:
+        return f"resihp-{self._request.job}-r{number}"
+
+    def _all(self) -> tuple[PendingReplacement, ...]:
+        """The event loop may add one meanwhile."""
+        return tuple(self._requests.values())
+
+    # --- looking ----------------------------------------------------------------------------------------------
+
+    def look(self) -> Done:
+        """All open requests in one call; changes are told."""
+        open_ones = [r for r in self._all() if r.state in ("pending", "running") and not r.cancelled]
+        if not open_ones:
+            return Done()
+        told: list[api.AnyEvent] = []
+        main = self._main.job_id  # in the same call
+        try:
+            views = self._slurm.jobs([*(request.slurm_job or "" for request in open_ones), main], fresh_s=1.0)
+        except SlurmError as error:
+            _log.info("replacements: %s", error)
+        else:
+            if main in views:
+                told += self._own_job.tell_time_left(views[main].seconds_left)
+            for request in open_ones:
+                told += self._compare(request, views.get(request.slurm_job or ""))
+        pauses = []
+        for request in open_ones:
+            if request.state != "over":
+                request.looks += 1
+                known = RUNNING_PAUSES_S if request.state == "running" else REQUEST_PAUSES_S
+                pauses.append(pause_of(known, request.looks - 1))
+        return Done(told, [("requests", min(pauses), self.look)] if pauses else [])
+
+    def _compare(self, request: PendingReplacement, view: JobView | None) -> list[api.AnyEvent]:
+        if view is None or not view.active:
+            request.state = "over"
+            text = "Slurm does not know the job any more" if view is None else f"the job is {view.state}"
+            return [self._news(request, "ended", text)]
+        state: Literal["pending", "running"] = "pending"
+        if view.state not in WAITING and view.nodes:
+            state, request.node = "running", view.nodes[0]
+        reason = reason_of(view)
+        if state == request.state and (state != "pending" or not reason or reason in request.reasons):
+            return []
+        if state != request.state:
+            request.state, request.looks = state, 0
+        if state == "pending":
+            request.reasons.add(reason)
+        return [self._news(request, state, view.why)]
+
+
+def reason_of(view: JobView) -> str:
+    """The word for why a job waits, such as `ReqNodeNotAvail`: names of nodes behind it come and go."""
+    return re.split(r"[^A-Za-z]", view.why.lstrip("("), maxsplit=1)[0]

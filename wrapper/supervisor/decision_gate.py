@@ -1,0 +1,113 @@
+"""What the controller asked for is done in order, and only while a quorum of agents follows and knows every decision.
+
+Owned by `wrapper.supervisor.shell`. Decides nothing: `resihp.record.quorum` says what a quorum is and
+`wrapper.supervisor.replication` who has what. Of a job without succession nothing is ever held back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from resihp.controller import interface as api
+from resihp.record.journal import AnyEntry, Record
+from resihp.record.quorum import DECISIONS
+from wrapper.supervisor.agents import AgentLinks
+from wrapper.supervisor.replication import Replication
+
+QUORUM_PATIENCE_S = 10.0
+"""How long a decision may wait for a quorum before we take it that we lead no longer."""
+
+
+class DecisionGate:
+    def __init__(
+        self, links: AgentLinks, replication: Replication | None, carry_out: Callable[[api.AnyAction], None]
+    ) -> None:
+        """`carry_out` does one action; it may have others added."""
+        self._links = links
+        self._replication = replication
+        self._carry_out = carry_out
+        self._actions: deque[api.AnyAction] = deque()
+        self._working_off = False
+        self._claim: AnyEntry | None = None
+        self._held_since: float | None = None
+        """Since when the claim or a decision has been waiting for a quorum."""
+
+    def claim(self, entry: AnyEntry) -> None:
+        """That we lead: told and acted on only once a quorum of agents follows us (`joined`)."""
+        self._claim, self._held_since = entry, time.monotonic()
+
+    def add(self, actions: Sequence[api.AnyAction]) -> None:
+        """Do what the controller asks for after what it asked for before, now or when a quorum has what it must."""
+        self._actions += actions
+        self._work_off()
+
+    def give_up(self) -> None:
+        """Somebody else leads, or may: what we still wanted to do no longer counts, and nothing is held back."""
+        self._actions.clear()
+        self._held_since = self._claim = None
+        self._replication = None
+
+    @property
+    def overdue(self) -> bool:
+        return self._held_since is not None and time.monotonic() - self._held_since > QUORUM_PATIENCE_S
+
+    # --- what happens to the copies ---------------------------------------------------------------------------
+
+    def appended(self, record: Record) -> None:
+        if self._replication is not None:
+            self._replication.appended(record, isinstance(record.entry, DECISIONS))
+
+    def joined(self, node: str, log: int) -> AnyEntry | None:
+        """An agent follows us. Returns the claim once a quorum does: it counts now, and is to be written down."""
+        if self._replication is None:
+            return None
+        self._replication.joined(node, log)
+        if self._claim is None or not self._replication.accepted:
+            return None
+        claim, self._claim = self._claim, None
+        return claim
+
+    def left(self, node: str) -> None:
+        if self._replication is not None:
+            self._replication.left(node)
+
+    def acknowledged(self, node: str, number: int) -> None:
+        if self._replication is None:
+            return
+        self._replication.acknowledged(node, number)
+        if self._held_since is not None:
+            if not self._actions and self._may_act:
+                self._held_since = None
+            self._work_off()
+
+    # --- the gate ---------------------------------------------------------------------------------------------
+
+    def _work_off(self) -> None:
+        if self._working_off:
+            return
+        self._working_off = True
+        try:
+            while self._actions:
+                if not self._may_act:
+                    self._held_since = self._held_since or time.monotonic()
+                    return
+                self._held_since = None
+                if not self._links.lead.settled:  # from now on also those follow whose copies are ahead of ours
+                    self._links.lead = msgspec.structs.replace(self._links.lead, settled=True)
+                self._carry_out(self._actions.popleft())
+        finally:
+            self._working_off = False
+
+    @property
+    def _may_act(self) -> bool:
+        """Whether a quorum of agents is connected and knows all that was decided; before there is a plan, nobody else
+        can be chosen."""
+        if self._replication is None:
+            return True
+        membership = self._replication.membership
+        followed = not membership.electable or membership.quorum(self._links.connected)
+        return self._claim is None and followed and self._replication.settled

@@ -12,7 +12,7 @@ from resihp.controller import interface as api
 from resihp.controller.fail_stop.watchdog import LATECOMERS_S
 from resihp.protocol import messages as m
 from resihp.record.journal import AnyEntry, FailureFound, NodeLost, PlanDecided
-from tests.resihp.controller.direct import DECLARE
+from tests.resihp.controller.direct import DECLARE, Direct
 
 NAMES = ("n1", "n2", "n3")
 
@@ -238,3 +238,11 @@ def test_devices_that_were_measured_when_the_job_is_to_stop_are_given_no_work() 
         answer = m.Probed(probe=probe.probe, speed=m.Speed(flops=1e14, memory_bytes=1e12), seconds=0.2)
         job.feed(api.WorkerSaid(rank=rank, message=answer))
     assert job.planned == []
+
+
+def test_the_first_plan_is_tuned_where_the_user_wants_it() -> None:
+    plain, tuned = Direct(), Direct(tune=True)
+    (before,), (after,) = plain.all(PlanDecided), tuned.all(PlanDecided)
+    assert after.predicted < before.predicted
+    assert "; tuned: predicted " in after.reason
+    assert tuned.run(1).job.record.committed == 1

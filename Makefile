@@ -6,11 +6,16 @@ BIN := .venv/bin
 RUN := $(BIN)/resihp
 HOME_OF_DEMO := .resihp-demo
 
-.PHONY: help setup setup-system demo test lint bench soak clean
+.PHONY: help setup setup-system demo test quick lint bench soak clean
+
+# Most of a test's time is processes that start: they find themselves compiled.
+unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo     train on 8 workers of 4 virtual nodes, lose two of them, get one back, show what happened"
-	@echo "make test     all tests (sets itself up)"
+	@echo "make test     all tests but those that take minutes each (sets itself up)"
+	@echo "make quick    the pure tests, in four minutes: without torch, clusters, databases that are servers, and jobs"
+	@echo "make soak     all tests, the longest of them, on all releases of Slurm: takes hours"
 	@echo "make lint     ruff and mypy"
 	@echo "make bench    recovery, overhead, changes of layout, steady state, detection, planning, the ledger, each against its baseline"
 
@@ -70,7 +75,12 @@ demo: setup
 
 test: setup setup-system
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests --ignore tests/integration
-	$(BIN)/python -m pytest tests/integration
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/integration
+
+# A quarter of the seeds that `make test` has. Left out: what trains or starts jobs, Slurm, Postgres.
+quick: setup
+	RESIHP_FUZZ_SEEDS=500 RESIHP_CHECKED_PLANS=500 $(BIN)/python -m pytest -n 2 --dist worksteal tests \
+	  $(addprefix --ignore tests/,integration resihp/executor wrapper/test_processes.py slurm/test_contract.py db/test_durability.py) -k "not postgresql"
 
 lint: setup
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ goes to stdout, messages to stderr.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from resihp.errors import ResihpError
 from wrapper.commands import analyze, db, init, node
 from wrapper.commands.doctor import command as doctor
 from wrapper.commands.history import command as history
+from wrapper.commands.options import command_of
 from wrapper.commands.plan import command as plan
 from wrapper.commands.report import command as report
 from wrapper.commands.status import command as status
@@ -34,40 +36,44 @@ app = typer.Typer(
 )
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
-def run(
-    command: Annotated[list[str] | None, typer.Argument(help="After --: what each worker runs.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A job file (TOML).")] = None,
-    local: Annotated[bool, typer.Option("--local", help="Run on this machine, with virtual nodes n1..nN.")] = False,
-    nodes: Annotated[int | None, typer.Option(help="Nodes.", show_default="1")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(help="Devices of a node.", show_default="1")] = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", show_default="1")] = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline-parallel degree.", show_default="1")] = None,
-    schedule: Annotated[str | None, typer.Option(help="1f1b, interleaved or zero-bubble.", show_default="1f1b")] = None,
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What the command line said; None where it said nothing."""
+
+    command: Annotated[list[str] | None, typer.Argument(help="After --: what each worker runs.")] = None
+    config: Annotated[Path | None, typer.Option(help="A job file (TOML).")] = None
+    local: Annotated[bool, typer.Option("--local", help="Run on this machine, with virtual nodes n1..nN.")] = False
+    nodes: Annotated[int | None, typer.Option(help="Nodes.", show_default="1")] = None
+    gpus_per_node: Annotated[int | None, typer.Option(help="Devices of a node.", show_default="1")] = None
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", show_default="1")] = None
+    pp: Annotated[int | None, typer.Option(help="Pipeline-parallel degree.", show_default="1")] = None
+    schedule: Annotated[str | None, typer.Option(help="1f1b, interleaved or zero-bubble.", show_default="1f1b")] = None
     virtual_stages: Annotated[
         int | None, typer.Option(help="Layer chunks of each stage, for interleaved.", show_default="1")
-    ] = None,
+    ] = None
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Split activations along the sequence.")
-    ] = False,
+    ] = False
     tune: Annotated[
         bool, typer.Option("--tune", help="Spread layers over stages by what they cost, with orders of their own.")
-    ] = False,
+    ] = False
     memory_per_device: Annotated[
         str | None, typer.Option(help="What a device has for the job: 80GB, 79.5GiB.", show_default="unknown")
-    ] = None,
-    ledger: Annotated[str | None, typer.Option(help="SQLAlchemy URL.", show_default="in the job's folder")] = None,
+    ] = None
+    ledger: Annotated[str | None, typer.Option(help="SQLAlchemy URL.", show_default="in the job's folder")] = None
     fault: Annotated[
         list[str] | None,
         typer.Option(help="Inject KIND:TARGET@WHEN; repeatable."),
-    ] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(help="Iterations between.", show_default="0")] = None,
-    checkpoint_folder: Annotated[Path | None, typer.Option(help="Where checkpoints are.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from a checkpoint; [JOB] names whose.")] = False,
+    ] = None
+    checkpoint_every: Annotated[int | None, typer.Option(help="Iterations between.", show_default="0")] = None
+    checkpoint_folder: Annotated[Path | None, typer.Option(help="Where checkpoints are.")] = None
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from a checkpoint; [JOB] names whose.")] = False
     resume_or_start: Annotated[
         bool, typer.Option("--resume-or-start", help="Go on if --checkpoint-folder has a checkpoint.")
-    ] = False,
-) -> None:
+    ] = False
+
+
+def run(said: RunOptions) -> None:
     """Run a training script under supervision, one worker for each device.
 
     Example: resihp run --local --nodes 2 --gpus-per-node 4 --tp 2 --pp 2 -- python train.py
@@ -85,36 +91,39 @@ def run(
     """
     from wrapper.commands import run as start
 
-    whose = ""
-    if resume and command and len(command) > 1 and command[1] == "--":
+    whose, command = "", said.command
+    if said.resume and command and len(command) > 1 and command[1] == "--":
         whose, command = command[0], command[2:]
     options = start.Options(
         job={
-            "nodes": nodes,
-            "gpus_per_node": gpus_per_node,
-            "memory_per_device": memory_per_device,
+            "nodes": said.nodes,
+            "gpus_per_node": said.gpus_per_node,
+            "memory_per_device": said.memory_per_device,
             "command": tuple(command) if command else None,
         },
         layout={
-            "tp": tp,
-            "pp": pp,
-            "schedule": schedule,
-            "virtual_stages": virtual_stages,
-            "sequence_parallel": sequence_parallel or None,
-            "tune": tune or None,
+            "tp": said.tp,
+            "pp": said.pp,
+            "schedule": said.schedule,
+            "virtual_stages": said.virtual_stages,
+            "sequence_parallel": said.sequence_parallel or None,
+            "tune": said.tune or None,
         },
-        ledger={"url": ledger},
+        ledger={"url": said.ledger},
         checkpoint={
-            "every": checkpoint_every,
-            "folder": None if checkpoint_folder is None else str(checkpoint_folder.absolute()),
+            "every": said.checkpoint_every,
+            "folder": None if said.checkpoint_folder is None else str(said.checkpoint_folder.absolute()),
         },
-        config=config,
-        local=local,
-        faults=tuple(fault or ()),
-        resume=whose if resume else None,
-        resume_or_start=resume_or_start,
+        config=said.config,
+        local=said.local,
+        faults=tuple(said.fault or ()),
+        resume=whose if said.resume else None,
+        resume_or_start=said.resume_or_start,
     )
     raise typer.Exit(start.run(options))
+
+
+app.command(context_settings={"allow_interspersed_args": False})(command_of(RunOptions, run))
 
 
 @app.command()

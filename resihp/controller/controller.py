@@ -91,6 +91,7 @@ class Controller:
         if job.pause is not None:
             assert job.training, "pausing what does not run"
             assert job.transition is None, "pausing in a transition"
+        assert job.furthest == max((member.stepped for member in job.members.values()), default=0)
         assert all(i > job.record.committed for i in job.reports), "reports of a committed iteration are still held"
 
 

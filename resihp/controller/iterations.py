@@ -51,12 +51,10 @@ def note_step(job: Job, member: Member, report: m.Stepped) -> None:
     """Remember that a rank took a step. A report from before a decision that has been made without it is void."""
     if report.epoch < job.epoch and job.stage != "parking":
         return
-    member.stepped = max(member.stepped, report.outcome.iteration)
+    job.has_stepped(member, report.outcome.iteration)
     job.progress_at = member.progress_at = job.now
     if report.outcome.iteration > job.record.committed:
-        reports = job.reports.setdefault(report.outcome.iteration, IterationReports())
-        if member.rank not in reports.by_rank:
-            reports.by_rank[member.rank] = report
+        job.reports.setdefault(report.outcome.iteration, IterationReports()).add(member.rank, report)
 
 
 def commit_reported(job: Job) -> None:
@@ -66,8 +64,7 @@ def commit_reported(job: Job) -> None:
     """
     assert job.record.plan is not None
     while (reports := job.reports.get(job.record.committed + 1)) is not None:
-        missing = any(rank not in reports.by_rank for rank in job.record.active)
-        if missing and job.furthest <= job.record.committed + MOST_OPEN:
+        if not reports.is_complete(job.record.working) and job.furthest <= job.record.committed + MOST_OPEN:
             return
         commit_up_to(job, job.record.committed + 1)
         if job.transition is not None:

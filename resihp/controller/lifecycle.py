@@ -19,7 +19,6 @@ from resihp.errors import ResihpError
 
 if TYPE_CHECKING:
     from resihp.controller.interface import AnyEvent
-    from resihp.controller.state import Job
 
 Stage = Literal[
     "recovering",
@@ -79,16 +78,3 @@ class Lifecycle:
     def take_over(self) -> None:
         """A new supervisor begins by waiting for the agents of the one before."""
         self.stage = "recovering"
-
-
-def may_interrupt(job: Job) -> bool:
-    """Whether training may be interrupted now for something that is better, and not needed.
-
-    Not while anything else is under way, nor once the job is to stop.
-    """
-    return job.stage == "running" and job.departure is None
-
-
-def can_still_gain(job: Job) -> bool:
-    """Whether a change could still help: the iteration under way is finished before it could."""
-    return job.furthest + 1 < job.record.goal

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 
 from resihp.controller import planning, transition
-from resihp.controller.lifecycle import can_still_gain, may_interrupt
 from resihp.controller.state import Change, Job
 from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.record.journal import ChangeDecided
@@ -42,10 +41,10 @@ def review(job: Job) -> None:
     """Interrupt training for another plan, if it is worth it by now."""
     if not job.reconsider or job.now < job.reconsider_at:
         return
-    if not may_interrupt(job):
+    if not job.may_interrupt:
         return
     asked, job.reconsider = job.reconsider, []
-    if job.record.plan is None or not can_still_gain(job):
+    if job.record.plan is None or not job.can_still_gain:
         return
     reason = ", ".join(dict.fromkeys(one.reason for one in asked))
     try:

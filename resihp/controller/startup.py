@@ -168,8 +168,7 @@ def _propose(job: Job) -> None:
     except LayoutError as error:
         incidents.end(job, 2, str(error))
         return
-    for member in job.members.values():
-        member.stepped = job.declaration.resume_from
+    job.stand_at(job.members, job.declaration.resume_from)
     job.epoch = choice.plan.epoch
     job.move("proposing")
     job.transition = Transition(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -299,6 +300,20 @@ class IterationReports:
     """Reports of one iteration's step, by rank, until it is committed."""
 
     by_rank: dict[int, Stepped] = field(default_factory=dict)
+    _working: frozenset[int] = frozenset()
+    _lacking: set[int] = field(default_factory=set)
+    """Of these ranks, those that have not reported: kept, for thousands of reports each ask for it."""
+
+    def add(self, rank: int, report: Stepped) -> None:
+        """A rank's first report counts."""
+        self.by_rank.setdefault(rank, report)
+        self._lacking.discard(rank)
+
+    def is_complete(self, working: frozenset[int]) -> bool:
+        """Whether all ranks that have work have reported."""
+        if self._working is not working:
+            self._working, self._lacking = working, set(working - self.by_rank.keys())
+        return not self._lacking
 
     @property
     def outcome(self) -> StepOutcome:
@@ -315,7 +330,7 @@ def natural(name: str) -> tuple[tuple[int, str | int], ...]:
 
 
 @dataclass
-class Release:
+class GivingBack:
     """How far a lost node is given back to Slurm, and since when it is lost for this supervisor."""
 
     lost_at: float
@@ -334,7 +349,7 @@ class Upkeep:
     """When each verdict was found, by node."""
     decided_at: dict[int, float] = field(default_factory=dict)
     """When each drain was decided."""
-    releases: dict[str, Release] = field(default_factory=dict)
+    releases: dict[str, GivingBack] = field(default_factory=dict)
     """Of lost nodes."""
     unwatched: list[str] = field(default_factory=list)
     """Nodes that were lost just now."""
@@ -407,6 +422,8 @@ class Job:
         """Epoch of the plan whose healthy times the monitor expects."""
         self.examinations: dict[int, Examination] = {}
         """Probes under way, by number."""
+        self.links_planned_for = False
+        """Slow links were looked at once it was known what transfers take."""
         self.probes = 0
         """Number of the last one that was asked for."""
         self.findings: tuple[Finding, ...] = ()
@@ -445,6 +462,8 @@ class Job:
         self.rebuilds = 0
         """Communication failures since the last committed iteration."""
         self.reports: dict[int, IterationReports] = {}
+        self.furthest = 0
+        """The furthest iteration whose step any rank has reported."""
         self.workloads: deque[tuple[int, int]] = deque(maxlen=50)
         """Tokens and squared lengths of recent iterations."""
         self.profile: Profile | None = None
@@ -480,7 +499,7 @@ class Job:
                 if entry.node not in self.nodes:
                     self.nodes[entry.node] = Node(self.record.nodes[entry.node], last_beat=self.now)
                 if isinstance(entry, NodeLost):
-                    self.upkeep.releases[entry.node] = Release(lost_at=self.now)
+                    self.upkeep.releases[entry.node] = GivingBack(lost_at=self.now)
                     self.upkeep.unwatched.append(entry.node)
             case WorkerStarted():
                 member = self.members[entry.rank] = self._member(self.record.workers[entry.rank])
@@ -549,13 +568,32 @@ class Job:
         return self.changing or self.training
 
     @property
+    def may_interrupt(self) -> bool:
+        """Whether training may be interrupted now for what would be better, but need not be.
+
+        Not while anything else is under way, nor once the job is to stop.
+        """
+        return self.stage == "running" and self.departure is None
+
+    @property
+    def can_still_gain(self) -> bool:
+        """Whether a change could help at all: the iteration under way is finished before it does."""
+        return self.furthest + 1 < self.record.goal
+
+    @property
     def has_ended(self) -> bool:
         return self.stage == "ended"
 
-    @property
-    def furthest(self) -> int:
-        """The furthest iteration whose step any rank has reported."""
-        return max((member.stepped for member in self.members.values()), default=0)
+    def has_stepped(self, member: Member, iteration: int) -> None:
+        """A rank took the step of an iteration."""
+        member.stepped = max(member.stepped, iteration)
+        self.furthest = max(self.furthest, member.stepped)
+
+    def stand_at(self, ranks: Iterable[int], iteration: int) -> None:
+        """What these ranks have done counts up to this iteration, and no further."""
+        for rank in ranks:
+            self.members[rank].stepped = iteration
+        self.furthest = max((member.stepped for member in self.members.values()), default=0)
 
     @property
     def usual_s(self) -> float:

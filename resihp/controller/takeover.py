@@ -44,8 +44,7 @@ def begin(settings: Settings, entries: Iterable[AnyEntry]) -> Job:
     if not begun:
         raise ProtocolError(f"job {settings.job}: its journal is empty")
     job = Job(settings, record)
-    for rank in record.active:
-        job.members[rank].stepped = record.committed
+    job.stand_at(record.active, record.committed)
     job.lifecycle.take_over()
     job.recovery = Recovery(undisturbed=record.plan is not None and record.decided is record.plan)
     shutdown.resume(job)
@@ -231,10 +230,10 @@ def _meet(job: Job, node: str, running: m.RunningWorker) -> list[api.WorkerSaid]
             if member.joins and (job.record.plan is None or running.rank not in job.record.plan.layout.ranks):
                 (job.unmeasured if job.settings.examine else job.unconsidered).add(running.rank)
     for step in running.steps:
-        member.stepped = max(member.stepped, step.outcome.iteration)
+        job.has_stepped(member, step.outcome.iteration)
         if step.outcome.iteration > job.record.committed:
             reports = job.reports.setdefault(step.outcome.iteration, IterationReports())
-            reports.by_rank.setdefault(running.rank, step)
+            reports.add(running.rank, step)
     return said
 
 

@@ -277,8 +277,7 @@ def _take_effect(job: Job, transition: Transition) -> None:
             communicators=communicators(plan.layout),
         )
     )
-    for rank in job.record.active:
-        job.members[rank].stepped = job.record.committed
+    job.stand_at(job.record.active, job.record.committed)
     job.order(plan.layout.ranks, m.Begin(epoch=job.epoch))
     job.move("first-iteration")
     transition.cautious = False

@@ -67,6 +67,13 @@ def _probes(entry: journal.ProbesTaken) -> str:
 
 def explain(entry: journal.AnyEntry) -> str:
     """One line; whatever names and reasons it quotes stand in it as they are."""
+    told = _member(entry) or _plan(entry) or _trouble(entry) or _upkeep(entry)
+    assert told is not None, f"{type(entry).__name__}: no words for it"
+    return told
+
+
+def _member(entry: journal.AnyEntry) -> str | None:
+    """The job, its nodes and processes."""
     match entry:
         case journal.JobStarted():
             restart = f", restart {entry.restart_count}" if entry.restart_count else ""
@@ -85,52 +92,8 @@ def explain(entry: journal.AnyEntry) -> str:
             return f"rank {entry.rank}: started on {entry.node} device {entry.device}, pid {entry.pid}"
         case journal.WorkerEnded():
             return f"rank {entry.rank}: {_exit(entry.exit)}"
-        case journal.PlanDecided():
-            plan = entry.plan
-            what = {
-                "start": "starts",
-                "redo": "redone",
-                "commit": "next, the one before counts",
-                "between": "next",
-            }[entry.action]
-            moved = f", {size(entry.bytes_planned)} to move" if entry.bytes_planned else ""
-            tail = f": {entry.reason}" if entry.reason else ""
-            return f"epoch {plan.epoch}: {plan.layout.describe()}, iteration {entry.next_iteration} {what}{moved}{tail}"
-        case journal.IterationCommitted():
-            return f"iteration {entry.outcome.iteration}: committed, loss {entry.outcome.loss:.4f}"
-        case journal.Suspected():
-            subject = f"rank {entry.rank}" if entry.rank is not None else f"node {entry.node}"
-            if entry.rank is None and entry.node is None:
-                subject = "no device in particular"
-            return f"{subject}: {'no longer suspected' if entry.cleared else 'suspected'}, {entry.evidence}"
-        case journal.FailureFound():
-            return _failure(entry)
-        case journal.FailureEnded():
-            return f"failure {entry.failure}: over since iteration {entry.iteration}, {entry.evidence}"
-        case journal.ProbesTaken():
-            return _probes(entry)
-        case journal.Reconfigured():
-            planned = entry.action == "between" and not entry.failures
-            causes = _numbers(entry.failures, "failure") if entry.failures else "interruption"
-            what = "layout changed" if planned else f"recovered from {causes}"
-            tries = f" after {entry.attempts} attempts" if entry.attempts > 1 else ""
-            moved = f", {size(entry.bytes_moved)} moved" if entry.bytes_moved else ""
-            return f"epoch {entry.epoch}: {what} in {entry.seconds:.2f} s{tries}{moved}"
-        case journal.PlanInEffect():
-            return f"epoch {entry.epoch}: in effect"
-        case journal.PlanWithdrawn():
-            return f"epoch {entry.epoch}: plan withdrawn, {entry.reason}"
-        case journal.ChangeDecided():
-            places = [f"{node} device {device}" for node, device in entry.devices]
-            places += [f"link of ranks {a} and {b}" for a, b in entry.links]
-            return f"change of plan because of {', '.join(places)}: {entry.reason}"
-        case journal.PlanRefused():
-            who = "our own check" if entry.rank is None else f"rank {entry.rank}"
-            return f"epoch {entry.epoch}: plan refused by {who}: {entry.reason}"
         case journal.JoinRefused():
             return f"rank {entry.rank} ({entry.node} device {entry.device}): not taken in, {entry.reason}"
-        case journal.IterationsUnreported():
-            return f"iterations {entry.first} to {entry.last}: done while nobody led, their figures are lost"
         case journal.ModelDeclared():
             declare = entry.declare
             return (
@@ -143,6 +106,79 @@ def explain(entry: journal.AnyEntry) -> str:
         case journal.JobSignalled():
             nodes = f" on {len(entry.nodes)} nodes" if entry.nodes else ""
             return f"job: received signal {entry.signal}{nodes} ({entry.meaning})"
+        case journal.FaultInjected():
+            when = "" if "@iteration=" in entry.text else f" in iteration {entry.iteration}"
+            return f"fault {entry.fault}: {entry.text} injected{when}"
+        case journal.CheckpointCommitted():
+            return f"checkpoint of iteration {entry.iteration}: {entry.bytes} bytes in {entry.seconds:.2f} s"
+        case journal.JobEnded():
+            code = "" if entry.exit_code is None else f", exit code {entry.exit_code}"
+            return f"job: {entry.state}{code}{f', {entry.reason}' if entry.reason else ''}"
+        case _:
+            return None
+
+
+def _plan(entry: journal.AnyEntry) -> str | None:
+    """Plans and iterations."""
+    match entry:
+        case journal.PlanDecided():
+            plan = entry.plan
+            what = {
+                "start": "starts",
+                "redo": "redone",
+                "commit": "next, the one before counts",
+                "between": "next",
+            }[entry.action]
+            moved = f", {size(entry.bytes_planned)} to move" if entry.bytes_planned else ""
+            tail = f": {entry.reason}" if entry.reason else ""
+            return f"epoch {plan.epoch}: {plan.layout.describe()}, iteration {entry.next_iteration} {what}{moved}{tail}"
+        case journal.PlanInEffect():
+            return f"epoch {entry.epoch}: in effect"
+        case journal.PlanRefused():
+            who = "our own check" if entry.rank is None else f"rank {entry.rank}"
+            return f"epoch {entry.epoch}: plan refused by {who}: {entry.reason}"
+        case journal.PlanWithdrawn():
+            return f"epoch {entry.epoch}: plan withdrawn, {entry.reason}"
+        case journal.ChangeDecided():
+            places = [f"{node} device {device}" for node, device in entry.devices]
+            places += [f"link of ranks {a} and {b}" for a, b in entry.links]
+            return f"change of plan because of {', '.join(places)}: {entry.reason}"
+        case journal.Reconfigured():
+            planned = entry.action == "between" and not entry.failures
+            causes = _numbers(entry.failures, "failure") if entry.failures else "interruption"
+            what = "layout changed" if planned else f"recovered from {causes}"
+            tries = f" after {entry.attempts} attempts" if entry.attempts > 1 else ""
+            moved = f", {size(entry.bytes_moved)} moved" if entry.bytes_moved else ""
+            return f"epoch {entry.epoch}: {what} in {entry.seconds:.2f} s{tries}{moved}"
+        case journal.IterationCommitted():
+            return f"iteration {entry.outcome.iteration}: committed, loss {entry.outcome.loss:.4f}"
+        case journal.IterationsUnreported():
+            return f"iterations {entry.first} to {entry.last}: done while nobody led, their figures are lost"
+        case _:
+            return None
+
+
+def _trouble(entry: journal.AnyEntry) -> str | None:
+    """What is broken or slow."""
+    match entry:
+        case journal.Suspected():
+            subject = f"rank {entry.rank}" if entry.rank is not None else f"node {entry.node}"
+            if entry.rank is None and entry.node is None:
+                subject = "no device in particular"
+            return f"{subject}: {'no longer suspected' if entry.cleared else 'suspected'}, {entry.evidence}"
+        case journal.FailureFound():
+            return _failure(entry)
+        case journal.FailureEnded():
+            return f"failure {entry.failure}: over since iteration {entry.iteration}, {entry.evidence}"
+        case journal.ProbesTaken():
+            return _probes(entry)
+        case _:
+            return None
+
+
+def _upkeep(entry: journal.AnyEntry) -> str | None:
+    """Nodes out, nodes in."""
+    match entry:
         case journal.DrainDecided():
             how = "" if entry.measure == "drain" else ", left out of the user's next jobs"
             return f"drain {entry.drain}: node {entry.node}{how}, {entry.reason}"
@@ -161,11 +197,5 @@ def explain(entry: journal.AnyEntry) -> str:
             return f"replacement {entry.replacement}{job}: {entry.state}{node}{tail}"
         case journal.SlurmSaw():
             return f"node {entry.node}: {entry.state} for Slurm{f', {entry.text}' if entry.text else ''}"
-        case journal.FaultInjected():
-            when = "" if "@iteration=" in entry.text else f" in iteration {entry.iteration}"
-            return f"fault {entry.fault}: {entry.text} injected{when}"
-        case journal.CheckpointCommitted():
-            return f"checkpoint of iteration {entry.iteration}: {entry.bytes} bytes in {entry.seconds:.2f} s"
-        case journal.JobEnded():
-            code = "" if entry.exit_code is None else f", exit code {entry.exit_code}"
-            return f"job: {entry.state}{code}{f', {entry.reason}' if entry.reason else ''}"
+        case _:
+            return None

@@ -706,37 +706,9 @@ class World:
             case api.Log():
                 self.write(action.entry)
             case api.StartWorkers():
-                node = self.nodes[action.node]
-                for rank, device in action.workers:
-                    if rank not in self.workers:
-                        self.rules.known_dead.discard(rank)
-                        self.workers[rank] = Worker(self, rank, node, device, joins=True)
-                        node.ranks.append(rank)
-                    delay_s = self.rng.uniform(0.05, 0.5)
-                    if self.fate_of(self.workers[rank]) == "spawn":
-                        self.workers[rank].alive = False
-                        whom = rank if self.rng.random() < 0.7 else None
-                        refusal = api.SpawnRefused(node=node.name, reason="cannot fork", rank=whom)
-                        self.at(delay_s, self.up, node, refusal)
-                    else:
-                        self.at(delay_s, self.workers[rank].start)
+                self._start(action)
             case api.Order():
-                for rank in action.ranks:
-                    worker = self.workers[rank]
-                    again = isinstance(action.order, m.Park) and (
-                        action.order.after_iteration or rank in self.rules.hurried
-                    )
-                    if isinstance(action.order, m.Park | m.Propose | m.Go | m.Begin) and not again:
-                        worker.told_at = self.now
-                    self.down(worker.node, rank, action.order)
-                name = TRIGGERS.get(type(action.order))
-                if isinstance(action.order, m.Park) and action.order.after_iteration:
-                    name = "pause"
-                if name is not None and self.sent and self.rng.random() < 3 * self.scenario.duplicates:
-                    for node, event in self.rng.choices(self.sent, k=5):  # when an answer is awaited, old ones confuse
-                        self.at(self.rng.uniform(0.0, 0.1), self.repeat_up, node, event)
-                if name is not None:
-                    self.happens(name, action.ranks[self.rng.randrange(len(action.ranks))])
+                self._order(action)
             case api.SignalWorker():
                 self.down(self.workers[action.rank].node, action.rank, action.signal)
             case api.SignalNode():
@@ -774,6 +746,38 @@ class World:
                 self.controller.journaled(entry)
             case api.Reply() | api.Say():
                 pass
+
+    def _start(self, action: api.StartWorkers) -> None:
+        node = self.nodes[action.node]
+        for rank, device in action.workers:
+            if rank not in self.workers:
+                self.rules.known_dead.discard(rank)
+                self.workers[rank] = Worker(self, rank, node, device, joins=True)
+                node.ranks.append(rank)
+            delay_s = self.rng.uniform(0.05, 0.5)
+            if self.fate_of(self.workers[rank]) == "spawn":
+                self.workers[rank].alive = False
+                whom = rank if self.rng.random() < 0.7 else None
+                refusal = api.SpawnRefused(node=node.name, reason="cannot fork", rank=whom)
+                self.at(delay_s, self.up, node, refusal)
+            else:
+                self.at(delay_s, self.workers[rank].start)
+
+    def _order(self, action: api.Order) -> None:
+        for rank in action.ranks:
+            worker = self.workers[rank]
+            again = isinstance(action.order, m.Park) and (action.order.after_iteration or rank in self.rules.hurried)
+            if isinstance(action.order, m.Park | m.Propose | m.Go | m.Begin) and not again:
+                worker.told_at = self.now
+            self.down(worker.node, rank, action.order)
+        name = TRIGGERS.get(type(action.order))
+        if isinstance(action.order, m.Park) and action.order.after_iteration:
+            name = "pause"
+        if name is not None and self.sent and self.rng.random() < 3 * self.scenario.duplicates:
+            for node, event in self.rng.choices(self.sent, k=5):  # when an answer is awaited, old ones confuse
+                self.at(self.rng.uniform(0.0, 0.1), self.repeat_up, node, event)
+        if name is not None:
+            self.happens(name, action.ranks[self.rng.randrange(len(action.ranks))])
 
     def number(self, names: tuple[str, ...]) -> None:
         """Where nodes were left out before the ranks were given out, the others have their numbers."""

@@ -13,8 +13,9 @@ _ASK = """
 import os, sys
 from pathlib import Path
 import msgspec
-from wrapper import doctor
-found = doctor.run(doctor.slurm_checks(*doctor.connect(), os.environ, Path(sys.argv[1])), 300)
+from wrapper.commands.doctor import command as doctor
+from wrapper.commands.doctor.slurm_checks import SlurmChecks
+found = doctor.run(SlurmChecks(*doctor.connect(), os.environ, Path(sys.argv[1])).by_name(), 300)
 sys.stdout.buffer.write(msgspec.json.encode(found))
 """
 _GRAVITY = ("ok", "skipped", "warning", "unknown", "failed")

@@ -95,8 +95,9 @@ def with_former_jobs(ledger: Path, copies: int, **shares: float) -> None:
 ODD_DETECTOR = """
 import sys
 import msgspec
-from resihp.detector import monitor
-from wrapper import cli, guardian, supervisor
+from resihp.detector.online import monitor
+from wrapper import cli
+from wrapper.supervisor import guardian, process
 
 honest_guard, honest_observe = guardian.guard, monitor.Monitor.observe
 
@@ -114,7 +115,7 @@ def command(run_file, options):
 
 monitor.Monitor.observe = observe
 guardian.guard = lambda run_file: honest_guard(run_file, command)
-supervisor.main() if "--run" in sys.argv else cli.main()
+process.main() if "--run" in sys.argv else cli.main()
 """
 """`resihp`, with a supervisor whose detector sees one slow link, which is none."""
 

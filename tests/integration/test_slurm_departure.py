@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from resihp.record.journal import CheckpointCommitted, FailureFound, JobEnded, JobSignalled
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference
 from tests.integration.test_slurm_signals import assert_ended_once
@@ -21,7 +19,6 @@ def saved(desk: Desk, job: str) -> int:
     return done
 
 
-@pytest.mark.every_slurm
 def test_a_cancelled_job_is_saved_before_it_ends(cluster: MakeCluster) -> None:
     """TERM reaches every process of the job at once: agents, fork servers, workers, supervisor and store."""
     desk = Desk(cluster(nodes=2, gpus=2, settings=PATIENT))

@@ -53,7 +53,7 @@ def seconds_without_training(desk: Desk, job: str, killed_at: float) -> tuple[fl
 
 @pytest.mark.every_slurm
 def test_a_node_dies_and_another_one_takes_its_place(cluster: MakeCluster, reference: Reference) -> None:
-    desk = Desk(cluster(nodes=5, gpus=2))
+    desk = Desk(cluster(nodes=5, gpus=2), forks=True)
     desk.pace(0.1)
     job = desk.sbatch_training(ITERATIONS)
     desk.until_committed(job, 3)

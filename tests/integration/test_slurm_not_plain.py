@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.slurm_jobs import Desk, MakeCluster, job_file
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.every_slurm]
+pytestmark = pytest.mark.timeout(300)
 
 LOOKS = "#!/bin/bash\nresihp doctor --json > doctor.json\nexec resihp run -- true\n"
 PLAIN = ("--output=out", "--no-kill", "--time=5")
@@ -20,6 +20,7 @@ def nodes_finding(desk: Desk) -> tuple[str, str]:
     return row["outcome"], row["text"]
 
 
+@pytest.mark.every_slurm
 def test_heterogeneous_jobs_and_uneven_gpus_are_refused(cluster: MakeCluster) -> None:
     desk = Desk(cluster(nodes=2, gpus=2, node_gpus={"n1": 4}))
     parts = "#!/bin/bash\n#SBATCH --nodes=1 --gpus-per-node=2\n#SBATCH hetjob\n#SBATCH --nodes=1\n"

@@ -46,7 +46,6 @@ def assert_ended_once(desk: Desk, job: str) -> None:
     assert (desk.state(job), desk.shown(job)["Restarts"]) == (("COMPLETED", "0:0"), "1")
 
 
-@pytest.mark.every_slurm
 def test_a_preempted_job_is_saved_and_comes_back(cluster: MakeCluster, reference: Reference) -> None:
     desk = Desk(cluster(nodes=2, gpus=1, settings=PREEMPTION))
     desk.pace(0.1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from resihp.controller import replan_policy
 from resihp.controller.fail_slow import learned_times
 from resihp.controller.state import Forecast, IterationReports, Job
 from resihp.detector.observation import Observation, RankTimes, unpack
@@ -51,8 +50,7 @@ def iteration_done(job: Job, iteration: int, reports: IterationReports) -> float
     assessment = job.monitor.observe(Observation(iteration=iteration, epoch=plan.epoch, seconds=seconds, times=times))
     job.findings += assessment.findings
     job.workloads.append((reports.outcome.tokens, reports.outcome.sum_squared_lengths))
-    if learned_times.learn(job):
-        replan_policy.consider_links(job)
+    learned_times.learn(job)
     return assessment.predicted_s
 
 

@@ -14,12 +14,10 @@ from resihp.detector.online.predictor import Key
 from resihp.scheduler.cost.profile import Profile, Times
 
 
-def learn(job: Job) -> bool:
-    """Take the times, if they are known by now and were not before; returns whether they were taken."""
+def learn(job: Job) -> None:
+    """Take the times, if they are known by now and were not before."""
     if job.profile is None and job.workloads and job.monitor.settled:
         job.profile = _profile(job)
-        return job.profile is not None
-    return False
 
 
 def links(job: Job) -> dict[tuple[str, str], float]:

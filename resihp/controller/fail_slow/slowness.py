@@ -20,7 +20,6 @@ import msgspec
 
 from resihp.controller import replan_policy, startup
 from resihp.controller.fail_slow import probing
-from resihp.controller.lifecycle import may_interrupt
 from resihp.controller.nodes import joins
 from resihp.controller.state import Examination, Job, Member
 from resihp.detector import probes
@@ -46,6 +45,9 @@ def review(job: Job) -> None:
         concluded(job, overdue)
     if not job.training:
         return  # what was found waits
+    if job.profile is not None and not job.links_planned_for:
+        job.links_planned_for = True
+        replan_policy.consider_links(job)
     _measure_standby(job)
     findings, job.findings = job.findings, ()
     for finding in findings:
@@ -87,7 +89,7 @@ def _link_suspected(job: Job, finding: Finding, link: tuple[int, int]) -> None:
         rank in job.record.working and job.members[rank].alive for rank in link
     ):
         return
-    if job.record.suspects_slow is not None or not may_interrupt(job) or job.store is None:
+    if job.record.suspects_slow is not None or not job.may_interrupt or job.store is None:
         job.findings += (finding,)  # keeps
         return
     after = job.furthest + max(LEAST_AHEAD, math.ceil(ANNOUNCED_S / max(job.predicted_s, 1e-3)))

@@ -14,10 +14,9 @@ from __future__ import annotations
 from resihp.controller import interface as api
 from resihp.controller import planning, transition
 from resihp.controller.fail_stop import failures
-from resihp.controller.lifecycle import can_still_gain, may_interrupt
 from resihp.controller.nodes import joins, measures, replacements
 from resihp.controller.nodes.measures import Decision
-from resihp.controller.state import COINCIDENCE_S, Job, Release, natural
+from resihp.controller.state import COINCIDENCE_S, GivingBack, Job, natural
 from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.record.journal import DrainAnswered, DrainDecided, DrainWaived, NodeLost, NodeReleased, SlurmSaw
 from resihp.record.state import Drain, LostNode, Verdict
@@ -152,7 +151,7 @@ def _leave_useless(job: Job) -> None:
 
 def _vacate(job: Job) -> None:
     """Leave nodes that an administrator drains: first their ranks stand by, then they are let go. No failure."""
-    if job.settings.on_drain != "vacate" or not may_interrupt(job):
+    if job.settings.on_drain != "vacate" or not job.may_interrupt:
         return
     drained = [name for name, node in job.nodes.items() if node.alive and _is_administrators(job, name)]
     job.vacating.intersection_update(drained)
@@ -161,7 +160,7 @@ def _vacate(job: Job) -> None:
             _leave(job, name)
         elif name in job.vacating:  # no plan came of it that does without it
             _keep(job, name)
-        elif can_still_gain(job):
+        elif job.can_still_gain:
             _stand_by(job, name)
             return
 
@@ -210,7 +209,7 @@ def _release(job: Job) -> None:
             job.do(api.ReleaseNode(node=lost.name, keep=_kept(job)))
 
 
-def _is_due(job: Job, lost: LostNode, release: Release) -> bool:
+def _is_due(job: Job, lost: LostNode, release: GivingBack) -> bool:
     if lost.released or release.tries > len(RELEASE_PAUSES_S):
         return False
     if job.now < max(release.next_try_at, release.lost_at + COINCIDENCE_S):
@@ -222,7 +221,7 @@ def _is_due(job: Job, lost: LostNode, release: Release) -> bool:
     return _is_for_others(job, lost, release)
 
 
-def _is_for_others(job: Job, lost: LostNode, release: Release) -> bool:
+def _is_for_others(job: Job, lost: LostNode, release: GivingBack) -> bool:
     """Whether Slurm may have it back: it would give it to the next job, dead or not, if it did not know better."""
     drains = [drain for drain in job.record.drains.values() if drain.node == lost.name and drain.measure == "drain"]
     decided_at = job.upkeep.decided_at
@@ -292,7 +291,7 @@ def take_over(job: Job) -> None:
     upkeep, record = job.upkeep, job.record
     upkeep.found_at = dict.fromkeys(record.verdicts, job.now)
     upkeep.decided_at = dict.fromkeys(record.drains, job.now)
-    upkeep.releases = {name: Release(job.now, next_try_at=job.now + COINCIDENCE_S) for name in record.lost}
+    upkeep.releases = {name: GivingBack(job.now, next_try_at=job.now + COINCIDENCE_S) for name in record.lost}
 
 
 def resume(job: Job) -> None:

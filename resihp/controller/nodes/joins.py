@@ -17,7 +17,6 @@ import msgspec
 from resihp.controller import interface as api
 from resihp.controller import planning, transition
 from resihp.controller.fail_slow import probing
-from resihp.controller.lifecycle import can_still_gain, may_interrupt
 from resihp.controller.nodes import replacements
 from resihp.controller.state import Job, Member
 from resihp.detector import probes
@@ -136,11 +135,11 @@ def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
 
 def consider(job: Job) -> None:
     """Once nothing else is going on: interrupt training for newcomers if the planner would give one of them work."""
-    if not may_interrupt(job):
+    if not job.may_interrupt:
         return
     idle = job.unconsidered & set(job.ready) - set(job.record.active)
     job.unconsidered = set()
-    if not idle or not can_still_gain(job):
+    if not idle or not job.can_still_gain:
         return
     try:
         better = planning.best(job, job.epoch + 1, set(job.ready), planning.base_while_running(job)).plan

@@ -7,14 +7,13 @@ doctor must not look healthy.
 
 from __future__ import annotations
 
-import getpass
 import json
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
     from slurm.client import Slurm
     from slurm.survey import Survey
     from wrapper.commands.doctor.machine import CheckResult
-
-    Check = Callable[[], Iterable[CheckResult]]
+    from wrapper.commands.doctor.slurm_checks import Check
 
 SCHEMA = 1
 UNHEALTHY = 3
@@ -84,13 +82,14 @@ def doctor(
 def checks(job_file: Path | None = None) -> dict[str, Check]:
     """What applies here, in the order of the report."""
     from wrapper.commands.doctor import slurm_settings
+    from wrapper.commands.doctor.slurm_checks import SlurmChecks
 
     found = here(job_file)
     if not slurm_settings.is_there():
         text = "no Slurm on this machine: only resihp run --local works"
         found["slurm"] = lambda: [_finding("slurm", "skipped", text, "on a cluster's login node this looks further")]
         return found
-    return found | slurm_checks(*connect(), os.environ, job_file)
+    return found | SlurmChecks(*connect(), os.environ, job_file).by_name()
 
 
 def here(job_file: Path | None = None) -> dict[str, Check]:
@@ -109,134 +108,6 @@ def here(job_file: Path | None = None) -> dict[str, Check]:
         "ledger": lambda: places.ledger(job_file),
         "ports": places.ports,
     }
-
-
-def slurm_checks(
-    slurm: Slurm, survey: Survey, environment: Mapping[str, str], job_file: Path | None = None
-) -> dict[str, Check]:
-    """What is asked of Slurm, and of the nodes of the allocation that we are in."""
-    from slurm.errors import SlurmError, SlurmRefusedError
-    from wrapper.commands.doctor import nodes as doctor_nodes
-    from wrapper.commands.doctor import site, slurm_settings
-    from wrapper.config.schema import read
-    from wrapper.config.values import ports_of
-    from wrapper.job_folder import home
-    from wrapper.launch.allocation import batch_script, find, job_id, no_kill_seen
-    from wrapper.launch.batch_script import warning_would_be_lost
-
-    lock = threading.Lock()
-    answered: list[Mapping[str, str]] = []
-    silence: list[SlurmError] = []
-
-    def settings() -> Mapping[str, str]:
-        """Asked once, by whoever comes first; no answer is none for all."""
-        with lock:
-            if silence:
-                raise silence[0]
-            if not answered:
-                try:
-                    answered.append(survey.settings())
-                except SlurmError as error:
-                    silence.append(error)
-                    raise
-            return answered[0]
-
-    def version() -> Iterable[CheckResult]:
-        settings()
-        yield from slurm_settings.version(slurm)
-        yield from slurm_settings.offers(slurm.version(), settings(), survey)
-
-    def rights() -> Iterable[CheckResult]:
-        from slurm.drains.spool import folder_of
-
-        spool = folder_of(read({}, job_file).slurm.spool)
-        yield from slurm_settings.rights(survey, settings(), getpass.getuser(), spool)
-        yield from slurm_settings.releases_nodes(slurm.version(), settings())
-
-    def node_death() -> Iterable[CheckResult]:
-        yield from slurm_settings.survival(settings())
-        if "nodes" in settings().get("PrivateData", "").lower():
-            yield from site.visibility(settings(), survey.is_operator(getpass.getuser(), settings()))
-
-    def partition() -> Iterable[CheckResult]:
-        configuration = read({}, job_file)
-        job = site.wanted(configuration)
-        views = survey.partitions()
-        yield from slurm_settings.partitions(views, configuration.slurm.partition)
-        for name in slurm_settings.chosen(views, configuration.slurm.partition):
-            if kinds := [view for view in views if view.name == name and view.up]:
-                yield from site.shape(kinds, survey.rules(name), job)
-
-    def limits() -> Iterable[CheckResult]:
-        enforced = settings().get("AccountingStorageEnforce", "").lower().split(",")
-        if not {"limits", "safe"} & set(enforced):
-            return [_finding("limits", "ok", "accounting limits no jobs here (AccountingStorageEnforce)")]
-        configuration = read({}, job_file)
-        section = configuration.slurm
-        views = survey.partitions()
-        there = {view.name for view in views}
-        names = [name for name in slurm_settings.chosen(views, section.partition) if name in there]
-        if not names:
-            return [_finding("limits", "skipped", "no partition to look at")]
-        rules, cluster = survey.rules(names[0]), settings()["ClusterName"]
-        found = survey.limits(getpass.getuser(), section.account, section.qos, rules, cluster)
-        return site.limits(found, site.wanted(configuration))
-
-    def requeue() -> Iterable[CheckResult]:
-        yield from slurm_settings.requeue(settings())
-        yield from site.exit_codes(settings())
-
-    def submission() -> Iterable[CheckResult]:
-        yield from slurm_settings.submission(survey, read({}, job_file))
-        yield from site.plugins(settings())
-        yield from site.inherited(settings())
-
-    def nodes() -> Iterable[CheckResult]:
-        if not job_id(environment):
-            yield from doctor_nodes.outside()
-            return
-        found = find(environment, slurm)
-        script = batch_script(slurm, found.job_id)
-        if (lost := warning_would_be_lost(environment, script)) is not None:
-            yield _finding("warning", "warning", f"job {found.job_id}: {lost}")
-        if not no_kill_seen(environment, script):
-            text = f"job {found.job_id}: no --no-kill in its batch script: if a node fails, Slurm ends the whole job"
-            yield _finding("node death", "warning", text, "resihp submit sets it; or #SBATCH --no-kill")
-        wanted = read({}, job_file)
-        ports, interface = ports_of(wanted.slurm.ports), wanted.network.interface
-        yield from doctor_nodes.examine(found, slurm, survey, home(), ports=ports, interface=interface)
-
-    def asked(name: str, check: Check) -> Check:
-        """No answer is unknown; that there is none at all is said once, as a finding about Slurm itself."""
-
-        def guarded() -> Iterable[CheckResult]:
-            try:
-                if name not in ("slurm", "nodes"):
-                    settings()
-                return list(check())
-            except SlurmError as error:
-                if silence and name != "slurm":
-                    return [_finding(name, "skipped", "Slurm does not answer")]
-                if isinstance(error, SlurmRefusedError) and error.permission and name in ("partition", "limits"):
-                    return [_finding(name, "skipped", f"{error}; a job does not need to be told")]
-                outcome = "failed" if isinstance(error, SlurmRefusedError) else "unknown"
-                return [_finding(name, outcome, str(error), slurm_settings.NO_ANSWER)]
-
-        return guarded
-
-    found: dict[str, Check] = {
-        "slurm": version,
-        "node death": node_death,
-        "requeue": requeue,
-        "firewall": lambda: slurm_settings.firewall(settings(), read({}, job_file).slurm.ports),
-        "drain": rights,
-        "partition": partition,
-        "limits": limits,
-        "submission": submission,
-        "munge": lambda: slurm_settings.munge(survey, settings()),
-        "nodes": nodes,
-    }
-    return {name: asked(name, check) for name, check in found.items()}
 
 
 def run(wanted: Mapping[str, Check], patience_s: float) -> list[CheckResult]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from resihp.errors import UsageError
+from wrapper.commands.options import command_of
 from wrapper.output.answers import (
     SCHEMA,
     JobArgument,
@@ -107,28 +108,33 @@ class Listing:
 
 def register(app: typer.Typer) -> None:
     """Add `resihp history` and `resihp why` to the command line."""
-    app.command()(history)
+    app.command()(command_of(HistoryOptions, history))
     app.command()(why)
 
 
-def history(
-    view: Annotated[History, typer.Argument(help="What to list.", metavar="VIEW")],
-    job: JobArgument = None,
-    job_option: Annotated[str | None, typer.Option("--job", help="The same as JOB.", show_default=False)] = None,
-    every: Annotated[bool, typer.Option("--all", help="Of all jobs: of --ledger, or of every job here.")] = False,
-    by: Annotated[By | None, typer.Option(help="Count failures by this; cost by job.", show_default=False)] = None,
-    node: Annotated[str | None, typer.Option(help="Only this node's.", show_default=False)] = None,
-    since: Annotated[str | None, typer.Option(help="Time (ISO, UTC) or age (30m, 2h, 1d).", show_default=False)] = None,
-    until: Annotated[str | None, typer.Option(help="The same, as the end.", show_default=False)] = None,
+@dataclass(frozen=True, kw_only=True)
+class HistoryOptions:
+    """What the command line said."""
+
+    view: Annotated[History, typer.Argument(help="What to list.", metavar="VIEW")]
+    job: JobArgument = None
+    job_option: Annotated[str | None, typer.Option("--job", help="The same as JOB.", show_default=False)] = None
+    every: Annotated[bool, typer.Option("--all", help="Of all jobs: of --ledger, or of every job here.")] = False
+    by: Annotated[By | None, typer.Option(help="Count failures by this; cost by job.", show_default=False)] = None
+    node: Annotated[str | None, typer.Option(help="Only this node's.", show_default=False)] = None
+    since: Annotated[str | None, typer.Option(help="Time (ISO, UTC) or age (30m, 2h, 1d).", show_default=False)] = None
+    until: Annotated[str | None, typer.Option(help="The same, as the end.", show_default=False)] = None
     limit: Annotated[
         int | None, typer.Option(help="Rows at most, the newest.", show_default="50 on a terminal", min=1)
-    ] = None,
-    injected: Annotated[bool, typer.Option("--injected", help="Lemons: count faults on purpose, too.")] = False,
-    as_json: JsonOption = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False,
-    parquet: Annotated[Path | None, typer.Option(help="Write a Parquet file.", show_default=False)] = None,
-    ledger: LedgerOption = None,
-) -> None:
+    ] = None
+    injected: Annotated[bool, typer.Option("--injected", help="Lemons: count faults on purpose, too.")] = False
+    as_json: JsonOption = False
+    as_csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False
+    parquet: Annotated[Path | None, typer.Option(help="Write a Parquet file.", show_default=False)] = None
+    ledger: LedgerOption = None
+
+
+def history(options: HistoryOptions) -> None:
     """List what the ledger holds of a job, or of all.
 
     VIEW: failures, nodes, workers, iterations, plans, reconfigurations, drains,
@@ -137,42 +143,47 @@ def history(
 
     Example: resihp history failures --all --by node --since 30d
     """
-    if as_json + as_csv + (parquet is not None) > 1:
+    outputs = options.as_json + options.as_csv + (options.parquet is not None)
+    if outputs > 1:
         raise UsageError("history: --json, --csv and --parquet exclude each other; choose one")
+    job, job_option = options.job, options.job_option
     if job is not None and job_option is not None and job != job_option:
         raise UsageError(f"history: JOB {job} and --job {job_option} differ; name one")
     job = job or job_option
-    if every and job is not None:
+    if options.every and job is not None:
         raise UsageError(f"history: JOB {job} and --all exclude each other; leave one out")
-    shown = not (as_json or as_csv or parquet is not None)
     asked = Asked(
-        view=view.value,
-        by=None if by is None else by.value,
-        node=node,
-        since=moment(since),
-        until=moment(until),
-        limit=SHOWN if limit is None and shown else limit,
-        injected=injected,
+        view=options.view.value,
+        by=None if options.by is None else options.by.value,
+        node=options.node,
+        since=moment(options.since),
+        until=moment(options.until),
+        limit=SHOWN if options.limit is None and not outputs else options.limit,
+        injected=options.injected,
     )
-    every = every or view is History.lemons
+    every = options.every or options.view is History.lemons
     _check(asked, every)
     if every:
-        answer = _of_all(asked, job, ledger)
+        answer = _of_all(asked, job, options.ledger)
     else:
-        with opened(job, ledger) as (reader, row):
+        with opened(job, options.ledger) as (reader, row):
             answer = _of_one(asked, reader, row)
-    if node is not None and not answer.rows and node not in answer.nodes:
+    if options.node is not None and not answer.rows and options.node not in answer.nodes:
         from db.reading.reader import nearest
 
-        raise UsageError(f"node {node}: not in {answer.whose}{nearest(node, answer.nodes)}")
-    if parquet is not None:
+        raise UsageError(f"node {options.node}: not in {answer.whose}{nearest(options.node, answer.nodes)}")
+    _write(options, asked, answer, every)
+
+
+def _write(options: HistoryOptions, asked: Asked, answer: Listing, every: bool) -> None:
+    if options.parquet is not None:
         from db.reading.queries import as_frame
 
-        table = asked.view if asked.is_table else None
-        write_parquet(as_frame(answer.rows, answer.columns, table), parquet, f"{answer.whose}: {len(answer.rows)} rows")
-    elif as_json:
+        found = as_frame(answer.rows, answer.columns, asked.view if asked.is_table else None)
+        write_parquet(found, options.parquet, f"{answer.whose}: {len(answer.rows)} rows")
+    elif options.as_json:
         print(to_json({"schema": SCHEMA, "rows": answer.rows}))
-    elif as_csv:
+    elif options.as_csv:
         write_csv(answer.columns, answer.rows)
     elif not answer.rows:
         message(f"{answer.whose}: no {'node served lately' if asked.view == 'lemons' else asked.view}")

@@ -5,7 +5,7 @@ Used by `wrapper.commands.history.command`. Rows in, a Rich table out; cells are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC
 from typing import Any
@@ -120,131 +120,130 @@ def _counted(by: str) -> list[Column]:
     ]
 
 
-def _terminal_columns(table: str) -> list[Column]:
-    """What fits 80 columns; `--json` has the rest."""
-    return {
-        **{f"failures by {by}": _counted(by) for by in ("node", "component", "cause", "kind", "job")},
-        "cost": [
-            Column("where the time went", lambda row: COST_WORDS[row["cause"]]),
-            _seconds("seconds", "time"),
-            _share("share"),
-            _amount("gpu_hours", "GPU-hours"),
-        ],
-        "cost by job": [
-            _words("job", wraps=True),
-            _words("state"),
-            _seconds("wall_seconds", "wall"),
-            _share("goodput"),
-            _share("ettr", "ETTR"),
-            _number("failures"),
-            _seconds("mtbf_seconds", "MTBF"),
-            _amount("failure_gpu_hours", "lost GPU-h"),
-        ],
-        "promises": [
-            _number("epoch"),
-            _change("promised"),
-            _change("kept"),
-            _words("verdict", wraps=True),
-            _number("before"),
-            _number("after"),
-            _words("reason", wraps=True),
-        ],
-        "lemons": [
-            Column("node", lambda row: f"{row['node']} !" if row["lemon"] else str(row["node"]), wraps=True),
-            _number("jobs"),
-            _amount("device_hours", "device-h"),
-            _number("failures"),
-            _number("drains"),
-            _amount("mtbf_hours", "MTBF h"),
-            _number("confidence", form="{:.3f}"),
-            _time("last", "last (UTC)"),
-        ],
-        "failures": [
-            _number("failure", "#"),
-            _words("cause", wraps=True),
-            Column("node, device", _device),
-            _number("iteration"),
-            _time("noticed_at", "noticed (UTC)"),
-            _seconds("seconds_to_recover", "recovered in"),
-        ],
-        "nodes": [
-            _words("node"),
-            _words("host", wraps=True),
-            _number("devices"),
-            _time("joined_at", "joined (UTC)"),
-            _time("lost_at", "lost (UTC)"),
-            _words("lost_reason", "reason", wraps=True),
-        ],
-        "workers": [
-            _number("rank"),
-            _words("node", wraps=True),
-            _number("device"),
-            _number("pid"),
-            _number("epoch_joined", "joined in"),
-            _number("epoch_left", "left in"),
-            _number("exit"),
-        ],
-        "iterations": [
-            _number("iteration"),
-            _number("epoch"),
-            _number("seconds", form="{:.3f}"),
-            _number("predicted_seconds", "predicted", form="{:.3f}"),
-            _number("tokens"),
-            _number("loss", form="{:.4f}"),
-            _time("finished_at", "finished (UTC)"),
-        ],
-        "plans": [
-            _number("epoch"),
-            _words("description", "layout", wraps=True),
-            _number("next_iteration", "from"),
-            _words("action"),
-            Column("in effect (UTC)", _effect),
-            Column("reason", _plan_reason, wraps=True),
-        ],
-        "probes": [
-            _number("probe", "#"),
-            _words("occasion"),
-            _words("kind"),
-            _number("rank"),
-            Column("node, device", _device),
-            _number("peer"),
-            _number("speed", form="{:.2f}"),
-            Column("fit", lambda row: "yes" if row["passed"] else "no"),
-            _words("evidence", wraps=True),
-        ],
-        "reconfigurations": [
-            _number("epoch"),
-            _words("action"),
-            _number("attempts", "tries"),
-            *(_number(f"{name}_seconds", name, form="{:.2f}") for name in ("park", "plan", "groups", "state")),
-            _number("first_iteration_seconds", "first", form="{:.2f}"),
-            _number("seconds", "total s", form="{:.2f}"),
-            _bytes("bytes_moved", "moved"),
-        ],
-        "drains": [
-            _number("drain", "#"),
-            _words("node", wraps=True),
-            Column("by", _rung),
-            _time("drained_at", "decided (UTC)"),
-            _time("undrained_at", "undrained (UTC)"),
-            _words("reason", wraps=True),
-        ],
-        "replacements": [
-            _number("replacement", "#"),
-            _words("instead", "for", wraps=True),
-            _words("slurm_job", "job"),
-            _words("node", wraps=True),
-            _words("outcome"),
-            _time("asked_at", "asked (UTC)"),
-            _time("joined_at", "joined (UTC)"),
-            Column("reason", _last_words, wraps=True),
-        ],
-    }[table]
+_TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
+    **{f"failures by {by}": _counted(by) for by in ("node", "component", "cause", "kind", "job")},
+    "cost": [
+        Column("where the time went", lambda row: COST_WORDS[row["cause"]]),
+        _seconds("seconds", "time"),
+        _share("share"),
+        _amount("gpu_hours", "GPU-hours"),
+    ],
+    "cost by job": [
+        _words("job", wraps=True),
+        _words("state"),
+        _seconds("wall_seconds", "wall"),
+        _share("goodput"),
+        _share("ettr", "ETTR"),
+        _number("failures"),
+        _seconds("mtbf_seconds", "MTBF"),
+        _amount("failure_gpu_hours", "lost GPU-h"),
+    ],
+    "promises": [
+        _number("epoch"),
+        _change("promised"),
+        _change("kept"),
+        _words("verdict", wraps=True),
+        _number("before"),
+        _number("after"),
+        _words("reason", wraps=True),
+    ],
+    "lemons": [
+        Column("node", lambda row: f"{row['node']} !" if row["lemon"] else str(row["node"]), wraps=True),
+        _number("jobs"),
+        _amount("device_hours", "device-h"),
+        _number("failures"),
+        _number("drains"),
+        _amount("mtbf_hours", "MTBF h"),
+        _number("confidence", form="{:.3f}"),
+        _time("last", "last (UTC)"),
+    ],
+    "failures": [
+        _number("failure", "#"),
+        _words("cause", wraps=True),
+        Column("node, device", _device),
+        _number("iteration"),
+        _time("noticed_at", "noticed (UTC)"),
+        _seconds("seconds_to_recover", "recovered in"),
+    ],
+    "nodes": [
+        _words("node"),
+        _words("host", wraps=True),
+        _number("devices"),
+        _time("joined_at", "joined (UTC)"),
+        _time("lost_at", "lost (UTC)"),
+        _words("lost_reason", "reason", wraps=True),
+    ],
+    "workers": [
+        _number("rank"),
+        _words("node", wraps=True),
+        _number("device"),
+        _number("pid"),
+        _number("epoch_joined", "joined in"),
+        _number("epoch_left", "left in"),
+        _number("exit"),
+    ],
+    "iterations": [
+        _number("iteration"),
+        _number("epoch"),
+        _number("seconds", form="{:.3f}"),
+        _number("predicted_seconds", "predicted", form="{:.3f}"),
+        _number("tokens"),
+        _number("loss", form="{:.4f}"),
+        _time("finished_at", "finished (UTC)"),
+    ],
+    "plans": [
+        _number("epoch"),
+        _words("description", "layout", wraps=True),
+        _number("next_iteration", "from"),
+        _words("action"),
+        Column("in effect (UTC)", _effect),
+        Column("reason", _plan_reason, wraps=True),
+    ],
+    "probes": [
+        _number("probe", "#"),
+        _words("occasion"),
+        _words("kind"),
+        _number("rank"),
+        Column("node, device", _device),
+        _number("peer"),
+        _number("speed", form="{:.2f}"),
+        Column("fit", lambda row: "yes" if row["passed"] else "no"),
+        _words("evidence", wraps=True),
+    ],
+    "reconfigurations": [
+        _number("epoch"),
+        _words("action"),
+        _number("attempts", "tries"),
+        *(_number(f"{name}_seconds", name, form="{:.2f}") for name in ("park", "plan", "groups", "state")),
+        _number("first_iteration_seconds", "first", form="{:.2f}"),
+        _number("seconds", "total s", form="{:.2f}"),
+        _bytes("bytes_moved", "moved"),
+    ],
+    "drains": [
+        _number("drain", "#"),
+        _words("node", wraps=True),
+        Column("by", _rung),
+        _time("drained_at", "decided (UTC)"),
+        _time("undrained_at", "undrained (UTC)"),
+        _words("reason", wraps=True),
+    ],
+    "replacements": [
+        _number("replacement", "#"),
+        _words("instead", "for", wraps=True),
+        _words("slurm_job", "job"),
+        _words("node", wraps=True),
+        _words("outcome"),
+        _time("asked_at", "asked (UTC)"),
+        _time("joined_at", "joined (UTC)"),
+        Column("reason", _last_words, wraps=True),
+    ],
+}
+"""What fits 80 columns; `--json` has the rest."""
 
 
 def history_table(table: str, rows: list[dict[str, Any]], *, with_jobs: bool = False) -> Table:
     """Rows of a view of `resihp history`, or `failures by node`, as a Rich table; cells are shown literally."""
-    columns = [*([_words("job", wraps=True)] if with_jobs else []), *_terminal_columns(table)]
+    columns = [*([_words("job", wraps=True)] if with_jobs else []), *_TERMINAL_COLUMNS[table]]
     tight = with_jobs or table in ("plans", "reconfigurations", "lemons") or " by " in table
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0) if tight else (0, 1))
     cells = [[literal(column.cell(row)) for column in columns] for row in rows]

@@ -13,6 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from resihp.errors import PlanError, UsageError
+from wrapper.commands.options import command_of
 from wrapper.output.render import duration, literal, spans
 
 if TYPE_CHECKING:
@@ -47,39 +49,44 @@ class PlannerChoice(str, Enum):  # noqa: UP042 - StrEnum's help text shows diffe
 
 def register(app: typer.Typer) -> None:
     """Add `resihp plan` to the command line."""
-    app.command()(plan)
+    app.command()(command_of(PlanOptions, plan))
 
 
-def plan(
-    job: Annotated[str | None, typer.Argument(help="A job, instead of --model; the newest if left out.")] = None,
-    model: Annotated[str | None, typer.Option(help="A known model, or a TOML file.", show_default=False)] = None,
-    layout: Annotated[str | None, typer.Option(help="Degrees: tp=4,dp=2,pp=4.", show_default=False)] = None,
-    micro_batches: Annotated[int, typer.Option(help="Of each replica, an iteration.")] = 8,
-    sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
-    micro_batch_size: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(help="Devices of a node.")] = 8,
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What the command line said."""
+
+    job: Annotated[str | None, typer.Argument(help="A job, instead of --model; the newest if left out.")] = None
+    model: Annotated[str | None, typer.Option(help="A known model, or a TOML file.", show_default=False)] = None
+    layout: Annotated[str | None, typer.Option(help="Degrees: tp=4,dp=2,pp=4.", show_default=False)] = None
+    micro_batches: Annotated[int, typer.Option(help="Of each replica, an iteration.")] = 8
+    sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096
+    micro_batch_size: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 1
+    gpus_per_node: Annotated[int, typer.Option(help="Devices of a node.")] = 8
     hardware: Annotated[
         str | None, typer.Option(help="a100, h100, or a TOML file.", show_default="a job's own, or a100")
-    ] = None,
-    fail: Annotated[list[str] | None, typer.Option(help="Ranks that are gone: 5,17 or 8-11.")] = None,
-    fail_node: Annotated[list[str] | None, typer.Option(help="Nodes that are gone: n3.")] = None,
-    slow: Annotated[list[str] | None, typer.Option(help="A rank's speed: 12:0.5.")] = None,
-    slow_link: Annotated[list[str] | None, typer.Option(help="A link's speed: n1-n2:0.3.")] = None,
-    spares: Annotated[int, typer.Option(help="Further nodes, standing by.")] = 0,
-    schedule: Annotated[str, typer.Option(help="1f1b, interleaved or zero-bubble.")] = "1f1b",
-    virtual_stages: Annotated[int, typer.Option(help="Layer chunks of each stage, for interleaved.")] = 1,
+    ] = None
+    fail: Annotated[list[str] | None, typer.Option(help="Ranks that are gone: 5,17 or 8-11.")] = None
+    fail_node: Annotated[list[str] | None, typer.Option(help="Nodes that are gone: n3.")] = None
+    slow: Annotated[list[str] | None, typer.Option(help="A rank's speed: 12:0.5.")] = None
+    slow_link: Annotated[list[str] | None, typer.Option(help="A link's speed: n1-n2:0.3.")] = None
+    spares: Annotated[int, typer.Option(help="Further nodes, standing by.")] = 0
+    schedule: Annotated[str, typer.Option(help="1f1b, interleaved or zero-bubble.")] = "1f1b"
+    virtual_stages: Annotated[int, typer.Option(help="Layer chunks of each stage, for interleaved.")] = 1
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Split activations along the sequence.")
-    ] = False,
-    zero_1: Annotated[bool, typer.Option("--zero-1", help="Replicas share the optimizer's state.")] = False,
+    ] = False
+    zero_1: Annotated[bool, typer.Option("--zero-1", help="Replicas share the optimizer's state.")] = False
     tune: Annotated[
         bool, typer.Option("--tune", help="The first layout: layers spread by what they cost, orders of their own.")
-    ] = False,
-    planner: Annotated[PlannerChoice, typer.Option(help="Ours, or the paper's heuristic.")] = PlannerChoice.resihp,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the pipelines into this file.", show_default=False)] = None,
-    ledger: Annotated[str | None, typer.Option("--ledger", help="Another ledger's URL.", show_default=False)] = None,
-) -> None:
+    ] = False
+    planner: Annotated[PlannerChoice, typer.Option(help="Ours, or the paper's heuristic.")] = PlannerChoice.resihp
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False
+    plot: Annotated[Path | None, typer.Option(help="Draw the pipelines into this file.", show_default=False)] = None
+    ledger: Annotated[str | None, typer.Option("--ledger", help="Another ledger's URL.", show_default=False)] = None
+
+
+def plan(options: PlanOptions) -> None:
     """What would be done if devices failed or slowed down, and what it would come to.
 
     Example: resihp plan --model llama2-13b --layout tp=4,dp=2,pp=4
@@ -95,76 +102,86 @@ def plan(
     """
     import msgspec
 
-    from resihp.scheduler import transition_cost
-    from resihp.scheduler.what_if import answer, catalogue, question
+    from resihp.scheduler.transition_cost import NOTHING
+    from resihp.scheduler.what_if import answer, question
+
+    asked, base, model, hardware = _asked(options)
+    situation = question.pose(asked, base)
+    decision, planning_s = _decision(options, asked, base, situation)
+    found = answer.answer(asked, base, situation, decision)
+    if options.tune:
+        found = msgspec.structs.replace(found, cost=NOTHING)  # nothing runs yet
+    for remark in found.remarks:
+        print(f"resihp: {remark}", file=sys.stderr)
+    if options.as_json:
+        print(json.dumps(answer.as_json(found, planning_s), allow_nan=False))
+    else:
+        _show(asked, model, hardware, found, planning_s, first=options.tune)
+    if options.plot is not None:
+        from wrapper.commands.plan.picture import draw
+
+        draw(options.plot, asked, found, situation)
+
+
+def _asked(options: PlanOptions) -> tuple[Question, Plan, str, str]:
+    """The question, the plan that it is about, and how model and hardware are called. Raises UsageError."""
+    from resihp.scheduler.what_if import catalogue, question
 
     happened: dict[str, Any] = {
-        "failed": question.ranks(fail or ()),
-        "failed_nodes": question.names(fail_node or ()),
-        "slow": question.speeds(slow or ()),
-        "slow_links": question.links(slow_link or ()),
+        "failed": question.ranks(options.fail or ()),
+        "failed_nodes": question.names(options.fail_node or ()),
+        "slow": question.speeds(options.slow or ()),
+        "slow_links": question.links(options.slow_link or ()),
     }
-    if model is None and layout is None:
+    if options.tune and any(happened.values()):
+        raise UsageError("plan --tune: plans the first layout; leave --fail, --slow and the like out")
+    if options.model is None and options.layout is None:
         from wrapper.commands.plan.of_job import of_job
 
-        of = of_job(job, ledger, hardware, **happened)
-        asked, base, model, hardware = of.question, of.base, of.model, of.hardware
+        of = of_job(options.job, options.ledger, options.hardware, **happened)
         for remark in of.remarks:
             print(f"resihp: {remark}", file=sys.stderr)
+        return of.question, of.base, of.model, of.hardware
+    if options.job is not None:
+        raise UsageError(f"plan {options.job}: a job has its own model and layout; leave --model and --layout out")
+    if options.model is None or options.layout is None:
+        raise UsageError("plan: --model and --layout belong together; for example --layout tp=4,dp=2,pp=4")
+    tp, dp, pp = question.degrees(options.layout)
+    if options.sequence_length < 1:
+        raise UsageError(f"--sequence-length {options.sequence_length}: must be at least 1")
+    hardware = options.hardware or "a100"
+    asked = question.Question(
+        model=catalogue.model(options.model, options.sequence_length),
+        hardware=catalogue.hardware(hardware),
+        tp=tp,
+        dp=dp,
+        pp=pp,
+        micro_batches=options.micro_batches,
+        micro_batch_size=options.micro_batch_size,
+        gpus_per_node=options.gpus_per_node,
+        chunks=options.virtual_stages,
+        schedule=options.schedule,
+        sequence_parallel=options.sequence_parallel,
+        zero_1=options.zero_1,
+        spares=options.spares,
+        **happened,
+    )
+    return asked, question.first_plan(asked), options.model, hardware
+
+
+def _decision(options: PlanOptions, asked: Question, base: Plan, situation: Situation) -> tuple[Decision, float]:
+    """What is decided, and the seconds that it took. Raises PlanError."""
+    if options.tune:
+        decide = _tuner(base, most_chunks=options.virtual_stages if options.virtual_stages > 1 else TUNED_CHUNKS)
     else:
-        if job is not None:
-            raise UsageError(f"plan {job}: a job has its own model and layout; leave --model and --layout out")
-        if model is None or layout is None:
-            raise UsageError("plan: --model and --layout belong together; for example --layout tp=4,dp=2,pp=4")
-        tp, dp, pp = question.degrees(layout)
-        if sequence_length < 1:
-            raise UsageError(f"--sequence-length {sequence_length}: must be at least 1")
-        hardware = hardware or "a100"
-        asked = question.Question(
-            model=catalogue.model(model, sequence_length),
-            hardware=catalogue.hardware(hardware),
-            tp=tp,
-            dp=dp,
-            pp=pp,
-            micro_batches=micro_batches,
-            micro_batch_size=micro_batch_size,
-            gpus_per_node=gpus_per_node,
-            chunks=virtual_stages,
-            schedule=schedule,
-            sequence_parallel=sequence_parallel,
-            zero_1=zero_1,
-            spares=spares,
-            **happened,
-        )
-        base = question.first_plan(asked)
-    situation = question.pose(asked, base)
-    decide = _decider(planner)
-    if tune:
-        if any(happened.values()):
-            raise UsageError("plan --tune: plans the first layout; leave --fail, --slow and the like out")
-        decide = _tuner(base, most_chunks=virtual_stages if virtual_stages > 1 else TUNED_CHUNKS)
-    else:
+        decide = _decider(options.planner)
         _warm(decide)
     situation.times.span(0, 0)  # the cost tables
     began = time.perf_counter()
     try:
-        decision = decide(situation)
+        return decide(situation), time.perf_counter() - began
     except PlanError as error:
         raise PlanError(f"{_happened(asked)}: {error}; try fewer failures, --spares, or a smaller pp") from None
-    planning_s = time.perf_counter() - began
-    found = answer.answer(asked, base, situation, decision)
-    if tune:
-        found = msgspec.structs.replace(found, cost=transition_cost.NOTHING)  # nothing runs yet
-    for remark in found.remarks:
-        print(f"resihp: {remark}", file=sys.stderr)
-    if as_json:
-        print(json.dumps(answer.as_json(found, planning_s), allow_nan=False))
-    else:
-        _show(asked, model, hardware, found, planning_s, first=tune)
-    if plot is not None:
-        from wrapper.commands.plan.picture import draw
-
-        draw(plot, asked, found, situation)
 
 
 def _decider(planner: PlannerChoice) -> Callable[[Situation], Decision]:

@@ -29,6 +29,7 @@ from wrapper.commands.doctor import machine, places, slurm_settings
 from wrapper.commands.doctor import nodes as doctor_nodes
 from wrapper.commands.doctor.machine import CheckResult
 from wrapper.commands.doctor.nodes import MARK, ClockCheck, NodeReport, judge, probe, read
+from wrapper.commands.doctor.slurm_checks import SlurmChecks
 
 
 def outcomes(findings: Iterable[CheckResult]) -> dict[str, str]:
@@ -265,7 +266,7 @@ def test_torch_that_does_not_import(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(slurm: FakeSlurm, survey: FakeSurvey, environment: dict[str, str] | None = None) -> list[CheckResult]:
-    return doctor.run(doctor.slurm_checks(slurm, survey, environment or {}), 20)
+    return doctor.run(SlurmChecks(slurm, survey, environment or {}).by_name(), 20)
 
 
 def test_a_good_cluster(fresh_home: Path) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import builtins
+import compileall
 import importlib
 import json
 import multiprocessing
@@ -29,7 +30,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -39,7 +40,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("resihp", "tests", "wrapper", "slurm", "db", "pyproject.toml")
-TESTS = "tests/resihp/controller"
+TESTS = ("tests/resihp/controller", "tests/resihp/record")
 SEEDS = 400
 ENOUGH = 0.95
 MEMORY_BYTES = 6 << 30
@@ -123,6 +124,8 @@ class _Finder(ast.NodeVisitor):
         self.names: list[str] = []
         self.bound: list[Counter[str]] = []
         self.statement: ast.stmt | None = None
+        self.header = ""
+        """Of the block that a statement is in, where it is a condition's."""
         self.last: ast.stmt | None = None
         """Of the function: to return nothing there changes nothing."""
         self.visit(ast.parse(source))
@@ -153,11 +156,11 @@ class _Finder(ast.NodeVisitor):
             return
         if isinstance(node, ast.Assert | ast.JoinedStr | ast.arguments) or _only_words(node):
             return
-        outer = self.statement
+        outer = self.statement, self.header
         if isinstance(node, ast.stmt):
             self.statement = node
             if self._deletable(node):
-                self._add("deleted", node, "pass")
+                self._add("deleted", node, "pass", self.header)
         elif isinstance(node, ast.match_case) and node.guard is not None:
             self._negate(node.guard)
         if isinstance(node, ast.If | ast.While | ast.IfExp):
@@ -170,12 +173,18 @@ class _Finder(ast.NodeVisitor):
         elif isinstance(node, ast.BoolOp):
             other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
             self._add("and/or", node, f"({ast.unparse(ast.BoolOp(other, node.values))})")
+        if isinstance(node, ast.If):
+            self.header = f"if {ast.unparse(node.test)}: "
+        elif isinstance(node, ast.match_case):
+            self.header = f"case {ast.unparse(node.pattern)}: "
+        elif isinstance(node, ast.stmt):
+            self.header = ""
         if isinstance(node, ast.AnnAssign):
             if node.value is not None:
                 self.visit(node.value)
         else:
             super().visit(node)
-        self.statement = outer
+        self.statement, self.header = outer
 
     def _deletable(self, node: ast.stmt) -> bool:
         match node:
@@ -216,7 +225,7 @@ class _Finder(ast.NodeVisitor):
             ops = [*node.ops[:i], FLIPPED[type(operator)](), *node.ops[i + 1 :]]
             self._add("flipped", node, f"({ast.unparse(ast.Compare(node.left, ops, node.comparators))})")
 
-    def _add(self, kind: str, node: ast.stmt | ast.expr, after: str) -> None:
+    def _add(self, kind: str, node: ast.stmt | ast.expr, after: str, where: str = "") -> None:
         statement = self.statement
         assert statement is not None
         assert node.end_lineno is not None
@@ -226,7 +235,7 @@ class _Finder(ast.NodeVisitor):
                 path=self.path,
                 function=".".join(self.names),
                 kind=kind,
-                before=ast.unparse(node),
+                before=where + ast.unparse(node),
                 after=after,
                 line=node.lineno,
                 statement=number(self.index, statement),
@@ -297,6 +306,10 @@ class Chosen:
         self.executed: dict[str, list[int]] = {}
         self.failed = ""
 
+    @property
+    def where(self) -> Iterable[str]:
+        return TESTS if self.tests is None else dict.fromkeys(test.partition("::")[0] for test in self.tests)
+
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         if self.tests is not None:
             order = {test: i for i, test in enumerate(self.tests)}
@@ -345,11 +358,12 @@ def in_fork(tree: Path, plugin: Chosen, log: Path, cpu_s: float | None = None) -
     with os.fdopen(answers) as stream:
         text = stream.read()
     _, status = os.waitpid(pid, 0)
-    return (
-        json.loads(text)
-        if text
-        else {"exit": os.waitstatus_to_exitcode(status), "failed": "", "seconds": {}, "executed": {}}
-    )
+    if text:
+        return json.loads(text)  # type: ignore[no-any-return]
+    code = os.waitstatus_to_exitcode(status)
+    if code > 0:  # else a signal: it ran for too long, say
+        raise RuntimeError(f"tests could not be run:\n{log.read_text()}")
+    return {"exit": code, "failed": "", "seconds": {}, "executed": {}}
 
 
 def _run(tree: Path, plugin: Chosen, log: Path, cpu_s: float | None) -> dict[str, Any]:
@@ -363,9 +377,10 @@ def _run(tree: Path, plugin: Chosen, log: Path, cpu_s: float | None) -> dict[str
     os.chdir(tree)
     sys.path[:] = [str(tree), *(path for path in sys.path if path not in ("", str(ROOT), str(ROOT / "tests")))]
     os.environ["RESIHP_FUZZ_SEEDS"] = str(SEEDS)
-    status = pytest.main(["-x", "-q", "--timeout", "0", "-p", "no:xdist", TESTS], plugins=[plugin])
+    status = pytest.main(["-x", "-q", "--timeout", "0", "-p", "no:xdist", *plugin.where], plugins=[plugin])
     where = Path(str(sys.modules["resihp"].__file__)) if "resihp" in sys.modules else tree
     assert where.is_relative_to(tree), f"tests ran with {where}"
+    assert status != pytest.ExitCode.USAGE_ERROR
     return {"exit": int(status), "failed": plugin.failed, "seconds": plugin.seconds, "executed": plugin.executed}
 
 
@@ -381,9 +396,14 @@ def copy(tree: Path, into: Path) -> Path:
 
 
 def without_mutant(tree: Path, log: Path) -> Known:
-    """What the tests do otherwise; the tree is of no use afterwards. Raises RuntimeError where they fail."""
+    """What the tests do otherwise; they leave compiled modules in the tree. Raises RuntimeError where they fail."""
+    originals = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in sources(tree)}
     instrument(tree)
     found = in_fork(tree, Chosen(), log)
+    for path, (source, changed_ns) in originals.items():
+        path.write_bytes(source)
+        os.utime(path, ns=(changed_ns, changed_ns))
+    compileall.compile_dir(tree / "resihp", quiet=1)
     if found["exit"] != 0:
         raise RuntimeError(f"tests fail without any mutant, {found['failed']}:\n{log.read_text()}")
     return Known(found["seconds"], found["executed"])
@@ -403,19 +423,20 @@ class Outcome:
 
 
 def try_mutant(tree: Path, mutant: Mutant, known: Known, log: Path) -> Outcome:
+    began = time.monotonic()
+    asked = known.ask(mutant)
+    if not asked:
+        return Outcome(mutant.name, mutant.line, mutant.kind, False, "", 0, 0.0)
     path = tree / mutant.path
     source, times = path.read_bytes(), path.stat()
-    began = time.monotonic()
+    allowed = {test: 5.0 + 5.0 * known.seconds[test] for test in asked}
     path.write_bytes(mutant.apply(source))
     try:
-        ast.parse(path.read_bytes())
-        asked = known.ask(mutant)
-        allowed = {test: 5.0 + 5.0 * known.seconds[test] for test in asked}
         found = in_fork(tree, Chosen(allowed), log, cpu_s=120.0 + 5.0 * sum(known.seconds.values()))
     finally:
         path.write_bytes(source)
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    killed = found["exit"] not in (0, 5)  # 5: no test at all
+    killed = found["exit"] != 0
     by = found["failed"] or (f"exit {found['exit']}" if killed else "")
     return Outcome(mutant.name, mutant.line, mutant.kind, killed, by, len(asked), time.monotonic() - began)
 
@@ -431,7 +452,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     every = candidates(ROOT)
     names = Counter(mutant.name for mutant in every)
-    assert not (gone := EQUIVALENT.keys() - names.keys()), f"no mutant is called {sorted(gone)}"
+    unclear = [name for name in EQUIVALENT if names[name] != 1]
+    assert not unclear, f"not exactly one mutant is called {unclear}"
     counted = [mutant for mutant in every if mutant.name not in EQUIVALENT]
     if options.only:
         drawn = [mutant for mutant in counted if options.only in mutant.name]
@@ -466,7 +488,7 @@ def run_all(folder: Path, drawn: list[Mutant], jobs: int) -> list[Outcome]:
     """So many at a time, each in a private copy."""
     began = time.monotonic()
     tree = copy(ROOT, folder / "tree")
-    known = without_mutant(copy(tree, folder / "noting"), folder / "log")
+    known = without_mutant(tree, folder / "log")
     cpu_s, took_s = sum(known.seconds.values()), time.monotonic() - began
     print(f"{len(known.seconds)} tests, {cpu_s:.0f} s of CPU; known after {took_s:.0f} s", flush=True)
     outcomes = []

@@ -107,6 +107,7 @@ bench: setup
 
 soak: setup
 	RESIHP_FUZZ_SEEDS=50000 $(BIN)/python -m pytest -n 2 tests/resihp/controller --timeout 7200
+	$(BIN)/python -m tests.mutants
 	RESIHP_CHECKED_PLANS=10000 $(BIN)/python -m pytest tests/resihp/pipeline --timeout 3600
 	RESIHP_STRICT_ORDER=1 $(BIN)/python -m pytest tests/resihp/executor tests/integration --timeout 600
 	RESIHP_SOAK=1 RESIHP_CALLS_S=600 $(BIN)/python -m pytest -m "soak or not soak" $(SLURM_TESTS) tests/integration/test_takeover.py tests/integration/test_reconfiguration.py --timeout 1200

@@ -87,10 +87,6 @@ def review(job: Job) -> None:
         job.reconsider_at = job.now + max(found.again_in_s, job.usual_s)
 
 
-def _changed_at(job: Job, what: Device | Link | None) -> list[float]:
-    return [] if what is None else job.changed_at.get(what, [])
-
-
 def resume(job: Job) -> None:
     """A new supervisor: when plans were changed is not known to it, only how often; it takes all of them for recent."""
     for what, times in job.record.changes.items():

@@ -126,6 +126,46 @@ def test_training_that_ends_first_is_done() -> None:
     assert job.orders(m.Save) == []
 
 
+def done(**settings: Any) -> Direct:
+    """All iterations are committed, and everybody was told to halt."""
+    job = trained(6, **settings)
+    for rank in range(4):
+        job.say(rank, m.Finished(iteration=6))
+    assert [ranks for ranks, _ in job.orders(m.Halt)] == [(0, 1, 2, 3)]
+    return job
+
+
+def test_a_worker_that_a_stop_ends_after_training_is_no_failure_of_the_script() -> None:
+    job = done()
+    supervisor_gets(job, TERM)
+    job.crash(0, -TERM)
+    assert job.end is None
+    job.feed(api.StopMeaning(meaning="cancelled"))
+    assert job.end is not None
+    assert job.end.exit_code == 143
+    assert "rank 0 (n1 device 0): killed by signal 15 (SIGTERM) after training was done" in job.end.reason
+
+
+def test_workers_that_do_not_leave_after_training_are_not_waited_for_beyond_a_stops_grace() -> None:
+    job = done()
+    supervisor_gets(job, TERM)
+    job.feed(api.StopMeaning(meaning="cancelled"))
+    job.wait(job.job.settings.signal_grace_s - 1)
+    assert job.end is None
+    job.wait(2)
+    assert job.end is not None
+    assert job.end.exit_code == 143
+    assert "workers had not left" in job.end.reason
+
+
+def test_a_worker_that_fails_after_training_fails_the_job_though_time_runs_out() -> None:
+    job = done()
+    supervisor_gets(job, USR2)
+    job.crash(0, 3)
+    assert job.end is not None
+    assert (job.end.exit_code, job.end.requeue) == (1, False)
+
+
 def test_how_much_time_is_left_is_asked_for_once_more_when_it_matters() -> None:
     """The limit may have been changed since it was last looked at."""
     job = trained()

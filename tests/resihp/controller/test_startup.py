@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from resihp.controller import interface as api
 from resihp.controller.fail_stop.watchdog import LATECOMERS_S
 from resihp.protocol import messages as m
 from resihp.record.journal import AnyEntry, FailureFound, NodeLost, PlanDecided
-from tests.resihp.controller.direct import DECLARE
+from tests.resihp.controller.direct import DECLARE, Direct
 
 NAMES = ("n1", "n2", "n3")
 
@@ -19,7 +20,9 @@ NAMES = ("n1", "n2", "n3")
 class Start:
     """A job of three nodes of one device, at its start, in an allocation unless told otherwise."""
 
-    def __init__(self, spares: int = 1, controller: Controller | None = None, **settings: Any) -> None:
+    def __init__(
+        self, spares: int = 1, controller: Controller | None = None, store: bool = True, **settings: Any
+    ) -> None:
         given: dict[str, Any] = {"slurm": True, "batch_node": "n1", "may_requeue": True, "restarts_left": 2} | settings
         self.settings = Settings(
             job="77", nodes=3, node_names=NAMES, gpus_per_node=1, tp=1, pp=2, spares=spares, **given
@@ -27,7 +30,8 @@ class Start:
         self.controller = controller or Controller(self.settings)
         self.now = 0.0
         self.actions: list[api.AnyAction] = []
-        self.feed(api.StoreReady(host="h", port=1))
+        if store:
+            self.feed(api.StoreReady(host="h", port=1))
 
     def feed(self, event: api.AnyEvent, later_s: float = 0.01) -> list[api.AnyAction]:
         self.now += later_s
@@ -209,3 +213,36 @@ def test_another_supervisor_gives_the_same_ranks_to_the_same_nodes(early: bool) 
     next_one.train(0, last)
     assert next_one.planned == [(0, last)]
     assert next_one.end is None
+
+
+def test_a_store_that_never_listens_ends_the_job_and_tells_where_to_look() -> None:
+    job = Start(store=False)
+    job.join(*NAMES)
+    job.train(0, 1, 2)
+    job.wait(job.settings.start_budget_s - 1)
+    assert job.end is None
+    job.wait(2)
+    assert job.end is not None
+    code, reason = job.end
+    assert code == 1
+    assert reason.startswith("the rendezvous store did not start within")
+
+
+def test_devices_that_were_measured_when_the_job_is_to_stop_are_given_no_work() -> None:
+    job = Start(examine=True)
+    job.join(*NAMES)
+    job.train(0, 1, 2)
+    job.feed(api.Signalled(signal=signal.SIGTERM))  # Slurm has not said why yet
+    (probe,) = [a.order for a in job.actions if isinstance(a, api.Order) and isinstance(a.order, m.Probe)]
+    for rank in range(3):
+        answer = m.Probed(probe=probe.probe, speed=m.Speed(flops=1e14, memory_bytes=1e12), seconds=0.2)
+        job.feed(api.WorkerSaid(rank=rank, message=answer))
+    assert job.planned == []
+
+
+def test_the_first_plan_is_tuned_where_the_user_wants_it() -> None:
+    plain, tuned = Direct(), Direct(tune=True)
+    (before,), (after,) = plain.all(PlanDecided), tuned.all(PlanDecided)
+    assert after.predicted < before.predicted
+    assert "; tuned: predicted " in after.reason
+    assert tuned.run(1).job.record.committed == 1

@@ -22,6 +22,7 @@ from resihp.record.journal import (
     FaultInjected,
     IterationCommitted,
     JobEnded,
+    JobSignalled,
     NodeJoined,
     NodeLost,
     PlanDecided,
@@ -271,6 +272,15 @@ def test_a_rank_that_died_meanwhile_is_a_failure(status: int | None, known: int)
     assert (start.node, start.workers, start.joins) == ("n2", ((6, 1),), True)
 
 
+def test_what_its_script_raised_meanwhile_is_why_a_rank_is_lost() -> None:
+    raised = m.Raised(error="ValueError: no such sample", traceback="in the script", iteration=3)
+    job = TakenOver(Direct(nodes=3).run(2)).all_back(said={3: (raised,)})
+    job.crash(3, 1)
+    job.park(stepped=2, holds=(1,))
+    (failure,) = job.all(FailureFound)
+    assert (failure.kind, failure.cause) == ("program", "rank 3 raised ValueError: no such sample")
+
+
 def test_a_node_that_does_not_come_back_is_lost_after_a_while() -> None:
     job = TakenOver(Direct(nodes=3).run(2))
     job.back("n1")
@@ -341,9 +351,12 @@ def test_a_fault_that_was_carried_out_is_not_carried_out_again() -> None:
 class Beginning(Direct):
     """A start, step by step."""
 
-    def __init__(self, *nodes: str, spawned: tuple[int, ...] = (), declared: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, *nodes: str, spawned: tuple[int, ...] = (), declared: tuple[int, ...] = (), **settings: Any
+    ) -> None:
         self.declare = DECLARE
-        self.controller = Controller(api.Settings(job="local-1", nodes=2, gpus_per_node=2, tp=1, pp=2))
+        given = {"job": "local-1", "nodes": 2, "gpus_per_node": 2, "tp": 1, "pp": 2} | settings
+        self.controller = Controller(api.Settings(**given))
         self.job = self.controller.job
         self.now, self.actions = 0.0, []
         self.feed(api.StoreReady(host="h", port=1))
@@ -431,6 +444,36 @@ def test_a_quorum_that_is_lost_while_agents_come_back_ends_the_lead() -> None:
     assert (job.end.exit_code, job.end.requeue) == (75, False)
 
 
+def test_what_slurm_answers_while_agents_come_back_counts() -> None:
+    job = TakenOver(Direct(slurm=True, batch_node="n1").run(2))
+    job.feed(api.Signalled(signal=signal.SIGTERM))
+    assert api.AskWhy() in job.actions
+    job.feed(api.StopMeaning(meaning="preempted"))
+    job.all_back()
+    assert [entry.meaning for entry in job.all(JobSignalled)] == ["preempted"]
+
+
+def test_agents_may_be_told_to_stop_while_they_come_back() -> None:
+    job = TakenOver(Direct(slurm=True, batch_node="n1").run(2))
+    for node in ("n1", "n2"):
+        job.feed(api.AgentSignalled(node=node, signal=signal.SIGTERM))
+    assert api.AskWhy() in job.actions
+
+
+def test_the_time_that_is_left_may_be_told_while_agents_come_back() -> None:
+    """Until shortly before the limit, however long that is: the ranks have 500 s to end their iteration."""
+    job = TakenOver(Direct(slurm=True, batch_node="n1").run(2))
+    job.feed(api.Signalled(signal=signal.SIGUSR2))
+    job.feed(api.TimeLeft(seconds=600.0))
+    job.all_back()
+    assert [ranks for ranks, park in job.orders(m.Park) if park.after_iteration] == [(0, 1, 2, 3)]
+    job.wait(500)
+    assert job.end is None
+    job.wait(100)
+    assert job.end is not None
+    assert job.end.requeue
+
+
 @pytest.mark.parametrize(
     ("entries", "reason"),
     [([], "its journal is empty"), ([JobEnded(exit_code=0, state="completed", reason="done")], "has ended: done")],
@@ -452,6 +495,17 @@ def test_a_node_noted_as_lost_during_the_start_ends_the_job_wherever_the_supervi
     assert job.end is not None
     assert job.end.exit_code == 5
     assert "node n2: its agent was killed by SIGKILL before training began" in job.end.reason
+
+
+def test_a_job_that_two_lost_nodes_end_is_ended_once() -> None:
+    """One that could be spared, and that no failure tells of, for nothing had been started there; and another one."""
+    before = Beginning("n1", "n2", nodes=3, spares=1)
+    before.feed(api.AgentLost(node="n3", reason="its agent could not be started"))
+    before.feed(api.AgentLost(node="n2", reason="its agent was killed by SIGKILL"))
+    assert isinstance(journal_of(before)[-1], JobEnded)
+    job = TakenOver(before, forgets=1)
+    job.back("n1")
+    assert [entry.exit_code for entry in job.all(JobEnded)] == [5]
 
 
 @pytest.mark.parametrize("forgets", range(3))

@@ -9,6 +9,7 @@ import pytest
 
 from resihp.controller import interface as api
 from resihp.controller import planning
+from resihp.controller.fail_stop.failures import MAX_REBUILDS
 from resihp.errors import PlanError
 from resihp.faults import Fault
 from resihp.parallelism.layout import Layout
@@ -306,6 +307,17 @@ def test_another_digest_is_an_objection() -> None:
     assert job.job.epoch == 3
 
 
+def test_who_has_confirmed_a_plan_cannot_object_to_it() -> None:
+    job = Direct(nodes=3).run(2)
+    job.crash(1)
+    job.park(stepped=2)
+    job.confirm(0)
+    job.say(0, m.Object(epoch=2, reason="another thought"))
+    assert job.all(PlanRefused) == []
+    job.run(1)
+    assert job.job.record.committed == 3
+
+
 def test_a_second_refusal_ends_with_1() -> None:
     job = Direct(nodes=3).run(2)
     job.crash(1)
@@ -590,6 +602,22 @@ def test_the_newcomers_iterations_count_from_the_state_that_they_got() -> None:
     assert len(job.all(FailureFound)) == 1
 
 
+def test_communication_that_fails_again_and_again_ends_the_job() -> None:
+    """All ranks are alive: nothing shrinks by it, and it could go on for ever."""
+    job = Direct().run(1)
+    for _ in range(MAX_REBUILDS):
+        job.say(0, m.Stuck(epoch=job.job.epoch, error="connection reset"))
+        job.wait(1)
+        job.park(stepped=1)
+        job.run()
+    assert job.end is None
+    job.say(0, m.Stuck(epoch=job.job.epoch, error="connection reset"))
+    job.wait(1)
+    assert job.end is not None
+    assert (job.end.exit_code, job.end.requeue) == (1, False)
+    assert "connection reset" in job.end.reason
+
+
 def part(rank: int, iteration: int, epoch: int, **more: Any) -> m.CheckpointPart:
     file = f"part-e{epoch:04d}-r{rank:05d}.pt"
     return m.CheckpointPart(epoch=epoch, iteration=iteration, folder="saved", file=file, bytes=10, seconds=0.1, **more)
@@ -619,3 +647,42 @@ def test_a_part_that_could_not_be_written_is_said_so_and_counts_for_nothing() ->
     said = [action for answer in answers for action in answer]
     assert not [action for action in said if isinstance(action, api.CommitCheckpoint)]
     assert any(isinstance(action, api.Say) and "disk full" in action.text for action in said)
+
+
+def test_parts_of_no_plan_that_is_known_make_no_checkpoint() -> None:
+    job = Direct(nodes=3).run(2)
+    assert job.say(0, part(0, 2, 77)) == []
+
+
+def test_what_a_plan_before_wrote_of_an_iteration_that_does_not_count_is_no_checkpoint() -> None:
+    job = Direct(nodes=3).run(2)
+    writers = job.job.record.writers[1]
+    job.crash(5)
+    job.park(stepped=2)
+    job.run(0)
+    assert {*writers} <= {*job.job.live}
+    answers = [job.say(rank, part(rank, 3, 1)) for rank in writers]
+    assert answers == [[]] * len(writers)
+
+
+def test_of_a_checkpoint_that_is_complete_nothing_is_kept() -> None:
+    """Nor of those before it that never were: a job of months writes many."""
+    job = Direct(nodes=3).run(3)
+    first, *others = job.job.record.writers[1]
+    for rank, iteration in ((first, 1), (first, 2), *((rank, 2) for rank in others), (first, 3)):
+        job.say(rank, part(rank, iteration, 1))
+    assert [action.iteration for action in job.actions if isinstance(action, api.CommitCheckpoint)] == [2]
+    assert [iteration for _, iteration, _ in job.job.parts] == [3]
+
+
+def test_who_finishes_while_a_loss_is_being_settled_does_not_end_the_job() -> None:
+    """That its last step counts is decided when all have parked."""
+    job = Direct(nodes=3).run(5)
+    job.crash(5)
+    for rank in range(5):
+        job.say(rank, m.Stepped(epoch=1, outcome=outcome(6), seconds=0.5, compute_s=0.4))
+        job.say(rank, m.Finished(iteration=6))
+    assert job.orders(m.Halt) == []
+    job.park(stepped=6)
+    assert job.job.record.committed == 6
+    assert job.all(JobEnded) == []

@@ -117,6 +117,13 @@ def test_a_spare_takes_the_place_of_a_device_that_is_not_fit() -> None:
     assert {4, 5} & set(job.plan.layout.active)
 
 
+def test_no_spare_of_another_node_takes_a_place_in_a_tensor_parallel_group() -> None:
+    job = examined({1: 0.5}, tp=2)
+    assert 1 in standby(job)
+    stages = [stage.ranks for replica in job.plan.layout.replicas for stage in replica.stages]
+    assert all(len({job.job.members[rank].node for rank in ranks}) == 1 for ranks in stages)
+
+
 def test_with_enough_spares_the_first_layout_is_what_was_asked_for() -> None:
     """`Settings.spares`: nodes beyond what the first layout uses."""
     job = examined({1: 0.5}, spares=1)

@@ -357,6 +357,18 @@ def test_what_is_found_again_though_its_probe_was_fine_is_slow_in_training() -> 
     assert suspected(job) == [(3, False), (3, True), (3, False)]
 
 
+def test_after_a_verdict_that_has_ended_a_fine_probe_clears_once_more() -> None:
+    job = Job(finding(3), records=DEAR).run(5)
+    job.measure()
+    job.find(finding(3))
+    job.measure()
+    job.find(finding(3, kind="recovered"))
+    job.find(finding(3))
+    job.measure()
+    assert len(job.all(FailureFound)) == 1
+    assert suspected(job)[-2:] == [(3, False), (3, True)]
+
+
 def test_a_rank_that_was_cleared_does_not_answer_for_another() -> None:
     job = Job(finding(3)).run(5)
     job.measure()

@@ -19,6 +19,7 @@ from resihp.record.journal import (
     AnyEntry,
     DrainAnswered,
     DrainDecided,
+    DrainWaived,
     FailureFound,
     NodeJoined,
     NodeLost,
@@ -236,6 +237,19 @@ def test_a_node_that_answers_is_left_out_for_its_agents_end_and_never_drained() 
     job.lose("n3", reason="its agent was killed by SIGKILL")
     job.train(5)
     assert decisions(job) == [("n3", "exclude", "agent")]
+
+
+def test_a_node_is_decided_about_once() -> None:
+    """It is drained for its device; that it dies later adds nothing."""
+    job = trained()
+    breaks(job, 5)
+    job.settle()
+    job.train(5)
+    job.lose("n3")
+    job.train(5)
+    assert decisions(job) == [("n3", "drain", "hardware")]
+    assert [entry.node for entry in job.all(DrainWaived)] == ["n3"]
+    assert len(job.asked(api.DrainNode)) == 1
 
 
 def test_what_was_decided_about_is_no_common_cause_for_a_new_supervisor() -> None:
@@ -459,6 +473,20 @@ def test_a_drained_node_that_the_layout_cannot_do_without_trains_on(monkeypatch:
     assert len(job.job.record.active) == 8
     told = [a.text for a in job.asked(api.Say) if "cannot do without it" in a.text]
     assert told == ["node n3: is drained, but the layout cannot do without it; it trains on"]
+
+
+def test_a_drained_node_that_is_needed_after_all_trains_on() -> None:
+    """All others are lost on the way."""
+    job = trained(nodes=2, pp=1, on_drain="vacate", replacements=0)
+    administrator_drains(job, node="n2")
+    assert job.job.pause is not None
+    job.lose("n1")
+    job.train(5)
+    assert job.job.record.active == (2, 3)
+    assert job.job.training
+    assert [entry.node for entry in job.all(NodeLost)] == ["n1"]
+    told = [a.text for a in job.asked(api.Say) if "cannot do without it" in a.text]
+    assert told == ["node n2: is drained, but the layout cannot do without it; it trains on"]
 
 
 def test_a_healthy_view_is_not_worth_a_word() -> None:
@@ -873,6 +901,18 @@ def test_a_new_supervisor_does_not_do_again_what_was_answered() -> None:
     job.train(20)
     kinds = (api.DrainNode, api.ReleaseNode, api.AskReplacement, api.CancelReplacement, api.StartWorkers)
     assert [len(job.asked(kind)) for kind in kinds] == [0, 0, 0, 0, 0]
+
+
+def test_a_new_supervisor_cancels_again_what_was_cancelled() -> None:
+    """Whether Slurm was ever told is not known."""
+    job = trained(nodes=5, spares=1)
+    job.crash(5)
+    job.settle()
+    job.lose("n4")
+    job.train(2)
+    job.let_in(10)
+    assert states(job) == ["cancelled"]
+    assert [a.replacement for a in recovered(job) if isinstance(a, api.CancelReplacement)] == [1]
 
 
 def test_a_new_supervisor_starts_the_workers_of_a_node_that_had_just_joined() -> None:

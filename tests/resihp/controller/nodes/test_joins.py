@@ -9,6 +9,7 @@ import pytest
 
 from resihp.controller import interface as api
 from resihp.controller import planning
+from resihp.errors import NotEnoughDevicesError
 from resihp.protocol import messages as m
 from resihp.record.journal import (
     FailureFound,
@@ -269,6 +270,17 @@ def test_a_newcomer_of_a_node_that_is_lost_is_forgotten() -> None:
     job.feed(api.AgentLost(node="n1", reason="gone"))
     job.spawn(6)
     assert 6 not in job.job.members
+
+
+def test_a_newcomer_for_which_no_plan_is_found_interrupts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def impossible(*_: object) -> None:
+        raise NotEnoughDevicesError("no layout")
+
+    job = crashed()
+    monkeypatch.setattr(planning, "best", impossible)
+    job.join(6)
+    assert job.job.pause is None
+    assert job.end is None
 
 
 # --- the end ------------------------------------------------------------------------------------------------------

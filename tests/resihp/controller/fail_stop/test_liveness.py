@@ -1,0 +1,29 @@
+"""Who keeps the others waiting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from resihp.controller.fail_stop.liveness import culprits
+from resihp.controller.interface import Settings
+from resihp.controller.state import Member
+from resihp.protocol import messages as m
+from resihp.record.state import KnownWorker
+
+SETTINGS = Settings(job="local-1", nodes=1, gpus_per_node=4, tp=1, pp=1)
+
+
+def member(rank: int, *, activity: Any = "communication", state: str = "S", age_s: float = 0.1) -> Member:
+    found = Member(KnownWorker(rank, "n1", rank, 1000 + rank))
+    progress = m.Progress(epoch=1, iteration=1, primitives=1, activity=activity)
+    found.beat = m.WorkerBeat(rank=rank, age_s=age_s, state=state, progress=progress)
+    return found
+
+
+def test_a_stopped_process_comes_before_a_mute_one_and_that_before_one_that_computes() -> None:
+    stopped, mute = member(0, state="T"), member(1, age_s=100.0)
+    computes, waits = member(2, activity="compute"), member(3)
+    assert culprits([waits, computes, mute, stopped], 0.0, SETTINGS) == [stopped]
+    assert culprits([waits, computes, mute], 0.0, SETTINGS) == [mute]
+    assert culprits([waits, computes], 0.0, SETTINGS) == [computes]
+    assert culprits([waits], 0.0, SETTINGS) == [], "the communication itself is broken"

@@ -50,7 +50,23 @@ PRELOADED = ("numpy", "scipy.optimize", "scipy.stats", "msgspec", "hypothesis", 
 executed: set[int] = set()
 """Statements that were executed, in a tree that notes it."""
 
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT: dict[str, str] = {
+    "resihp/controller/consent.py::confirmed: if member.rank not in transition.waiting: return -> pass": (
+        "nobody who is not waited for can be discarded, and who objects is looked for there once more"
+    ),
+    "resihp/controller/fail_slow/slowness.py::concluded: if finding is None: return -> pass": (
+        "for the type checker: a suspicion comes from a finding, and what else is measured was dealt with above"
+    ),
+    "resihp/controller/nodes/joins.py::measured: if not member.ready: continue -> pass": (
+        "who is not ready is told of, or considered, to no effect: `consider` looks only at who is ready"
+    ),
+    "resihp/controller/nodes/replacements.py::_worth: if job.usual_s == 0: return None -> pass": (
+        "then the time left comes to 0 as well, and nothing is worth its price"
+    ),
+    "resihp/controller/nodes/replacements.py::_worth: return None -> pass": (
+        "while training runs every rank of the plan in effect holds its state: none is lost"
+    ),
+}
 """By what a mutant is called, why nobody can tell it from the original."""
 
 FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {

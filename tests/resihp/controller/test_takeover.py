@@ -141,6 +141,16 @@ def test_what_comes_before_everybody_is_back_is_handled_then() -> None:
     assert answer[-1] == api.Reply(request=3, ok=False, text="there is no rank 9")
 
 
+def test_the_wait_for_agents_is_no_lack_of_progress() -> None:
+    job = TakenOver(Direct().run(2))
+    for _ in range(20):
+        job.feed(api.Tick(), 1.0)
+    job.all_back()
+    job.feed(api.Tick(), 0.5)
+    assert job.all(Suspected) == []
+    assert {type(action) for action in job.actions} == {api.Say}, "nobody is told anything"
+
+
 def test_iterations_that_nobody_remembers_are_passed_over() -> None:
     declare = m.Declare(model=DECLARE.model, micro_batches=8, iterations=99, resume_from=0, fingerprint="same")
     job = TakenOver(Direct(declare=declare).run(3))
@@ -251,6 +261,7 @@ def test_a_start_that_was_under_way_is_done_again() -> None:
     job.park(stepped=0)
     job.run(1)
     assert [entry.epoch for entry in job.all(PlanInEffect)] == [2]
+    assert [entry.action for entry in job.all(PlanDecided)] == ["start"]
     assert [entry.outcome.iteration for entry in job.all(IterationCommitted)] == [1]
     assert job.all(FailureFound) == []
 

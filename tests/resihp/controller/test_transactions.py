@@ -97,6 +97,16 @@ def test_a_failure_before_the_plan_is_in_effect_starts_again_from_the_old_state(
     assert base.survivors == (0, 2, 4, 5)
 
 
+def test_who_was_not_asked_to_park_gets_no_work_for_saying_that_it_has() -> None:
+    job = Direct(nodes=3).run(2)
+    job.crash(1)
+    job.join(6)  # in its place, too late to be asked
+    job.park(6, stepped=0)
+    job.park(stepped=2)
+    assert job.plan.epoch == 2
+    assert 6 not in job.plan.layout.ranks
+
+
 def test_a_failure_after_the_plan_is_in_effect_starts_from_the_new_state() -> None:
     """The order to begin has not reached rank 0 yet, which holds both."""
     job = Direct(nodes=3).run(2)

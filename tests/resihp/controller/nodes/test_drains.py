@@ -475,6 +475,19 @@ def test_a_drained_node_that_the_layout_cannot_do_without_trains_on(monkeypatch:
     assert told == ["node n3: is drained, but the layout cannot do without it; it trains on"]
 
 
+def test_a_drained_node_that_trains_on_is_part_of_the_next_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def impossible(*_: object) -> None:
+        raise NotEnoughDevicesError("the model does not fit")
+
+    job = trained(on_drain="vacate")
+    with monkeypatch.context() as patched:
+        patched.setattr(planning, "best", impossible)
+        administrator_drains(job)
+    job.crash(0)
+    job.settle()
+    assert {4, 5} <= set(job.job.record.active)
+
+
 def test_a_drained_node_that_is_needed_after_all_trains_on() -> None:
     """All others are lost on the way."""
     job = trained(nodes=2, pp=1, on_drain="vacate", replacements=0)

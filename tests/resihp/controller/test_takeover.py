@@ -438,6 +438,15 @@ def test_a_rank_number_that_was_given_is_not_given_again() -> None:
     assert starts(job)[-1:] == [(5,)]
 
 
+def test_a_process_that_was_ordered_and_never_begun_is_ordered_again_and_joins() -> None:
+    job = TakenOver(disturbed(Direct(nodes=3), "parking")).all_back()
+    assert starts(job) == [(6,)]
+    job.park(stepped=2, holds=(1,))
+    job.run(1)
+    job.join(6)
+    assert 6 in job.job.ready
+
+
 # --- told to stop -------------------------------------------------------------------------------------------------
 
 

@@ -41,87 +41,105 @@ Outside = Callable[[], Mapping[str, float]]
 out."""
 
 
-def families(figures: Figures, now: float, outside: Mapping[str, float]) -> Iterator[Metric]:
-    """All metrics of a job; those that are not known yet are left out."""
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+class _Families:
+    """Makes families of one job's metrics; a value that is not known gives none."""
 
-    job = label(figures.job)
+    def __init__(self, job: str) -> None:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    def gauge(name: str, text: str, value: float | None) -> Iterator[Metric]:
+        self._job = label(job)
+        self._gauge, self._counter = GaugeMetricFamily, CounterMetricFamily
+
+    def gauge(self, name: str, text: str, value: float | None) -> Iterator[Metric]:
         if value is not None:
-            family = GaugeMetricFamily(f"resihp_{name}", text, labels=[JOB])
-            family.add_metric([job], value)
-            yield family
+            yield from self.gauges(name, text, (), {(): value})
 
-    def counter(name: str, text: str, value: float | None) -> Iterator[Metric]:
+    def counter(self, name: str, text: str, value: float | None) -> Iterator[Metric]:
         if value is not None:
-            family = CounterMetricFamily(f"resihp_{name}", text, labels=[JOB])
-            family.add_metric([job], value)
-            yield family
+            yield from self.counters(name, text, (), {(): value})
 
-    def by(
-        kind: type[Any], name: str, text: str, labels: tuple[str, ...], values: Mapping[Any, float]
+    def gauges(self, name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]) -> Iterator[Metric]:
+        return self._by(self._gauge, name, text, labels, values)
+
+    def counters(self, name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]) -> Iterator[Metric]:
+        return self._by(self._counter, name, text, labels, values)
+
+    def _by(
+        self, kind: type[Any], name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]
     ) -> Iterator[Metric]:
+        """One for each key, which are the labels' values: one string, or several."""
         family = kind(f"resihp_{name}", text, labels=[JOB, *labels])
         for key, value in values.items():
             parts = key if isinstance(key, tuple) else (key,)
-            family.add_metric([job, *map(label, parts)], value)
+            family.add_metric([self._job, *map(label, parts)], value)
         yield family
 
+
+def families(figures: Figures, now: float, outside: Mapping[str, float]) -> Iterator[Metric]:
+    """All metrics of a job; those that are not known yet are left out."""
+    of = _Families(figures.job)
+    yield from _progress(of, figures, now)
+    yield from _disturbances(of, figures)
+    dropped = outside.get("telemetry_dropped")
+    yield from of.counter("telemetry_dropped", "Rank reports that the ledger did not take.", dropped)
+    behind = outside.get("ledger_behind")
+    yield from of.gauge("ledger_behind_records", "Journal records that the ledger lacks so far.", behind)
+    hooks = {tuple(key.split(".", 1)): value for key, value in outside.items() if "." in key}
+    if hooks:
+        yield from of.counters("hook_events", "Events told.", ("hook", "outcome"), hooks)
+
+
+def _progress(of: _Families, figures: Figures, now: float) -> Iterator[Metric]:
     about = {"user": figures.user, "version": figures.version}
-    yield from by(GaugeMetricFamily, "job_info", "The job; always 1.", tuple(about), {tuple(about.values()): 1})
+    yield from of.gauges("job_info", "The job; always 1.", tuple(about), {tuple(about.values()): 1})
     states = {state: float(state == figures.state) for state in STATES}
-    yield from by(GaugeMetricFamily, "job_state", "1 for the state that the job is in.", ("state",), states)
-    yield from gauge("job_start_timestamp_seconds", "When the job started.", figures.started_at)
-    yield from gauge("job_exit_code", "How the job ended.", figures.exit_code)
-    yield from gauge("epoch", "Epoch of the newest plan.", figures.epoch)
-    yield from gauge("iteration", "Last committed iteration.", figures.iteration)
-    yield from gauge("last_commit_timestamp_seconds", "When it was committed.", figures.committed_at)
-    yield from gauge("iteration_seconds", "How long it took, by the slowest rank.", figures.last_seconds)
-    yield from gauge("iteration_predicted_seconds", "How long it was to take.", figures.predicted_seconds)
-    yield from gauge("loss", "Its loss.", figures.loss)
-    yield from counter("iterations", "Committed iterations.", figures.iterations)
-    yield from counter("tokens", "Tokens of committed iterations.", figures.tokens)
+    yield from of.gauges("job_state", "1 for the state that the job is in.", ("state",), states)
+    yield from of.gauge("job_start_timestamp_seconds", "When the job started.", figures.started_at)
+    yield from of.gauge("job_exit_code", "How the job ended.", figures.exit_code)
+    yield from of.gauge("epoch", "Epoch of the newest plan.", figures.epoch)
+    yield from of.gauge("iteration", "Last committed iteration.", figures.iteration)
+    yield from of.gauge("last_commit_timestamp_seconds", "When it was committed.", figures.committed_at)
+    yield from of.gauge("iteration_seconds", "How long it took, by the slowest rank.", figures.last_seconds)
+    yield from of.gauge("iteration_predicted_seconds", "How long it was to take.", figures.predicted_seconds)
+    yield from of.gauge("loss", "Its loss.", figures.loss)
+    yield from of.counter("iterations", "Committed iterations.", figures.iterations)
+    yield from of.counter("tokens", "Tokens of committed iterations.", figures.tokens)
     useful_s = figures.useful_s()
-    yield from counter("useful_seconds", "Seconds of committed iterations.", useful_s)
+    yield from of.counter("useful_seconds", "Seconds of committed iterations.", useful_s)
     lost_s = max(figures.wall_s(now) - useful_s, 0.0)
-    yield from gauge("lost_seconds", "Wall time since the first iteration began, less what was useful.", lost_s)
-    yield from gauge("goodput_ratio", "Useful share of the wall time since then.", figures.goodput(now))
-    yield from by(GaugeMetricFamily, "ranks", "Ranks by state.", ("state",), figures.ranks())
-    yield from gauge("nodes", "Nodes that have joined and were not lost.", len(figures.nodes))
-    yield from counter("nodes_lost", "Nodes that were lost.", figures.nodes_lost)
-    yield from by(CounterMetricFamily, "failures", "Failures found.", ("kind", "component", "node"), figures.failures)
-    yield from counter("failures_over", "Slow devices and links that are as fast as before again.", figures.recovered)
-    yield from by(
-        CounterMetricFamily,
+    yield from of.gauge("lost_seconds", "Wall time since the first iteration began, less what was useful.", lost_s)
+    yield from of.gauge("goodput_ratio", "Useful share of the wall time since then.", figures.goodput(now))
+
+
+def _disturbances(of: _Families, figures: Figures) -> Iterator[Metric]:
+    yield from of.gauges("ranks", "Ranks by state.", ("state",), figures.ranks())
+    yield from of.gauge("nodes", "Nodes that have joined and were not lost.", len(figures.nodes))
+    yield from of.counter("nodes_lost", "Nodes that were lost.", figures.nodes_lost)
+    yield from of.counters("failures", "Failures found.", ("kind", "component", "node"), figures.failures)
+    yield from of.counter(
+        "failures_over", "Slow devices and links that are as fast as before again.", figures.recovered
+    )
+    yield from of.counters(
         "reconfigurations",
         "Transitions to another plan, by what became of the iteration under way.",
         ("action",),
         figures.reconfigurations,
     )
-    yield from by(
-        CounterMetricFamily,
+    yield from of.counters(
         "reconfiguration_seconds",
         "From the failure's detection to the next commit.",
         ("action",),
         figures.reconfiguration_seconds,
     )
-    yield from counter("reconfiguration_moved_bytes", "State that ranks received in them.", figures.bytes_moved)
-    yield from counter("drains", "Nodes that were to be drained.", figures.drains)
-    yield from by(CounterMetricFamily, "drain_answers", "How rungs went.", ("step", "outcome"), figures.drain_answers)
+    yield from of.counter("reconfiguration_moved_bytes", "State that ranks received in them.", figures.bytes_moved)
+    yield from of.counter("drains", "Nodes that were to be drained.", figures.drains)
+    yield from of.counters("drain_answers", "How rungs went.", ("step", "outcome"), figures.drain_answers)
     wanted = Counter(figures.replacements.values())
     replacements = {state: wanted[state] for state in REPLACEMENT_STATES}
-    yield from by(GaugeMetricFamily, "replacements", "Requests for nodes, by state.", ("state",), replacements)
-    yield from counter("checkpoints", "Complete checkpoints written.", figures.checkpoints)
-    yield from gauge("checkpoint_iteration", "Iteration of the newest.", figures.checkpoint_iteration)
-    yield from counter("takeovers", "Supervisors that took over.", figures.takeovers)
-    dropped = outside.get("telemetry_dropped")
-    yield from counter("telemetry_dropped", "Rank reports that the ledger did not take.", dropped)
-    behind = outside.get("ledger_behind")
-    yield from gauge("ledger_behind_records", "Journal records that the ledger lacks so far.", behind)
-    hooks = {tuple(key.split(".", 1)): value for key, value in outside.items() if "." in key}
-    if hooks:
-        yield from by(CounterMetricFamily, "hook_events", "Events told.", ("hook", "outcome"), hooks)
+    yield from of.gauges("replacements", "Requests for nodes, by state.", ("state",), replacements)
+    yield from of.counter("checkpoints", "Complete checkpoints written.", figures.checkpoints)
+    yield from of.gauge("checkpoint_iteration", "Iteration of the newest.", figures.checkpoint_iteration)
+    yield from of.counter("takeovers", "Supervisors that took over.", figures.takeovers)
 
 
 def label(text: str) -> str:

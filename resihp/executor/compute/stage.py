@@ -91,16 +91,7 @@ class StageModule(nn.Module):
             self._runs.append([(built[low:high], again) for low, high, again in spans(config, len(built))])
         if last:
             self.final_layernorm = Norm(local, local.hidden_size, eps=local.layernorm_epsilon)
-            self.output_layer = ColumnParallelLinear(
-                local.hidden_size,
-                model.vocab_rows,
-                config=local,
-                init_method=_nothing,
-                bias=False,
-                gather_output=False,
-                skip_weight_param_allocation=model.tied_embeddings,
-                tp_group=tp_group,
-            )
+            self.output_layer = _head(local, model, tp_group)
         self.weights = DeferredWeights()
         """Splits the backward pass of this stage into B and W, for those who ask."""
         self.weights.take(self)
@@ -203,6 +194,19 @@ def _run(layers: list[nn.Module], hidden: Tensor, rotation: Tensor | None, packi
     for layer in layers:
         hidden, _ = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotation, packed_seq_params=packing)
     return hidden
+
+
+def _head(config: TransformerConfig, model: ModelSpec, tp_group: TensorGroup) -> nn.Module:
+    return ColumnParallelLinear(
+        config.hidden_size,
+        model.vocab_rows,
+        config=config,
+        init_method=_nothing,
+        bias=False,
+        gather_output=False,
+        skip_weight_param_allocation=model.tied_embeddings,
+        tp_group=tp_group,
+    )
 
 
 def _for_stage(config: TransformerConfig, sequence_parallel: bool) -> TransformerConfig:

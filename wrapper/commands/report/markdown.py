@@ -43,46 +43,57 @@ def markdown(facts: Facts) -> str:
         parts += ["### What was lost", ""]
         rows = [(cost.name, duration(cost.seconds), hours(cost.gpu_hours), percent(cost.share)) for cost in found]
         parts += table(("cause", "time", "cost", "of the loss"), rows)
-    if facts.failures:
-        parts += ["### Failures", ""]
-        for row in facts.failures[:MOST_FAILURES]:
-            where = f", {row['node']}" if row["node"] is not None else ""
-            where += f" device {row['device']}" if row["device"] is not None else ""
-            ranks = f", {rank_list(row['ranks'])}" if row["ranks"] else ""
-            back = row["seconds_to_recover"]
-            after = f", training back in {duration(back)}" if back is not None else ""
-            words = f"{row['kind']}{where}{ranks}, iteration {row['iteration']}, {clock(row['noticed_at'])}{after}"
-            parts.append(f"{row['failure']}. {text(row['cause'])} ({text(words)})")
-            if row["evidence"]:
-                parts.append(f"   {text(_cut(row['evidence']))}")
-        parts += [*_more(facts.failures, MOST_FAILURES, f"resihp history failures {job['name']}"), ""]
-    if facts.plans:
-        promised = {row["epoch"]: row for row in facts.promises}
-        parts += ["### Plans", ""]
-        rows = []
-        for row in facts.plans[-MOST_PLANS:]:
-            promise = promised.get(row["epoch"])
-            ratios = [promise[name] if promise else None for name in ("promised", "kept")]
-            told = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
-            verdict = promise["verdict"] if promise and promise["promised"] is not None else "-"
-            outcome = verdict if row["in_effect_at"] is not None else row["outcome"]
-            rows.append((str(row["epoch"]), str(row["next_iteration"]), row["description"], *told, outcome))
-        parts += table(("epoch", "from", "layout", "promised", "kept", "verdict"), rows)
-    troubled = [line for line in node_lines(facts) if line.troubles or line.what]
-    if troubled:
-        parts += ["### Nodes", ""]
-        lines = [
-            (
-                line.name,
-                ", ".join(f"{number} {kind}" for kind, number in line.failures.items()) or "none",
-                line.what or "stayed",
-            )
-            for line in troubled[:MOST_NODES]
-        ]
-        parts += table(("node", "failures", "what became of it"), lines)
-        parts += _more(troubled, MOST_NODES, f"resihp history nodes {job['name']}")
+    parts += [*_failures(facts), *_plans(facts), *_nodes(facts)]
     parts += [f"resihp {text(job['version'])}, `{code(safe(facts.command))}`"]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _failures(facts: Facts) -> list[str]:
+    if not facts.failures:
+        return []
+    parts = ["### Failures", ""]
+    for row in facts.failures[:MOST_FAILURES]:
+        where = f", {row['node']}" if row["node"] is not None else ""
+        where += f" device {row['device']}" if row["device"] is not None else ""
+        ranks = f", {rank_list(row['ranks'])}" if row["ranks"] else ""
+        back = row["seconds_to_recover"]
+        after = f", training back in {duration(back)}" if back is not None else ""
+        words = f"{row['kind']}{where}{ranks}, iteration {row['iteration']}, {clock(row['noticed_at'])}{after}"
+        parts.append(f"{row['failure']}. {text(row['cause'])} ({text(words)})")
+        if row["evidence"]:
+            parts.append(f"   {text(_cut(row['evidence']))}")
+    return [*parts, *_more(facts.failures, MOST_FAILURES, f"resihp history failures {facts.job['name']}"), ""]
+
+
+def _plans(facts: Facts) -> list[str]:
+    if not facts.plans:
+        return []
+    promised = {row["epoch"]: row for row in facts.promises}
+    rows = []
+    for row in facts.plans[-MOST_PLANS:]:
+        promise = promised.get(row["epoch"])
+        ratios = [promise[name] if promise else None for name in ("promised", "kept")]
+        told = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+        verdict = promise["verdict"] if promise and promise["promised"] is not None else "-"
+        outcome = verdict if row["in_effect_at"] is not None else row["outcome"]
+        rows.append((str(row["epoch"]), str(row["next_iteration"]), row["description"], *told, outcome))
+    return ["### Plans", "", *table(("epoch", "from", "layout", "promised", "kept", "verdict"), rows)]
+
+
+def _nodes(facts: Facts) -> list[str]:
+    troubled = [line for line in node_lines(facts) if line.troubles or line.what]
+    if not troubled:
+        return []
+    lines = [
+        (
+            line.name,
+            ", ".join(f"{number} {kind}" for kind, number in line.failures.items()) or "none",
+            line.what or "stayed",
+        )
+        for line in troubled[:MOST_NODES]
+    ]
+    told = table(("node", "failures", "what became of it"), lines)
+    return ["### Nodes", "", *told, *_more(troubled, MOST_NODES, f"resihp history nodes {facts.job['name']}")]
 
 
 def text(words: str) -> str:

@@ -85,12 +85,7 @@ def iteration_times(facts: Facts) -> TimesPicture | None:
         shown = f"{value * 1000:g}" if unit == "ms" else f"{value:g}"
         drawing.beside(head + plot * (1 - value / top_s) + 4, f"{shown} {unit}")
     _verdicts(drawing, facts, first, last, head, plot)
-    for value in ticks(first, last, 6):
-        at = (value - first) / (last - first)
-        if value == int(value):
-            drawing.post(at, head + plot, head + plot + 4, "axis")
-            anchor = "start" if at < 0.04 else "end" if at > 0.96 else "middle"
-            drawing.text(at, head + plot + 17, f"{int(value):,}", "tick", anchor)
+    _iterations_below(drawing, first, last, head + plot)
     return TimesPicture(
         picture=drawing.markup(),
         columns=-(-len(known) // columns),
@@ -99,6 +94,15 @@ def iteration_times(facts: Facts) -> TimesPicture | None:
         band=band,
         kinds=tuple(dict.fromkeys(["observed", *kinds, *(["spell"] if spells else [])])),
     )
+
+
+def _iterations_below(drawing: Drawing, first: float, last: float, y: float) -> None:
+    for value in ticks(first, last, 6):
+        at = (value - first) / (last - first)
+        if value == int(value):
+            drawing.post(at, y, y + 4, "axis")
+            anchor = "start" if at < 0.04 else "end" if at > 0.96 else "middle"
+            drawing.text(at, y + 17, f"{int(value):,}", "tick", anchor)
 
 
 def _verdicts(drawing: Drawing, facts: Facts, first: float, last: float, head: float, plot: float) -> None:

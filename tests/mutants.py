@@ -3,9 +3,10 @@
     python -m tests.mutants [--mutants 200] [--seed 1] [--jobs 2] [--only TEXT] [--json FILE]
 
 A mutant is one comparison flipped, one condition negated, one `and` made an `or` (or the other way round), or one
-statement deleted. What only words a message, asserts what cannot be, or gives a name its first value is left alone. Mutants are written into private copies of the tree, never into this one. A mutant is killed when a test fails,
-or takes far longer than it does otherwise; a test that never executes the line is not asked. `EQUIVALENT` names those
-that change nothing that anybody could see, and why; they are not counted. Exit code 1: fewer than 95 % are killed.
+statement deleted. What only words a message, asserts what cannot be, or gives a name its first value is left alone.
+Mutants are written into private copies of the tree, never into this one. A mutant is killed when a test fails, or takes
+far longer than it does otherwise; a test that never executes the line is not asked. `EQUIVALENT` names those that
+change nothing that anybody could see, and why; they are not counted. Exit code 1: fewer than 95 % are killed.
 
 Called by `make soak`.
 """

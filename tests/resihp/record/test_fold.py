@@ -12,6 +12,7 @@ from resihp.errors import ProtocolError
 from resihp.record.fold import fold, how_lost
 from resihp.record.journal import (
     MAGIC,
+    ChangeDecided,
     DrainDecided,
     FailureFound,
     FaultInjected,
@@ -132,6 +133,12 @@ def test_only_what_stopped_is_laid_to_a_node() -> None:
     record = fold([found()])
     assert record.dead_devices == {("n2", 1)}
     assert list(record.verdicts) == ["n2"]
+
+
+def test_how_often_plans_were_changed_for_what_is_counted() -> None:
+    """Each change makes the next one dearer, also for a supervisor that takes over."""
+    change = ChangeDecided(reason="slow", devices=(("n2", 1),), links=((1, 2),))
+    assert fold([change, change]).changes == {("n2", 1): 2, (1, 2): 2}
 
 
 def test_without_a_speed_nothing_is_known_to_be_slow() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from resihp.controller import Controller, planning
 from resihp.controller import interface as api
+from resihp.controller.nodes.replacements import AGAIN_AFTER_S
 from resihp.detector.diagnosis.clues import read_log
 from resihp.errors import NotEnoughDevicesError
 from resihp.faults import parse
@@ -367,6 +368,7 @@ def test_the_batch_host_is_never_given_back_and_always_kept() -> None:
 def test_a_node_whose_last_device_died_is_given_back() -> None:
     job = trained(nodes=4, gpus=1, tp=1, pp=2, faults=(parse("kill:rank=2@iteration=30", 0),))
     job.say(2, m.FaultDue(fault=0))
+    assert job.all(NodeLost) == [], "its process is still there"
     job.crash(2)
     job.settle()
     job.train(20)
@@ -569,6 +571,18 @@ def test_no_node_is_asked_for_in_the_last_iterations() -> None:
     job.train(3)
     assert 0 < job.job.record.goal - job.job.record.committed < 20
     assert job.all(ReplacementAsked) == []
+
+
+def test_whether_a_node_is_worth_it_is_weighed_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the planner; and events are many."""
+    asked_at: list[float] = []
+    weigh = planning.gain_of_a_node
+    job = trained(replacement_wait_s=1e6)
+    monkeypatch.setattr(planning, "gain_of_a_node", lambda of: asked_at.append(of.now) or weigh(of))
+    job.lose("n3")
+    job.train(2 * AGAIN_AFTER_S)
+    assert len(asked_at) == 2
+    assert asked_at[1] - asked_at[0] >= AGAIN_AFTER_S
 
 
 def test_no_node_is_asked_for_that_would_come_too_late() -> None:

@@ -70,6 +70,7 @@ def test_a_warning_leads_to_a_checkpoint_of_the_iteration_under_way_and_a_requeu
     job = trained(slurm=False, batch_node="")
     supervisor_gets(job, USR2)
     assert job.all(JobSignalled) == [JobSignalled(signal=USR2, nodes=(), meaning="warning")]
+    assert "received SIGUSR2: time is running out; stopping after the iteration under way" in said(job)
     assert parks(job, after_iteration=True) == [(0, 1, 2, 3)]
     pause(job)
     assert [entry.outcome.iteration for entry in job.all(IterationCommitted)] == [1, 2, 3]
@@ -220,6 +221,15 @@ def test_a_job_that_is_not_to_come_back_is_not_requeued(meaning: Any) -> None:
     write(job, 0, 1)
     assert job.end is not None
     assert (job.end.exit_code, job.end.requeue) == (143, False)
+
+
+def test_whose_agents_were_signalled_until_slurm_answered_is_in_the_journal() -> None:
+    job = trained()
+    supervisor_gets(job, TERM)
+    agent_gets(job, "n2", TERM)
+    agent_gets(job, "n1", TERM)
+    job.feed(api.StopMeaning(meaning="cancelled"))
+    assert job.all(JobSignalled) == [JobSignalled(signal=TERM, nodes=("n1", "n2"), meaning="cancelled")]
 
 
 def test_the_end_waits_for_slurms_answer_but_not_for_long() -> None:

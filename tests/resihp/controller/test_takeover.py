@@ -141,6 +141,16 @@ def test_what_comes_before_everybody_is_back_is_handled_then() -> None:
     assert answer[-1] == api.Reply(request=3, ok=False, text="there is no rank 9")
 
 
+def test_the_wait_for_agents_is_no_lack_of_progress() -> None:
+    job = TakenOver(Direct().run(2))
+    for _ in range(20):
+        job.feed(api.Tick(), 1.0)
+    job.all_back()
+    job.feed(api.Tick(), 0.5)
+    assert job.all(Suspected) == []
+    assert {type(action) for action in job.actions} == {api.Say}, "nobody is told anything"
+
+
 def test_iterations_that_nobody_remembers_are_passed_over() -> None:
     declare = m.Declare(model=DECLARE.model, micro_batches=8, iterations=99, resume_from=0, fingerprint="same")
     job = TakenOver(Direct(declare=declare).run(3))
@@ -251,6 +261,7 @@ def test_a_start_that_was_under_way_is_done_again() -> None:
     job.park(stepped=0)
     job.run(1)
     assert [entry.epoch for entry in job.all(PlanInEffect)] == [2]
+    assert [entry.action for entry in job.all(PlanDecided)] == ["start"]
     assert [entry.outcome.iteration for entry in job.all(IterationCommitted)] == [1]
     assert job.all(FailureFound) == []
 
@@ -425,6 +436,15 @@ def test_a_rank_number_that_was_given_is_not_given_again() -> None:
     assert [(entry.rank, entry.pid) for entry in job.all(WorkerStarted)] == [(4, 1004)]
     job.crash(4)
     assert starts(job)[-1:] == [(5,)]
+
+
+def test_a_process_that_was_ordered_and_never_begun_is_ordered_again_and_joins() -> None:
+    job = TakenOver(disturbed(Direct(nodes=3), "parking")).all_back()
+    assert starts(job) == [(6,)]
+    job.park(stepped=2, holds=(1,))
+    job.run(1)
+    job.join(6)
+    assert 6 in job.job.ready
 
 
 # --- told to stop -------------------------------------------------------------------------------------------------

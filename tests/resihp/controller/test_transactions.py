@@ -18,6 +18,7 @@ from resihp.record.journal import (
     FailureFound,
     IterationCommitted,
     JobEnded,
+    NodeLost,
     PlanDecided,
     PlanInEffect,
     PlanRefused,
@@ -95,6 +96,31 @@ def test_a_failure_before_the_plan_is_in_effect_starts_again_from_the_old_state(
     base = job.orders(m.Propose)[-1][1].base
     assert (base.epoch, base.layout) == (1, Layout.uniform(tp=1, pp=2, dp=3, layers=6))
     assert base.survivors == (0, 2, 4, 5)
+
+
+@pytest.mark.parametrize(("parked", "lost"), [((0, 2, 3), ["n3"]), ((0, 4, 5), [])])
+def test_a_silent_node_is_given_up_in_a_transition_if_it_is_waited_for(
+    parked: tuple[int, ...], lost: list[str]
+) -> None:
+    """Ranks 4 and 5 are on n3."""
+    job = Direct(nodes=3).run(2)
+    job.crash(1)
+    job.park(*parked, stepped=2)
+    for _ in range(8):
+        for node in ("n1", "n2"):
+            job.feed(api.AgentBeat(node=node, beat=m.Beat(workers=())), 0.0)
+        job.feed(api.Tick(), 1.0)
+    assert [entry.node for entry in job.all(NodeLost)] == lost
+
+
+def test_who_was_not_asked_to_park_gets_no_work_for_saying_that_it_has() -> None:
+    job = Direct(nodes=3).run(2)
+    job.crash(1)
+    job.join(6)  # in its place, too late to be asked
+    job.park(6, stepped=0)
+    job.park(stepped=2)
+    assert job.plan.epoch == 2
+    assert 6 not in job.plan.layout.ranks
 
 
 def test_a_failure_after_the_plan_is_in_effect_starts_from_the_new_state() -> None:
@@ -470,7 +496,7 @@ def test_an_answer_after_the_last_iteration_does_not_start_a_transition() -> Non
     job.step(6, pause=True)
     job.say(0, m.Finished(iteration=6))
     job.park(0, stepped=6, epoch=3)
-    assert job.job.training
+    assert job.job.stage == "running"
     assert job.job.transition is None
 
 
@@ -519,6 +545,7 @@ def test_a_rank_that_hangs_before_it_can_pause_is_urged_then_fenced() -> None:
     assert job.orders(m.Park)[-1][1].after_iteration is False
     job.wait(12)
     assert [action.rank for action in job.actions if isinstance(action, api.SignalWorker)] == [5]
+    assert [ranks for ranks, park in job.orders(m.Park) if not park.after_iteration][-2:] != [(5,), (5,)], "urged once"
 
 
 @pytest.mark.parametrize("seed", FEW)
@@ -686,3 +713,5 @@ def test_who_finishes_while_a_loss_is_being_settled_does_not_end_the_job() -> No
     job.park(stepped=6)
     assert job.job.record.committed == 6
     assert job.all(JobEnded) == []
+    job.run()
+    assert [ranks for ranks, _ in job.orders(m.Halt)] == [(0, 1, 2, 3, 4)], "they do not say so twice"

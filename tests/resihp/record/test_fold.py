@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from resihp.errors import ProtocolError
 from resihp.record.fold import fold, how_lost
 from resihp.record.journal import (
     MAGIC,
+    ChangeDecided,
     DrainDecided,
     FailureFound,
     FaultInjected,
@@ -116,3 +118,30 @@ def test_what_older_entries_left_to_words() -> None:
 
 def test_every_entry_can_be_applied() -> None:
     fold([*ENTRIES, *ENTRIES])
+
+
+def found(**changes: Any) -> FailureFound:
+    given: dict[str, Any] = {"failure": 1, "kind": "fail-stop", "component": "device", "cause": "", "ranks": (3,)}
+    given |= {"node": "n2", "device": 1, "iteration": 3, "epoch": 1, "evidence": "", "detect_s": None}
+    return FailureFound(**given | changes)
+
+
+def test_only_what_stopped_is_laid_to_a_node() -> None:
+    """What a script did on a device is not the device's doing."""
+    record = fold([found(kind="program")])
+    assert (record.failures, record.dead_devices, record.verdicts) == (1, set(), {})
+    record = fold([found()])
+    assert record.dead_devices == {("n2", 1)}
+    assert list(record.verdicts) == ["n2"]
+
+
+def test_how_often_plans_were_changed_for_what_is_counted() -> None:
+    """Each change makes the next one dearer, also for a supervisor that takes over."""
+    change = ChangeDecided(reason="slow", devices=(("n2", 1),), links=((1, 2),))
+    assert fold([change, change]).changes == {("n2", 1): 2, (1, 2): 2}
+
+
+def test_without_a_speed_nothing_is_known_to_be_slow() -> None:
+    record = fold([found(kind="fail-slow")])
+    assert (record.failures, record.slow) == (1, {})
+    assert list(fold([found(kind="fail-slow", speed=0.5)]).slow) == [("n2", 1)]

@@ -531,6 +531,13 @@ def test_a_link_under_suspicion_is_measured_beside_others_at_a_moment_announced_
     assert (job.all(FailureFound), job.orders(m.Park)) == ([], []), "a suspicion interrupts nothing"
 
 
+def test_a_link_of_a_rank_that_stands_by_is_not_looked_into() -> None:
+    job = Job(nodes=3, spares=1).run(4)
+    assert 4 not in job.job.record.active
+    job.find(finding(link=(1, 4), change=3.0))
+    assert job.all(Suspected) == []
+
+
 def test_what_its_measurement_confirms_is_a_links_failure() -> None:
     job = linked(finding(link=(1, 2), change=3.0))
     measure_links(job, {(1, 2): 5e-3})
@@ -825,6 +832,16 @@ def test_a_new_supervisor_clears_a_suspicion_that_nobody_answers_any_more() -> N
     heir.job.monitor = Scripted(finding(3, detected=6))  # type: ignore[assignment]
     heir.step(6)
     assert suspected(heir) == [(3, True), (3, False)], "and looks into it itself"
+
+
+def test_a_new_supervisor_takes_no_answer_to_a_probe_of_the_last_one_for_its_own() -> None:
+    heir = TakenOver(Job(finding(3)).run(5)).all_back()
+    heir.job.monitor = Scripted(finding(3, detected=6))  # type: ignore[assignment]
+    heir.step(6)
+    ranks, _ = heir.orders(m.Probe)[-1]
+    for rank in ranks:
+        heir.say(rank, m.Probed(probe=1, speed=m.Speed(flops=1e14, memory_bytes=1e12), seconds=0.2))
+    assert suspected(heir) == [(3, True), (3, False)], "it is still to be measured"
 
 
 @pytest.mark.parametrize("cleared", [True, False])

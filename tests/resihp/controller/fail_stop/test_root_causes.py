@@ -306,6 +306,26 @@ def test_a_gpus_old_kernel_line_does_not_blame_the_next_process_that_ends_on_its
     assert job.started_again == [("n1", 2)]
 
 
+def test_of_many_old_kernel_lines_none_blames_the_next_process_that_ends_on_its_node() -> None:
+    """More than a failure is told by."""
+    job = Job(nodes=2, gpus=4)
+    burst = [OFF_THE_BUS.replace("191433", str(191433 + second)) for second in range(12)]
+    job.exit(1, GPU_LOST, *burst, status=-6)
+    job.settle()
+    job.exit(2, burst[-1], status=-6)
+    entry = job.failures()[-1]
+    assert (entry.component, entry.cause) == ("process", "rank 2 killed by signal 6 (SIGABRT)")
+
+
+def test_a_line_that_explained_nothing_may_explain_what_comes_later() -> None:
+    job = Job(nodes=2, gpus=4)
+    (cancelled, *_) = EXAMPLES["cancelled"]
+    job.exit(1, ILLEGAL_ACCESS, cancelled)
+    job.settle()
+    job.exit(2, cancelled, status=-6)
+    assert [entry.cause for entry in job.failures()] == ["rank 1: GPU memory was accessed illegally", "job: cancelled"]
+
+
 def test_a_kernel_line_that_could_be_about_either_of_two_condemns_no_device() -> None:
     """Both ended without a word, and the node has a bad GPU: which one is found out by examining the newcomers."""
     job = Job(nodes=2, gpus=4)

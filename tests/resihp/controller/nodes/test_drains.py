@@ -11,6 +11,7 @@ import pytest
 
 from resihp.controller import Controller, planning
 from resihp.controller import interface as api
+from resihp.controller.nodes.replacements import AGAIN_AFTER_S
 from resihp.detector.diagnosis.clues import read_log
 from resihp.errors import NotEnoughDevicesError
 from resihp.faults import parse
@@ -367,6 +368,7 @@ def test_the_batch_host_is_never_given_back_and_always_kept() -> None:
 def test_a_node_whose_last_device_died_is_given_back() -> None:
     job = trained(nodes=4, gpus=1, tp=1, pp=2, faults=(parse("kill:rank=2@iteration=30", 0),))
     job.say(2, m.FaultDue(fault=0))
+    assert job.all(NodeLost) == [], "its process is still there"
     job.crash(2)
     job.settle()
     job.train(20)
@@ -475,6 +477,19 @@ def test_a_drained_node_that_the_layout_cannot_do_without_trains_on(monkeypatch:
     assert told == ["node n3: is drained, but the layout cannot do without it; it trains on"]
 
 
+def test_a_drained_node_that_trains_on_is_part_of_the_next_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def impossible(*_: object) -> None:
+        raise NotEnoughDevicesError("the model does not fit")
+
+    job = trained(on_drain="vacate")
+    with monkeypatch.context() as patched:
+        patched.setattr(planning, "best", impossible)
+        administrator_drains(job)
+    job.crash(0)
+    job.settle()
+    assert {4, 5} <= set(job.job.record.active)
+
+
 def test_a_drained_node_that_is_needed_after_all_trains_on() -> None:
     """All others are lost on the way."""
     job = trained(nodes=2, pp=1, on_drain="vacate", replacements=0)
@@ -556,6 +571,18 @@ def test_no_node_is_asked_for_in_the_last_iterations() -> None:
     job.train(3)
     assert 0 < job.job.record.goal - job.job.record.committed < 20
     assert job.all(ReplacementAsked) == []
+
+
+def test_whether_a_node_is_worth_it_is_weighed_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the planner; and events are many."""
+    asked_at: list[float] = []
+    weigh = planning.gain_of_a_node
+    job = trained(replacement_wait_s=1e6)
+    monkeypatch.setattr(planning, "gain_of_a_node", lambda of: asked_at.append(of.now) or weigh(of))
+    job.lose("n3")
+    job.train(2 * AGAIN_AFTER_S)
+    assert len(asked_at) == 2
+    assert asked_at[1] - asked_at[0] >= AGAIN_AFTER_S
 
 
 def test_no_node_is_asked_for_that_would_come_too_late() -> None:

@@ -94,6 +94,12 @@ def test_nobody_is_started_on_a_lost_node_or_when_training_is_over() -> None:
     assert started(job) == []
 
 
+def test_nobody_is_started_for_a_job_whose_checkpoint_is_of_its_last_iteration() -> None:
+    job = Direct(nodes=3, declare=msgspec.structs.replace(DECLARE, resume_from=DECLARE.iterations))
+    job.crash(1)
+    assert started(job) == []
+
+
 def test_a_standby_rank_that_crashes_comes_back_without_a_transition() -> None:
     job = Direct(nodes=1, gpus=3, pp=2).run(1)
     answer = job.crash(2)

@@ -23,6 +23,7 @@ from resihp.record.journal import (
     PlanInEffect,
     PlanRefused,
     Reconfigured,
+    Suspected,
 )
 from resihp.simulator.harness import Disturbance
 from tests.resihp.controller.direct import DECLARE, Direct, outcome
@@ -534,6 +535,14 @@ def test_a_transfer_that_broke_just_before_the_first_answer_is_not_forgotten() -
     job.park(stepped=2)
     decided = job.all(PlanDecided)[-1]
     assert (decided.action, decided.next_iteration) == ("redo", 3), "an iteration was under way"
+
+
+def test_why_a_rank_is_suspected_is_told() -> None:
+    job = Direct().run(3)
+    job.wait(30, primitives={}, activity="compute")
+    told = [entry.evidence for entry in job.all(Suspected)]
+    assert told
+    assert all("while its peers wait for it" in evidence for evidence in told)
 
 
 def test_a_rank_that_hangs_before_it_can_pause_is_urged_then_fenced() -> None:

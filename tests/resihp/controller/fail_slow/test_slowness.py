@@ -971,6 +971,11 @@ def told(job: Job) -> list[str]:
     return [action.text for action in job.actions if isinstance(action, api.Say)]
 
 
+def test_reports_without_measurements_are_not_worth_a_word() -> None:
+    job = Job().run(3)
+    assert not any("judged without" in a.text for a in job.actions if isinstance(a, api.Say))
+
+
 def test_a_slow_down_is_borne_until_it_has_cost_what_another_plan_does() -> None:
     """Nobody knows how long it lasts: acting then is never more than twice as dear as having known (ski rental)."""
     job = Job(records=DEAR).run(2)

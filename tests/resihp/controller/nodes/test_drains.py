@@ -11,6 +11,7 @@ import pytest
 
 from resihp.controller import Controller, planning
 from resihp.controller import interface as api
+from resihp.controller.nodes.drains import DRAIN_PATIENCE_S
 from resihp.controller.nodes.replacements import AGAIN_AFTER_S
 from resihp.detector.diagnosis.clues import read_log
 from resihp.errors import NotEnoughDevicesError
@@ -402,6 +403,14 @@ def test_our_own_observation_of_a_node_wins_over_slurms(state: str) -> None:
     kinds = [type(action).__name__ for action in job.actions[before:]]
     assert kinds == ["Log", "Say"]
     assert job.job.nodes["n3"].alive
+
+
+def test_a_node_that_is_well_again_for_slurm_was_never_done_without() -> None:
+    job = trained()
+    for state in ("allocated+drain", "allocated"):
+        job.feed(api.SlurmSees(node="n3", state=state, reason=""))
+    assert [e.state for e in job.all(SlurmSaw)] == ["allocated+drain", "allocated"]
+    assert not any("does without it" in a.text for a in job.asked(api.Say))
 
 
 def administrator_drains(job: Job, node: str = "n3", reason: str = "disk is failing") -> None:
@@ -950,6 +959,20 @@ def test_a_new_supervisor_starts_the_workers_of_a_node_that_had_just_joined() ->
     recovered(job)
     (start,) = job.asked(api.StartWorkers)
     assert (start.node, start.workers, start.joins) == ("n9", ((8, 0), (9, 1)), True)
+
+
+def test_a_new_supervisor_gives_a_node_back_whose_drain_nobody_answers() -> None:
+    job = trained()
+    breaks(job, 5)
+    job.settle()
+    job.train(3)
+    job.lose("n3", reason=AGENT)
+    assert decisions(job) == [("n3", "drain", "hardware")]
+    recovered(job)
+    job.train(DRAIN_PATIENCE_S - 1)
+    assert job.asked(api.ReleaseNode) == []
+    job.train(2)
+    assert [action.node for action in job.asked(api.ReleaseNode)] == ["n3"]
 
 
 def test_a_verdict_that_was_not_acted_on_yet_is_not_forgotten() -> None:

@@ -537,6 +537,52 @@ def test_a_transfer_that_broke_just_before_the_first_answer_is_not_forgotten() -
     assert (decided.action, decided.next_iteration) == ("redo", 3), "an iteration was under way"
 
 
+def test_the_last_answer_to_a_pause_may_be_the_first_of_a_rank_with_work() -> None:
+    job = Direct(nodes=1, pp=1).run(2)
+    job.crash(1)
+    job.park(stepped=2)
+    job.run(1)
+    job.join(2)
+    job.step(4, pause=True)
+    job.park(2, stepped=0, epoch=3)
+    job.park(0, stepped=4, epoch=3)
+    assert job.plan.epoch == 3
+    assert job.plan.layout.active == (0, 2)
+
+
+def beats(job: Direct, stopped: int, seconds: float) -> None:
+    """All agents beat; that rank's process is stopped."""
+    for _ in range(round(seconds / 0.25)):
+        for node in ("n1", "n2", "n3"):
+            ranks = [rank for rank in job.job.live if job.job.members[rank].node == node]
+            told = tuple(
+                m.WorkerBeat(rank=rank, age_s=0.1, state="T" if rank == stopped else "S", progress=None)
+                for rank in ranks
+            )
+            job.feed(api.AgentBeat(node=node, beat=m.Beat(workers=told)), 0.0)
+        job.feed(api.Tick(), 0.25)
+
+
+def test_a_stopped_process_that_is_to_park_is_given_a_moment_and_no_more() -> None:
+    job = Direct(nodes=3).run(2)
+    job.crash(1)
+    job.park(0, 2, 3, 4, stepped=2)
+    beats(job, 5, 0.5)
+    assert not [a for a in job.actions if isinstance(a, api.SignalWorker)]
+    beats(job, 5, 4)
+    assert [a.rank for a in job.actions if isinstance(a, api.SignalWorker)] == [5]
+
+
+def test_the_first_iteration_of_a_job_may_take_the_time_of_a_start() -> None:
+    """Kernels are compiled, caches filled; how long an iteration takes is not known yet."""
+    job = Direct().run()
+    job.wait(60, primitives={}, activity="compute")
+    assert not [a for a in job.actions if isinstance(a, api.SignalWorker)]
+    assert job.orders(m.Park) == []
+    job.step(1)
+    assert job.job.record.committed == 1
+
+
 def test_why_a_rank_is_suspected_is_told() -> None:
     job = Direct().run(3)
     job.wait(30, primitives={}, activity="compute")

@@ -759,6 +759,30 @@ def test_a_new_node_that_is_lost_is_given_back_and_another_one_asked_for() -> No
     assert [a.node for a in job.asked(api.ReleaseNode)] == ["n3"], "it is not part of the job's own allocation"
 
 
+def test_a_node_that_came_later_is_no_part_of_the_jobs_own_allocation() -> None:
+    job = trained()
+    job.lose("n3", reason=AGENT)
+    job.train(2)
+    job.arrive("n9", lease=1)
+    job.let_in(8, 9)
+    job.train(3)
+    job.lose("n4", reason=AGENT)
+    job.train(5)
+    assert [(a.node, a.keep) for a in job.asked(api.ReleaseNode)][-1] == ("n4", ("n1", "n2"))
+
+
+def test_nobody_is_asked_for_in_place_of_a_node_that_was_replaced() -> None:
+    job = trained(replacements=5)
+    job.lose("n3")
+    job.train(2)
+    job.arrive("n9", lease=1)
+    job.let_in(8, 9)
+    job.train(3)
+    job.lose("n4")
+    job.train(20)
+    assert [entry.node for entry in job.all(ReplacementAsked)] == ["n3", "n4"]
+
+
 def test_a_request_is_cancelled_when_the_first_layout_is_back_without_it() -> None:
     """A crashed process and a lost node: the node's work goes to a spare."""
     job = trained(nodes=5, spares=1)
@@ -959,6 +983,14 @@ def test_a_new_supervisor_starts_the_workers_of_a_node_that_had_just_joined() ->
     recovered(job)
     (start,) = job.asked(api.StartWorkers)
     assert (start.node, start.workers, start.joins) == ("n9", ((8, 0), (9, 1)), True)
+
+
+def test_a_new_supervisor_asks_nothing_of_slurm_where_there_is_none() -> None:
+    job = trained(slurm=False)
+    job.lose("n3")
+    recovered(job)
+    job.train(5)
+    assert job.asked(api.WatchNode) == job.asked(api.DrainNode) == []
 
 
 def test_a_new_supervisor_gives_a_node_back_whose_drain_nobody_answers() -> None:

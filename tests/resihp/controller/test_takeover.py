@@ -464,6 +464,16 @@ def test_a_process_that_was_ordered_and_never_begun_is_ordered_again_and_joins()
     assert 6 in job.job.ready
 
 
+def test_where_a_process_was_that_is_gone_unheard_of_stays_known() -> None:
+    before = disturbed(Direct(nodes=3), "parking")
+    job = TakenOver(before)
+    job.back("n1", gone={6: 1})
+    job.back("n2")
+    job.back("n3")
+    assert job.job.record.placements[6] == before.job.record.placements[6]
+    assert starts(job) == [], "its device had its chance"
+
+
 # --- told to stop -------------------------------------------------------------------------------------------------
 
 

@@ -247,6 +247,20 @@ def test_moving_state_has_a_budget_from_its_last_sign_of_progress() -> None:
     assert job.end is None
 
 
+def test_who_has_moved_its_state_gives_the_others_their_time_again() -> None:
+    job = Direct(transition_budget_s=60.0).run(2)
+    job.crash(1)
+    job.park(stepped=2)
+    job.confirm()
+    epoch = job.job.epoch
+    job.wait(57, primitives={})
+    job.ready(0)
+    job.wait(57, primitives={})
+    assert job.job.epoch == epoch
+    job.wait(5, primitives={})
+    assert job.job.epoch == epoch + 1
+
+
 def test_a_rank_that_hangs_while_state_moves_is_fenced() -> None:
     job = Direct(transition_budget_s=60.0).run(2)
     job.crash(1)

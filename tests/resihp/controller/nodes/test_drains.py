@@ -438,7 +438,8 @@ def test_a_node_that_an_administrator_drains_is_left_between_two_iterations_and_
     pauses(job)
     job.train(5)
     assert {4, 5}.isdisjoint(job.job.record.active)
-    assert [entry.node for entry in job.all(NodeLost)] == ["n3"]
+    reason = "left for an administrator, who drains it: disk is failing"
+    assert [(entry.node, entry.reason) for entry in job.all(NodeLost)] == [("n3", reason)]
     assert [action.node for action in job.asked(api.DropNode)] == ["n3"]
     assert [(a.node, a.keep) for a in job.asked(api.ReleaseNode)] == [("n3", ("n1", "n2", "n4"))]
     assert job.all(FailureFound) == []

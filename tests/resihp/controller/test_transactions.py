@@ -587,6 +587,15 @@ def test_a_stopped_process_that_is_to_park_is_given_a_moment_and_no_more() -> No
     assert [a.rank for a in job.actions if isinstance(a, api.SignalWorker)] == [5]
 
 
+def test_nobody_else_is_hurried_for_a_stopped_process_whose_end_settles_it() -> None:
+    job = pausing()
+    job.step(3, pause=True)
+    job.park(0, stepped=3, epoch=3)
+    beats(job, 5, 8)
+    assert [a.rank for a in job.actions if isinstance(a, api.SignalWorker)] == [5]
+    assert [park for _, park in job.orders(m.Park) if park.epoch == 3 and not park.after_iteration] == []
+
+
 def test_the_first_iteration_of_a_job_may_take_the_time_of_a_start() -> None:
     """Kernels are compiled, caches filled; how long an iteration takes is not known yet."""
     job = Direct().run()

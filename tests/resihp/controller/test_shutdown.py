@@ -159,6 +159,7 @@ def test_workers_that_do_not_leave_after_training_are_not_waited_for_beyond_a_st
     job = done()
     supervisor_gets(job, TERM)
     job.feed(api.StopMeaning(meaning="cancelled"))
+    assert "the job is to stop; training is done" in said(job)
     job.wait(job.job.settings.signal_grace_s - 1)
     assert job.end is None
     job.wait(2)

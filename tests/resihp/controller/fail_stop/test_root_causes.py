@@ -371,6 +371,13 @@ def test_a_node_that_goes_with_its_device_is_told_as_the_node() -> None:
     assert entry.cause == "node n3: its agent is gone; before, rank 5: GPU is lost to its driver"
 
 
+def test_what_ended_on_another_node_is_no_part_of_a_lost_nodes_failure() -> None:
+    job = Job()
+    job.exit(1, status=-6)
+    job.feed(api.AgentLost(node="n3", reason="its agent is gone"))
+    assert sorted((entry.component, entry.ranks) for entry in job.failures()) == [("node", (4, 5)), ("process", (1,))]
+
+
 def test_a_node_is_lost_once_however_often_that_is_told() -> None:
     job = Job()
     for _ in range(2):

@@ -784,6 +784,19 @@ def test_nobody_is_asked_for_in_place_of_a_node_that_was_replaced() -> None:
     assert [entry.node for entry in job.all(ReplacementAsked)] == ["n3", "n4"]
 
 
+def test_a_node_that_came_later_is_itself_not_replaced() -> None:
+    """What is missing is the one in whose place it came."""
+    job = trained(replacements=5)
+    job.lose("n3", reason=AGENT)
+    job.train(2)
+    job.arrive("n9", lease=1)
+    job.let_in(8, 9)
+    job.train(3)
+    job.lose("n9", "n4", reason=AGENT)
+    job.train(60)
+    assert {entry.node for entry in job.all(ReplacementAsked)} == {"n3", "n4"}
+
+
 def test_a_request_is_cancelled_when_the_first_layout_is_back_without_it() -> None:
     """A crashed process and a lost node: the node's work goes to a spare."""
     job = trained(nodes=5, spares=1)

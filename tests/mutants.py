@@ -60,6 +60,9 @@ EQUIVALENT: dict[str, str] = {
     "resihp/controller/nodes/joins.py::measured: if not member.ready: continue -> pass": (
         "who is not ready is told of, or considered, to no effect: `consider` looks only at who is ready"
     ),
+    "resihp/controller/shutdown.py::agent_signalled: if len(nodes) > 1 or (nodes and alone): return -> pass": (
+        "what follows could only be a warning, which `_begin` does not heed once the job is to stop"
+    ),
     "resihp/controller/nodes/replacements.py::_worth: if job.usual_s == 0: return None -> pass": (
         "then the time left comes to 0 as well, and nothing is worth its price"
     ),

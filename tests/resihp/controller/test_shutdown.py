@@ -147,10 +147,19 @@ def test_a_worker_that_a_stop_ends_after_training_is_no_failure_of_the_script() 
     assert "rank 0 (n1 device 0): killed by signal 15 (SIGTERM) after training was done" in job.end.reason
 
 
+def test_nodes_that_go_once_training_is_done_end_a_job_that_is_done() -> None:
+    job = done()
+    for node in ("n1", "n2"):
+        job.feed(api.AgentLost(node=node, reason="its agent is gone"))
+    assert job.end is not None
+    assert job.end.exit_code == 0
+
+
 def test_workers_that_do_not_leave_after_training_are_not_waited_for_beyond_a_stops_grace() -> None:
     job = done()
     supervisor_gets(job, TERM)
     job.feed(api.StopMeaning(meaning="cancelled"))
+    assert "the job is to stop; training is done" in said(job)
     job.wait(job.job.settings.signal_grace_s - 1)
     assert job.end is None
     job.wait(2)
@@ -230,6 +239,8 @@ def test_whose_agents_were_signalled_until_slurm_answered_is_in_the_journal() ->
     agent_gets(job, "n1", TERM)
     job.feed(api.StopMeaning(meaning="cancelled"))
     assert job.all(JobSignalled) == [JobSignalled(signal=TERM, nodes=("n1", "n2"), meaning="cancelled")]
+    job.wait(5)
+    assert "the job goes on" not in said(job)
 
 
 def test_the_end_waits_for_slurms_answer_but_not_for_long() -> None:
@@ -464,6 +475,29 @@ def test_an_iteration_that_takes_too_long_is_given_up_for_the_one_before() -> No
     assert parks(job, after_iteration=False) == [(0, 1, 2, 3)], "half of twenty seconds"
     job.park(stepped=2)
     assert [order.finish.iteration for _, order in job.orders(m.Save)] == [2]
+
+
+def test_the_first_iteration_of_a_plan_is_given_up_like_any_other() -> None:
+    job = trained(nodes=3)
+    job.crash(5)
+    job.park(stepped=2)
+    job.run()
+    supervisor_gets(job, TERM)
+    job.feed(api.StopMeaning(meaning="cancelled"))
+    job.wait(11)
+    assert parks(job, after_iteration=False)[-1] == (0, 1, 2, 3, 4)
+    job.park(stepped=2, holds=(2,))
+    assert [order.finish.iteration for _, order in job.orders(m.Save)] == [2]
+
+
+def test_a_stop_in_the_very_first_iteration_that_takes_too_long_leaves_nothing_to_save() -> None:
+    job = trained(0)
+    supervisor_gets(job, TERM)
+    job.feed(api.StopMeaning(meaning="cancelled"))
+    job.wait(11)
+    assert job.end is not None
+    assert job.end.exit_code == 143
+    assert "there is nothing to save" in job.end.reason
 
 
 def test_ranks_that_do_not_park_are_not_waited_for_to_the_end() -> None:

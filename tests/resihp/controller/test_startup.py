@@ -215,6 +215,18 @@ def test_another_supervisor_gives_the_same_ranks_to_the_same_nodes(early: bool) 
     assert next_one.end is None
 
 
+def test_a_loss_gives_those_that_are_still_to_come_their_time_again() -> None:
+    """Two of three were enough, and one of them is gone."""
+    job = Start()
+    job.join("n1", "n2")
+    job.wait(30)
+    job.lose("n2")
+    job.wait(LATECOMERS_S)
+    assert job.end is None
+    job.join("n3")
+    assert [node for node, _, _ in job.starts] == ["n1", "n3"]
+
+
 def test_a_store_that_never_listens_ends_the_job_and_tells_where_to_look() -> None:
     job = Start(store=False)
     job.join(*NAMES)

@@ -184,6 +184,14 @@ def test_workers_that_were_told_to_halt_may_be_gone(left: tuple[int, ...]) -> No
     assert [entry.exit for entry in job.all(WorkerEnded)] == [0, 0, 0, 0]
 
 
+def test_workers_have_their_time_to_leave_also_under_a_new_supervisor() -> None:
+    job = TakenOver(Direct().run(6))
+    job.now = 10_000.0  # as long as its machine is up
+    job.all_back()
+    job.feed(api.Tick())
+    assert job.end is None
+
+
 # --- a transition was under way -----------------------------------------------------------------------------------
 
 
@@ -227,6 +235,15 @@ def test_an_order_to_begin_that_was_lost_is_not_waited_for() -> None:
     job.park(stepped=2, holds=(1, 2))
     (_, proposed) = job.orders(m.Propose)[-1]
     assert proposed.base.epoch == 2, "from here on the state is where that plan says"
+
+
+def test_what_broke_before_everybody_was_asked_to_park_is_not_why() -> None:
+    before = disturbed(Direct(nodes=3), "in effect")
+    ready = m.Ready(epoch=2, groups_s=0.1, state_s=0.1)
+    job = TakenOver(before).all_back(said={rank: (ready,) for rank in before.job.record.active})
+    job.say(0, m.Stuck(epoch=2, error="connection reset"))
+    job.park(stepped=2, holds=(1, 2))
+    assert "communication failed" not in job.all(PlanDecided)[-1].reason
 
 
 def test_an_order_to_begin_that_was_heard_is_enough() -> None:
@@ -445,6 +462,16 @@ def test_a_process_that_was_ordered_and_never_begun_is_ordered_again_and_joins()
     job.run(1)
     job.join(6)
     assert 6 in job.job.ready
+
+
+def test_where_a_process_was_that_is_gone_unheard_of_stays_known() -> None:
+    before = disturbed(Direct(nodes=3), "parking")
+    job = TakenOver(before)
+    job.back("n1", gone={6: 1})
+    job.back("n2")
+    job.back("n3")
+    assert job.job.record.placements[6] == before.job.record.placements[6]
+    assert starts(job) == [], "its device had its chance"
 
 
 # --- told to stop -------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from resihp.record.journal import (
     PlanInEffect,
     PlanRefused,
     Reconfigured,
+    Suspected,
 )
 from resihp.simulator.harness import Disturbance
 from tests.resihp.controller.direct import DECLARE, Direct, outcome
@@ -244,6 +245,20 @@ def test_moving_state_has_a_budget_from_its_last_sign_of_progress() -> None:
     job.wait(5)
     assert job.job.epoch == epoch + 1
     assert job.end is None
+
+
+def test_who_has_moved_its_state_gives_the_others_their_time_again() -> None:
+    job = Direct(transition_budget_s=60.0).run(2)
+    job.crash(1)
+    job.park(stepped=2)
+    job.confirm()
+    epoch = job.job.epoch
+    job.wait(57, primitives={})
+    job.ready(0)
+    job.wait(57, primitives={})
+    assert job.job.epoch == epoch
+    job.wait(5, primitives={})
+    assert job.job.epoch == epoch + 1
 
 
 def test_a_rank_that_hangs_while_state_moves_is_fenced() -> None:
@@ -534,6 +549,69 @@ def test_a_transfer_that_broke_just_before_the_first_answer_is_not_forgotten() -
     job.park(stepped=2)
     decided = job.all(PlanDecided)[-1]
     assert (decided.action, decided.next_iteration) == ("redo", 3), "an iteration was under way"
+
+
+def test_the_last_answer_to_a_pause_may_be_the_first_of_a_rank_with_work() -> None:
+    job = Direct(nodes=1, pp=1).run(2)
+    job.crash(1)
+    job.park(stepped=2)
+    job.run(1)
+    job.join(2)
+    job.step(4, pause=True)
+    job.park(2, stepped=0, epoch=3)
+    job.park(0, stepped=4, epoch=3)
+    assert job.plan.epoch == 3
+    assert job.plan.layout.active == (0, 2)
+
+
+def beats(job: Direct, stopped: int, seconds: float) -> None:
+    """All agents beat; that rank's process is stopped."""
+    for _ in range(round(seconds / 0.25)):
+        for node in ("n1", "n2", "n3"):
+            ranks = [rank for rank in job.job.live if job.job.members[rank].node == node]
+            told = tuple(
+                m.WorkerBeat(rank=rank, age_s=0.1, state="T" if rank == stopped else "S", progress=None)
+                for rank in ranks
+            )
+            job.feed(api.AgentBeat(node=node, beat=m.Beat(workers=told)), 0.0)
+        job.feed(api.Tick(), 0.25)
+
+
+def test_a_stopped_process_that_is_to_park_is_given_a_moment_and_no_more() -> None:
+    job = Direct(nodes=3).run(2)
+    job.crash(1)
+    job.park(0, 2, 3, 4, stepped=2)
+    beats(job, 5, 0.5)
+    assert not [a for a in job.actions if isinstance(a, api.SignalWorker)]
+    beats(job, 5, 4)
+    assert [a.rank for a in job.actions if isinstance(a, api.SignalWorker)] == [5]
+
+
+def test_nobody_else_is_hurried_for_a_stopped_process_whose_end_settles_it() -> None:
+    job = pausing()
+    job.step(3, pause=True)
+    job.park(0, stepped=3, epoch=3)
+    beats(job, 5, 8)
+    assert [a.rank for a in job.actions if isinstance(a, api.SignalWorker)] == [5]
+    assert [park for _, park in job.orders(m.Park) if park.epoch == 3 and not park.after_iteration] == []
+
+
+def test_the_first_iteration_of_a_job_may_take_the_time_of_a_start() -> None:
+    """Kernels are compiled, caches filled; how long an iteration takes is not known yet."""
+    job = Direct().run()
+    job.wait(60, primitives={}, activity="compute")
+    assert not [a for a in job.actions if isinstance(a, api.SignalWorker)]
+    assert job.orders(m.Park) == []
+    job.step(1)
+    assert job.job.record.committed == 1
+
+
+def test_why_a_rank_is_suspected_is_told() -> None:
+    job = Direct().run(3)
+    job.wait(30, primitives={}, activity="compute")
+    told = [entry.evidence for entry in job.all(Suspected)]
+    assert told
+    assert all("while its peers wait for it" in evidence for evidence in told)
 
 
 def test_a_rank_that_hangs_before_it_can_pause_is_urged_then_fenced() -> None:

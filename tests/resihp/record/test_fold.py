@@ -20,6 +20,7 @@ from resihp.record.journal import (
     Journal,
     NodeLost,
     PlanInEffect,
+    ProbesTaken,
     WorkerStarted,
     read,
     torn_bytes,
@@ -139,6 +140,11 @@ def test_how_often_plans_were_changed_for_what_is_counted() -> None:
     """Each change makes the next one dearer, also for a supervisor that takes over."""
     change = ChangeDecided(reason="slow", devices=(("n2", 1),), links=((1, 2),))
     assert fold([change, change]).changes == {("n2", 1): 2, (1, 2): 2}
+
+
+def test_numbers_of_probes_are_not_given_twice() -> None:
+    taken = [ProbesTaken(probe=probe, occasion="join", devices=(), links=(), seconds=0.1) for probe in (2, 1)]
+    assert fold(taken).probes == 2
 
 
 def test_without_a_speed_nothing_is_known_to_be_slow() -> None:

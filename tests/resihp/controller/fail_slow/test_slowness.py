@@ -15,6 +15,7 @@ from resihp.faults import parse
 from resihp.parallelism.plan import Plan
 from resihp.protocol import messages as m
 from resihp.record.journal import (
+    ChangeDecided,
     FailureEnded,
     FailureFound,
     FaultInjected,
@@ -969,6 +970,37 @@ def test_measurements_that_make_no_sense_cost_no_iteration(chunks: bytes) -> Non
 
 def told(job: Job) -> list[str]:
     return [action.text for action in job.actions if isinstance(action, api.Say)]
+
+
+def test_what_recovers_takes_the_place_of_its_own_slow_down() -> None:
+    job = Job(records=DEAR).run(5)
+    job.find(finding(3))
+    job.measure({3: 0.5})
+    job.find(finding(3, kind="recovered"))
+    last = [action.text for action in job.actions if isinstance(action, api.Say)][-1]
+    assert last == "node n2 device 1 is as fast as before: the plan stays, no other is faster"
+
+
+def test_on_whose_account_a_plan_is_changed_is_in_the_journal() -> None:
+    job = Job().run(5)
+    job.find(finding(3))
+    job.measure({3: 0.5})
+    assert job.job.pause is not None
+    assert [(entry.devices, entry.links) for entry in job.all(ChangeDecided)] == [((("n2", 1),), ())]
+
+
+def test_what_made_plans_change_often_lately_has_to_gain_more() -> None:
+    job = Job().run(5)
+    job.job.changed_at["n2", 1] = [job.now] * 20
+    job.find(finding(3))
+    job.measure({3: 0.5})
+    assert len(job.all(FailureFound)) == 1
+    assert job.job.pause is None
+
+
+def test_reports_without_measurements_are_not_worth_a_word() -> None:
+    job = Job().run(3)
+    assert not any("judged without" in a.text for a in job.actions if isinstance(a, api.Say))
 
 
 def test_a_slow_down_is_borne_until_it_has_cost_what_another_plan_does() -> None:

@@ -12,7 +12,7 @@ from resihp.detector.diagnosis.diagnosis import read_log
 from resihp.faults import parse
 from resihp.protocol import messages as m
 from resihp.protocol.messages import Clue
-from resihp.record.journal import FailureFound, Reconfigured
+from resihp.record.journal import FailureFound, NodeLost, Reconfigured
 from tests.resihp.controller.direct import DECLARE, Direct
 from tests.resihp.controller.test_takeover import TakenOver
 from tests.resihp.detector.lines import EXAMPLES, traceback
@@ -360,6 +360,31 @@ def test_a_line_that_a_failure_was_told_by_explains_nothing_to_a_new_supervisor(
     heir.park(stepped=heir.job.record.committed)
     (entry,) = heir.all(FailureFound)
     assert (entry.component, entry.cause) == ("process", "rank 2 killed by signal 6 (SIGABRT)")
+
+
+def test_a_node_that_goes_with_its_device_is_told_as_the_node() -> None:
+    job = Job()
+    job.exit(5, GPU_LOST, OFF_THE_BUS, status=-6)
+    job.feed(api.AgentLost(node="n3", reason="its agent is gone"))
+    (entry,) = job.failures()
+    assert (entry.component, entry.node, entry.ranks) == ("node", "n3", (4, 5))
+    assert entry.cause == "node n3: its agent is gone; before, rank 5: GPU is lost to its driver"
+
+
+def test_what_ended_on_another_node_is_no_part_of_a_lost_nodes_failure() -> None:
+    job = Job()
+    job.exit(1, status=-6)
+    job.feed(api.AgentLost(node="n3", reason="its agent is gone"))
+    assert sorted((entry.component, entry.ranks) for entry in job.failures()) == [("node", (4, 5)), ("process", (1,))]
+
+
+def test_a_node_is_lost_once_however_often_that_is_told() -> None:
+    job = Job()
+    for _ in range(2):
+        job.feed(api.AgentLost(node="n3", reason="its agent is gone"))
+    assert len(job.all(NodeLost)) == 1
+    (entry,) = job.failures()
+    assert entry.ranks == (4, 5)
 
 
 def test_who_was_killed_is_no_victim_of_what_its_log_said_of_peers_before() -> None:

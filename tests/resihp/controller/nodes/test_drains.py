@@ -11,6 +11,7 @@ import pytest
 
 from resihp.controller import Controller, planning
 from resihp.controller import interface as api
+from resihp.controller.nodes.drains import DRAIN_PATIENCE_S
 from resihp.controller.nodes.replacements import AGAIN_AFTER_S
 from resihp.detector.diagnosis.clues import read_log
 from resihp.errors import NotEnoughDevicesError
@@ -404,6 +405,14 @@ def test_our_own_observation_of_a_node_wins_over_slurms(state: str) -> None:
     assert job.job.nodes["n3"].alive
 
 
+def test_a_node_that_is_well_again_for_slurm_was_never_done_without() -> None:
+    job = trained()
+    for state in ("allocated+drain", "allocated"):
+        job.feed(api.SlurmSees(node="n3", state=state, reason=""))
+    assert [e.state for e in job.all(SlurmSaw)] == ["allocated+drain", "allocated"]
+    assert not any("does without it" in a.text for a in job.asked(api.Say))
+
+
 def administrator_drains(job: Job, node: str = "n3", reason: str = "disk is failing") -> None:
     job.feed(api.SlurmSees(node=node, state="allocated+drain", reason=reason))
 
@@ -429,7 +438,8 @@ def test_a_node_that_an_administrator_drains_is_left_between_two_iterations_and_
     pauses(job)
     job.train(5)
     assert {4, 5}.isdisjoint(job.job.record.active)
-    assert [entry.node for entry in job.all(NodeLost)] == ["n3"]
+    reason = "left for an administrator, who drains it: disk is failing"
+    assert [(entry.node, entry.reason) for entry in job.all(NodeLost)] == [("n3", reason)]
     assert [action.node for action in job.asked(api.DropNode)] == ["n3"]
     assert [(a.node, a.keep) for a in job.asked(api.ReleaseNode)] == [("n3", ("n1", "n2", "n4"))]
     assert job.all(FailureFound) == []
@@ -750,6 +760,43 @@ def test_a_new_node_that_is_lost_is_given_back_and_another_one_asked_for() -> No
     assert [a.node for a in job.asked(api.ReleaseNode)] == ["n3"], "it is not part of the job's own allocation"
 
 
+def test_a_node_that_came_later_is_no_part_of_the_jobs_own_allocation() -> None:
+    job = trained()
+    job.lose("n3", reason=AGENT)
+    job.train(2)
+    job.arrive("n9", lease=1)
+    job.let_in(8, 9)
+    job.train(3)
+    job.lose("n4", reason=AGENT)
+    job.train(5)
+    assert [(a.node, a.keep) for a in job.asked(api.ReleaseNode)][-1] == ("n4", ("n1", "n2"))
+
+
+def test_nobody_is_asked_for_in_place_of_a_node_that_was_replaced() -> None:
+    job = trained(replacements=5)
+    job.lose("n3")
+    job.train(2)
+    job.arrive("n9", lease=1)
+    job.let_in(8, 9)
+    job.train(3)
+    job.lose("n4")
+    job.train(20)
+    assert [entry.node for entry in job.all(ReplacementAsked)] == ["n3", "n4"]
+
+
+def test_a_node_that_came_later_is_itself_not_replaced() -> None:
+    """What is missing is the one in whose place it came."""
+    job = trained(replacements=5)
+    job.lose("n3", reason=AGENT)
+    job.train(2)
+    job.arrive("n9", lease=1)
+    job.let_in(8, 9)
+    job.train(3)
+    job.lose("n9", "n4", reason=AGENT)
+    job.train(60)
+    assert {entry.node for entry in job.all(ReplacementAsked)} == {"n3", "n4"}
+
+
 def test_a_request_is_cancelled_when_the_first_layout_is_back_without_it() -> None:
     """A crashed process and a lost node: the node's work goes to a spare."""
     job = trained(nodes=5, spares=1)
@@ -950,6 +997,28 @@ def test_a_new_supervisor_starts_the_workers_of_a_node_that_had_just_joined() ->
     recovered(job)
     (start,) = job.asked(api.StartWorkers)
     assert (start.node, start.workers, start.joins) == ("n9", ((8, 0), (9, 1)), True)
+
+
+def test_a_new_supervisor_asks_nothing_of_slurm_where_there_is_none() -> None:
+    job = trained(slurm=False)
+    job.lose("n3")
+    recovered(job)
+    job.train(5)
+    assert job.asked(api.WatchNode) == job.asked(api.DrainNode) == []
+
+
+def test_a_new_supervisor_gives_a_node_back_whose_drain_nobody_answers() -> None:
+    job = trained()
+    breaks(job, 5)
+    job.settle()
+    job.train(3)
+    job.lose("n3", reason=AGENT)
+    assert decisions(job) == [("n3", "drain", "hardware")]
+    recovered(job)
+    job.train(DRAIN_PATIENCE_S - 1)
+    assert job.asked(api.ReleaseNode) == []
+    job.train(2)
+    assert [action.node for action in job.asked(api.ReleaseNode)] == ["n3"]
 
 
 def test_a_verdict_that_was_not_acted_on_yet_is_not_forgotten() -> None:

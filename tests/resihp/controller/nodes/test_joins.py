@@ -234,6 +234,14 @@ def test_a_newcomer_that_objects_is_turned_away_and_the_plan_is_made_without_it(
     assert job.all(Reconfigured)[-1].action == "between"
 
 
+def test_a_newcomer_that_is_ready_cannot_refuse_any_more() -> None:
+    job = crashed()
+    job.join(6)
+    job.say(6, m.Refuse(reason="too late"))
+    assert job.all(JoinRefused) == []
+    assert killed(job) == []
+
+
 def test_an_exception_of_newcomers_is_not_the_scripts() -> None:
     """An import that fails twice on a bad device would end the job with 93."""
     job = crashed()

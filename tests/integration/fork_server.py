@@ -7,7 +7,6 @@ is. `fork_server()` starts it, and returns what RESIHP_FORK_SERVER is to say.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import os
 import shutil
@@ -18,15 +17,12 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from typing import NoReturn
 
 from resihp.process import die_with_parent, inherited_socket
 from resihp.protocol.framing import LocalChannel
-from resihp.worker.forkserver import ONE_THREAD, PRELOAD, STOP_SIGNALS, Ready, Serve, preload, serve_node, serve_nodes
+from resihp.worker.forkserver import ONE_THREAD, PRELOAD, STOP_SIGNALS, Ready, preload, serve_nodes
 
 READY = Ready(seconds=0.0)
-NEW_MOUNT, NEW_UTS, NEW_PID, NEW_NETWORK = 0x20000, 0x4000000, 0x20000000, 0x40000000
-"""CLONE_NEW... of linux/sched.h."""
 
 
 @functools.cache
@@ -49,23 +45,6 @@ def fork_server() -> str:
     return name
 
 
-def _is_in_a_box(pid: int) -> bool:
-    try:
-        return os.readlink(f"/proc/{pid}/ns/pid") != os.readlink("/proc/self/ns/pid")
-    except OSError:
-        os._exit(0)  # it has gone
-
-
-def _serve_in_a_box(pid: int, agent: LocalChannel) -> NoReturn:
-    """A child that is in there from its beginning; orphaned, it belongs to the box's first process."""
-    order = agent.recv(Serve)
-    descriptor = agent.take_descriptor()
-    agent.close()
-    if ctypes.CDLL(None).setns(os.pidfd_open(pid), NEW_MOUNT | NEW_UTS | NEW_PID | NEW_NETWORK) == 0 and os.fork() == 0:
-        serve_node(order, descriptor, READY)
-    os._exit(0)
-
-
 def main() -> None:
     for number in (signal.SIGINT, *STOP_SIGNALS):
         signal.signal(number, signal.SIG_IGN)
@@ -74,11 +53,9 @@ def main() -> None:
     preload(PRELOAD)
     while True:
         connection, _ = listener.accept()
-        pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if user == os.getuid() and os.fork() == 0:
             listener.close()
-            if _is_in_a_box(pid):
-                _serve_in_a_box(pid, LocalChannel(connection))
             serve_nodes(LocalChannel(connection), READY)
         connection.close()
         with suppress(ChildProcessError):

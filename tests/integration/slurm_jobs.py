@@ -24,10 +24,8 @@ from resihp.parallelism.workload import samples_digest
 from resihp.record.journal import IterationCommitted, Record
 from slurm.render import template
 from tests.integration.cluster import Cluster
-from tests.integration.fork_server import fork_server
 from tests.integration.jobs import EXAMPLE, REPOSITORY, RESIHP, TINY, UNWATCHED
 from wrapper.job_folder import Job
-from wrapper.launch.preloading import FOR_TESTS
 
 MakeCluster = Callable[..., Cluster]
 _Entry = TypeVar("_Entry")
@@ -45,7 +43,7 @@ class Desk:
     that a job is.
     """
 
-    def __init__(self, cluster: Cluster, user: str | None = None, *, forks: bool = False, **environment: str) -> None:
+    def __init__(self, cluster: Cluster, user: str | None = None, **environment: str) -> None:
         self.cluster = cluster
         self.user = user
         self.folder = cluster.shared
@@ -58,7 +56,6 @@ class Desk:
             "RESIHP_SLURM__REPLACEMENT_WAIT": "1s",
             "XDG_CONFIG_HOME": str(cluster.folder),
             "RES_OPTIONS": "timeout:1 attempts:1",
-            **({FOR_TESTS: fork_server()} if forks and user is None and cluster.isolated else {}),
             **UNWATCHED,
             **environment,
         }

@@ -40,7 +40,7 @@ def until_taken(cluster: Cluster, user: str, *options: str) -> None:
 
 
 def test_sacct_has_both_runs_of_a_job_that_was_preempted(cluster: MakeCluster) -> None:
-    desk = Desk(cluster(nodes=2, gpus=1, dbd=True, settings=PREEMPTION), forks=True)
+    desk = Desk(cluster(nodes=2, gpus=1, dbd=True, settings=PREEMPTION))
     desk.pace(0.5)
     changes = {"##SBATCH --partition=gpu --account=project": "#SBATCH --partition=low"}
     job = desk.sbatch_training(20, nodes=2, gpus=1, changes=changes)

@@ -15,12 +15,12 @@ pytestmark = pytest.mark.timeout(400)
 def test_one_element_is_warned_and_comes_back_one_is_cancelled_one_loses_a_node(
     cluster: MakeCluster, reference: Reference
 ) -> None:
-    check(Desk(cluster(nodes=6, gpus=1), forks=True), reference, "lost", "cancelled", "warned")
+    check(Desk(cluster(nodes=6, gpus=1)), reference, "lost", "cancelled", "warned")
 
 
 @pytest.mark.soak
 def test_the_last_element_loses_a_node(cluster: MakeCluster, reference: Reference) -> None:
-    check(Desk(cluster(nodes=6, gpus=1), forks=True), reference, "warned", "undisturbed", "lost")
+    check(Desk(cluster(nodes=6, gpus=1)), reference, "warned", "undisturbed", "lost")
 
 
 def check(desk: Desk, reference: Reference, *roles: str) -> None:

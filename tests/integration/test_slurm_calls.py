@@ -48,7 +48,7 @@ def noted(calls: Path) -> list[str]:
 def test_a_healthy_job_hardly_asks_anything(cluster: MakeCluster, comment: str, most: int) -> None:
     made = cluster(nodes=8, gpus=1)
     counting(made.folder / "counting", made.environment["PATH"])
-    desk = Desk(made, RESIHP_SLURM__COMMENT=comment, forks=True)
+    desk = Desk(made, RESIHP_SLURM__COMMENT=comment)
     mine = desk.environment["PATH"]
     desk.environment["PATH"] = f"{made.folder / 'counting'}:{mine}"
     desk.pace(0.1)

@@ -69,7 +69,7 @@ def assert_comes_back(desk: Desk, job: str, reference: Reference) -> None:
 
 
 def test_too_many_nodes_die_and_the_job_goes_on_from_its_checkpoint(cluster: MakeCluster, reference: Reference) -> None:
-    desk = Desk(cluster(nodes=3, gpus=1), forks=True)
+    desk = Desk(cluster(nodes=3, gpus=1))
     desk.pace(0.1)
     job = submit(desk, every=3)
     desk.until(lambda: desk.of(job, CheckpointCommitted), job)
@@ -87,7 +87,7 @@ def test_too_many_nodes_die_and_the_job_goes_on_from_its_checkpoint(cluster: Mak
 def test_whoever_sends_it_away_it_comes_back_once(
     cluster: MakeCluster, reference: Reference, sent_away: Callable[[Desk, str], None]
 ) -> None:
-    desk = Desk(cluster(nodes=3, gpus=1, settings=PREEMPTION if sent_away is preempt else {}), forks=True)
+    desk = Desk(cluster(nodes=3, gpus=1, settings=PREEMPTION if sent_away is preempt else {}))
     desk.pace(0.1)
     partition = {"##SBATCH --partition=gpu --account=project": "#SBATCH --partition=low"}
     job = submit(desk, **partition if sent_away is preempt else {})
@@ -102,7 +102,7 @@ def test_whoever_sends_it_away_it_comes_back_once(
 def test_a_node_that_dies_before_training_begins_is_what_spares_are_for(
     cluster: MakeCluster, reference: Reference
 ) -> None:
-    desk = Desk(cluster(nodes=3, gpus=1), forks=True)
+    desk = Desk(cluster(nodes=3, gpus=1))
     job = submit(desk, nodes=3, spares=1)
     desk.until(lambda: len(desk.of(job, NodeJoined)) == 3, job)
     desk.cluster.kill_node("n2")
@@ -115,7 +115,7 @@ def test_a_node_that_dies_before_training_begins_is_what_spares_are_for(
 
 
 def test_without_spares_it_is_run_again_on_other_nodes(cluster: MakeCluster, reference: Reference) -> None:
-    desk = Desk(cluster(nodes=3, gpus=1), forks=True)
+    desk = Desk(cluster(nodes=3, gpus=1))
     job = submit(desk)
     desk.until(lambda: len(desk.of(job, NodeJoined)) == 2, job)
     desk.cluster.kill_node("n2")
@@ -129,7 +129,7 @@ def test_without_spares_it_is_run_again_on_other_nodes(cluster: MakeCluster, ref
 @pytest.mark.soak
 def test_runs_that_were_stopped_do_not_use_up_the_restarts(cluster: MakeCluster, reference: Reference) -> None:
     """None of them comes to a checkpoint, and there are more of them than runs that may fail."""
-    desk = Desk(cluster(nodes=2, gpus=1), forks=True)
+    desk = Desk(cluster(nodes=2, gpus=1))
     desk.pace(0.1)
     job = submit(desk)
     for restart in range(4):
@@ -147,7 +147,7 @@ def test_runs_that_were_stopped_do_not_use_up_the_restarts(cluster: MakeCluster,
 
 @pytest.mark.soak
 def test_runs_that_fail_use_them_up(cluster: MakeCluster) -> None:
-    desk = Desk(cluster(nodes=4, gpus=1), RESIHP_SLURM__RESTARTS="2", forks=True)
+    desk = Desk(cluster(nodes=4, gpus=1), RESIHP_SLURM__RESTARTS="2")
     job = submit(desk)
     desk.until(lambda: len(desk.of(job, NodeJoined)) == 2, job)
     desk.cluster.kill_node("n2")

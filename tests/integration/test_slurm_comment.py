@@ -23,7 +23,7 @@ def test_a_job_that_its_successor_ended_says_that_it_is_completed(cluster: MakeC
     made = cluster(nodes=4, gpus=1, settings={"SlurmdTimeout": "300"})
     mail = made.shared / "mail"
     command = json.dumps(["/bin/sh", "-c", f"cat >> {mail}"])
-    desk = Desk(made, RESIHP_HOOKS__COMMAND=command, RESIHP_HOOKS__EVENTS='["end"]', forks=True)
+    desk = Desk(made, RESIHP_HOOKS__COMMAND=command, RESIHP_HOOKS__EVENTS='["end"]')
     desk.pace(0.1)
     job = desk.sbatch(desk.script(ITERATIONS, gpus=1), "--comment=ablation 3, 'lr' | group a")
     theirs = "ablation 3, 'lr' | group a | resihp: "
@@ -40,7 +40,7 @@ def test_a_job_that_its_successor_ended_says_that_it_is_completed(cluster: MakeC
 
 
 def test_a_job_that_is_run_again_says_so_and_then_how_it_ended(cluster: MakeCluster) -> None:
-    desk = Desk(cluster(nodes=2, gpus=1), forks=True)
+    desk = Desk(cluster(nodes=2, gpus=1))
     desk.pace(0.1)
     job = desk.sbatch_training(1000, nodes=2, gpus=1)
     desk.until_committed(job, 3)
@@ -61,7 +61,7 @@ def test_a_job_that_is_run_again_says_so_and_then_how_it_ended(cluster: MakeClus
 
 def test_a_cancelled_job_ends_as_soon_as_without_comment(cluster: MakeCluster) -> None:
     """Slurm takes no comment from the moment of scancel on: what was said last stays true, for it says when it was."""
-    desk = Desk(cluster(nodes=2, gpus=1), forks=True)
+    desk = Desk(cluster(nodes=2, gpus=1))
     desk.pace(0.1)
     job = desk.sbatch_training(1000, nodes=2, gpus=1)
     desk.until_committed(job, 3)

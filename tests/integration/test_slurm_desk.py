@@ -19,6 +19,7 @@ from slurm.replacement import ReplacementJob
 from tests.integration.cluster import Cluster
 from wrapper.config.run_spec import Program, RunRequest, SlurmRequest
 from wrapper.slurm_tasks import desk as slurm_desk
+from wrapper.slurm_tasks import nodes, own_job, replacements
 from wrapper.slurm_tasks.desk import SlurmDesk
 
 MakeCluster = Callable[..., Cluster]
@@ -112,8 +113,13 @@ class Desk:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at everything more often than would be polite."""
-    for name in ("WATCH_PAUSES_S", "REQUEST_PAUSES_S", "RUNNING_PAUSES_S"):
-        monkeypatch.setattr(slurm_desk, name, (0.5,) * 40)
+    for module, name in (
+        (slurm_desk, "WATCH_PAUSES_S"),
+        (nodes, "WATCH_PAUSES_S"),
+        (replacements, "REQUEST_PAUSES_S"),
+        (replacements, "RUNNING_PAUSES_S"),
+    ):
+        monkeypatch.setattr(module, name, (0.5,) * 40)
 
 
 def test_a_bad_node_is_drained_given_back_and_replaced(cluster: MakeCluster, impatient: None) -> None:
@@ -203,13 +209,13 @@ def test_a_time_limit_that_is_changed_is_seen(cluster: MakeCluster, monkeypatch:
     """By itself after a while, and at once where something hangs on it."""
     made = cluster(nodes=1)
     desk = Desk(made, 1, ("--time=02:00:00",))
-    monkeypatch.setattr(slurm_desk, "LIMIT_EVERY_S", 1.0)
+    monkeypatch.setattr(own_job, "LIMIT_EVERY_S", 1.0)
     (first,) = desk.do(until=lambda: desk.of(api.TimeLeft))
     assert 7000 < first.seconds <= 7200
     made.run("scontrol", "update", f"JobId={desk.job}", "TimeLimit=30")
     _, cut = desk.do(until=lambda: desk.of(api.TimeLeft)[:2] if len(desk.of(api.TimeLeft)) > 1 else None)
     assert 1600 < cut.seconds <= 1800
-    monkeypatch.setattr(slurm_desk, "LIMIT_EVERY_S", 1000.0)
+    monkeypatch.setattr(own_job, "LIMIT_EVERY_S", 1000.0)
     made.run("scontrol", "update", f"JobId={desk.job}", "TimeLimit=600")
     *_, extended = desk.do(
         api.AskTimeLeft(), until=lambda: desk.of(api.TimeLeft) if len(desk.of(api.TimeLeft)) > 2 else None

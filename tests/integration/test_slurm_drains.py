@@ -59,7 +59,7 @@ def serves_others(desk: Desk, node: str) -> None:
 
 
 def test_a_node_whose_agent_was_killed_is_not_drained(cluster: MakeCluster, reference: Reference) -> None:
-    desk = Desk(cluster(nodes=4, gpus=1), forks=True)
+    desk = Desk(cluster(nodes=4, gpus=1))
     job = begun(desk)
     (agent,) = on_node(desk.cluster, "n3", AGENT)
     agent.kill()
@@ -77,7 +77,7 @@ def test_a_node_whose_agent_was_killed_is_not_drained(cluster: MakeCluster, refe
 def test_a_node_that_is_rebooted_serves_again_by_itself(
     cluster: MakeCluster, reference: Reference, returns: str
 ) -> None:
-    desk = Desk(cluster(nodes=4, gpus=1, settings={"ReturnToService": returns}), forks=True)
+    desk = Desk(cluster(nodes=4, gpus=1, settings={"ReturnToService": returns}))
     job = begun(desk)
     killed_at = time.monotonic()
     desk.cluster.kill_node("n3")
@@ -100,7 +100,7 @@ def test_a_node_that_is_rebooted_serves_again_by_itself(
 
 @pytest.mark.soak
 def test_a_dead_slurmd_is_no_reason_to_do_anything(cluster: MakeCluster, reference: Reference) -> None:
-    desk = Desk(cluster(nodes=4, gpus=1), forks=True)
+    desk = Desk(cluster(nodes=4, gpus=1))
     job = begun(desk)
     desk.pace(0.5)
     killed_at = time.monotonic()
@@ -122,7 +122,7 @@ def test_a_dead_slurmd_is_no_reason_to_do_anything(cluster: MakeCluster, referen
 @pytest.mark.timeout(500)
 def test_a_node_that_an_administrator_drains_is_left_and_given_back(cluster: MakeCluster) -> None:
     """The job looks at its nodes a minute after it began, and every three from then on."""
-    desk = Desk(cluster(nodes=4, gpus=1), RESIHP_SLURM__ON_DRAIN="vacate", forks=True)
+    desk = Desk(cluster(nodes=4, gpus=1), RESIHP_SLURM__ON_DRAIN="vacate")
     job = begun(desk)
     desk.pace(4.0)
     desk.cluster.run("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=disk is failing")

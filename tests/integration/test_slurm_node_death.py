@@ -53,7 +53,7 @@ def seconds_without_training(desk: Desk, job: str, killed_at: float) -> tuple[fl
 
 @pytest.mark.every_slurm
 def test_a_node_dies_and_another_one_takes_its_place(cluster: MakeCluster, reference: Reference) -> None:
-    desk = Desk(cluster(nodes=5, gpus=2), forks=True)
+    desk = Desk(cluster(nodes=5, gpus=2))
     desk.pace(0.1)
     job = desk.sbatch_training(ITERATIONS)
     desk.until_committed(job, 3)
@@ -73,7 +73,7 @@ def test_a_node_dies_and_another_one_takes_its_place(cluster: MakeCluster, refer
 
     (released,) = desk.until(lambda: desk.of(job, NodeReleased), job)
     assert desk.nodes(job) == ["n1", "n2", "n4"]
-    assert desk.cluster.states()["n3"] == "down*"
+    desk.cluster.wait_state("n3", "down*", timeout_s=60)  # as soon as Slurm has noticed
     assert desk.reason("n3") == "Not responding", "Slurm's own words: it takes the node back after a reboot"
     assert (released.node, released.outcome) == ("n3", "done")
     (joined,) = [entry for entry in desk.of(job, NodeJoined) if entry.node == "n5"]

@@ -27,7 +27,7 @@ FEATURES = {**dict.fromkeys(TYPES, "fast,ib"), "n6": "fast"}
 def test_a_replacement_waits_for_a_node_of_the_jobs_kind(cluster: MakeCluster, reference: Reference) -> None:
     settings = {"Licenses": "matlab:10", "SelectTypeParameters": "CR_CPU_Memory"}
     made = cluster(nodes=6, gpus=2, gpu_type=TYPES, features=FEATURES, settings=settings)
-    desk = Desk(made, forks=True)
+    desk = Desk(made)
     desk.pace(0.1)
     other = made.run("sbatch", "--parsable", "-w", "n5", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
     made.wait_state("n5", "allocated")
@@ -63,7 +63,7 @@ def test_a_replacement_waits_for_a_node_of_the_jobs_kind(cluster: MakeCluster, r
 
 def test_a_job_is_submitted_for_gpus_of_one_type(cluster: MakeCluster) -> None:
     made = cluster(nodes=3, gpus=2, gpu_type={"n1": "a100", "n2": "h100", "n3": "a100"})
-    desk = Desk(made, forks=True)
+    desk = Desk(made)
     parts = {"job": {"nodes": 1, "gpus_per_node": 2}, "slurm": {"gpu_type": "h100"}}
     done = desk.submit(job_file(desk.training(1000), **parts))
     assert done.returncode == 0, done.stderr
@@ -89,7 +89,7 @@ def test_segments_of_blocks_are_of_the_job_and_not_of_one_node_more(cluster: Mak
     made = cluster(
         nodes=4, gpus=2, release=release, settings={"TopologyPlugin": "topology/block"}, files={"topology.conf": BLOCKS}
     )
-    desk = Desk(made, forks=True)
+    desk = Desk(made)
     wanted = a_replacement(made, extra=("--segment=2",), asked=JobRequest(exclusive="node"), gpus=2)
     job = replacement.submit(wanted, environment=made.environment)
     desk.until(lambda: desk.state(job)[0] == "RUNNING", job)
@@ -104,7 +104,7 @@ def test_segments_of_blocks_are_of_the_job_and_not_of_one_node_more(cluster: Mak
 def test_a_request_that_nobody_cancels_ends_by_itself(cluster: MakeCluster) -> None:
     """As long as the main job could have used the node; 22.05 takes what can never be, and ends it at once."""
     made = cluster(nodes=1, gpus=2)
-    desk = Desk(made, forks=True)
+    desk = Desk(made)
     made.run("sbatch", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
     made.wait_state("n1", "allocated")
     job = replacement.submit(a_replacement(made, asked=JobRequest(exclusive="node")), environment=made.environment)

@@ -33,7 +33,6 @@ from wrapper.agent.supervisor_link import LeaderLink
 from wrapper.agent.workers import Workers
 from wrapper.config.run_spec import RunRequest, load
 from wrapper.job_folder import SupervisorFile
-from wrapper.launch import preloading
 from wrapper.launch.interfaces import of_workers
 from wrapper.launch.launcher import NO_JOB_STATUS
 
@@ -265,7 +264,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         node = node_name(options.node)
         request = _load(options.run)
-        forks = preloading.for_agent(request, node) if options.forks is None else inherited_socket(options.forks)
+        forks = None if options.forks is None else inherited_socket(options.forks)
         run(request, node, options.supervisor, options.lease, forks)
     except _NoJobError as error:
         print(f"agent {node}: {error}", file=sys.stderr)

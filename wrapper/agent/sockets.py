@@ -114,6 +114,7 @@ class ForkServerLink:
         self._ready = False
         self._reason: str | None = None
         self._sock = shared
+        self._channel: LocalChannel | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._leaving = False
         self._gone = asyncio.Event()
@@ -171,7 +172,7 @@ class ForkServerLink:
 
     async def gone(self, timeout_s: float) -> None:
         """Wait for its end, not longer than that."""
-        if self._sock is None:
+        if self._sock is None or self._channel is None:
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -182,6 +183,7 @@ class ForkServerLink:
         self._channel.close()
 
     def _tell(self, request: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
+        assert self._channel is not None, "it was never started"
         try:
             self._channel.send(request, descriptors)
         except OSError as error:

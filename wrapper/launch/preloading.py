@@ -3,8 +3,8 @@
 Started first, by the guardian, which it ends with; the launcher tells it of each agent, and it forks that agent's fork
 server (`resihp.worker.forkserver --shared`). Decides nothing. Nodes of Slurm and containers start a fork server each.
 
-FOR_TESTS names the socket of such a process that is there already, so that a run of tests imports once: local jobs use
-it, and so do agents that Slurm has started. Only that of the same user counts, for our interpreter and usual imports.
+FOR_TESTS names the socket of such a process that is there already, so that a run of tests imports once. Only that of
+the same user counts, for our interpreter and usual imports.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from resihp.protocol.framing import LocalChannel
-from resihp.worker.forkserver import ONE_THREAD, PRELOAD, Serve
+from resihp.worker.forkserver import ONE_THREAD, PRELOAD
 from wrapper.config.run_spec import RunRequest
 from wrapper.launch.launcher import own_environment
 
@@ -71,18 +70,6 @@ def _start(request: RunRequest, theirs: socket.socket) -> subprocess.Popen[bytes
             env=own_environment() | ONE_THREAD,
             process_group=0,
         )
-
-
-def for_agent(request: RunRequest, node: str) -> socket.socket | None:
-    """An agent's socket to a fork server of its own, which is not in its process group; None without FOR_TESTS."""
-    there = _running(request)
-    if there is None:
-        return None
-    ours, theirs = socket.socketpair()
-    with there, theirs:
-        order = Serve(group=0, log=str(request.of_job.logs / f"{node}.forkserver.log"))
-        LocalChannel(there).send(order, [theirs.fileno()])
-    return ours
 
 
 def _running(request: RunRequest) -> socket.socket | None:

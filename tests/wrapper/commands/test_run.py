@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -223,11 +223,16 @@ def command_line(folder: Path, *arguments: str) -> subprocess.CompletedProcess[s
 
 
 def test_help_is_quick_and_imports_nothing_heavy(fresh_home: Path) -> None:
+    def used_s() -> float:
+        """CPU time: the clock tells of whatever else runs here."""
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return children.ru_utime + children.ru_stime
+
     times = []
     for _ in range(3):
-        begun = time.monotonic()
+        before = used_s()
         done = command_line(fresh_home, "--help")
-        times.append(time.monotonic() - begun)
+        times.append(used_s() - before)
         assert done.returncode == 0
     assert "run" in done.stdout
     assert min(times) < 0.5

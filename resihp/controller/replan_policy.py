@@ -17,14 +17,12 @@ from resihp.record.state import Device, Link
 from resihp.scheduler import transition_cost
 
 
-def consider(
-    job: Job, reason: str, since: int, *, failure: int | None = None, device: Device | Link | None = None
-) -> None:
+def consider(job: Job, reason: str, since: int, *, device: Device | Link, failure: int | None = None) -> None:
     """Look for another plan, now or as soon as nothing else is under way.
 
     `since`: first iteration in which things were as they are; `device`: what changed, a device or a link.
     """
-    job.reconsider = [one for one in job.reconsider if one.device != device or device is None]
+    job.reconsider = [one for one in job.reconsider if one.device != device]
     job.reconsider.append(Change(reason=reason, since=since, failure=failure, device=device))
     job.reconsider_at = 0.0
 
@@ -67,19 +65,16 @@ def review(job: Job) -> None:
         gain.then_s,
         remaining_s=left_s if job.deadline is None else max(0.0, min(left_s, job.deadline - job.now)),
         elapsed_s=max(max(0, job.furthest + 1 - one.since) * job.usual_s for one in asked),
-        changes=max(
-            transition_cost.recent(job.changed_at.get(one.device, ()) if one.device is not None else (), job.now)
-            for one in asked
-        ),
+        changes=max(transition_cost.recent(job.changed_at.get(one.device, ()), job.now) for one in asked),
     )
     if found.go:
+        causes = {one.device for one in asked}
+        links = sorted((a, b) for a, b in causes if isinstance(a, int))
+        devices = sorted((node, index) for node, index in causes if isinstance(node, str))
+        job.log(ChangeDecided(reason=found.reason, devices=tuple(devices), links=tuple(links)))
         transition.pause(job, f"{reason}: {found.reason}")
         assert job.pause is not None
         job.pause.failures += [one.failure for one in asked if one.failure is not None]
-        causes = {one.device for one in asked if one.device is not None}
-        links = {(a, b) for a, b in causes if isinstance(a, int)}
-        devices = {(node, index) for node, index in causes if isinstance(node, str)}
-        job.log(ChangeDecided(reason=found.reason, devices=tuple(sorted(devices)), links=tuple(sorted(links))))
         return
     job.say("notice", f"{reason}: the plan stays: {found.reason}")
     if found.again_in_s is not None and math.isfinite(found.again_in_s):

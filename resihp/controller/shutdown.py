@@ -171,6 +171,7 @@ def proceed(job: Job) -> None:
         _leave(job, _no_checkpoint(job, why))
     else:
         budget_s = left_s + job.now - departure.asked_at
+        _withdraw(job)
         if _is_still(job, late=left_s < min(LATE_S, budget_s / 4)):
             _save(job, departure)
         elif left_s < min(HURRY_S, budget_s / 2):
@@ -208,18 +209,20 @@ def _ends_at(job: Job, departure: Departure) -> float:
     return max(job.deadline - LIMIT_MARGIN_S, departure.asked_at + grace_s)
 
 
-def _is_still(job: Job, late: bool) -> bool:
-    """Whether all have parked, or, when it is late, have had the time to."""
+def _withdraw(job: Job) -> None:
+    """A plan that was proposed: nobody has acted on it, and nobody will. All have parked for it."""
     transition = job.transition
-    if transition is None or not job.changing:
-        return False
-    if job.stage == "proposing":  # nobody has acted on the plan, and nobody will
+    if transition is not None and job.stage == "proposing":
         assert transition.plan is not None
         job.log(PlanWithdrawn(epoch=transition.plan.epoch, reason="the job is to stop"))
-        transition.plan = None
         job.move("parking")
+        transition.plan = None
         transition.waiting.clear()
-    return job.stage == "parking" and (late or not transition.waiting)
+
+
+def _is_still(job: Job, late: bool) -> bool:
+    """Whether all have parked, or, when it is late, have had the time to."""
+    return job.transition is not None and job.stage == "parking" and (late or not job.transition.waiting)
 
 
 def _hurry(job: Job, departure: Departure) -> None:

@@ -153,6 +153,8 @@ class Incident:
     """Why, as far as anybody said so."""
     died: bool = False
     """A node that was lost, and of which nothing is known to be broken."""
+    explains: set[str] = field(default_factory=set)
+    """Lines about its node as such that it is told by: they are no cause of what comes later."""
     condemned: Device | None = None
     """(node, device) taken for dead as soon as its process had ended, for what was said of it."""
 
@@ -222,9 +224,9 @@ class Change:
     reason: str
     since: int
     """First iteration in which things were as they are."""
+    device: Device | Link
+    """What is slower or faster."""
     failure: int | None = None
-    device: Device | Link | None = None
-    """What is slower or faster: a device, or a link."""
 
 
 @dataclass
@@ -448,8 +450,6 @@ class Job:
         self.store: tuple[str, int] | None = None
         self.faults = {fault.id: ArmedFault(fault) for fault in settings.faults}
         self.incidents: list[Incident] = []
-        self.explained: dict[str, set[str]] = {}
-        """Lines about a node as such, by node, that an incident was told by: they are no cause of what comes later."""
         self.signalled: dict[int, float] = {}
         """When a fault was injected into a rank that may end it, by rank."""
         self.slow_since: dict[int | tuple[str, str], float] = {}

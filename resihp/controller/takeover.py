@@ -193,7 +193,7 @@ def _gather_on(job: Job, recovery: Recovery, said: list[api.WorkerSaid]) -> None
     """The start was not complete: no plan had been decided yet."""
     job.move("gathering")
     if job.departure is None:
-        for name, reason in job.record.unexplained_nodes.items():
+        for name, reason in tuple(job.record.unexplained_nodes.items()):
             startup.node_lost(job, name, reason)
         if job.has_ended:
             return

@@ -231,7 +231,7 @@ def _failure(record: JobRecord, entry: FailureFound) -> None:
     record.failures = max(record.failures, entry.failure)
     if entry.diagnosed is not None:
         record.diagnosed.append(entry.diagnosed)
-    lines = set(entry.evidence.splitlines())
+    lines = {*entry.evidence.splitlines(), *entry.explains}
     for node in {record.workers[rank].node for rank in entry.ranks if rank in record.workers}:
         record.explained.setdefault(node, set()).update(lines)
     for rank in entry.ranks:

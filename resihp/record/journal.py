@@ -176,6 +176,8 @@ class FailureFound(Entry, frozen=True, kw_only=True):
     """Whether something of the node is broken, rather than that it died; None in journals of 0.1."""
     diagnosed: Diagnosed | None = None
     """What the diagnosis came to, where there was one: a device that does it again is at fault itself."""
+    explains: tuple[str, ...] = ()
+    """Lines about its node as such that it is told by, beside those of the evidence: they explain nothing later."""
 
 
 class FailureEnded(Entry, frozen=True, kw_only=True):

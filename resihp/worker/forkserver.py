@@ -48,10 +48,7 @@ REAP_S = 2.0
 
 
 class Serve(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Fork the server of one virtual node, in the process group of its agent; the socket to it comes with the frame.
-
-    `group` 0: in one of its own.
-    """
+    """Fork the server of one virtual node, in the process group of its agent; the socket to it comes with the frame."""
 
     group: int
     log: str

@@ -143,10 +143,11 @@ def _log(
     speeds: Mapping[probes.Pair, float | None],
     slow: Collection[probes.Pair],
 ) -> None:
+    node_of = job.node_of
     links = tuple(
         LinkProbe(
             ranks=pair,
-            nodes=(job.node_of[pair[0]], job.node_of[pair[1]]),
+            nodes=(node_of[pair[0]], node_of[pair[1]]),
             speed=speeds.get(pair),
             fit=pair not in slow,
             seconds=seconds,

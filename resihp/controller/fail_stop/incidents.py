@@ -85,6 +85,7 @@ def log_incidents(job: Job) -> list[int]:
             detect_s=incident.detect_s,
             hardware=incident.component in ("device", "node") and not incident.died,
             diagnosed=_diagnosed(incident),
+            explains=tuple(sorted(incident.explains)),
         )
         job.log(entry)
     job.incidents = []

@@ -82,7 +82,7 @@ def _weigh_node(job: Job, node: str, ended: list[Incident], earlier: tuple[Diagn
         target.diagnosis = found
     if target is not None or akin:
         lines = {clue.line for rank in gone for clue in job.members[rank].clues if _is_of_node(clue)}
-        job.explained.setdefault(node, set()).update(lines)
+        (target or akin[0]).explains |= lines
 
 
 def _has_its_own(job: Job, incident: Incident) -> bool:
@@ -123,6 +123,7 @@ def _merge(job: Job) -> None:
     victims = [i for i in job.incidents if i is not root and _follows(job, i)]
     for victim in victims:
         root.ranks |= victim.ranks
+        root.explains |= victim.explains
         lines = victim.diagnosis.evidence if victim.diagnosis is not None else ()
         root.evidence = "\n".join((root.evidence, *lines))[:MOST_EVIDENCE]
     job.incidents = [incident for incident in job.incidents if incident not in victims]
@@ -184,7 +185,7 @@ def _members(job: Job, incident: Incident) -> list[Member]:
 
 def _report(job: Job, member: Member, own: bool = False) -> Report:
     """One rank's end; with `own`, without what may be about others of its node."""
-    explained = job.explained.get(member.node, set()) | job.record.explained.get(member.node, set())
+    explained = job.record.explained.get(member.node, set())
     clues = [clue for clue in member.clues if not (_is_of_node(clue) and clue.line in explained)]
     if own:
         clues = [clue for clue in clues if _is_surely_of(job, member, clue)]

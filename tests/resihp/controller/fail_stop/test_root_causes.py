@@ -317,6 +317,17 @@ def test_of_many_old_kernel_lines_none_blames_the_next_process_that_ends_on_its_
     assert (entry.component, entry.cause) == ("process", "rank 2 killed by signal 6 (SIGABRT)")
 
 
+def test_nor_does_one_under_a_new_supervisor() -> None:
+    """It knew only those lines that the failure was told by, and condemned the device of whoever ended next."""
+    job = Job(nodes=2, gpus=4)
+    burst = [OFF_THE_BUS.replace("191433", str(191433 + second)) for second in range(12)]
+    job.exit(1, GPU_LOST, *burst, status=-6)
+    job.settle()
+    heir = TakenOver(job)
+    assert heir.job.record.explained == job.job.record.explained
+    assert heir.job.record.explained["n1"] >= {clue.line for clue in job.job.members[1].clues if "Xid" in clue.line}
+
+
 def test_a_line_that_explained_nothing_may_explain_what_comes_later() -> None:
     job = Job(nodes=2, gpus=4)
     (cancelled, *_) = EXAMPLES["cancelled"]

@@ -20,13 +20,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Self, assert_never
 
-from resihp.controller import consent, fault_injection, iterations, shutdown, startup, takeover, transition
+from resihp.controller import (
+    consent,
+    fault_injection,
+    iterations,
+    replan_policy,
+    shutdown,
+    startup,
+    takeover,
+    transition,
+)
 from resihp.controller import interface as api
 from resihp.controller.fail_slow import expectation, slowness
 from resihp.controller.fail_stop import failures, watchdog
 from resihp.controller.interface import AnyAction, AnyEvent, Settings
-from resihp.controller.nodes import drains, joins, replacements
-from resihp.controller.state import Job
+from resihp.controller.nodes import drains, replacements
+from resihp.controller.state import Dependencies, Job
 from resihp.protocol import messages as m
 from resihp.record.journal import AnyEntry
 
@@ -34,17 +43,17 @@ from resihp.record.journal import AnyEntry
 class Controller:
     """One job's state machine. `handle` is the only way in; its answer is the only way out."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.job = Job(settings)
+    def __init__(self, settings: Settings, asks: Dependencies | None = None) -> None:
+        self.job = Job(settings, asks=asks)
 
     @classmethod
-    def recover(cls, settings: Settings, entries: Iterable[AnyEntry]) -> Self:
+    def recover(cls, settings: Settings, entries: Iterable[AnyEntry], asks: Dependencies | None = None) -> Self:
         """A controller that takes over from one that died: `entries` of its journal, then `AgentJoined` events.
 
         Raises ProtocolError for a job that has ended.
         """
-        controller = cls(settings)
-        controller.job = takeover.begin(settings, entries)
+        controller = cls(settings, asks)
+        controller.job = takeover.begin(settings, entries, controller.job.asks)
         return controller
 
     def journaled(self, entry: AnyEntry) -> None:
@@ -69,10 +78,11 @@ class Controller:
                 _handle(job, each)
         shutdown.proceed(job)
         if job.stage not in ("recovering", "ended"):
-            if job.unconsidered:
-                joins.consider(job)
             fault_injection.end_slowness(job)
             slowness.review(job)
+            replan = replan_policy.review(job)
+            if replan is not None:
+                transition.pause(job, replan.reason, replan.failures)
             drains.review(job)
         return job.actions
 

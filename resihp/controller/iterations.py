@@ -7,7 +7,7 @@ import signal as signals
 from resihp.controller import interface as api
 from resihp.controller.fail_slow import expectation
 from resihp.controller.fail_stop import incidents
-from resihp.controller.state import IterationReports, Job, Member
+from resihp.controller.state import Job, Member
 from resihp.protocol import messages as m
 from resihp.record.journal import IterationCommitted, Reconfigured
 
@@ -41,20 +41,21 @@ def transition_done(job: Job) -> None:
 
 
 def stepped(job: Job, member: Member, report: m.Stepped) -> None:
-    note_step(job, member, report)
+    note_outcome(job, member, report.epoch, report.outcome, report)
     if not job.training or job.record.plan is None or report.epoch != job.epoch:
         return
     commit_reported(job)
 
 
-def note_step(job: Job, member: Member, report: m.Stepped) -> None:
-    """Remember that a rank took a step. A report from before a decision that has been made without it is void."""
-    if report.epoch < job.epoch and job.stage != "parking":
+def note_outcome(job: Job, member: Member, epoch: int, outcome: m.StepOutcome, report: m.Stepped | None = None) -> None:
+    """Remember that a rank took a step; without its `report` where it tells so as it parks.
+
+    What is from before a decision that has been made without it is void.
+    """
+    if epoch < job.epoch and job.stage != "parking":
         return
-    job.has_stepped(member, report.outcome.iteration)
+    job.note_step(member, epoch, outcome, report)
     job.progress_at = member.progress_at = job.now
-    if report.outcome.iteration > job.record.committed:
-        job.reports.setdefault(report.outcome.iteration, IterationReports()).add(member.rank, report)
 
 
 def commit_reported(job: Job) -> None:
@@ -75,14 +76,13 @@ def commit_up_to(job: Job, iteration: int) -> None:
     """Log every iteration up to this one as committed: somebody has taken its step."""
     for i in range(job.record.committed + 1, iteration + 1):
         reports = job.reports.pop(i)
-        epoch = max(report.epoch for report in reports.by_rank.values())
         predicted_s = expectation.iteration_done(job, i, reports)
         job.rebuilds = 0
         job.log(
             IterationCommitted(
-                epoch=min(epoch, job.record.plan.epoch) if job.record.plan else epoch,
+                epoch=min(reports.epoch, job.record.plan.epoch) if job.record.plan else reports.epoch,
                 outcome=reports.outcome,
-                seconds=reports.seconds or None,
+                seconds=reports.seconds,
                 predicted_seconds=predicted_s,
             )
         )

@@ -8,7 +8,6 @@ is the scheduler's to say, whether a plan can be carried out the checker's. Call
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import msgspec
 
@@ -17,11 +16,8 @@ from resihp.controller.state import Job
 from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.ownership import ParameterSpec
-from resihp.parallelism.parameter_outline import outline
 from resihp.parallelism.plan import Plan
-from resihp.parallelism.transfers import Base, bytes_of, missing, moves
-from resihp.pipeline import checker
-from resihp.scheduler import planner
+from resihp.parallelism.transfers import Base, bytes_of, missing
 from resihp.scheduler.cost.layout_change import movement
 from resihp.scheduler.cost.prices import iteration_seconds
 from resihp.scheduler.layouts import first_layout
@@ -30,23 +26,28 @@ from resihp.scheduler.transition_cost import Movement
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan, why this one, and what it promises.
+    """A plan for a situation, why this one, and what it promises.
 
-    `predicted`: time of an iteration under it, in `unit`; `present`: the same under the plan in effect, None where
-    there is none, or one that cannot run any more.
+    `predicted`: time of an iteration under it, in the situation's unit; `present`: the same under the plan in effect.
+    None where there is no such plan, or where it cannot run.
     """
 
     plan: Plan
+    situation: Situation
     reason: str = ""
     predicted: float | None = None
     present: float | None = None
-    unit: Literal["s", "layer times"] = "layer times"
+
+    @property
+    def movement(self) -> Movement:
+        """What the change to it has to do. Raises LayoutError naming what nobody holds any more."""
+        return movement(self.situation, self.plan.layout)
 
 
 def first(job: Job) -> Choice:
     """Plan of a job that starts. Raises LayoutError when it cannot be as the job was asked to be."""
     declared, settings = job.declaration, job.settings
-    plan = planner.first_plan(
+    plan = job.asks.planner.first_plan(
         model=declared.model,
         nodes={rank: job.members[rank].node for rank in job.ready},
         tp=settings.tp,
@@ -69,10 +70,10 @@ def first(job: Job) -> Choice:
     if unfit.intersection(plan.layout.active):
         fit = set(job.ready) - unfit
         try:
-            plan = with_standby(planner.decide(_situation(job, plan.epoch, fit, None, plan)).plan, unfit)
+            plan = with_standby(job.asks.planner.decide(_situation(job, plan.epoch, fit, None, plan)).plan, unfit)
         except LayoutError:
             job.say("warning", "not enough devices pass their probe: the others are used as well")
-    checker.check(plan)
+    job.asks.check(plan)
     return _choice(job, plan, _situation(job, plan.epoch, set(job.ready), None, plan), reason)
 
 
@@ -82,18 +83,34 @@ def best(job: Job, epoch: int, available: set[int], base: Base | None) -> Choice
     Raises LayoutError when no plan is found, or the one that is found is no good.
     """
     unfit = _kept_out(job, available)
-    situation = _situation(job, epoch, available - unfit, base)
+    situation = _situation(job, epoch, available, base)
     try:
-        decision = planner.decide(situation)
+        fit = _situation(job, epoch, available - unfit, base) if unfit else situation
+        decision = job.asks.planner.decide(fit)
     except LayoutError:
         if not unfit:
             raise
         unfit = set()
-        situation = _situation(job, epoch, available, base)
-        decision = planner.decide(situation)
+        decision = job.asks.planner.decide(situation)
     plan = with_standby(decision.plan, unfit)
-    checker.check(plan)
+    job.asks.check(plan)
     return _choice(job, plan, situation, decision.reason, decision.seconds)
+
+
+def best_while_running(job: Job) -> Choice:
+    """What the scheduler would make of all who are ready, were training interrupted now. Raises as `best`."""
+    return best(job, job.epoch + 1, set(job.ready), base_while_running(job))
+
+
+def first_again(job: Job) -> Choice:
+    """The first plan, as if new devices stood in the places of those that are gone.
+
+    Raises LayoutError when state is lost that it needs.
+    """
+    plan = job.record.first_plan
+    assert plan is not None
+    situation = _situation(job, job.epoch + 1, set(job.ready), base_while_running(job))
+    return _choice(job, plan, situation, "the first plan", iteration_seconds(plan, situation))
 
 
 def _choice(job: Job, plan: Plan, situation: Situation, reason: str = "", predicted: float | None = None) -> Choice:
@@ -103,7 +120,7 @@ def _choice(job: Job, plan: Plan, situation: Situation, reason: str = "", predic
         reason=reason,
         predicted=_price(plan, situation) if predicted is None else predicted,
         present=None if job.record.plan is None else _price(job.record.plan, situation),
-        unit=situation.unit,
+        situation=situation,
     )
 
 
@@ -113,37 +130,6 @@ def _price(plan: Plan, situation: Situation) -> float | None:
         return None
     seconds = iteration_seconds(plan, situation)
     return seconds if math.isfinite(seconds) else None
-
-
-class Gain(msgspec.Struct, frozen=True, kw_only=True):
-    """The best plan as things are, predicted times of the one in effect and of it, and what the change has to do."""
-
-    plan: Plan
-    now_s: float
-    then_s: float
-    movement: Movement
-
-
-def gain(job: Job) -> Gain:
-    """What another plan would be worth. Raises LayoutError when none is found."""
-    assert job.record.plan is not None
-    situation = _situation(job, job.epoch + 1, set(job.ready), base_while_running(job))
-    plan = best(job, job.epoch + 1, set(job.ready), base_while_running(job)).plan
-    now_s, then_s = (iteration_seconds(of, situation) for of in (job.record.plan, plan))
-    return Gain(plan=plan, now_s=now_s, then_s=then_s, movement=movement(situation, plan.layout))
-
-
-def gain_of_a_node(job: Job) -> Gain:
-    """What the first layout would be worth, with new devices in place of those that are gone.
-
-    Raises LayoutError when state is lost that it needs.
-    """
-    now, first = job.record.plan, job.record.first_plan
-    assert now is not None
-    assert first is not None
-    situation = _situation(job, job.epoch + 1, set(job.ready), base_while_running(job))
-    now_s, then_s = (iteration_seconds(of, situation) for of in (now, first))
-    return Gain(plan=first, now_s=now_s, then_s=then_s, movement=movement(situation, first.layout))
 
 
 def with_standby(plan: Plan, ranks: set[int]) -> Plan:
@@ -196,11 +182,11 @@ def cautious(job: Job, epoch: int, available: set[int], base: Base | None) -> Ch
         reason = "the plan in effect once more"
     else:
         try:
-            decision = planner.without_lost_replicas(situation)
+            decision = job.asks.planner.without_lost_replicas(situation)
         except LayoutError as error:
             raise NotEnoughDevicesError(f"no whole replica is left: {error}") from None
         plan, reason = decision.plan, decision.reason
-    checker.check(plan)
+    job.asks.check(plan)
     return _choice(job, plan, situation, reason)
 
 
@@ -266,10 +252,10 @@ def bytes_planned(job: Job, base: Base | None, plan: Plan) -> int:
     if base is None:
         return 0
     names = {spec.name: spec for spec in specs(job)}
-    return sum(bytes_of(move, names) for move in moves(base, plan.layout, specs(job), job.node_of))
+    return sum(bytes_of(move, names) for move in job.asks.moves(base, plan.layout, specs(job), job.node_of))
 
 
 def specs(job: Job) -> tuple[ParameterSpec, ...]:
     if not job.specs:
-        job.specs = tuple(outline(job.declaration.model))
+        job.specs = tuple(job.asks.outline(job.declaration.model))
     return job.specs

@@ -1,20 +1,29 @@
-"""Another plan because devices or links became slower or faster: looked for, weighed, and training paused for it.
+"""Is another plan, or another node, worth it? One policy for what became slower or faster, for what came, and for what
+could be asked for.
 
 Decides when to interrupt training although everybody is alive. Which plan is best the scheduler says, whether it is
 worth its price `resihp.scheduler.transition_cost`: a slow-down that may pass is borne until it has cost what a change
-would, and each recent change on account of the same device makes the next one dearer. Called by `slowness`.
+would, a newcomer is taken in if that pays off before the job ends, and each recent change on account of the same device
+makes the next one dearer. Told by `slowness` and `joins`, asked by `replacements` and, after each event, `controller`.
 """
 
 from __future__ import annotations
 
 import math
 
-from resihp.controller import planning, transition
+import msgspec
+
+from resihp.controller import planning
 from resihp.controller.state import Change, Job
 from resihp.errors import LayoutError, NotEnoughDevicesError
+from resihp.parallelism.plan import Plan
 from resihp.record.journal import ChangeDecided
 from resihp.record.state import Device, Link
 from resihp.scheduler import transition_cost
+
+AGAIN_S = 600.0
+"""When a newcomer that was not worth a change is looked at again: recent changes have passed, costs are known better.
+It takes the planner, which in the largest jobs takes a while."""
 
 
 def consider(job: Job, reason: str, since: int, *, device: Device | Link, failure: int | None = None) -> None:
@@ -22,8 +31,17 @@ def consider(job: Job, reason: str, since: int, *, device: Device | Link, failur
 
     `since`: first iteration in which things were as they are; `device`: what changed, a device or a link.
     """
-    job.reconsider = [one for one in job.reconsider if one.device != device]
-    job.reconsider.append(Change(reason=reason, since=since, failure=failure, device=device))
+    _consider(job, Change(reason=reason, since=since, failure=failure, device=device))
+
+
+def consider_newcomer(job: Job, rank: int) -> None:
+    """Look for a plan that gives a rank work which has none."""
+    _consider(job, Change(reason=f"rank {rank} joined", since=job.furthest + 1, device=job.device_of(rank), rank=rank))
+
+
+def _consider(job: Job, change: Change) -> None:
+    job.reconsider = [one for one in job.reconsider if one.device != change.device]
+    job.reconsider.append(change)
     job.reconsider_at = 0.0
 
 
@@ -35,51 +53,107 @@ def consider_links(job: Job) -> None:
             consider(job, reason, slow.since, failure=slow.failure, device=link)
 
 
-def review(job: Job) -> None:
-    """Interrupt training for another plan, if it is worth it by now."""
-    if not job.reconsider or job.now < job.reconsider_at:
-        return
-    if not job.may_interrupt:
-        return
-    asked, job.reconsider = job.reconsider, []
-    if job.record.plan is None or not job.can_still_gain:
-        return
+class Replan(msgspec.Struct, frozen=True, kw_only=True):
+    """Training is worth interrupting for another plan."""
+
+    reason: str
+    failures: tuple[int, ...]
+    """Verdicts that it answers to."""
+
+
+def review(job: Job) -> Replan | None:
+    """Whether to interrupt training for another plan, by now."""
+    if not job.reconsider or job.now < job.reconsider_at or not job.may_interrupt:
+        return None
+    asked, job.reconsider = [one for one in job.reconsider if _stands(job, one)], []
+    if not asked or not job.can_still_gain:
+        return None
     reason = ", ".join(dict.fromkeys(one.reason for one in asked))
     try:
-        gain = planning.gain(job)
+        choice = planning.best_while_running(job)
+        if _is_in_effect(job, choice.plan):
+            job.say("notice", f"{reason}: the plan stays, no other is faster")
+            return None
+        found = weigh(job, choice, asked)
     except (LayoutError, NotEnoughDevicesError) as error:
         job.say("notice", f"{reason}: no other plan: {error}")
-        return
-    if (gain.plan.layout, gain.plan.assignment, gain.plan.migrations, gain.plan.orders) == (
-        job.record.plan.layout,
-        job.record.plan.assignment,
-        job.record.plan.migrations,
-        job.record.plan.orders,
-    ):
-        job.say("notice", f"{reason}: the plan stays, no other is faster")
-        return
-    left_s = (job.record.goal - job.furthest) * job.usual_s
-    found = transition_cost.verdict(
-        transition_cost.cost(gain.movement, transition_cost.calibrated(job.record.costs)),
-        gain.now_s,
-        gain.then_s,
-        remaining_s=left_s if job.deadline is None else max(0.0, min(left_s, job.deadline - job.now)),
-        elapsed_s=max(max(0, job.furthest + 1 - one.since) * job.usual_s for one in asked),
-        changes=max(transition_cost.recent(job.changed_at.get(one.device, ()), job.now) for one in asked),
-    )
+        return None
     if found.go:
         causes = {one.device for one in asked}
         links = sorted((a, b) for a, b in causes if isinstance(a, int))
         devices = sorted((node, index) for node, index in causes if isinstance(node, str))
         job.log(ChangeDecided(reason=found.reason, devices=tuple(devices), links=tuple(links)))
-        transition.pause(job, f"{reason}: {found.reason}")
-        assert job.pause is not None
-        job.pause.failures += [one.failure for one in asked if one.failure is not None]
-        return
+        failures = tuple(one.failure for one in asked if one.failure is not None)
+        return Replan(reason=f"{reason}: {found.reason}", failures=failures)
     job.say("notice", f"{reason}: the plan stays: {found.reason}")
-    if found.again_in_s is not None and math.isfinite(found.again_in_s):
+    again_in_s = found.again_in_s
+    if again_in_s is None and any(one.rank in choice.plan.layout.active for one in asked):
+        again_in_s = AGAIN_S
+    if again_in_s is not None and math.isfinite(again_in_s):
         job.reconsider = asked
-        job.reconsider_at = job.now + max(found.again_in_s, job.usual_s)
+        job.reconsider_at = job.now + max(again_in_s, job.usual_s)
+    return None
+
+
+def _stands(job: Job, change: Change) -> bool:
+    """Whether it still calls for anything: a newcomer may have gone, or have been given work meanwhile."""
+    return change.rank is None or (job.members[change.rank].ready and change.rank not in job.record.working)
+
+
+def _is_in_effect(job: Job, plan: Plan) -> bool:
+    """Whether a plan has the work done as it is done now; more ranks may stand by."""
+    now = job.record.plan
+    assert now is not None
+    same_stages = plan.layout.replicas == now.layout.replicas
+    return same_stages and (plan.assignment, plan.migrations, plan.orders) == (
+        now.assignment,
+        now.migrations,
+        now.orders,
+    )
+
+
+def weigh(job: Job, choice: planning.Choice, asked: list[Change]) -> transition_cost.Verdict:
+    """Whether a better plan is worth its transition now. Raises LayoutError when state is lost that it needs.
+
+    Where it gives a newcomer work, what it gains lasts until the job ends; else nobody knows how long.
+    """
+    lasts = any(one.rank in choice.plan.layout.active for one in asked)
+    return transition_cost.verdict(
+        _cost(job, choice),
+        _time(choice.present),
+        _time(choice.predicted),
+        remaining_s=remaining_s(job),
+        duration_s=math.inf if lasts else None,
+        elapsed_s=max(max(0, job.furthest + 1 - one.since) * job.usual_s for one in asked),
+        changes=max(transition_cost.recent(job.changed_at.get(one.device, ()), job.now) for one in asked),
+    )
+
+
+def weigh_asking(job: Job, choice: planning.Choice, *, wait_s: float, joining_s: float) -> transition_cost.Verdict:
+    """Whether a plan is worth asking for the node that it needs. Raises LayoutError when state is lost."""
+    return transition_cost.worth_asking(
+        _cost(job, choice),
+        _time(choice.present),
+        _time(choice.predicted),
+        remaining_s=remaining_s(job),
+        wait_s=wait_s,
+        joining_s=joining_s,
+    )
+
+
+def remaining_s(job: Job) -> float:
+    """Of training at the present pace, or until the job's time is up."""
+    left_s = (job.record.goal - job.furthest) * job.usual_s
+    return left_s if job.deadline is None else max(0.0, min(left_s, job.deadline - job.now))
+
+
+def _cost(job: Job, choice: planning.Choice) -> transition_cost.Cost:
+    return transition_cost.cost(choice.movement, transition_cost.calibrated(job.record.costs))
+
+
+def _time(predicted: float | None) -> float:
+    """Of an iteration under a plan that may not be able to run."""
+    return math.inf if predicted is None else predicted
 
 
 def resume(job: Job) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from resihp.controller.interface import AnyAction, AnyEvent, Log, Order, Say, Settings
 from resihp.controller.lifecycle import CHANGING, TRAINING, Lifecycle, Stage
@@ -21,9 +21,12 @@ from resihp.detector.findings import Finding
 from resihp.detector.online.monitor import Monitor
 from resihp.detector.probes import Place
 from resihp.faults import Fault
+from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.ownership import ParameterSpec
+from resihp.parallelism.parameter_outline import outline
 from resihp.parallelism.plan import Plan
-from resihp.parallelism.transfers import Base
+from resihp.parallelism.transfers import Base, Move, moves
+from resihp.pipeline import checker
 from resihp.protocol import messages as m
 from resihp.protocol.messages import (
     CheckpointPart,
@@ -51,7 +54,9 @@ from resihp.record.journal import (
     WorkerStarted,
 )
 from resihp.record.state import Device, HowLost, JobRecord, KnownNode, KnownWorker, Link
+from resihp.scheduler import planner
 from resihp.scheduler.cost.profile import Profile
+from resihp.scheduler.situation import Decision, Situation
 
 
 @dataclass
@@ -225,8 +230,10 @@ class Change:
     since: int
     """First iteration in which things were as they are."""
     device: Device | Link
-    """What is slower or faster."""
+    """What is slower or faster, or new."""
     failure: int | None = None
+    rank: int | None = None
+    """The newcomer that could be given work. Unlike a slow-down, it is not expected to pass."""
 
 
 @dataclass
@@ -241,11 +248,39 @@ class Pause:
     """Verdicts that it answers to."""
 
 
+PATIENCE = 100
+"""Iterations after which a device is suspected again on the same evidence, though its probe was fine."""
+
+
+class Planner(Protocol):
+    """What the controller asks the scheduler; the module `resihp.scheduler.planner` is one."""
+
+    @property
+    def first_plan(self) -> Callable[..., Plan]: ...
+    @property
+    def decide(self) -> Callable[[Situation], Decision]: ...
+    @property
+    def without_lost_replicas(self) -> Callable[[Situation], Decision]: ...
+
+
+def _monitor() -> Monitor:
+    return Monitor(patience=PATIENCE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dependencies:
+    """Whom the controller asks what it does not decide itself. A simulated job brings others."""
+
+    planner: Planner = planner
+    check: Callable[[Plan], None] = checker.check
+    moves: Callable[..., Sequence[Move]] = moves
+    outline: Callable[[ModelSpec], Sequence[ParameterSpec]] = outline
+    monitor: Callable[[], Monitor] = _monitor
+
+
 Meaning = Literal["warning", "time-limit", "cancelled", "preempted", "unknown"]
 """Why somebody wants the job to stop (`journal.JobSignalled`)."""
 
-PATIENCE = 100
-"""Iterations after which a device is suspected again on the same evidence, though its probe was fine."""
 COINCIDENCE_S = 2.0
 """Agents that are signalled within this time are signalled together; so long deaths around it are nobody's fault."""
 LEFT_S = 60.0
@@ -299,16 +334,23 @@ class ArmedFault:
 
 @dataclass
 class IterationReports:
-    """Reports of one iteration's step, by rank, until it is committed."""
+    """What ranks said of one iteration's step, until it is committed."""
 
-    by_rank: dict[int, Stepped] = field(default_factory=dict)
+    outcome: StepOutcome
+    """The same for all."""
+    epoch: int = 0
+    """The highest in which anybody took it."""
+    by_rank: dict[int, Stepped | None] = field(default_factory=dict)
+    """Who took it; None where a rank said so as it parked, which does not tell how long it took."""
     _working: frozenset[int] = frozenset()
     _lacking: set[int] = field(default_factory=set)
     """Of these ranks, those that have not reported: kept, for thousands of reports each ask for it."""
 
-    def add(self, rank: int, report: Stepped) -> None:
-        """A rank's first report counts."""
-        self.by_rank.setdefault(rank, report)
+    def add(self, rank: int, epoch: int, report: Stepped | None) -> None:
+        """What a rank says first counts."""
+        if rank not in self.by_rank:
+            self.by_rank[rank] = report
+            self.epoch = max(self.epoch, epoch)
         self._lacking.discard(rank)
 
     def is_complete(self, working: frozenset[int]) -> bool:
@@ -317,13 +359,15 @@ class IterationReports:
             self._working, self._lacking = working, set(working - self.by_rank.keys())
         return not self._lacking
 
-    @property
-    def outcome(self) -> StepOutcome:
-        return next(iter(self.by_rank.values())).outcome
+    def of_epoch(self, epoch: int) -> dict[int, Stepped]:
+        """Reports that tell how long it took, under one plan."""
+        known = ((rank, report) for rank, report in self.by_rank.items() if report is not None and report.seconds)
+        return {rank: report for rank, report in known if report.epoch == epoch}
 
     @property
-    def seconds(self) -> float:
-        return max(report.seconds for report in self.by_rank.values())
+    def seconds(self) -> float | None:
+        """The slowest rank's; None where none told."""
+        return max((report.seconds for report in self.by_rank.values() if report is not None), default=0.0) or None
 
 
 def natural(name: str) -> tuple[tuple[int, str | int], ...]:
@@ -396,8 +440,9 @@ class Forecast:
 class Job:
     """The record of a job, all that is volatile beside it, and the actions of the event being handled."""
 
-    def __init__(self, settings: Settings, record: JobRecord | None = None) -> None:
+    def __init__(self, settings: Settings, record: JobRecord | None = None, asks: Dependencies | None = None) -> None:
         self.settings = settings
+        self.asks = asks or Dependencies()
         self.record = record or JobRecord()
         """What is durable. Only `log` changes it."""
         self.lifecycle = Lifecycle()
@@ -409,8 +454,6 @@ class Job:
         """The highest that anybody was told of."""
         self.transition: Transition | None = None
         self.pause: Pause | None = None
-        self.unconsidered: set[int] = set()
-        """Newcomers that became ready, and may be worth an interruption."""
         self.recovery: Recovery | None = None
         self.departure: Departure | None = None
         self.agent_signals: dict[str, AgentSignal] = {}
@@ -418,7 +461,7 @@ class Job:
         self.deadline: float | None = None
         """When Slurm's time limit ends the job, if it has one."""
         self.upkeep = Upkeep()
-        self.monitor = Monitor(patience=PATIENCE)
+        self.monitor = self.asks.monitor()
         """What is known of healthy times, and who is suspected to be slow."""
         self.expected_epoch = 0
         """Epoch of the plan whose healthy times the monitor expects."""
@@ -584,10 +627,13 @@ class Job:
     def has_ended(self) -> bool:
         return self.stage == "ended"
 
-    def has_stepped(self, member: Member, iteration: int) -> None:
-        """A rank took the step of an iteration."""
-        member.stepped = max(member.stepped, iteration)
+    def note_step(self, member: Member, epoch: int, outcome: StepOutcome, report: Stepped | None = None) -> None:
+        """A rank took the step of an iteration; without its `report` where it told so in another way."""
+        member.stepped = max(member.stepped, outcome.iteration)
         self.furthest = max(self.furthest, member.stepped)
+        if outcome.iteration > self.record.committed:
+            reports = self.reports.setdefault(outcome.iteration, IterationReports(outcome))
+            reports.add(member.rank, epoch, report)
 
     def stand_at(self, ranks: Iterable[int], iteration: int) -> None:
         """What these ranks have done counts up to this iteration, and no further."""

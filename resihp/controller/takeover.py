@@ -21,7 +21,7 @@ from resihp.controller.fail_slow import slowness
 from resihp.controller.fail_stop import failures, incidents
 from resihp.controller.interface import AnyEvent, Settings
 from resihp.controller.nodes import drains, joins
-from resihp.controller.state import IterationReports, Job, Recovery, Transition
+from resihp.controller.state import Dependencies, Job, Recovery, Transition
 from resihp.errors import ProtocolError
 from resihp.protocol import messages as m
 from resihp.record.fold import apply
@@ -33,7 +33,7 @@ PATIENCE_S = 3.0
 NOBODY_PATIENCE_S = 30.0
 
 
-def begin(settings: Settings, entries: Iterable[AnyEntry]) -> Job:
+def begin(settings: Settings, entries: Iterable[AnyEntry], asks: Dependencies) -> Job:
     """What is on record, and nothing else yet. Raises ProtocolError for a job that has ended, or not begun."""
     record, begun = JobRecord(), False
     for entry in entries:
@@ -43,7 +43,7 @@ def begin(settings: Settings, entries: Iterable[AnyEntry]) -> Job:
         raise ProtocolError(f"job {settings.job}: has ended: {record.ended.reason}")
     if not begun:
         raise ProtocolError(f"job {settings.job}: its journal is empty")
-    job = Job(settings, record)
+    job = Job(settings, record, asks)
     job.stand_at(record.active, record.committed)
     job.lifecycle.take_over()
     job.recovery = Recovery(undisturbed=record.plan is not None and record.decided is record.plan)
@@ -228,12 +228,9 @@ def _meet(job: Job, node: str, running: m.RunningWorker) -> list[api.WorkerSaid]
         if isinstance(message, m.Declare) and (job.record.trains is None or startup.trains_the_same(job, message)):
             member.declared = message if job.record.trains is None else job.record.trains
             if member.joins and (job.record.plan is None or running.rank not in job.record.plan.layout.ranks):
-                (job.unmeasured if job.settings.examine else job.unconsidered).add(running.rank)
+                joins.came(job, running.rank)
     for step in running.steps:
-        job.has_stepped(member, step.outcome.iteration)
-        if step.outcome.iteration > job.record.committed:
-            reports = job.reports.setdefault(step.outcome.iteration, IterationReports())
-            reports.add(running.rank, step)
+        job.note_step(member, step.epoch, step.outcome, step)
     return said
 
 

@@ -7,6 +7,8 @@ up, from there. What is proposed is `planning`'s business, what ranks say to it 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from resihp.controller import iterations, planning
 from resihp.controller.fail_stop import incidents
 from resihp.controller.state import Job, Member, Outlook, Pause, Transition
@@ -27,11 +29,14 @@ def park(job: Job, reason: str, cautious: bool = False) -> None:
     decide_when_parked(job)
 
 
-def pause(job: Job, reason: str) -> None:
-    """Ask everybody to stop between two iterations; the transition begins when the first active rank has."""
+def pause(job: Job, reason: str, failures: Iterable[int] = ()) -> None:
+    """Ask everybody to stop between two iterations; the transition begins when the first active rank has.
+
+    `failures`: what it answers to.
+    """
     job.move("pausing")
     job.say("progress", f"{reason}: pausing after an iteration")
-    job.pause = Pause(epoch=job.epoch + 1, reason=reason, asked=set())
+    job.pause = Pause(epoch=job.epoch + 1, reason=reason, asked=set(), failures=list(failures))
     ask_to_pause(job, job.ready)
 
 
@@ -68,9 +73,7 @@ def _open(job: Job, reason: str, asked: tuple[int, ...], *, cautious: bool = Fal
 
 def parked(job: Job, member: Member, parked: m.Parked) -> None:
     if parked.outcome is not None:
-        iterations.note_step(
-            job, member, m.Stepped(epoch=parked.epoch, outcome=parked.outcome, seconds=0.0, compute_s=0.0)
-        )
+        iterations.note_outcome(job, member, parked.epoch, parked.outcome)
     if job.pause is not None and parked.epoch == job.pause.epoch:
         _paused(job, member, parked)
         return
@@ -213,7 +216,7 @@ def propose(job: Job, choice: planning.Choice) -> None:
             bytes_planned=planning.bytes_planned(job, transition.base, plan),
             predicted=choice.predicted,
             present=choice.present,
-            unit=choice.unit,
+            unit=choice.situation.unit,
         )
     )
     job.order(

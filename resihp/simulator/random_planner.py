@@ -17,7 +17,7 @@ from resihp.scheduler import planner
 from resihp.scheduler.situation import Decision, Situation
 
 
-class Planner:
+class RandomPlanner:
     """`trouble`: how often it finds no plan. `kind`: the real one, this one, or one that only ever drops replicas."""
 
     def __init__(self, seed: int, trouble: float, kind: str) -> None:
@@ -84,7 +84,7 @@ class Planner:
         )
 
 
-class Checker:
+class RandomChecker:
     """`trouble`: how often it refuses a plan. Beside a `wild` planner, that is all it does."""
 
     def __init__(self, seed: int, trouble: float, kind: str) -> None:

@@ -520,7 +520,8 @@ class Rules:
         expect(outcome.iteration <= self.witnessed, f"{outcome.iteration} is committed, nobody reported its step")
 
     def check_newcomers(self) -> None:
-        """Whoever has been ready for a while is in the plan, or the planner has no work for it."""
+        """Whoever has been ready for a while is in the plan, or the planner has no work for it, or it was not worth a
+        change and is looked at again."""
         assert self.in_effect is not None
         if self.world.stopping.is_on:
             return
@@ -540,7 +541,9 @@ class Rules:
             or scenario.checker_trouble
         ):
             return
-        better = planning.best(job, job.epoch + 1, set(job.ready), planning.base_while_running(job)).plan
+        if job.reconsider_at > self.world.now and idle <= {change.rank for change in job.reconsider}:
+            return
+        better = planning.best_while_running(job).plan
         unused = better.layout.active == self.in_effect.layout.active
         expect(unused, f"ranks {sorted(idle)} have no work, though {better.layout} has some for them")
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
-from resihp.controller import Controller, Settings, planning
+from resihp.controller import Controller, Settings
 from resihp.controller import interface as api
+from resihp.controller.state import Dependencies
 from resihp.errors import ProtocolError, ResihpError
 from resihp.faults import Fault
 from resihp.parallelism.layout import Layout
@@ -28,7 +31,7 @@ from resihp.simulator.false_alarms import Wolf
 from resihp.simulator.holdings import Holding, bits, drawn, needed, outline
 from resihp.simulator.log import log_tail
 from resihp.simulator.machines import Meeting, SimNode, Worker
-from resihp.simulator.random_planner import Checker, Planner
+from resihp.simulator.random_planner import RandomChecker, RandomPlanner
 from resihp.simulator.rules import Rules, Violation, expect
 from resihp.simulator.scenario import NEVER, SIGKILL, SIGSTOP, SIGTERM, Disturbance, Fate, Scenario, Trigger
 from resihp.simulator.stopping import Stopping
@@ -48,6 +51,7 @@ class Result:
     said: list[str]
     workers_leave: bool
     seconds: float
+    asks: Dependencies = field(compare=False)
 
     def all(self, kind: type) -> list[Any]:
         return [entry for _, entry in self.entries if isinstance(entry, kind)]
@@ -102,7 +106,9 @@ class World:
             examine=scenario.examine,
             probe_budget_s=5.0,
         )
-        self.controller = self.lead(Controller(self.settings))
+        self._moves: dict[tuple[Base, Layout], tuple[Move, ...]] = {}
+        self.asks = self.dependencies()
+        self.controller = self.new_controller()
         per = scenario.gpus_per_node
         self.nodes = {
             f"n{i + 1}": SimNode(f"n{i + 1}", list(range(i * per, (i + 1) * per)), per) for i in range(scenario.nodes)
@@ -110,9 +116,7 @@ class World:
         self.workers = {
             rank: Worker(self, rank, node, d) for node in self.nodes.values() for d, rank in enumerate(node.ranks)
         }
-        self.pauses: set[tuple[int, int]] = set()
-        """(epoch, iteration) whose last synchronisation told everybody to stop."""
-        self._moves: dict[tuple[Base, Layout], tuple[Move, ...]] = {}
+        self.pauses: set[tuple[int, int]] = set()  # (epoch, iteration) whose last synchronisation told all to stop
         self.meetings: dict[tuple[Any, ...], Meeting] = {}
         self.cursed: set[tuple[str, int]] = set()
         """(kind, epoch) of collectives that never complete."""
@@ -144,11 +148,20 @@ class World:
         self.allocation = Allocation(self)
         self.stopping = Stopping(self)
 
-    def lead(self, controller: Controller) -> Controller:
-        """With a detector of our own."""
-        if self.scenario.slow:
-            controller.job.monitor = Wolf(self.scenario.seed, self.scenario.slow)  # type: ignore[assignment]
-        return controller
+    def dependencies(self) -> Dependencies:
+        """A planner and a checker of our own, and in some jobs a detector."""
+        scenario = self.scenario
+        asks = Dependencies(
+            planner=RandomPlanner(scenario.seed, scenario.planner_trouble, scenario.planner),
+            check=RandomChecker(scenario.seed, scenario.checker_trouble, scenario.planner).check,
+            moves=self.moves,
+            outline=outline,
+        )
+        wolf: Any = partial(Wolf, scenario.seed, scenario.slow)
+        return dataclasses.replace(asks, monitor=wolf) if scenario.slow else asks
+
+    def new_controller(self) -> Controller:
+        return Controller(self.settings, self.asks)
 
     # --- time -----------------------------------------------------------------------------------------------------
 
@@ -158,7 +171,6 @@ class World:
     def run(self) -> Result:
         """Play to the end; raises Violation."""
         scenario = self.scenario
-        self.put_planner()
         for disturbance in scenario.disturbances:
             if disturbance.trigger == "time":
                 self.at(disturbance.delay, self.disturb, disturbance, 0)
@@ -187,15 +199,8 @@ class World:
         said = [action.text for _, action in self.actions if isinstance(action, api.Say)]
         return Result(
             self.end.exit_code, self.end.reason, self.entries, self.actions, self.events, said,
-            self.end.workers_leave, self.now,
+            self.end.workers_leave, self.now, self.asks,
         )  # fmt: skip
-
-    def put_planner(self) -> None:
-        """Let the controller ask a planner and a checker of our own."""
-        scenario, asked = self.scenario, vars(planning)
-        asked["planner"] = Planner(scenario.seed, scenario.planner_trouble, scenario.planner)
-        asked["checker"] = Checker(scenario.seed, scenario.checker_trouble, scenario.planner)
-        asked["outline"], asked["moves"] = outline, self.moves
 
     def moves(
         self, base: Base, layout: Layout, specs: Sequence[ParameterSpec], nodes: Mapping[int, str]
@@ -356,9 +361,9 @@ class World:
         self.rules.took_over()
         self.stopping.took_over()
         try:
-            self.controller = self.lead(Controller.recover(self.settings, (entry for _, entry in self.entries)))
+            self.controller = Controller.recover(self.settings, (e for _, e in self.entries), self.asks)
         except ProtocolError:  # nothing was in the journal yet
-            self.controller = self.lead(Controller(self.settings))
+            self.controller = self.new_controller()
         expect(self.controller.job.record == self.record, "a take-over makes another record of the journal")
         for node in self.nodes.values():
             if node.alive and not node.dropped:
@@ -822,10 +827,9 @@ class World:
 
     def replay(self) -> None:
         """The same events give the same actions: nothing depends on a clock, on chance or on the order of a set."""
-        controller = self.lead(Controller(self.settings))
+        controller = self.new_controller()
         if self.takeovers:
             return  # it was not one controller that did all this
-        self.put_planner()
         again = [(at, action) for at, event in self.events for action in controller.handle(event, at)]
         expect(again == self.actions, "a replay of the events gives other actions")
 

@@ -41,7 +41,7 @@ def iteration_done(job: Job, iteration: int, reports: IterationReports) -> float
     plan = job.record.plan
     if not job.settings.detect or plan is None:
         return None
-    ours = {rank: report for rank, report in reports.by_rank.items() if report.epoch == plan.epoch and report.seconds}
+    ours = reports.of_epoch(plan.epoch)
     if not ours:
         return None
     _adopt(job, plan)

@@ -55,7 +55,6 @@ def review(job: Job) -> None:
             _suspected(job, finding)
         elif finding.kind == "recovered":
             _recovered(job, finding)
-    replan_policy.review(job)
 
 
 def _suspected(job: Job, finding: Finding) -> None:
@@ -290,7 +289,7 @@ def _measured_standby(job: Job, judged: Mapping[int, probes.Judged], unfit: Set[
         if not verdict.fit or verdict.speed is None or verdict.speed < CONFIRMED or not job.members[rank].ready:
             continue
         if device in unfit:
-            job.unconsidered.add(rank)
+            replan_policy.consider_newcomer(job, rank)
         if device in job.record.slow:
             _device_recovered(
                 job, device, job.record.committed + 1, f"standing by, its probe is fine: {verdict.evidence}"

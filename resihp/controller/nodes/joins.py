@@ -1,10 +1,10 @@
 """Processes that start while the job is under way: a crashed worker's next one on its device, all those of a new node.
 
-Decides when a device gets another process, whether the newcomer may join, and whether it is worth an interruption.
+Decides when a device gets another process, and whether the newcomer may join; whether it is worth an interruption,
+`replan_policy` says.
 A node is taken in only when it was asked for (`replacements`); one that was left out stays out.
 A newcomer counts for nothing until it has declared what the job trains; then it is a standby rank, and part of every
-transition. One that is turned away never stops the job. Called by `startup`, `failures`, `watchdog`, `consent` and, at
-the end of each event, by the controller.
+transition. One that is turned away never stops the job. Called by `startup`, `failures`, `watchdog`, `consent`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from resihp.controller import interface as api
-from resihp.controller import planning, transition
+from resihp.controller import replan_policy, transition
 from resihp.controller.fail_slow import probing
 from resihp.controller.nodes import replacements
 from resihp.controller.state import Job, Member
 from resihp.detector import probes
-from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.protocol import messages as m
 from resihp.record.journal import JoinRefused, NodeJoined, WorkersOrdered
 
@@ -110,14 +109,20 @@ def declared(job: Job, member: Member, declare: m.Declare) -> None:
         return
     member.declared = msgspec.structs.replace(declare, resume_from=first.resume_from)
     job.say("notice", f"{job.where(member.rank)}: ready to join")
+    came(job, member.rank)
     if job.settings.examine:
-        job.unmeasured.add(member.rank)
         probing.begin(job, "join", (member.rank,))
-    else:
-        job.unconsidered.add(member.rank)
     if job.pause is not None:
         job.pause.reason += f", rank {member.rank} joined"
         transition.ask_to_pause(job, (member.rank,))
+
+
+def came(job: Job, rank: int) -> None:
+    """A newcomer is ready: it is given work if that is worth it, once its device was measured where that is wanted."""
+    if job.settings.examine:
+        job.unmeasured.add(rank)
+    else:
+        replan_policy.consider_newcomer(job, rank)
 
 
 def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
@@ -128,25 +133,9 @@ def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
         if not member.ready:
             continue
         if verdict.fit:
-            job.unconsidered.add(rank)
+            replan_policy.consider_newcomer(job, rank)
         else:
             job.say("warning", f"{job.where(rank)}: stands by, it fails its probe: {verdict.evidence}")
-
-
-def consider(job: Job) -> None:
-    """Once nothing else is going on: interrupt training for newcomers if the planner would give one of them work."""
-    if not job.may_interrupt:
-        return
-    idle = job.unconsidered & set(job.ready) - set(job.record.active)
-    job.unconsidered = set()
-    if not idle or not job.can_still_gain:
-        return
-    try:
-        better = planning.best(job, job.epoch + 1, set(job.ready), planning.base_while_running(job)).plan
-    except (LayoutError, NotEnoughDevicesError):
-        return
-    if better.layout.active != job.record.active:
-        transition.pause(job, f"rank {', '.join(map(str, sorted(idle)))} joined")
 
 
 def turn_away(job: Job, member: Member, reason: str) -> None:

@@ -11,7 +11,7 @@ import statistics
 from typing import Literal
 
 from resihp.controller import interface as api
-from resihp.controller import planning
+from resihp.controller import planning, replan_policy
 from resihp.controller.state import COINCIDENCE_S, Job
 from resihp.errors import LayoutError
 from resihp.record.journal import ReplacementAsked, ReplacementChanged
@@ -102,18 +102,10 @@ def _worth(job: Job) -> transition_cost.Verdict | None:
     if job.usual_s == 0:
         return None
     try:
-        gain = planning.gain_of_a_node(job)
+        wait_s = statistics.median(job.upkeep.waits_s or [job.settings.replacement_wait_s])
+        return replan_policy.weigh_asking(job, planning.first_again(job), wait_s=wait_s, joining_s=JOINING_S)
     except LayoutError:
         return None
-    left_s = (job.record.goal - job.furthest) * job.usual_s
-    return transition_cost.worth_asking(
-        transition_cost.cost(gain.movement, transition_cost.calibrated(job.record.costs)),
-        gain.now_s,
-        gain.then_s,
-        remaining_s=left_s if job.deadline is None else max(0.0, min(left_s, job.deadline - job.now)),
-        wait_s=statistics.median(job.upkeep.waits_s or [job.settings.replacement_wait_s]),
-        joining_s=JOINING_S,
-    )
 
 
 def _ask(job: Job, instead: str, why: str) -> None:

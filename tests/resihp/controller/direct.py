@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from resihp.controller import Controller, Settings, planning
+from resihp.controller import Controller, Settings
 from resihp.controller import interface as api
+from resihp.controller.state import Dependencies
 from resihp.faults import Fault
 from resihp.parallelism.plan import Plan
-from resihp.parallelism.transfers import moves
-from resihp.pipeline import checker
 from resihp.protocol import messages as m
-from resihp.scheduler import planner
 from resihp.simulator.scenario import MODEL
 
 DECLARE = m.Declare(model=MODEL, micro_batches=8, iterations=6, resume_from=0, fingerprint="same")
@@ -35,7 +33,10 @@ def outcome(iteration: int, **changes: Any) -> m.StepOutcome:
 
 
 class Direct:
-    """A controller, the time, and everything that it answered."""
+    """A controller, the time, and everything that it answered. `iteration_s`: what ranks say that an iteration takes;
+    where it is long, another plan is worth an interruption."""
+
+    iteration_s = 0.5
 
     def __init__(
         self,
@@ -45,12 +46,14 @@ class Direct:
         pp: int = 2,
         declare: m.Declare = DECLARE,
         faults: tuple[Fault, ...] = (),
+        asks: Dependencies | None = None,
+        iteration_s: float = 0.5,
         **settings: Any,
     ) -> None:
-        planning.planner, planning.checker, planning.moves = planner, checker, moves
         self.declare = declare
+        self.iteration_s = iteration_s
         self.controller = Controller(
-            Settings(job="local-1", nodes=nodes, gpus_per_node=gpus, tp=tp, pp=pp, faults=faults, **settings)
+            Settings(job="local-1", nodes=nodes, gpus_per_node=gpus, tp=tp, pp=pp, faults=faults, **settings), asks
         )
         self.job = self.controller.job
         self.now = 0.0
@@ -162,7 +165,8 @@ class Direct:
         answer: list[api.AnyAction] = []
         assert self.job.record.plan is not None
         for rank in ranks or self.job.record.plan.layout.active:
-            report = m.Stepped(epoch=self.job.epoch, outcome=outcome(iteration, **changes), seconds=0.5, compute_s=0.4)
+            told, seconds = outcome(iteration, **changes), self.iteration_s
+            report = m.Stepped(epoch=self.job.epoch, outcome=told, seconds=seconds, compute_s=0.8 * seconds)
             answer = self.say(rank, report)
         return answer
 

@@ -88,7 +88,7 @@ def test_a_take_over_at_every_entry_reaches_the_same_record_and_the_same_decisio
             if not decided:
                 continue  # in the middle of an answer
             taken += 1
-            controller = Controller.recover(world.settings, entries[:number])
+            controller = Controller.recover(world.settings, entries[:number], world.asks)
             assert controller.job.record == record, f"seed {seed}, after entry {number}: {entries[number - 1]}"
             assert decisions(controller.job) == decided, f"seed {seed}, after entry {number}: {entries[number - 1]}"
     assert taken > 20 * SEEDS

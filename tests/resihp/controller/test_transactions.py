@@ -8,11 +8,12 @@ import msgspec
 import pytest
 
 from resihp.controller import interface as api
-from resihp.controller import planning
 from resihp.controller.fail_stop.failures import MAX_REBUILDS
+from resihp.controller.state import Dependencies
 from resihp.errors import PlanError
 from resihp.faults import Fault
 from resihp.parallelism.layout import Layout
+from resihp.parallelism.plan import Plan
 from resihp.protocol import messages as m
 from resihp.record.journal import (
     FailureFound,
@@ -32,15 +33,10 @@ from tests.resihp.controller.test_controller import adapt, committed, run
 FEW = range(5)
 
 
-class Refusing:
-    """A checker that refuses the plans of some epochs."""
-
-    def __init__(self, *epochs: int) -> None:
-        self.epochs = epochs
-
-    def check(self, plan: Any) -> None:
-        if plan.epoch in self.epochs:
-            raise PlanError("ranks 0 and 2 wait for each other")
+def refusing(plan: Plan) -> None:
+    """A checker that refuses the plan of epoch 2."""
+    if plan.epoch == 2:
+        raise PlanError("ranks 0 and 2 wait for each other")
 
 
 # --- in effect or not ---------------------------------------------------------------------------------------------
@@ -295,16 +291,14 @@ def test_a_fault_whose_transition_never_came_did_not_fire() -> None:
 
 
 def test_a_plan_that_the_checker_refuses_is_never_proposed() -> None:
-    job = Direct(nodes=3).run(2)
     refused: list[int] = []
 
-    class Once:
-        def check(self, plan: Any) -> None:
-            if not refused:
-                refused.append(plan.epoch)
-                raise PlanError("ranks 0 and 2 wait for each other")
+    def once(plan: Plan) -> None:
+        if plan.epoch > 1 and not refused:
+            refused.append(plan.epoch)
+            raise PlanError("ranks 0 and 2 wait for each other")
 
-    planning.checker = Once()  # type: ignore[assignment]
+    job = Direct(nodes=3, asks=Dependencies(check=once)).run(2)
     job.crash(1)
     job.park(stepped=2)
     assert job.all(PlanRefused) == [PlanRefused(epoch=2, rank=None, reason="ranks 0 and 2 wait for each other")]
@@ -313,8 +307,7 @@ def test_a_plan_that_the_checker_refuses_is_never_proposed() -> None:
 
 
 def test_when_not_even_the_cautious_plan_can_be_carried_out_the_job_ends_with_1() -> None:
-    job = Direct(nodes=3).run(2)
-    planning.checker = Refusing(2)  # type: ignore[assignment]
+    job = Direct(nodes=3, asks=Dependencies(check=refusing)).run(2)
     job.crash(1)
     job.park(stepped=2)
     assert [entry.rank for entry in job.all(PlanRefused)] == [None, None]
@@ -402,7 +395,7 @@ def test_a_plan_in_effect_ends_the_caution() -> None:
 
 def test_a_refused_newcomers_plan_leaves_everything_as_it_was() -> None:
     """Nobody was lost: the plan in effect is proposed once more, with the newcomer beside it."""
-    job = Direct(nodes=3).run(1)
+    job = Direct(nodes=3, iteration_s=5.0).run(1)
     job.crash(1)
     job.park(stepped=1)
     job.run(1)
@@ -431,7 +424,7 @@ def test_an_objection_to_the_first_plan_ends_the_job() -> None:
 
 def pausing(iterations: int = 2, **options: Any) -> Direct:
     """Three nodes of two; rank 1 died, training goes on without it, and rank 6 has come in its place."""
-    job = Direct(nodes=3, **options).run(1)
+    job = Direct(nodes=3, **{"iteration_s": 5.0, **options}).run(1)
     job.crash(1)
     job.park(stepped=1)
     job.run(iterations - 1)
@@ -444,8 +437,9 @@ def test_a_pause_asks_for_the_end_of_an_iteration_and_training_goes_on() -> None
     job = pausing()
     assert job.orders(m.Park)[-1] == (
         (0, 2, 3, 4, 5, 6),
-        m.Park(epoch=3, reason="rank 6 joined", after_iteration=True),
+        m.Park(epoch=3, reason=job.job.pause.reason, after_iteration=True),
     )
+    assert job.job.pause.reason.startswith("rank 6 joined: saves ")
     assert (job.job.epoch, job.job.training) == (2, True)
     job.step(3)
     job.step(4, pause=True)
@@ -458,7 +452,7 @@ def test_a_pause_asks_for_the_end_of_an_iteration_and_training_goes_on() -> None
     job.park(stepped=4)
     assert len(job.orders(m.Park)) == parks, "nobody is asked twice"
     decided = job.all(PlanDecided)[-1]
-    assert (decided.action, decided.next_iteration, decided.reason.split(";")[0]) == ("between", 5, "rank 6 joined")
+    assert (decided.action, decided.next_iteration, decided.reason.split(":")[0]) == ("between", 5, "rank 6 joined")
     assert 6 in decided.plan.layout.active
     job.run(1)
     (_, entry) = job.all(Reconfigured)
@@ -538,7 +532,8 @@ def test_a_rank_whose_last_synchronisation_broke_is_told_to_park_at_once() -> No
     job.park(stepped=3)
     decided = job.all(PlanDecided)[-1]
     assert (decided.action, decided.finish) == ("commit", outcome(3, pause=True))
-    assert decided.reason.startswith("rank 6 joined; communication failed: rank 5: connection reset by peer; ")
+    assert decided.reason.startswith("rank 6 joined: saves ")
+    assert "; communication failed: rank 5: connection reset by peer; " in decided.reason
 
 
 def test_a_transfer_that_broke_just_before_the_first_answer_is_not_forgotten() -> None:
@@ -615,7 +610,7 @@ def test_why_a_rank_is_suspected_is_told() -> None:
 
 
 def test_a_rank_that_hangs_before_it_can_pause_is_urged_then_fenced() -> None:
-    job = pausing()
+    job = pausing(iteration_s=0.5, declare=msgspec.structs.replace(DECLARE, iterations=600))
     job.step(3, pause=True)
     job.park(0, 2, 3, 4, 6, stepped=3, epoch=3)
     job.wait(5)
@@ -630,9 +625,9 @@ def test_a_rank_that_hangs_before_it_can_pause_is_urged_then_fenced() -> None:
 def test_hangs_are_found_while_pausing(seed: int) -> None:
     crash = Disturbance("kill", "sync", nth=9, delay=0.1, rank=1)
     hang = Disturbance("hang", "pause", rank=4)
-    result = adapt(seed, crash, hang, nodes=3, iterations=20)
+    result = adapt(seed, crash, hang, nodes=3, iterations=60)
     assert result.exit_code == 0
-    assert committed(result) == list(range(1, 21))
+    assert committed(result) == list(range(1, 61))
     assert {rank for failure in result.failures for rank in failure.ranks} == {1, 4}
 
 

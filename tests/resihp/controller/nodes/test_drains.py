@@ -586,9 +586,9 @@ def test_no_node_is_asked_for_in_the_last_iterations() -> None:
 def test_whether_a_node_is_worth_it_is_weighed_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes the planner; and events are many."""
     asked_at: list[float] = []
-    weigh = planning.gain_of_a_node
+    weigh = planning.first_again
     job = trained(replacement_wait_s=1e6)
-    monkeypatch.setattr(planning, "gain_of_a_node", lambda of: asked_at.append(of.now) or weigh(of))
+    monkeypatch.setattr(planning, "first_again", lambda of: asked_at.append(of.now) or weigh(of))
     job.lose("n3")
     job.train(2 * AGAIN_AFTER_S)
     assert len(asked_at) == 2

@@ -9,6 +9,7 @@ import pytest
 
 from resihp.controller import interface as api
 from resihp.controller import planning
+from resihp.controller.state import Dependencies
 from resihp.errors import NotEnoughDevicesError
 from resihp.protocol import messages as m
 from resihp.record.journal import (
@@ -21,7 +22,7 @@ from resihp.record.journal import (
     WorkerStarted,
 )
 from resihp.simulator.harness import Disturbance
-from resihp.simulator.random_planner import Planner
+from resihp.simulator.random_planner import RandomPlanner
 from resihp.simulator.scenario import Fate
 from tests.resihp.controller.direct import DECLARE, Direct, outcome
 from tests.resihp.controller.test_controller import adapt, committed
@@ -39,7 +40,7 @@ def killed(job: Direct) -> list[int]:
 
 def crashed(**options: Any) -> Direct:
     """Three nodes of two; rank 1 died and training goes on without it; rank 6 is being started in its place."""
-    job = Direct(nodes=3, **options).run(1)
+    job = Direct(nodes=3, iteration_s=5.0, **options).run(1)
     job.crash(1)
     job.park(stepped=1)
     return job.run(1)
@@ -143,7 +144,9 @@ def test_two_newcomers_cost_one_interruption() -> None:
     job.park(6, 7, stepped=0, epoch=4)
     job.park(0, stepped=4, epoch=4)
     job.park(stepped=4)
-    assert job.all(PlanDecided)[-1].reason.startswith("rank 6 joined, rank 7 joined; ")
+    reason = job.all(PlanDecided)[-1].reason
+    assert reason.startswith("rank 6 joined: saves ")
+    assert ", rank 7 joined; " in reason
     assert set(job.plan.layout.active) > {0, 2, 4, 5}
     assert set(job.plan.layout.ranks) == {0, 2, 4, 5, 6, 7}
     job.run(1)
@@ -151,8 +154,7 @@ def test_two_newcomers_cost_one_interruption() -> None:
 
 
 def test_a_newcomer_that_the_planner_has_no_work_for_stands_by() -> None:
-    job = Direct(nodes=1, gpus=5, pp=2).run(1)
-    planning.planner = Planner(0, 0.0, "cautious")  # type: ignore[assignment]
+    job = Direct(nodes=1, gpus=5, pp=2, asks=Dependencies(planner=RandomPlanner(0, 0.0, "cautious"))).run(1)
     job.crash(1)
     job.park(stepped=1)
     job.run(1)
@@ -291,7 +293,7 @@ def test_a_newcomer_for_which_no_plan_is_found_interrupts_nobody(monkeypatch: py
         raise NotEnoughDevicesError("no layout")
 
     job = crashed()
-    monkeypatch.setattr(planning, "best", impossible)
+    monkeypatch.setattr(planning, "best_while_running", impossible)
     job.join(6)
     assert job.job.pause is None
     assert job.end is None

@@ -16,11 +16,9 @@ from resihp.protocol import messages as m
 
 def confirmed(job: Job, member: Member, confirm: m.Confirm) -> None:
     transition = job.transition
-    if transition is None or job.stage != "proposing" or confirm.epoch != job.epoch:
+    if transition is None or not job.answers(member, confirm.epoch, "proposing"):
         return
     assert transition.plan is not None
-    if member.rank not in transition.waiting:
-        return
     if confirm.digest != transition.plan.digest:
         objected(job, member, m.Object(epoch=confirm.epoch, reason="computes another digest of the plan"))
         return
@@ -30,11 +28,9 @@ def confirmed(job: Job, member: Member, confirm: m.Confirm) -> None:
 
 def objected(job: Job, member: Member, objection: m.Object) -> None:
     transition = job.transition
-    if transition is None or job.stage != "proposing" or objection.epoch != job.epoch:
+    if transition is None or not job.answers(member, objection.epoch, "proposing"):
         return
     assert transition.plan is not None
-    if member.rank not in transition.waiting:
-        return
     told = f"{job.where(member.rank)}: refuses the plan of epoch {job.epoch}: {objection.reason}"
     if transition.plan is job.record.first_plan:
         incidents.end(job, 2, told)

@@ -45,8 +45,8 @@ MOVES: dict[Stage, frozenset[Stage]] = {
     "halting": frozenset(("ended",)),
     "ended": frozenset(),
 }
-CHANGING: frozenset[Stage] = frozenset(("parking", "proposing", "building"))
-"""Training stands still, from one plan to the next."""
+CHANGES: tuple[Stage, ...] = ("parking", "proposing", "building")
+"""Training stands still, from one plan to the next: one after the other."""
 TRAINING: frozenset[Stage] = frozenset(("first-iteration", "running", "pausing"))
 """A plan is in effect, and iterations are under way."""
 STORY = 50

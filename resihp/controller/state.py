@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from resihp.controller.interface import AnyAction, AnyEvent, Log, Order, Say, Settings
-from resihp.controller.lifecycle import CHANGING, TRAINING, Lifecycle, Stage
+from resihp.controller.lifecycle import CHANGES, TRAINING, Lifecycle, Stage
 from resihp.detector.diagnosis.diagnosis import Diagnosis
 from resihp.detector.findings import Finding
 from resihp.detector.online.monitor import Monitor
@@ -598,7 +598,7 @@ class Job:
     @property
     def changing(self) -> bool:
         """Training stands still, from one plan to the next."""
-        return self.stage in CHANGING
+        return self.stage in CHANGES
 
     @property
     def training(self) -> bool:
@@ -626,6 +626,19 @@ class Job:
     @property
     def has_ended(self) -> bool:
         return self.stage == "ended"
+
+    def answers(self, member: Member, epoch: int, stage: Stage) -> bool:
+        """Whether what a rank says is an answer that this stage of the transition under way still waits for.
+
+        What is of another epoch was said before this one was heard of, and what comes late was said twice. An answer
+        before its question is told: that is a fault of ours, or of whoever speaks for the rank.
+        """
+        transition = self.transition
+        if transition is None or epoch != self.epoch:
+            return False
+        if self.changing and CHANGES.index(self.stage) < CHANGES.index(stage):
+            self.say("warning", f"{self.where(member.rank)}: answers to {stage} in epoch {epoch}, while {self.stage}")
+        return self.stage == stage and member.rank in transition.waiting
 
     def note_step(self, member: Member, epoch: int, outcome: StepOutcome, report: Stepped | None = None) -> None:
         """A rank took the step of an iteration; without its `report` where it told so in another way."""

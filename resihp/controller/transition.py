@@ -252,9 +252,7 @@ def go_when_confirmed(job: Job) -> None:
 def acknowledged(job: Job, member: Member, ready: m.Ready) -> None:
     """A rank has what the plan under way needs of it, and still what it had before."""
     transition = job.transition
-    if transition is None or job.stage != "building" or ready.epoch != job.epoch:
-        return
-    if member.rank not in transition.waiting:
+    if transition is None or not job.answers(member, ready.epoch, "building"):
         return
     transition.groups_s = max(transition.groups_s, ready.groups_s)
     transition.state_s = max(transition.state_s, ready.state_s)

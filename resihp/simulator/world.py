@@ -197,6 +197,9 @@ class World:
             raise Violation(f"seed {scenario.seed} at {self.now:.3f} s: {text}\n{log_tail(self.log)}") from error
         assert self.end is not None
         said = [action.text for _, action in self.actions if isinstance(action, api.Say)]
+        odd = [text for text in said if ": answers to " in text]
+        if odd:
+            raise Violation(f"seed {scenario.seed}: {odd[0]}\n{log_tail(self.log)}")
         return Result(
             self.end.exit_code, self.end.reason, self.entries, self.actions, self.events, said,
             self.end.workers_leave, self.now, self.asks,

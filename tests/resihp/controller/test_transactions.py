@@ -788,3 +788,14 @@ def test_who_finishes_while_a_loss_is_being_settled_does_not_end_the_job() -> No
     assert job.all(JobEnded) == []
     job.run()
     assert [ranks for ranks, _ in job.orders(m.Halt)] == [(0, 1, 2, 3, 4)], "they do not say so twice"
+
+
+def test_an_answer_before_its_question_is_told_and_changes_nothing() -> None:
+    job = Direct()
+    epoch = job.plan.epoch
+    answer = job.say(1, m.Ready(epoch=epoch, groups_s=0.1, state_s=0.1))
+    (odd,) = [action.text for action in answer if isinstance(action, api.Say) and action.level == "warning"]
+    assert odd == f"rank 1 (n1 device 1): answers to building in epoch {epoch}, while proposing"
+    assert job.job.stage == "proposing"
+    job.run(1)
+    assert job.job.record.committed == 1

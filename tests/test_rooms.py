@@ -28,6 +28,7 @@ PACKAGES: Mapping[str, set[str]] = {
 ORDER: Mapping[str, tuple[set[str], ...]] = {
     "resihp": (
         {"errors", "faults", "process"},
+        {"settings"},
         {"parallelism"},
         {"protocol", "datasets"},
         {"record", "pipeline"},

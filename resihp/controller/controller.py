@@ -33,11 +33,12 @@ from resihp.controller import (
 from resihp.controller import interface as api
 from resihp.controller.fail_slow import expectation, slowness
 from resihp.controller.fail_stop import failures, watchdog
-from resihp.controller.interface import AnyAction, AnyEvent, Settings
+from resihp.controller.interface import AnyAction, AnyEvent
 from resihp.controller.nodes import drains, replacements
 from resihp.controller.state import Dependencies, Job
 from resihp.protocol import messages as m
 from resihp.record.journal import AnyEntry
+from resihp.settings import Settings
 
 
 class Controller:

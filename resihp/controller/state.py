@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from resihp.controller.interface import AnyAction, AnyEvent, Log, Order, Say, Settings
+from resihp.controller.interface import AnyAction, AnyEvent, Log, Order, Say
 from resihp.controller.lifecycle import CHANGES, TRAINING, Lifecycle, Stage
 from resihp.detector.diagnosis.diagnosis import Diagnosis
 from resihp.detector.findings import Finding
@@ -57,6 +57,7 @@ from resihp.record.state import Device, HowLost, JobRecord, KnownNode, KnownWork
 from resihp.scheduler import planner
 from resihp.scheduler.cost.profile import Profile
 from resihp.scheduler.situation import Decision, Situation
+from resihp.settings import Settings
 
 
 @dataclass

@@ -19,7 +19,7 @@ from resihp.controller import interface as api
 from resihp.controller import iterations, replan_policy, shutdown, startup, transition
 from resihp.controller.fail_slow import slowness
 from resihp.controller.fail_stop import failures, incidents
-from resihp.controller.interface import AnyEvent, Settings
+from resihp.controller.interface import AnyEvent
 from resihp.controller.nodes import drains, joins
 from resihp.controller.state import Dependencies, Job, Recovery, Transition
 from resihp.errors import ProtocolError
@@ -27,6 +27,7 @@ from resihp.protocol import messages as m
 from resihp.record.fold import apply
 from resihp.record.journal import AnyEntry, IterationsUnreported, WorkersOrdered, WorkerStarted
 from resihp.record.state import JobRecord
+from resihp.settings import Settings
 
 PATIENCE_S = 3.0
 """How long agents have to come back to a new supervisor after the first of them."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from resihp.controller import Controller, Settings
+from resihp.controller import Controller
 from resihp.controller import interface as api
 from resihp.controller.state import Dependencies
 from resihp.errors import ProtocolError, ResihpError
@@ -26,6 +26,7 @@ from resihp.protocol import messages as m
 from resihp.record.fold import apply
 from resihp.record.journal import AnyEntry, CheckpointCommitted, FailureFound, PlanDecided
 from resihp.record.state import JobRecord
+from resihp.settings import Settings
 from resihp.simulator.allocation import Allocation
 from resihp.simulator.false_alarms import Wolf
 from resihp.simulator.holdings import Holding, bits, drawn, needed, outline

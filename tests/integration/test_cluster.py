@@ -17,16 +17,25 @@ REPOSITORY = Path(__file__).parents[2]
 
 MakeCluster = Callable[..., Cluster]
 
-HOLD = "#!/bin/sh\nsrun --no-kill --kill-on-bad-exit=0 --wait=0 sleep 1000\n"
+HOLD = "#!/bin/sh\nsrun -v --no-kill --kill-on-bad-exit=0 --wait=0 sleep 1000\n"
 
 
 def hold(cluster: Cluster, nodes: int, user: str = "nobody") -> str:
-    """A job that holds so many nodes and survives the loss of all but the first."""
+    """A job that holds so many nodes and survives the loss of all but the first.
+
+    srun ends the step if a node is lost whose answer it has not had, although the task runs there.
+    """
     script = cluster.shared / "hold.sh"
     script.write_text(HOLD)
-    options = ["--parsable", "--no-kill", f"--nodes={nodes}", "--output=/dev/null"]
+    options = ["--parsable", "--no-kill", f"--nodes={nodes}", f"--output={cluster.shared}/hold-%j.log", "--chdir=/"]
     job = cluster.run("sbatch", *options, str(script), user=user).stdout.strip()
-    cluster.wait(lambda: len(sleepers(cluster)) == nodes, f"job {job} to run on {nodes} nodes")
+    told = cluster.shared / f"hold-{job}.log"
+
+    def runs() -> bool:
+        heard = told.read_text().count("tasks started") if told.exists() else 0
+        return heard == nodes == len(sleepers(cluster))
+
+    cluster.wait(runs, f"job {job} to run on {nodes} nodes")
     return job
 
 

@@ -17,7 +17,8 @@ from slurm.commands import CommandLine
 from slurm.rate_limited import Polite
 from slurm.replacement import ReplacementJob
 from tests.integration.cluster import Cluster
-from wrapper.config.run_spec import Program, RunRequest, SlurmRequest
+from tests.wrapper.run_requests import run_request
+from wrapper.config.run_spec import Program, SlurmRequest
 from wrapper.slurm_tasks import desk as slurm_desk
 from wrapper.slurm_tasks import nodes, own_job, replacements
 from wrapper.slurm_tasks.desk import SlurmDesk
@@ -41,27 +42,15 @@ class Desk:
         self.slurm = Polite(CommandLine(environment=cluster.environment))
         cluster.wait(lambda: self.view().state == "running", f"job {self.job} to run")
         self.names = self.view().nodes
-        request = RunRequest(
-            job=self.job,
-            folder=str(cluster.shared / "home" / "jobs" / self.job),
+        request = run_request(
+            self.job,
+            cluster.shared / "home" / "jobs" / self.job,
+            nodes=nodes,
+            gpus=2,
+            settings={"node_names": self.names},
             program=Program(kind="script", argv=("train.py",), interpreter="python"),
             command=("train.py",),
             cwd=str(cluster.shared),
-            python_path="",
-            nodes=nodes,
-            gpus_per_node=2,
-            tp=1,
-            pp=1,
-            schedule="1f1b",
-            faults=(),
-            checkpoint_folder="",
-            checkpoint_every=0,
-            checkpoint_keep=2,
-            resume=False,
-            ledger_url="sqlite",
-            restart_count=0,
-            configuration={},
-            node_names=self.names,
             slurm=SlurmRequest(
                 job_id=self.job,
                 cluster="resihp-test",

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from resihp.record.journal import AnyEntry
-from wrapper.config.run_spec import Program, RunRequest
+from tests.wrapper.run_requests import run_request
+from wrapper.config.run_spec import Program
 from wrapper.job_folder import Job, create_local_job
 
 STUB = Path(__file__).with_name("stub_run.py")
@@ -46,27 +47,12 @@ class StubJob:
         path.write_text(script)
         argv = {"script": (str(path),), "module": ("train",), "command": ("/bin/sh", "-c", script)}[kind] + arguments
         fields: dict[str, Any] = {
-            "job": self.job.name,
-            "folder": str(self.job.folder),
             "program": Program(kind=kind, argv=argv, interpreter=sys.executable, preload=preload),
             "command": argv,
             "cwd": str(self.folder),
-            "python_path": "",
-            "nodes": nodes,
-            "gpus_per_node": gpus,
-            "tp": 1,
-            "pp": 1,
-            "schedule": "1f1b",
-            "faults": (),
             "checkpoint_folder": str(self.job.checkpoints),
-            "checkpoint_every": 0,
-            "checkpoint_keep": 2,
-            "resume": False,
-            "ledger_url": "sqlite",
-            "restart_count": 0,
-            "configuration": {},
         }
-        run_file = RunRequest(**(fields | changed)).save()
+        run_file = run_request(self.job.name, self.job.folder, nodes=nodes, gpus=gpus, **(fields | changed)).save()
         with (self.folder / "stderr").open("wb") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", str(STUB), "guard", str(run_file)],

@@ -13,32 +13,20 @@ import msgspec
 from resihp.protocol import messages as m
 from resihp.protocol.framing import Envelope, SecureChannel, serve
 from tests.wrapper.conftest import StubJob
+from tests.wrapper.run_requests import run_request
 from wrapper.config.run_spec import Program, RunRequest
 from wrapper.job_folder import SupervisorFile, write_private
 
 
 def request_of(stub_job: StubJob) -> RunRequest:
     job = stub_job.job
-    return RunRequest(
-        job=job.name,
-        folder=str(job.folder),
+    return run_request(
+        job.name,
+        job.folder,
+        gpus=2,
         program=Program(kind="command", argv=("sleep", "60"), interpreter=sys.executable, preload="json"),
         command=("sleep", "60"),
         cwd=str(stub_job.folder),
-        python_path="",
-        nodes=1,
-        gpus_per_node=2,
-        tp=1,
-        pp=1,
-        schedule="1f1b",
-        faults=(),
-        checkpoint_folder="",
-        checkpoint_every=0,
-        checkpoint_keep=1,
-        resume=False,
-        ledger_url="sqlite",
-        restart_count=0,
-        configuration={},
     )
 
 

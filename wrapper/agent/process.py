@@ -122,7 +122,7 @@ class Agent:
             peer_port=await self._peers.listen(own_host) if self._peers is not None else 0,
             host=socket.gethostname(),
             pid=os.getpid(),
-            devices=self._request.gpus_per_node,
+            devices=self._request.settings.gpus_per_node,
             lease=self._lease,
             hardware=hardware(),
             epoch=max(1, self._workers.epoch) if self._link.welcome else 0,

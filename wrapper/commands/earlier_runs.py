@@ -48,7 +48,6 @@ def _decisions(run: Job) -> list[DrainDecided] | None:
 def _allowed(run: Job) -> int:
     """How many it may have had drained; none where it ended before it began."""
     try:
-        slurm = load(run.run_file).slurm
+        return load(run.run_file).settings.drains
     except UsageError:
         return 0
-    return slurm.drains if slurm is not None else 0

@@ -11,10 +11,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from resihp import faults
 from resihp.errors import ResihpError, UsageError
+from resihp.faults import Fault
+from resihp.settings import Settings
 from slurm import releases
 from slurm.client import Slurm
 from slurm.errors import SlurmError
@@ -24,7 +28,7 @@ from wrapper.config import container, values
 from wrapper.config.program import resolve
 from wrapper.config.run_spec import RunRequest, SlurmRequest
 from wrapper.config.schema import Configuration, check_partition, read
-from wrapper.config.shape import check_layout, check_target, of_allocation, on_this_machine
+from wrapper.config.shape import Shape, check_layout, check_target, of_allocation, on_this_machine
 from wrapper.exit_codes import REQUEUE
 from wrapper.job_folder import create_local_job, create_slurm_job, home
 from wrapper.launch import allocation, batch_script, interfaces
@@ -77,9 +81,10 @@ def _end_for_good(options: Options) -> None:
 def _run(options: Options) -> int:
     request = prepare(options)
     never_wait_for_stderr()
-    spares = f", {request.spares} of them spare" if request.spares else ""
+    settings = request.settings
+    of_them = f", {settings.spares} of them spare" if settings.spares else ""
     _notice(
-        f"job {request.job}: {request.nodes} nodes of {request.gpus_per_node}{spares}, logs in {request.of_job.logs}"
+        f"job {request.job}: {settings.nodes} nodes of {settings.gpus_per_node}{of_them}, logs in {request.of_job.logs}"
     )
     return guardian.guard(request.save())
 
@@ -125,41 +130,24 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
     job = create_slurm_job(found.job_id, found.restart_count) if found else create_local_job()
     checkpoints = resumption.folder if resumption else saved or job.checkpoints.absolute()
     return RunRequest(
-        job=job.name,
+        settings=_settings(configuration, job.name, shape, planned, of_slurm),
         folder=str(job.folder),
         program=program,
         command=configuration.job.command,
         cwd=cwd,
         python_path=python_path,
-        nodes=len(shape.nodes),
-        node_names=shape.nodes,
-        spares=shape.spares,
-        gpus_per_node=shape.gpus_per_node,
-        tp=configuration.layout.tp,
-        pp=configuration.layout.pp,
-        schedule=configuration.layout.schedule,
-        virtual_stages=configuration.layout.virtual_stages,
-        sequence_parallel=configuration.layout.sequence_parallel,
-        tune=configuration.layout.tune,
-        memory_bytes=configuration.job.memory_per_device,
-        come_backs=configuration.adapt.come_backs,
-        examine=configuration.adapt.examine,
-        detect=configuration.adapt.detect,
-        recheck_s=configuration.adapt.recheck_s,
-        faults=planned,
         checkpoint_folder=str(checkpoints),
-        checkpoint_every=configuration.checkpoint.every,
         checkpoint_keep=configuration.checkpoint.keep,
         resume=resumption is not None,
         chained=options.resume_or_start and found is not None,
         begins_at=resumption.iteration if resumption else 0,
         ledger_url=configuration.ledger.url,
         restart_count=found.restart_count if found else 0,
-        host=of_slurm[1] if of_slurm else "127.0.0.1",
+        host=of_slurm.address if of_slurm else "127.0.0.1",
         ports=values.ports_of(configuration.slurm.ports) if of_slurm else None,
         interface=configuration.network.interface if of_slurm else "",
         succession=_succession(configuration, found is not None and len(shape.nodes) > 1),
-        slurm=of_slurm[0] if of_slurm else None,
+        slurm=of_slurm.request if of_slurm else None,
         container=container.with_folders(inside, container.job_folders(cwd, job.folder, checkpoints, python_path)),
         listening=listening,
         configuration=_told(configuration),
@@ -241,8 +229,62 @@ def _resumption(
     return if_there_is_one(saved, _notice) if options.resume_or_start else None, failed
 
 
-def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm, failed: int) -> tuple[SlurmRequest, str]:
-    """What the run asks of Slurm, and the address to listen on. Raises UsageError, SlurmError."""
+class _InSlurm(NamedTuple):
+    """What a run asks of Slurm, the address to listen on, and what earlier runs of the same Slurm job have left it."""
+
+    request: SlurmRequest
+    address: str
+    drains: int
+    died_before: tuple[str, ...]
+    may_requeue: bool
+    restarts_left: int
+
+
+def _settings(
+    configuration: Configuration, job: str, shape: Shape, planned: tuple[Fault, ...], of_slurm: _InSlurm | None
+) -> Settings:
+    """What the controller goes by."""
+    layout, adapt, slurm = configuration.layout, configuration.adapt, configuration.slurm
+    given = Settings(
+        job=job,
+        nodes=len(shape.nodes),
+        node_names=shape.nodes,
+        gpus_per_node=shape.gpus_per_node,
+        spares=shape.spares,
+        tp=layout.tp,
+        pp=layout.pp,
+        schedule=layout.schedule,
+        chunks=layout.virtual_stages,
+        sequence_parallel=layout.sequence_parallel,
+        tune=layout.tune,
+        memory_bytes=configuration.job.memory_per_device,
+        come_backs=adapt.come_backs,
+        examine=adapt.examine,
+        detect=adapt.detect,
+        recheck_s=adapt.recheck_s,
+        faults=planned,
+        checkpoint_every=configuration.checkpoint.every,
+    )
+    if of_slurm is None:
+        return given
+    return msgspec.structs.replace(
+        given,
+        slurm=True,
+        batch_node=of_slurm.request.batch_node,
+        drains=of_slurm.drains,
+        died_before=of_slurm.died_before,
+        may_requeue=of_slurm.may_requeue,
+        restarts_left=of_slurm.restarts_left,
+        replacements=slurm.replacements,
+        replacement_least_left_s=slurm.replacement_min_left,
+        replacement_wait_s=slurm.replacement_wait,
+        on_warning=slurm.on_warning,
+        on_drain=slurm.on_drain,
+    )
+
+
+def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm, failed: int) -> _InSlurm:
+    """Raises UsageError, SlurmError."""
     section = configuration.slurm
     script = allocation.batch_script(slurm, found.job_id)
     asked = allocation.requeue_asked(os.environ, script)
@@ -273,22 +315,19 @@ def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm, fai
         constraint=section.constraint,
         reservation=section.reservation or found.reservation,
         extra=section.extra,
-        replacements=section.replacements,
-        replacement_min_left_s=section.replacement_min_left,
-        replacement_wait_s=section.replacement_wait,
-        drains=max(0, section.drains - earlier.drained),
-        died_before=earlier.died,
         most_drained=configuration.site.drained,
         spool=section.spool,
-        on_drain=section.on_drain,
-        on_warning=section.on_warning,
-        may_requeue=section.on_warning == "requeue" if asked is None else asked,
-        restarts_left=section.restarts - failed - 1,
         comment=section.comment,
     )
-    if configuration.network.control:
-        return request, interfaces.address_of(configuration.network.control, found.batch_node or here)
-    return request, allocation.own_address(here, others)
+    control = configuration.network.control
+    return _InSlurm(
+        request,
+        interfaces.address_of(control, found.batch_node or here) if control else allocation.own_address(here, others),
+        drains=max(0, section.drains - earlier.drained),
+        died_before=earlier.died,
+        may_requeue=section.on_warning == "requeue" if asked is None else asked,
+        restarts_left=section.restarts - failed - 1,
+    )
 
 
 def _succession(configuration: Configuration, default: bool) -> bool:

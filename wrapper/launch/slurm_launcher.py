@@ -53,14 +53,14 @@ def step_environment() -> dict[str, str]:
 def step_command(request: RunRequest, address: str, *, srun: str = "srun") -> list[str]:
     """One agent on each node, with all that the job has there. Each option overrules what Slurm would inherit."""
     assert request.slurm is not None
-    slurm, count = request.slurm, len(request.node_names)
+    slurm, count = request.slurm, len(request.settings.node_names)
     logs = str(request.of_job.logs).replace("%", "%%")
     options = [
         f"--jobid={slurm.number or slurm.job_id}",
         f"--nodes={count}",
         f"--ntasks={count}",
         "--ntasks-per-node=1",
-        f"--nodelist={','.join(request.node_names)}",
+        f"--nodelist={','.join(request.settings.node_names)}",
         "--job-name=resihp-agents",
         "--no-kill",
         "--kill-on-bad-exit=0",
@@ -104,7 +104,7 @@ class SlurmLauncher:
         self, request: RunRequest, host: str, say: Say = lambda level, text: None, *, srun: str = "srun"
     ) -> None:
         self.host = host
-        self.nodes = request.node_names
+        self.nodes = request.settings.node_names
         self._request = request
         self._say = say
         self._srun = srun

@@ -22,9 +22,9 @@ from wrapper.output.rank_health import RankHealth
 from wrapper.output.render import count, duration, layout_grid, legend, literal
 
 if TYPE_CHECKING:
-    from resihp.controller.interface import Settings
     from resihp.parallelism.layout import Layout
     from resihp.protocol.messages import Beat, Stepped
+    from resihp.settings import Settings
 
 Level = Literal["progress", "notice", "warning", "error"]
 BETWEEN_LINES_S = 1.0

@@ -59,7 +59,7 @@ class Nodes:
     def look(self) -> Done:
         """All nodes in one call; changes are told."""
         guests = self._replacements.guests(running=True)
-        names = tuple(dict.fromkeys([*self._request.node_names, *guests, *self._watched]))
+        names = tuple(dict.fromkeys([*self._request.settings.node_names, *guests, *self._watched]))
         told: list[api.AnyEvent] = []
         try:
             views = self._slurm.nodes(names, fresh_s=WATCH_PAUSES_S[0] / 2)
@@ -91,7 +91,7 @@ class Nodes:
             action.node,
             action.reason,
             job_id=guests.get(action.node) or self._main.job_id,
-            allowed_nodes={*self._request.node_names, *guests},
+            allowed_nodes={*self._request.settings.node_names, *guests},
             batch_host=self._main.batch_node,
             spool=folder_of(self._main.spool),
             exclusions=self._exclusions,

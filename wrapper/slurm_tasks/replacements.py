@@ -235,7 +235,7 @@ class Replacements:
             raise SlurmUnavailableError(f"job {self._main.job_id}: Slurm does not know it")
         if view.seconds_left is None:
             return ENDLESS_S, ENDLESS_WAIT_S
-        return view.seconds_left, view.seconds_left - self._main.replacement_min_left_s
+        return view.seconds_left, view.seconds_left - self._request.settings.replacement_least_left_s
 
     def _refused(self, request: PendingReplacement, text: str) -> Done:
         request.state = "over"

@@ -155,7 +155,7 @@ async def supervise_with(
         ledger=ledger,
         view=view,
         slurm=_desk(request, heir, comment),
-        memory=NodeMemory(request.ledger_url) if request.examine and request.ledger_url != "sqlite" else None,
+        memory=NodeMemory(request.ledger_url) if request.settings.examine and request.ledger_url != "sqlite" else None,
         listener=listener,
         lead=heir.lead if heir else None,
         membership=heir.membership if heir else None,
@@ -172,7 +172,7 @@ def _launcher(
         from wrapper.launch.slurm_launcher import SlurmLauncher
 
         return SlurmLauncher(request, host, view.say)
-    return LocalLauncher(request.of_job, request.of_job.run_file, request.nodes, forks)
+    return LocalLauncher(request.of_job, request.of_job.run_file, request.settings.nodes, forks)
 
 
 def _desk(
@@ -225,20 +225,21 @@ def _first_entry(request: RunRequest, heir: Heir | None) -> AnyEntry:
     if heir is not None:
         host = socket.gethostname()
         return LeaderChosen(term=heir.term, node=heir.node, host=host, how=heir.how, after=heir.lead.log)
+    settings = request.settings
     return JobStarted(
         job=request.job,
         command=request.command,
-        nodes=request.nodes,
-        gpus_per_node=request.gpus_per_node,
-        tp=request.tp,
-        pp=request.pp,
-        schedule=request.schedule,
+        nodes=request.settings.nodes,
+        gpus_per_node=request.settings.gpus_per_node,
+        tp=settings.tp,
+        pp=settings.pp,
+        schedule=settings.schedule,
         host=socket.gethostname(),
         user=getpass.getuser(),
         restart_count=request.restart_count,
         version=resihp.__version__,
         configuration=request.configuration,
-        leader=request.settings.batch_node,
+        leader=settings.batch_node,
     )
 
 

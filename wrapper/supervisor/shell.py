@@ -92,6 +92,7 @@ class Supervisor:
         self._took_over = lead is not None
         self._listener = listener
         self._request = request
+        self._settings = settings = request.settings
         self._job = request.of_job
         self._controller = controller
         self._launcher = launcher
@@ -104,8 +105,8 @@ class Supervisor:
             launcher,
             self._event,
             self._start,
-            reconnect_s=request.settings.reconnect_s,
-            lead=lead or m.Lead(term=1, node=request.settings.batch_node, log=0),
+            reconnect_s=settings.reconnect_s,
+            lead=lead or m.Lead(term=1, node=settings.batch_node, log=0),
             joined=self._agent_joined,
             acknowledged=self._acknowledged,
             deposed=self._deposed,
@@ -113,7 +114,7 @@ class Supervisor:
         )
         copies = Replication(journal, membership or Membership(), self._links.post) if request.succession else None
         self._gate = DecisionGate(self._links, copies, self._do)
-        fault_ids = itertools.count(len(request.faults) + (lead.term * 1000 if lead else 1))
+        fault_ids = itertools.count(len(settings.faults) + (lead.term * 1000 if lead else 1))
         self._operators = Operators(fault_ids, self._event, self._ending)
         self._checkpoints = CheckpointCommits(request, self._start, self._note, partial(view.say, "warning"))
         self._is_deposed = False
@@ -141,7 +142,7 @@ class Supervisor:
         server = await serve(listener, self._job.key, receives, self._connected, self._refused)
         address = SupervisorFile(host=self._launcher.host, port=port, pid=os.getpid())
         write_private(self._job.supervisor_file, msgspec.json.encode(address))
-        self._recall(self._request.node_names)
+        self._recall(self._request.settings.node_names)
         self._start(self._slurm.run())
         self._start(self._keep_store())
         self._start(self._tick())
@@ -279,7 +280,7 @@ class Supervisor:
                 assert_never(action)
 
     def _spawn(self, action: api.StartWorkers) -> m.Spawn:
-        request = self._request
+        request, settings = self._request, self._settings
         return m.Spawn(
             workers=tuple(
                 m.Start(
@@ -288,11 +289,11 @@ class Supervisor:
                     device=device,
                     world_size=len(action.nodes),
                     nodes=action.nodes,
-                    faults=request.faults,
+                    faults=settings.faults,
                     checkpoint_folder=request.checkpoint_folder,
-                    checkpoint_every=request.checkpoint_every,
+                    checkpoint_every=settings.checkpoint_every,
                     resume=request.resume,
-                    memory_bytes=request.memory_bytes,
+                    memory_bytes=settings.memory_bytes,
                     joins=action.joins,
                 )
                 for rank, device in action.workers

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from resihp.controller.interface import Settings
 from resihp.controller.state import Member, Node
+from resihp.settings import Settings
 
 STOPPED = frozenset("Tt")
 

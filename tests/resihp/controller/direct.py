@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from resihp.controller import Controller, Settings
+from resihp.controller import Controller
 from resihp.controller import interface as api
 from resihp.controller.state import Dependencies
 from resihp.faults import Fault
 from resihp.parallelism.plan import Plan
 from resihp.protocol import messages as m
+from resihp.settings import Settings
 from resihp.simulator.scenario import MODEL
 
 DECLARE = m.Declare(model=MODEL, micro_batches=8, iterations=6, resume_from=0, fingerprint="same")

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from resihp.controller import Controller, Settings
+from resihp.controller import Controller
 from resihp.controller import interface as api
 from resihp.faults import parse
 from resihp.parallelism.layout import Layout
@@ -25,6 +25,7 @@ from resihp.record.journal import (
     WorkerEnded,
     WorkerStarted,
 )
+from resihp.settings import Settings
 from resihp.simulator.harness import Disturbance, Result, Scenario, play
 from resihp.simulator.scenario import SIGINT, SIGKILL, SIGTERM, DisturbanceKind
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from resihp.controller import Controller, Settings
+from resihp.controller import Controller
 from resihp.controller import interface as api
 from resihp.controller.fail_stop.watchdog import LATECOMERS_S
 from resihp.protocol import messages as m
 from resihp.record.journal import AnyEntry, FailureFound, NodeLost, PlanDecided
+from resihp.settings import Settings
 from tests.resihp.controller.direct import DECLARE, Direct
 
 NAMES = ("n1", "n2", "n3")

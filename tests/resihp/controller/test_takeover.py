@@ -31,6 +31,7 @@ from resihp.record.journal import (
     WorkerEnded,
     WorkerStarted,
 )
+from resihp.settings import Settings
 from resihp.simulator.harness import Scenario
 from tests.resihp.controller.direct import DECLARE, Direct, outcome
 from tests.resihp.controller.test_fuzz import CHUNK, SEEDS, play_chunk
@@ -384,7 +385,7 @@ class Beginning(Direct):
     ) -> None:
         self.declare = DECLARE
         given = {"job": "local-1", "nodes": 2, "gpus_per_node": 2, "tp": 1, "pp": 2} | settings
-        self.controller = Controller(api.Settings(**given))
+        self.controller = Controller(Settings(**given))
         self.job = self.controller.job
         self.now, self.actions = 0.0, []
         self.feed(api.StoreReady(host="h", port=1))
@@ -527,7 +528,7 @@ def test_the_time_that_is_left_may_be_told_while_agents_come_back() -> None:
 )
 def test_what_cannot_be_taken_over(entries: list[AnyEntry], reason: str) -> None:
     with pytest.raises(ProtocolError, match=reason):
-        Controller.recover(api.Settings(job="local-1", nodes=1, gpus_per_node=1, tp=1, pp=1), entries)
+        Controller.recover(Settings(job="local-1", nodes=1, gpus_per_node=1, tp=1, pp=1), entries)
 
 
 @pytest.mark.parametrize("forgets", range(1, 4))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from resihp.controller import Controller, Settings
+from resihp.controller import Controller
 from resihp.errors import ProtocolError
 from resihp.record.fold import fold, how_lost
 from resihp.record.journal import (
@@ -25,6 +25,7 @@ from resihp.record.journal import (
     read,
     torn_bytes,
 )
+from resihp.settings import Settings
 from tests.resihp.record.test_journal import ENTRIES
 
 OLD = Path(__file__).with_name("journal-0.1")

@@ -18,7 +18,8 @@ from resihp.protocol import messages as m
 from resihp.protocol.framing import Envelope, SecureChannel, serve
 from resihp.protocol.resumable import Conversation
 from resihp.record.journal import IterationCommitted, Record, encode
-from wrapper.config.run_spec import Program, RunRequest
+from tests.wrapper.run_requests import run_request
+from wrapper.config.run_spec import Program
 from wrapper.job_folder import Job, create_local_job
 from wrapper.launch.launcher import own_environment
 
@@ -146,27 +147,11 @@ def run_file_of(job: Job, script: str, **changed: Any) -> Path:
     path = job.folder.parents[2] / "train.py"
     path.write_text(script)
     fields: dict[str, Any] = {
-        "job": job.name,
-        "folder": str(job.folder),
         "program": Program(kind="script", argv=(str(path),), interpreter=sys.executable, preload="json"),
         "command": ("python", str(path)),
         "cwd": str(job.folder),
-        "python_path": "",
-        "nodes": 1,
-        "gpus_per_node": 2,
-        "tp": 1,
-        "pp": 1,
-        "schedule": "1f1b",
-        "faults": (),
-        "checkpoint_folder": "",
-        "checkpoint_every": 0,
-        "checkpoint_keep": 1,
-        "resume": False,
-        "ledger_url": "sqlite",
-        "restart_count": 0,
-        "configuration": {},
     }
-    return RunRequest(**(fields | changed)).save()
+    return run_request(job.name, job.folder, gpus=2, **(fields | changed)).save()
 
 
 async def start_agent(job: Job, run_file: Path, *arguments: str, **environment: str) -> asyncio.subprocess.Process:

@@ -118,8 +118,9 @@ def test_what_the_allocation_is_reaches_the_controller(batch: Path, monkeypatch:
     monkeypatch.setenv("RESIHP_SLURM__REPLACEMENTS", "3")
     monkeypatch.setenv("RESIHP_SLURM__ON_WARNING", "end")
     request = start()
-    assert request.node_names == ("n1", "n2")
-    assert (request.nodes, request.spares, request.gpus_per_node, request.succession) == (2, 1, 2, True)
+    settings = request.settings
+    assert settings.node_names == ("n1", "n2")
+    assert (settings.nodes, settings.spares, settings.gpus_per_node, request.succession) == (2, 1, 2, True)
     assert request.host == "127.0.0.1"
     assert request.slurm is not None
     assert (request.slurm.job_id, request.slurm.cluster, request.slurm.cpus, request.slurm.gpus) == ("77", "fake", 8, 2)
@@ -246,7 +247,7 @@ def test_runs_that_were_stopped_do_not_count_against_the_budget(batch: Path, how
         ends(start(restart), *STOPPED[how])
     request = start(5)
     assert request.slurm is not None
-    assert request.slurm.restarts_left == 2, "after this one"
+    assert request.settings.restarts_left == 2, "after this one"
 
 
 @pytest.mark.parametrize("how", FAILED)

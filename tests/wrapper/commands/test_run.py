@@ -43,12 +43,13 @@ def test_request_carries_what_was_asked_for(script: Path, monkeypatch: pytest.Mo
         checkpoint={"every": 5},
     )
     request = prepare(asked)
-    assert (request.nodes, request.gpus_per_node, request.tp, request.pp) == (2, 4, 2, 2)
+    settings = request.settings
+    assert (settings.nodes, settings.gpus_per_node, settings.tp, settings.pp) == (2, 4, 2, 2)
     assert request.program.kind == "script"
     assert request.program.argv == ("train.py", "--lr", "1")
     assert request.program.interpreter == sys.executable
     assert request.python_path == str(Path("mine").absolute())
-    assert request.faults[0].rank == 5
+    assert request.settings.faults[0].rank == 5
     settings = request.settings
     assert (settings.schedule, settings.chunks, settings.sequence_parallel) == ("1f1b", 1, False)
     assert (settings.memory_bytes, settings.come_backs) == (None, 3)
@@ -86,8 +87,9 @@ def test_new_layout_options_reach_the_controllers_settings(script: Path, monkeyp
 def test_request_of_an_older_version_is_still_understood(script: Path) -> None:
     request = prepare(options())
     plain = msgspec.json.decode(request.save().read_bytes())
-    for name in ("virtual_stages", "sequence_parallel", "memory_bytes", "come_backs"):
-        del plain[name]
+    settings = plain.pop("settings")
+    kept = ("job", "nodes", "node_names", "gpus_per_node", "tp", "pp", "schedule", "faults", "checkpoint_every")
+    plain |= {name: settings[name] for name in kept}
     request.of_job.run_file.write_bytes(msgspec.json.encode(plain))
     assert load(request.of_job.run_file) == request
 

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from resihp.errors import ResihpError
+from tests.wrapper.run_requests import run_request
 from wrapper.config.run_spec import Program, RunRequest, SlurmRequest
 from wrapper.job_folder import create_slurm_job
 from wrapper.launch.slurm_launcher import Messages, SlurmLauncher, indices, step_command, step_environment
@@ -33,28 +34,16 @@ def request_(fresh_home: Path) -> RunRequest:
         cpus=8,
         gpus=2,
     )
-    made = RunRequest(
-        job=job.name,
-        folder=str(job.folder),
+    made = run_request(
+        job.name,
+        job.folder,
+        nodes=4,
+        gpus=2,
+        settings={"node_names": NODES},
         program=Program(kind="command", argv=("true",), interpreter=sys.executable),
         command=("true",),
         cwd=str(fresh_home),
-        python_path="",
-        nodes=4,
-        node_names=NODES,
-        gpus_per_node=2,
-        tp=1,
-        pp=1,
-        schedule="1f1b",
-        faults=(),
-        checkpoint_folder="",
-        checkpoint_every=0,
-        checkpoint_keep=2,
-        resume=False,
-        ledger_url="",
-        restart_count=0,
         slurm=slurm,
-        configuration={},
     )
     made.save()
     return made

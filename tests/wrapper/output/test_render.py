@@ -11,11 +11,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from resihp.controller.interface import Settings
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.plan import Plan, spread
 from resihp.protocol.messages import Beat, StepOutcome, Stepped, WorkerBeat
 from resihp.record import journal
+from resihp.settings import Settings
 from wrapper.output.render import Health, count, duration, layout_grid, legend, literal
 from wrapper.sinks.terminal import LiveView
 

@@ -10,35 +10,14 @@ import pytest
 from resihp.errors import TrainingProgramError
 from resihp.record.journal import JobEnded, Record
 from tests.slurm.fake_slurm import FakeSlurm
-from wrapper.config.run_spec import Program, RunRequest
+from tests.wrapper.run_requests import run_request
 from wrapper.exit_codes import exit_code_of
 from wrapper.slurm_tasks.chain import NOTE, check, leave_note
 
 
 def broken(folder: Path, says: list[str]) -> None:
     """Job 55 of the chain ends with 93."""
-    request = RunRequest(
-        job="55",
-        folder=str(folder),
-        program=Program(kind="command", argv=("true",), interpreter="python"),
-        command=("true",),
-        cwd="/",
-        python_path="",
-        nodes=1,
-        gpus_per_node=1,
-        tp=1,
-        pp=1,
-        schedule="1f1b",
-        faults=(),
-        checkpoint_folder=str(folder / "saved"),
-        checkpoint_every=0,
-        checkpoint_keep=2,
-        resume=False,
-        ledger_url="",
-        restart_count=0,
-        configuration={},
-        chained=True,
-    )
+    request = run_request("55", folder, checkpoint_folder=str(folder / "saved"), chained=True)
     ended = JobEnded(exit_code=93, state="failed", reason="every rank: ZeroDivisionError")
     leave_note(request, [Record(1, 1.0, ended)], says.append)
 

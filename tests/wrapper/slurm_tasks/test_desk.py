@@ -21,7 +21,8 @@ from slurm.errors import SlurmRefusedError, SlurmUnavailableError
 from slurm.rate_limited import Polite
 from slurm.replacement import ReplacementJob
 from tests.slurm.fake_slurm import FakeSlurm
-from wrapper.config.run_spec import Program, RunRequest, SlurmRequest
+from tests.wrapper.run_requests import run_request
+from wrapper.config.run_spec import Program, SlurmRequest
 from wrapper.slurm_tasks import desk as slurm_desk
 from wrapper.slurm_tasks.desk import SlurmDesk
 from wrapper.slurm_tasks.job_comment import JobComment
@@ -46,27 +47,15 @@ class Desk:
         """What the next submissions raise."""
         self.polite = Polite(self.slurm, clock=self.clock)
         self.home = folder
-        self.request = RunRequest(
-            job="77",
-            folder=str(folder / "jobs" / "77"),
+        self.request = run_request(
+            "77",
+            folder / "jobs" / "77",
+            nodes=4,
+            gpus=2,
+            settings={"tp": 2, "pp": 2, "node_names": NODES},
             program=Program(kind="script", argv=("train.py",), interpreter="python"),
             command=("train.py",),
             cwd=str(folder),
-            python_path="",
-            nodes=4,
-            gpus_per_node=2,
-            tp=2,
-            pp=2,
-            schedule="1f1b",
-            faults=(),
-            checkpoint_folder="",
-            checkpoint_every=0,
-            checkpoint_keep=2,
-            resume=False,
-            ledger_url="sqlite",
-            restart_count=0,
-            configuration={},
-            node_names=NODES,
             slurm=SlurmRequest(
                 job_id="77",
                 cluster="fake",

@@ -32,8 +32,9 @@ from resihp.record.journal import (
     read,
 )
 from tests.wrapper.agent.test_election import beginning
+from tests.wrapper.run_requests import run_request
 from tests.wrapper.supervisor.test_replication import membership_of
-from wrapper.config.run_spec import Program, RunRequest
+from wrapper.config.run_spec import RunRequest
 from wrapper.exit_codes import DEPOSED
 from wrapper.job_folder import Job, SupervisorFile, create_local_job
 from wrapper.supervisor import shell
@@ -221,28 +222,7 @@ class Scene:
 
 
 def request_of(job: Job) -> RunRequest:
-    return RunRequest(
-        job=job.name,
-        folder=str(job.folder),
-        program=Program(kind="script", argv=("x",), interpreter="python"),
-        command=("x",),
-        cwd="/",
-        python_path="",
-        nodes=3,
-        gpus_per_node=1,
-        tp=1,
-        pp=1,
-        schedule="1f1b",
-        faults=(),
-        checkpoint_folder="",
-        checkpoint_every=0,
-        checkpoint_keep=1,
-        resume=False,
-        ledger_url="sqlite",
-        restart_count=0,
-        succession=True,
-        configuration={},
-    )
+    return run_request(job.name, job.folder, nodes=3, succession=True)
 
 
 @pytest.fixture

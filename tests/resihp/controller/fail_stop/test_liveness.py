@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from resihp.controller.fail_stop.liveness import culprits
-from resihp.controller.interface import Settings
 from resihp.controller.state import Member
 from resihp.protocol import messages as m
 from resihp.record.state import KnownWorker
+from resihp.settings import Settings
 
 SETTINGS = Settings(job="local-1", nodes=1, gpus_per_node=4, tp=1, pp=1)
 

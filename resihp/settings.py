@@ -1,0 +1,74 @@
+"""What a job was asked to be, for whoever decides about it. Plain data: agents read it, too, and import little else."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from resihp.faults import Fault
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the job was asked to be. Times in seconds; defaults are those of the design's detection table."""
+
+    job: str
+    nodes: int
+    gpus_per_node: int
+    node_names: tuple[str, ...] = ()
+    """The job's own; empty where they are not known."""
+    tp: int
+    pp: int
+    schedule: str = "1f1b"
+    chunks: int = 1
+    """Layer chunks of each stage (Megatron's virtual pipeline stages)."""
+    sequence_parallel: bool = False
+    tune: bool = False
+    """Whether the first layout is tuned (`resihp.scheduler.layouts.first_layout`), where stages have one chunk each."""
+    memory_bytes: int | None = None
+    """What each device has for the job; None where it is not known, and then not checked."""
+    come_backs: int = 3
+    """How often a process may be started again on the same device."""
+    faults: tuple[Fault, ...] = ()
+    checkpoint_every: int = 0
+    beat_s: float = 1.0
+    silent_beats: int = 3
+    node_given_up_s: float = 6.0
+    hang_given_up_s: float = 15.0
+    start_budget_s: float = 600.0
+    transition_budget_s: float = 60.0
+    reconnect_s: float = 1.0
+    spares: int = 0
+    """Nodes beyond what the first layout uses; their ranks begin as standby."""
+    slurm: bool = False
+    """Whether there is a Slurm to drain nodes, take them back, and give others."""
+    drains: int = 0
+    """How many nodes this job may ask to have drained: what earlier runs of the same Slurm job have left of it."""
+    died_before: tuple[str, ...] = ()
+    """Nodes that died under earlier runs of the same Slurm job."""
+    replacements: int = 0
+    """How many nodes this job may ask for in place of lost ones."""
+    replacement_least_left_s: float = 1800.0
+    """Time that must be left until the job's limit for a replacement to be worth asking for."""
+    replacement_wait_s: float = 60.0
+    """How long one is expected to take to come, until one has."""
+    on_drain: Literal["stay", "vacate"] = "stay"
+    """What is done about a node of the job that an administrator drains: train on, or leave it if that can be."""
+    batch_node: str = ""
+    """Where the job's batch script runs: Slurm cannot do without it. Empty without Slurm."""
+    on_warning: Literal["requeue", "end"] = "requeue"
+    """What follows the checkpoint when Slurm warns that time is running out."""
+    may_requeue: bool = False
+    """Whether Slurm may run the job again when too many of its nodes are lost."""
+    restarts_left: int = 0
+    """How many more runs may follow this one if it fails and has added no checkpoint."""
+    examine: bool = False
+    """Whether devices and links are measured before the first iteration, and when a device joins."""
+    detect: bool = True
+    """Whether slow devices and links are looked for while training."""
+    probe_budget_s: float = 30.0
+    """How long an answer to a probe may take before the device counts as unfit; a suspicion is then dropped."""
+    recheck_s: float = 60.0
+    """How often a slow device that stands by is measured again."""
+    signal_grace_s: float = 20.0
+    """How long a checkpoint may take once Slurm has signalled all of the job; it kills the rest."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 
+from db import projection
 from db.reading.queries import Reader
 from db.writer import Ledger
 from resihp.parallelism.plan import Plan, spread
@@ -144,6 +145,11 @@ def project(tmp_path: Path, open_ledger: Callable[..., Ledger]) -> Callable[[Tol
         return ledger
 
     return brought_in
+
+
+def test_every_kind_of_entry_has_its_place_in_the_ledger() -> None:
+    """One without it is told to the user of each job as a fault, and the reports beside it are dropped."""
+    assert set(projection._APPLY) == set(get_args(journal.AnyEntry))
 
 
 def test_what_is_slow_is_a_failure_with_its_speed_until_it_ends(project: Callable[[Told], Ledger]) -> None:

@@ -472,8 +472,13 @@ class Exited(Message, frozen=True, kw_only=True):
 
 
 class FromWorker(Message, frozen=True, kw_only=True):
+    """What a worker of the node has said. `body`: a `WorkerMessage` as it came, for the supervisor to decode.
+
+    A byte string, so that whatever a worker says ends where it ends: it cannot break its agent's connection.
+    """
+
     rank: int
-    message: WorkerMessage
+    body: bytes
 
 
 class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True):
@@ -509,8 +514,17 @@ class Spawn(Message, frozen=True, kw_only=True):
 
 
 class ToWorkers(Message, frozen=True, kw_only=True):
+    """`body`: a `WorkerOrder`, encoded once for all; agents pass it on as it is."""
+
     ranks: tuple[int, ...]
-    order: WorkerOrder
+    body: bytes
+
+
+class HangUp(Message, frozen=True, kw_only=True):
+    """What this worker says cannot be read: close its socket, which ends it."""
+
+    rank: int
+    reason: str
 
 
 class Signal(Message, frozen=True, kw_only=True):
@@ -574,7 +588,7 @@ class Release(Message, frozen=True, kw_only=True):
     grace_s: float
 
 
-AgentOrder = Lead | Alive | Replicate | Roster | Spawn | ToWorkers | Signal | KillNode | Release
+AgentOrder = Lead | Alive | Replicate | Roster | Spawn | ToWorkers | HangUp | Signal | KillNode | Release
 
 
 # --- agent <-> agent --------------------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ codec            channel                         carries
 `SecureCodec`    `SecureChannel` (asyncio)       TCP: agents and operators to the supervisor
 ===============  ==============================  =========================================================
 
-A local frame is a big-endian u32 length and a msgpack body. A secure connection opens with a greeting from both sides
-(8 bytes of magic, 32 random bytes); each direction has its own key, HMAC-SHA256(job key, direction, both nonces), so
-that no frame can be replayed on another connection or reflected. A secure frame is u32 length, u64 number, body, and
-HMAC-SHA256 over the three. Frame 0 of each direction is empty and proves the key; until it has come, frames are small.
+A local frame is a big-endian u32 length and a msgpack body (`LocalFrames` gives bodies as they came). A secure
+connection opens with a greeting from both sides (8 bytes of magic, 32 random bytes); each direction has its own key,
+HMAC-SHA256(job key, direction, both nonces), so that no frame can be replayed on another connection or reflected. A
+secure frame is u32 length, u64 number, body, and HMAC-SHA256 over the three. Frame 0 of each direction is empty and
+proves the key; until it has come, frames are small.
 
 Nothing here is encrypted: the network may read what the job reports, but cannot speak to it. Nothing is unpickled.
 """
@@ -107,7 +108,7 @@ class LocalFrames:
             end = _LENGTH.size + length
             if len(self._buffer) < end:
                 return
-            body = _part(self._buffer, _LENGTH.size, end)
+            body = bytes(memoryview(self._buffer)[_LENGTH.size : end])
             del self._buffer[:end]
             yield body
 
@@ -115,12 +116,6 @@ class LocalFrames:
         """The stream has ended. Raises ProtocolError if that was inside a frame."""
         if self._buffer:
             raise ProtocolError(f"truncated frame: the stream ended after {len(self._buffer)} bytes of it")
-
-
-def _part(buffer: bytearray, start: int, end: int) -> bytes:
-    """Copied once; a slice of the buffer itself would be copied twice."""
-    with memoryview(buffer) as view:
-        return bytes(view[start:end])
 
 
 class LocalCodec(Generic[T]):

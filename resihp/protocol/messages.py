@@ -13,6 +13,8 @@ command line <->      `OperatorRequest`,     TCP, authenticated frames; same lis
 supervisor            `OperatorReply`
 ====================  =====================  ==========================================================
 
+What workers and supervisor say to each other, an agent passes on as it came (`resihp.protocol.forwarding`).
+
 Iterations count from 1; 0 means none yet. Seconds are intervals. Nothing here decides anything.
 """
 

@@ -35,6 +35,7 @@ from resihp.pipeline.schedules import orders_of
 from resihp.protocol import messages as m
 from resihp.protocol.framing import Envelope, LocalChannel, LocalCodec, SecureCodec
 from resihp.protocol.resumable import Conversation
+from wrapper.agent.sockets import WorkerPipe
 from wrapper.agent.workers import Workers
 from wrapper.config.run_spec import Program, RunRequest
 from wrapper.supervisor.agents import AgentLinks
@@ -162,6 +163,15 @@ def timed(work: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
+def received(end: socket.socket, pipe: WorkerPipe) -> m.WorkerOrder:
+    """What comes out at the worker's end, however little the socket holds."""
+    codec: LocalCodec[m.WorkerOrder] = LocalCodec(m.WorkerOrder)
+    while True:
+        for order in codec.feed(end.recv(1 << 20)):
+            return order
+        pipe._flush()
+
+
 def report_block(job: Job, reports: list[bytes]) -> tuple[float, float]:
     """(agent, supervisor) for one report."""
     job.ends[0].sendall(b"".join(reports))
@@ -185,19 +195,16 @@ def plan_block(job: Job, propose: m.Propose) -> tuple[float, float, float]:
     ranks = propose.plan.layout.ranks
     supervisor_s = timed(lambda: job.links.order(ranks, propose))
     channel = job.down["n0"]
-    size = sum(map(len, channel.frames))
 
     def agent() -> None:
         for envelope in channel.opened():
             job.workers.order(job.conversation.take(envelope))
 
     agent_s = timed(agent)
-    for end in job.ends:
-        assert LocalChannel(end).recv(m.WorkerOrder) == propose
+    assert all(received(end, pipe) == propose for end, pipe in zip(job.ends, job.pipes, strict=True))
     for node, link in job.links._links.items():
         job.down[node].frames.clear()
         link.conversation.take(Envelope(acknowledged=link.conversation.sent))
-    assert size
     fresh = Plan(**{name: getattr(propose.plan, name) for name in propose.plan.__struct_fields__})
     return supervisor_s, agent_s, timed(lambda: [fresh.digest for _ in ranks])
 

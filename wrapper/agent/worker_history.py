@@ -20,10 +20,7 @@ LAST_STEPS = 32
 """Steps that are told of every worker, whatever its agent believes to be committed: a record in its copy of the journal
 may be one that the new leader does not have. Of one worker of a node, all that are kept are told."""
 
-
-_LASTING = frozenset(
-    kind.__name__ for kind in (m.Declare, m.Parked, m.Stuck, m.Raised, m.Ready, m.Finished, m.FaultDue)
-)
+_LASTING = {kind.__name__: kind for kind in (m.Declare, m.Parked, m.Stuck, m.Raised, m.Ready, m.Finished, m.FaultDue)}
 
 
 class WorkerRecord:
@@ -41,25 +38,25 @@ class WorkerRecord:
         if label.type == m.Stepped.__name__:
             if label.outcome is not None:
                 self._steps.append((label.outcome.iteration, body))
-        elif label.type in _LASTING:
-            self._drop(label.type)
+        elif (kind := _LASTING.get(label.type)) is not None:
+            self._drop(kind)
             self._said.append((label, body))
 
     def told(self, order: Label) -> None:
         """An order goes to the worker: what it ends is true no more."""
         match order.type:
-            case "Park":
-                for kind in ("Stuck", "Ready", "Parked"):
+            case m.Park.__name__:
+                for kind in (m.Stuck, m.Ready, m.Parked):
                     self._drop(kind, lambda report: report.epoch < order.epoch)
                 if not order.after_iteration:
-                    self._drop("FaultDue")  # it will ask again
-            case "Go":
-                self._drop("Finished")  # what is built is there to train on
-            case "Begin":
-                for kind in ("Ready", "Parked"):
+                    self._drop(m.FaultDue)  # it will ask again
+            case m.Go.__name__:
+                self._drop(m.Finished)  # what is built is there to train on
+            case m.Begin.__name__:
+                for kind in (m.Ready, m.Parked):
                     self._drop(kind, lambda report: report.epoch <= order.epoch)
-            case "FaultGo":
-                self._drop("FaultDue", lambda report: report.fault == order.fault)
+            case m.FaultGo.__name__:
+                self._drop(m.FaultDue, lambda report: report.fault == order.fault)
             case _:
                 pass
 
@@ -82,5 +79,5 @@ class WorkerRecord:
         while len(self._steps) > LAST_STEPS and self._steps[0][0] <= iteration:
             self._steps.popleft()
 
-    def _drop(self, kind: str, overtaken: Callable[[Label], bool] = lambda report: True) -> None:
-        self._said = [(label, body) for label, body in self._said if label.type != kind or not overtaken(label)]
+    def _drop(self, kind: type[m.Message], overtaken: Callable[[Label], bool] = lambda report: True) -> None:
+        self._said = [each for each in self._said if each[0].type != kind.__name__ or not overtaken(each[0])]

@@ -370,6 +370,22 @@ def test_a_worker_whose_frames_are_no_messages_is_hung_up_on_by_its_agent(job: J
     assert "worker socket closed: malformed message" in (job.logs / "n1.agent.log").read_text()
 
 
+def test_a_report_that_cannot_be_read_is_not_told_to_another_leader(job: Job) -> None:
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        supervisor.order(spawn(0, 1))
+        await supervisor.until(lambda: supervisor.of(m.Spawned))
+        no_report = msgspec.msgpack.encode({"type": "Stuck", "epoch": 1, "error": 7})
+        supervisor.order(m.ToWorkers(ranks=(0,), body=no_report))
+        await supervisor.until(lambda: supervisor.of(m.FromWorker))
+        supervisor.give_way_to(m.Lead(term=2, node="n2", log=0))
+        await supervisor.until(lambda: supervisor.of(m.Exited))
+        [worker] = supervisor.of(m.Inventory)[1].workers
+        assert (worker.rank, worker.steps, worker.said) == (0, (), ())
+        assert [each.status for each in supervisor.of(m.Exited)] == [7]
+
+    play(job, scene, ECHO, succession=True)
+
+
 # --- another leader -----------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ Written by the controller, confirmed by every rank through `Plan.digest` before 
 from __future__ import annotations
 
 import hashlib
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -53,7 +54,7 @@ class Migration(msgspec.Struct, frozen=True):
     replica: int
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One epoch's agreement.
 
     `assignment[d]` lists the micro-batches, by their index in the global batch, whose home is replica d, in order.
@@ -76,9 +77,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Micro-batches of the global batch."""
         return sum(len(share) for share in self.assignment)
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """SHA-256 of the canonical encoding."""
+        """SHA-256 of the canonical encoding; worked out once, however many ranks confirm it."""
         return hashlib.sha256(msgspec.msgpack.encode(self, order="deterministic")).hexdigest()
 
     def paths(self) -> dict[int, tuple[Stop, ...]]:

@@ -9,10 +9,11 @@ codec            channel                         carries
 `SecureCodec`    `SecureChannel` (asyncio)       TCP: agents and operators to the supervisor
 ===============  ==============================  =========================================================
 
-A local frame is a big-endian u32 length and a msgpack body. A secure connection opens with a greeting from both sides
-(8 bytes of magic, 32 random bytes); each direction has its own key, HMAC-SHA256(job key, direction, both nonces), so
-that no frame can be replayed on another connection or reflected. A secure frame is u32 length, u64 number, body, and
-HMAC-SHA256 over the three. Frame 0 of each direction is empty and proves the key; until it has come, frames are small.
+A local frame is a big-endian u32 length and a msgpack body (`LocalFrames` gives bodies as they came). A secure
+connection opens with a greeting from both sides (8 bytes of magic, 32 random bytes); each direction has its own key,
+HMAC-SHA256(job key, direction, both nonces), so that no frame can be replayed on another connection or reflected. A
+secure frame is u32 length, u64 number, body, and HMAC-SHA256 over the three. Frame 0 of each direction is empty and
+proves the key; until it has come, frames are small.
 
 Nothing here is encrypted: the network may read what the job reports, but cannot speak to it. Nothing is unpickled.
 """
@@ -25,6 +26,7 @@ import os
 import socket
 import struct
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
@@ -40,7 +42,8 @@ MAX_UNSENT_BYTES = 64 << 20
 """A peer that lets this much pile up is given up."""
 KEY_BYTES = 32
 NONCE_BYTES = 32
-MAGIC = b"RESIHP\x00\x01"
+MAGIC = b"RESIHP\x00\x02"
+"""The last byte is the version of what follows, messages included."""
 
 _LENGTH = struct.Struct(">I")
 _HEADER = struct.Struct(">IQ")
@@ -69,33 +72,34 @@ MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - 64
 """Of a message in an envelope."""
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes) -> Any:
+def decode(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
+    """Raises ProtocolError for bytes that are none of the decoder's messages."""
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"malformed message: {error}") from error
 
 
-def _encode(message: msgspec.Struct) -> bytes:
+def encode(message: msgspec.Struct) -> bytes:
+    """Raises ProtocolError if it fits no frame."""
     body = msgspec.msgpack.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise ProtocolError(f"{type(message).__name__}: {len(body)} bytes; a frame holds {MAX_FRAME_BYTES}")
     return body
 
 
-class LocalCodec(Generic[T]):
-    """Length and msgpack, for sockets that only our own processes can hold. `receives`: a message type or union."""
+def local_frame(body: bytes) -> bytes:
+    return _LENGTH.pack(len(body)) + body
 
-    def __init__(self, receives: Any) -> None:
-        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(receives)
+
+class LocalFrames:
+    """Bodies of local frames as they came, for those who pass them on."""
+
+    def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def encode(self, message: msgspec.Struct) -> bytes:
-        body = _encode(message)
-        return _LENGTH.pack(len(body)) + body
-
-    def feed(self, chunk: bytes) -> Iterator[T]:
-        """Take in bytes, yield whole messages. Raises ProtocolError at the first frame that is none."""
+    def feed(self, chunk: bytes) -> Iterator[bytes]:
+        """Take in bytes, yield whole bodies. Raises ProtocolError at a frame that is too long."""
         self._buffer += chunk
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
@@ -104,14 +108,34 @@ class LocalCodec(Generic[T]):
             end = _LENGTH.size + length
             if len(self._buffer) < end:
                 return
-            body = bytes(self._buffer[_LENGTH.size : end])
+            body = bytes(memoryview(self._buffer)[_LENGTH.size : end])
             del self._buffer[:end]
-            yield _decode(self._decoder, body)
+            yield body
 
     def end(self) -> None:
         """The stream has ended. Raises ProtocolError if that was inside a frame."""
         if self._buffer:
             raise ProtocolError(f"truncated frame: the stream ended after {len(self._buffer)} bytes of it")
+
+
+class LocalCodec(Generic[T]):
+    """Length and msgpack, for sockets that only our own processes can hold. `receives`: a message type or union."""
+
+    def __init__(self, receives: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(receives)
+        self._frames = LocalFrames()
+
+    def encode(self, message: msgspec.Struct) -> bytes:
+        return local_frame(encode(message))
+
+    def feed(self, chunk: bytes) -> Iterator[T]:
+        """Take in bytes, yield whole messages. Raises ProtocolError at the first frame that is none."""
+        for body in self._frames.feed(chunk):
+            yield decode(self._decoder, body)
+
+    def end(self) -> None:
+        """The stream has ended. Raises ProtocolError if that was inside a frame."""
+        self._frames.end()
 
 
 class SecureCodec(Generic[T]):
@@ -151,7 +175,7 @@ class SecureCodec(Generic[T]):
 
     def encode(self, message: msgspec.Struct) -> bytes:
         assert self.proven, "the handshake comes first"
-        return self._seal(_encode(message))
+        return self._seal(encode(message))
 
     def feed(self, chunk: bytes) -> Iterator[T]:
         """Take in bytes, yield authentic messages. Raises ProtocolError at the first byte that cannot be one's."""
@@ -160,7 +184,7 @@ class SecureCodec(Generic[T]):
             return
         while (body := self._open()) is not None:
             if self._received > 1:
-                yield _decode(self._decoder, body)
+                yield decode(self._decoder, body)
             elif body:
                 raise ProtocolError("malformed handshake: the first frame is not empty")
 
@@ -205,17 +229,18 @@ class SecureCodec(Generic[T]):
         signed = _HEADER.size + length
         if len(self._buffer) < signed + _MAC_BYTES:
             return None
-        frame = bytes(self._buffer[:signed])
-        mac = bytes(self._buffer[signed : signed + _MAC_BYTES])
+        with memoryview(self._buffer) as view:
+            body, mac = bytes(view[_HEADER.size : signed]), bytes(view[signed : signed + _MAC_BYTES])
+            expected = hmac.digest(self._receive_key, view[:signed], "sha256")
         del self._buffer[: signed + _MAC_BYTES]
-        if not hmac.compare_digest(hmac.digest(self._receive_key, frame, "sha256"), mac):
+        if not hmac.compare_digest(expected, mac):
             if not self.proven:
                 raise ProtocolError("wrong key, or a frame of another connection")
             raise ProtocolError(f"frame {self._received}: altered, or of another connection")
         if number != self._received:
             raise ProtocolError(f"replayed frame: number {number} where {self._received} is due")
         self._received += 1
-        return frame[_HEADER.size :]
+        return body
 
 
 class LocalChannel:
@@ -232,8 +257,7 @@ class LocalChannel:
 
     def send(self, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
         """Send one message, file descriptors with it. Raises OSError when the peer is gone."""
-        body = _encode(message)
-        frame = _LENGTH.pack(len(body)) + body
+        frame = local_frame(encode(message))
         with self._lock:
             if descriptors:
                 sent = socket.send_fds(self._sock, [frame], list(descriptors))
@@ -251,7 +275,7 @@ class LocalChannel:
         decoder = self._decoders.get(receives)
         if decoder is None:
             decoder = self._decoders[receives] = msgspec.msgpack.Decoder(receives)
-        return _decode(decoder, self._exactly(length))
+        return decode(decoder, self._exactly(length))
 
     def take_descriptor(self) -> int:
         """The oldest file descriptor that came and was not taken; they are ordered as the messages are."""
@@ -293,7 +317,7 @@ class SecureChannel(Generic[T]):
         self._reader = reader
         self._writer = writer
         self._codec: SecureCodec[T] = SecureCodec(key, side, receives)
-        self._waiting: list[T] = []
+        self._waiting: deque[T] = deque()
         self._refused: ProtocolError | None = None
         name = writer.get_extra_info("peername")
         self.peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) and len(name) >= 2 else "an unknown peer"
@@ -354,7 +378,7 @@ class SecureChannel(Generic[T]):
                     return None
             except ProtocolError as error:
                 self._refused = error
-        return self._waiting.pop(0)
+        return self._waiting.popleft()
 
     def close(self) -> None:
         """Close; what is queued is still sent, without waiting for it."""

@@ -13,6 +13,8 @@ command line <->      `OperatorRequest`,     TCP, authenticated frames; same lis
 supervisor            `OperatorReply`
 ====================  =====================  ==========================================================
 
+What workers and supervisor say to each other, an agent passes on as it came (`resihp.protocol.forwarding`).
+
 Iterations count from 1; 0 means none yet. Seconds are intervals. Nothing here decides anything.
 """
 
@@ -472,8 +474,13 @@ class Exited(Message, frozen=True, kw_only=True):
 
 
 class FromWorker(Message, frozen=True, kw_only=True):
+    """What a worker of the node has said. `body`: a `WorkerMessage` as it came, for the supervisor to decode.
+
+    A byte string, so that whatever a worker says ends where it ends: it cannot break its agent's connection.
+    """
+
     rank: int
-    message: WorkerMessage
+    body: bytes
 
 
 class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True):
@@ -509,8 +516,17 @@ class Spawn(Message, frozen=True, kw_only=True):
 
 
 class ToWorkers(Message, frozen=True, kw_only=True):
+    """`body`: a `WorkerOrder`, encoded once for all; agents pass it on as it is."""
+
     ranks: tuple[int, ...]
-    order: WorkerOrder
+    body: bytes
+
+
+class HangUp(Message, frozen=True, kw_only=True):
+    """What this worker says cannot be read: close its socket, which ends it."""
+
+    rank: int
+    reason: str
 
 
 class Signal(Message, frozen=True, kw_only=True):
@@ -574,7 +590,7 @@ class Release(Message, frozen=True, kw_only=True):
     grace_s: float
 
 
-AgentOrder = Lead | Alive | Replicate | Roster | Spawn | ToWorkers | Signal | KillNode | Release
+AgentOrder = Lead | Alive | Replicate | Roster | Spawn | ToWorkers | HangUp | Signal | KillNode | Release
 
 
 # --- agent <-> agent --------------------------------------------------------------------------------------------

@@ -540,6 +540,8 @@ class Journal:
         """Open or create; cut a torn tail. `sync=False` leaves flushing to the kernel (tests, simulator)."""
         self.path = path
         self.seq = 0
+        self.written = b""
+        """The last record that was appended, encoded: what copies of the journal are sent."""
         self._sync = sync
         end = 0
         if path.exists():
@@ -563,8 +565,9 @@ class Journal:
         if isinstance(entry, LeaderChosen):
             seq = max(seq, first_seq(entry.term))
         record = Record(seq, at, entry)
-        self._write(_encoder.encode(record))
-        self.seq = seq
+        body = _encoder.encode(record)
+        self._write(body)
+        self.seq, self.written = seq, body
         return record
 
     def copy(self, body: bytes) -> Record:

@@ -154,6 +154,8 @@ class Agent:
                 self._workers.spawn(order)
             case m.ToWorkers():
                 self._workers.order(order)
+            case m.HangUp():
+                self._workers.hang_up(order.rank, order.reason)
             case m.Signal():
                 self._workers.signal(order.rank, order.signal)
             case m.Replicate() if self._replica is not None:

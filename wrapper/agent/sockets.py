@@ -15,8 +15,7 @@ from pathlib import Path
 import msgspec
 
 from resihp.errors import ProtocolError
-from resihp.protocol import messages as m
-from resihp.protocol.framing import MAX_UNSENT_BYTES, LocalChannel, LocalCodec
+from resihp.protocol.framing import MAX_UNSENT_BYTES, LocalChannel, LocalCodec, LocalFrames, local_frame
 from resihp.worker import forkserver
 from resihp.worker.forkserver import ONE_THREAD, Deliver, Ended, Fork, Forked, NotForked, Ready, Unable
 from wrapper.config import container
@@ -27,23 +26,27 @@ CHUNK_BYTES = 1 << 16
 
 
 class WorkerPipe:
-    """The agent's end of one worker's socket. Orders are queued, so that a stopped worker blocks nobody."""
+    """The agent's end of one worker's socket: encoded messages, both ways.
 
-    def __init__(self, sock: socket.socket, said: Callable[[m.WorkerMessage], None]) -> None:
+    Orders are queued, so that a stopped worker blocks nobody. `said` raises ProtocolError for what is no report: it is
+    the last that is heard of the worker.
+    """
+
+    def __init__(self, sock: socket.socket, said: Callable[[bytes], None]) -> None:
         self._sock = sock
         self._said = said
-        self._codec: LocalCodec[m.WorkerMessage] = LocalCodec(m.WorkerMessage)
+        self._frames = LocalFrames()
         self._unsent = bytearray()
         self._loop = asyncio.get_running_loop()
         self._open = True
         sock.setblocking(False)
         self._loop.add_reader(sock, self._readable)
 
-    def send(self, order: m.WorkerOrder) -> None:
-        """Queue an order; dropped when the worker is gone or has not read for very long."""
+    def send(self, order: bytes) -> None:
+        """Queue an order, which fits a frame; dropped when the worker is gone or has not read for very long."""
         if not self._open or len(self._unsent) > MAX_UNSENT_BYTES:
             return
-        self._unsent += self._codec.encode(order)
+        self._unsent += local_frame(order)
         self._flush()
 
     def drain(self) -> None:
@@ -72,12 +75,16 @@ class WorkerPipe:
             self.close()
             return False
         try:
-            for message in self._codec.feed(chunk):
-                self._said(message)
+            for body in self._frames.feed(chunk):
+                self._said(body)
         except ProtocolError as error:
-            print(f"worker socket closed: {error}", flush=True)
-            self.close()
+            self.hang_up(str(error))
         return True
+
+    def hang_up(self, reason: str) -> None:
+        """Close it, because of what came; without its agent a worker ends."""
+        print(f"worker socket closed: {reason}", flush=True)
+        self.close()
 
     def _flush(self) -> None:
         try:

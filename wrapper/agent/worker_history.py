@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 
 from resihp.protocol import messages as m
+from resihp.protocol.forwarding import Label, report_of
 
 MOST_STEPS = 4096
 """Steps of one worker that are kept where nobody tells that they are committed: a minute of very short iterations."""
@@ -18,54 +20,64 @@ LAST_STEPS = 32
 """Steps that are told of every worker, whatever its agent believes to be committed: a record in its copy of the journal
 may be one that the new leader does not have. Of one worker of a node, all that are kept are told."""
 
+_LASTING = {kind.__name__: kind for kind in (m.Declare, m.Parked, m.Stuck, m.Raised, m.Ready, m.Finished, m.FaultDue)}
+
 
 class WorkerRecord:
-    """One worker's. `most_steps`: how many reports of steps are kept."""
+    """One worker's, by the labels of what it said; the reports themselves are decoded when somebody asks for them.
+
+    `most_steps`: how many reports of steps are kept.
+    """
 
     def __init__(self, most_steps: int = MOST_STEPS) -> None:
-        self._steps: deque[m.Stepped] = deque(maxlen=most_steps)
-        self._said: list[m.WorkerMessage] = []
+        self._steps: deque[tuple[int, bytes]] = deque(maxlen=most_steps)
+        self._said: list[tuple[Label, bytes]] = []
 
-    def said(self, message: m.WorkerMessage) -> None:
+    def said(self, label: Label, body: bytes) -> None:
         """The worker has reported."""
-        match message:
-            case m.Stepped():
-                self._steps.append(message)
-            case m.Declare() | m.Parked() | m.Stuck() | m.Raised() | m.Ready() | m.Finished() | m.FaultDue():
-                self._said = [earlier for earlier in self._said if type(earlier) is not type(message)]
-                self._said.append(message)
-            case _:
-                pass
+        if label.type == m.Stepped.__name__:
+            if label.outcome is not None:
+                self._steps.append((label.outcome.iteration, body))
+        elif (kind := _LASTING.get(label.type)) is not None:
+            self._drop(kind)
+            self._said.append((label, body))
 
-    def told(self, order: m.WorkerOrder) -> None:
+    def told(self, order: Label) -> None:
         """An order goes to the worker: what it ends is true no more."""
-        match order:
-            case m.Park():
-                self._drop(lambda x: isinstance(x, m.Stuck | m.Ready | m.Parked) and x.epoch < order.epoch)
+        match order.type:
+            case m.Park.__name__:
+                for kind in (m.Stuck, m.Ready, m.Parked):
+                    self._drop(kind, lambda report: report.epoch < order.epoch)
                 if not order.after_iteration:
-                    self._drop(lambda x: isinstance(x, m.FaultDue))  # it will ask again
-            case m.Go():
-                self._drop(lambda x: isinstance(x, m.Finished))  # what is built is there to train on
-            case m.Begin():
-                self._drop(lambda x: isinstance(x, m.Ready | m.Parked) and x.epoch <= order.epoch)
-            case m.FaultGo():
-                self._drop(lambda x: isinstance(x, m.FaultDue) and x.fault == order.fault)
+                    self._drop(m.FaultDue)  # it will ask again
+            case m.Go.__name__:
+                self._drop(m.Finished)  # what is built is there to train on
+            case m.Begin.__name__:
+                for kind in (m.Ready, m.Parked):
+                    self._drop(kind, lambda report: report.epoch <= order.epoch)
+            case m.FaultGo.__name__:
+                self._drop(m.FaultDue, lambda report: report.fault == order.fault)
             case _:
                 pass
 
-    @property
     def still_true(self) -> tuple[m.WorkerMessage, ...]:
-        """In order of arrival."""
-        return tuple(self._said)
+        """In order of arrival. Raises ProtocolError for what is no report."""
+        return tuple(report_of(body) for _, body in self._said)
 
     @property
-    def steps(self) -> tuple[m.Stepped, ...]:
-        return tuple(self._steps)
+    def steps_kept(self) -> int:
+        return len(self._steps)
+
+    def steps(self, most: int = MOST_STEPS) -> tuple[m.Stepped, ...]:
+        """The last ones. Raises ProtocolError for what is no report."""
+        last = islice(self._steps, max(0, len(self._steps) - most), None)
+        reports = (report_of(body) for _, body in last)
+        return tuple(report for report in reports if isinstance(report, m.Stepped))
 
     def committed(self, iteration: int) -> None:
         """Steps up to this one need not be kept, but for the last few."""
-        while len(self._steps) > LAST_STEPS and self._steps[0].outcome.iteration <= iteration:
+        while len(self._steps) > LAST_STEPS and self._steps[0][0] <= iteration:
             self._steps.popleft()
 
-    def _drop(self, overtaken: Callable[[m.WorkerMessage], bool]) -> None:
-        self._said = [message for message in self._said if not overtaken(message)]
+    def _drop(self, kind: type[m.Message], overtaken: Callable[[Label], bool] = lambda report: True) -> None:
+        self._said = [each for each in self._said if each[0].type != kind.__name__ or not overtaken(each[0])]

@@ -16,20 +16,26 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import psutil
 
+from resihp.errors import ProtocolError
 from resihp.process import ending, state_letter
 from resihp.protocol import messages as m
+from resihp.protocol.forwarding import label_of
+from resihp.protocol.framing import decode, encode
 from resihp.worker.forkserver import ONE_THREAD, Ended, Fork, Forked, NotForked
 from wrapper.agent.exit_clues import KernelClues, last_words_within
 from wrapper.agent.sockets import ForkServerLink, WorkerPipe
-from wrapper.agent.worker_history import LAST_STEPS, WorkerRecord
+from wrapper.agent.worker_history import LAST_STEPS, MOST_STEPS, WorkerRecord
 from wrapper.config import container
 from wrapper.config.run_spec import RunRequest
 
 REAP_S = 2.0
 LAST_WORDS_S = 0.2
 """How long what a worker said before it ended is looked for."""
+
+_progress = msgspec.msgpack.Decoder(m.Progress)
 
 
 @dataclass
@@ -103,16 +109,22 @@ class Workers:
             self._spawn(start, order.environment)
 
     def order(self, to: m.ToWorkers) -> None:
-        order = to.order
-        if isinstance(order, m.Go):
-            self.epoch = order.epoch
-        epoch = order.plan.epoch if isinstance(order, m.Propose) else getattr(order, "epoch", 0)
-        self._newest_epoch = max(self._newest_epoch, epoch)
+        """Raises ProtocolError for what is no order."""
+        label = label_of(to.body)
+        if label.type == m.Go.__name__:
+            self.epoch = label.epoch
+        self._newest_epoch = max(self._newest_epoch, label.announced_epoch)
         for rank in to.ranks:
             worker = self._workers.get(rank)
             if worker is not None:
-                worker.record.told(order)
-                worker.pipe.send(order)
+                worker.record.told(label)
+                worker.pipe.send(to.body)
+
+    def hang_up(self, rank: int, reason: str) -> None:
+        """What the worker says cannot be read."""
+        worker = self._workers.get(rank)
+        if worker is not None:
+            worker.pipe.hang_up(reason)
 
     def signal(self, rank: int, number: int) -> None:
         worker = self._workers.get(rank)
@@ -122,7 +134,7 @@ class Workers:
     def _signal(self, worker: Worker, number: int) -> None:
         """Workers in training disregard TERM, which anybody may send (`client.deaf`): they are told that we mean it."""
         if number == signal.SIGTERM:
-            worker.pipe.send(m.Halt(reason="the job ends", at_once=True))
+            worker.pipe.send(encode(m.Halt(reason="the job ends", at_once=True)))
         self._forks.deliver(worker.pid, number)
 
     # --- what there is to tell --------------------------------------------------------------------------------
@@ -149,32 +161,35 @@ class Workers:
 
     def inventory(self) -> m.Inventory:
         """All that a leader has to know who has heard nothing from here."""
-        steps = {rank: worker.record.steps for rank, worker in self._workers.items()}
-        full = max(steps, key=lambda rank: len(steps[rank]), default=None)
+        full = max(self._workers, key=lambda rank: self._workers[rank].record.steps_kept, default=None)
         return m.Inventory(
             workers=tuple(
-                m.RunningWorker(
-                    rank=rank,
-                    device=worker.start.device,
-                    pid=worker.pid,
-                    steps=steps[rank] if rank == full else steps[rank][-LAST_STEPS:],
-                    said=worker.record.still_true,
-                )
+                self._running(rank, worker, MOST_STEPS if rank == full else LAST_STEPS)
                 for rank, worker in self._workers.items()
             ),
             ended=tuple(self._exits),
             epoch=self._newest_epoch,
         )
 
+    def _running(self, rank: int, worker: Worker, most_steps: int) -> m.RunningWorker:
+        running = m.RunningWorker(rank=rank, device=worker.start.device, pid=worker.pid)
+        try:
+            return msgspec.structs.replace(
+                running, steps=worker.record.steps(most_steps), said=worker.record.still_true()
+            )
+        except ProtocolError as error:
+            self.hang_up(rank, str(error))
+            return running
+
     # --- lives ------------------------------------------------------------------------------------------------
 
     def _spawn(self, start: m.Start, environment: dict[str, str]) -> None:
         ours, theirs = socket.socketpair()
         rank = start.rank
-        pipe = WorkerPipe(ours, lambda message: self._said(rank, message))
+        pipe = WorkerPipe(ours, lambda body: self._said(rank, body))
         self._workers[rank] = Worker(start, pipe, beat_at=time.monotonic())
         self._idle.clear()
-        pipe.send(start)
+        pipe.send(encode(start))
         self._forks.fork(
             Fork(
                 rank=rank,
@@ -202,14 +217,16 @@ class Workers:
             "LOCAL_RANK": str(start.device),
         }
 
-    def _said(self, rank: int, message: m.WorkerMessage) -> None:
+    def _said(self, rank: int, body: bytes) -> None:
+        """Raises ProtocolError for what is no report."""
         worker = self._workers[rank]
-        if isinstance(message, m.Progress):
-            worker.progress = message
+        label = label_of(body)
+        if label.type == m.Progress.__name__:
+            worker.progress = decode(_progress, body)
             worker.beat_at = time.monotonic()
         else:
-            worker.record.said(message)
-            self._tell(m.FromWorker(rank=rank, message=message))
+            worker.record.said(label, body)
+            self._tell(m.FromWorker(rank=rank, body=body))
 
     def _forked(self, report: Forked | NotForked | Ended) -> None:
         match report:

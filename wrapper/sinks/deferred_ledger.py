@@ -10,13 +10,14 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from resihp.errors import ResihpError
 
 if TYPE_CHECKING:
     from db.writer import Ledger
     from resihp.record.journal import Record
+    from wrapper.sinks.fanout import RankReport
 
 AGAIN_S = 1.0
 CLOSE_S = 10.0
@@ -39,7 +40,7 @@ class LateLedger:
         if self._ledger is not None:
             self._ledger.submit(record)
 
-    def telemetry(self, rows: list[dict[str, Any]]) -> None:
+    def telemetry(self, rows: list[RankReport]) -> None:
         if self._ledger is not None:
             self._ledger.telemetry(rows)
 

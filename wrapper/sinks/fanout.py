@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 CLOSE_S = 5.0
 """How long the end of a job waits for those who are still to be told of it, all together."""
 
+RankReport = tuple[int, int, int, float, float]
+"""Of one rank's step: iteration, epoch, rank, seconds, seconds of its own work (`db.report_rows.Report`)."""
+
 _log = logging.getLogger("resihp.listeners")
 
 
@@ -34,7 +37,7 @@ class LedgerLike(Protocol):
     """`db.writer.Ledger`, as a supervisor uses it."""
 
     def submit(self, record: Record) -> None: ...
-    def telemetry(self, rows: list[dict[str, Any]]) -> None: ...
+    def telemetry(self, rows: list[RankReport]) -> None: ...
     def close(self) -> object: ...
 
 
@@ -62,7 +65,7 @@ class Listeners:
                 _log.exception("%s is left out from record %d on", type(other).__name__, record.seq)
                 self._others.remove(other)
 
-    def telemetry(self, rows: list[dict[str, Any]]) -> None:
+    def telemetry(self, rows: list[RankReport]) -> None:
         self._ledger.telemetry(rows)
 
     def close(self) -> object:
@@ -143,7 +146,7 @@ class _NoLedger:
     def submit(self, record: Record) -> None:
         pass
 
-    def telemetry(self, rows: list[dict[str, Any]]) -> None:
+    def telemetry(self, rows: list[RankReport]) -> None:
         pass
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ up is lost, as is one that stays away. It decides nothing about training. Owned 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,13 +23,16 @@ from resihp.controller.state import natural
 from resihp.errors import ProtocolError
 from resihp.process import ending
 from resihp.protocol import messages as m
-from resihp.protocol.framing import Envelope, SecureChannel
+from resihp.protocol.forwarding import report_of
+from resihp.protocol.framing import Envelope, SecureChannel, encode
 from resihp.protocol.resumable import Conversation
 from wrapper.launch.launcher import CANNOT_START, Launcher
 
 LOOK_EVERY_S = 0.1
 EXIT_DRAIN_S = 0.15
 """After an agent's exit: how long the rest of what it sent may take to be read."""
+
+_log = logging.getLogger("supervisor")
 
 
 @dataclass
@@ -97,6 +101,8 @@ class AgentLinks:
         self._roster = roster
         self._links = {node: AgentLink(node) for node in launcher.nodes}
         self._node_of: dict[int, str] = {}
+        self._unreadable: set[int] = set()
+        """Ranks that have sent what is no report."""
         self.epoch = 0
         """Of the last `Go`."""
         for link in self._links.values():
@@ -122,12 +128,13 @@ class AgentLinks:
         """Send to these workers; those whose agent is gone are skipped."""
         if isinstance(order, m.Go):
             self.epoch = order.epoch
+        body = encode(order)
         by_node: dict[str, list[int]] = {}
         for rank in ranks:
             if rank in self._node_of:
                 by_node.setdefault(self._node_of[rank], []).append(rank)
         for node, local in by_node.items():
-            number = self.post(node, m.ToWorkers(ranks=tuple(local), order=order))
+            number = self.post(node, m.ToWorkers(ranks=tuple(local), body=body))
             if number and isinstance(order, m.Go):
                 self._links[node].epochs.append((number, order.epoch))
 
@@ -270,7 +277,7 @@ class AgentLinks:
                     self._event(api.AgentBeat(node=link.node, beat=message))
             case m.FromWorker():
                 self._check(link, message.rank)
-                self._event(api.WorkerSaid(rank=message.rank, message=message.message))
+                self._worker_said(link, message)
             case m.Spawned():
                 self._check(link, message.rank)
                 link.live[message.rank] = message.pid
@@ -290,6 +297,19 @@ class AgentLinks:
                 self._event(api.AgentSignalled(node=link.node, signal=message.signal))
             case _:
                 raise ProtocolError(f"agent of node {link.node}: {type(message).__name__} is not for now")
+
+    def _worker_said(self, link: AgentLink, said: m.FromWorker) -> None:
+        """What is no report is the last that is heard of the worker: its agent and all others are not to blame."""
+        if said.rank in self._unreadable:
+            return
+        try:
+            message = report_of(said.body)
+        except ProtocolError as error:
+            _log.warning("rank %d on node %s: %s", said.rank, link.node, error)
+            self._unreadable.add(said.rank)
+            self.post(link.node, m.HangUp(rank=said.rank, reason=str(error)))
+        else:
+            self._event(api.WorkerSaid(rank=said.rank, message=message))
 
     def _accepted(self, link: AgentLink, inventory: m.Inventory) -> None:
         """The agent follows us: from here on it is part of the job."""

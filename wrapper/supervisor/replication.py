@@ -50,11 +50,14 @@ class Replication:
         """(number, electorates) of decisions that no quorum is known to have; the first one is waited for."""
 
     def appended(self, record: Record, decision: bool) -> None:
-        """A record is in the journal: send it. A decision needs a quorum of those who vote before it and after it."""
+        """A record has just been written to the journal: send it.
+
+        A decision needs a quorum of those who vote before it and after it.
+        """
         before, electorates = self.membership.log, self.membership.electorates
         self.membership.apply(record)
         electorates += self.membership.electorates
-        body = encode(record)
+        body = self._journal.written
         for node, copy in self._copies.items():
             copy.waiting.append((before, record.seq, body))
             copy.last = record.seq

@@ -32,7 +32,7 @@ from wrapper.exit_codes import DEPOSED, REQUEUE
 from wrapper.job_folder import SupervisorFile, copy_journal, write_private
 from wrapper.launch.launcher import Launcher
 from wrapper.launch.ports import listen
-from wrapper.sinks.fanout import LedgerLike
+from wrapper.sinks.fanout import LedgerLike, RankReport
 from wrapper.supervisor.agents import AgentLinks
 from wrapper.supervisor.checkpoint_commit import CheckpointCommits
 from wrapper.supervisor.collaborators import (
@@ -119,7 +119,7 @@ class Supervisor:
         self._checkpoints = CheckpointCommits(request, self._start, self._note, partial(view.say, "warning"))
         self._is_deposed = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._telemetry: list[dict[str, Any]] = []
+        self._telemetry: list[RankReport] = []
         self._job_ended = False
         self._end: asyncio.Future[api.End] = asyncio.get_running_loop().create_future()
         self._hurry = asyncio.Event()
@@ -220,13 +220,7 @@ class Supervisor:
             case api.WorkerSaid(rank=rank, message=m.Stepped() as stepped):
                 self._view.report(rank, stepped)
                 self._telemetry.append(
-                    {
-                        "iteration": stepped.outcome.iteration,
-                        "epoch": stepped.epoch,
-                        "rank": rank,
-                        "seconds": stepped.seconds,
-                        "compute_seconds": stepped.compute_s,
-                    }
+                    (stepped.outcome.iteration, stepped.epoch, rank, stepped.seconds, stepped.compute_s)
                 )
             case api.WorkerSaid(message=m.Declare() as declare):
                 self._checkpoints.fingerprint = declare.fingerprint

@@ -36,6 +36,7 @@ def test_digest_survives_the_wire_and_tells_plans_apart() -> None:
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=Plan)
     assert again == plan
     assert again.digest == plan.digest
+    assert plan.digest is plan.digest, "every rank's confirmation is compared with it"
     others = [
         msgspec.structs.replace(plan, epoch=4),
         msgspec.structs.replace(plan, layout=layout.without(frozenset({0}))),

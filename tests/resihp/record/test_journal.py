@@ -53,6 +53,7 @@ from resihp.record.journal import (
     WorkerEnded,
     WorkersOrdered,
     WorkerStarted,
+    encode,
     first_seq,
     read,
 )
@@ -188,7 +189,8 @@ def test_every_kind_of_entry_reads_back_as_it_was_written(tmp_path: Path) -> Non
 def test_records_are_readable_while_the_writer_goes_on(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "deep" / "journal")
     for count, entry in enumerate(ENTRIES, start=1):
-        journal.append(entry, 1.0)
+        record = journal.append(entry, 1.0)
+        assert journal.written == encode(record)
         assert len(read(tmp_path / "deep" / "journal")) == count
     journal.close()
 

@@ -12,9 +12,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from resihp.errors import ProtocolError
+from resihp.protocol import framing
 from resihp.protocol import messages as m
+from resihp.protocol.forwarding import label_of, report_of
 from resihp.protocol.framing import Envelope, SecureChannel, serve
 from resihp.protocol.resumable import Conversation
 from resihp.record.journal import IterationCommitted, Record, encode
@@ -135,6 +139,10 @@ class PretendedSupervisor:
     def of(self, kind: type) -> list[Any]:
         return [message for message in self.said if isinstance(message, kind)]
 
+    def reports(self) -> list[Any]:
+        """What the workers have said."""
+        return [report_of(said.body) for said in self.of(m.FromWorker)]
+
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
@@ -205,7 +213,11 @@ def spawn(rank: int, nodes: int, *, joins: bool = False) -> m.Spawn:
 
 
 def halt(*ranks: int, reason: str = "x") -> m.ToWorkers:
-    return m.ToWorkers(ranks=ranks, order=m.Halt(reason=reason))
+    return to_workers(m.Halt(reason=reason), *ranks)
+
+
+def to_workers(order: m.WorkerOrder, *ranks: int) -> m.ToWorkers:
+    return m.ToWorkers(ranks=ranks, body=framing.encode(order))
 
 
 def play(job: Job, scene: Callable[[PretendedSupervisor], Awaitable[None]], *arguments: Any, **changed: Any) -> None:
@@ -256,13 +268,13 @@ def test_what_is_said_while_nobody_is_connected_arrives_once(job: Job) -> None:
             supervisor.order(spawn(n, n + 1, joins=True))
             supervisor.order(halt(n - 1, reason="y" * n))
             await supervisor.until(lambda n=n: len(supervisor.of(m.Exited)) == n)
-        supervisor.order(m.ToWorkers(ranks=(10,), order=m.Go(epoch=3, **GO)))
+        supervisor.order(to_workers(m.Go(epoch=3, **GO), 10))
         await supervisor.until(lambda: supervisor.conversation.acknowledged == supervisor.conversation.sent)
         supervisor.cut()
         supervisor.order(halt(10))
         await supervisor.until(lambda: len(supervisor.of(m.Exited)) == 11)
         assert [said.rank for said in supervisor.of(m.Exited)] == list(range(11))
-        finished = [said.message.iteration for said in supervisor.of(m.FromWorker)]
+        finished = [report.iteration for report in supervisor.reports()]
         assert finished == [*range(1, 11), 0], "the last one took its Go for the order to halt"
         epochs = [join.epoch for join in supervisor.joins]
         assert (epochs[0], epochs[1], epochs[-1]) == (0, 1, 3)
@@ -283,6 +295,80 @@ def test_agent_that_is_refused_on_its_return_ends_at_once(job: Job) -> None:
     log = (job.logs / "n1.agent.log").read_text()
     assert "refuses this agent" in log
     assert "not reached" not in log
+
+
+# --- what is passed on --------------------------------------------------------------------------------------------
+
+
+ECHO = """
+import os, socket, sys
+from resihp.process import AGENT_FD
+from resihp.protocol import messages as m
+from resihp.protocol.framing import LocalFrames, local_frame
+agent = socket.socket(fileno=int(os.environ[AGENT_FD]))
+frames = LocalFrames()
+while chunk := agent.recv(1 << 16):
+    for body in frames.feed(chunk):
+        if b"Start" not in body:
+            agent.sendall(local_frame(body))
+sys.exit(7)
+"""
+"""Says again what it is told, and ends when its agent hangs up."""
+
+
+def test_reports_and_orders_are_passed_on_byte_for_byte(job: Job) -> None:
+    """Whoever decodes and encodes again would lose the field that only the sender knows."""
+    bodies = [
+        msgspec.msgpack.encode({"type": "Finished", "iteration": iteration, "nobody knows": "x" * 100_000})
+        for iteration in range(3)
+    ]
+
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        supervisor.order(spawn(0, 1))
+        await supervisor.until(lambda: supervisor.of(m.Spawned))
+        for body in bodies:
+            supervisor.order(m.ToWorkers(ranks=(0,), body=body))
+        await supervisor.until(lambda: len(supervisor.of(m.FromWorker)) == len(bodies))
+        assert [each.body for each in supervisor.of(m.FromWorker)] == bodies
+        supervisor.order(m.HangUp(rank=0, reason="cannot be read"))
+        await supervisor.until(lambda: supervisor.of(m.Exited))
+        assert [each.status for each in supervisor.of(m.Exited)] == [7]
+
+    play(job, scene, ECHO)
+    assert "worker socket closed: cannot be read" in (job.logs / "n1.agent.log").read_text()
+
+
+def test_a_worker_whose_frames_are_no_messages_is_hung_up_on_by_its_agent(job: Job) -> None:
+    fine = framing.encode(m.Finished(iteration=1))
+    broken = msgspec.msgpack.encode({"type": "Finished", "iteration": 2, "epoch": "no number"})
+    with pytest.raises(ProtocolError, match="malformed"):
+        label_of(broken)
+
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        supervisor.order(spawn(0, 1))
+        await supervisor.until(lambda: supervisor.of(m.Exited))
+        assert [each.body for each in supervisor.of(m.FromWorker)] == [fine]
+        assert [each.status for each in supervisor.of(m.Exited)] == [7]
+
+    talks = ECHO.replace("frames =", f"agent.sendall(b''.join(map(local_frame, {[fine, broken, fine]})))\nframes =")
+    play(job, scene, talks)
+    assert "worker socket closed: malformed message" in (job.logs / "n1.agent.log").read_text()
+
+
+def test_a_report_that_cannot_be_read_is_not_told_to_another_leader(job: Job) -> None:
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        supervisor.order(spawn(0, 1))
+        await supervisor.until(lambda: supervisor.of(m.Spawned))
+        no_report = msgspec.msgpack.encode({"type": "Stuck", "epoch": 1, "error": 7})
+        supervisor.order(m.ToWorkers(ranks=(0,), body=no_report))
+        await supervisor.until(lambda: supervisor.of(m.FromWorker))
+        supervisor.give_way_to(m.Lead(term=2, node="n2", log=0))
+        await supervisor.until(lambda: supervisor.of(m.Exited))
+        [worker] = supervisor.of(m.Inventory)[1].workers
+        assert (worker.rank, worker.steps, worker.said) == (0, (), ())
+        assert [each.status for each in supervisor.of(m.Exited)] == [7]
+
+    play(job, scene, ECHO, succession=True)
 
 
 # --- another leader -----------------------------------------------------------------------------------------------
@@ -312,8 +398,8 @@ def test_another_leader_is_told_what_runs_here_and_what_has_ended(job: Job) -> N
         assert worker.said == (m.FaultDue(fault=7), m.Stuck(epoch=1, error="gone"))
         assert (inventory.ended, inventory.epoch) == (((1, 1),), 0)
         await supervisor.until(lambda: supervisor.of(m.Signalled))
-        supervisor.order(m.ToWorkers(ranks=(0,), order=m.Park(epoch=5, reason="")))
-        await supervisor.until(lambda: supervisor.of(m.FromWorker)[-1].message.__class__ is m.Parked)
+        supervisor.order(to_workers(m.Park(epoch=5, reason=""), 0))
+        await supervisor.until(lambda: type(supervisor.reports()[-1]) is m.Parked)
         supervisor.give_way_to(m.Lead(term=3, node="n3", log=1))
         await supervisor.until(lambda: len(supervisor.of(m.Inventory)) == 3)
         inventory = supervisor.of(m.Inventory)[2]

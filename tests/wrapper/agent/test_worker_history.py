@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from resihp.errors import ProtocolError
 from resihp.parallelism.model import ModelSpec
 from resihp.protocol import messages as m
+from resihp.protocol.forwarding import label_of
+from resihp.protocol.framing import encode
 from tests.wrapper.agent.test_agent import outcome
 from wrapper.agent.worker_history import LAST_STEPS, WorkerRecord
 
@@ -62,19 +66,30 @@ RAISED = m.Raised(iteration=1, error="e", traceback="t")
 def test_what_is_still_true(happened: list[m.Message], true: list[m.Message] | None) -> None:
     record = WorkerRecord()
     for each in happened:
+        label = label_of(encode(each))
         if isinstance(each, m.WorkerOrder):
-            record.told(each)
+            record.told(label)
         else:
-            record.said(each)  # type: ignore[arg-type]
-    assert list(record.still_true) == (happened[:1] if true is None else true)
+            record.said(label, encode(each))
+    assert list(record.still_true()) == (happened[:1] if true is None else true)
 
 
 def test_steps_are_kept_until_they_are_committed_and_the_last_few_always() -> None:
     record = WorkerRecord(most_steps=60)
     for iteration in range(1, 101):
-        record.said(stepped(iteration))
-    assert [step.outcome.iteration for step in record.steps] == list(range(41, 101))
+        body = encode(stepped(iteration))
+        record.said(label_of(body), body)
+    assert [step.outcome.iteration for step in record.steps()] == list(range(41, 101))
     record.committed(50)
-    assert [step.outcome.iteration for step in record.steps] == list(range(51, 101))
+    assert [step.outcome.iteration for step in record.steps()] == list(range(51, 101))
     record.committed(100)
-    assert [step.outcome.iteration for step in record.steps] == list(range(101 - LAST_STEPS, 101))
+    assert [step.outcome.iteration for step in record.steps()] == list(range(101 - LAST_STEPS, 101))
+    assert [step.outcome.iteration for step in record.steps(2)] == [99, 100]
+
+
+def test_what_is_no_report_is_found_out_when_somebody_asks_for_it() -> None:
+    record = WorkerRecord()
+    body = msgspec.msgpack.encode({"type": "Stuck", "epoch": 2, "error": 7})
+    record.said(label_of(body), body)
+    with pytest.raises(ProtocolError, match="malformed"):
+        record.still_true()

@@ -61,7 +61,7 @@ def test_what_happens_before_it_is_open_is_in_it_afterwards(tmp_path: Path) -> N
     for record in records[:30]:
         writer.copy(journal.encode(record))
         ledger.submit(record)
-    ledger.telemetry([{"iteration": 1, "epoch": 1, "rank": 0, "seconds": 0.5, "compute_seconds": 0.4}])
+    ledger.telemetry([(1, 1, 0, 0.5, 0.4)])
     assert opening.refused.wait(20)
     other.execute("ROLLBACK")
     other.close()

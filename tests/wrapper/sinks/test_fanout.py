@@ -8,7 +8,6 @@ import time
 import types
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -25,7 +24,7 @@ from wrapper.commands import run
 from wrapper.config.run_spec import ListenerSettings, load
 from wrapper.config.schema import read
 from wrapper.job_folder import create_local_job
-from wrapper.sinks.fanout import Listeners, asked, listeners, standing, tell_of_the_end
+from wrapper.sinks.fanout import Listeners, RankReport, asked, listeners, standing, tell_of_the_end
 from wrapper.sinks.tensorboard import TensorBoard
 
 SECRET = "https://example.org/SECRET"
@@ -41,7 +40,7 @@ class Ledger:
     def submit(self, record: journal.Record) -> None:
         self.records.append(record)
 
-    def telemetry(self, rows: list[dict[str, Any]]) -> None: ...
+    def telemetry(self, rows: list[RankReport]) -> None: ...
 
     def close(self) -> bool:
         self.closed = True

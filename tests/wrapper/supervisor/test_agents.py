@@ -12,7 +12,8 @@ import pytest
 from resihp.controller import interface as api
 from resihp.errors import ProtocolError
 from resihp.protocol import messages as m
-from resihp.protocol.framing import Envelope
+from resihp.protocol.forwarding import label_of
+from resihp.protocol.framing import Envelope, encode
 from resihp.protocol.resumable import Conversation
 from wrapper.supervisor.agents import AgentLinks
 
@@ -121,8 +122,8 @@ class PretendedAgent:
             order = self.conversation.take(envelope)
             if order is not None and not isinstance(order, m.Lead):
                 self.heard.append(order)
-            if isinstance(order, m.ToWorkers) and isinstance(order.order, m.Go):
-                self.epoch = order.order.epoch
+            if isinstance(order, m.ToWorkers) and (label := label_of(order.body)).type == "Go":
+                self.epoch = label.epoch
         self.channel.posted.clear()
 
     def say(self, message: Any) -> None:
@@ -259,13 +260,57 @@ def test_what_comes_before_the_inventory_is_refused_or_not_told() -> None:
     async def scene(it: Scene) -> None:
         channel = await it.arrive(PretendedAgent().join())
         channel.say(0, m.Beat(workers=()))
-        channel.say(1, m.FromWorker(rank=0, message=m.Finished(iteration=1)))
+        channel.say(1, m.FromWorker(rank=0, body=encode(m.Finished(iteration=1))))
         await it.settle()
         assert it.lost() == ["n1"]
         assert it.told() == [api.AgentLost]
         assert it.refusals() == ["agent of node n1: FromWorker before its inventory"]
 
     play(scene)
+
+
+def test_a_worker_whose_reports_cannot_be_read_is_hung_up_on_and_nobody_else() -> None:
+    async def scene(it: Scene) -> None:
+        agent = PretendedAgent(inventory=m.Inventory(workers=(running(3, 73), running(4, 74))))
+        await it.connect(agent)
+        fine = encode(m.Finished(iteration=1))
+        no_report = msgspec.msgpack.encode({"type": "Finished", "iteration": "seven"})
+        for rank, body in ((3, fine), (3, no_report), (3, b"\xc1"), (3, fine), (4, fine)):
+            agent.say(m.FromWorker(rank=rank, body=body))
+        await asyncio.sleep(0)
+        said = [event.rank for event in it.events if isinstance(event, api.WorkerSaid)]
+        assert said == [3, 4], "what comes after it does not count"
+        agent.read()
+        [hang_up] = agent.heard
+        assert (hang_up.rank, "malformed message: Expected `int`" in hang_up.reason) == (3, True)
+        agent.say(m.Exited(rank=3, pid=73, status=70))
+        await asyncio.sleep(0)
+        assert it.told()[-1] is api.WorkerExited
+        assert it.links.connected == {"n1"}
+        agent.channel.abort()
+        await it.settle()
+
+    play(scene, lead=m.Lead(term=2, node="n2", log=17))
+
+
+def test_an_order_is_encoded_once_for_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[object] = []
+    monkeypatch.setattr("wrapper.supervisor.agents.encode", lambda order: encoded.append(order) or encode(order))
+
+    async def scene(it: Scene) -> None:
+        agents = [PretendedAgent("n1", 10, inventory=m.Inventory(workers=(running(0), running(1))))]
+        agents.append(PretendedAgent("n2", 20, inventory=m.Inventory(workers=(running(2),))))
+        for agent in agents:
+            await it.connect(agent)
+        it.links.order((0, 1, 2), go(6))
+        for agent, ranks in zip(agents, ((0, 1), (2,)), strict=True):
+            agent.read()
+            assert agent.heard == [m.ToWorkers(ranks=ranks, body=encode(go(6)))]
+            agent.channel.abort()
+        assert encoded == [go(6)]
+        await it.settle()
+
+    play(scene, lead=m.Lead(term=2, node="n2", log=17))
 
 
 def test_an_inventory_counts_once() -> None:
@@ -293,7 +338,7 @@ def test_ranks_of_the_inventory_are_the_nodes_own() -> None:
         assert list(it.links.live_ranks) == [4]
         it.links.order((2, 3, 4, 5), go(6))
         agent.read()
-        assert agent.heard == [m.ToWorkers(ranks=(2, 3, 4), order=go(6))], "nobody knows of rank 5"
+        assert agent.heard == [m.ToWorkers(ranks=(2, 3, 4), body=encode(go(6)))], "nobody knows of rank 5"
         agent.say(m.Exited(rank=5, pid=75, status=0))
         await it.settle()
         assert it.refusals() == ["agent of node n1: speaks for rank 5, which is not its own"]
@@ -555,12 +600,12 @@ def test_nothing_is_lost_when_the_connection_is_cut() -> None:
         await asyncio.sleep(0)
         it.links.order((0,), go(1))
         it.links.cut("n1")  # with the Go in flight
-        agent.say(m.FromWorker(rank=0, message=m.Confirm(epoch=2, digest="")))
+        agent.say(m.FromWorker(rank=0, body=encode(m.Confirm(epoch=2, digest=""))))
         it.links.order((0,), go(2))
         await asyncio.sleep(0)
         await it.connect(agent)
         agent.read()
-        assert [order.order.epoch for order in agent.heard[1:]] == [1, 2]
+        assert [label_of(order.body).epoch for order in agent.heard[1:]] == [1, 2]
         assert agent.epoch == 2
         assert it.told() == [api.AgentJoined, api.WorkerSpawned, api.WorkerSaid]
         await asyncio.sleep(2 * RECONNECT_S)

@@ -39,6 +39,7 @@ def assert_same_training(disturbed: Job, undisturbed: Job) -> None:
 def test_worker_killed_in_each_phase(job: Job, undisturbed: Callable[[], Job], phase: str, action: str) -> None:
     job.train("--fault", f"kill:rank=5@iteration=3,phase={phase}").wait()
     assert job.status == 0, job.stderr
+    assert "ledger " not in job.stderr, "everything had its place there"
     assert_same_training(job, undisturbed())
 
     (failure,) = job.history("failures")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.integration.cluster import Cluster, requires_slurm
 
@@ -17,7 +18,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 MakeCluster = Callable[..., Cluster]
 
-HOLD = "#!/bin/sh\nsrun --no-kill --kill-on-bad-exit=0 --wait=0 sleep 1000\n"
+HOLD = "#!/bin/sh\nsrun -v --no-kill --kill-on-bad-exit=0 --wait=0 sleep 1000 2>hold.$SLURM_JOB_ID\n"
 
 
 def hold(cluster: Cluster, nodes: int, user: str = "nobody") -> str:
@@ -27,6 +28,9 @@ def hold(cluster: Cluster, nodes: int, user: str = "nobody") -> str:
     options = ["--parsable", "--no-kill", f"--nodes={nodes}", "--output=/dev/null"]
     job = cluster.run("sbatch", *options, str(script), user=user).stdout.strip()
     cluster.wait(lambda: len(sleepers(cluster)) == nodes, f"job {job} to run on {nodes} nodes")
+    # They run before srun has heard of it; a node that dies in between is a launch that failed, which ends them all.
+    said = cluster.shared / f"hold.{job}"
+    cluster.wait(lambda: said.read_text().count(" tasks started") == nodes, f"srun of job {job} to know its tasks")
     return job
 
 
@@ -152,6 +156,7 @@ def test_nothing_outlives_a_test_run_that_is_killed() -> None:
             shutil.rmtree(folder)
 
 
+@pytest.mark.soak
 def test_a_node_that_is_cut_off_runs_on_alone_and_comes_back(cluster: MakeCluster) -> None:
     made = cluster(nodes=3, network=True)
     hold(made, 3)

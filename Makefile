@@ -75,7 +75,8 @@ demo: setup
 
 test: setup setup-system
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests --ignore tests/integration
-	$(BIN)/python -m pytest tests/integration
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/integration -m "not soak and not alone"
+	$(BIN)/python -m pytest tests/integration -m "not soak and alone"
 
 # A quarter of the seeds that `make test` has. Left out: what trains or starts jobs, Slurm, Postgres.
 quick: setup
@@ -92,6 +93,7 @@ bench: setup
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/reconfigure.py
 	$(BIN)/python benchmarks/steady.py
+	$(BIN)/python benchmarks/walks.py
 	$(BIN)/python benchmarks/detector.py
 	$(BIN)/python benchmarks/prediction_cost.py
 	$(BIN)/python benchmarks/trace.py
@@ -110,7 +112,7 @@ soak: setup
 	$(BIN)/python -m tests.mutants
 	RESIHP_CHECKED_PLANS=10000 $(BIN)/python -m pytest tests/resihp/pipeline --timeout 3600
 	RESIHP_STRICT_ORDER=1 $(BIN)/python -m pytest tests/resihp/executor tests/integration --timeout 600
-	RESIHP_SOAK=1 RESIHP_CALLS_S=600 $(BIN)/python -m pytest -m "soak or not soak" $(SLURM_TESTS) tests/integration/test_takeover.py tests/integration/test_reconfiguration.py --timeout 1200
+	RESIHP_SOAK=1 RESIHP_CALLS_S=600 $(BIN)/python -m pytest -m "soak or not soak" $(SLURM_TESTS) $(addprefix tests/integration/test_,takeover.py reconfiguration.py survival.py) --timeout 1200
 	for slurm in $(OTHER_SLURMS); do \
 	  RESIHP_TEST_SLURM=$${slurm%:*} RESIHP_SOAK=1 RESIHP_CALLS_S=600 $(BIN)/python -m pytest -m "soak or not soak" $(SLURM_TESTS) --timeout 1200 || exit 1; \
 	done

@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from resihp.controller.interface import Settings
+from tests.integration import reading
 from tests.integration.fork_server import fork_server
 from wrapper.launch.preloading import FOR_TESTS
 
@@ -26,6 +28,9 @@ STRICT = "RESIHP_STRICT_ORDER"
 
 UNWATCHED = {"RESIHP_ADAPT__DETECT": "false", "RESIHP_ADAPT__EXAMINE": "false"}
 """Eight workers on two cores are slow in turns: only where that is the point (test_slow.py) is it looked for."""
+
+DETECTION = Settings(job="any", nodes=1, gpus_per_node=1, tp=1, pp=1)
+"""How long the controller waits for what, unless told otherwise."""
 
 TINY = ("--layers", "4", "--hidden", "32", "--tokens", "64", "--micro-batches", "8")
 
@@ -92,17 +97,9 @@ class Job:
 
     def ask(self, *arguments: str) -> Any:
         """Run a reading command with --json."""
-        done = subprocess.run(
-            [*RESIHP, *arguments, "--json"],
-            env=self.environment,
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        status, out, err = reading.ask(*arguments, "--json", environment=self.environment, folder=self.folder)
+        assert status == 0, err
+        return json.loads(out)
 
     def history(self, table: str) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = self.ask("history", table)["rows"]

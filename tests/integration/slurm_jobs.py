@@ -23,6 +23,7 @@ from resihp.datasets import ByteFiles, PackedDataset
 from resihp.parallelism.workload import samples_digest
 from resihp.record.journal import IterationCommitted, Record
 from slurm.render import template
+from tests.integration import reading
 from tests.integration.cluster import Cluster
 from tests.integration.jobs import EXAMPLE, REPOSITORY, RESIHP, TINY, UNWATCHED
 from wrapper.job_folder import Job
@@ -210,7 +211,9 @@ class Desk:
         self._resihp("inject", "kill", job, "--rank", str(rank))
 
     def _ask(self, *argv: str) -> Any:
-        return json.loads(self._resihp(*argv, "--json"))
+        status, out, err = reading.ask(*argv, "--json", environment=self.environment, folder=self.folder)
+        assert status == 0, err
+        return json.loads(out)
 
     def _resihp(self, *argv: str) -> str:
         done = subprocess.run(

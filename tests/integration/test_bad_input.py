@@ -10,9 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.jobs import Job
+from tests.integration.jobs import DETECTION, TINY, Job
+from tests.integration.slurm_jobs import PACED
 
 SMALL = {"nodes": 1, "gpus": 2, "tp": 1, "pp": 1}
+SILENT_S = DETECTION.hang_given_up_s + 1.0
+"""Longer than anybody is waited for who does not work."""
 
 
 SCRIPT = """
@@ -127,14 +130,18 @@ def test_interpreter_frozen_for_ten_seconds_is_only_suspected(job: Job) -> None:
 
 
 def test_control_connection_silent_while_collectives_progress_is_left_alone(job: Job) -> None:
-    job.train(iterations=100_000, nodes=2, gpus=1, tp=1, pp=1)
+    job.folder.mkdir()
+    pace = job.folder / "pace"
+    pace.write_text("0.05\n")  # some iterations a second: enough to be seen at work
+    command = (sys.executable, str(PACED), str(pace), *TINY, "--iterations", "100000")
+    job.start(command=command, nodes=2, gpus=1, tp=1, pp=1)
     job.until(lambda: "iteration 3" in (job.folder / "stderr").read_text())
     agents = [p for p in job.processes() if "wrapper.agent.process" in p.cmdline() and "n2" in p.cmdline()]
     assert len(agents) == 1, [p.cmdline() for p in job.processes()]
     agents[0].suspend()
     try:
         job.until(lambda: "node n2: suspected" in (job.folder / "stderr").read_text())
-        silent_until = time.monotonic() + 20
+        silent_until = time.monotonic() + SILENT_S
         job.until(lambda: time.monotonic() > silent_until, timeout_s=40)
     finally:
         agents[0].resume()

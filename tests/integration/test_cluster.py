@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.integration.cluster import Cluster, requires_slurm
 
@@ -161,6 +162,7 @@ def test_nothing_outlives_a_test_run_that_is_killed() -> None:
             shutil.rmtree(folder)
 
 
+@pytest.mark.soak
 def test_a_node_that_is_cut_off_runs_on_alone_and_comes_back(cluster: MakeCluster) -> None:
     made = cluster(nodes=3, network=True)
     hold(made, 3)

@@ -37,6 +37,7 @@ def shared(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
     finally:
         server.send_signal(signal.SIGCONT)
         subprocess.run(["fusermount", "-u", str(mounted)], check=True)
+        server.terminate()  # nodes of a test cluster that began meanwhile still have it mounted
         server.wait(10)
 
 

@@ -14,9 +14,10 @@ from db.reading.queries import Reader
 from tests.integration import jobs
 from tests.integration.jobs import UNWATCHED, Job
 
-ONSET, END, ITERATIONS = 30, 45, 60
+ONSET, END, ITERATIONS = 24, 39, 52
 
 
+@pytest.mark.alone
 def test_a_slow_rank_of_a_tensor_parallel_group_is_found_and_worked_around(job: Job) -> None:
     """Its whole chunks take no longer than those of the peers that wait for it (test_stopwatch.py)."""
     for name in UNWATCHED:
@@ -52,6 +53,7 @@ def test_a_slow_rank_of_a_tensor_parallel_group_is_found_and_worked_around(job: 
         assert (plans[-1]["layout"], plans[-1]["assignment"]) == (before["layout"], before["assignment"])
 
 
+@pytest.mark.alone
 def test_a_node_that_is_slower_than_in_former_jobs_stands_by_from_the_start(job: Job) -> None:
     """Both nodes are equally fast; the ledger, which jobs share, says that n2 used to be faster."""
     del job.environment["RESIHP_ADAPT__EXAMINE"]

@@ -8,6 +8,8 @@ from __future__ import annotations
 import statistics
 from itertools import pairwise
 
+import pytest
+
 from resihp.executor.emulation import LAYER_MS
 from resihp.faults import LINK_MS
 from resihp.parallelism.layout import Layout
@@ -15,12 +17,13 @@ from resihp.record import journal
 from tests.integration.jobs import Job
 from tests.integration.test_planned_times import SETTLING, plans_that_ran
 
-SPEED, ONSET, ITERATIONS = 0.25, 22, 52
+SPEED, ONSET, ITERATIONS = 0.25, 22, 44
 LAYER_S, LINK_S = 0.008, 0.032
 """Transfers are much longer than what it takes ranks on shared cores to begin an iteration one after the other."""
 TOLERANCE = 0.15
 
 
+@pytest.mark.alone
 def test_a_slow_link_is_found_and_pipelines_pass_it_by(job: Job) -> None:
     """Two pipelines of two stages on four nodes: the stages exchange their neighbours."""
     job.environment |= {

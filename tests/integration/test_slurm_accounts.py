@@ -39,6 +39,7 @@ def until_taken(cluster: Cluster, user: str, *options: str) -> None:
     cluster.wait(lambda: cluster.run(*argv, user=user, check=False).returncode == 0, f"{user} to have an association")
 
 
+@pytest.mark.soak
 def test_sacct_has_both_runs_of_a_job_that_was_preempted(cluster: MakeCluster) -> None:
     desk = Desk(cluster(nodes=2, gpus=1, dbd=True, settings=PREEMPTION))
     desk.pace(0.5)

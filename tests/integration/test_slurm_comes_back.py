@@ -114,6 +114,7 @@ def test_a_node_that_dies_before_training_begins_is_what_spares_are_for(
     assert "begins without n2" in desk.output(job)
 
 
+@pytest.mark.soak
 def test_without_spares_it_is_run_again_on_other_nodes(cluster: MakeCluster, reference: Reference) -> None:
     desk = Desk(cluster(nodes=3, gpus=1))
     job = submit(desk)

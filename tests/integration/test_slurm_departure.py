@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from resihp.record.journal import CheckpointCommitted, FailureFound, JobEnded, JobSignalled
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference
+from tests.integration.test_slurm_comment import comment
 from tests.integration.test_slurm_signals import assert_ended_once
 
 PATIENT = {"KillWait": "30"}
@@ -20,14 +23,18 @@ def saved(desk: Desk, job: str) -> int:
 
 
 def test_a_cancelled_job_is_saved_before_it_ends(cluster: MakeCluster) -> None:
-    """TERM reaches every process of the job at once: agents, fork servers, workers, supervisor and store."""
+    """TERM reaches every process of the job at once: agents, fork servers, workers, supervisor and store.
+
+    Slurm takes no comment from the moment of scancel on: what was said last stays true, for it says when it was.
+    """
     desk = Desk(cluster(nodes=2, gpus=2, settings=PATIENT))
     desk.pace(0.1)
     job = desk.sbatch_training(ITERATIONS, nodes=2)
     desk.until_committed(job, 3)
     assert desk.run("scancel", job).returncode == 0
-    desk.wait(job)
-    assert desk.state(job)[0] == "CANCELLED"
+    assert desk.wait(job, 30)[0] == "CANCELLED"
+    assert comment(desk, job).startswith("resihp: no iteration ("), comment(desk, job)
+    assert "comment" not in desk.output(job)
     desk.until(lambda: desk.of(job, JobEnded), job)
     assert [entry.meaning for entry in desk.of(job, JobSignalled)] == ["cancelled"], desk.output(job)
     assert desk.of(job, JobEnded)[0].exit_code == 143
@@ -37,6 +44,7 @@ def test_a_cancelled_job_is_saved_before_it_ends(cluster: MakeCluster) -> None:
     assert set(desk.cluster.states().values()) <= {"idle", "completing", "allocated", "mixed"}
 
 
+@pytest.mark.soak
 def test_a_warned_job_is_saved_and_comes_back(cluster: MakeCluster, reference: Reference) -> None:
     desk = Desk(cluster(nodes=2, gpus=2, settings=PATIENT))
     desk.pace(0.1)

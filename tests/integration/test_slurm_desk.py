@@ -14,7 +14,7 @@ import pytest
 from resihp.controller import interface as api
 from slurm import replacement
 from slurm.commands import CommandLine
-from slurm.rate_limited import Polite
+from slurm.rate_limited import JOBS_FRESH_S, Polite
 from slurm.replacement import ReplacementJob
 from tests.integration.cluster import Cluster
 from tests.wrapper.run_requests import run_request
@@ -33,13 +33,15 @@ LOW = "Nodes=ALL Default=YES PriorityTier=1 PreemptMode=CANCEL GraceTime=20 MaxT
 class Desk:
     """A desk for a real job on the first nodes of a cluster. Replacements sleep instead of joining."""
 
-    def __init__(self, cluster: Cluster, nodes: int, options: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, cluster: Cluster, nodes: int, options: tuple[str, ...] = (), jobs_fresh_s: float = JOBS_FRESH_S
+    ) -> None:
         self.cluster = cluster
         script = cluster.shared / "hold.sh"
         script.write_text(HOLD)
         given = ["--parsable", "--no-kill", f"--nodes={nodes}", "--exclusive", "--output=/dev/null", *options]
         self.job = cluster.run("sbatch", *given, str(script)).stdout.strip()
-        self.slurm = Polite(CommandLine(environment=cluster.environment))
+        self.slurm = Polite(CommandLine(environment=cluster.environment), jobs_fresh_s=jobs_fresh_s)
         cluster.wait(lambda: self.view().state == "running", f"job {self.job} to run")
         self.names = self.view().nodes
         request = run_request(
@@ -111,6 +113,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, (0.5,) * 40)
 
 
+@pytest.mark.every_slurm
 def test_a_bad_node_is_drained_given_back_and_replaced(cluster: MakeCluster, impatient: None) -> None:
     made = cluster(nodes=5, gpus=2)
     desk = Desk(made, 3)
@@ -197,7 +200,7 @@ def test_nothing_comes_of_what_slurm_refuses_or_does_not_answer(cluster: MakeClu
 def test_a_time_limit_that_is_changed_is_seen(cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """By itself after a while, and at once where something hangs on it."""
     made = cluster(nodes=1)
-    desk = Desk(made, 1, ("--time=02:00:00",))
+    desk = Desk(made, 1, ("--time=02:00:00",), jobs_fresh_s=1.0)
     monkeypatch.setattr(own_job, "LIMIT_EVERY_S", 1.0)
     (first,) = desk.do(until=lambda: desk.of(api.TimeLeft))
     assert 7000 < first.seconds <= 7200

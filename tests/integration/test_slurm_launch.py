@@ -106,6 +106,7 @@ def test_agents_have_what_the_node_has_and_write_their_own_logs(cluster: MakeClu
     made.wait(job)
 
 
+@pytest.mark.alone
 def test_64_agents_are_there_within_10_seconds(cluster: MakeCluster) -> None:
     made = Desk(cluster(nodes=64, gpus=1))
     script = "#!/bin/bash\nexec resihp run -- sleep 3600\n"

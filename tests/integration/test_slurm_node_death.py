@@ -51,7 +51,6 @@ def seconds_without_training(desk: Desk, job: str, killed_at: float) -> tuple[fl
     return first[0] - killed_at, first[1].seconds or 0.0
 
 
-@pytest.mark.every_slurm
 def test_a_node_dies_and_another_one_takes_its_place(cluster: MakeCluster, reference: Reference) -> None:
     desk = Desk(cluster(nodes=5, gpus=2))
     desk.pace(0.1)

@@ -34,7 +34,7 @@ def test_an_expedited_requeue_begins_at_once(cluster: MakeCluster, reference: Re
     reference.check(desk.rows("iterations", job), first=checkpoint.iteration + 1, last=FEW)
 
 
-@pytest.mark.parametrize("epilog", ["/bin/true", "/bin/false"])
+@pytest.mark.parametrize("epilog", [pytest.param("/bin/true", marks=pytest.mark.soak), "/bin/false"])
 def test_an_expedited_job_whose_program_is_broken_ends(cluster: MakeCluster, epilog: str) -> None:
     """Slurm would hold a job with such an exit code, or run it again for ever where the epilog finds a node bad."""
     desk = Desk(cluster(nodes=2, gpus=1, release=EXPEDITES, settings={**ALLOWED, "Epilog": epilog}))

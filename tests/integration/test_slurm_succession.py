@@ -71,6 +71,7 @@ def assert_completed(desk: Desk, job: str, reference: Reference) -> None:
     )
 
 
+@pytest.mark.soak
 def test_the_batch_host_dies_and_a_successor_ends_the_job(cluster: MakeCluster, reference: Reference) -> None:
     desk = Desk(cluster(nodes=4, gpus=1))
     desk.pace(0.1)

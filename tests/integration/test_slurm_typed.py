@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from resihp.controller import interface as api
 from resihp.record.journal import NodeJoined, Reconfigured, ReplacementChanged
 from slurm import replacement
 from slurm.client import JobRequest
@@ -16,7 +17,11 @@ from slurm.replacement import ReplacementJob
 from tests.integration import slurm_releases
 from tests.integration.cluster import Cluster
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference, job_file
+from tests.integration.test_slurm_desk import Desk as Upkeep
+from tests.integration.test_slurm_desk import impatient
 from tests.integration.test_slurm_node_death import until_replaced
+
+__all__ = ["impatient"]
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -24,6 +29,7 @@ TYPES = {**dict.fromkeys(("n1", "n2", "n3", "n4", "n5"), "a100"), "n6": "h100"}
 FEATURES = {**dict.fromkeys(TYPES, "fast,ib"), "n6": "fast"}
 
 
+@pytest.mark.soak
 def test_a_replacement_waits_for_a_node_of_the_jobs_kind(cluster: MakeCluster, reference: Reference) -> None:
     settings = {"Licenses": "matlab:10", "SelectTypeParameters": "CR_CPU_Memory"}
     made = cluster(nodes=6, gpus=2, gpu_type=TYPES, features=FEATURES, settings=settings)
@@ -59,6 +65,38 @@ def test_a_replacement_waits_for_a_node_of_the_jobs_kind(cluster: MakeCluster, r
     desk.pace(0.0)
     assert desk.wait(job, timeout_s=180) == ("COMPLETED", "0:0"), desk.output(job)
     reference.check(desk.rows("iterations", job))
+
+
+def test_what_is_asked_for_in_place_of_a_node_is_what_the_job_asked_for(cluster: MakeCluster, impatient: None) -> None:
+    """The same without training: Slurm gives it no node of another kind, and one of its own as soon as one is free."""
+    settings = {"Licenses": "matlab:10", "SelectTypeParameters": "CR_CPU_Memory"}
+    types = {"n1": "a100", "n2": "a100", "n3": "a100", "n4": "h100"}
+    made = cluster(nodes=4, gpus=2, gpu_type=types, features=dict.fromkeys(types, "fast"), settings=settings)
+    other = made.run("sbatch", "--parsable", "-w", "n3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
+    made.wait_state("n3", "allocated")
+    wants = ("--gpus-per-node=a100:2", "--licenses=matlab:2", "--mem=12000", "--wckey=run", "--constraint=fast")
+    upkeep, desk = Upkeep(made, 2, wants), Desk(made)
+    assert upkeep.names == ("n1", "n2")
+
+    def asked() -> str:
+        return str(upkeep.of(api.ReplacementNews)[-1].slurm_job)
+
+    upkeep.do(
+        api.AskReplacement(replacement=1, exclude=upkeep.names),
+        until=lambda: "pending" in upkeep.state_of(1) and desk.shown(asked())["Reason"] in ("Resources", "Priority"),
+    )
+    assert made.states()["n4"] == "idle", "of the wrong type, and free"
+    shown, main = desk.shown(asked()), desk.shown(upkeep.job)
+    for field in ("TresPerNode", "Licenses", "MinMemoryNode", "Features", "OverSubscribe", "Partition"):
+        assert shown[field] == main[field], field
+    assert (shown["Licenses"], shown["MinMemoryNode"], shown["Features"]) == ("matlab:2", "12000M", "fast")
+    assert shown["TresPerNode"].endswith("gpu:a100:2")
+    assert desk.slurm_says(asked(), "WCKey") == "run"
+    assert shown["Deadline"] != "N/A"
+    made.run("scancel", other.stdout.strip())
+    upkeep.do(until=lambda: "running" in upkeep.state_of(1))
+    assert upkeep.of(api.ReplacementNews)[-1].node == "n3"
+    upkeep.close()
 
 
 def test_a_job_is_submitted_for_gpus_of_one_type(cluster: MakeCluster) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from resihp.datasets import ByteFiles, PackedDataset
 from resihp.parallelism.workload import samples_digest
-from tests.integration.jobs import Job
+from tests.integration.jobs import DETECTION, Job
 
 ITERATIONS = 6
 
@@ -34,7 +34,13 @@ def assert_same_training(disturbed: Job, undisturbed: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "action"), [("forward", "redo"), ("backward", "redo"), ("reduce", "redo"), ("step", "commit")]
+    ("phase", "action"),
+    [
+        pytest.param("forward", "redo", marks=pytest.mark.soak),
+        pytest.param("backward", "redo", marks=pytest.mark.soak),  # as when a node is killed, below
+        ("reduce", "redo"),
+        ("step", "commit"),
+    ],
 )
 def test_worker_killed_in_each_phase(job: Job, undisturbed: Callable[[], Job], phase: str, action: str) -> None:
     job.train("--fault", f"kill:rank=5@iteration=3,phase={phase}").wait()
@@ -44,7 +50,7 @@ def test_worker_killed_in_each_phase(job: Job, undisturbed: Callable[[], Job], p
 
     (failure,) = job.history("failures")
     assert (failure["node"], failure["device"], failure["iteration"]) == ("n2", 1, 3)
-    assert failure["detect_seconds"] < 0.2
+    assert failure["detect_seconds"] < DETECTION.beat_s, "by its end, not by its silence"
     (reconfiguration,) = job.history("reconfigurations")
     assert reconfiguration["action"] == action
     workers = {row["rank"]: row for row in job.history("workers")}
@@ -59,7 +65,7 @@ def test_node_killed_is_one_failure(job: Job, undisturbed: Callable[[], Job]) ->
     (failure,) = job.history("failures")
     assert failure["component"] == "node"
     assert failure["node"] == "n2"
-    assert failure["detect_seconds"] < 1.0
+    assert failure["detect_seconds"] < DETECTION.beat_s, "by its agent's end, not by its silence"
 
 
 def test_stopped_worker_is_found_by_its_state(job: Job, undisturbed: Callable[[], Job]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from resihp.controller.interface import Settings
+from resihp.settings import Settings
 from tests.integration import reading
 from tests.integration.fork_server import fork_server
 from wrapper.launch.preloading import FOR_TESTS

@@ -22,11 +22,12 @@ from resihp.record.journal import (
     PlanInEffect,
     Record,
     ReplacementAsked,
+    WorkersOrdered,
     term_of,
 )
 from resihp.record.state import JobRecord
 
-DECISIONS = (LeaderChosen, PlanDecided, PlanInEffect, DrainDecided, ReplacementAsked, JobEnded)
+DECISIONS = (LeaderChosen, WorkersOrdered, PlanDecided, PlanInEffect, DrainDecided, ReplacementAsked, JobEnded)
 """Entries that count only once a quorum of agents has acknowledged them: what follows them waits for that."""
 
 

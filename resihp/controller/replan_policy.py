@@ -34,9 +34,12 @@ def consider(job: Job, reason: str, since: int, *, device: Device | Link, failur
     _consider(job, Change(reason=reason, since=since, failure=failure, device=device))
 
 
-def consider_newcomer(job: Job, rank: int) -> None:
-    """Look for a plan that gives a rank work which has none."""
-    _consider(job, Change(reason=f"rank {rank} joined", since=job.furthest + 1, device=job.device_of(rank), rank=rank))
+def consider_newcomer(job: Job, rank: int, reason: str = "") -> None:
+    """Look for a plan that gives a rank work which has none. `reason`: why it could, if it has not just come."""
+    _consider(
+        job,
+        Change(reason=reason or f"rank {rank} joined", since=job.furthest + 1, device=job.device_of(rank), rank=rank),
+    )
 
 
 def _consider(job: Job, change: Change) -> None:

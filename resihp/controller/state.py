@@ -637,7 +637,8 @@ class Job:
         transition = self.transition
         if transition is None or epoch != self.epoch:
             return False
-        if self.changing and CHANGES.index(self.stage) < CHANGES.index(stage):
+        early = self.changing and CHANGES.index(self.stage) < CHANGES.index(stage)
+        if early and self.departure is None:  # once the job is to stop, a plan may have been withdrawn
             self.say("warning", f"{self.where(member.rank)}: answers to {stage} in epoch {epoch}, while {self.stage}")
         return self.stage == stage and member.rank in transition.waiting
 

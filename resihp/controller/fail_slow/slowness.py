@@ -91,7 +91,9 @@ def _link_suspected(job: Job, finding: Finding, link: tuple[int, int]) -> None:
     if job.record.suspects_slow is not None or not job.may_interrupt or job.store is None:
         job.findings += (finding,)  # keeps
         return
-    after = job.furthest + max(LEAST_AHEAD, math.ceil(ANNOUNCED_S / max(job.predicted_s, 1e-3)))
+    takes_s = max(job.predicted_s, 1e-3)
+    unheard = int((job.now - job.progress_at) / max(job.usual_s, 1e-3))  # reports are held back, while training goes on
+    after = job.furthest + unheard + max(LEAST_AHEAD, math.ceil(ANNOUNCED_S / takes_s))
     change = f"{finding.change:+.0%} since iteration {finding.iteration}"
     if after >= job.record.goal:
         job.monitor.cleared_link(a, b)

@@ -12,7 +12,7 @@ controller at the end of each event, and with what Slurm answers.
 from __future__ import annotations
 
 from resihp.controller import interface as api
-from resihp.controller import planning, transition
+from resihp.controller import planning, replan_policy, transition
 from resihp.controller.fail_stop import failures
 from resihp.controller.nodes import joins, measures, replacements
 from resihp.controller.nodes.measures import Decision
@@ -151,10 +151,13 @@ def _leave_useless(job: Job) -> None:
 
 def _vacate(job: Job) -> None:
     """Leave nodes that an administrator drains: first their ranks stand by, then they are let go. No failure."""
-    if job.settings.on_drain != "vacate" or not job.may_interrupt:
+    if job.settings.on_drain != "vacate":
         return
     drained = [name for name, node in job.nodes.items() if node.alive and _is_administrators(job, name)]
-    job.vacating.intersection_update(drained)
+    for name in sorted(job.vacating.difference(drained)):
+        _stay(job, name)
+    if not job.may_interrupt:
+        return
     for name in drained:
         if not any(job.members[rank].node == name for rank in job.record.active):
             _leave(job, name)
@@ -182,6 +185,14 @@ def _stand_by(job: Job, name: str) -> None:
         _keep(job, name)
     else:
         transition.pause(job, f"node {name}: is drained ({job.record.slurm_sees[name][1] or 'no reason'}), leaving it")
+
+
+def _stay(job: Job, name: str) -> None:
+    """It is drained no longer: who stands by there already may have work again."""
+    job.vacating.discard(name)
+    for rank in job.ready:
+        if job.members[rank].node == name:
+            replan_policy.consider_newcomer(job, rank, f"node {name} is drained no longer")
 
 
 def _keep(job: Job, name: str) -> None:

@@ -625,6 +625,16 @@ def test_the_moment_is_far_enough_ahead_for_orders_to_arrive_before_it() -> None
     assert probe.after_iteration == 6 + 50, "half a second ahead"
 
 
+def test_iterations_that_nobody_could_report_are_counted() -> None:
+    """Found by the fuzz (sluggish 2272): reports of a silent node were held back, and the moment had passed there."""
+    job = Job(nodes=4).run(5)
+    job.job.record.recent.extend([0.5] * 20)
+    job.job.findings = (finding(link=(1, 2)),)
+    job.feed(api.Tick(), later_s=2.6)
+    _, probe = announced(job)
+    assert probe.after_iteration == job.job.furthest + 5 + 2
+
+
 def test_a_long_iteration_is_waited_for() -> None:
     job = Job(nodes=4, probe_budget_s=5.0).run(5)
     job.job.record.recent.extend([60.0] * 20)

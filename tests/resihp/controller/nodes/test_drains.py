@@ -451,6 +451,24 @@ def test_a_node_that_an_administrator_drains_is_left_between_two_iterations_and_
     assert job.job.training
 
 
+def test_who_stands_by_on_a_node_that_is_drained_no_longer_has_work_again() -> None:
+    """Found by the fuzz (allocated 2969): the plan that does without it was on its way already."""
+    job = trained(on_drain="vacate", declare=msgspec.structs.replace(DECLARE, iterations=10_000))
+    administrator_drains(job)
+    done = job.job.record.committed + 1
+    job.step(done, pause=True)
+    for rank in job.job.ready:
+        job.park(rank, stepped=done, epoch=job.job.epoch + (job.job.pause is not None))
+    assert {4, 5}.isdisjoint(job.plan.layout.active)
+    job.feed(api.SlurmSees(node="n3", state="allocated", reason=""))
+    job.run(1)
+    assert job.job.pause is not None
+    assert job.job.pause.reason.startswith("node n3 is drained no longer: saves ")
+    pauses(job)
+    assert {4, 5} <= set(job.job.record.active)
+    assert job.all(NodeLost) == []
+
+
 def test_a_node_is_not_left_that_the_job_drains_itself_or_that_is_undrained_in_time() -> None:
     job = trained(on_drain="vacate")
     administrator_drains(job, reason="resihp: job local-1 lost rank 4: Xid 79")

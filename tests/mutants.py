@@ -51,14 +51,11 @@ executed: set[int] = set()
 """Statements that were executed, in a tree that notes it."""
 
 EQUIVALENT: dict[str, str] = {
-    "resihp/controller/consent.py::confirmed: if member.rank not in transition.waiting: return -> pass": (
-        "nobody who is not waited for can be discarded, and who objects is looked for there once more"
-    ),
     "resihp/controller/fail_slow/slowness.py::concluded: if finding is None: return -> pass": (
         "for the type checker: a suspicion comes from a finding, and what else is measured was dealt with above"
     ),
     "resihp/controller/nodes/joins.py::measured: if not member.ready: continue -> pass": (
-        "who is not ready is told of, or considered, to no effect: `consider` looks only at who is ready"
+        "who is not ready is told of, or considered, to no effect: `replan_policy` looks only at who is ready"
     ),
     "resihp/controller/shutdown.py::agent_signalled: if len(nodes) > 1 or (nodes and alone): return -> pass": (
         "what follows could only be a warning, which `_begin` does not heed once the job is to stop"

@@ -75,8 +75,7 @@ demo: setup
 
 test: setup setup-system
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests --ignore tests/integration
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests/integration -m "not soak and not alone"
-	$(BIN)/python -m pytest tests/integration -m "not soak and alone"
+	$(BIN)/python -m pytest tests/integration
 
 # A quarter of the seeds that `make test` has. Left out: what trains or starts jobs, Slurm, Postgres.
 quick: setup

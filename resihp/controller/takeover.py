@@ -156,6 +156,8 @@ def _conclude(job: Job, recovery: Recovery) -> None:
             failures.transition_after(job, lost, f"ranks {sorted(lost)} were lost with the supervisor")
         if job.stage == "running":
             _go_on(job, undisturbed and all(job.members[rank].alive for rank in job.record.active))
+    if job.has_ended:
+        return
     for rank in sorted(lost):
         joins.come_back(job, job.members[rank])
     _order_again(job, told)

@@ -62,7 +62,7 @@ def test_inside_of_a_job(cluster: MakeCluster) -> None:
     made = cluster(nodes=3, isolate=True)
     status, answer = inside(Desk(made), 3)
     found = worst(answer)
-    assert status == 0, answer
+    assert status == 0, [row for row in answer["rows"] if row["outcome"] not in ("ok", "skipped")]
     assert (found["nodes"], found["shared home"], found["connections"], found["clocks"]) == ("ok", "ok", "ok", "ok")
     texts = {row["check"]: row["text"] for row in answer["rows"]}
     assert "n1, n2, n3" in texts["shared home"]

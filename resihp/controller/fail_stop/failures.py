@@ -60,12 +60,22 @@ def exited_early(job: Job, member: Member, status: int) -> None:
 
 
 def tell_early_errors(job: Job) -> None:
-    """Exceptions before the first plan: the same on all ranks is a broken script."""
+    """Exceptions before the first plan: the same on all ranks is a broken script.
+
+    Nodes are not equally fast, above all while hundreds of them import from one file system: whoever has not been
+    started yet has the start's budget to come to the same exception.
+    """
     raised = {rank: member.raised.error for rank, member in job.members.items() if member.raised is not None}
-    everyone = len(raised) == len(startup.places(job))
-    if everyone and len(set(raised.values())) == 1:
+    places = startup.places(job)
+    if len(raised) == len(places) and len(set(raised.values())) == 1:
         incidents.program_is_broken(job, min(raised), len(raised))
-    elif raised and (not job.live or job.now - (job.raised_at or job.now) > RAISED_GRACE_S):
+        return
+    if not raised or (
+        job.starting.intersection(places) and job.now - (job.started_at or 0.0) <= job.settings.start_budget_s
+    ):
+        return
+    last_at = max((job.raised_at or job.now, *(member.spawned_at for member in job.members.values())))
+    if not job.live or job.now - last_at > RAISED_GRACE_S:
         rank = min(raised)
         job.say("error", incidents.traceback_of(job, rank))
         incidents.end(job, 1, f"{job.where(rank)}: {raised[rank]} before training began; other ranks did not raise it")

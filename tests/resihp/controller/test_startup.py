@@ -259,3 +259,51 @@ def test_the_first_plan_is_tuned_where_the_user_wants_it() -> None:
     assert after.predicted < before.predicted
     assert "; tuned: predicted " in after.reason
     assert tuned.run(1).job.record.committed == 1
+
+
+# --- a script that is broken for everybody ------------------------------------------------------------------------
+
+
+def raises(job: Start, rank: int) -> None:
+    """Its process comes up, and the script raises."""
+    node = job.controller.job.record.placements[rank].node
+    job.feed(api.WorkerSpawned(rank=rank, node=node, device=0, pid=1000 + rank))
+    said = m.Raised(iteration=0, error="ValueError: broken", traceback="...")
+    job.feed(api.WorkerSaid(rank=rank, message=said))
+    job.feed(api.WorkerExited(rank=rank, status=1))
+
+
+def test_a_node_that_takes_longer_to_start_may_come_to_the_same_exception() -> None:
+    """Nodes import from one file system, and the first may have raised, and ended, long before the last begins."""
+    job = Start(spares=0)
+    job.join(*NAMES)
+    raises(job, 0)
+    job.wait(100)
+    assert job.end is None
+    raises(job, 1)
+    job.wait(100)
+    raises(job, 2)
+    assert job.end is not None
+    assert job.end[0] == 93
+
+
+def test_an_exception_of_one_rank_alone_ends_the_job_soon_after_all_have_started() -> None:
+    job = Start(spares=0)
+    job.join(*NAMES)
+    raises(job, 0)
+    job.wait(100)
+    job.train(1, 2)
+    job.wait(5)
+    assert job.end is not None
+    assert "other ranks did not raise it" in job.end[1]
+
+
+def test_an_exception_is_told_at_the_latest_when_the_start_should_be_over() -> None:
+    job = Start(spares=0, start_budget_s=30.0)
+    job.join(*NAMES)
+    raises(job, 0)
+    job.wait(25)
+    assert job.end is None
+    job.wait(10)
+    assert job.end is not None
+    assert "ValueError: broken before training began" in job.end[1]

@@ -1045,3 +1045,16 @@ def test_a_verdict_that_was_not_acted_on_yet_is_not_forgotten() -> None:
     recovered(job)
     job.train(3)
     assert [action.node for action in job.asked(api.DrainNode)] == ["n3"]
+
+
+def test_a_node_with_a_device_that_is_not_known_to_be_broken_is_kept() -> None:
+    """Nothing runs there: one device is broken, and the process of the other had its chances."""
+    job = trained(come_backs=0)
+    breaks(job, 4)
+    job.settle()
+    job.train(2)
+    job.crash(5)
+    job.settle()
+    job.train(5)
+    assert {rank for rank in job.job.live if job.job.members[rank].node == "n3"} == set()
+    assert job.all(NodeLost) == []

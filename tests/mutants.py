@@ -60,6 +60,15 @@ EQUIVALENT: dict[str, str] = {
     "resihp/controller/shutdown.py::agent_signalled: if len(nodes) > 1 or (nodes and alone): return -> pass": (
         "what follows could only be a warning, which `_begin` does not heed once the job is to stop"
     ),
+    "resihp/controller/transition.py::parked: if job.pause is not None and parked.epoch == job.pause.epoch: "
+    "return -> pass": "the answer is noted twice, and whoever has parked already is waited for no more",
+    "resihp/controller/nodes/drains.py::_leave_useless: if job.stage not in ('running', 'pausing'): return -> pass": (
+        "the stage is looked at once more before a node is left, for the one before it may have ended the job"
+    ),
+    "resihp/controller/iterations.py::newcomers_leave: if not member.ready and member.fenced is None: "
+    "member.fenced = 'started too late to take part' -> pass": (
+        "once training is done, what a newcomer says, and how it ends, is passed over anyway"
+    ),
     "resihp/controller/nodes/replacements.py::_worth: if job.usual_s == 0: return None -> pass": (
         "then the time left comes to 0 as well, and nothing is worth its price"
     ),

@@ -718,6 +718,18 @@ def test_communication_that_fails_again_and_again_ends_the_job() -> None:
     assert "connection reset" in job.end.reason
 
 
+def test_communication_that_fails_now_and_then_does_not() -> None:
+    job = Direct(declare=msgspec.structs.replace(DECLARE, iterations=100)).run(1)
+    for _ in range(3 * MAX_REBUILDS):
+        done = job.job.record.committed
+        job.say(0, m.Stuck(epoch=job.job.epoch, error="connection reset"))
+        job.wait(1)
+        job.park(stepped=done)
+        job.run(1)
+    assert job.end is None
+    assert len(job.all(Reconfigured)) == 3 * MAX_REBUILDS
+
+
 def part(rank: int, iteration: int, epoch: int, **more: Any) -> m.CheckpointPart:
     file = f"part-e{epoch:04d}-r{rank:05d}.pt"
     return m.CheckpointPart(epoch=epoch, iteration=iteration, folder="saved", file=file, bytes=10, seconds=0.1, **more)

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from resihp.controller import interface as api
+from resihp.controller import replan_policy
 from resihp.detector.online.predictor import Key
 from resihp.record.journal import FailureEnded, FailureFound, PlanDecided
 from tests.resihp.controller.fail_slow.test_slowness import Job, Scripted, finding, linked, measure_links
@@ -159,6 +160,14 @@ def test_a_slow_link_is_planned_for_as_soon_as_transfers_have_times() -> None:
     plan = job.job.record.plan
     assert plan is not None
     assert not any({0, 1} <= set(replica.ranks) for replica in plan.layout.replicas), plan.layout.describe()
+
+
+def test_slow_links_are_planned_for_once_and_not_at_every_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = learnt(linked(nodes=4, gpus=1, pp=2))
+    looked: list[float] = []
+    monkeypatch.setattr(replan_policy, "consider_links", lambda of: looked.append(of.now))
+    job.run(8)
+    assert len(looked) == 1
 
 
 def test_of_links_between_two_nodes_the_slowest_counts_and_within_a_node_none() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from resihp.controller import interface as api
 from resihp.detector.findings import Assessment, Finding
-from resihp.detector.observation import Observation
+from resihp.detector.observation import Observation, pack
 from resihp.detector.online.monitor import Monitor
 from resihp.faults import parse
 from resihp.parallelism.plan import Plan
@@ -59,11 +59,14 @@ class Scripted:
         self.adopted: list[int] = []
         self.settled = False
         self.heard: list[tuple[Any, ...]] = []
+        self.seen: list[list[int]] = []
+        """Ranks whose chunks were shown, by iteration."""
 
     def adopt(self, plan: Plan, *_: Any) -> None:
         self.adopted.append(plan.epoch)
 
     def observe(self, observation: Observation) -> Assessment:
+        self.seen.append(sorted(observation.times))
         found = tuple(each for each in self.findings if each.detected == observation.iteration)
         return Assessment(predicted_s=0.4, findings=found, known="workload")
 
@@ -1053,3 +1056,15 @@ def test_a_new_supervisor_bears_what_the_last_one_bore_and_then_acts() -> None:
     heir.job.record.costs[:] = DEAR
     heir.all_back()
     assert [one.device for one in heir.job.reconsider] == [("n2", 1)]
+
+
+def test_the_detector_is_shown_who_measured_and_nobody_else() -> None:
+    """A report without measurements is a rank that was not measured, not one that computed nothing."""
+    job = Job().run(1)
+    iteration = job.job.record.committed + 1
+    for rank in job.job.record.active:
+        chunks = pack([[0.1, 0.1]] * 5) if rank in (1, 4) else b""
+        told = outcome(iteration)
+        job.say(rank, m.Stepped(epoch=job.job.epoch, outcome=told, seconds=0.5, compute_s=0.4, chunks=chunks))
+    assert job.job.record.committed == iteration
+    assert job.monitor.seen[-1] == [1, 4]

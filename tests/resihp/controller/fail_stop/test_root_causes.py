@@ -462,3 +462,31 @@ def test_clues_that_come_while_a_new_supervisor_waits_for_its_agents_count() -> 
     heir.park(stepped=2)
     (entry,) = heir.all(FailureFound)
     assert (entry.component, entry.node, entry.device) == ("device", "n1", 1)
+
+
+def test_what_the_kernel_says_of_a_node_does_not_outdo_what_a_process_says_of_itself() -> None:
+    """An exception of the script beside a device of the other rank's that fell off the bus."""
+    job = Job()
+    job.raise_(3, "KeyError: 'lr'")
+    job.exit(3, OFF_THE_BUS)
+    (entry,) = job.failures()
+    assert (entry.kind, entry.component, entry.device) == ("program", "script", None)
+    assert job.job.dead_devices == set()
+
+
+def test_a_process_with_a_cause_of_its_own_is_not_laid_to_its_nodes_kernel() -> None:
+    job = Job()
+    job.exit(2, GPU_MEMORY, OFF_THE_BUS)
+    (entry,) = job.failures()
+    assert "memory" in entry.cause
+    assert job.job.dead_devices == set()
+
+
+def test_of_many_lines_that_only_the_kernel_said_none_blames_the_next_process_either() -> None:
+    job = Job(nodes=2, gpus=4)
+    burst = [OFF_THE_BUS.replace("191433", str(191433 + second)) for second in range(12)]
+    job.exit(1, *burst, status=-6)
+    job.settle()
+    job.exit(2, burst[-1], status=-6)
+    entry = job.failures()[-1]
+    assert (entry.component, entry.cause) == ("process", "rank 2 killed by signal 6 (SIGABRT)")

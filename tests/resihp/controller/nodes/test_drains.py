@@ -1058,3 +1058,13 @@ def test_a_node_with_a_device_that_is_not_known_to_be_broken_is_kept() -> None:
     job.train(5)
     assert {rank for rank in job.job.live if job.job.members[rank].node == "n3"} == set()
     assert job.all(NodeLost) == []
+
+
+@pytest.mark.parametrize(("batch_node", "left"), [("n3", []), ("n1", ["n3"])])
+def test_a_node_without_a_device_is_left_unless_the_batch_script_runs_there(batch_node: str, left: list[str]) -> None:
+    job = trained(batch_node=batch_node)
+    for rank in (4, 5):
+        breaks(job, rank)
+        job.settle()
+    job.train(5)
+    assert [entry.node for entry in job.all(NodeLost)] == left

@@ -33,6 +33,7 @@ def test_what_a_newcomer_is_worth_is_told_and_journaled() -> None:
     (decided,) = job.all(ChangeDecided)
     assert (decided.devices, decided.links) == ((("n1", 1),), ())
     assert decided.reason.startswith("saves ")
+    assert job.job.changed_at["n1", 1] == [job.now], "it counts against the next one"
     assert job.job.pause is not None
     assert job.job.pause.reason == f"rank 6 joined: {decided.reason}"
 

@@ -10,7 +10,7 @@ import pytest
 from resihp.controller import Controller
 from resihp.controller import interface as api
 from resihp.protocol import messages as m
-from resihp.record.journal import FailureFound, IterationCommitted, JobEnded, JobSignalled, PlanDecided
+from resihp.record.journal import FailureFound, IterationCommitted, JobEnded, JobSignalled, PlanDecided, PlanWithdrawn
 from resihp.simulator.harness import Scenario, Violation, play
 from tests.resihp.controller.direct import Direct, outcome
 from tests.resihp.controller.test_fuzz import CHUNK, SEEDS, play_chunk
@@ -561,6 +561,7 @@ def test_a_plan_that_nobody_has_acted_on_is_dropped() -> None:
     job.park(stepped=2)
     assert len(job.all(PlanDecided)) == 2
     supervisor_gets(job, USR2)
+    assert [entry.epoch for entry in job.all(PlanWithdrawn)] == [2]
     assert [ranks for ranks, _ in job.orders(m.Save)] == [(0, 1)]
     job.confirm()
     assert len(job.orders(m.Go)) == 1

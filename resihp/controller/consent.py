@@ -15,8 +15,8 @@ from resihp.protocol import messages as m
 
 
 def confirmed(job: Job, member: Member, confirm: m.Confirm) -> None:
-    transition = job.transition
-    if transition is None or not job.answers(member, confirm.epoch, "proposing"):
+    transition = job.awaiting(member, confirm.epoch, "proposing")
+    if transition is None:
         return
     assert transition.plan is not None
     if confirm.digest != transition.plan.digest:
@@ -27,8 +27,8 @@ def confirmed(job: Job, member: Member, confirm: m.Confirm) -> None:
 
 
 def objected(job: Job, member: Member, objection: m.Object) -> None:
-    transition = job.transition
-    if transition is None or not job.answers(member, objection.epoch, "proposing"):
+    transition = job.awaiting(member, objection.epoch, "proposing")
+    if transition is None:
         return
     assert transition.plan is not None
     told = f"{job.where(member.rank)}: refuses the plan of epoch {job.epoch}: {objection.reason}"

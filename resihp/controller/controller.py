@@ -33,9 +33,9 @@ from resihp.controller import (
 from resihp.controller import interface as api
 from resihp.controller.fail_slow import expectation, slowness
 from resihp.controller.fail_stop import failures, watchdog
-from resihp.controller.interface import AnyAction, AnyEvent
+from resihp.controller.interface import AnyAction, AnyEvent, Dependencies
 from resihp.controller.nodes import drains, replacements
-from resihp.controller.state import Dependencies, Job
+from resihp.controller.state import Job
 from resihp.protocol import messages as m
 from resihp.record.journal import AnyEntry
 from resihp.settings import Settings
@@ -44,17 +44,17 @@ from resihp.settings import Settings
 class Controller:
     """One job's state machine. `handle` is the only way in; its answer is the only way out."""
 
-    def __init__(self, settings: Settings, asks: Dependencies | None = None) -> None:
-        self.job = Job(settings, asks=asks)
+    def __init__(self, settings: Settings, dependencies: Dependencies | None = None) -> None:
+        self.job = Job(settings, dependencies=dependencies)
 
     @classmethod
-    def recover(cls, settings: Settings, entries: Iterable[AnyEntry], asks: Dependencies | None = None) -> Self:
+    def recover(cls, settings: Settings, entries: Iterable[AnyEntry], dependencies: Dependencies | None = None) -> Self:
         """A controller that takes over from one that died: `entries` of its journal, then `AgentJoined` events.
 
         Raises ProtocolError for a job that has ended.
         """
-        controller = cls(settings, asks)
-        controller.job = takeover.begin(settings, entries, controller.job.asks)
+        controller = cls(settings, dependencies)
+        controller.job = takeover.begin(settings, entries, controller.job.dependencies)
         return controller
 
     def journaled(self, entry: AnyEntry) -> None:

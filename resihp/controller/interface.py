@@ -1,4 +1,5 @@
-"""What the controller is told and what it answers. Pure data; the shell (`wrapper.supervisor.process`) translates.
+"""What the controller is told, what it answers, and whom it asks. Events and actions are pure data, which the shell
+(`wrapper.supervisor.process`) translates.
 
 Events come from sockets, the clock and signals; actions go to agents, the journal and the user. The order of actions
 in one answer is the order in which the shell carries them out: `Log` is on disk before what follows it happens.
@@ -6,14 +7,58 @@ in one answer is the order in which the shell carries them out: `Log` is on disk
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import msgspec
 
+from resihp.detector.online.monitor import Monitor
 from resihp.detector.probes import Place
 from resihp.faults import Fault
+from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.ownership import ParameterSpec
+from resihp.parallelism.parameter_outline import outline
+from resihp.parallelism.plan import Plan
+from resihp.parallelism.transfers import Move, moves
+from resihp.pipeline import checker
 from resihp.protocol.messages import Beat, Clue, Inventory, Speed, WorkerMessage, WorkerOrder
 from resihp.record.journal import AnyEntry
+from resihp.scheduler import planner
+from resihp.scheduler.situation import Decision, Situation
+
+# --- whom it asks ------------------------------------------------------------------------------------------------
+
+
+PATIENCE = 100
+"""Iterations after which a device is suspected again on the same evidence, though its probe was fine."""
+
+
+class Planner(Protocol):
+    """What the controller asks the scheduler; the module `resihp.scheduler.planner` is one."""
+
+    @property
+    def first_plan(self) -> Callable[..., Plan]: ...
+    @property
+    def decide(self) -> Callable[[Situation], Decision]: ...
+    @property
+    def without_lost_replicas(self) -> Callable[[Situation], Decision]: ...
+
+
+def _monitor() -> Monitor:
+    return Monitor(patience=PATIENCE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dependencies:
+    """Whom the controller asks what it does not decide itself. A simulated job brings others."""
+
+    planner: Planner = planner
+    check: Callable[[Plan], None] = checker.check
+    moves: Callable[..., Sequence[Move]] = moves
+    outline: Callable[[ModelSpec], Sequence[ParameterSpec]] = outline
+    monitor: Callable[[], Monitor] = _monitor
+
 
 # --- events -----------------------------------------------------------------------------------------------------
 

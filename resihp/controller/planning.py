@@ -47,7 +47,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 def first(job: Job) -> Choice:
     """Plan of a job that starts. Raises LayoutError when it cannot be as the job was asked to be."""
     declared, settings = job.declaration, job.settings
-    plan = job.asks.planner.first_plan(
+    plan = job.dependencies.planner.first_plan(
         model=declared.model,
         nodes={rank: job.members[rank].node for rank in job.ready},
         tp=settings.tp,
@@ -70,10 +70,11 @@ def first(job: Job) -> Choice:
     if unfit.intersection(plan.layout.active):
         fit = set(job.ready) - unfit
         try:
-            plan = with_standby(job.asks.planner.decide(_situation(job, plan.epoch, fit, None, plan)).plan, unfit)
+            decision = job.dependencies.planner.decide(_situation(job, plan.epoch, fit, None, plan))
+            plan = with_standby(decision.plan, unfit)
         except LayoutError:
             job.say("warning", "not enough devices pass their probe: the others are used as well")
-    job.asks.check(plan)
+    job.dependencies.check(plan)
     return _choice(job, plan, _situation(job, plan.epoch, set(job.ready), None, plan), reason)
 
 
@@ -86,20 +87,20 @@ def best(job: Job, epoch: int, available: set[int], base: Base | None) -> Choice
     situation = _situation(job, epoch, available, base)
     try:
         fit = _situation(job, epoch, available - unfit, base) if unfit else situation
-        decision = job.asks.planner.decide(fit)
+        decision = job.dependencies.planner.decide(fit)
     except LayoutError:
         if not unfit:
             raise
         unfit = set()
-        decision = job.asks.planner.decide(situation)
+        decision = job.dependencies.planner.decide(situation)
     plan = with_standby(decision.plan, unfit)
-    job.asks.check(plan)
+    job.dependencies.check(plan)
     return _choice(job, plan, situation, decision.reason, decision.seconds)
 
 
 def best_while_running(job: Job) -> Choice:
     """What the scheduler would make of all who are ready, were training interrupted now. Raises as `best`."""
-    return best(job, job.epoch + 1, set(job.ready), base_while_running(job))
+    return best(job, job.epoch + 1, set(job.ready), None)
 
 
 def first_again(job: Job) -> Choice:
@@ -109,7 +110,7 @@ def first_again(job: Job) -> Choice:
     """
     plan = job.record.first_plan
     assert plan is not None
-    situation = _situation(job, job.epoch + 1, set(job.ready), base_while_running(job))
+    situation = _situation(job, job.epoch + 1, set(job.ready), None)
     return _choice(job, plan, situation, "the first plan", iteration_seconds(plan, situation))
 
 
@@ -182,11 +183,11 @@ def cautious(job: Job, epoch: int, available: set[int], base: Base | None) -> Ch
         reason = "the plan in effect once more"
     else:
         try:
-            decision = job.asks.planner.without_lost_replicas(situation)
+            decision = job.dependencies.planner.without_lost_replicas(situation)
         except LayoutError as error:
             raise NotEnoughDevicesError(f"no whole replica is left: {error}") from None
         plan, reason = decision.plan, decision.reason
-    job.asks.check(plan)
+    job.dependencies.check(plan)
     return _choice(job, plan, situation, reason)
 
 
@@ -225,13 +226,6 @@ def base(job: Job) -> Base | None:
     return Base(epoch=job.record.plan.epoch, layout=job.record.plan.layout, survivors=survivors)
 
 
-def base_while_running(job: Job) -> Base | None:
-    """The base of a transition that began now, with everybody alive and up to date."""
-    if job.record.plan is None or job.record.committed == job.declaration.resume_from:
-        return None
-    return Base(epoch=job.record.plan.epoch, layout=job.record.plan.layout, survivors=job.record.active)
-
-
 def can_go_on(job: Job, rank: int) -> bool:
     """Whether a parked rank holds the last committed iteration's state of the plan in effect, or can finish its step.
 
@@ -252,10 +246,10 @@ def bytes_planned(job: Job, base: Base | None, plan: Plan) -> int:
     if base is None:
         return 0
     names = {spec.name: spec for spec in specs(job)}
-    return sum(bytes_of(move, names) for move in job.asks.moves(base, plan.layout, specs(job), job.node_of))
+    return sum(bytes_of(move, names) for move in job.dependencies.moves(base, plan.layout, specs(job), job.node_of))
 
 
 def specs(job: Job) -> tuple[ParameterSpec, ...]:
     if not job.specs:
-        job.specs = tuple(job.asks.outline(job.declaration.model))
+        job.specs = tuple(job.dependencies.outline(job.declaration.model))
     return job.specs

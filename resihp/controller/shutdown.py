@@ -230,9 +230,6 @@ def _hurry(job: Job, departure: Departure) -> None:
     if job.record.committed == job.declaration.resume_from and not job.reports:
         _leave(job, "there is nothing to save")
         return
-    if departure.hurried:
-        return
-    departure.hurried = True
     if job.transition is not None and job.stage == "parking":
         transitions.urge(job, "the job is to stop now")
     else:

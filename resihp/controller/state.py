@@ -10,23 +10,19 @@ from __future__ import annotations
 import re
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
-from resihp.controller.interface import AnyAction, AnyEvent, Log, Order, Say
+from resihp.controller.interface import AnyAction, AnyEvent, Dependencies, Log, Order, Say
 from resihp.controller.lifecycle import CHANGES, TRAINING, Lifecycle, Stage
 from resihp.detector.diagnosis.diagnosis import Diagnosis
 from resihp.detector.findings import Finding
-from resihp.detector.online.monitor import Monitor
 from resihp.detector.probes import Place
 from resihp.faults import Fault
-from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.ownership import ParameterSpec
-from resihp.parallelism.parameter_outline import outline
 from resihp.parallelism.plan import Plan
-from resihp.parallelism.transfers import Base, Move, moves
-from resihp.pipeline import checker
+from resihp.parallelism.transfers import Base
 from resihp.protocol import messages as m
 from resihp.protocol.messages import (
     CheckpointPart,
@@ -54,9 +50,7 @@ from resihp.record.journal import (
     WorkerStarted,
 )
 from resihp.record.state import Device, HowLost, JobRecord, KnownNode, KnownWorker, Link
-from resihp.scheduler import planner
 from resihp.scheduler.cost.profile import Profile
-from resihp.scheduler.situation import Decision, Situation
 from resihp.settings import Settings
 
 
@@ -249,36 +243,6 @@ class Pause:
     """Verdicts that it answers to."""
 
 
-PATIENCE = 100
-"""Iterations after which a device is suspected again on the same evidence, though its probe was fine."""
-
-
-class Planner(Protocol):
-    """What the controller asks the scheduler; the module `resihp.scheduler.planner` is one."""
-
-    @property
-    def first_plan(self) -> Callable[..., Plan]: ...
-    @property
-    def decide(self) -> Callable[[Situation], Decision]: ...
-    @property
-    def without_lost_replicas(self) -> Callable[[Situation], Decision]: ...
-
-
-def _monitor() -> Monitor:
-    return Monitor(patience=PATIENCE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dependencies:
-    """Whom the controller asks what it does not decide itself. A simulated job brings others."""
-
-    planner: Planner = planner
-    check: Callable[[Plan], None] = checker.check
-    moves: Callable[..., Sequence[Move]] = moves
-    outline: Callable[[ModelSpec], Sequence[ParameterSpec]] = outline
-    monitor: Callable[[], Monitor] = _monitor
-
-
 Meaning = Literal["warning", "time-limit", "cancelled", "preempted", "unknown"]
 """Why somebody wants the job to stop (`journal.JobSignalled`)."""
 
@@ -312,8 +276,6 @@ class Departure:
     """None while Slurm is being asked."""
     told: bool = False
     """It is in the journal."""
-    hurried: bool = False
-    """The iteration under way was given up."""
     writers: tuple[int, ...] = ()
     """Ranks that were ordered to save what they hold."""
     interrupted: str = ""
@@ -441,9 +403,11 @@ class Forecast:
 class Job:
     """The record of a job, all that is volatile beside it, and the actions of the event being handled."""
 
-    def __init__(self, settings: Settings, record: JobRecord | None = None, asks: Dependencies | None = None) -> None:
+    def __init__(
+        self, settings: Settings, record: JobRecord | None = None, dependencies: Dependencies | None = None
+    ) -> None:
         self.settings = settings
-        self.asks = asks or Dependencies()
+        self.dependencies = dependencies or Dependencies()
         self.record = record or JobRecord()
         """What is durable. Only `log` changes it."""
         self.lifecycle = Lifecycle()
@@ -462,7 +426,7 @@ class Job:
         self.deadline: float | None = None
         """When Slurm's time limit ends the job, if it has one."""
         self.upkeep = Upkeep()
-        self.monitor = self.asks.monitor()
+        self.monitor = self.dependencies.monitor()
         """What is known of healthy times, and who is suspected to be slow."""
         self.expected_epoch = 0
         """Epoch of the plan whose healthy times the monitor expects."""
@@ -628,19 +592,19 @@ class Job:
     def has_ended(self) -> bool:
         return self.stage == "ended"
 
-    def answers(self, member: Member, epoch: int, stage: Stage) -> bool:
-        """Whether what a rank says is an answer that this stage of the transition under way still waits for.
+    def awaiting(self, member: Member, epoch: int, stage: Stage) -> Transition | None:
+        """The transition under way, if it still waits for this rank's answer to this stage.
 
         What is of another epoch was said before this one was heard of, and what comes late was said twice. An answer
         before its question is told: that is a fault of ours, or of whoever speaks for the rank.
         """
         transition = self.transition
         if transition is None or epoch != self.epoch:
-            return False
+            return None
         early = self.changing and CHANGES.index(self.stage) < CHANGES.index(stage)
         if early and self.departure is None:  # once the job is to stop, a plan may have been withdrawn
             self.say("warning", f"{self.where(member.rank)}: answers to {stage} in epoch {epoch}, while {self.stage}")
-        return self.stage == stage and member.rank in transition.waiting
+        return transition if self.stage == stage and member.rank in transition.waiting else None
 
     def note_step(self, member: Member, epoch: int, outcome: StepOutcome, report: Stepped | None = None) -> None:
         """A rank took the step of an iteration; without its `report` where it told so in another way."""

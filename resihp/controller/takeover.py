@@ -19,9 +19,9 @@ from resihp.controller import interface as api
 from resihp.controller import iterations, replan_policy, shutdown, startup, transition
 from resihp.controller.fail_slow import slowness
 from resihp.controller.fail_stop import failures, incidents
-from resihp.controller.interface import AnyEvent
+from resihp.controller.interface import AnyEvent, Dependencies
 from resihp.controller.nodes import drains, joins
-from resihp.controller.state import Dependencies, Job, Recovery, Transition
+from resihp.controller.state import Job, Recovery, Transition
 from resihp.errors import ProtocolError
 from resihp.protocol import messages as m
 from resihp.record.fold import apply
@@ -34,7 +34,7 @@ PATIENCE_S = 3.0
 NOBODY_PATIENCE_S = 30.0
 
 
-def begin(settings: Settings, entries: Iterable[AnyEntry], asks: Dependencies) -> Job:
+def begin(settings: Settings, entries: Iterable[AnyEntry], dependencies: Dependencies) -> Job:
     """What is on record, and nothing else yet. Raises ProtocolError for a job that has ended, or not begun."""
     record, begun = JobRecord(), False
     for entry in entries:
@@ -44,7 +44,7 @@ def begin(settings: Settings, entries: Iterable[AnyEntry], asks: Dependencies) -
         raise ProtocolError(f"job {settings.job}: has ended: {record.ended.reason}")
     if not begun:
         raise ProtocolError(f"job {settings.job}: its journal is empty")
-    job = Job(settings, record, asks)
+    job = Job(settings, record, dependencies)
     job.stand_at(record.active, record.committed)
     job.lifecycle.take_over()
     job.recovery = Recovery(undisturbed=record.plan is not None and record.decided is record.plan)

@@ -251,8 +251,8 @@ def go_when_confirmed(job: Job) -> None:
 
 def acknowledged(job: Job, member: Member, ready: m.Ready) -> None:
     """A rank has what the plan under way needs of it, and still what it had before."""
-    transition = job.transition
-    if transition is None or not job.answers(member, ready.epoch, "building"):
+    transition = job.awaiting(member, ready.epoch, "building")
+    if transition is None:
         return
     transition.groups_s = max(transition.groups_s, ready.groups_s)
     transition.state_s = max(transition.state_s, ready.state_s)

@@ -541,8 +541,8 @@ class Rules:
             or scenario.checker_trouble
         ):
             return
-        if job.reconsider_at > self.world.now and idle <= {change.rank for change in job.reconsider}:
-            return
+        if job.reconsider and job.reconsider_at > self.world.now:
+            return  # a question that stands asks about all who are ready, for whomever it was put
         better = planning.best_while_running(job).plan
         unused = better.layout.active == self.in_effect.layout.active
         expect(unused, f"ranks {sorted(idle)} have no work, though {better.layout} has some for them")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from resihp.controller import Controller
 from resihp.controller import interface as api
-from resihp.controller.state import Dependencies
+from resihp.controller.interface import Dependencies
 from resihp.errors import ProtocolError, ResihpError
 from resihp.faults import Fault
 from resihp.parallelism.layout import Layout
@@ -52,7 +52,7 @@ class Result:
     said: list[str]
     workers_leave: bool
     seconds: float
-    asks: Dependencies = field(compare=False)
+    dependencies: Dependencies = field(compare=False)
 
     def all(self, kind: type) -> list[Any]:
         return [entry for _, entry in self.entries if isinstance(entry, kind)]
@@ -108,7 +108,7 @@ class World:
             probe_budget_s=5.0,
         )
         self._moves: dict[tuple[Base, Layout], tuple[Move, ...]] = {}
-        self.asks = self.dependencies()
+        self.dependencies = self.own_dependencies()
         self.controller = self.new_controller()
         per = scenario.gpus_per_node
         self.nodes = {
@@ -149,20 +149,20 @@ class World:
         self.allocation = Allocation(self)
         self.stopping = Stopping(self)
 
-    def dependencies(self) -> Dependencies:
+    def own_dependencies(self) -> Dependencies:
         """A planner and a checker of our own, and in some jobs a detector."""
         scenario = self.scenario
-        asks = Dependencies(
+        ours = Dependencies(
             planner=RandomPlanner(scenario.seed, scenario.planner_trouble, scenario.planner),
             check=RandomChecker(scenario.seed, scenario.checker_trouble, scenario.planner).check,
             moves=self.moves,
             outline=outline,
         )
         wolf: Any = partial(Wolf, scenario.seed, scenario.slow)
-        return dataclasses.replace(asks, monitor=wolf) if scenario.slow else asks
+        return dataclasses.replace(ours, monitor=wolf) if scenario.slow else ours
 
     def new_controller(self) -> Controller:
-        return Controller(self.settings, self.asks)
+        return Controller(self.settings, self.dependencies)
 
     # --- time -----------------------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class World:
             raise Violation(f"seed {scenario.seed}: {odd[0]}\n{log_tail(self.log)}")
         return Result(
             self.end.exit_code, self.end.reason, self.entries, self.actions, self.events, said,
-            self.end.workers_leave, self.now, self.asks,
+            self.end.workers_leave, self.now, self.dependencies,
         )  # fmt: skip
 
     def moves(
@@ -365,7 +365,7 @@ class World:
         self.rules.took_over()
         self.stopping.took_over()
         try:
-            self.controller = Controller.recover(self.settings, (e for _, e in self.entries), self.asks)
+            self.controller = Controller.recover(self.settings, (e for _, e in self.entries), self.dependencies)
         except ProtocolError:  # nothing was in the journal yet
             self.controller = self.new_controller()
         expect(self.controller.job.record == self.record, "a take-over makes another record of the journal")

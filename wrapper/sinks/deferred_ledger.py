@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from resihp.errors import ResihpError
 
 if TYPE_CHECKING:
+    from db import report_rows
     from db.writer import Ledger
     from resihp.record.journal import Record
-    from wrapper.sinks.fanout import RankReport
 
 AGAIN_S = 1.0
 CLOSE_S = 10.0
@@ -40,7 +40,7 @@ class LateLedger:
         if self._ledger is not None:
             self._ledger.submit(record)
 
-    def telemetry(self, rows: list[RankReport]) -> None:
+    def telemetry(self, rows: list[report_rows.Report]) -> None:
         if self._ledger is not None:
             self._ledger.telemetry(rows)
 

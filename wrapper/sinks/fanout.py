@@ -20,15 +20,13 @@ from resihp.errors import ConfigurationError
 from wrapper.config.run_spec import ListenerSettings, RunRequest
 
 if TYPE_CHECKING:
+    from db import report_rows
     from resihp.record.journal import Record
     from wrapper.config.schema import Configuration
     from wrapper.sinks.metrics import Outside
 
 CLOSE_S = 5.0
 """How long the end of a job waits for those who are still to be told of it, all together."""
-
-RankReport = tuple[int, int, int, float, float]
-"""Of one rank's step: iteration, epoch, rank, seconds, seconds of its own work (`db.report_rows.Report`)."""
 
 _log = logging.getLogger("resihp.listeners")
 
@@ -37,7 +35,7 @@ class LedgerLike(Protocol):
     """`db.writer.Ledger`, as a supervisor uses it."""
 
     def submit(self, record: Record) -> None: ...
-    def telemetry(self, rows: list[RankReport]) -> None: ...
+    def telemetry(self, rows: list[report_rows.Report]) -> None: ...
     def close(self) -> object: ...
 
 
@@ -65,7 +63,7 @@ class Listeners:
                 _log.exception("%s is left out from record %d on", type(other).__name__, record.seq)
                 self._others.remove(other)
 
-    def telemetry(self, rows: list[RankReport]) -> None:
+    def telemetry(self, rows: list[report_rows.Report]) -> None:
         self._ledger.telemetry(rows)
 
     def close(self) -> object:
@@ -146,7 +144,7 @@ class _NoLedger:
     def submit(self, record: Record) -> None:
         pass
 
-    def telemetry(self, rows: list[RankReport]) -> None:
+    def telemetry(self, rows: list[report_rows.Report]) -> None:
         pass
 
     def close(self) -> None:

@@ -229,8 +229,8 @@ def _first_entry(request: RunRequest, heir: Heir | None) -> AnyEntry:
     return JobStarted(
         job=request.job,
         command=request.command,
-        nodes=request.settings.nodes,
-        gpus_per_node=request.settings.gpus_per_node,
+        nodes=settings.nodes,
+        gpus_per_node=settings.gpus_per_node,
         tp=settings.tp,
         pp=settings.pp,
         schedule=settings.schedule,

@@ -17,7 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, Literal, assert_never
+from typing import TYPE_CHECKING, Any, Literal, assert_never
 
 import msgspec
 
@@ -32,7 +32,7 @@ from wrapper.exit_codes import DEPOSED, REQUEUE
 from wrapper.job_folder import SupervisorFile, copy_journal, write_private
 from wrapper.launch.launcher import Launcher
 from wrapper.launch.ports import listen
-from wrapper.sinks.fanout import LedgerLike, RankReport
+from wrapper.sinks.fanout import LedgerLike
 from wrapper.supervisor.agents import AgentLinks
 from wrapper.supervisor.checkpoint_commit import CheckpointCommits
 from wrapper.supervisor.collaborators import (
@@ -46,6 +46,9 @@ from wrapper.supervisor.collaborators import (
 from wrapper.supervisor.decision_gate import QUORUM_PATIENCE_S, DecisionGate
 from wrapper.supervisor.operators import Operators
 from wrapper.supervisor.replication import Replication
+
+if TYPE_CHECKING:
+    from db import report_rows
 
 TICK_S = 0.25
 LEAVE_GRACE_S = 60.0
@@ -119,7 +122,7 @@ class Supervisor:
         self._checkpoints = CheckpointCommits(request, self._start, self._note, partial(view.say, "warning"))
         self._is_deposed = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._telemetry: list[RankReport] = []
+        self._telemetry: list[report_rows.Report] = []
         self._job_ended = False
         self._end: asyncio.Future[api.End] = asyncio.get_running_loop().create_future()
         self._hurry = asyncio.Event()

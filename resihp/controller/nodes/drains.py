@@ -180,7 +180,7 @@ def _stand_by(job: Job, name: str) -> None:
     job.vacating.add(name)
     stay = {rank for rank in job.ready if job.members[rank].node not in job.vacating}
     try:
-        planning.best(job, job.epoch + 1, stay, planning.base_while_running(job))
+        planning.best(job, job.epoch + 1, stay, None)
     except (LayoutError, NotEnoughDevicesError):
         _keep(job, name)
     else:

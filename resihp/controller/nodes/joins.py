@@ -110,7 +110,7 @@ def declared(job: Job, member: Member, declare: m.Declare) -> None:
     member.declared = msgspec.structs.replace(declare, resume_from=first.resume_from)
     job.say("notice", f"{job.where(member.rank)}: ready to join")
     came(job, member.rank)
-    if job.settings.examine:
+    if member.rank in job.unmeasured:
         probing.begin(job, "join", (member.rank,))
     if job.pause is not None:
         job.pause.reason += f", rank {member.rank} joined"

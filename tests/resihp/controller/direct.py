@@ -6,7 +6,7 @@ from typing import Any
 
 from resihp.controller import Controller
 from resihp.controller import interface as api
-from resihp.controller.state import Dependencies
+from resihp.controller.interface import Dependencies
 from resihp.faults import Fault
 from resihp.parallelism.plan import Plan
 from resihp.protocol import messages as m
@@ -47,14 +47,15 @@ class Direct:
         pp: int = 2,
         declare: m.Declare = DECLARE,
         faults: tuple[Fault, ...] = (),
-        asks: Dependencies | None = None,
+        dependencies: Dependencies | None = None,
         iteration_s: float = 0.5,
         **settings: Any,
     ) -> None:
         self.declare = declare
         self.iteration_s = iteration_s
         self.controller = Controller(
-            Settings(job="local-1", nodes=nodes, gpus_per_node=gpus, tp=tp, pp=pp, faults=faults, **settings), asks
+            Settings(job="local-1", nodes=nodes, gpus_per_node=gpus, tp=tp, pp=pp, faults=faults, **settings),
+            dependencies,
         )
         self.job = self.controller.job
         self.now = 0.0

@@ -385,7 +385,7 @@ def test_a_report_that_comes_after_the_decision_to_redo_is_void(seed: int) -> No
     fault = "kill:rank=1@iteration=3,phase=backward"
     result = run(seed, faults=(fault,))
     settings = Settings(job="local-1", nodes=2, gpus_per_node=2, tp=1, pp=2, faults=(parse(fault, 0),))
-    controller = Controller(settings, result.asks)
+    controller = Controller(settings, result.dependencies)
     third = next(entry.outcome for entry in result.all(IterationCommitted) if entry.outcome.iteration == 3)
     old = msgspec.structs.replace(third, gradient_norm=123.0)
     late = api.WorkerSaid(rank=1, message=m.Stepped(epoch=1, outcome=old, seconds=0.5, compute_s=0.5))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import resihp
-from resihp.controller import Controller, planning
+from resihp.controller import Controller
 from resihp.controller import interface as api
 from resihp.controller.lifecycle import MOVES, InvalidMoveError, Lifecycle
 from resihp.controller.nodes import replacements
@@ -68,7 +68,7 @@ def decisions(job: Job) -> dict[str, Any]:
         "given back": [(name, lost.answers, lost.released) for name, lost in record.lost.items()],
     }
     if record.plan is not None:
-        found |= {"lacking": replacements.nodes_lacking(job), "base": planning.base_while_running(job)}
+        found |= {"lacking": replacements.nodes_lacking(job)}
     return found
 
 
@@ -88,7 +88,7 @@ def test_a_take_over_at_every_entry_reaches_the_same_record_and_the_same_decisio
             if not decided:
                 continue  # in the middle of an answer
             taken += 1
-            controller = Controller.recover(world.settings, entries[:number], world.asks)
+            controller = Controller.recover(world.settings, entries[:number], world.dependencies)
             assert controller.job.record == record, f"seed {seed}, after entry {number}: {entries[number - 1]}"
             assert decisions(controller.job) == decided, f"seed {seed}, after entry {number}: {entries[number - 1]}"
     assert taken > 20 * SEEDS

@@ -9,7 +9,7 @@ import pytest
 
 from resihp.controller import interface as api
 from resihp.controller.fail_stop.failures import MAX_REBUILDS
-from resihp.controller.state import Dependencies
+from resihp.controller.interface import Dependencies
 from resihp.errors import PlanError
 from resihp.faults import Fault
 from resihp.parallelism.layout import Layout
@@ -298,7 +298,7 @@ def test_a_plan_that_the_checker_refuses_is_never_proposed() -> None:
             refused.append(plan.epoch)
             raise PlanError("ranks 0 and 2 wait for each other")
 
-    job = Direct(nodes=3, asks=Dependencies(check=once)).run(2)
+    job = Direct(nodes=3, dependencies=Dependencies(check=once)).run(2)
     job.crash(1)
     job.park(stepped=2)
     assert job.all(PlanRefused) == [PlanRefused(epoch=2, rank=None, reason="ranks 0 and 2 wait for each other")]
@@ -307,7 +307,7 @@ def test_a_plan_that_the_checker_refuses_is_never_proposed() -> None:
 
 
 def test_when_not_even_the_cautious_plan_can_be_carried_out_the_job_ends_with_1() -> None:
-    job = Direct(nodes=3, asks=Dependencies(check=refusing)).run(2)
+    job = Direct(nodes=3, dependencies=Dependencies(check=refusing)).run(2)
     job.crash(1)
     job.park(stepped=2)
     assert [entry.rank for entry in job.all(PlanRefused)] == [None, None]

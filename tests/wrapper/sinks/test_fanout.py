@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 import wrapper.sinks.fanout
+from db.report_rows import Report
 from resihp.errors import ConfigurationError
 from resihp.record import journal
 from tests.db.conftest import BEGAN, story, write_journal
@@ -24,7 +25,7 @@ from wrapper.commands import run
 from wrapper.config.run_spec import ListenerSettings, load
 from wrapper.config.schema import read
 from wrapper.job_folder import create_local_job
-from wrapper.sinks.fanout import Listeners, RankReport, asked, listeners, standing, tell_of_the_end
+from wrapper.sinks.fanout import Listeners, asked, listeners, standing, tell_of_the_end
 from wrapper.sinks.tensorboard import TensorBoard
 
 SECRET = "https://example.org/SECRET"
@@ -40,7 +41,7 @@ class Ledger:
     def submit(self, record: journal.Record) -> None:
         self.records.append(record)
 
-    def telemetry(self, rows: list[RankReport]) -> None: ...
+    def telemetry(self, rows: list[Report]) -> None: ...
 
     def close(self) -> bool:
         self.closed = True

@@ -9,7 +9,7 @@ import pytest
 
 from resihp.controller import interface as api
 from resihp.controller import planning
-from resihp.controller.state import Dependencies
+from resihp.controller.interface import Dependencies
 from resihp.errors import NotEnoughDevicesError
 from resihp.protocol import messages as m
 from resihp.record.journal import (
@@ -154,7 +154,7 @@ def test_two_newcomers_cost_one_interruption() -> None:
 
 
 def test_a_newcomer_that_the_planner_has_no_work_for_stands_by() -> None:
-    job = Direct(nodes=1, gpus=5, pp=2, asks=Dependencies(planner=RandomPlanner(0, 0.0, "cautious"))).run(1)
+    job = Direct(nodes=1, gpus=5, pp=2, dependencies=Dependencies(planner=RandomPlanner(0, 0.0, "cautious"))).run(1)
     job.crash(1)
     job.park(stepped=1)
     job.run(1)

@@ -41,7 +41,7 @@ from resihp.parallelism.layout import Layout
 from resihp.parallelism.ownership import ParameterSpec, holders, share, size_of
 from resihp.parallelism.workload import MicroBatch
 from resihp.pipeline import program
-from resihp.record import journal
+from resihp.record import journal, journal_file
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "pretrain_gpt.py"
 LAYERS, HIDDEN, HEADS, TOKENS, MICRO_BATCHES, ITERATIONS = 8, 256, 4, 128, 8, 40
@@ -126,7 +126,7 @@ def run(folder: Path, model: tuple[ParameterSpec, ...]) -> list[dict[str, float 
     in_effect: list[int] = []
     rows: list[dict[str, float | str]] = []
     seconds = []
-    for record in journal.read(path):
+    for record in journal_file.read(path):
         match record.entry:
             case journal.PlanDecided(plan=plan):
                 plans[plan.epoch] = record.entry

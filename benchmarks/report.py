@@ -28,7 +28,7 @@ from db.writer import catch_up
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.plan import Plan, spread
 from resihp.protocol.messages import StepOutcome
-from resihp.record import journal
+from resihp.record import journal, journal_file
 
 TP, PP, DP, LAYERS = 8, 8, 16, 64
 MOST_S, MOST_BYTES = 5.0, 3_000_000
@@ -191,7 +191,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         url = f"sqlite:///{folder / 'ledger.db'}"
         if not (folder / "ledger.db").exists():
-            writer = journal.Journal(folder / "journal", sync=False)
+            writer = journal_file.Journal(folder / "journal", sync=False)
             for entry, at in story(asked.iterations, asked.failures):
                 writer.append(entry, at)
             writer.close()

@@ -27,7 +27,7 @@ from db.models import JobRow, LedgerTable
 from db.parquet import JOBS, MANIFEST, OF_JOBS, ROWS_AT_ONCE, Manifest, Row, Source, columns_of
 from db.writer import catch_up
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
-from resihp.record import journal
+from resihp.record import journal, journal_file
 
 SQLITE_MAGIC = b"SQLite format 3\x00"
 
@@ -111,7 +111,7 @@ def import_from(path: str, url: str) -> list[Merged]:
             begins = file.read(len(SQLITE_MAGIC))
     except OSError as error:
         raise UsageError(f"{place}: {error.strerror or error}; name a journal, a ledger or a job's folder") from error
-    if journal.MAGIC.startswith(begins[: len(journal.MAGIC)]):
+    if journal_file.MAGIC.startswith(begins[: len(journal_file.MAGIC)]):
         return [import_journal(place, url)]
     if begins == SQLITE_MAGIC:
         return _import_file(place, url)
@@ -178,7 +178,7 @@ def _import_file(file: Path, url: str) -> list[Merged]:
 
 def import_journal(path: Path, url: str) -> Merged:
     """Bring in a journal; a torn tail is passed over. Raises UsageError if it holds no job's beginning."""
-    records = journal.read(path)
+    records = journal_file.read(path)
     if not records:
         raise UsageError(f"journal {path}: holds no record; nothing to import")
     first = records[0]
@@ -193,7 +193,7 @@ def import_journal(path: Path, url: str) -> Merged:
     if after < records[-1].seq:
         raise LedgerError(f"ledger {masked(url)}: ends at record {after} of {path}, which has {records[-1].seq}; again")
     outcome = "new" if before is None else "unchanged" if before >= after else "brought forward"
-    torn = journal.torn_bytes(path)
+    torn = journal_file.torn_bytes(path)
     note = f"its last {torn} bytes are of a record that was never finished, and are passed over" if torn else ""
     return Merged(first.entry.job, uuid, outcome, sum(record.seq > (before or 0) for record in records), note)
 

@@ -24,6 +24,7 @@ from db import layouts, models
 from db.reading import reader
 from resihp.record import journal
 from resihp.record.describe import explain
+from resihp.record.packing import unpack
 
 _NAMESPACE = uuid.UUID("5b1f6a38-7c0e-4b8e-9d55-6a1d2a9c4f10")
 MAX_TEXT = 8192
@@ -53,6 +54,11 @@ def job_of(session: Session, first: journal.Record) -> models.JobRow:
         session.add(job)
         session.flush()
     return job
+
+
+def written_of(session: Session, first: journal.Record) -> int:
+    """Number of the last record that is in, of the job whose journal begins with `first`; 0 if there is none."""
+    return session.scalar(select(models.JobRow.journal_seq).where(models.JobRow.uuid == identity(first))) or 0
 
 
 def follows(record: journal.Record, seq: int) -> bool:
@@ -85,7 +91,7 @@ def apply(session: Session, job: models.JobRow, record: journal.Record) -> None:
         return
     entry = record.entry
     _APPLY[type(entry)](session, job, entry, record.at)
-    if not isinstance(entry, journal.IterationCommitted):
+    if not isinstance(entry, journal.IterationCommitted | journal.IterationsPacked):
         cleared = isinstance(entry, journal.Suspected) and entry.cleared
         session.add(_event(job, record, "SuspicionCleared" if cleared else type(entry).__name__, explain(entry)))
     if not (isinstance(entry, journal.JobEnded) and entry.state == "abnormal"):
@@ -276,6 +282,11 @@ def _model_declared(session: Session, job: models.JobRow, entry: journal.ModelDe
 
 def _iteration_committed(session: Session, job: models.JobRow, entry: journal.IterationCommitted, at: float) -> None:
     _commit_iterations(session, job, [(entry, at)])
+
+
+def _iterations_packed(session: Session, job: models.JobRow, entry: journal.IterationsPacked, at: float) -> None:
+    rows = unpack([journal.Record(entry.count, at, entry)])
+    _commit_iterations(session, job, [(cast(journal.IterationCommitted, row.entry), row.at) for row in rows])
 
 
 def _commit_iterations(
@@ -542,6 +553,7 @@ _APPLY: dict[type, Callable[[Session, models.JobRow, Any, float], None]] = {
     journal.WorkerEnded: _worker_ended,
     journal.PlanDecided: _plan_decided,
     journal.IterationCommitted: _iteration_committed,
+    journal.IterationsPacked: _iterations_packed,
     journal.Suspected: _suspected,
     journal.FailureFound: _failure_found,
     journal.FailureEnded: _failure_ended,

@@ -25,7 +25,8 @@ from sqlalchemy.orm import Session
 from db import migrate, projection, report_rows
 from db.engine import file_of, file_system, is_on_network, make_engine, masked, prepare_folder, refusal, resolve
 from resihp.errors import LedgerError, ResihpError
-from resihp.record import journal
+from resihp.record import journal, journal_file
+from resihp.record.packing import unpack
 
 BATCH_S = 0.2
 BATCH_RECORDS = 500
@@ -151,15 +152,26 @@ class Ledger:
         To be called before `submit` when a job's journal is taken over: its first record tells which job it is.
         Raises ProtocolError or OSError if the journal cannot be read.
         """
-        records = journal.read(journal_path)
+        packed = journal_file.read_packed(journal_path)
+        written = self._written_of(packed[0]) if packed else 0
+        records = list(unpack(record for record in packed if record.seq > written))
         with self._lock:
             self._journal_path = journal_path
+            if packed:
+                self._first = packed[0]
             if records:
-                self._first = records[0]
                 self._last_submitted = max(self._last_submitted, records[-1].seq)
             waiting = {record.seq: record for record in (*records, *self._records)}
             self._records = deque(waiting[seq] for seq in sorted(waiting))
         self._wake.set()
+
+    def _written_of(self, first: journal.Record) -> int:
+        """Up to which record the ledger has a job; 0 where it cannot tell."""
+        try:
+            with Session(self._engine) as session:
+                return projection.written_of(session, first)
+        except (DBAPIError, OSError):
+            return 0
 
     @property
     def dropped(self) -> int:
@@ -272,15 +284,17 @@ class Ledger:
         """Write one batch; True if more may wait. Raises what the database raises; nothing is forgotten then."""
         self._make_anew_if_gone()
         with self._lock:
-            reread, path = self._reread, self._journal_path
+            reread, path, applied = self._reread, self._journal_path, self._applied
+            first = self._first
         known: list[journal.Record] | None = None
         if reread and path is not None:
-            known = journal.read(path)
+            known = journal_file.read(path, after=applied)
+            first = first or next(iter(journal_file.read_packed(path)), None)
         with self._lock:
             if known is not None:
                 waiting = {record.seq: record for record in (*known, *self._records)}
                 self._records = deque(waiting[seq] for seq in sorted(waiting) if seq > self._applied)
-                self._first = known[0] if known else self._first
+                self._first = first = self._first or first
                 self._reread = False
             first = self._first
             records = list(islice(self._records, BATCH_RECORDS))
@@ -331,7 +345,7 @@ class Ledger:
                     break
                 if projection.overtakes(record, seq) and self._journal_path is not None:
                     projection.forget(session, job)
-                    ready = [earlier for earlier in journal.read(self._journal_path) if earlier.seq < record.seq]
+                    ready = [earlier for earlier in journal_file.read(self._journal_path) if earlier.seq < record.seq]
                 ready.append(record)
                 seq = max(seq, record.seq)
             projection.apply_all(session, job, ready)

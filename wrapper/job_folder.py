@@ -32,7 +32,7 @@ import msgspec
 
 from resihp.errors import JobNotFoundError, ProtocolError, UsageError
 from resihp.protocol.framing import KEY_BYTES
-from resihp.record import journal
+from resihp.record import journal, journal_file
 
 LOCK_PATIENCE_S = 2.0
 """Commands that look whether a job is alive hold its lock for a moment."""
@@ -128,10 +128,10 @@ class Job:
             return None  # it has just started, or is about to be gone
 
     def records(self) -> list[journal.Record]:
-        """What the journal tells, from the copy when the original is not on this machine."""
+        """What the journal tells, from the copy when the original is not on this machine; old iterations are packed."""
         for path in (self.journal_file, self.journal_copy):
             if path.exists():
-                return journal.read(path)
+                return journal_file.read_packed(path)
         return []
 
 
@@ -326,12 +326,12 @@ def finish_dead_job(job: Job, reason: str = "the supervisor was found dead", *, 
         return False
     try:
         try:
-            records = journal.read(path)
+            records = journal_file.read_packed(path)
         except ProtocolError as error:
             raise ProtocolError(f"job {job.name}: {error}") from error
         if not records or any(isinstance(record.entry, journal.JobEnded) for record in records):
             return False
-        writer = journal.Journal(path)
+        writer = journal_file.Journal(path)
         entry = journal.JobEnded(exit_code=1, state="abnormal", reason=reason)
         writer.append(entry, time.time())
         writer.close()

@@ -67,9 +67,12 @@ class Conversation(Generic[T]):
         self._post = None
         self._resumed = False
 
-    def post(self, message: msgspec.Struct) -> int:
-        """Say something that must not be lost; returns its number. Raises ProtocolError if it fits no frame."""
-        body = msgspec.Raw(msgspec.msgpack.encode(message))
+    def post(self, message: msgspec.Struct | msgspec.Raw) -> int:
+        """Say something that must not be lost; returns its number. Raises ProtocolError if it fits no frame.
+
+        `Raw`: it is encoded already, for many.
+        """
+        body = message if isinstance(message, msgspec.Raw) else msgspec.Raw(msgspec.msgpack.encode(message))
         if len(body) > MAX_MESSAGE_BYTES:
             raise ProtocolError(f"{type(message).__name__}: {len(body)} bytes; a frame holds {MAX_MESSAGE_BYTES}")
         self.sent += 1

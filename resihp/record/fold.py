@@ -21,6 +21,7 @@ from resihp.record.journal import (
     FailureFound,
     FaultInjected,
     IterationCommitted,
+    IterationsPacked,
     IterationsUnreported,
     JobEnded,
     JobSignalled,
@@ -83,7 +84,7 @@ def apply(record: JobRecord, entry: AnyEntry) -> None:
             _places(record, entry)
         case ModelDeclared() | PlanDecided() | PlanRefused() | PlanInEffect() | ChangeDecided():
             _plans(record, entry)
-        case IterationCommitted() | IterationsUnreported() | CheckpointCommitted():
+        case IterationCommitted() | IterationsPacked() | IterationsUnreported() | CheckpointCommitted():
             _progress(record, entry)
         case FailureFound(kind="fail-slow") | FailureEnded() | ProbesTaken():
             _speeds(record, entry)
@@ -210,14 +211,16 @@ def nodes_of(record: JobRecord, plan: Plan) -> frozenset[str]:
     return frozenset(record.placements[rank].node for rank in plan.layout.ranks)
 
 
-def _progress(record: JobRecord, entry: IterationCommitted | IterationsUnreported | CheckpointCommitted) -> None:
+def _progress(
+    record: JobRecord, entry: IterationCommitted | IterationsPacked | IterationsUnreported | CheckpointCommitted
+) -> None:
     match entry:
         case IterationCommitted():
             record.committed = entry.outcome.iteration
             record.last_outcome = entry.outcome
             if entry.seconds is not None:
                 record.recent.append(entry.seconds)
-        case IterationsUnreported():
+        case IterationsUnreported() | IterationsPacked():  # after what is packed, `journal_file.LEFT_UNPACKED` follow
             record.committed = entry.last
         case CheckpointCommitted():
             record.checkpointed = entry.iteration

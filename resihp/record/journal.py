@@ -1,29 +1,19 @@
-"""What is remembered of a job: the entries, and the file that holds them.
+"""What is remembered of a job: the entries of its journal.
 
-Entries are facts and decisions in the order in which the controller made them. The supervisor appends each one here,
-flushed, *before* the actions that follow it take effect; the SQL ledger (`db`) is a projection of this file and may
-lag behind it or be rebuilt from it. Telemetry (`resihp.protocol.Progress`, per-rank reports) is not in it.
-
-File format: the 8 bytes `RESIHPJ1`, then records of little-endian u32 length, u32 CRC-32 of the body, body. A body is a
-msgpack-encoded `Record`. A torn tail (crash in mid-append) is cut off when the file is opened for appending.
+Entries are facts and decisions in the order in which the controller made them. The supervisor writes each one down
+(`resihp.record.journal_file`) *before* the actions that follow it take effect; the SQL ledger (`db`) is a projection of
+the journal and may lag behind it or be rebuilt from it. Telemetry (`resihp.protocol.Progress`, per-rank reports) is not
+in it.
 """
 
 from __future__ import annotations
 
-import os
-import zlib
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from resihp.errors import ProtocolError
 from resihp.parallelism.plan import Plan
 from resihp.protocol.messages import Declare, StepOutcome
-
-MAGIC = b"RESIHPJ1"
-MAX_RECORD_BYTES = 16 << 20
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -307,6 +297,24 @@ class IterationsUnreported(Entry, frozen=True, kw_only=True):
     last: int
 
 
+class IterationsPacked(Entry, frozen=True, kw_only=True):
+    """Iterations that were committed one after the other, as columns (`resihp.record.packing`).
+
+    It stands for `count` records, of which its own number is the last. `first`: the first one's iteration. Only files
+    hold it: the ledger is told what it stands for.
+    """
+
+    epoch: int
+    first: int
+    count: int
+    columns: tuple[bytes, ...]
+
+    @property
+    def last(self) -> int:
+        """The last one's iteration."""
+        return self.first + self.count - 1
+
+
 class ModelDeclared(Entry, frozen=True, kw_only=True):
     """What the job trains, once all ranks have declared the same: what a later supervisor needs to know of it."""
 
@@ -452,6 +460,7 @@ AnyEntry = (
     | PlanRefused
     | JoinRefused
     | IterationsUnreported
+    | IterationsPacked
     | ModelDeclared
     | LeaderChosen
     | JobSignalled
@@ -490,114 +499,3 @@ class Record(msgspec.Struct, frozen=True):
     seq: int
     at: float
     entry: AnyEntry
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Record)
-
-
-def _scan(content: bytes, name: str) -> Iterator[tuple[int, Record]]:
-    """(end offset, record) of every whole record."""
-    if content[: len(MAGIC)] != MAGIC[: len(content)]:
-        raise ProtocolError(f"journal {name}: not a resihp journal")
-    at = len(MAGIC)
-    while at + 8 <= len(content):
-        length = int.from_bytes(content[at : at + 4], "little")
-        crc = int.from_bytes(content[at + 4 : at + 8], "little")
-        body = content[at + 8 : at + 8 + length]
-        if not 0 < length <= MAX_RECORD_BYTES or len(body) < length or zlib.crc32(body) != crc:
-            return
-        try:
-            record = _decoder.decode(body)
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"journal {name}: record at byte {at} is of another version: {error}") from error
-        at += 8 + length
-        yield at, record
-
-
-def encode(record: Record) -> bytes:
-    return _encoder.encode(record)
-
-
-def read(path: Path) -> list[Record]:
-    """All whole records; a torn tail is ignored. Raises ProtocolError if the file is no journal of this version."""
-    return [record for _, record in _scan(path.read_bytes(), str(path))]
-
-
-def torn_bytes(path: Path) -> int:
-    """How much of a torn tail `read` passes over."""
-    content = path.read_bytes()
-    end = min(len(content), len(MAGIC))
-    for end, _ in _scan(content, str(path)):  # noqa: B007 - wanted after the loop
-        pass
-    return len(content) - end
-
-
-class Journal:
-    """The file, open for appending. One writer: the supervisor that holds the job's lock."""
-
-    def __init__(self, path: Path, *, sync: bool = True) -> None:
-        """Open or create; cut a torn tail. `sync=False` leaves flushing to the kernel (tests, simulator)."""
-        self.path = path
-        self.seq = 0
-        self.written = b""
-        """The last record that was appended, encoded: what copies of the journal are sent."""
-        self._sync = sync
-        end = 0
-        if path.exists():
-            content = path.read_bytes()
-            end = min(len(content), len(MAGIC)) if content[: len(MAGIC)] == MAGIC else 0
-            for end, record in _scan(content, str(path)):  # noqa: B007 - both are wanted after the loop
-                self.seq = record.seq
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.ftruncate(self._fd, end)
-        os.lseek(self._fd, end, os.SEEK_SET)
-        if end == 0:
-            os.write(self._fd, MAGIC)
-
-    def append(self, entry: AnyEntry, at: float) -> Record:
-        """Number, stamp, write and flush one entry. Raises OSError when the disk does not take it.
-
-        A `LeaderChosen` begins its term's numbers.
-        """
-        seq = self.seq + 1
-        if isinstance(entry, LeaderChosen):
-            seq = max(seq, first_seq(entry.term))
-        record = Record(seq, at, entry)
-        body = _encoder.encode(record)
-        self._write(body)
-        self.seq, self.written = seq, body
-        return record
-
-    def copy(self, body: bytes) -> Record:
-        """Append a record that another journal holds, as encoded there (`encode`): its number must be a later one.
-
-        Raises ProtocolError for anything else.
-        """
-        try:
-            record = _decoder.decode(body)
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"journal: a record of another version: {error}") from error
-        if record.seq <= self.seq:
-            raise ProtocolError(f"journal: record {record.seq} came after {self.seq}")
-        self._write(body)
-        self.seq = record.seq
-        return record
-
-    def _write(self, body: bytes) -> None:
-        frame = len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
-        start = os.lseek(self._fd, 0, os.SEEK_CUR)
-        try:
-            written = 0
-            while written < len(frame):
-                written += os.write(self._fd, frame[written:])
-            if self._sync:
-                os.fdatasync(self._fd)
-        except OSError:
-            os.ftruncate(self._fd, start)
-            os.lseek(self._fd, start, os.SEEK_SET)
-            raise
-
-    def close(self) -> None:
-        os.close(self._fd)

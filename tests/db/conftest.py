@@ -17,7 +17,7 @@ from db.writer import Ledger
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.plan import Plan, spread
 from resihp.protocol.messages import StepOutcome
-from resihp.record import journal
+from resihp.record import journal, journal_file
 from tests.db.postgres import Server, missing
 
 Moved = Literal["redo", "commit", "between"]
@@ -257,11 +257,11 @@ def node_story() -> Iterator[tuple[journal.AnyEntry, float]]:
 
 
 def write_journal(path: Path, told: Iterator[tuple[journal.AnyEntry, float]]) -> list[journal.Record]:
-    writer = journal.Journal(path, sync=False)
+    writer = journal_file.Journal(path, sync=False)
     for entry, at in told:
         writer.append(entry, at)
     writer.close()
-    return journal.read(path)
+    return journal_file.read(path)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from db.writer import Ledger
-from resihp.record import journal
+from resihp.record import journal, journal_file
 from tests.db.conftest import BEGAN, outcome, story
 
 FLUSH_EVERY = 10
@@ -35,7 +35,7 @@ def long_story(iterations: int) -> Iterator[tuple[journal.AnyEntry, float]]:
 def work(url: str, folder: str, iterations: int, told: Connection) -> None:
     """Go on until the story's end, or until killed."""
     path = Path(folder, "journal")
-    kept = journal.Journal(path, sync=False)
+    kept = journal_file.Journal(path, sync=False)
     with Ledger.open(url, Path(folder), journal_path=path) as ledger:
         ledger.catch_up(path)
         for number, (entry, at) in enumerate(long_story(iterations), 1):

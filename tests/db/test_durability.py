@@ -24,7 +24,7 @@ from db.engine import file_of, make_engine, resolve
 from db.reading.queries import Reader
 from db.writer import Ledger, catch_up
 from resihp.errors import LedgerError
-from resihp.record import journal
+from resihp.record import journal, journal_file
 from tests.db.conftest import Listener, everything, held, on_sqlite, write_journal
 from tests.db.killed_writer import long_story, work
 from tests.db.postgres import Server, missing
@@ -103,7 +103,7 @@ def kill_at_random(processes: Any, url: str, folder: Path, seed: int, iterations
             acknowledged = max(acknowledged, told.recv())
     told.close()
     path = folder / "journal"
-    known = journal.read(path) if path.exists() else []
+    known = journal_file.read(path) if path.exists() else []
     assert (known[-1].seq if known else 0) >= acknowledged
     applied = applied_between_two_records(url, known)
     return not over, (known[-1].seq if known else 0) - applied

@@ -20,7 +20,7 @@ from db.models import LedgerTable
 from db.reading.queries import TABLES, Reader
 from db.writer import Ledger, catch_up
 from resihp.errors import JobNotFoundError, LedgerError, ResihpError, UsageError
-from resihp.record import journal
+from resihp.record import journal, journal_file
 from tests.db.conftest import (
     BEGAN,
     any_layout_story,
@@ -262,8 +262,8 @@ def test_what_is_no_source(ledger_url: str, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "folder").mkdir()
-    journal.Journal(tmp_path / "begun", sync=False).close()
-    writer = journal.Journal(tmp_path / "headless", sync=False)
+    journal_file.Journal(tmp_path / "begun", sync=False).close()
+    writer = journal_file.Journal(tmp_path / "headless", sync=False)
     writer.append(journal.NodeLost(node="n1", reason="x"), BEGAN)
     writer.close()
     assert "No such file" in refused(tmp_path / "nothing", ledger_url)

@@ -23,7 +23,7 @@ from db.models import LedgerTable
 from db.reading.queries import Reader
 from db.writer import Ledger, catch_up
 from resihp.errors import LedgerError
-from resihp.record import journal
+from resihp.record import journal, journal_file
 from tests.db.conftest import BEGAN, rank_reports, started, story, write_journal
 
 OLD = Path(__file__).parent / "old"
@@ -215,7 +215,7 @@ def test_old_journal_makes_the_same_ledger_as_an_upgraded_old_one(
         return found
 
     assert rows(made) == rows(upgraded)
-    assert journal.read(OLD / "journal-0.1.0")[0].seq == 1
+    assert journal_file.read(OLD / "journal-0.1.0")[0].seq == 1
 
 
 def test_upgraded_schema_is_that_of_a_new_ledger_and_goes_back(ledger_urls: Callable[[], str]) -> None:

@@ -15,7 +15,7 @@ import db.engine
 import db.writer
 from db.reading.queries import Reader
 from db.writer import Ledger, catch_up
-from resihp.record import journal
+from resihp.record import journal, journal_file
 from tests.db.conftest import (
     BEGAN,
     Listener,
@@ -213,14 +213,14 @@ def taken_over(path: Path, records: list[journal.Record], after: int, term: int 
     """The journal of a successor that has the records up to number `after` only, and goes on to the end from there."""
     kept = [record for record in records if record.seq <= after]
     chosen = journal.LeaderChosen(term=term, node="n2", host="there", how="elected", after=after)
-    writer = journal.Journal(path, sync=False)
+    writer = journal_file.Journal(path, sync=False)
     for record in kept:
-        writer.copy(journal.encode(record))
+        writer.copy(journal_file.encode(record))
     writer.append(chosen, kept[-1].at + 5.0)
     for record in records[len(kept) :]:
         writer.append(record.entry, record.at + 5.0)
     writer.close()
-    return journal.read(path)
+    return journal_file.read(path)
 
 
 def told(found: dict[str, Any]) -> dict[str, Any]:

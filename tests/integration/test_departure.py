@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from resihp.record import journal
+from resihp.record import journal, journal_file
 from resihp.worker import checkpoints
 from tests.integration.jobs import Job, jobs
 from wrapper.launch.preloading import FOR_TESTS
@@ -33,7 +33,7 @@ def committed(job: Job) -> int:
     newest = 0
     for file in (job.folder / "local").rglob("journal"):
         with suppress(OSError):
-            entries = [record.entry for record in journal.read(file)]
+            entries = [record.entry for record in journal_file.read(file)]
             newest = max(newest, sum(isinstance(entry, journal.IterationCommitted) for entry in entries))
     return newest
 
@@ -64,7 +64,7 @@ def test_a_warning_leads_to_a_checkpoint_and_the_job_goes_on_from_it(job: Job, r
     assert before < done < ITERATIONS
     assert newest_checkpoint(job) == done
     assert job.history("failures") == []
-    entries = [record.entry for file in (job.folder / "local").rglob("journal") for record in journal.read(file)]
+    entries = [record.entry for file in (job.folder / "local").rglob("journal") for record in journal_file.read(file)]
     told = [entry for entry in entries if isinstance(entry, journal.JobSignalled)]
     assert told == [journal.JobSignalled(signal=signal.SIGUSR2, nodes=(), meaning="warning")]
     goes_on(job, reference, done)

@@ -16,7 +16,7 @@ import pytest
 
 from resihp.executor.emulation import LAYER_MS
 from resihp.parallelism.plan import Plan
-from resihp.record import journal
+from resihp.record import journal, journal_file
 from resihp.scheduler.cost.prices import iteration_seconds
 from resihp.scheduler.situation import Situation
 from tests.integration.jobs import Job
@@ -57,7 +57,7 @@ def test_measured_iteration_times_are_those_that_the_planner_predicts(job: Job) 
     assert job.status == 0, job.stderr
 
     (file,) = (job.folder / "home").rglob("journal")
-    entries = [record.entry for record in journal.read(file)]
+    entries = [record.entry for record in journal_file.read(file)]
     injected = [entry for entry in entries if isinstance(entry, journal.FaultInjected)]
     assert [(entry.rank, entry.iteration) for entry in injected] == [(SLOW, ONSET), (KILLED, DEATH)]
     found = [entry for entry in entries if isinstance(entry, journal.FailureFound) and entry.component != "link"]

@@ -13,7 +13,7 @@ import pytest
 from resihp.executor.emulation import LAYER_MS
 from resihp.faults import LINK_MS
 from resihp.parallelism.layout import Layout
-from resihp.record import journal
+from resihp.record import journal, journal_file
 from tests.integration.jobs import Job
 from tests.integration.test_planned_times import SETTLING, plans_that_ran
 
@@ -37,7 +37,7 @@ def test_a_slow_link_is_found_and_pipelines_pass_it_by(job: Job) -> None:
     assert job.status == 0, job.stderr
 
     (file,) = (job.folder / "home").rglob("journal")
-    entries = [record.entry for record in journal.read(file)]
+    entries = [record.entry for record in journal_file.read(file)]
     (injected,) = (entry for entry in entries if isinstance(entry, journal.FaultInjected))
     assert injected.iteration == ONSET
     found = [entry for entry in entries if isinstance(entry, journal.FailureFound)]

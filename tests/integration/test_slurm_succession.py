@@ -17,9 +17,8 @@ from resihp.record.journal import (
     ReplacementChanged,
     WorkerEnded,
     WorkerStarted,
-    encode,
-    read,
 )
+from resihp.record.journal_file import encode, read
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference, on_node
 
 pytestmark = pytest.mark.timeout(400)

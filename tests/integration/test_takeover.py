@@ -24,8 +24,8 @@ from resihp.record.journal import (
     PlanInEffect,
     Record,
     WorkerStarted,
-    read,
 )
+from resihp.record.journal_file import read
 from tests.integration.jobs import Job, jobs
 
 SOAK = pytest.mark.soak

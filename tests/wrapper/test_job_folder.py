@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from resihp.errors import JobNotFoundError, UsageError
-from resihp.record.journal import AnyEntry, JobEnded, Journal, NodeJoined
+from resihp.record.journal import AnyEntry, JobEnded, NodeJoined
+from resihp.record.journal_file import Journal
 from wrapper import job_folder
 from wrapper.job_folder import create_local_job, find_job, finish_dead_job, lock_file, take_lock, write_private
 

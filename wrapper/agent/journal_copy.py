@@ -8,13 +8,13 @@ Used by `wrapper.agent.process`.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
-
-import msgspec
 
 from resihp.errors import ProtocolError, UsageError
 from resihp.protocol import messages as m
-from resihp.record.journal import Journal, Record, encode, read
+from resihp.record.journal import Record
+from resihp.record.journal_file import Journal, decode, read_packed
 from resihp.record.quorum import Membership
 from wrapper.job_folder import Job
 
@@ -47,6 +47,9 @@ class Replica:
             raise ProtocolError(f"journal copy: ends with record {self.log}, where {message.after} is to be followed")
         for body in message.records:
             self.membership.apply(self._take(body))
+        if self.whole and self._journal.is_to_be_packed:
+            with suppress(OSError):  # it is as it was, only larger
+                self._journal.pack()
 
     def _take(self, body: bytes) -> Record:
         if self.whole:
@@ -55,7 +58,7 @@ class Replica:
             except OSError as error:
                 print(f"journal copy: {self.path}: {error.strerror}; no successor can start here", flush=True)
                 self.whole = False
-        return msgspec.msgpack.decode(body, type=Record)
+        return decode(body)
 
     def close(self) -> None:
         self._journal.close()
@@ -64,18 +67,10 @@ class Replica:
         """Keep the records up to number `after`."""
         if not self.whole:
             raise ProtocolError(f"journal copy: {self.path} is not whole and cannot be rewound to record {after}")
-        kept = [record for record in read(self.path) if record.seq <= after]
-        self._journal.close()
-        shorter = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        shorter.unlink(missing_ok=True)
-        journal = Journal(shorter, sync=False)
+        self._journal.cut(after)
         self.membership = Membership()
-        for record in kept:
-            journal.copy(encode(record))
+        for record in read_packed(self.path):
             self.membership.apply(record)
-        journal.close()
-        shorter.replace(self.path)
-        self._journal = Journal(self.path, sync=False)
 
 
 def local_place(job: Job) -> Path:

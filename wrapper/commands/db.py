@@ -139,13 +139,13 @@ def import_jobs(
 
 def _own_ledger(path: Path) -> str:
     """Of the job whose journal it is, in this home. Raises UsageError if it is none."""
-    from resihp.record import journal
+    from resihp.record import journal_file
     from wrapper.job_folder import all_jobs
     from wrapper.output.ledgers import url_of
 
     journals = [path, path / "journal"]
     found = next((each for each in journals if each.is_file() and _begins_as_journal(each)), None)
-    records = journal.read(found) if found is not None else []
+    records = journal_file.read_packed(found) if found is not None else []
     if records:
         for job in all_jobs():
             own = job.records()
@@ -155,10 +155,10 @@ def _own_ledger(path: Path) -> str:
 
 
 def _begins_as_journal(path: Path) -> bool:
-    from resihp.record import journal
+    from resihp.record import journal_file
 
     with path.open("rb") as file:
-        return file.read(len(journal.MAGIC)) == journal.MAGIC
+        return file.read(len(journal_file.MAGIC)) == journal_file.MAGIC
 
 
 def prune(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from db.reading.goodput import Counting
 from resihp.record import journal
+from resihp.record.packing import unpack
 from wrapper.output.rank_health import RankHealth
 
 if TYPE_CHECKING:
@@ -127,6 +128,10 @@ def follow(figures: Figures, record: journal.Record) -> None:
             figures.started_at = at
         case journal.IterationCommitted():
             _committed(figures, entry, at)
+        case journal.IterationsPacked():
+            for row in unpack([record]):
+                if isinstance(row.entry, journal.IterationCommitted):
+                    _committed(figures, row.entry, row.at)
         case journal.NodeJoined():
             figures.nodes.add(entry.node)
         case journal.NodeLost():

@@ -164,6 +164,13 @@ class AgentLinks:
         for node in self._links:
             self.post(node, m.Release(grace_s=grace_s))
 
+    def abandon(self) -> None:
+        """Close every connection and say nothing: the agents look for whoever leads now."""
+        for link in self._links.values():
+            link.dropped = True
+            if link.channel is not None:
+                link.channel.abort()
+
     async def all_closed(self, timeout_s: float) -> None:
         """Wait until every agent has closed its connection: those that we have not started end unseen."""
         with suppress(TimeoutError):
@@ -195,8 +202,11 @@ class AgentLinks:
         for link in there:
             self.post(link.node, m.Roster(peers=peers))
 
-    def post(self, node: str, order: msgspec.Struct) -> int:
-        """Say it to the node's agent, now or when it is back. Returns the message's number, 0 if nobody is there."""
+    def post(self, node: str, order: msgspec.Struct | msgspec.Raw) -> int:
+        """Say it to the node's agent, now or when it is back; `Raw`: encoded already.
+
+        Returns the message's number, 0 if nobody is there.
+        """
         link = self._links.get(node)
         if link is None or link.dropped or link.ended:
             return 0

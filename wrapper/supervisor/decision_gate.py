@@ -1,7 +1,8 @@
 """What the controller asked for is done in order, and only while a quorum of agents follows and knows every decision.
 
-Owned by `wrapper.supervisor.shell`. Decides nothing: `resihp.record.quorum` says what a quorum is and
-`wrapper.supervisor.replication` who has what. Of a job without succession nothing is ever held back.
+An action also waits until what was logged before it is on the leader's own disk. Owned by `wrapper.supervisor.shell`.
+Decides nothing: `resihp.record.quorum` says what a quorum is, `wrapper.supervisor.replication` who has what, and
+`wrapper.supervisor.journal_writer` what is on disk.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from resihp.controller import interface as api
 from resihp.record.journal import AnyEntry, Record
 from resihp.record.quorum import DECISIONS
 from wrapper.supervisor.agents import AgentLinks
+from wrapper.supervisor.journal_writer import JournalWriter
 from wrapper.supervisor.replication import Replication
 
 QUORUM_PATIENCE_S = 10.0
@@ -24,14 +26,20 @@ QUORUM_PATIENCE_S = 10.0
 
 class DecisionGate:
     def __init__(
-        self, links: AgentLinks, replication: Replication | None, carry_out: Callable[[api.AnyAction], None]
+        self,
+        links: AgentLinks,
+        journal: JournalWriter,
+        replication: Replication | None,
+        carry_out: Callable[[api.AnyAction], None],
     ) -> None:
-        """`carry_out` does one action; it may have others added."""
+        """`carry_out` does one action; it may have others added. `replication`: None without succession."""
         self._links = links
+        self._journal = journal
         self._replication = replication
         self._carry_out = carry_out
         self._actions: deque[api.AnyAction] = deque()
         self._working_off = False
+        self._leads = True
         self._claim: AnyEntry | None = None
         self._held_since: float | None = None
         """Since when the claim or a decision has been waiting for a quorum."""
@@ -49,13 +57,22 @@ class DecisionGate:
         """Somebody else leads, or may: what we still wanted to do no longer counts, and nothing is held back."""
         self._actions.clear()
         self._held_since = self._claim = None
-        self._replication = None
+        self._replication, self._leads = None, False
 
     @property
     def overdue(self) -> bool:
         return self._held_since is not None and time.monotonic() - self._held_since > QUORUM_PATIENCE_S
 
+    def on_disk(self) -> None:
+        """More of the journal is."""
+        self._work_off()
+
     # --- what happens to the copies ---------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Send agents what was written down; to be called a few times a second."""
+        if self._replication is not None:
+            self._replication.flush()
 
     def appended(self, record: Record) -> None:
         if self._replication is not None:
@@ -92,15 +109,25 @@ class DecisionGate:
         self._working_off = True
         try:
             while self._actions:
+                if not isinstance(self._actions[0], api.Log):
+                    self.flush()  # nobody is told to act on what his copy lacks
                 if not self._may_act:
+                    self.flush()
                     self._held_since = self._held_since or time.monotonic()
                     return
                 self._held_since = None
+                if not self._is_written:
+                    return
                 if not self._links.lead.settled:  # from now on also those follow whose copies are ahead of ours
                     self._links.lead = msgspec.structs.replace(self._links.lead, settled=True)
                 self._carry_out(self._actions.popleft())
         finally:
             self._working_off = False
+
+    @property
+    def _is_written(self) -> bool:
+        """Whether the next action may follow what was logged before it. One that was deposed logs no more."""
+        return isinstance(self._actions[0], api.Log) or self._journal.written >= self._journal.seq or not self._leads
 
     @property
     def _may_act(self) -> bool:

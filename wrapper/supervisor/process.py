@@ -32,7 +32,8 @@ from resihp.controller.interface import AnyEvent
 from resihp.errors import ProtocolError, ResihpError
 from resihp.process import die_with_parent, inherited_socket
 from resihp.protocol.messages import Lead
-from resihp.record.journal import AnyEntry, JobEnded, JobStarted, Journal, LeaderChosen, NodeJoined, Record, read
+from resihp.record.journal import AnyEntry, JobEnded, JobStarted, LeaderChosen, NodeJoined, Record
+from resihp.record.journal_file import Journal, read_packed
 from resihp.record.quorum import Membership
 from wrapper.config.run_spec import RunRequest, load
 from wrapper.exit_codes import BROKEN, DEPOSED, REQUEUE, exit_code_of
@@ -218,7 +219,9 @@ def _end_slurm_job(request: RunRequest, status: int) -> None:
 def _tell_the_chain(request: RunRequest, journal: Path) -> None:
     from wrapper.slurm_tasks import chain
 
-    chain.leave_note(request, read(journal), lambda text: print(f"resihp: job {request.job}: {text}", file=sys.stderr))
+    chain.leave_note(
+        request, read_packed(journal), lambda text: print(f"resihp: job {request.job}: {text}", file=sys.stderr)
+    )
 
 
 def _first_entry(request: RunRequest, heir: Heir | None) -> AnyEntry:
@@ -248,7 +251,7 @@ def heir_of(journal: Path, node: str, how: Literal["restarted", "elected"], leas
 
     A term is noted beside the journal before anybody hears of it: one that was tried in vain is never tried again.
     """
-    records = read(journal)
+    records = read_packed(journal)
     if not records or not isinstance(records[0].entry, JobStarted):
         raise ProtocolError("the journal has no beginning")
     ended = next((record.entry for record in records if isinstance(record.entry, JobEnded)), None)
@@ -351,7 +354,9 @@ def main(arguments: list[str] | None = None) -> None:
                 heir = heir_of(journal, request.settings.batch_node, "restarted")
         except (ProtocolError, OSError, ValueError) as error:
             print(f"resihp: job {request.job}: cannot be taken over: {error}", file=sys.stderr)
-            sys.exit(bury(request, options.take_over or "is on another node", listener))
+            if options.successor:
+                sys.exit(DEPOSED)  # the agents are to choose another, and are not ours to end
+            sys.exit(bury(request, options.take_over, listener))
         status = asyncio.run(supervise(request, listener, heir, journal, forks))
         if request.chained and status == BROKEN:
             _tell_the_chain(request, journal)

@@ -2,8 +2,8 @@
 
 Owned by `wrapper.supervisor.shell`, which holds back what follows a decision until `settled`. What an agent has is
 known from what it has acknowledged, and from the number with which its copy ended when it joined. An agent that comes
-late gets all that it lacks, in pieces that its connection can take. Decides nothing; `resihp.record.quorum` says what a
-quorum is.
+late gets all that it lacks, in pieces that its connection can take. Records go out together (`flush`), encoded once for
+all who lack the same. Decides nothing; `resihp.record.quorum` says what a quorum is.
 """
 
 from __future__ import annotations
@@ -11,36 +11,50 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import msgspec
 
 from resihp.protocol import messages as m
-from resihp.record.journal import Journal, Record, encode, read
+from resihp.record.journal import Record
 from resihp.record.quorum import Membership, is_quorum
 
 PIECE_BYTES = 1 << 20
 MOST_UNDER_WAY_BYTES = 4 << 20
 
+Encoded = tuple[int, bytes]
+"""A record's number, and the record as encoded."""
+
+
+class Source(Protocol):
+    """`wrapper.supervisor.journal_writer.JournalWriter`, as used here."""
+
+    @property
+    def seq(self) -> int: ...
+    def common(self, log: int) -> int: ...
+    def recent(self, seq: int, most_bytes: int) -> list[Encoded] | None: ...
+    def fetch(self, seq: int, most_bytes: int, give: Callable[[list[Encoded]], None]) -> None: ...
+
 
 @dataclass
 class _Copy:
-    """One agent's copy. `has`: number of the last record that it is known to hold."""
+    """One agent's copy. `has`: number of the last record that it is known to hold; `sent`: of the last that is on its
+    way, or there."""
 
     has: int
-    last: int
-    """Number of the last record that was sent or waits to be."""
-    waiting: deque[tuple[int, int, bytes]] = field(default_factory=deque)
-    """(number before it, number, record) not sent yet."""
+    sent: int
     under_way: deque[tuple[int, int, int]] = field(default_factory=deque)
     """(number of the message, number of its last record, bytes) sent and not acknowledged."""
-
-    @property
-    def bytes_under_way(self) -> int:
-        return sum(size for _, _, size in self.under_way)
+    bytes_under_way: int = 0
+    fetching: bool = False
 
 
 class Replication:
-    """All copies of one journal. `post(node, message)` returns the message's number, 0 if nobody is there."""
+    """All copies of one journal. `post(node, message)` returns the message's number, 0 if nobody is there; `message` is
+    an encoded `Replicate`."""
 
-    def __init__(self, journal: Journal, membership: Membership, post: Callable[[str, m.Replicate], int]) -> None:
+    def __init__(self, journal: Source, membership: Membership, post: Callable[[str, msgspec.Raw], int]) -> None:
         """`membership` has read the journal so far; from here on it follows what is `appended`."""
         self.membership = membership
         self._journal = journal
@@ -48,36 +62,34 @@ class Replication:
         self._copies: dict[str, _Copy] = {}
         self._owed: deque[tuple[int, tuple[tuple[frozenset[str], str], ...]]] = deque()
         """(number, electorates) of decisions that no quorum is known to have; the first one is waited for."""
+        self._flushed = journal.seq
+        self._encoded: tuple[tuple[int, int], msgspec.Raw] = ((0, 0), msgspec.Raw())
+        """The last message, by the numbers before and at the end of its records."""
 
     def appended(self, record: Record, decision: bool) -> None:
-        """A record has just been written to the journal: send it.
+        """A record was added to the journal: it goes out with the next `flush`.
 
         A decision needs a quorum of those who vote before it and after it.
         """
-        before, electorates = self.membership.log, self.membership.electorates
+        electorates = self.membership.electorates if decision else ()
         self.membership.apply(record)
-        electorates += self.membership.electorates
-        body = self._journal.written
-        for node, copy in self._copies.items():
-            copy.waiting.append((before, record.seq, body))
-            copy.last = record.seq
-            self._send(node, copy)
         if decision:
-            self._owed.append((record.seq, electorates))
+            self._owed.append((record.seq, electorates + self.membership.electorates))
+
+    def flush(self) -> None:
+        """Send what was appended since the last time, to all who have all before it."""
+        if self._flushed == self._journal.seq:
+            return
+        self._flushed = self._journal.seq
+        for node, copy in self._copies.items():
+            self._send(node, copy)
 
     def joined(self, node: str, log: int) -> None:
         """An agent accepts us; its copy ends with number `log`, and is right as far as ours goes."""
-        copy = self._copies[node] = _Copy(has=0, last=0)
-        before = 0
-        for record in read(self._journal.path):
-            if record.seq <= log:
-                before = copy.has = record.seq
-            else:
-                copy.waiting.append((before, record.seq, encode(record)))
-                before = record.seq
-        copy.last = before
-        if not copy.waiting and log > copy.has:  # what it has beyond ours was never decided
-            self._post(node, m.Replicate(after=copy.has, records=()))
+        has = self._journal.common(log)
+        copy = self._copies[node] = _Copy(has=has, sent=has)
+        if log > has and has == self._journal.seq:  # what it has beyond ours was never decided
+            self._post(node, self._message(has, []))
         self._send(node, copy)
 
     def left(self, node: str) -> None:
@@ -89,7 +101,8 @@ class Replication:
         if copy is None:
             return
         while copy.under_way and copy.under_way[0][0] <= number:
-            copy.has = copy.under_way.popleft()[1]
+            _, copy.has, size = copy.under_way.popleft()
+            copy.bytes_under_way -= size
         self._send(node, copy)
 
     @property
@@ -109,13 +122,33 @@ class Replication:
         return True
 
     def _send(self, node: str, copy: _Copy) -> None:
-        while copy.waiting and copy.bytes_under_way < MOST_UNDER_WAY_BYTES:
-            after, size, records = copy.waiting[0][0], 0, []
-            last = after
-            while copy.waiting and size < PIECE_BYTES:
-                _, last, body = copy.waiting.popleft()
-                records.append(body)
-                size += len(body)
-            number = self._post(node, m.Replicate(after=after, records=tuple(records)))
-            if number:
-                copy.under_way.append((number, last, size))
+        while copy.sent < self._flushed and copy.bytes_under_way < MOST_UNDER_WAY_BYTES and not copy.fetching:
+            records = self._journal.recent(copy.sent, PIECE_BYTES)
+            if records is None:
+                copy.fetching = True
+                self._journal.fetch(copy.sent, PIECE_BYTES, partial(self._fetched, node, copy))
+            elif not self._sent(node, copy, records):
+                return
+
+    def _fetched(self, node: str, copy: _Copy, records: list[Encoded]) -> None:
+        copy.fetching = False
+        if records and self._copies.get(node) is copy and self._sent(node, copy, records):
+            self._send(node, copy)
+
+    def _sent(self, node: str, copy: _Copy, records: list[Encoded]) -> bool:
+        """Whether somebody is there to send them to."""
+        last, size = records[-1][0], sum(len(body) for _, body in records)
+        number = self._post(node, self._message(copy.sent, records))
+        copy.sent = last
+        if number:
+            copy.under_way.append((number, last, size))
+            copy.bytes_under_way += size
+        return number > 0
+
+    def _message(self, after: int, records: list[Encoded]) -> msgspec.Raw:
+        """Encoded once for all agents that have the same: they are many."""
+        key = (after, records[-1][0] if records else after)
+        if self._encoded[0] != key:
+            message = m.Replicate(after=after, records=tuple(body for _, body in records))
+            self._encoded = (key, msgspec.Raw(msgspec.msgpack.encode(message)))
+        return self._encoded[1]

@@ -2,8 +2,9 @@
 
 Run by `wrapper.supervisor.process`, one for a job. What happens to the job is decided in
 the controller; here its actions are carried out in order, each `Log` on disk before what follows it, and a decision
-known to a quorum of agents as well (`wrapper.supervisor.replication`). A crash in here ends the job with a message,
-exit code 1, and the traceback in `<job>/logs/supervisor.log`.
+known to a quorum of agents as well (`wrapper.supervisor.decision_gate`). A leader whose disk fails, or that no quorum
+follows, steps back: it closes its connections and leaves the job to a successor. A crash in here ends the job with a
+message, exit code 1, and the traceback in `<job>/logs/supervisor.log`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, assert_never
 
@@ -25,7 +28,8 @@ from resihp.controller import interface as api
 from resihp.errors import ProtocolError, ResihpError
 from resihp.protocol import messages as m
 from resihp.protocol.framing import Envelope, SecureChannel, serve
-from resihp.record.journal import AnyEntry, JobEnded, Journal, WorkerEnded
+from resihp.record.journal import AnyEntry, JobEnded, Record, WorkerEnded
+from resihp.record.journal_file import Journal
 from resihp.record.quorum import Membership
 from wrapper.config.run_spec import RunRequest
 from wrapper.exit_codes import DEPOSED, REQUEUE
@@ -44,6 +48,7 @@ from wrapper.supervisor.collaborators import (
     ViewLike,
 )
 from wrapper.supervisor.decision_gate import QUORUM_PATIENCE_S, DecisionGate
+from wrapper.supervisor.journal_writer import JournalWriter
 from wrapper.supervisor.operators import Operators
 from wrapper.supervisor.replication import Replication
 
@@ -63,6 +68,11 @@ BEAT_S = 1.0
 STALL_S = 1.0
 """A tick that comes that late: the silence since the last one was ours."""
 LISTEN_S = 2 * BEAT_S
+DISK_PATIENCE_S = 5.0
+"""How long the disk may take nothing of the journal before somebody else is to lead."""
+DISK_GIVE_UP_S = 600.0
+"""The same where nobody else can, before the job is ended."""
+CLOSE_S = 5.0
 
 _log = logging.getLogger("supervisor")
 
@@ -100,7 +110,8 @@ class Supervisor:
         self._controller = controller
         self._launcher = launcher
         self._store = store
-        self._journal = journal
+        self._journal = JournalWriter(journal, self._on_disk)
+        self._unwritten: deque[Record] = deque()
         self._ledger = ledger
         self._view = view
         self._memory = memory
@@ -115,12 +126,15 @@ class Supervisor:
             deposed=self._deposed,
             roster=request.succession,
         )
-        copies = Replication(journal, membership or Membership(), self._links.post) if request.succession else None
-        self._gate = DecisionGate(self._links, copies, self._do)
+        copies = None
+        if request.succession:
+            copies = Replication(self._journal, membership or Membership(), self._links.post)
+        self._gate = DecisionGate(self._links, self._journal, copies, self._do)
         fault_ids = itertools.count(len(settings.faults) + (lead.term * 1000 if lead else 1))
         self._operators = Operators(fault_ids, self._event, self._ending)
         self._checkpoints = CheckpointCommits(request, self._start, self._note, partial(view.say, "warning"))
         self._is_deposed = False
+        self._disk_told = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._telemetry: list[report_rows.Report] = []
         self._job_ended = False
@@ -161,14 +175,23 @@ class Supervisor:
         return DEPOSED if self._is_deposed else end.exit_code
 
     def log(self, entry: AnyEntry) -> None:
-        """Write ahead, then tell the ledger and the user. What a deposed leader would say does not count."""
+        """Write ahead and tell the user; the ledger hears of it once it is on disk. What a deposed leader would say
+        does not count."""
         if self._is_deposed:
             return
         self._job_ended = self._job_ended or isinstance(entry, JobEnded)
         record = self._journal.append(entry, time.time())
         self._gate.appended(record)
-        self._ledger.submit(record)
+        self._unwritten.append(record)
         self._view.entry(record)
+
+    def _on_disk(self) -> None:
+        while self._unwritten and self._unwritten[0].seq <= self._journal.written:
+            self._ledger.submit(self._unwritten.popleft())
+        if self._disk_told:
+            self._disk_told = False
+            self._view.say("notice", "journal: written again")
+        self._acting(self._gate.on_disk)
 
     def _note(self, entry: AnyEntry) -> None:
         """What came of an action, into the journal; the controller's record follows."""
@@ -197,10 +220,14 @@ class Supervisor:
             self.log(claim)
 
     def _acknowledged(self, node: str, number: int) -> None:
+        self._acting(partial(self._gate.acknowledged, node, number))
+
+    def _acting(self, what: Callable[[], None]) -> None:
+        """What was held back may be done now."""
         try:
-            self._gate.acknowledged(node, number)
+            what()
         except Exception:  # noqa: BLE001 - logged with its traceback, and the job ends
-            _log.exception("after a decision was acknowledged")
+            _log.exception("while acting on what was written down")
             self._crash("internal error while acting on a decision")
 
     def _deposed(self, reason: str) -> None:
@@ -316,11 +343,28 @@ class Supervisor:
                 listens_until = now + LISTEN_S
             if now >= listens_until:
                 self._event(api.Tick())
+            self._gate.flush()
             self._links.acknowledge()
             self._view.tick()
             self._flush_telemetry()
             if self._gate.overdue:
                 self._deposed(f"no quorum of agents has acknowledged a decision for {QUORUM_PATIENCE_S:g} s")
+            self._judge_disk()
+
+    def _judge_disk(self) -> None:
+        """A leader that cannot write decides nothing: somebody else is to lead, if there is anybody."""
+        behind_s = self._journal.behind_s
+        if behind_s <= DISK_PATIENCE_S or self._end.done():
+            return
+        why = self._journal.trouble or "its disk does not answer"
+        text = f"journal {self._journal.path}: cannot be written for {behind_s:.0f} s: {why}"
+        if self._request.succession:
+            self._deposed(text)
+        elif behind_s > DISK_GIVE_UP_S:
+            self._crash(f"{text}; nothing could be decided any more")
+        elif not self._disk_told:
+            self._disk_told = True
+            self._view.say("error", f"{text}; training goes on, nothing is decided until it can: make room there")
 
     async def _beat(self) -> None:
         while True:
@@ -373,35 +417,59 @@ class Supervisor:
     # --- the end ----------------------------------------------------------------------------------------------
 
     async def _wind_down(self, end: api.End) -> None:
-        """Release the agents, wait, kill what is left, and make everything durable."""
+        """Release the agents, wait, kill what is left, and make everything durable.
+
+        One that was deposed only leaves: agents and workers are its successor's.
+        """
+        if self._is_deposed:
+            self._links.abandon()
+        else:
+            await self._let_agents_go(end)
+            if not self._job_ended:
+                state: Literal["completed", "failed", "cancelled"] = "failed" if end.exit_code else "completed"
+                if end.exit_code in (130, 143):
+                    state = "cancelled"
+                self.log(JobEnded(exit_code=end.exit_code, state=state, reason=end.reason))
+        self._flush_telemetry()
+        if not await asyncio.to_thread(self._journal.close, CLOSE_S):
+            _log.warning("journal %s: %s; its end is missing", self._journal.path, self._journal.trouble or "no answer")
+        for record in self._unwritten:
+            self._ledger.submit(record)
+        if not self._is_deposed:  # else all this is the successor's
+            with self._in_spite_of("requests to Slurm"):
+                await self._slurm.close()
+            with self._in_spite_of("exit code"):
+                write_private(self._job.exit_code_file, f"{end.exit_code}\n".encode())
+        with self._in_spite_of("ledger"):
+            await asyncio.to_thread(self._ledger.close)
+        if not self._is_deposed:
+            with self._in_spite_of("copy of the journal"):
+                copy_journal(self._job)
+        self._view.close()
+
+    @contextmanager
+    def _in_spite_of(self, what: str) -> Iterator[None]:
+        """One thing that fails at the end keeps none of the others from being done."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - logged with its traceback, and told
+            _log.exception("at the end: %s", what)
+            self._view.say("error", f"at the end: {what}: {error}")
+
+    async def _let_agents_go(self, end: api.End) -> None:
         if not end.workers_leave:
             for rank in self._links.live_ranks:
                 self._links.signal(rank, signal.SIGTERM)
         grace_s = LEAVE_GRACE_S if end.workers_leave else TERM_GRACE_S
+        self._gate.flush()
         self._links.release(grace_s)
-        if not self._is_deposed:  # else those who are left may follow another
-            await self._unless_hurried(self._agents_gone(grace_s + AGENT_EXIT_S))
+        await self._unless_hurried(self._agents_gone(grace_s + AGENT_EXIT_S))
         await self._unless_hurried(self._links.all_closed(grace_s + AGENT_EXIT_S))
-        if not self._is_deposed:
-            for node in self._launcher.nodes:
-                self._launcher.kill(node)
-            await self._launcher.wait(AGENT_EXIT_S)
+        for node in self._launcher.nodes:
+            self._launcher.kill(node)
+        await self._launcher.wait(AGENT_EXIT_S)
         if self._checkpoints.under_way:
             await self._unless_hurried(asyncio.gather(*self._checkpoints.under_way))
-        if not self._job_ended:
-            state: Literal["completed", "failed", "cancelled"] = "failed" if end.exit_code else "completed"
-            if end.exit_code in (130, 143):
-                state = "cancelled"
-            self.log(JobEnded(exit_code=end.exit_code, state=state, reason=end.reason))
-        self._flush_telemetry()
-        if not self._is_deposed:  # else all this is the successor's
-            await self._slurm.close()
-            write_private(self._job.exit_code_file, f"{end.exit_code}\n".encode())
-        await asyncio.to_thread(self._ledger.close)
-        self._journal.close()
-        if not self._is_deposed:
-            copy_journal(self._job)
-        self._view.close()
 
     async def _agents_gone(self, timeout_s: float) -> None:
         """Wait until the launcher says so, or the links do: srun waits for agents on dead nodes, too."""

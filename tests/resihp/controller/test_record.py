@@ -200,7 +200,7 @@ def test_every_stage_can_end_and_nothing_follows_the_end() -> None:
 
 
 def test_the_record_is_the_same_from_the_bytes_of_a_journal(tmp_path: Path) -> None:
-    from resihp.record.journal import Journal, read
+    from resihp.record.journal_file import Journal, read
 
     job = Direct().run(3)
     job.crash(3)

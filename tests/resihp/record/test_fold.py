@@ -11,20 +11,17 @@ from resihp.controller import Controller
 from resihp.errors import ProtocolError
 from resihp.record.fold import fold, how_lost
 from resihp.record.journal import (
-    MAGIC,
     ChangeDecided,
     DrainDecided,
     FailureFound,
     FaultInjected,
     JoinRefused,
-    Journal,
     NodeLost,
     PlanInEffect,
     ProbesTaken,
     WorkerStarted,
-    read,
-    torn_bytes,
 )
+from resihp.record.journal_file import MAGIC, Journal, read, torn_bytes
 from resihp.settings import Settings
 from tests.resihp.record.test_journal import ENTRIES
 

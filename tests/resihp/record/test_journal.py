@@ -16,7 +16,6 @@ from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan, spread
 from resihp.protocol.messages import Declare, StepOutcome
 from resihp.record.journal import (
-    MAGIC,
     AnyEntry,
     ChangeDecided,
     CheckpointCommitted,
@@ -28,12 +27,12 @@ from resihp.record.journal import (
     FailureFound,
     FaultInjected,
     IterationCommitted,
+    IterationsPacked,
     IterationsUnreported,
     JobEnded,
     JobSignalled,
     JobStarted,
     JoinRefused,
-    Journal,
     LeaderChosen,
     LinkProbe,
     ModelDeclared,
@@ -53,10 +52,10 @@ from resihp.record.journal import (
     WorkerEnded,
     WorkersOrdered,
     WorkerStarted,
-    encode,
     first_seq,
-    read,
 )
+from resihp.record.journal_file import MAGIC, MAX_APPENDED_BYTES, Journal, encode, read_packed
+from resihp.record.journal_file import read_packed as read
 
 OUTCOME = StepOutcome(
     iteration=6,
@@ -101,6 +100,7 @@ ENTRIES: list[AnyEntry] = [
     ChangeDecided(reason="gains 10% for 2 s", devices=(("n1", 0),), links=((1, 4),)),
     WorkersOrdered(workers=((4, "n1", 1), (5, "n2", 0))),
     IterationsUnreported(first=7, last=9),
+    IterationsPacked(epoch=3, first=10, count=1, columns=(b"?",)),
     DrainWaived(node="n3", failure=2),
     PlanInEffect(epoch=2),
     JoinRefused(rank=4, node="n1", device=1, reason="declares another model than the job"),
@@ -190,7 +190,7 @@ def test_records_are_readable_while_the_writer_goes_on(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "deep" / "journal")
     for count, entry in enumerate(ENTRIES, start=1):
         record = journal.append(entry, 1.0)
-        assert journal.written == encode(record)
+        assert journal.after(record.seq - 1, 1) == [(record.seq, encode(record))]
         assert len(read(tmp_path / "deep" / "journal")) == count
     journal.close()
 
@@ -251,17 +251,17 @@ def test_every_damaged_byte_of_the_last_record_is_noticed(tmp_path: Path) -> Non
         assert [record.entry for record in read(path)] == ENTRIES[:-1], f"byte {at} damaged"
 
 
-def test_reading_stops_at_damage_in_the_middle(tmp_path: Path) -> None:
-    """What follows a damaged record is not to be trusted to be in order."""
+def test_damage_before_the_last_record_is_refused_and_the_file_kept(tmp_path: Path) -> None:
+    """A journal that loses what was decided, in silence, is worse than none."""
     start = len(filled(tmp_path / "shorter", ENTRIES[:4]).read_bytes())
     path = filled(tmp_path / "journal")
     whole = path.read_bytes()
     path.write_bytes(whole[: start + 8] + bytes([whole[start + 8] ^ 1]) + whole[start + 9 :])
-    assert [record.entry for record in read(path)] == ENTRIES[:4]
-    journal = Journal(path, sync=False)
-    journal.append(ENTRIES[0], 50.0)
-    journal.close()
-    assert [record.seq for record in read(path)] == [1, 2, 3, 4, 5]
+    damaged = path.read_bytes()
+    for opened in (read, read_packed, Journal):
+        with pytest.raises(ProtocolError, match=f"journal.*damaged at byte {start}, and whole records follow"):
+            opened(path)
+    assert path.read_bytes() == damaged
 
 
 @pytest.mark.parametrize("length", range(len(MAGIC) + 1))
@@ -296,20 +296,31 @@ def test_refuses_a_whole_record_of_another_version(tmp_path: Path) -> None:
         read(path)
 
 
+def test_a_record_that_agents_could_not_be_sent_is_not_written(tmp_path: Path) -> None:
+    path = filled(tmp_path / "journal", ENTRIES[:2])
+    before = path.read_bytes()
+    journal = Journal(path, sync=False)
+    with pytest.raises(ProtocolError, match=r"Suspected of .* bytes cannot be copied"):
+        journal.append(Suspected(rank=1, node="n", evidence="x" * MAX_APPENDED_BYTES), 0.0)
+    assert path.read_bytes() == before
+    assert journal.append(ENTRIES[2], 0.0).seq == 3
+    journal.close()
+
+
 def test_a_full_disk_is_told_and_leaves_no_half_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "journal"
     journal = Journal(path, sync=False)
     journal.append(ENTRIES[0], 0.0)
     before = path.read_bytes()
-    write, room = os.write, [20]
+    write, room = os.pwrite, [20]
 
-    def full(fd: int, body: bytes) -> int:
+    def full(fd: int, body: bytes, at: int) -> int:
         if not room:
             raise OSError(28, "no space left on device")
-        return write(fd, body[: room.pop()])
+        return write(fd, body[: room.pop()], at)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
+        patch.setattr(os, "pwrite", full)
         with pytest.raises(OSError, match="no space"):
             journal.append(ENTRIES[1], 1.0)
     assert path.read_bytes() == before

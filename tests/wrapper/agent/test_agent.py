@@ -21,7 +21,8 @@ from resihp.protocol import messages as m
 from resihp.protocol.forwarding import label_of, report_of
 from resihp.protocol.framing import Envelope, SecureChannel, serve
 from resihp.protocol.resumable import Conversation
-from resihp.record.journal import IterationCommitted, Record, encode
+from resihp.record.journal import IterationCommitted, Record
+from resihp.record.journal_file import encode
 from tests.wrapper.run_requests import run_request
 from wrapper.config.run_spec import Program
 from wrapper.job_folder import Job, create_local_job

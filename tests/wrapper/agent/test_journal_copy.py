@@ -10,8 +10,9 @@ import pytest
 
 from resihp.errors import ProtocolError, UsageError
 from resihp.protocol import messages as m
-from resihp.record import journal
-from resihp.record.journal import IterationCommitted, LeaderChosen, NodeJoined, Record, encode, first_seq
+from resihp.record import journal_file
+from resihp.record.journal import IterationCommitted, LeaderChosen, NodeJoined, Record, first_seq
+from resihp.record.journal_file import encode
 from tests.wrapper.agent.test_agent import outcome
 from wrapper.agent.journal_copy import Replica, local_place
 from wrapper.job_folder import Job
@@ -30,7 +31,7 @@ def test_copy_is_a_journal_that_a_successor_can_read(tmp_path: Path) -> None:
     joined = Record(1, 0.0, NodeJoined(node="n1", host="h", devices=1))
     replica.apply(replicate(0, joined))
     replica.apply(replicate(1, committed(2), committed(3)))
-    assert journal.read(tmp_path / "n1.copy") == [joined, committed(2), committed(3)]
+    assert journal_file.read(tmp_path / "n1.copy") == [joined, committed(2), committed(3)]
     assert (replica.log, replica.membership.committed, replica.membership.joined) == (3, 3, {"n1"})
 
 
@@ -39,11 +40,11 @@ def test_what_the_new_leader_does_not_have_is_dropped(tmp_path: Path) -> None:
     replica.apply(replicate(0, committed(1), committed(2), committed(3), committed(4)))
     chosen = Record(first_seq(2), 0.0, LeaderChosen(term=2, node="n2", host="h", how="elected"))
     replica.apply(replicate(2, chosen))
-    assert journal.read(tmp_path / "n1.copy") == [committed(1), committed(2), chosen]
+    assert journal_file.read(tmp_path / "n1.copy") == [committed(1), committed(2), chosen]
     assert (replica.membership.term, replica.membership.committed) == (2, 2)
     replica.apply(replicate(1))
     replica.apply(replicate(1, chosen))
-    assert journal.read(tmp_path / "n1.copy") == [committed(1), chosen]
+    assert journal_file.read(tmp_path / "n1.copy") == [committed(1), chosen]
 
 
 def test_records_that_do_not_follow_are_refused_and_the_copy_tells_what_it_has(tmp_path: Path) -> None:
@@ -63,7 +64,7 @@ def test_records_that_do_not_follow_are_refused_and_the_copy_tells_what_it_has(t
 def test_copy_of_an_earlier_agent_is_not_taken_over(tmp_path: Path) -> None:
     Replica(tmp_path / "n1.copy").apply(replicate(0, committed(1)))
     assert Replica(tmp_path / "n1.copy").log == 0
-    assert journal.read(tmp_path / "n1.copy") == []
+    assert journal_file.read(tmp_path / "n1.copy") == []
 
 
 def test_full_disk_ends_neither_the_agent_nor_its_vote(
@@ -72,16 +73,16 @@ def test_full_disk_ends_neither_the_agent_nor_its_vote(
     replica = Replica(tmp_path / "n1.copy")
     replica.apply(replicate(0, committed(1)))
 
-    def full(descriptor: int, content: bytes) -> int:
+    def full(descriptor: int, content: bytes, at: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(journal.os, "write", full)
+    monkeypatch.setattr(journal_file.os, "pwrite", full)
     replica.apply(replicate(1, committed(2)))
     monkeypatch.undo()
     replica.apply(replicate(2, committed(3)))
     assert (replica.log, replica.membership.committed, replica.whole) == (3, 3, False)
     assert "No space left" in capsys.readouterr().out
-    assert journal.read(tmp_path / "n1.copy") == [committed(1)]
+    assert journal_file.read(tmp_path / "n1.copy") == [committed(1)]
 
 
 def job_at(tmp_path: Path) -> Job:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from resihp.protocol import messages as m
-from resihp.record.journal import Record, encode
+from resihp.record.journal import Record
+from resihp.record.journal_file import encode
 from tests.wrapper.agent.test_election import beginning
 from wrapper.agent import peers as peers_module
 from wrapper.agent.journal_copy import Replica

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from resihp.record.journal import DrainDecided, Journal, NodeJoined
+from resihp.record.journal import DrainDecided, NodeJoined
+from resihp.record.journal_file import Journal
 from tests.wrapper.commands.test_resume import batch, checkpoint, start
 from wrapper.commands.earlier_runs import EarlierRuns, of
 from wrapper.config.run_spec import RunRequest

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from resihp.errors import ResihpError, UsageError
-from resihp.record import journal
+from resihp.record import journal, journal_file
 from slurm.client import PREFIX
 from slurm.drains.exclusions import Exclusions
 from slurm.errors import SlurmRefusedError
@@ -44,7 +44,7 @@ def known_job(name: str, *nodes: str) -> None:
     path = folder / "journal"
     file = JobFile(name=name, host="here", created_at=time.time(), journal=str(path))
     write_private(folder / "job.json", json.dumps({f: getattr(file, f) for f in file.__struct_fields__}).encode())
-    writer = journal.Journal(path, sync=False)
+    writer = journal_file.Journal(path, sync=False)
     for node in nodes:
         writer.append(journal.NodeJoined(node=node, host=node, devices=2), time.time())
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from resihp.errors import JobNotFoundError, RestartBudgetError, UsageError
-from resihp.record.journal import JobEnded, JobSignalled, JobStarted, Journal
+from resihp.record.journal import JobEnded, JobSignalled, JobStarted
+from resihp.record.journal_file import Journal
 from resihp.worker.checkpoints import write_manifest
 from slurm.client import JobView, NodeView
 from slurm.errors import SlurmOutputError

@@ -11,7 +11,7 @@ import pytest
 import db.engine
 from db.reading.queries import Reader
 from db.writer import Ledger
-from resihp.record import journal
+from resihp.record import journal_file
 from tests.db.conftest import Listener, story, write_journal
 from wrapper.sinks import deferred_ledger
 from wrapper.sinks.deferred_ledger import LateLedger
@@ -55,18 +55,18 @@ def test_what_happens_before_it_is_open_is_in_it_afterwards(tmp_path: Path) -> N
     other = locked(tmp_path)
     records = write_journal(tmp_path / "journal", story())
     (tmp_path / "journal").unlink()
-    writer = journal.Journal(tmp_path / "journal", sync=False)
+    writer = journal_file.Journal(tmp_path / "journal", sync=False)
     opening, listener = Opening(tmp_path), Listener()
     ledger = LateLedger(opening, tmp_path / "journal", listener)
     for record in records[:30]:
-        writer.copy(journal.encode(record))
+        writer.copy(journal_file.encode(record))
         ledger.submit(record)
     ledger.telemetry([(1, 1, 0, 0.5, 0.4)])
     assert opening.refused.wait(20)
     other.execute("ROLLBACK")
     other.close()
     for record in records[30:]:
-        writer.copy(journal.encode(record))
+        writer.copy(journal_file.encode(record))
         ledger.submit(record)
     writer.close()
     assert ledger.close()

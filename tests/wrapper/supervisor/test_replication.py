@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from random import Random
 
@@ -16,15 +16,14 @@ from resihp.protocol import messages as m
 from resihp.record.journal import (
     AnyEntry,
     DrainDecided,
-    Journal,
     LeaderChosen,
     PlanInEffect,
     PlanRefused,
     Record,
     Suspected,
     first_seq,
-    read,
 )
+from resihp.record.journal_file import Journal, read
 from resihp.record.quorum import DECISIONS, Membership, is_quorum
 from tests.wrapper.agent.test_election import NODES, beginning, plan_of
 from wrapper.supervisor import replication
@@ -57,10 +56,10 @@ class Agents:
         self.taken = dict.fromkeys(copies, 0)
         self.gone: set[str] = set()
 
-    def post(self, node: str, message: m.Replicate) -> int:
+    def post(self, node: str, message: msgspec.Raw) -> int:
         if node in self.gone:
             return 0
-        self.posted[node].append(message)
+        self.posted[node].append(msgspec.msgpack.decode(message, type=m.Replicate))
         return len(self.posted[node])
 
     def log(self, node: str) -> int:
@@ -79,6 +78,29 @@ class Agents:
         return True
 
 
+class Source:
+    """A journal of which nothing up to number `forgotten` is in memory. What is fetched comes at once."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.forgotten = -1
+        self.fetched = 0
+
+    @property
+    def seq(self) -> int:
+        return self.journal.seq
+
+    def common(self, log: int) -> int:
+        return self.journal.common(log)
+
+    def recent(self, seq: int, most_bytes: int) -> list[tuple[int, bytes]] | None:
+        return None if seq < self.forgotten else self.journal.after(seq, most_bytes)
+
+    def fetch(self, seq: int, most_bytes: int, give: Callable[[list[tuple[int, bytes]]], None]) -> None:
+        self.fetched += 1
+        give(self.journal.after(seq, most_bytes))
+
+
 class Scene:
     """A leader of term 2 that took over a journal, or of term 1 with its own, and agents with copies of their own."""
 
@@ -87,11 +109,14 @@ class Scene:
         for record in records:
             self.journal.copy(msgspec.msgpack.encode(record))
         self.agents = Agents(copies or {node: [] for node in NODES})
-        self.replication = Replication(self.journal, membership_of(records), self.agents.post)
+        self.source = Source(self.journal)
+        self.replication = Replication(self.source, membership_of(records), self.agents.post)
 
-    def append(self, entry: AnyEntry) -> int:
+    def append(self, entry: AnyEntry, *, flush: bool = True) -> int:
         record = self.journal.append(entry, 0.0)
         self.replication.appended(record, isinstance(entry, DECISIONS))
+        if flush:
+            self.replication.flush()
         return record.seq
 
     def join(self, *nodes: str) -> None:
@@ -131,6 +156,37 @@ def test_everything_is_sent_in_order_to_all_that_have_joined(scene: Scene) -> No
     assert scene.agents.copies["n1"] == scene.agents.copies["n2"] == scene.records
     assert len(scene.agents.posted["n1"]) == 3, "what is there in one message, what comes in one each"
     assert scene.agents.copies["n3"] == []
+
+
+def test_what_comes_together_goes_out_together_and_is_encoded_once(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 2,048 nodes each record on its own would be 2,048 messages."""
+    scene.join(*NODES)
+    scene.acknowledge(*NODES)
+    before = {node: len(scene.agents.posted[node]) for node in NODES}
+    encoded: list[object] = []
+    encode = msgspec.msgpack.encode
+    monkeypatch.setattr(replication.msgspec.msgpack, "encode", lambda what: encoded.append(what) or encode(what))
+    for _ in range(50):
+        scene.append(OTHER, flush=False)
+    scene.replication.flush()
+    monkeypatch.undo()
+    assert {node: len(scene.agents.posted[node]) - before[node] for node in NODES} == dict.fromkeys(NODES, 1)
+    assert [type(each) for each in encoded] == [m.Replicate]
+    scene.acknowledge(*NODES)
+    assert all(copy == scene.records for copy in scene.agents.copies.values())
+
+
+def test_what_is_in_memory_no_more_is_fetched_in_pieces(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replication, "PIECE_BYTES", 300)
+    for _ in range(50):
+        scene.append(OTHER)
+    scene.source.forgotten = scene.journal.seq - 10
+    scene.join("n1")
+    scene.acknowledge("n1")
+    assert scene.agents.copies["n1"] == scene.records
+    assert 3 < scene.source.fetched < 50
 
 
 def test_a_late_copy_gets_what_it_lacks_and_loses_what_nobody_decided(tmp_path: Path) -> None:

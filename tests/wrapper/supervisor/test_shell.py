@@ -6,8 +6,11 @@ Agents and sockets are real ends of real connections; controller, launcher, stor
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,17 +23,9 @@ from resihp.controller import interface as api
 from resihp.protocol import messages as m
 from resihp.protocol.framing import Envelope, SecureChannel
 from resihp.protocol.resumable import Conversation
-from resihp.record.journal import (
-    AnyEntry,
-    DrainDecided,
-    JobEnded,
-    Journal,
-    LeaderChosen,
-    Record,
-    encode,
-    first_seq,
-    read,
-)
+from resihp.record import journal_file
+from resihp.record.journal import AnyEntry, DrainDecided, JobEnded, LeaderChosen, Record, Suspected, first_seq
+from resihp.record.journal_file import Journal, encode, read
 from tests.wrapper.agent.test_election import beginning
 from tests.wrapper.run_requests import run_request
 from tests.wrapper.supervisor.test_replication import membership_of
@@ -43,6 +38,8 @@ from wrapper.supervisor.shell import Supervisor
 NODES = ("n1", "n2", "n3")
 DRAIN = api.Log(entry=DrainDecided(drain=1, node="n1", failure=1, reason=""))
 ENDED = api.Log(entry=JobEnded(exit_code=5, state="failed", reason="too few"))
+OTHER = Suspected(rank=0, node="n1", evidence="")
+"""Any entry that is no decision."""
 END = api.End(exit_code=5, reason="too few", workers_leave=True)
 
 
@@ -156,7 +153,7 @@ class PretendedAgent:
 class Scene:
     """A supervisor of term 2, whose journal says that n1, n2 and n3 train, and agents that may follow it."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, *, succession: bool = True) -> None:
         self.job = job
         self.controller = Scripted()
         self.launcher = PretendedLauncher()
@@ -168,7 +165,7 @@ class Scene:
         launcher: Any = self.launcher
         told: Any = self.told
         self.supervisor = Supervisor(
-            request_of(job),
+            request_of(job, succession=succession),
             controller=self.controller,
             launcher=launcher,
             store=PretendedStore(),
@@ -211,6 +208,13 @@ class Scene:
         heard = len(self.controller.of(api.Tick))
         await self.until(lambda: len(self.controller.of(api.Tick)) > heard + 2)
 
+    def released(self) -> list[str]:
+        """Nodes whose agents were told to end."""
+        return [node for node, agent in self.agents.items() if m.Release in [type(order) for order in agent.heard]]
+
+    def heard(self, node: str, kind: type) -> int:
+        return [type(order) for order in self.agents[node].heard].count(kind)
+
     @property
     def entries(self) -> list[AnyEntry]:
         """What was written since the beginning."""
@@ -221,8 +225,8 @@ class Scene:
         return self.job.exit_code_file.read_text() if self.job.exit_code_file.exists() else ""
 
 
-def request_of(job: Job) -> RunRequest:
-    return run_request(job.name, job.folder, nodes=3, succession=True)
+def request_of(job: Job, *, succession: bool = True) -> RunRequest:
+    return run_request(job.name, job.folder, nodes=3, succession=succession)
 
 
 @pytest.fixture
@@ -239,12 +243,12 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell, "QUORUM_PATIENCE_S", 0.5)
 
 
-def play(job: Job, scene: Callable[[Scene], Awaitable[None]]) -> Scene:
+def play(job: Job, scene: Callable[[Scene], Awaitable[None]], *, succession: bool = True) -> Scene:
     made: list[Scene] = []
 
     async def main() -> None:
         async with asyncio.timeout(30):
-            made.append(Scene(job))
+            made.append(Scene(job, succession=succession))
             await scene(made[0])
             if not made[0].running.done():
                 made[0].answer(END)
@@ -284,7 +288,7 @@ def test_without_a_quorum_from_the_start_it_gives_up(job: Job) -> None:
     it = play(job, scene)
     assert it.entries == []
     assert it.exit_code == ""
-    assert m.Release in [type(order) for order in it.agents["n3"].heard], "who followed it has nobody else"
+    assert not it.released(), "whoever followed it may still find a successor, and trains on until then"
 
 
 def test_an_agent_of_a_later_term_ends_the_lead(job: Job) -> None:
@@ -301,6 +305,110 @@ def test_an_agent_of_a_later_term_ends_the_lead(job: Job) -> None:
     assert it.exit_code == ""
     assert it.launcher.killed == []
     assert not job.journal_copy.exists()
+
+
+# --- its disk -----------------------------------------------------------------------------------------------------
+
+
+class Disk:
+    """What the journal is written to: it may stall, or refuse."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.works = threading.Event()
+        self.works.set()
+        self.error: int | None = None
+        self._write = os.pwrite
+        monkeypatch.setattr(journal_file.os, "pwrite", self.write)
+
+    def write(self, descriptor: int, content: bytes, at: int) -> int:
+        assert self.works.wait(20.0)
+        if self.error is not None:
+            raise OSError(self.error, os.strerror(self.error))
+        return self._write(descriptor, content, at)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    made = Disk(monkeypatch)
+    yield made
+    made.works.set()
+
+
+def test_while_the_disk_stalls_agents_hear_of_the_leader_and_nothing_is_done(job: Job, disk: Disk) -> None:
+    async def scene(it: Scene) -> None:
+        await it.follow()
+        await it.until(lambda: it.entries)
+        disk.works.clear()
+        it.answer(api.Log(entry=OTHER), api.Say(level="notice", text="done"))
+        before = it.heard("n1", m.Alive)
+        await it.until(lambda: it.heard("n1", m.Alive) >= before + 5)
+        assert it.told.said == []
+        assert len(it.told.records) == 1, "what may be lost is not in the ledger"
+        disk.works.set()
+        await it.until(lambda: it.told.said == ["done"])
+        assert len(it.told.records) == 2
+
+    it = play(job, scene)
+    assert it.entries[1] == OTHER
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.ENOTCONN, None])
+def test_a_leader_that_cannot_write_steps_back_and_leaves_the_job_alone(
+    job: Job, disk: Disk, monkeypatch: pytest.MonkeyPatch, error: int | None
+) -> None:
+    monkeypatch.setattr(shell, "DISK_PATIENCE_S", 0.3)
+    monkeypatch.setattr(shell, "CLOSE_S", 0.2)
+
+    async def scene(it: Scene) -> None:
+        await it.follow()
+        await it.until(lambda: it.entries)
+        disk.error = error
+        if error is None:
+            disk.works.clear()
+        it.answer(api.Log(entry=OTHER), api.Say(level="notice", text="done"))
+        assert await it.running == DEPOSED
+
+    it = play(job, scene)
+    assert it.entries == it.entries[:1]
+    assert "done" not in it.told.said
+    assert it.released() == []
+    assert it.launcher.killed == []
+    assert it.exit_code == "", "it is its successor's to say"
+
+
+def test_without_succession_a_full_disk_only_holds_back_decisions(
+    job: Job, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shell, "DISK_PATIENCE_S", 0.3)
+
+    async def scene(it: Scene) -> None:
+        await it.follow()
+        await it.until(lambda: it.entries)
+        disk.error = errno.ENOSPC
+        it.answer(api.Log(entry=OTHER), api.Say(level="notice", text="done"))
+        await it.until(lambda: it.told.said)
+        assert "No space left on device; training goes on, nothing is decided until it can" in it.told.said[0]
+        await it.turns()
+        assert len(it.told.said) == 1, "told once, and nothing done"
+        disk.error = None
+        await it.until(lambda: it.told.said[1:] == ["journal: written again", "done"])
+
+    it = play(job, scene, succession=False)
+    assert it.entries[1] == OTHER
+
+
+def test_what_fails_at_the_end_keeps_nothing_else_from_being_done(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(job: Job) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(shell, "copy_journal", refuse)
+
+    async def scene(it: Scene) -> None:
+        await it.follow()
+
+    it = play(job, scene)
+    assert it.exit_code == "5\n"
+    assert it.told.said[-1].startswith("at the end: copy of the journal: ")
 
 
 # --- decisions ----------------------------------------------------------------------------------------------------

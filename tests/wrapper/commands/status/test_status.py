@@ -24,7 +24,7 @@ from resihp.errors import UsageError
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.protocol.messages import StepOutcome
-from resihp.record import journal
+from resihp.record import journal, journal_file
 from tests.db.conftest import BEGAN, any_layout_story, node_story, write_journal
 from wrapper.cli import app
 from wrapper.commands.history.command import History
@@ -41,7 +41,7 @@ NODE = "n2[bold]"
 def record_job(job: Job, *, ended: bool = True, loss: float = 3.25) -> list[journal.Record]:
     """A journal of two nodes of two, one failure in iteration 3, names and reasons that look like markup."""
     began = job.read().created_at
-    writer = journal.Journal(job.journal_file, sync=False)
+    writer = journal_file.Journal(job.journal_file, sync=False)
     layout = Layout.uniform(tp=1, pp=2, dp=2, layers=4)
 
     def log(entry: journal.AnyEntry, after_s: float) -> None:
@@ -128,7 +128,7 @@ def record_job(job: Job, *, ended: bool = True, loss: float = 3.25) -> list[jour
         log(journal.JobEnded(exit_code=0, state="completed", reason="3 iterations done"), 6.0)
         job.exit_code_file.write_text("0\n")
     writer.close()
-    return journal.read(job.journal_file)
+    return journal_file.read(job.journal_file)
 
 
 @pytest.fixture(autouse=True)
@@ -462,7 +462,7 @@ def test_watch_ends_with_the_job(job: Job) -> None:
 def test_ledger_option_reads_another_ledger(job: Job, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/shared.db"
     with Ledger.open(url, tmp_path) as ledger:
-        for record in journal.read(job.journal_file):
+        for record in journal_file.read(job.journal_file):
             ledger.submit(record)
     assert len(rows("iterations", job.name, "--ledger", url)) == 3
     with pytest.raises(UsageError, match=r"job nix: not in ledger .*shared.db, which holds local-1"):

@@ -1,0 +1,174 @@
+"""Committed iterations, packed: hundreds of records of the journal as one, a tenth of their size.
+
+A job of three months commits a million iterations. Those that nobody asks about one by one any more are kept as columns
+(`journal.IterationsPacked`): iteration, epoch, digest and sums as they were, times to the microsecond, other figures to
+the seven digits of a 32-bit float. Whoever holds a journal packs it (`journal_file.Journal`), each by itself: what is
+packed in one copy need not be in another. Knows no file.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from resihp.errors import ProtocolError
+from resihp.protocol.messages import StepOutcome
+from resihp.record.journal import IterationCommitted, IterationsPacked, Record
+
+FEWEST = 16
+"""Shorter runs are left as they are."""
+MOST = 8192
+"""Iterations in one record: far below what a frame may hold."""
+
+_SUMS = ("tokens", "sum_squared_lengths", "samples", "updates")
+_FIGURES = ("clip", "learning_rate", "gradient_norm", "loss")
+_FLAGS = ("skip", "pause", "saving")
+_COLUMNS = 3 + len(_SUMS) + len(_FIGURES) + 2
+_DIGEST_BYTES = 8
+_MICRO = 1e6
+
+
+def pack(records: Sequence[Record]) -> list[Record]:
+    """The same records, each run of committed iterations as one. Its number is that of the last."""
+    packed: list[Record] = []
+    run: list[Record] = []
+    for record in records:
+        if run and not (len(run) < MOST and _continues(run[-1], record)):
+            packed += _as_one(run)
+            run = []
+        if isinstance(record.entry, IterationCommitted):
+            run.append(record)
+        else:
+            packed.append(record)
+    return packed + _as_one(run)
+
+
+def unpack(records: Iterable[Record]) -> Iterator[Record]:
+    """Each record, packed ones as those that they stand for. Raises ProtocolError for columns that are none."""
+    for record in records:
+        if isinstance(record.entry, IterationsPacked):
+            try:
+                yield from _rows(record.seq, record.entry)
+            except (struct.error, zlib.error, ValueError) as error:
+                raise ProtocolError(f"journal: packed record {record.seq} cannot be unpacked: {error}") from error
+        else:
+            yield record
+
+
+def first_of(record: Record) -> int:
+    """Number of the first record that this one stands for: its own, unless it is packed."""
+    return record.seq - record.entry.count + 1 if isinstance(record.entry, IterationsPacked) else record.seq
+
+
+def _continues(last: Record, record: Record) -> bool:
+    one, other = last.entry, record.entry
+    assert isinstance(one, IterationCommitted)
+    return (
+        isinstance(other, IterationCommitted)
+        and record.seq == last.seq + 1
+        and other.epoch == one.epoch
+        and other.outcome.iteration == one.outcome.iteration + 1
+    )
+
+
+def _as_one(run: list[Record]) -> list[Record]:
+    if len(run) < FEWEST:
+        return run
+    entries = [record.entry for record in run if isinstance(record.entry, IterationCommitted)]
+    outcomes = [entry.outcome for entry in entries]
+    if any(len(outcome.samples_digest) != 2 * _DIGEST_BYTES for outcome in outcomes):
+        return run
+    ats = [round(record.at * _MICRO) for record in run]
+    try:
+        columns = [
+            _integers([later - before for before, later in zip([0, *ats], ats, strict=False)]),
+            _integers(_micros([entry.seconds for entry in entries])),
+            _integers(_micros([entry.predicted_seconds for entry in entries])),
+            *(_integers([getattr(outcome, name) for outcome in outcomes]) for name in _SUMS),
+            *(_figures([getattr(outcome, name) for outcome in outcomes]) for name in _FIGURES),
+            _integers([sum(getattr(o, name) << bit for bit, name in enumerate(_FLAGS)) for o in outcomes]),
+            bytes.fromhex("".join(outcome.samples_digest for outcome in outcomes)),
+        ]
+    except (struct.error, OverflowError, ValueError):
+        return run  # a figure that no column takes: kept as it is
+    entry = IterationsPacked(
+        epoch=entries[0].epoch,
+        first=outcomes[0].iteration,
+        count=len(run),
+        columns=tuple(zlib.compress(column, 6) for column in columns),
+    )
+    return [Record(run[-1].seq, run[-1].at, entry)]
+
+
+def _rows(seq: int, entry: IterationsPacked) -> Iterator[Record]:
+    count = entry.count
+    columns = iter(entry.columns)
+    if len(entry.columns) != _COLUMNS:
+        raise ValueError(f"{len(entry.columns)} columns where {_COLUMNS} are due")
+
+    def integers() -> Sequence[int]:
+        return _unshuffled(_inflated(next(columns), 8 * count), "q", 8, count)
+
+    passed, seconds, predicted = integers(), integers(), integers()
+    sums = {name: integers() for name in _SUMS}
+    figures = {name: _unshuffled(_inflated(next(columns), 4 * count), "f", 4, count) for name in _FIGURES}
+    flags = integers()
+    digests = _inflated(next(columns), _DIGEST_BYTES * count).hex()
+    at = 0
+    for i in range(count):
+        at += passed[i]
+        outcome = StepOutcome(
+            iteration=entry.first + i,
+            samples_digest=digests[2 * _DIGEST_BYTES * i : 2 * _DIGEST_BYTES * (i + 1)],
+            skip=bool(flags[i] & 1),
+            pause=bool(flags[i] & 2),
+            saving=bool(flags[i] & 4),
+            **{name: column[i] for name, column in figures.items()},
+            **{name: column[i] for name, column in sums.items()},
+        )
+        yield Record(
+            seq - count + 1 + i,
+            at / _MICRO,
+            IterationCommitted(
+                epoch=entry.epoch,
+                outcome=outcome,
+                seconds=None if seconds[i] < 0 else seconds[i] / _MICRO,
+                predicted_seconds=None if predicted[i] < 0 else predicted[i] / _MICRO,
+            ),
+        )
+
+
+def _micros(seconds: Iterable[float | None]) -> list[int]:
+    """Negative: not known."""
+    return [-1 if each is None else round(each * _MICRO) for each in seconds]
+
+
+def _integers(numbers: Sequence[int]) -> bytes:
+    return _shuffled(struct.pack(f"<{len(numbers)}q", *numbers), 8)
+
+
+def _figures(numbers: Sequence[float]) -> bytes:
+    return _shuffled(struct.pack(f"<{len(numbers)}f", *numbers), 4)
+
+
+def _shuffled(column: bytes, width: int) -> bytes:
+    """All first bytes, then all second ones, ...: what is alike comes together, and compresses."""
+    return b"".join(column[at::width] for at in range(width))
+
+
+def _unshuffled(column: bytes, kind: str, width: int, count: int) -> Sequence[Any]:
+    rows = bytearray(len(column))
+    for at in range(width):
+        rows[at::width] = column[at * count : (at + 1) * count]
+    return struct.unpack(f"<{count}{kind}", rows)
+
+
+def _inflated(column: bytes, size: int) -> bytes:
+    """Raises ValueError unless it is of that size: what came from elsewhere fills no memory."""
+    inflater = zlib.decompressobj()
+    content = inflater.decompress(column, size + 1)
+    if len(content) != size or not inflater.eof:
+        raise ValueError(f"{len(content)} bytes or more where {size} are due")
+    return content

@@ -1,0 +1,197 @@
+"""The leader's journal, written by a thread of its own: a disk that stalls or fails does not stop the loop that beats.
+
+`append` numbers a record and returns; the thread writes what has come, many at a time, and `on_disk` tells when. What
+the disk refuses is tried again until it takes it: the shell decides how long it leads meanwhile. The last records stay
+in memory, for those who keep copies (`wrapper.supervisor.replication`); older ones are read from the file, also behind
+the loop. Decides nothing. Owned by `wrapper.supervisor.shell`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from resihp.record.journal import AnyEntry, Record
+from resihp.record.journal_file import Journal
+
+AGAIN_S = 0.5
+PACK_AGAIN_S = 300.0
+RECENT_BYTES = 4 << 20
+"""What is kept in memory of what is on disk."""
+
+_log = logging.getLogger("supervisor")
+
+Encoded = tuple[int, bytes]
+"""A record's number, and the record as encoded."""
+
+
+class JournalWriter:
+    """Made and used in the loop. `on_disk()` is called there whenever more of the journal is on disk."""
+
+    def __init__(self, journal: Journal, on_disk: Callable[[], None]) -> None:
+        self._journal = journal
+        self._told = on_disk
+        self._loop = asyncio.get_running_loop()
+        self.trouble = ""
+        """Why the disk does not take what is waiting; empty while it does, or has not answered."""
+        self.written = journal.seq
+        """Number of the last record that is on disk."""
+        self._waiting: list[tuple[Record, bytes]] = []
+        """Appended, and not handed to the thread yet."""
+        self._behind_since: float | None = None
+        self._before = journal.seq
+        self._seqs: list[int] = []
+        self._bodies: list[bytes] = []
+        self._recent_bytes = 0
+        self._wake = threading.Condition()
+        self._closing = False
+        self._fetches: set[asyncio.Task[None]] = set()
+        self._pack_at = 0.0
+        self._thread = threading.Thread(target=self._write_until_closed, name="journal", daemon=True)
+        self._thread.start()
+
+    @property
+    def path(self) -> Path:
+        return self._journal.path
+
+    @property
+    def seq(self) -> int:
+        """Number of the last record that was appended."""
+        return self._journal.seq
+
+    @property
+    def behind_s(self) -> float:
+        """For how long the disk has not taken anything of what waits for it."""
+        return 0.0 if self._behind_since is None else time.monotonic() - self._behind_since
+
+    def append(self, entry: AnyEntry, at: float) -> Record:
+        """Number one entry, to be written soon. Raises ProtocolError if it is too large: it is as if it never came."""
+        record, body = self._journal.stamp(entry, at)
+        self._seqs.append(record.seq)
+        self._bodies.append(body)
+        self._recent_bytes += len(body)
+        if self._behind_since is None:
+            self._behind_since = time.monotonic()
+        with self._wake:
+            self._waiting.append((record, body))
+            self._wake.notify()
+        return record
+
+    # --- for those who keep copies ----------------------------------------------------------------------------
+
+    def common(self, log: int) -> int:
+        """Number of the last record that a copy which ends with `log` shares with us."""
+        if log < self._before or not self._seqs:
+            return self._journal.common(log)
+        at = bisect_right(self._seqs, log)
+        return self._seqs[at - 1] if at else self._before
+
+    def recent(self, seq: int, most_bytes: int) -> list[Encoded] | None:
+        """What follows record `seq`, about so much of it; None if it is not in memory any more (`fetch`)."""
+        if seq < self._before:
+            return None
+        found, size = [], 0
+        for at in range(bisect_right(self._seqs, seq), len(self._seqs)):
+            found.append((self._seqs[at], self._bodies[at]))
+            size += len(self._bodies[at])
+            if size >= most_bytes:
+                break
+        return found
+
+    def fetch(self, seq: int, most_bytes: int, give: Callable[[list[Encoded]], None]) -> None:
+        """Give the same from the file, in a while; an empty list if it cannot be read."""
+
+        async def read() -> None:
+            try:
+                found = await asyncio.to_thread(self._journal.after, seq, most_bytes)
+            except OSError as error:
+                _log.warning("journal %s: cannot be read: %s", self._journal.path, error)
+                found = []
+            give(found)
+
+        task = self._loop.create_task(read())
+        self._fetches.add(task)
+        task.add_done_callback(self._fetches.discard)
+
+    # --- the thread -------------------------------------------------------------------------------------------
+
+    def _write_until_closed(self) -> None:
+        batch: list[tuple[Record, bytes]] = []
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._waiting or self._closing, None if not batch else AGAIN_S)
+                batch += self._waiting
+                self._waiting = []
+                closing = self._closing
+            if batch:
+                try:
+                    self._journal.write(batch)
+                except OSError as error:
+                    self._tell(self._refused, error)
+                    if closing:
+                        return
+                    with self._wake:
+                        self._wake.wait_for(lambda: self._closing, AGAIN_S)
+                    continue
+                self._tell(self._took, batch[-1][0].seq)
+                batch = []
+            if closing:
+                return
+            self._pack()
+
+    def _pack(self) -> None:
+        if not self._journal.is_to_be_packed or time.monotonic() < self._pack_at:
+            return
+        try:
+            self._journal.pack()
+        except OSError as error:  # it is as it was, only larger
+            self._pack_at = time.monotonic() + PACK_AGAIN_S
+            _log.warning("journal %s: not packed: %s", self._journal.path, error)
+
+    def _tell(self, what: Callable[..., None], *told: object) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(what, *told)
+
+    # --- in the loop again ------------------------------------------------------------------------------------
+
+    def _took(self, seq: int) -> None:
+        self.written, self.trouble = seq, ""
+        self._behind_since = None if seq == self._journal.seq else time.monotonic()
+        self._forget()
+        self._told()
+
+    def _refused(self, error: OSError) -> None:
+        if not self.trouble:
+            _log.warning("journal %s: %s", self._journal.path, error)
+        self.trouble = error.strerror or str(error)
+
+    def _forget(self) -> None:
+        """Half of what is in memory and on disk, once it is too much."""
+        if self._recent_bytes <= 2 * RECENT_BYTES:
+            return
+        gone = 0
+        while self._recent_bytes > RECENT_BYTES and self._seqs[gone] <= self.written:
+            self._recent_bytes -= len(self._bodies[gone])
+            gone += 1
+        if gone:
+            self._before = self._seqs[gone - 1]
+            del self._seqs[:gone], self._bodies[:gone]
+
+    def close(self, timeout_s: float) -> bool:
+        """Write what waits, for at most so long; False if something was left. Waits: not for the loop."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return False  # it hangs in the disk, and ends with us
+        with self._wake:
+            complete = not self._waiting
+        self._journal.close()
+        return complete

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sysconfig
+import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,9 +28,10 @@ from resihp.record.journal import (
     PlanDecided,
     PlanInEffect,
     Record,
+    SlurmSaw,
     WorkerStarted,
 )
-from resihp.record.journal_file import read
+from resihp.record.journal_file import encode, read
 from tests.integration.jobs import Job, jobs
 
 SOAK = pytest.mark.soak
@@ -280,6 +286,109 @@ def test_a_supervisor_that_was_frozen_finds_its_successor_and_gives_up(job: Job,
     assert_nothing_lost(job, reference)
     assert_the_same_processes(job, before)
     assert job.history("failures") == []
+
+
+def test_a_leader_whose_disk_is_full_leaves_the_job_to_a_successor(job: Job, reference: dict[int, float]) -> None:
+    job.environment |= SUCCESSION
+    train(job, nodes=3, gpus=1, tp=1, pp=1)
+    job.until(partial(committed, job, 5))
+    before = workers(job)
+    (journal,) = job.folder.glob("local/*/journal")
+    size = journal.stat().st_size
+    supervisor_of(job).rlimit(psutil.RLIMIT_FSIZE, (size, size))
+    left_alone(job, reference, before)
+    assert "cannot be written for 5 s: File too large" in log(job, "supervisor.log")
+
+
+@pytest.mark.soak
+def test_a_leader_whose_disk_hangs_leaves_the_job_to_a_successor(job: Job, reference: dict[int, float]) -> None:
+    """The thread that writes its journal is stopped, as if it waited for a device that is dead."""
+    job.environment |= SUCCESSION
+    train(job, nodes=3, gpus=1, tp=1, pp=1)
+    job.until(partial(committed, job, 5))
+    before = workers(job)
+    with stopped_thread(supervisor_of(job), "journal"):
+        left_alone(job, reference, before)
+    assert "its disk does not answer" in log(job, "supervisor.log")
+
+
+def left_alone(job: Job, reference: dict[int, float], before: dict[int, int]) -> None:
+    """The leader has given up: the job goes on under a successor, and nobody who trains notices."""
+    wait_for(lambda: led_in(job, 2))
+    assert job.wait().status == 0, job.stderr
+    assert "no quorum follows this supervisor; waiting for its successor" in job.stderr
+    wait_for(lambda: not job.processes(), 20)
+    assert_nothing_lost(job, reference)
+    assert_the_same_processes(job, before)
+    assert job.history("failures") == []
+    assert len(entries(job, PlanDecided)) == 1, "training was not even interrupted"
+
+
+FUTEX = 202
+"""The system call in which a thread waits for others, on x86-64."""
+
+
+@contextmanager
+def stopped_thread(process: psutil.Process, name: str) -> Iterator[None]:
+    """Keep one thread of a process from running, by ptrace, until the process has ended or this is left.
+
+    It is stopped as it waits: it holds no lock that others need.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+    seize, interrupt, detach, any_thread = 0x4206, 0x4207, 17, 0x40000000
+    tasks = Path(f"/proc/{process.pid}/task")
+    (thread,) = [int(task.name) for task in tasks.iterdir() if (task / "comm").read_text().strip() == name]
+    waits = False
+    while not waits:
+        assert libc.ptrace(seize, thread, None, None) == 0, os.strerror(ctypes.get_errno())
+        assert libc.ptrace(interrupt, thread, None, None) == 0
+        os.waitpid(thread, any_thread)
+        waits = (tasks / str(thread) / "syscall").read_text().startswith(f"{FUTEX} ")
+        if not waits:
+            libc.ptrace(detach, thread, None, None)
+    # A process with a thread that is traced is not gone before the tracer has noticed.
+    threading.Thread(target=os.waitpid, args=(thread, any_thread), daemon=True).start()
+    try:
+        yield
+    finally:
+        libc.ptrace(detach, thread, None, None)
+
+
+def pad(journal: Path, count: int) -> None:
+    """So many records more, before anybody misses the leader."""
+    last = read(journal)[-1]
+    sample = encode(Record(1 << 31, last.at, SlurmSaw(node="n1", state="alloc", text="")))
+    head, tail = sample.split((1 << 31).to_bytes(4, "big"))
+    with journal.open("ab") as file:
+        for seq in range(last.seq + 1, last.seq + 1 + count):
+            body = head + seq.to_bytes(4, "big") + tail
+            file.write(len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body)
+
+
+def test_taking_over_after_months_is_no_different(job: Job, reference: dict[int, float]) -> None:
+    """200,000 records that no agent's copy has, 16 workers: worse than what months leave, which is packed."""
+    job.environment |= SUCCESSION
+    train(job, nodes=4, gpus=4, tp=1, pp=2)
+    job.until(partial(committed, job, 5))
+    before = workers(job)
+    assert job.process is not None
+    guardian = psutil.Process(job.process.pid)
+    guardian.suspend()
+    supervisor_of(job).kill()
+    wait_for(lambda: [each.status() for each in guardian.children()].count(psutil.STATUS_ZOMBIE))
+    (path,) = job.folder.glob("local/*/journal")
+    pad(path, 200_000)
+    resumed_at = time.time()
+    guardian.resume()
+    assert job.wait().status == 0, job.stderr
+    seconds = adopted_after(job, resumed_at)
+    print(f"adopted {seconds:.2f} s after the supervisor was started")
+    assert seconds < 10.0
+    assert_nothing_lost(job, reference)
+    assert_the_same_processes(job, before)
+    assert [(entry.term, entry.how) for entry in entries(job, LeaderChosen)] == [(2, "restarted")]
+    assert len(entries(job, PlanDecided)) == 1, "training was not even interrupted"
 
 
 @pytest.mark.soak

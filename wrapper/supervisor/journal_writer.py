@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from resihp.process import name_thread
 from resihp.record.journal import AnyEntry, Record
 from resihp.record.journal_file import Journal
 
@@ -122,6 +123,7 @@ class JournalWriter:
     # --- the thread -------------------------------------------------------------------------------------------
 
     def _write_until_closed(self) -> None:
+        name_thread("journal")
         batch: list[tuple[Record, bytes]] = []
         while True:
             with self._wake:

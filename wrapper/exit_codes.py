@@ -12,6 +12,8 @@ REQUEUE = 75
 BROKEN = 93
 DEPOSED = 76
 """Of a supervisor that gave up the lead, to its guardian; never that of `resihp run`."""
+CANNOT_LEAD = 77
+"""Of a successor that could not even begin, to its agent: another node is to be chosen."""
 
 EXIT_CODES: dict[type[errors.ResihpError], int] = {
     errors.UsageError: 2,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import time
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
@@ -15,7 +17,10 @@ from resihp.errors import UsageError
 from resihp.record.journal import FaultInjected, JobEnded, LeaderChosen, NodeLost, WorkerEnded, WorkerStarted, first_seq
 from tests.wrapper.conftest import StubJob
 from wrapper.commands import inject
+from wrapper.exit_codes import CANNOT_LEAD
 from wrapper.job_folder import finish_dead_job, hold_lock
+from wrapper.launch.ports import listen
+from wrapper.supervisor.guardian import supervisor_command
 
 FOREVER = "import time\nprint('here', flush=True)\ntime.sleep(3600)\n"
 STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER
@@ -374,6 +379,36 @@ def test_supervisor_killed_before_it_has_begun_ends_the_job(stub_job: StubJob) -
     assert stub_job.wait() == 1
     assert "cannot be taken over" in stub_job.stderr
     assert stub_job.processes() == []
+
+
+def test_a_successor_that_cannot_begin_leaves_the_job_alone(stub_job: StubJob, tmp_path: Path) -> None:
+    """A damaged copy on one node: its agent, and the job's end, are not its business."""
+    stub_job.start(UNTIL_TOLD, nodes=2)
+    running(stub_job, 2)
+    before = (stub_job.job.folder / "job.json").read_bytes()
+    copy = tmp_path / "n1.copy"
+    whole = stub_job.job.journal_file.read_bytes()
+    copy.write_bytes(whole[:40] + b"?" + whole[41:])
+    with listen("127.0.0.1") as listener:
+        os.set_inheritable(listener.fileno(), True)
+        tried = subprocess.run(
+            supervisor_command(
+                stub_job.job.run_file,
+                ["--listen", str(listener.fileno()), "--successor", "n1", "--copy", str(copy), "--term", "2"],
+            ),
+            pass_fds=[listener.fileno()],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert tried.returncode == CANNOT_LEAD, tried.stderr
+    assert "cannot be taken over: journal" in tried.stderr
+    assert "damaged at byte 8, and whole records follow" in tried.stderr
+    assert len(stub_job.processes("wrapper.agent.process")) == 2
+    assert (stub_job.job.folder / "job.json").read_bytes() == before
+    (stub_job.folder / "go").touch()
+    assert stub_job.wait() == 0, stub_job.stderr
 
 
 def test_supervisor_killed_while_the_job_ends_leaves_its_exit_code(stub_job: StubJob) -> None:

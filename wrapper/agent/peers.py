@@ -50,6 +50,8 @@ class Peers:
         self._server: asyncio.Server | None = None
         self._port = 0
         self._retired = False
+        self._may_lead = True
+        """False once a supervisor could not begin here: the agents are to choose another node."""
         self.successor: Successor | None = None
         """The supervisor that runs on this node as our child."""
 
@@ -70,7 +72,7 @@ class Peers:
             await asyncio.sleep(LOOK_EVERY_S)
             if self._retired:
                 return
-            if self._link.connected or not self._replica.whole:
+            if self._link.connected or not (self._may_lead and self._replica.whole):
                 continue
             term = self._election.term_to_stand_for(self._standing())
             if term is not None and await self._stand(term):
@@ -124,7 +126,7 @@ class Peers:
             telling = asyncio.create_task(self._tell(self._others(), term, *address))
             self._link.point_to(term, address)
             try:
-                await self.successor.run()
+                self._may_lead = await self.successor.run()
             finally:
                 telling.cancel()
                 self.successor = None

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from resihp.process import ending
+from wrapper.exit_codes import CANNOT_LEAD
 from wrapper.job_folder import lock_file
 from wrapper.launch.launcher import own_environment
 
@@ -37,8 +38,8 @@ class Successor:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    async def run(self) -> None:
-        """Start it, and watch over it to its end."""
+    async def run(self) -> bool:
+        """Start it, and watch over it to its end; False if it could not begin, here and now or ever."""
         lock = lock_file(self._copy.with_suffix(".lock"))  # tells commands on this machine that the job is led
         self._copy.with_suffix(".journal").unlink(missing_ok=True)  # of a term that has ended: the copy knows more
         try:
@@ -46,13 +47,14 @@ class Successor:
                 status = await self._live(self._term + life)
                 print(f"successor: {ending(status)}", flush=True)
                 if status >= 0:
-                    return
+                    return status != CANNOT_LEAD
                 await asyncio.sleep(REST_S)
         except OSError as error:
             print(f"successor: cannot be started: {error.strerror}", flush=True)
         finally:
             if lock is not None:
                 os.close(lock)
+        return False
 
     async def _live(self, term: int) -> int:
         descriptor = self._listener.fileno()

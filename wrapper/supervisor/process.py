@@ -36,7 +36,7 @@ from resihp.record.journal import AnyEntry, JobEnded, JobStarted, LeaderChosen, 
 from resihp.record.journal_file import Journal, read_packed
 from resihp.record.quorum import Membership
 from wrapper.config.run_spec import RunRequest, load
-from wrapper.exit_codes import BROKEN, DEPOSED, REQUEUE, exit_code_of
+from wrapper.exit_codes import BROKEN, CANNOT_LEAD, DEPOSED, REQUEUE, exit_code_of
 from wrapper.job_folder import Job, finish_dead_job, write_private
 from wrapper.launch.allocation import end_time
 from wrapper.launch.launcher import Followers, Launcher, LocalLauncher
@@ -348,14 +348,15 @@ def main(arguments: list[str] | None = None) -> None:
         heir, journal = None, request.of_job.journal_file
         try:
             if options.successor:
-                journal = _inherit(request.of_job, options.copy)
+                journal = _inherit(options.copy)
                 heir = heir_of(journal, options.successor, "elected", options.term)
+                request.of_job.move_journal(journal)  # from here on, commands look for it here
             elif options.take_over:
                 heir = heir_of(journal, request.settings.batch_node, "restarted")
         except (ProtocolError, OSError, ValueError) as error:
             print(f"resihp: job {request.job}: cannot be taken over: {error}", file=sys.stderr)
             if options.successor:
-                sys.exit(DEPOSED)  # the agents are to choose another, and are not ours to end
+                sys.exit(CANNOT_LEAD)  # the agents of this node and all others are not ours to end
             sys.exit(bury(request, options.take_over, listener))
         status = asyncio.run(supervise(request, listener, heir, journal, forks))
         if request.chained and status == BROKEN:
@@ -368,12 +369,11 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(exit_code_of(error))
 
 
-def _inherit(job: Job, copy: Path) -> Path:
-    """The journal of a supervisor on this node: what its agent has of it. From here on, commands look for it here."""
+def _inherit(copy: Path) -> Path:
+    """The journal of a supervisor on this node: what its agent has of it."""
     journal = copy.with_suffix(".journal")
     if not journal.exists():  # else one of ours was here before, and wrote on
         shutil.copyfile(copy, journal)
-    job.move_journal(journal)
     return journal
 
 

@@ -49,10 +49,12 @@ class PretendedSuccessor:
         self.node, self.copy, self.term = node, copy, term
         self.address: Address = listener.getsockname()
         self.end = asyncio.Event()
+        self.could_begin = True
         self.started.append(self)
 
-    async def run(self) -> None:
+    async def run(self) -> bool:
         await self.end.wait()
+        return self.could_begin
 
 
 class Town:
@@ -178,6 +180,21 @@ def test_peer_that_was_away_is_told_when_it_is_back(play: Play) -> None:
             again._server = await peers_module.serve(listener, KEY, m.PeerMessage, again._answer, lambda *_: None)
             await until(lambda: town.links["n3"].hints)
             again.close()
+
+    play(scene)
+
+
+def test_where_a_successor_could_not_begin_no_other_is_started(play: Play) -> None:
+    """The first in turn would be chosen again and again, and nobody else ever."""
+
+    async def scene(town: Town) -> None:
+        town.look("n1", "n2")
+        await until(lambda: PretendedSuccessor.started)
+        (first,) = PretendedSuccessor.started
+        first.could_begin = False
+        first.end.set()
+        await until(lambda: len(PretendedSuccessor.started) > 1)
+        assert PretendedSuccessor.started[1].node != first.node
 
     play(scene)
 

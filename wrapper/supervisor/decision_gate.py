@@ -109,6 +109,8 @@ class DecisionGate:
         self._working_off = True
         try:
             while self._actions:
+                if not self._is_written:
+                    return
                 if not isinstance(self._actions[0], api.Log):
                     self.flush()  # nobody is told to act on what his copy lacks
                 if not self._may_act:
@@ -116,8 +118,6 @@ class DecisionGate:
                     self._held_since = self._held_since or time.monotonic()
                     return
                 self._held_since = None
-                if not self._is_written:
-                    return
                 if not self._links.lead.settled:  # from now on also those follow whose copies are ahead of ours
                     self._links.lead = msgspec.structs.replace(self._links.lead, settled=True)
                 self._carry_out(self._actions.popleft())

@@ -94,11 +94,11 @@ class JournalWriter:
         return self._seqs[at - 1] if at else self._before
 
     def recent(self, seq: int, most_bytes: int) -> list[Encoded] | None:
-        """What follows record `seq`, about so much of it; None if it is not in memory any more (`fetch`)."""
+        """What follows record `seq` and is on disk, about so much of it; None if it is in the file alone (`fetch`)."""
         if seq < self._before:
             return None
         found, size = [], 0
-        for at in range(bisect_right(self._seqs, seq), len(self._seqs)):
+        for at in range(bisect_right(self._seqs, seq), bisect_right(self._seqs, self.written)):
             found.append((self._seqs[at], self._bodies[at]))
             size += len(self._bodies[at])
             if size >= most_bytes:

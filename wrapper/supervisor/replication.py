@@ -3,7 +3,8 @@
 Owned by `wrapper.supervisor.shell`, which holds back what follows a decision until `settled`. What an agent has is
 known from what it has acknowledged, and from the number with which its copy ended when it joined. An agent that comes
 late gets all that it lacks, in pieces that its connection can take. Records go out together (`flush`), encoded once for
-all who lack the same. Decides nothing; `resihp.record.quorum` says what a quorum is.
+all who lack the same, once they are on the leader's own disk: no copy has what a supervisor that is started again there
+would lack. Decides nothing; `resihp.record.quorum` says what a quorum is.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Source(Protocol):
     """`wrapper.supervisor.journal_writer.JournalWriter`, as used here."""
 
     @property
-    def seq(self) -> int: ...
+    def written(self) -> int: ...
     def common(self, log: int) -> int: ...
     def recent(self, seq: int, most_bytes: int) -> list[Encoded] | None: ...
     def fetch(self, seq: int, most_bytes: int, give: Callable[[list[Encoded]], None]) -> None: ...
@@ -62,7 +63,7 @@ class Replication:
         self._copies: dict[str, _Copy] = {}
         self._owed: deque[tuple[int, tuple[tuple[frozenset[str], str], ...]]] = deque()
         """(number, electorates) of decisions that no quorum is known to have; the first one is waited for."""
-        self._flushed = journal.seq
+        self._flushed = journal.written
         self._encoded: tuple[tuple[int, int], msgspec.Raw] = ((0, 0), msgspec.Raw())
         """The last message, by the numbers before and at the end of its records."""
 
@@ -77,10 +78,10 @@ class Replication:
             self._owed.append((record.seq, electorates + self.membership.electorates))
 
     def flush(self) -> None:
-        """Send what was appended since the last time, to all who have all before it."""
-        if self._flushed == self._journal.seq:
+        """Send what came to disk since the last time, to all who have all before it."""
+        if self._flushed == self._journal.written:
             return
-        self._flushed = self._journal.seq
+        self._flushed = self._journal.written
         for node, copy in self._copies.items():
             self._send(node, copy)
 
@@ -88,7 +89,7 @@ class Replication:
         """An agent accepts us; its copy ends with number `log`, and is right as far as ours goes."""
         has = self._journal.common(log)
         copy = self._copies[node] = _Copy(has=has, sent=has)
-        if log > has and has == self._journal.seq:  # what it has beyond ours was never decided
+        if log > has and has == self._flushed:  # what it has beyond ours was never decided
             self._post(node, self._message(has, []))
         self._send(node, copy)
 

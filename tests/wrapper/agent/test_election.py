@@ -23,6 +23,7 @@ from resihp.record.journal import (
     PlanInEffect,
     PlanRefused,
     Record,
+    Suspected,
     WorkerStarted,
     first_seq,
     term_of,
@@ -194,10 +195,19 @@ class Leader:
     """Number of the last record that each agent has acknowledged."""
     sent: dict[str, int] = field(default_factory=dict)
     """Number of the last record that each agent was sent."""
+    written: int = 0
+    """Number of the last record that is on its disk: no agent is sent what is not."""
+
+    def __post_init__(self) -> None:
+        self.written = self.journal.last
+
+    def on_disk(self) -> list[Record]:
+        """What whoever is started again after it finds."""
+        return [record for record in self.journal.records if record.seq <= self.written]
 
     def settled(self) -> bool:
         having = {node for node, seq in self.has.items() if seq >= self.journal.last}
-        return self.chosen and self.journal.membership.quorum(having)
+        return self.chosen and self.written == self.journal.last and self.journal.membership.quorum(having)
 
     def append(self, entry: AnyEntry) -> None:
         self.journal.extend([Record(max(self.journal.last + 1, first_seq(self.term)), 0.0, entry)])
@@ -238,6 +248,7 @@ class Network:
         moves = {
             self.agents_meet_a_supervisor: 40,
             self.records_travel: 40,
+            self.a_disk_writes: 60,
             self.a_leader_decides: 12,
             self.network_changes: 4,
             self.somebody_stands: 6,
@@ -280,7 +291,14 @@ class Network:
         old.alive = False
         term = max(self.tried if old.home else old.term, term_of(old.journal.last)) + 1
         self.tried = term if old.home else self.tried
-        self.leaders.append(Leader(old.node, term, Log(old.journal.records), old.home))
+        self.leaders.append(Leader(old.node, term, Log(old.on_disk()), old.home))
+
+    def a_disk_writes(self) -> None:
+        """All that waits for it, or a part. Between two of these it stalls, for as long as it likes."""
+        leader = self.some_leader()
+        waiting = [record.seq for record in leader.journal.records if record.seq > leader.written]
+        if waiting:
+            leader.written = self.dice.choice([waiting[-1], self.dice.choice(waiting)])
 
     def agents_meet_a_supervisor(self) -> None:
         leader = self.some_leader()
@@ -294,7 +312,7 @@ class Network:
             leader.alive = False  # deposed
             return
         lost_thread = agent.leader is None and leader.term == agent.promised and agent.node in leader.accepted
-        lead = m.Lead(term=leader.term, node=leader.node, log=leader.journal.last, settled=leader.settled())
+        lead = m.Lead(term=leader.term, node=leader.node, log=leader.written, settled=leader.settled())
         if not lost_thread and not accepts(lead, agent.promised, agent.copy.last):
             return
         agent.promised, agent.leader = leader.term, leader
@@ -316,6 +334,8 @@ class Network:
         if not leader.alive or not leader.settled():
             return
         records = leader.journal.records
+        if self.dice.random() < 0.3:  # what is no decision waits for nobody
+            leader.append(Suspected(rank=0, node="n1", evidence=""))
         epoch = next(record.entry.plan.epoch for record in records[::-1] if isinstance(record.entry, PlanDecided))
         settled = {record.entry.epoch for record in records if isinstance(record.entry, PlanInEffect | PlanRefused)}
         what = self.dice.choice(["drain", "plan", "effect", "effect", "refuse"])
@@ -343,7 +363,7 @@ class Network:
             agent.leader = None  # what `Replica` refuses
             return
         some = self.dice.choice([1, 1000])
-        agent.copy.extend([record for record in leader.journal.records if record.seq > after][:some])
+        agent.copy.extend([record for record in leader.on_disk() if record.seq > after][:some])
         leader.sent[agent.node] = agent.copy.last
         if self.dice.random() < 0.8:
             leader.has[agent.node] = agent.copy.last
@@ -392,13 +412,13 @@ class Network:
 @given(nodes=st.integers(2, 7), seed=st.integers(0, 2**32))
 @settings(max_examples=500, deadline=None)
 def test_no_network_makes_two_lead_or_loses_a_decision(nodes: int, seed: int) -> None:
-    Network(nodes, Random(seed)).play(300)
+    Network(nodes, Random(seed)).play(400)
 
 
 def test_the_networks_of_that_test_have_many_leaders_who_decide_much() -> None:
     played = [Network(2 + seed % 6, Random(seed)) for seed in range(60)]
     for network in played:
-        network.play(300)
+        network.play(400)
     terms = [len({network.decided_in[record.seq] for record in network.decided}) for network in played]
     assert sum(terms) > 2 * len(played)
     assert sum(not leader.home for network in played for leader in network.chosen.values()) > len(played)

@@ -87,7 +87,7 @@ class Source:
         self.fetched = 0
 
     @property
-    def seq(self) -> int:
+    def written(self) -> int:
         return self.journal.seq
 
     def common(self, log: int) -> int:

@@ -135,6 +135,9 @@ class DecisionGate:
         can be chosen."""
         if self._replication is None:
             return True
+        if (
+            self._claim is not None or not self._replication.settled
+        ):  # the cheap questions first: acknowledgements are many
+            return False
         membership = self._replication.membership
-        followed = not membership.electable or membership.quorum(self._links.connected)
-        return self._claim is None and followed and self._replication.settled
+        return not membership.electable or membership.quorum(self._links.connected)

@@ -63,6 +63,9 @@ class Replication:
         self._copies: dict[str, _Copy] = {}
         self._owed: deque[tuple[int, tuple[tuple[frozenset[str], str], ...]]] = deque()
         """(number, electorates) of decisions that no quorum is known to have; the first one is waited for."""
+        self._lacking = 0
+        """So many agents at least have yet to acknowledge something before the first of them is settled: with thousands
+        of them, not every acknowledgement is worth counting all."""
         self._flushed = journal.written
         self._encoded: tuple[tuple[int, int], msgspec.Raw] = ((0, 0), msgspec.Raw())
         """The last message, by the numbers before and at the end of its records."""
@@ -76,6 +79,7 @@ class Replication:
         self.membership.apply(record)
         if decision:
             self._owed.append((record.seq, electorates + self.membership.electorates))
+            self._lacking = 0 if len(self._owed) == 1 else self._lacking
 
     def flush(self) -> None:
         """Send what came to disk since the last time, to all who have all before it."""
@@ -89,6 +93,7 @@ class Replication:
         """An agent accepts us; its copy ends with number `log`, and is right as far as ours goes."""
         has = self._journal.common(log)
         copy = self._copies[node] = _Copy(has=has, sent=has)
+        self._lacking = 0
         if log > has and has == self._flushed:  # what it has beyond ours was never decided
             self._post(node, self._message(has, []))
         self._send(node, copy)
@@ -101,9 +106,11 @@ class Replication:
         copy = self._copies.get(node)
         if copy is None:
             return
+        before = copy.has
         while copy.under_way and copy.under_way[0][0] <= number:
             _, copy.has, size = copy.under_way.popleft()
             copy.bytes_under_way -= size
+        self._lacking -= copy.has > before
         self._send(node, copy)
 
     @property
@@ -114,13 +121,15 @@ class Replication:
     @property
     def settled(self) -> bool:
         """Whether every decision so far is known to a quorum."""
-        while self._owed:
+        while self._owed and self._lacking <= 0:
             seq, electorates = self._owed[0]
             having = {node for node, copy in self._copies.items() if copy.has >= seq}
-            if not all(is_quorum(voters, having, incumbent) for voters, incumbent in electorates if voters):
+            without = [v for v, incumbent in electorates if v and not is_quorum(v, having, incumbent)]
+            if without:
+                self._lacking = max(max(1, (len(voters) + 1) // 2 - len(voters & having)) for voters in without)
                 return False
             self._owed.popleft()
-        return True
+        return not self._owed
 
     def _send(self, node: str, copy: _Copy) -> None:
         while copy.sent < self._flushed and copy.bytes_under_way < MOST_UNDER_WAY_BYTES and not copy.fetching:

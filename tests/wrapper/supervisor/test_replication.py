@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
 from random import Random
 
@@ -16,7 +16,9 @@ from resihp.protocol import messages as m
 from resihp.record.journal import (
     AnyEntry,
     DrainDecided,
+    JobStarted,
     LeaderChosen,
+    NodeJoined,
     PlanInEffect,
     PlanRefused,
     Record,
@@ -176,6 +178,43 @@ def test_what_comes_together_goes_out_together_and_is_encoded_once(
     assert [type(each) for each in encoded] == [m.Replicate]
     scene.acknowledge(*NODES)
     assert all(copy == scene.records for copy in scene.agents.copies.values())
+
+
+def test_agents_that_have_everything_cost_no_look_into_the_file(tmp_path: Path) -> None:
+    """A take-over once read the whole journal for each agent: after weeks it took longer than agents wait."""
+    first = beginning(3)
+    scene = Scene(tmp_path, first, dict.fromkeys(NODES, first))
+    scene.source.forgotten = first[-1].seq
+    scene.join(*NODES)
+    assert scene.source.fetched == 0
+    assert not any(scene.agents.posted.values())
+
+
+def test_of_thousands_of_acknowledgements_few_are_worth_counting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+
+    def is_quorum_counted(voters: Set[str], agreeing: Set[str], incumbent: str) -> bool:
+        counted.append(len(voters))
+        return is_quorum(voters, agreeing, incumbent)
+
+    nodes = [f"n{number}" for number in range(1, 1001)]
+    records = [
+        Record(1, 0.0, JobStarted(**{**msgspec.structs.asdict(beginning(1)[0].entry), "nodes": len(nodes)})),
+        *(Record(2 + at, 0.0, NodeJoined(node=node, host="h", devices=1)) for at, node in enumerate(nodes)),
+    ]
+    scene = Scene(tmp_path, records, {node: records for node in nodes})
+    scene.join(*nodes)
+    scene.append(DRAIN)
+    monkeypatch.setattr(replication, "is_quorum", is_quorum_counted)
+    settled_after = 0
+    for number, node in enumerate(nodes, start=1):
+        scene.acknowledge(node)
+        if scene.replication.settled:
+            settled_after = settled_after or number
+    assert settled_after in (500, 501)
+    assert len(counted) < 20
 
 
 def test_what_is_in_memory_no_more_is_fetched_in_pieces(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from resihp.errors import ProtocolError
 from resihp.process import name_thread
 from resihp.record.journal import AnyEntry, Record
 from resihp.record.journal_file import Journal
@@ -43,6 +44,8 @@ class JournalWriter:
         """Why the disk does not take what is waiting; empty while it does, or has not answered."""
         self.written = journal.seq
         """Number of the last record that is on disk."""
+        self._reached = journal.seq
+        """The same, as the thread knows it."""
         self._waiting: list[tuple[Record, bytes]] = []
         """Appended, and not handed to the thread yet."""
         self._behind_since: float | None = None
@@ -141,7 +144,8 @@ class JournalWriter:
                     with self._wake:
                         self._wake.wait_for(lambda: self._closing, AGAIN_S)
                     continue
-                self._tell(self._took, batch[-1][0].seq)
+                self._reached = batch[-1][0].seq
+                self._tell(self._took, self._reached)
                 batch = []
             if closing:
                 return
@@ -152,7 +156,7 @@ class JournalWriter:
             return
         try:
             self._journal.pack()
-        except OSError as error:  # it is as it was, only larger
+        except (OSError, ProtocolError) as error:  # it is as it was, only larger
             self._pack_at = time.monotonic() + PACK_AGAIN_S
             _log.warning("journal %s: not packed: %s", self._journal.path, error)
 
@@ -193,7 +197,6 @@ class JournalWriter:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return False  # it hangs in the disk, and ends with us
-        with self._wake:
-            complete = not self._waiting
+        complete = self._reached == self._journal.seq
         self._journal.close()
         return complete

@@ -433,9 +433,9 @@ class Supervisor:
         self._flush_telemetry()
         if not await asyncio.to_thread(self._journal.close, CLOSE_S):
             _log.warning("journal %s: %s; its end is missing", self._journal.path, self._journal.trouble or "no answer")
-        for record in self._unwritten:
-            self._ledger.submit(record)
         if not self._is_deposed:  # else all this is the successor's
+            for record in self._unwritten:
+                self._ledger.submit(record)
             with self._in_spite_of("requests to Slurm"):
                 await self._slurm.close()
             with self._in_spite_of("exit code"):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from resihp.executor.engine import Engine
+from resihp.executor.group_store import TorchRendezvous
 from resihp.parallelism.plan import Plan
 from resihp.parallelism.workload import MicroBatch
 
@@ -63,7 +64,8 @@ class Ours:
     def __init__(self, engine: Engine, plan: Plan, rank: int, store: tuple[str, int]) -> None:
         self.engine, self._plan, self._observer = engine, plan, Silent()
         engine.adopt(plan, rank)
-        engine.connect(plan, rank, store, TIMEOUT.total_seconds())
+        where = torch.distributed.TCPStore(*store, None, False, timeout=TIMEOUT)
+        engine.connect(plan, rank, TorchRendezvous(where), TIMEOUT.total_seconds())
 
     def iterate(self, iteration: int) -> float | None:
         outcome = self.engine.run(self._plan, iteration, self._observer)

@@ -62,7 +62,6 @@ NAMED_TWICE: Mapping[str, str] = {
     "Decision": "of the planner; of the controller about one node",
     "Job": "the controller's; a job's folder",
     "Ready": "both are messages, on different sockets",
-    "Serve": "both are requests to processes that serve, on different sockets",
     "Replica": "of a layout; an agent's copy of the journal",
     "Signalled": "both are messages: what an agent heard is what the controller is told",
     "Slow": "an order to a worker; what the controller knows of a device",
@@ -72,7 +71,7 @@ NAMED_TWICE: Mapping[str, str] = {
 }
 LONG: Mapping[str, int] = {
     "db.reading.why.why": 73,
-    "resihp.controller.state.Job.__init__": 84,
+    "resihp.controller.state.Job.__init__": 85,
     "resihp.detector.offline.traces.read": 66,
     "resihp.scheduler.transition_cost.verdict": 61,
     "resihp.simulator.rules.Rules.check_order": 74,

@@ -122,10 +122,6 @@ def _handle(job: Job, event: AnyEvent) -> None:
             failures.exited(job, event)
         case api.WorkerSaid():
             _said(job, event)
-        case api.StoreReady():
-            job.store = (event.host, event.port)
-            startup.propose_when_ready(job)
-            transition.go_when_confirmed(job)
         case api.InjectAsked():
             fault_injection.inject_asked(job, event)
         case api.Signalled():

@@ -123,13 +123,6 @@ class WorkerSaid(Event, frozen=True, kw_only=True):
     message: WorkerMessage
 
 
-class StoreReady(Event, frozen=True, kw_only=True):
-    """The rendezvous store listens (again)."""
-
-    host: str
-    port: int
-
-
 class InjectAsked(Event, frozen=True, kw_only=True):
     """An operator wants a fault now; `request` is echoed in `Reply`."""
 
@@ -220,7 +213,6 @@ AnyEvent = (
     | SpawnRefused
     | WorkerExited
     | WorkerSaid
-    | StoreReady
     | InjectAsked
     | Signalled
     | AgentSignalled

@@ -127,8 +127,8 @@ def refused(job: Job, member: Member, refuse: m.Refuse) -> None:
 
 
 def propose_when_ready(job: Job) -> None:
-    """Once every rank has declared the same model and the store listens: the first plan."""
-    if job.stage != "gathering" or job.store is None or job.departure is not None:
+    """Once every rank has declared the same model: the first plan."""
+    if job.stage != "gathering" or job.departure is not None:
         return
     if not job.record.placements or len(job.live) < len(places(job)):
         return

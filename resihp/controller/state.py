@@ -455,7 +455,6 @@ class Job:
         self.usual_speeds: dict[Place, DeviceSpeed] = {}
         """What devices of nodes gave in former jobs."""
         self.specs: tuple[ParameterSpec, ...] = ()
-        self.store: tuple[str, int] | None = None
         self.faults = {fault.id: ArmedFault(fault) for fault in settings.faults}
         self.incidents: list[Incident] = []
         self.signalled: dict[int, float] = {}

@@ -67,8 +67,6 @@ def handle(job: Job, event: AnyEvent) -> list[AnyEvent]:
             recovery.exits[event.rank], recovery.clues[event.rank] = event.status, event.clues
         case api.AgentBeat() if event.node in job.nodes:
             job.nodes[event.node].last_beat = job.now
-        case api.StoreReady():
-            job.store = (event.host, event.port)
         case api.Tick():
             pass
         case api.Signalled():  # what stops the job excuses those who did not come back

@@ -228,7 +228,7 @@ def propose(job: Job, choice: planning.Choice) -> None:
 def go_when_confirmed(job: Job) -> None:
     """All ranks can carry it out: they finish the step, build, and move state, beside what they hold."""
     transition = job.transition
-    if transition is None or job.stage != "proposing" or transition.waiting or job.store is None:
+    if transition is None or job.stage != "proposing" or transition.waiting:
         return
     assert transition.plan is not None
     transition.plan_s = job.now - transition.stage_at
@@ -236,13 +236,10 @@ def go_when_confirmed(job: Job) -> None:
     transition.stage_at = transition.moved_at = job.now
     transition.waiting = set(transition.plan.layout.ranks)
     job.stuck = None
-    host, port = job.store
     job.order(
         transition.plan.layout.ranks,
         m.Go(
             epoch=job.epoch,
-            store_host=host,
-            store_port=port,
             next_iteration=transition.next_iteration,
             finish=transition.finish,
         ),

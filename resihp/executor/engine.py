@@ -26,7 +26,7 @@ from megatron.core.transformer import TransformerConfig
 
 from resihp.detector.observation import CHUNKS, Floats
 from resihp.errors import CommunicatorError, LayoutError, PlanError, ResihpError
-from resihp.executor.communicators import Communicators, Directory, Store
+from resihp.executor.communicators import Communicators
 from resihp.executor.compute.batches import Batches, fingerprint
 from resihp.executor.compute.channels import guarded
 from resihp.executor.compute.interpreter import Interpreter, speaks
@@ -35,6 +35,7 @@ from resihp.executor.compute.stage import PositionEmbedding, StageModule, model_
 from resihp.executor.compute.step_agreement import last_synchronisation
 from resihp.executor.compute.stopwatch import Speed, full_speed, stopwatch_of
 from resihp.executor.emulation import Pace, Wires
+from resihp.executor.group_store import MeetingPlace
 from resihp.executor.state import parameters, state_transfer
 from resihp.executor.state.optimizer import AdamW, AdamWState
 from resihp.executor.state.rank_state import HeldPart, State, extra_bytes
@@ -48,7 +49,7 @@ from resihp.parallelism.transfers import Base, Move
 from resihp.parallelism.workload import Dataset
 from resihp.pipeline import checker, program
 from resihp.pipeline.program import GroupSpec
-from resihp.protocol.messages import StepOutcome
+from resihp.protocol.messages import MeetingId, StepOutcome
 from resihp.scheduler.cost import memory
 
 MEETING_S = 10.0
@@ -116,7 +117,6 @@ class Engine:
         self._communicators: Communicators | None = None
         self._aside: Communicators | None = None
         """Of ranks that measure their links."""
-        self._directory = Directory()
         self._strict = os.environ.get(STRICT_ORDER) == "1"
 
     def _read_specs(self, sequence_parallel: bool) -> tuple[ParameterSpec, ...]:
@@ -252,23 +252,22 @@ class Engine:
             sequence_parallel=sequence_parallel,
         )
 
-    def connect(self, plan: Plan, rank: int, store: Store | tuple[str, int], timeout_s: float) -> None:
+    def connect(self, plan: Plan, rank: int, rendezvous: MeetingPlace, timeout_s: float) -> None:
         """Build all communicators of `plan` that this rank has, those for moving state included; it may have none.
 
-        `store` is a torch.distributed store, or (host, port) of a TCPStore, that outlives the ranks; it must be
-        fresh for each epoch. Raises CommunicatorError when a peer does not come within `timeout_s`, or when woken.
+        Raises CommunicatorError when a peer does not come within `timeout_s`, or when woken.
         """
         self.disconnect()
         prepared = self.prepare(plan, rank)
         moving = [GroupSpec(state_transfer.channel_name(move), (move.source, move.target)) for move in self._moves]
         wanted = (*prepared.memberships, *moving)
         self._communicators = communicators = Communicators(
-            plan.epoch, rank, wanted, timeout_s, self._directory, strict=self._strict, wires=self.wires
+            MeetingId(epoch=plan.epoch), rank, wanted, timeout_s, strict=self._strict, wires=self.wires
         )
         if not communicators.wanted:
             return
         try:
-            communicators.open(store)
+            communicators.open(rendezvous)
         except BaseException:
             self.disconnect()
             raise
@@ -276,10 +275,10 @@ class Engine:
     @contextmanager
     def meet(
         self,
-        name: str,
+        meeting: MeetingId,
         memberships: Sequence[GroupSpec],
         rank: int,
-        address: tuple[str, int],
+        rendezvous: MeetingPlace,
         patience_s: float | None = None,
         called_off: Callable[[], bool] = lambda: False,
     ) -> Iterator[Communicators]:
@@ -290,12 +289,12 @@ class Engine:
         """
         patience_s = MEETING_S if patience_s is None else patience_s
         self._aside = aside = Communicators(
-            name, rank, memberships, MEETING_S, self._directory, patience_s=patience_s, wires=self.wires
+            meeting, rank, memberships, MEETING_S, patience_s=patience_s, wires=self.wires
         )
         try:
             if called_off():  # before there was anybody to wake
-                raise CommunicatorError(f"{name}: called off")
-            aside.open(address)
+                raise CommunicatorError(f"{meeting}: called off")
+            aside.open(rendezvous)
             yield aside
         finally:
             self._aside = None

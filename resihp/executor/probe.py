@@ -18,6 +18,7 @@ from resihp.errors import CommunicatorError, DeviceError
 from resihp.executor.compute.channels import Channel, guarded
 from resihp.executor.compute.stopwatch import Speed
 from resihp.executor.engine import Engine
+from resihp.executor.group_store import MeetingPlace
 from resihp.pipeline.program import GroupSpec
 from resihp.protocol import messages as m
 
@@ -51,7 +52,7 @@ def examine(device: torch.device) -> None:
         raise DeviceError(f"device {device}: fails its probe: a product is off by {worst:g}")
 
 
-def measure(asked: m.Probe, rank: int, engine: Engine) -> m.Probed:
+def measure(asked: m.Probe, rank: int, engine: Engine, rendezvous: MeetingPlace) -> m.Probed:
     """Answer a probe. Whatever goes wrong is in the answer."""
     began = time.perf_counter()
     speed, error, missed = m.Speed(), "", ""
@@ -62,7 +63,7 @@ def measure(asked: m.Probe, rank: int, engine: Engine) -> m.Probed:
     except DeviceError as trouble:
         error = str(trouble)
     try:
-        transfers = link_times(asked, rank, engine)
+        transfers = link_times(asked, rank, engine, rendezvous)
     except CommunicatorError as trouble:
         missed = str(trouble)
     seconds = time.perf_counter() - began
@@ -115,14 +116,16 @@ def _fastest(device: torch.device, speed: Speed, work: Callable[[], object]) -> 
     return min(times) / speed()
 
 
-def measure_links(asked: m.Probe, rank: int, engine: Engine, called_off: Callable[[], bool]) -> m.Probed:
+def measure_links(
+    asked: m.Probe, rank: int, engine: Engine, rendezvous: MeetingPlace, called_off: Callable[[], bool]
+) -> m.Probed:
     """Answer a probe of links that was announced for this moment, between two iterations; the plan's communicators
     stand. Whatever goes wrong is in the answer."""
     began = time.perf_counter()
     transfers: tuple[m.Transfer, ...] = ()
     missed = ""
     try:
-        transfers = link_times(asked, rank, engine, ANNOUNCED_S, called_off)
+        transfers = link_times(asked, rank, engine, rendezvous, ANNOUNCED_S, called_off)
     except CommunicatorError as trouble:
         missed = str(trouble)
     return m.Probed(probe=asked.probe, transfers=transfers, seconds=time.perf_counter() - began, missed=missed)
@@ -132,6 +135,7 @@ def link_times(
     asked: m.Probe,
     rank: int,
     engine: Engine,
+    rendezvous: MeetingPlace,
     patience_s: float | None = None,
     called_off: Callable[[], bool] = lambda: False,
 ) -> tuple[m.Transfer, ...]:
@@ -140,11 +144,12 @@ def link_times(
     Raises CommunicatorError when a peer does not come.
     """
     mine = [(round_, pair) for round_, pairs in enumerate(asked.pairs) for pair in pairs if rank in pair]
-    if not mine or asked.store is None:
+    if not mine:
         return ()
     groups = [GroupSpec(f"{round_}/{a}-{b}", (a, b)) for round_, (a, b) in mine]
     found = []
-    with engine.meet(f"probe-{asked.probe}", groups, rank, asked.store, patience_s, called_off) as communicators:
+    meeting = m.MeetingId(probe=asked.probe)
+    with engine.meet(meeting, groups, rank, rendezvous, patience_s, called_off) as communicators:
         for (_, pair), group in zip(mine, groups, strict=True):
             peer = pair[0] if pair[1] == rank else pair[1]
             found.append(m.Transfer(peer=peer, seconds=_transfer_s(communicators.channel(group.name), engine.device)))

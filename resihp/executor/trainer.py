@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -22,6 +21,7 @@ from resihp.errors import CheckpointError, CommunicatorError, LayoutError, Resih
 from resihp.executor import emulation, probe
 from resihp.executor.compute.stage import PositionEmbedding
 from resihp.executor.engine import Engine
+from resihp.executor.group_store import AgentRendezvous, Store, TorchRendezvous
 from resihp.executor.state import checkpoint
 from resihp.executor.state.optimizer import AdamW
 from resihp.executor.tensor_group import dist
@@ -139,7 +139,7 @@ class Trainer:
         self.engine.adopt(plan, rank)
         if found is not None:
             checkpoint.load(self.engine, found)
-        self.engine.connect(plan, rank, _torchrun_store(world), COMMUNICATION_TIMEOUT_S)
+        self.engine.connect(plan, rank, TorchRendezvous(_torchrun_store(world)), COMMUNICATION_TIMEOUT_S)
         observer = _Silent()
         for iteration in range(resume_from + 1, iterations + 1):
             began = time.perf_counter()
@@ -189,6 +189,7 @@ class _Supervised:
         self._client = client
         self._engine = engine
         self._rank = client.start.rank
+        self._rendezvous = AgentRendezvous(client.attend)
         self._found = found
         self._resume_from = resume_from
         self._iterations = iterations
@@ -243,7 +244,7 @@ class _Supervised:
                 case m.Halt():
                     engine.disconnect()
                     return
-                case m.Start() | m.FaultGo() | m.Slow():
+                case m.Start() | m.FaultGo() | m.Slow() | m.Published():
                     raise ResihpError("agent: sent an order that the training loop never waits for")
 
     # --- orders -----------------------------------------------------------------------------------------------
@@ -294,7 +295,7 @@ class _Supervised:
             built = time.perf_counter()
             client.activity = "communication"
             self.enter("groups")
-            engine.connect(plan, self._rank, (go.store_host, go.store_port), COMMUNICATION_TIMEOUT_S)
+            engine.connect(plan, self._rank, self._rendezvous, COMMUNICATION_TIMEOUT_S)
             connected = time.perf_counter()
             received = self._fetch_state(proposal, go)
             if client.park_asked(go.epoch):
@@ -396,7 +397,7 @@ class _Supervised:
         """Measure the device, and where all are parked the links; whatever goes wrong is an answer, too."""
         while (asked := self._client.due_probe()) is not None:
             with self._activity("compute"):
-                self._client.send(probe.measure(asked, self._rank, self._engine))
+                self._client.send(probe.measure(asked, self._rank, self._engine, self._rendezvous))
 
     def _measure_links(self, plan: Plan, outcome: m.StepOutcome) -> None:
         """Measure links at the moment that was announced to both ends; if it is past, or all are about to park, do not.
@@ -407,7 +408,8 @@ class _Supervised:
             if asked.after_iteration == outcome.iteration and not outcome.pause:
                 with self._activity("communication"):
                     asked_to_park = partial(self._client.park_asked, plan.epoch)
-                    self._client.send(probe.measure_links(asked, self._rank, self._engine, asked_to_park))
+                    answer = probe.measure_links(asked, self._rank, self._engine, self._rendezvous, asked_to_park)
+                    self._client.send(answer)
             else:
                 self._client.send(m.Probed(probe=asked.probe, missed=f"told of it after iteration {outcome.iteration}"))
 
@@ -501,7 +503,7 @@ class _Supervised:
             self._client.activity = before
 
 
-def _torchrun_store(world: int) -> tuple[str, int] | Any:
+def _torchrun_store(world: int) -> Store:
     """The store of torchrun, or of plain environment variables; a private one for a single process."""
     if world == 1:
         return dist.HashStore()

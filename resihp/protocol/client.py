@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Literal
@@ -27,6 +27,7 @@ from resihp.faults import Fault, Phase
 from resihp.process import AGENT_FD, end_by
 from resihp.protocol import messages as m
 from resihp.protocol.framing import LocalChannel
+from resihp.protocol.rendezvous import Attendance
 
 BEAT_S = 1.0
 LAST_WORDS_S = 10.0
@@ -87,13 +88,14 @@ class AgentClient:
         self._wake: Callable[[], None] = lambda: None
         self._deaf = False
         self._absent: Callable[[Fault], bool] = lambda fault: False
-        self._outbox: queue.SimpleQueue[m.WorkerMessage | threading.Event] = queue.SimpleQueue()
+        self._attended: dict[m.MeetingId, Attendance] = {}
+        self._outbox: queue.SimpleQueue[m.WorkerMessage | m.MeetingMessage | threading.Event] = queue.SimpleQueue()
         for work in (self._listen, self._deliver):
             threading.Thread(target=self._named, args=(work,), name="resihp-agent", daemon=True).start()
 
     # --- to the agent -----------------------------------------------------------------------------------------
 
-    def send(self, message: m.WorkerMessage) -> None:
+    def send(self, message: m.WorkerMessage | m.MeetingMessage) -> None:
         """Hand over one message, in order, without waiting. Any thread. A vanished agent ends the process."""
         self._outbox.put(message)
 
@@ -123,6 +125,14 @@ class AgentClient:
     def declare(self, declaration: m.Declare) -> None:
         self.declared = True
         self.send(declaration)
+
+    def attend(self, meeting: m.MeetingId, groups: Sequence[str], patience_s: float) -> Attendance:
+        """Take part in a meeting: say something there, and hear what others say in these groups. Main thread."""
+        attended = {each: held for each, held in self._attended.items() if not held.left}
+        attendance = attended[meeting] = Attendance(meeting, self.send, patience_s)
+        self._attended = attended
+        self.send(m.Attend(meeting=meeting, groups=tuple(groups)))
+        return attendance
 
     # --- from the agent ---------------------------------------------------------------------------------------
 
@@ -205,6 +215,10 @@ class AgentClient:
                 if self._deaf:
                     end_by(signal.SIGTERM)
                 continue  # else the agent's own signal does what the script has arranged
+            elif isinstance(order, m.Published):
+                if (attendance := self._attended.get(order.meeting)) is not None:
+                    attendance.hear(order.said)
+                continue
             elif isinstance(order, m.Slow):
                 self._slow[order.link] = order
                 continue

@@ -28,6 +28,7 @@ class Label(msgspec.Struct, frozen=True, kw_only=True):
     """Name of its class in `messages`; also one that is not there."""
     epoch: int = 0
     fault: int = 0
+    probe: int = 0
     after_iteration: bool | int | None = False
     outcome: _Outcome | None = None
     plan: _Plan | None = None

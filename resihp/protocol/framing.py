@@ -5,7 +5,7 @@ Two codecs without any input or output of their own, and the channels that drive
 ===============  ==============================  =========================================================
 codec            channel                         carries
 ===============  ==============================  =========================================================
-`LocalCodec`     `LocalChannel` (blocking)       inherited socket pairs: worker, agent, fork server, store
+`LocalCodec`     `LocalChannel` (blocking)       inherited socket pairs: worker, agent, fork server
 `SecureCodec`    `SecureChannel` (asyncio)       TCP: agents and operators to the supervisor
 ===============  ==============================  =========================================================
 

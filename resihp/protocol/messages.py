@@ -5,7 +5,8 @@ Three conversations, each a pair of unions:
 ====================  =====================  ==========================================================
 from -> to            union                  carried by
 ====================  =====================  ==========================================================
-worker -> agent       `WorkerMessage`        inherited socket, plain frames (`framing.LocalChannel`)
+worker -> agent       `WorkerMessage`,       inherited socket, plain frames (`framing.LocalChannel`)
+                      `MeetingMessage`
 agent -> worker       `WorkerOrder`          the same
 agent -> supervisor   `AgentMessage`         TCP, authenticated frames (`framing.SecureChannel`)
 supervisor -> agent   `AgentOrder`           the same
@@ -13,7 +14,8 @@ command line <->      `OperatorRequest`,     TCP, authenticated frames; same lis
 supervisor            `OperatorReply`
 ====================  =====================  ==========================================================
 
-What workers and supervisor say to each other, an agent passes on as it came (`resihp.protocol.forwarding`).
+What workers and supervisor say to each other, an agent passes on as it came (`resihp.protocol.forwarding`); what is
+said in a meeting (`resihp.protocol.rendezvous`), it gathers and hands out.
 
 Iterations count from 1; 0 means none yet. Seconds are intervals. Nothing here decides anything.
 """
@@ -59,6 +61,51 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Some rank was asked to park after this iteration: all do."""
     saving: bool = False
     """Some rank still writes a checkpoint: none begins another."""
+
+
+# --- meetings: worker <-> agent <-> supervisor -------------------------------------------------------------------
+
+
+class MeetingId(msgspec.Struct, frozen=True):
+    """Where ranks that build communicators tell each other their addresses: an epoch's, or a probe's. One is 0."""
+
+    epoch: int = 0
+    probe: int = 0
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch}" if self.epoch else f"probe {self.probe}"
+
+
+class Said(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank tells all others of a communicator: an address, an NCCL id. Each key is set once."""
+
+    group: str
+    key: str
+    value: bytes
+
+
+class Attend(Message, frozen=True, kw_only=True):
+    """From now on tell whoever sends this what is said in these groups of the meeting, and what was said before."""
+
+    meeting: MeetingId
+    groups: tuple[str, ...]
+
+
+class Publish(Message, frozen=True, kw_only=True):
+    """Tell all who attend its group. What is said in a meeting that is over is heard by nobody."""
+
+    meeting: MeetingId
+    said: tuple[Said, ...]
+
+
+class Published(Message, frozen=True, kw_only=True):
+    """To an agent what its workers attend, to a worker what it attends itself."""
+
+    meeting: MeetingId
+    said: tuple[Said, ...]
+
+
+MeetingMessage = Attend | Publish
 
 
 # --- worker -> agent -> supervisor ------------------------------------------------------------------------------
@@ -278,8 +325,6 @@ class Go(Message, frozen=True, kw_only=True):
     """
 
     epoch: int
-    store_host: str
-    store_port: int
     next_iteration: int
     finish: StepOutcome | None
 
@@ -325,7 +370,7 @@ class Probe(Message, frozen=True, kw_only=True):
     """Measure the device, between two iterations or while parked; answered with `Probed`.
 
     With `pairs`, ranks that all are parked or without work measure the links between them as well: each round is of
-    disjoint pairs, and everybody knows all rounds. `store` and `probe` name where they meet.
+    disjoint pairs, and everybody knows all rounds. They meet under the probe's number (`MeetingId`).
 
     With `after_iteration`, ranks that train measure the links alone, when all have taken the step of that iteration, on
     communicators of their own. Everybody else trains on. Whoever is past that moment, or parks, says so instead.
@@ -334,7 +379,6 @@ class Probe(Message, frozen=True, kw_only=True):
     probe: int
     after_iteration: int | None = None
     pairs: tuple[tuple[tuple[int, int], ...], ...] = ()
-    store: tuple[str, int] | None = None
 
 
 class Slow(Message, frozen=True, kw_only=True):
@@ -374,7 +418,7 @@ class Start(Message, frozen=True, kw_only=True):
     """Whether the job is under way already: it waits to be given work."""
 
 
-WorkerOrder = Start | Propose | Go | Begin | Park | Save | Probe | Slow | FaultGo | Halt
+WorkerOrder = Start | Propose | Go | Begin | Park | Save | Probe | Slow | FaultGo | Halt | Published
 
 
 # --- agent -> supervisor ----------------------------------------------------------------------------------------
@@ -502,7 +546,7 @@ class Beat(Message, frozen=True, kw_only=True):
     workers: tuple[WorkerBeat, ...]
 
 
-AgentMessage = Join | Inventory | Spawned | SpawnFailed | Exited | FromWorker | Beat | Signalled
+AgentMessage = Join | Inventory | Spawned | SpawnFailed | Exited | FromWorker | Beat | Signalled | Attend | Publish
 
 
 # --- supervisor -> agent ----------------------------------------------------------------------------------------
@@ -590,7 +634,7 @@ class Release(Message, frozen=True, kw_only=True):
     grace_s: float
 
 
-AgentOrder = Lead | Alive | Replicate | Roster | Spawn | ToWorkers | HangUp | Signal | KillNode | Release
+AgentOrder = Lead | Alive | Replicate | Roster | Spawn | ToWorkers | HangUp | Signal | KillNode | Release | Published
 
 
 # --- agent <-> agent --------------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ DisturbanceKind = Literal[
     "forget",  # the worker loses its state when it parks next
     "deadlock",  # a collective of the running epoch never completes, nobody is told
     "reconnect",  # the agent reconnects
-    "store",  # the store listens again, elsewhere
     "raise",  # the user's code raises on this rank
     "raise_all",  # ... and on all the others in the same place
     "signal",  # the supervisor receives `status`
@@ -55,7 +54,6 @@ SHARES: dict[DisturbanceKind, int] = {
     "deadlock": 2,
     "forget": 3,
     "reconnect": 2,
-    "store": 1,
     "raise": 3,
     "signal": 1,
     "inject": 3,

@@ -179,7 +179,6 @@ class World:
                 self.waiting_for.setdefault(disturbance.trigger, []).append(disturbance)
         for node in self.nodes.values():
             self.at(self.rng.uniform(0.0, 1.0), self.join, node)
-        self.at(self.rng.uniform(0.0, 4.0) if self.rng.random() < 0.2 else 0.0, self.store_ready)
         self.at(0.25, self.tick)
         if scenario.unfit:
             self.at(self.rng.uniform(0.0, 8.0), self.remember)
@@ -372,7 +371,6 @@ class World:
         for node in self.nodes.values():
             if node.alive and not node.dropped:
                 self.at(self.rng.choice([0.0, 0.1, self.rng.uniform(0.0, 4.0)]), self.join_again, node)
-        self.at(self.rng.uniform(0.0, 2.0), self.store_ready)
 
     def join_again(self, node: SimNode) -> None:
         if node.silent or node.frozen:
@@ -404,9 +402,6 @@ class World:
             for name in sorted(self.nodes)
         }
         self.feed(api.NodesRemembered(usual=usual))
-
-    def store_ready(self) -> None:
-        self.feed(api.StoreReady(host="127.0.0.1", port=self.rng.randint(1024, 65535)))
 
     def kill_node(self, node: SimNode, announced: bool, told: bool = True) -> None:
         """Everything on it dies; `announced`: the agent still gets to tell of some of its workers.
@@ -660,8 +655,6 @@ class World:
                 )
             case "supervisor":
                 self.lose_supervisor(seconds)
-            case "store":
-                self.store_ready()
             case "raise":
                 worker._go_on(None, worker.throw, (f"ValueError: rank {rank} is odd",))
             case "raise_all":

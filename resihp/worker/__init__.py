@@ -1,6 +1,5 @@
 """A worker's process from the outside: how it is forked, how it becomes the user's program, files beside it.
 
-`forkserver` imports once and forks a worker for each request, `entry` runs the user's program in it, `store` is the
-rendezvous store's process, `checkpoints` the folders of checkpoints as files. Imports torch only where a process is
-for nothing else. Started by agents and the supervisor.
+`forkserver` imports once and forks a worker for each request, `entry` runs the user's program in it, `checkpoints` the
+folders of checkpoints as files. Imports torch only where a process is for nothing else. Started by agents.
 """

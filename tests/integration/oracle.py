@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from meeting_place import Line
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -59,7 +60,7 @@ class _Silent:
     def communicating(self, waits: bool) -> None: ...
 
 
-def compare(rank: int, store: tuple[str, int], *, kind: str, positions: str) -> dict[str, Any]:
+def compare(rank: int, store: Line, *, kind: str, positions: str) -> dict[str, Any]:
     """Losses of both, and the largest relative difference of any parameter's gradient."""
     # megatron's order of ranks is tensor, data, pipeline; ours tensor, pipeline, data
     t, d, s = rank % TP, rank // TP % DP, rank // (TP * DP)
@@ -106,7 +107,7 @@ def _config(kind: str, **extra: Any) -> TransformerConfig:
 
 def _megatron(
     rank: int,
-    store: tuple[str, int],
+    store: Line,
     kind: str,
     positions: str,
     share: tuple[int, ...],
@@ -115,7 +116,7 @@ def _megatron(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients (by our names) of megatron-core's model, schedule and groups, from our first parameters."""
     _shim().install()
-    keys = torch.distributed.PrefixStore("oracle", torch.distributed.TCPStore(*store, None, False, timeout=TIMEOUT))
+    keys = torch.distributed.PrefixStore("oracle", store.keys())
     torch.distributed.init_process_group("gloo", store=keys, rank=rank, world_size=TP * PP * DP, timeout=TIMEOUT)
     parallel_state.initialize_model_parallel(TP, PP, create_gloo_process_groups=False)
     config = _config(

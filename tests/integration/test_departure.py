@@ -76,7 +76,7 @@ def test_signals_to_every_process_but_ours_stop_the_job_and_blame_nobody(job: Jo
     job.train(iterations=ITERATIONS, **SMALL)
     job.until(lambda: committed(job) >= 3)
     targets = [p for p in job.processes() if _is_of_a_step(p)]
-    assert len(targets) == 2 * (1 + 1 + 2) + 2, "agents, fork servers, workers, what forked the servers, and the store"
+    assert len(targets) == 2 * (1 + 1 + 2) + 1, "agents, fork servers, workers, and what forked the servers"
     for number in (signal.SIGCONT, signal.SIGTERM):
         for process in targets:
             process.send_signal(number)
@@ -91,7 +91,7 @@ def test_signals_to_every_process_but_ours_stop_the_job_and_blame_nobody(job: Jo
 
 def _is_of_a_step(process: psutil.Process) -> bool:
     command = process.cmdline()
-    return any(name in command for name in ("wrapper.agent.process", "resihp.worker.forkserver", "resihp.worker.store"))
+    return any(name in command for name in ("wrapper.agent.process", "resihp.worker.forkserver"))
 
 
 def test_the_script_that_goes_on_after_training_hears_signals_again(job: Job, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def saved(desk: Desk, job: str) -> int:
 
 
 def test_a_cancelled_job_is_saved_before_it_ends(cluster: MakeCluster) -> None:
-    """TERM reaches every process of the job at once: agents, fork servers, workers, supervisor and store.
+    """TERM reaches every process of the job at once: agents, fork servers, workers and supervisor.
 
     Slurm takes no comment from the moment of scancel on: what was said last stays true, for it says when it was.
     """

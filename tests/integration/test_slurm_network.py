@@ -15,7 +15,7 @@ from wrapper.config.values import LEAST_PORTS
 
 pytestmark = pytest.mark.timeout(300)
 
-OURS = ("wrapper.agent.process", "wrapper.supervisor.process", "resihp.worker.store", "wrapper")
+OURS = ("wrapper.agent.process", "wrapper.supervisor.process", "wrapper")
 """Modules of our processes that other nodes speak to; the last is the guardian."""
 
 
@@ -41,7 +41,6 @@ def test_all_that_listens_between_nodes_is_inside_the_range_that_is_open(
     found = {module: ports_of(desk, module) for module in OURS}
     assert {node for node, ports in found["wrapper.agent.process"].items() if ports} == {"n1", "n2", "n3", "n4"}
     assert found["wrapper.supervisor.process"]["n1"]
-    assert found["resihp.worker.store"]["n1"]
     outside = {(module, node): ports - inside for module in OURS for node, ports in found[module].items()}
     assert not any(outside.values()), outside
     workers = ports_of(desk, "resihp.worker.forkserver")
@@ -50,10 +49,9 @@ def test_all_that_listens_between_nodes_is_inside_the_range_that_is_open(
     desk.cluster.kill_node("n1")
     chosen = desk.until(lambda: desk.of(job, LeaderChosen), job, 90)[-1]
     desk.until_committed(job, desk.committed(job) + 1)
-    for module in ("wrapper.supervisor.process", "resihp.worker.store"):
-        ports = ports_of(desk, module)[chosen.node]
-        assert ports, f"{module} listens on {chosen.node}"
-        assert ports <= inside, f"{module} of the successor"
+    ports = ports_of(desk, "wrapper.supervisor.process")[chosen.node]
+    assert ports, f"the successor listens on {chosen.node}"
+    assert ports <= inside
     desk.pace(0.0)
     desk.wait(job)
     reference.check(desk.rows("iterations", job))

@@ -1,4 +1,4 @@
-"""Real processes without training: a job whose workers are tiny scripts, its ledger a list, its store pretended."""
+"""Real processes without training: a job whose workers are tiny scripts, its ledger a list."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`resihp run` for tests: `stub_run.py guard FILE` and `stub_run.py supervise FILE`, with the supervisor's options.
 
-Everything is real but the store (nobody rendezvous), the ledger (a list) and the view (lines on stderr).
+Everything is real but the ledger (a list) and the view (lines on stderr).
 """
 
 from __future__ import annotations
@@ -32,12 +32,6 @@ class Nothing:
 
     def say(self, level: str, text: str) -> None:
         print(f"{level}: {text}", file=sys.stderr, flush=True)
-
-
-class PretendedStore:
-    async def run(self, ready: Callable[[str, int], None]) -> None:
-        ready("127.0.0.1", 1)
-        await asyncio.Event().wait()
 
 
 class BrokenController(Controller):
@@ -104,9 +98,7 @@ def supervise(run_file: str, *arguments: str) -> int:
             return bury(request, options["--take-over"], listener)
         controller = kind.recover(request.settings, (record.entry for record in heir.records))
     forks = inherited_socket(int(options["--forks"])) if "--forks" in options else None
-    running = supervise_with(
-        request, controller, nothing, nothing, PretendedStore(), listener=listener, heir=heir, forks=forks
-    )
+    running = supervise_with(request, controller, nothing, nothing, listener=listener, heir=heir, forks=forks)
     return asyncio.run(running)
 
 

@@ -154,6 +154,8 @@ class Agent:
                 self._workers.spawn(order)
             case m.ToWorkers():
                 self._workers.order(order)
+            case m.Published():
+                self._workers.published(order)
             case m.HangUp():
                 self._workers.hang_up(order.rank, order.reason)
             case m.Signal():

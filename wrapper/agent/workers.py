@@ -26,6 +26,7 @@ from resihp.protocol.forwarding import label_of
 from resihp.protocol.framing import decode, encode
 from resihp.worker.forkserver import ONE_THREAD, Ended, Fork, Forked, NotForked
 from wrapper.agent.exit_clues import KernelClues, last_words_within
+from wrapper.agent.rendezvous import Relay
 from wrapper.agent.sockets import ForkServerLink, WorkerPipe
 from wrapper.agent.worker_history import LAST_STEPS, MOST_STEPS, WorkerRecord
 from wrapper.config import container
@@ -35,7 +36,10 @@ REAP_S = 2.0
 LAST_WORDS_S = 0.2
 """How long what a worker said before it ended is looked for."""
 
+MEETING = (m.Attend.__name__, m.Publish.__name__)
+
 _progress = msgspec.msgpack.Decoder(m.Progress)
+_meetings: msgspec.msgpack.Decoder[m.MeetingMessage] = msgspec.msgpack.Decoder(m.MeetingMessage)
 
 
 @dataclass
@@ -74,6 +78,7 @@ class Workers:
         self._exits: list[tuple[int, int]] = []
         self._telling: set[asyncio.Task[None]] = set()
         """News of exits on their way."""
+        self._rendezvous = Relay(tell, self._hand_to)
         self._kernel = KernelClues()
         self._newest_epoch = 0
         self._idle = asyncio.Event()
@@ -113,12 +118,24 @@ class Workers:
         label = label_of(to.body)
         if label.type == m.Go.__name__:
             self.epoch = label.epoch
+            self._rendezvous.open(m.MeetingId(epoch=label.epoch))
+        elif label.type == m.Probe.__name__:
+            self._rendezvous.open(m.MeetingId(probe=label.probe))
         self._newest_epoch = max(self._newest_epoch, label.announced_epoch)
         for rank in to.ranks:
             worker = self._workers.get(rank)
             if worker is not None:
                 worker.record.told(label)
                 worker.pipe.send(to.body)
+
+    def published(self, order: m.Published) -> None:
+        """What was said in a meeting that workers of this node attend."""
+        self._rendezvous.published(order)
+
+    def _hand_to(self, rank: int, order: m.Published) -> None:
+        worker = self._workers.get(rank)
+        if worker is not None:
+            worker.pipe.send(encode(order))
 
     def hang_up(self, rank: int, reason: str) -> None:
         """What the worker says cannot be read."""
@@ -160,7 +177,8 @@ class Workers:
             worker.record.committed(iteration)
 
     def inventory(self) -> m.Inventory:
-        """All that a leader has to know who has heard nothing from here."""
+        """All that a leader has to know who has heard nothing from here; meetings end with the leader before."""
+        self._rendezvous.begin_anew()
         full = max(self._workers, key=lambda rank: self._workers[rank].record.steps_kept, default=None)
         return m.Inventory(
             workers=tuple(
@@ -224,6 +242,8 @@ class Workers:
         if label.type == m.Progress.__name__:
             worker.progress = decode(_progress, body)
             worker.beat_at = time.monotonic()
+        elif label.type in MEETING:
+            self._rendezvous.said(rank, decode(_meetings, body))
         else:
             worker.record.said(label, body)
             self._tell(m.FromWorker(rank=rank, body=body))
@@ -261,6 +281,7 @@ class Workers:
 
     def _forget(self, rank: int) -> None:
         self._workers.pop(rank).pipe.close()
+        self._rendezvous.leave(rank)
         if not self._workers:
             self._idle.set()
 

@@ -1,9 +1,9 @@
 """Containers: the command line that starts a program of ours inside one. Pure functions; nothing is run here.
 
-Only what needs the user's libraries goes inside: the fork server, and with it all workers, and the store. Supervisor
-and agents stay on the host, where Slurm's commands are. Runtimes pass on standard input, output and error, and differ
-in all else: enroot closes every other descriptor (enroot-switchroot calls closefrom(3)), apptainer puts a process of
-its own between the program and us. So a program inside is given its socket as standard input, and does not ask who its
+Only what needs the user's libraries goes inside: the fork server, and with it all workers. Supervisor and agents stay
+on the host, where Slurm's commands are. Runtimes pass on standard input, output and error, and differ in all else:
+enroot closes every other descriptor (enroot-switchroot calls closefrom(3)), apptainer puts a process of its own between
+the program and us. So a program inside is given its socket as standard input, and does not ask who its
 parent is. Both leave process ids as they are on the host, unless a site forces namespaces of their own for them
 (apptainer --pid, ENROOT_UNSHARE_PID): that is not supported.
 
@@ -135,6 +135,6 @@ def of_workers(container: Container | None, environment: Mapping[str, str]) -> d
 
 
 def job_folders(cwd: str, folder: Path, checkpoints: Path, python_path: str) -> list[Path]:
-    """What workers and the store open: their working folder, the job's own, checkpoints, PYTHONPATH."""
+    """What workers open: their working folder, the job's own, checkpoints, PYTHONPATH."""
     entries = [Path(entry) for entry in python_path.split(os.pathsep) if entry and Path(entry).is_dir()]
     return list(dict.fromkeys([Path(cwd), folder, checkpoints, *entries]))

@@ -37,7 +37,7 @@ class Launcher(Protocol):
     """Starts one agent for each node of the job."""
 
     host: str
-    """Address of the interface that supervisor and store listen on: never all of them."""
+    """Address of the interface that the supervisor listens on: never all of them."""
 
     nodes: tuple[str, ...]
 

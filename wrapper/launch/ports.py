@@ -1,7 +1,7 @@
 """Where our own processes listen for other nodes: on one address, and on a port that the site's firewall lets through.
 
 Every listener between nodes is made by `listen`: the guardian's, a successor's, those of agents for their peers, the
-rendezvous store's, the doctor's. `[slurm] ports` is the range; without one the kernel chooses. What training's own
+doctor's. `[slurm] ports` is the range; without one the kernel chooses. What training's own
 libraries listen on (gloo, NCCL) is chosen by them. Decides only which port is tried first.
 """
 

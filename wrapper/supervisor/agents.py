@@ -27,6 +27,7 @@ from resihp.protocol.forwarding import report_of
 from resihp.protocol.framing import Envelope, SecureChannel, encode
 from resihp.protocol.resumable import Conversation
 from wrapper.launch.launcher import CANNOT_START, Launcher
+from wrapper.supervisor.rendezvous import Exchange
 
 LOOK_EVERY_S = 0.1
 EXIT_DRAIN_S = 0.15
@@ -101,6 +102,7 @@ class AgentLinks:
         self._roster = roster
         self._links = {node: AgentLink(node) for node in launcher.nodes}
         self._node_of: dict[int, str] = {}
+        self._rendezvous = Exchange(self.post)
         self._unreadable: set[int] = set()
         """Ranks that have sent what is no report."""
         self.epoch = 0
@@ -128,6 +130,9 @@ class AgentLinks:
         """Send to these workers; those whose agent is gone are skipped."""
         if isinstance(order, m.Go):
             self.epoch = order.epoch
+            self._rendezvous.open(m.MeetingId(epoch=order.epoch))
+        elif isinstance(order, m.Probe):
+            self._rendezvous.open(m.MeetingId(probe=order.probe))
         body = encode(order)
         by_node: dict[str, list[int]] = {}
         for rank in ranks:
@@ -156,6 +161,7 @@ class AgentLinks:
         link = self._links.setdefault(node, AgentLink(node))
         link.dropped = True
         link.live.clear()
+        self._rendezvous.leave(node)
         self.cut(node)
         self._launcher.kill(node)
         self.tell_roster()
@@ -288,6 +294,8 @@ class AgentLinks:
             case m.FromWorker():
                 self._check(link, message.rank)
                 self._worker_said(link, message)
+            case m.Attend() | m.Publish():
+                self._rendezvous.said(link.node, message)
             case m.Spawned():
                 self._check(link, message.rank)
                 link.live[message.rank] = message.pid

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from resihp.controller import interface as api
 from resihp.detector.probes import Place
@@ -67,9 +67,3 @@ class NodeHistory(Protocol):
     """`wrapper.supervisor.node_history.NodeMemory`, as used here."""
 
     def recall(self, nodes: Sequence[str], tell: Callable[[Mapping[Place, m.Speed]], None]) -> None: ...
-
-
-class StoreLike(Protocol):
-    """`wrapper.supervisor.store.StoreProcess`, as used here."""
-
-    async def run(self, ready: Any) -> None: ...

@@ -43,11 +43,10 @@ from wrapper.launch.launcher import Followers, Launcher, LocalLauncher
 from wrapper.sinks.deferred_ledger import LateLedger
 from wrapper.sinks.fanout import LedgerLike, Listeners, listeners, tell_of_the_end
 from wrapper.slurm_tasks.job_comment import JobComment, say_at_last
-from wrapper.supervisor.collaborators import ControllerLike, SlurmDeskLike, StoreLike, ViewLike
+from wrapper.supervisor.collaborators import ControllerLike, SlurmDeskLike, ViewLike
 from wrapper.supervisor.node_history import NodeMemory
 from wrapper.supervisor.nonblocking_stderr import never_wait_for_stderr
 from wrapper.supervisor.shell import Supervisor
-from wrapper.supervisor.store import StoreProcess
 
 if TYPE_CHECKING:
     from db.writer import Ledger
@@ -128,7 +127,6 @@ async def supervise_with(
     controller: ControllerLike,
     ledger: LedgerLike,
     view: ViewLike,
-    store: StoreLike | None = None,
     *,
     listener: socket.socket,
     heir: Heir | None = None,
@@ -150,8 +148,6 @@ async def supervise_with(
         request,
         controller=controller,
         launcher=_launcher(request, host, heir, view, forks),
-        store=store
-        or StoreProcess(host, request.program.interpreter, job.logs / "store.log", request.container, request.ports),
         journal=Journal(journal or job.journal_file),
         ledger=ledger,
         view=view,

@@ -44,7 +44,6 @@ from wrapper.supervisor.collaborators import (
     NodeHistory,
     NoSlurm,
     SlurmDeskLike,
-    StoreLike,
     ViewLike,
 )
 from wrapper.supervisor.decision_gate import QUORUM_PATIENCE_S, DecisionGate
@@ -86,7 +85,6 @@ class Supervisor:
         *,
         controller: ControllerLike,
         launcher: Launcher,
-        store: StoreLike,
         journal: Journal,
         ledger: LedgerLike,
         view: ViewLike,
@@ -109,7 +107,6 @@ class Supervisor:
         self._job = request.of_job
         self._controller = controller
         self._launcher = launcher
-        self._store = store
         self._journal = JournalWriter(journal, self._on_disk)
         self._unwritten: deque[Record] = deque()
         self._ledger = ledger
@@ -161,7 +158,6 @@ class Supervisor:
         write_private(self._job.supervisor_file, msgspec.json.encode(address))
         self._recall(self._request.settings.node_names)
         self._start(self._slurm.run())
-        self._start(self._keep_store())
         self._start(self._tick())
         self._start(self._beat())
         if not self._took_over:
@@ -324,14 +320,6 @@ class Supervisor:
             ),
             environment=dict(self._launcher.worker_environment),
         )
-
-    async def _keep_store(self) -> None:
-        try:
-            await self._store.run(lambda host, port: self._event(api.StoreReady(host=host, port=port)))
-        except ResihpError as error:
-            if self._request.program.kind != "command":
-                raise
-            self._view.say("notice", f"{error}; a plain command may do without")  # its interpreter may lack torch
 
     async def _tick(self) -> None:
         listens_until = 0.0

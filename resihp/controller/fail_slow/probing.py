@@ -40,7 +40,7 @@ def begin(
         probe=job.probes, occasion=occasion, asked=asked, asked_at=job.now, finding=finding
     )
     rounds = tuple(tuple(pair for pair in round_) for round_ in pairs)
-    job.order(asked, m.Probe(probe=job.probes, pairs=rounds, store=job.store if rounds else None))
+    job.order(asked, m.Probe(probe=job.probes, pairs=rounds))
 
 
 def begin_link(job: Job, finding: Finding, after_iteration: int) -> None:
@@ -59,7 +59,7 @@ def begin_link(job: Job, finding: Finding, after_iteration: int) -> None:
         finding=finding,
         ahead_s=(after_iteration - job.furthest) * job.predicted_s,
     )
-    job.order(asked, m.Probe(probe=job.probes, pairs=(round_,), store=job.store, after_iteration=after_iteration))
+    job.order(asked, m.Probe(probe=job.probes, pairs=(round_,), after_iteration=after_iteration))
 
 
 def _ends(link: tuple[int, int]) -> probes.Pair:

@@ -88,7 +88,7 @@ def _link_suspected(job: Job, finding: Finding, link: tuple[int, int]) -> None:
         rank in job.record.working and job.members[rank].alive for rank in link
     ):
         return
-    if job.record.suspects_slow is not None or not job.may_interrupt or job.store is None:
+    if job.record.suspects_slow is not None or not job.may_interrupt:
         job.findings += (finding,)  # keeps
         return
     takes_s = max(job.predicted_s, 1e-3)

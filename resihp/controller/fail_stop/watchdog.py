@@ -80,8 +80,6 @@ def judge_start(job: Job) -> None:
     elif late and len(late) < len(awaited):
         where = ", ".join(job.where(rank) for rank in late[:4])
         incidents.end(job, 1, f"{where}: not ready to train within {budget_s:.0f} s of the start; its log tells more")
-    elif not late and job.store is None:
-        incidents.end(job, 1, f"the rendezvous store did not start within {budget_s:.0f} s; see logs/store.log")
 
 
 def judge_absent(job: Job) -> None:

@@ -130,7 +130,10 @@ class Channel:
         woken: Callable[[], bool],
         strict: SingleFile | None = None,
         wire: Wire | None = None,
+        store: Any = None,
     ) -> None:
+        """`store`: the back end's, held as long as it may ask it something."""
+        self.store = store
         self._backend: Backend | None = backend
         self._woken = woken
         self._own = SingleFile() if wire is not None and strict is None else None

@@ -60,7 +60,6 @@ class Direct:
         self.job = self.controller.job
         self.now = 0.0
         self.actions: list[api.AnyAction] = []
-        self.feed(api.StoreReady(host="h", port=1))
         for n in range(1, nodes + 1):
             self.feed(api.AgentJoined(node=f"n{n}", host="h", devices=gpus))
         for rank in range(nodes * gpus):

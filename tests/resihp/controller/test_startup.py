@@ -21,9 +21,7 @@ NAMES = ("n1", "n2", "n3")
 class Start:
     """A job of three nodes of one device, at its start, in an allocation unless told otherwise."""
 
-    def __init__(
-        self, spares: int = 1, controller: Controller | None = None, store: bool = True, **settings: Any
-    ) -> None:
+    def __init__(self, spares: int = 1, controller: Controller | None = None, **settings: Any) -> None:
         given: dict[str, Any] = {"slurm": True, "batch_node": "n1", "may_requeue": True, "restarts_left": 2} | settings
         self.settings = Settings(
             job="77", nodes=3, node_names=NAMES, gpus_per_node=1, tp=1, pp=2, spares=spares, **given
@@ -31,8 +29,6 @@ class Start:
         self.controller = controller or Controller(self.settings)
         self.now = 0.0
         self.actions: list[api.AnyAction] = []
-        if store:
-            self.feed(api.StoreReady(host="h", port=1))
 
     def feed(self, event: api.AnyEvent, later_s: float = 0.01) -> list[api.AnyAction]:
         self.now += later_s
@@ -226,19 +222,6 @@ def test_a_loss_gives_those_that_are_still_to_come_their_time_again() -> None:
     assert job.end is None
     job.join("n3")
     assert [node for node, _, _ in job.starts] == ["n1", "n3"]
-
-
-def test_a_store_that_never_listens_ends_the_job_and_tells_where_to_look() -> None:
-    job = Start(store=False)
-    job.join(*NAMES)
-    job.train(0, 1, 2)
-    job.wait(job.settings.start_budget_s - 1)
-    assert job.end is None
-    job.wait(2)
-    assert job.end is not None
-    code, reason = job.end
-    assert code == 1
-    assert reason.startswith("the rendezvous store did not start within")
 
 
 def test_devices_that_were_measured_when_the_job_is_to_stop_are_given_no_work() -> None:

@@ -58,7 +58,6 @@ class TakenOver(Direct):
         self.job = self.controller.job
         self.now = 0.0
         self.actions = []
-        self.feed(api.StoreReady(host="h", port=2))
 
     def back(
         self,
@@ -388,7 +387,6 @@ class Beginning(Direct):
         self.controller = Controller(Settings(**given))
         self.job = self.controller.job
         self.now, self.actions = 0.0, []
-        self.feed(api.StoreReady(host="h", port=1))
         for node in nodes:
             self.feed(api.AgentJoined(node=node, host="h", devices=2))
         for rank in spawned:

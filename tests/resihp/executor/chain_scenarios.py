@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from meeting_place import Line
 from megatron.core.transformer import TransformerConfig
 from scenarios import CONFIGS, MICRO_BATCHES, SEQUENCE, TIMEOUT_S, VOCAB, Corpus, Watcher
 
 from resihp.executor.engine import Engine
+from resihp.executor.group_store import TorchRendezvous
 from resihp.executor.state import checkpoint
 from resihp.executor.state.optimizer import AdamW
 from resihp.parallelism import transfers
@@ -23,7 +25,6 @@ from resihp.pipeline.program import Compute
 from resihp.worker import checkpoints
 
 LAYERS = 6
-Address = tuple[str, int]
 
 
 def random_layout(rng: random.Random, world: int, chunks: int) -> Layout:
@@ -157,11 +158,11 @@ class _SmallerVocabulary(Corpus):
 
 
 def chain(
-    rank: int, store: Address, *, seed: int, ranks: int, plans: int, kind: str, recompute: str, strict: bool, root: str
+    rank: int, store: Line, *, seed: int, ranks: int, plans: int, kind: str, recompute: str, strict: bool, root: str
 ) -> dict[str, Any]:
     """Train one iteration under each of a chain of random plans; compare everything with a serial model."""
     rng, world = random.Random(seed), ranks
-    keys = torch.distributed.TCPStore(*store, None, False, timeout=timedelta(seconds=TIMEOUT_S))
+    keys = store.keys()
     state = rng.getstate()
     engine = engine_for(rng, kind, recompute)
     rng.setstate(state)
@@ -169,7 +170,7 @@ def chain(
     engine._strict = strict
     alone = Plan(epoch=1, layout=Layout.uniform(tp=1, pp=1, dp=1, layers=LAYERS), assignment=spread(MICRO_BATCHES, 1))
     serial.adopt(alone, 0)
-    serial.connect(alone, 0, torch.distributed.HashStore(), TIMEOUT_S)
+    serial.connect(alone, 0, TorchRendezvous(torch.distributed.HashStore()), TIMEOUT_S)
     nodes = {r: f"n{r // 2}" for r in range(world)}
     base: Base | None = None
     worst, moved, told, work = 0.0, 0, [], 0
@@ -204,7 +205,7 @@ def chain(
         _barrier(keys, f"written/{k}", world)
         serial.disconnect()
         checkpoint.load(serial, folder)
-        serial.connect(alone, 0, torch.distributed.HashStore(), TIMEOUT_S)
+        serial.connect(alone, 0, TorchRendezvous(torch.distributed.HashStore()), TIMEOUT_S)
         _equal_to_the_bit(engine, serial, told)
         engine.disconnect()
         survivors = random_survivors(rng, plan, engine, world)

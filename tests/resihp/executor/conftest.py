@@ -27,7 +27,7 @@ def fork_server(scenarios: str) -> Iterator[Serve]:
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
-        "RES_OPTIONS": "timeout:1 attempts:1",  # torch's store clients ask for names, see `communicators.Directory`
+        "RES_OPTIONS": "timeout:1 attempts:1",  # torch's store clients ask for names
     }
     with subprocess.Popen(
         [sys.executable, str(HERE / "ranks.py"), str(HERE / scenarios)],

@@ -1,8 +1,9 @@
 """A fork server for tests with several ranks: torch and megatron-core are imported once, each rank is a fork of it.
 
 Run as a program. It reads one JSON request a line, {"scenario", "world", "arguments"}, forks `world` ranks that call
-`scenario(rank, (host, port), **arguments)` of the modules named on its command line, and answers with one JSON line:
-for each rank {"result"} or {"error"} or {"killed"}. It has no threads when it forks; the store is in another fork.
+`scenario(rank, line, **arguments)` of the modules named on its command line, and answers with one JSON line: for each
+rank {"result"} or {"error"} or {"killed"}. It has no threads when it forks; where ranks meet (`meeting_place`), and a
+store for the tests' own words, are in forks, too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -20,8 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-
-LIMIT_S = 90.0
+from meeting_place import LIMIT_S, Line, serve
 
 
 def main() -> None:
@@ -42,16 +43,22 @@ def main() -> None:
 
 def _run(scenario: Callable[..., Any], world: int, arguments: dict[str, Any]) -> list[dict[str, Any]]:
     store, port = _start_store()
+    place, ends = _start_place(world)
     pids, pipes = [], []
     for rank in range(world):
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(reading)
-            _rank(scenario, rank, port, arguments, writing)
+            for other in range(world):
+                if other != rank:
+                    ends[other].close()
+            _rank(scenario, rank, Line(ends[rank], port), arguments, writing)
         os.close(writing)
         pids.append(pid)
         pipes.append(reading)
+    for end in ends:
+        end.close()
     answers = _collect(pipes)
     for rank, pid in enumerate(pids):
         if "error" in answers[rank]:
@@ -59,15 +66,16 @@ def _run(scenario: Callable[..., Any], world: int, arguments: dict[str, Any]) ->
         _, status = os.waitpid(pid, 0)
         if "error" in answers[rank] and not answers[rank]["error"] and os.WIFSIGNALED(status):
             answers[rank] = {"killed": os.WTERMSIG(status)}
-    os.kill(store, signal.SIGKILL)
-    os.waitpid(store, 0)
+    for helper in (store, place):
+        os.kill(helper, signal.SIGKILL)
+        os.waitpid(helper, 0)
     return answers
 
 
-def _rank(scenario: Callable[..., Any], rank: int, port: int, arguments: dict[str, Any], writing: int) -> None:
+def _rank(scenario: Callable[..., Any], rank: int, line: Line, arguments: dict[str, Any], writing: int) -> None:
     os.dup2(2, 1)
     try:
-        answer = {"result": scenario(rank, ("127.0.0.1", port), **arguments)}
+        answer = {"result": scenario(rank, line, **arguments)}
     except BaseException:  # noqa: BLE001 reported to the test
         answer = {"error": traceback.format_exc()}
     with os.fdopen(writing, "w") as pipe:
@@ -89,6 +97,19 @@ def _collect(pipes: list[int]) -> list[dict[str, Any]]:
         os.close(pipe)
     late = {rank: {"error": f"nothing after {LIMIT_S} s"} for rank in open_pipes.values()}
     return [late.get(rank) or (json.loads(text) if text else {"error": ""}) for rank, text in enumerate(texts)]
+
+
+def _start_place(world: int) -> tuple[int, list[socket.socket]]:
+    pairs = [socket.socketpair() for _ in range(world)]
+    pid = os.fork()
+    if pid == 0:
+        for _, end in pairs:
+            end.close()
+        serve([ours for ours, _ in pairs])
+        signal.pause()
+    for ours, _ in pairs:
+        ours.close()
+    return pid, [end for _, end in pairs]
 
 
 def _start_store() -> tuple[int, int]:

@@ -15,14 +15,16 @@ import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
+from meeting_place import Line
 from megatron.core.transformer import TransformerConfig
 
 from resihp.errors import CommunicatorError, DatasetError, ResihpError
 from resihp.executor import engine as engine_module
 from resihp.executor import probe
-from resihp.executor.communicators import Communicators, Directory
+from resihp.executor.communicators import Communicators
 from resihp.executor.compute.attention import PackedAttention, Packing
 from resihp.executor.engine import Engine
+from resihp.executor.group_store import TorchRendezvous
 from resihp.executor.state import checkpoint
 from resihp.executor.state.optimizer import AdamW
 from resihp.parallelism.layout import Layout, Replica, Stage
@@ -35,7 +37,6 @@ from resihp.worker import checkpoints
 
 VOCAB, SEQUENCE, MICRO_BATCHES = 64, 32, 6
 TIMEOUT_S = 60.0
-Address = tuple[str, int]
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt": {"add_qkv_bias": True},
@@ -134,7 +135,7 @@ def state_digest(engine: Engine) -> dict[str, str]:
 
 def train(
     rank: int,
-    store: Address,
+    store: Line,
     *,
     kind: str = "gpt",
     grid_of: tuple[int, int, int] = (1, 1, 1),
@@ -171,7 +172,7 @@ def train(
     }
 
 
-def slow_peer(rank: int, store: Address, *, grid_of: tuple[int, int, int], slow: int, speed: float) -> dict[str, Any]:
+def slow_peer(rank: int, store: Line, *, grid_of: tuple[int, int, int], slow: int, speed: float) -> dict[str, Any]:
     """Medians over iterations of each rank's time in chunks and of its own work in them, with one slow device."""
     engine = engine_of("gpt")
     if rank == slow:
@@ -198,14 +199,12 @@ def slow_peer(rank: int, store: Address, *, grid_of: tuple[int, int, int], slow:
     }
 
 
-def probe_devices(
-    rank: int, store: Address, *, pairs: list[list[list[int]]], slow: int, speed: float
-) -> dict[str, Any]:
+def probe_devices(rank: int, store: Line, *, pairs: list[list[list[int]]], slow: int, speed: float) -> dict[str, Any]:
     engine = engine_of("gpt")
     if rank == slow:
         engine.speed = lambda: speed
     rounds = tuple(tuple((a, b) for a, b in round_) for round_ in pairs)
-    answers = [probe.measure(m.Probe(probe=n, pairs=rounds, store=store), rank, engine) for n in (1, 2)]
+    answers = [probe.measure(m.Probe(probe=n, pairs=rounds), rank, engine, store) for n in (1, 2)]
     return {
         "speed": msgspec.to_builtins(answers[1].speed),
         "error": "".join(answer.error + answer.missed for answer in answers),
@@ -213,20 +212,17 @@ def probe_devices(
     }
 
 
-def peer_dies_while_it_connects(rank: int, store: Address, *, dies: int) -> float:
+def peer_dies_while_it_connects(rank: int, store: Line, *, dies: int) -> float:
     """Seconds from being woken to being free, when the peer has told its address and then died."""
     world = GroupSpec("world", (0, 1))
-    communicators = Communicators(1, rank, [world], TIMEOUT_S, Directory())
-    client = torch.distributed.TCPStore(*store, None, False, timeout=timedelta(seconds=TIMEOUT_S))
-    mine = f"epoch-1/world/0/{rank}"
+    communicators = Communicators(m.MeetingId(epoch=1), rank, [world], TIMEOUT_S)
+    keys = store.keys()
     if rank == dies:
-        client.set(f"epoch-1/here/{1 - rank}", "1")
         threading.Thread(target=communicators.open, args=(store,), daemon=True).start()
-        while not client.check([mine]):
-            time.sleep(0.001)
+        keys.wait(["heard"])
         os.kill(os.getpid(), signal.SIGKILL)
-    while not client.check([f"epoch-1/world/0/{dies}"]):
-        time.sleep(0.001)
+    store.attend(m.MeetingId(epoch=1), ["world"], TIMEOUT_S).store("world").wait([f"0/{dies}"])
+    keys.set("heard", "1")
     time.sleep(0.2)
     woken = []
 
@@ -242,16 +238,14 @@ def peer_dies_while_it_connects(rank: int, store: Address, *, dies: int) -> floa
     raise AssertionError("connected to the dead")
 
 
-def probe_alone(rank: int, store: Address) -> dict[str, Any]:
+def probe_alone(rank: int, store: Line) -> dict[str, Any]:
     """Ask for a peer that is not there."""
     engine_module.MEETING_S = 0.3
-    answer = probe.measure(m.Probe(probe=1, pairs=(((0, 1),),), store=store), rank, engine_of("gpt"))
+    answer = probe.measure(m.Probe(probe=1, pairs=(((0, 1),),)), rank, engine_of("gpt"), store)
     return {"error": answer.error, "missed": answer.missed, "speed": answer.speed.flops}
 
 
-def probe_links_in_training(
-    rank: int, store: Address, *, grid_of: tuple[int, int, int], strict: bool
-) -> dict[str, Any]:
+def probe_links_in_training(rank: int, store: Line, *, grid_of: tuple[int, int, int], strict: bool) -> dict[str, Any]:
     """Train four iterations. After the second, two pairs measure their links; after the third, rank 0 waits in vain."""
     os.environ["RESIHP_STRICT_ORDER"] = str(int(strict))
     engine = engine_of("gpt")
@@ -264,15 +258,15 @@ def probe_links_in_training(
         outcome = engine.run(plan, iteration, Watcher())
         engine.step(outcome)
         losses.append(outcome.loss)
-        asked = m.Probe(probe=iteration, pairs=pairs, store=store, after_iteration=iteration)
+        asked = m.Probe(probe=iteration, pairs=pairs, after_iteration=iteration)
         if (iteration == 2 and rank in (0, 1, 2, 3)) or (iteration == 3 and rank == 0):
             probe.ANNOUNCED_S = 2.0 if iteration == 2 else 0.3
-            answers.append(msgspec.to_builtins(probe.measure_links(asked, rank, engine, lambda: False)))
+            answers.append(msgspec.to_builtins(probe.measure_links(asked, rank, engine, store, lambda: False)))
     engine.disconnect()
     return {"losses": losses, "answers": answers, "digest": state_digest(engine)}
 
 
-def peer_dies_in_a_probe(rank: int, store: Address, *, called_off: bool) -> dict[str, Any]:
+def peer_dies_in_a_probe(rank: int, store: Line, *, called_off: bool) -> dict[str, Any]:
     """Rank 1 comes to measure its link with rank 0, and dies; rank 0 is woken. Or it was called off before."""
     engine = engine_of("gpt")
     plan = plan_of(1, grid(1, 2, 1))
@@ -280,16 +274,14 @@ def peer_dies_in_a_probe(rank: int, store: Address, *, called_off: bool) -> dict
     engine.connect(plan, rank, store, TIMEOUT_S)
     engine.step(engine.run(plan, 1, Watcher()))
     if rank == 1:
-        keys = torch.distributed.TCPStore(*store, None, False, timeout=timedelta(seconds=TIMEOUT_S))
-        keys.set("epoch-probe-1/here/1", "1")
         if not called_off:
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1.0)
         return {}
-    asked = m.Probe(probe=1, pairs=(((0, 1),),), store=store, after_iteration=1)
+    asked = m.Probe(probe=1, pairs=(((0, 1),),), after_iteration=1)
     threading.Timer(0.8, engine.wake).start()
-    answer = probe.measure_links(asked, rank, engine, lambda: called_off)
+    answer = probe.measure_links(asked, rank, engine, store, lambda: called_off)
     error = ""
     if not called_off:
         try:
@@ -299,7 +291,7 @@ def peer_dies_in_a_probe(rank: int, store: Address, *, called_off: bool) -> dict
     return {"missed": answer.missed, "seconds": answer.seconds, "error": error}
 
 
-def attention(rank: int, store: Address, *, groups: int) -> dict[str, float]:
+def attention(rank: int, store: Line, *, groups: int) -> dict[str, float]:
     """Largest differences of packed attention and its gradients from a block mask over the whole micro-batch."""
     heads, width, lengths = 4, 8, (5, 1, 17, 9)
     torch.manual_seed(1)
@@ -325,7 +317,7 @@ def attention(rank: int, store: Address, *, groups: int) -> dict[str, float]:
     }
 
 
-def packing_is_invisible(rank: int, store: Address, *, positions: str) -> list[float]:
+def packing_is_invisible(rank: int, store: Line, *, positions: str) -> list[float]:
     """Loss sums of two documents packed together, and each alone."""
     engine = engine_of("gpt", position_embedding=positions)
     engine.adopt(plan_of(1, grid(1, 1, 1)), 0)
@@ -336,7 +328,7 @@ def packing_is_invisible(rank: int, store: Address, *, positions: str) -> list[f
     return [both, sum(stage(0, (len(half),), half, labels).item() for half, labels in halves)]
 
 
-def save(rank: int, store: Address, *, kind: str, grid_of: tuple[int, int, int], root: str, iterations: int) -> Any:
+def save(rank: int, store: Line, *, kind: str, grid_of: tuple[int, int, int], root: str, iterations: int) -> Any:
     """Train, save, and go on for two iterations more."""
     engine = engine_of(kind)
     plan = plan_of(1, grid(*grid_of))
@@ -359,7 +351,7 @@ def save(rank: int, store: Address, *, kind: str, grid_of: tuple[int, int, int],
     return {"digest": digest, "losses": losses}
 
 
-def restore(rank: int, store: Address, *, kind: str, grid_of: tuple[int, int, int], root: str) -> Any:
+def restore(rank: int, store: Line, *, kind: str, grid_of: tuple[int, int, int], root: str) -> Any:
     """Load the newest checkpoint, save it again next to it, and go on for two iterations."""
     engine = engine_of(kind)
     plan = plan_of(2, grid(*grid_of))
@@ -378,7 +370,7 @@ def restore(rank: int, store: Address, *, kind: str, grid_of: tuple[int, int, in
     return {"digest": digest, "losses": losses, "updates": engine.updates}
 
 
-def restore_error(rank: int, store: Address, *, kind: str, folder: str) -> str:
+def restore_error(rank: int, store: Line, *, kind: str, folder: str) -> str:
     engine = engine_of(kind)
     engine.adopt(plan_of(1, grid(1, 1, 1)), 0)
     try:
@@ -388,9 +380,9 @@ def restore_error(rank: int, store: Address, *, kind: str, folder: str) -> str:
     return ""
 
 
-def woken(rank: int, store: Address) -> dict[str, Any]:
+def woken(rank: int, store: Line) -> dict[str, Any]:
     """Rank 0 waits for a peer that does not come, is woken by a thread, and finishes under the next epoch."""
-    keys = torch.distributed.TCPStore(*store, None, False, timeout=timedelta(seconds=TIMEOUT_S))
+    keys = store.keys()
     engine = engine_of("gpt")
     plan = plan_of(1, grid(1, 1, 2))
     engine.adopt(plan, rank)
@@ -417,7 +409,7 @@ def woken(rank: int, store: Address) -> dict[str, Any]:
     return {"error": error, "loss": outcome.loss}
 
 
-def woken_while_connecting(rank: int, store: Address) -> str:
+def woken_while_connecting(rank: int, store: Line) -> str:
     """The only rank that comes, of two."""
     engine = engine_of("gpt")
     plan = plan_of(1, grid(1, 1, 2))
@@ -438,10 +430,10 @@ def _wake_until_done(engine: Engine, done: threading.Event) -> None:
         engine.wake()
 
 
-def survive(rank: int, store: Address, *, phase: str) -> dict[str, Any]:
+def survive(rank: int, store: Line, *, phase: str) -> dict[str, Any]:
     """Rank 3 of TP1 PP2 DP2 dies in `phase` of iteration 2; replica 0 goes on alone and redoes or finishes it."""
-    keys = torch.distributed.TCPStore(*store, None, False, timeout=timedelta(seconds=TIMEOUT_S))
-    alarms = torch.distributed.TCPStore(*store, None, False, timeout=timedelta(seconds=TIMEOUT_S))
+    keys = store.keys()
+    alarms = store.keys()
     engine = engine_of("gpt")
     plan = plan_of(1, grid(1, 2, 2))
     engine.adopt(plan, rank)
@@ -482,7 +474,7 @@ def survive(rank: int, store: Address, *, phase: str) -> dict[str, Any]:
     return {"error": error, "losses": losses}
 
 
-def impure(rank: int, store: Address) -> str:
+def impure(rank: int, store: Line) -> str:
     """Ranks whose data sets disagree."""
     engine = engine_of("gpt", broken=rank)
     plan = plan_of(1, grid(1, 1, 2))
@@ -495,7 +487,7 @@ def impure(rank: int, store: Address) -> str:
     return ""
 
 
-def not_finite(rank: int, store: Address) -> dict[str, Any]:
+def not_finite(rank: int, store: Line) -> dict[str, Any]:
     """One rank's parameters are broken before iteration 2."""
     engine = engine_of("gpt")
     plan = plan_of(1, grid(2, 1, 2))
@@ -516,12 +508,12 @@ def not_finite(rank: int, store: Address) -> dict[str, Any]:
     }
 
 
-def rules(rank: int, store: Address) -> list[str]:
+def rules(rank: int, store: Line) -> list[str]:
     """Messages of everything an engine refuses after a step."""
     engine = engine_of("gpt")
     plan = plan_of(1, grid(1, 1, 1))
     engine.adopt(plan, 0)
-    engine.connect(plan, 0, torch.distributed.HashStore(), TIMEOUT_S)
+    engine.connect(plan, 0, TorchRendezvous(torch.distributed.HashStore()), TIMEOUT_S)
     outcome = engine.run(plan, 1, Watcher())
     engine.step(outcome)
     attempts = (

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.nn.functional as F
+from meeting_place import Line
 from torch import Tensor
 
 from resihp.executor.compute.stage import IGNORED, StageModule, model_spec
@@ -182,11 +183,11 @@ def iterate(stages: Sequence[StageModule], case: Case) -> tuple[list[float], dic
     return losses, gradients
 
 
-def compare(rank: int, store: tuple[str, int], *, kind: str, tp: int, cases: list[dict[str, Any]]) -> list[Any]:
+def compare(rank: int, store: Line, *, kind: str, tp: int, cases: list[dict[str, Any]]) -> list[Any]:
     """For each case the worst differences from the serial model, which has neither padding nor several chunks."""
     group, torch_group = TensorGroup(tp, rank), None
     if tp > 1:
-        keys = torch.distributed.TCPStore(*store, None, False, timeout=timedelta(seconds=TIMEOUT_S))
+        keys = store.keys()
         torch_group = torch.distributed.ProcessGroupGloo(keys, rank, tp, timedelta(seconds=TIMEOUT_S))
     group.bind(torch_group)
     answers = []

@@ -25,6 +25,9 @@ class Client(SimpleNamespace):
         self.announced = [p for p in self.announced if p not in due]
         return due
 
+    def attend(self, meeting: m.MeetingId, groups: Any, patience_s: float) -> Any:
+        raise AssertionError("nobody is to be met")
+
     def park_asked(self, epoch: int) -> bool:
         return bool(self.park_epoch > epoch)
 
@@ -42,7 +45,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, told: list[Any]) -> Any:
     start = SimpleNamespace(rank=0)
     client = Client(start=start, send=said.append, said=said, activity="compute", announced=announced, park_epoch=0)
 
-    def measure_links(asked: m.Probe, rank: int, engine: Any, called_off: Any) -> m.Probed:
+    def measure_links(asked: m.Probe, rank: int, engine: Any, rendezvous: Any, called_off: Any) -> m.Probed:
         told.append((asked.probe, client.activity, called_off()))
         return m.Probed(probe=asked.probe, seconds=0.1)
 

@@ -40,7 +40,7 @@ def parked(rank: int, monkeypatch: pytest.MonkeyPatch, **engine: Any) -> tuple[A
 
     monkeypatch.setattr(checkpoint, "save_part", save_part)
     said: list[m.WorkerMessage] = []
-    client = SimpleNamespace(start=SimpleNamespace(rank=rank), send=said.append, activity="parked")
+    client = SimpleNamespace(start=SimpleNamespace(rank=rank), send=said.append, attend=None, activity="parked")
     state = {"holds": (1,), "acknowledged": None, "stepped": 3, "ready": None} | engine
     worker = trainer._Supervised(client, Engine(**state), None, 0, 9, Path("/checkpoints"), 0)  # type: ignore[arg-type]
     worker._held = {epoch: plan_of(epoch) for epoch in (1, 2)}

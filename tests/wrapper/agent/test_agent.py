@@ -568,4 +568,4 @@ def test_a_node_without_the_configured_interface_says_what_it_has(job: Job) -> N
     play(job, scene, environment={"SLURM_JOB_ID": "1"}, interface="ib9")
 
 
-GO: dict[str, Any] = {"store_host": "", "store_port": 0, "next_iteration": 1, "finish": None}
+GO: dict[str, Any] = {"next_iteration": 1, "finish": None}

@@ -34,7 +34,7 @@ def stepped(iteration: int) -> m.Stepped:
     return m.Stepped(epoch=1, outcome=outcome(iteration), seconds=1.0, compute_s=1.0)
 
 
-GO = m.Go(epoch=3, store_host="", store_port=0, next_iteration=1, finish=None)
+GO = m.Go(epoch=3, next_iteration=1, finish=None)
 PARK = m.Park(epoch=3, reason="")
 PAUSE = m.Park(epoch=3, reason="", after_iteration=True)
 STUCK = m.Stuck(epoch=2, error="e")

@@ -226,7 +226,7 @@ def spawn(rank: int) -> m.Spawn:
 
 
 def go(epoch: int) -> m.Go:
-    return m.Go(epoch=epoch, store_host="", store_port=0, next_iteration=1, finish=None)
+    return m.Go(epoch=epoch, next_iteration=1, finish=None)
 
 
 def running(rank: int, pid: int = 70) -> m.RunningWorker:

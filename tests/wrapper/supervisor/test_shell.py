@@ -1,6 +1,6 @@
 """The supervisor's shell: what it does of what the controller asks for, as long as a quorum of agents follows it.
 
-Agents and sockets are real ends of real connections; controller, launcher, store, ledger and view are pretended.
+Agents and sockets are real ends of real connections; controller, launcher, ledger and view are pretended.
 """
 
 from __future__ import annotations
@@ -80,11 +80,6 @@ class PretendedLauncher:
 
     async def wait(self, timeout_s: float) -> bool:
         return True
-
-
-class PretendedStore:
-    async def run(self, ready: Any) -> None:
-        await asyncio.Event().wait()
 
 
 class Remembering:
@@ -168,7 +163,6 @@ class Scene:
             request_of(job, succession=succession),
             controller=self.controller,
             launcher=launcher,
-            store=PretendedStore(),
             journal=journal,
             ledger=told,
             view=told,
@@ -196,7 +190,7 @@ class Scene:
     def answer(self, *actions: api.AnyAction) -> None:
         """The controller says this now."""
         self.controller.answers = list(actions)
-        self.supervisor._event(api.StoreReady(host="", port=0))
+        self.supervisor._event(api.NodesRemembered(usual={}))
 
     async def until(self, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(10):

@@ -31,10 +31,8 @@ def test_every_device_and_the_links_around_the_ring_are_measured_before_the_firs
     job = Job(nodes=2, examine=True)
     ((ranks, probe),) = job.orders(m.Probe)
     assert ranks == (0, 1, 2, 3)
-    assert probe == m.Probe(probe=1, pairs=(((0, 1), (2, 3)), ((1, 2), (0, 3))), store=("h", 1))
+    assert probe == m.Probe(probe=1, pairs=(((0, 1), (2, 3)), ((1, 2), (0, 3))))
     job.feed(api.Tick())
-    job.feed(api.StoreReady(host="h", port=1))
-    assert len(job.orders(m.Probe)) == 1
     assert job.all(PlanDecided) == []
     job.measure(silent=(2,))
     assert job.all(PlanDecided) == [], "one answer is still to come"
@@ -370,7 +368,7 @@ def test_a_new_supervisor_measures_again_what_was_never_answered() -> None:
     before = Job(nodes=2, examine=True)
     heir = TakenOver(before).all_back()
     ((ranks, probe),) = heir.orders(m.Probe)
-    assert (ranks, probe.store) == ((0, 1, 2, 3), ("h", 2))
+    assert ranks == (0, 1, 2, 3)
     for rank in ranks:
         heir.say(rank, m.Probed(probe=probe.probe, speed=m.Speed(flops=1e14)))
     assert heir.plan.layout.active == (0, 1, 2, 3)

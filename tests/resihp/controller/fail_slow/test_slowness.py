@@ -527,7 +527,7 @@ def measure_links(job: Job, slow: dict[tuple[int, int], float] | None = None, si
 def test_a_link_under_suspicion_is_measured_beside_others_at_a_moment_announced_to_all_of_them() -> None:
     job = linked(finding(link=(2, 1), change=3.0))
     ranks, probe = announced(job)
-    assert probe == m.Probe(probe=1, pairs=(((1, 2), (4, 6)),), store=("h", 1), after_iteration=7)
+    assert probe == m.Probe(probe=1, pairs=(((1, 2), (4, 6)),), after_iteration=7)
     assert ranks == (1, 2, 4, 6)
     (entry,) = job.all(Suspected)
     assert (entry.rank, entry.node, entry.kind, entry.cleared) == (None, None, "slow", False)

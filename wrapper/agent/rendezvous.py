@@ -1,0 +1,83 @@
+"""What workers of a node say to the ranks with which they build communicators, and what they hear of them.
+
+The agent's own table of `resihp.protocol.rendezvous`: what goes to several workers comes to the node once, what they
+say at the same time goes to the supervisor in one message. A meeting begins with the order that asks for it, and ends
+with the leader that gave it. Nothing here waits. Owned by `wrapper.agent.workers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from resihp.errors import ProtocolError
+from resihp.protocol import messages as m
+from resihp.protocol.rendezvous import Meetings, Pending
+
+_UP = -1
+"""Whom what is for the supervisor waits for, beside the ranks."""
+
+
+class Relay:
+    """`tell` hands a message to the leader, `hand_to` one to a worker."""
+
+    def __init__(self, tell: Callable[[m.AgentMessage], None], hand_to: Callable[[int, m.Published], None]) -> None:
+        self._tell = tell
+        self._hand_to = hand_to
+        self._due = False
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Another leader: it has heard nothing of any meeting, and will have others."""
+        self._meetings: Meetings[int] = Meetings()
+        self._pending: Pending[int] = Pending()
+        self._attended: dict[m.MeetingId, list[str]] = {}
+
+    def open(self, meeting: m.MeetingId) -> None:
+        self._meetings.open(meeting)
+
+    def leave(self, rank: int) -> None:
+        self._meetings.leave(rank)
+
+    def said(self, rank: int, message: m.MeetingMessage) -> None:
+        """A worker attends, or says something."""
+        meeting = message.meeting
+        try:
+            if isinstance(message, m.Attend):
+                before, first = self._meetings.attend(meeting, rank, message.groups)
+                self._attended.setdefault(meeting, []).extend(first)
+                self._tell_later(rank, meeting, before)
+            else:
+                self._tell_all(meeting, message.said, rank)
+                self._tell_later(_UP, meeting, message.said)
+        except ProtocolError as error:
+            print(f"rank {rank}: {error}", flush=True)
+
+    def published(self, order: m.Published) -> None:
+        """The supervisor tells what ranks of other nodes have said."""
+        try:
+            self._tell_all(order.meeting, order.said, None)
+        except ProtocolError as error:
+            print(error, flush=True)
+
+    def _tell_all(self, meeting: m.MeetingId, said: Iterable[m.Said], by: int | None) -> None:
+        for rank, new in self._meetings.publish(meeting, said, by).items():
+            self._tell_later(rank, meeting, new)
+
+    def _tell_later(self, rank: int, meeting: m.MeetingId, said: Iterable[m.Said]) -> None:
+        self._pending.add(rank, meeting, said)
+        if not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._due = False
+        attended, self._attended = self._attended, {}
+        for meeting, groups in attended.items():
+            if groups:
+                self._tell(m.Attend(meeting=meeting, groups=tuple(groups)))
+        for rank, meeting, said in self._pending.take():
+            if rank == _UP:
+                self._tell(m.Publish(meeting=meeting, said=said))
+            else:
+                self._hand_to(rank, m.Published(meeting=meeting, said=said))

@@ -120,8 +120,9 @@ class Pending(Generic[Who]):
     def __bool__(self) -> bool:
         return bool(self._pending)
 
-    def add(self, who: Who, meeting: MeetingId, said: Iterable[Said]) -> None:
-        self._pending.setdefault((who, meeting), []).extend(said)
+    def add(self, who: Who, meeting: MeetingId, said: Sequence[Said]) -> None:
+        if said:
+            self._pending.setdefault((who, meeting), []).extend(said)
 
     def take(self) -> Iterator[tuple[Who, MeetingId, tuple[Said, ...]]]:
         pending, self._pending = self._pending, {}

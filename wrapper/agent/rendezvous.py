@@ -8,7 +8,7 @@ with the leader that gave it. Nothing here waits. Owned by `wrapper.agent.worker
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from resihp.errors import ProtocolError
 from resihp.protocol import messages as m
@@ -60,11 +60,11 @@ class Relay:
         except ProtocolError as error:
             print(error, flush=True)
 
-    def _tell_all(self, meeting: m.MeetingId, said: Iterable[m.Said], by: int | None) -> None:
+    def _tell_all(self, meeting: m.MeetingId, said: Sequence[m.Said], by: int | None) -> None:
         for rank, new in self._meetings.publish(meeting, said, by).items():
             self._tell_later(rank, meeting, new)
 
-    def _tell_later(self, rank: int, meeting: m.MeetingId, said: Iterable[m.Said]) -> None:
+    def _tell_later(self, rank: int, meeting: m.MeetingId, said: Sequence[m.Said]) -> None:
         self._pending.add(rank, meeting, said)
         if not self._due:
             self._due = True

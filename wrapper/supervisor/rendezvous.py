@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from resihp.errors import ProtocolError
 from resihp.protocol import messages as m
@@ -48,7 +48,7 @@ class Exchange:
         except ProtocolError as error:
             _log.warning("node %s: %s; who waits for it is given up after the budget of a transition", node, error)
 
-    def _tell_later(self, node: str, meeting: m.MeetingId, said: Iterable[m.Said]) -> None:
+    def _tell_later(self, node: str, meeting: m.MeetingId, said: Sequence[m.Said]) -> None:
         self._pending.add(node, meeting, said)
         if not self._due:
             self._due = True

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import torch
 import torch.nn.functional as F
 from meeting_place import Line
@@ -530,3 +531,19 @@ def rules(rank: int, store: Line) -> list[str]:
         except ResihpError as error:
             messages.append(f"{type(error).__name__}: {error}")
     return messages
+
+
+def met(rank: int, line: Line) -> dict[str, Any]:
+    """Two communicators of four ranks each, and what this process listens on."""
+    groups = [GroupSpec("world", (0, 1, 2, 3)), GroupSpec("data/0", (0, 1, 2, 3))]
+    communicators = Communicators(m.MeetingId(epoch=1), rank, groups, TIMEOUT_S)
+    communicators.open(line)
+    total = torch.tensor([float(rank)])
+    for group in groups:
+        summed = total.clone()
+        communicators.channel(group.name).allreduce([summed]).wait()
+    connections = psutil.Process().net_connections("tcp")
+    listeners = sum(each.status == psutil.CONN_LISTEN for each in connections)
+    communicators.channel("world").allreduce([torch.zeros(1)]).wait()
+    communicators.close()
+    return {"sum": float(summed), "listeners": listeners}

@@ -185,6 +185,11 @@ class Scene:
         await asyncio.sleep(0)
         agent.read()
 
+    async def turns(self) -> None:
+        """A few of the loop: what was said is read, and what follows from it is told."""
+        for _ in range(5):
+            await asyncio.sleep(0)
+
     async def settle(self) -> None:
         """Until all that was started has come to its end, and what that started."""
         while pending := [task for task in self.tasks if not task.done()]:
@@ -870,5 +875,50 @@ def test_agent_that_speaks_for_anothers_rank_is_dropped() -> None:
         (refusal,) = it.refusals()
         assert "rank 5, which is not its own" in refusal
         assert api.WorkerExited not in it.told()
+
+    play(scene)
+
+
+# --- rendezvous ---------------------------------------------------------------------------------------------------
+
+
+def test_workers_meet_over_their_agents_once_they_were_told_to_build() -> None:
+    async def scene(it: Scene) -> None:
+        n1, n2 = PretendedAgent("n1"), PretendedAgent("n2")
+        await it.connect(n1)
+        await it.connect(n2)
+        meeting = m.MeetingId(epoch=2)
+        said = (m.Said("world", "0/0", b"address"),)
+        n2.say(m.Attend(meeting=meeting, groups=("world",)))
+        n1.say(m.Publish(meeting=meeting, said=said))
+        await it.turns()
+        n2.read()
+        assert n2.heard == [], "nobody was told to"
+        it.links.order([], go(2))
+        n2.say(m.Attend(meeting=meeting, groups=("world",)))
+        n1.say(m.Publish(meeting=meeting, said=said))
+        await it.turns()
+        n2.read()
+        assert n2.heard == [m.Published(meeting=meeting, said=said)]
+
+    play(scene)
+
+
+def test_words_to_peers_are_not_lost_with_a_connection() -> None:
+    async def scene(it: Scene) -> None:
+        n1, n2 = PretendedAgent("n1"), PretendedAgent("n2")
+        await it.connect(n1)
+        await it.connect(n2)
+        it.links.order([], go(2))
+        meeting = m.MeetingId(epoch=2)
+        n2.say(m.Attend(meeting=meeting, groups=("world",)))
+        await it.turns()
+        n2.channel.inbox.put_nowait(None)
+        await it.turns()
+        n1.say(m.Publish(meeting=meeting, said=(m.Said("world", "0/0", b"address"),)))
+        await it.turns()
+        assert n2.heard == []
+        await it.connect(n2)
+        assert [type(each) for each in n2.heard] == [m.Published]
 
     play(scene)

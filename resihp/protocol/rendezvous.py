@@ -21,7 +21,8 @@ from resihp.errors import CommunicatorError, ProtocolError
 from resihp.protocol.messages import MeetingId, Publish, Said
 
 MOST_BYTES = 64 << 20
-"""Of one meeting: 16,384 ranks with six NCCL communicators each need 5 MB, 1,024 with gloo's addresses 10 MB."""
+"""Of one meeting. 16,384 ranks with six NCCL communicators each need 11 MB; gloo, whose ranks tell an address for each
+peer, 8 bytes times the square of its ranks: 2,700 at most."""
 MOST_PROBES = 64
 """Meetings of the newest probes that are kept: few are under way at a time."""
 BATCH_BYTES = 1 << 20

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+import subprocess
 import sys
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.integration.jobs import Job
+from tests.integration.jobs import EXAMPLE, TINY, Job
 from tests.integration.test_departure import committed
 
 torch = pytest.importorskip("torch")
@@ -71,3 +74,18 @@ def test_nobody_without_the_key_is_told_an_address_or_can_change_one(job: Job) -
     assert job.process is not None
     job.process.terminate()
     job.wait(60)
+
+
+def test_without_a_supervisor_ranks_meet_in_torchruns_store(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(EXAMPLE), "--pp", "2", *TINY, "--iterations", "2"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        cwd=tmp_path,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "iteration 2/2 | loss" in done.stdout

@@ -93,6 +93,7 @@ bench: setup
 	$(BIN)/python benchmarks/reconfigure.py
 	$(BIN)/python benchmarks/steady.py
 	$(BIN)/python benchmarks/walks.py
+	$(BIN)/python benchmarks/rendezvous.py
 	$(BIN)/python benchmarks/detector.py
 	$(BIN)/python benchmarks/prediction_cost.py
 	$(BIN)/python benchmarks/trace.py

@@ -11,12 +11,11 @@ import hashlib
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 import torch.nn.functional as F
-from meeting_place import Line
 from torch import Tensor
 
 from resihp.executor.compute.stage import IGNORED, StageModule, model_spec
@@ -26,6 +25,9 @@ from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.ownership import ParameterSpec, share
 
 from megatron.core.transformer import TransformerConfig  # isort: skip
+
+if TYPE_CHECKING:
+    from meeting_place import Line
 
 SEQUENCE = 24
 LAYERS = 3

@@ -438,7 +438,8 @@ class Rules:
                     self.refused.add(entry.epoch)
                 self.objected += 1
             case JoinRefused():
-                expect(self.world.workers[entry.rank].joins, f"{entry} of a rank that was there from the start")
+                late = self.world.workers[entry.rank].joins or self.plan is None
+                expect(late, f"{entry} of a rank that was there from the start")
                 expect(entry.rank not in self.turned_away, f"{entry} twice")
                 self.turned_away.add(entry.rank)
                 self.declared_at.pop(entry.rank, None)
@@ -605,7 +606,8 @@ class Rules:
             expect(not late, f"failure {failure.failure} is part of the loss of node {worker.node.name}")
         if failure.component == "node":
             assert failure.node is not None
-            expect(bool(failure.ranks), f"failure {failure.failure} of node {failure.node} names nobody")
+            nobody = not failure.ranks and failure.epoch > 0
+            expect(not nobody, f"failure {failure.failure} of node {failure.node} names nobody")
             expect(failure.node not in self.failed_nodes, f"node {failure.node} fails twice")
             self.failed_nodes.add(failure.node)
             node = self.world.nodes[failure.node]

@@ -196,15 +196,15 @@ def _go_on(job: Job, undisturbed: bool) -> None:
 def _gather_on(job: Job, recovery: Recovery, said: list[api.WorkerSaid]) -> None:
     """The start was not complete: no plan had been decided yet."""
     job.move("gathering")
-    if job.record.unexplained or job.record.unexplained_nodes:
+    if job.record.unexplained or job.record.lost:
         job.early_at = job.now
     told = [rank for inventory in recovery.inventories.values() for rank, _ in inventory.ended]
     for rank in sorted({*told, *recovery.exits} - job.members.keys()):  # began and ended, unheard of
         place = job.record.placements[rank]
         job.log(WorkerStarted(rank=rank, node=place.node, device=place.device, pid=0, epoch=job.epoch))
-    for name, reason in tuple(job.record.unexplained_nodes.items()):
+    for lost in tuple(job.record.lost.values()):
         if job.stage == "gathering" and job.departure is None:
-            failures.node_lost_early(job, name, reason)
+            failures.node_lost_early(job, lost.name, lost.reason)
     _bury(job, recovery)
     startup.start_workers(job)
     recovery.waiting = [*said, *recovery.waiting]

@@ -206,6 +206,10 @@ class Allocation:
                     expect(scenario.on_drain == "vacate" and entry.node != scenario.batch_node, f"{entry} unasked")
             case NodeJoined():
                 expect(entry.hardware != "B", f"{entry}, which is of another kind")
+                if entry.node in self.lost and entry.node not in self.guests:  # it came late
+                    expect(entry.node not in self.released, f"{entry}, which was given back")
+                    self.lost.remove(entry.node)
+                    return
                 if self.world.rules.plan is not None:
                     expect(entry.node in self.guests, f"{entry}, which nobody asked for")
                     expect(self.requests.get(self.guests[entry.node]) in ("asked", "pending", "running"), f"{entry}")

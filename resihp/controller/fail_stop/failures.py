@@ -62,8 +62,9 @@ def raised(job: Job, member: Member, raised: m.Raised) -> None:
     job.errors[member.rank] = (raised.iteration, raised.error)
     if job.stage == "gathering":
         job.early_at = job.now
-        job.awaited.add(member.rank)  # until it ends
-        member.declared = None
+        if member.alive:  # until it ends
+            job.awaited.add(member.rank)
+            member.declared = None
         job.say("warning", f"{job.where(member.rank)}: raised {raised.error} before training began")
 
 
@@ -105,7 +106,8 @@ def incident(job: Job, member: Member, status: int) -> None:
 
 def under_way(job: Job, victims: set[int]) -> int:
     """The iteration that lost ranks were in: after the last step that any of them reported."""
-    return max([job.record.committed, *(job.members[rank].stepped for rank in victims)]) + 1
+    members = [job.members[rank] for rank in victims if rank in job.members]  # some never began
+    return max([job.record.committed, *(member.stepped for member in members)]) + 1
 
 
 def transition_after(job: Job, lost: set[int], reason: str) -> None:

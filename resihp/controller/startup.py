@@ -88,8 +88,7 @@ def go_on_without(job: Job) -> None:
         return
     missing = sorted((name for name, node in job.nodes.items() if not node.alive), key=natural)
     job.say("notice", f"begins without {', '.join(missing)}: the other nodes are enough")
-    if not job.record.placements:
-        start_workers(job)
+    start_workers(job)
 
 
 def spawned(job: Job, event: api.WorkerSpawned) -> None:

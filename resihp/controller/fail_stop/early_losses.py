@@ -24,6 +24,8 @@ def review(job: Job) -> None:
     """Nobody is waited for any more: begin, or end."""
     if job.stage != "gathering" or job.departure is not None or job.awaited or not job.record.placements:
         return
+    if len(job.nodes) < job.settings.nodes:
+        return
     if not any(member.ready for member in job.members.values()):
         _nobody_declared(job)
     elif job.store is not None and not job.examinations:
@@ -207,8 +209,8 @@ def _end_for(job: Job, failed: list[int]) -> None:
     elif member.unwilling:
         told = member.unwilling
     else:
-        told = f"{member.fenced or failures.ending(job.record.unexplained[rank] or 0)} before training began"
-        told += "; its log tells more"
+        how = member.fenced or failures.ending(job.record.unexplained[rank] or 0)
+        told = f"{how} before training began; its log tells more"
     others = f"; {len(failed) - 1} more failed" if len(failed) > 1 else ""
     failures.explain_early(job)
     incidents.end(job, 1, f"{where}: {told}{others}")

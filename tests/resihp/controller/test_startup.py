@@ -19,15 +19,15 @@ NAMES = ("n1", "n2", "n3")
 
 
 class Start:
-    """A job of three nodes of one device, at its start, in an allocation unless told otherwise."""
+    """A job at its start: three nodes of one device in an allocation, unless told otherwise."""
 
     def __init__(
         self, spares: int = 1, controller: Controller | None = None, store: bool = True, **settings: Any
     ) -> None:
-        given: dict[str, Any] = {"slurm": True, "batch_node": "n1", "may_requeue": True, "restarts_left": 2} | settings
-        self.settings = Settings(
-            job="77", nodes=3, node_names=NAMES, gpus_per_node=1, tp=1, pp=2, spares=spares, **given
-        )
+        given: dict[str, Any] = {"slurm": True, "batch_node": "n1", "may_requeue": True, "restarts_left": 2}
+        given |= {"nodes": 3, "gpus_per_node": 1, "tp": 1, "pp": 2} | settings
+        names = tuple(f"n{number + 1}" for number in range(given["nodes"]))
+        self.settings = Settings(job="77", node_names=names, spares=spares, **given)
         self.controller = controller or Controller(self.settings)
         self.now = 0.0
         self.actions: list[api.AnyAction] = []
@@ -42,7 +42,12 @@ class Start:
 
     def join(self, *names: str) -> None:
         for name in names:
-            self.feed(api.AgentJoined(node=name, host=name, devices=1))
+            self.feed(api.AgentJoined(node=name, host=name, devices=self.settings.gpus_per_node))
+
+    def spawn(self, *ranks: int) -> None:
+        for rank in ranks:
+            place = self.controller.job.record.placements[rank]
+            self.feed(api.WorkerSpawned(rank=rank, node=place.node, device=place.device, pid=1000 + rank))
 
     def lose(self, name: str, reason: str = "its agent exited with status 127") -> None:
         self.feed(api.AgentLost(node=name, reason=reason, how="agent"))
@@ -50,8 +55,7 @@ class Start:
     def train(self, *ranks: int) -> None:
         """Processes come up and say what they train."""
         for rank in ranks:
-            node = self.controller.job.record.placements[rank].node
-            self.feed(api.WorkerSpawned(rank=rank, node=node, device=0, pid=1000 + rank))
+            self.spawn(rank)
             self.feed(api.WorkerSaid(rank=rank, message=DECLARE))
 
     def wait(self, seconds: float) -> None:
@@ -205,8 +209,7 @@ def test_a_plain_program_does_not_hang_without_one_of_its_nodes() -> None:
     """It never says that it trains, so that nobody knows whether it can do without."""
     job = Start()
     job.join(*NAMES)
-    for rank, name in enumerate(NAMES):
-        job.feed(api.WorkerSpawned(rank=rank, node=name, device=0, pid=1000 + rank))
+    job.spawn(0, 1, 2)
     job.lose("n2", "connection closed for 1 s")
     assert job.end is None
     job.wait(job.settings.start_budget_s + 3)
@@ -282,9 +285,8 @@ def test_the_first_plan_is_tuned_where_the_user_wants_it() -> None:
 
 def raises(job: Start, rank: int, spawn: bool = True) -> None:
     """Its process comes up, and the script raises."""
-    node = job.controller.job.record.placements[rank].node
     if spawn:
-        job.feed(api.WorkerSpawned(rank=rank, node=node, device=0, pid=1000 + rank))
+        job.spawn(rank)
     said = m.Raised(iteration=0, error="ValueError: broken", traceback="...")
     job.feed(api.WorkerSaid(rank=rank, message=said))
     job.feed(api.WorkerExited(rank=rank, status=1))
@@ -308,8 +310,7 @@ def test_an_exception_of_one_rank_alone_is_told_when_the_others_do_not_get_ready
     """A plain program never says that it trains, and cannot do without one of its processes."""
     job = Start(spares=0, start_budget_s=30.0)
     job.join(*NAMES)
-    for rank, name in enumerate(NAMES):
-        job.feed(api.WorkerSpawned(rank=rank, node=name, device=0, pid=1000 + rank))
+    job.spawn(0, 1, 2)
     raises(job, 0, spawn=False)
     job.wait(25)
     assert job.end is None

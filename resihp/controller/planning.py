@@ -124,7 +124,7 @@ def _first_with_less(job: Job, grid: Plan, absent: Collection[int]) -> Choice:
     """A first plan without the devices that stand-ins are in the places of. Raises NotEnoughDevicesError."""
     ready = set(job.ready)
     unfit = _kept_out(job, ready)
-    missing = f"{len(absent)} of {job.settings.devices_asked} devices are missing"
+    shares = f"{len(absent)} of {job.settings.devices_asked}"
     for kept_out, ask in itertools.product(
         (unfit, set()) if unfit else (unfit,),
         (job.dependencies.planner.decide, job.dependencies.planner.without_lost_replicas),
@@ -137,8 +137,8 @@ def _first_with_less(job: Job, grid: Plan, absent: Collection[int]) -> Choice:
             obstacle = error
             continue
         situation = _situation(job, grid.epoch, ready, None, plan)
-        return _choice(job, plan, situation, f"{missing}; {decision.reason}", decision.seconds)
-    raise NotEnoughDevicesError(f"{missing}, and no layout fits the others: {obstacle}")
+        return _choice(job, plan, situation, f"{shares} devices are missing; {decision.reason}", decision.seconds)
+    raise NotEnoughDevicesError(f"{shares} devices are missing, and no layout fits the others: {obstacle}")
 
 
 def best(job: Job, epoch: int, available: set[int], base: Base | None) -> Choice:

@@ -279,7 +279,8 @@ def _bury(job: Job, recovery: Recovery) -> set[int]:
         if member.alive and rank not in running and member.node in told and job.stage != "ended":
             status, clues = exits.get(rank, -signals.SIGKILL), recovery.clues.get(rank, ())
             failures.exited(job, api.WorkerExited(rank=rank, status=status, clues=clues))
-    for name, node in tuple(job.nodes.items()):
+    facts_first = sorted(job.nodes.items(), key=lambda item: item[0] not in recovery.lost)
+    for name, node in facts_first:
         reason, how = recovery.lost.get(name, ("its agent did not come back to the new supervisor", "silent"))
         if node.alive and (name not in told or name in recovery.lost) and job.stage != "ended":
             failures.node_lost(job, name, reason, how)

@@ -633,7 +633,9 @@ class Rules:
             known = record.nodes.get(name)
             expect(known is not None, f"begins without node {name}, which nobody has given up")
             assert known is not None
-            expect(known.alive or name in self.failed_nodes, f"begins without node {name}, and does not say why")
+            excused = any(place.node == name and rank in self.blamed for rank, place in enumerate(record.placements))
+            told = known.alive or name in self.failed_nodes or excused
+            expect(told, f"begins without node {name}, and does not say why")
 
     def healthy_devices(self) -> int:
         """With how many devices a job could begin, nothing being wrong with their nodes and processes."""

@@ -299,14 +299,13 @@ def hindered() -> Start:
     return job
 
 
-@pytest.mark.parametrize("kept", range(3, 30))
+@pytest.mark.parametrize("kept", range(3, 23))
 def test_another_supervisor_comes_to_the_same_wherever_the_last_one_died(kept: int) -> None:
     before = hindered()
     assert first_plan(before).layout.ranks == (0, 1, 2, 5)
     whole = before.journal
     until = next(at for at, entry in enumerate(whole) if isinstance(entry, PlanDecided))
-    if kept > until:
-        pytest.skip("the plan was decided")
+    assert kept <= until, "the plan was decided"
     job = Start(controller=Controller.recover(before.settings, whole[:kept]), **(FOUR | {"nodes": 4}))
     for name in ("n1", "n2", "n3"):
         here = {entry.rank: entry for entry in whole if isinstance(entry, WorkerStarted) and entry.node == name}

@@ -11,7 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from resihp.record.journal import JobStarted, WorkerStarted
+from resihp.controller.fail_stop.watchdog import LATECOMERS_S
+from resihp.record.journal import NodeJoined, NodeLost, WorkerStarted
 from tests.integration import reading
 from tests.integration.jobs import EXAMPLE, TINY, Job
 from tests.integration.slurm_jobs import Reference
@@ -102,13 +103,30 @@ def test_a_node_that_does_not_come_and_one_that_dies_before_it_declares(job: Job
     assert "n4" in told
 
 
+@SOAK
+def test_a_node_that_comes_late_joins_what_trains(job: Job, reference: Reference) -> None:
+    """A spare, which is waited for a minute and not ten."""
+    job.environment["RESIHP_SLURM__SPARES"] = "1"
+    begun = Begun(job, nodes=3)
+    agent = job.until(lambda: begun.agent("n2"))
+    agent.suspend()
+    wait_for(lambda: entries(job, NodeLost), timeout_s=LATECOMERS_S + 60)
+    begun.until_started(0, 1, 2)
+    begun.open()
+    agent.resume()
+    (failure,) = begun.trained(reference)
+    assert failure["node"] == "n2"
+    assert failure["cause"].startswith("node n2: has not joined within ")
+    assert {row["node"] for row in job.history("workers") if row["rank"] == 3} == {"n2"}
+
+
 @pytest.mark.parametrize(
     "moment", ["joining", pytest.param("spawned", marks=SOAK), pytest.param("declared", marks=SOAK)]
 )
 def test_a_supervisor_that_is_killed_meanwhile_changes_nothing(job: Job, reference: Reference, moment: str) -> None:
     begun = Begun(job, "os.kill(os.getpid(), signal.SIGKILL)", bad=2)
     if moment == "joining":
-        job.until(lambda: entries(job, JobStarted))
+        job.until(lambda: entries(job, NodeJoined))
     else:
         begun.until_started(0, 1, 2, 3)
     if moment == "declared":

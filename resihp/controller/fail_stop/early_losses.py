@@ -38,11 +38,13 @@ def judge(job: Job) -> None:
         if _is_the_scripts(job) or _is_too_little(job):
             return
         _part_with(job)
-    if job.awaited and job.now - job.ordered_at > job.settings.start_budget_s:
+    budget_s = job.settings.start_budget_s
+    if job.now - job.ordered_at <= budget_s:
+        return
+    if job.awaited:
         _budget_is_spent(job)
-    elif not job.awaited and job.store is None and job.now - job.ordered_at > job.settings.start_budget_s:
-        budget = f"{job.settings.start_budget_s:.0f} s"
-        incidents.end(job, 1, f"the rendezvous store did not start within {budget}; see logs/store.log")
+    elif job.store is None:
+        incidents.end(job, 1, f"the rendezvous store did not start within {budget_s:.0f} s; see logs/store.log")
 
 
 # --- the end of the wait --------------------------------------------------------------------------------------------
@@ -51,9 +53,7 @@ def judge(job: Job) -> None:
 def _begin(job: Job) -> None:
     if _is_the_scripts(job):
         return
-    for name in sorted({place.node for place in job.record.placements}, key=natural):
-        if job.stage == "gathering" and job.nodes[name].alive:
-            _leave_if_useless(job, name)
+    _leave_useless(job)
     if job.stage == "gathering" and not _is_too_little(job):
         failures.explain_early(job)
         startup.propose(job)
@@ -66,9 +66,7 @@ def _nobody_declared(job: Job) -> None:
     failed = _failed(job)
     if failed:
         _end_for(job, failed)
-    elif len(job.record.placements) < job.settings.devices_asked or any(
-        not job.nodes[place.node].alive for place in job.record.placements
-    ):
+    elif _lacks_nodes(job):
         _too_few(job, "lost, and a program that does not say what it trains cannot do without them")
     else:
         iterations.end_when_gone(job)
@@ -84,7 +82,7 @@ def _budget_is_spent(job: Job) -> None:
         failed = _failed(job)
         if failed:
             _end_for(job, failed)
-        elif any(startup.is_lost(job, rank) for rank in range(len(job.record.placements))):
+        elif _lacks_nodes(job):
             _too_few(job, f"lost, and no rank was ready to train within {budget}")
         return
     for rank in sorted(job.awaited):
@@ -146,14 +144,18 @@ def _is_common(job: Job, ranks: list[int], nodes: set[str]) -> bool:
     return bool(ranks) and several and 2 * len(ranks) >= all_of_them and (len(ranks) > 1 or all_of_them == 1)
 
 
-def _leave_if_useless(job: Job, name: str) -> None:
-    """A node none of whose devices can be used, and where none is tried again, is lost like any other."""
-    here = [rank for rank, place in enumerate(job.record.placements) if place.node == name]
-    told = {rank: _hopeless(job, rank) for rank in here}
-    if all(told.values()):
-        reasons = list(dict.fromkeys(told.values()))
-        more = f" and {len(reasons) - 1} more" if len(reasons) > 1 else ""
-        failures.node_lost(job, name, f"none of its processes could begin: {reasons[0]}{more}", "useless")
+def _leave_useless(job: Job) -> None:
+    """Nodes none of whose devices can be used, and where none is tried again, are lost like any other."""
+    told: dict[str, dict[str, None]] = {}
+    usable = {place.node for rank, place in enumerate(job.record.placements) if not _hopeless(job, rank)}
+    for rank, place in enumerate(job.record.placements):
+        if place.node not in usable and job.nodes[place.node].alive:
+            told.setdefault(place.node, {})[_hopeless(job, rank)] = None
+    for name, reasons in told.items():
+        if job.stage == "gathering":
+            first, *others = reasons
+            more = f" and {len(others)} more" if others else ""
+            failures.node_lost(job, name, f"none of its processes could begin: {first}{more}", "useless")
 
 
 def _hopeless(job: Job, rank: int) -> str:
@@ -183,6 +185,12 @@ def _is_too_little(job: Job) -> bool:
     else:
         _too_few(job, "lost before training began")
     return True
+
+
+def _lacks_nodes(job: Job) -> bool:
+    """Whether nodes are missing that no spares stand in for, or that had processes."""
+    placements = job.record.placements
+    return len(placements) < job.settings.devices_asked or any(not job.nodes[p.node].alive for p in placements)
 
 
 def _failed(job: Job) -> list[int]:

@@ -125,11 +125,12 @@ def takes(key: str, field: FieldInfo) -> str:
         return ", ".join(f"`{word!s}`" if word else "empty" for word in get_args(kind))
     if get_origin(kind) is tuple:
         return "a list of texts"
-    assert kind is not float or key.endswith("_s")
+    shares = [item for item in metadata if isinstance(item, Le) and item.le == 1]
+    assert kind is not float or key.endswith("_s") or shares
     words = {
         bool: "`true`, `false`",
         int: "a whole number",
-        float: "a number of seconds",
+        float: "a share" if shares else "a number of seconds",
         str: "text",
         SecretStr: "text, secret",
     }

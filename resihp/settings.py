@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -40,6 +41,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     reconnect_s: float = 1.0
     spares: int = 0
     """Nodes beyond what the first layout uses; their ranks begin as standby."""
+    least: float = 0.5
+    """Share of the first layout's devices with which the job begins although others are missing."""
     slurm: bool = False
     """Whether there is a Slurm to drain nodes, take them back, and give others."""
     drains: int = 0
@@ -72,3 +75,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How often a slow device that stands by is measured again."""
     signal_grace_s: float = 20.0
     """How long a checkpoint may take once Slurm has signalled all of the job; it kills the rest."""
+
+    @property
+    def devices_asked(self) -> int:
+        """Of the first layout, spares not counted."""
+        return (self.nodes - self.spares) * self.gpus_per_node
+
+    @property
+    def ranks_asked(self) -> int:
+        """Of these, those that a grid of whole replicas has work for."""
+        replica = self.tp * self.pp
+        return self.devices_asked // replica * replica
+
+    @property
+    def devices_least(self) -> int:
+        """With fewer the job does not begin."""
+        return max(1, math.ceil(self.least * self.devices_asked - 1e-9))

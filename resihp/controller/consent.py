@@ -33,7 +33,10 @@ def objected(job: Job, member: Member, objection: m.Object) -> None:
     assert transition.plan is not None
     told = f"{job.where(member.rank)}: refuses the plan of epoch {job.epoch}: {objection.reason}"
     if transition.plan is job.record.first_plan:
-        incidents.end(job, 2, told)
+        if len(transition.plan.layout.active) < job.settings.ranks_asked:
+            incidents.too_few(job, f"{told}; the job is begun with fewer devices than it was asked to have")
+        else:
+            incidents.end(job, 2, told)
         return
     transitions.refused(job, member.rank, objection.reason)
     if member.joins and (job.record.plan is None or member.rank not in job.record.plan.layout.ranks):

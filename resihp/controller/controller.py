@@ -8,11 +8,11 @@ A transition is a transaction: parked, everybody reports; proposed, everybody ch
 moved beside what is there; only when all have acknowledged, the plan is in effect (journal), and the old state is let
 go. Until then a failure parks again, one epoch up, from the plan that still is in effect.
 
-`startup` the start · `transition` from one plan to the next · `planning` which plan, from which state · `consent`
-what ranks say to it · `iterations` commits · `failures` losses · `joins` processes that join · `watchdog` silence and
-time · `expectation` healthy times · `slowness` what is slow · `probing` probes · `fault_injection` faults on
-purpose · `shutdown` being asked to stop · `drains` bad nodes out · `replacements` new ones in · `takeover` a new
-supervisor · `incidents` root causes and the end.
+`startup` the start · `early_losses` what is lost on the way to the first plan · `transition` from one plan to the next
+· `planning` which plan, from which state · `consent` what ranks say to it · `iterations` commits · `failures` losses ·
+`joins` processes that join · `watchdog` silence and time · `expectation` healthy times · `slowness` what is slow ·
+`probing` probes · `fault_injection` faults on purpose · `shutdown` being asked to stop · `drains` bad nodes out ·
+`replacements` new ones in · `takeover` a new supervisor · `incidents` root causes and the end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from resihp.controller import (
 )
 from resihp.controller import interface as api
 from resihp.controller.fail_slow import expectation, slowness
-from resihp.controller.fail_stop import failures, watchdog
+from resihp.controller.fail_stop import early_losses, failures, watchdog
 from resihp.controller.interface import AnyAction, AnyEvent, Dependencies
 from resihp.controller.nodes import drains, replacements
 from resihp.controller.state import Job
@@ -81,6 +81,7 @@ class Controller:
         if job.stage not in ("recovering", "ended"):
             fault_injection.end_slowness(job)
             slowness.review(job)
+            early_losses.review(job)
             replan = replan_policy.review(job)
             if replan is not None:
                 transition.pause(job, replan.reason, replan.failures)

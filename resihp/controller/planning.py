@@ -7,12 +7,14 @@ is the scheduler's to say, whether a plan can be carried out the checker's. Call
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Collection, Mapping
 
 import msgspec
 
 from resihp.controller.fail_slow import learned_times
-from resihp.controller.state import Job
+from resihp.controller.state import Job, natural
 from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.ownership import ParameterSpec
@@ -45,26 +47,20 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def first(job: Job) -> Choice:
-    """Plan of a job that starts. Raises LayoutError when it cannot be as the job was asked to be."""
-    declared, settings = job.declaration, job.settings
-    plan = job.dependencies.planner.first_plan(
-        model=declared.model,
-        nodes={rank: job.members[rank].node for rank in job.ready},
-        tp=settings.tp,
-        pp=settings.pp,
-        micro_batches=declared.micro_batches,
-        chunks=settings.chunks,
-        schedule=settings.schedule,
-        sequence_parallel=settings.sequence_parallel,
-        memory_bytes=settings.memory_bytes,
-        tokens=declared.model.sequence,
-        most=(settings.nodes - settings.spares) * settings.gpus_per_node,
-    )
+    """Plan of a job that starts: as it was asked to be where all devices or enough spares are there, else the best for
+    the rest.
+
+    Raises LayoutError when it cannot be as the job was asked to be, NotEnoughDevicesError when nothing fits the rest.
+    """
+    grid, absent = as_asked(job)
+    if absent:
+        return _first_with_less(job, grid, absent)
+    plan = with_standby(grid, set(job.ready).difference(grid.layout.ranks))
     unfit = _kept_out(job, set(job.ready))
     if unfit.intersection(plan.layout.active):
         plan = _with_spares(job, plan, unfit)
     reason = ""
-    if settings.tune and settings.chunks == 1 and not unfit.intersection(plan.layout.active):
+    if job.settings.tune and job.settings.chunks == 1 and not unfit.intersection(plan.layout.active):
         found = first_layout.tuned(plan, _situation(job, plan.epoch, set(job.ready), None, plan))
         plan, reason = found.plan, found.reason
     if unfit.intersection(plan.layout.active):
@@ -76,6 +72,73 @@ def first(job: Job) -> Choice:
             job.say("warning", "not enough devices pass their probe: the others are used as well")
     job.dependencies.check(plan)
     return _choice(job, plan, _situation(job, plan.epoch, set(job.ready), None, plan), reason)
+
+
+def as_asked(job: Job) -> tuple[Plan, dict[int, str]]:
+    """Megatron's grid over as many devices as the job was asked to have, those of spare nodes where others are missing;
+    and the nodes of its stand-ins: ranks that nobody has, in the places of devices for which there is none.
+
+    Raises LayoutError as `Planner.first_plan`.
+    """
+    declared, settings = job.declaration, job.settings
+    here: dict[str, list[int]] = {name: [] for name in (*settings.node_names, *job.nodes)}
+    for rank in job.ready:
+        here[job.members[rank].node].append(rank)
+    wanted = settings.nodes - settings.spares
+    fullest = sorted(sorted(here, key=natural), key=lambda name: -len(here[name]))[:wanted]
+    ranks: list[int] = []
+    absent: dict[int, str] = {}
+    for name in sorted(fullest, key=natural):
+        lacking = max(0, settings.gpus_per_node - len(here[name]))
+        first = len(job.record.placements) + len(absent)
+        absent.update(dict.fromkeys(range(first, first + lacking), name))
+        ranks += [*here[name], *range(first, first + lacking)]
+    plan = job.dependencies.planner.first_plan(
+        model=declared.model,
+        nodes=dict.fromkeys(range(len(ranks)), ""),
+        tp=settings.tp,
+        pp=settings.pp,
+        micro_batches=declared.micro_batches,
+        chunks=settings.chunks,
+        schedule=settings.schedule,
+        sequence_parallel=settings.sequence_parallel,
+        memory_bytes=settings.memory_bytes,
+        tokens=declared.model.sequence,
+    )
+    layout = _renamed(plan.layout, dict(enumerate(ranks)))
+    if absent.keys().isdisjoint(layout.active):
+        absent, layout = {}, Layout(layout.replicas, tuple(rank for rank in layout.standby if rank not in absent))
+    return msgspec.structs.replace(plan, layout=layout), absent
+
+
+def _renamed(layout: Layout, names: Mapping[int, int]) -> Layout:
+    """The same layout of other ranks: those that `names` does not have keep theirs."""
+    replicas = tuple(
+        Replica(tuple(Stage(tuple(names.get(rank, rank) for rank in s.ranks), s.chunks) for s in replica.stages))
+        for replica in layout.replicas
+    )
+    return Layout(replicas, tuple(names.get(rank, rank) for rank in layout.standby))
+
+
+def _first_with_less(job: Job, grid: Plan, absent: Collection[int]) -> Choice:
+    """A first plan without the devices that stand-ins are in the places of. Raises NotEnoughDevicesError."""
+    ready = set(job.ready)
+    unfit = _kept_out(job, ready)
+    shares = f"{len(absent)} of {job.settings.devices_asked}"
+    for kept_out, ask in itertools.product(
+        (unfit, set()) if unfit else (unfit,),
+        (job.dependencies.planner.decide, job.dependencies.planner.without_lost_replicas),
+    ):
+        try:
+            decision = ask(_situation(job, grid.epoch, ready - kept_out, None, grid))
+            plan = with_standby(decision.plan, kept_out)
+            job.dependencies.check(plan)
+        except LayoutError as error:
+            obstacle = error
+            continue
+        situation = _situation(job, grid.epoch, ready, None, plan)
+        return _choice(job, plan, situation, f"{shares} devices are missing; {decision.reason}", decision.seconds)
+    raise NotEnoughDevicesError(f"{shares} devices are missing, and no layout fits the others: {obstacle}")
 
 
 def best(job: Job, epoch: int, available: set[int], base: Base | None) -> Choice:
@@ -104,13 +167,17 @@ def best_while_running(job: Job) -> Choice:
 
 
 def first_again(job: Job) -> Choice:
-    """The first plan, as if new devices stood in the places of those that are gone.
+    """The first plan, as if new devices stood in the places of those that are gone; where the job began with less than
+    it was asked to have, the plan that it would have begun with.
 
     Raises LayoutError when state is lost that it needs.
     """
     plan = job.record.first_plan
     assert plan is not None
     situation = _situation(job, job.epoch + 1, set(job.ready), None)
+    if len(plan.layout.active) < job.settings.ranks_asked:
+        plan, absent = as_asked(job)
+        situation = msgspec.structs.replace(situation, nodes=situation.nodes | absent)
     return _choice(job, plan, situation, "the first plan", iteration_seconds(plan, situation))
 
 
@@ -154,10 +221,7 @@ def _with_spares(job: Job, plan: Plan, unfit: set[int]) -> Plan:
                 if able:
                     places[rank] = min(able, key=lambda spare: (job.members[spare].node != node, spare))
                     spares.remove(places[rank])
-    replicas = tuple(
-        Replica(tuple(Stage(tuple(places.get(rank, rank) for rank in s.ranks), s.chunks) for s in replica.stages))
-        for replica in plan.layout.replicas
-    )
+    replicas = _renamed(plan.layout, places).replicas
     active = {rank for replica in replicas for rank in replica.ranks}
     layout = Layout(replicas, tuple(rank for rank in plan.layout.ranks if rank not in active))
     return msgspec.structs.replace(plan, layout=layout)

@@ -1,12 +1,14 @@
 """The start: agents join, workers are spawned and declare what they train, the first plan is made.
 
-A node that is lost meanwhile, or never comes, is left out if the others fill the first layout: there are spares. Ranks
-are given out once, when every node is there or given up, and keep their numbers whatever is lost after that. Called by
-`controller`, `failures`, `watchdog` and `takeover`.
+A node that is lost meanwhile, or does not come in time, is left out, and so is a process: the job begins with what is
+healthy, if that is enough (`enough_nodes`, and `early_losses`, which decides whose fault a loss is). Ranks are given
+out once, when every node is there or given up, and keep their numbers whatever is lost after that. Called by
+`controller`, `failures`, `watchdog`, `early_losses` and `takeover`.
 """
 
 from __future__ import annotations
 
+import signal as signals
 from collections.abc import Mapping
 
 import msgspec
@@ -18,13 +20,17 @@ from resihp.controller.fail_stop import incidents
 from resihp.controller.nodes import joins
 from resihp.controller.state import Job, Member, Transition, natural
 from resihp.detector import probes
-from resihp.errors import LayoutError
+from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.protocol import messages as m
-from resihp.record.journal import ModelDeclared, WorkersOrdered, WorkerStarted
+from resihp.record.journal import JoinRefused, ModelDeclared, WorkersOrdered, WorkerStarted
 
 
 def agent_joined(job: Job, event: api.AgentJoined) -> None:
     node = job.nodes.get(event.node)
+    if node is not None and not event.lease and joins.is_latecomer(job, event.node):
+        joins.come_late(job, event)
+        start_workers(job)
+        return
     if node is not None and (node.alive or not event.lease):  # the same agent, on a new connection
         node.last_beat = job.now
         return
@@ -36,9 +42,18 @@ def agent_joined(job: Job, event: api.AgentJoined) -> None:
         start_workers(job)
 
 
-def places(job: Job) -> list[int]:
-    """Ranks that the start waits for: those on nodes that are not lost."""
-    return [rank for rank, placement in enumerate(job.record.placements) if job.nodes[placement.node].alive]
+def is_lost(job: Job, rank: int) -> bool:
+    """Whether a rank was given out, and is gone or never will come."""
+    member = job.members.get(rank)
+    gone = rank in job.record.refused or (member is not None and not member.alive)
+    return gone or not job.nodes[job.record.placements[rank].node].alive
+
+
+def devices_left(job: Job) -> int:
+    """With how many devices the job could begin: of nodes that are here or may come, without lost processes."""
+    nodes = job.settings.nodes - sum(not node.alive for node in job.nodes.values())
+    here = (rank for rank, place in enumerate(job.record.placements) if job.nodes[place.node].alive)
+    return nodes * job.settings.gpus_per_node - sum(is_lost(job, rank) for rank in here)
 
 
 def start_workers(job: Job) -> None:
@@ -46,33 +61,25 @@ def start_workers(job: Job) -> None:
 
     The ranks are given out then, for good.
     """
-    if len(job.nodes) < job.settings.nodes:
+    if job.stage != "gathering" or len(job.nodes) < job.settings.nodes:
         return
     if not job.record.placements:
         order = sorted((name for name, node in job.nodes.items() if node.alive), key=natural)
         devices = [(name, device) for name in order for device in range(job.settings.gpus_per_node)]
         job.log(WorkersOrdered(workers=tuple((rank, *device) for rank, device in enumerate(devices))))
+    if not job.ordered_at:
+        job.ordered_at = job.now
     names = tuple(placement.node for placement in job.record.placements)
-    live = set(job.live)
+    here = [rank for rank in range(len(names)) if not is_lost(job, rank)]
+    job.awaited = {rank for rank in here if rank not in job.members or job.members[rank].declared is None}
     wanted: dict[str, list[int]] = {}
-    for rank in places(job):
-        if rank not in live and rank not in job.starting:
+    for rank in here:
+        if rank not in job.members and rank not in job.starting:
             wanted.setdefault(names[rank], []).append(rank)
     for name, ranks in wanted.items():
         job.starting.update(ranks)
         workers = tuple((rank, job.record.placements[rank].device) for rank in ranks)
         job.do(api.StartWorkers(node=name, workers=workers, nodes=names))
-
-
-def node_lost(job: Job, name: str, reason: str, *, cannot_start: bool = False) -> None:
-    """End the job if the first layout cannot be filled without this node; for good if no other run would do better."""
-    if sum(not node.alive for node in job.nodes.values()) > job.settings.spares:
-        when = "training began" if job.nodes[name].devices else "it joined"
-        text = f"node {name}: {reason} before {when}"
-        if cannot_start:
-            incidents.end(job, 5, f"{text}; to be mended first, so not to be run again")
-        else:
-            incidents.too_few(job, text)
 
 
 def go_on_without(job: Job) -> None:
@@ -81,12 +88,12 @@ def go_on_without(job: Job) -> None:
         return
     missing = sorted((name for name, node in job.nodes.items() if not node.alive), key=natural)
     job.say("notice", f"begins without {', '.join(missing)}: the other nodes are enough")
-    if not job.record.placements:
-        start_workers(job)
-    propose_when_ready(job)
+    start_workers(job)
 
 
 def spawned(job: Job, event: api.WorkerSpawned) -> None:
+    if event.rank in job.record.refused and event.rank not in job.members:  # it was given up before it came
+        job.do(api.SignalWorker(rank=event.rank, signal=int(signals.SIGKILL)))
     if event.rank not in job.starting:
         return
     job.starting.discard(event.rank)
@@ -97,20 +104,33 @@ def spawned(job: Job, event: api.WorkerSpawned) -> None:
 
 
 def spawn_refused(job: Job, event: api.SpawnRefused) -> None:
-    if job.stage == "gathering":
-        incidents.end(job, 2, f"node {event.node}: cannot start workers: {event.reason}")
-    else:
-        joins.spawn_refused(job, event)
+    """The node could not start a worker, or none at all."""
+    ranks = [rank for rank in sorted(job.starting) if job.record.placements[rank].node == event.node]
+    for rank in ranks if event.rank is None else [rank for rank in ranks if rank == event.rank]:
+        if job.stage == "gathering":
+            never_started(job, rank, event.reason)
+        else:
+            joins.spawn_refused(job, rank, event.reason)
+
+
+def never_started(job: Job, rank: int, reason: str) -> None:
+    """Before the first plan: this rank will not come."""
+    place = job.record.placements[rank]
+    job.starting.discard(rank)
+    job.awaited.discard(rank)
+    job.early_at = job.now
+    job.say("warning", f"rank {rank} ({place.node} device {place.device}): could not be started: {reason}")
+    job.log(JoinRefused(rank=rank, node=place.node, device=place.device, reason=reason, condemns_device=False))
 
 
 def declared(job: Job, member: Member, declare: m.Declare) -> None:
     if job.stage != "gathering":
         joins.declared(job, member, declare)
         return
-    if member.declared is not None:
+    if member.declared is not None or member.fenced is not None:
         return
     member.declared = declare
-    propose_when_ready(job)
+    job.awaited.discard(member.rank)
 
 
 def trains_the_same(job: Job, declare: m.Declare) -> bool:
@@ -119,23 +139,19 @@ def trains_the_same(job: Job, declare: m.Declare) -> bool:
 
 
 def refused(job: Job, member: Member, refuse: m.Refuse) -> None:
-    """The script cannot start: at the start of the job for the user to mend, later a device that is no good."""
+    """The script cannot start: for all ranks for the user to mend, for one a device that is no good."""
     if job.stage == "gathering":
-        incidents.end(job, 2, refuse.reason)
+        member.unwilling = refuse.reason
+        job.early_at = job.now
     elif member.declared is None and member.fenced is None:
         joins.turn_away(job, member, refuse.reason)
 
 
-def propose_when_ready(job: Job) -> None:
-    """Once every rank has declared the same model: the first plan."""
-    if job.stage != "gathering" or job.departure is not None:
-        return
-    if not job.record.placements or len(job.live) < len(places(job)):
-        return
-    declares = {rank: job.members[rank].declared for rank in job.live}
+def propose(job: Job) -> None:
+    """Every rank that is left has declared a model: the first plan, if it is the same."""
+    declares = {rank: job.members[rank].declared for rank in job.ready}
     first = declares[min(declares)]
-    if first is None or any(declare is None for declare in declares.values()):
-        return
+    assert first is not None
     odd = sorted(rank for rank, declare in declares.items() if declare != first)
     if odd:
         incidents.end(
@@ -144,30 +160,34 @@ def propose_when_ready(job: Job) -> None:
         return
     if job.record.trains != first:
         job.log(ModelDeclared(declare=first))
-    if job.settings.examine and not job.examinations:
+    if job.settings.examine and not job.examined:
         order = sorted(job.ready)
         probing.begin(job, "start", order, probes.ring(order))
-    elif not job.settings.examine:
+    else:
         _propose(job)
 
 
 def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
-    """Every device has been measured: those that are not fit stand by, the others begin."""
+    """Every device has been measured: those that are not fit stand by, the others may begin."""
     if job.stage != "gathering" or job.departure is not None:
         return
     for rank, verdict in sorted(judged.items()):
         if not verdict.fit and job.members[rank].alive:
             job.say("warning", f"{job.where(rank)}: fails its probe: {verdict.evidence}")
-    _propose(job)
+    job.examined = True
 
 
 def _propose(job: Job) -> None:
-    """The first plan."""
+    """The first plan; whoever was lost on the way to it has another try beside it."""
     try:
         choice = planning.first(job)
+    except NotEnoughDevicesError as error:
+        incidents.too_few(job, str(error))
+        return
     except LayoutError as error:
         incidents.end(job, 2, str(error))
         return
+    job.errors.clear()
     job.stand_at(job.members, job.declaration.resume_from)
     job.epoch = choice.plan.epoch
     job.move("proposing")
@@ -182,3 +202,7 @@ def _propose(job: Job) -> None:
         + (f"; {choice.reason}" if choice.reason else ""),
     )
     transition.propose(job, choice)
+    for _, member in sorted(job.members.items()):
+        if not member.alive:
+            joins.come_back(job, member)
+    joins.start_latecomers(job)

@@ -93,6 +93,8 @@ class Member:
     """What it trains, once that was found to be what the job trains."""
     raised: Raised | None = None
     finished: bool = False
+    unwilling: str = ""
+    """Why its script cannot start, as it said itself."""
     fenced: str | None = None
     """Why the controller killed it, if it did."""
     stepped: int = 0
@@ -485,7 +487,14 @@ class Job:
         """Since when so many nodes are there that the others can be spared."""
         self.progress_at = 0.0
         self.halted_at = 0.0
-        self.raised_at: float | None = None
+        self.awaited: set[int] = set()
+        """Before the first plan: ranks that have neither declared what they train nor been lost."""
+        self.ordered_at = 0.0
+        """When this supervisor asked for the first processes."""
+        self.early_at: float | None = None
+        """When something was last lost, or went wrong, before the first plan."""
+        self.examined = False
+        """Devices and links have been measured before the first plan."""
         self.now = 0.0
         self.actions: list[AnyAction] = []
 
@@ -503,8 +512,9 @@ class Job:
         apply(self.record, entry)
         match entry:
             case NodeJoined() | NodeLost():
-                if entry.node not in self.nodes:
+                if entry.node not in self.nodes or isinstance(entry, NodeJoined):
                     self.nodes[entry.node] = Node(self.record.nodes[entry.node], last_beat=self.now)
+                    self.upkeep.releases.pop(entry.node, None)
                 if isinstance(entry, NodeLost):
                     self.upkeep.releases[entry.node] = GivingBack(lost_at=self.now)
                     self.upkeep.unwatched.append(entry.node)

@@ -159,6 +159,7 @@ def _conclude(job: Job, recovery: Recovery) -> None:
     for rank in sorted(lost):
         joins.come_back(job, job.members[rank])
     _order_again(job, told)
+    joins.start_latecomers(job)
     replan_policy.resume(job)
     slowness.resume(job)
     drains.resume(job)
@@ -193,28 +194,26 @@ def _go_on(job: Job, undisturbed: bool) -> None:
 def _gather_on(job: Job, recovery: Recovery, said: list[api.WorkerSaid]) -> None:
     """The start was not complete: no plan had been decided yet."""
     job.move("gathering")
-    if job.departure is None:
-        for name, reason in tuple(job.record.unexplained_nodes.items()):
-            startup.node_lost(job, name, reason)
-        if job.has_ended:
-            return
-        _explain_nodes(job)
-        incidents.log_incidents(job)
+    if job.record.unexplained or job.record.lost:
+        job.early_at = job.now
     told = [rank for inventory in recovery.inventories.values() for rank, _ in inventory.ended]
-    unheard = [rank for rank in (*told, *recovery.exits) if rank not in job.members]
-    if unheard:
-        incidents.end(job, 1, f"rank {min(unheard)}: ended before training began; its log tells more")
-        return
+    for rank in sorted({*told, *recovery.exits} - job.members.keys()):  # began and ended, unheard of
+        place = job.record.placements[rank]
+        job.log(WorkerStarted(rank=rank, node=place.node, device=place.device, pid=0, epoch=job.epoch))
+    for lost in tuple(job.record.lost.values()):
+        if job.stage == "gathering" and job.departure is None:
+            failures.node_lost_early(job, lost.name, lost.reason)
     _bury(job, recovery)
-    if job.stage == "gathering":
-        startup.start_workers(job)
-        startup.propose_when_ready(job)
-        recovery.waiting = [*said, *recovery.waiting]
+    startup.start_workers(job)
+    recovery.waiting = [*said, *recovery.waiting]
 
 
 def _meet(job: Job, node: str, running: m.RunningWorker) -> list[api.WorkerSaid]:
     """A live worker: known, or started by an order whose answer never reached the journal."""
     member = job.members.get(running.rank)
+    if member is None and running.rank in job.record.refused:  # given up before it came
+        job.do(api.SignalWorker(rank=running.rank, signal=int(signals.SIGKILL)))
+        return []
     if member is None and not running.pid:  # about to be forked: that will be told
         _know(job, running.rank, node, running.device)
         job.starting.add(running.rank)
@@ -265,14 +264,7 @@ def _explain(job: Job) -> None:
     for rank, exit in job.record.unexplained.items():
         if exit is not None and job.members[rank].declared is not None:
             failures.incident(job, job.members[rank], exit)
-    _explain_nodes(job)
-
-
-def _explain_nodes(job: Job) -> None:
-    for name, reason in job.record.unexplained_nodes.items():
-        ended = job.record.unexplained.items()
-        ranks = [rank for rank, exit in ended if exit is None and job.members[rank].node == name]
-        failures.node_incident(job, name, reason, ranks)
+    failures.explain_nodes(job)
 
 
 def _bury(job: Job, recovery: Recovery) -> set[int]:
@@ -285,7 +277,8 @@ def _bury(job: Job, recovery: Recovery) -> set[int]:
         if member.alive and rank not in running and member.node in told and job.stage != "ended":
             status, clues = exits.get(rank, -signals.SIGKILL), recovery.clues.get(rank, ())
             failures.exited(job, api.WorkerExited(rank=rank, status=status, clues=clues))
-    for name, node in tuple(job.nodes.items()):
+    facts_first = sorted(job.nodes.items(), key=lambda item: item[0] not in recovery.lost)
+    for name, node in facts_first:
         reason, how = recovery.lost.get(name, ("its agent did not come back to the new supervisor", "silent"))
         if node.alive and (name not in told or name in recovery.lost) and job.stage != "ended":
             failures.node_lost(job, name, reason, how)

@@ -133,6 +133,9 @@ def _places(
     match entry:
         case NodeJoined():
             record.nodes[entry.node] = KnownNode(entry.node, entry.host, entry.devices, entry.hardware)
+            record.lost.pop(entry.node, None)  # it was given up, and has come after all
+            record.unexplained_nodes.pop(entry.node, None)
+            record.verdicts.pop(entry.node, None)
             if record.plan is None:
                 record.voters |= {entry.node}
         case NodeLost():
@@ -159,7 +162,9 @@ def _places(
         case JoinRefused():
             _place(record, entry.rank, entry.node, entry.device)
             record.unexplained.pop(entry.rank, None)
-            record.refused.add(entry.rank)
+            if record.first_plan is None:  # a failure will tell of it
+                record.unexplained[entry.rank] = None
+            record.refused[entry.rank] = entry.reason
             if entry.rank in record.workers:
                 record.workers[entry.rank].refused = entry.reason
             if entry.condemns_device:

@@ -157,8 +157,8 @@ class JobRecord:
     workers: dict[int, KnownWorker] = field(default_factory=dict)
     placements: list[Placement] = field(default_factory=list)
     """Of every rank ever asked for, by rank."""
-    refused: set[int] = field(default_factory=set)
-    """Ranks that were turned away, or could not be started."""
+    refused: dict[int, str] = field(default_factory=dict)
+    """Ranks that were turned away, or could not be started, and why."""
     enrolled: set[int] = field(default_factory=set)
     """Ranks that were part of a plan: they train what the job trains."""
     dead_devices: set[Device] = field(default_factory=set)

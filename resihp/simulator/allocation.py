@@ -206,6 +206,10 @@ class Allocation:
                     expect(scenario.on_drain == "vacate" and entry.node != scenario.batch_node, f"{entry} unasked")
             case NodeJoined():
                 expect(entry.hardware != "B", f"{entry}, which is of another kind")
+                if entry.node in self.lost and entry.node not in self.guests:  # it came late
+                    expect(entry.node not in self.released, f"{entry}, which was given back")
+                    self.lost.remove(entry.node)
+                    return
                 if self.world.rules.plan is not None:
                     expect(entry.node in self.guests, f"{entry}, which nobody asked for")
                     expect(self.requests.get(self.guests[entry.node]) in ("asked", "pending", "running"), f"{entry}")
@@ -229,10 +233,9 @@ class Allocation:
         expect(entry.node in self.lost and entry.node not in self.guests, f"{entry}, which is not lost")
         rivals = [n for n, node in self.instead.items() if node == entry.node and self.requests[n] not in OVER]
         expect(not rivals, f"{entry} beside {rivals}")
-        expect(
-            job.record.first_plan is not None and len(job.record.active) < len(job.record.first_plan.layout.active),
-            f"{entry} for what?",
-        )
+        assert job.record.first_plan is not None
+        wanted = max(len(job.record.first_plan.layout.active), self.world.settings.ranks_asked)
+        expect(len(job.record.active) < wanted, f"{entry} for what?")
         expect(job.training and job.transition is None, f"{entry} in the middle of something else")
         self.requests[entry.replacement] = "asked"
         self.instead[entry.replacement] = entry.node

@@ -50,6 +50,8 @@ class SimNode:
     last_delivered: float = 0.0
     last_beat: float = 0.0
     lost_told: bool = False
+    arrived: bool = True
+    """Its agent has come to some supervisor, or is about to for the first time."""
     joined: bool = False
     """The present supervisor has its inventory."""
     ended: dict[int, int] = field(default_factory=dict)
@@ -118,6 +120,8 @@ class Worker:
         """Probes of links, for the end of an iteration."""
         self.halted = False
         self.injected = False
+        self.stumbles = ""
+        """What it raises instead of saying what it trains."""
         self.died_with_node = False
 
     # time
@@ -188,6 +192,9 @@ class Worker:
             self.throw("ImportError: no such module")
             return
         if fate == "hangs":
+            return
+        if self.stumbles:
+            self.throw(self.stumbles)
             return
         model = scenario.model
         if scenario.odd_declare == self.rank:

@@ -22,6 +22,7 @@ from resihp.record.journal import (
     IterationCommitted,
     JobEnded,
     JoinRefused,
+    NodeJoined,
     PlanDecided,
     PlanInEffect,
     PlanRefused,
@@ -104,6 +105,8 @@ class Rules:
         self.proofs: dict[str, float] = {}
         self.signalled: int | None = None
         self.early_loss = False
+        self.began = False
+        """The first plan was decided."""
         self.halted_at: float | None = None
         self.requests: dict[int, bool] = {}
         self.checkpoints: dict[str, set[str]] = {}
@@ -159,6 +162,9 @@ class Rules:
         for failure in self.pending_blame:
             self.check_blame(failure)
         self.pending_blame.clear()
+        if self.plan is not None and not self.began:
+            self.began = True
+            self.check_beginning(self.plan)
         if self.taking_over:  # nobody was there who could have given them work
             self.declared_at = {rank: max(since, self.committed) for rank, since in self.declared_at.items()}
         if self.world.end is not None:
@@ -431,6 +437,8 @@ class Rules:
                 expect(entry.fault not in self.fired, f"fault {entry.fault} fires twice")
                 self.fired[entry.fault] = entry
                 self.injected_now.append(entry)
+            case NodeJoined():
+                self.failed_nodes.discard(entry.node)
             case PlanInEffect():
                 self.check_effect(entry.epoch)
             case PlanRefused():
@@ -438,7 +446,8 @@ class Rules:
                     self.refused.add(entry.epoch)
                 self.objected += 1
             case JoinRefused():
-                expect(self.world.workers[entry.rank].joins, f"{entry} of a rank that was there from the start")
+                late = self.world.workers[entry.rank].joins or self.plan is None
+                expect(late, f"{entry} of a rank that was there from the start")
                 expect(entry.rank not in self.turned_away, f"{entry} twice")
                 self.turned_away.add(entry.rank)
                 self.declared_at.pop(entry.rank, None)
@@ -596,7 +605,7 @@ class Rules:
             return
         for rank in failure.ranks:
             worker = self.world.workers[rank]
-            gone = not worker.alive or worker.fenced or worker.node.dropped or worker.raised
+            gone = not worker.alive or worker.fenced or worker.node.dropped or worker.raised or not worker.spawned
             expect(gone, f"failure {failure.failure} names rank {rank}, which is alive: {failure.cause}")
             expect(rank not in self.blamed, f"rank {rank} is in failures {self.blamed.get(rank)} and {failure.failure}")
             self.blamed[rank] = failure.failure
@@ -605,11 +614,56 @@ class Rules:
             expect(not late, f"failure {failure.failure} is part of the loss of node {worker.node.name}")
         if failure.component == "node":
             assert failure.node is not None
-            expect(bool(failure.ranks), f"failure {failure.failure} of node {failure.node} names nobody")
+            nobody = not failure.ranks and failure.epoch > 0
+            expect(not nobody, f"failure {failure.failure} of node {failure.node} names nobody")
             expect(failure.node not in self.failed_nodes, f"node {failure.node} fails twice")
             self.failed_nodes.add(failure.node)
             node = self.world.nodes[failure.node]
-            expect(not node.alive or node.dropped, f"node {failure.node} is alive")
+            gone = not node.alive or node.dropped or failure.node in self.world.allocation.lost
+            expect(gone, f"node {failure.node} is alive")
+
+    def check_beginning(self, plan: Plan) -> None:
+        """Whoever is not in the first plan is in a failure, or has come too late for it."""
+        record = self.world.record
+        for rank in range(len(self.world.workers)):
+            worker = self.world.workers[rank]
+            told = rank in plan.layout.ranks or worker.joins or rank in self.blamed
+            expect(told or worker.node.name in self.failed_nodes, f"begins without rank {rank}, and does not say why")
+        for name in self.world.settings.node_names:
+            known = record.nodes.get(name)
+            expect(known is not None, f"begins without node {name}, which nobody has given up")
+            assert known is not None
+            excused = any(place.node == name and rank in self.blamed for rank, place in enumerate(record.placements))
+            told = known.alive or name in self.failed_nodes or excused
+            expect(told, f"begins without node {name}, and does not say why")
+
+    def healthy_devices(self) -> int:
+        """With how many devices a job could begin, nothing being wrong with their nodes and processes."""
+        blocked = dict(self.world.scenario.spawns)
+        return sum(
+            worker.alive and not (worker.frozen or worker.fenced or worker.raised or worker.stumbles)
+            and worker.rank != self.world.scenario.refuses
+            and node.alive and node.arrived and not (node.dropped or node.frozen or node.silent)
+            for worker in self.world.workers.values()
+            if not worker.joins and (node := worker.node).name not in blocked
+        )  # fmt: skip
+
+    def check_never_began(self, end: api.End) -> None:
+        """No job ends at its start that has what it takes to begin."""
+        scenario, healthy = self.world.scenario, self.healthy_devices()
+        wide = scenario.odd_declare is not None or scenario.early_exit is not None
+        hopeless = scenario.planner == "real" and "no layout fits" in end.reason
+        hopeless = hopeless or scenario.planner_trouble > 0 or "no agent came back" in end.reason
+        if wide or hopeless or (end.exit_code == 93 and self.is_the_scripts()):
+            return
+        least = self.world.settings.devices_least
+        expect(healthy < least, f"does not begin with {healthy} healthy devices, {least} are enough: {end.reason}")
+
+    def is_the_scripts(self) -> bool:
+        """Whether half of the ranks raised the same, on several nodes or on the only one."""
+        first = [worker for worker in self.world.workers.values() if not worker.joins]
+        raised = [worker for worker in first if worker.raised]
+        return 2 * len(raised) >= len(first)
 
     # the end
 
@@ -630,6 +684,8 @@ class Rules:
         same = raised >= 2 or (raised == 1 and self.plan is not None and len(self.world.active_ranks(self.plan)) == 1)
         if self.world.stopping.check_end(self.world.end):
             return
+        if self.signalled is None and self.plan is None:
+            self.check_never_began(self.world.end)
         if self.signalled is not None:
             expect(code == 128 + self.signalled, f"signalled {self.signalled}, ends with {code}")
         elif code == 2:
@@ -675,11 +731,6 @@ class Rules:
         expect((end.exit_code, end.requeue) == ((75, True) if again else (5, False)), f"{end}, where {again=}")
         if self.plan is not None:
             expect(self.is_lost(), f"gives up though no state is lost: {end.reason}")
-            return
-        nodes = [node for name, node in self.world.nodes.items() if not self.world.allocation.is_stranger(name)]
-        there = sum(node.alive and not node.dropped and not node.frozen and not node.silent for node in nodes)
-        enough = there >= scenario.nodes - scenario.spares
-        expect(not enough or "no agent came back" in end.reason, f"gives up with {there} nodes: {end.reason}")
 
     def is_lost(self) -> bool:
         """Whether nobody is left, or a slice of the state has no holder any more, or nothing else was accepted."""

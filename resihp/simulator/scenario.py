@@ -32,6 +32,7 @@ DisturbanceKind = Literal[
     "reconnect",  # the agent reconnects
     "raise",  # the user's code raises on this rank
     "raise_all",  # ... and on all the others in the same place
+    "raise_node",  # all ranks of the node raise the same before they have said what they train
     "signal",  # the supervisor receives `status`
     "cancel",  # all agents, their workers and maybe the supervisor receive `status` (stopping.py)
     "told",  # the node's agent and its workers receive `status`; the node dies after `seconds`
@@ -61,8 +62,8 @@ SHARES: dict[DisturbanceKind, int] = {
 """How often each is drawn."""
 
 Trigger = Literal[
-    "time", "spawn", "declare", "join", "joined", "park", "parked", "pause", "propose", "go", "ready", "begin",
-    "resumed", "sync", "step", "finished", "halt", "save",
+    "time", "arrive", "order", "spawn", "declare", "join", "joined", "park", "parked", "pause", "propose", "go",
+    "ready", "begin", "resumed", "sync", "step", "finished", "halt", "save",
 ]  # fmt: skip
 
 Fate = Literal["fine", "odd", "refuses", "dies", "raises", "hangs", "spawn"]
@@ -151,6 +152,11 @@ class Scenario:
     on_drain: Literal["stay", "vacate"] = "stay"
     replacements: int = 0
     spares: int = 0
+    least: float = 0.5
+    late: tuple[tuple[str, float], ...] = ()
+    """Nodes that come later than others, and when; NEVER if they do not."""
+    spawns: tuple[tuple[str, Literal["hang", "refused"]], ...] = ()
+    """Nodes where no process of the start can be started, and how one comes to know."""
     examine: bool = False
     """Devices and links are measured before they are used."""
     slow: float = 0.0
@@ -349,6 +355,65 @@ class Scenario:
             may_requeue=rng.random() < 0.7,
             restarts_left=rng.choice([0, 1, 2]),
             examine=rng.random() < 0.3,
+            limit_s=3000.0,
+        )
+
+    @classmethod
+    def hindered(cls, seed: int) -> Scenario:
+        """A job at whose start things go wrong: nodes that do not come, or go, processes that cannot begin; often its
+        supervisor dies as well."""
+        base = cls.drawn(seed) if seed % 3 else cls.allocated(seed)
+        rng = random.Random(seed + 4_000_000)
+        spares = rng.choice([0, 0, 0, 1])
+        nodes = max(base.nodes, 2) + spares
+        ranks = nodes * base.gpus_per_node
+        late: dict[str, float] = {}
+        spawns: dict[str, Literal["hang", "refused"]] = {}
+        early: list[Disturbance] = []
+        moments: list[tuple[Trigger, int]] = [("arrive", nodes), ("order", nodes), ("spawn", ranks), ("declare", ranks)]
+        for _ in range(rng.choice([1, 1, 1, 2, 2, 3])):
+            name, (trigger, most) = f"n{rng.randint(1, nodes)}", rng.choice(moments)
+            nth, delay = rng.randint(1, most), rng.choice([0.0, rng.uniform(0, 0.5), rng.uniform(0, 2.5)])
+            what = rng.choice(["late", "late", "node", "node", "process", "process", "raise", "raise", "spawn"])
+            if what == "late":
+                late[name] = rng.choice([NEVER, NEVER, rng.uniform(1, 59), rng.uniform(60, 70), rng.uniform(60, 150)])
+            elif what == "spawn":
+                spawns[name] = rng.choice(["hang", "refused"])
+            elif what == "node":
+                kinds: list[DisturbanceKind] = ["node", "vanish", "blackout", "agent"]
+                early.append(Disturbance(rng.choice(kinds), trigger, nth, delay))
+            elif what == "process":
+                kinds = ["kill", "kill", "hang", "stop", "mute"]
+                early.append(Disturbance(rng.choice(kinds), "spawn", rng.randint(1, ranks), delay))
+            else:
+                kinds = ["raise", "raise", "raise", "raise_node", "raise_node", "raise_all"]
+                early.append(Disturbance(rng.choice(kinds), "spawn", rng.randint(1, ranks), delay))
+        for _ in range(rng.choice([0, 0, 1, 1, 2])):
+            trigger, most = rng.choice([*moments, ("propose", 1), ("go", 1), ("ready", ranks)])
+            delay, away_s = rng.choice([0.0, rng.uniform(0, 3.0)]), rng.choice([0.1, 1.0, 3.0])
+            early.append(Disturbance("supervisor", trigger, rng.randint(1, most), delay, seconds=away_s))
+        others = base.disturbances if rng.random() < 0.3 else ()
+        slurm = base.slurm or rng.random() < 0.3
+        return dataclasses.replace(
+            base,
+            nodes=nodes,
+            spares=spares,
+            micro_batches=3 * ranks,
+            iterations=rng.choice([2, 6]) * base.iterations,
+            faults=(),
+            disturbances=(*(one for one in others if one.kind not in ("signal", "inject")), *early),
+            late=tuple(late.items()),
+            spawns=tuple(spawns.items()),
+            least=rng.choice([0.5, 0.5, 0.25, 0.75, 1.0]),
+            refuses=rng.randrange(ranks) if rng.random() < 0.1 else None,
+            slurm=slurm,
+            batch_node="n1" if slurm else "",
+            replacements=rng.choice([0, 1, 2, 4]) if slurm else 0,
+            may_requeue=rng.random() < 0.7,
+            restarts_left=rng.choice([0, 1, 2]),
+            examine=rng.random() < 0.3,
+            duplicates=0.0,
+            leaks=False,
             limit_s=3000.0,
         )
 

@@ -103,6 +103,7 @@ class World:
             on_drain=scenario.on_drain,
             replacements=scenario.replacements,
             spares=scenario.spares,
+            least=scenario.least,
             replacement_wait_s=0.0,
             examine=scenario.examine,
             probe_budget_s=5.0,
@@ -177,8 +178,12 @@ class World:
                 self.at(disturbance.delay, self.disturb, disturbance, 0)
             else:
                 self.waiting_for.setdefault(disturbance.trigger, []).append(disturbance)
+        late = dict(scenario.late)
         for node in self.nodes.values():
-            self.at(self.rng.uniform(0.0, 1.0), self.join, node)
+            node.arrived = node.name not in late
+            at = self.rng.uniform(0.0, 1.0) + late.get(node.name, 0.0)
+            if at < NEVER:
+                self.at(at, self.join, node)
         self.at(0.25, self.tick)
         if scenario.unfit:
             self.at(self.rng.uniform(0.0, 8.0), self.remember)
@@ -309,9 +314,13 @@ class World:
         if self.leaderless:
             self.at(0.5, self.join, node)
             return
-        node.joined = True
+        if node.joined:  # with another supervisor, meanwhile
+            return
+        node.arrived = node.joined = True
         self.up(node, api.AgentJoined(node=node.name, host=f"host-{node.name}", devices=node.devices, hardware="A"))
         self.at(self.rng.uniform(0.0, 1.0), self.beat, node)
+        if node.ranks:
+            self.happens("arrive", node.ranks[0])
 
     def beat(self, node: SimNode) -> None:
         if not node.alive or node.dropped:
@@ -369,7 +378,7 @@ class World:
             self.controller = self.new_controller()
         expect(self.controller.job.record == self.record, "a take-over makes another record of the journal")
         for node in self.nodes.values():
-            if node.alive and not node.dropped:
+            if node.alive and not node.dropped and node.arrived:
                 self.at(self.rng.choice([0.0, 0.1, self.rng.uniform(0.0, 4.0)]), self.join_again, node)
 
     def join_again(self, node: SimNode) -> None:
@@ -657,6 +666,9 @@ class World:
                 self.lose_supervisor(seconds)
             case "raise":
                 worker._go_on(None, worker.throw, (f"ValueError: rank {rank} is odd",))
+            case "raise_node":
+                for rank in node.ranks:
+                    self.workers[rank].stumbles = "ImportError: no module named flash_attn"
             case "raise_all":
                 for other in self.workers.values():
                     if other.spawned:
@@ -757,13 +769,22 @@ class World:
                 self.workers[rank] = Worker(self, rank, node, device, joins=True)
                 node.ranks.append(rank)
             delay_s = self.rng.uniform(0.05, 0.5)
-            if self.fate_of(self.workers[rank]) == "spawn":
+            fails = None if action.joins else dict(self.scenario.spawns).get(node.name)
+            if fails == "refused":
+                refusal = api.SpawnRefused(node=node.name, reason="cannot fork", rank=rank)
+                self.at(delay_s, self.up, node, refusal)
+            elif fails == "hang":
+                pass
+            elif self.fate_of(self.workers[rank]) == "spawn":
                 self.workers[rank].alive = False
                 whom = rank if self.rng.random() < 0.7 else None
                 refusal = api.SpawnRefused(node=node.name, reason="cannot fork", rank=whom)
                 self.at(delay_s, self.up, node, refusal)
             else:
                 self.at(delay_s, self.workers[rank].start)
+
+        if not action.joins:
+            self.happens("order", action.workers[0][0])
 
     def _order(self, action: api.Order) -> None:
         for rank in action.ranks:

@@ -115,9 +115,24 @@ def test_a_node_that_dies_before_training_begins_is_what_spares_are_for(
 
 
 @pytest.mark.soak
-def test_without_spares_it_is_run_again_on_other_nodes(cluster: MakeCluster, reference: Reference) -> None:
+def test_without_spares_it_begins_with_the_rest(cluster: MakeCluster, reference: Reference) -> None:
+    """Both stages on one node."""
     desk = Desk(cluster(nodes=3, gpus=1))
     job = submit(desk)
+    desk.until(lambda: len(desk.of(job, NodeJoined)) == 2, job)
+    desk.cluster.kill_node("n2")
+    assert desk.wait(job) == ("COMPLETED", "0:0"), desk.output(job)
+    reference.check(desk.rows("iterations", job))
+    (failure,) = desk.rows("failures", job)
+    assert (failure["component"], failure["node"]) == ("node", "n2")
+    assert desk.shown(job)["Restarts"] == "0"
+
+
+@pytest.mark.soak
+def test_one_that_may_only_begin_whole_is_run_again_on_other_nodes(cluster: MakeCluster, reference: Reference) -> None:
+    desk = Desk(cluster(nodes=3, gpus=1))
+    whole = "export RESIHP_SLURM__REPLACEMENTS=0 RESIHP_ADAPT__LEAST=1"
+    job = submit(desk, **{"export RESIHP_SLURM__REPLACEMENTS=2": whole})
     desk.until(lambda: len(desk.of(job, NodeJoined)) == 2, job)
     desk.cluster.kill_node("n2")
     (ended,) = desk.until(lambda: desk.of(job, JobEnded), job)

@@ -259,6 +259,7 @@ def _settings(
         tune=layout.tune,
         memory_bytes=configuration.job.memory_per_device,
         come_backs=adapt.come_backs,
+        least=adapt.least,
         examine=adapt.examine,
         detect=adapt.detect,
         recheck_s=adapt.recheck_s,

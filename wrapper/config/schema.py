@@ -100,6 +100,9 @@ class AdaptSection(Section):
     """Re-plan inside the job; `restart` and `observe` are not supported yet."""
     come_backs: int = Field(default=3, ge=0)
     """How often a process may be started again on the same device."""
+    least: float = Field(default=0.5, gt=0, le=1)
+    """The share of its devices, spares not counted, with which a job begins when others are missing or fail before
+    its first iteration; with 1 it begins whole or not at all."""
     examine: bool = True
     """Measure devices and links before the first iteration, and a device that joins; what is not fit stands by."""
     detect: bool = True

@@ -17,9 +17,6 @@ from resihp.record.state import HowLost
 MAX_REBUILDS = 5
 """Communication failures in a row, all ranks alive and no iteration committed, before the job gives up."""
 
-RAISED_GRACE_S = 3.0
-"""How long an exception before the first plan waits for the same one on the other ranks."""
-
 
 def exited(job: Job, event: api.WorkerExited) -> None:
     member = job.members.get(event.rank)
@@ -29,7 +26,7 @@ def exited(job: Job, event: api.WorkerExited) -> None:
     member.exit_status, member.clues = event.status, event.clues
     incidents.bury(job, member, event.status)
     if job.stage == "halting":
-        told = f"{job.where(member.rank)}: {_ending(event.status)} after training was done"
+        told = f"{job.where(member.rank)}: {ending(event.status)} after training was done"
         if event.status == 0 or member.declared is None or member.fenced is not None:
             iterations.end_when_gone(job)
         elif job.departure is not None and job.departure.meaning != "warning":
@@ -38,47 +35,24 @@ def exited(job: Job, event: api.WorkerExited) -> None:
             incidents.end(job, 1, told)
         return
     if job.stage == "gathering":
-        if job.departure is None:
-            exited_early(job, member, event.status)
+        exited_early(job, member, event.status)
         return
     if member.declared is None:
-        joins.exited(job, member, _ending(event.status))
+        joins.exited(job, member, ending(event.status))
         return
     incident(job, member, event.status)
-    transition_after(job, {member.rank}, f"{job.where(member.rank)}: {_ending(event.status)}")
+    transition_after(job, {member.rank}, f"{job.where(member.rank)}: {ending(event.status)}")
     joins.come_back(job, member)
 
 
 def exited_early(job: Job, member: Member, status: int) -> None:
-    """An exit before the first plan: a plain program that is done, or a start that failed."""
+    """An exit before the first plan: of a plain program that is done, or it is weighed by `early_losses`."""
+    job.awaited.discard(member.rank)
     if status == 0 and member.declared is None:
-        iterations.end_when_gone(job)
-    elif member.raised is None:
-        incidents.end(job, 1, f"{job.where(member.rank)}: {_ending(status)} before training began; its log tells more")
-    else:
-        tell_early_errors(job)
-
-
-def tell_early_errors(job: Job) -> None:
-    """Exceptions before the first plan: the same on all ranks is a broken script.
-
-    Nodes are not equally fast, above all while hundreds of them import from one file system: whoever has not been
-    started yet has the start's budget to come to the same exception.
-    """
-    raised = {rank: member.raised.error for rank, member in job.members.items() if member.raised is not None}
-    places = startup.places(job)
-    if len(raised) == len(places) and len(set(raised.values())) == 1:
-        incidents.program_is_broken(job, min(raised), len(raised))
         return
-    if not raised or (
-        job.starting.intersection(places) and job.now - (job.started_at or 0.0) <= job.settings.start_budget_s
-    ):
-        return
-    last_at = max((job.raised_at or job.now, *(member.spawned_at for member in job.members.values())))
-    if not job.live or job.now - last_at > RAISED_GRACE_S:
-        rank = min(raised)
-        job.say("error", incidents.traceback_of(job, rank))
-        incidents.end(job, 1, f"{job.where(rank)}: {raised[rank]} before training began; other ranks did not raise it")
+    job.early_at = job.now
+    if member.fenced is None and member.raised is None and job.departure is None:
+        job.say("warning", f"{job.where(member.rank)}: {ending(status)} before training began")
 
 
 def raised(job: Job, member: Member, raised: m.Raised) -> None:
@@ -86,8 +60,12 @@ def raised(job: Job, member: Member, raised: m.Raised) -> None:
     if member.declared is None and member.joins:
         return
     job.errors[member.rank] = (raised.iteration, raised.error)
-    if job.raised_at is None:
-        job.raised_at = job.now
+    if job.stage == "gathering":
+        job.early_at = job.now
+        if member.alive:  # until it ends
+            job.awaited.add(member.rank)
+            member.declared = None
+        job.say("warning", f"{job.where(member.rank)}: raised {raised.error} before training began")
 
 
 def incident(job: Job, member: Member, status: int) -> None:
@@ -95,15 +73,19 @@ def incident(job: Job, member: Member, status: int) -> None:
     if member.raised is not None:
         cause, evidence = f"rank {member.rank} raised {member.raised.error}", member.raised.traceback[-4000:]
     else:
-        cause = f"rank {member.rank} {_ending(status)}"
+        cause = f"rank {member.rank} {ending(status)}"
+        if member.unwilling:
+            cause = f"rank {member.rank} cannot start: {member.unwilling}"
         if member.fenced:
             cause = f"rank {member.rank} {member.fenced}"
-        evidence = f"pid {member.pid} on node {member.node}: {_ending(status)}"
+        evidence = f"pid {member.pid} on node {member.node}: {ending(status)}"
     member.exit_status = status
     condemned = root_causes.condemns_its_device(job, member)
-    blamed = member.raised is None or condemned  # a dead GPU reaches the script as an exception
+    # A dead GPU reaches the script as an exception; and what one rank alone cannot do at the start is its node's.
+    blamed = member.raised is None or condemned or job.stage == "gathering"
     dead = condemned or (member.node, member.device) in job.dead_devices
-    job.say("warning", f"{job.where(member.rank)}: {cause.removeprefix(f'rank {member.rank} ')}")
+    if job.stage != "gathering":  # there it was told when it happened
+        job.say("warning", f"{job.where(member.rank)}: {cause.removeprefix(f'rank {member.rank} ')}")
     job.incidents.append(
         Incident(
             kind="fail-stop" if blamed else "program",
@@ -124,7 +106,8 @@ def incident(job: Job, member: Member, status: int) -> None:
 
 def under_way(job: Job, victims: set[int]) -> int:
     """The iteration that lost ranks were in: after the last step that any of them reported."""
-    return max([job.record.committed, *(job.members[rank].stepped for rank in victims)]) + 1
+    members = [job.members[rank] for rank in victims if rank in job.members]  # some never began
+    return max([job.record.committed, *(member.stepped for member in members)]) + 1
 
 
 def transition_after(job: Job, lost: set[int], reason: str) -> None:
@@ -151,18 +134,20 @@ def transition_after(job: Job, lost: set[int], reason: str) -> None:
 
 
 def node_lost(job: Job, name: str, reason: str, how: HowLost = "silent", *, cannot_start: bool = False) -> None:
-    """A node is given up; one that never joined while the job gathers never will."""
+    """A node is given up. One that never joined may still come late, unless its agent is known to be gone."""
     node = job.nodes.get(name)
     if (node is None and job.stage != "gathering") or (node is not None and not node.alive):
         return
-    ranks = leave_node(job, NodeLost(node=name, reason=reason, how=how))
+    if node is None and how == "silent":
+        job.log(NodeLost(node=name, reason=reason, how=how))
+        ranks = []
+    else:
+        ranks = leave_node(job, NodeLost(node=name, reason=reason, how=how))
     if job.stage == "gathering":
+        job.early_at = job.now
+        job.say("warning", f"node {name}: {reason}{f'; ranks {ranks} are lost' if ranks else ''}")
         if job.departure is None:
-            startup.node_lost(job, name, reason, cannot_start=cannot_start)
-        if job.stage == "gathering" and job.departure is None:
-            node_incident(job, name, reason, ranks)
-            incidents.log_incidents(job)
-            startup.go_on_without(job)
+            node_lost_early(job, name, reason, cannot_start=cannot_start)
         return
     if job.stage == "halting":
         iterations.end_when_gone(job)
@@ -172,12 +157,26 @@ def node_lost(job: Job, name: str, reason: str, how: HowLost = "silent", *, cann
         transition_after(job, victims, f"node {name}: {reason}")
 
 
+def node_lost_early(job: Job, name: str, reason: str, *, cannot_start: bool = False) -> None:
+    """Begin without a node, or end if the rest cannot be enough; for good if no other run would do better."""
+    if startup.devices_left(job) >= job.settings.devices_least:
+        startup.go_on_without(job)
+        return
+    text = f"node {name}: {reason} before {'training began' if job.nodes[name].devices else 'it joined'}"
+    explain_early(job)
+    if cannot_start:
+        incidents.end(job, 5, f"{text}; to be mended first, so not to be run again")
+    else:
+        incidents.too_few(job, text)
+
+
 def leave_node(job: Job, entry: NodeLost) -> list[int]:
     """From here on the node is none of the job's; returns the ranks that lived there."""
     ranks = [rank for rank in job.live if job.members[rank].node == entry.node]
     job.log(entry)
     job.do(api.DropNode(node=entry.node))
     job.starting -= {rank for rank in job.starting if job.record.placements[rank].node == entry.node}
+    job.awaited -= {rank for rank in job.awaited if job.record.placements[rank].node == entry.node}
     for rank in ranks:
         incidents.bury(job, job.members[rank], None)
     return ranks
@@ -192,10 +191,11 @@ def node_incident(job: Job, name: str, reason: str, ranks: list[int]) -> set[int
     broken = [root_causes.own_words(job, job.members[rank]) for i in earlier if i.condemned for rank in sorted(i.ranks)]
     before = f"; before, {broken[0]}" if broken else ""  # hardware that fails may take its node along
     injected = [job.signalled[rank] for rank in sorted(victims) if rank in job.signalled]
-    if not victims:  # its workers were gone before, and accounted for
+    if not victims and job.record.first_plan is not None:  # its workers were gone before, and accounted for
         job.say("warning", f"node {name}: {reason}")
         return victims
-    job.say("warning", f"node {name}: {reason}; ranks {sorted(victims)} are lost")
+    if job.stage != "gathering":  # there it was told when it happened
+        job.say("warning", f"node {name}: {reason}; ranks {sorted(victims)} are lost")
     job.incidents.append(
         Incident(
             kind="fail-stop",
@@ -212,6 +212,45 @@ def node_incident(job: Job, name: str, reason: str, ranks: list[int]) -> set[int
         )
     )
     return victims
+
+
+def explain_nodes(job: Job) -> None:
+    """Losses of nodes that the journal tells of and no failure does."""
+    placements, ended = job.record.placements, job.record.unexplained
+    for name, reason in job.record.unexplained_nodes.items():
+        ranks = [rank for rank, exit in ended.items() if exit is None and placements[rank].node == name]
+        node_incident(job, name, reason, ranks)
+
+
+def explain_early(job: Job) -> None:
+    """What was lost before the first plan becomes failures: of nodes, with what died there before; of processes and
+    devices. All of it is on record, so that another supervisor comes to the same."""
+    for rank, exit in sorted(job.record.unexplained.items()):
+        if rank in job.record.refused:
+            never_started(job, rank, job.record.refused[rank])
+        elif exit is not None:
+            incident(job, job.members[rank], exit)
+    explain_nodes(job)
+    incidents.log_incidents(job)
+
+
+def never_started(job: Job, rank: int, reason: str) -> None:
+    """A process that could not be started, as a root cause."""
+    place = job.record.placements[rank]
+    job.incidents.append(
+        Incident(
+            kind="fail-stop",
+            component="process",
+            cause=f"rank {rank} could not be started: {reason}",
+            evidence=reason,
+            found_at=job.now,
+            iteration=job.record.committed + 1,
+            epoch=job.epoch,
+            ranks={rank},
+            node=place.node,
+            device=place.device,
+        )
+    )
 
 
 def stuck(job: Job, member: Member, stuck: m.Stuck) -> None:
@@ -249,7 +288,7 @@ def communication_failed(job: Job, evidence: str) -> None:
     transitions.park(job, evidence, cautious=job.transition is not None and job.transition.cautious)
 
 
-def _ending(status: int) -> str:
+def ending(status: int) -> str:
     """How a process ended, in words: `killed by signal 9 (SIGKILL)`, `exited with status 1`."""
     if status >= 0:
         return f"exited with status {status}"

@@ -47,7 +47,7 @@ def _own(job: Job, member: Member) -> Diagnosis:
 
 def explain(job: Job) -> None:
     """Tell the incidents of a transition by their causes, and lay what follows from another one to that."""
-    ended = [i for i in job.incidents if i.kind != "communication" and i.component != "node" and i.ranks]
+    ended = [i for i in job.incidents if i.kind != "communication" and i.component != "node" and _members(job, i)]
     earlier = tuple(job.record.diagnosed)
     for incident in ended:
         incident.diagnosis = diagnose([_report(job, m, own=True) for m in _members(job, incident)], earlier)

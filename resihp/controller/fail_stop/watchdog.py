@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal as signals
 
 from resihp.controller import interface as api
-from resihp.controller import iterations, startup
+from resihp.controller import iterations
 from resihp.controller import transition as transitions
-from resihp.controller.fail_stop import failures, incidents, liveness
+from resihp.controller.fail_stop import early_losses, failures, incidents, liveness
 from resihp.controller.nodes import joins
 from resihp.controller.state import Job, Member, Node
-from resihp.record.journal import Suspected
+from resihp.record.journal import NodeLost, Suspected
 
 LATECOMERS_S = 60.0
 """How long nodes that can be spared are waited for, once all others have joined."""
@@ -61,29 +61,18 @@ def tick(job: Job) -> None:
 
 
 def judge_start(job: Job) -> None:
-    """The start has a budget of its own. Without any declaration it has none: a plain program never declares."""
-    if job.raised_at is not None:
-        failures.tell_early_errors(job)
-        return
-    budget_s = job.settings.start_budget_s
+    """The start has budgets of its own: nodes have to join, then their processes to say what they train."""
     if len(job.nodes) < job.settings.nodes:
         judge_absent(job)
-        return
-    if job.now - (job.started_at or 0.0) <= budget_s:
-        return
-    awaited = [rank for rank in startup.places(job) if rank in job.members]
-    late = [rank for rank in awaited if job.members[rank].declared is None]
-    asked = {placement.node for placement in job.record.placements}
-    lost = [name for name, node in job.nodes.items() if not node.alive and name in asked]
-    if lost and len(late) == len(awaited):  # a plain program cannot do without them
-        incidents.too_few(job, f"{', '.join(lost)} lost, and no rank was ready to train within {budget_s:.0f} s")
-    elif late and len(late) < len(awaited):
-        where = ", ".join(job.where(rank) for rank in late[:4])
-        incidents.end(job, 1, f"{where}: not ready to train within {budget_s:.0f} s of the start; its log tells more")
+    elif job.record.placements:
+        early_losses.judge(job)
 
 
 def judge_absent(job: Job) -> None:
-    """Nodes that have not joined: what can be spared is waited for a while, the others for the start's budget."""
+    """Nodes that have not joined: what can be spared is waited for a while, the others for the start's budget.
+
+    Then the job begins without them, if the others are enough; they may still come.
+    """
     settings, budget_s = job.settings, job.settings.start_budget_s
     here = sum(node.alive for node in job.nodes.values())
     if here < settings.nodes - settings.spares:
@@ -95,11 +84,14 @@ def judge_absent(job: Job) -> None:
     if patient and waited_s <= budget_s:
         return
     absent = [name for name in settings.node_names if name not in job.nodes]
-    if job.enough_at is None or not absent:
-        incidents.too_few(job, f"only {here} of {settings.nodes} nodes joined within {budget_s:.0f} s")
-    else:
+    if here * settings.gpus_per_node < settings.devices_least or not absent:
         for name in absent:
-            failures.node_lost(job, name, f"has not joined within {waited_s:.0f} s")
+            job.log(NodeLost(node=name, reason=f"has not joined within {waited_s:.0f} s", how="silent"))
+        failures.explain_early(job)
+        incidents.too_few(job, f"only {here} of {settings.nodes} nodes joined within {budget_s:.0f} s")
+        return
+    for name in absent:
+        failures.node_lost(job, name, f"has not joined within {waited_s:.0f} s")
 
 
 def judge_leaving(job: Job) -> None:

@@ -90,10 +90,11 @@ def _climb(drain: Drain) -> api.DrainNode:
 def _reason(job: Job, verdict: Verdict) -> str:
     """What the node's owner will read: whose job, what went, and why."""
     ranks = ", ".join(map(str, verdict.ranks))
+    lost = f"lost rank {ranks}" if ranks else "began without it"
     cause = verdict.cause
     for subject in (f"node {verdict.node}: ", f"rank {ranks}: ", f"rank {ranks} "):
         cause = cause.removeprefix(subject)
-    return f"job {job.settings.job} lost rank {ranks}: {cause}"[:REASON_LENGTH]
+    return f"job {job.settings.job} {lost}: {cause}"[:REASON_LENGTH]
 
 
 def _decision(job: Job, verdict: Verdict) -> Decision | None:

@@ -2,7 +2,8 @@
 
 Decides when a device gets another process, and whether the newcomer may join; whether it is worth an interruption,
 `replan_policy` says.
-A node is taken in only when it was asked for (`replacements`); one that was left out stays out.
+A node is taken in only when it was asked for (`replacements`), or is one of the job's own that the start did not wait
+for any longer; one that was left out for another reason stays out.
 A newcomer counts for nothing until it has declared what the job trains; then it is a standby rank, and part of every
 transition. One that is turned away never stops the job. Called by `startup`, `failures`, `watchdog`, `consent`.
 """
@@ -18,7 +19,7 @@ from resihp.controller import interface as api
 from resihp.controller import replan_policy, transition
 from resihp.controller.fail_slow import probing
 from resihp.controller.nodes import replacements
-from resihp.controller.state import Job, Member
+from resihp.controller.state import Job, Member, natural
 from resihp.detector import probes
 from resihp.protocol import messages as m
 from resihp.record.journal import JoinRefused, NodeJoined, WorkersOrdered
@@ -31,7 +32,7 @@ def come_back(job: Job, lost: Member) -> None:
         return
     if job.departure is not None or job.excused(lost.node, job.now):
         return
-    if lost.raised is not None or device in job.dead_devices or not job.nodes[lost.node].alive:
+    if lost.raised is not None or lost.unwilling or device in job.dead_devices or not job.nodes[lost.node].alive:
         return
     if sum((p.node, p.device) == device for p in job.record.placements) > job.settings.come_backs:
         return
@@ -87,10 +88,44 @@ def _other_hardware(job: Job, event: api.AgentJoined) -> str:
     return f"its devices are {event.hardware}, the job's are {' and '.join(sorted(known))}"
 
 
+def is_latecomer(job: Job, name: str) -> bool:
+    """Whether a node of the job's own was given up for not having come."""
+    node = job.nodes[name]
+    return not node.alive and not node.devices
+
+
+def come_late(job: Job, event: api.AgentJoined) -> None:
+    """A node that was begun without is here after all: its processes join those that train, or are about to.
+
+    Not once it was given back to Slurm or is drained, and not when training is done.
+    """
+    lost, release = job.record.lost[event.node], job.upkeep.releases[event.node]
+    drained = any(drain.node == event.node and drain.measure == "drain" for drain in job.record.drains.values())
+    late = job.stage != "gathering" and not job.under_way
+    if lost.released or release.asked or drained or late:
+        why = "training is done" if late else "it is being drained" if drained else "it was given back"
+        job.say("notice", f"node {event.node}: comes too late: {why}")
+        job.do(api.DropNode(node=event.node))
+        return
+    take_in(job, event)
+    job.say("notice", f"node {event.node}: joined late")
+    if job.under_way:
+        start_node(job, event.node)
+
+
+def start_latecomers(job: Job) -> None:
+    """Nodes that came while others were starting already: theirs join."""
+    placed = {placement.node for placement in job.record.placements}
+    for name in sorted(job.nodes.keys() - placed, key=natural):
+        start_node(job, name)
+
+
 def start_node(job: Job, name: str) -> None:
     """A worker on each device of a node that came later, unless there are some already."""
     node = job.nodes[name]
-    if node.alive and not any(placement.node == name for placement in job.record.placements):
+    if job.departure is not None or job.furthest >= job.record.goal or not node.alive:
+        return
+    if not any(placement.node == name for placement in job.record.placements):
         _order(job, name, range(node.devices))
 
 
@@ -163,12 +198,10 @@ def exited(job: Job, member: Member, ending: str) -> None:
     come_back(job, member)
 
 
-def spawn_refused(job: Job, event: api.SpawnRefused) -> None:
-    """The node could not start a newcomer, or none at all."""
-    for rank in sorted(job.starting):
-        if job.record.placements[rank].node == event.node and event.rank in (None, rank):
-            job.starting.discard(rank)
-            refuse(job, rank, event.reason, condemns=False)
+def spawn_refused(job: Job, rank: int, reason: str) -> None:
+    """A newcomer could not be started."""
+    job.starting.discard(rank)
+    refuse(job, rank, reason, condemns=False)
 
 
 def judge(job: Job) -> None:

@@ -61,10 +61,17 @@ def _compare(job: Job) -> None:
 
 
 def nodes_lacking(job: Job) -> int:
-    """How many nodes' worth of ranks the plan in effect is below the first one."""
-    assert job.record.first_plan is not None
-    ranks = len(job.record.first_plan.layout.active) - len(job.record.active)
+    """How many nodes' worth of ranks the plan in effect is below the first one, or below what was asked for, where the
+    job began with less."""
+    ranks = _wanted(job) - len(job.record.active)
     return max(0, -(-ranks // job.settings.gpus_per_node))
+
+
+def _wanted(job: Job) -> int:
+    """Ranks with work in the first layout; what was asked for where nodes were missing then."""
+    assert job.record.first_plan is not None
+    first = len(job.record.first_plan.layout.active)
+    return max(first, job.settings.ranks_asked) if job.record.lost else first
 
 
 def missing(job: Job) -> list[str]:
@@ -109,11 +116,8 @@ def _worth(job: Job) -> transition_cost.Verdict | None:
 
 
 def _ask(job: Job, instead: str, why: str) -> None:
-    assert job.record.first_plan is not None
     number = len(job.record.replacements) + 1
-    reason = (
-        f"{len(job.record.active)} of {len(job.record.first_plan.layout.active)} ranks have work; another node {why}"
-    )
+    reason = f"{len(job.record.active)} of {_wanted(job)} ranks have work; another node {why}"
     excluded = unwanted(job)
     job.log(ReplacementAsked(replacement=number, node=instead, excluded=excluded, reason=reason))
     job.say("notice", f"node {instead}: lost, {reason}; asking Slurm for another one")

@@ -133,8 +133,16 @@ def test_ranks_that_declare_different_models_end_the_run() -> None:
 
 
 def test_a_script_that_refuses_to_start_ends_with_its_reason() -> None:
-    result = run(0, refuses=3)
+    result = run(0, refuses=0, nodes=1, gpus_per_node=1, pp=1)
     assert (result.exit_code, result.reason) == (2, "the data set is empty; choose another")
+
+
+def test_a_script_that_refuses_on_one_rank_alone_is_done_without_that_rank() -> None:
+    result = run(0, refuses=3)
+    assert result.exit_code == 0
+    (failure,) = result.failures
+    assert (failure.kind, failure.component, failure.node, failure.ranks) == ("fail-stop", "process", "n2", (3,))
+    assert failure.cause == "rank 3 cannot start: the data set is empty; choose another"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -176,16 +184,22 @@ def test_a_spawn_that_is_refused_ends_the_run() -> None:
 
 
 @pytest.mark.parametrize("status", [-SIGKILL, 1])
-def test_a_worker_lost_before_the_first_plan_ends_the_run(status: int) -> None:
-    result = run(0, Disturbance("kill", "declare", rank=2, status=status))
-    assert result.exit_code == 1
-    assert "rank 2" in result.reason
+def test_a_worker_lost_before_the_first_plan_is_a_failure_like_any_other(status: int) -> None:
+    result = adapt(0, Disturbance("kill", "declare", rank=2, status=status))
+    assert result.exit_code == 0
+    (failure,) = result.failures
+    assert (failure.kind, failure.component, failure.node, failure.ranks) == ("fail-stop", "process", "n2", (2,))
+    assert result.plans[0].plan.layout.ranks == (0, 1, 3)
+    again = [a.workers for _, a in result.actions if isinstance(a, api.StartWorkers) and a.joins]
+    assert again == [((4, 0),)], "its device is tried again once training has begun"
 
 
-def test_workers_that_never_declare_use_up_the_start_budget() -> None:
-    result = run(0, Disturbance("hang", "spawn", nth=4, rank=2))
-    assert result.exit_code not in (0, None)
-    assert 60.0 <= result.seconds < 75.0
+def test_a_worker_that_never_declares_uses_up_the_start_budget_and_is_done_without() -> None:
+    result = adapt(0, Disturbance("hang", "spawn", rank=2), come_backs=0)
+    assert result.exit_code == 0
+    (failure,) = result.failures
+    assert failure.cause == "rank 2 not ready to train within 60 s of the start"
+    assert 60.0 <= result.when(PlanDecided)[0] < 65.0
 
 
 # --- one death in each phase --------------------------------------------------------------------------------------
@@ -567,10 +581,13 @@ def test_an_exception_that_follows_the_sample_to_another_rank_ends_with_93(seed:
     assert result.exit_code == 93
 
 
-def test_an_exception_on_one_rank_before_training_ends_with_1() -> None:
-    result = run(0, Disturbance("raise", "declare", nth=1, rank=2))
-    assert result.exit_code == 1
-    assert "rank 2 is odd" in result.reason
+def test_an_exception_on_one_rank_before_training_is_its_devices_and_not_the_scripts() -> None:
+    result = adapt(0, Disturbance("raise", "declare", nth=1, rank=2))
+    assert result.exit_code == 0
+    (failure,) = result.failures
+    assert (failure.kind, failure.component, failure.node, failure.device) == ("fail-stop", "process", "n2", 0)
+    assert failure.cause == "rank 2 raised ValueError: rank 2 is odd"
+    assert not [a for _, a in result.actions if isinstance(a, api.StartWorkers) and a.joins]
 
 
 @pytest.mark.parametrize("seed", FEW)

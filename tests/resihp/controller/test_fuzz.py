@@ -44,6 +44,11 @@ def test_invariants_hold_when_nodes_are_lost_before_training_begins(first: int) 
     play_chunk(Scenario.decimated, first)
 
 
+@pytest.mark.parametrize("first", range(0, SEEDS // 2, CHUNK), ids=lambda first: f"starts-{first}-{first + CHUNK - 1}")
+def test_invariants_hold_when_things_go_wrong_at_the_start(first: int) -> None:
+    play_chunk(Scenario.hindered, first)
+
+
 def play_chunk(scenario: Callable[[int], Scenario], first: int) -> None:
     failed: dict[int, Violation] = {}
     for seed in range(first, first + CHUNK):

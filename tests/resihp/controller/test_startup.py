@@ -19,13 +19,13 @@ NAMES = ("n1", "n2", "n3")
 
 
 class Start:
-    """A job of three nodes of one device, at its start, in an allocation unless told otherwise."""
+    """A job at its start: three nodes of one device in an allocation, unless told otherwise."""
 
     def __init__(self, spares: int = 1, controller: Controller | None = None, **settings: Any) -> None:
-        given: dict[str, Any] = {"slurm": True, "batch_node": "n1", "may_requeue": True, "restarts_left": 2} | settings
-        self.settings = Settings(
-            job="77", nodes=3, node_names=NAMES, gpus_per_node=1, tp=1, pp=2, spares=spares, **given
-        )
+        given: dict[str, Any] = {"slurm": True, "batch_node": "n1", "may_requeue": True, "restarts_left": 2}
+        given |= {"nodes": 3, "gpus_per_node": 1, "tp": 1, "pp": 2} | settings
+        names = tuple(f"n{number + 1}" for number in range(given["nodes"]))
+        self.settings = Settings(job="77", node_names=names, spares=spares, **given)
         self.controller = controller or Controller(self.settings)
         self.now = 0.0
         self.actions: list[api.AnyAction] = []
@@ -38,7 +38,12 @@ class Start:
 
     def join(self, *names: str) -> None:
         for name in names:
-            self.feed(api.AgentJoined(node=name, host=name, devices=1))
+            self.feed(api.AgentJoined(node=name, host=name, devices=self.settings.gpus_per_node))
+
+    def spawn(self, *ranks: int) -> None:
+        for rank in ranks:
+            place = self.controller.job.record.placements[rank]
+            self.feed(api.WorkerSpawned(rank=rank, node=place.node, device=place.device, pid=1000 + rank))
 
     def lose(self, name: str, reason: str = "its agent exited with status 127") -> None:
         self.feed(api.AgentLost(node=name, reason=reason, how="agent"))
@@ -46,8 +51,7 @@ class Start:
     def train(self, *ranks: int) -> None:
         """Processes come up and say what they train."""
         for rank in ranks:
-            node = self.controller.job.record.placements[rank].node
-            self.feed(api.WorkerSpawned(rank=rank, node=node, device=0, pid=1000 + rank))
+            self.spawn(rank)
             self.feed(api.WorkerSaid(rank=rank, message=DECLARE))
 
     def wait(self, seconds: float) -> None:
@@ -83,12 +87,13 @@ def test_a_node_whose_agent_cannot_start_ends_the_job_at_once() -> None:
     job = Start(spares=0, slurm=False)
     job.join("n1")
     job.lose("n2")
+    assert job.end is None
     job.lose("n3")
-    assert job.end == (5, "node n2: its agent exited with status 127 before it joined")
+    assert job.end == (5, "node n3: its agent exited with status 127 before it joined")
 
 
 def test_slurm_runs_a_job_again_that_could_not_begin() -> None:
-    job = Start(spares=0)
+    job = Start(spares=0, least=1.0)
     job.join("n1")
     job.lose("n2")
     assert job.end == (75, "node n2: its agent exited with status 127 before it joined; to be run again")
@@ -97,7 +102,7 @@ def test_slurm_runs_a_job_again_that_could_not_begin() -> None:
 
 def test_what_no_other_run_could_start_either_is_not_run_again() -> None:
     """The job's folder is not there, say."""
-    job = Start(spares=0)
+    job = Start(spares=0, least=0.7)
     job.join("n1")
     job.feed(api.AgentLost(node="n2", reason="its agent exited with status 3", cannot_start=True))
     text = "node n2: its agent exited with status 3 before it joined; to be mended first, so not to be run again"
@@ -115,7 +120,7 @@ def test_what_no_other_run_could_start_either_is_not_run_again() -> None:
     ],
 )
 def test_a_job_that_may_not_be_run_again_says_why(settings: dict[str, Any], advice: str) -> None:
-    job = Start(spares=0, **settings)
+    job = Start(spares=0, least=1.0, **settings)
     job.lose("n2")
     assert job.end == (5, f"node n2: its agent exited with status 127 before it joined; {advice}")
 
@@ -130,7 +135,9 @@ def test_a_node_that_never_joined_is_left_out_and_ranks_are_given_to_the_others(
     job.train(0, 1)
     assert job.planned == [(0, 1)]
     assert [entry.node for entry in job.all(NodeLost)] == ["n2"]
-    assert job.all(FailureFound) == [], "none of its processes ever ran"
+    (failure,) = job.all(FailureFound)
+    assert (failure.component, failure.node, failure.ranks) == ("node", "n2", ()), "none of its processes ever ran"
+    assert failure.cause == "node n2: its agent exited with status 127"
 
 
 def test_a_node_that_dies_before_training_begins_is_left_out_and_ranks_stay_as_they_are() -> None:
@@ -148,17 +155,19 @@ def test_its_processes_are_a_failure_of_the_node() -> None:
     job.join(*NAMES)
     job.train(1)
     job.lose("n2", "connection closed for 1 s")
-    (failure,) = job.all(FailureFound)
-    assert (failure.component, failure.node, failure.ranks) == ("node", "n2", (1,))
     job.train(0, 2)
     assert job.planned == [(0, 2)]
+    (failure,) = job.all(FailureFound)
+    assert (failure.component, failure.node, failure.ranks) == ("node", "n2", (1,))
 
 
-def test_more_nodes_than_there_are_spares_end_the_job() -> None:
-    job = Start()
+def test_more_nodes_than_can_be_done_without_end_the_job() -> None:
+    job = Start(least=0.6)
     job.join(*NAMES)
     job.lose("n2", "connection closed for 1 s")
+    assert job.end is None
     job.lose("n3", "connection closed for 1 s")
+    assert [failure.node for failure in job.all(FailureFound)] == ["n2", "n3"], "the record says who was missing"
     assert job.end == (75, "node n3: connection closed for 1 s before training began; to be run again")
 
 
@@ -169,24 +178,34 @@ def test_a_spare_that_does_not_come_is_not_waited_for_for_long() -> None:
     assert job.starts == []
     job.wait(3)
     assert [node for node, _, _ in job.starts] == ["n1", "n3"]
-    assert any(isinstance(action, api.DropNode) and action.node == "n2" for action in job.actions)
+    assert not any(isinstance(action, api.DropNode) for action in job.actions), "it may still come"
 
 
 def test_a_job_without_spares_waits_for_all_nodes_as_long_as_a_start_may_take() -> None:
     job = Start(spares=0)
     job.join("n1", "n3")
     job.wait(job.settings.start_budget_s - 1)
-    assert job.end is None
+    assert (job.starts, job.end) == ([], None)
     job.wait(3)
+    assert [node for node, _, _ in job.starts] == ["n1", "n3"]
+    job.train(0, 1)
+    (failure,) = job.all(FailureFound)
+    assert failure.cause == "node n2: has not joined within 600 s"
+
+
+def test_a_job_that_may_only_begin_whole_ends_when_a_start_has_taken_its_time() -> None:
+    job = Start(spares=0, least=1.0)
+    job.join("n1", "n3")
+    job.wait(job.settings.start_budget_s + 2)
     assert job.end == (75, "only 2 of 3 nodes joined within 600 s; to be run again")
+    assert [failure.node for failure in job.all(FailureFound)] == ["n2"]
 
 
 def test_a_plain_program_does_not_hang_without_one_of_its_nodes() -> None:
     """It never says that it trains, so that nobody knows whether it can do without."""
     job = Start()
     job.join(*NAMES)
-    for rank, name in enumerate(NAMES):
-        job.feed(api.WorkerSpawned(rank=rank, node=name, device=0, pid=1000 + rank))
+    job.spawn(0, 1, 2)
     job.lose("n2", "connection closed for 1 s")
     assert job.end is None
     job.wait(job.settings.start_budget_s + 3)
@@ -247,10 +266,10 @@ def test_the_first_plan_is_tuned_where_the_user_wants_it() -> None:
 # --- a script that is broken for everybody ------------------------------------------------------------------------
 
 
-def raises(job: Start, rank: int) -> None:
+def raises(job: Start, rank: int, spawn: bool = True) -> None:
     """Its process comes up, and the script raises."""
-    node = job.controller.job.record.placements[rank].node
-    job.feed(api.WorkerSpawned(rank=rank, node=node, device=0, pid=1000 + rank))
+    if spawn:
+        job.spawn(rank)
     said = m.Raised(iteration=0, error="ValueError: broken", traceback="...")
     job.feed(api.WorkerSaid(rank=rank, message=said))
     job.feed(api.WorkerExited(rank=rank, status=1))
@@ -270,23 +289,14 @@ def test_a_node_that_takes_longer_to_start_may_come_to_the_same_exception() -> N
     assert job.end[0] == 93
 
 
-def test_an_exception_of_one_rank_alone_ends_the_job_soon_after_all_have_started() -> None:
-    job = Start(spares=0)
-    job.join(*NAMES)
-    raises(job, 0)
-    job.wait(100)
-    job.train(1, 2)
-    job.wait(5)
-    assert job.end is not None
-    assert "other ranks did not raise it" in job.end[1]
-
-
-def test_an_exception_is_told_at_the_latest_when_the_start_should_be_over() -> None:
+def test_an_exception_of_one_rank_alone_is_told_when_the_others_do_not_get_ready_either() -> None:
+    """A plain program never says that it trains, and cannot do without one of its processes."""
     job = Start(spares=0, start_budget_s=30.0)
     job.join(*NAMES)
-    raises(job, 0)
+    job.spawn(0, 1, 2)
+    raises(job, 0, spawn=False)
     job.wait(25)
     assert job.end is None
     job.wait(10)
     assert job.end is not None
-    assert "ValueError: broken before training began" in job.end[1]
+    assert "ValueError: broken before training began; other ranks did not raise it" in job.end[1]

@@ -435,11 +435,14 @@ def test_what_was_declared_to_the_one_before_counts() -> None:
     assert [entry.outcome.iteration for entry in job.all(IterationCommitted)] == [1]
 
 
-def test_a_worker_that_ended_during_the_start_ends_the_job() -> None:
-    job = TakenOver(Beginning("n1", "n2", spawned=(0, 1))).all_back(gone={2: 1})
-    assert job.end is not None
-    assert job.end.exit_code == 1
-    assert "rank 2: ended before training began" in job.end.reason
+def test_a_worker_that_began_and_ended_while_nobody_led_is_a_failure_of_the_start() -> None:
+    job = TakenOver(Beginning("n1", "n2", spawned=(0, 1)))
+    job.back("n1")
+    job.back("n2", gone={2: 1}, started={3: 1003})
+    assert job.plan.layout.ranks == (0, 1, 3)
+    (failure,) = job.all(FailureFound)
+    assert (failure.component, failure.node, failure.ranks) == ("process", "n2", (2,))
+    assert starts(job) == [(4,)], "its device is tried again"
 
 
 def test_a_rank_number_that_was_given_is_not_given_again() -> None:
@@ -529,13 +532,13 @@ def test_what_cannot_be_taken_over(entries: list[AnyEntry], reason: str) -> None
         Controller.recover(Settings(job="local-1", nodes=1, gpus_per_node=1, tp=1, pp=1), entries)
 
 
-@pytest.mark.parametrize("forgets", range(1, 4))
+@pytest.mark.parametrize("forgets", range(1, 5))
 def test_a_node_noted_as_lost_during_the_start_ends_the_job_wherever_the_supervisor_died(forgets: int) -> None:
-    """It notes the node, then each of its processes, then the end: any of them may be the last that it wrote."""
-    before = Beginning("n1", "n2", spawned=(0, 1, 2, 3))
+    """It notes the node, then each of its processes, the failure, the end: any may be the last that it wrote."""
+    before = Beginning("n1", "n2", spawned=(0, 1, 2, 3), least=1.0)
     before.feed(api.AgentLost(node="n2", reason="its agent was killed by SIGKILL"))
-    kinds = [type(entry).__name__ for entry in journal_of(before)][-4:]
-    assert kinds == ["NodeLost", "WorkerEnded", "WorkerEnded", "JobEnded"]
+    kinds = [type(entry).__name__ for entry in journal_of(before)][-5:]
+    assert kinds == ["NodeLost", "WorkerEnded", "WorkerEnded", "FailureFound", "JobEnded"]
     job = TakenOver(before, forgets=forgets)
     job.back("n1")
     assert job.end is not None
@@ -545,7 +548,7 @@ def test_a_node_noted_as_lost_during_the_start_ends_the_job_wherever_the_supervi
 
 def test_a_job_that_two_lost_nodes_end_is_ended_once() -> None:
     """One that could be spared, and that no failure tells of, for nothing had been started there; and another one."""
-    before = Beginning("n1", "n2", nodes=3, spares=1)
+    before = Beginning("n1", "n2", nodes=3, spares=1, least=1.0)
     before.feed(api.AgentLost(node="n3", reason="its agent could not be started"))
     before.feed(api.AgentLost(node="n2", reason="its agent was killed by SIGKILL"))
     assert isinstance(journal_of(before)[-1], JobEnded)

@@ -1,0 +1,225 @@
+"""What is lost before the first plan: whose fault it is, and whether the job begins with the rest.
+
+Decides when the start waits for nobody any more, and what it came to. What most ranks say of the script is the
+script's; what one says is its device's, what all of a node say the node's. Failures are written just before the first
+plan, when it is known who shares them, or when the job ends without one: until then the journal has what happened, so
+that another supervisor comes to the same. Nothing is concluded of a program that never declares but that it needs all
+its processes. `review` is called by the controller at the end of each event, `judge` by the `watchdog`.
+"""
+
+from __future__ import annotations
+
+import signal as signals
+
+from resihp.controller import interface as api
+from resihp.controller import iterations, startup
+from resihp.controller.fail_stop import failures, incidents
+from resihp.controller.state import Job, Member, natural
+
+GRACE_S = 3.0
+"""How long what a rank raised waits for the same of other ranks, and for the process to end."""
+
+
+def review(job: Job) -> None:
+    """Nobody is waited for any more: begin, or end."""
+    if job.stage != "gathering" or job.departure is not None or job.awaited or not job.record.placements:
+        return
+    if len(job.nodes) < job.settings.nodes:
+        return
+    if not any(member.ready for member in job.members.values()):
+        _nobody_declared(job)
+    elif not job.examinations:
+        _begin(job)
+
+
+def judge(job: Job) -> None:
+    """Time has passed."""
+    if job.early_at is not None and job.now - job.early_at > GRACE_S:
+        if _is_the_scripts(job) or _is_too_little(job):
+            return
+        _part_with(job)
+    if job.awaited and job.now - job.ordered_at > job.settings.start_budget_s:
+        _budget_is_spent(job)
+
+
+# --- the end of the wait --------------------------------------------------------------------------------------------
+
+
+def _begin(job: Job) -> None:
+    if _is_the_scripts(job):
+        return
+    _leave_useless(job)
+    if job.stage == "gathering" and not _is_too_little(job):
+        failures.explain_early(job)
+        startup.propose(job)
+
+
+def _nobody_declared(job: Job) -> None:
+    """All have ended: a plain program that is done, or a start that failed everywhere."""
+    if _is_the_scripts(job):
+        return
+    failed = _failed(job)
+    if failed:
+        _end_for(job, failed)
+    elif _lacks_nodes(job):
+        _too_few(job, "lost, and a program that does not say what it trains cannot do without them")
+    else:
+        iterations.end_when_gone(job)
+
+
+def _budget_is_spent(job: Job) -> None:
+    """Whoever has neither declared nor ended by now never will. A plain program never declares: it has all the time
+    there is, unless something is missing of it."""
+    budget = f"{job.settings.start_budget_s:.0f} s"
+    for rank in sorted(job.awaited & job.starting):
+        startup.never_started(job, rank, f"nothing was heard of it within {budget}")
+    if not job.ready:
+        failed = _failed(job)
+        if failed:
+            _end_for(job, failed)
+        elif _lacks_nodes(job):
+            _too_few(job, f"lost, and no rank was ready to train within {budget}")
+        return
+    for rank in sorted(job.awaited):
+        _fence(job, job.members[rank], f"not ready to train within {budget} of the start")
+
+
+def _part_with(job: Job) -> None:
+    """Processes that said that they cannot go on, and are still there; and those that do not even die."""
+    assert job.early_at is not None
+    for rank in sorted(job.awaited):
+        member = job.members.get(rank)
+        if member is None or not member.alive:
+            continue
+        if member.fenced is None and (member.raised is not None or member.unwilling):
+            _fence(job, member, "did not end after its script had failed")
+        elif member.fenced is not None and job.now - job.early_at > job.settings.hang_given_up_s:
+            job.awaited.discard(rank)
+            incidents.bury(job, member, -signals.SIGKILL)
+
+
+def _fence(job: Job, member: Member, reason: str) -> None:
+    if member.fenced is None:
+        member.fenced, member.declared = reason, None
+        job.early_at = job.now
+        job.say("warning", f"{job.where(member.rank)}: given up, {reason}; its log tells more")
+        job.do(api.SignalWorker(rank=member.rank, signal=int(signals.SIGKILL)))
+
+
+# --- whose fault ----------------------------------------------------------------------------------------------------
+
+
+def _is_the_scripts(job: Job) -> bool:
+    """End the job for what at least half of its ranks say, on more than one of its nodes if there are several."""
+    ranks = range(len(job.record.placements))
+    nodes = {place.node for place in job.record.placements if job.nodes[place.node].alive}
+    unable = [rank for rank in ranks if rank in job.record.refused and job.nodes[_node(job, rank)].alive]
+    if unable and {_node(job, rank) for rank in unable} == nodes and not job.ready and not job.awaited:
+        node = _node(job, unable[0])
+        incidents.end(job, 2, f"node {node}: cannot start workers: {job.record.refused[unable[0]]}")
+        return True
+    unwilling = [rank for rank, member in sorted(job.members.items()) if member.unwilling]
+    if _is_common(job, unwilling, nodes):
+        incidents.end(job, 2, job.members[unwilling[0]].unwilling)
+        return True
+    by_error: dict[str, list[int]] = {}
+    for rank, member in sorted(job.members.items()):
+        if member.raised is not None:
+            by_error.setdefault(member.raised.error, []).append(rank)
+    worst = max(by_error.values(), key=len, default=[])
+    if _is_common(job, worst, nodes):
+        incidents.program_is_broken(job, min(worst), len(worst))
+        return True
+    return False
+
+
+def _is_common(job: Job, ranks: list[int], nodes: set[str]) -> bool:
+    all_of_them = len(job.record.placements)
+    several = len({_node(job, rank) for rank in ranks}) > 1 or len(nodes) <= 1
+    return bool(ranks) and several and 2 * len(ranks) >= all_of_them and (len(ranks) > 1 or all_of_them == 1)
+
+
+def _leave_useless(job: Job) -> None:
+    """Nodes none of whose devices can be used, and where none is tried again, are lost like any other."""
+    told: dict[str, dict[str, None]] = {}
+    usable = {place.node for rank, place in enumerate(job.record.placements) if not _hopeless(job, rank)}
+    for rank, place in enumerate(job.record.placements):
+        if place.node not in usable and job.nodes[place.node].alive:
+            told.setdefault(place.node, {})[_hopeless(job, rank)] = None
+    for name, reasons in told.items():
+        if job.stage == "gathering":
+            first, *others = reasons
+            more = f" and {len(others)} more" if others else ""
+            failures.node_lost(job, name, f"none of its processes could begin: {first}{more}", "useless")
+
+
+def _hopeless(job: Job, rank: int) -> str:
+    """Why a lost rank's device is not tried again; empty where it is."""
+    if rank in job.record.refused:
+        return job.record.refused[rank]
+    member = job.members.get(rank)
+    if member is None or member.alive:
+        return ""
+    return member.raised.error if member.raised is not None else member.unwilling
+
+
+def _node(job: Job, rank: int) -> str:
+    return job.record.placements[rank].node
+
+
+# --- whether it is enough -------------------------------------------------------------------------------------------
+
+
+def _is_too_little(job: Job) -> bool:
+    """End the job that has lost too much to begin; nodes alone are asked about when they are lost."""
+    if startup.devices_left(job) >= job.settings.devices_least:
+        return False
+    failed = _failed(job)
+    if failed:
+        _end_for(job, failed)
+    else:
+        _too_few(job, "lost before training began")
+    return True
+
+
+def _lacks_nodes(job: Job) -> bool:
+    """Whether nodes are missing that no spares stand in for, or that had processes."""
+    placements = job.record.placements
+    return len(placements) < job.settings.devices_asked or any(not job.nodes[p.node].alive for p in placements)
+
+
+def _failed(job: Job) -> list[int]:
+    """Ranks that were lost, not with their node, and not as a plain program ends."""
+    ended = job.record.unexplained
+    return [
+        rank
+        for rank in sorted(ended)
+        if job.nodes[_node(job, rank)].alive and (rank in job.record.refused or ended[rank] or job.ready)
+    ]
+
+
+def _end_for(job: Job, failed: list[int]) -> None:
+    """Whatever these ranks failed of is told by the first of them."""
+    rank = failed[0]
+    place = job.record.placements[rank]
+    where = f"rank {rank} ({place.node} device {place.device})"
+    member = job.members.get(rank)
+    if member is None:
+        told = f"could not be started: {job.record.refused[rank]}"
+    elif member.raised is not None:
+        job.say("error", incidents.traceback_of(job, rank))
+        told = f"{member.raised.error} before training began; other ranks did not raise it"
+    elif member.unwilling:
+        told = member.unwilling
+    else:
+        how = member.fenced or failures.ending(job.record.unexplained[rank] or 0)
+        told = f"{how} before training began; its log tells more"
+    others = f"; {len(failed) - 1} more failed" if len(failed) > 1 else ""
+    failures.explain_early(job)
+    incidents.end(job, 1, f"{where}: {told}{others}")
+
+
+def _too_few(job: Job, what: str) -> None:
+    lost = sorted((name for name, node in job.nodes.items() if not node.alive), key=natural) or ["processes were"]
+    failures.explain_early(job)
+    incidents.too_few(job, f"{', '.join(lost)} {what}")

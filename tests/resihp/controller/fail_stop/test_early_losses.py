@@ -1,0 +1,328 @@
+"""What is lost before the first plan: whose fault it is, who begins, and what another supervisor makes of it."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from typing import Any
+
+import pytest
+
+from resihp.controller import Controller
+from resihp.controller import interface as api
+from resihp.parallelism.plan import Plan
+from resihp.protocol import messages as m
+from resihp.record.journal import FailureFound, NodeJoined, NodeLost, PlanDecided, ReplacementAsked, WorkerStarted
+from tests.resihp.controller.direct import DECLARE
+from tests.resihp.controller.test_startup import Start
+
+FOUR = {"nodes": 2, "gpus_per_node": 2, "spares": 0}
+
+
+def gathered(**settings: Any) -> Start:
+    """All nodes are there, and their processes were asked for."""
+    job = Start(**(FOUR | settings))
+    job.join(*job.settings.node_names)
+    return job
+
+
+def says(job: Start, rank: int, message: m.WorkerMessage) -> None:
+    job.feed(api.WorkerSaid(rank=rank, message=message))
+
+
+def ends(job: Start, rank: int, error: str = "", status: int = 1) -> None:
+    if error:
+        says(job, rank, m.Raised(iteration=1, error=error, traceback=f"Traceback\n{error}"))
+    job.feed(api.WorkerExited(rank=rank, status=status))
+
+
+def first_plan(job: Start) -> Plan:
+    plan: Plan = job.all(PlanDecided)[0].plan
+    return plan
+
+
+def failures(job: Start) -> list[tuple[str, str | None, tuple[int, ...]]]:
+    return [(failure.component, failure.node, failure.ranks) for failure in job.all(FailureFound)]
+
+
+# --- whose fault ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4)))[::5])
+def test_what_all_ranks_raise_is_the_scripts_in_whatever_order_they_end(order: tuple[int, ...]) -> None:
+    job = gathered()
+    job.spawn(*order)
+    for rank in order:
+        ends(job, rank, "ValueError: broken")
+    assert job.end is not None
+    assert job.end[0] == 93
+    assert [failure.component for failure in job.all(FailureFound)] == ["script"], "no node is to blame"
+
+
+@pytest.mark.parametrize("others", [(0, 2), (1, 3)])
+def test_half_of_the_ranks_on_two_nodes_are_enough_to_blame_the_script(others: tuple[int, int]) -> None:
+    job = gathered()
+    job.spawn(0, 1, 2, 3)
+    for rank in others:
+        ends(job, rank, "ValueError: broken")
+    job.wait(5)
+    assert job.end is not None
+    assert job.end[0] == 93
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
+def test_what_all_of_one_node_raise_is_the_nodes(first: bool) -> None:
+    """One machine lacks a library: it is lost, as if it had died, and another one may come in its place."""
+    job = gathered(replacements=1, drains=1)
+    job.spawn(0, 1)
+    if not first:
+        job.train(2, 3)
+    for rank in (0, 1):
+        ends(job, rank, "ImportError: libcudart.so.12: cannot open shared object file")
+    if first:
+        job.train(2, 3)
+    assert first_plan(job).layout.ranks == (2, 3)
+    assert failures(job) == [("node", "n1", (0, 1))]
+    (lost,) = job.all(NodeLost)
+    assert (lost.node, lost.how) == ("n1", "useless")
+    assert "ImportError: libcudart.so.12" in lost.reason
+    assert not any(failure.hardware for failure in job.all(FailureFound)), "nothing says that it is broken"
+
+
+def test_a_rank_that_had_declared_and_raises_before_the_first_plan_is_begun_without() -> None:
+    job = gathered()
+    job.train(0, 1, 2)
+    says(job, 1, m.Raised(iteration=1, error="RuntimeError: CUDA error", traceback="..."))
+    job.train(3)
+    assert job.planned == [], "its process is waited for"
+    ends(job, 1)
+    assert job.planned == [(0, 2, 3)]
+    assert failures(job) == [("process", "n1", (1,))]
+
+
+def test_a_rank_whose_script_has_failed_and_that_does_not_end_is_killed() -> None:
+    job = gathered()
+    job.train(0, 1, 2)
+    job.spawn(3)
+    says(job, 3, m.Raised(iteration=1, error="RuntimeError: CUDA error", traceback="..."))
+    job.wait(5)
+    assert [a.rank for a in job.actions if isinstance(a, api.SignalWorker)] == [3]
+    assert job.planned == []
+    job.wait(20)
+    assert job.planned == [(0, 1, 2)], "one that does not even die of that is not waited for"
+
+
+def test_all_refuse_for_the_user_to_mend() -> None:
+    job = gathered()
+    job.spawn(0, 1, 2, 3)
+    for rank in range(4):
+        says(job, rank, m.Refuse(reason=f"rank {rank}: no such folder: data"))
+        ends(job, rank, status=2)
+    assert job.end == (2, "rank 0: no such folder: data")
+
+
+# --- processes that cannot be started -------------------------------------------------------------------------------
+
+
+def test_a_node_that_cannot_start_any_process_is_lost() -> None:
+    job = gathered()
+    job.feed(api.SpawnRefused(node="n2", reason="no such file: trian.py"))
+    job.train(0, 1)
+    assert job.planned == [(0, 1)]
+    assert failures(job) == [("node", "n2", (2, 3))]
+    assert "no such file: trian.py" in job.all(FailureFound)[0].cause
+
+
+def test_if_no_node_can_start_any_it_is_the_users_to_mend() -> None:
+    job = gathered()
+    job.feed(api.SpawnRefused(node="n2", reason="no such file: trian.py"))
+    assert job.end is None
+    job.feed(api.SpawnRefused(node="n1", reason="no such file: trian.py"))
+    assert job.end == (2, "node n1: cannot start workers: no such file: trian.py")
+
+
+def test_one_process_that_could_not_be_started_is_begun_without() -> None:
+    job = gathered()
+    job.train(0, 1, 2)
+    job.feed(api.SpawnRefused(node="n2", reason="cannot fork", rank=3))
+    assert job.planned == [(0, 1, 2)]
+    assert failures(job) == [("process", "n2", (3,))]
+
+
+def test_a_fork_server_that_hangs_is_not_waited_for_for_ever() -> None:
+    """Its agent beats, its processes never come."""
+    job = gathered()
+    job.train(0, 1)
+    job.wait(job.settings.start_budget_s - 5)
+    assert (job.planned, job.end) == ([], None)
+    job.wait(10)
+    assert job.planned == [(0, 1)]
+    assert failures(job) == [("node", "n2", (2, 3))]
+    job.feed(api.WorkerSpawned(rank=2, node="n2", device=0, pid=1002))
+    assert api.SignalWorker(rank=2, signal=int(signal.SIGKILL)) in job.actions, "what comes after all is in the way"
+
+
+# --- who begins -----------------------------------------------------------------------------------------------------
+
+
+def test_groups_stay_within_their_nodes_when_a_device_is_missing() -> None:
+    job = gathered(nodes=3, tp=2, pp=1)
+    job.train(0, 2, 3, 4, 5)
+    job.spawn(1)
+    ends(job, 1, "RuntimeError: CUDA error: no device")
+    stages = [stage.ranks for replica in first_plan(job).layout.replicas for stage in replica.stages]
+    assert (2, 3) in stages
+    assert (4, 5) in stages
+    assert all(len(ranks) == 1 or ranks in [(2, 3), (4, 5)] for ranks in stages)
+
+
+def test_a_job_of_two_stages_can_begin_on_one_device() -> None:
+    job = gathered(gpus_per_node=1)
+    job.train(0)
+    job.lose("n2")
+    (replica,) = first_plan(job).layout.replicas
+    assert [stage.ranks for stage in replica.stages] == [(0,)]
+
+
+def test_a_model_that_does_not_fit_the_rest_is_told_so() -> None:
+    job = gathered(gpus_per_node=1, memory_bytes=1_300_000)
+    job.train(0)
+    job.lose("n2")
+    assert job.end is not None
+    assert job.end[0] == 75
+    assert "1 of 2 devices are missing, and no layout fits the others" in job.end[1]
+
+
+def test_a_spare_takes_the_place_of_a_device_that_is_missing() -> None:
+    job = gathered(nodes=3, spares=1)
+    job.train(0, 1, 2, 4, 5)
+    job.spawn(3)
+    ends(job, 3, status=-9)
+    assert first_plan(job).layout.active == (0, 1, 4, 5)
+    assert first_plan(job).layout.standby == (2,)
+
+
+def test_a_plain_program_ends_with_its_first_failure() -> None:
+    """It never says that it trains, so that it cannot do with less."""
+    job = gathered()
+    job.spawn(0, 1, 2, 3)
+    ends(job, 2, status=-9)
+    assert job.end is None
+    for rank in (0, 1, 3):
+        ends(job, rank, status=0)
+    assert job.end is not None
+    code, reason = job.end
+    assert code == 1
+    assert reason.startswith("rank 2 (n2 device 0): killed by signal 9 (SIGKILL) before training began")
+
+
+# --- who comes later ------------------------------------------------------------------------------------------------
+
+
+def begun_without_n3(**settings: Any) -> Start:
+    job = Start(**({"spares": 0} | settings))
+    job.join("n1", "n2")
+    job.wait(job.settings.start_budget_s + 2)
+    return job
+
+
+def test_a_node_that_comes_late_joins_what_trains() -> None:
+    job = begun_without_n3()
+    job.train(0, 1)
+    assert job.planned == [(0, 1)]
+    job.join("n3")
+    assert job.starts[-1] == ("n3", ((2, 0),), ("n1", "n2", "n3"))
+    assert [entry.node for entry in job.all(NodeJoined)] == ["n1", "n2", "n3"]
+    assert "n3" not in job.controller.job.record.lost
+
+
+def test_one_that_comes_while_the_others_start_waits_for_them() -> None:
+    job = begun_without_n3()
+    job.join("n3")
+    assert [node for node, _, _ in job.starts] == ["n1", "n2"]
+    job.train(0, 1)
+    assert job.starts[-1][:2] == ("n3", ((2, 0),))
+    assert failures(job) == [], "it is there"
+
+
+def test_one_that_was_given_back_stays_out() -> None:
+    job = begun_without_n3()
+    job.train(0, 1)
+    job.feed(api.SlurmSees(node="n3", state="down", reason="not responding"))
+    job.wait(3)
+    assert [a.node for a in job.actions if isinstance(a, api.ReleaseNode)] == ["n3"]
+    job.feed(api.ReleaseAnswered(node="n3", outcome="done", text=""))
+    job.join("n3")
+    assert any(isinstance(action, api.DropNode) and action.node == "n3" for action in job.actions)
+    assert len(job.starts) == 2
+
+
+def test_another_node_is_asked_for_in_place_of_one_that_never_came() -> None:
+    job = begun_without_n3(replacements=1, pp=1, replacement_wait_s=0.0)
+    job.train(0, 1)
+    train_on(job, 3, iterations=6)
+    (asked,) = job.all(ReplacementAsked)
+    assert asked.node == "n3"
+    assert "2 of 3 ranks have work" in asked.reason
+
+
+def train_on(job: Start, last: int, iterations: int) -> None:
+    """Through the first plan, and some iterations of a minute, of many more to come."""
+    plan = first_plan(job)
+    for rank in plan.layout.ranks:
+        says(job, rank, m.Confirm(epoch=plan.epoch, digest=plan.digest))
+    for rank in plan.layout.ranks:
+        says(job, rank, m.Ready(epoch=plan.epoch, groups_s=0.1, state_s=0.1))
+    for iteration in range(1, last + 1):
+        job.wait(2)
+        for rank in plan.layout.active:
+            outcome = m.StepOutcome(
+                iteration=iteration, clip=1.0, skip=False, learning_rate=1e-3, gradient_norm=1.0, loss=1.0, tokens=512,
+                sum_squared_lengths=32768, samples=8, samples_digest="0" * 16,
+            )  # fmt: skip
+            says(job, rank, m.Stepped(epoch=plan.epoch, outcome=outcome, seconds=600.0, compute_s=480.0))
+    job.wait(2)
+
+
+# --- another supervisor ---------------------------------------------------------------------------------------------
+
+
+def hindered() -> Start:
+    """A node is lost, a process is killed, one raises; then the first plan."""
+    job = gathered(nodes=4)
+    job.train(0, 1, 2)
+    job.spawn(3, 4, 5, 6, 7)
+    job.lose("n4", "connection closed for 1 s")
+    ends(job, 3, status=-9)
+    ends(job, 4, "RuntimeError: CUDA error: no device")
+    says(job, 5, DECLARE)
+    return job
+
+
+@pytest.mark.parametrize("kept", range(3, 23))
+def test_another_supervisor_comes_to_the_same_wherever_the_last_one_died(kept: int) -> None:
+    before = hindered()
+    assert first_plan(before).layout.ranks == (0, 1, 2, 5)
+    whole = before.journal
+    until = next(at for at, entry in enumerate(whole) if isinstance(entry, PlanDecided))
+    assert kept <= until, "the plan was decided"
+    job = Start(controller=Controller.recover(before.settings, whole[:kept]), **(FOUR | {"nodes": 4}))
+    for name in ("n1", "n2", "n3"):
+        here = {entry.rank: entry for entry in whole if isinstance(entry, WorkerStarted) and entry.node == name}
+        alive = tuple(
+            m.RunningWorker(rank=rank, device=entry.device, pid=entry.pid, steps=(), said=(DECLARE,))
+            for rank, entry in here.items()
+            if rank not in (3, 4)
+        )
+        gone = {3: -9, 4: 1}
+        inventory = m.Inventory(workers=alive, ended=tuple((r, gone[r]) for r in here if r in gone), epoch=0)
+        job.feed(api.AgentJoined(node=name, host=name, devices=2, inventory=inventory))
+    if not any(isinstance(entry, NodeLost) for entry in whole[:kept]):
+        job.lose("n4", "connection closed for 1 s")
+    job.wait(1)
+    assert first_plan(job).layout.ranks == (0, 1, 2, 5)
+    told = [entry for entry in whole[:kept] if isinstance(entry, FailureFound)] + job.all(FailureFound)
+    by_rank = sorted(rank for failure in told for rank in failure.ranks)
+    assert len(by_rank) == len(set(by_rank)), "nobody is told of twice"
+    assert {3, 4} <= set(by_rank)
+    assert {failure.node for failure in told} == {"n2", "n3", "n4"}

@@ -1,0 +1,44 @@
+"""The supervisor's process for `supervisor.py`: the real one, but that it starts neither agents nor a store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from wrapper.supervisor import process
+
+
+class Elsewhere:
+    """A launcher that starts nobody: agents come by themselves."""
+
+    def __init__(self, host: str, nodes: tuple[str, ...]) -> None:
+        self.host = host
+        self.nodes = nodes
+        self.worker_environment: dict[str, str] = {}
+
+    async def start(self, port: int, ended: Any) -> None: ...
+
+    def adopt(self, node: str, pid: int, ended: Any) -> None: ...
+
+    def kill(self, node: str) -> None: ...
+
+    async def wait(self, timeout_s: float) -> bool:
+        return True
+
+
+class NoStore:
+    """Nobody meets: there are no workers."""
+
+    def __init__(self, *arguments: Any) -> None: ...
+
+    async def run(self, ready: Callable[[str, int], None]) -> None:
+        ready("127.0.0.1", 1)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    given: Any = process
+    given._launcher = lambda request, host, *others: Elsewhere(host, request.settings.node_names)
+    given.StoreProcess = NoStore
+    process.main()

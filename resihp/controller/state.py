@@ -211,10 +211,19 @@ class Examination:
     asked: tuple[int, ...]
     asked_at: float
     answers: dict[int, Probed] = field(default_factory=dict)
+    silent: set[int] = field(init=False)
+    """Who was asked and has not answered."""
     finding: Finding | None = None
     """The suspicion that it is to confirm."""
     ahead_s: float = 0.0
     """How long after it was asked it can be answered."""
+
+    def __post_init__(self) -> None:
+        self.silent = set(self.asked)
+
+    def answered(self, rank: int, answer: Probed) -> None:
+        self.answers[rank] = answer
+        self.silent.discard(rank)
 
 
 @dataclass(frozen=True, kw_only=True)

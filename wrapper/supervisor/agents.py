@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 
 from resihp.controller import interface as api
-from resihp.controller.state import natural
 from resihp.errors import ProtocolError
 from resihp.process import ending
 from resihp.protocol import messages as m
@@ -28,6 +27,7 @@ from resihp.protocol.framing import Envelope, SecureChannel, encode
 from resihp.protocol.resumable import Conversation
 from wrapper.launch.launcher import CANNOT_START, Launcher
 from wrapper.supervisor.rendezvous import Exchange
+from wrapper.supervisor.roster import Rosters
 
 LOOK_EVERY_S = 0.1
 EXIT_DRAIN_S = 0.15
@@ -99,7 +99,7 @@ class AgentLinks:
         self._joined = joined
         self._acknowledged = acknowledged
         self._deposed = deposed
-        self._roster = roster
+        self._rosters = Rosters(self.post) if roster else None
         self._links = {node: AgentLink(node) for node in launcher.nodes}
         self._node_of: dict[int, str] = {}
         self._rendezvous = Exchange(self.post)
@@ -164,7 +164,8 @@ class AgentLinks:
         self._rendezvous.leave(node)
         self.cut(node)
         self._launcher.kill(node)
-        self.tell_roster()
+        if self._rosters is not None:
+            self._rosters.left(node)
 
     def release(self, grace_s: float) -> None:
         for node in self._links:
@@ -195,18 +196,11 @@ class AgentLinks:
             link.conversation.acknowledge()
 
     def beat(self) -> None:
-        """Tell agents that we are there; once a second."""
+        """Tell agents that we are there, and of each other; once a second."""
+        if self._rosters is not None:
+            self._rosters.tell()
         for link in self._links.values():
             link.conversation.mention(m.Alive())
-
-    def tell_roster(self) -> None:
-        """Tell agents whom to ask when we are gone."""
-        if not self._roster:
-            return
-        there = [link for link in self._links.values() if link.joined and not link.dropped and not link.ended]
-        peers = tuple(link.peer for link in sorted(there, key=lambda link: natural(link.node)) if link.peer is not None)
-        for link in there:
-            self.post(link.node, m.Roster(peers=peers))
 
     def post(self, node: str, order: msgspec.Struct | msgspec.Raw) -> int:
         """Say it to the node's agent, now or when it is back; `Raw`: encoded already.
@@ -350,7 +344,8 @@ class AgentLinks:
                 inventory=inventory,
             )
         )
-        self.tell_roster()
+        if self._rosters is not None and link.peer is not None:
+            self._rosters.joined(link.peer)
 
     def _check(self, link: AgentLink, rank: int) -> None:
         if self._node_of.get(rank) != link.node:

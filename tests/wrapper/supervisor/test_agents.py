@@ -126,6 +126,9 @@ class PretendedAgent:
                 self.epoch = label.epoch
         self.channel.posted.clear()
 
+    def rosters(self) -> list[m.Roster]:
+        return [order for order in self.heard if isinstance(order, m.Roster)]
+
     def say(self, message: Any) -> None:
         assert self.conversation is not None
         self.conversation.post(message)
@@ -454,24 +457,26 @@ def test_agents_are_told_of_each_other_when_that_changes() -> None:
     async def scene(it: Scene) -> None:
         agents = [PretendedAgent(node, pid) for node, pid in (("n2", 20), ("n10", 30), ("n1", 10))]
 
-        def peers(*nodes: tuple[str, int]) -> m.Roster:
-            return m.Roster(peers=tuple(m.Peer(node=node, host="10.1.2.3", port=7000 + pid) for node, pid in nodes))
+        def peers(*nodes: tuple[str, int]) -> tuple[m.Peer, ...]:
+            return tuple(m.Peer(node=node, host="10.1.2.3", port=7000 + pid) for node, pid in nodes)
 
         for agent in agents:
             agent.lease = agent.node == "n10"
             await it.connect(agent)
+            if agent.node != "n10":
+                it.links.beat()
+        it.links.beat()
         for agent in agents:
             agent.read()
-        assert agents[0].heard == [
-            peers(("n2", 20)),
-            peers(("n2", 20), ("n10", 30)),
-            peers(("n1", 10), ("n2", 20), ("n10", 30)),
-        ]
-        assert agents[2].heard == agents[0].heard[-1:]
+        first, *others = (agent.rosters() for agent in agents)
+        assert first == [m.Roster(peers=peers(("n2", 20)), whole=True), m.Roster(peers=peers(("n10", 30), ("n1", 10)))]
+        assert others == [[m.Roster(peers=peers(("n2", 20), ("n10", 30), ("n1", 10)), whole=True)]] * 2
         it.links.drop("n2")
+        it.links.beat()
+        it.links.beat()
         for agent in agents[1:]:
             agent.read()
-            assert agent.heard[-1] == peers(("n1", 10), ("n10", 30))
+            assert agent.rosters()[1:] == [m.Roster(peers=(), left=("n2",))]
             agent.channel.abort()
         await it.settle()
 
@@ -483,8 +488,9 @@ def test_without_succession_nobody_is_told_of_others() -> None:
         agent = PretendedAgent()
         await it.connect(agent)
         it.links.drop("n2")
+        it.links.beat()
         agent.read()
-        assert agent.heard == []
+        assert agent.rosters() == []
         agent.channel.abort()
         await it.settle()
 

@@ -26,7 +26,7 @@ from resihp.pipeline.schedules import orders_of
 from resihp.protocol import messages as m
 from resihp.protocol.forwarding import label_of
 from resihp.protocol.framing import encode
-from resihp.record.journal import Record
+from resihp.record import journal_file
 from wrapper.agent.supervisor_link import LeaderLink
 from wrapper.agent.worker_history import LAST_STEPS, WorkerRecord
 
@@ -41,7 +41,6 @@ AT_ONCE = 16
 """Agents that speak before others are heard again."""
 
 _orders: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(m.WorkerOrder)
-_records: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
@@ -244,7 +243,7 @@ class LightAgent:
                 self._ordered(order)
             case m.Replicate():
                 if order.records:
-                    self.log = _records.decode(order.records[-1]).seq
+                    self.log = journal_file.decode(order.records[-1]).seq
             case m.Release():
                 self.dismiss(order.grace_s)
             case _:

@@ -41,7 +41,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from resihp.record.journal import IterationCommitted, Journal, NodeJoined, NodeLost, PlanDecided, PlanInEffect, Record
+from resihp.record.journal import IterationCommitted, NodeJoined, NodeLost, PlanDecided, PlanInEffect, Record
+from resihp.record.journal_file import Journal
 from resihp.settings import Settings
 from wrapper.config.run_spec import Program, RunRequest, virtual_nodes
 from wrapper.job_folder import Job, create_local_job

@@ -30,6 +30,8 @@ from wrapper.supervisor.rendezvous import Exchange
 from wrapper.supervisor.roster import Rosters
 
 LOOK_EVERY_S = 0.1
+HERD_S = 20.0
+"""How long agents whose connections broke together may take to be back, one after the other."""
 EXIT_DRAIN_S = 0.15
 """After an agent's exit: how long the rest of what it sent may take to be read."""
 
@@ -103,6 +105,8 @@ class AgentLinks:
         self._links = {node: AgentLink(node) for node in launcher.nodes}
         self._node_of: dict[int, str] = {}
         self._rendezvous = Exchange(self.post)
+        self._returned_at = 0.0
+        """When an agent last came back whose connection had broken."""
         self._unreadable: set[int] = set()
         """Ranks that have sent what is no report."""
         self.epoch = 0
@@ -230,6 +234,8 @@ class AgentLinks:
         link.pid, link.channel, link.join = join.pid, channel, join
         link.peer = m.Peer(node=join.node, host=channel.peer.rpartition(":")[0], port=join.peer_port)
         link.closed.clear()
+        if link.breaks:
+            self._returned_at = asyncio.get_running_loop().time()
         try:
             link.conversation.connect(channel.post, self.lead)
             link.conversation.take(first)
@@ -353,7 +359,12 @@ class AgentLinks:
 
     async def _await_return(self, link: AgentLink, breaks: int) -> None:
         """The connection broke: unless the agent comes back or its exit is noticed in time, it is lost."""
-        await asyncio.sleep(self._reconnect_s)
+        loop = asyncio.get_running_loop()
+        last = loop.time() + HERD_S
+        due = loop.time() + self._reconnect_s
+        while (now := loop.time()) < due:
+            await asyncio.sleep(due - now)
+            due = min(last, self._returned_at + self._reconnect_s)  # while others come back, it may only wait its turn
         if link.channel is None and link.breaks == breaks and not link.dropped and not link.ended:
             link.ended = True
             self._event(api.AgentLost(node=link.node, reason=f"connection closed for {self._reconnect_s:g} s"))

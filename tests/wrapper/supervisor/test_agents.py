@@ -210,6 +210,10 @@ class Scene:
         return [str(error) for task in self.tasks if (error := task.exception())]
 
 
+async def scene_of(scene: Callable[[Scene], Awaitable[None]], **how: Any) -> None:
+    await scene(Scene(**how))
+
+
 def play(scene: Callable[[Scene], Awaitable[None]], **how: Any) -> None:
     async def main() -> None:
         async with asyncio.timeout(10):
@@ -599,6 +603,50 @@ def test_agent_that_comes_back_in_time_is_not_lost() -> None:
         assert it.lost() == ["n1"]
 
     play(scene)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Nobody waits for its clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ahead_s = 0.0
+        selector: Any = self._selector  # type: ignore[attr-defined]
+        select = selector.select
+
+        def jump(timeout: float | None) -> Any:
+            ready = select(0)
+            if not ready and timeout:
+                self._ahead_s += timeout
+            return ready
+
+        selector.select = jump
+
+    def time(self) -> float:
+        return super().time() + self._ahead_s
+
+
+def test_agents_that_all_broke_off_are_given_time_while_they_come_back_one_by_one() -> None:
+    async def scene(it: Scene) -> None:
+        agents = [PretendedAgent(f"n{number}", number) for number in range(20, 40)]
+        for agent in agents:
+            agent.lease = 1
+            await it.connect(agent)
+        for agent in agents:
+            agent.channel.abort()
+        *others, last = agents
+        for agent in others:
+            await asyncio.sleep(RECONNECT_S / 2)
+            await it.connect(agent)
+        assert it.lost() == []
+        await asyncio.sleep(2 * RECONNECT_S)
+        assert it.lost() == [last.node], "nobody comes back any more"
+        for agent in others:
+            agent.channel.abort()
+        await it.settle()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(scene_of(scene))
 
 
 def test_nothing_is_lost_when_the_connection_is_cut() -> None:

@@ -99,7 +99,6 @@ class Member:
     beat: WorkerBeat | None = None
     beat_at: float = 0.0
     progress_at: float = 0.0
-    suspected: bool = False
     exit_status: int | None = None
     clues: tuple[Clue, ...] = ()
     """What was said of its end, by itself and by the kernel."""
@@ -422,6 +421,10 @@ class Job:
         self.lifecycle = Lifecycle()
         self.nodes = {name: Node(known) for name, known in self.record.nodes.items()}
         self.members = {rank: self._member(known) for rank, known in self.record.workers.items()}
+        self.suspected: set[int] = set()
+        """Ranks that are thought to hang."""
+        self.still: set[int] = set()
+        """Ranks whose last beat told of a stopped process, or of a checkpoint that is being written."""
         self.starting: set[int] = set()
         """Ranks that were asked to be started, and neither have been nor never will be."""
         self.epoch = self.record.epoch

@@ -164,6 +164,7 @@ def trained(nodes: int) -> Large:
     job.train(1)
     job.lose_a_node()
     job.train(2)
+    job.all("tick", [api.Tick()] * 3)
     assert job.controller.job.stage == "running"
     return job
 
@@ -172,6 +173,12 @@ def trained(nodes: int) -> Large:
 def test_what_one_event_costs_does_not_depend_on_the_number_of_ranks(what: str) -> None:
     small, large = trained(16).costs[what], trained(64).costs[what]
     assert large <= 1.3 * small, f"{small} bytecodes at 128 ranks, {large} at 512"
+
+
+def test_a_tick_looks_at_each_node_and_asks_no_rank_how_it_is() -> None:
+    """Four times a second: what beats said was looked at when they came."""
+    cost, ranks = trained(64).costs["tick"], 64 * GPUS
+    assert cost <= 15 * ranks, f"{cost / ranks:.0f} bytecodes a rank"
 
 
 def test_no_entry_of_the_journal_is_too_large_for_a_frame_at_16384_ranks() -> None:

@@ -1,9 +1,7 @@
-"""The supervisor's process for `supervisor.py`: the real one, but that it starts neither agents nor a store."""
+"""The supervisor's process for `supervisor.py`: the real one, but that it starts no agents."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from typing import Any
 
 from wrapper.supervisor import process
@@ -27,18 +25,7 @@ class Elsewhere:
         return True
 
 
-class NoStore:
-    """Nobody meets: there are no workers."""
-
-    def __init__(self, *arguments: Any) -> None: ...
-
-    async def run(self, ready: Callable[[str, int], None]) -> None:
-        ready("127.0.0.1", 1)
-        await asyncio.Event().wait()
-
-
 if __name__ == "__main__":
     given: Any = process
     given._launcher = lambda request, host, *others: Elsewhere(host, request.settings.node_names)
-    given.StoreProcess = NoStore
     process.main()

@@ -53,6 +53,7 @@ def start_workers(job: Job) -> None:
         devices = [(name, device) for name in order for device in range(job.settings.gpus_per_node)]
         job.log(WorkersOrdered(workers=tuple((rank, *device) for rank, device in enumerate(devices))))
     names = tuple(placement.node for placement in job.record.placements)
+    job.awaited = {rank for rank in places(job) if rank not in job.members or job.members[rank].declared is None}
     live = set(job.live)
     wanted: dict[str, list[int]] = {}
     for rank in places(job):
@@ -83,6 +84,7 @@ def go_on_without(job: Job) -> None:
     job.say("notice", f"begins without {', '.join(missing)}: the other nodes are enough")
     if not job.record.placements:
         start_workers(job)
+    job.awaited.intersection_update(places(job))
     propose_when_ready(job)
 
 
@@ -110,7 +112,9 @@ def declared(job: Job, member: Member, declare: m.Declare) -> None:
     if member.declared is not None:
         return
     member.declared = declare
-    propose_when_ready(job)
+    job.awaited.discard(member.rank)
+    if not job.awaited:
+        propose_when_ready(job)
 
 
 def trains_the_same(job: Job, declare: m.Declare) -> bool:

@@ -425,6 +425,8 @@ class Job:
         """Ranks that are thought to hang."""
         self.still: set[int] = set()
         """Ranks whose last beat told of a stopped process, or of a checkpoint that is being written."""
+        self.awaited: set[int] = set()
+        """Ranks that the start waits for, until they declare."""
         self.starting: set[int] = set()
         """Ranks that were asked to be started, and neither have been nor never will be."""
         self.epoch = self.record.epoch

@@ -102,7 +102,6 @@ class Large:
             model=MODEL, micro_batches=self.nodes, iterations=1000, resume_from=0, fingerprint="the same"
         )
         self.say("declared", lambda rank: declare)
-        self.feed(api.StoreReady(host="h", port=1))
 
     def begin(self) -> None:
         self.gather()
@@ -169,7 +168,9 @@ def trained(nodes: int) -> Large:
     return job
 
 
-@pytest.mark.parametrize("what", ["join", "spawned", "probed", "confirmed", "ready", "stepped", "beat", "parked"])
+@pytest.mark.parametrize(
+    "what", ["join", "spawned", "declared", "probed", "confirmed", "ready", "stepped", "beat", "parked"]
+)
 def test_what_one_event_costs_does_not_depend_on_the_number_of_ranks(what: str) -> None:
     small, large = trained(16).costs[what], trained(64).costs[what]
     assert large <= 1.3 * small, f"{small} bytecodes at 128 ranks, {large} at 512"

@@ -101,7 +101,6 @@ class Member:
     beat: WorkerBeat | None = None
     beat_at: float = 0.0
     progress_at: float = 0.0
-    suspected: bool = False
     exit_status: int | None = None
     clues: tuple[Clue, ...] = ()
     """What was said of its end, by itself and by the kernel."""
@@ -213,10 +212,19 @@ class Examination:
     asked: tuple[int, ...]
     asked_at: float
     answers: dict[int, Probed] = field(default_factory=dict)
+    silent: set[int] = field(init=False)
+    """Who was asked and has not answered."""
     finding: Finding | None = None
     """The suspicion that it is to confirm."""
     ahead_s: float = 0.0
     """How long after it was asked it can be answered."""
+
+    def __post_init__(self) -> None:
+        self.silent = set(self.asked)
+
+    def answered(self, rank: int, answer: Probed) -> None:
+        self.answers[rank] = answer
+        self.silent.discard(rank)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -415,6 +423,10 @@ class Job:
         self.lifecycle = Lifecycle()
         self.nodes = {name: Node(known) for name, known in self.record.nodes.items()}
         self.members = {rank: self._member(known) for rank, known in self.record.workers.items()}
+        self.suspected: set[int] = set()
+        """Ranks that are thought to hang."""
+        self.still: set[int] = set()
+        """Ranks whose last beat told of a stopped process, or of a checkpoint that is being written."""
         self.starting: set[int] = set()
         """Ranks that were asked to be started, and neither have been nor never will be."""
         self.epoch = self.record.epoch

@@ -9,6 +9,7 @@ link has the machine to itself, is decided here too. Called by the controller (`
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -107,11 +108,15 @@ def judge_devices(
     """
     past = past or {}
     judged = {rank: Judged(rank=rank, speed=None, fit=False, evidence=why) for rank, why in failed.items()}
+    flops = sorted(speed.flops for speed in found.values())
+    memory_bytes = sorted(speed.memory_bytes for speed in found.values())
     for rank, own in found.items():
-        others = [speed for other, speed in found.items() if other != rank]
         parts = []
-        if len(others) >= FEWEST_PEERS:
-            parts += _against(own, _median(others), "of its peers")
+        if len(found) > FEWEST_PEERS:
+            peers = Speed(
+                flops=_median_without(flops, own.flops), memory_bytes=_median_without(memory_bytes, own.memory_bytes)
+            )
+            parts += _against(own, peers, "of its peers")
         if rank in past:
             parts += _against(own, past[rank], "of its own past")
         if not parts:
@@ -127,6 +132,13 @@ def _median(speeds: Sequence[Speed]) -> Speed:
         flops=statistics.median(speed.flops for speed in speeds),
         memory_bytes=statistics.median(speed.memory_bytes for speed in speeds),
     )
+
+
+def _median_without(ascending: Sequence[float], one: float) -> float:
+    """The median of all others: in a job of thousands, each is compared with the rest of them."""
+    gone, left = bisect_left(ascending, one), len(ascending) - 1
+    low, high = (ascending[i + (i >= gone)] for i in ((left - 1) // 2, left // 2))
+    return (low + high) / 2
 
 
 def _against(own: Speed, other: Speed, of: str) -> list[tuple[float, str]]:

@@ -123,9 +123,9 @@ def cuts(points: Iterable[int], spec: ParameterSpec) -> tuple[Slice, ...]:
     return tuple(Slice(spec.name, start, stop) for start, stop in itertools.pairwise(bounds))
 
 
-def ends(layout: Layout, spec: ParameterSpec) -> set[int]:
-    """Where some holder's share of a parameter ends."""
-    return {share(spec, t, tp).stop for tp in {stage.tp for stage in holders(layout, spec)} for t in range(tp)}
+def ends(stages: Iterable[Stage], spec: ParameterSpec) -> set[int]:
+    """Where the share of a parameter ends that one of its holders has."""
+    return {share(spec, t, tp).stop for tp in {stage.tp for stage in stages} for t in range(tp)}
 
 
 def size_of(spec: ParameterSpec, piece: Slice) -> int:
@@ -137,8 +137,9 @@ def owned(layout: Layout, specs: Sequence[ParameterSpec]) -> dict[int, tuple[Sli
     """Each active rank's slices, in the order of `specs`, at the finest cut in use for each parameter."""
     held: dict[int, list[Slice]] = {rank: [] for rank in layout.active}
     for spec in specs:
-        pieces = cuts(ends(layout, spec), spec)
-        for stage in holders(layout, spec):
+        stages = holders(layout, spec)
+        pieces = cuts(ends(stages, spec), spec)
+        for stage in stages:
             for t, rank in enumerate(stage.ranks):
                 mine = share(spec, t, stage.tp)
                 held[rank] += [cut for cut in pieces if mine.start <= cut.start and cut.stop <= mine.stop]
@@ -187,5 +188,5 @@ def _owners(layout: Layout, spec: ParameterSpec) -> Iterator[tuple[tuple[int, ..
         for point in points:
             yield tuple(stage.ranks[int(point * stage.tp)] for stage in stages), Slice(spec.name, 0, 1)
     else:
-        for cut in cuts(ends(layout, spec), spec):
+        for cut in cuts(ends(stages, spec), spec):
             yield tuple(stage.ranks[cut.start * stage.tp // spec.extent] for stage in stages), cut

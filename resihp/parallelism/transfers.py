@@ -10,12 +10,12 @@ Called by `resihp.executor.state.rank_state`, and by the scheduler for the price
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
 from resihp.errors import LayoutError
-from resihp.parallelism.layout import Layout
+from resihp.parallelism.layout import Layout, Stage
 from resihp.parallelism.ownership import ParameterSpec, Slice, cuts, ends, holders, share, size_of
 
 TENSORS = 3
@@ -44,18 +44,26 @@ def moves(base: Base, layout: Layout, specs: Sequence[ParameterSpec], nodes: Map
     `nodes` names each rank's node. Raises LayoutError naming the first slice that no survivor holds.
     """
     survivors = set(base.survivors)
+    stages_of, changed = _Stages(base.layout), _Changed(base, layout)
     sent: dict[int, int] = defaultdict(int)
     found: dict[tuple[int, int], list[Slice]] = defaultdict(list)
     for spec in specs:
-        owners = _owners(base.layout, spec, survivors)
-        for stage in holders(layout, spec):
+        if not (changed_stages := changed.of(spec)):
+            continue
+        stages = stages_of.of(spec)
+        owners = list(_owners(stages, spec, survivors))
+        before = ends(stages, spec)
+        having: dict[Slice, list[int]] = {}
+        for stage in changed_stages:
             for t, target in enumerate(stage.ranks):
                 wanted = share(spec, t, stage.tp)
-                points = {*ends(base.layout, spec), wanted.start, wanted.stop}
-                for piece in cuts(points, spec):
+                for piece in cuts({*before, wanted.start, wanted.stop}, spec):
                     if piece.start < wanted.start or piece.stop > wanted.stop:
                         continue
-                    sources = [rank for rank, has in owners if has.start <= piece.start and piece.stop <= has.stop]
+                    if (sources := having.get(piece)) is None:
+                        sources = having[piece] = [
+                            rank for rank, has in owners if has.start <= piece.start and piece.stop <= has.stop
+                        ]
                     if target in sources:
                         continue
                     if not sources:
@@ -68,9 +76,11 @@ def moves(base: Base, layout: Layout, specs: Sequence[ParameterSpec], nodes: Map
 
 def missing(base: Base, specs: Sequence[ParameterSpec]) -> str | None:
     """Why the state cannot be put together from what survived, or None when it can."""
+    survivors, stages_of = set(base.survivors), _Stages(base.layout)
     for spec in specs:
-        owners = _owners(base.layout, spec, set(base.survivors))
-        for piece in cuts(ends(base.layout, spec), spec):
+        stages = stages_of.of(spec)
+        for piece in cuts(ends(stages, spec), spec):
+            owners = _owners(stages, spec, survivors)
             if not any(has.start <= piece.start and piece.stop <= has.stop for _, has in owners):
                 return _lost(base, spec, piece)
     return None
@@ -81,13 +91,40 @@ def bytes_of(move: Move, specs: Mapping[str, ParameterSpec], element: int = 4) -
     return sum(TENSORS * element * size_of(specs[piece.name], piece) for piece in move.slices)
 
 
-def _owners(layout: Layout, spec: ParameterSpec, survivors: Collection[int]) -> list[tuple[int, Slice]]:
-    return [
-        (rank, share(spec, t, stage.tp))
-        for stage in holders(layout, spec)
-        for t, rank in enumerate(stage.ranks)
-        if rank in survivors
-    ]
+class _Stages:
+    """Of a layout: who holds each parameter. Found once for all of a unit's."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._found: dict[tuple[str, ...], tuple[Stage, ...]] = {}
+
+    def of(self, spec: ParameterSpec) -> tuple[Stage, ...]:
+        if (stages := self._found.get(spec.units)) is None:
+            stages = self._found[spec.units] = holders(self._layout, spec)
+        return stages
+
+
+class _Changed:
+    """Stages of a new layout that may lack a parameter: not those that hold it already, all of whose ranks survive."""
+
+    def __init__(self, base: Base, layout: Layout) -> None:
+        self._survivors = set(base.survivors)
+        self._before, self._after = _Stages(base.layout), _Stages(layout)
+        self._found: dict[tuple[str, ...], tuple[Stage, ...]] = {}
+
+    def of(self, spec: ParameterSpec) -> tuple[Stage, ...]:
+        if (stages := self._found.get(spec.units)) is None:
+            same = {stage for stage in self._before.of(spec) if self._survivors.issuperset(stage.ranks)}
+            stages = tuple(stage for stage in self._after.of(spec) if stage not in same)
+            self._found[spec.units] = stages
+        return stages
+
+
+def _owners(stages: Sequence[Stage], spec: ParameterSpec, survivors: Collection[int]) -> Iterator[tuple[int, Slice]]:
+    for stage in stages:
+        for t, rank in enumerate(stage.ranks):
+            if rank in survivors:
+                yield rank, share(spec, t, stage.tp)
 
 
 def _lost(base: Base, spec: ParameterSpec, piece: Slice) -> str:

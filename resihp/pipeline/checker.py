@@ -16,7 +16,10 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import NoReturn
 
+import msgspec
+
 from resihp.errors import PlanError
+from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Order, Plan, Primitive, Stop
 from resihp.pipeline import program as compiled
 from resihp.pipeline.program import Bucket, Compute, Instruction, Parcel, Program, Reduce, Transmit, chunks_of
@@ -31,9 +34,45 @@ _Edge = tuple[str, int, int]
 def check(plan: Plan, programs: Mapping[int, Program] | None = None, buckets: Sequence[Bucket] = ()) -> None:
     """Raise PlanError if `programs` (by default: those that follow from the plan) must not be carried out.
 
-    The message names rank, instruction and fault, or which ranks wait for what. Linear in the number of instructions.
+    The message names rank, instruction and fault, or which ranks wait for what. Linear in the number of instructions;
+    of replicas that share nothing and do the same, one is played.
     """
     _shares(plan)
+    if programs is None and not buckets and not plan.migrations:
+        try:
+            _judge(_one_of_each(plan), None, ())
+            return
+        except PlanError:
+            pass  # it is told by the numbers that the whole plan has
+    _judge(plan, programs, buckets)
+
+
+def _one_of_each(plan: Plan) -> Plan:
+    """Without replicas that do what another one does, but for the numbers of ranks and micro-batches.
+
+    Nothing passes between replicas where nothing migrates and no gradients are summed, and what each does follows from
+    its stages, its share and its orders alone.
+    """
+    orders = orders_of(plan)
+    if len(set(plan.layout.active)) < len(plan.layout.active):
+        return plan
+    kinds: dict[object, int] = {}
+    for d, (replica, share) in enumerate(zip(plan.layout.replicas, plan.assignment, strict=True)):
+        place = {m: i for i, m in enumerate(sorted(share))}
+        ascending = {rank: i for i, rank in enumerate(sorted(replica.ranks))}
+        stages = tuple((tuple(ascending[rank] for rank in stage.ranks), stage.chunks) for stage in replica.stages)
+        work = tuple(tuple((p.kind, place.get(p.micro_batch, p), p.chunk) for p in order) for order in orders[d])
+        kinds.setdefault((stages, tuple(place[m] for m in share), work), d)
+    kept = sorted(kinds.values())
+    return msgspec.structs.replace(
+        plan,
+        layout=Layout(tuple(plan.layout.replicas[d] for d in kept)),
+        assignment=tuple(plan.assignment[d] for d in kept),
+        orders=tuple(orders[d] for d in kept),
+    )
+
+
+def _judge(plan: Plan, programs: Mapping[int, Program] | None, buckets: Sequence[Bucket]) -> None:
     facts = _Facts(plan, buckets)
     if programs is None:
         facts.orders(orders_of(plan))

@@ -406,7 +406,7 @@ class Start(Message, frozen=True, kw_only=True):
     node: str
     device: int
     world_size: int
-    nodes: tuple[str, ...]
+    nodes: tuple[str, ...] = ()
     """Node of each rank of the job so far, by rank."""
     faults: tuple[Fault, ...]
     checkpoint_folder: str
@@ -553,10 +553,15 @@ AgentMessage = Join | Inventory | Spawned | SpawnFailed | Exited | FromWorker | 
 
 
 class Spawn(Message, frozen=True, kw_only=True):
-    """Start one worker for each `Start`, which the agent passes on. `environment` is added to the worker's own."""
+    """Start one worker for each `Start`, which the agent passes on. `environment` is added to the worker's own.
+
+    `nodes`: the node of each rank of the job so far, as (node, how many ranks in a row); the agent writes them out in
+    each `Start`, where they come empty: there are many agents, and more ranks.
+    """
 
     workers: tuple[Start, ...]
     environment: dict[str, str]
+    nodes: tuple[tuple[str, int], ...] = ()
 
 
 class ToWorkers(Message, frozen=True, kw_only=True):
@@ -623,9 +628,14 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Roster(Message, frozen=True, kw_only=True):
-    """Whom to ask when the supervisor is gone, whenever that changes. `peers` without those that were left out."""
+    """Whom to ask when the supervisor is gone: who is new or has another address, and nodes that were left out.
+
+    `whole`: nothing that was told before counts.
+    """
 
     peers: tuple[Peer, ...]
+    left: tuple[str, ...] = ()
+    whole: bool = False
 
 
 class Release(Message, frozen=True, kw_only=True):

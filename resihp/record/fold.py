@@ -291,9 +291,10 @@ def _speeds(record: JobRecord, entry: FailureFound | FailureEnded | ProbesTaken)
 
 
 def _probes(record: JobRecord, entry: ProbesTaken) -> None:
-    record.probes = max(record.probes, entry.probe)
     if entry.occasion == "start":
-        record.link_seconds = {link.ranks: link.seconds for link in entry.links if link.seconds}
+        others = record.link_seconds if entry.probe == record.probes else {}  # of the same probe, in another entry
+        record.link_seconds = others | {link.ranks: link.seconds for link in entry.links if link.seconds}
+    record.probes = max(record.probes, entry.probe)
     for probe in entry.devices:
         place = (probe.node, probe.device)
         if probe.fit and probe.flops:

@@ -63,8 +63,11 @@ class Peers:
             self._server = await serve(listener, self._key, m.PeerMessage, self._answer, _refused)
         return self._port
 
-    def roster(self, roster: m.Roster) -> None:
-        self._roster = roster.peers
+    def roster(self, news: m.Roster) -> None:
+        """Who else there is, or what has changed; kept in an order that is equal on all nodes."""
+        known = {} if news.whole else {peer.node: peer for peer in self._roster if peer.node not in news.left}
+        known |= {peer.node: peer for peer in news.peers}
+        self._roster = tuple(sorted(known.values(), key=lambda peer: (len(peer.node), peer.node)))
 
     async def run(self) -> None:
         """Stand as a candidate whenever it is time; once retired, return when no successor runs here."""

@@ -110,8 +110,9 @@ class Workers:
         if self.obstacle:
             self._tell(m.SpawnFailed(reason=self.obstacle))
             return
+        nodes = tuple(node for node, ranks in order.nodes for _ in range(ranks))
         for start in order.workers:
-            self._spawn(start, order.environment)
+            self._spawn(msgspec.structs.replace(start, nodes=nodes), order.environment)
 
     def order(self, to: m.ToWorkers) -> None:
         """Raises ProtocolError for what is no order."""

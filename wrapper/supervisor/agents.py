@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 
 from resihp.controller import interface as api
-from resihp.controller.state import natural
 from resihp.errors import ProtocolError
 from resihp.process import ending
 from resihp.protocol import messages as m
@@ -28,8 +27,11 @@ from resihp.protocol.framing import Envelope, SecureChannel, encode
 from resihp.protocol.resumable import Conversation
 from wrapper.launch.launcher import CANNOT_START, Launcher
 from wrapper.supervisor.rendezvous import Exchange
+from wrapper.supervisor.roster import Rosters
 
 LOOK_EVERY_S = 0.1
+HERD_S = 20.0
+"""How long agents whose connections broke together may take to be back, one after the other."""
 EXIT_DRAIN_S = 0.15
 """After an agent's exit: how long the rest of what it sent may take to be read."""
 
@@ -99,10 +101,12 @@ class AgentLinks:
         self._joined = joined
         self._acknowledged = acknowledged
         self._deposed = deposed
-        self._roster = roster
+        self._rosters = Rosters(self.post) if roster else None
         self._links = {node: AgentLink(node) for node in launcher.nodes}
         self._node_of: dict[int, str] = {}
         self._rendezvous = Exchange(self.post)
+        self._returned_at = 0.0
+        """When an agent last came back whose connection had broken."""
         self._unreadable: set[int] = set()
         """Ranks that have sent what is no report."""
         self.epoch = 0
@@ -164,7 +168,8 @@ class AgentLinks:
         self._rendezvous.leave(node)
         self.cut(node)
         self._launcher.kill(node)
-        self.tell_roster()
+        if self._rosters is not None:
+            self._rosters.left(node)
 
     def release(self, grace_s: float) -> None:
         for node in self._links:
@@ -195,18 +200,11 @@ class AgentLinks:
             link.conversation.acknowledge()
 
     def beat(self) -> None:
-        """Tell agents that we are there; once a second."""
+        """Tell agents that we are there, and of each other; once a second."""
+        if self._rosters is not None:
+            self._rosters.tell()
         for link in self._links.values():
             link.conversation.mention(m.Alive())
-
-    def tell_roster(self) -> None:
-        """Tell agents whom to ask when we are gone."""
-        if not self._roster:
-            return
-        there = [link for link in self._links.values() if link.joined and not link.dropped and not link.ended]
-        peers = tuple(link.peer for link in sorted(there, key=lambda link: natural(link.node)) if link.peer is not None)
-        for link in there:
-            self.post(link.node, m.Roster(peers=peers))
 
     def post(self, node: str, order: msgspec.Struct | msgspec.Raw) -> int:
         """Say it to the node's agent, now or when it is back; `Raw`: encoded already.
@@ -236,6 +234,8 @@ class AgentLinks:
         link.pid, link.channel, link.join = join.pid, channel, join
         link.peer = m.Peer(node=join.node, host=channel.peer.rpartition(":")[0], port=join.peer_port)
         link.closed.clear()
+        if link.breaks:
+            self._returned_at = asyncio.get_running_loop().time()
         try:
             link.conversation.connect(channel.post, self.lead)
             link.conversation.take(first)
@@ -350,7 +350,8 @@ class AgentLinks:
                 inventory=inventory,
             )
         )
-        self.tell_roster()
+        if self._rosters is not None and link.peer is not None:
+            self._rosters.joined(link.peer)
 
     def _check(self, link: AgentLink, rank: int) -> None:
         if self._node_of.get(rank) != link.node:
@@ -358,7 +359,12 @@ class AgentLinks:
 
     async def _await_return(self, link: AgentLink, breaks: int) -> None:
         """The connection broke: unless the agent comes back or its exit is noticed in time, it is lost."""
-        await asyncio.sleep(self._reconnect_s)
+        loop = asyncio.get_running_loop()
+        last = loop.time() + HERD_S
+        due = loop.time() + self._reconnect_s
+        while (now := loop.time()) < due:
+            await asyncio.sleep(due - now)
+            due = min(last, self._returned_at + self._reconnect_s)  # while others come back, it may only wait its turn
         if link.channel is None and link.breaks == breaks and not link.dropped and not link.ended:
             link.ended = True
             self._event(api.AgentLost(node=link.node, reason=f"connection closed for {self._reconnect_s:g} s"))

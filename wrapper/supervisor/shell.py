@@ -308,7 +308,6 @@ class Supervisor:
                     node=action.node,
                     device=device,
                     world_size=len(action.nodes),
-                    nodes=action.nodes,
                     faults=settings.faults,
                     checkpoint_folder=request.checkpoint_folder,
                     checkpoint_every=settings.checkpoint_every,
@@ -319,6 +318,7 @@ class Supervisor:
                 for rank, device in action.workers
             ),
             environment=dict(self._launcher.worker_environment),
+            nodes=tuple((node, len(list(ranks))) for node, ranks in itertools.groupby(action.nodes)),
         )
 
     async def _tick(self) -> None:

@@ -24,6 +24,8 @@ from resihp.record.journal import DeviceProbe, LinkProbe, ProbesTaken
 
 MOST_WITNESSES = 4
 """Devices measured beside suspects, to compare with."""
+MOST_IN_ENTRY = 1000
+"""Devices, and links, in one entry of the journal: it is sent to every agent, and no frame holds those of 16,384."""
 
 
 def begin(
@@ -69,9 +71,9 @@ def _ends(link: tuple[int, int]) -> probes.Pair:
 def probed(job: Job, rank: int, answer: m.Probed) -> Examination | None:
     """Take an answer; returns the examination if it was the last one."""
     examination = job.examinations.get(answer.probe)
-    if examination is None or rank not in examination.asked:
+    if examination is None or (rank not in examination.silent and rank not in examination.answers):
         return None
-    examination.answers[rank] = answer
+    examination.answered(rank, answer)
     return examination if _complete(job, examination) else None
 
 
@@ -86,7 +88,7 @@ def overdue(job: Job) -> list[Examination]:
 
 
 def _complete(job: Job, examination: Examination) -> bool:
-    return all(rank in examination.answers or not job.members[rank].alive for rank in examination.asked)
+    return not any(job.members[rank].alive for rank in examination.silent)
 
 
 def conclude(job: Job, examination: Examination) -> dict[int, probes.Judged]:
@@ -94,15 +96,16 @@ def conclude(job: Job, examination: Examination) -> dict[int, probes.Judged]:
     del job.examinations[examination.probe]
     found = {rank: answer.speed for rank, answer in examination.answers.items() if not answer.error}
     failed = {rank: answer.error for rank, answer in examination.answers.items() if answer.error}
-    for rank in examination.asked:
-        if rank not in examination.answers and job.members[rank].alive:
+    for rank in sorted(examination.silent):
+        if job.members[rank].alive:
             failed[rank] = f"no answer to its probe within {job.settings.probe_budget_s:.0f} s"
     past = {
         rank: job.record.reference[device] for rank in found if (device := job.device_of(rank)) in job.record.reference
     }
     known = {} if examination.occasion == "start" else _fleet(job, examination)
     judged = probes.judge_devices(found | known, failed, past)
-    judged = {rank: verdict for rank, verdict in judged.items() if rank in examination.asked}
+    asked = set(examination.asked)
+    judged = {rank: verdict for rank, verdict in judged.items() if rank in asked}
     if examination.occasion != "suspicion":
         slower = _slower_than_in_former_jobs(job, found, found | known)
         judged |= {rank: verdict for rank, verdict in slower.items() if judged[rank].fit}
@@ -155,11 +158,17 @@ def _log(
         for pair, seconds in sorted(times.items())
     )
     took_s = max((answer.seconds for answer in examination.answers.values()), default=0.0)
-    job.log(
-        ProbesTaken(
-            probe=examination.probe, occasion=examination.occasion, devices=devices, links=links, seconds=took_s
+    for at in range(0, max(len(devices), len(links), 1), MOST_IN_ENTRY):
+        part = slice(at, at + MOST_IN_ENTRY)
+        job.log(
+            ProbesTaken(
+                probe=examination.probe,
+                occasion=examination.occasion,
+                devices=devices[part],
+                links=links[part],
+                seconds=took_s,
+            )
         )
-    )
 
 
 def _slower_than_in_former_jobs(
@@ -191,10 +200,11 @@ def _place(job: Job, rank: int, speed: m.Speed) -> probes.Place:
 
 def _fleet(job: Job, examination: Examination) -> dict[int, m.Speed]:
     """What devices that are not measured now gave before: more to compare with."""
+    asked = set(examination.asked)
     return {
         rank: job.record.reference[device]
         for rank in job.live
-        if rank not in examination.asked and (device := job.device_of(rank)) in job.record.reference
+        if rank not in asked and (device := job.device_of(rank)) in job.record.reference
     }
 
 
@@ -216,6 +226,6 @@ def _entry(job: Job, judged: probes.Judged, found: m.Speed | None) -> DeviceProb
         memory_bytes=found.memory_bytes if found else 0.0,
         speed=judged.speed,
         fit=judged.fit,
-        evidence=judged.evidence,
+        evidence="" if judged.fit else judged.evidence,
         hardware=found.hardware if found else "",
     )

@@ -100,8 +100,8 @@ def _diagnosed(incident: Incident) -> Diagnosed | None:
 
 
 def clear_suspicion(job: Job, member: Member) -> None:
-    if member.suspected:
-        member.suspected = False
+    if member.rank in job.suspected:
+        job.suspected.discard(member.rank)
         if member.alive:
             entry = Suspected(rank=member.rank, node=member.node, evidence="progress again", cleared=True)
             job.log(entry)

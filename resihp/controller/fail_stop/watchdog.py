@@ -40,6 +40,11 @@ def beat(job: Job, event: api.AgentBeat) -> None:
                 job.progress_at = building.moved_at = job.now
         member.beat = beat
         member.beat_at = job.now
+        still = beat.state in liveness.STOPPED or (beat.progress is not None and beat.progress.activity == "checkpoint")
+        if still:
+            job.still.add(member.rank)
+        else:
+            job.still.discard(member.rank)
 
 
 def tick(job: Job) -> None:
@@ -111,10 +116,11 @@ def stopped_for_long(job: Job, member: Member) -> bool:
 
 
 def judge_nodes(job: Job) -> None:
+    limit_s = liveness.silence_limit_s(job.settings)
     for node in list(job.nodes.values()):
         if not node.alive or job.stage == "ended":
             continue
-        if job.now - node.last_beat > liveness.silence_limit_s(job.settings) and not node.suspected:
+        if job.now - node.last_beat > limit_s and not node.suspected:
             node.suspected = True
             text = f"{job.settings.silent_beats} missed beats, last {job.now - node.last_beat:.1f} s ago"
             job.log(Suspected(rank=None, node=node.name, evidence=text))
@@ -141,19 +147,21 @@ def needed(job: Job, node: Node) -> bool:
 
 def judge_progress(job: Job) -> None:
     assert job.record.plan is not None
-    active = [job.members[rank] for rank in job.record.active if job.members[rank].alive]
-    stopped = [member for member in active if stopped_for_long(job, member)]
+    still = [job.members[rank] for rank in sorted(job.still & job.record.working) if job.members[rank].alive]
+    stopped = [member for member in still if stopped_for_long(job, member)]
     if stopped:
         suspect(job, stopped)
         fence(job, stopped)
         return
-    if any(is_saving(job, member) for member in active):
+    if any(is_saving(job, member) for member in still):
         return  # its peers wait for it, and rightly so
     idle_s = job.now - job.progress_at
     if idle_s <= liveness.hang_suspected_s(job.settings, job.predicted_s):
-        for rank in job.live:  # those as well that another plan has stand by
-            incidents.clear_suspicion(job, job.members[rank])
+        for rank in sorted(job.suspected):  # those as well that another plan has stand by
+            if job.members[rank].alive:
+                incidents.clear_suspicion(job, job.members[rank])
         return
+    active = [job.members[rank] for rank in job.record.active if job.members[rank].alive]
     suspects = liveness.culprits((m for m in active if not m.finished), job.now, job.settings)
     suspect(job, suspects)
     budget_s = liveness.hang_given_up_s(job.settings, job.predicted_s)
@@ -204,8 +212,8 @@ def judge_transition(job: Job) -> None:
 
 def suspect(job: Job, members: list[Member]) -> None:
     for member in members:
-        if not member.suspected:
-            member.suspected = True
+        if member.rank not in job.suspected:
+            job.suspected.add(member.rank)
             found = evidence(job, member)
             job.log(Suspected(rank=member.rank, node=member.node, evidence=found))
             job.say("notice", f"{job.where(member.rank)}: suspected, {found}")

@@ -206,7 +206,8 @@ def spawn_refused(job: Job, rank: int, reason: str) -> None:
 
 def judge(job: Job) -> None:
     """Newcomers have the start's budget to get ready."""
-    for rank in job.live:
-        member = job.members[rank]
-        if not member.ready and member.fenced is None and job.now - member.spawned_at > job.settings.start_budget_s:
+    starting = [member for member in job.members.values() if member.declared is None]
+    for member in sorted(starting, key=lambda member: member.rank):
+        late = job.now - member.spawned_at > job.settings.start_budget_s
+        if member.alive and member.fenced is None and late:
             turn_away(job, member, f"not ready within {job.settings.start_budget_s:.0f} s of its start")

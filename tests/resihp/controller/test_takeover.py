@@ -577,6 +577,6 @@ def test_who_was_suspected_and_then_stands_by_is_not_shown_as_suspected_for_good
     job = Direct(nodes=3, gpus=2, spares=1).run(1)
     assert job.job.record.plan is not None
     assert 4 in job.job.record.plan.layout.standby
-    job.job.members[4].suspected = True  # from a plan in which it had work
+    job.job.suspected.add(4)  # from a plan in which it had work
     job.wait(2)
     assert [(entry.rank, entry.cleared) for entry in job.all(Suspected)] == [(4, True)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -50,6 +52,38 @@ def test_one_slow_device_makes_nobody_else_look_odd() -> None:
 def test_equal_devices_are_fit_whatever_their_kind(scale: float, count: int) -> None:
     judged = judge_devices({rank: at(scale, scale) for rank in range(count)}, {})
     assert {(verdict.speed, verdict.fit) for verdict in judged.values()} == {(1.0, True)}
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.1]), st.floats(0.01, 2.0)), min_size=3, max_size=12))
+def test_each_device_is_compared_with_the_median_of_all_others(shares: list[tuple[float, float]]) -> None:
+    found = {rank: at(flops, memory) for rank, (flops, memory) in enumerate(shares)}
+    judged = judge_devices(found, {})
+    for rank, own in found.items():
+        others = [speed for other, speed in found.items() if other != rank]
+        flops = statistics.median(speed.flops for speed in others)
+        memory_bytes = statistics.median(speed.memory_bytes for speed in others)
+        parts = [own.flops / flops] if flops else []
+        assert judged[rank].speed == min([*parts, own.memory_bytes / memory_bytes])
+
+
+class Counted(dict[int, Speed]):
+    """Counts how often somebody goes through all of it."""
+
+    walks = 0
+
+    def items(self) -> Any:
+        self.walks += 1
+        return super().items()
+
+    def values(self) -> Any:
+        self.walks += 1
+        return super().values()
+
+
+def test_thousands_are_not_each_compared_with_thousands() -> None:
+    found = Counted({rank: at(1 + rank / 1e6) for rank in range(500)})
+    judge_devices(found, {})
+    assert found.walks < 5
 
 
 @pytest.mark.parametrize(("share", "fit"), [(FIT + 0.01, True), (FIT - 0.01, False)])

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resihp.errors import LayoutError
+from resihp.parallelism import transfers
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.ownership import ParameterSpec, Slice, holders, share, size_of
 from resihp.parallelism.transfers import TENSORS, Base, Move, bytes_of, missing, moves
@@ -190,6 +191,29 @@ def test_nothing_moves_where_nothing_changes() -> None:
     layout = Layout.uniform(tp=2, pp=2, dp=2, layers=LAYERS)
     base = Base(epoch=1, layout=layout, survivors=layout.active)
     assert moves(base, layout, parameters(False), dict.fromkeys(range(8), "n1")) == ()
+
+
+def test_what_nothing_changes_for_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of hundreds of replicas, few lose a rank."""
+    looked_at = 0
+
+    def counted(spec: ParameterSpec, t: int, tp: int) -> Slice:
+        nonlocal looked_at
+        looked_at += 1
+        return share(spec, t, tp)
+
+    monkeypatch.setattr(transfers, "share", counted)
+    old = Layout.uniform(tp=4, pp=1, dp=50, layers=LAYERS)
+    smaller = Replica((Stage(old.replicas[0].stages[0].ranks[:2], old.replicas[0].stages[0].chunks),))
+    new = Layout((smaller, *old.replicas[1:]))
+    specs = parameters(tied=False)
+    base = Base(epoch=1, layout=old, survivors=tuple(rank for rank in old.active if rank not in (2, 3)))
+    found = moves(base, new, specs, dict.fromkeys(old.active, "n1"))
+    assert {move.target for move in found} == {0, 1}
+    assert looked_at < 2 * len(old.active) * len(specs)
+    looked_at = 0
+    assert missing(base, specs) is None
+    assert looked_at < 20 * len(specs)
 
 
 def test_a_group_that_shrinks_sends_only_the_halves_that_are_new() -> None:

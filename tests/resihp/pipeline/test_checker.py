@@ -11,7 +11,8 @@ import pytest
 
 from resihp.errors import PlanError
 from resihp.parallelism.layout import Layout, Replica, Stage
-from resihp.parallelism.plan import Migration, Plan, Primitive, Stop
+from resihp.parallelism.plan import Migration, Plan, Primitive, Stop, spread
+from resihp.pipeline import checker
 from resihp.pipeline.checker import check
 from resihp.pipeline.program import (
     Bucket,
@@ -45,6 +46,66 @@ def test_programs_that_follow_from_the_plan_need_not_be_given() -> None:
     plan, specs = random_plan(random.Random(0))
     check(plan)
     check(plan, buckets=buckets(plan.layout, specs))
+
+
+def refusal(plan: Plan, *given: dict[int, Program]) -> str:
+    try:
+        check(plan, *given)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_of_replicas_that_do_the_same_one_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    played: list[int] = []
+
+    class Counted(checker.Rendezvous):
+        def __init__(self, programs: dict[int, Program]) -> None:
+            played.append(len(programs))
+            super().__init__(programs)
+
+    monkeypatch.setattr(checker, "Rendezvous", Counted)
+    layout = Layout.uniform(tp=2, pp=2, dp=40, layers=4)
+    plan = Plan(epoch=1, layout=layout, assignment=spread(81, 40))
+    check(plan)
+    assert played == [8], "one that has three micro-batches, and one that has two"
+    migrating = msgspec.structs.replace(plan, migrations=(Migration(0, 0, 1),))
+    check(migrating)
+    assert played == [8, 160]
+
+
+def test_a_fault_of_one_replica_among_many_is_found_and_named() -> None:
+    """As it is where all programs are given, and played."""
+    found = 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        stages, replicas = rng.randint(1, 3), rng.randint(2, 6)
+        layout = Layout.uniform(tp=rng.choice([1, 2]), pp=stages, dp=replicas, layers=6)
+        plan = Plan(epoch=1, layout=layout, assignment=spread(rng.randint(replicas, 3 * replicas), replicas))
+        orders = [[list(order) for order in replica] for replica in orders_of(plan)]
+        d, s = rng.randrange(replicas), rng.randrange(stages)
+        order = orders[d][s]
+        a, b = rng.randrange(len(order)), rng.randrange(len(order))
+        match rng.choice(["swap", "drop", "replace", "nothing"]):
+            case "swap":
+                order[a], order[b] = order[b], order[a]
+            case "drop":
+                del order[a]
+            case "replace":
+                order[a] = msgspec.structs.replace(order[a], micro_batch=rng.randrange(plan.micro_batches))
+            case _:
+                pass
+        plan = msgspec.structs.replace(plan, orders=tuple(tuple(map(tuple, replica)) for replica in orders))
+        try:
+            expected = refusal(plan, programs(plan))
+        except PlanError as error:
+            expected = str(error)
+        told = refusal(plan)
+        assert bool(told) == bool(expected), f"seed {seed}: {told or expected}"
+        if told and "deadlock" not in told:
+            assert f"replica {d}" in told or any(f"rank {rank}" in told for rank in layout.replicas[d].ranks), told
+        found += bool(told)
+    assert 50 < found < 150
 
 
 @pytest.mark.parametrize("seed", range(150))

@@ -203,14 +203,13 @@ def spawn(rank: int, nodes: int, *, joins: bool = False) -> m.Spawn:
         node="n1",
         device=1,
         world_size=nodes,
-        nodes=("n1",) * nodes,
         faults=(),
         checkpoint_folder="",
         checkpoint_every=0,
         resume=False,
         joins=joins,
     )
-    return m.Spawn(workers=(start,), environment={})
+    return m.Spawn(workers=(start,), environment={}, nodes=(("n1", nodes),))
 
 
 def halt(*ranks: int, reason: str = "x") -> m.ToWorkers:

@@ -126,6 +126,9 @@ class PretendedAgent:
                 self.epoch = label.epoch
         self.channel.posted.clear()
 
+    def rosters(self) -> list[m.Roster]:
+        return [order for order in self.heard if isinstance(order, m.Roster)]
+
     def say(self, message: Any) -> None:
         assert self.conversation is not None
         self.conversation.post(message)
@@ -205,6 +208,10 @@ class Scene:
     def refusals(self) -> list[str]:
         """Why connections that were admitted first were given up."""
         return [str(error) for task in self.tasks if (error := task.exception())]
+
+
+async def scene_of(scene: Callable[[Scene], Awaitable[None]], **how: Any) -> None:
+    await scene(Scene(**how))
 
 
 def play(scene: Callable[[Scene], Awaitable[None]], **how: Any) -> None:
@@ -454,24 +461,26 @@ def test_agents_are_told_of_each_other_when_that_changes() -> None:
     async def scene(it: Scene) -> None:
         agents = [PretendedAgent(node, pid) for node, pid in (("n2", 20), ("n10", 30), ("n1", 10))]
 
-        def peers(*nodes: tuple[str, int]) -> m.Roster:
-            return m.Roster(peers=tuple(m.Peer(node=node, host="10.1.2.3", port=7000 + pid) for node, pid in nodes))
+        def peers(*nodes: tuple[str, int]) -> tuple[m.Peer, ...]:
+            return tuple(m.Peer(node=node, host="10.1.2.3", port=7000 + pid) for node, pid in nodes)
 
         for agent in agents:
             agent.lease = agent.node == "n10"
             await it.connect(agent)
+            if agent.node != "n10":
+                it.links.beat()
+        it.links.beat()
         for agent in agents:
             agent.read()
-        assert agents[0].heard == [
-            peers(("n2", 20)),
-            peers(("n2", 20), ("n10", 30)),
-            peers(("n1", 10), ("n2", 20), ("n10", 30)),
-        ]
-        assert agents[2].heard == agents[0].heard[-1:]
+        first, *others = (agent.rosters() for agent in agents)
+        assert first == [m.Roster(peers=peers(("n2", 20)), whole=True), m.Roster(peers=peers(("n10", 30), ("n1", 10)))]
+        assert others == [[m.Roster(peers=peers(("n2", 20), ("n10", 30), ("n1", 10)), whole=True)]] * 2
         it.links.drop("n2")
+        it.links.beat()
+        it.links.beat()
         for agent in agents[1:]:
             agent.read()
-            assert agent.heard[-1] == peers(("n1", 10), ("n10", 30))
+            assert agent.rosters()[1:] == [m.Roster(peers=(), left=("n2",))]
             agent.channel.abort()
         await it.settle()
 
@@ -483,8 +492,9 @@ def test_without_succession_nobody_is_told_of_others() -> None:
         agent = PretendedAgent()
         await it.connect(agent)
         it.links.drop("n2")
+        it.links.beat()
         agent.read()
-        assert agent.heard == []
+        assert agent.rosters() == []
         agent.channel.abort()
         await it.settle()
 
@@ -593,6 +603,50 @@ def test_agent_that_comes_back_in_time_is_not_lost() -> None:
         assert it.lost() == ["n1"]
 
     play(scene)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Nobody waits for its clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ahead_s = 0.0
+        selector: Any = self._selector  # type: ignore[attr-defined]
+        select = selector.select
+
+        def jump(timeout: float | None) -> Any:
+            ready = select(0)
+            if not ready and timeout:
+                self._ahead_s += timeout
+            return ready
+
+        selector.select = jump
+
+    def time(self) -> float:
+        return super().time() + self._ahead_s
+
+
+def test_agents_that_all_broke_off_are_given_time_while_they_come_back_one_by_one() -> None:
+    async def scene(it: Scene) -> None:
+        agents = [PretendedAgent(f"n{number}", number) for number in range(20, 40)]
+        for agent in agents:
+            agent.lease = 1
+            await it.connect(agent)
+        for agent in agents:
+            agent.channel.abort()
+        *others, last = agents
+        for agent in others:
+            await asyncio.sleep(RECONNECT_S / 2)
+            await it.connect(agent)
+        assert it.lost() == []
+        await asyncio.sleep(2 * RECONNECT_S)
+        assert it.lost() == [last.node], "nobody comes back any more"
+        for agent in others:
+            agent.channel.abort()
+        await it.settle()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(scene_of(scene))
 
 
 def test_nothing_is_lost_when_the_connection_is_cut() -> None:

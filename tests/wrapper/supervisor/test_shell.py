@@ -486,6 +486,21 @@ def test_agents_that_are_back_in_time_are_acted_on(job: Job) -> None:
     play(job, scene)
 
 
+def test_the_nodes_of_thousands_of_ranks_are_told_once_to_each_agent(job: Job) -> None:
+    names = tuple(f"n{n}" for n in range(2048) for _ in range(8))
+
+    async def scene(it: Scene) -> None:
+        await it.follow()
+        it.answer(api.StartWorkers(node="n1", workers=tuple((rank, rank) for rank in range(8)), nodes=names))
+        await it.until(lambda: it.heard("n1", m.Spawn))
+        (spawn,) = [order for order in it.agents["n1"].heard if isinstance(order, m.Spawn)]
+        assert tuple(node for node, ranks in spawn.nodes for _ in range(ranks)) == names
+        assert {start.world_size for start in spawn.workers} == {len(names)}
+        assert len(msgspec.msgpack.encode(spawn)) < 40_000
+
+    play(job, scene)
+
+
 # --- time ---------------------------------------------------------------------------------------------------------
 
 

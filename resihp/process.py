@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import socket
 import threading
@@ -81,6 +82,11 @@ def _children(parent: int) -> list[int]:
             except (OSError, IndexError):
                 continue
     return found
+
+
+def most_open_files() -> int:
+    """How many descriptors this process may have."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def threads() -> int:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from resihp.errors import ProtocolError, UsageError
 from resihp.protocol import messages as m
-from resihp.protocol.framing import SecureChannel, serve
+from resihp.protocol.framing import SecureChannel
+from resihp.protocol.serving import Refusals, serve
 from wrapper.agent.election import AGAIN_S, ASK_S, Election, Standing
 from wrapper.agent.journal_copy import Replica
 from wrapper.agent.successor import Successor
@@ -60,7 +61,7 @@ class Peers:
         if self._server is None:
             listener = listen(host, self._ports)
             self._host, self._port = host, listener.getsockname()[1]
-            self._server = await serve(listener, self._key, m.PeerMessage, self._answer, _refused)
+            self._server = await serve(listener, self._key, m.PeerMessage, self._answer, Refusals(_say))
         return self._port
 
     def roster(self, roster: m.Roster) -> None:
@@ -185,5 +186,5 @@ class Peers:
         )
 
 
-def _refused(peer: str, reason: str) -> None:
-    print(f"connection from {peer} refused: {reason}", flush=True)
+def _say(text: str) -> None:
+    print(text, flush=True)

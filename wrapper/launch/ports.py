@@ -12,11 +12,10 @@ import random
 import socket
 
 from resihp.errors import UsageError
+from resihp.protocol.serving import BACKLOG
 
 Ports = tuple[int, int]
 """The first and the last of a range."""
-
-BACKLOG = 1024
 
 
 def listen(host: str, ports: Ports | None = None) -> socket.socket:

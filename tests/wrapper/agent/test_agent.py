@@ -19,8 +19,9 @@ from resihp.errors import ProtocolError
 from resihp.protocol import framing
 from resihp.protocol import messages as m
 from resihp.protocol.forwarding import label_of, report_of
-from resihp.protocol.framing import Envelope, SecureChannel, serve
+from resihp.protocol.framing import Envelope, SecureChannel
 from resihp.protocol.resumable import Conversation
+from resihp.protocol.serving import serve
 from resihp.record.journal import IterationCommitted, Record
 from resihp.record.journal_file import encode
 from tests.wrapper.run_requests import run_request

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from resihp.protocol import messages as m
-from resihp.protocol.framing import Envelope, serve
+from resihp.protocol.framing import Envelope
+from resihp.protocol.serving import serve
 from tests.wrapper.agent.test_agent import PretendedSupervisor
 from wrapper.agent import supervisor_link
 from wrapper.agent.supervisor_link import Address, LeaderLink

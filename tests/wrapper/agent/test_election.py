@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -29,7 +30,20 @@ from resihp.record.journal import (
     term_of,
 )
 from resihp.record.quorum import Membership
-from wrapper.agent.election import AGAIN_S, LEADER_PATIENCE_S, QUIET_S, STAGGER_S, Election, Standing, accepts
+from wrapper.agent.election import (
+    AGAIN_S,
+    ALONE,
+    LEADER_PATIENCE_S,
+    PLEDGE_S,
+    QUIET_S,
+    STAGGER_S,
+    Election,
+    Standing,
+    accepts,
+    stagger_s,
+    turn,
+)
+from wrapper.agent.supervisor_link import ORPHAN_S
 
 NODES = ("n1", "n2", "n3", "n4", "n5", "n6", "n7")
 
@@ -39,7 +53,7 @@ def plan_of(epoch: int, ranks: tuple[int, ...]) -> PlanDecided:
     return PlanDecided(plan=plan, next_iteration=1, action="start", finish=None, reason="")
 
 
-def beginning(nodes: int) -> list[Record]:
+def beginning(nodes: int, names: Sequence[str] = NODES) -> list[Record]:
     """The journal of a job that trains on that many nodes, one rank each, led from n1."""
     started = JobStarted(
         job="j",
@@ -57,7 +71,7 @@ def beginning(nodes: int) -> list[Record]:
         leader="n1",
     )
     entries: list[AnyEntry] = [started]
-    for rank, node in enumerate(NODES[:nodes]):
+    for rank, node in enumerate(names[:nodes]):
         entries.append(NodeJoined(node=node, host="h", devices=1))
         entries.append(WorkerStarted(rank=rank, node=node, device=0, pid=1, epoch=0))
     entries += [plan_of(1, tuple(range(nodes))), PlanInEffect(epoch=1)]
@@ -88,20 +102,52 @@ def ask(node: str = "n2", term: int = 2, log: int = 1000) -> m.AskVote:
     return m.AskVote(node=node, term=term, log=log)
 
 
+def in_turn(term: int, nodes: Iterable[str] = NODES[:4]) -> list[str]:
+    return sorted(nodes, key=lambda node: turn(node, term))
+
+
 def test_the_first_agent_stands_after_five_seconds_and_the_next_ones_later() -> None:
-    for position, node in enumerate(NODES[:4]):
+    for position, node in enumerate(in_turn(2)):
         election = Election(node)
         due = LEADER_PATIENCE_S + position * STAGGER_S
         assert election.term_to_stand_for(standing(due - 0.01)) is None
         assert election.term_to_stand_for(standing(due + 0.01)) == 2
 
 
+def test_each_term_has_an_order_of_its_own() -> None:
+    assert {in_turn(term)[0] for term in range(1, 60)} == set(NODES[:4])
+
+
+def test_all_agents_of_a_large_job_stand_in_time_and_the_first_ones_alone() -> None:
+    """Position times stagger would have the last of 2,048 wait for ten minutes, and live for one."""
+    later = [stagger_s(position, 2048) for position in range(2048)]
+    assert later == sorted(later)
+    assert [round(b - a, 6) for a, b in itertools.pairwise(later[: ALONE + 1])] == [STAGGER_S] * ALONE
+    assert LEADER_PATIENCE_S + later[-1] < ORPHAN_S / 2
+    rack = [f"node{i:04d}" for i in range(600)]
+    nodes = [*rack, *(f"node{i:04d}" for i in range(600, 2048))]
+    for term in range(2, 40):
+        first = next(i for i, node in enumerate(in_turn(term, nodes)) if node not in rack)
+        assert stagger_s(first, 2048) < 3.0, "although the nodes of the first names are dead"
+
+
 def test_a_candidate_without_a_quorum_asks_again_a_second_later() -> None:
     election = Election("n1")
+    later_s = STAGGER_S * in_turn(2).index("n1")
     assert election.term_to_stand_for(standing(10.0)) == 2
     assert not election.chosen(2, [m.Vote(node="n2", granted=False, term=5)], standing(10.1))
-    assert election.term_to_stand_for(standing(10.0 + AGAIN_S - 0.1)) is None
-    assert election.term_to_stand_for(standing(10.0 + AGAIN_S + 0.1)) == 6, "n2 has promised itself to term 5"
+    election.give_up(10.1)
+    assert election.term_to_stand_for(standing(10.0 + later_s + AGAIN_S - 0.1)) is None
+    assert election.term_to_stand_for(standing(10.0 + later_s + AGAIN_S + 0.1)) == 6, "n2 has promised term 5"
+
+
+def test_a_candidate_gives_its_word_to_nobody_while_it_asks_and_may_afterwards() -> None:
+    log = standing(0).membership.log
+    election = Election("n1")
+    assert election.term_to_stand_for(standing(10.0)) == 2
+    assert not election.judge(ask(log=log), standing(10.0 + PLEDGE_S - 0.1)).granted
+    election.give_up(12.9)
+    assert election.judge(ask(log=log), standing(12.9)).granted
 
 
 @pytest.mark.parametrize("voters", [(), ("n2",), ("n2", "n3")])

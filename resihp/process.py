@@ -15,6 +15,12 @@ from pathlib import Path
 AGENT_FD = "RESIHP_AGENT_FD"
 """Environment variable of a worker: the number of its inherited socket to the agent."""
 
+OPEN_FILES = "RESIHP_OPEN_FILES"
+"""Environment variable of our own processes: how many descriptors the user's may have, / and to how many we raised
+that."""
+MOST_OPEN_FILES = 1 << 16
+"""Enough for 16,384 nodes. Where a hard limit is a thousand million, programs that close all there could be hang."""
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -87,6 +93,23 @@ def _children(parent: int) -> list[int]:
 def most_open_files() -> int:
     """How many descriptors this process may have."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def raise_open_files() -> None:
+    """As far as we may: a supervisor has a socket for each agent, an agent that stands for one asks all others."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    raised = max(soft, min(hard, MOST_OPEN_FILES))
+    if os.environ.get(OPEN_FILES, "").partition("/")[2] != str(soft):  # else we have, above us, and srun passed it on
+        os.environ[OPEN_FILES] = f"{soft}/{raised}"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+
+
+def restore_open_files() -> None:
+    """For what starts the user's processes: some programs close whatever could be open, or call `select`."""
+    usual = os.environ.pop(OPEN_FILES, "").partition("/")[0]
+    if usual:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(int(usual), hard), hard))
 
 
 def threads() -> int:

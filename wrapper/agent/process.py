@@ -24,7 +24,7 @@ import msgspec
 import psutil
 
 from resihp.errors import ConfigurationError, ResihpError, UsageError
-from resihp.process import adopt_orphans, inherited_socket
+from resihp.process import adopt_orphans, inherited_socket, raise_open_files
 from resihp.protocol import messages as m
 from wrapper.agent.journal_copy import Replica, local_place
 from wrapper.agent.log_mirror import LogMirror, print_to
@@ -265,6 +265,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--forks", type=int, help="inherited socket to a fork server; without it, one is started")
     options = parser.parse_args(arguments)
     node = options.node
+    raise_open_files()
     try:
         node = node_name(options.node)
         request = _load(options.run)

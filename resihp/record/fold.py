@@ -132,7 +132,9 @@ def _places(
 ) -> None:
     match entry:
         case NodeJoined():
-            record.nodes[entry.node] = KnownNode(entry.node, entry.host, entry.devices, entry.hardware)
+            record.nodes[entry.node] = KnownNode(
+                entry.node, entry.host, entry.devices, entry.hardware, entry.incarnation
+            )
             if record.plan is None:
                 record.voters |= {entry.node}
         case NodeLost():

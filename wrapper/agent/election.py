@@ -75,8 +75,9 @@ def accepts(lead: m.Lead, promised: int, log: int) -> bool:
 class Election:
     """One agent's part in choosing. Times are those of `Standing.now`."""
 
-    def __init__(self, node: str) -> None:
+    def __init__(self, node: str, incarnation: str = "") -> None:
         self._node = node
+        self._incarnation = incarnation
         self._seen = 0
         """The newest term that anybody was heard of."""
         self._pledged_to = ""
@@ -119,14 +120,16 @@ class Election:
             reason = f"has given its word to the agent of node {self._pledged_to}"
         else:
             self._pledged_to, self._pledged_until = asked.node, here.now + PLEDGE_S
-        return m.Vote(node=self._node, granted=not reason, term=here.promised, reason=reason)
+        return m.Vote(
+            node=self._node, granted=not reason, term=here.promised, reason=reason, incarnation=self._incarnation
+        )
 
     def chosen(self, term: int, votes: Iterable[m.Vote], here: Standing) -> bool:
         """Whether the answers to `term` are a quorum; `here` is how things stand now that they are counted."""
         granted = {self._node}
         for vote in votes:
             self._seen = max(self._seen, vote.term)
-            if vote.granted:
+            if vote.granted and here.membership.incarnation(vote.node) in ("", vote.incarnation):
                 granted.add(vote.node)
         yielded = here.now < self._pledged_until and self._pledged_to != self._node
         return not yielded and here.promised < term and here.membership.quorum(granted)

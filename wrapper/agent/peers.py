@@ -43,15 +43,16 @@ class Peers:
         replica: Replica,
         link: LeaderLink,
         ports: Ports | None = None,
+        incarnation: str = "",
     ) -> None:
-        """`ports`: the range to listen in (`wrapper.launch.ports`)."""
+        """`ports`: the range to listen in (`wrapper.launch.ports`). `incarnation`: as in `messages.Join`."""
         self._node = node
         self._ports = ports
         self._run_file = run_file
         self._key = key
         self._replica = replica
         self._link = link
-        self._election = Election(node)
+        self._election = Election(node, incarnation)
         self._roster: tuple[m.Peer, ...] = ()
         self._host = ""
         self._server: asyncio.Server | None = None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -63,12 +64,15 @@ class Agent:
         self._request = request
         self._node = node
         self._lease = lease
+        self._incarnation = secrets.token_hex(8)
         self._link = LeaderLink((host, port), job.key, self, succession=request.succession)
         self._replica: Replica | None = None
         self._peers: Peers | None = None
         if request.succession:
             self._replica = Replica(local_place(job) / f"{node}.copy")
-            self._peers = Peers(node, job.run_file, job.key, self._replica, self._link, request.ports)
+            self._peers = Peers(
+                node, job.run_file, job.key, self._replica, self._link, request.ports, self._incarnation
+            )
         self._workers = Workers(request, node, logs, self._link.tell, lambda: self.dismiss(0.0), forks)
         self._needed = asyncio.Event()
         """Set once there are workers to be started."""
@@ -125,6 +129,7 @@ class Agent:
             devices=self._request.settings.gpus_per_node,
             lease=self._lease,
             hardware=hardware(),
+            incarnation=self._incarnation,
             epoch=max(1, self._workers.epoch) if self._link.welcome else 0,
         )
 

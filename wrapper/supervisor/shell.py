@@ -122,6 +122,7 @@ class Supervisor:
             acknowledged=self._acknowledged,
             deposed=self._deposed,
             roster=request.succession,
+            incarnations={node: membership.incarnation(node) for node in membership.joined} if membership else None,
         )
         copies = None
         if request.succession:

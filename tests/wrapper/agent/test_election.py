@@ -72,7 +72,7 @@ def beginning(nodes: int, names: Sequence[str] = NODES) -> list[Record]:
     )
     entries: list[AnyEntry] = [started]
     for rank, node in enumerate(names[:nodes]):
-        entries.append(NodeJoined(node=node, host="h", devices=1))
+        entries.append(NodeJoined(node=node, host="h", devices=1, incarnation=f"{node}/0"))
         entries.append(WorkerStarted(rank=rank, node=node, device=0, pid=1, epoch=0))
     entries += [plan_of(1, tuple(range(nodes))), PlanInEffect(epoch=1)]
     return [Record(seq, 0.0, entry) for seq, entry in enumerate(entries, 1)]
@@ -96,6 +96,10 @@ def standing(now: float, *, nodes: int = 4, heard_at: float | None = 0.0, promis
         heard_at=heard_at,
         peers=NODES[:nodes],
     )
+
+
+def vote(node: str, incarnation: int = 0) -> m.Vote:
+    return m.Vote(node=node, granted=True, term=1, incarnation=f"{node}/{incarnation}")
 
 
 def ask(node: str = "n2", term: int = 2, log: int = 1000) -> m.AskVote:
@@ -152,10 +156,17 @@ def test_a_candidate_gives_its_word_to_nobody_while_it_asks_and_may_afterwards()
 
 @pytest.mark.parametrize("voters", [(), ("n2",), ("n2", "n3")])
 def test_half_is_enough_for_the_incumbents_agent_only(voters: tuple[str, ...]) -> None:
-    votes = [m.Vote(node=node, granted=True, term=1) for node in voters]
+    votes = [vote(node) for node in voters]
     first, last = Election("n1"), Election("n4")
     assert first.chosen(2, votes, standing(10.0)) == (len(voters) >= 1)
     assert last.chosen(2, votes, standing(10.0)) == (len(voters) >= 2)
+
+
+def test_a_vote_of_an_agent_that_was_started_again_does_not_count() -> None:
+    election = Election("n1")
+    assert not election.chosen(2, [vote("n2", 1), m.Vote(node="n3", granted=True, term=1)], standing(10.0))
+    assert election.chosen(2, [vote("n2", 1), vote("n3")], standing(10.0))
+    assert Election("n3", "n3/1").judge(ask(), standing(10.0)).incarnation == "n3/1"
 
 
 def test_who_is_in_no_plan_and_who_never_had_a_leader_does_not_stand() -> None:
@@ -184,7 +195,7 @@ def test_a_candidate_that_gave_its_word_to_another_withdraws() -> None:
     election.term_to_stand_for(standing(10.0))
     assert not election.judge(ask(node="n1"), standing(10.5)).granted, "it stands itself"
     election.wait_for("n1", 11.0)
-    votes = [m.Vote(node=node, granted=True, term=1) for node in ("n3", "n4")]
+    votes = [vote(node) for node in ("n3", "n4")]
     assert not election.chosen(2, votes, standing(11.1))
     assert election.term_to_stand_for(standing(15.0)) is None
     assert election.term_to_stand_for(standing(17.0)) == 2, "the successor has not come"
@@ -237,6 +248,8 @@ class Leader:
     chosen: bool = False
     alive: bool = True
     accepted: set[str] = field(default_factory=set)
+    met: dict[str, str] = field(default_factory=dict)
+    """Incarnation of each agent that it has met."""
     has: dict[str, int] = field(default_factory=dict)
     """Number of the last record that each agent has acknowledged."""
     sent: dict[str, int] = field(default_factory=dict)
@@ -268,6 +281,11 @@ class Follower:
     promised: int = 1
     leader: Leader | None = None
     alive: bool = True
+    lives: int = 0
+
+    @property
+    def incarnation(self) -> str:
+        return f"{self.node}/{self.lives}"
 
 
 class Network:
@@ -300,6 +318,7 @@ class Network:
             self.somebody_stands: 6,
             self.a_supervisor_is_killed: 3,
             self.a_node_dies: 0.2,
+            self.an_agent_is_started_again: 0.5,
         }
         for move in self.dice.choices(list(moves), list(moves.values()), k=steps):
             move()
@@ -312,12 +331,19 @@ class Network:
         self.cut = {frozenset((a, b)) for a in one for b in self.nodes if b not in one and self.dice.random() < 0.9}
 
     def a_node_dies(self) -> None:
-        living = [agent for agent in self.agents if agent.alive]
+        living = [agent for agent in self.agents if agent.alive and not agent.lives]
         if 2 * len(living) > len(self.agents) + 2:
             dead = self.dice.choice(living)
             dead.alive = False
             for leader in self.leaders:
                 leader.alive = leader.alive and leader.node != dead.node
+
+    def an_agent_is_started_again(self) -> None:
+        """By hand: what it had promised and copied is forgotten."""
+        agent = self.dice.choice(self.agents)
+        counting = [each for each in self.agents if each.alive and not each.lives]
+        if agent in counting and 2 * len(counting) > len(self.agents) + 2:
+            agent.lives, agent.promised, agent.leader, agent.copy = agent.lives + 1, 0, None, Log()
 
     # --- supervisors ------------------------------------------------------------------------------------------
 
@@ -357,13 +383,17 @@ class Network:
         if agent.promised > leader.term:
             leader.alive = False  # deposed
             return
+        known = leader.met.get(agent.node) or leader.journal.membership.incarnation(agent.node)
+        if known not in ("", agent.incarnation):
+            return
+        leader.met[agent.node] = agent.incarnation
         lost_thread = agent.leader is None and leader.term == agent.promised and agent.node in leader.accepted
         lead = m.Lead(term=leader.term, node=leader.node, log=leader.written, settled=leader.settled())
         if not lost_thread and not accepts(lead, agent.promised, agent.copy.last):
             return
         agent.promised, agent.leader = leader.term, leader
         leader.accepted.add(agent.node)
-        common = max(record.seq for record in leader.journal.records if record.seq <= agent.copy.last)
+        common = max((record.seq for record in leader.journal.records if record.seq <= agent.copy.last), default=0)
         leader.has[agent.node] = leader.sent[agent.node] = common
         if not leader.chosen and leader.journal.membership.quorum(leader.accepted):
             self.leads(leader)
@@ -437,14 +467,16 @@ class Network:
         candidate = self.dice.choice(self.agents)
         if not candidate.alive:
             return
-        election = Election(candidate.node)
+        election = Election(candidate.node, candidate.incarnation)
         here = self.here(candidate, heard_at=0.0)
         term = election.term_to_stand_for(here)
         if term is None:
             return
         asked = m.AskVote(node=candidate.node, term=term, log=candidate.copy.last)
         votes = [
-            Election(other.node).judge(asked, self.here(other, heard_at=self.dice.choice([0.0, 0.0, 0.0, 99.0])))
+            Election(other.node, other.incarnation).judge(
+                asked, self.here(other, heard_at=self.dice.choice([0.0, 0.0, 0.0, 99.0]))
+            )
             for other in self.agents
             if other is not candidate and other.alive and self.reaches(other.node, candidate.node)
         ]

@@ -68,7 +68,7 @@ class Town:
         for node in NODES:
             self.give(node, beginning(3))
             link: Any = self.links[node]
-            self.peers[node] = Peers(node, folder / "run.json", KEY, self.replicas[node], link)
+            self.peers[node] = Peers(node, folder / "run.json", KEY, self.replicas[node], link, incarnation=f"{node}/0")
         self.tasks: list[asyncio.Task[None]] = []
 
     def give(self, node: str, records: list[Record]) -> None:
@@ -254,7 +254,7 @@ def test_a_large_job_is_asked_a_few_at_a_time_and_no_more_than_a_quorum(
             await asyncio.sleep(0)
         at_once -= 1
         assert isinstance(question, m.AskVote)
-        channel.post(m.Vote(node=node, granted=True, term=1))
+        channel.post(m.Vote(node=node, granted=True, term=1, incarnation=f"{node}/0"))
 
     async def main() -> bool:
         listener = socket.create_server(("127.0.0.1", 0))

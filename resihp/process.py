@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import threading
 import time
 from contextlib import suppress
@@ -64,6 +65,32 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+class Orphans:
+    """Waits for the children that this process has adopted, once they have ended: else each stays, and has its number.
+
+    `reap` is to be called now and then. Who starts a child of our own waits for its end, and takes it at once; one that
+    has ended and is still there at the next call is nobody's.
+    """
+
+    def __init__(self) -> None:
+        self._ended: set[int] = set()
+
+    def reap(self) -> None:
+        ended = {pid for pid in _children(os.getpid()) if state_letter(pid) == "Z"}
+        for pid in ended & self._ended:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        self._ended = ended
+
+
+def wait_for(child: subprocess.Popen[bytes]) -> int:
+    """Wait for a child's end, and take that of every other that ends meanwhile. Main thread; returns its status."""
+    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) is not None and ended.si_pid != child.pid:
+        with suppress(ChildProcessError):
+            os.waitpid(ended.si_pid, os.WNOHANG)
+    return child.wait()
+
+
 def kill_children(within_s: float) -> None:
     """Kill every child of this process, and what those leave behind if it adopts orphans; wait for their ends."""
     until = time.monotonic() + within_s
@@ -78,6 +105,12 @@ def kill_children(within_s: float) -> None:
 
 
 def _children(parent: int) -> list[int]:
+    found = []
+    with suppress(OSError):  # not every kernel has it
+        for thread in os.listdir(f"/proc/{parent}/task"):
+            with open(f"/proc/{parent}/task/{thread}/children", encoding="ascii") as children:
+                found += [int(pid) for pid in children.read().split()]
+        return found
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit():

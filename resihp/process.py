@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import socket
+import subprocess
 import threading
 import time
 from contextlib import suppress
@@ -13,6 +15,12 @@ from pathlib import Path
 
 AGENT_FD = "RESIHP_AGENT_FD"
 """Environment variable of a worker: the number of its inherited socket to the agent."""
+
+OPEN_FILES = "RESIHP_OPEN_FILES"
+"""Environment variable of our own processes: how many descriptors the user's may have, / and to how many we raised
+that."""
+MOST_OPEN_FILES = 1 << 16
+"""Enough for 16,384 nodes. Where a hard limit is a thousand million, programs that close all there could be hang."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -57,6 +65,32 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+class Orphans:
+    """Waits for the children that this process has adopted, once they have ended: else each stays, and has its number.
+
+    `reap` is to be called now and then. Who starts a child of our own waits for its end, and takes it at once; one that
+    has ended and is still there at the next call is nobody's.
+    """
+
+    def __init__(self) -> None:
+        self._ended: set[int] = set()
+
+    def reap(self) -> None:
+        ended = {pid for pid in _children(os.getpid()) if state_letter(pid) == "Z"}
+        for pid in ended & self._ended:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        self._ended = ended
+
+
+def wait_for(child: subprocess.Popen[bytes]) -> int:
+    """Wait for a child's end, and take that of every other that ends meanwhile. Main thread; returns its status."""
+    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) is not None and ended.si_pid != child.pid:
+        with suppress(ChildProcessError):
+            os.waitpid(ended.si_pid, os.WNOHANG)
+    return child.wait()
+
+
 def kill_children(within_s: float) -> None:
     """Kill every child of this process, and what those leave behind if it adopts orphans; wait for their ends."""
     until = time.monotonic() + within_s
@@ -72,6 +106,12 @@ def kill_children(within_s: float) -> None:
 
 def _children(parent: int) -> list[int]:
     found = []
+    with suppress(OSError):  # not every kernel has it
+        for thread in os.listdir(f"/proc/{parent}/task"):
+            with open(f"/proc/{parent}/task/{thread}/children", encoding="ascii") as children:
+                found += [int(pid) for pid in children.read().split()]
+        return found
+    found = []
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
@@ -81,6 +121,28 @@ def _children(parent: int) -> list[int]:
             except (OSError, IndexError):
                 continue
     return found
+
+
+def most_open_files() -> int:
+    """How many descriptors this process may have."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def raise_open_files() -> None:
+    """As far as we may: a supervisor has a socket for each agent, an agent that stands for one asks all others."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    raised = max(soft, min(hard, MOST_OPEN_FILES))
+    if os.environ.get(OPEN_FILES, "").partition("/")[2] != str(soft):  # else we have, above us, and srun passed it on
+        os.environ[OPEN_FILES] = f"{soft}/{raised}"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+
+
+def restore_open_files() -> None:
+    """For what starts the user's processes: some programs close whatever could be open, or call `select`."""
+    usual = os.environ.pop(OPEN_FILES, "").partition("/")[0]
+    if usual:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(int(usual), hard), hard))
 
 
 def threads() -> int:

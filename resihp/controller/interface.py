@@ -68,14 +68,15 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AgentJoined(Event, frozen=True, kw_only=True):
-    """`inventory` is what runs there already, under a supervisor that took over. `lease`, `hardware`: see
-    `messages.Join`."""
+    """`inventory` is what runs there already, under a supervisor that took over. `lease`, `hardware`,
+    `incarnation`: see `messages.Join`."""
 
     node: str
     host: str
     devices: int
     lease: int = 0
     hardware: str = ""
+    incarnation: str = ""
     inventory: Inventory | None = None
 
 

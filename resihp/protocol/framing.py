@@ -27,7 +27,7 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -35,9 +35,8 @@ import msgspec
 from resihp.errors import ProtocolError
 
 MAX_FRAME_BYTES = 4 << 20
-MAX_UNPROVEN_BYTES = 64 << 10
+MAX_UNPROVEN_BYTES = 1 << 10
 """Largest frame accepted before the peer has proven that it knows the key."""
-MAX_UNPROVEN_CONNECTIONS = 64
 MAX_UNSENT_BYTES = 64 << 20
 """A peer that lets this much pile up is given up."""
 KEY_BYTES = 32
@@ -309,7 +308,7 @@ class NoAnswerError(TimeoutError):
 
 
 class SecureChannel(Generic[T]):
-    """An authenticated asyncio connection: `connect`, or what `serve` hands out."""
+    """An authenticated asyncio connection: `connect`, or what `resihp.protocol.serving` hands out."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, side: Side, receives: Any
@@ -321,6 +320,7 @@ class SecureChannel(Generic[T]):
         self._refused: ProtocolError | None = None
         name = writer.get_extra_info("peername")
         self.peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) and len(name) >= 2 else "an unknown peer"
+        self.peer_host = self.peer.rpartition(":")[0]
         own = writer.get_extra_info("sockname")
         self.own_host = str(own[0]) if isinstance(own, tuple) and own else ""
         """Address of this end of the connection."""
@@ -347,7 +347,7 @@ class SecureChannel(Generic[T]):
         return channel
 
     async def prove(self) -> None:
-        """The handshake; `connect` and `serve` do it. Raises ProtocolError."""
+        """The handshake; `connect` and `serving` do it. Raises ProtocolError."""
         self._writer.write(self._codec.greeting)
         while not self._codec.proven:
             if not await self._read():
@@ -404,41 +404,3 @@ class SecureChannel(Generic[T]):
         if reply := self._codec.take_reply():
             self._writer.write(reply)
         return bool(chunk)
-
-
-async def serve(
-    listener: socket.socket,
-    key: bytes,
-    receives: Any,
-    handle: Callable[[SecureChannel[Any]], Awaitable[None]],
-    refused: Callable[[str, str], None],
-    *,
-    proof_timeout_s: float = 5.0,
-) -> asyncio.Server:
-    """Listen on a bound socket; `handle` each connection that proves the key, and close it afterwards.
-
-    A connection that sends a bad frame, at any time, is dropped alone and told to `refused(peer, reason)`.
-    """
-    unproven = 0
-
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal unproven
-        channel: SecureChannel[Any] = SecureChannel(reader, writer, key, "server", receives)
-        try:
-            if unproven >= MAX_UNPROVEN_CONNECTIONS:
-                raise ProtocolError(f"{unproven} connections have yet to prove the key")
-            unproven += 1
-            try:
-                async with asyncio.timeout(proof_timeout_s):
-                    await channel.prove()
-            except TimeoutError:
-                raise ProtocolError(f"did not prove the key within {proof_timeout_s:g} s") from None
-            finally:
-                unproven -= 1
-            await handle(channel)
-        except ProtocolError as error:
-            refused(channel.peer, str(error))
-        finally:
-            channel.close()
-
-    return await asyncio.start_server(connected, sock=listener)

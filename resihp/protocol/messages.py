@@ -431,6 +431,8 @@ class Join(Message, frozen=True, kw_only=True):
     the number of the last record in its copy of the journal. `peer_port`: where it listens to other agents, on `host`'s
     address as seen by the supervisor. `lease`: the number of the replacement request that it answers, 0 for a node
     of the job's own allocation. `hardware`: its devices' name by their maker, empty where that is not known.
+    `incarnation`: drawn by the agent's process as it starts. Process ids come again, in a container at each start, and
+    an agent that was started again knows nothing of what it has promised.
     """
 
     node: str
@@ -443,6 +445,7 @@ class Join(Message, frozen=True, kw_only=True):
     peer_port: int = 0
     lease: int = 0
     hardware: str = ""
+    incarnation: str = ""
 
 
 class RunningWorker(msgspec.Struct, frozen=True, kw_only=True):
@@ -662,12 +665,13 @@ class AskVote(Message, frozen=True, kw_only=True):
 
 
 class Vote(Message, frozen=True, kw_only=True):
-    """`term` is the newest that the voter has promised itself to."""
+    """`term` is the newest that the voter has promised itself to; `incarnation` as in `Join`."""
 
     node: str
     granted: bool
     term: int
     reason: str = ""
+    incarnation: str = ""
 
 
 class Successor(Message, frozen=True, kw_only=True):

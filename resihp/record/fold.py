@@ -132,7 +132,9 @@ def _places(
 ) -> None:
     match entry:
         case NodeJoined():
-            record.nodes[entry.node] = KnownNode(entry.node, entry.host, entry.devices, entry.hardware)
+            record.nodes[entry.node] = KnownNode(
+                entry.node, entry.host, entry.devices, entry.hardware, entry.incarnation
+            )
             record.lost.pop(entry.node, None)  # it was given up, and has come after all
             record.unexplained_nodes.pop(entry.node, None)
             record.verdicts.pop(entry.node, None)

@@ -42,12 +42,17 @@ class JobStarted(Entry, frozen=True, kw_only=True):
 
 
 class NodeJoined(Entry, frozen=True, kw_only=True):
-    """`hardware`: what its devices are, by their maker's name; empty where that is not known."""
+    """`hardware`: what its devices are, by their maker's name; empty where that is not known.
+
+    `incarnation`: of its agent (`messages.Join`), the only one that may make promises for this node; empty in journals
+    of 0.1.
+    """
 
     node: str
     host: str
     devices: int
     hardware: str = ""
+    incarnation: str = ""
 
 
 class NodeLost(Entry, frozen=True, kw_only=True):

@@ -5,7 +5,8 @@ half with the one on the node of the leader that decided the plan. From the mome
 is in effect, it needs a quorum of that plan's agents as well (joint consensus, as in Raft): so every quorum shares an
 agent with every one before it that may still count, whatever a copy of the journal lacks. An agent promises itself to
 one leader of a term; so no term has two leaders, and a new one finds every decision that took effect (architecture.md,
-"Who may lead"). Used by the supervisor shell, by agents that look for a successor, and by the controller that takes
+"Who may lead"). An agent that was started again has forgotten its promises and its copy: it counts for nobody
+(`incarnation`). Used by the supervisor shell, by agents that look for a successor, and by the controller that takes
 over.
 """
 
@@ -76,6 +77,11 @@ class Membership:
     def joined(self) -> set[str]:
         """Nodes that have joined and were not lost."""
         return {name for name, node in self.record.nodes.items() if node.alive}
+
+    def incarnation(self, node: str) -> str:
+        """Of the agent that may speak for the node; empty where any may."""
+        known = self.record.nodes.get(node)
+        return known.incarnation if known is not None and known.alive else ""
 
     @property
     def electable(self) -> bool:

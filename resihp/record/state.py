@@ -35,6 +35,8 @@ class KnownNode:
     devices: int
     hardware: str = ""
     """Of its devices, by their maker's name; empty where it is not known."""
+    incarnation: str = ""
+    """Of its agent; empty where it is not known."""
     alive: bool = True
 
 

@@ -30,7 +30,14 @@ from typing import Literal, NoReturn
 import msgspec
 
 from resihp.errors import ProtocolError
-from resihp.process import adopt_orphans, die_with_parent, inherited_socket, kill_children, threads
+from resihp.process import (
+    adopt_orphans,
+    die_with_parent,
+    inherited_socket,
+    kill_children,
+    restore_open_files,
+    threads,
+)
 from resihp.protocol.framing import LocalChannel
 from resihp.worker.entry import become
 
@@ -269,6 +276,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shared", action="store_true", help="serve several virtual nodes")
     options = parser.parse_args(arguments)
     die_with_parent(options.parent)
+    restore_open_files()
     for number in (signal.SIGINT, *STOP_SIGNALS):
         signal.signal(number, signal.SIG_IGN)
     channel = LocalChannel(inherited_socket(options.fd))

@@ -5,10 +5,15 @@ next term on its node. Who still hears a leader, has promised itself to that ter
 the candidate, would not. With a quorum (`resihp.record.quorum`) the candidate starts a supervisor. A vote binds nobody:
 it keeps agents from starting supervisors in vain. What binds is the promise that each agent makes to the supervisor
 itself, which leads once a quorum has made it (`wrapper.agent.supervisor_link`). Used by `wrapper.agent.peers`.
+
+Whose turn it is first is drawn anew for each term, alike by all (`turn`): nodes that die together, as those of a rack,
+are not the first ones in a row. A candidate asks others in the same order, so that who would stand next gives its word
+instead.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -18,7 +23,11 @@ from resihp.record.quorum import Membership
 LEADER_PATIENCE_S = 5.0
 """How long an agent without a leader waits before it looks for a successor; after it has heard of one, too."""
 STAGGER_S = 0.3
-"""How much longer each agent waits than the one before it, so that one stands alone."""
+"""How much longer each agent waits than the one whose turn is before it, so that one stands alone."""
+ALONE = 32
+"""So many wait that much longer, each. The others of a large job, who are needed only if all those are dead, share
+`CROWD_S`: every agent stands long before the first one gives the job up (`supervisor_link.ORPHAN_S`)."""
+CROWD_S = 15.0
 QUIET_S = 2.0
 """A leader that was heard of so recently is there, as far as a voter is concerned."""
 ASK_S = 1.0
@@ -26,15 +35,14 @@ ASK_S = 1.0
 AGAIN_S = 1.0
 """How long after it had no quorum a candidate asks again."""
 PLEDGE_S = 3.0
-"""How long a voter gives no other candidate its word."""
+"""How long a voter gives no other candidate its word, nor a candidate itself while it asks."""
 
 
 @dataclass(frozen=True)
 class Standing:
     """What an agent knows when it judges a candidate or stands as one.
 
-    `heard_at`: when it last heard of a leader; None if it never has. `peers`: nodes of all agents, in an order that is
-    the same for all.
+    `heard_at`: when it last heard of a leader; None if it never has. `peers`: nodes of all agents.
     """
 
     now: float
@@ -42,6 +50,17 @@ class Standing:
     membership: Membership
     heard_at: float | None
     peers: tuple[str, ...]
+
+
+def turn(node: str, term: int) -> bytes:
+    """Sorts agents by whose turn it is to stand for a term."""
+    return hashlib.blake2b(f"{term} {node}".encode(), digest_size=8).digest()
+
+
+def stagger_s(position: int, agents: int) -> float:
+    """How much longer than the first one an agent waits, of so many."""
+    alone = min(position, ALONE)
+    return STAGGER_S * alone + CROWD_S * (position - alone) / max(1, agents - ALONE)
 
 
 def accepts(lead: m.Lead, promised: int, log: int) -> bool:
@@ -56,8 +75,9 @@ def accepts(lead: m.Lead, promised: int, log: int) -> bool:
 class Election:
     """One agent's part in choosing. Times are those of `Standing.now`."""
 
-    def __init__(self, node: str) -> None:
+    def __init__(self, node: str, incarnation: str = "") -> None:
         self._node = node
+        self._incarnation = incarnation
         self._seen = 0
         """The newest term that anybody was heard of."""
         self._pledged_to = ""
@@ -69,13 +89,22 @@ class Election:
         membership = here.membership
         if not membership.electable or self._node not in membership.voters or here.heard_at is None:
             return None
-        position = here.peers.index(self._node) if self._node in here.peers else len(here.peers)
-        patience_s = LEADER_PATIENCE_S + STAGGER_S * position
-        if here.now < max(here.heard_at + patience_s, self._again_at, self._pledged_until):
+        waits_until = max(here.heard_at + LEADER_PATIENCE_S, self._again_at, self._pledged_until)
+        if here.now < waits_until:
             return None
-        self._again_at = here.now + AGAIN_S + STAGGER_S * position
-        self._pledged_to, self._pledged_until = self._node, here.now + ASK_S
-        return max(here.promised, self._seen) + 1
+        term = max(here.promised, self._seen) + 1
+        own = turn(self._node, term)
+        later_s = stagger_s(sum(turn(node, term) < own for node in here.peers), len(here.peers))
+        if here.now < here.heard_at + LEADER_PATIENCE_S + later_s:
+            return None
+        self._again_at = here.now + AGAIN_S + later_s
+        self._pledged_to, self._pledged_until = self._node, here.now + PLEDGE_S
+        return term
+
+    def give_up(self, now: float) -> None:
+        """No quorum would follow: this agent's word is free again."""
+        if self._pledged_to == self._node:
+            self._pledged_until = now
 
     def judge(self, asked: m.AskVote, here: Standing) -> m.Vote:
         """Whether this agent would follow the candidate."""
@@ -91,14 +120,16 @@ class Election:
             reason = f"has given its word to the agent of node {self._pledged_to}"
         else:
             self._pledged_to, self._pledged_until = asked.node, here.now + PLEDGE_S
-        return m.Vote(node=self._node, granted=not reason, term=here.promised, reason=reason)
+        return m.Vote(
+            node=self._node, granted=not reason, term=here.promised, reason=reason, incarnation=self._incarnation
+        )
 
     def chosen(self, term: int, votes: Iterable[m.Vote], here: Standing) -> bool:
         """Whether the answers to `term` are a quorum; `here` is how things stand now that they are counted."""
         granted = {self._node}
         for vote in votes:
             self._seen = max(self._seen, vote.term)
-            if vote.granted:
+            if vote.granted and here.membership.incarnation(vote.node) in ("", vote.incarnation):
                 granted.add(vote.node)
         yielded = here.now < self._pledged_until and self._pledged_to != self._node
         return not yielded and here.promised < term and here.membership.quorum(granted)

@@ -82,7 +82,7 @@ def local_place(job: Job) -> Path:
     try:
         for folder in (place.parent, place):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if folder.stat().st_uid != os.getuid():
+            if folder.lstat().st_uid != os.getuid():  # of a link, too: whoever made it could make it another
                 raise UsageError(f"{folder}: belongs to another user; set RESIHP_LOCAL to a folder of yours")
     except OSError as error:
         raise UsageError(f"{place}: cannot hold journals: {error.strerror}; set RESIHP_LOCAL to another") from error

@@ -14,15 +14,22 @@ from contextlib import suppress
 from pathlib import Path
 
 from resihp.errors import ProtocolError, UsageError
+from resihp.process import most_open_files
 from resihp.protocol import messages as m
-from resihp.protocol.framing import SecureChannel, serve
-from wrapper.agent.election import AGAIN_S, ASK_S, Election, Standing
+from resihp.protocol.framing import SecureChannel
+from resihp.protocol.serving import Refusals, serve
+from wrapper.agent.election import AGAIN_S, ASK_S, Election, Standing, turn
 from wrapper.agent.journal_copy import Replica
 from wrapper.agent.successor import Successor
 from wrapper.agent.supervisor_link import LeaderLink
 from wrapper.launch.ports import Ports, listen
 
 LOOK_EVERY_S = 0.1
+ASKED_AT_ONCE = 256
+"""Peers; fewer where a quarter of the descriptors is less."""
+
+
+MOST_TOLD = 16
 
 
 class Peers:
@@ -36,15 +43,16 @@ class Peers:
         replica: Replica,
         link: LeaderLink,
         ports: Ports | None = None,
+        incarnation: str = "",
     ) -> None:
-        """`ports`: the range to listen in (`wrapper.launch.ports`)."""
+        """`ports`: the range to listen in (`wrapper.launch.ports`). `incarnation`: as in `messages.Join`."""
         self._node = node
         self._ports = ports
         self._run_file = run_file
         self._key = key
         self._replica = replica
         self._link = link
-        self._election = Election(node)
+        self._election = Election(node, incarnation)
         self._roster: tuple[m.Peer, ...] = ()
         self._host = ""
         self._server: asyncio.Server | None = None
@@ -52,6 +60,7 @@ class Peers:
         self._retired = False
         self._may_lead = True
         """False once a supervisor could not begin here: the agents are to choose another node."""
+        self._asking = asyncio.Semaphore(min(ASKED_AT_ONCE, most_open_files() // 4))
         self.successor: Successor | None = None
         """The supervisor that runs on this node as our child."""
 
@@ -60,7 +69,7 @@ class Peers:
         if self._server is None:
             listener = listen(host, self._ports)
             self._host, self._port = host, listener.getsockname()[1]
-            self._server = await serve(listener, self._key, m.PeerMessage, self._answer, _refused)
+            self._server = await serve(listener, self._key, m.PeerMessage, self._answer, Refusals(_say))
         return self._port
 
     def roster(self, news: m.Roster) -> None:
@@ -93,26 +102,34 @@ class Peers:
     # --- as a candidate ---------------------------------------------------------------------------------------
 
     async def _stand(self, term: int) -> bool:
-        """Ask everybody; whether a quorum would follow."""
+        """Ask one after the other, many at once, until a quorum would follow; whether it would."""
         asked = m.AskVote(node=self._node, term=term, log=self._replica.log)
-        asking = {asyncio.create_task(self._ask(peer, asked)) for peer in self._others()}
+        answers: asyncio.Queue[m.PeerMessage | None] = asyncio.Queue()
+
+        async def ask(peer: m.Peer) -> None:
+            answers.put_nowait(await self._ask(peer, asked))
+
+        others = sorted(self._others(), key=lambda peer: turn(peer.node, term))
+        asking = [asyncio.create_task(ask(peer)) for peer in others]
         votes: list[m.Vote] = []
         chosen = self._election.chosen(term, votes, self._standing())
         try:
-            while asking and not chosen:
-                done, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-                votes += [vote for vote in (task.result() for task in done) if isinstance(vote, m.Vote)]
-                chosen = self._election.chosen(term, votes, self._standing())
+            for _ in asking:
+                if chosen:
+                    break
+                if isinstance(vote := await answers.get(), m.Vote):
+                    votes.append(vote)
+                    chosen = self._election.chosen(term, votes, self._standing())
         finally:
             for task in asking:
                 task.cancel()
-        granted = ", ".join(sorted([self._node, *(vote.node for vote in votes if vote.granted)]))
+        granted = _some(sorted([self._node, *(vote.node for vote in votes if vote.granted)]), ", ")
         if chosen:
-            print(f"succession: term {term}: chosen by the agents of {granted}", flush=True)
+            _say(f"succession: term {term}: chosen by the agents of {granted}")
         else:
-            against = "; ".join(f"{vote.node} {vote.reason}" for vote in votes if not vote.granted)
-            against = against or "nobody else answered"
-            print(f"succession: term {term}: no quorum: {granted} agree; {against}", flush=True)
+            self._election.give_up(time.monotonic())
+            against = _some([f"{vote.node} {vote.reason}" for vote in votes if not vote.granted], "; ")
+            _say(f"succession: term {term}: no quorum: {granted} agree; {against or 'nobody else answered'}")
         return chosen
 
     async def _succeed(self, term: int) -> None:
@@ -120,7 +137,7 @@ class Peers:
         try:
             listener = listen(self._host, self._ports)
         except UsageError as error:
-            print(f"succession: {error}", flush=True)
+            _say(f"succession: {error}")
             return
         with listener:
             address = self._host, listener.getsockname()[1]
@@ -147,17 +164,20 @@ class Peers:
 
     async def _ask(self, peer: m.Peer, question: m.AskVote | m.Successor) -> m.PeerMessage | None:
         """The answer; None if there is none in time."""
-        channel: SecureChannel[m.PeerMessage] | None = None
-        try:
-            async with asyncio.timeout(ASK_S):
-                channel = await SecureChannel.connect(peer.host, peer.port, self._key, m.PeerMessage, timeout_s=ASK_S)
-                channel.post(question)
-                return await channel.recv()
-        except (OSError, TimeoutError, ProtocolError):
-            return None
-        finally:
-            if channel is not None:
-                channel.abort()
+        async with self._asking:
+            channel: SecureChannel[m.PeerMessage] | None = None
+            try:
+                async with asyncio.timeout(ASK_S):
+                    channel = await SecureChannel.connect(
+                        peer.host, peer.port, self._key, m.PeerMessage, timeout_s=ASK_S
+                    )
+                    channel.post(question)
+                    return await channel.recv()
+            except (OSError, TimeoutError, ProtocolError):
+                return None
+            finally:
+                if channel is not None:
+                    channel.abort()
 
     # --- as a voter -------------------------------------------------------------------------------------------
 
@@ -188,5 +208,11 @@ class Peers:
         )
 
 
-def _refused(peer: str, reason: str) -> None:
-    print(f"connection from {peer} refused: {reason}", flush=True)
+def _some(texts: list[str], between: str) -> str:
+    """All of a small job, some of a large one's."""
+    more = [f"{len(texts) - MOST_TOLD} more"] if len(texts) > MOST_TOLD else []
+    return between.join([*texts[:MOST_TOLD], *more])
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -24,7 +25,7 @@ import msgspec
 import psutil
 
 from resihp.errors import ConfigurationError, ResihpError, UsageError
-from resihp.process import adopt_orphans, inherited_socket
+from resihp.process import Orphans, adopt_orphans, inherited_socket, raise_open_files
 from resihp.protocol import messages as m
 from wrapper.agent.journal_copy import Replica, local_place
 from wrapper.agent.log_mirror import LogMirror, print_to
@@ -37,6 +38,7 @@ from wrapper.launch.interfaces import of_workers
 from wrapper.launch.launcher import NO_JOB_STATUS
 
 BEAT_S = 1.0
+REAP_EVERY_S = 10.0
 TERM_GRACE_S = 1.0
 LAST_WORDS_S = 1.0
 """How long the supervisor may take to acknowledge what an agent that ends has told it."""
@@ -63,12 +65,15 @@ class Agent:
         self._request = request
         self._node = node
         self._lease = lease
+        self._incarnation = secrets.token_hex(8)
         self._link = LeaderLink((host, port), job.key, self, succession=request.succession)
         self._replica: Replica | None = None
         self._peers: Peers | None = None
         if request.succession:
             self._replica = Replica(local_place(job) / f"{node}.copy")
-            self._peers = Peers(node, job.run_file, job.key, self._replica, self._link, request.ports)
+            self._peers = Peers(
+                node, job.run_file, job.key, self._replica, self._link, request.ports, self._incarnation
+            )
         self._workers = Workers(request, node, logs, self._link.tell, lambda: self.dismiss(0.0), forks)
         self._needed = asyncio.Event()
         """Set once there are workers to be started."""
@@ -83,7 +88,7 @@ class Agent:
         loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is the supervisor's to act on
         starting = asyncio.create_task(self._start_workers())
         conversing = asyncio.create_task(self._link.run())
-        tasks = [conversing, asyncio.create_task(self._beat())]
+        tasks = [conversing, asyncio.create_task(self._beat()), asyncio.create_task(self._reap())]
         if self._peers is not None:
             tasks += [asyncio.create_task(self._link.watch()), asyncio.create_task(self._peers.run())]
         reasons_to_go: list[asyncio.Future[Any]] = [*tasks, self._release]
@@ -125,6 +130,7 @@ class Agent:
             devices=self._request.settings.gpus_per_node,
             lease=self._lease,
             hardware=hardware(),
+            incarnation=self._incarnation,
             epoch=max(1, self._workers.epoch) if self._link.welcome else 0,
         )
 
@@ -192,6 +198,13 @@ class Agent:
             self._link.tell(self._workers.beat())
             due = max(due + BEAT_S, loop.time())
             await asyncio.sleep(due - loop.time())
+
+    async def _reap(self) -> None:
+        """In a thread: on a node with many processes it takes a while to look through them."""
+        orphans = Orphans()
+        while True:
+            await asyncio.sleep(REAP_EVERY_S)
+            await asyncio.to_thread(orphans.reap)
 
 
 def network_of(own_host: str) -> dict[str, str]:
@@ -265,6 +278,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--forks", type=int, help="inherited socket to a fork server; without it, one is started")
     options = parser.parse_args(arguments)
     node = options.node
+    raise_open_files()
     try:
         node = node_name(options.node)
         request = _load(options.run)

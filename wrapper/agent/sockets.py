@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from resihp.errors import ProtocolError
+from resihp.process import OPEN_FILES
 from resihp.protocol.framing import MAX_UNSENT_BYTES, LocalChannel, LocalCodec, LocalFrames, local_frame
 from resihp.worker import forkserver
 from resihp.worker.forkserver import ONE_THREAD, Deliver, Ended, Fork, Forked, NotForked, Ready, Unable
@@ -151,7 +152,7 @@ class ForkServerLink:
         command += ["--preload", preload, *(["--own", ",".join(container.ITS_OWN)] if inside else [])]
         with theirs, self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *container.wrap(inside, command, ONE_THREAD),
+                *container.wrap(inside, command, (*ONE_THREAD, OPEN_FILES)),
                 stdin=theirs.fileno(),
                 stdout=log,
                 stderr=log,

@@ -22,13 +22,15 @@ from resihp.errors import ProtocolError
 from resihp.protocol import messages as m
 from resihp.protocol.framing import Envelope, NoAnswerError, SecureChannel
 from resihp.protocol.resumable import Conversation
+from wrapper.agent.back_off import BackOff
 from wrapper.agent.election import accepts
 
 RETRY_S = 3.0
 """How long one attempt to connect may take; without succession, how long to look for one where nobody listens."""
 GUARDED_S = 30.0
 """Without succession: how long to wait where somebody holds the socket, and is about to start another supervisor."""
-RETRY_EVERY_S = 0.1
+STAYS_S = 5.0
+"""A connection that lasted so long was not in vain: its end is followed by an attempt at once."""
 SILENCE_S = 3.0
 """With succession: a leader that says nothing at all for so long is gone, whatever its connection looks like."""
 ORPHAN_S = 60.0
@@ -102,7 +104,9 @@ class LeaderLink:
     async def run(self) -> None:
         """Stay in touch with whoever leads; return when nobody has been there for too long, or we are dismissed."""
         troubles: dict[Address, str] = {}
+        back_off = BackOff()
         while True:
+            begun = time.monotonic()
             for address in self._addresses():
                 answered, news = await self._once(address)
                 if self._refused_at is not None and not self._succession:
@@ -112,8 +116,6 @@ class LeaderLink:
                 elif news != troubles.get(address) and self._succession:
                     print(f"supervisor at {address[0]}:{address[1]}: {news}", flush=True)
                 troubles[address] = news
-                if self._conversation is None and answered:
-                    await asyncio.sleep(RETRY_EVERY_S)
                 if answered or self._hinted.is_set():
                     break
             else:
@@ -121,7 +123,15 @@ class LeaderLink:
                 if gone is not None:
                     print(f"supervisor not reached for {gone:g} s: {news}", flush=True)
                     return
-                await asyncio.sleep(RETRY_EVERY_S)
+            if answered and time.monotonic() - begun > STAYS_S:
+                back_off.begin_anew()
+            await self._rest(back_off.pause_s())
+
+    async def _rest(self, pause_s: float) -> None:
+        """Wait that long, unless a better address becomes known."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._hinted.wait()
 
     async def watch(self) -> None:
         """Notice a leader that says nothing; with succession only, else it is waited for as long as it lives."""

@@ -20,7 +20,7 @@ import msgspec
 import psutil
 
 from resihp.errors import ProtocolError
-from resihp.process import ending, state_letter
+from resihp.process import OPEN_FILES, ending, state_letter
 from resihp.protocol import messages as m
 from resihp.protocol.forwarding import label_of
 from resihp.protocol.framing import decode, encode
@@ -224,6 +224,7 @@ class Workers:
     def _environment_of(self, start: m.Start, added: dict[str, str]) -> dict[str, str]:
         inherited = container.of_workers(self._request.container, os.environ)
         environment = {name: value for name, value in inherited.items() if not name.startswith("MASTER_")}
+        environment.pop(OPEN_FILES, None)
         environment.setdefault("OMP_NUM_THREADS", ONE_THREAD["OMP_NUM_THREADS"])
         if self._request.python_path:
             environment["PYTHONPATH"] = self._request.python_path

@@ -8,15 +8,15 @@ libraries listen on (gloo, NCCL) is chosen by them. Decides only which port is t
 from __future__ import annotations
 
 import errno
+import os
 import random
 import socket
 
 from resihp.errors import UsageError
+from resihp.protocol.serving import BACKLOG
 
 Ports = tuple[int, int]
 """The first and the last of a range."""
-
-BACKLOG = 1024
 
 
 def listen(host: str, ports: Ports | None = None) -> socket.socket:
@@ -51,7 +51,21 @@ def _bound(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE and port:
             raise _TakenError from None
         where = f"port {port}" if port else "any port"
-        raise UsageError(f"{host}: cannot listen on {where}: {error.strerror}") from None
+        raise UsageError(
+            f"{host}: cannot listen on {where}: {os.strerror(error.errno or 0)}; {_advice(error)}"
+        ) from None
+
+
+def _advice(error: OSError) -> str:
+    match error.errno:
+        case errno.EADDRNOTAVAIL:
+            return "see which addresses this machine has: ip -brief address"
+        case errno.EACCES | errno.EPERM:
+            return "set [slurm] ports to a range above sysctl net.ipv4.ip_unprivileged_port_start"
+        case errno.EADDRINUSE:
+            return "see who has all ports that the kernel chooses from: ss -tan"
+        case _:
+            return "see what this machine allows: ulimit -a"
 
 
 def told(ports: Ports) -> str:

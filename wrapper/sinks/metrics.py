@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,9 @@ LOOPBACK = "127.0.0.1"
 JOB = "job_id"
 """The label of each metric that names the job. Not `job`: that is Prometheus's own, for where it scrapes."""
 BETWEEN_WRITES_S = 5.0
+MOST_AT_ONCE = 8
+PATIENCE_S = 5.0
+"""How long who connects to the page may say nothing."""
 MAX_LABEL = 128
 STATES = ("running", "completed", "failed", "cancelled", "abnormal")
 REPLACEMENT_STATES = ("asked", "pending", "running", "joined", "refused", "cancelled", "ended")
@@ -170,7 +174,7 @@ class Metrics:
         self._say = say
         self._outside = outside
         self._clock = clock
-        self._server: Any = None
+        self._server: _Page | None = None
         self._textfile: _Textfile | None = None
         for record in past:
             follow(self._figures, record)
@@ -204,13 +208,12 @@ class Metrics:
 
     def serve(self, port: int) -> int | None:
         """Answer on loopback; the port, None when that one cannot be had, which is said."""
-        from prometheus_client import start_http_server
-
         try:
-            self._server, _ = start_http_server(port, addr=LOOPBACK, registry=self._registry())
+            self._server = _Page((LOOPBACK, port), self._registry())
         except OSError as error:
             self._say(f"metrics: {LOOPBACK}:{port} cannot be had ({error.strerror}); set port in [metrics] to another")
             return None
+        threading.Thread(target=self._server.serve_forever, name="metrics page", daemon=True).start()
         return int(self._server.server_port)
 
     def write_to(self, path: Path) -> None:
@@ -223,6 +226,34 @@ class Metrics:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         return registry
+
+
+class _Page(ThreadingHTTPServer):
+    """Answers a few at a time: anybody on this machine can connect, and each connection costs a thread."""
+
+    def __init__(self, address: tuple[str, int], registry: CollectorRegistry) -> None:
+        from prometheus_client import MetricsHandler
+
+        class Handler(MetricsHandler):
+            timeout = PATIENCE_S
+
+        self._free = threading.BoundedSemaphore(MOST_AT_ONCE)
+        super().__init__(address, Handler.factory(registry))
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Who asked has gone, or asks what is no HTTP: not ours to report."""
 
 
 class _Textfile:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +46,8 @@ class AgentLink:
     conversation: Conversation[m.AgentMessage] = field(default_factory=Conversation)
     channel: SecureChannel[Any] | None = None
     pid: int = 0
+    incarnation: str = ""
+    """Of the only agent that is this node's; empty until it is known."""
     join: m.Join | None = None
     """Of the present connection, or the last one."""
     peer: m.Peer | None = None
@@ -87,10 +89,11 @@ class AgentLinks:
         acknowledged: Callable[[str, int], None] = lambda node, number: None,
         deposed: Callable[[str], None] = lambda reason: None,
         roster: bool = False,
+        incarnations: Mapping[str, str] | None = None,
     ) -> None:
         """`joined(join)` comes before the event; `acknowledged(node, number)` with every message.
 
-        `roster`: tell agents of each other.
+        `roster`: tell agents of each other. `incarnations`: by node, of agents that have joined a leader before us.
         """
         self._launcher = launcher
         self._event = event
@@ -102,7 +105,8 @@ class AgentLinks:
         self._acknowledged = acknowledged
         self._deposed = deposed
         self._rosters = Rosters(self.post) if roster else None
-        self._links = {node: AgentLink(node) for node in launcher.nodes}
+        self._incarnations = incarnations or {}
+        self._links = {node: self._new_link(node) for node in launcher.nodes}
         self._node_of: dict[int, str] = {}
         self._rendezvous = Exchange(self.post)
         self._returned_at = 0.0
@@ -111,8 +115,11 @@ class AgentLinks:
         """Ranks that have sent what is no report."""
         self.epoch = 0
         """Of the last `Go`."""
-        for link in self._links.values():
-            link.closed.set()
+
+    def _new_link(self, node: str) -> AgentLink:
+        link = AgentLink(node, incarnation=self._incarnations.get(node, ""))
+        link.closed.set()
+        return link
 
     @property
     def live_ranks(self) -> tuple[int, ...]:
@@ -231,7 +238,7 @@ class AgentLinks:
             if link.conversation.received or link.conversation.acknowledged:
                 link.conversation = Conversation()  # else what waits for it is still to be said
             first = Envelope(message=join)
-        link.pid, link.channel, link.join = join.pid, channel, join
+        link.pid, link.incarnation, link.channel, link.join = join.pid, join.incarnation, channel, join
         link.peer = m.Peer(node=join.node, host=channel.peer.rpartition(":")[0], port=join.peer_port)
         link.closed.clear()
         if link.breaks:
@@ -261,8 +268,7 @@ class AgentLinks:
             raise ProtocolError(reason)
         link = self._links.get(join.node)
         if link is None and join.lease:
-            link = self._links[join.node] = AgentLink(join.node)
-            link.closed.set()
+            link = self._links[join.node] = self._new_link(join.node)
         received = first.acknowledged
         ours = join.term == self.lead.term
         if link is None:
@@ -271,6 +277,8 @@ class AgentLinks:
             reason = f"the node was left out; process {join.pid} is refused"
         elif link.pid not in (0, join.pid):
             reason = f"process {join.pid} where {link.pid} is expected"
+        elif link.incarnation not in ("", join.incarnation):
+            reason = "was started again, and does not know what it had promised"
         elif link.joined and not ours:
             reason = "has lost what it was told"
         elif ours and not link.conversation.can_resume(received):
@@ -347,6 +355,7 @@ class AgentLinks:
                 devices=link.join.devices,
                 lease=link.join.lease,
                 hardware=link.join.hardware,
+                incarnation=link.join.incarnation,
                 inventory=inventory,
             )
         )

@@ -22,7 +22,7 @@ from types import FrameType
 
 import msgspec
 
-from resihp.process import adopt_orphans, ending
+from resihp.process import adopt_orphans, ending, wait_for
 from wrapper.config.run_spec import RunRequest, load
 from wrapper.exit_codes import DEPOSED, REQUEUE
 from wrapper.job_folder import Job, SupervisorFile, hold_lock
@@ -90,7 +90,7 @@ def _watch(command: Sequence[str], inherited: Sequence[int]) -> int:
         )
         for number in early:
             forward(number, None)
-        return child.wait()
+        return wait_for(child)  # and for what we have adopted
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -30,7 +30,7 @@ import psutil
 import resihp
 from resihp.controller.interface import AnyEvent
 from resihp.errors import ProtocolError, ResihpError
-from resihp.process import die_with_parent, inherited_socket
+from resihp.process import die_with_parent, inherited_socket, raise_open_files
 from resihp.protocol.messages import Lead
 from resihp.record.journal import AnyEntry, JobEnded, JobStarted, LeaderChosen, NodeJoined, Record
 from resihp.record.journal_file import Journal, read_packed
@@ -329,6 +329,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--term", type=int, default=0, help="the term that agents were asked about")
     options = parser.parse_args(arguments)
     never_wait_for_stderr()
+    raise_open_files()
     if options.parent is not None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the shell listens to it
         die_with_parent(options.parent, signal.SIGHUP)

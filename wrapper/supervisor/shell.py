@@ -27,7 +27,8 @@ import msgspec
 from resihp.controller import interface as api
 from resihp.errors import ProtocolError, ResihpError
 from resihp.protocol import messages as m
-from resihp.protocol.framing import Envelope, SecureChannel, serve
+from resihp.protocol.framing import Envelope, SecureChannel
+from resihp.protocol.serving import Refusals, serve
 from resihp.record.journal import AnyEntry, JobEnded, Record, WorkerEnded
 from resihp.record.journal_file import Journal
 from resihp.record.quorum import Membership
@@ -62,7 +63,6 @@ AGENT_EXIT_S = 3.0
 GUARDIAN_GONE_S = 1.0
 """The kernel sends SIGHUP when the guardian dies (`wrapper.supervisor.process`); whoever killed it may be about to kill
 us."""
-REFUSALS_TOLD_PER_MINUTE = 10
 BEAT_S = 1.0
 STALL_S = 1.0
 """A tick that comes that late: the silence since the last one was ours."""
@@ -122,6 +122,7 @@ class Supervisor:
             acknowledged=self._acknowledged,
             deposed=self._deposed,
             roster=request.succession,
+            incarnations={node: membership.incarnation(node) for node in membership.joined} if membership else None,
         )
         copies = None
         if request.succession:
@@ -138,7 +139,6 @@ class Supervisor:
         self._end: asyncio.Future[api.End] = asyncio.get_running_loop().create_future()
         self._hurry = asyncio.Event()
         self._interrupts = 0
-        self._refusals: list[float] = []
 
     async def run(self, started: AnyEntry) -> int:
         """Supervise to the end; `started` is the first entry of ours. Returns the exit code."""
@@ -153,7 +153,7 @@ class Supervisor:
         listener = self._listener or listen(self._launcher.host, self._request.ports)
         port = listener.getsockname()[1]
         receives = Envelope[m.AgentMessage] | m.OperatorRequest
-        server = await serve(listener, self._job.key, receives, self._connected, self._refused)
+        server = await serve(listener, self._job.key, receives, self._connected, Refusals(_log.warning))
         address = SupervisorFile(host=self._launcher.host, port=port, pid=os.getpid())
         write_private(self._job.supervisor_file, msgspec.json.encode(address))
         self._recall(self._request.settings.node_names)
@@ -391,16 +391,6 @@ class Supervisor:
 
     def _ending(self) -> str | None:
         return f"job {self._job.name} is ending" if self._end.done() else None
-
-    def _refused(self, peer: str, reason: str) -> None:
-        """Tell of refused connections, but not without end."""
-        now = time.monotonic()
-        self._refusals = [at for at in self._refusals if now - at < 60.0]
-        self._refusals.append(now)
-        if len(self._refusals) < REFUSALS_TOLD_PER_MINUTE:
-            _log.warning("connection from %s refused: %s", peer, reason)
-        elif len(self._refusals) == REFUSALS_TOLD_PER_MINUTE:
-            _log.warning("connection from %s refused: %s; more are not told for a minute", peer, reason)
 
     # --- the end ----------------------------------------------------------------------------------------------
 

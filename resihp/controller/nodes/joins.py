@@ -74,7 +74,15 @@ def node_joined(job: Job, event: api.AgentJoined) -> None:
 
 def take_in(job: Job, event: api.AgentJoined) -> None:
     """From here on it is one of the job's nodes."""
-    job.log(NodeJoined(node=event.node, host=event.host, devices=event.devices, hardware=event.hardware))
+    job.log(
+        NodeJoined(
+            node=event.node,
+            host=event.host,
+            devices=event.devices,
+            hardware=event.hardware,
+            incarnation=event.incarnation,
+        )
+    )
 
 
 def _other_hardware(job: Job, event: api.AgentJoined) -> str:

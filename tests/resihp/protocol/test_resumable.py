@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from resihp.errors import ProtocolError
 from resihp.protocol import messages as m
-from resihp.protocol.framing import Envelope, LocalCodec, SecureChannel, serve
+from resihp.protocol.framing import Envelope, LocalCodec, SecureChannel
 from resihp.protocol.resumable import Conversation
+from resihp.protocol.serving import serve
 
 KEY = bytes(32)
 RECEIVES = Envelope[m.AgentMessage]

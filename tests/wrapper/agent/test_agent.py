@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import sys
@@ -13,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from resihp.errors import ProtocolError
+from resihp.process import MOST_OPEN_FILES
 from resihp.protocol import framing
 from resihp.protocol import messages as m
 from resihp.protocol.forwarding import label_of, report_of
-from resihp.protocol.framing import Envelope, SecureChannel, serve
+from resihp.protocol.framing import Envelope, SecureChannel
 from resihp.protocol.resumable import Conversation
+from resihp.protocol.serving import serve
 from resihp.record.journal import IterationCommitted, Record
 from resihp.record.journal_file import encode
 from tests.wrapper.run_requests import run_request
@@ -244,6 +248,25 @@ def test_newcomers_get_ranks_of_their_own_and_logs_of_their_own(job: Job) -> Non
     play(job, scene)
     assert (job.logs / "n1.rank0.log").read_text() == "0 1 1 False ('n1',)\n"
     assert (job.logs / "n1.rank5.log").read_text() == f"5 6 1 True {('n1',) * 6}\n"
+
+
+def test_an_agent_may_open_many_files_and_its_workers_what_they_could(job: Job) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def scene(supervisor: PretendedSupervisor) -> None:
+        supervisor.order(spawn(0, 1))
+        await supervisor.until(lambda: supervisor.of(m.Spawned))
+        agent, worker = psutil.Process(supervisor.joins[0].pid), psutil.Process(supervisor.of(m.Spawned)[0].pid)
+        assert agent.rlimit(psutil.RLIMIT_NOFILE) == (min(hard, MOST_OPEN_FILES), hard)
+        assert worker.rlimit(psutil.RLIMIT_NOFILE) == (600, hard)
+        supervisor.order(halt(0))
+        await supervisor.until(lambda: supervisor.of(m.Exited))
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
+    try:
+        play(job, scene)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_worker_that_cannot_be_started_is_refused_by_name(job: Job) -> None:

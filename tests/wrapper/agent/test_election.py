@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -29,7 +30,20 @@ from resihp.record.journal import (
     term_of,
 )
 from resihp.record.quorum import Membership
-from wrapper.agent.election import AGAIN_S, LEADER_PATIENCE_S, QUIET_S, STAGGER_S, Election, Standing, accepts
+from wrapper.agent.election import (
+    AGAIN_S,
+    ALONE,
+    LEADER_PATIENCE_S,
+    PLEDGE_S,
+    QUIET_S,
+    STAGGER_S,
+    Election,
+    Standing,
+    accepts,
+    stagger_s,
+    turn,
+)
+from wrapper.agent.supervisor_link import ORPHAN_S
 
 NODES = ("n1", "n2", "n3", "n4", "n5", "n6", "n7")
 
@@ -39,7 +53,7 @@ def plan_of(epoch: int, ranks: tuple[int, ...]) -> PlanDecided:
     return PlanDecided(plan=plan, next_iteration=1, action="start", finish=None, reason="")
 
 
-def beginning(nodes: int) -> list[Record]:
+def beginning(nodes: int, names: Sequence[str] = NODES) -> list[Record]:
     """The journal of a job that trains on that many nodes, one rank each, led from n1."""
     started = JobStarted(
         job="j",
@@ -57,8 +71,8 @@ def beginning(nodes: int) -> list[Record]:
         leader="n1",
     )
     entries: list[AnyEntry] = [started]
-    for rank, node in enumerate(NODES[:nodes]):
-        entries.append(NodeJoined(node=node, host="h", devices=1))
+    for rank, node in enumerate(names[:nodes]):
+        entries.append(NodeJoined(node=node, host="h", devices=1, incarnation=f"{node}/0"))
         entries.append(WorkerStarted(rank=rank, node=node, device=0, pid=1, epoch=0))
     entries += [plan_of(1, tuple(range(nodes))), PlanInEffect(epoch=1)]
     return [Record(seq, 0.0, entry) for seq, entry in enumerate(entries, 1)]
@@ -84,32 +98,75 @@ def standing(now: float, *, nodes: int = 4, heard_at: float | None = 0.0, promis
     )
 
 
+def vote(node: str, incarnation: int = 0) -> m.Vote:
+    return m.Vote(node=node, granted=True, term=1, incarnation=f"{node}/{incarnation}")
+
+
 def ask(node: str = "n2", term: int = 2, log: int = 1000) -> m.AskVote:
     return m.AskVote(node=node, term=term, log=log)
 
 
+def in_turn(term: int, nodes: Iterable[str] = NODES[:4]) -> list[str]:
+    return sorted(nodes, key=lambda node: turn(node, term))
+
+
 def test_the_first_agent_stands_after_five_seconds_and_the_next_ones_later() -> None:
-    for position, node in enumerate(NODES[:4]):
+    for position, node in enumerate(in_turn(2)):
         election = Election(node)
         due = LEADER_PATIENCE_S + position * STAGGER_S
         assert election.term_to_stand_for(standing(due - 0.01)) is None
         assert election.term_to_stand_for(standing(due + 0.01)) == 2
 
 
+def test_each_term_has_an_order_of_its_own() -> None:
+    assert {in_turn(term)[0] for term in range(1, 60)} == set(NODES[:4])
+
+
+def test_all_agents_of_a_large_job_stand_in_time_and_the_first_ones_alone() -> None:
+    """Position times stagger would have the last of 2,048 wait for ten minutes, and live for one."""
+    later = [stagger_s(position, 2048) for position in range(2048)]
+    assert later == sorted(later)
+    assert [round(b - a, 6) for a, b in itertools.pairwise(later[: ALONE + 1])] == [STAGGER_S] * ALONE
+    assert LEADER_PATIENCE_S + later[-1] < ORPHAN_S / 2
+    rack = [f"node{i:04d}" for i in range(600)]
+    nodes = [*rack, *(f"node{i:04d}" for i in range(600, 2048))]
+    for term in range(2, 40):
+        first = next(i for i, node in enumerate(in_turn(term, nodes)) if node not in rack)
+        assert stagger_s(first, 2048) < 3.0, "although the nodes of the first names are dead"
+
+
 def test_a_candidate_without_a_quorum_asks_again_a_second_later() -> None:
     election = Election("n1")
+    later_s = STAGGER_S * in_turn(2).index("n1")
     assert election.term_to_stand_for(standing(10.0)) == 2
     assert not election.chosen(2, [m.Vote(node="n2", granted=False, term=5)], standing(10.1))
-    assert election.term_to_stand_for(standing(10.0 + AGAIN_S - 0.1)) is None
-    assert election.term_to_stand_for(standing(10.0 + AGAIN_S + 0.1)) == 6, "n2 has promised itself to term 5"
+    election.give_up(10.1)
+    assert election.term_to_stand_for(standing(10.0 + later_s + AGAIN_S - 0.1)) is None
+    assert election.term_to_stand_for(standing(10.0 + later_s + AGAIN_S + 0.1)) == 6, "n2 has promised term 5"
+
+
+def test_a_candidate_gives_its_word_to_nobody_while_it_asks_and_may_afterwards() -> None:
+    log = standing(0).membership.log
+    election = Election("n1")
+    assert election.term_to_stand_for(standing(10.0)) == 2
+    assert not election.judge(ask(log=log), standing(10.0 + PLEDGE_S - 0.1)).granted
+    election.give_up(12.9)
+    assert election.judge(ask(log=log), standing(12.9)).granted
 
 
 @pytest.mark.parametrize("voters", [(), ("n2",), ("n2", "n3")])
 def test_half_is_enough_for_the_incumbents_agent_only(voters: tuple[str, ...]) -> None:
-    votes = [m.Vote(node=node, granted=True, term=1) for node in voters]
+    votes = [vote(node) for node in voters]
     first, last = Election("n1"), Election("n4")
     assert first.chosen(2, votes, standing(10.0)) == (len(voters) >= 1)
     assert last.chosen(2, votes, standing(10.0)) == (len(voters) >= 2)
+
+
+def test_a_vote_of_an_agent_that_was_started_again_does_not_count() -> None:
+    election = Election("n1")
+    assert not election.chosen(2, [vote("n2", 1), m.Vote(node="n3", granted=True, term=1)], standing(10.0))
+    assert election.chosen(2, [vote("n2", 1), vote("n3")], standing(10.0))
+    assert Election("n3", "n3/1").judge(ask(), standing(10.0)).incarnation == "n3/1"
 
 
 def test_who_is_in_no_plan_and_who_never_had_a_leader_does_not_stand() -> None:
@@ -138,7 +195,7 @@ def test_a_candidate_that_gave_its_word_to_another_withdraws() -> None:
     election.term_to_stand_for(standing(10.0))
     assert not election.judge(ask(node="n1"), standing(10.5)).granted, "it stands itself"
     election.wait_for("n1", 11.0)
-    votes = [m.Vote(node=node, granted=True, term=1) for node in ("n3", "n4")]
+    votes = [vote(node) for node in ("n3", "n4")]
     assert not election.chosen(2, votes, standing(11.1))
     assert election.term_to_stand_for(standing(15.0)) is None
     assert election.term_to_stand_for(standing(17.0)) == 2, "the successor has not come"
@@ -191,6 +248,8 @@ class Leader:
     chosen: bool = False
     alive: bool = True
     accepted: set[str] = field(default_factory=set)
+    met: dict[str, str] = field(default_factory=dict)
+    """Incarnation of each agent that it has met."""
     has: dict[str, int] = field(default_factory=dict)
     """Number of the last record that each agent has acknowledged."""
     sent: dict[str, int] = field(default_factory=dict)
@@ -222,6 +281,11 @@ class Follower:
     promised: int = 1
     leader: Leader | None = None
     alive: bool = True
+    lives: int = 0
+
+    @property
+    def incarnation(self) -> str:
+        return f"{self.node}/{self.lives}"
 
 
 class Network:
@@ -254,6 +318,7 @@ class Network:
             self.somebody_stands: 6,
             self.a_supervisor_is_killed: 3,
             self.a_node_dies: 0.2,
+            self.an_agent_is_started_again: 0.5,
         }
         for move in self.dice.choices(list(moves), list(moves.values()), k=steps):
             move()
@@ -266,12 +331,19 @@ class Network:
         self.cut = {frozenset((a, b)) for a in one for b in self.nodes if b not in one and self.dice.random() < 0.9}
 
     def a_node_dies(self) -> None:
-        living = [agent for agent in self.agents if agent.alive]
+        living = [agent for agent in self.agents if agent.alive and not agent.lives]
         if 2 * len(living) > len(self.agents) + 2:
             dead = self.dice.choice(living)
             dead.alive = False
             for leader in self.leaders:
                 leader.alive = leader.alive and leader.node != dead.node
+
+    def an_agent_is_started_again(self) -> None:
+        """By hand: what it had promised and copied is forgotten."""
+        agent = self.dice.choice(self.agents)
+        counting = [each for each in self.agents if each.alive and not each.lives]
+        if agent in counting and 2 * len(counting) > len(self.agents) + 2:
+            agent.lives, agent.promised, agent.leader, agent.copy = agent.lives + 1, 0, None, Log()
 
     # --- supervisors ------------------------------------------------------------------------------------------
 
@@ -311,13 +383,17 @@ class Network:
         if agent.promised > leader.term:
             leader.alive = False  # deposed
             return
+        known = leader.met.get(agent.node) or leader.journal.membership.incarnation(agent.node)
+        if known not in ("", agent.incarnation):
+            return
+        leader.met[agent.node] = agent.incarnation
         lost_thread = agent.leader is None and leader.term == agent.promised and agent.node in leader.accepted
         lead = m.Lead(term=leader.term, node=leader.node, log=leader.written, settled=leader.settled())
         if not lost_thread and not accepts(lead, agent.promised, agent.copy.last):
             return
         agent.promised, agent.leader = leader.term, leader
         leader.accepted.add(agent.node)
-        common = max(record.seq for record in leader.journal.records if record.seq <= agent.copy.last)
+        common = max((record.seq for record in leader.journal.records if record.seq <= agent.copy.last), default=0)
         leader.has[agent.node] = leader.sent[agent.node] = common
         if not leader.chosen and leader.journal.membership.quorum(leader.accepted):
             self.leads(leader)
@@ -391,14 +467,16 @@ class Network:
         candidate = self.dice.choice(self.agents)
         if not candidate.alive:
             return
-        election = Election(candidate.node)
+        election = Election(candidate.node, candidate.incarnation)
         here = self.here(candidate, heard_at=0.0)
         term = election.term_to_stand_for(here)
         if term is None:
             return
         asked = m.AskVote(node=candidate.node, term=term, log=candidate.copy.last)
         votes = [
-            Election(other.node).judge(asked, self.here(other, heard_at=self.dice.choice([0.0, 0.0, 0.0, 99.0])))
+            Election(other.node, other.incarnation).judge(
+                asked, self.here(other, heard_at=self.dice.choice([0.0, 0.0, 0.0, 99.0]))
+            )
             for other in self.agents
             if other is not candidate and other.alive and self.reaches(other.node, candidate.node)
         ]

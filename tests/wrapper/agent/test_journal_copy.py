@@ -105,3 +105,16 @@ def test_place_that_cannot_be_made_is_named_with_what_to_do(tmp_path: Path) -> N
     (tmp_path / "local").write_text("")
     with pytest.raises(UsageError, match=r"local.*RESIHP_LOCAL"):
         local_place(job)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives a link to another user")
+def test_a_link_of_somebody_else_to_a_folder_of_ours_is_refused(tmp_path: Path) -> None:
+    """Whoever made it can have it lead elsewhere at any time."""
+    job = job_at(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "local").symlink_to(tmp_path / "elsewhere")
+    os.chown(tmp_path / "local", 12345, 12345, follow_symlinks=False)
+    with pytest.raises(UsageError, match=r"local: belongs to another user; set RESIHP_LOCAL"):
+        local_place(job)
+    os.chown(tmp_path / "local", os.getuid(), os.getgid(), follow_symlinks=False)
+    assert local_place(job).is_dir(), "a link of ours is our own affair"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from resihp.protocol import messages as m
+from resihp.protocol.serving import serve
 from resihp.record.journal import Record
 from resihp.record.journal_file import encode
 from tests.wrapper.agent.test_election import beginning
@@ -67,7 +68,7 @@ class Town:
         for node in NODES:
             self.give(node, beginning(3))
             link: Any = self.links[node]
-            self.peers[node] = Peers(node, folder / "run.json", KEY, self.replicas[node], link)
+            self.peers[node] = Peers(node, folder / "run.json", KEY, self.replicas[node], link, incarnation=f"{node}/0")
         self.tasks: list[asyncio.Task[None]] = []
 
     def give(self, node: str, records: list[Record]) -> None:
@@ -177,7 +178,7 @@ def test_peer_that_was_away_is_told_when_it_is_back(play: Play) -> None:
         again = Peers("n3", Path(), KEY, town.replicas["n3"], town.links["n3"])  # type: ignore[arg-type]
         again._port, port = 0, town.peers["n3"]._port
         with socket.create_server(("127.0.0.1", port)) as listener:
-            again._server = await peers_module.serve(listener, KEY, m.PeerMessage, again._answer, lambda *_: None)
+            again._server = await serve(listener, KEY, m.PeerMessage, again._answer, lambda *_: None)
             await until(lambda: town.links["n3"].hints)
             again.close()
 
@@ -212,3 +213,62 @@ def test_next_one_is_looked_for_when_the_successor_has_ended(play: Play) -> None
         assert PretendedSuccessor.started[1].term == 2
 
     play(scene)
+
+
+def test_strangers_at_every_port_do_not_keep_a_quorum_from_choosing(play: Play) -> None:
+    async def scene(town: Town) -> None:
+        sitting = []
+        for peers in town.peers.values():
+            for i in range(200):
+                _, writer = await asyncio.open_connection(
+                    "127.0.0.1", peers._port, local_addr=(f"127.0.0.{9 + i % 2}", 0)
+                )
+                writer.write(os.urandom(8) if i % 10 == 0 else b"")
+                sitting.append(writer)
+        town.look("n2")
+        await until(lambda: all(link.hints for link in town.links.values()))
+        assert [each.node for each in PretendedSuccessor.started] == ["n2"]
+        for writer in sitting:
+            writer.transport.abort()
+
+    play(scene)
+
+
+def test_a_large_job_is_asked_a_few_at_a_time_and_no_more_than_a_quorum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each question costs a descriptor, and an answer may take as long as it takes."""
+    monkeypatch.setattr(peers_module, "ASKED_AT_ONCE", 5)
+    names = [f"n{i + 1}" for i in range(101)]
+    replica = Replica(tmp_path / "n1.copy")
+    records = [Record(record.seq, 0.0, record.entry) for record in beginning(101, names)]
+    replica.apply(m.Replicate(after=0, records=tuple(encode(record) for record in records)))
+    at_once, most_at_once, asked = 0, 0, 0
+
+    async def answer(channel: Any) -> None:
+        nonlocal at_once, most_at_once, asked
+        question = await channel.recv()
+        at_once, asked = at_once + 1, asked + 1
+        most_at_once, node = max(most_at_once, at_once), names[asked]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        at_once -= 1
+        assert isinstance(question, m.AskVote)
+        channel.post(m.Vote(node=node, granted=True, term=1, incarnation=f"{node}/0"))
+
+    async def main() -> bool:
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = await serve(listener, KEY, m.PeerMessage, answer, lambda *_: None)
+        link: Any = Link()
+        peers = Peers("n1", Path(), KEY, replica, link)
+        host, port = listener.getsockname()
+        peers.roster(m.Roster(peers=tuple(m.Peer(node=node, host=host, port=port) for node in names)))
+        term = peers._election.term_to_stand_for(peers._standing())
+        assert term is not None
+        chosen = await peers._stand(term)
+        server.close()
+        return chosen
+
+    assert asyncio.run(main())
+    assert most_at_once <= 5
+    assert 50 <= asked <= 60, "of 101"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from contextlib import ExitStack
 
@@ -49,5 +51,29 @@ def test_without_a_range_the_kernel_chooses() -> None:
 
 @pytest.mark.parametrize("ports", [None, (20000, 20100)])
 def test_an_address_of_another_machine_is_told(ports: tuple[int, int] | None) -> None:
-    with pytest.raises(UsageError, match=r"192\.0\.2\.1: cannot listen on .*port.*: Cannot assign requested address"):
+    with pytest.raises(UsageError) as refused:
         listen("192.0.2.1", ports)
+    where = "any port" if ports is None else "port 2"
+    assert str(refused.value).startswith(f"192.0.2.1: cannot listen on {where}")
+    assert str(refused.value).endswith(
+        ": Cannot assign requested address; see which addresses this machine has: ip -brief address"
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        (errno.EACCES, "set [slurm] ports to a range above sysctl net.ipv4.ip_unprivileged_port_start"),
+        (errno.EMFILE, "see what this machine allows: ulimit -a"),
+    ],
+)
+def test_a_range_that_is_blocked_is_told_in_one_line_with_the_next_command(
+    code: int, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def blocked(*_: object, **__: object) -> socket.socket:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(socket, "create_server", blocked)
+    with pytest.raises(UsageError) as refused:
+        listen("10.0.0.1", (600, 600))
+    assert str(refused.value) == f"10.0.0.1: cannot listen on port 600: {os.strerror(code)}; {advice}"

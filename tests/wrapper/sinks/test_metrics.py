@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from resihp.record import journal
 from tests.db.conftest import BEGAN, any_layout_story, node_story, outcome, started, story, write_journal
 from tests.waiting import until
 from wrapper.sinks.figures import Figures, follow, snapshot
-from wrapper.sinks.metrics import Metrics
+from wrapper.sinks.metrics import MOST_AT_ONCE, Metrics
 
 LATER = BEGAN + 3600
 
@@ -208,6 +209,33 @@ def test_it_answers_on_loopback_while_the_job_runs(tmp_path: Path) -> None:
         metrics.close(time.monotonic() + 10)
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
+
+
+def test_connections_that_say_nothing_cost_a_few_threads_and_not_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wrapper.sinks.metrics, "PATIENCE_S", 0.5)
+    metrics = Metrics("j", say=print)
+    port = metrics.serve(free_port())
+    assert port is not None
+    before = threading.active_count()
+    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(60)]
+    try:
+        hung_up = 0
+        for each in idle[MOST_AT_ONCE:]:
+            each.settimeout(10)
+            hung_up += not each.recv(1)
+        assert hung_up == 60 - MOST_AT_ONCE
+        assert threading.active_count() - before <= MOST_AT_ONCE
+
+        def answers() -> bool:
+            with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+                return ("resihp_iterations_total",) in samples(answer.read())
+            return False
+
+        until(answers)
+    finally:
+        for each in idle:
+            each.close()
+        metrics.close(time.monotonic() + 10)
 
 
 def test_a_port_that_is_taken_is_said_and_no_more() -> None:

@@ -142,7 +142,9 @@ class PretendedAgent:
 class Scene:
     """Links with what they tell in lists."""
 
-    def __init__(self, lead: m.Lead | None = None, roster: bool = False) -> None:
+    def __init__(
+        self, lead: m.Lead | None = None, roster: bool = False, incarnations: dict[str, str] | None = None
+    ) -> None:
         self.events: list[Any] = []
         self.joined: list[m.Join] = []
         self.acknowledged: list[tuple[str, int]] = []
@@ -160,6 +162,7 @@ class Scene:
             acknowledged=lambda node, number: self.acknowledged.append((node, number)),
             deposed=self.deposed.append,
             roster=roster,
+            incarnations=incarnations,
         )
 
     def _joined(self, join: m.Join) -> None:
@@ -812,6 +815,42 @@ def test_stale_and_strange_agents_are_refused(node: str, epoch: int, pid: int, r
         await it.settle()
 
     play(scene)
+
+
+def test_an_agent_that_was_started_again_is_refused_although_it_has_the_same_process_id() -> None:
+    """As the first process of a container has at each start."""
+
+    async def scene(it: Scene) -> None:
+        agent = PretendedAgent()
+        join = msgspec.structs.replace(agent.join(), incarnation="first")
+        agent.connected(await it.arrive(join))
+        await asyncio.sleep(0)
+        assert it.events == [api.AgentJoined(node="n1", host="h", devices=2, inventory=NOTHING, incarnation="first")]
+        with pytest.raises(ProtocolError, match="was started again"):
+            await it.arrive(msgspec.structs.replace(join, incarnation="second"))
+        assert it.links.connected == {"n1"}
+        agent.channel.abort()
+        await it.settle()
+
+    play(scene)
+
+
+def test_a_leader_that_never_met_the_agent_knows_from_the_journal_which_one_may_promise() -> None:
+    """Else it would count for two leaders of a term, and with an empty copy of the journal for all that was decided."""
+
+    async def scene(it: Scene) -> None:
+        strange = msgspec.structs.replace(PretendedAgent().join(), incarnation="second")
+        with pytest.raises(ProtocolError, match="agent of node n1: was started again"):
+            await it.arrive(strange)
+        assert it.joined == []
+        agent = PretendedAgent(pid=11)
+        agent.connected(await it.arrive(msgspec.structs.replace(agent.join(), incarnation="first")))
+        await asyncio.sleep(0)
+        assert it.links.connected == {"n1"}
+        agent.channel.abort()
+        await it.settle()
+
+    play(scene, lead=m.Lead(term=2, node="n2", log=17), incarnations={"n1": "first"})
 
 
 def test_epochs_of_an_earlier_supervisor_are_known_from_the_first_join() -> None:

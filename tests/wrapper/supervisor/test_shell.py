@@ -116,7 +116,14 @@ class PretendedAgent:
         """Until the supervisor has its inventory."""
         self.channel = await SecureChannel.connect("127.0.0.1", port, key, Envelope[m.AgentOrder])
         join = m.Join(
-            node=self.node, host="h", pid=int(self.node[1:]), devices=1, epoch=0, term=self.term, log=self.log
+            node=self.node,
+            host="h",
+            pid=int(self.node[1:]),
+            devices=1,
+            epoch=0,
+            term=self.term,
+            log=self.log,
+            incarnation=f"{self.node}/0",
         )
         self.channel.post(Envelope(message=join))
         first = await self.channel.recv()

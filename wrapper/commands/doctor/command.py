@@ -102,12 +102,25 @@ def here(job_file: Path | None = None) -> dict[str, Check]:
         "packages": machine.packages,
         "torch": machine.torch,
         "gpus": machine.gpus,
-        "limits": machine.limits,
+        "limits": lambda: machine.limits(_nodes_of(job_file)),
         "home": places.home,
         "journal": places.journal,
         "ledger": lambda: places.ledger(job_file),
         "ports": places.ports,
     }
+
+
+def _nodes_of(job_file: Path | None) -> int:
+    """Of the allocation that we are in, or of the job that is configured; spares included."""
+    from wrapper.config.schema import read
+
+    if allocated := os.environ.get("SLURM_NNODES"):
+        return int(allocated)
+    try:
+        found = read({}, job_file)
+    except ResihpError:
+        return 1  # what is wrong with it is said elsewhere
+    return found.job.nodes + found.slurm.spares
 
 
 def run(wanted: Mapping[str, Check], patience_s: float) -> list[CheckResult]:

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -21,8 +22,10 @@ from typing import Literal
 import msgspec
 
 Outcome = Literal["ok", "warning", "failed", "skipped", "unknown"]
-LEAST_FILES, USUAL_FILES = 256, 1024
-"""Open files: below the first not even a small job runs; the second is what systems give, enough for some 250 nodes."""
+FILES_OF_A_NODE, OTHER_FILES = 3, 256
+"""Descriptors of a supervisor: an agent's connection, the one that takes its place, one that has yet to prove the key;
+and all else. Agents that choose a successor need no more than that for a small job."""
+SOMAXCONN = Path("/proc/sys/net/core/somaxconn")
 SUBPROCESS_S = 60.0
 VISIBLE_DEVICES = Path("/dev")
 
@@ -187,16 +190,17 @@ def _nvml() -> str:
     return f", NVML sees {count}"
 
 
-def limits() -> Iterator[CheckResult]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text = f"{_limit(soft)} open files, {_limit(hard)} at most"
-    advice = "ulimit -n 65536 in the batch script, or LimitNOFILE of slurmd"
-    if 0 <= soft < LEAST_FILES:
-        yield CheckResult(check="open files", outcome="failed", text=text, advice=advice)
-    elif 0 <= soft < USUAL_FILES:
-        yield CheckResult(check="open files", outcome="warning", text=text, advice=advice)
-    else:
-        yield CheckResult(check="open files", outcome="ok", text=text)
+def limits(nodes: int = 1) -> Iterator[CheckResult]:
+    """Of this machine, for a job of so many nodes whose supervisor may run here."""
+    yield from _open_files(nodes)
+    with suppress(OSError, ValueError):
+        most = int(SOMAXCONN.read_text())
+        if most < nodes:
+            text = (
+                f"{most} at once (net.core.somaxconn), and {nodes} agents may come at once: the others try again later"
+            )
+            advice = "sysctl -w net.core.somaxconn=4096"
+            yield CheckResult(check="connections that wait", outcome="warning", text=text, advice=advice)
     fabric = Path("/sys/class/infiniband")
     cards = sorted(card.name for card in fabric.iterdir()) if fabric.is_dir() else []
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -206,6 +210,19 @@ def limits() -> Iterator[CheckResult]:
         yield CheckResult(check="locked memory", outcome="warning", text=f"{text}: NCCL may fail", advice=advice)
     else:
         yield CheckResult(check="locked memory", outcome="ok", text=text)
+
+
+def _open_files(nodes: int) -> Iterator[CheckResult]:
+    """The hard limit counts: supervisor and agents raise the soft one to it (`resihp.process.raise_open_files`)."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = FILES_OF_A_NODE * nodes + OTHER_FILES
+    text = f"{_limit(hard)} at most"
+    job = f"a job of {nodes} node{'s' if nodes > 1 else ''} needs {needed}"
+    if 0 <= hard < needed:
+        advice = f"systemctl edit slurmd, and add LimitNOFILE={needed} or more; without Slurm, limits.conf"
+        yield CheckResult(check="open files", outcome="failed", text=f"{text}, and {job}", advice=advice)
+    else:
+        yield CheckResult(check="open files", outcome="ok", text=f"{text}; {job}")
 
 
 def _limit(value: int, unit: str = "") -> str:

@@ -39,7 +39,11 @@ CONNECT_S = 5.0
 EXCHANGES = 5
 SKEW_S, WORST_SKEW_S = 0.5, 60.0
 """Above the first, times in the ledger jump when another node takes over; above the second munge soon refuses."""
-ON_NODES = {"gpus": gpus, "limits": limits, "journal": journal}
+ON_NODES = {
+    "gpus": gpus,
+    "limits": lambda: limits(int(os.environ.get("SLURM_NNODES") or 1)),
+    "journal": journal,
+}
 """What a probe looks at beside the home, the connection and the clock."""
 TOLD = 8
 """So many nodes are named; of more, their number is."""

@@ -176,10 +176,44 @@ def test_gpus_without_nvidia_smi(bare_path: Path, fresh_home: Path) -> None:
     assert only(machine.gpus()).outcome == "warning"
 
 
-def test_few_open_files_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    for soft, outcome in ((128, "failed"), (512, "warning"), (1024, "ok"), (resource.RLIM_INFINITY, "ok")):
-        monkeypatch.setattr(resource, "getrlimit", lambda kind, soft=soft: (soft, resource.RLIM_INFINITY))
-        assert outcomes(machine.limits())["open files"] == outcome
+@pytest.mark.parametrize(
+    ("hard", "nodes", "outcome"),
+    [
+        (1024, 1, "ok"),
+        (1024, 256, "ok"),
+        (1024, 257, "failed"),
+        (4096, 2048, "failed"),
+        (resource.RLIM_INFINITY, 2048, "ok"),
+    ],
+)
+def test_open_files_are_compared_with_the_job(
+    hard: int, nodes: int, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hard limit counts: our own processes raise the soft one to it."""
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, hard))
+    found = next(each for each in machine.limits(nodes) if each.check == "open files")
+    assert found.outcome == outcome
+    assert str(3 * nodes + 256) in found.text
+    if outcome == "failed":
+        assert f"LimitNOFILE={3 * nodes + 256} " in found.advice
+
+
+def test_agents_that_the_kernel_does_not_let_wait_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "SOMAXCONN", tmp_path / "somaxconn")
+    machine.SOMAXCONN.write_text("128\n")
+    assert "connections that wait" not in outcomes(machine.limits(128))
+    assert outcomes(machine.limits(129))["connections that wait"] == "warning"
+
+
+def test_the_job_that_is_configured_is_what_limits_are_for(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_NNODES", raising=False)
+    job_file = fresh_home / "job.toml"
+    job_file.write_text("[job]\nnodes = 100\n[slurm]\nspares = 10\n")
+    files = next(each for each in doctor.here(job_file)["limits"]() if each.check == "open files")
+    assert "a job of 110 nodes needs 586" in files.text
+    monkeypatch.setenv("SLURM_NNODES", "7")
+    files = next(each for each in doctor.here(job_file)["limits"]() if each.check == "open files")
+    assert "a job of 7 nodes" in files.text
 
 
 def test_a_home_that_cannot_be_written(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

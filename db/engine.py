@@ -105,6 +105,8 @@ def make_engine(url: URL, *, write: bool, migrate: bool = False) -> Engine:
     Raises LedgerError if the driver is not installed.
     """
     if url.get_backend_name() == "sqlite":
+        if (file := file_of(url)) is not None and file.exists() and not file.is_file():
+            raise LedgerError(f"ledger {masked(url)}: is no plain file; name another with --ledger")
         engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S})
         wal = write and not is_on_network(url)
 
@@ -158,6 +160,14 @@ def refusal(url: URL, error: DBAPIError | OSError) -> LedgerError:
         )
     elif "locked" in words:
         advice = "another process holds it: try again when it is done, or name another with --ledger"
+    elif "permission denied" in words or "must be owner" in words:
+        advice = f"who owns its tables runs resihp db upgrade, and resihp db grant ROLE, with --ledger {name}"
+    elif "constraint" in words:
+        advice = (
+            "what was to be brought in contradicts itself, and nothing of it was; make it anew from the job's journal"
+        )
+    elif "row-level security" in words:
+        advice = "rows of a job that another database user wrote are not changed; name another with --ledger"
     elif file_of(url) is not None:
         advice = "is its folder writable? name another with --ledger sqlite:///PATH"
     else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -23,11 +24,12 @@ from sqlalchemy.orm import Session
 
 from db import migrate, parquet, projection, report_rows
 from db.engine import file_of, make_engine, masked, prepare_folder, refusal, resolve
-from db.models import JobRow, LedgerTable
+from db.models import LedgerTable
 from db.parquet import JOBS, MANIFEST, OF_JOBS, ROWS_AT_ONCE, Manifest, Row, Source, columns_of
 from db.writer import catch_up
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
 from resihp.record import journal, journal_file
+from resihp.record.packing import first_of
 
 SQLITE_MAGIC = b"SQLite format 3\x00"
 
@@ -107,7 +109,10 @@ def import_from(path: str, url: str) -> list[Merged]:
     if place.is_dir():
         return _import_folder(place, url)
     try:
-        with place.open("rb") as file:
+        descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError("is no plain file")
             begins = file.read(len(SQLITE_MAGIC))
     except OSError as error:
         raise UsageError(f"{place}: {error.strerror or error}; name a journal, a ledger or a job's folder") from error
@@ -165,6 +170,7 @@ def _import_file(file: Path, url: str) -> list[Merged]:
         try:
             engine = make_engine(copied, write=True, migrate=True)
             with engine.begin() as connection:
+                migrate.check_plain(connection, name)
                 if migrate.version_of(connection) is None:
                     raise LedgerError(f"ledger {name}: holds no ledger of resihp; name another source")
                 migrate.upgrade_connection(connection, name)
@@ -178,7 +184,7 @@ def _import_file(file: Path, url: str) -> list[Merged]:
 
 def import_journal(path: Path, url: str) -> Merged:
     """Bring in a journal; a torn tail is passed over. Raises UsageError if it holds no job's beginning."""
-    records = journal_file.read(path)
+    records = journal_file.read_packed(path)
     if not records:
         raise UsageError(f"journal {path}: holds no record; nothing to import")
     first = records[0]
@@ -186,16 +192,26 @@ def import_journal(path: Path, url: str) -> Merged:
         raise UsageError(
             f"journal {path}: begins with record {first.seq}, not with a job's start; name a whole journal"
         )
-    uuid = projection.identity(first)
+    try:
+        uuid = projection.identity(first)
+        projection.moment(first.at)
+    except ValueError as error:
+        raise UsageError(f"journal {path}: begins as no job does: {error}; name a whole journal") from error
     before = _journal_seq(url, uuid)
+    if before is not None and before >= records[-1].seq:
+        return Merged(first.entry.job, uuid, "unchanged", 0, _torn(path))
     catch_up(url, path.parent, path)
     after = _journal_seq(url, uuid) or 0
     if after < records[-1].seq:
         raise LedgerError(f"ledger {masked(url)}: ends at record {after} of {path}, which has {records[-1].seq}; again")
     outcome = "new" if before is None else "unchanged" if before >= after else "brought forward"
+    new = sum(record.seq - max(first_of(record) - 1, before or 0) for record in records if record.seq > (before or 0))
+    return Merged(first.entry.job, uuid, outcome, new, _torn(path))
+
+
+def _torn(path: Path) -> str:
     torn = journal_file.torn_bytes(path)
-    note = f"its last {torn} bytes are of a record that was never finished, and are passed over" if torn else ""
-    return Merged(first.entry.job, uuid, outcome, sum(record.seq > (before or 0) for record in records), note)
+    return f"its last {torn} bytes are of a record that was never finished, and are passed over" if torn else ""
 
 
 def _journal_seq(url: str, uuid: str) -> int | None:
@@ -225,8 +241,19 @@ def merge(source: Source, url: str) -> list[Merged]:
         engine.dispose()
 
 
+def _is_in(connection: Connection, uuid: str, seq: int) -> bool:
+    """Whether all of a job up to record `seq` is in the ledger, whoever wrote it: then there is nothing to replace."""
+    found = connection.execute(select(JOBS.c.journal_seq).where(JOBS.c.uuid == uuid)).scalar_one_or_none()
+    return found is not None and found >= seq
+
+
 def _merge_job(session: Session, source: Source, row: Row) -> Merged:
-    there = session.scalars(select(JobRow).where(JobRow.uuid == row["uuid"]).with_for_update()).one_or_none()
+    try:
+        there = projection.own_job(session, row["uuid"], row["name"])
+    except LedgerError:
+        if not _is_in(session.connection(), row["uuid"], row["journal_seq"]):
+            raise
+        return Merged(row["name"], row["uuid"], "unchanged", 0)
     connection = session.connection()
     outcome, rows = "unchanged", 0
     if there is None:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -75,6 +75,8 @@ class Ledger:
         self._hurry = threading.Event()
         self._deadline = float("inf")
         self._failing = False
+        self._hopeless = False
+        """What is to be written is at fault: who waits for it waits in vain."""
         # A hung file system must not keep the process from ending, hence a daemon; it reports what it could not do.
         self._thread = threading.Thread(target=self._write_until_closed, name="ledger", daemon=True)
 
@@ -154,16 +156,30 @@ class Ledger:
         """
         packed = journal_file.read_packed(journal_path)
         written = self._written_of(packed[0]) if packed else 0
-        records = list(unpack(record for record in packed if record.seq > written))
         with self._lock:
             self._journal_path = journal_path
             if packed:
                 self._first = packed[0]
-            if records:
-                self._last_submitted = max(self._last_submitted, records[-1].seq)
-            waiting = {record.seq: record for record in (*records, *self._records)}
-            self._records = deque(waiting[seq] for seq in sorted(waiting))
+            if packed and packed[-1].seq > written:
+                self._last_submitted = max(self._last_submitted, packed[-1].seq)
+            self._put_before(packed, written)
         self._wake.set()
+
+    def _put_before(self, known: list[journal.Record], written: int) -> None:
+        """What the journal has after this number is to be written before what came later. To be called with the lock.
+
+        Iterations that are packed stay so until it is their turn: they are a hundred times as large otherwise.
+        """
+        last = known[-1].seq if known else 0
+        later = [record for record in self._records if record.seq > last]
+        self._records = deque([*(record for record in known if record.seq > written), *later])
+
+    def _unpack_next(self) -> None:
+        """See to it that what is to be written next is not packed. Raises ProtocolError for columns that are none."""
+        while self._records and not _is_unpacked(self._records[0]):
+            rows = list(unpack([self._records[0]]))
+            self._records.popleft()
+            self._records.extendleft(reversed(rows))
 
     def _written_of(self, first: journal.Record) -> int:
         """Up to which record the ledger has a job; 0 where it cannot tell."""
@@ -172,6 +188,17 @@ class Ledger:
                 return projection.written_of(session, first)
         except (DBAPIError, OSError):
             return 0
+
+    def check_own(self) -> None:
+        """Raises LedgerError if the job that was caught up with is another database user's: trying again is in vain."""
+        first = self._first
+        if first is None or not isinstance(first.entry, journal.JobStarted) or file_of(self._url) is not None:
+            return
+        try:
+            with Session(self._engine) as session:
+                projection.own_job(session, projection.identity(first), first.entry.job)
+        except DBAPIError as error:
+            raise refusal(self._url, error) from error
 
     @property
     def dropped(self) -> int:
@@ -197,7 +224,11 @@ class Ledger:
         self._wake.set()
         with self._lock:
             seq = self._last_submitted
-            return self._written.wait_for(lambda: self._applied >= seq and not self._reports, timeout_s)
+            self._written.wait_for(lambda: self._hopeless or self._is_written(seq), timeout_s)
+            return self._is_written(seq)
+
+    def _is_written(self, seq: int) -> bool:
+        return self._applied >= seq and not self._reports
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Write what waits, for at most `timeout_s`, and stop; False if something was left (the journal has it)."""
@@ -239,6 +270,9 @@ class Ledger:
                     pause_s = FIRST_PAUSE_S
             except Exception as error:  # noqa: BLE001 - whatever it is, training goes on and the records are kept
                 self._engine.dispose()
+                with self._lock:
+                    self._hopeless = _lies_in_the_rows(error)
+                    self._written.notify_all()
                 self._lacks_tables = isinstance(error, ProgrammingError) or "no such table" in str(error)
                 if not self._failing:
                     self._failing = True
@@ -254,6 +288,7 @@ class Ledger:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 self._wake.set()
                 continue
+            self._hopeless = False
             if self._failing:
                 self._failing = False
                 self._say(f"ledger {self.name}: written again, nothing of the journal is missing")
@@ -288,16 +323,16 @@ class Ledger:
             first = self._first
         known: list[journal.Record] | None = None
         if reread and path is not None:
-            known = journal_file.read(path, after=applied)
-            first = first or next(iter(journal_file.read_packed(path)), None)
+            known = journal_file.read_packed(path)
+            first = first or next(iter(known), None)
         with self._lock:
             if known is not None:
-                waiting = {record.seq: record for record in (*known, *self._records)}
-                self._records = deque(waiting[seq] for seq in sorted(waiting) if seq > self._applied)
+                self._put_before(known, applied)
                 self._first = first = self._first or first
                 self._reread = False
             first = self._first
-            records = list(islice(self._records, BATCH_RECORDS))
+            self._unpack_next()
+            records = list(takewhile(_is_unpacked, islice(self._records, BATCH_RECORDS)))
             parts = self._reports.batch()
             dropped = self._dropped
         if first is None or not (records or parts or dropped != self._dropped_written):
@@ -345,7 +380,8 @@ class Ledger:
                     break
                 if projection.overtakes(record, seq) and self._journal_path is not None:
                     projection.forget(session, job)
-                    ready = [earlier for earlier in journal_file.read(self._journal_path) if earlier.seq < record.seq]
+                    known = journal_file.read_packed(self._journal_path)
+                    ready = [earlier for earlier in known if earlier.seq < record.seq]
                 ready.append(record)
                 seq = max(seq, record.seq)
             projection.apply_all(session, job, ready)
@@ -371,6 +407,10 @@ class Ledger:
         return seq
 
 
+def _is_unpacked(record: journal.Record) -> bool:
+    return not isinstance(record.entry, journal.IterationsPacked)
+
+
 def _identity(url: URL) -> tuple[int, int] | None:
     """Which file SQLite's is now; None for a server, or where there is none."""
     file = file_of(url)
@@ -383,7 +423,7 @@ def _identity(url: URL) -> tuple[int, int] | None:
 
 def _lies_in_the_rows(error: Exception) -> bool:
     """Whether trying again is of no use: the database works, it is what we write that it does not take."""
-    return isinstance(error, IntegrityError | DataError) or not isinstance(error, DBAPIError | OSError)
+    return isinstance(error, IntegrityError | DataError) or not isinstance(error, DBAPIError | OSError | LedgerError)
 
 
 def _first_line(error: Exception) -> str:
@@ -394,13 +434,14 @@ def _first_line(error: Exception) -> str:
 def catch_up(url: str, job_folder: Path, journal_path: Path, timeout_s: float = 60.0) -> None:
     """Bring a ledger up to a journal and wait for it, as long as something is written every `timeout_s`.
 
-    Raises LedgerError if it cannot be opened or nothing is written in time, ProtocolError if the journal cannot be
-    read.
+    Raises LedgerError if it cannot be opened, the job is another database user's, or nothing is written in time,
+    ProtocolError if the journal cannot be read.
     """
     said: list[str] = []
     ledger = Ledger.open(url, job_folder, say=said.append)
     try:
         ledger.catch_up(journal_path)
+        ledger.check_own()
     except (ResihpError, OSError):
         ledger.close(0.0)
         raise

@@ -80,7 +80,11 @@ def write_parquet(found: pd.DataFrame, path: Path, what: str) -> None:
 
 
 def message(text: str) -> None:
-    print(f"resihp: {text}", file=sys.stderr)
+    """A line on stderr. What it quotes may come from anywhere: no name of a job steers the terminal, or begins a line
+    as if it were ours."""
+    from wrapper.output.render import literal
+
+    print("resihp: " + literal(text).replace("\n", "\n  "), file=sys.stderr)
 
 
 def console() -> Console:

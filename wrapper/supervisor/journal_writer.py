@@ -48,7 +48,8 @@ class JournalWriter:
         """The same, as the thread knows it."""
         self._waiting: list[tuple[Record, bytes]] = []
         """Appended, and not handed to the thread yet."""
-        self._behind_since: float | None = None
+        self._writing_since: float | None = None
+        """Since when the thread has been at what it writes; told by it, so that a loop that is busy is no slow disk."""
         self._before = journal.seq
         self._seqs: list[int] = []
         self._bodies: list[bytes] = []
@@ -71,8 +72,9 @@ class JournalWriter:
 
     @property
     def behind_s(self) -> float:
-        """For how long the disk has not taken anything of what waits for it."""
-        return 0.0 if self._behind_since is None else time.monotonic() - self._behind_since
+        """For how long the disk has not taken what it was given."""
+        since = self._writing_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def append(self, entry: AnyEntry, at: float) -> Record:
         """Number one entry, to be written soon. Raises ProtocolError if it is too large: it is as if it never came."""
@@ -80,8 +82,6 @@ class JournalWriter:
         self._seqs.append(record.seq)
         self._bodies.append(body)
         self._recent_bytes += len(body)
-        if self._behind_since is None:
-            self._behind_since = time.monotonic()
         with self._wake:
             self._waiting.append((record, body))
             self._wake.notify()
@@ -135,6 +135,7 @@ class JournalWriter:
                 self._waiting = []
                 closing = self._closing
             if batch:
+                self._writing_since = self._writing_since or time.monotonic()
                 try:
                     self._journal.write(batch)
                 except OSError as error:
@@ -144,6 +145,7 @@ class JournalWriter:
                     with self._wake:
                         self._wake.wait_for(lambda: self._closing, AGAIN_S)
                     continue
+                self._writing_since = None
                 self._reached = batch[-1][0].seq
                 self._tell(self._took, self._reached)
                 batch = []
@@ -168,7 +170,6 @@ class JournalWriter:
 
     def _took(self, seq: int) -> None:
         self.written, self.trouble = seq, ""
-        self._behind_since = None if seq == self._journal.seq else time.monotonic()
         self._forget()
         self._told()
 

@@ -196,8 +196,8 @@ class _Making:
 
     def _destroy(self) -> None:
         going = [channel.detach() for channel in self._channels.values()]
-        self._channels.clear()
         going.clear()
+        self._channels.clear()  # with the stores, which back ends may ask to their end
 
     def abandon(self) -> None:
         """Nobody waits any more."""

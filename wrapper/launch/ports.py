@@ -1,8 +1,8 @@
 """Where our own processes listen for other nodes: on one address, and on a port that the site's firewall lets through.
 
 Every listener between nodes is made by `listen`: the guardian's, a successor's, those of agents for their peers, the
-doctor's. `[slurm] ports` is the range; without one the kernel chooses. What training's own
-libraries listen on (gloo, NCCL) is chosen by them. Decides only which port is tried first.
+doctor's. `[slurm] ports` is the range; without one the kernel chooses. What training's own libraries listen on (gloo,
+NCCL) is chosen by them. Decides only which port is tried first.
 """
 
 from __future__ import annotations

@@ -166,3 +166,36 @@ with client.deaf():
     )
     assert [worker.heard(), worker.heard()] == ["-15", "-15"]
     assert worker.ends() == 0
+
+
+def test_a_rank_that_builds_hears_its_peers_while_its_main_thread_waits_and_a_park_can_free_it(
+    started: list[Process],
+) -> None:
+    body = """
+from resihp.errors import CommunicatorError
+from resihp.protocol import messages as m
+old = client.attend(m.MeetingId(epoch=2), ["world"], 60.0)
+old.leave()
+it = client.attend(m.MeetingId(epoch=3), ["world"], 60.0)
+client.on_park(it.leave)
+tell(it.values("world", ["1"]))
+try:
+    it.values("world", ["2"])
+except CommunicatorError as error:
+    tell(error)
+tell(old.has("world", ["1"]))
+"""
+    worker = run(started, body)
+    asked: list[m.Attend] = []
+    while len(asked) < 2:
+        message = worker.channel.recv(m.MeetingMessage | m.Progress)
+        asked += [message] if isinstance(message, m.Attend) else []
+    epochs = [each.meeting.epoch for each in asked]
+    assert epochs == [2, 3]
+    said = (m.Said("world", "1", b"peer"),)
+    worker.channel.send(m.Published(meeting=m.MeetingId(epoch=2), said=said))
+    worker.channel.send(m.Published(meeting=m.MeetingId(epoch=3), said=said))
+    assert worker.heard() == "[b'peer']"
+    worker.channel.send(m.Park(epoch=4, reason="another rank died"))
+    assert worker.heard() == "communicators of epoch 3: woken while a peer was waited for"
+    assert worker.heard() == "False", "what is said of a meeting that it has left reaches nobody"

@@ -51,6 +51,10 @@ class JobNotFoundError(UsageError):
     """No job of that name is known here."""
 
 
+class OwnershipError(UsageError):
+    """A file or folder that is to be believed may be written by somebody else."""
+
+
 class ProtocolError(ResihpError):
     """A frame was refused: wrong key, replayed, oversize, malformed, or of an old epoch."""
 

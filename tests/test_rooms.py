@@ -37,7 +37,8 @@ ORDER: Mapping[str, tuple[set[str], ...]] = {
         {"simulator"},
     ),
     "wrapper": (
-        {"exit_codes", "job_folder"},
+        {"exit_codes", "strict_modes"},
+        {"job_folder"},
         {"output", "launch"},
         {"config"},
         {"sinks", "slurm_tasks"},

@@ -1,7 +1,8 @@
 """The job wrapper around `resihp`: the command line, a job's supervisor and its agents, and everybody they tell.
 
 =================  ============================================================================================
-`cli`              the command line; `exit_codes`: which error ends a command how; `job_folder`: a job's files
+`cli`              the command line; `exit_codes`: which error ends a command how; `job_folder`: a job's files;
+                   `strict_modes`: whose files are believed
 `commands`         what each command does
 `config`           what a run was asked to be
 `launch`           the allocation, its nodes, and who starts agents there

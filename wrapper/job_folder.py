@@ -11,12 +11,14 @@ A job is called after the Slurm job that it runs in, `1234`, or `1234_5` in an a
 `1234-r1`, `1234-r2`; a further one in the same allocation is `1234-2`; without Slurm it is `local-<n>`.
 
 The journal itself is on local disk, `<RESIHP_LOCAL, default /var/tmp/resihp-<uid>>/<job>-<digest of the folder>/`.
-Used by every command that names a job. Never talks to a running job.
+Used by every command that names a job. Never talks to a running job. What is run must be ours alone
+(`wrapper.strict_modes`); what is only shown may be anybody's who lets us read it, and is never written then.
 """
 
 from __future__ import annotations
 
 import difflib
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -25,6 +27,7 @@ import re
 import shutil
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,9 +36,14 @@ import msgspec
 from resihp.errors import JobNotFoundError, ProtocolError, UsageError
 from resihp.protocol.framing import KEY_BYTES
 from resihp.record import journal, journal_file
+from wrapper.strict_modes import check_above, check_folder, is_own, read_own, read_plain
 
 LOCK_PATIENCE_S = 2.0
 """Commands that look whether a job is alive hold its lock for a moment."""
+
+LOCK_NAME = "supervisor.lock"
+NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+"""What flock answers on Lustre without -o flock, and on file systems that have no locks at all."""
 
 _LOCAL_NAME = re.compile(r"local-(\d+)")
 _SLURM_NAME = re.compile(r"(\d+(?:_\d+)?)(-r\d+)?(-\d+)?")
@@ -100,14 +108,25 @@ class Job:
 
     @property
     def key(self) -> bytes:
-        return self.key_file.read_bytes()
+        return read_own(self.key_file)
 
     def read(self) -> JobFile:
         """job.json. Raises JobNotFoundError if the folder holds no job of this version."""
         try:
-            return msgspec.json.decode((self.folder / "job.json").read_bytes(), type=JobFile)
-        except (OSError, msgspec.DecodeError) as error:
+            return msgspec.json.decode(read_plain(self.folder / "job.json"), type=JobFile)
+        except (OSError, UnicodeError, RecursionError, msgspec.DecodeError) as error:
             raise JobNotFoundError(f"job {self.name}: {self.folder} holds no job of this version: {error}") from error
+
+    def read_own(self, name: str) -> bytes:
+        """A file of it that decides what runs as us. Raises OwnershipError if others could have written that, or what
+        leads to it: job.json and the folders, up to RESIHP_HOME, and the one with the journal where it is here."""
+        for folder in (self.folder.parent.parent, self.folder.parent, self.folder):
+            check_folder(folder)
+        check_above(self.folder.parent.parent)
+        with suppress(FileNotFoundError):
+            file = msgspec.json.decode(read_own(self.folder / "job.json"), type=JobFile)
+            check_folder(Path(file.journal).parent, "RESIHP_LOCAL")
+        return read_own(self.folder / name)
 
     def set_ledger(self, url: str) -> None:
         """Remember where the job's ledger is, for the commands that read it."""
@@ -123,8 +142,8 @@ class Job:
         if not _is_locked(self):
             return None
         try:
-            return msgspec.json.decode(self.supervisor_file.read_bytes(), type=SupervisorFile)
-        except (OSError, msgspec.DecodeError):
+            return msgspec.json.decode(read_plain(self.supervisor_file), type=SupervisorFile)
+        except (OSError, UnicodeError, RecursionError, msgspec.DecodeError):
             return None  # it has just started, or is about to be gone
 
     def records(self) -> list[journal.Record]:
@@ -142,7 +161,10 @@ def home() -> Path:
 def write_private(path: Path, content: bytes, *, sync: bool = False) -> None:
     """Write a file that only its owner can read, whole or not at all; with `sync`, also if the machine fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with suppress(FileNotFoundError):
+        temporary.unlink()  # of an earlier process of that number, or put there by somebody to be written into
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
         if sync:
@@ -151,11 +173,39 @@ def write_private(path: Path, content: bytes, *, sync: bool = False) -> None:
     temporary.replace(path)
 
 
+def close_home() -> None:
+    """See to it that nobody else can put a job into this home, if there is one.
+
+    `jobs` is made by us alone: where an older version left it to the umask, others may no longer write it. Raises
+    OwnershipError if the home, or what is above it, is open to others.
+    """
+    jobs = home() / "jobs"
+    if not jobs.parent.is_dir():
+        return
+    check_folder(jobs.parent)
+    check_above(jobs.parent)
+    with suppress(FileNotFoundError):
+        found = jobs.stat()
+        if found.st_uid == os.geteuid() and found.st_mode & 0o022:
+            jobs.chmod(found.st_mode & 0o7755)
+        check_folder(jobs)
+
+
+def _make_jobs() -> Path:
+    """The folder of all jobs, for its owner alone whatever the umask. Raises OSError, OwnershipError."""
+    jobs = home() / "jobs"
+    for folder in (jobs.parent, jobs):
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700, parents=True)
+    close_home()
+    return jobs
+
+
 def create_local_job() -> Job:
     """Make the folder, key and journal place of the next `local-<n>`; safe against others doing the same."""
     jobs = home() / "jobs"
     try:
-        jobs.mkdir(parents=True, exist_ok=True)
+        _make_jobs()
         taken = [int(match[1]) for path in jobs.iterdir() if (match := _LOCAL_NAME.fullmatch(path.name))]
         number = max(taken, default=0) + 1
         while True:
@@ -174,7 +224,7 @@ def create_slurm_job(job_id: str, restart_count: int) -> Job:
     jobs = home() / "jobs"
     name = f"{job_id}-r{restart_count}" if restart_count else job_id
     try:
-        jobs.mkdir(parents=True, exist_ok=True)
+        _make_jobs()
         for number in itertools.count(2):
             try:
                 (jobs / name).mkdir(mode=0o700)
@@ -211,15 +261,15 @@ def _furnish(job: Job) -> Job:
 def _local_place(job: Job) -> Path:
     """A folder on local disk that no other job shares: names repeat between homes, so their folder's digest is in it.
 
-    Raises UsageError if the folder for all jobs belongs to somebody else, who could forge what we find there.
+    Raises UsageError if the folder for all jobs is open to somebody else, who could forge what we find there.
     """
     root = Path(os.environ.get("RESIHP_LOCAL") or f"/var/tmp/resihp-{os.getuid()}").absolute()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if root.is_symlink() and not os.environ.get("RESIHP_LOCAL"):
             raise UsageError(f"{root}: is a link; set RESIHP_LOCAL to a folder of yours on local disk")
-        if root.stat().st_uid != os.getuid():
-            raise UsageError(f"{root}: belongs to another user; set RESIHP_LOCAL to a folder of yours on local disk")
+        check_folder(root, "RESIHP_LOCAL")
+        check_above(root, "RESIHP_LOCAL")
         digest = hashlib.sha256(str(job.folder.resolve()).encode()).hexdigest()[:10]
         place = root / f"{job.name}-{digest}"
         if place.exists():  # of a job in a folder that was removed since
@@ -265,17 +315,31 @@ def find_job(name: str | None = None) -> Job:
 
 def take_lock(job: Job) -> int | None:
     """Become the one who may write the job's journal: a descriptor to keep open, or None if somebody else is."""
-    return lock_file(job.folder / "supervisor.lock")
+    return lock_file(job.folder / LOCK_NAME)
 
 
-def lock_file(path: Path) -> int | None:
-    """Lock a file, made if it is not there, while the descriptor is open; None if somebody else has it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def lock_file(path: Path, *, look: bool = False) -> int | None:
+    """Lock a file, made if it is not there, while the descriptor is open; None if somebody else has it.
+
+    `look`: only to see whether somebody has it; nothing is made or written, and others may look as well. Raises
+    UsageError where the file system has no locks.
+    """
+    flags = os.O_RDONLY if look else os.O_RDWR | os.O_CREAT
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if look else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         return None
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno not in NO_LOCKS:
+            raise
+        setting = "RESIHP_HOME" if path.name == LOCK_NAME else "RESIHP_LOCAL"
+        raise UsageError(
+            f"{path}: its file system takes no locks ({error.strerror}), so two supervisors could lead the job; "
+            f"have it mounted with -o flock (Lustre), or set {setting} to a folder on another"
+        ) from error
     return descriptor
 
 
@@ -291,7 +355,10 @@ def hold_lock(job: Job) -> int:
 
 def _is_locked(job: Job) -> bool:
     """Whether somebody supervises the job: from where it was started, or from another node, if that is this one."""
-    descriptor = take_lock(job)
+    try:
+        descriptor = take_lock(job) if is_own(job.folder) else lock_file(job.folder / LOCK_NAME, look=True)
+    except (FileNotFoundError, PermissionError):
+        return False  # another user's job: nobody has led it yet, or we may not even look
     if descriptor is None:
         return True
     os.close(descriptor)
@@ -301,9 +368,10 @@ def _is_locked(job: Job) -> bool:
 def _is_succeeded(path: Path) -> bool:
     """Whether an agent of this machine watches over a successor, which writes this journal."""
     lock = path.with_suffix(".lock")
-    if not lock.exists():
+    try:
+        descriptor = lock_file(lock, look=True)
+    except (FileNotFoundError, PermissionError):
         return False
-    descriptor = lock_file(lock)
     if descriptor is None:
         return True
     os.close(descriptor)
@@ -313,11 +381,12 @@ def _is_succeeded(path: Path) -> bool:
 def finish_dead_job(job: Job, reason: str = "the supervisor was found dead", *, locked: bool = False) -> bool:
     """Write the end of a job that nobody supervises any more; True if that was to be done.
 
-    A no-op while a supervisor holds the lock, for a job that has ended or has not begun, and where the journal is on
-    another machine. The ledger catches up with the journal. `locked`: our guardian has the lock for us.
+    A no-op while a supervisor holds the lock, for a job that has ended or has not begun, where the journal is on
+    another machine, and for another user's. The ledger catches up with the journal. `locked`: our guardian has the
+    lock for us.
     """
     path = job.journal_file
-    if not path.exists():
+    if not is_own(job.folder) or not is_own(path.parent) or not path.exists():
         return False
     if _is_succeeded(path):
         return False

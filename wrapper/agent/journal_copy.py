@@ -17,6 +17,7 @@ from resihp.record.journal import Record
 from resihp.record.journal_file import Journal, decode, read_packed
 from resihp.record.quorum import Membership
 from wrapper.job_folder import Job
+from wrapper.strict_modes import check_folder
 
 
 class Replica:
@@ -84,6 +85,7 @@ def local_place(job: Job) -> Path:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if folder.lstat().st_uid != os.getuid():  # of a link, too: whoever made it could make it another
                 raise UsageError(f"{folder}: belongs to another user; set RESIHP_LOCAL to a folder of yours")
+            check_folder(folder, "RESIHP_LOCAL")
     except OSError as error:
         raise UsageError(f"{place}: cannot hold journals: {error.strerror}; set RESIHP_LOCAL to another") from error
     return place

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from resihp.errors import ConfigurationError, ResihpError, UsageError
+from resihp.errors import ConfigurationError, OwnershipError, ResihpError, UsageError
 from resihp.process import Orphans, adopt_orphans, inherited_socket, raise_open_files
 from resihp.protocol import messages as m
 from wrapper.agent.journal_copy import Replica, local_place
@@ -300,6 +300,8 @@ def _load(path: Path) -> RunRequest:
     try:
         request = load(path)
         request.of_job.key  # noqa: B018 - is it there, too?
+    except OwnershipError as error:
+        raise _NoJobError(str(error)) from error
     except (UsageError, OSError) as error:
         raise _NoJobError(f"{error}; is the job's folder on a file system that all nodes share?") from error
     return request

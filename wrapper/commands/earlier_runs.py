@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from resihp.errors import ResihpError, UsageError
+from resihp.errors import OwnershipError, ResihpError, UsageError
 from resihp.record.journal import DrainDecided
 from wrapper.config.run_spec import load
 from wrapper.job_folder import Job, runs_of
@@ -49,5 +49,7 @@ def _allowed(run: Job) -> int:
     """How many it may have had drained; none where it ended before it began."""
     try:
         return load(run.run_file).settings.drains
+    except OwnershipError:
+        raise
     except UsageError:
         return 0

@@ -18,6 +18,7 @@ from pathlib import Path
 from resihp.errors import (
     CheckpointError,
     JobNotFoundError,
+    OwnershipError,
     ProtocolError,
     ResihpError,
     RestartBudgetError,
@@ -147,5 +148,7 @@ def _has_failed(run: Job) -> bool:
 def _load(run: Job) -> RunRequest | None:
     try:
         return load(run.run_file)
+    except OwnershipError:
+        raise
     except UsageError:
         return None  # it ended before it began

@@ -30,7 +30,7 @@ from wrapper.config.run_spec import RunRequest, SlurmRequest
 from wrapper.config.schema import Configuration, check_partition, read
 from wrapper.config.shape import Shape, check_layout, check_target, of_allocation, on_this_machine
 from wrapper.exit_codes import REQUEUE
-from wrapper.job_folder import create_local_job, create_slurm_job, home
+from wrapper.job_folder import close_home, create_local_job, create_slurm_job, home
 from wrapper.launch import allocation, batch_script, interfaces
 from wrapper.launch.allocation import Allocation
 from wrapper.sinks import fanout
@@ -217,6 +217,7 @@ def _resumption(
 
     With the number of runs in a row that have failed without a checkpoint.
     """
+    close_home()  # before anything that is found in it is believed
     failed = 0
     if found is not None and found.restart_count:
         job, most = configuration.job, configuration.slurm.restarts

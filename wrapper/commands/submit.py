@@ -23,8 +23,9 @@ from wrapper.config import container
 from wrapper.config.program import resolve
 from wrapper.config.schema import Configuration, read
 from wrapper.config.shape import check_layout
-from wrapper.job_folder import home, write_private
+from wrapper.job_folder import close_home, home, write_private
 from wrapper.sinks.fanout import asked
+from wrapper.strict_modes import check_folder
 
 MENDED = (
     ("invalid partition", "sinfo -o '%P %a %l %D' lists partitions; set partition in [slurm]"),
@@ -158,8 +159,11 @@ def _check_release(configuration: Configuration, job_file: Path, client: Slurm) 
 def _keep(configuration: Configuration, job_file: Path, chain: int) -> Path:
     """A new folder with the script and a copy of the job file. Raises UsageError."""
     place = home() / "submitted"
+    close_home()
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        place.mkdir(mode=0o700, exist_ok=True)
+        check_folder(place)  # the script in it is what Slurm runs as us
         folder = Path(tempfile.mkdtemp(prefix=f"{configuration.job.name.replace('/', '-')}-", dir=place))
         shutil.copyfile(job_file, folder / "job.toml")
         write_private(folder / "job.sbatch", script_of(configuration, folder / "job.toml", chain).encode())

@@ -128,11 +128,13 @@ def virtual_nodes(count: int) -> tuple[str, ...]:
 
 
 def load(path: Path) -> RunRequest:
-    """Raises UsageError when the file is not there or not of this version."""
+    """Raises OwnershipError when others could have written it, UsageError when it is not there or not of this version.
+
+    `path` is run.json in a job's folder."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        found = msgspec.json.decode(Job(path.parent.name, path.parent).read_own(path.name), type=dict[str, Any])
         return msgspec.convert(found if "settings" in found else _of_0_1(found), RunRequest)
-    except (OSError, KeyError, TypeError, msgspec.MsgspecError) as error:
+    except (OSError, KeyError, TypeError, UnicodeError, RecursionError, msgspec.MsgspecError) as error:
         raise UsageError(f"{path}: not a run of this version: {error}") from error
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from resihp.errors import ResihpError
 from wrapper.commands.doctor.machine import CheckResult
+from wrapper.strict_modes import check_above, check_folder
 
 LEAST_FREE_BYTES = 1 << 30
 SLOW_SYNC_S = 0.05
@@ -32,6 +33,11 @@ def home() -> Iterator[CheckResult]:
     kind = file_system(folder) or "an unknown file system"
     problem = _use(folder)
     advice = "set RESIHP_HOME to a folder of yours that all nodes share"
+    try:
+        job_folder.close_home()
+    except ResihpError as error:
+        yield CheckResult(check="home", outcome="failed", text=str(error))
+        return
     if problem is not None:
         yield CheckResult(check="home", outcome="failed", text=f"{folder} ({kind}): {problem}", advice=advice)
         return
@@ -56,8 +62,13 @@ def journal() -> Iterator[CheckResult]:
     kind = file_system(folder) or "an unknown file system"
     advice = "set RESIHP_LOCAL to a folder of yours on local disk"
     problem = _use(folder)
-    if problem is None and folder.exists() and folder.stat().st_uid != os.getuid():
-        problem = "belongs to another user"
+    if problem is None and folder.exists():
+        try:
+            check_folder(folder, "RESIHP_LOCAL")
+            check_above(folder, "RESIHP_LOCAL")
+        except ResihpError as error:
+            yield CheckResult(check="journal", outcome="failed", text=str(error))
+            return
     if problem is None and folder.is_symlink() and not os.environ.get("RESIHP_LOCAL"):
         problem = "is a link"
     if problem is not None:
@@ -90,13 +101,16 @@ def _use(folder: Path) -> str | None:
     """Write, lock and take away a file there; what went wrong."""
     import fcntl
 
+    from wrapper.job_folder import NO_LOCKS
+
     try:
         with tempfile.NamedTemporaryFile(prefix=".resihp-doctor-", dir=nearest(folder)) as file:
             file.write(b"x")
             file.flush()
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return (error.strerror or str(error)).lower()
+        words = (error.strerror or str(error)).lower()
+        return f"{words}; Lustre has to be mounted with -o flock" if error.errno in NO_LOCKS else words
     return None
 
 

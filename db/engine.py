@@ -158,6 +158,10 @@ def refusal(url: URL, error: DBAPIError | OSError) -> LedgerError:
         )
     elif "locked" in words:
         advice = "another process holds it: try again when it is done, or name another with --ledger"
+    elif "permission denied" in words or "must be owner" in words:
+        advice = f"who owns its tables runs resihp db upgrade, and resihp db grant ROLE, with --ledger {name}"
+    elif "row-level security" in words:
+        advice = "rows of a job that another database user wrote are not changed; name another with --ledger"
     elif file_of(url) is not None:
         advice = "is its folder writable? name another with --ledger sqlite:///PATH"
     else:

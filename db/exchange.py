@@ -23,7 +23,7 @@ from sqlalchemy.orm import Session
 
 from db import migrate, parquet, projection, report_rows
 from db.engine import file_of, make_engine, masked, prepare_folder, refusal, resolve
-from db.models import JobRow, LedgerTable
+from db.models import LedgerTable
 from db.parquet import JOBS, MANIFEST, OF_JOBS, ROWS_AT_ONCE, Manifest, Row, Source, columns_of
 from db.writer import catch_up
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
@@ -188,14 +188,19 @@ def import_journal(path: Path, url: str) -> Merged:
         )
     uuid = projection.identity(first)
     before = _journal_seq(url, uuid)
+    if before is not None and before >= records[-1].seq:
+        return Merged(first.entry.job, uuid, "unchanged", 0, _torn(path))
     catch_up(url, path.parent, path)
     after = _journal_seq(url, uuid) or 0
     if after < records[-1].seq:
         raise LedgerError(f"ledger {masked(url)}: ends at record {after} of {path}, which has {records[-1].seq}; again")
     outcome = "new" if before is None else "unchanged" if before >= after else "brought forward"
+    return Merged(first.entry.job, uuid, outcome, sum(record.seq > (before or 0) for record in records), _torn(path))
+
+
+def _torn(path: Path) -> str:
     torn = journal_file.torn_bytes(path)
-    note = f"its last {torn} bytes are of a record that was never finished, and are passed over" if torn else ""
-    return Merged(first.entry.job, uuid, outcome, sum(record.seq > (before or 0) for record in records), note)
+    return f"its last {torn} bytes are of a record that was never finished, and are passed over" if torn else ""
 
 
 def _journal_seq(url: str, uuid: str) -> int | None:
@@ -225,8 +230,19 @@ def merge(source: Source, url: str) -> list[Merged]:
         engine.dispose()
 
 
+def _is_in(connection: Connection, uuid: str, seq: int) -> bool:
+    """Whether all of a job up to record `seq` is in the ledger, whoever wrote it: then there is nothing to replace."""
+    found = connection.execute(select(JOBS.c.journal_seq).where(JOBS.c.uuid == uuid)).scalar_one_or_none()
+    return found is not None and found >= seq
+
+
 def _merge_job(session: Session, source: Source, row: Row) -> Merged:
-    there = session.scalars(select(JobRow).where(JobRow.uuid == row["uuid"]).with_for_update()).one_or_none()
+    try:
+        there = projection.own_job(session, row["uuid"], row["name"])
+    except LedgerError:
+        if not _is_in(session.connection(), row["uuid"], row["journal_seq"]):
+            raise
+        return Merged(row["name"], row["uuid"], "unchanged", 0)
     connection = session.connection()
     outcome, rows = "unchanged", 0
     if there is None:

@@ -2,6 +2,7 @@
 
 Every row belongs to a job by its surrogate id, because several jobs may share one PostgreSQL. A job is recognised by
 its uuid, which follows from the first record of its journal: `local-1` of two users are two jobs. Times are UTC.
+Where many users share one, PostgreSQL says who wrote a job, and lets nobody else change it (`db.migrations`, 0009).
 Layouts, assignments and lists of ranks are JSON text (layouts in the form of interface.md's LAYOUT).
 """
 
@@ -16,6 +17,7 @@ from sqlalchemy import (
     CheckConstraint,
     DateTime,
     Dialect,
+    FetchedValue,
     Float,
     ForeignKey,
     ForeignKeyConstraint,
@@ -105,6 +107,9 @@ class JobRow(LedgerTable):
     account: Mapped[str | None] = mapped_column(Text)
     """Where its time went (`db.reading.cost_accounts.Account` in JSON), once it is over; null until then, and in older
     ledgers."""
+    written_by: Mapped[str | None] = mapped_column(Text, FetchedValue())
+    """The database role whose job it is, which PostgreSQL sets and we never do; null in SQLite. (`owner` is whom the
+    job itself says it belongs to.)"""
 
 
 class NodeRow(LedgerTable):

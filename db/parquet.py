@@ -41,8 +41,8 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def columns_of(table: Table) -> tuple[str, ...]:
-    """What is copied: not the numbers that a ledger gives its own rows."""
-    return tuple(column.name for column in table.columns if column.name not in ("id", "job_id"))
+    """What is copied: not the numbers that a ledger gives its own rows, nor who wrote them into it."""
+    return tuple(column.name for column in table.columns if column.name not in ("id", "job_id", "written_by"))
 
 
 class Source(Protocol):

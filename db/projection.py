@@ -22,6 +22,7 @@ from sqlalchemy.orm import Session
 
 from db import layouts, models
 from db.reading import reader
+from resihp.errors import LedgerError
 from resihp.record import journal
 from resihp.record.describe import explain
 from resihp.record.packing import unpack
@@ -43,13 +44,15 @@ def identity(first: journal.Record) -> str:
 
 
 def job_of(session: Session, first: journal.Record) -> models.JobRow:
-    """The row of the job whose journal begins with `first`, made if it is not there; locked where locks exist."""
+    """The row of the job whose journal begins with `first`, made if it is not there; locked where locks exist.
+
+    Raises LedgerError where it is another database user's.
+    """
     key = identity(first)
-    query = select(models.JobRow).where(models.JobRow.uuid == key).with_for_update()
-    job = session.scalars(query).one_or_none()
+    assert isinstance(first.entry, journal.JobStarted)
+    job = own_job(session, key, first.entry.job)
     if job is None:
         job = models.JobRow(uuid=key, started_at=moment(first.at), journal_seq=0, telemetry_dropped=0)
-        assert isinstance(first.entry, journal.JobStarted)
         _describe_job(job, first.entry, first.at)
         session.add(job)
         session.flush()
@@ -59,6 +62,22 @@ def job_of(session: Session, first: journal.Record) -> models.JobRow:
 def written_of(session: Session, first: journal.Record) -> int:
     """Number of the last record that is in, of the job whose journal begins with `first`; 0 if there is none."""
     return session.scalar(select(models.JobRow.journal_seq).where(models.JobRow.uuid == identity(first))) or 0
+
+
+def own_job(session: Session, key: str, name: str) -> models.JobRow | None:
+    """The job of that uuid, locked where locks exist; None if there is none. `name` is for messages.
+
+    Raises LedgerError where another database user has written it: PostgreSQL locks rows only for those who may change
+    them, and shows them to everybody.
+    """
+    query = select(models.JobRow).where(models.JobRow.uuid == key)
+    job = session.scalars(query.with_for_update()).one_or_none()
+    if job is None and (whose := session.scalars(query.with_only_columns(models.JobRow.written_by)).first()):
+        raise LedgerError(
+            f"job {name}: is in the ledger already, and database user {whose} wrote it; only {whose} and the owner of "
+            "the tables can replace it. Name another with --ledger"
+        )
+    return job
 
 
 def follows(record: journal.Record, seq: int) -> bool:

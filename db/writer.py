@@ -173,6 +173,17 @@ class Ledger:
         except (DBAPIError, OSError):
             return 0
 
+    def check_own(self) -> None:
+        """Raises LedgerError if the job that was caught up with is another database user's: trying again is in vain."""
+        first = self._first
+        if first is None or not isinstance(first.entry, journal.JobStarted) or file_of(self._url) is not None:
+            return
+        try:
+            with Session(self._engine) as session:
+                projection.own_job(session, projection.identity(first), first.entry.job)
+        except DBAPIError as error:
+            raise refusal(self._url, error) from error
+
     @property
     def dropped(self) -> int:
         """Telemetry rows that were dropped."""
@@ -383,7 +394,7 @@ def _identity(url: URL) -> tuple[int, int] | None:
 
 def _lies_in_the_rows(error: Exception) -> bool:
     """Whether trying again is of no use: the database works, it is what we write that it does not take."""
-    return isinstance(error, IntegrityError | DataError) or not isinstance(error, DBAPIError | OSError)
+    return isinstance(error, IntegrityError | DataError) or not isinstance(error, DBAPIError | OSError | LedgerError)
 
 
 def _first_line(error: Exception) -> str:
@@ -394,13 +405,14 @@ def _first_line(error: Exception) -> str:
 def catch_up(url: str, job_folder: Path, journal_path: Path, timeout_s: float = 60.0) -> None:
     """Bring a ledger up to a journal and wait for it, as long as something is written every `timeout_s`.
 
-    Raises LedgerError if it cannot be opened or nothing is written in time, ProtocolError if the journal cannot be
-    read.
+    Raises LedgerError if it cannot be opened, the job is another database user's, or nothing is written in time,
+    ProtocolError if the journal cannot be read.
     """
     said: list[str] = []
     ledger = Ledger.open(url, job_folder, say=said.append)
     try:
         ledger.catch_up(journal_path)
+        ledger.check_own()
     except (ResihpError, OSError):
         ledger.close(0.0)
         raise

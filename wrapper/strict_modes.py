@@ -53,12 +53,9 @@ def _read(path: Path, most_bytes: int, *, own: bool) -> bytes:
         if found.st_size > most_bytes:
             raise OSError(errno.EFBIG, f"has {found.st_size} bytes, at most {most_bytes} are read", str(path))
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            content = file.read(most_bytes + 1)
+            return file.read(found.st_size)
     finally:
         os.close(descriptor)
-    if len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"grew beyond {most_bytes} bytes while it was read", str(path))
-    return content
 
 
 def check_folder(folder: Path, setting: str = "RESIHP_HOME") -> None:

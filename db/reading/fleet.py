@@ -206,13 +206,15 @@ class NodeRecord:
         self.services += health.services(reader, since)
         nodes, drains, failures = NodeRow.__table__.c, DrainRow.__table__.c, FailureRow.__table__.c
         counted = func.count().label("n")
-        for row in reader.fetch(select(nodes.node, counted).where(nodes.joined_at >= since).group_by(nodes.node)):
+        joined = reader.believed(select(nodes.node, counted).where(nodes.joined_at >= since), nodes.job_id)
+        for row in reader.fetch(joined.group_by(nodes.node)):
             self.jobs[row["node"]] = self.jobs.get(row["node"], 0) + row["n"]
         drained = select(drains.node, counted).where(drains.drained_at >= since, drains.step != "exclusion")
-        for row in reader.fetch(drained.group_by(drains.node)):
+        for row in reader.fetch(reader.believed(drained, drains.job_id).group_by(drains.node)):
             self.drains[row["node"]] = self.drains.get(row["node"], 0) + row["n"]
         query = select(failures.node, failures.kind, counted).where(failures.noticed_at >= since)
-        query = query.where(failures.node.is_not(None)).group_by(failures.node, failures.kind)
+        query = reader.believed(query.where(failures.node.is_not(None)), failures.job_id)
+        query = query.group_by(failures.node, failures.kind)
         if not injected:
             query = query.where(failures.detect_seconds.is_(None))
         for row in reader.fetch(query):

@@ -2,9 +2,10 @@
 `resihp.detector.lemons` and `resihp.detector.probes` judge.
 
 What counts against a node: verdicts that name it (a process, device, node or link of it failed or was slow), and
-devices found unfit before they were given work; not what was injected on purpose, nor programs' failures or broken
-communication. How much a verdict counts depends on its component (`CERTAINTY`; a process may die of anything) and, of
-what was slow, on the detector's confidence. A node's service is the time that it spent in jobs, times its devices.
+devices found unfit before they were given work, in jobs of whom we believe (`Reader.believed`); not what was injected
+on purpose, nor programs' failures or broken communication. How much a verdict counts depends on its component
+(`CERTAINTY`; a process may die of anything) and, of what was slow, on the detector's confidence. A node's service is
+the time that it spent in jobs, times its devices.
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ def usual_speeds(reader: Reader, nodes: Sequence[str], now: datetime | None = No
         .where(ProbeRow.measured_at >= (now or datetime.now(UTC)) - MEMORY)
         .order_by(ProbeRow.measured_at.desc(), ProbeRow.id.desc())
     )
+    query = reader.believed(query, ProbeRow.__table__.c.job_id)
     former = (
         Former(
             place=(row["node"], row["host"], row["hardware"]),
@@ -164,7 +166,7 @@ def _failures(reader: Reader, since: datetime, injected: bool, told: bool) -> li
             job=row.get("job", ""),
             cause=row.get("cause", ""),
         )
-        for row in reader.fetch(query)
+        for row in reader.fetch(reader.believed(query, failures.job_id))
     ]
 
 
@@ -187,7 +189,7 @@ def _probes(reader: Reader, since: datetime) -> list[NodeFailure]:
             job=row["job"],
             cause=f"device {row['device']} found unfit, {row['evidence']}",
         )
-        for row in reader.fetch(query)
+        for row in reader.fetch(reader.believed(query, ProbeRow.__table__.c.job_id))
     ]
 
 
@@ -210,10 +212,11 @@ def services(reader: Reader, since: datetime) -> list[Service]:
             until=min(at for at in (row["lost"], row["released"], row["over"]) if at is not None),
             devices=row["devices"],
         )
-        for row in reader.fetch(query)
+        for row in reader.fetch(reader.believed(query, nodes.job_id))
     ]
 
 
 def _undrained(reader: Reader) -> dict[str, float]:
     query = select(*_columns(DrainRow, "node", "undrained_at")).where(DrainRow.undrained_at.is_not(None))
-    return {row["node"]: row["undrained_at"].timestamp() for row in reader.fetch(query.order_by(DrainRow.undrained_at))}
+    query = reader.believed(query.order_by(DrainRow.undrained_at), DrainRow.__table__.c.job_id)
+    return {row["node"]: row["undrained_at"].timestamp() for row in reader.fetch(query)}

@@ -29,6 +29,7 @@ from sqlalchemy import (
     func,
     or_,
     select,
+    text,
 )
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import aliased
@@ -130,6 +131,9 @@ TABLES: Mapping[str, Table] = {
 }
 
 
+TRUSTED = "resihp_trusted"
+"""A role of PostgreSQL: what its members write of nodes counts for everybody. An administrator makes it and says who is
+in it (`resihp db grant --trusted`)."""
 NEAR = 3
 """Names told when one is not known."""
 NAMES = 20_000
@@ -214,6 +218,23 @@ class Reader:
         if self._connection.dialect.name == "sqlite":
             return (func.julianday(time, type_=Float) - 2440587.5) * 86400.0
         return cast(extract("epoch", time), Float)
+
+    def believed(self, query: Select[Any], job: ColumnElement[int]) -> Select[Any]:
+        """A query over rows of many jobs, of those that may count against a node, or for it: `job` is their `job_id`.
+
+        In a PostgreSQL that many users write to, jobs of the reader's own role, of the owner of the tables, and of
+        roles that are members of `TRUSTED`: anybody else could set the reader's nodes aside with figures of his own.
+        """
+        if self._connection.dialect.name == "sqlite":
+            return query
+        owner = text("(SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = to_regclass('jobs'))")
+        trusted = text(
+            "(SELECT member.rolname FROM pg_roles member, pg_roles trusted WHERE trusted.rolname = :trusted "
+            "AND pg_has_role(member.oid, trusted.oid, 'MEMBER'))"
+        ).bindparams(trusted=TRUSTED)
+        writer = JobRow.written_by
+        mine = or_(writer == func.current_user(), writer == owner, writer.in_(trusted))
+        return query.where(job.in_(select(JobRow.id).where(mine)))
 
     def fetch(self, query: Select[Any]) -> list[Row]:
         """All rows of one query, in a transaction that ends with it (a reader must not hold up the writer)."""

@@ -271,9 +271,10 @@ def records(tmp_path: Path) -> list[journal.Record]:
 
 
 def everything(ledger: Ledger, name: str | None = None) -> dict[str, Any]:
-    """A job's row, and its rows of every table of `resihp history`."""
+    """A job's row but for whom the database says it is by, and its rows of every table of `resihp history`."""
     with Reader.open(ledger.url) as reader:
         job = reader.job(name)
+        job.pop("written_by")
         return {"job": job, **{table: reader.rows(table, job["id"]) for table in TABLES}}
 
 

@@ -1,4 +1,5 @@
-"""`resihp db upgrade|export|import|prune`: a ledger's schema; jobs out of it and into another; old rows away.
+"""`resihp db upgrade|export|import|prune|grant`: a ledger's schema; jobs out of it and into another; old rows away;
+what a database user needs.
 
 Messages to stderr, with --json what was done to stdout. Everything that takes time to import is imported in the
 functions.
@@ -26,6 +27,7 @@ def register(app: typer.Typer) -> None:
     ledger.command("export")(export_jobs)
     ledger.command("import")(import_jobs)
     ledger.command()(prune)
+    ledger.command()(grant)
     app.add_typer(ledger, name="db")
 
 
@@ -195,3 +197,30 @@ def prune(
         message(f"job {row['job']}: {row['iterations']} iterations and {row['rank_reports']} rank reports {done}")
     if not rows:
         message(f"nothing older than {before:%Y-%m-%d %H:%M} UTC to remove")
+
+
+def grant(
+    role: Annotated[str, typer.Argument(help="A database user (role) of PostgreSQL.")],
+    trusted: Annotated[
+        bool, typer.Option("--trusted", help="What its jobs tell of nodes counts for everybody's.")
+    ] = False,
+    ledger: LedgerOption = None,
+) -> None:
+    """Print what gives a database user the use of a shared ledger: to read all of it, and to write jobs of his own.
+
+    Example: resihp db grant alice --ledger postgresql://admin@host/ledger | psql postgresql://admin@host/ledger
+
+    Who owns the tables runs it, after resihp db upgrade. Nobody but him can change what another user wrote.
+    """
+    from db.engine import masked, resolve
+    from db.grants import statements
+    from wrapper.output.ledgers import url_of
+
+    if ledger is None:
+        from wrapper.job_folder import find_job
+
+        ledger = url_of(find_job())
+    parsed = resolve(ledger)
+    if parsed.get_backend_name() != "postgresql" or not parsed.database:
+        raise UsageError(f"ledger {masked(ledger)}: has no users of its own; chmod says who may read a SQLite file")
+    print("\n".join(statements(role, parsed.database, trusted=trusted)))

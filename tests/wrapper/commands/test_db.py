@@ -122,3 +122,17 @@ def test_old_rows_of_a_named_ledger(resihp: Resihp, tmp_path: Path) -> None:
 )
 def test_refusals(resihp: Resihp, words: tuple[str, ...], said: str) -> None:
     assert said in refusal(resihp(*words))
+
+
+def test_grant_prints_what_a_user_needs_for_psql(resihp: Resihp) -> None:
+    url = "postgresql://admin:secret@host/ledger"
+    result = resihp("grant", 'o"hara', "--ledger", url)
+    assert result.exit_code == 0, result.output
+    assert all(line.startswith("GRANT ") and line.endswith(' TO "o""hara";') for line in result.stdout.splitlines())
+    assert "secret" not in result.output
+    assert "resihp_trusted" not in result.stdout
+    assert "GRANT resihp_trusted TO" in resihp("grant", "o", "--trusted", "--ledger", url).stdout
+
+
+def test_grant_of_a_file_says_that_it_has_no_users(resihp: Resihp, tmp_path: Path) -> None:
+    assert "chmod" in refusal(resihp("grant", "alice", "--ledger", f"sqlite:///{tmp_path}/ledger.db"))

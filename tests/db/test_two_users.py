@@ -1,0 +1,315 @@
+"""A PostgreSQL that two users share: each writes jobs of his own, reads all, and changes nothing of the other's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
+
+from db import migrate
+from db.engine import make_engine, resolve
+from db.exchange import export, import_from
+from db.grants import statements
+from db.models import LedgerTable
+from db.reading import fleet
+from db.reading.health import nodes_by_health, usual_speeds
+from db.reading.reader import TRUSTED, Reader
+from db.retention import prune
+from db.writer import Ledger, catch_up
+from resihp.errors import LedgerError, UsageError
+from resihp.record import journal, journal_file
+from tests.db.conftest import BEGAN, Listener, started, story, write_journal
+from tests.db.postgres import SUPERUSER, Server
+from tests.db.test_migrate import execute, moved_to
+
+JOBS = 5
+MINE, THEIRS = "alice", 'mallory "the" role'
+"""A role may be called anything."""
+Told = Iterator[tuple[journal.AnyEntry, float]]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The same ledger, for its owner, and as two users reach it."""
+
+    owner: str
+    alice: str
+    mallory: str
+    name: str
+
+    def trust(self, role: str) -> None:
+        execute(self.owner, *statements(role, self.name, trusted=True))
+
+
+@pytest.fixture
+def shared(postgres_server: Server) -> Iterator[Shared]:
+    """An administrator has made the ledger, and granted what `resihp db grant` says."""
+    url = postgres_server.new_database()
+    name = url.partition("?")[0].rpartition("/")[2]
+    migrate.upgrade(url)
+    urls = {}
+    for role in (MINE, THEIRS):
+        quoted = role.replace('"', '""')
+        execute(url, f'DROP ROLE IF EXISTS "{quoted}"', f'CREATE ROLE "{quoted}" LOGIN', *statements(role, name))
+        urls[role] = resolve(url).set(username=role).render_as_string(hide_password=False)
+    yield Shared(url, urls[MINE], urls[THEIRS], name)
+    postgres_server.drop_database(url)
+    postgres = postgres_server.url("postgres")
+    for role in (MINE, THEIRS, TRUSTED):
+        execute(postgres, 'DROP ROLE IF EXISTS "{}"'.format(role.replace('"', '""')))
+
+
+def written(url: str, folder: Path, name: str = "local-1", told: Told | None = None) -> Path:
+    """A job's journal, that its user has written into the ledger."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.journal"
+    entries = [
+        (msgspec.structs.replace(entry, job=name) if isinstance(entry, journal.JobStarted) else entry, at)
+        for entry, at in (told or story())
+    ]
+    write_journal(path, iter(entries))
+    catch_up(url, folder, path)
+    return path
+
+
+def rows(url: str) -> dict[str, int]:
+    engine = make_engine(resolve(url), write=False)
+    with engine.connect() as connection:
+        found = {
+            table: connection.execute(text(f"SELECT count(*) FROM {table}")).scalar_one()
+            for table in LedgerTable.metadata.tables
+        }
+    engine.dispose()
+    return found
+
+
+def writers(url: str) -> dict[str, str]:
+    engine = make_engine(resolve(url), write=False)
+    with engine.connect() as connection:
+        found = {name: writer for name, writer in connection.execute(text("SELECT name, written_by FROM jobs"))}
+    engine.dispose()
+    return found
+
+
+def test_the_database_says_who_wrote_and_everybody_reads(shared: Shared, tmp_path: Path) -> None:
+    written(shared.alice, tmp_path, "hers")
+    written(shared.mallory, tmp_path, "his")
+    assert writers(shared.alice) == writers(shared.mallory) == {"hers": MINE, "his": THEIRS}
+    for url in (shared.alice, shared.mallory):
+        with Reader.open(url) as reader:
+            assert len(reader.rows("iterations", reader.job("hers")["id"])) == 20
+            assert {job["name"] for job in reader.jobs()} == {"hers", "his"}
+
+
+def test_nobody_writes_in_anothers_name(shared: Shared, tmp_path: Path) -> None:
+    written(shared.mallory, tmp_path, "his")
+    with pytest.raises(DBAPIError, match="row-level security"):
+        execute(shared.mallory, f"UPDATE jobs SET written_by = '{MINE}'")
+    columns = [column.name for column in LedgerTable.metadata.tables["jobs"].columns if column.name != "id"]
+    taken = ", ".join({"uuid": "'other'", "written_by": f"'{MINE}'"}.get(name, name) for name in columns)
+    with pytest.raises(DBAPIError, match="row-level security"):
+        execute(shared.mallory, f"INSERT INTO jobs ({', '.join(columns)}) SELECT {taken} FROM jobs")
+
+
+@pytest.mark.parametrize("table", sorted(LedgerTable.metadata.tables))
+def test_rows_of_anothers_job_can_neither_be_changed_nor_removed(shared: Shared, tmp_path: Path, table: str) -> None:
+    written(shared.alice, tmp_path, "hers")
+    before = rows(shared.owner)
+    column = "name" if table == "jobs" else "job_id"
+    execute(shared.mallory, f"DELETE FROM {table}", f"UPDATE {table} SET {column} = {column}")
+    assert rows(shared.owner) == before
+    with pytest.raises(DBAPIError, match="permission denied"):
+        execute(shared.mallory, f"TRUNCATE {table} CASCADE")
+    with pytest.raises(DBAPIError, match="must be owner"):
+        execute(shared.mallory, f"ALTER TABLE {table} DISABLE ROW LEVEL SECURITY")
+
+
+def test_no_rows_are_put_under_anothers_job(shared: Shared, tmp_path: Path) -> None:
+    """Forged failures of a job that the victim believes, because it is her own."""
+    written(shared.alice, tmp_path, "hers")
+    written(shared.mallory, tmp_path, "his")
+    forged = (
+        "INSERT INTO probes (job_id, probe, occasion, kind, rank, node, passed, evidence, measured_at) "
+        "SELECT id, 1, 'start', 'device', 0, 'n1', false, 'forged', now() FROM jobs WHERE name = 'hers'"
+    )
+    with pytest.raises(DBAPIError, match="row-level security"):
+        execute(shared.mallory, forged)
+    with pytest.raises(DBAPIError, match="row-level security"):
+        execute(shared.mallory, "UPDATE failures SET job_id = (SELECT id FROM jobs WHERE name = 'hers')")
+
+
+@pytest.mark.parametrize("source", ["journal", "ledger", "export"])
+def test_anothers_job_is_not_replaced_by_an_import(shared: Shared, tmp_path: Path, source: str) -> None:
+    """Its uuid can be worked out; a copy that claims to have more of its journal would take its place."""
+    path = written(shared.alice, tmp_path, "hers", story(ended=False))
+    writer = journal_file.Journal(path, sync=False)
+    for iteration in range(500):
+        entry = journal.Suspected(rank=0, node="n1", evidence=f"forged {iteration}")
+        writer.append(entry, BEGAN + 100 + iteration)
+    writer.close()
+    forged = str(path)
+    if source != "journal":
+        forged = f"sqlite:///{tmp_path / 'forged.db'}"
+        catch_up(forged, tmp_path, path)
+    if source == "export":
+        export(forged, tmp_path / "exported")
+        forged = str(tmp_path / "exported")
+    before = rows(shared.owner)
+    began = time.monotonic()
+    with pytest.raises(LedgerError, match=r"job hers: is in the ledger already, and database user alice wrote it"):
+        import_from(forged, shared.mallory)
+    assert time.monotonic() - began < 20, "nobody waits for what will never be"
+    assert rows(shared.owner) == before
+    assert [merged.outcome for merged in import_from(forged, shared.alice)] == ["brought forward"]
+
+
+def test_what_is_in_already_is_no_trouble_whoever_wrote_it(shared: Shared, tmp_path: Path) -> None:
+    path = written(shared.alice, tmp_path, "hers")
+    export(shared.alice, tmp_path / "exported")
+    for source in (path, tmp_path / "exported"):
+        assert [merged.outcome for merged in import_from(str(source), shared.mallory)] == ["unchanged"]
+
+
+def test_supervisor_whose_job_another_user_has_taken_says_so_and_goes_on(shared: Shared, tmp_path: Path) -> None:
+    path = written(shared.mallory, tmp_path, "hers")
+    listener = Listener()
+    with Ledger.open(shared.alice, tmp_path, say=listener) as ledger:
+        for record in journal_file.read(path):
+            ledger.submit(record)
+        ledger.telemetry([(1, 1, 0, 0.5, None)])
+        assert not ledger.flush(2.0)
+        ledger.close(0.0)
+    assert "and database user mallory" in listener.heard[0]
+    assert len([line for line in listener.heard if "trying again" in line]) == 1, listener.heard
+
+
+# --- what counts against a node -------------------------------------------------------------------------------------
+
+
+def slander(url: str, folder: Path, node: str, at: float) -> None:
+    """Jobs that say of a node that it fails all the time, and of its devices that they were once much faster."""
+    for number in range(JOBS):
+        written(url, folder, f"slander-{number}", slandered(f"slander-{number}", node, at + number))
+
+
+def slandered(name: str, node: str, at: float) -> Told:
+    yield msgspec.structs.replace(started(name), nodes=1), at
+    yield journal.NodeJoined(node=node, host=node, devices=1, hardware="H200"), at
+    for number in (1, 2):
+        probe = journal.DeviceProbe(
+            rank=0,
+            node=node,
+            device=0,
+            flops=9e15,
+            memory_bytes=9e12,
+            speed=1.0,
+            fit=True,
+            evidence="",
+            hardware="H200",
+        )
+        yield (
+            journal.ProbesTaken(probe=number, occasion="start", devices=(probe,), links=(), seconds=1.0),
+            at + 10 * number,
+        )
+        yield (
+            journal.FailureFound(
+                failure=number,
+                kind="fail-stop",
+                component="node",
+                cause="forged",
+                ranks=(0,),
+                node=node,
+                device=None,
+                iteration=number,
+                epoch=1,
+                evidence="forged",
+                detect_s=None,
+            ),
+            at + 10 * number + 3600 * number,
+        )
+    yield journal.JobEnded(exit_code=0, state="completed", reason=""), at + 3600 * 8
+
+
+def told_of(url: str, node: str, now: datetime) -> tuple[bool, int, bool]:
+    """Of a node: whether its devices' former speeds are known, its failures, and whether it is called a lemon."""
+    with Reader.open(url) as reader:
+        usual = any(place[0] == node for place in usual_speeds(reader, [node], now))
+        failures = sum(one.failures for one in nodes_by_health(reader, now) if one.node == node)
+        record = fleet.NodeRecord()
+        record.read(reader, fleet.horizon(now), injected=False)
+        lemon = any(row["lemon"] for row in fleet.lemons(record, now) if row["node"] == node)
+    return usual, failures, lemon
+
+
+def test_forged_probes_and_failures_do_not_count_against_others_nodes(shared: Shared, tmp_path: Path) -> None:
+    at = BEGAN + 86400
+    now = datetime.fromtimestamp(at + 86400, UTC)
+    for healthy in range(8):
+        told = [
+            (msgspec.structs.replace(started(f"good-{healthy}"), nodes=1), at),
+            (journal.NodeJoined(node=f"n{healthy}", host="here", devices=8), at),
+            (journal.JobEnded(exit_code=0, state="completed", reason=""), at + 86000),
+        ]
+        written(shared.alice, tmp_path, f"good-{healthy}", iter(told))
+    slander(shared.mallory, tmp_path, "n5", at)
+    assert told_of(shared.alice, "n5", now) == (False, 0, False)
+    assert told_of(shared.mallory, "n5", now)[:2] == (True, 2), "his own he may believe"
+    shared.trust(THEIRS)
+    assert told_of(shared.alice, "n5", now)[:2] == (True, 2)
+
+
+def test_what_the_owner_of_the_tables_wrote_counts_for_everybody(shared: Shared, tmp_path: Path) -> None:
+    at = BEGAN + 86400
+    slander(shared.owner, tmp_path, "n5", at)
+    assert told_of(shared.alice, "n5", datetime.fromtimestamp(at + 86400, UTC))[:2] == (True, 2)
+
+
+# --- administration -------------------------------------------------------------------------------------------------
+
+
+def test_prune_is_of_ones_own_jobs_and_of_all_for_the_owner(shared: Shared, tmp_path: Path) -> None:
+    written(shared.alice, tmp_path, "hers")
+    written(shared.mallory, tmp_path, "his")
+    after = datetime.fromtimestamp(BEGAN + 86400, UTC)
+    for dry_run in (True, False):
+        assert [each.job for each in prune(shared.mallory, after, dry_run=dry_run)] == ["his"]
+    assert [each.job for each in prune(shared.owner, after, dry_run=True)] == ["hers"]
+
+
+def test_user_without_grants_is_told_who_helps(shared: Shared, postgres_server: Server) -> None:
+    execute(shared.owner, f'REVOKE ALL ON jobs, resihp_version FROM "{MINE}"')
+    with pytest.raises(LedgerError, match=r"permission denied .* resihp db grant ROLE"):
+        Reader.open(shared.alice)
+
+
+def test_users_cannot_change_the_schema_s_version(shared: Shared) -> None:
+    with pytest.raises(DBAPIError, match="permission denied"):
+        execute(shared.mallory, "UPDATE resihp_version SET version_num = '9999'")
+
+
+def test_jobs_from_before_belong_to_who_migrates_and_those_that_run_to_their_users(
+    shared: Shared, tmp_path: Path
+) -> None:
+    def of_alice(told: Told) -> Told:
+        for entry, at in told:
+            yield (msgspec.structs.replace(entry, user=MINE) if isinstance(entry, journal.JobStarted) else entry), at
+
+    written(shared.owner, tmp_path, "over", of_alice(story()))
+    written(shared.owner, tmp_path, "runs", of_alice(story(ended=False)))
+    written(shared.owner, tmp_path, "nobodys", story(ended=False))
+    moved_to(shared.owner, "0008")
+    migrate.upgrade(shared.owner)
+    assert writers(shared.owner) == {"over": SUPERUSER, "runs": MINE, "nobodys": SUPERUSER}
+
+
+@pytest.mark.parametrize("role", ["", "a\nb", "x" * 64, "nul\0"])
+def test_what_is_no_role_is_refused(role: str) -> None:
+    with pytest.raises(UsageError, match="not a name"):
+        statements(role, "ledger")

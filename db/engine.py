@@ -105,6 +105,8 @@ def make_engine(url: URL, *, write: bool, migrate: bool = False) -> Engine:
     Raises LedgerError if the driver is not installed.
     """
     if url.get_backend_name() == "sqlite":
+        if (file := file_of(url)) is not None and file.exists() and not file.is_file():
+            raise LedgerError(f"ledger {masked(url)}: is no plain file; name another with --ledger")
         engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S})
         wal = write and not is_on_network(url)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -28,6 +29,7 @@ from db.parquet import JOBS, MANIFEST, OF_JOBS, ROWS_AT_ONCE, Manifest, Row, Sou
 from db.writer import catch_up
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
 from resihp.record import journal, journal_file
+from resihp.record.packing import first_of
 
 SQLITE_MAGIC = b"SQLite format 3\x00"
 
@@ -107,7 +109,10 @@ def import_from(path: str, url: str) -> list[Merged]:
     if place.is_dir():
         return _import_folder(place, url)
     try:
-        with place.open("rb") as file:
+        descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(f"{place}: is no plain file")
             begins = file.read(len(SQLITE_MAGIC))
     except OSError as error:
         raise UsageError(f"{place}: {error.strerror or error}; name a journal, a ledger or a job's folder") from error
@@ -165,6 +170,7 @@ def _import_file(file: Path, url: str) -> list[Merged]:
         try:
             engine = make_engine(copied, write=True, migrate=True)
             with engine.begin() as connection:
+                migrate.check_plain(connection, name)
                 if migrate.version_of(connection) is None:
                     raise LedgerError(f"ledger {name}: holds no ledger of resihp; name another source")
                 migrate.upgrade_connection(connection, name)
@@ -178,7 +184,7 @@ def _import_file(file: Path, url: str) -> list[Merged]:
 
 def import_journal(path: Path, url: str) -> Merged:
     """Bring in a journal; a torn tail is passed over. Raises UsageError if it holds no job's beginning."""
-    records = journal_file.read(path)
+    records = journal_file.read_packed(path)
     if not records:
         raise UsageError(f"journal {path}: holds no record; nothing to import")
     first = records[0]
@@ -186,7 +192,11 @@ def import_journal(path: Path, url: str) -> Merged:
         raise UsageError(
             f"journal {path}: begins with record {first.seq}, not with a job's start; name a whole journal"
         )
-    uuid = projection.identity(first)
+    try:
+        uuid = projection.identity(first)
+        projection.moment(first.at)
+    except ValueError as error:
+        raise UsageError(f"journal {path}: begins as no job does: {error}; name a whole journal") from error
     before = _journal_seq(url, uuid)
     if before is not None and before >= records[-1].seq:
         return Merged(first.entry.job, uuid, "unchanged", 0, _torn(path))
@@ -195,7 +205,8 @@ def import_journal(path: Path, url: str) -> Merged:
     if after < records[-1].seq:
         raise LedgerError(f"ledger {masked(url)}: ends at record {after} of {path}, which has {records[-1].seq}; again")
     outcome = "new" if before is None else "unchanged" if before >= after else "brought forward"
-    return Merged(first.entry.job, uuid, outcome, sum(record.seq > (before or 0) for record in records), _torn(path))
+    new = sum(record.seq - max(first_of(record) - 1, before or 0) for record in records if record.seq > (before or 0))
+    return Merged(first.entry.job, uuid, outcome, new, _torn(path))
 
 
 def _torn(path: Path) -> str:

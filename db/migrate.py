@@ -113,8 +113,17 @@ def check_known(version: str, name: str) -> None:
         )
 
 
+def check_plain(connection: Connection, name: str) -> None:
+    """Raises LedgerError for a SQLite file in which something runs when it is read or written: none of ours."""
+    if connection.dialect.name == "sqlite":
+        query = text("SELECT type, name FROM sqlite_master WHERE type IN ('view', 'trigger')")
+        if (found := connection.execute(query).first()) is not None:
+            raise LedgerError(f"ledger {name}: has a {found.type}, {found.name!a}; it was not made by resihp")
+
+
 def check_readable(connection: Connection, name: str) -> None:
     """Raises LedgerError unless the ledger has exactly the schema that we read."""
+    check_plain(connection, name)
     version = version_of(connection)
     if version is None:
         raise LedgerError(f"ledger {name}: holds no ledger of resihp; name another with --ledger")

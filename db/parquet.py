@@ -102,10 +102,13 @@ def _arrow(table: Table) -> pa.Schema:
 
 
 def check_manifest(folder: Path) -> Manifest:
-    """Raises LedgerError unless the folder is an export of our schema."""
+    """Raises LedgerError unless the folder is an export of our schema, of plain files alone."""
+    for file in folder.iterdir():
+        if not file.is_file():  # a pipe is never waited for
+            raise LedgerError(f"export {folder}: {file.name!a} is no plain file; name a folder of resihp db export")
     try:
         manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, UnicodeError, RecursionError, msgspec.DecodeError) as error:
         raise LedgerError(f"export {folder}: {MANIFEST} cannot be read: {error}; export it again") from error
     if manifest.format != FORMAT:
         raise LedgerError(f"export {folder}: {MANIFEST} is of another program; name a folder of resihp db export")

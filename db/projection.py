@@ -32,7 +32,11 @@ MAX_TEXT = 8192
 
 
 def moment(at: float) -> datetime:
-    return datetime.fromtimestamp(at, UTC)
+    """Raises ValueError for what is no time."""
+    try:
+        return datetime.fromtimestamp(at, UTC)
+    except (OverflowError, OSError) as error:
+        raise ValueError(f"{at!r} is no time: {error}") from error
 
 
 def identity(first: journal.Record) -> str:
@@ -141,7 +145,7 @@ def apply_as_event(session: Session, job: models.JobRow, record: journal.Record,
         return
     kind = type(record.entry).__name__
     text = _text(f"record {record.seq}: {kind} does not fit the ledger: {error}")
-    with suppress(ValueError, OverflowError, OSError):  # not a time: it happened after the record before it
+    with suppress(ValueError):  # not a time: it happened after the record before it
         job.last_entry_at = moment(record.at)
     session.add(
         models.EventRow(job_id=job.id, seq=record.seq, at=job.last_entry_at, kind=f"Unprojected{kind}", text=text)

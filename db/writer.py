@@ -75,6 +75,8 @@ class Ledger:
         self._hurry = threading.Event()
         self._deadline = float("inf")
         self._failing = False
+        self._hopeless = False
+        """What is to be written is at fault: who waits for it waits in vain."""
         # A hung file system must not keep the process from ending, hence a daemon; it reports what it could not do.
         self._thread = threading.Thread(target=self._write_until_closed, name="ledger", daemon=True)
 
@@ -208,7 +210,11 @@ class Ledger:
         self._wake.set()
         with self._lock:
             seq = self._last_submitted
-            return self._written.wait_for(lambda: self._applied >= seq and not self._reports, timeout_s)
+            self._written.wait_for(lambda: self._hopeless or self._is_written(seq), timeout_s)
+            return self._is_written(seq)
+
+    def _is_written(self, seq: int) -> bool:
+        return self._applied >= seq and not self._reports
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Write what waits, for at most `timeout_s`, and stop; False if something was left (the journal has it)."""
@@ -250,6 +256,9 @@ class Ledger:
                     pause_s = FIRST_PAUSE_S
             except Exception as error:  # noqa: BLE001 - whatever it is, training goes on and the records are kept
                 self._engine.dispose()
+                with self._lock:
+                    self._hopeless = _lies_in_the_rows(error)
+                    self._written.notify_all()
                 self._lacks_tables = isinstance(error, ProgrammingError) or "no such table" in str(error)
                 if not self._failing:
                     self._failing = True
@@ -265,6 +274,7 @@ class Ledger:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 self._wake.set()
                 continue
+            self._hopeless = False
             if self._failing:
                 self._failing = False
                 self._say(f"ledger {self.name}: written again, nothing of the journal is missing")

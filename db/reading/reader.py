@@ -325,8 +325,17 @@ class Reader:
         with no_collection():
             for row in found:
                 for column in asked.json_columns:
-                    row[column] = msgspec.json.decode(row[column])
+                    row[column] = self._decoded(row[column], column)
             return found if job_id is not None else [{"job": row.pop("job"), **row} for row in found]
+
+    def _decoded(self, content: str, column: str) -> Any:
+        """Raises LedgerError: what was imported may hold anything."""
+        try:
+            return msgspec.json.decode(content)
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise LedgerError(
+                f"ledger {self.name}: a row's {column} is not JSON: {error}; import the job again"
+            ) from error
 
     def count(self, table: str, job_id: int, *, since: datetime | None = None, until: datetime | None = None) -> int:
         """How many rows of a table there are of a job."""
@@ -356,7 +365,7 @@ class Reader:
         query = TABLES["plans"].query.where(PlanRow.job_id == job_id, PlanRow.refused_reason.is_(None))
         found = self.fetch(query.order_by(PlanRow.epoch.desc()).limit(1))
         return [
-            {**row, **{name: msgspec.json.decode(row[name]) for name in TABLES["plans"].json_columns}} for row in found
+            {**row, **{name: self._decoded(row[name], name) for name in TABLES["plans"].json_columns}} for row in found
         ]
 
     def narrow(self, table: str, job_id: int, names: Sequence[str] = ()) -> list[Row]:

@@ -11,6 +11,7 @@ Decides nothing. One thread may number records (`Journal.stamp`) while another o
 from __future__ import annotations
 
 import os
+import stat
 import threading
 import zlib
 from array import array
@@ -30,6 +31,8 @@ from resihp.record.packing import first_of, pack, unpack
 MAGIC = b"RESIHPJ1"
 MAX_RECORD_BYTES = 16 << 20
 """Of a record that is read: journals of 0.1 may hold such."""
+MAX_FILE_BYTES = 4 << 30
+"""Of a file that is read: journals of 0.1, which were never packed, grow by some 300 MB in three months."""
 MAX_APPENDED_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
 """Of a record that is written: agents get it in one message."""
 PACK_AFTER = 4096
@@ -39,6 +42,9 @@ LEFT_UNPACKED = 256
 
 _ANY_RECORD = b"\x83\xa3seq"
 """How the body of every record begins: a map of three, the first of which is this."""
+
+_MOST_TRIED = 64
+"""Times its length that a damaged file is looked through for whole records: one made to be slow is not ours."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Record)
@@ -61,22 +67,38 @@ def read(path: Path, *, after: int = 0) -> list[Record]:
 
     Raises ProtocolError if the file is no journal of this version, or damaged.
     """
-    records = (record for _, record in _scan(path.read_bytes(), str(path)) if record.seq > after)
+    records = (record for _, record in _scan(_content(path), str(path)) if record.seq > after)
     return [record for record in unpack(records) if record.seq > after]
 
 
 def read_packed(path: Path) -> list[Record]:
     """The same, but iterations that are packed stay so: what a job of any age has come to is soon read."""
-    return [record for _, record in _scan(path.read_bytes(), str(path))]
+    return [record for _, record in _scan(_content(path), str(path))]
 
 
 def torn_bytes(path: Path) -> int:
     """How much of a torn tail `read` passes over."""
-    content = path.read_bytes()
+    content = _content(path)
     end = min(len(content), len(MAGIC))
     for end, _ in _scan(content, str(path)):  # noqa: B007 - wanted after the loop
         pass
     return len(content) - end
+
+
+def _content(path: Path) -> bytes:
+    """Of the file, which is never waited for. Raises ProtocolError for a pipe, a device, or one that is far too large,
+    OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ProtocolError(f"journal {path}: is no plain file")
+        if found.st_size > MAX_FILE_BYTES:
+            raise ProtocolError(f"journal {path}: has {found.st_size} bytes, more than any journal")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(found.st_size)
+    finally:
+        os.close(descriptor)
 
 
 def _frame(body: bytes) -> bytes:
@@ -96,7 +118,11 @@ def _scan(content: bytes, name: str) -> Iterator[tuple[int, Record]]:
         at += 8 + len(body)
         yield at, record
     found = content.find(_ANY_RECORD, at + 8 + 1)  # a torn tail has nothing whole behind it
+    tried = 0
     while found != -1:
+        tried += min(int.from_bytes(content[found - 8 : found - 4], "little"), MAX_RECORD_BYTES)
+        if tried > _MOST_TRIED * len(content):
+            raise ProtocolError(f"journal {name}: damaged at byte {at}, and what follows is none of ours")
         if _body(content, found - 8) is not None:
             raise ProtocolError(
                 f"journal {name}: damaged at byte {at}, and whole records follow from byte {found - 8}: "
@@ -170,7 +196,7 @@ class Journal:
         """Records before this place are packed as well as they can be."""
         self._swapping = threading.Lock()
         """Held while the file is read from, or another one takes its place."""
-        content = path.read_bytes() if path.exists() else b""
+        content = _content(path) if path.exists() else b""
         path.parent.mkdir(parents=True, exist_ok=True)
         records = [] if len(content) < len(MAGIC) and MAGIC.startswith(content) else list(_scan(content, str(path)))
         self._file = _File(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))

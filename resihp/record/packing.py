@@ -105,6 +105,8 @@ def _as_one(run: list[Record]) -> list[Record]:
 def _rows(seq: int, entry: IterationsPacked) -> Iterator[Record]:
     count = entry.count
     columns = iter(entry.columns)
+    if not 0 < count <= MOST:
+        raise ValueError(f"{count} iterations where {MOST} are the most")
     if len(entry.columns) != _COLUMNS:
         raise ValueError(f"{len(entry.columns)} columns where {_COLUMNS} are due")
 

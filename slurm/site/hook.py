@@ -277,9 +277,15 @@ class Spool:
         return requests, strays
 
     def read(self, entry: SpoolEntry, now: float) -> SpooledRequest:
-        """Raises Refused, Gone, or Waits for a file from the future: a clock was put back."""
+        """Raises Refused, Gone, or Waits for a file from the future: a clock was put back.
+
+        What is no plain file is not even opened: to open a device or a pipe is to do something to it.
+        """
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         try:
+            seen = os.stat(entry.name, dir_fd=self._folder, follow_symlinks=False)
+            if not stat.S_ISREG(seen.st_mode):
+                raise Refused("a symbolic link" if stat.S_ISLNK(seen.st_mode) else "not a regular file")
             descriptor = os.open(entry.name, flags, dir_fd=self._folder)
         except FileNotFoundError:
             raise Gone from None

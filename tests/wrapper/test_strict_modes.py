@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from resihp.errors import JobNotFoundError, OwnershipError, UsageError
-from resihp.record.journal import JobEnded, Journal, NodeJoined
+from resihp.record.journal import JobEnded, NodeJoined
+from resihp.record.journal_file import Journal
 from tests.wrapper.run_requests import run_request
 from wrapper import job_folder
 from wrapper.commands import resume

@@ -86,6 +86,7 @@ def local_place(job: Job) -> Path:
             if folder.lstat().st_uid != os.getuid():  # of a link, too: whoever made it could make it another
                 raise UsageError(f"{folder}: belongs to another user; set RESIHP_LOCAL to a folder of yours")
             check_folder(folder, "RESIHP_LOCAL")
+            check_folder(folder, "RESIHP_LOCAL")
     except OSError as error:
         raise UsageError(f"{place}: cannot hold journals: {error.strerror}; set RESIHP_LOCAL to another") from error
     return place

@@ -104,7 +104,7 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
         )  # the command line has no [adapt], [slurm], [container]
     }
     configuration = read(given, options.config)
-    _check_text(configuration.job.command)
+    _check_words(configuration)
     found = None
     if not options.local:
         slurm = slurm or _slurm()
@@ -164,9 +164,13 @@ def _look_at_release(slurm: Slurm) -> None:
         _notice(told)
 
 
-def _check_text(command: tuple[str, ...]) -> None:
-    """Raises UsageError for an argument that is no text: it could neither be journaled nor told to anybody."""
-    for part in command:
+def _check_words(configuration: Configuration) -> None:
+    """Raises UsageError for an argument that is no text: it could neither be journaled nor told to anybody; LedgerError
+    for a ledger that is none."""
+    from db.engine import resolve as resolve_ledger
+
+    resolve_ledger(configuration.ledger.url, home())
+    for part in configuration.job.command:
         if not part.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in part):
             raise UsageError(f"command: {part!a} is not UTF-8; rename that file, or pass its name in a file")
 

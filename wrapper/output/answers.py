@@ -80,7 +80,10 @@ def write_parquet(found: pd.DataFrame, path: Path, what: str) -> None:
 
 
 def message(text: str) -> None:
-    print(f"resihp: {text}", file=sys.stderr)
+    """A line on stderr. What it quotes may come from anywhere: no name of a job steers the terminal."""
+    from wrapper.output.render import literal
+
+    print(f"resihp: {literal(text)}", file=sys.stderr)
 
 
 def console() -> Console:

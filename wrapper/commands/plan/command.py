@@ -112,7 +112,7 @@ def plan(options: PlanOptions) -> None:
     if options.tune:
         found = msgspec.structs.replace(found, cost=NOTHING)  # nothing runs yet
     for remark in found.remarks:
-        print(f"resihp: {remark}", file=sys.stderr)
+        print(f"resihp: {literal(remark)}", file=sys.stderr)
     if options.as_json:
         print(json.dumps(answer.as_json(found, planning_s), allow_nan=False))
     else:
@@ -140,7 +140,7 @@ def _asked(options: PlanOptions) -> tuple[Question, Plan, str, str]:
 
         of = of_job(options.job, options.ledger, options.hardware, **happened)
         for remark in of.remarks:
-            print(f"resihp: {remark}", file=sys.stderr)
+            print(f"resihp: {literal(remark)}", file=sys.stderr)
         return of.question, of.base, of.model, of.hardware
     if options.job is not None:
         raise UsageError(f"plan {options.job}: a job has its own model and layout; leave --model and --layout out")

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from resihp.errors import UsageError
+from wrapper.output.answers import message
 
 
 def register(app: typer.Typer) -> None:
@@ -53,7 +54,7 @@ def report(
         text = html(found)
         output = output or Path(f"report-{file_name(name)}.html")
     size = write(output, text)
-    print(f"resihp: job {name}: report written to {output} ({size / 1000:,.0f} kB)", file=sys.stderr)
+    message(f"job {name}: report written to {output} ({size / 1000:,.0f} kB)")
 
 
 def file_name(job: str) -> str:

@@ -162,6 +162,10 @@ def refusal(url: URL, error: DBAPIError | OSError) -> LedgerError:
         advice = "another process holds it: try again when it is done, or name another with --ledger"
     elif "permission denied" in words or "must be owner" in words:
         advice = f"who owns its tables runs resihp db upgrade, and resihp db grant ROLE, with --ledger {name}"
+    elif "constraint" in words:
+        advice = (
+            "what was to be brought in contradicts itself, and nothing of it was; make it anew from the job's journal"
+        )
     elif "row-level security" in words:
         advice = "rows of a job that another database user wrote are not changed; name another with --ledger"
     elif file_of(url) is not None:

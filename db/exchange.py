@@ -112,7 +112,7 @@ def import_from(path: str, url: str) -> list[Merged]:
         descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError(f"{place}: is no plain file")
+                raise OSError("is no plain file")
             begins = file.read(len(SQLITE_MAGIC))
     except OSError as error:
         raise UsageError(f"{place}: {error.strerror or error}; name a journal, a ledger or a job's folder") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from resihp.errors import LedgerError
 from resihp.parallelism.layout import Layout, Replica, Stage
 
 
@@ -29,8 +30,14 @@ def to_json(layout: Layout) -> str:
 
 
 def from_json(text: str) -> Layout:
-    """Raises KeyError, TypeError or ValueError if `text` is no LAYOUT."""
-    plain = json.loads(text)
+    """Raises LedgerError if `text` is no LAYOUT: what was imported may hold anything."""
+    try:
+        return _from_plain(json.loads(text))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise LedgerError(f"ledger: a plan's layout is none: {error}; import the job again") from error
+
+
+def _from_plain(plain: dict[str, Any]) -> Layout:
     return Layout(
         replicas=tuple(
             Replica(

@@ -74,10 +74,13 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def kept(job: Row) -> Account | None:
-    """The account in the row of a job that is over; None while it runs, and in ledgers of before."""
+    """The account in the row of a job that is over; None while it runs, in ledgers of before, and where it is none."""
     if job["state"] == "running" or not job.get("account"):
         return None
-    return msgspec.json.decode(job["account"], type=Account)
+    try:
+        return msgspec.json.decode(job["account"], type=Account)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
 
 
 def account(

@@ -80,10 +80,11 @@ def write_parquet(found: pd.DataFrame, path: Path, what: str) -> None:
 
 
 def message(text: str) -> None:
-    """A line on stderr. What it quotes may come from anywhere: no name of a job steers the terminal."""
+    """A line on stderr. What it quotes may come from anywhere: no name of a job steers the terminal, or begins a line
+    as if it were ours."""
     from wrapper.output.render import literal
 
-    print(f"resihp: {literal(text)}", file=sys.stderr)
+    print("resihp: " + literal(text).replace("\n", "\n  "), file=sys.stderr)
 
 
 def console() -> Console:

@@ -43,6 +43,11 @@ def literal(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
+def one_line(text: str) -> str:
+    """`literal`, for names: without line breaks, too, after which could stand what looks like ours."""
+    return " ".join(literal(text).split())
+
+
 def duration(seconds: float | None) -> str:
     """`0.62 s`, `12.3 s`, `4 min 05 s`, `2 h 03 min`, `3 d 04 h`; `-` for None or what is no duration."""
     if seconds is None or seconds != seconds or seconds in (float("inf"), float("-inf")):

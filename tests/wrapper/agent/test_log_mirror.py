@@ -95,3 +95,54 @@ def test_folder_that_cannot_be_written_is_told_once(
     mirror.close()
     assert (there / "n1.rank0.log").read_text() == "printed\n"
     assert "directory" not in capsys.readouterr().out
+
+
+def test_folder_that_hangs_does_not_fill_the_local_disk(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal is on that disk, and a worker may print for hours. The copy says what is missing, and where."""
+    most, chunk = 4 << 20, 64 << 10
+    for name, value in (("MOST_WAITING_BYTES", most), ("CHUNK_BYTES", chunk), ("LOOK_EVERY_S", 0.01)):
+        monkeypatch.setattr(log_mirror, name, value)
+    here, there = folders
+    os.mkfifo(there / "n1.rank0.log")  # opening it blocks until somebody reads
+    mirror = LogMirror("n1", here, there)
+    path = here / "n1.rank0.log"
+    printed = b"".join(b"%09d\n" % number for number in range(4 << 20))  # 40 MB
+    with path.open("ab", buffering=0) as log:
+        for start in range(0, len(printed), most):
+            log.write(printed[start : start + most])
+            until(lambda: path.stat().st_blocks * 512 <= most + 3 * chunk)
+        assert path.stat().st_size == len(printed)
+        with (there / "n1.rank0.log").open("rb", buffering=0) as pipe:
+            found = b""
+            while not found.endswith(printed[-10:]):
+                found += pipe.read(1 << 20)
+    mirror.close()
+    assert len(found) < 2 * most
+    head, told, tail = found.partition(b"\nresihp: ")
+    missing, _, tail = tail.partition(b" bytes are missing here: ")
+    tail = tail.partition(b"\n")[2]
+    assert told
+    assert b"\0" not in found
+    assert printed.startswith(head)
+    assert printed.endswith(tail)
+    assert len(head) + int(missing) + len(tail) == len(printed)
+
+
+def test_log_that_is_copied_in_time_is_never_cut(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 1 << 20
+    for name, value in (("MOST_WAITING_BYTES", most), ("CHUNK_BYTES", 64 << 10), ("LOOK_EVERY_S", 0.001)):
+        monkeypatch.setattr(log_mirror, name, value)
+    here, there = folders
+    mirror, _copy = LogMirror("n1", here, there), there / "n1.rank0.log"
+    content = os.urandom(8 << 20)
+    with (here / "n1.rank0.log").open("ab", buffering=0) as log:
+        for start in range(0, len(content), most // 2):
+            log.write(content[start : start + most // 2])
+            done = min(start + most // 2, len(content))
+            until(
+                lambda done=done: (there / "n1.rank0.log").exists() and (there / "n1.rank0.log").stat().st_size == done
+            )
+    mirror.close()
+    assert (there / "n1.rank0.log").read_bytes() == content

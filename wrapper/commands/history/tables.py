@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from resihp.record.describe import size
-from wrapper.output.render import duration, literal, percent
+from wrapper.output.render import duration, one_line, percent
 
 LEAST_WIDTH = 6
 """Of a column that wraps."""
@@ -246,7 +246,7 @@ def history_table(table: str, rows: list[dict[str, Any]], *, with_jobs: bool = F
     columns = [*([_words("job", wraps=True)] if with_jobs else []), *_TERMINAL_COLUMNS[table]]
     tight = with_jobs or table in ("plans", "reconfigurations", "lemons") or " by " in table
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0) if tight else (0, 1))
-    cells = [[literal(column.cell(row)) for column in columns] for row in rows]
+    cells = [[one_line(column.cell(row)) for column in columns] for row in rows]
     for number, column in enumerate(columns):
         longest = max((len(line[number]) for line in cells), default=0)
         shown.add_column(

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from db.layouts import from_json
-from wrapper.output.render import duration, layout_grid, legend, literal, percent
+from wrapper.output.render import duration, layout_grid, legend, literal, one_line, percent
 from wrapper.output.shells import line
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def nodes_line(state: dict[str, Any]) -> str:
 def render_status(state: dict[str, Any], width: int) -> RenderableType:
     """What `status` prints on a terminal of `width` columns."""
     colour = {"running": "green", "completed": "green", "cancelled": "yellow"}.get(state["state"], "bold red")
-    head = Text.assemble((f"job {literal(state['job'])}", "bold"), "  ", (state["state"], colour))
+    head = Text.assemble((f"job {one_line(state['job'])}", "bold"), "  ", (state["state"], colour))
     head.append(f"  iteration {state['iteration']}")
     if state["loss"] is not None:
         head.append(f"  loss {state['loss']:.4f}")

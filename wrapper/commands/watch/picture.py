@@ -20,7 +20,7 @@ from db.layouts import from_json
 from resihp.parallelism.layout import Layout
 from resihp.record.describe import rank_list
 from wrapper.commands.status.tables import goodput_line
-from wrapper.output.render import LETTERS, STYLES, Health, duration, layout_grid, legend, literal
+from wrapper.output.render import LETTERS, STYLES, Health, duration, layout_grid, legend, literal, one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -260,8 +260,3 @@ def headline(status: Mapping[str, Any]) -> list[str]:
     if status["iteration_seconds"] is not None:
         found.append(f"{duration(status['iteration_seconds'])} an iteration")
     return found
-
-
-def one_line(text: str) -> str:
-    """`text` without line breaks and control characters."""
-    return " ".join(literal(text).split())

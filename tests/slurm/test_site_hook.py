@@ -455,6 +455,20 @@ def test_what_is_no_regular_file_neither_hangs_nor_counts(site: Site) -> None:
     assert site.updates() == []
 
 
+def test_what_is_no_plain_file_is_not_even_opened(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To open a device or a pipe as root is to do something to it."""
+    hook = hook_module()
+    os.mkfifo(site.spool / "fifo.json")
+    spool = hook.Spool(str(site.spool), False)
+    found = (site.spool / "fifo.json").lstat()
+    entry = hook.SpoolEntry("fifo.json", found.st_uid, found.st_ctime)
+    opened: list[object] = []
+    monkeypatch.setattr(hook.os, "open", lambda name, *rest, **options: opened.append(name))
+    with pytest.raises(hook.Refused, match="not a regular file"):
+        spool.read(entry, time.time())
+    assert opened == []
+
+
 HOSTILE: list[dict[str, Any]] = [
     {"node": "../n1"},
     {"node": "n1,n3"},

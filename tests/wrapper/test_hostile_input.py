@@ -22,7 +22,6 @@ from resihp.errors import ProtocolError, ResihpError
 from resihp.record import journal
 from resihp.record.journal_file import MAGIC, read, read_packed
 from tests.db.conftest import started, story, write_journal
-from wrapper.agent.journal_copy import local_place
 from wrapper.cli import app, main
 from wrapper.commands.run import Options, prepare
 from wrapper.job_folder import create_local_job
@@ -131,21 +130,6 @@ def test_journal_that_is_a_pipe_a_device_or_without_end_is_refused(fresh_home: P
     job = create_local_job()
     os.mkfifo(job.journal_file)
     assert "is no plain file" in refusal(resihp("status", job.name))
-
-
-def test_link_in_place_of_an_agents_folder_is_refused(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In /var/tmp everybody can make a link of that name, to a folder of the victim's."""
-    job = create_local_job()
-    place = job.journal_file.parent
-    assert local_place(job) == place
-    monkeypatch.delenv("RESIHP_LOCAL")
-    for folder in (place, place.parent):
-        folder.rename(fresh_home / "elsewhere")
-        folder.symlink_to(fresh_home / "elsewhere")
-        with pytest.raises(ResihpError, match=f"{folder}: is a link"):
-            local_place(job)
-        folder.unlink()
-        (fresh_home / "elsewhere").rename(folder)
 
 
 # --- names ----------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from resihp.errors import LedgerError
-from wrapper.commands.watch.picture import Watched, headline, one_line, picture
-from wrapper.output.render import percent
+from wrapper.commands.watch.picture import Watched, headline, picture
+from wrapper.output.render import one_line, percent
 
 if TYPE_CHECKING:
     from rich.console import Console

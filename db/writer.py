@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -156,16 +156,30 @@ class Ledger:
         """
         packed = journal_file.read_packed(journal_path)
         written = self._written_of(packed[0]) if packed else 0
-        records = list(unpack(record for record in packed if record.seq > written))
         with self._lock:
             self._journal_path = journal_path
             if packed:
                 self._first = packed[0]
-            if records:
-                self._last_submitted = max(self._last_submitted, records[-1].seq)
-            waiting = {record.seq: record for record in (*records, *self._records)}
-            self._records = deque(waiting[seq] for seq in sorted(waiting))
+            if packed and packed[-1].seq > written:
+                self._last_submitted = max(self._last_submitted, packed[-1].seq)
+            self._put_before(packed, written)
         self._wake.set()
+
+    def _put_before(self, known: list[journal.Record], written: int) -> None:
+        """What the journal has after this number is to be written before what came later. To be called with the lock.
+
+        Iterations that are packed stay so until it is their turn: they are a hundred times as large otherwise.
+        """
+        last = known[-1].seq if known else 0
+        later = [record for record in self._records if record.seq > last]
+        self._records = deque([*(record for record in known if record.seq > written), *later])
+
+    def _unpack_next(self) -> None:
+        """See to it that what is to be written next is not packed. Raises ProtocolError for columns that are none."""
+        while self._records and not _is_unpacked(self._records[0]):
+            rows = list(unpack([self._records[0]]))
+            self._records.popleft()
+            self._records.extendleft(reversed(rows))
 
     def _written_of(self, first: journal.Record) -> int:
         """Up to which record the ledger has a job; 0 where it cannot tell."""
@@ -309,16 +323,16 @@ class Ledger:
             first = self._first
         known: list[journal.Record] | None = None
         if reread and path is not None:
-            known = journal_file.read(path, after=applied)
-            first = first or next(iter(journal_file.read_packed(path)), None)
+            known = journal_file.read_packed(path)
+            first = first or next(iter(known), None)
         with self._lock:
             if known is not None:
-                waiting = {record.seq: record for record in (*known, *self._records)}
-                self._records = deque(waiting[seq] for seq in sorted(waiting) if seq > self._applied)
+                self._put_before(known, applied)
                 self._first = first = self._first or first
                 self._reread = False
             first = self._first
-            records = list(islice(self._records, BATCH_RECORDS))
+            self._unpack_next()
+            records = list(takewhile(_is_unpacked, islice(self._records, BATCH_RECORDS)))
             parts = self._reports.batch()
             dropped = self._dropped
         if first is None or not (records or parts or dropped != self._dropped_written):
@@ -366,7 +380,8 @@ class Ledger:
                     break
                 if projection.overtakes(record, seq) and self._journal_path is not None:
                     projection.forget(session, job)
-                    ready = [earlier for earlier in journal_file.read(self._journal_path) if earlier.seq < record.seq]
+                    known = journal_file.read_packed(self._journal_path)
+                    ready = [earlier for earlier in known if earlier.seq < record.seq]
                 ready.append(record)
                 seq = max(seq, record.seq)
             projection.apply_all(session, job, ready)
@@ -390,6 +405,10 @@ class Ledger:
                     projection.apply_as_event(session, job, record, _first_line(error))
                     seq = job.journal_seq
         return seq
+
+
+def _is_unpacked(record: journal.Record) -> bool:
+    return not isinstance(record.entry, journal.IterationsPacked)
 
 
 def _identity(url: URL) -> tuple[int, int] | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+import time
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner, Result
 
+from db.engine import resolve
 from db.exchange import export
-from db.writer import catch_up
+from db.writer import Ledger, catch_up
 from resihp.errors import ProtocolError, ResihpError
 from resihp.record import journal
 from resihp.record.journal_file import MAGIC, read, read_packed
@@ -83,7 +86,9 @@ BEGINNINGS: dict[str, Callable[[], bytes | dict[str, Any]]] = {
 @pytest.mark.parametrize("what", BEGINNINGS)
 def test_hostile_beginning_of_a_journal_is_refused_at_once(fresh_home: Path, what: str) -> None:
     path = file_of(fresh_home, BEGINNINGS[what]())
+    began = time.monotonic()
     refusal(resihp("db", "import", str(path), "--ledger", f"sqlite:///{fresh_home}/ledger.db"))
+    assert time.monotonic() - began < 30, "nobody waits for a ledger that can never take it"
 
 
 def test_hostile_middle_of_a_journal_does_not_hold_up_the_rest(fresh_home: Path) -> None:
@@ -106,6 +111,25 @@ def test_packed_iterations_that_would_fill_the_memory_are_refused(tmp_path: Path
     path = file_of(tmp_path, plain(started()), plain(packed(count), seq=2))
     with pytest.raises(ProtocolError, match="cannot be unpacked"):
         read(path)
+
+
+def test_iterations_stay_packed_until_they_are_written(tmp_path: Path) -> None:
+    """A few kilobytes that stand for half a million iterations, of a job that never had them."""
+    columns = 3 + 4 + 4 + 2
+    widths = {**dict.fromkeys(range(columns), 8), **dict.fromkeys(range(7, 11), 4)}
+    column = [zlib.compress(bytes(widths[i] * 8192), 9) for i in range(columns)]
+    path = tmp_path / "journal"
+    bodies: list[bytes | dict[str, Any]] = [plain(started())]
+    for number in range(64):
+        entry = journal.IterationsPacked(epoch=1, first=8192 * number + 1, count=8192, columns=tuple(column))
+        bodies.append(plain(entry, seq=8192 * (number + 1) + 1))
+    file_of(tmp_path, *bodies).rename(path)
+    ledger = Ledger(resolve(f"sqlite:///{tmp_path}/never.db"))
+    tracemalloc.start()
+    ledger.catch_up(path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 100 * path.stat().st_size
 
 
 def test_what_is_made_to_be_slow_to_look_through_is_given_up(tmp_path: Path) -> None:

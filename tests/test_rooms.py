@@ -77,7 +77,7 @@ LONG: Mapping[str, int] = {
     "resihp.scheduler.transition_cost.verdict": 61,
     "resihp.simulator.rules.Rules.check_order": 74,
     "resihp.simulator.scenario.Scenario.drawn": 63,
-    "resihp.simulator.world.World.__init__": 73,
+    "resihp.simulator.world.World.__init__": 74,
     "wrapper.commands.init.job_text": 83,
     "wrapper.commands.run.prepare": 63,
 }

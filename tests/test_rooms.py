@@ -72,12 +72,12 @@ NAMED_TWICE: Mapping[str, str] = {
 }
 LONG: Mapping[str, int] = {
     "db.reading.why.why": 73,
-    "resihp.controller.state.Job.__init__": 85,
+    "resihp.controller.state.Job.__init__": 87,
     "resihp.detector.offline.traces.read": 66,
     "resihp.scheduler.transition_cost.verdict": 61,
     "resihp.simulator.rules.Rules.check_order": 74,
     "resihp.simulator.scenario.Scenario.drawn": 63,
-    "resihp.simulator.world.World.__init__": 73,
+    "resihp.simulator.world.World.__init__": 74,
     "wrapper.commands.init.job_text": 83,
     "wrapper.commands.run.prepare": 63,
 }

@@ -67,11 +67,11 @@ def start_workers(job: Job) -> None:
         order = sorted((name for name, node in job.nodes.items() if node.alive), key=natural)
         devices = [(name, device) for name in order for device in range(job.settings.gpus_per_node)]
         job.log(WorkersOrdered(workers=tuple((rank, *device) for rank, device in enumerate(devices))))
-    if not job.ordered_at:
-        job.ordered_at = job.now
+    if not job.start.ordered_at:
+        job.start.ordered_at = job.now
     names = tuple(placement.node for placement in job.record.placements)
     here = [rank for rank in range(len(names)) if not is_lost(job, rank)]
-    job.awaited = {rank for rank in here if rank not in job.members or job.members[rank].declared is None}
+    job.start.awaited = {rank for rank in here if rank not in job.members or job.members[rank].declared is None}
     wanted: dict[str, list[int]] = {}
     for rank in here:
         if rank not in job.members and rank not in job.starting:
@@ -117,8 +117,8 @@ def never_started(job: Job, rank: int, reason: str) -> None:
     """Before the first plan: this rank will not come."""
     place = job.record.placements[rank]
     job.starting.discard(rank)
-    job.awaited.discard(rank)
-    job.early_at = job.now
+    job.start.awaited.discard(rank)
+    job.start.early_at = job.now
     job.say("warning", f"rank {rank} ({place.node} device {place.device}): could not be started: {reason}")
     job.log(JoinRefused(rank=rank, node=place.node, device=place.device, reason=reason, condemns_device=False))
 
@@ -130,7 +130,7 @@ def declared(job: Job, member: Member, declare: m.Declare) -> None:
     if member.declared is not None or member.fenced is not None:
         return
     member.declared = declare
-    job.awaited.discard(member.rank)
+    job.start.awaited.discard(member.rank)
 
 
 def trains_the_same(job: Job, declare: m.Declare) -> bool:
@@ -142,7 +142,7 @@ def refused(job: Job, member: Member, refuse: m.Refuse) -> None:
     """The script cannot start: for all ranks for the user to mend, for one a device that is no good."""
     if job.stage == "gathering":
         member.unwilling = refuse.reason
-        job.early_at = job.now
+        job.start.early_at = job.now
     elif member.declared is None and member.fenced is None:
         joins.turn_away(job, member, refuse.reason)
 
@@ -160,7 +160,7 @@ def propose(job: Job) -> None:
         return
     if job.record.trains != first:
         job.log(ModelDeclared(declare=first))
-    if job.settings.examine and not job.examined:
+    if job.settings.examine and not job.start.examined:
         order = sorted(job.ready)
         probing.begin(job, "start", order, probes.ring(order))
     else:
@@ -174,7 +174,7 @@ def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
     for rank, verdict in sorted(judged.items()):
         if not verdict.fit and job.members[rank].alive:
             job.say("warning", f"{job.where(rank)}: fails its probe: {verdict.evidence}")
-    job.examined = True
+    job.start.examined = True
 
 
 def _propose(job: Job) -> None:

@@ -383,6 +383,22 @@ class Upkeep:
 
 
 @dataclass
+class Beginning:
+    """How far the start is, until there is a first plan."""
+
+    enough_at: float | None = None
+    """Since when so many nodes are there that the others can be spared."""
+    ordered_at: float = 0.0
+    """When this supervisor asked for the first processes."""
+    awaited: set[int] = field(default_factory=set)
+    """Ranks that have neither declared what they train nor been lost."""
+    early_at: float | None = None
+    """When something was last lost, or went wrong."""
+    examined: bool = False
+    """Devices and links have been measured."""
+
+
+@dataclass
 class Recovery:
     """A new supervisor waits for the agents of a dead one."""
 
@@ -495,18 +511,9 @@ class Job:
         self.checkpointed = self.record.checkpointed
         """Iteration of the newest checkpoint all of whose parts are written."""
         self.started_at: float | None = None
-        self.enough_at: float | None = None
-        """Since when so many nodes are there that the others can be spared."""
+        self.start = Beginning()
         self.progress_at = 0.0
         self.halted_at = 0.0
-        self.awaited: set[int] = set()
-        """Before the first plan: ranks that have neither declared what they train nor been lost."""
-        self.ordered_at = 0.0
-        """When this supervisor asked for the first processes."""
-        self.early_at: float | None = None
-        """When something was last lost, or went wrong, before the first plan."""
-        self.examined = False
-        """Devices and links have been measured before the first plan."""
         self.now = 0.0
         self.actions: list[AnyAction] = []
 

@@ -195,7 +195,7 @@ def _gather_on(job: Job, recovery: Recovery, said: list[api.WorkerSaid]) -> None
     """The start was not complete: no plan had been decided yet."""
     job.move("gathering")
     if job.record.unexplained or job.record.lost:
-        job.early_at = job.now
+        job.start.early_at = job.now
     told = [rank for inventory in recovery.inventories.values() for rank, _ in inventory.ended]
     for rank in sorted({*told, *recovery.exits} - job.members.keys()):  # began and ended, unheard of
         place = job.record.placements[rank]

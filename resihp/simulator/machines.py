@@ -120,8 +120,7 @@ class Worker:
         """Probes of links, for the end of an iteration."""
         self.halted = False
         self.injected = False
-        self.stumbles = ""
-        """What it raises instead of saying what it trains."""
+        self.stumbles = ""  # what it raises instead of saying what it trains
         self.died_with_node = False
 
     # time

@@ -667,8 +667,7 @@ class World:
             case "raise":
                 worker._go_on(None, worker.throw, (f"ValueError: rank {rank} is odd",))
             case "raise_node":
-                for rank in node.ranks:
-                    self.workers[rank].stumbles = "ImportError: no module named flash_attn"
+                self.lack_library(node)
             case "raise_all":
                 for other in self.workers.values():
                     if other.spawned:
@@ -681,6 +680,10 @@ class World:
                 fault = Fault(id=1000 + request, kind=self.rng.choice(["kill", "stop", "crash"]), rank=rank)
                 self.asked[fault.id] = fault
                 self.feed(api.InjectAsked(request=request, fault=fault))
+
+    def lack_library(self, node: SimNode) -> None:
+        for rank in node.ranks:
+            self.workers[rank].stumbles = "ImportError: no module named flash_attn"
 
     # --- the controller -------------------------------------------------------------------------------------------
 

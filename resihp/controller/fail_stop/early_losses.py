@@ -22,7 +22,7 @@ GRACE_S = 3.0
 
 def review(job: Job) -> None:
     """Nobody is waited for any more: begin, or end."""
-    if job.stage != "gathering" or job.departure is not None or job.awaited or not job.record.placements:
+    if job.stage != "gathering" or job.departure is not None or job.start.awaited or not job.record.placements:
         return
     if len(job.nodes) < job.settings.nodes:
         return
@@ -34,11 +34,11 @@ def review(job: Job) -> None:
 
 def judge(job: Job) -> None:
     """Time has passed."""
-    if job.early_at is not None and job.now - job.early_at > GRACE_S:
+    if job.start.early_at is not None and job.now - job.start.early_at > GRACE_S:
         if _is_the_scripts(job) or _is_too_little(job):
             return
         _part_with(job)
-    if job.awaited and job.now - job.ordered_at > job.settings.start_budget_s:
+    if job.start.awaited and job.now - job.start.ordered_at > job.settings.start_budget_s:
         _budget_is_spent(job)
 
 
@@ -71,7 +71,7 @@ def _budget_is_spent(job: Job) -> None:
     """Whoever has neither declared nor ended by now never will. A plain program never declares: it has all the time
     there is, unless something is missing of it."""
     budget = f"{job.settings.start_budget_s:.0f} s"
-    for rank in sorted(job.awaited & job.starting):
+    for rank in sorted(job.start.awaited & job.starting):
         startup.never_started(job, rank, f"nothing was heard of it within {budget}")
     if not job.ready:
         failed = _failed(job)
@@ -80,28 +80,28 @@ def _budget_is_spent(job: Job) -> None:
         elif _lacks_nodes(job):
             _too_few(job, f"lost, and no rank was ready to train within {budget}")
         return
-    for rank in sorted(job.awaited):
+    for rank in sorted(job.start.awaited):
         _fence(job, job.members[rank], f"not ready to train within {budget} of the start")
 
 
 def _part_with(job: Job) -> None:
     """Processes that said that they cannot go on, and are still there; and those that do not even die."""
-    assert job.early_at is not None
-    for rank in sorted(job.awaited):
+    assert job.start.early_at is not None
+    for rank in sorted(job.start.awaited):
         member = job.members.get(rank)
         if member is None or not member.alive:
             continue
         if member.fenced is None and (member.raised is not None or member.unwilling):
             _fence(job, member, "did not end after its script had failed")
-        elif member.fenced is not None and job.now - job.early_at > job.settings.hang_given_up_s:
-            job.awaited.discard(rank)
+        elif member.fenced is not None and job.now - job.start.early_at > job.settings.hang_given_up_s:
+            job.start.awaited.discard(rank)
             incidents.bury(job, member, -signals.SIGKILL)
 
 
 def _fence(job: Job, member: Member, reason: str) -> None:
     if member.fenced is None:
         member.fenced, member.declared = reason, None
-        job.early_at = job.now
+        job.start.early_at = job.now
         job.say("warning", f"{job.where(member.rank)}: given up, {reason}; its log tells more")
         job.do(api.SignalWorker(rank=member.rank, signal=int(signals.SIGKILL)))
 
@@ -114,7 +114,7 @@ def _is_the_scripts(job: Job) -> bool:
     ranks = range(len(job.record.placements))
     nodes = {place.node for place in job.record.placements if job.nodes[place.node].alive}
     unable = [rank for rank in ranks if rank in job.record.refused and job.nodes[_node(job, rank)].alive]
-    if unable and {_node(job, rank) for rank in unable} == nodes and not job.ready and not job.awaited:
+    if unable and {_node(job, rank) for rank in unable} == nodes and not job.ready and not job.start.awaited:
         node = _node(job, unable[0])
         incidents.end(job, 2, f"node {node}: cannot start workers: {job.record.refused[unable[0]]}")
         return True

@@ -47,10 +47,10 @@ def exited(job: Job, event: api.WorkerExited) -> None:
 
 def exited_early(job: Job, member: Member, status: int) -> None:
     """An exit before the first plan: of a plain program that is done, or it is weighed by `early_losses`."""
-    job.awaited.discard(member.rank)
+    job.start.awaited.discard(member.rank)
     if status == 0 and member.declared is None:
         return
-    job.early_at = job.now
+    job.start.early_at = job.now
     if member.fenced is None and member.raised is None and job.departure is None:
         job.say("warning", f"{job.where(member.rank)}: {ending(status)} before training began")
 
@@ -61,9 +61,9 @@ def raised(job: Job, member: Member, raised: m.Raised) -> None:
         return
     job.errors[member.rank] = (raised.iteration, raised.error)
     if job.stage == "gathering":
-        job.early_at = job.now
+        job.start.early_at = job.now
         if member.alive:  # until it ends
-            job.awaited.add(member.rank)
+            job.start.awaited.add(member.rank)
             member.declared = None
         job.say("warning", f"{job.where(member.rank)}: raised {raised.error} before training began")
 
@@ -144,7 +144,7 @@ def node_lost(job: Job, name: str, reason: str, how: HowLost = "silent", *, cann
     else:
         ranks = leave_node(job, NodeLost(node=name, reason=reason, how=how))
     if job.stage == "gathering":
-        job.early_at = job.now
+        job.start.early_at = job.now
         job.say("warning", f"node {name}: {reason}{f'; ranks {ranks} are lost' if ranks else ''}")
         if job.departure is None:
             node_lost_early(job, name, reason, cannot_start=cannot_start)
@@ -176,7 +176,7 @@ def leave_node(job: Job, entry: NodeLost) -> list[int]:
     job.log(entry)
     job.do(api.DropNode(node=entry.node))
     job.starting -= {rank for rank in job.starting if job.record.placements[rank].node == entry.node}
-    job.awaited -= {rank for rank in job.awaited if job.record.placements[rank].node == entry.node}
+    job.start.awaited -= {rank for rank in job.start.awaited if job.record.placements[rank].node == entry.node}
     for rank in ranks:
         incidents.bury(job, job.members[rank], None)
     return ranks

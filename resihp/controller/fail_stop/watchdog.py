@@ -81,11 +81,11 @@ def judge_absent(job: Job) -> None:
     settings, budget_s = job.settings, job.settings.start_budget_s
     here = sum(node.alive for node in job.nodes.values())
     if here < settings.nodes - settings.spares:
-        job.enough_at = None
-    elif job.enough_at is None:
-        job.enough_at = job.now
+        job.start.enough_at = None
+    elif job.start.enough_at is None:
+        job.start.enough_at = job.now
     waited_s = job.now - (job.started_at or 0.0)
-    patient = job.enough_at is None or job.now - job.enough_at <= LATECOMERS_S
+    patient = job.start.enough_at is None or job.now - job.start.enough_at <= LATECOMERS_S
     if patient and waited_s <= budget_s:
         return
     absent = [name for name in settings.node_names if name not in job.nodes]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from random import Random
 from typing import Protocol
 
 import msgspec
@@ -22,15 +23,14 @@ from resihp.errors import ProtocolError
 from resihp.protocol import messages as m
 from resihp.protocol.framing import Envelope, NoAnswerError, SecureChannel
 from resihp.protocol.resumable import Conversation
-from wrapper.agent.back_off import BackOff
 from wrapper.agent.election import accepts
 
 RETRY_S = 3.0
 """How long one attempt to connect may take; without succession, how long to look for one where nobody listens."""
 GUARDED_S = 30.0
 """Without succession: how long to wait where somebody holds the socket, and is about to start another supervisor."""
-STAYS_S = 5.0
-"""A connection that lasted so long was not in vain: its end is followed by an attempt at once."""
+FIRST_PAUSE_S, GROWTH, LONGEST_PAUSE_S = 0.2, 1.5, 3.0
+"""So long at most after the second attempt in vain, so many times longer after each other, never longer than that."""
 SILENCE_S = 3.0
 """With succession: a leader that says nothing at all for so long is gone, whatever its connection looks like."""
 ORPHAN_S = 60.0
@@ -62,6 +62,30 @@ class Follower(Protocol):
 
     def dismiss(self, grace_s: float) -> None:
         """The supervisor wants nothing more of it, or cannot be told anything more. `grace_s` as in `Release`."""
+
+
+class BackOff:
+    """How long to wait before the next attempt: not at all at first, then longer and longer.
+
+    All agents of a job lose their leader at the same moment. Each waits for times of its own, so that they do not all
+    come back at the same moment again and again, to a supervisor that has just begun to answer the last ones.
+    """
+
+    def __init__(self, dice: Random | None = None) -> None:
+        self._dice = dice or Random()
+        self._attempts = 0
+
+    def pause_s(self) -> float:
+        """How long to wait now that another attempt was in vain."""
+        self._attempts += 1
+        if self._attempts == 1:
+            return 0.0
+        most_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * GROWTH ** (self._attempts - 2))
+        return self._dice.uniform(most_s / 2, most_s)
+
+    def begin_anew(self) -> None:
+        """It was not in vain."""
+        self._attempts = 0
 
 
 class LeaderLink:
@@ -106,7 +130,6 @@ class LeaderLink:
         troubles: dict[Address, str] = {}
         back_off = BackOff()
         while True:
-            begun = time.monotonic()
             for address in self._addresses():
                 answered, news = await self._once(address)
                 if self._refused_at is not None and not self._succession:
@@ -123,7 +146,7 @@ class LeaderLink:
                 if gone is not None:
                     print(f"supervisor not reached for {gone:g} s: {news}", flush=True)
                     return
-            if answered and time.monotonic() - begun > STAYS_S:
+            if answered and self._conversation is not None:
                 back_off.begin_anew()
             await self._rest(back_off.pause_s())
 

@@ -15,7 +15,7 @@ from resihp.protocol import messages as m
 from resihp.protocol.framing import Envelope
 from resihp.protocol.serving import serve
 from tests.wrapper.agent.test_agent import PretendedSupervisor
-from wrapper.agent import back_off, supervisor_link
+from wrapper.agent import supervisor_link
 from wrapper.agent.supervisor_link import Address, LeaderLink
 
 KEY = os.urandom(32)
@@ -82,8 +82,8 @@ def play(scene: Callable[[Scene], Awaitable[None]]) -> None:
 def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RETRY_S": 0.2, "ORPHAN_S": 1.0, "REFUSED_S": 0.5}.items():
         monkeypatch.setattr(supervisor_link, name, value)
-    monkeypatch.setattr(back_off, "FIRST_S", 0.02)
-    monkeypatch.setattr(back_off, "LONGEST_S", 0.1)
+    monkeypatch.setattr(supervisor_link, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(supervisor_link, "LONGEST_PAUSE_S", 0.1)
 
 
 async def lives_for(link: LeaderLink) -> float:

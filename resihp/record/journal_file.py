@@ -140,7 +140,7 @@ def _body(content: bytes, at: int) -> bytes | None:
     return body if zlib.crc32(body) == int.from_bytes(content[at + 4 : at + 8], "little") else None
 
 
-class _File:
+class _OpenFile:
     """An open file of whole records, and where each one is."""
 
     def __init__(self, fd: int) -> None:
@@ -199,7 +199,7 @@ class Journal:
         content = _content(path) if path.exists() else b""
         path.parent.mkdir(parents=True, exist_ok=True)
         records = [] if len(content) < len(MAGIC) and MAGIC.startswith(content) else list(_scan(content, str(path)))
-        self._file = _File(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        self._file = _OpenFile(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         for end, record in records:
             self._note(record, end - self._file.end)
         if len(content) < len(MAGIC):
@@ -329,7 +329,7 @@ class Journal:
         """A file that has these records from place `at` on takes the place of ours."""
         ours = self._file
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        new = _File(os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+        new = _OpenFile(os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
         try:
             with os.fdopen(os.dup(new.fd), "wb") as out:
                 out.write(os.pread(ours.fd, ours.start(at), 0))

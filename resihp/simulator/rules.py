@@ -654,7 +654,9 @@ class Rules:
         wide = scenario.odd_declare is not None or scenario.early_exit is not None
         hopeless = scenario.planner == "real" and "no layout fits" in end.reason
         hopeless = hopeless or scenario.planner_trouble > 0 or "no agent came back" in end.reason
-        if wide or hopeless or (end.exit_code == 93 and self.is_the_scripts()):
+        whole = self.world.scenario.nodes * self.world.scenario.gpus_per_node
+        unfit = end.exit_code == 2 and healthy == whole  # nothing is missing: what was asked for cannot be had
+        if wide or hopeless or unfit or (end.exit_code == 93 and self.is_the_scripts()):
             return
         least = self.world.settings.devices_least
         expect(healthy < least, f"does not begin with {healthy} healthy devices, {least} are enough: {end.reason}")

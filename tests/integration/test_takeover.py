@@ -355,15 +355,15 @@ def stopped_thread(process: psutil.Process, name: str) -> Iterator[None]:
         libc.ptrace(detach, thread, None, None)
 
 
-def pad(journal: Path, count: int) -> None:
-    """So many records more, before anybody misses the leader."""
-    last = read(journal)[-1]
-    sample = encode(Record(1 << 31, last.at, SlurmSaw(node="n1", state="alloc", text="")))
+def frames(first: int, count: int, at: float) -> bytes:
+    """Records of these numbers, as the journal has them."""
+    sample = encode(Record(1 << 31, at, SlurmSaw(node="n1", state="alloc", text="")))
     head, tail = sample.split((1 << 31).to_bytes(4, "big"))
-    with journal.open("ab") as file:
-        for seq in range(last.seq + 1, last.seq + 1 + count):
-            body = head + seq.to_bytes(4, "big") + tail
-            file.write(len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body)
+    found = []
+    for seq in range(first, first + count):
+        body = head + seq.to_bytes(4, "big") + tail
+        found.append(len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body)
+    return b"".join(found)
 
 
 def test_taking_over_after_months_is_no_different(job: Job, reference: dict[int, float]) -> None:
@@ -372,15 +372,17 @@ def test_taking_over_after_months_is_no_different(job: Job, reference: dict[int,
     train(job, nodes=4, gpus=4, tp=1, pp=2)
     job.until(partial(committed, job, 5))
     before = workers(job)
-    assert job.process is not None
-    guardian = psutil.Process(job.process.pid)
-    guardian.suspend()
-    supervisor_of(job).kill()
-    wait_for(lambda: [each.status() for each in guardian.children()].count(psutil.STATUS_ZOMBIE))
     (path,) = job.folder.glob("local/*/journal")
-    pad(path, 200_000)
+    far = records(job)[-1].seq + 1000
+    months = frames(far, 200_000, time.time())  # before anybody misses the leader
+    supervisor = supervisor_of(job)
+    supervisor.suspend()
+    last = read(path)[-1]
+    assert last.seq < far
+    with path.open("ab") as file:
+        file.write(frames(last.seq + 1, far - last.seq - 1, last.at) + months)
     resumed_at = time.time()
-    guardian.resume()
+    supervisor.kill()
     assert job.wait().status == 0, job.stderr
     seconds = adopted_after(job, resumed_at)
     print(f"adopted {seconds:.2f} s after the supervisor was started")

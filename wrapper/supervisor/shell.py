@@ -2,7 +2,7 @@
 
 Run by `wrapper.supervisor.process`, one for a job. What happens to the job is decided in
 the controller; here its actions are carried out in order, each `Log` on disk before what follows it, and a decision
-known to a quorum of agents as well (`wrapper.supervisor.decision_gate`). A leader whose disk fails, or that no quorum
+known to a quorum of agents as well (`wrapper.supervisor.journaling.gate`). A leader whose disk fails, or that no quorum
 follows, steps back: it closes its connections and leaves the job to a successor. A crash in here ends the job with a
 message, exit code 1, and the traceback in `<job>/logs/supervisor.log`.
 """
@@ -47,10 +47,10 @@ from wrapper.supervisor.collaborators import (
     SlurmDeskLike,
     ViewLike,
 )
-from wrapper.supervisor.decision_gate import QUORUM_PATIENCE_S, DecisionGate
-from wrapper.supervisor.journal_writer import JournalWriter
+from wrapper.supervisor.journaling.gate import QUORUM_PATIENCE_S, DecisionGate
+from wrapper.supervisor.journaling.replication import Replication
+from wrapper.supervisor.journaling.writer import JournalWriter
 from wrapper.supervisor.operators import Operators
-from wrapper.supervisor.replication import Replication
 
 if TYPE_CHECKING:
     from db import report_rows

@@ -195,7 +195,7 @@ def test_a_worker_lost_before_the_first_plan_is_a_failure_like_any_other(status:
 
 
 def test_a_worker_that_never_declares_uses_up_the_start_budget_and_is_done_without() -> None:
-    result = adapt(0, Disturbance("hang", "spawn", rank=2), come_backs=0)
+    result = adapt(0, Disturbance("hang", "spawn", nth=4, rank=2), come_backs=0)
     assert result.exit_code == 0
     (failure,) = result.failures
     assert failure.cause == "rank 2 not ready to train within 60 s of the start"

@@ -28,7 +28,7 @@ from resihp.record.journal import AnyEntry, DrainDecided, JobEnded, LeaderChosen
 from resihp.record.journal_file import Journal, encode, read
 from tests.wrapper.agent.test_election import beginning
 from tests.wrapper.run_requests import run_request
-from tests.wrapper.supervisor.test_replication import membership_of
+from tests.wrapper.supervisor.journaling.test_replication import membership_of
 from wrapper.config.run_spec import RunRequest
 from wrapper.exit_codes import DEPOSED
 from wrapper.job_folder import Job, SupervisorFile, create_local_job

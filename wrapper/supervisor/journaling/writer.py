@@ -2,8 +2,8 @@
 
 `append` numbers a record and returns; the thread writes what has come, many at a time, and `on_disk` tells when. What
 the disk refuses is tried again until it takes it: the shell decides how long it leads meanwhile. The last records stay
-in memory, for those who keep copies (`wrapper.supervisor.replication`); older ones are read from the file, also behind
-the loop. Decides nothing. Owned by `wrapper.supervisor.shell`.
+in memory, for those who keep copies (`replication`); older ones are read from the file, also behind the loop. Decides
+nothing. Owned by `wrapper.supervisor.shell`.
 """
 
 from __future__ import annotations

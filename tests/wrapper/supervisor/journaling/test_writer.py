@@ -15,8 +15,8 @@ from resihp.record import journal_file
 from resihp.record.journal import Record, Suspected
 from resihp.record.journal_file import MAX_APPENDED_BYTES, PACK_AFTER, Journal, decode, encode, read, read_packed
 from tests.resihp.record.test_packing import committed
-from wrapper.supervisor import journal_writer
-from wrapper.supervisor.journal_writer import JournalWriter
+from wrapper.supervisor.journaling import writer as journal_writer
+from wrapper.supervisor.journaling.writer import JournalWriter
 
 OTHER = Suspected(rank=0, node="n1", evidence="x" * 50)
 

@@ -28,8 +28,8 @@ Encoded = tuple[int, bytes]
 """A record's number, and the record as encoded."""
 
 
-class Source(Protocol):
-    """`wrapper.supervisor.journal_writer.JournalWriter`, as used here."""
+class JournalSource(Protocol):
+    """`wrapper.supervisor.journaling.writer.JournalWriter`, as used here."""
 
     @property
     def written(self) -> int: ...
@@ -55,7 +55,7 @@ class Replication:
     """All copies of one journal. `post(node, message)` returns the message's number, 0 if nobody is there; `message` is
     an encoded `Replicate`."""
 
-    def __init__(self, journal: Source, membership: Membership, post: Callable[[str, msgspec.Raw], int]) -> None:
+    def __init__(self, journal: JournalSource, membership: Membership, post: Callable[[str, msgspec.Raw], int]) -> None:
         """`membership` has read the journal so far; from here on it follows what is `appended`."""
         self.membership = membership
         self._journal = journal

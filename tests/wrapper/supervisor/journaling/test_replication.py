@@ -28,8 +28,8 @@ from resihp.record.journal import (
 from resihp.record.journal_file import Journal, read
 from resihp.record.quorum import DECISIONS, Membership, is_quorum
 from tests.wrapper.agent.test_election import NODES, beginning, plan_of
-from wrapper.supervisor import replication
-from wrapper.supervisor.replication import Replication
+from wrapper.supervisor.journaling import replication
+from wrapper.supervisor.journaling.replication import Replication
 
 DRAIN = DrainDecided(drain=1, node="n1", failure=1, reason="")
 OTHER = Suspected(rank=0, node="n1", evidence="")

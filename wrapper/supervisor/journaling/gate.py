@@ -1,8 +1,7 @@
 """What the controller asked for is done in order, and only while a quorum of agents follows and knows every decision.
 
 An action also waits until what was logged before it is on the leader's own disk. Owned by `wrapper.supervisor.shell`.
-Decides nothing: `resihp.record.quorum` says what a quorum is, `wrapper.supervisor.replication` who has what, and
-`wrapper.supervisor.journal_writer` what is on disk.
+Decides nothing: `resihp.record.quorum` says what a quorum is, `replication` who has what, and `writer` what is on disk.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from resihp.controller import interface as api
 from resihp.record.journal import AnyEntry, Record
 from resihp.record.quorum import DECISIONS
 from wrapper.supervisor.agents import AgentLinks
-from wrapper.supervisor.journal_writer import JournalWriter
-from wrapper.supervisor.replication import Replication
+from wrapper.supervisor.journaling.replication import Replication
+from wrapper.supervisor.journaling.writer import JournalWriter
 
 QUORUM_PATIENCE_S = 10.0
 """How long a decision may wait for a quorum before we take it that we lead no longer."""

@@ -181,8 +181,10 @@ class Journal:
     """The file, open for appending. One writer: the supervisor that holds the job's lock, or the agent whose copy it
     is."""
 
-    def __init__(self, path: Path, *, sync: bool = True) -> None:
+    def __init__(self, path: Path, *, sync: bool = True, found: list[Record] | None = None) -> None:
         """Open or create; cut a torn tail. `sync=False` leaves flushing to the kernel (copies, tests, simulator).
+
+        `found` gets the records that are there, as `read_packed` gives them.
 
         Raises ProtocolError for what is no journal, or a damaged one.
         """
@@ -202,6 +204,8 @@ class Journal:
         self._file = _OpenFile(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         for end, record in records:
             self._note(record, end - self._file.end)
+        if found is not None:
+            found += [record for _, record in records]
         if len(content) < len(MAGIC):
             os.pwrite(self._file.fd, MAGIC, 0)
         os.ftruncate(self._file.fd, self._file.end)

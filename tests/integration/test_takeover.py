@@ -389,7 +389,7 @@ def test_taking_over_after_months_is_no_different(job: Job, reference: dict[int,
     assert seconds < 10.0
     assert_nothing_lost(job, reference)
     assert_the_same_processes(job, before)
-    assert [(entry.term, entry.how) for entry in entries(job, LeaderChosen)] == [(2, "restarted")]
+    assert [entry.term for entry in entries(job, LeaderChosen)] == [2], "started again, or chosen if that took too long"
     assert len(entries(job, PlanDecided)) == 1, "training was not even interrupted"
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from db.writer import Ledger
     from resihp.record.journal import Record
 
+FIRST_S = 3.0
+"""How long a new leader is left alone before the ledger is opened: until then it gathers its agents."""
 AGAIN_S = 1.0
 CLOSE_S = 10.0
 
@@ -64,6 +66,7 @@ class LateLedger:
 
     def _open(self) -> None:
         told = False
+        self._closing.wait(FIRST_S)
         while True:
             last = self._closing.is_set()
             try:

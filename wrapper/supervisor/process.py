@@ -66,13 +66,10 @@ class Heir:
     term: int
     how: Literal["restarted", "elected"]
     records: tuple[Record, ...]
-
-    @property
-    def membership(self) -> Membership:
-        membership = Membership()
-        for record in self.records:
-            membership.apply(record)
-        return membership
+    membership: Membership
+    """What they say of leaders and voters."""
+    journal: Journal
+    """The file that they are from, to be written on."""
 
     @property
     def lead(self) -> Lead:
@@ -148,7 +145,7 @@ async def supervise_with(
         request,
         controller=controller,
         launcher=_launcher(request, host, heir, view, forks),
-        journal=Journal(journal or job.journal_file),
+        journal=heir.journal if heir else Journal(journal or job.journal_file),
         ledger=ledger,
         view=view,
         slurm=_desk(request, heir, comment),
@@ -247,13 +244,17 @@ def heir_of(journal: Path, node: str, how: Literal["restarted", "elected"], leas
 
     A term is noted beside the journal before anybody hears of it: one that was tried in vain is never tried again.
     """
-    records = read_packed(journal)
+    records: list[Record] = []
+    opened = Journal(journal, found=records)
     if not records or not isinstance(records[0].entry, JobStarted):
         raise ProtocolError("the journal has no beginning")
     ended = next((record.entry for record in records if isinstance(record.entry, JobEnded)), None)
     if ended is not None:
         raise ProtocolError(f"the job has ended: {ended.reason}")
-    heir = Heir(node, 0, how, tuple(records))
+    membership = Membership()
+    for record in records:
+        membership.apply(record)
+    heir = Heir(node, 0, how, tuple(records), membership, opened)
     if not any(isinstance(record.entry, NodeJoined) for record in records):
         raise ProtocolError("no agent had joined it")  # they may not even have been started
     noted = journal.with_suffix(".term")

@@ -20,6 +20,7 @@ from wrapper.sinks.deferred_ledger import LateLedger
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(db.engine, "BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(deferred_ledger, "FIRST_S", 0.0)
     monkeypatch.setattr(deferred_ledger, "AGAIN_S", 0.05)
 
 

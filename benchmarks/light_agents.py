@@ -24,7 +24,7 @@ from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan
 from resihp.pipeline.schedules import orders_of
 from resihp.protocol import messages as m
-from resihp.protocol.forwarding import label_of
+from resihp.protocol.forwarding import label_of, order_in, records_in
 from resihp.protocol.framing import encode
 from resihp.record import journal_file
 from wrapper.agent.supervisor_link import LeaderLink
@@ -242,29 +242,30 @@ class LightAgent:
             case m.ToWorkers():
                 self._ordered(order)
             case m.Replicate():
-                if order.records:
-                    self.log = journal_file.decode(order.records[-1]).seq
+                if records := records_in(order):
+                    self.log = journal_file.decode(records[-1]).seq
             case m.Release():
                 self.dismiss(order.grace_s)
             case _:
                 pass
 
     def _ordered(self, to: m.ToWorkers) -> None:
-        label = label_of(to.body)
+        body = order_in(to)
+        label = label_of(body)
         self._newest = max(self._newest, label.announced_epoch)
         for rank in to.ranks:
             self._records[rank].told(label)
         answer: Callable[[int], bytes | None] = lambda rank: None  # noqa: E731
         match label.type:
             case m.Propose.__name__:
-                confirm = self._told.proposed(label.announced_epoch, to.body)
+                confirm = self._told.proposed(label.announced_epoch, body)
                 answer = lambda rank: confirm  # noqa: E731
             case m.Go.__name__:
                 self.epoch = label.epoch
                 ready = encode(m.Ready(epoch=label.epoch, groups_s=1.0, state_s=1.0))
                 answer = lambda rank: ready  # noqa: E731
             case m.Probe.__name__:
-                number = _orders.decode(to.body).probe
+                number = _orders.decode(body).probe
                 answer = lambda rank: self._told.probed(rank, number)  # noqa: E731
             case m.Park.__name__:
                 parked = m.Parked(

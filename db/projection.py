@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import groupby
@@ -123,17 +123,23 @@ def apply(session: Session, job: models.JobRow, record: journal.Record) -> None:
 
 
 def apply_all(session: Session, job: models.JobRow, records: Iterable[journal.Record]) -> None:
-    """Bring records in, as `apply` does one: committed iterations that follow one another in one statement."""
-    for iterations, group in groupby(records, lambda record: isinstance(record.entry, journal.IterationCommitted)):
-        if not iterations:
+    """Bring records in, as `apply` does one; of those that come by the thousand, all in a row together."""
+    for kind, group in groupby(records, lambda record: type(record.entry)):
+        if kind not in (journal.IterationCommitted, journal.WorkerStarted):
             for record in group:
                 apply(session, job, record)
             continue
         fresh = [record for record in group if record.seq > job.journal_seq]
-        if fresh:
-            _commit_iterations(session, job, [(cast(journal.IterationCommitted, r.entry), r.at) for r in fresh])
-            job.last_entry_at = moment(fresh[-1].at)
-            job.journal_seq = fresh[-1].seq
+        if not fresh:
+            continue
+        entries: list[Any] = [(record.entry, record.at) for record in fresh]
+        if kind is journal.IterationCommitted:
+            _commit_iterations(session, job, entries)
+        else:
+            _start_workers(session, job, entries)
+            session.add_all(_event(job, record, kind.__name__, explain(record.entry)) for record in fresh)
+        job.last_entry_at = moment(fresh[-1].at)
+        job.journal_seq = fresh[-1].seq
 
 
 def apply_as_event(session: Session, job: models.JobRow, record: journal.Record, error: str) -> None:
@@ -228,20 +234,28 @@ def _node_lost(session: Session, job: models.JobRow, entry: journal.NodeLost, at
 
 
 def _worker_started(session: Session, job: models.JobRow, entry: journal.WorkerStarted, at: float) -> None:
-    session.merge(
-        models.WorkerRow(
-            job_id=job.id,
-            rank=entry.rank,
-            node=_text(entry.node),
-            device=entry.device,
-            pid=entry.pid,
-            epoch_joined=entry.epoch,
-            epoch_left=None,
-            exit=None,
-            started_at=moment(at),
-            ended_at=None,
-        )
-    )
+    _start_workers(session, job, [(entry, at)])
+
+
+def _start_workers(
+    session: Session, job: models.JobRow, started: Sequence[tuple[journal.WorkerStarted, float]]
+) -> None:
+    rows = [
+        {
+            "job_id": job.id,
+            "rank": entry.rank,
+            "node": _text(entry.node),
+            "device": entry.device,
+            "pid": entry.pid,
+            "epoch_joined": entry.epoch,
+            "epoch_left": None,
+            "exit": None,
+            "started_at": moment(at),
+            "ended_at": None,
+        }
+        for entry, at in started
+    ]
+    _put(session, models.WorkerRow, rows, ("job_id", "rank"))
 
 
 def _worker_ended(session: Session, job: models.JobRow, entry: journal.WorkerEnded, at: float) -> None:
@@ -339,12 +353,18 @@ def _commit_iterations(
         }
         for entry, at in committed
     ]
+    _put(session, models.IterationRow, rows, ("job_id", "iteration"))
+
+
+def _put(
+    session: Session, row: type[models.LedgerTable], rows: Sequence[Mapping[str, Any]], key: tuple[str, ...]
+) -> None:
+    """Many rows in one statement, in place of those that have their keys."""
     session.flush()
     connection = session.connection()
-    table = models.IterationRow.__table__
+    table = row.__table__
     assert isinstance(table, Table)
     insert = (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
-    key = ("job_id", "iteration")
     changed = {name: insert.excluded[name] for name in table.c.keys() if name not in key}  # noqa: SIM118 - no mapping
     connection.execute(insert.on_conflict_do_update(index_elements=key, set_=changed), rows)
 

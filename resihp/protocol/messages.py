@@ -568,10 +568,11 @@ class Spawn(Message, frozen=True, kw_only=True):
 
 
 class ToWorkers(Message, frozen=True, kw_only=True):
-    """`body`: a `WorkerOrder`, encoded once for all; agents pass it on as it is."""
+    """`body`: a `WorkerOrder`, encoded once for all; agents pass it on as it is (`forwarding.order_in`)."""
 
     ranks: tuple[int, ...]
     body: bytes
+    deflated: bool = False
 
 
 class HangUp(Message, frozen=True, kw_only=True):
@@ -615,11 +616,13 @@ class Alive(Message, frozen=True, kw_only=True):
 class Replicate(Message, frozen=True, kw_only=True):
     """Records for the agent's copy of the journal: drop what it has after number `after`, append these.
 
-    An agent acknowledges it at once: decisions take effect when a quorum of agents has.
+    An agent acknowledges it at once: decisions take effect when a quorum of agents has. Many go as one
+    (`forwarding.records_in`).
     """
 
     after: int
     records: tuple[bytes, ...]
+    deflated: bool = False
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from resihp.errors import ProtocolError, UsageError
 from resihp.protocol import messages as m
+from resihp.protocol.forwarding import records_in
 from resihp.record.journal import Record
 from resihp.record.journal_file import Journal, decode, read_packed
 from resihp.record.quorum import Membership
@@ -46,7 +47,7 @@ class Replica:
             self._rewind(message.after)
         if message.after != self.log:
             raise ProtocolError(f"journal copy: ends with record {self.log}, where {message.after} is to be followed")
-        for body in message.records:
+        for body in records_in(message):
             self.membership.apply(self._take(body))
         if self.whole and self._journal.is_to_be_packed:
             with suppress(OSError):  # it is as it was, only larger

@@ -22,7 +22,7 @@ import psutil
 from resihp.errors import ProtocolError
 from resihp.process import OPEN_FILES, ending, state_letter
 from resihp.protocol import messages as m
-from resihp.protocol.forwarding import label_of
+from resihp.protocol.forwarding import label_of, order_in
 from resihp.protocol.framing import decode, encode
 from resihp.worker.forkserver import ONE_THREAD, Ended, Fork, Forked, NotForked
 from wrapper.agent.exit_clues import KernelClues, last_words_within
@@ -116,7 +116,8 @@ class Workers:
 
     def order(self, to: m.ToWorkers) -> None:
         """Raises ProtocolError for what is no order."""
-        label = label_of(to.body)
+        body = order_in(to)
+        label = label_of(body)
         if label.type == m.Go.__name__:
             self.epoch = label.epoch
             self._rendezvous.open(m.MeetingId(epoch=label.epoch))
@@ -127,7 +128,7 @@ class Workers:
             worker = self._workers.get(rank)
             if worker is not None:
                 worker.record.told(label)
-                worker.pipe.send(to.body)
+                worker.pipe.send(body)
 
     def published(self, order: m.Published) -> None:
         """What was said in a meeting that workers of this node attend."""

@@ -22,7 +22,7 @@ from resihp.controller import interface as api
 from resihp.errors import ProtocolError
 from resihp.process import ending
 from resihp.protocol import messages as m
-from resihp.protocol.forwarding import report_of
+from resihp.protocol.forwarding import deflated, report_of, to_workers
 from resihp.protocol.framing import Envelope, SecureChannel, encode
 from resihp.protocol.resumable import Conversation
 from wrapper.launch.launcher import CANNOT_START, Launcher
@@ -145,12 +145,13 @@ class AgentLinks:
         elif isinstance(order, m.Probe):
             self._rendezvous.open(m.MeetingId(probe=order.probe))
         body = encode(order)
+        smaller = deflated(body)
         by_node: dict[str, list[int]] = {}
         for rank in ranks:
             if rank in self._node_of:
                 by_node.setdefault(self._node_of[rank], []).append(rank)
         for node, local in by_node.items():
-            number = self.post(node, m.ToWorkers(ranks=tuple(local), body=body))
+            number = self.post(node, to_workers(tuple(local), body, smaller))
             if number and isinstance(order, m.Go):
                 self._links[node].epochs.append((number, order.epoch))
 

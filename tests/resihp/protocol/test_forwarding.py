@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import msgspec
 import pytest
 
@@ -9,7 +11,7 @@ from resihp.errors import ProtocolError
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan
 from resihp.protocol import messages as m
-from resihp.protocol.forwarding import label_of, report_of
+from resihp.protocol.forwarding import deflated, label_of, order_in, records_in, replicate, report_of, to_workers
 from resihp.protocol.framing import encode
 from tests.wrapper.agent.test_agent import outcome
 
@@ -48,3 +50,26 @@ def test_what_has_a_label_may_still_be_no_report(message: object) -> None:
     label_of(body)
     with pytest.raises(ProtocolError, match="malformed"):
         report_of(body)
+
+
+def test_what_is_long_and_goes_to_all_travels_shorter_and_comes_out_the_same() -> None:
+    order = bytes(200_000) + b"end"
+    small = deflated(order)
+    assert small is not None
+    assert len(small) < len(order) / 50
+    assert order_in(to_workers((1, 2), order, small)) == order
+    assert order_in(to_workers((1, 2), b"short", deflated(b"short"))) == b"short"
+    records = [b"record %d" % number for number in range(5000)]
+    message = replicate(7, records)
+    assert message.deflated
+    assert len(msgspec.msgpack.encode(message)) < sum(map(len, records)) / 2
+    assert records_in(message) == tuple(records)
+    assert records_in(replicate(7, records[:3])) == tuple(records[:3])
+
+
+@pytest.mark.parametrize("body", [b"", b"?", zlib.compress(bytes(100))[:-3], zlib.compress(bytes(100 << 20), 1)])
+def test_what_cannot_be_made_long_again_is_refused_and_fills_no_memory(body: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        order_in(m.ToWorkers(ranks=(0,), body=body, deflated=True))
+    with pytest.raises(ProtocolError):
+        records_in(m.Replicate(after=0, records=(body,), deflated=True))

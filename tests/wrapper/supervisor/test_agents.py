@@ -12,7 +12,7 @@ import pytest
 from resihp.controller import interface as api
 from resihp.errors import ProtocolError
 from resihp.protocol import messages as m
-from resihp.protocol.forwarding import label_of
+from resihp.protocol.forwarding import label_of, order_in
 from resihp.protocol.framing import Envelope, encode
 from resihp.protocol.resumable import Conversation
 from wrapper.supervisor.agents import AgentLinks
@@ -122,7 +122,7 @@ class PretendedAgent:
             order = self.conversation.take(envelope)
             if order is not None and not isinstance(order, m.Lead):
                 self.heard.append(order)
-            if isinstance(order, m.ToWorkers) and (label := label_of(order.body)).type == "Go":
+            if isinstance(order, m.ToWorkers) and (label := label_of(order_in(order))).type == "Go":
                 self.epoch = label.epoch
         self.channel.posted.clear()
 
@@ -667,7 +667,7 @@ def test_nothing_is_lost_when_the_connection_is_cut() -> None:
         await asyncio.sleep(0)
         await it.connect(agent)
         agent.read()
-        assert [label_of(order.body).epoch for order in agent.heard[1:]] == [1, 2]
+        assert [label_of(order_in(order)).epoch for order in agent.heard[1:]] == [1, 2]
         assert agent.epoch == 2
         assert it.told() == [api.AgentJoined, api.WorkerSpawned, api.WorkerSaid]
         await asyncio.sleep(2 * RECONNECT_S)

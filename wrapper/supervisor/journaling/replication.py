@@ -17,7 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-from resihp.protocol import messages as m
+from resihp.protocol.forwarding import replicate
 from resihp.record.journal import Record
 from resihp.record.quorum import Membership, is_quorum
 
@@ -159,6 +159,6 @@ class Replication:
         """Encoded once for all agents that have the same: they are many."""
         key = (after, records[-1][0] if records else after)
         if self._encoded[0] != key:
-            message = m.Replicate(after=after, records=tuple(body for _, body in records))
+            message = replicate(after, [body for _, body in records])
             self._encoded = (key, msgspec.Raw(msgspec.msgpack.encode(message)))
         return self._encoded[1]

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from resihp.protocol import messages as m
+from resihp.protocol.forwarding import records_in
 from resihp.record.journal import (
     AnyEntry,
     DrainDecided,
@@ -75,7 +76,7 @@ class Agents:
         self.taken[node] += 1
         copy = [record for record in self.copies[node] if record.seq <= message.after]
         assert (copy[-1].seq if copy else 0) == message.after, "it does not follow"
-        copy += [msgspec.msgpack.decode(body, type=Record) for body in message.records]
+        copy += [msgspec.msgpack.decode(body, type=Record) for body in records_in(message)]
         self.copies[node] = copy
         return True
 
@@ -237,8 +238,8 @@ def test_a_late_copy_gets_what_it_lacks_and_loses_what_nobody_decided(tmp_path: 
     assert scene.agents.posted["n3"] == [m.Replicate(after=len(first), records=())]
     assert scene.append(LeaderChosen(term=2, node="n2", host="h", how="elected", after=len(first))) == first_seq(2)
     scene.join("n1", "n2", "n4")
-    assert [len(message.records) for message in scene.agents.posted["n1"]] == [len(first) - 3 + 1]
-    assert [len(message.records) for message in scene.agents.posted["n2"]] == [1]
+    assert [len(records_in(message)) for message in scene.agents.posted["n1"]] == [len(first) - 3 + 1]
+    assert [len(records_in(message)) for message in scene.agents.posted["n2"]] == [1]
     scene.append(OTHER)
     scene.acknowledge(*copies)
     for copy in scene.agents.copies.values():
@@ -271,14 +272,14 @@ def test_much_goes_in_pieces_and_never_more_than_a_connection_takes(
         scene.acknowledge("n2")
     assert scene.agents.copies["n2"] == scene.records
     under_way = scene.agents.posted["n1"]
-    sizes = [sum(map(len, message.records)) for message in under_way]
+    sizes = [sum(map(len, records_in(message))) for message in under_way]
     assert sum(sizes) < 5000 + 2000 + 200
     assert max(sizes) < 2000 + 200
     assert len(sizes) > 2
     assert scene.agents.copies["n1"] == []
     scene.acknowledge("n1")
     assert scene.agents.copies["n1"] == scene.records
-    assert max(sum(map(len, message.records)) for message in scene.agents.posted["n1"]) < 2000 + 200
+    assert max(sum(map(len, records_in(message))) for message in scene.agents.posted["n1"]) < 2000 + 200
 
 
 def test_a_record_larger_than_a_piece_goes_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +288,7 @@ def test_a_record_larger_than_a_piece_goes_alone(tmp_path: Path, monkeypatch: py
     scene.append(Suspected(rank=0, node="n1", evidence="x" * 1000))
     scene.append(OTHER)
     scene.join("n1")
-    assert [len(message.records) for message in scene.agents.posted["n1"]] == [1, 1]
+    assert [len(records_in(message)) for message in scene.agents.posted["n1"]] == [1, 1]
 
 
 # --- what counts --------------------------------------------------------------------------------------------------

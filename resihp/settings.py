@@ -37,6 +37,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     node_given_up_s: float = 6.0
     hang_given_up_s: float = 15.0
     start_budget_s: float = 600.0
+    declares: bool = True
+    """Whether its processes may say what they train; a command does not, and cannot do without any of them."""
     transition_budget_s: float = 60.0
     reconnect_s: float = 1.0
     spares: int = 0

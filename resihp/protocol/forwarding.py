@@ -71,12 +71,12 @@ def order_in(message: m.ToWorkers) -> bytes:
     return _inflated(message.body) if message.deflated else message.body
 
 
-def replicate(after: int, records: Sequence[bytes]) -> m.Replicate:
-    """Encoded records that follow number `after`."""
-    smaller = deflated(msgspec.msgpack.encode(records)) if sum(map(len, records)) > WORTH_BYTES else None
-    if smaller is None:
+def replicate(after: int, records: Sequence[bytes], *, smaller: bool) -> m.Replicate:
+    """Encoded records that follow number `after`; `smaller`: deflated, where that is worth it."""
+    packed = deflated(msgspec.msgpack.encode(records)) if smaller else None
+    if packed is None:
         return m.Replicate(after=after, records=tuple(records))
-    return m.Replicate(after=after, records=(smaller,), deflated=True)
+    return m.Replicate(after=after, records=(packed,), deflated=True)
 
 
 def records_in(message: m.Replicate) -> tuple[bytes, ...]:

@@ -74,7 +74,7 @@ def test_unwritable_folder(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match=r"ledger sqlite:.*file.*choose another folder"):
         Ledger.open(f"sqlite:///{tmp_path}/file/ledger.db", tmp_path)
     (tmp_path / "folder.db").mkdir()
-    with pytest.raises(LedgerError, match="unable to open database file; is its folder writable"):
+    with pytest.raises(LedgerError, match="is no plain file; name another with --ledger"):
         Ledger.open(f"sqlite:///{tmp_path}/folder.db", tmp_path)
 
 

@@ -22,6 +22,10 @@ from wrapper.job_folder import Job, create_local_job
 STUB = Path(__file__).with_name("stub_run.py")
 
 
+SOON = {"STUB_BUDGET": "3"}
+"""Environment of a job whose script has three seconds to say what it trains, if something of it is lost meanwhile."""
+
+
 class StubJob:
     """One `resihp run` with the real guardian, supervisor, agents and fork servers."""
 

@@ -11,9 +11,12 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from resihp.controller import Controller
 from resihp.controller.interface import AgentJoined, AnyAction, AnyEvent, CutConnection, WorkerSaid
@@ -67,6 +70,7 @@ class DyingController(Controller):
         deaths = died.stat().st_size if died.exists() else 0
         if self.heard == int(nth) and deaths < int(lives):
             died.write_bytes(b"x" * (deaths + 1))
+            time.sleep(0.3)  # the journal's own thread writes what came before
             os.kill(os.getpid(), signal.SIGKILL)
         return super().handle(event, now)
 
@@ -89,14 +93,15 @@ def supervise(run_file: str, *arguments: str) -> int:
     logging.basicConfig(filename=request.of_job.logs / "supervisor.log")
     nothing: Any = Nothing()
     kind = CONTROLLERS[os.environ.get("STUB_CONTROLLER", "")]
-    controller, heir = kind(request.settings), None
+    settings = msgspec.structs.replace(request.settings, start_budget_s=float(os.environ.get("STUB_BUDGET", "600")))
+    controller, heir = kind(settings), None
     if "--take-over" in options:
         try:
             heir = heir_of(request.of_job.journal_file, "", "restarted")
         except (ProtocolError, OSError) as error:
             print(f"cannot be taken over: {error}", file=sys.stderr)
             return bury(request, options["--take-over"], listener)
-        controller = kind.recover(request.settings, (record.entry for record in heir.records))
+        controller = kind.recover(settings, (record.entry for record in heir.records))
     forks = inherited_socket(int(options["--forks"])) if "--forks" in options else None
     running = supervise_with(request, controller, nothing, nothing, listener=listener, heir=heir, forks=forks)
     return asyncio.run(running)

@@ -15,7 +15,7 @@ import pytest
 
 from resihp.errors import UsageError
 from resihp.record.journal import FaultInjected, JobEnded, LeaderChosen, NodeLost, WorkerEnded, WorkerStarted, first_seq
-from tests.wrapper.conftest import StubJob
+from tests.wrapper.conftest import SOON, StubJob
 from wrapper.commands import inject
 from wrapper.exit_codes import CANNOT_LEAD
 from wrapper.job_folder import finish_dead_job, hold_lock
@@ -163,7 +163,7 @@ def test_operator_injects_a_fault(stub_job: StubJob) -> None:
 
 
 def test_dead_agent_is_a_lost_node_at_once(stub_job: StubJob) -> None:
-    stub_job.start(FOREVER, nodes=2)
+    stub_job.start(FOREVER, nodes=2, environment=SOON)
     running(stub_job, 2)
     (agent,) = stub_job.processes("--node n2")
     begun = time.monotonic()
@@ -426,7 +426,7 @@ def test_supervisor_killed_while_the_job_ends_leaves_its_exit_code(stub_job: Stu
 
 
 def test_agent_that_died_with_the_supervisor_is_a_lost_node(stub_job: StubJob) -> None:
-    stub_job.start(UNTIL_TOLD, nodes=2)
+    stub_job.start(UNTIL_TOLD, nodes=2, environment=SOON)
     running(stub_job, 2)
     (agent,) = stub_job.processes("--node n2")
     supervisor = supervisor_of(stub_job)

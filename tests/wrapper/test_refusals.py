@@ -13,7 +13,7 @@ from resihp.errors import ProtocolError, UsageError
 from resihp.protocol import framing
 from resihp.protocol import messages as m
 from resihp.protocol.framing import Envelope, SecureChannel
-from tests.wrapper.conftest import StubJob
+from tests.wrapper.conftest import SOON, StubJob
 from tests.wrapper.test_processes import FOREVER, exits, running
 from wrapper.commands import inject
 from wrapper.job_folder import SupervisorFile
@@ -97,7 +97,7 @@ def test_job_goes_on_while_bad_frames_are_thrown_at_it(stub_job: StubJob) -> Non
 
 def test_silent_node_that_is_given_up_is_ended(stub_job: StubJob) -> None:
     """Stopped as a whole, its sockets stay open: only its silence tells, and nothing of it may stay."""
-    stub_job.start(FOREVER, nodes=2)
+    stub_job.start(FOREVER, nodes=2, environment=SOON)
     workers = running(stub_job, 2)
     assert "injected" in inject.inject(None, "stop", None, "n2")
     stub_job.until(lambda: all(p.status() == "stopped" for p in stub_job.processes("--node n2")))

@@ -26,7 +26,7 @@ from wrapper.commands import earlier_runs
 from wrapper.commands.resume import CompletedError, Resumption, after_restart, asked_for, if_there_is_one
 from wrapper.config import container, values
 from wrapper.config.program import resolve
-from wrapper.config.run_spec import RunRequest, SlurmRequest
+from wrapper.config.run_spec import Program, RunRequest, SlurmRequest
 from wrapper.config.schema import Configuration, check_partition, read
 from wrapper.config.shape import Shape, check_layout, check_target, of_allocation, on_this_machine
 from wrapper.exit_codes import REQUEUE
@@ -130,7 +130,7 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
     job = create_slurm_job(found.job_id, found.restart_count) if found else create_local_job()
     checkpoints = resumption.folder if resumption else saved or job.checkpoints.absolute()
     return RunRequest(
-        settings=_settings(configuration, job.name, shape, planned, of_slurm),
+        settings=_settings(configuration, job.name, shape, planned, of_slurm, program),
         folder=str(job.folder),
         program=program,
         command=configuration.job.command,
@@ -246,7 +246,12 @@ class _InSlurm(NamedTuple):
 
 
 def _settings(
-    configuration: Configuration, job: str, shape: Shape, planned: tuple[Fault, ...], of_slurm: _InSlurm | None
+    configuration: Configuration,
+    job: str,
+    shape: Shape,
+    planned: tuple[Fault, ...],
+    of_slurm: _InSlurm | None,
+    program: Program,
 ) -> Settings:
     """What the controller goes by."""
     layout, adapt, slurm = configuration.layout, configuration.adapt, configuration.slurm
@@ -256,6 +261,7 @@ def _settings(
         node_names=shape.nodes,
         gpus_per_node=shape.gpus_per_node,
         spares=shape.spares,
+        declares=program.kind != "command",
         tp=layout.tp,
         pp=layout.pp,
         schedule=layout.schedule,

@@ -38,7 +38,9 @@ def judge(job: Job) -> None:
         if _is_the_scripts(job) or _is_too_little(job):
             return
         _part_with(job)
-    if job.start.awaited and job.now - job.start.ordered_at > job.settings.start_budget_s:
+    if not job.settings.declares:
+        _needs_all(job)
+    elif job.start.awaited and job.now - job.start.ordered_at > job.settings.start_budget_s:
         _budget_is_spent(job)
 
 
@@ -65,6 +67,15 @@ def _nobody_declared(job: Job) -> None:
         _too_few(job, "lost, and a program that does not say what it trains cannot do without them")
     else:
         iterations.end_when_gone(job)
+
+
+def _needs_all(job: Job) -> None:
+    """A command ends with the first of its processes that fails, and with a node that it lacks."""
+    failed = _failed(job)
+    if failed:
+        _end_for(job, failed)
+    elif _lacks_nodes(job):
+        _too_few(job, "lost, and a program that does not say what it trains cannot do without them")
 
 
 def _budget_is_spent(job: Job) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from resihp.errors import ConfigurationError
 from tests.waiting import gone
-from tests.wrapper.conftest import StubJob
+from tests.wrapper.conftest import SOON, StubJob
 from tests.wrapper.test_processes import FOREVER, exits, running
 from wrapper.config import container
 from wrapper.config.run_spec import Container
@@ -159,7 +159,7 @@ def test_workers_run_in_the_container(stub_job: StubJob, inside: Container) -> N
 
 def test_what_is_inside_ends_with_the_agent_outside(stub_job: StubJob, inside: Container) -> None:
     """It is the runtime's child, or has its parent's number but not its death signal: the socket's end tells it."""
-    stub_job.start(FOREVER, nodes=2, container=inside)
+    stub_job.start(FOREVER, nodes=2, container=inside, environment=SOON)
     workers = running(stub_job, 2)
     (agent,) = stub_job.processes("wrapper.agent.process --run " + str(stub_job.job.run_file) + " --node n2")
     (worker,) = [each.pid for each in workers if each.node == "n2"]

@@ -23,6 +23,7 @@ from resihp.record.quorum import Membership, is_quorum
 
 PIECE_BYTES = 1 << 20
 MOST_UNDER_WAY_BYTES = 4 << 20
+MESSAGES_KEPT = 8
 
 Encoded = tuple[int, bytes]
 """A record's number, and the record as encoded."""
@@ -67,8 +68,8 @@ class Replication:
         """So many agents at least have yet to acknowledge something before the first of them is settled: with thousands
         of them, not every acknowledgement is worth counting all."""
         self._flushed = journal.written
-        self._encoded: tuple[tuple[int, int], msgspec.Raw] = ((0, 0), msgspec.Raw())
-        """The last message, by the numbers before and at the end of its records."""
+        self._encoded: dict[tuple[int, int], tuple[msgspec.Raw, bool]] = {}
+        """The last few messages, by the numbers before and at the end of their records; whether each is deflated."""
 
     def appended(self, record: Record, decision: bool) -> None:
         """A record was added to the journal: it goes out with the next `flush`.
@@ -156,9 +157,14 @@ class Replication:
         return number > 0
 
     def _message(self, after: int, records: list[Encoded]) -> msgspec.Raw:
-        """Encoded once for all agents that have the same: they are many."""
+        """Encoded once for all agents that lack the same, and deflated where there is more than one: they are many."""
         key = (after, records[-1][0] if records else after)
-        if self._encoded[0] != key:
-            message = replicate(after, [body for _, body in records])
-            self._encoded = (key, msgspec.Raw(msgspec.msgpack.encode(message)))
-        return self._encoded[1]
+        message, is_final = self._encoded.get(key, (None, False))
+        if message is None or not is_final:
+            again = message is not None
+            told = replicate(after, [body for _, body in records], smaller=again)
+            message = msgspec.Raw(msgspec.msgpack.encode(told))
+            self._encoded[key] = (message, again)
+            if len(self._encoded) > MESSAGES_KEPT:
+                del self._encoded[next(iter(self._encoded))]
+        return message

@@ -326,3 +326,19 @@ def test_another_supervisor_comes_to_the_same_wherever_the_last_one_died(kept: i
     assert len(by_rank) == len(set(by_rank)), "nobody is told of twice"
     assert {3, 4} <= set(by_rank)
     assert {failure.node for failure in told} == {"n2", "n3", "n4"}
+
+
+@pytest.mark.parametrize("what", ["process", "node"])
+def test_a_command_cannot_do_without_any_of_its_processes(what: str) -> None:
+    """It never says what it trains, and is known not to: nobody waits ten minutes for that."""
+    job = gathered(declares=False)
+    job.spawn(0, 1, 2, 3)
+    job.wait(700)
+    assert job.end is None, "it runs for as long as it likes"
+    if what == "process":
+        ends(job, 2)
+    else:
+        job.feed(api.AgentLost(node="n2", reason="its agent is gone", how="agent"))
+    job.wait(5)
+    assert job.end is not None
+    assert job.end[0] in ((1,) if what == "process" else (5, 75))

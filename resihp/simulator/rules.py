@@ -378,7 +378,7 @@ class Rules:
             return
         if self.last_order.get(action.ranks[0], (0, 0))[1] == 0:
             return  # asked to hurry, after a request to stop between two iterations
-        loud = any(not self.world.workers[rank].alive for rank in active)
+        loud = any(not self.world.workers[rank].alive for rank in {*active, *self.taking_part})
         quiet_s = self.world.now - max(self.world.workers[rank].progress_at for rank in active)
         expect(loud or quiet_s >= 15.0 - EPSILON, f"parks everybody for nothing, progress {quiet_s:.1f} s ago")
 

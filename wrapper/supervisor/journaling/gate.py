@@ -110,7 +110,7 @@ class DecisionGate:
             while self._actions:
                 if not self._is_written:
                     return
-                if not isinstance(self._actions[0], api.Log):
+                if not isinstance(self._actions[0], api.Log | api.Say | api.Reply):
                     self.flush()  # nobody is told to act on what his copy lacks
                 if not self._may_act:
                     self.flush()

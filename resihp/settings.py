@@ -91,5 +91,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def devices_least(self) -> int:
-        """With fewer the job does not begin."""
+        """With fewer the job does not begin. A command needs all that it was asked to have."""
+        if not self.declares:
+            return self.devices_asked
         return max(1, math.ceil(self.least * self.devices_asked - 1e-9))

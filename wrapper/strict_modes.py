@@ -25,9 +25,12 @@ MAX_BYTES = 64 << 20
 """Of a file that is read whole: a configuration, an address, a key. The largest that we write has some hundred kB."""
 
 
-def read_own(path: Path, most_bytes: int = MAX_BYTES) -> bytes:
-    """A file's bytes. Raises OwnershipError if others could have written it, OSError as `read_plain` does."""
-    return _read(path, most_bytes, own=True)
+def read_own(path: Path, most_bytes: int = MAX_BYTES, *, root_may: bool = False) -> bytes:
+    """A file's bytes. Raises OwnershipError if others could have written it, OSError as `read_plain` does.
+
+    `root_may`: root may read another user's, of which nothing is run.
+    """
+    return _read(path, most_bytes, own=True, root_may=root_may)
 
 
 def read_plain(path: Path, most_bytes: int = MAX_BYTES) -> bytes:
@@ -36,7 +39,7 @@ def read_plain(path: Path, most_bytes: int = MAX_BYTES) -> bytes:
     return _read(path, most_bytes, own=False)
 
 
-def _read(path: Path, most_bytes: int, *, own: bool) -> bytes:
+def _read(path: Path, most_bytes: int, *, own: bool, root_may: bool = False) -> bytes:
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (os.O_NOFOLLOW if own else 0)
     try:
         descriptor = os.open(path, flags)
@@ -48,7 +51,7 @@ def _read(path: Path, most_bytes: int, *, own: bool) -> bytes:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "is no plain file", str(path))
-        if own:
+        if own and not (root_may and os.geteuid() == 0 and not _open_to(found)):
             _check(path, found, "RESIHP_HOME")
         if found.st_size > most_bytes:
             raise OSError(errno.EFBIG, f"has {found.st_size} bytes, at most {most_bytes} are read", str(path))

@@ -158,8 +158,7 @@ def test_colleagues_run_is_neither_loaded_nor_gone_on_with(fresh_home: Path) -> 
         load(job.run_file)
     with pytest.raises(OwnershipError, match=f"belongs to user {NEIGHBOUR}"):
         resume.after_restart("77", 1, ("python", "train.py"), 3, lambda text: None)
-    with pytest.raises(OwnershipError, match=f"belongs to user {NEIGHBOUR}"):
-        _ = job.key
+    assert len(job.key) == 32, "root may speak to any job, and run nothing of it"
 
 
 def test_link_in_place_of_a_run_is_not_followed(fresh_home: Path) -> None:

@@ -141,6 +141,8 @@ class AgentLinks:
         """Send to these workers; those whose agent is gone are skipped."""
         if isinstance(order, m.Go):
             self.epoch = order.epoch
+            if self._rosters is not None:
+                self._rosters.tell()  # once a plan is in effect, agents may have to choose a leader
             self._rendezvous.open(m.MeetingId(epoch=order.epoch))
         elif isinstance(order, m.Probe):
             self._rendezvous.open(m.MeetingId(probe=order.probe))

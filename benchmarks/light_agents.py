@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
+from walks import outcome
 
 from resihp.detector.observation import pack
 from resihp.parallelism.model import ModelSpec
@@ -127,21 +128,6 @@ class Workloads:
             chunks=pack(rows),
         )
         return encode(report)
-
-
-def outcome(iteration: int) -> m.StepOutcome:
-    return m.StepOutcome(
-        iteration=iteration,
-        clip=0.731,
-        skip=False,
-        learning_rate=3e-4,
-        gradient_norm=1.371,
-        loss=2.718,
-        tokens=524288,
-        sum_squared_lengths=1 << 32,
-        samples=512,
-        samples_digest="0123456789abcdef",
-    )
 
 
 class Link(LeaderLink):

@@ -20,9 +20,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
+from resihp.durable_files import sync_folder
 from resihp.errors import ProtocolError
 from resihp.protocol.framing import MAX_MESSAGE_BYTES
 from resihp.record.journal import AnyEntry, IterationCommitted, LeaderChosen, Record, first_seq
@@ -140,6 +142,12 @@ def _body(content: bytes, at: int) -> bytes | None:
     return body if zlib.crc32(body) == int.from_bytes(content[at + 4 : at + 8], "little") else None
 
 
+def _write_all(descriptor: int, content: bytes, at: int) -> None:
+    written = 0
+    while written < len(content):
+        written += os.pwrite(descriptor, content[written:], at + written)
+
+
 class _OpenFile:
     """An open file of whole records, and where each one is."""
 
@@ -175,6 +183,16 @@ class _OpenFile:
         start = self.start(at)
         content = os.pread(self.fd, self.start(until) - start, start)
         return [content[self.start(i) + 8 - start : self.ends[i] - start] for i in range(at, until)]
+
+
+class Packed(NamedTuple):
+    """A file that is to take the place of a journal's."""
+
+    file: _OpenFile
+    until: int
+    """So many of the journal's records are in it."""
+    settled: int
+    """So many of its own are packed as well as they can be."""
 
 
 class Journal:
@@ -254,15 +272,13 @@ class Journal:
     def write(self, records: Sequence[tuple[Record, bytes]]) -> None:
         """Write and flush what was stamped, in order, all or nothing. Raises OSError when the disk does not take it."""
         file, frames = self._file, [_frame(body) for _, body in records]
-        content, end, written = b"".join(frames), file.end, 0
         try:
-            while written < len(content):
-                written += os.pwrite(file.fd, content[written:], end + written)
+            _write_all(file.fd, b"".join(frames), file.end)
             if self._sync:
                 os.fdatasync(file.fd)
         except OSError:
             with suppress(OSError):
-                os.ftruncate(file.fd, end)  # what stays behind it is written over, or cut when it is opened again
+                os.ftruncate(file.fd, file.end)  # what stays behind it is written over, or cut when it is opened again
             raise
         for (record, _), frame in zip(records, frames, strict=True):
             self._note(record, len(frame))
@@ -308,14 +324,28 @@ class Journal:
 
     def pack(self) -> None:
         """Write the file anew, all committed iterations packed but the last ones. Raises OSError: it is as before."""
-        file, start = self._file, self._settled
-        records = [decode(body) for body in file.bodies(start, len(file.lasts))]
+        self.adopt(self.packed())
+
+    def packed(self) -> Packed:
+        """The file as it is now, packed, beside it: the long part, in which another thread may go on appending.
+
+        Raises OSError: nothing is left beside it.
+        """
+        file, start, until = self._file, self._settled, len(self._file.lasts)
+        records = [decode(body) for body in file.bodies(start, until)]
         latest_first = (i for i in reversed(range(len(records))) if isinstance(records[i].entry, IterationCommitted))
         old = next(islice(latest_first, LEFT_UNPACKED - 1, None), 0)
         packed = pack(records[:old])
-        self._replace(start, [*packed, *records[old:]])
-        self._settled = start + len(packed)
-        self._unpacked = sum(isinstance(record.entry, IterationCommitted) for record in records[old:])
+        return Packed(self._beside(start, [*packed, *records[old:]]), until, start + len(packed))
+
+    def adopt(self, packed: Packed) -> None:
+        """Put it in the place of ours, with what was appended meanwhile. Raises OSError: ours is as before."""
+        since = self._file.bodies(packed.until, len(self._file.lasts))
+        self._replace(packed.file, [decode(body) for body in since])
+        self._settled = packed.settled
+        left = self._file.bodies(self._settled, len(self._file.lasts))
+        self._unpacked = sum(isinstance(decode(body).entry, IterationCommitted) for body in left)
+        self._sync_name()
 
     def cut(self, after: int) -> None:
         """Forget the records that come after this number. Raises OSError: it is as before."""
@@ -325,33 +355,58 @@ class Journal:
         if at < len(file.lasts) and file.firsts[at] <= after:
             (body,) = file.bodies(at, at + 1)
             rows = [row for row in unpack([decode(body)]) if row.seq <= after]
-        self._replace(at, rows)
+        self._replace(self._beside(at, rows), [])
         self._settled, self._unpacked = 0, PACK_AFTER  # looked at once more, soon
         self.seq = self._file.lasts[-1] if self._file.lasts else 0
+        self._sync_name()
 
-    def _replace(self, at: int, records: Sequence[Record]) -> None:
-        """A file that has these records from place `at` on takes the place of ours."""
+    def _beside(self, at: int, records: Sequence[Record]) -> _OpenFile:
+        """A file beside ours, on disk, that has these records from place `at` on."""
         ours = self._file
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        new = _OpenFile(os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+        new = _OpenFile(os.open(self._name_beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
         try:
-            with os.fdopen(os.dup(new.fd), "wb") as out:
-                out.write(os.pread(ours.fd, ours.start(at), 0))
-                new.firsts, new.ends, new.lasts = ours.firsts[:at], ours.ends[:at], ours.lasts[:at]
-                for record in records:
-                    frame = _frame(encode(record))
-                    out.write(frame)
-                    new.note(record, len(frame))
-            if self._sync:
-                os.fsync(new.fd)
-            beside.replace(self.path)
+            _write_all(new.fd, os.pread(ours.fd, ours.start(at), 0), 0)
+            new.firsts, new.ends, new.lasts = ours.firsts[:at], ours.ends[:at], ours.lasts[:at]
+            self._extend(new, records)
         except OSError:
-            os.close(new.fd)
-            beside.unlink(missing_ok=True)
+            self._discard(new)
+            raise
+        return new
+
+    def _replace(self, new: _OpenFile, more: Sequence[Record]) -> None:
+        """It takes the place of ours, with these records at its end."""
+        try:
+            self._extend(new, more)
+            self._name_beside.replace(self.path)
+        except OSError:
+            self._discard(new)
             raise
         with self._swapping:
-            self._file = new
+            ours, self._file = self._file, new
             os.close(ours.fd)
+
+    def _sync_name(self) -> None:
+        """Else what is written from now on could be lost with the name of its file."""
+        if self._sync:
+            sync_folder(self.path.parent)
+
+    def _extend(self, new: _OpenFile, records: Sequence[Record]) -> None:
+        frames = [_frame(encode(record)) for record in records]
+        _write_all(new.fd, b"".join(frames), new.end)
+        if self._sync:
+            os.fsync(new.fd)
+        for record, frame in zip(records, frames, strict=True):
+            new.note(record, len(frame))
+
+    def _discard(self, new: _OpenFile) -> None:
+        os.close(new.fd)
+        self._name_beside.unlink(missing_ok=True)
+
+    @property
+    def _name_beside(self) -> Path:
+        return self.path.with_name(
+            f".{self.path.name}.new"
+        )  # one writer at a time: what it left behind is written over
 
     def close(self) -> None:
         os.close(self._file.fd)

@@ -8,13 +8,13 @@ learns of the parts from the ranks' reports, and by whoever resumes.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from resihp.durable_files import write_durably
 from resihp.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -54,26 +54,6 @@ def write_manifest(
     }
     write_durably(folder / MANIFEST, json.dumps(content, indent=1).encode())
     prune(folder.parent, keep)
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Replace a file at once and for good: whoever reads sees the old or the new one, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    commit_file(temporary, path)
-
-
-def commit_file(temporary: Path, path: Path) -> None:
-    """Rename, and flush the folder that holds the name. The file's content must be flushed already."""
-    temporary.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_manifest(folder: Path) -> tuple[int, str, tuple[str, ...]]:

@@ -17,6 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from resihp.durable_files import commit_file
 from resihp.errors import CheckpointError
 from resihp.executor.engine import Engine
 from resihp.executor.state.rank_state import State
@@ -69,7 +70,7 @@ def write_part(part: Part, folder: Path) -> int:
         torch.save(part.content, file)
         file.flush()
         os.fsync(file.fileno())
-    checkpoints.commit_file(temporary, path)
+    commit_file(temporary, path)
     return path.stat().st_size
 
 

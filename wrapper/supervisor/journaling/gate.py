@@ -134,9 +134,7 @@ class DecisionGate:
         can be chosen."""
         if self._replication is None:
             return True
-        if (
-            self._claim is not None or not self._replication.settled
-        ):  # the cheap questions first: acknowledgements are many
+        if self._claim is not None or not self._replication.settled:  # cheaper to ask than what follows
             return False
         membership = self._replication.membership
         return not membership.electable or membership.quorum(self._links.connected)

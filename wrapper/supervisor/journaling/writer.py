@@ -20,7 +20,7 @@ from pathlib import Path
 from resihp.errors import ProtocolError
 from resihp.process import name_thread
 from resihp.record.journal import AnyEntry, Record
-from resihp.record.journal_file import Journal
+from resihp.record.journal_file import Journal, Packed
 
 AGAIN_S = 0.5
 PACK_AGAIN_S = 300.0
@@ -48,8 +48,10 @@ class JournalWriter:
         """The same, as the thread knows it."""
         self._waiting: list[tuple[Record, bytes]] = []
         """Appended, and not handed to the thread yet."""
+        self._waiting_since: float | None = None
+        """Since when the oldest of them has waited."""
         self._writing_since: float | None = None
-        """Since when the thread has been at what it writes; told by it, so that a loop that is busy is no slow disk."""
+        """The same of what the thread is at; told by it, so that a loop that is busy is no slow disk."""
         self._before = journal.seq
         self._seqs: list[int] = []
         self._bodies: list[bytes] = []
@@ -57,6 +59,9 @@ class JournalWriter:
         self._wake = threading.Condition()
         self._closing = False
         self._fetches: set[asyncio.Task[None]] = set()
+        self._packed: Packed | None = None
+        """What is to take the journal's place; told by the thread that packs."""
+        self._is_packing = False
         self._pack_at = 0.0
         self._thread = threading.Thread(target=self._write_until_closed, name="journal", daemon=True)
         self._thread.start()
@@ -73,8 +78,8 @@ class JournalWriter:
     @property
     def behind_s(self) -> float:
         """For how long the disk has not taken what it was given."""
-        since = self._writing_since
-        return 0.0 if since is None else time.monotonic() - since
+        since = [at for at in (self._writing_since, self._waiting_since) if at is not None]
+        return time.monotonic() - min(since) if since else 0.0
 
     def append(self, entry: AnyEntry, at: float) -> Record:
         """Number one entry, to be written soon. Raises ProtocolError if it is too large: it is as if it never came."""
@@ -84,6 +89,7 @@ class JournalWriter:
         self._recent_bytes += len(body)
         with self._wake:
             self._waiting.append((record, body))
+            self._waiting_since = self._waiting_since or time.monotonic()
             self._wake.notify()
         return record
 
@@ -130,12 +136,13 @@ class JournalWriter:
         batch: list[tuple[Record, bytes]] = []
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._waiting or self._closing, None if not batch else AGAIN_S)
+                if not batch:
+                    self._wake.wait_for(lambda: self._waiting or self._packed or self._closing)
                 batch += self._waiting
-                self._waiting = []
+                self._writing_since = self._writing_since or self._waiting_since
+                self._waiting, self._waiting_since = [], None
                 closing = self._closing
             if batch:
-                self._writing_since = self._writing_since or time.monotonic()
                 try:
                     self._journal.write(batch)
                 except OSError as error:
@@ -154,13 +161,34 @@ class JournalWriter:
             self._pack()
 
     def _pack(self) -> None:
-        if not self._journal.is_to_be_packed or time.monotonic() < self._pack_at:
-            return
+        """Beside the journal, by a thread of its own, while more is written; then it takes its place."""
         try:
-            self._journal.pack()
-        except (OSError, ProtocolError) as error:  # it is as it was, only larger
-            self._pack_at = time.monotonic() + PACK_AGAIN_S
-            _log.warning("journal %s: not packed: %s", self._journal.path, error)
+            if self._packed is not None:
+                self._journal.adopt(self._packed)
+                self._packed, self._is_packing = None, False
+            elif self._journal.is_to_be_packed and not self._is_packing and time.monotonic() >= self._pack_at:
+                self._is_packing = True
+                threading.Thread(target=self._pack_beside, name="packing", daemon=True).start()
+        except OSError as error:
+            self._packed = None
+            self._not_packed(error)
+
+    def _pack_beside(self) -> None:
+        name_thread("packing")
+        try:
+            packed = self._journal.packed()
+        except (OSError, ProtocolError) as error:
+            self._not_packed(error)
+        else:
+            with self._wake:
+                self._packed = packed
+                self._wake.notify()
+
+    def _not_packed(self, error: Exception) -> None:
+        """It is as it was, only larger."""
+        self._pack_at = time.monotonic() + PACK_AGAIN_S
+        self._is_packing = False
+        _log.warning("journal %s: not packed: %s", self._journal.path, error)
 
     def _tell(self, what: Callable[..., None], *told: object) -> None:
         with suppress(RuntimeError):  # the loop has ended

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -13,7 +14,16 @@ import pytest
 from resihp.errors import ProtocolError
 from resihp.record import journal_file
 from resihp.record.journal import Record, Suspected
-from resihp.record.journal_file import MAX_APPENDED_BYTES, PACK_AFTER, Journal, decode, encode, read, read_packed
+from resihp.record.journal_file import (
+    MAX_APPENDED_BYTES,
+    PACK_AFTER,
+    Journal,
+    Packed,
+    decode,
+    encode,
+    read,
+    read_packed,
+)
 from tests.resihp.record.test_packing import committed
 from wrapper.supervisor.journaling import writer as journal_writer
 from wrapper.supervisor.journaling.writer import JournalWriter
@@ -129,3 +139,35 @@ def test_it_is_packed_as_it_grows(tmp_path: Path) -> None:
     path = play(tmp_path, scene)
     assert len(read_packed(path)) < 2 * PACK_AFTER
     assert [record.seq for record in read(path)] == list(range(1, 3 * PACK_AFTER))
+
+
+def test_a_disk_that_is_slow_to_take_a_packed_journal_holds_up_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on = threading.Event()
+    packed = Journal.packed
+    began: list[Path] = []
+
+    def slow(journal: Journal) -> Packed:
+        found = packed(journal)
+        began.append(journal.path)
+        may_go_on.wait(20)
+        return found
+
+    monkeypatch.setattr(Journal, "packed", slow)
+
+    async def scene(writer: JournalWriter) -> None:
+        writer.append(OTHER, 1.0)
+        await until(lambda: began)
+        for number in range(100):
+            seq = writer.append(OTHER, float(number)).seq
+            await until(lambda seq=seq: writer.written == seq)
+        assert writer.behind_s == 0.0
+        size = writer.path.stat().st_size
+        may_go_on.set()
+        await until(lambda: writer.path.stat().st_size < size // 2)
+        writer.append(OTHER, 100.0)
+
+    path = play(tmp_path, scene, before=PACK_AFTER + 300)
+    assert [record.seq for record in read(path)] == list(range(1, PACK_AFTER + 300 + 103))
+    assert [file.name for file in tmp_path.iterdir()] == ["journal"], "nothing is left beside it"

@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Any, cast
 
 import msgspec
-from sqlalchemy import Table, delete, select, update
+from sqlalchemy import Table, delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -116,7 +116,8 @@ def apply(session: Session, job: models.JobRow, record: journal.Record) -> None:
     _APPLY[type(entry)](session, job, entry, record.at)
     if not isinstance(entry, journal.IterationCommitted | journal.IterationsPacked):
         cleared = isinstance(entry, journal.Suspected) and entry.cleared
-        session.add(_event(job, record, "SuspicionCleared" if cleared else type(entry).__name__, explain(entry)))
+        kind = "SuspicionCleared" if cleared else type(entry).__name__
+        session.add(models.EventRow(**_event(job, record, kind, explain(entry))))
     if not (isinstance(entry, journal.JobEnded) and entry.state == "abnormal"):
         job.last_entry_at = moment(record.at)
     job.journal_seq = record.seq
@@ -125,7 +126,7 @@ def apply(session: Session, job: models.JobRow, record: journal.Record) -> None:
 def apply_all(session: Session, job: models.JobRow, records: Iterable[journal.Record]) -> None:
     """Bring records in, as `apply` does one; of those that come by the thousand, all in a row together."""
     for kind, group in groupby(records, lambda record: type(record.entry)):
-        if kind not in (journal.IterationCommitted, journal.WorkerStarted):
+        if kind not in _APPLY_MANY:
             for record in group:
                 apply(session, job, record)
             continue
@@ -133,11 +134,10 @@ def apply_all(session: Session, job: models.JobRow, records: Iterable[journal.Re
         if not fresh:
             continue
         entries: list[Any] = [(record.entry, record.at) for record in fresh]
-        if kind is journal.IterationCommitted:
-            _commit_iterations(session, job, entries)
-        else:
-            _start_workers(session, job, entries)
-            session.add_all(_event(job, record, kind.__name__, explain(record.entry)) for record in fresh)
+        _APPLY_MANY[kind](session, job, entries)
+        if kind is not journal.IterationCommitted:
+            events = [_event(job, record, kind.__name__, explain(record.entry)) for record in fresh]
+            session.execute(insert(models.EventRow), events)
         job.last_entry_at = moment(fresh[-1].at)
         job.journal_seq = fresh[-1].seq
 
@@ -159,23 +159,24 @@ def apply_as_event(session: Session, job: models.JobRow, record: journal.Record,
     job.journal_seq = record.seq
 
 
-def _event(job: models.JobRow, record: journal.Record, kind: str, text: str) -> models.EventRow:
+def _event(job: models.JobRow, record: journal.Record, kind: str, text: str) -> dict[str, Any]:
+    """Columns of an `EventRow`."""
     entry: Any = record.entry
     plan = getattr(entry, "plan", None)
     ranks: tuple[int, ...] = getattr(entry, "ranks", ())
     rank = getattr(entry, "rank", None)
     node = getattr(entry, "node", None)
-    return models.EventRow(
-        job_id=job.id,
-        seq=record.seq,
-        at=moment(record.at),
-        kind=kind,
-        text=_text(text),
-        iteration=getattr(entry, "iteration", getattr(entry, "next_iteration", None)),
-        epoch=plan.epoch if plan is not None else getattr(entry, "epoch", None),
-        rank=rank if rank is not None else ranks[0] if len(ranks) == 1 else None,
-        node=None if node is None else _text(node),
-    )
+    return {
+        "job_id": job.id,
+        "seq": record.seq,
+        "at": moment(record.at),
+        "kind": kind,
+        "text": _text(text),
+        "iteration": getattr(entry, "iteration", getattr(entry, "next_iteration", None)),
+        "epoch": plan.epoch if plan is not None else getattr(entry, "epoch", None),
+        "rank": rank if rank is not None else ranks[0] if len(ranks) == 1 else None,
+        "node": None if node is None else _text(node),
+    }
 
 
 def _text(text: str) -> str:
@@ -211,19 +212,25 @@ def _job_started(session: Session, job: models.JobRow, entry: journal.JobStarted
 
 
 def _node_joined(session: Session, job: models.JobRow, entry: journal.NodeJoined, at: float) -> None:
-    session.merge(
-        models.NodeRow(
-            job_id=job.id,
-            node=_text(entry.node),
-            host=_text(entry.host),
-            devices=entry.devices,
-            joined_at=moment(at),
-            lost_at=None,
-            lost_reason=None,
-            replacement=None,
-            released_at=None,
-        )
-    )
+    _join_nodes(session, job, [(entry, at)])
+
+
+def _join_nodes(session: Session, job: models.JobRow, joined: Sequence[tuple[journal.NodeJoined, float]]) -> None:
+    rows = [
+        {
+            "job_id": job.id,
+            "node": _text(entry.node),
+            "host": _text(entry.host),
+            "devices": entry.devices,
+            "joined_at": moment(at),
+            "lost_at": None,
+            "lost_reason": None,
+            "replacement": None,
+            "released_at": None,
+        }
+        for entry, at in joined
+    ]
+    _put(session, models.NodeRow, rows, ("job_id", "node"))
 
 
 def _node_lost(session: Session, job: models.JobRow, entry: journal.NodeLost, at: float) -> None:
@@ -361,6 +368,9 @@ def _put(
 ) -> None:
     """Many rows in one statement, in place of those that have their keys."""
     session.flush()
+    for known in session:
+        if isinstance(known, row):
+            session.expire(known)
     connection = session.connection()
     table = row.__table__
     assert isinstance(table, Table)
@@ -587,6 +597,12 @@ def _job_ended(session: Session, job: models.JobRow, entry: journal.JobEnded, at
     session.flush()
     job.account = reader.Reader.within(session.connection()).settled(job.id)
 
+
+_APPLY_MANY: dict[type, Callable[[Session, models.JobRow, Sequence[Any]], None]] = {
+    journal.IterationCommitted: _commit_iterations,
+    journal.NodeJoined: _join_nodes,
+    journal.WorkerStarted: _start_workers,
+}
 
 _APPLY: dict[type, Callable[[Session, models.JobRow, Any, float], None]] = {
     journal.JobStarted: _job_started,

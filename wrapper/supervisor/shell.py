@@ -135,6 +135,8 @@ class Supervisor:
         self._disk_told = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._telemetry: list[report_rows.Report] = []
+        self._nodes_told: tuple[str, ...] = ()
+        self._runs_told: tuple[tuple[str, int], ...] = ()
         self._job_ended = False
         self._end: asyncio.Future[api.End] = asyncio.get_running_loop().create_future()
         self._hurry = asyncio.Event()
@@ -318,8 +320,15 @@ class Supervisor:
                 for rank, device in action.workers
             ),
             environment=dict(self._launcher.worker_environment),
-            nodes=tuple((node, len(list(ranks))) for node, ranks in itertools.groupby(action.nodes)),
+            nodes=self._runs_of(action.nodes),
         )
+
+    def _runs_of(self, nodes: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+        """(node, how many ranks in a row): the same for all that are started together."""
+        if nodes is not self._nodes_told:
+            self._nodes_told = nodes
+            self._runs_told = tuple((node, len(list(ranks))) for node, ranks in itertools.groupby(nodes))
+        return self._runs_told
 
     async def _tick(self) -> None:
         listens_until = 0.0

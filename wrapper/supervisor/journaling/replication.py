@@ -23,7 +23,7 @@ from resihp.record.quorum import Membership, is_quorum
 
 PIECE_BYTES = 1 << 20
 MOST_UNDER_WAY_BYTES = 4 << 20
-MESSAGES_KEPT = 8
+PIECES_KEPT = 8
 
 Encoded = tuple[int, bytes]
 """A record's number, and the record as encoded."""
@@ -52,6 +52,29 @@ class _Copy:
     fetching: bool = False
 
 
+class _Piece:
+    """Some records in a row, as one message: encoded once for all who lack them, deflated where they are several."""
+
+    def __init__(self, after: int, records: list[Encoded], flushed: int) -> None:
+        """`flushed`: what was to go out when it was made; it may end before that."""
+        self.after, self.flushed = after, flushed
+        self.last = records[-1][0]
+        self.size = sum(len(body) for _, body in records)
+        self._bodies = [body for _, body in records]
+        self._message: msgspec.Raw | None = None
+        self._is_deflated = False
+
+    def message(self) -> msgspec.Raw:
+        if self._message is None or not self._is_deflated:
+            self._is_deflated = self._message is not None
+            self._message = _encoded(self.after, self._bodies, smaller=self._is_deflated)
+        return self._message
+
+
+def _encoded(after: int, bodies: list[bytes], *, smaller: bool = False) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode(replicate(after, bodies, smaller=smaller)))
+
+
 class Replication:
     """All copies of one journal. `post(node, message)` returns the message's number, 0 if nobody is there; `message` is
     an encoded `Replicate`."""
@@ -68,8 +91,8 @@ class Replication:
         """So many agents at least have yet to acknowledge something before the first of them is settled: with thousands
         of them, not every acknowledgement is worth counting all."""
         self._flushed = journal.written
-        self._encoded: dict[tuple[int, int], tuple[msgspec.Raw, bool]] = {}
-        """The last few messages, by the numbers before and at the end of their records; whether each is deflated."""
+        self._pieces: dict[int, _Piece] = {}
+        """What went out last, by the number before it: many lack the same."""
 
     def appended(self, record: Record, decision: bool) -> None:
         """A record was added to the journal: it goes out with the next `flush`.
@@ -96,7 +119,7 @@ class Replication:
         copy = self._copies[node] = _Copy(has=has, sent=has)
         self._lacking = 0
         if log > has and has == self._flushed:  # what it has beyond ours was never decided
-            self._post(node, self._message(has, []))
+            self._post(node, _encoded(has, []))
         self._send(node, copy)
 
     def left(self, node: str) -> None:
@@ -134,37 +157,36 @@ class Replication:
 
     def _send(self, node: str, copy: _Copy) -> None:
         while copy.sent < self._flushed and copy.bytes_under_way < MOST_UNDER_WAY_BYTES and not copy.fetching:
-            records = self._journal.recent(copy.sent, PIECE_BYTES)
-            if records is None:
-                copy.fetching = True
-                self._journal.fetch(copy.sent, PIECE_BYTES, partial(self._fetched, node, copy))
-            elif not self._sent(node, copy, records):
+            piece = self._pieces.get(copy.sent)
+            if piece is None or piece.flushed < self._flushed:
+                records = self._journal.recent(copy.sent, PIECE_BYTES)
+                if records is None:
+                    copy.fetching = True
+                    self._journal.fetch(copy.sent, PIECE_BYTES, partial(self._fetched, node, copy))
+                    return
+                piece = self._keep(_Piece(copy.sent, records, self._flushed))
+            if not self._sent(node, copy, piece):
                 return
 
     def _fetched(self, node: str, copy: _Copy, records: list[Encoded]) -> None:
         copy.fetching = False
-        if records and self._copies.get(node) is copy and self._sent(node, copy, records):
+        if not records or self._copies.get(node) is not copy:
+            return
+        if self._sent(node, copy, self._keep(_Piece(copy.sent, records, self._flushed))):
             self._send(node, copy)
 
-    def _sent(self, node: str, copy: _Copy, records: list[Encoded]) -> bool:
-        """Whether somebody is there to send them to."""
-        last, size = records[-1][0], sum(len(body) for _, body in records)
-        number = self._post(node, self._message(copy.sent, records))
-        copy.sent = last
+    def _sent(self, node: str, copy: _Copy, piece: _Piece) -> bool:
+        """Whether somebody is there to send it to."""
+        number = self._post(node, piece.message())
+        copy.sent = piece.last
         if number:
-            copy.under_way.append((number, last, size))
-            copy.bytes_under_way += size
+            copy.under_way.append((number, piece.last, piece.size))
+            copy.bytes_under_way += piece.size
         return number > 0
 
-    def _message(self, after: int, records: list[Encoded]) -> msgspec.Raw:
-        """Encoded once for all agents that lack the same, and deflated where there is more than one: they are many."""
-        key = (after, records[-1][0] if records else after)
-        message, is_final = self._encoded.get(key, (None, False))
-        if message is None or not is_final:
-            again = message is not None
-            told = replicate(after, [body for _, body in records], smaller=again)
-            message = msgspec.Raw(msgspec.msgpack.encode(told))
-            self._encoded[key] = (message, again)
-            if len(self._encoded) > MESSAGES_KEPT:
-                del self._encoded[next(iter(self._encoded))]
-        return message
+    def _keep(self, piece: _Piece) -> _Piece:
+        self._pieces.pop(piece.after, None)
+        self._pieces[piece.after] = piece
+        if len(self._pieces) > PIECES_KEPT:
+            del self._pieces[next(iter(self._pieces))]
+        return piece

@@ -1,13 +1,14 @@
 """Who may lead a job, and what counts as decided: read off the journal, by whoever holds a copy of it.
 
-A leader needs a quorum of the agents of the plan in effect (standby ones included): more than half of them, or exactly
-half with the one on the node of the leader that decided the plan. From the moment when another plan is decided until it
-is in effect, it needs a quorum of that plan's agents as well (joint consensus, as in Raft): so every quorum shares an
-agent with every one before it that may still count, whatever a copy of the journal lacks. An agent promises itself to
-one leader of a term; so no term has two leaders, and a new one finds every decision that took effect (architecture.md,
-"Who may lead"). An agent that was started again has forgotten its promises and its copy: it counts for nobody
-(`incarnation`). Used by the supervisor shell, by agents that look for a successor, and by the controller that takes
-over.
+The plan in effect says whose agents vote: those of its nodes, standby ones included, and of a large plan's some (at
+most `fold.MOST_VOTERS`, so that what a decision costs does not grow with the job). A leader needs a quorum of them:
+more than half, or exactly half with the one on the node of the leader that decided the plan. From the moment when
+another plan is decided until it is in effect, it needs a quorum of that plan's voters as well (joint consensus, as in
+Raft): so every quorum shares an agent with every one before it that may still count, whatever a copy of the journal
+lacks. An agent promises itself to one leader of a term; so no term has two leaders, and a new one finds every decision
+that took effect (architecture.md, "Who may lead"). An agent that was started again has forgotten its promises and its
+copy: it counts for nobody (`incarnation`). Used by the supervisor shell, by agents that look for a successor, and by
+the controller that takes over.
 """
 
 from __future__ import annotations
@@ -65,8 +66,13 @@ class Membership:
 
     @property
     def voters(self) -> frozenset[str]:
-        """Nodes of the plan in effect; before there is one, all that have joined."""
+        """Of the plan in effect; before there is one, of those that have joined."""
         return self.record.voters
+
+    @property
+    def electors(self) -> frozenset[str]:
+        """All whose agents have a say now: they keep copies of the journal."""
+        return frozenset().union(*(voters for voters, _ in self.electorates))
 
     @property
     def committed(self) -> int:
@@ -94,8 +100,7 @@ class Membership:
         present = (self.voters, self.incumbent)
         if self.record.proposed is None:
             return (present,)
-        plan, leader = self.record.proposed
-        decided = (fold.nodes_of(self.record, plan), leader)
+        decided = (self.record.proposed.voters, self.record.proposed.leader)
         return (present, decided) if self.electable else (decided,)
 
     def quorum(self, agreeing: Set[str]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from resihp.parallelism.plan import Plan
 from resihp.protocol.messages import Declare, Speed, StepOutcome
@@ -151,6 +151,15 @@ class ChangeCost:
     seconds: float
 
 
+class Proposed(NamedTuple):
+    """A plan that was decided."""
+
+    plan: Plan
+    leader: str
+    """Node of the leader that decided it."""
+    voters: frozenset[str]
+
+
 @dataclass
 class JobRecord:
     """All that is durable. `apply` in `fold` is the only writer; what a rank or node is now besides is volatile."""
@@ -227,9 +236,10 @@ class JobRecord:
     ended: JobEnded | None = None
     leader: str = ""
     """Node of the latest leader; empty where it runs on none of the job's."""
-    proposed: tuple[Plan, str] | None = None
-    """The plan that was decided and is not in effect, nor refused, and the node of its leader."""
+    proposed: Proposed | None = None
+    """The plan that was decided and is not in effect, nor refused."""
     incumbent: str = ""
     """Where the leader was that decided the plan in effect: its agent decides between equal halves."""
     voters: frozenset[str] = frozenset()
-    """Nodes of the plan in effect; before there is one, all that have joined."""
+    """Nodes whose agents choose a leader (`fold.voters_of` the plan in effect); before there is one, of the first that
+    have joined."""

@@ -1,10 +1,11 @@
 """Which agent starts a successor when nobody leads: the rules, without clock, socket or process.
 
-An agent that has heard nothing of a leader for a while asks all others whether they would follow a supervisor of the
-next term on its node. Who still hears a leader, has promised itself to that term, or knows more of the journal than
-the candidate, would not. With a quorum (`resihp.record.quorum`) the candidate starts a supervisor. A vote binds nobody:
-it keeps agents from starting supervisors in vain. What binds is the promise that each agent makes to the supervisor
-itself, which leads once a quorum has made it (`wrapper.agent.supervisor_link`). Used by `wrapper.agent.peers`.
+A voter (`resihp.record.quorum`) that has heard nothing of a leader for a while asks the others whether they would
+follow a supervisor of the next term on its node. Who still hears a leader, has promised itself to that term, or knows
+more of the journal than the candidate, would not. With a quorum (`resihp.record.quorum`) the candidate starts a
+supervisor. A vote binds nobody: it keeps agents from starting supervisors in vain. What binds is the promise that each
+agent makes to the supervisor itself, which leads once a quorum has made it (`wrapper.agent.supervisor_link`). Used by
+`wrapper.agent.peers`.
 
 Whose turn it is first is drawn anew for each term, alike by all (`turn`): nodes that die together, as those of a rack,
 are not the first ones in a row. A candidate asks others in the same order, so that who would stand next gives its word
@@ -23,11 +24,8 @@ from resihp.record.quorum import Membership
 LEADER_PATIENCE_S = 5.0
 """How long an agent without a leader waits before it looks for a successor; after it has heard of one, too."""
 STAGGER_S = 0.3
-"""How much longer each agent waits than the one whose turn is before it, so that one stands alone."""
-ALONE = 32
-"""So many wait that much longer, each. The others of a large job, who are needed only if all those are dead, share
-`CROWD_S`: every agent stands long before the first one gives the job up (`supervisor_link.ORPHAN_S`)."""
-CROWD_S = 15.0
+"""How much longer each voter waits than the one whose turn is before it, so that one stands alone. The last of
+`fold.MOST_VOTERS` stands long before anybody gives the job up (`supervisor_link.ORPHAN_S`)."""
 QUIET_S = 2.0
 """A leader that was heard of so recently is there, as far as a voter is concerned."""
 ASK_S = 1.0
@@ -42,25 +40,18 @@ PLEDGE_S = 3.0
 class Standing:
     """What an agent knows when it judges a candidate or stands as one.
 
-    `heard_at`: when it last heard of a leader; None if it never has. `peers`: nodes of all agents.
+    `heard_at`: when it last heard of a leader; None if it never has.
     """
 
     now: float
     promised: int
     membership: Membership
     heard_at: float | None
-    peers: tuple[str, ...]
 
 
 def turn(node: str, term: int) -> bytes:
     """Sorts agents by whose turn it is to stand for a term."""
     return hashlib.blake2b(f"{term} {node}".encode(), digest_size=8).digest()
-
-
-def stagger_s(position: int, agents: int) -> float:
-    """How much longer than the first one an agent waits, of so many."""
-    alone = min(position, ALONE)
-    return STAGGER_S * alone + CROWD_S * (position - alone) / max(1, agents - ALONE)
 
 
 def accepts(lead: m.Lead, promised: int, log: int) -> bool:
@@ -94,7 +85,7 @@ class Election:
             return None
         term = max(here.promised, self._seen) + 1
         own = turn(self._node, term)
-        later_s = stagger_s(sum(turn(node, term) < own for node in here.peers), len(here.peers))
+        later_s = STAGGER_S * sum(turn(node, term) < own for node in membership.voters)
         if here.now < here.heard_at + LEADER_PATIENCE_S + later_s:
             return None
         self._again_at = here.now + AGAIN_S + later_s

@@ -109,7 +109,10 @@ class Peers:
         async def ask(peer: m.Peer) -> None:
             answers.put_nowait(await self._ask(peer, asked))
 
-        others = sorted(self._others(), key=lambda peer: turn(peer.node, term))
+        electors = self._replica.membership.electors
+        others = sorted(
+            (peer for peer in self._others() if peer.node in electors), key=lambda peer: turn(peer.node, term)
+        )
         asking = [asyncio.create_task(ask(peer)) for peer in others]
         votes: list[m.Vote] = []
         chosen = self._election.chosen(term, votes, self._standing())
@@ -204,7 +207,6 @@ class Peers:
             promised=self._link.promised,
             membership=self._replica.membership,
             heard_at=self._link.heard_at if self._link.welcome else None,
-            peers=tuple(peer.node for peer in self._roster),
         )
 
 

@@ -93,7 +93,8 @@ class AgentLinks:
     ) -> None:
         """`joined(join)` comes before the event; `acknowledged(node, number)` with every message.
 
-        `roster`: tell agents of each other. `incarnations`: by node, of agents that have joined a leader before us.
+        `roster`: tell agents of each other (`enlist`). `incarnations`: by node, of agents that have joined a leader
+        before us.
         """
         self._launcher = launcher
         self._event = event
@@ -125,10 +126,15 @@ class AgentLinks:
     def live_ranks(self) -> tuple[int, ...]:
         return tuple(rank for link in self._links.values() for rank in link.live)
 
-    @property
-    def connected(self) -> frozenset[str]:
-        """Nodes whose agents follow us, as far as we can tell now."""
-        return frozenset(node for node, link in self._links.items() if link.channel is not None and link.joined)
+    def connected(self, nodes: Iterable[str]) -> frozenset[str]:
+        """Those of these whose agents follow us, as far as we can tell now."""
+        links = ((node, self._links.get(node)) for node in nodes)
+        return frozenset(node for node, link in links if link is not None and link.channel is not None and link.joined)
+
+    def enlist(self, node: str) -> None:
+        """Its agent keeps a copy of the journal, and may have to choose a leader: it is told of all the others."""
+        if self._rosters is not None:
+            self._rosters.enlist(node)
 
     # --- out --------------------------------------------------------------------------------------------------
 

@@ -126,7 +126,7 @@ class Supervisor:
         )
         copies = None
         if request.succession:
-            copies = Replication(self._journal, membership or Membership(), self._links.post)
+            copies = Replication(self._journal, membership or Membership(), self._links.post, self._links.enlist)
         self._gate = DecisionGate(self._links, self._journal, copies, self._do)
         fault_ids = itertools.count(len(settings.faults) + (lead.term * 1000 if lead else 1))
         self._operators = Operators(fault_ids, self._event, self._ending)

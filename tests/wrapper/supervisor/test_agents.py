@@ -264,10 +264,10 @@ def test_the_term_comes_first_and_the_agent_is_part_of_the_job_with_its_inventor
         await asyncio.sleep(0)
         assert it.events == [api.AgentJoined(node="n1", host="h", devices=2, inventory=agent.inventory)]
         assert it.joined == [join]
-        assert it.links.connected == {"n1"}
+        assert it.links.connected(it.links._links) == {"n1"}
         agent.channel.abort()
         await it.settle()
-        assert it.links.connected == frozenset()
+        assert it.links.connected(it.links._links) == frozenset()
 
     play(scene, lead=m.Lead(term=2, node="n2", log=17))
 
@@ -302,7 +302,7 @@ def test_a_worker_whose_reports_cannot_be_read_is_hung_up_on_and_nobody_else() -
         agent.say(m.Exited(rank=3, pid=73, status=70))
         await asyncio.sleep(0)
         assert it.told()[-1] is api.WorkerExited
-        assert it.links.connected == {"n1"}
+        assert it.links.connected(it.links._links) == {"n1"}
         agent.channel.abort()
         await it.settle()
 
@@ -470,6 +470,7 @@ def test_agents_are_told_of_each_other_when_that_changes() -> None:
 
         for agent in agents:
             agent.lease = agent.node == "n10"
+            it.links.enlist(agent.node)
             await it.connect(agent)
             if agent.node != "n10":
                 it.links.beat()
@@ -829,7 +830,7 @@ def test_an_agent_that_was_started_again_is_refused_although_it_has_the_same_pro
         assert it.events == [api.AgentJoined(node="n1", host="h", devices=2, inventory=NOTHING, incarnation="first")]
         with pytest.raises(ProtocolError, match="was started again"):
             await it.arrive(msgspec.structs.replace(join, incarnation="second"))
-        assert it.links.connected == {"n1"}
+        assert it.links.connected(it.links._links) == {"n1"}
         agent.channel.abort()
         await it.settle()
 
@@ -847,7 +848,7 @@ def test_a_leader_that_never_met_the_agent_knows_from_the_journal_which_one_may_
         agent = PretendedAgent(pid=11)
         agent.connected(await it.arrive(msgspec.structs.replace(agent.join(), incarnation="first")))
         await asyncio.sleep(0)
-        assert it.links.connected == {"n1"}
+        assert it.links.connected(it.links._links) == {"n1"}
         agent.channel.abort()
         await it.settle()
 

@@ -43,14 +43,33 @@ def test_agents_that_join_together_are_told_once() -> None:
     town = Town()
     for number in range(400):
         town.rosters.joined(peer(number))
+        town.rosters.enlist(f"n{number}")
     town.rosters.tell()
     assert town.messages == 400
     town.rosters.tell()
     assert town.messages == 400, "nothing has changed"
     town.rosters.joined(peer(400))
+    town.rosters.enlist("n400")
     town.rosters.tell()
     assert town.messages == 801
     assert town.peers_told == 400 * 400 + 400 + 401, "the others are told of the newcomer alone"
+    assert {len(known) for known in town.known.values()} == {401}
+
+
+def test_those_who_choose_no_leader_are_told_of_nobody() -> None:
+    town = Town()
+    for number in range(400):
+        town.rosters.joined(peer(number))
+    for number in range(63):
+        town.rosters.enlist(f"n{number}")
+    town.rosters.tell()
+    assert town.messages == 63
+    assert {len(known) for known in town.known.values()} == {400}, "all of them are told of a successor"
+    town.rosters.enlist("n70")
+    town.rosters.tell()
+    assert (len(town.known), len(town.known["n70"])) == (64, 400)
+    town.rosters.joined(peer(400))
+    town.rosters.tell()
     assert {len(known) for known in town.known.values()} == {401}
 
 
@@ -64,6 +83,7 @@ def test_everybody_knows_who_is_there(seed: int) -> None:
                 one = peer(rng.randrange(30), rng.randrange(3))
                 there[one.node] = one
                 town.rosters.joined(one)
+                town.rosters.enlist(one.node)
             case "leave":
                 gone = f"n{rng.randrange(30)}"
                 there.pop(gone, None)

@@ -137,4 +137,4 @@ class DecisionGate:
         if self._claim is not None or not self._replication.settled:  # cheaper to ask than what follows
             return False
         membership = self._replication.membership
-        return not membership.electable or membership.quorum(self._links.connected)
+        return not membership.electable or membership.quorum(self._links.connected(membership.electors))

@@ -1,10 +1,11 @@
-"""The journal's copies: records go to every agent, and a decision counts once a quorum of them has it.
+"""The journal's copies: records go to every agent that votes, and a decision counts once a quorum of them has it.
 
 Owned by `wrapper.supervisor.shell`, which holds back what follows a decision until `settled`. What an agent has is
 known from what it has acknowledged, and from the number with which its copy ended when it joined. An agent that comes
-late gets all that it lacks, in pieces that its connection can take. Records go out together (`flush`), encoded once for
-all who lack the same, once they are on the leader's own disk: no copy has what a supervisor that is started again there
-would lack. Decides nothing; `resihp.record.quorum` says what a quorum is.
+late, or votes from some plan on, gets all that it lacks, in pieces that its connection can take, and goes on keeping
+its copy when it votes no more. Records go out together (`flush`), encoded once for all who lack the same, once they are
+on the leader's own disk: no copy has what a supervisor that is started again there would lack. Decides nothing;
+`resihp.record.quorum` says what a quorum is.
 """
 
 from __future__ import annotations
@@ -79,9 +80,21 @@ class Replication:
     """All copies of one journal. `post(node, message)` returns the message's number, 0 if nobody is there; `message` is
     an encoded `Replicate`."""
 
-    def __init__(self, journal: JournalSource, membership: Membership, post: Callable[[str, msgspec.Raw], int]) -> None:
-        """`membership` has read the journal so far; from here on it follows what is `appended`."""
+    def __init__(
+        self,
+        journal: JournalSource,
+        membership: Membership,
+        post: Callable[[str, msgspec.Raw], int],
+        enlist: Callable[[str], None],
+    ) -> None:
+        """`membership` has read the journal so far; from here on it follows what is `appended`.
+
+        `enlist(node)` tells that its agent is to keep a copy from now on.
+        """
         self.membership = membership
+        self._enlist = enlist
+        self._following: dict[str, int] = {}
+        """Agents that follow us, and the number with which their copies ended when they joined."""
         self._journal = journal
         self._post = post
         self._copies: dict[str, _Copy] = {}
@@ -104,6 +117,8 @@ class Replication:
         if decision:
             self._owed.append((record.seq, electorates + self.membership.electorates))
             self._lacking = 0 if len(self._owed) == 1 else self._lacking
+        for node in (self._keepers - self._copies.keys()) & self._following.keys():
+            self._begin(node)
 
     def flush(self) -> None:
         """Send what came to disk since the last time, to all who have all before it."""
@@ -115,6 +130,13 @@ class Replication:
 
     def joined(self, node: str, log: int) -> None:
         """An agent accepts us; its copy ends with number `log`, and is right as far as ours goes."""
+        self._following[node] = log
+        if node in self._copies or node in self._keepers:
+            self._begin(node)
+
+    def _begin(self, node: str) -> None:
+        self._enlist(node)
+        log = self._following[node]
         has = self._journal.common(log)
         copy = self._copies[node] = _Copy(has=has, sent=has)
         self._lacking = 0
@@ -123,6 +145,7 @@ class Replication:
         self._send(node, copy)
 
     def left(self, node: str) -> None:
+        self._following.pop(node, None)
         self._copies.pop(node, None)
 
     def acknowledged(self, node: str, number: int) -> None:
@@ -136,6 +159,12 @@ class Replication:
             copy.bytes_under_way -= size
         self._lacking -= copy.has > before
         self._send(node, copy)
+
+    @property
+    def _keepers(self) -> frozenset[str]:
+        """Whose agents have a say now, or in what no quorum is known to have."""
+        owed = (voters for _, electorates in self._owed for voters, _ in electorates)
+        return self.membership.electors.union(*owed)
 
     @property
     def accepted(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -218,9 +218,20 @@ class Examination:
     """The suspicion that it is to confirm."""
     ahead_s: float = 0.0
     """How long after it was asked it can be answered."""
+    _settled: int = 0
+    """So many of `asked` have answered or died."""
 
     def __post_init__(self) -> None:
         self.silent = set(self.asked)
+
+    def waits(self, may_answer: Callable[[int], bool]) -> bool:
+        """Whether anybody is silent who may still answer; who once may not never will."""
+        while self._settled < len(self.asked):
+            rank = self.asked[self._settled]
+            if rank in self.silent and may_answer(rank):
+                return True
+            self._settled += 1
+        return False
 
     def answered(self, rank: int, answer: Probed) -> None:
         self.answers[rank] = answer

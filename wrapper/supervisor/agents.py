@@ -31,7 +31,9 @@ from wrapper.supervisor.roster import Rosters
 
 LOOK_EVERY_S = 0.1
 HERD_S = 20.0
-"""How long agents whose connections broke together may take to be back, one after the other."""
+"""How long agents whose connections broke together may take to be back, one after the other; also those that heard
+nothing of us while we were stopped."""
+LEAST_PAUSE_S = 0.02
 EXIT_DRAIN_S = 0.15
 """After an agent's exit: how long the rest of what it sent may take to be read."""
 
@@ -84,6 +86,7 @@ class AgentLinks:
         task: Callable[[Coroutine[Any, Any, None]], object],
         *,
         reconnect_s: float,
+        clock: Callable[[], float] | None = None,
         lead: m.Lead | None = None,
         joined: Callable[[m.Join], None] = lambda join: None,
         acknowledged: Callable[[str, int], None] = lambda node, number: None,
@@ -91,7 +94,8 @@ class AgentLinks:
         roster: bool = False,
         incarnations: Mapping[str, str] | None = None,
     ) -> None:
-        """`joined(join)` comes before the event; `acknowledged(node, number)` with every message.
+        """`joined(join)` comes before the event; `acknowledged(node, number)` with every message. `clock` counts the
+        time in which agents could be heard.
 
         `roster`: tell agents of each other (`enlist`). `incarnations`: by node, of agents that have joined a leader
         before us.
@@ -100,6 +104,7 @@ class AgentLinks:
         self._event = event
         self._task = task
         self._reconnect_s = reconnect_s
+        self._clock = clock or asyncio.get_running_loop().time
         self.lead = lead or m.Lead(term=1, node="", log=0)
         """What agents are told of us on every new connection."""
         self._joined = joined
@@ -110,6 +115,8 @@ class AgentLinks:
         self._links = {node: self._new_link(node) for node in launcher.nodes}
         self._node_of: dict[int, str] = {}
         self._rendezvous = Exchange(self.post)
+        self._herd_until = float("-inf")
+        """Until then agents may break off, and come back, that are well: we were stopped."""
         self._returned_at = 0.0
         """When an agent last came back whose connection had broken."""
         self._unreadable: set[int] = set()
@@ -215,6 +222,10 @@ class AgentLinks:
         for link in self._links.values():
             link.conversation.acknowledge()
 
+    def were_stopped(self) -> None:
+        """For so long that agents may have taken us for dead: all of them come back, and we are slow to answer."""
+        self._herd_until = self._clock() + HERD_S
+
     def beat(self) -> None:
         """Tell agents that we are there, and of each other; once a second."""
         if self._rosters is not None:
@@ -251,7 +262,7 @@ class AgentLinks:
         link.peer = m.Peer(node=join.node, host=channel.peer.rpartition(":")[0], port=join.peer_port)
         link.closed.clear()
         if link.breaks:
-            self._returned_at = asyncio.get_running_loop().time()
+            self._returned_at = self._clock()
         try:
             link.conversation.connect(channel.post, self.lead)
             link.conversation.take(first)
@@ -377,12 +388,12 @@ class AgentLinks:
 
     async def _await_return(self, link: AgentLink, breaks: int) -> None:
         """The connection broke: unless the agent comes back or its exit is noticed in time, it is lost."""
-        loop = asyncio.get_running_loop()
-        last = loop.time() + HERD_S
-        due = loop.time() + self._reconnect_s
-        while (now := loop.time()) < due:
-            await asyncio.sleep(due - now)
-            due = min(last, self._returned_at + self._reconnect_s)  # while others come back, it may only wait its turn
+        last = self._clock() + HERD_S
+        due = min(last, max(self._clock() + self._reconnect_s, self._herd_until))
+        while (now := self._clock()) < due:
+            await asyncio.sleep(max(due - now, LEAST_PAUSE_S))
+            returned = self._returned_at + self._reconnect_s
+            due = min(last, max(due, returned))  # while others come back, it may only wait its turn
         if link.channel is None and link.breaks == breaks and not link.dropped and not link.ended:
             link.ended = True
             self._event(api.AgentLost(node=link.node, reason=f"connection closed for {self._reconnect_s:g} s"))

@@ -39,6 +39,7 @@ from wrapper.launch.launcher import Launcher
 from wrapper.launch.ports import listen
 from wrapper.sinks.fanout import LedgerLike
 from wrapper.supervisor.agents import AgentLinks
+from wrapper.supervisor.attention import LOOK_EVERY_S, Attention
 from wrapper.supervisor.checkpoint_commit import CheckpointCommits
 from wrapper.supervisor.collaborators import (
     ControllerLike,
@@ -55,7 +56,6 @@ from wrapper.supervisor.operators import Operators
 if TYPE_CHECKING:
     from db import report_rows
 
-TICK_S = 0.25
 LEAVE_GRACE_S = 60.0
 """After training is done: how long scripts may take to end by themselves."""
 TERM_GRACE_S = 3.0
@@ -64,9 +64,6 @@ GUARDIAN_GONE_S = 1.0
 """The kernel sends SIGHUP when the guardian dies (`wrapper.supervisor.process`); whoever killed it may be about to kill
 us."""
 BEAT_S = 1.0
-STALL_S = 1.0
-"""A tick that comes that late: the silence since the last one was ours."""
-LISTEN_S = 2 * BEAT_S
 DISK_PATIENCE_S = 5.0
 """How long the disk may take nothing of the journal before somebody else is to lead."""
 DISK_GIVE_UP_S = 600.0
@@ -112,11 +109,13 @@ class Supervisor:
         self._ledger = ledger
         self._view = view
         self._memory = memory
+        self._attention = Attention()
         self._links = AgentLinks(
             launcher,
             self._event,
             self._start,
             reconnect_s=settings.reconnect_s,
+            clock=self._attention.seconds,
             lead=lead or m.Lead(term=1, node=settings.batch_node, log=0),
             joined=self._agent_joined,
             acknowledged=self._acknowledged,
@@ -127,7 +126,7 @@ class Supervisor:
         copies = None
         if request.succession:
             copies = Replication(self._journal, membership or Membership(), self._links.post, self._links.enlist)
-        self._gate = DecisionGate(self._links, self._journal, copies, self._do)
+        self._gate = DecisionGate(self._links, self._journal, copies, self._do, self._attention.seconds)
         fault_ids = itertools.count(len(settings.faults) + (lead.term * 1000 if lead else 1))
         self._operators = Operators(fault_ids, self._event, self._ending)
         self._checkpoints = CheckpointCommits(request, self._start, self._note, partial(view.say, "warning"))
@@ -204,7 +203,7 @@ class Supervisor:
             self._look(event)
             if self._end.done():
                 return  # the controller has said its last word, or is broken
-            self._gate.add(self._controller.handle(event, time.monotonic()))
+            self._gate.add(self._controller.handle(event, self._attention.seconds()))
         except Exception:  # noqa: BLE001 - logged with its traceback, and the job ends
             _log.exception("while handling %r", event)
             self._crash(f"internal error while handling {type(event).__name__}")
@@ -331,14 +330,12 @@ class Supervisor:
         return self._runs_told
 
     async def _tick(self) -> None:
-        listens_until = 0.0
         while True:
-            slept_at = time.monotonic()
-            await asyncio.sleep(TICK_S)
-            if (now := time.monotonic()) - slept_at > TICK_S + STALL_S:
-                _log.warning("was stopped for %.1f s: listens before it judges", now - slept_at)
-                listens_until = now + LISTEN_S
-            if now >= listens_until:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if stopped_s := self._attention.look():
+                _log.warning("was stopped for %.1f s: listens before it judges", stopped_s)
+                self._links.were_stopped()
+            if self._attention.may_judge:
                 self._event(api.Tick())
             self._gate.flush()
             self._links.acknowledge()

@@ -88,7 +88,7 @@ def overdue(job: Job) -> list[Examination]:
 
 
 def _complete(job: Job, examination: Examination) -> bool:
-    return not any(job.members[rank].alive for rank in examination.silent)
+    return not examination.waits(lambda rank: job.members[rank].alive)
 
 
 def conclude(job: Job, examination: Examination) -> dict[int, probes.Judged]:

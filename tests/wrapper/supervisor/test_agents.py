@@ -16,7 +16,7 @@ from resihp.protocol import messages as m
 from resihp.protocol.forwarding import label_of, order_in
 from resihp.protocol.framing import Envelope, encode
 from resihp.protocol.resumable import Conversation
-from wrapper.supervisor.agents import AgentLinks
+from wrapper.supervisor.agents import HERD_S, AgentLinks
 
 RECONNECT_S = 0.2
 NOTHING = m.Inventory()
@@ -646,6 +646,30 @@ def test_agents_that_all_broke_off_are_given_time_while_they_come_back_one_by_on
         assert it.lost() == []
         await asyncio.sleep(2 * RECONNECT_S)
         assert it.lost() == [last.node], "nobody comes back any more"
+        for agent in others:
+            agent.channel.abort()
+        await it.settle()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(scene_of(scene))
+
+
+def test_agents_that_took_a_stopped_supervisor_for_dead_have_time_to_come_back() -> None:
+    async def scene(it: Scene) -> None:
+        agents = [PretendedAgent(f"n{number}", number) for number in range(20, 40)]
+        for agent in agents:
+            agent.lease = 1
+            await it.connect(agent)
+        it.links.were_stopped()
+        for agent in agents:
+            agent.channel.abort()
+        *others, last = agents
+        await asyncio.sleep(HERD_S / 2)
+        assert it.lost() == []
+        for agent in others:
+            await it.connect(agent)
+        await asyncio.sleep(HERD_S / 2 + RECONNECT_S)
+        assert it.lost() == [last.node], "that is how long it takes at most"
         for agent in others:
             agent.channel.abort()
         await it.settle()

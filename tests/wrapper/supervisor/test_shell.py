@@ -32,7 +32,7 @@ from tests.wrapper.supervisor.journaling.test_replication import membership_of
 from wrapper.config.run_spec import RunRequest
 from wrapper.exit_codes import DEPOSED
 from wrapper.job_folder import Job, SupervisorFile, create_local_job
-from wrapper.supervisor import shell
+from wrapper.supervisor import attention, shell
 from wrapper.supervisor.shell import Supervisor
 
 NODES = ("n1", "n2", "n3")
@@ -232,7 +232,7 @@ def request_of(job: Job, *, succession: bool = True) -> RunRequest:
 
 @pytest.fixture
 def job(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    monkeypatch.setattr(shell, "TICK_S", 0.02)
+    monkeypatch.setattr(shell, "LOOK_EVERY_S", 0.02)
     monkeypatch.setattr(shell, "BEAT_S", 0.1)
     monkeypatch.setattr(shell, "LEAVE_GRACE_S", 0.5)
     monkeypatch.setattr(shell, "AGENT_EXIT_S", 0.1)
@@ -513,8 +513,8 @@ def test_the_nodes_of_thousands_of_ranks_are_told_once_to_each_agent(job: Job) -
 
 def test_a_supervisor_that_was_stopped_listens_before_it_judges(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """What agents have said meanwhile is on its way: their silence was its own."""
-    monkeypatch.setattr(shell, "STALL_S", 0.2)
-    monkeypatch.setattr(shell, "LISTEN_S", 0.3)
+    monkeypatch.setattr(attention, "STALL_S", 0.2)
+    monkeypatch.setattr(attention, "LISTEN_S", 0.3)
 
     async def scene(it: Scene) -> None:
         await it.follow()

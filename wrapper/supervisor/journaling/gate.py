@@ -6,7 +6,6 @@ Decides nothing: `resihp.record.quorum` says what a quorum is, `replication` who
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -30,12 +29,15 @@ class DecisionGate:
         journal: JournalWriter,
         replication: Replication | None,
         carry_out: Callable[[api.AnyAction], None],
+        clock: Callable[[], float],
     ) -> None:
-        """`carry_out` does one action; it may have others added. `replication`: None without succession."""
+        """`carry_out` does one action; it may have others added. `replication`: None without succession. `clock` counts
+        the time in which agents could be heard."""
         self._links = links
         self._journal = journal
         self._replication = replication
         self._carry_out = carry_out
+        self._clock = clock
         self._actions: deque[api.AnyAction] = deque()
         self._working_off = False
         self._leads = True
@@ -45,7 +47,7 @@ class DecisionGate:
 
     def claim(self, entry: AnyEntry) -> None:
         """That we lead: told and acted on only once a quorum of agents follows us (`joined`)."""
-        self._claim, self._held_since = entry, time.monotonic()
+        self._claim, self._held_since = entry, self._clock()
 
     def add(self, actions: Sequence[api.AnyAction]) -> None:
         """Do what the controller asks for after what it asked for before, now or when a quorum has what it must."""
@@ -60,7 +62,7 @@ class DecisionGate:
 
     @property
     def overdue(self) -> bool:
-        return self._held_since is not None and time.monotonic() - self._held_since > QUORUM_PATIENCE_S
+        return self._held_since is not None and self._clock() - self._held_since > QUORUM_PATIENCE_S
 
     def on_disk(self) -> None:
         """More of the journal is."""
@@ -114,7 +116,7 @@ class DecisionGate:
                     self.flush()  # nobody is told to act on what his copy lacks
                 if not self._may_act:
                     self.flush()
-                    self._held_since = self._held_since or time.monotonic()
+                    self._held_since = self._held_since or self._clock()
                     return
                 self._held_since = None
                 if not self._links.lead.settled:  # from now on also those follow whose copies are ahead of ours

@@ -317,6 +317,7 @@ def serve(
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)  # links tell of each connection
+    os.nice(10)  # the other machines', which would not take the supervisor's cores from it
     told = Workloads(ranks, ranks_of_replica, iterations)
     agents = {node: LightAgent(node, number, devices, address, key) for number, node in nodes}
     asyncio.run(_serve(orders, agents, told))

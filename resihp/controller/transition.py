@@ -22,10 +22,11 @@ def park(job: Job, reason: str, cautious: bool = False) -> None:
     """Open a new epoch: everybody lets go and reports. Restarts a transition that was under way."""
     verdicts = job.pause.failures if job.pause is not None else []
     job.pause = None
-    _open(job, reason, job.ready, cautious=cautious)
+    ready = job.ready
+    _open(job, reason, ready, cautious=cautious)
     assert job.transition is not None
     job.transition.failures += verdicts
-    job.order(job.ready, m.Park(epoch=job.epoch, reason=reason))
+    job.order(ready, m.Park(epoch=job.epoch, reason=reason))
     decide_when_parked(job)
 
 

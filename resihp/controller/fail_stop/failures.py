@@ -172,7 +172,7 @@ def node_lost_early(job: Job, name: str, reason: str, *, cannot_start: bool = Fa
 
 def leave_node(job: Job, entry: NodeLost) -> list[int]:
     """From here on the node is none of the job's; returns the ranks that lived there."""
-    ranks = [rank for rank in job.live if job.members[rank].node == entry.node]
+    ranks = sorted(rank for rank, member in job.members.items() if member.node == entry.node and member.alive)
     job.log(entry)
     job.do(api.DropNode(node=entry.node))
     job.starting -= {rank for rank in job.starting if job.record.placements[rank].node == entry.node}

@@ -117,6 +117,7 @@ def stopped_for_long(job: Job, member: Member) -> bool:
 
 def judge_nodes(job: Job) -> None:
     limit_s = liveness.silence_limit_s(job.settings)
+    awaited: set[str] | None = None
     for node in list(job.nodes.values()):
         if not node.alive or job.stage == "ended":
             continue
@@ -125,8 +126,12 @@ def judge_nodes(job: Job) -> None:
             text = f"{job.settings.silent_beats} missed beats, last {job.now - node.last_beat:.1f} s ago"
             job.log(Suspected(rank=None, node=node.name, evidence=text))
             job.say("notice", f"node {node.name}: suspected, {text}")
-        if node.suspected and needed(job, node) and given_up(job, node):
+        if not (node.suspected and given_up(job, node)):
+            continue
+        awaited = nodes_awaited(job) if awaited is None else awaited
+        if node.name in awaited:
             failures.node_lost(job, node.name, f"silent for {job.now - node.last_beat:.1f} s, no progress without it")
+            awaited = None
 
 
 def given_up(job: Job, node: Node) -> bool:
@@ -134,15 +139,14 @@ def given_up(job: Job, node: Node) -> bool:
     return liveness.node_given_up(node, job.progress_at, predicted_s, job.now, job.settings)
 
 
-def needed(job: Job, node: Node) -> bool:
-    """Whether the job waits for something that this node's workers have to do."""
+def nodes_awaited(job: Job) -> set[str]:
+    """Whose workers have to do something that the job waits for."""
     if job.training:
-        assert job.record.plan is not None
-        return any(job.members[rank].node == node.name for rank in job.record.active)
+        return {job.members[rank].node for rank in job.record.active}
     if job.changing:
         assert job.transition is not None
-        return any(job.members[rank].node == node.name for rank in job.transition.waiting)
-    return True
+        return {job.members[rank].node for rank in job.transition.waiting}
+    return set(job.nodes)
 
 
 def judge_progress(job: Job) -> None:

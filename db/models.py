@@ -114,7 +114,8 @@ class JobRow(LedgerTable):
 
 class NodeRow(LedgerTable):
     """`replacement`: of the request that it answered, null for a node of the job's own allocation. `released_at`: when
-    Slurm took it back."""
+    Slurm took it back. One that was waited for and never came has no host, no devices, and `joined_at` is when it was
+    given up."""
 
     __tablename__ = "nodes"
 

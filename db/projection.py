@@ -235,9 +235,11 @@ def _join_nodes(session: Session, job: models.JobRow, joined: Sequence[tuple[jou
 
 def _node_lost(session: Session, job: models.JobRow, entry: journal.NodeLost, at: float) -> None:
     node = session.get(models.NodeRow, (job.id, _text(entry.node)))
-    if node is not None:
-        node.lost_at = moment(at)
-        node.lost_reason = _text(entry.reason)
+    if node is None:  # the job began without it
+        node = models.NodeRow(job_id=job.id, node=_text(entry.node), host="", devices=0, joined_at=moment(at))
+        session.add(node)
+    node.lost_at = moment(at)
+    node.lost_reason = _text(entry.reason)
 
 
 def _worker_started(session: Session, job: models.JobRow, entry: journal.WorkerStarted, at: float) -> None:

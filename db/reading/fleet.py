@@ -206,7 +206,8 @@ class NodeRecord:
         self.services += health.services(reader, since)
         nodes, drains, failures = NodeRow.__table__.c, DrainRow.__table__.c, FailureRow.__table__.c
         counted = func.count().label("n")
-        joined = reader.believed(select(nodes.node, counted).where(nodes.joined_at >= since), nodes.job_id)
+        joined = select(nodes.node, counted).where(nodes.joined_at >= since, nodes.host != "")
+        joined = reader.believed(joined, nodes.job_id)
         for row in reader.fetch(joined.group_by(nodes.node)):
             self.jobs[row["node"]] = self.jobs.get(row["node"], 0) + row["n"]
         drained = select(drains.node, counted).where(drains.drained_at >= since, drains.step != "exclusion")

@@ -17,8 +17,11 @@ from itertools import accumulate
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 Row = dict[str, Any]
+Floats = NDArray[np.float64]
 
 SAME_MOMENT_S = 1e-3
 """Times that differ by less are the same: they went through databases that round."""
@@ -68,6 +71,19 @@ class Counting:
         else:
             self._spare_s = max(passed_s - seconds, 0.0) if same_plan else 0.0  # else it was a transition
         return counted
+
+    def of_many(self, seconds: Floats, passed_s: Floats, *, same_plan: bool) -> float:
+        """What they count in all, one after the other; `same_plan`: of the first, the others follow under its plan."""
+        if not seconds.size:
+            return 0.0
+        late = np.maximum(passed_s - seconds, 0.0)
+        if not same_plan:
+            late[0] = 0.0
+        spare = np.concatenate(([self._spare_s], late))  # before each, and after the last: as if none were bunched
+        for i in np.flatnonzero(passed_s < 0.5 * seconds):
+            spare[i + 1] = spare[i] + passed_s[i] - min(seconds[i], passed_s[i] + spare[i])
+        self._spare_s = float(spare[-1])
+        return float(np.minimum(seconds, passed_s + spare[:-1]).sum())
 
 
 class Course(msgspec.Struct, frozen=True, kw_only=True):

@@ -194,7 +194,8 @@ def _probes(reader: Reader, since: datetime) -> list[NodeFailure]:
 
 
 def services(reader: Reader, since: datetime) -> list[Service]:
-    """From joining to being lost or given back, or to the job's end or its last sign of life."""
+    """From joining to being lost or given back, or to the job's end or its last sign of life; who never came did not
+    serve."""
     seconds = reader.seconds
     nodes, jobs = NodeRow.__table__.c, JobRow.__table__.c
     over = case((jobs.ended_at.is_(None) | (jobs.state == "abnormal"), jobs.last_entry_at), else_=jobs.ended_at)
@@ -202,7 +203,7 @@ def services(reader: Reader, since: datetime) -> list[Service]:
     query = (
         select(nodes.node, nodes.devices, *(seconds(time).label(name) for name, time in times.items()))
         .join(JobRow, jobs.id == nodes.job_id)
-        .where(jobs.last_entry_at >= since)
+        .where(jobs.last_entry_at >= since, nodes.host != "")
         .order_by(nodes.job_id, nodes.node)
     )
     return [

@@ -102,6 +102,22 @@ _failure_columns = (
     FailureRow.evidence,
 )
 
+_node_columns_told = (
+    *(
+        case((models.NodeRow.host != "", column)).label("joined_at") if column.key == "joined_at" else column
+        for column in _columns(models.NodeRow)
+    ),
+    select(func.max(models.ReplacementRow.node))
+    .where(
+        models.ReplacementRow.job_id == models.NodeRow.job_id,
+        models.ReplacementRow.instead == models.NodeRow.node,
+        models.ReplacementRow.joined_at.is_not(None),
+    )
+    .scalar_subquery()
+    .label("replaced_by"),
+)
+"""`joined_at`: null of one that never came; `replaced_by`: the node that joined in its place."""
+
 _later = aliased(PlanRow)
 _plan_columns = (
     *_columns(PlanRow),
@@ -119,7 +135,7 @@ TABLES: Mapping[str, Table] = {
     "failures": Table(
         select(*_failure_columns).select_from(_recovery), FailureRow.__table__, "failure", "noticed_at", ("ranks",)
     ),
-    "nodes": _table(models.NodeRow, "node", "joined_at"),
+    "nodes": Table(select(*_node_columns_told), models.NodeRow.__table__, "node", "joined_at"),
     "workers": _table(WorkerRow, "rank", "started_at"),
     "iterations": _table(IterationRow, "iteration", "finished_at"),
     "plans": Table(select(*_plan_columns), PlanRow.__table__, "epoch", "decided_at", ("layout", "assignment")),

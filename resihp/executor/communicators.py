@@ -1,10 +1,12 @@
-"""All communicators of one epoch: built eagerly in one order, woken from outside, closed.
+"""All communicators of one epoch: built eagerly, woken from outside, closed.
 
 Which there are follows from the plan alone (`resihp.pipeline.program.memberships`), so that every rank arrives at the
 same list. Each is made under its own name, straight from the back end: `torch.distributed.new_group` with local
 synchronisation names groups after the *number* of groups that a process has, which differs between our ranks, and a
-default group would be the user's business. Used by the engine; decides nothing. The back ends are in `backends`, the
-stores in which they find each other in `group_store`.
+default group would be the user's business. NCCL's are built in the plan's order, since it deadlocks on any other.
+gloo's wait for nobody but their own peers, and are built at the same time: what their ranks tell each other goes by way
+of the supervisor, there and back once instead of once for each. Used by the engine; decides nothing. The back ends are
+in `backends`, the stores in which they find each other in `group_store`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 
@@ -26,6 +29,9 @@ from resihp.executor.group_store import Attended, MeetingPlace, Store
 from resihp.executor.tensor_group import Backend
 from resihp.pipeline.program import GroupSpec
 from resihp.protocol.messages import MeetingId
+
+BackEnd = Callable[[Store, int, int, timedelta], Backend]
+"""Made from (store, index, size, timeout)."""
 
 _LOOK_UP_S = 0.05
 _CLOSING_S = 0.2
@@ -86,30 +92,32 @@ class Communicators:
         self._check_awake()
 
     def _connected(self, attended: Attended) -> dict[str, Channel]:
-        """All channels, made in a thread of its own, which is left behind when the rank is woken.
+        """All channels, made in threads of their own, which are left behind when the rank is woken.
 
         A peer may die after it has told its address and before it connects: gloo then waits for it where no socket is
         that could be shut down. Raises what the back ends raise, CommunicatorError when woken.
         """
-        making = _Making(self._make, attended)
+        in_order = self._gpu is not None or self._strict is not None or not attended.at_once
+        rows = [self.wanted] if in_order else [[group] for group in self.wanted]
+        making = _Making(partial(self._make, attended, self._back_end()), rows)
         while not making.done.wait(_LOOK_UP_S):
             if self._woken and not making.done.wait(_CLOSING_S):
                 making.abandon()
                 raise CommunicatorError(f"communicators of {self._meeting}: woken while a peer was waited for")
-        return making.taken()
+        made = making.taken()
+        return {group.name: made[group.name] for group in self.wanted}
 
-    def _make(self, attended: Attended, channels: dict[str, Channel]) -> None:
+    def _back_end(self) -> BackEnd:
+        return backends.nccl if self._gpu is not None else backends.Gloo()
+
+    def _make(self, attended: Attended, back_end: BackEnd, group: GroupSpec) -> Channel:
+        self._check_awake()
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)  # a thread's own
-        make = backends.nccl if self._gpu is not None else backends.Gloo()
-        for group in self.wanted:
-            self._check_awake()
-            store = attended.store(group.name)
-            index = group.ranks.index(self._rank)
-            backend = make(store, index, len(group.ranks), self._timeout)
-            wire = None if self._wires is None else self._wires.of(group)
-            channels[group.name] = Channel(backend, lambda: self._woken, self._strict, wire, store)
-            del backend  # it has one owner
+        store = attended.store(group.name)
+        wire = None if self._wires is None else self._wires.of(group)
+        backend = back_end(store, group.ranks.index(self._rank), len(group.ranks), self._timeout)
+        return Channel(backend, lambda: self._woken, self._strict, wire, store)
 
     def _check_awake(self) -> None:
         if self._woken:
@@ -173,45 +181,57 @@ class Communicators:
 
 
 class _Making:
-    """Back ends being made, by a thread that owns them until they are taken; what nobody takes, it destroys itself."""
+    """Channels being made, each row of groups one after the other by a thread of its own; what nobody takes, goes."""
 
-    def __init__(self, make: Callable[[Attended, dict[str, Channel]], None], attended: Attended) -> None:
+    def __init__(self, make: Callable[[GroupSpec], Channel], rows: Sequence[Sequence[GroupSpec]]) -> None:
         self.done = threading.Event()
+        """All are made, or one cannot be."""
+        self._make = make
         self._guard = threading.Lock()
         self._abandoned = False
+        self._under_way = len(rows)
         self._channels: dict[str, Channel] = {}
         self._error: BaseException | None = None
-        threading.Thread(target=self._run, args=(make, attended), name="resihp-connecting", daemon=True).start()
-
-    def _run(self, make: Callable[[Attended, dict[str, Channel]], None], attended: Attended) -> None:
-        try:
-            make(attended, self._channels)
-        except BaseException as error:  # noqa: BLE001 - whoever waits for it raises it
-            self._error = error
-        with self._guard:
+        if not rows:
             self.done.set()
-            if not self._abandoned:
-                return
-        self._destroy()
+        for row in rows:
+            threading.Thread(target=self._run, args=(row,), name="resihp-connecting", daemon=True).start()
 
-    def _destroy(self) -> None:
-        going = [channel.detach() for channel in self._channels.values()]
-        going.clear()
-        self._channels.clear()  # with the stores, which back ends may ask to their end
+    def _run(self, row: Sequence[GroupSpec]) -> None:
+        error: BaseException | None = None
+        try:
+            for group in row:
+                if not self._keep(group.name, self._make(group)):
+                    return
+        except BaseException as raised:  # noqa: BLE001 - whoever waits for it raises it
+            error = raised
+        with self._guard:
+            self._under_way -= 1
+            self._error = self._error or error
+            if self._error is not None or not self._under_way:
+                self.done.set()
+
+    def _keep(self, name: str, channel: Channel) -> bool:
+        """False if nobody waits for it any more: it has been destroyed, by the thread that made it."""
+        with self._guard:
+            if not self._abandoned:
+                self._channels[name] = channel
+                return True
+        channel.detach()  # the channel holds its store, which the back end may ask to its end
+        return False
 
     def abandon(self) -> None:
         """Nobody waits any more."""
         with self._guard:
             self._abandoned = True
-            left = self.done.is_set()
-        if left:
-            _let_go(self._channels)
+            made, self._channels = self._channels, {}
+        _let_go(made)
 
     def taken(self) -> dict[str, Channel]:
         """The channels, which are the caller's from now on. Raises what making them raised."""
         if self._error is not None:
             error, self._error = self._error, None
-            _let_go(self._channels)
+            self.abandon()
             raise error
         return self._channels
 

@@ -22,6 +22,10 @@ Store = Any
 class Attended(Protocol):
     """A meeting that this rank attends."""
 
+    @property
+    def at_once(self) -> bool:
+        """Whether several threads may wait in its stores at the same time."""
+
     def store(self, group: str) -> Store:
         """What the back end of that communicator is given."""
 
@@ -90,6 +94,8 @@ class AgentRendezvous:
 
 
 class _OverAgent:
+    at_once = True
+
     def __init__(self, attendance: Attendance) -> None:
         self._attendance = attendance
 
@@ -111,6 +117,9 @@ class TorchRendezvous:
 
 
 class _InStore:
+    at_once = False
+    """Whoever waits in torch's store keeps its one connection, and others of the process from saying anything."""
+
     def __init__(self, store: Store) -> None:
         self._store = store
 

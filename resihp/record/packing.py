@@ -9,7 +9,9 @@ packed in one copy need not be in another. Knows no file.
 from __future__ import annotations
 
 import struct
+import sys
 import zlib
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -25,7 +27,8 @@ MOST = 8192
 _SUMS = ("tokens", "sum_squared_lengths", "samples", "updates")
 _FIGURES = ("clip", "learning_rate", "gradient_norm", "loss")
 _FLAGS = ("skip", "pause", "saving")
-_COLUMNS = 3 + len(_SUMS) + len(_FIGURES) + 2
+_NUMBERS = ("passed", "seconds", "predicted_seconds", *_SUMS, *_FIGURES, "flags")
+_COLUMNS = len(_NUMBERS) + 1
 _DIGEST_BYTES = 8
 _MICRO = 1e6
 
@@ -51,10 +54,25 @@ def unpack(records: Iterable[Record]) -> Iterator[Record]:
         if isinstance(record.entry, IterationsPacked):
             try:
                 yield from _rows(record.seq, record.entry)
-            except (struct.error, zlib.error, ValueError) as error:
-                raise ProtocolError(f"journal: packed record {record.seq} cannot be unpacked: {error}") from error
+            except (zlib.error, ValueError) as error:
+                raise _cannot_unpack(record.seq, error) from error
         else:
             yield record
+
+
+def column(record: Record, name: str) -> array[Any]:
+    """One column of a packed record: a million iterations are a few large sums for whoever needs no row of them.
+
+    `passed`: microseconds since the iteration before, since 1970 for the first. `seconds` and `predicted_seconds` are
+    in microseconds, negative where not known; the sums and figures as in `StepOutcome`. Raises ProtocolError for
+    columns that are none.
+    """
+    assert isinstance(record.entry, IterationsPacked)
+    try:
+        _check(record.entry)
+        return _numbers(record.entry, name)
+    except (zlib.error, ValueError) as error:
+        raise _cannot_unpack(record.seq, error) from error
 
 
 def first_of(record: Record) -> int:
@@ -103,21 +121,12 @@ def _as_one(run: list[Record]) -> list[Record]:
 
 
 def _rows(seq: int, entry: IterationsPacked) -> Iterator[Record]:
+    _check(entry)
     count = entry.count
-    columns = iter(entry.columns)
-    if not 0 < count <= MOST:
-        raise ValueError(f"{count} iterations where {MOST} are the most")
-    if len(entry.columns) != _COLUMNS:
-        raise ValueError(f"{len(entry.columns)} columns where {_COLUMNS} are due")
-
-    def integers() -> Sequence[int]:
-        return _unshuffled(_inflated(next(columns), 8 * count), "q", 8, count)
-
-    passed, seconds, predicted = integers(), integers(), integers()
-    sums = {name: integers() for name in _SUMS}
-    figures = {name: _unshuffled(_inflated(next(columns), 4 * count), "f", 4, count) for name in _FIGURES}
-    flags = integers()
-    digests = _inflated(next(columns), _DIGEST_BYTES * count).hex()
+    passed, seconds, predicted = (_numbers(entry, name) for name in _NUMBERS[:3])
+    told = {name: _numbers(entry, name) for name in (*_SUMS, *_FIGURES)}
+    flags = _numbers(entry, "flags")
+    digests = _inflated(entry.columns[-1], _DIGEST_BYTES * count).hex()
     at = 0
     for i in range(count):
         at += passed[i]
@@ -127,8 +136,7 @@ def _rows(seq: int, entry: IterationsPacked) -> Iterator[Record]:
             skip=bool(flags[i] & 1),
             pause=bool(flags[i] & 2),
             saving=bool(flags[i] & 4),
-            **{name: column[i] for name, column in figures.items()},
-            **{name: column[i] for name, column in sums.items()},
+            **{name: column[i] for name, column in told.items()},
         )
         yield Record(
             seq - count + 1 + i,
@@ -140,6 +148,23 @@ def _rows(seq: int, entry: IterationsPacked) -> Iterator[Record]:
                 predicted_seconds=None if predicted[i] < 0 else predicted[i] / _MICRO,
             ),
         )
+
+
+def _check(entry: IterationsPacked) -> None:
+    """Raises ValueError for what cannot be unpacked."""
+    if not 0 < entry.count <= MOST:
+        raise ValueError(f"{entry.count} iterations where {MOST} are the most")
+    if len(entry.columns) != _COLUMNS:
+        raise ValueError(f"{len(entry.columns)} columns where {_COLUMNS} are due")
+
+
+def _numbers(entry: IterationsPacked, name: str) -> array[Any]:
+    kind, width = ("f", 4) if name in _FIGURES else ("q", 8)
+    return _unshuffled(_inflated(entry.columns[_NUMBERS.index(name)], width * entry.count), kind, width, entry.count)
+
+
+def _cannot_unpack(seq: int, error: Exception) -> ProtocolError:
+    return ProtocolError(f"journal: packed record {seq} cannot be unpacked: {error}")
 
 
 def _micros(seconds: Iterable[float | None]) -> list[int]:
@@ -160,11 +185,14 @@ def _shuffled(column: bytes, width: int) -> bytes:
     return b"".join(column[at::width] for at in range(width))
 
 
-def _unshuffled(column: bytes, kind: str, width: int, count: int) -> Sequence[Any]:
+def _unshuffled(column: bytes, kind: str, width: int, count: int) -> array[Any]:
     rows = bytearray(len(column))
     for at in range(width):
         rows[at::width] = column[at * count : (at + 1) * count]
-    return struct.unpack(f"<{count}{kind}", rows)
+    numbers: array[Any] = array(kind, bytes(rows))
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
 
 
 def _inflated(column: bytes, size: int) -> bytes:

@@ -256,6 +256,21 @@ def node_story() -> Iterator[tuple[journal.AnyEntry, float]]:
     yield journal.SlurmSaw(node="n3", state="idle", text=""), BEGAN + 40
 
 
+def absent_story() -> Iterator[tuple[journal.AnyEntry, float]]:
+    """Of the nodes waited for, n3 and n4 do not come; the job begins without them. n9 comes instead of n3, n4 late."""
+    yield started(), BEGAN
+    for n in range(2):
+        yield journal.NodeJoined(node=f"n{n + 1}", host="here", devices=4), BEGAN
+    for name in ("n3", "n4"):
+        yield journal.NodeLost(node=name, reason="has not joined within 600 s", how="silent"), BEGAN + 600
+    yield journal.ReplacementAsked(replacement=1, node="n3", excluded=("n1",), reason="8 of 16 devices"), BEGAN + 601
+    yield journal.NodeJoined(node="n9", host="there", devices=4), BEGAN + 620
+    entry = journal.ReplacementChanged(replacement=1, state="joined", slurm_job="41", node="n9", text="")
+    yield entry, BEGAN + 620
+    yield journal.NodeJoined(node="n4", host="here", devices=4), BEGAN + 630
+    yield journal.NodeLost(node="n5", reason="has not joined within 640 s", how="silent"), BEGAN + 640
+
+
 def write_journal(path: Path, told: Iterator[tuple[journal.AnyEntry, float]]) -> list[journal.Record]:
     writer = journal_file.Journal(path, sync=False)
     for entry, at in told:

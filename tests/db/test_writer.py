@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Callable
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,15 @@ import pytest
 
 import db.engine
 import db.writer
+from db.reading.fleet import NodeRecord
+from db.reading.health import services
 from db.reading.queries import Reader
 from db.writer import Ledger, catch_up
 from resihp.record import journal, journal_file
 from tests.db.conftest import (
     BEGAN,
     Listener,
+    absent_story,
     any_layout_story,
     everything,
     held,
@@ -123,6 +126,29 @@ def test_a_bad_node_its_drain_and_the_node_that_came_in_its_place(open_ledger: O
         ("n3", None, 19),
         ("n9", 2, None),
     ]
+
+
+def test_a_node_that_never_came_has_its_row_and_served_nobody(tmp_path: Path, open_ledger: Opener) -> None:
+    """It is the one that an operator asks for."""
+    ledger = open_ledger()
+    for record in write_journal(tmp_path / "journal", absent_story()):
+        ledger.submit(record)
+    assert ledger.close()
+    found = {row["node"]: row for row in everything(ledger)["nodes"]}
+    assert list(found) == ["n1", "n2", "n3", "n4", "n5", "n9"]
+    never = found["n3"]
+    assert (never["joined_at"], never["host"], never["devices"]) == (None, "", 0)
+    assert (never["lost_at"].timestamp(), never["lost_reason"]) == (BEGAN + 600, "has not joined within 600 s")
+    assert [row["replaced_by"] for row in found.values()] == [None, None, "n9", None, None, None]
+    late = found["n4"]
+    assert (late["joined_at"].timestamp(), late["lost_at"], late["devices"]) == (BEGAN + 630, None, 4)
+    with Reader.open(ledger.url) as reader:
+        since = datetime.fromtimestamp(BEGAN - 60, UTC)
+        assert [service.node for service in services(reader, since)] == ["n1", "n2", "n4", "n9"]
+        record = NodeRecord()
+        record.read(reader, since, injected=True)
+        assert set(record.jobs) == {"n1", "n2", "n4", "n9"}
+        assert reader.rows("nodes", reader.job()["id"], node="n5")[0]["joined_at"] is None
 
 
 def test_a_plan_that_our_own_check_refused_is_an_event(records: list[journal.Record], open_ledger: Opener) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from db import report_rows
     from resihp.record.journal import Record
     from wrapper.config.schema import Configuration
+    from wrapper.sinks.figures import Figures
     from wrapper.sinks.metrics import Outside
 
 CLOSE_S = 5.0
@@ -120,10 +122,11 @@ def listeners(
     `past`: the records of those who led before us. Waits for no file.
     """
     found: list[Listener] = []
+    figures = cache(partial(_figures, past))  # of a million iterations: worked out once, and only if asked for
     ways: dict[str, Callable[[], list[Listener]]] = {
         "hooks": lambda: _hooks(request, say, past),
-        "tensorboard": lambda: _tensorboard(request, say, past),
-        "metrics": lambda: _metrics(request, say, past, lambda: standing(ledger, found)),
+        "tensorboard": lambda: _tensorboard(request, say, figures),
+        "metrics": lambda: _metrics(request, say, figures, lambda: standing(ledger, found)),
     }
     for name, opened in ways.items():
         try:
@@ -169,23 +172,29 @@ def _hooks(request: RunRequest, say: Callable[[str], None], past: Sequence[Recor
     ]
 
 
-def _tensorboard(request: RunRequest, say: Callable[[str], None], past: Sequence[Record]) -> list[Listener]:
+def _figures(past: Sequence[Record]) -> Figures:
+    from wrapper.sinks.figures import followed
+
+    return followed(past)
+
+
+def _tensorboard(request: RunRequest, say: Callable[[str], None], past: Callable[[], Figures]) -> list[Listener]:
     if not request.listening.tensorboard:
         return []
     from wrapper.sinks.tensorboard import TensorBoard
 
-    return [TensorBoard(Path(request.listening.tensorboard, request.job), say=say, past=past)]
+    return [TensorBoard(Path(request.listening.tensorboard, request.job), say=say, past=past())]
 
 
 def _metrics(
-    request: RunRequest, say: Callable[[str], None], past: Sequence[Record], outside: Outside
+    request: RunRequest, say: Callable[[str], None], past: Callable[[], Figures], outside: Outside
 ) -> list[Listener]:
     wanted = request.listening
     if not (wanted.metrics_port or wanted.textfile):
         return []
     from wrapper.sinks.metrics import Metrics
 
-    metrics = Metrics(request.job, past, say=say, outside=outside)
+    metrics = Metrics(request.job, past(), say=say, outside=outside)
     if wanted.metrics_port:
         metrics.serve(wanted.metrics_port)
     if wanted.textfile:

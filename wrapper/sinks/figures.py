@@ -1,22 +1,25 @@
 """What a job has come to, record by record of its journal: iterations, goodput, ranks by state, failures. Pure.
 
 `follow` is the one place that reads records for `wrapper.sinks.metrics` and `wrapper.sinks.tensorboard`; a supervisor
-that takes over lets it follow what was before. Goodput is the ledger's (`db.reading.queries`): useful seconds over wall
+that takes over lets it follow what was before: a million iterations in the loop that beats, so packed ones are reckoned
+with by column. Goodput is the ledger's (`db.reading.queries`): useful seconds over wall
 time since the first iteration began. Reads no clock.
 """
 
 from __future__ import annotations
 
-import statistics
 from array import array
 from collections import Counter
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from db.reading.goodput import Counting
 from resihp.record import journal
-from resihp.record.packing import unpack
+from resihp.record.packing import column
 from wrapper.output.rank_health import RankHealth
 
 if TYPE_CHECKING:
@@ -78,7 +81,7 @@ class Figures:
 
     def useful_s(self) -> float:
         """Seconds of committed iterations; an unknown one counts as the median."""
-        unknown = self.untimed * statistics.median(self.seconds) if self.untimed and self.seconds else 0.0
+        unknown = self.untimed * float(np.median(self.seconds)) if self.untimed and self.seconds else 0.0
         return self.known_seconds + unknown
 
     def wall_s(self, now: float) -> float:
@@ -114,6 +117,14 @@ def snapshot(figures: Figures) -> Figures:
     return replace(figures, **{each.name: copy(getattr(figures, each.name)) for each in fields(figures)})
 
 
+def followed(records: Iterable[journal.Record]) -> Figures:
+    """What a job has come to by these records, its first ones."""
+    figures = Figures()
+    for record in records:
+        follow(figures, record)
+    return figures
+
+
 def follow(figures: Figures, record: journal.Record) -> None:
     """What one record changes."""
     entry, at = record.entry, record.at
@@ -129,9 +140,7 @@ def follow(figures: Figures, record: journal.Record) -> None:
         case journal.IterationCommitted():
             _committed(figures, entry, at)
         case journal.IterationsPacked():
-            for row in unpack([record]):
-                if isinstance(row.entry, journal.IterationCommitted):
-                    _committed(figures, row.entry, row.at)
+            _all_committed(figures, record, entry)
         case journal.NodeJoined():
             figures.nodes.add(entry.node)
         case journal.NodeLost():
@@ -189,3 +198,32 @@ def _committed(figures: Figures, entry: journal.IterationCommitted, at: float) -
     figures.loss = entry.outcome.loss
     figures.last_seconds, figures.predicted_seconds = entry.seconds, entry.predicted_seconds
     figures.layout = figures.decided or figures.layout
+
+
+def _all_committed(figures: Figures, record: journal.Record, entry: journal.IterationsPacked) -> None:
+    """As `_committed` of one after the other. They are of one epoch, and without a gap."""
+    ats = np.cumsum(column(record, "passed"), dtype=np.int64) / 1e6
+    micros = np.asarray(column(record, "seconds"))
+    seconds, timed = micros / 1e6, micros >= 0
+    before = np.nan if figures.committed_at is None else figures.committed_at
+    passed_s = np.diff(ats, prepend=before)
+    through = timed & (passed_s >= 0.0)
+    same = entry.epoch == figures.committed_epoch or not bool(through[0])
+    figures.known_seconds += float(seconds[timed & ~through].sum())
+    figures.known_seconds += figures.counting.of_many(seconds[through], passed_s[through], same_plan=same)
+    figures.seconds.frombytes(seconds[timed].tobytes())
+    figures.untimed += entry.count - int(timed.sum())
+    if figures.began_at is None:
+        figures.began_at = float(ats[0] - seconds[0] * timed[0])
+    figures.committed_at, figures.committed_epoch = float(ats[-1]), entry.epoch
+    figures.iterations += entry.count
+    figures.iteration, figures.epoch = entry.first + entry.count - 1, entry.epoch
+    figures.tokens += sum(column(record, "tokens"))
+    figures.loss = column(record, "loss")[-1]
+    figures.last_seconds = _seconds(int(micros[-1]))
+    figures.predicted_seconds = _seconds(column(record, "predicted_seconds")[-1])
+    figures.layout = figures.decided or figures.layout
+
+
+def _seconds(micros: int) -> float | None:
+    return None if micros < 0 else micros / 1e6

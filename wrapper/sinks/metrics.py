@@ -157,27 +157,27 @@ def label(text: str) -> str:
 class Metrics:
     """A listener of the journal (`wrapper.sinks.fanout`) that Prometheus can ask. Safe to use from several threads.
 
-    `past`: the records of those who led before us. Nothing is served or written before `serve` and `write_to`.
+    `past`: what the job had come to under those who led before us. Nothing is served or written before `serve` and
+    `write_to`.
     """
 
     def __init__(
         self,
         job: str,
-        past: Sequence[journal.Record] = (),
+        past: Figures | None = None,
         *,
         say: Callable[[str], None],
         outside: Outside = dict,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._figures = Figures(job=job)
+        self._figures = snapshot(past or Figures())
+        self._figures.job = job
         self._lock = threading.Lock()
         self._say = say
         self._outside = outside
         self._clock = clock
         self._server: _Page | None = None
         self._textfile: _Textfile | None = None
-        for record in past:
-            follow(self._figures, record)
 
     def submit(self, record: journal.Record) -> None:
         with self._lock:

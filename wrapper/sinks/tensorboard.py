@@ -5,14 +5,14 @@ Listens to the journal (`wrapper.sinks.fanout`), writes in a thread of its own. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from resihp.errors import ConfigurationError
 from resihp.record import journal
-from wrapper.sinks.figures import Figures, follow
+from wrapper.sinks.figures import Figures, follow, snapshot
 from wrapper.sinks.queue import Aside
 
 Scalar = tuple[str, float, int, float]
@@ -48,22 +48,20 @@ def scalars(figures: Figures, record: journal.Record) -> Iterator[Scalar]:
 
 
 class TensorBoard:
-    """A listener. `past`: the records of those who led before us; what they wrote is there."""
+    """A listener. `past`: what the job had come to under those who led before us; what they wrote is there."""
 
     def __init__(
         self,
         folder: Path,
         *,
         say: Callable[[str], None],
-        past: Sequence[journal.Record] = (),
+        past: Figures | None = None,
         open_writer: Callable[[str], Any] | None = None,
     ) -> None:
         self._folder = folder
         self._open = open_writer or _writer
         self._writer: Any = None
-        self._figures = Figures()
-        for record in past:
-            follow(self._figures, record)
+        self._figures = snapshot(past or Figures())
         self._aside: Aside[list[Scalar]] = Aside("tensorboard", self._write, say)
 
     def submit(self, record: journal.Record) -> None:

@@ -4,7 +4,9 @@ Decides when the start waits for nobody any more, and what it came to. What most
 script's; what one says is its device's, what all of a node say the node's. Failures are written just before the first
 plan, when it is known who shares them, or when the job ends without one: until then the journal has what happened, so
 that another supervisor comes to the same. Nothing is concluded of a program that never declares but that it needs all
-its processes. `review` is called by the controller at the end of each event, `judge` by the `watchdog`.
+its processes. Until the start budget is spent nobody can tell it from one that is slow to declare, which begins without
+what it has lost: only what is known not to declare (`Settings.declares`) ends with its first loss. `review` is called
+by the controller at the end of each event, `judge` by the `watchdog`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from resihp.errors import JobNotFoundError, UsageError
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
-from tests.db.conftest import BEGAN, any_layout_story, node_story, outcome, started, story, write_journal
+from tests.db.conftest import BEGAN, absent_story, any_layout_story, node_story, outcome, started, story, write_journal
 from wrapper.cli import app
 from wrapper.commands.report import page
 from wrapper.commands.report.command import file_name, write
@@ -209,6 +209,15 @@ def test_nodes_tell_what_became_of_them(tmp_path: Path) -> None:
     assert lines["n9"].what == "came 20.0 s after the start"
     assert lines["n1"].device_hours == pytest.approx(4 * 100 / 3600)
     assert lines["n3"].device_hours == pytest.approx(4 * 5 / 3600)
+
+
+def test_a_node_that_never_came_is_told_of(tmp_path: Path) -> None:
+    facts = facts_of(tmp_path, absent_story(), now_s=700.0)
+    lines = {line.name: line for line in node_lines(facts)}
+    assert lines["n3"].what == "never came: has not joined within 600 s; replaced by n9"
+    assert lines["n3"].device_hours == 0.0
+    assert lines["n4"].what == ""
+    assert "node n3 never came: has not joined within 600 s" in page.html(facts)
 
 
 def test_configuration_without_its_secrets() -> None:

@@ -13,10 +13,14 @@ import msgspec
 import pytest
 
 import wrapper.sinks.fanout
+import wrapper.sinks.tensorboard
 from db.report_rows import Report
 from resihp.errors import ConfigurationError
-from resihp.record import journal
+from resihp.record import journal, packing
+from resihp.record.journal import Record
+from resihp.record.packing import MOST, pack
 from tests.db.conftest import BEGAN, story, write_journal
+from tests.resihp.record.test_packing import committed
 from tests.wrapper.conftest import StubJob
 from tests.wrapper.sinks.test_metrics import free_port, samples
 from tests.wrapper.supervisor.test_shell import request_of
@@ -26,6 +30,7 @@ from wrapper.config.run_spec import ListenerSettings, load
 from wrapper.config.schema import read
 from wrapper.job_folder import create_local_job
 from wrapper.sinks.fanout import Listeners, asked, listeners, standing, tell_of_the_end
+from wrapper.sinks.figures import followed
 from wrapper.sinks.tensorboard import TensorBoard
 
 SECRET = "https://example.org/SECRET"
@@ -252,6 +257,28 @@ class Writer:
         self.closed = True
 
 
+def test_a_take_over_after_a_million_iterations_unpacks_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the loop that beats: a row took 3 us for each listener, a million 7 s in all."""
+    (packed,) = pack([committed(n) for n in range(1, MOST + 1)])
+    past = [
+        Record(MOST * n, packed.at + n, msgspec.structs.replace(packed.entry, first=MOST * (n - 1) + 1))
+        for n in range(1, 1_000_000 // MOST + 1)
+    ]
+    unpacked: list[int] = []
+    monkeypatch.setattr(packing, "_rows", lambda seq, entry: unpacked.append(entry.count) or iter(()))
+    monkeypatch.setattr(wrapper.sinks.tensorboard, "_writer", lambda folder: pytest.fail("what is past is written"))
+    listening = ListenerSettings(textfile=str(tmp_path / "job.prom"), tensorboard=str(tmp_path / "runs"))
+    request = msgspec.structs.replace(request_of(create_local_job()), listening=listening)
+    opened = listeners(request, Ledger(), pytest.fail, past)
+    Listeners(Ledger(), opened).close()
+    assert unpacked == []
+    assert len(opened) == 2
+    found = samples((tmp_path / "job.prom").read_bytes())
+    assert found["resihp_iterations_total",] == found["resihp_iteration",] == len(past) * MOST
+
+
 def test_scalars_of_iterations(tmp_path: Path) -> None:
     made: list[Writer] = []
 
@@ -260,7 +287,7 @@ def test_scalars_of_iterations(tmp_path: Path) -> None:
         return made[-1]
 
     records = write_journal(tmp_path / "journal", story())
-    board = TensorBoard(tmp_path / "runs", say=pytest.fail, past=records[:30], open_writer=opened)
+    board = TensorBoard(tmp_path / "runs", say=pytest.fail, past=followed(records[:30]), open_writer=opened)
     for record in records[30:]:
         board.submit(record)
     assert board.close(time.monotonic() + 10)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
@@ -22,9 +23,11 @@ import wrapper.sinks.metrics
 from db.reading.queries import Reader
 from db.writer import Ledger
 from resihp.record import journal
+from resihp.record.packing import pack, unpack
 from tests.db.conftest import BEGAN, any_layout_story, node_story, outcome, started, story, write_journal
+from tests.resihp.record.test_packing import committed
 from tests.waiting import until
-from wrapper.sinks.figures import Figures, follow, snapshot
+from wrapper.sinks.figures import follow, followed, snapshot
 from wrapper.sinks.metrics import MOST_AT_ONCE, Metrics
 
 LATER = BEGAN + 3600
@@ -32,13 +35,6 @@ LATER = BEGAN + 3600
 
 def told(entries: Any, path: Path) -> list[journal.Record]:
     return write_journal(path / "told", entries)
-
-
-def figures(records: list[journal.Record]) -> Figures:
-    found = Figures()
-    for record in records:
-        follow(found, record)
-    return found
 
 
 def samples(text: bytes) -> dict[tuple[str, ...], float]:
@@ -52,7 +48,7 @@ def samples(text: bytes) -> dict[tuple[str, ...], float]:
 
 
 def scraped(records: list[journal.Record], **arguments: Any) -> dict[tuple[str, ...], float]:
-    return samples(Metrics("j", records, say=pytest.fail, clock=lambda: LATER, **arguments).text())
+    return samples(Metrics("j", followed(records), say=pytest.fail, clock=lambda: LATER, **arguments).text())
 
 
 def test_a_story_of_one_failure(tmp_path: Path) -> None:
@@ -95,7 +91,7 @@ def test_goodput_is_the_ledger_s(
 ) -> None:
     records = told(of(), tmp_path)[:until]
     now = records[-1].at + 7
-    found = figures(records)
+    found = followed(records)
     with Ledger.open("sqlite", tmp_path) as ledger:
         for record in records:
             ledger.submit(record)
@@ -115,7 +111,7 @@ def test_an_iteration_that_nobody_timed_counts_as_the_median(tmp_path: Path) -> 
                 BEGAN + 10 * i,
             )
 
-    assert figures(told(entries(), tmp_path)).useful_s() == 1.0 + 2.0 + 2.0 + 9.0
+    assert followed(told(entries(), tmp_path)).useful_s() == 1.0 + 2.0 + 2.0 + 9.0
 
 
 def test_each_rank_is_in_one_state(tmp_path: Path) -> None:
@@ -131,7 +127,7 @@ def test_each_rank_is_in_one_state(tmp_path: Path) -> None:
         "state=ended": 2,
     }
     before = records.index(next(r for r in records if isinstance(r.entry, journal.WorkerEnded)))
-    assert figures(records[:before]).ranks()["active"] == 12
+    assert followed(records[:before]).ranks()["active"] == 12
 
 
 def test_nodes_drains_and_replacements(tmp_path: Path) -> None:
@@ -174,9 +170,32 @@ def test_odd_names_come_out_as_they_are(tmp_path: Path) -> None:
     assert node == "node=" + ODD.replace("\udc80", "?")[: wrapper.sinks.metrics.MAX_LABEL]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_packed_iterations_come_to_what_they_would_one_by_one(seed: int) -> None:
+    """Some of unknown seconds, some bunched, under three plans, and a clock that was set back."""
+    rng = Random(seed)
+    at, epoch, records = BEGAN, 1, []
+    for n in range(1, 301):
+        record = committed(n, rng=rng)
+        assert isinstance(record.entry, journal.IterationCommitted)
+        seconds = rng.choice([None, rng.uniform(1.0, 9.0), 8.0])
+        at = round(at + rng.choice([8.0, 8.3, 0.01, rng.uniform(0.0, 30.0), 8.0 if n % 50 else -4.0]), 6)
+        epoch += n in {90, 200}
+        outcome = msgspec.structs.replace(record.entry.outcome, loss=float(n))
+        predicted_s = record.entry.predicted_seconds
+        entry = journal.IterationCommitted(epoch=epoch, outcome=outcome, seconds=seconds, predicted_seconds=predicted_s)
+        records.append(journal.Record(n, at, entry))
+    packed = [each for part in (records[:89], records[89:129], records[129:]) for each in pack(part)]
+    assert len(packed) == 4
+    one_by_one, by_column = vars(followed(unpack(packed))), vars(followed(packed))
+    assert by_column.pop("known_seconds") == pytest.approx(one_by_one.pop("known_seconds"), rel=1e-12)
+    assert vars(by_column.pop("counting")) == pytest.approx(vars(one_by_one.pop("counting")), abs=1e-5)
+    assert by_column == one_by_one
+
+
 def test_a_snapshot_does_not_change(tmp_path: Path) -> None:
     records = told(any_layout_story(), tmp_path)
-    found = figures(records[:20])
+    found = followed(records[:20])
     before, text = snapshot(found), repr(found)
     for record in records[20:]:
         follow(found, record)
@@ -185,7 +204,7 @@ def test_a_snapshot_does_not_change(tmp_path: Path) -> None:
 
 
 def test_labels_do_not_grow_with_the_job(tmp_path: Path) -> None:
-    metrics = Metrics("j", told(story(ended=False), tmp_path), say=pytest.fail)
+    metrics = Metrics("j", followed(told(story(ended=False), tmp_path)), say=pytest.fail)
     before = len(samples(metrics.text()))
     for i in range(100):
         entry = journal.IterationCommitted(epoch=2, outcome=outcome(i), seconds=0.1, predicted_seconds=0.1)
@@ -200,7 +219,7 @@ def free_port() -> int:
 
 
 def test_it_answers_on_loopback_while_the_job_runs(tmp_path: Path) -> None:
-    metrics = Metrics("j", told(story(ended=False), tmp_path), say=pytest.fail)
+    metrics = Metrics("j", followed(told(story(ended=False), tmp_path)), say=pytest.fail)
     port = metrics.serve(free_port())
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
@@ -279,7 +298,7 @@ def test_the_textfile_is_others_to_read_and_holds_the_end(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("eager")
 def test_whoever_reads_it_never_sees_half_of_it(tmp_path: Path) -> None:
     path = tmp_path / "resihp.prom"
-    metrics = Metrics("j", told(story(ended=False), tmp_path), say=pytest.fail)
+    metrics = Metrics("j", followed(told(story(ended=False), tmp_path)), say=pytest.fail)
     metrics.write_to(path)
     until(path.exists)
     whole = set(samples(path.read_bytes()))

@@ -80,6 +80,10 @@ def _device(row: dict[str, Any]) -> str:
     return "-" if row["node"] is None else row["node"] if row["device"] is None else f"{row['node']} {row['device']}"
 
 
+def _joined(row: dict[str, Any]) -> str:
+    return f"{row['joined_at'].astimezone(UTC):%m-%d %H:%M:%S}" if row["joined_at"] else "never came"
+
+
 def _effect(row: dict[str, Any]) -> str:
     """When a plan took effect, or what became of it instead."""
     return f"{row['in_effect_at'].astimezone(UTC):%m-%d %H:%M:%S}" if row["in_effect_at"] else str(row["outcome"])
@@ -169,9 +173,10 @@ _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
         _words("node"),
         _words("host", wraps=True),
         _number("devices"),
-        _time("joined_at", "joined (UTC)"),
+        Column("joined (UTC)", _joined),
         _time("lost_at", "lost (UTC)"),
         _words("lost_reason", "reason", wraps=True),
+        _words("replaced_by", "replaced by", wraps=True),
     ],
     "workers": [
         _number("rank"),

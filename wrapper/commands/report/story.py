@@ -95,11 +95,14 @@ def node_lines(facts: Facts) -> list[NodeLine]:
     for row in facts.nodes:
         name = row["node"]
         until = row["lost_at"] or row["released_at"] or facts.ended
-        held_s = max((until - row["joined_at"]).total_seconds(), 0.0)
+        came = row["joined_at"] is not None
+        held_s = max((until - row["joined_at"]).total_seconds(), 0.0) if came else 0.0
         what = []
         if row["replacement"] is not None:
             what.append(f"came {duration((row['joined_at'] - facts.began).total_seconds())} after the start")
-        if row["lost_at"] is not None:
+        if not came:
+            what.append(f"never came: {row['lost_reason']}")
+        elif row["lost_at"] is not None:
             what.append(f"lost after {duration(held_s)}: {row['lost_reason']}")
         if name in drained:
             back = "drained" if drained[name]["undrained_at"] is None else "drained, used again since"

@@ -187,9 +187,10 @@ def _steps(begins: list[float], shares: list[float]) -> list[tuple[float, float]
 def _node_changes(facts: Facts) -> Iterator[tuple[datetime, str, str, str]]:
     for row in facts.nodes:
         if row["lost_at"] is not None:
-            tip = f"node {row['node']} lost: {row['lost_reason']}, {clock(row['lost_at'])}"
+            what = "lost" if row["joined_at"] is not None else "never came"
+            tip = f"node {row['node']} {what}: {row['lost_reason']}, {clock(row['lost_at'])}"
             yield row["lost_at"], "down", "fail-stop", tip
-        if row["replacement"] is not None:
+        if row["replacement"] is not None and row["joined_at"] is not None:
             yield row["joined_at"], "triangle", "good", f"node {row['node']} came, {clock(row['joined_at'])}"
     for row in facts.drains:
         yield row["drained_at"], "square", "drained", f"node {row['node']} drained, {clock(row['drained_at'])}"

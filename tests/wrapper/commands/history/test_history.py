@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shutil
 import sqlite3
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from resihp.errors import JobNotFoundError, UsageError
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
-from tests.db.conftest import outcome, started, write_journal
+from tests.db.conftest import absent_story, outcome, started, write_journal
 from tests.wrapper.commands.status.test_status import home, resihp, rows
 from wrapper.job_folder import Job, create_local_job
 
@@ -230,6 +231,20 @@ def test_a_terminal_shows_the_newest_fifty_and_says_so() -> None:
     shown = resihp("history", "iterations", "--all", "--limit", "3")
     assert "resihp: all jobs: the newest 3 iterations; more with --limit" in shown.stderr
     assert [row["iteration"] for row in rows("iterations", "--all", "--limit", "2")] == [39, 40]
+
+
+def test_a_node_that_never_came_is_shown_and_can_be_asked_for() -> None:
+    job = told()
+    path = job.folder / "absent"
+    path.mkdir()
+    write_journal(path / "journal", absent_story())
+    catch_up("sqlite", path, path / "journal")
+    ledger = ("--ledger", f"sqlite:///{path / 'ledger.db'}")
+    shown = text_of("history", "nodes", *ledger)
+    assert re.search(r"n3 .* never came .* n9", shown)
+    [row] = rows("nodes", "--node", "n3", *ledger)
+    assert (row["joined_at"], row["lost_reason"], row["replaced_by"]) == (None, "has not joined within 600 s", "n9")
+    assert "n3" not in [row["node"] for row in rows("lemons", *ledger)]
 
 
 def test_all_jobs_of_a_home_and_what_cannot_be_read_is_left_out(tmp_path: Path) -> None:

@@ -1,0 +1,92 @@
+"""How communicators come to be: what a rank says before it hears anything, and who is free when it is woken."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from resihp.errors import CommunicatorError
+from resihp.pipeline.program import GroupSpec
+from resihp.protocol import messages as m
+from resihp.protocol.rendezvous import Attendance
+from tests.waiting import until
+
+torch = pytest.importorskip("torch")
+
+from resihp.executor.communicators import Communicators  # noqa: E402 - it needs torch
+from resihp.executor.group_store import AgentRendezvous, Attended  # noqa: E402
+
+EPOCH = m.MeetingId(epoch=1)
+GROUPS = tuple(GroupSpec(f"data/{other}", (0, other)) for other in range(1, 7))
+
+
+class Place:
+    """Where rank 0 meets peers that say nothing. `at_once`: as under an agent; else as under torchrun."""
+
+    def __init__(self, at_once: bool = True) -> None:
+        self.said: list[str] = []
+        """In which groups, in order."""
+        self._at_once = at_once
+
+    def attend(self, meeting: m.MeetingId, groups: Sequence[str], patience_s: float) -> Attended:
+        attended = AgentRendezvous(
+            lambda meeting, groups, patience_s: Attendance(meeting, self._hear, patience_s)
+        ).attend(meeting, groups, patience_s)
+        attended.at_once = self._at_once
+        return attended
+
+    def _hear(self, publish: m.Publish) -> None:
+        self.said += [said.group for said in publish.said]
+
+
+@contextmanager
+def opening(place: Place, strict: bool = False) -> Iterator[Communicators]:
+    """All of `GROUPS`, until whoever uses it has seen enough."""
+    communicators = Communicators(EPOCH, 0, GROUPS, 60.0, strict=strict)
+    with ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(communicators.open, place)
+        try:
+            yield communicators
+        finally:
+            communicators.close()
+        with pytest.raises(CommunicatorError, match="woken"):
+            opened.result(20)
+
+
+def test_a_rank_tells_all_its_peers_at_once_where_it_is() -> None:
+    """Each answer takes its way over two agents and the supervisor: peers are waited for once, not once a group."""
+    place = Place()
+    with opening(place):
+        until(lambda: set(place.said) == {group.name for group in GROUPS})
+
+
+@pytest.mark.parametrize(("at_once", "strict"), [(True, True), (False, False)])
+def test_where_order_matters_groups_are_built_one_after_the_other(at_once: bool, strict: bool) -> None:
+    """Under NCCL's rules, and in torch's own store, in which nobody says anything while somebody waits."""
+    place = Place(at_once)
+    with opening(place, strict) as communicators:
+        until(lambda: place.said)
+        assert communicators.names == ()
+    assert set(place.said) == {GROUPS[0].name}
+
+
+def test_no_thread_waits_on_for_a_rank_that_was_woken() -> None:
+    place = Place()
+    with opening(place):
+        until(lambda: len(set(place.said)) == len(GROUPS))
+    until(lambda: not [each for each in threading.enumerate() if each.name == "resihp-connecting"])
+
+
+def test_one_that_cannot_be_built_fails_them_all() -> None:
+    """And those that were built by then are let go."""
+    place = Place()
+    broken = Communicators(EPOCH, 0, (*GROUPS, GroupSpec("alone", (0,))), 60.0, patience_s=0.2)
+    with pytest.raises(CommunicatorError, match=r"not all ranks of data/\d came in time"):
+        broken.open(place)
+    broken.close()
+    assert broken.names == ()
+    until(lambda: not [each for each in threading.enumerate() if each.name == "resihp-connecting"])

@@ -85,9 +85,12 @@ class Membership:
         return {name for name, node in self.record.nodes.items() if node.alive}
 
     def incarnation(self, node: str) -> str:
-        """Of the agent that may speak for the node; empty where any may."""
+        """Of the agent that may speak for the node; empty where any may.
+
+        A node that was lost is a voter until a plan without it is in effect, and its agent may have promised much.
+        """
         known = self.record.nodes.get(node)
-        return known.incarnation if known is not None and known.alive else ""
+        return known.incarnation if known is not None else ""
 
     @property
     def electable(self) -> bool:

@@ -7,6 +7,10 @@ supervisor. A vote binds nobody: it keeps agents from starting supervisors in va
 agent makes to the supervisor itself, which leads once a quorum has made it (`wrapper.agent.supervisor_link`). Used by
 `wrapper.agent.peers`.
 
+The agent of any node that has joined may stand, whether or not the plan has work there: one of the plan before may be
+the only one that knows the next to be in effect, and then no other can have its vote. A node that was lost has no part
+in it, for the supervisor would refuse its agent.
+
 Whose turn it is first is drawn anew for each term, alike by all (`turn`): nodes that die together, as those of a rack,
 are not the first ones in a row. A candidate asks others in the same order, so that who would stand next gives its word
 instead.
@@ -78,7 +82,7 @@ class Election:
     def term_to_stand_for(self, here: Standing) -> int | None:
         """The term for which this agent should ask the others now; None if it should not."""
         membership = here.membership
-        if not membership.electable or self._node not in membership.voters or here.heard_at is None:
+        if not membership.electable or self._node not in membership.joined or here.heard_at is None:
             return None
         waits_until = max(here.heard_at + LEADER_PATIENCE_S, self._again_at, self._pledged_until)
         if here.now < waits_until:
@@ -122,6 +126,7 @@ class Election:
             self._seen = max(self._seen, vote.term)
             if vote.granted and here.membership.incarnation(vote.node) in ("", vote.incarnation):
                 granted.add(vote.node)
+        granted &= here.membership.joined  # the supervisor will take no agent of a node that was lost
         yielded = here.now < self._pledged_until and self._pledged_to != self._node
         return not yielded and here.promised < term and here.membership.quorum(granted)
 

@@ -21,6 +21,7 @@ from resihp.record.journal import (
     JobStarted,
     LeaderChosen,
     NodeJoined,
+    NodeLost,
     PlanDecided,
     PlanInEffect,
     PlanRefused,
@@ -168,7 +169,35 @@ def test_a_vote_of_an_agent_that_was_started_again_does_not_count() -> None:
     assert Election("n3", "n3/1").judge(ask(), standing(10.0)).incarnation == "n3/1"
 
 
-def test_who_is_in_no_plan_and_who_never_had_a_leader_does_not_stand() -> None:
+def after(*entries: AnyEntry, now: float = 10.0) -> Standing:
+    """What an agent knows whose copy ends with these, a while after it has heard of a leader."""
+    records = beginning(4)
+    records += [Record(seq, 0.0, entry) for seq, entry in enumerate(entries, len(records) + 1)]
+    return Standing(now=now, promised=1, membership=membership_of(records), heard_at=0.0)
+
+
+def test_an_agent_of_a_lost_node_has_no_part_in_it_and_its_next_one_cannot_speak_for_it() -> None:
+    """Until a plan without the node is in effect it is a voter, and what it promised may have made a leader."""
+    lost = after(NodeLost(node="n2", reason="silent", how="silent"))
+    assert "n2" in lost.membership.voters
+    assert lost.membership.incarnation("n2") == "n2/0"
+    assert not Election("n3").chosen(2, [vote("n2", 1), vote("n4")], lost)
+    assert not Election("n3").chosen(2, [vote("n2"), vote("n4")], lost), "its supervisor takes in nobody from n2"
+    assert Election("n3").chosen(2, [vote("n1"), vote("n4")], lost)
+    assert Election("n2").term_to_stand_for(lost) is None
+
+
+def test_the_only_agent_that_knows_of_a_plan_without_it_may_stand() -> None:
+    """All others need a quorum of the plan before, and as it knows more than they it cannot vote for them."""
+    without = after(plan_of(2, (0, 1, 3)), PlanInEffect(epoch=2))
+    assert "n3" not in without.membership.voters
+    first = Election("n3")
+    assert first.term_to_stand_for(without) == 2
+    assert first.chosen(2, [vote("n2"), vote("n4")], without)
+    assert not first.judge(ask(node="n2", log=without.membership.log - 1), without).granted
+
+
+def test_who_has_not_joined_and_who_never_had_a_leader_does_not_stand() -> None:
     assert Election("n5").term_to_stand_for(standing(100.0)) is None
     assert Election("n1").term_to_stand_for(standing(100.0, heard_at=None)) is None
     before_any_plan = Standing(now=100.0, promised=1, membership=membership_of(beginning(4)[:-1]), heard_at=0.0)
@@ -255,9 +284,20 @@ class Leader:
     """Agents that it has seen to have a vote: the others are sent nothing."""
     written: int = 0
     """Number of the last record that is on its disk: no agent is sent what is not."""
+    knew: frozenset[str] = frozenset()
+    """Nodes that its journal knew of as it began, lost ones too."""
+    dropped: set[str] = field(default_factory=set)
+    """Nodes that it has left out: it refuses their agents from then on."""
 
     def __post_init__(self) -> None:
         self.written = self.journal.last
+        self.knew = frozenset(self.journal.membership.joined)
+
+    def refuses(self, agent: Follower) -> bool:
+        """Whether it takes the agent for another one than the node's, or for one of a node that it has left out."""
+        known = self.met.get(agent.node) or self.journal.membership.incarnation(agent.node)
+        elsewhere = not self.home and agent.node not in self.knew
+        return known not in ("", agent.incarnation) or agent.node in self.dropped or elsewhere
 
     def on_disk(self) -> list[Record]:
         """What whoever is started again after it finds."""
@@ -267,8 +307,8 @@ class Leader:
         having = {node for node, seq in self.has.items() if seq >= self.journal.last}
         return self.chosen and self.written == self.journal.last and self.journal.membership.quorum(having)
 
-    def append(self, entry: AnyEntry) -> None:
-        self.journal.extend([Record(max(self.journal.last + 1, first_seq(self.term)), 0.0, entry)])
+    def append(self, entry: AnyEntry, at: float) -> None:
+        self.journal.extend([Record(max(self.journal.last + 1, first_seq(self.term)), at, entry)])
 
 
 @dataclass(eq=False)
@@ -281,6 +321,8 @@ class Follower:
     leader: Leader | None = None
     alive: bool = True
     lives: int = 0
+    booted_s: float = 0.0
+    """What its monotonic clock shows at the beginning, which is its node's own matter."""
 
     @property
     def incarnation(self) -> str:
@@ -288,7 +330,10 @@ class Follower:
 
 
 class Network:
-    """Agents and supervisors that meet, miss each other and die at any moment; nothing here waits for anything."""
+    """Agents and supervisors that meet, miss each other and die at any moment; nothing here waits for anything.
+
+    `play` is what happens to them; `recover` what comes of it once nothing more does.
+    """
 
     def __init__(self, nodes: int, dice: Random) -> None:
         self.dice = dice
@@ -299,8 +344,17 @@ class Network:
         self.tried = 1
         """The newest term that the guardian's supervisors have tried: on disk before anybody hears of it."""
         voters = first.journal.membership.voters
+        self.clocks = dict.fromkeys(self.nodes, 0.0)
+        """UTC, as each node has it: what is written carries it, and it may jump."""
+        self.passed_s = 0.0
         self.agents = [
-            Follower(node, Log(beginning(nodes) if node in voters else ()), leader=first) for node in self.nodes
+            Follower(
+                node,
+                Log(beginning(nodes) if node in voters else ()),
+                leader=first,
+                booted_s=dice.uniform(0, 1e7),
+            )
+            for node in self.nodes
         ]
         for agent in self.agents:
             first.accepted.add(agent.node)
@@ -321,6 +375,7 @@ class Network:
             self.a_supervisor_is_killed: 3,
             self.a_node_dies: 0.2,
             self.an_agent_is_started_again: 0.5,
+            self.a_clock_steps: 2,
         }
         for move in self.dice.choices(list(moves), list(moves.values()), k=steps):
             move()
@@ -339,6 +394,12 @@ class Network:
             dead.alive = False
             for leader in self.leaders:
                 leader.alive = leader.alive and leader.node != dead.node
+
+    def a_clock_steps(self) -> None:
+        """By minutes or hours, back or forth, on one node or on all."""
+        step_s = self.dice.choice([-1, 1]) * self.dice.uniform(60, 6 * 3600)
+        for node in self.dice.choice([[self.dice.choice(self.nodes)], self.nodes]):
+            self.clocks[node] += step_s
 
     def an_agent_is_started_again(self) -> None:
         """By hand: what it had promised and copied is forgotten."""
@@ -385,8 +446,7 @@ class Network:
         if agent.promised > leader.term:
             leader.alive = False  # deposed
             return
-        known = leader.met.get(agent.node) or leader.journal.membership.incarnation(agent.node)
-        if known not in ("", agent.incarnation):
+        if leader.refuses(agent):
             return
         leader.met[agent.node] = agent.incarnation
         lost_thread = agent.leader is None and leader.term == agent.promised and agent.node in leader.accepted
@@ -403,9 +463,12 @@ class Network:
     def leads(self, leader: Leader) -> None:
         assert self.chosen.setdefault(leader.term, leader) is leader, f"two leaders of term {leader.term}"
         leader.chosen = True
-        leader.append(LeaderChosen(term=leader.term, node=leader.node, host="h", how="elected"))
+        self.writes(leader, LeaderChosen(term=leader.term, node=leader.node, host="h", how="elected"))
         before = [record for record in self.decided if self.decided_in[record.seq] < leader.term]
         assert leader.journal.records[: len(before)] == before, "the new leader lacks what was decided"
+
+    def writes(self, leader: Leader, entry: AnyEntry) -> None:
+        leader.append(entry, self.clocks[leader.node])
 
     def a_leader_decides(self) -> None:
         leader = self.some_leader()
@@ -413,19 +476,34 @@ class Network:
             return
         records = leader.journal.records
         if self.dice.random() < 0.3:  # what is no decision waits for nobody
-            leader.append(Suspected(rank=0, node="n1", evidence=""))
+            self.writes(leader, Suspected(rank=0, node="n1", evidence=""))
+        if self.dice.random() < 0.1:
+            self.leave_out(leader)
         epoch = next(record.entry.plan.epoch for record in records[::-1] if isinstance(record.entry, PlanDecided))
         settled = {record.entry.epoch for record in records if isinstance(record.entry, PlanInEffect | PlanRefused)}
         what = self.dice.choice(["drain", "plan", "effect", "effect", "refuse"])
         if what == "plan":
-            ranks = self.dice.sample(range(len(self.nodes)), self.dice.randint(1, len(self.nodes)))
-            leader.append(plan_of(epoch + 1, tuple(ranks)))
+            there = [rank for rank, node in enumerate(self.nodes) if node in leader.journal.membership.joined]
+            ranks = self.dice.sample(there, self.dice.randint(1, len(there)))
+            self.writes(leader, plan_of(epoch + 1, tuple(ranks)))
         elif what == "effect" and epoch not in settled:
-            leader.append(PlanInEffect(epoch=epoch))
+            self.writes(leader, PlanInEffect(epoch=epoch))
         elif what == "refuse" and epoch not in settled:
-            leader.append(PlanRefused(epoch=epoch, rank=None, reason=""))
+            self.writes(leader, PlanRefused(epoch=epoch, rank=None, reason=""))
         else:
-            leader.append(DrainDecided(drain=1, node="n1", failure=1, reason=""))
+            self.writes(leader, DrainDecided(drain=1, node="n1", failure=1, reason=""))
+
+    def leave_out(self, leader: Leader) -> None:
+        """A node that it does not hear: dead, started again, or only slow. No plan without it has been made yet."""
+        joined = sorted(leader.journal.membership.joined)
+        if 2 * len(joined) > len(self.nodes) + 2:
+            node = self.dice.choice(joined)
+            self.writes(leader, NodeLost(node=node, reason="silent", how="silent"))
+            leader.dropped.add(node)
+            leader.has.pop(node, None)
+            for agent in self.agents:
+                if agent.node == node and agent.leader is leader:
+                    agent.leader = None
 
     def records_travel(self) -> None:
         for agent in self.some_agents():
@@ -488,16 +566,104 @@ class Network:
         if election.chosen(term, [vote for vote in votes if self.dice.random() < 0.9], here):
             self.leaders.append(Leader(candidate.node, term, Log(candidate.copy.records), home=False))
 
+    # --- and then nothing more happens ------------------------------------------------------------------------
+
+    def living(self) -> list[Follower]:
+        """Agents that remember all they promised, and that nobody has left out."""
+        lost = {node for log in self.logs() for node in log.membership.record.lost}
+        return [agent for agent in self.agents if agent.alive and not agent.lives and agent.node not in lost]
+
+    def logs(self) -> list[Log]:
+        """All that may still count."""
+        return [each.journal for each in self.leaders if each.alive] + [a.copy for a in self.agents if a.alive]
+
+    def quorum_lives(self) -> bool:
+        living = {agent.node for agent in self.living()}
+        return all(log.membership.quorum(living) for log in self.logs())
+
+    def recover(self) -> None:
+        """Everybody reaches everybody, disks write, and nobody dies: as long as a quorum lives, somebody decides."""
+        self.cut = set()
+        elections = {agent.node: Election(agent.node, agent.incarnation) for agent in self.agents}
+        for _ in range(4 * len(self.nodes)):
+            for leader in self.living_leaders():
+                leader.written = leader.journal.last
+            for agent in self.agents:
+                self.finds_a_leader(agent)
+            for leader in self.living_leaders():
+                if self.decides(leader):
+                    return
+                leader.alive = False  # no quorum has followed it in time
+            for node in sorted(self.nodes, key=lambda node: turn(node, len(self.leaders))):
+                if self.stands(node, elections) or self.stands(node, elections):  # the second time, knowing more
+                    break
+        assert not self.quorum_lives(), "a quorum lives, and nobody leads"
+
+    def living_leaders(self) -> list[Leader]:
+        """The newest first: it has told everybody where it is."""
+        return [leader for leader in reversed(self.leaders) if leader.alive]
+
+    def finds_a_leader(self, agent: Follower) -> None:
+        for leader in self.living_leaders():
+            if agent.leader is not None and agent.leader.alive:
+                return
+            self.meet(agent, leader)
+
+    def decides(self, leader: Leader) -> bool:
+        """Whether a quorum follows it and knows all that it writes."""
+        for number in range(2):
+            leader.written = leader.journal.last
+            for agent in self.agents:
+                for _ in range(9):
+                    if agent.leader is leader:
+                        self.replicate(agent)
+                if agent.leader is leader and agent.alive and agent.copy.last == leader.sent[agent.node]:
+                    leader.has[agent.node] = agent.copy.last
+            if not leader.settled():
+                return False
+            if number == 0:
+                self.writes(leader, DrainDecided(drain=1, node="n1", failure=1, reason=""))
+        return True
+
+    def stands(self, node: str, elections: dict[str, Election]) -> bool:
+        """An agent without a leader asks all others; those that have one refuse. Whether it is chosen."""
+        self.passed_s += 10.0
+        candidate = next(agent for agent in self.agents if agent.node == node)
+        here = self.here(candidate, self.heard_at(candidate))
+        term = elections[node].term_to_stand_for(here) if candidate.alive and not candidate.lives else None
+        if term is None:
+            return False
+        asked = m.AskVote(node=node, term=term, log=candidate.copy.last)
+        votes = [
+            elections[other.node].judge(asked, self.here(other, self.heard_at(other)))
+            for other in self.agents
+            if other is not candidate and other.alive
+        ]
+        if elections[node].chosen(term, votes, here):
+            self.leaders.append(Leader(node, term, Log(candidate.copy.records), home=False))
+            return True
+        elections[node].give_up(here.now)
+        return False
+
+    def heard_at(self, agent: Follower) -> float:
+        return self.passed_s + (99.0 if agent.leader is not None and agent.leader.alive else 0.0)
+
     def here(self, agent: Follower, heard_at: float) -> Standing:
-        return Standing(100.0, agent.promised, agent.copy.membership, heard_at)
+        own_s = agent.booted_s
+        now = own_s + self.passed_s + 100.0
+        return Standing(now, agent.promised, agent.copy.membership, own_s + heard_at)
 
 
 @given(nodes=st.integers(2, 7), most_voters=st.sampled_from([2, 3, 5, MOST_VOTERS]), seed=st.integers(0, 2**32))
 @settings(max_examples=600, deadline=None)
-def test_no_network_makes_two_lead_or_loses_a_decision(nodes: int, most_voters: int, seed: int) -> None:
+def test_no_network_makes_two_lead_or_loses_a_decision_and_no_job_ends_whose_quorum_lives(
+    nodes: int, most_voters: int, seed: int
+) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(fold, "MOST_VOTERS", most_voters)
-        Network(nodes, Random(seed)).play(400)
+        network = Network(nodes, Random(seed))
+        network.play(400)
+        network.recover()
 
 
 def test_the_networks_of_that_test_have_many_leaders_who_decide_much() -> None:
@@ -508,3 +674,6 @@ def test_the_networks_of_that_test_have_many_leaders_who_decide_much() -> None:
     assert sum(terms) > 2 * len(played)
     assert sum(not leader.home for network in played for leader in network.chosen.values()) > len(played)
     assert sum(len(network.decided) - len(beginning(len(network.nodes))) for network in played) > 3 * len(played)
+    assert sum(network.quorum_lives() for network in played) > len(played) / 2
+    stamps = [[record.at for record in network.decided] for network in played]
+    assert sum(later < before for each in stamps for before, later in itertools.pairwise(each)) > len(played) / 2

@@ -37,7 +37,7 @@ from resihp.simulator.holdings import after, drawn, everything, needed
 from resihp.simulator.scenario import SIGINT, SIGKILL, SIGTERM
 
 if TYPE_CHECKING:
-    from resihp.simulator.machines import Worker
+    from resihp.simulator.machines import SimNode, Worker
     from resihp.simulator.world import World
 
 EPSILON = 1e-6
@@ -335,16 +335,25 @@ class Rules:
             self.parking = epoch
 
     def check_announcement(self, ranks: tuple[int, ...], order: m.Probe) -> None:
-        """Ahead of everybody, to both ends of every link, of pairs that are disjoint in each round."""
+        """Ahead of everybody, to both ends of every link, of pairs that are disjoint in each round.
+
+        How far those are whose reports a silence holds back, nobody can know: a rank that is past it says so when it
+        hears of it, and its peer waits for two seconds.
+        """
         assert order.after_iteration is not None
-        steps = [worker.stepped for worker in self.world.workers.values() if worker.alive]
-        expect(order.after_iteration > max(steps), f"{order} is announced to ranks that are past it")
+        told = [w for w in self.world.workers.values() if w.alive and not self.is_held_back(w.node)]
+        steps = max((worker.stepped for worker in told), default=0)
+        expect(order.after_iteration > steps, f"{order} is announced to ranks that are past it")
         expect(order.after_iteration < self.world.scenario.iterations, f"{order} is announced for after the end")
         expect(len(order.pairs) <= 3, f"{order} takes {len(order.pairs)} rounds")
         for round_ in order.pairs:
             ends = [rank for pair in round_ for rank in pair]
             expect(len(ends) == len(set(ends)), f"{round_} is not of disjoint pairs")
             expect(set(ends) <= set(ranks), f"{round_}: not all are told")
+
+    def is_held_back(self, node: SimNode) -> bool:
+        """Whether reports of the node's ranks are under way that should have come long ago."""
+        return node.silent or self.world.now <= node.caught_up_at
 
     def check_signs(self, action: api.Order) -> None:
         """Nobody is disturbed on mere suspicion: a park needs a loss, a stuck transfer, or silence beyond the times."""
@@ -667,6 +676,12 @@ class Rules:
         raised = [worker for worker in first if worker.raised]
         return 2 * len(raised) >= len(first)
 
+    def with_work(self) -> set[int]:
+        """Ranks that have work, or would have if the plan that was decided last took effect."""
+        last = None if self.plan is None or self.plan.epoch in self.refused else self.plan
+        plans = [self.in_effect or self.plan, last]
+        return {rank for plan in plans if plan is not None for rank in self.world.active_ranks(plan)}
+
     # the end
 
     def check_end(self) -> None:
@@ -683,7 +698,7 @@ class Rules:
         done = self.committed >= self.world.scenario.iterations
         unfired = [fault for fault in self.world.scenario.faults if fault.id not in self.fired]
         raised = sum(w.raised for w in self.world.workers.values() if not w.joins or w.plan)
-        same = raised >= 2 or (raised == 1 and self.plan is not None and len(self.world.active_ranks(self.plan)) == 1)
+        same = raised >= 2 or (raised == 1 and len(self.with_work()) == 1)
         if self.world.stopping.check_end(self.world.end):
             return
         if self.signalled is None and self.plan is None:

@@ -36,13 +36,17 @@ def program_is_broken(job: Job, rank: int, count: int) -> None:
 
 
 def same_error_everywhere(job: Job) -> bool:
-    """End the job when two ranks raised the same: a script or a sample that no other device would digest better."""
+    """End the job when two ranks raised the same: a script or a sample that no other device would digest better.
+
+    Or one, where no other has work, nor was about to get some: another may not have raised it.
+    """
     by_error: dict[tuple[int, str], list[int]] = {}
     for rank, error in job.errors.items():
         by_error.setdefault(error, []).append(rank)
     worst = max(by_error.values(), key=len, default=[])
-    plan = job.record.plan or job.record.first_plan
-    if len(worst) >= 2 or (worst and plan is not None and plan.layout.active == tuple(worst)):
+    plans = [job.record.plan or job.record.first_plan, job.record.proposed and job.record.proposed[0]]
+    with_work = {rank for plan in plans if plan is not None for rank in plan.layout.active}
+    if len(worst) >= 2 or (worst and with_work == set(worst)):
         job.incidents = []
         program_is_broken(job, min(worst), len(worst))
         return True

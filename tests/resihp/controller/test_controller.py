@@ -28,6 +28,7 @@ from resihp.record.journal import (
 from resihp.settings import Settings
 from resihp.simulator.harness import Disturbance, Result, Scenario, play
 from resihp.simulator.scenario import SIGINT, SIGKILL, SIGTERM, DisturbanceKind
+from tests.resihp.controller.direct import DECLARE, Direct
 
 FEW = range(5)
 """Seeds of each scenario: delays and orders differ, what is asserted does not."""
@@ -588,6 +589,31 @@ def test_an_exception_on_one_rank_before_training_is_its_devices_and_not_the_scr
     assert (failure.kind, failure.component, failure.node, failure.device) == ("fail-stop", "process", "n2", 0)
     assert failure.cause == "rank 2 raised ValueError: rank 2 is odd"
     assert not [a for _, a in result.actions if isinstance(a, api.StartWorkers) and a.joins]
+
+
+@pytest.mark.parametrize("another", [True, False])
+def test_the_only_rank_with_work_raises_while_another_is_about_to_get_some_and_the_script_is_not_to_blame(
+    another: bool,
+) -> None:
+    """93 has nobody run it again, nor any later job of its chain: one that might not have raised has to be tried."""
+    long = msgspec.structs.replace(DECLARE, iterations=1000)
+    job = Direct(nodes=1, pp=1, declare=long, iteration_s=5.0).run(1)
+    job.crash(1)
+    job.park(stepped=1)
+    job.run(1)
+    assert job.job.record.active == (0,)
+    if another:
+        job.join(2)
+        job.step(3, pause=True)
+        job.park(2, stepped=0, epoch=3)
+        job.park(0, stepped=3, epoch=3)
+        assert job.plan.layout.active == (0, 2)
+        job.confirm()
+    job.say(0, m.Raised(iteration=4, error="ValueError: odd", traceback="Traceback"))
+    job.crash(0, 1)
+    job.park(stepped=0)
+    assert job.end is not None
+    assert job.end.exit_code == (5 if another else 93)
 
 
 @pytest.mark.parametrize("seed", FEW)

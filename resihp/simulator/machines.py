@@ -47,8 +47,6 @@ class SimNode:
     owed_down: int = 0
     silent_since: float = NEVER
     silences: int = 0
-    caught_up_at: float = 0.0
-    """When all is told that a silence has held back."""
     last_delivered: float = 0.0
     last_beat: float = 0.0
     lost_told: bool = False

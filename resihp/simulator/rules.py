@@ -37,7 +37,7 @@ from resihp.simulator.holdings import after, drawn, everything, needed
 from resihp.simulator.scenario import SIGINT, SIGKILL, SIGTERM
 
 if TYPE_CHECKING:
-    from resihp.simulator.machines import SimNode, Worker
+    from resihp.simulator.machines import Worker
     from resihp.simulator.world import World
 
 EPSILON = 1e-6
@@ -337,13 +337,12 @@ class Rules:
     def check_announcement(self, ranks: tuple[int, ...], order: m.Probe) -> None:
         """Ahead of everybody, to both ends of every link, of pairs that are disjoint in each round.
 
-        How far those are whose reports a silence holds back, nobody can know: a rank that is past it says so when it
-        hears of it, and its peer waits for two seconds.
+        Of how far everybody is by what has been told: where reports are held back, nobody can know better. A rank that
+        is past it says so when it hears of it, and its peer waits for two seconds.
         """
         assert order.after_iteration is not None
-        told = [w for w in self.world.workers.values() if w.alive and not self.is_held_back(w.node)]
-        steps = max((worker.stepped for worker in told), default=0)
-        expect(order.after_iteration > steps, f"{order} is announced to ranks that are past it")
+        steps = [self.told_of(worker) for worker in self.world.workers.values() if worker.alive]
+        expect(order.after_iteration > max(steps), f"{order} is announced to ranks that are past it")
         expect(order.after_iteration < self.world.scenario.iterations, f"{order} is announced for after the end")
         expect(len(order.pairs) <= 3, f"{order} takes {len(order.pairs)} rounds")
         for round_ in order.pairs:
@@ -351,9 +350,12 @@ class Rules:
             expect(len(ends) == len(set(ends)), f"{round_} is not of disjoint pairs")
             expect(set(ends) <= set(ranks), f"{round_}: not all are told")
 
-    def is_held_back(self, node: SimNode) -> bool:
-        """Whether reports of the node's ranks are under way that should have come long ago."""
-        return node.silent or self.world.now <= node.caught_up_at
+    def told_of(self, worker: Worker) -> int:
+        """The last step of a worker that it has told of: a report may still be under way."""
+        for event in worker.node.up:
+            if isinstance(event, api.WorkerSaid) and event.rank == worker.rank and isinstance(event.message, m.Stepped):
+                return event.message.outcome.iteration - 1
+        return worker.stepped
 
     def check_signs(self, action: api.Order) -> None:
         """Nobody is disturbed on mere suspicion: a park needs a loss, a stuck transfer, or silence beyond the times."""

@@ -304,8 +304,7 @@ class World:
             self.at(i * 1e-4, self.deliver_up, node)
         for i in range(node.owed_down):
             self.at(i * 1e-4, self.deliver_down, node)
-        node.caught_up_at = self.now + node.owed_up * 1e-4
-        node.up_at = max(node.up_at, node.caught_up_at)
+        node.up_at = max(node.up_at, self.now + node.owed_up * 1e-4)
         node.down_at = max(node.down_at, self.now + node.owed_down * 1e-4)
         node.owed_up = node.owed_down = 0
 

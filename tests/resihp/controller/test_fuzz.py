@@ -61,6 +61,11 @@ def play_chunk(scenario: Callable[[int], Scenario], first: int) -> None:
         pytest.fail(f"{len(failed)} of {CHUNK} seeds failed:\n{summary}\n\nthe first:\n{next(iter(failed.values()))}")
 
 
+@pytest.mark.parametrize("seed", [11177, 20285, 41343])
+def test_a_seed_that_once_broke_a_rule_breaks_none(seed: int) -> None:
+    play(Scenario.sluggish(seed))
+
+
 def test_a_seed_is_played_the_same_way_twice() -> None:
     once, again = play(Scenario.drawn(7)), play(Scenario.drawn(7))
     assert once == again

@@ -145,3 +145,15 @@ def test_a_new_leader_decides_equal_halves_only_from_its_own_plan_on() -> None:
 
 def test_effect_of_a_plan_that_is_not_the_one_decided_changes_nothing() -> None:
     assert after(*FOUR, decided(3, "n1"), PlanInEffect(epoch=2)).voters == set(NODES[:4])
+
+
+@given(st.lists(st.floats(-1e10, 1e10), min_size=20, max_size=20))
+def test_who_leads_does_not_depend_on_what_clocks_showed(stamps: list[float]) -> None:
+    """Every leader writes the time of its own node, and that may be set at any moment."""
+    entries = [*FOUR, chosen(2, "n2"), NodeLost(node="n4", reason=""), decided(2, "n1", "n2", "n3"), chosen(3, "n3")]
+    told, plain = Membership(), after(*entries)
+    for place, entry in enumerate(entries):
+        term = max([each.term for each in entries[: place + 1] if isinstance(each, LeaderChosen)], default=1)
+        told.apply(Record(max(told.log + 1, first_seq(term)), stamps[place], entry))
+    assert told.record == plain.record
+    assert (told.log, told.term, told.electorates) == (plain.log, plain.term, plain.electorates)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
@@ -46,6 +46,29 @@ def facts_of(folder: Path, told: Told, now_s: float = 100.0) -> Facts:
     catch_up(url, folder, folder / "journal")
     with Reader.open(url) as reader:
         return read(reader, reader.job(), datetime.fromtimestamp(BEGAN + now_s, UTC))
+
+
+def seconds_in(value: msgspec.Struct) -> Iterator[float]:
+    """All figures of an account."""
+    for each in msgspec.structs.asdict(value).values():
+        if isinstance(each, dict):
+            yield from each.values()
+        elif isinstance(each, float):
+            yield each
+
+
+@pytest.mark.parametrize("step_s", [-2 * 3600.0, 6 * 3600.0])
+@pytest.mark.parametrize("tell", [story, any_layout_story, node_story])
+def test_a_clock_that_was_set_makes_no_time_negative(tell: Callable[[], Told], step_s: float, tmp_path: Path) -> None:
+    """A supervisor's, in the middle of it, or that of the node that took over."""
+    told = list(tell())
+    for number in range(1, len(told), 6):
+        (folder := tmp_path / str(number)).mkdir()
+        stepped = [(entry, at + step_s * (place >= number)) for place, (entry, at) in enumerate(told)]
+        facts = facts_of(folder, iter(stepped), 100.0 + step_s)
+        assert min(seconds_in(facts.account)) >= 0.0
+        assert 0.0 <= (facts.account.goodput or 0.0) <= 1.0
+        assert not re.search(r"(?<![\w.-])-\d[\d.]* ?(s|min|h|d|%)\b", markdown(facts) + Page(page.html(facts)).words)
 
 
 class Page(HTMLParser):

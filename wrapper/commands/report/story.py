@@ -99,7 +99,8 @@ def node_lines(facts: Facts) -> list[NodeLine]:
         held_s = max((until - row["joined_at"]).total_seconds(), 0.0) if came else 0.0
         what = []
         if row["replacement"] is not None:
-            what.append(f"came {duration((row['joined_at'] - facts.began).total_seconds())} after the start")
+            later_s = max((row["joined_at"] - facts.began).total_seconds(), 0.0)  # the clock may have been set back
+            what.append(f"came {duration(later_s)} after the start")
         if not came:
             what.append(f"never came: {row['lost_reason']}")
         elif row["lost_at"] is not None:

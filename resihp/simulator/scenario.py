@@ -394,12 +394,13 @@ class Scenario:
             early.append(Disturbance("supervisor", trigger, rng.randint(1, most), delay, seconds=away_s))
         others = base.disturbances if rng.random() < 0.3 else ()
         slurm = base.slurm or rng.random() < 0.3
+        iterations = rng.choice([2, 6]) * base.iterations
         return dataclasses.replace(
             base,
             nodes=nodes,
             spares=spares,
             micro_batches=3 * ranks,
-            iterations=rng.choice([2, 6]) * base.iterations,
+            iterations=iterations,
             faults=(),
             disturbances=(*(one for one in others if one.kind not in ("signal", "inject")), *early),
             late=tuple(late.items()),
@@ -414,7 +415,7 @@ class Scenario:
             examine=rng.random() < 0.3,
             duplicates=0.0,
             leaks=False,
-            limit_s=3000.0,
+            limit_s=max(3000.0, 1000.0 + 4 * iterations * base.iteration_s),  # with a quarter of its devices
         )
 
     @classmethod

@@ -61,9 +61,15 @@ def play_chunk(scenario: Callable[[int], Scenario], first: int) -> None:
         pytest.fail(f"{len(failed)} of {CHUNK} seeds failed:\n{summary}\n\nthe first:\n{next(iter(failed.values()))}")
 
 
-@pytest.mark.parametrize("seed", [11177, 20285, 41343])
-def test_a_seed_that_once_broke_a_rule_breaks_none(seed: int) -> None:
-    play(Scenario.sluggish(seed))
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        *((Scenario.sluggish, seed) for seed in (11177, 20285, 41343)),
+        *((Scenario.hindered, seed) for seed in (41460, 41596)),
+    ],
+)
+def test_a_seed_that_once_broke_a_rule_breaks_none(kind: Callable[[int], Scenario], seed: int) -> None:
+    play(kind(seed))
 
 
 def test_a_seed_is_played_the_same_way_twice() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import psutil
@@ -122,17 +123,27 @@ def test_a_node_that_comes_late_joins_what_trains(job: Job, reference: Reference
 
 
 @pytest.mark.parametrize(
-    "moment", ["joining", pytest.param("spawned", marks=SOAK), pytest.param("declared", marks=SOAK)]
+    "moment", ["started", "joining", pytest.param("spawned", marks=SOAK), pytest.param("declared", marks=SOAK)]
 )
 def test_a_supervisor_that_is_killed_meanwhile_changes_nothing(job: Job, reference: Reference, moment: str) -> None:
+    job.environment["RESIHP_ADAPT__SUCCESSION"] = str(moment == "started").lower()
     begun = Begun(job, "os.kill(os.getpid(), signal.SIGKILL)", bad=2)
-    if moment == "joining":
+    early = []
+    if moment == "started":  # none of them has come to any supervisor yet
+        for node in ("n1", "n2", "n3", "n4"):
+            early.append(job.until(partial(begun.agent, node)))
+            early[-1].suspend()
+        job.until(lambda: len(list(job.folder.glob("home/jobs/*/logs/*.forkserver.log"))) == 4)
+        assert not entries(job, NodeJoined)
+    elif moment == "joining":
         job.until(lambda: entries(job, NodeJoined))
     else:
         begun.until_started(0, 1, 2, 3)
     if moment == "declared":
         begun.open()
     supervisor_of(job).kill()
+    for agent in early:
+        agent.resume()
     begun.until_started(0, 1, 2, 3)
     begun.open()
     (failure,) = begun.trained(reference)

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from resihp.errors import ProtocolError
 from resihp.process import die_with_parent, inherited_socket
 from wrapper.config.run_spec import load
 from wrapper.supervisor.guardian import guard
-from wrapper.supervisor.process import bury, heir_of, supervise_with
+from wrapper.supervisor.process import agents_are_started, bury, heir_of, supervise_with
 
 
 class Nothing:
@@ -97,7 +98,8 @@ def supervise(run_file: str, *arguments: str) -> int:
     controller, heir = kind(settings), None
     if "--take-over" in options:
         try:
-            heir = heir_of(request.of_job.journal_file, "", "restarted")
+            are_started = partial(agents_are_started, request)
+            heir = heir_of(request.of_job.journal_file, "", "restarted", are_started=are_started)
         except (ProtocolError, OSError) as error:
             print(f"cannot be taken over: {error}", file=sys.stderr)
             return bury(request, options["--take-over"], listener)

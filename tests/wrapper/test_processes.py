@@ -352,7 +352,9 @@ def test_supervisors_that_die_while_agents_come_back_are_replaced(stub_job: Stub
     assert exits(stub_job) == {worker.rank: 0 for worker in workers}
 
 
-@pytest.mark.parametrize(("event", "nth"), [("AgentJoined", 2), ("WorkerSpawned", 1), ("WorkerSpawned", 4)])
+@pytest.mark.parametrize(
+    ("event", "nth"), [("AgentJoined", 1), ("AgentJoined", 2), ("WorkerSpawned", 1), ("WorkerSpawned", 4)]
+)
 def test_supervisor_that_dies_during_the_start_is_replaced(stub_job: StubJob, event: str, nth: int) -> None:
     """Whatever of the start was not done is done, and nothing twice."""
     stub_job.start(UNTIL_TOLD, nodes=2, gpus=2, environment=dying(event, nth, 1))
@@ -363,11 +365,17 @@ def test_supervisor_that_dies_during_the_start_is_replaced(stub_job: StubJob, ev
     assert len(leaders(stub_job)) == 1
 
 
-def test_supervisor_that_dies_before_any_agent_has_joined_ends_the_job(stub_job: StubJob) -> None:
-    """Agents may not even have been started: nobody could tell whom to wait for."""
-    stub_job.start(FOREVER, nodes=2, environment=dying("AgentJoined", 1, 1))
+def test_supervisor_that_dies_before_it_has_started_every_agent_ends_the_job(stub_job: StubJob) -> None:
+    """None of them has joined, and one of the two is gone: who is left would be waited for in vain."""
+    stub_job.start(FOREVER, nodes=2)
+    first = stub_job.until(lambda: next(iter(stub_job.processes("wrapper.agent.process")), None))
+    supervisor = supervisor_of(stub_job)
+    first.suspend()
+    supervisor.suspend()
+    first.kill()
+    supervisor.kill()
     assert stub_job.wait() == 1
-    assert "cannot be taken over: no agent had joined it" in stub_job.stderr
+    assert "cannot be taken over: no agent had joined it, and not all were started" in stub_job.stderr
     assert (ended(stub_job).state, ended(stub_job).exit_code) == ("abnormal", 1)
     assert stub_job.processes() == []
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import getpass
+import itertools
 import logging
 import os
 import shutil
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -239,10 +241,17 @@ def _first_entry(request: RunRequest, heir: Heir | None) -> AnyEntry:
     )
 
 
-def heir_of(journal: Path, node: str, how: Literal["restarted", "elected"], least_term: int = 0) -> Heir:
+def heir_of(
+    journal: Path,
+    node: str,
+    how: Literal["restarted", "elected"],
+    least_term: int = 0,
+    are_started: Callable[[], bool] = lambda: False,
+) -> Heir:
     """Who takes over from this journal. Raises ProtocolError when there is nothing to take over.
 
-    A term is noted beside the journal before anybody hears of it: one that was tried in vain is never tried again.
+    `are_started`: whether agents are there that will join although none of them has. A term is noted beside the journal
+    before anybody hears of it: one that was tried in vain is never tried again.
     """
     records: list[Record] = []
     opened = Journal(journal, found=records)
@@ -255,13 +264,23 @@ def heir_of(journal: Path, node: str, how: Literal["restarted", "elected"], leas
     for record in records:
         membership.apply(record)
     heir = Heir(node, 0, how, tuple(records), membership, opened)
-    if not any(isinstance(record.entry, NodeJoined) for record in records):
-        raise ProtocolError("no agent had joined it")  # they may not even have been started
+    if not any(isinstance(record.entry, NodeJoined) for record in records) and not are_started():
+        raise ProtocolError("no agent had joined it, and not all were started")
     noted = journal.with_suffix(".term")
     tried = int(noted.read_text()) if noted.exists() else 0
     term = max(least_term, heir.membership.term + 1, tried + 1)
     write_private(noted, str(term).encode(), sync=True)
     return replace(heir, term=term)
+
+
+def agents_are_started(request: RunRequest) -> bool:
+    """Whether no agent is missing, as far as can be seen from here: srun starts those of all other nodes."""
+    started: set[str] = set()
+    for process in _agents(request.of_job):
+        with suppress(psutil.Error):
+            words = process.cmdline()
+            started.update(node for option, node in itertools.pairwise(words) if option == "--node")
+    return bool(started) if request.slurm is not None else len(started) == request.settings.nodes
 
 
 def bury(request: RunRequest, how: str, listener: socket.socket) -> int:
@@ -350,7 +369,8 @@ def main(arguments: list[str] | None = None) -> None:
                 heir = heir_of(journal, options.successor, "elected", options.term)
                 request.of_job.move_journal(journal)  # from here on, commands look for it here
             elif options.take_over:
-                heir = heir_of(journal, request.settings.batch_node, "restarted")
+                are_started = partial(agents_are_started, request)
+                heir = heir_of(journal, request.settings.batch_node, "restarted", are_started=are_started)
         except (ProtocolError, OSError, ValueError) as error:
             print(f"resihp: job {request.job}: cannot be taken over: {error}", file=sys.stderr)
             if options.successor:

@@ -62,7 +62,9 @@ class DecisionGate:
 
     @property
     def overdue(self) -> bool:
-        return self._held_since is not None and self._clock() - self._held_since > QUORUM_PATIENCE_S
+        """Not while a claim waits for the first agent of all: before one has joined, there is no quorum to be had."""
+        waits = self._claim is not None and self._replication is not None and self._replication.asks_nobody
+        return self._held_since is not None and not waits and self._clock() - self._held_since > QUORUM_PATIENCE_S
 
     def on_disk(self) -> None:
         """More of the journal is."""
@@ -86,7 +88,7 @@ class DecisionGate:
         self._replication.joined(node, log)
         if self._claim is None or not self._replication.accepted:
             return None
-        claim, self._claim = self._claim, None
+        claim, self._claim, self._held_since = self._claim, None, self._clock()
         return claim
 
     def left(self, node: str) -> None:

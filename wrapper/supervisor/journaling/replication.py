@@ -167,6 +167,11 @@ class Replication:
         return self.membership.electors.union(*owed)
 
     @property
+    def asks_nobody(self) -> bool:
+        """Whether no agent has ever joined, or those that had were lost: whoever comes first is enough."""
+        return self.membership.quorum(frozenset())
+
+    @property
     def accepted(self) -> bool:
         """Whether a quorum of agents has joined us."""
         return self.membership.quorum(self._copies.keys())

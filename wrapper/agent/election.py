@@ -1,15 +1,15 @@
 """Which agent starts a successor when nobody leads: the rules, without clock, socket or process.
 
-A voter (`resihp.record.quorum`) that has heard nothing of a leader for a while asks the others whether they would
-follow a supervisor of the next term on its node. Who still hears a leader, has promised itself to that term, or knows
-more of the journal than the candidate, would not. With a quorum (`resihp.record.quorum`) the candidate starts a
+An agent that keeps a copy of the journal, and has heard nothing of a leader for a while, asks the others whether they
+would follow a supervisor of the next term on its node. Who still hears a leader, has promised itself to that term, or
+knows more of the journal than the candidate, would not. With a quorum (`resihp.record.quorum`) the candidate starts a
 supervisor. A vote binds nobody: it keeps agents from starting supervisors in vain. What binds is the promise that each
 agent makes to the supervisor itself, which leads once a quorum has made it (`wrapper.agent.supervisor_link`). Used by
 `wrapper.agent.peers`.
 
-The agent of any node that has joined may stand, whether or not the plan has work there: one of the plan before may be
-the only one that knows the next to be in effect, and then no other can have its vote. A node that was lost has no part
-in it, for the supervisor would refuse its agent.
+Whoever keeps a copy may stand, whether or not it has a vote in the plan that its copy ends with: one of the plan before
+may be the only one that knows the next to be in effect, and then no other can have its vote. A node that was lost has
+no part in it, for the supervisor would refuse its agent.
 
 Whose turn it is first is drawn anew for each term, alike by all (`turn`): nodes that die together, as those of a rack,
 are not the first ones in a row. A candidate asks others in the same order, so that who would stand next gives its word

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -132,7 +133,7 @@ def test_all_voters_of_a_large_job_stand_in_time_and_a_dead_rack_delays_nobody()
         first = next(i for i, node in enumerate(in_turn(term, membership.voters)) if node not in rack)
         assert STAGGER_S * first < 3.0, "although the nodes of the first names are dead"
     outside = next(node for node in nodes if node not in membership.voters)
-    assert Election(outside).term_to_stand_for(Standing(100.0, 1, membership, 0.0)) is None
+    assert Election(outside).term_to_stand_for(Standing(100.0, 1, Membership(), 0.0)) is None, "it keeps no copy"
 
 
 def test_a_candidate_without_a_quorum_asks_again_a_second_later() -> None:
@@ -574,8 +575,9 @@ class Network:
         return [agent for agent in self.agents if agent.alive and not agent.lives and agent.node not in lost]
 
     def logs(self) -> list[Log]:
-        """All that may still count."""
-        return [each.journal for each in self.leaders if each.alive] + [a.copy for a in self.agents if a.alive]
+        """All that may still count, and what has been decided: where few agents vote, no copy of it may be left."""
+        journals = [leader.journal for leader in self.leaders if leader.alive]
+        return [Log(self.decided), *journals, *(agent.copy for agent in self.agents if agent.alive)]
 
     def quorum_lives(self) -> bool:
         living = {agent.node for agent in self.living()}

@@ -37,7 +37,7 @@ def test_a_claim_waits_for_a_quorum_of_those_who_have_joined_and_as_long_as_it_t
         journal.append(record.entry, record.at)
         membership.apply(record)
     nobody: Any = None
-    copies = Replication(Source(journal), membership, lambda node, message: 1)
+    copies = Replication(Source(journal), membership, lambda node, message: 1, lambda node: None)
     held = gate.DecisionGate(nobody, nobody, copies, nobody)
     held.claim(CLAIM)
     clock.now += 60.0

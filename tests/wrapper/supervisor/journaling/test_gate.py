@@ -12,35 +12,27 @@ from resihp.record.journal_file import Journal
 from resihp.record.quorum import Membership
 from tests.wrapper.agent.test_election import beginning
 from tests.wrapper.supervisor.journaling.test_replication import Source
-from wrapper.supervisor.journaling import gate
+from wrapper.supervisor.journaling.gate import DecisionGate
 from wrapper.supervisor.journaling.replication import Replication
 
 CLAIM = LeaderChosen(term=2, node="n1", host="h", how="restarted")
 
 
-class Clock:
-    now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.mark.parametrize(("known", "deposed"), [(1, False), (len(beginning(4)), True)])
 def test_a_claim_waits_for_a_quorum_of_those_who_have_joined_and_as_long_as_it_takes_for_the_first_of_all(
-    known: int, deposed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    known: int, deposed: bool, tmp_path: Path
 ) -> None:
     """Agents that are still being started may take their time; those that have joined may have chosen another."""
-    clock = Clock()
-    monkeypatch.setattr(gate, "time", clock)
+    now = [1000.0]
     journal, membership = Journal(tmp_path / "journal", sync=False), Membership()
     for record in beginning(4)[:known]:
         journal.append(record.entry, record.at)
         membership.apply(record)
     nobody: Any = None
     copies = Replication(Source(journal), membership, lambda node, message: 1, lambda node: None)
-    held = gate.DecisionGate(nobody, nobody, copies, nobody)
+    held = DecisionGate(nobody, nobody, copies, nobody, lambda: now[0])
     held.claim(CLAIM)
-    clock.now += 60.0
+    now[0] += 60.0
     assert held.overdue is deposed
     if not deposed:
         assert held.joined("n1", 1) == CLAIM

@@ -209,7 +209,8 @@ class Allocation:
                 if entry.node in self.lost and entry.node not in self.guests:  # it came late
                     expect(entry.node not in self.released, f"{entry}, which was given back")
                     self.lost.remove(entry.node)
-                    self.refusals.pop(entry.node, None)  # it may be lost once more, and be given back once more
+                    for counts in (self.tries, self.refusals):  # it may be lost once more, and be given back once more
+                        counts.pop(entry.node, None)
                     return
                 if self.world.rules.plan is not None:
                     expect(entry.node in self.guests, f"{entry}, which nobody asked for")

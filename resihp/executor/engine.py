@@ -252,10 +252,17 @@ class Engine:
             sequence_parallel=sequence_parallel,
         )
 
-    def connect(self, plan: Plan, rank: int, rendezvous: MeetingPlace, timeout_s: float) -> None:
+    def connect(
+        self,
+        plan: Plan,
+        rank: int,
+        rendezvous: MeetingPlace,
+        timeout_s: float,
+        called_off: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Build all communicators of `plan` that this rank has, those for moving state included; it may have none.
 
-        Raises CommunicatorError when a peer does not come within `timeout_s`, or when woken.
+        Raises CommunicatorError when a peer does not come within `timeout_s`, when woken, or called off.
         """
         self.disconnect()
         prepared = self.prepare(plan, rank)
@@ -267,6 +274,8 @@ class Engine:
         if not communicators.wanted:
             return
         try:
+            if called_off():  # before there was anybody to wake
+                raise CommunicatorError(f"epoch {plan.epoch}: called off")
             communicators.open(rendezvous)
         except BaseException:
             self.disconnect()

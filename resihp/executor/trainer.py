@@ -295,7 +295,8 @@ class _Supervised:
             built = time.perf_counter()
             client.activity = "communication"
             self.enter("groups")
-            engine.connect(plan, self._rank, self._rendezvous, COMMUNICATION_TIMEOUT_S)
+            asked_to_park = partial(client.park_asked, go.epoch)
+            engine.connect(plan, self._rank, self._rendezvous, COMMUNICATION_TIMEOUT_S, asked_to_park)
             connected = time.perf_counter()
             received = self._fetch_state(proposal, go)
             if client.park_asked(go.epoch):

@@ -134,6 +134,17 @@ def state_digest(engine: Engine) -> dict[str, str]:
     return digests
 
 
+def called_off(rank: int, store: Line) -> str:
+    """What comes of building communicators when the rank was asked to park before."""
+    engine, plan = engine_of("gpt"), plan_of(1, Layout.uniform(tp=1, pp=1, dp=2, layers=4))
+    engine.adopt(plan, rank)
+    try:
+        engine.connect(plan, rank, store, TIMEOUT_S, lambda: True)
+    except CommunicatorError as error:
+        return str(error)
+    return "connected"
+
+
 def train(
     rank: int,
     store: Line,

@@ -56,6 +56,11 @@ def test_replicas_stay_equal_to_the_bit(ranks: Ranks) -> None:
     assert answers[1]["digest"] == answers[3]["digest"]
 
 
+def test_a_rank_that_is_to_park_before_it_has_begun_to_build_does_not_begin(ranks: Ranks) -> None:
+    """Whoever asks wakes what there is to wake, and this is not there yet: else it waits until it is taken for hung."""
+    assert ranks("called_off", 2) == ["epoch 1: called off"] * 2
+
+
 def test_observer_sees_phases_primitives_and_waits(ranks: Ranks) -> None:
     answers = ranks("train", 4, kind="gpt", grid_of=(1, 2, 2), iterations=1)
     for answer in answers:

@@ -121,7 +121,9 @@ class Supervisor:
             acknowledged=self._acknowledged,
             deposed=self._deposed,
             roster=request.succession,
-            incarnations={node: membership.incarnation(node) for node in membership.joined} if membership else None,
+            incarnations={node: membership.incarnation(node) for node in membership.record.nodes}
+            if membership
+            else None,
         )
         copies = None
         if request.succession:

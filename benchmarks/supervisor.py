@@ -297,6 +297,8 @@ class Bench:
             outcome = light_agents.outcome(self.iteration)
             entry = IterationCommitted(epoch=epoch, outcome=outcome, seconds=9.0, predicted_seconds=9.0)
             last = journal.append(entry, time.time())
+            if journal.is_to_be_packed:
+                journal.pack()
         journal.close()
         self.records = max(records, len(written))
         return last

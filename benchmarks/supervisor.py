@@ -42,7 +42,7 @@ from rich.console import Console
 from rich.table import Table
 
 from resihp.record.journal import IterationCommitted, NodeJoined, NodeLost, PlanDecided, PlanInEffect, Record
-from resihp.record.journal_file import Journal
+from resihp.record.journal_file import Journal, read_packed
 from resihp.settings import Settings
 from wrapper.config.run_spec import Program, RunRequest, virtual_nodes
 from wrapper.job_folder import Job, create_local_job
@@ -167,6 +167,15 @@ class Bench:
             time.sleep(LOOK_EVERY_S)
         return now
 
+    @property
+    def committed(self) -> int:
+        """The last iteration in the journal."""
+        last = (
+            r.entry for r in reversed(read_packed(self.job.journal_file)) if isinstance(r.entry, IterationCommitted)
+        )
+        found = next(last, None)
+        return 0 if found is None else found.outcome.iteration
+
     def journal(self) -> list[Record]:
         return list(self.job.records())
 
@@ -283,8 +292,7 @@ class Bench:
             found = self.until(lambda now: now.term > term and now.following == self.nodes - self.gone)
             phase.seconds = found.followed_at - began
             self.step(SETTLE_S)
-            committed = [r.entry for r in self.journal()[-50:] if isinstance(r.entry, IterationCommitted)]
-            phase.ok = bool(committed) and committed[-1].outcome.iteration == self.iteration
+            self.until(lambda now: self.committed == self.iteration)
 
     def _write_on(self, records: int) -> Record:
         """Until the journal has so many records: iterations that were committed."""

@@ -136,6 +136,16 @@ def is_settling(job: Job) -> bool:
     return transition is not None and job.stage == "parking" and (transition.urged or not transition.waiting)
 
 
+def go_on_without(job: Job, lost: set[int]) -> None:
+    """These will not park any more, or no longer count."""
+    assert job.transition is not None
+    job.transition.asked -= lost
+    job.transition.waiting -= lost
+    for rank in lost:
+        job.transition.parked.pop(rank, None)
+    decide_when_parked(job)
+
+
 def decide_when_parked(job: Job) -> None:
     """All survivors are parked: declare the iteration committed or redone, and propose what comes next."""
     transition = job.transition

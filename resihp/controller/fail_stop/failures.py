@@ -111,7 +111,10 @@ def under_way(job: Job, victims: set[int]) -> int:
 
 
 def transition_after(job: Job, lost: set[int], reason: str) -> None:
-    """After the loss of these ranks: park, unless nobody waits for them: they had no work, or all is done."""
+    """After the loss of these ranks: park, unless nobody waits for them: they had no work, or all is done.
+
+    Where all others have been told to park already, they need not be told again: a rack dies within a second.
+    """
     if job.stage in ("recovering", "gathering", "ended"):
         return
     if job.departure is not None and transitions.is_settling(job):
@@ -130,7 +133,10 @@ def transition_after(job: Job, lost: set[int], reason: str) -> None:
         if job.stage != "parking":
             incidents.log_incidents(job)
         return
-    transitions.park(job, reason)
+    if transitions.is_settling(job):
+        transitions.go_on_without(job, lost)
+    else:
+        transitions.park(job, reason)
 
 
 def node_lost(job: Job, name: str, reason: str, how: HowLost = "silent", *, cannot_start: bool = False) -> None:

@@ -811,3 +811,22 @@ def test_an_answer_before_its_question_is_told_and_changes_nothing() -> None:
     assert job.job.stage == "proposing"
     job.run(1)
     assert job.job.record.committed == 1
+
+
+# --- many at once -----------------------------------------------------------------------------------------------------
+
+
+def test_a_rack_that_dies_node_by_node_is_one_change() -> None:
+    """Each of them had everybody park anew: 64 nodes of 2,048 were 130,000 orders."""
+    job = Direct(nodes=6, gpus=1).run(1)
+    for node in ("n3", "n4"):
+        job.feed(api.AgentLost(node=node, reason="gone"))
+    job.park(0, stepped=1)
+    job.feed(api.AgentLost(node="n1", reason="gone"))
+    assert [order.epoch for _, order in job.orders(m.Park)] == [2]
+    job.park(stepped=1)
+    assert len(job.all(PlanDecided)) == 2
+    assert set(job.plan.layout.ranks) == {1, 4, 5}
+    assert [(found.node, found.ranks) for found in job.all(FailureFound)] == [("n3", (2,)), ("n4", (3,)), ("n1", (0,))]
+    job.run(1)
+    assert job.job.stage == "running"

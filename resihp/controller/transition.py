@@ -137,8 +137,9 @@ def is_settling(job: Job) -> bool:
 
 
 def go_on_without(job: Job, lost: set[int]) -> None:
-    """These will not park any more, or no longer count."""
+    """These will not park any more, or no longer count. What was refused with them may do without."""
     assert job.transition is not None
+    job.transition.cautious = False
     job.transition.asked -= lost
     job.transition.waiting -= lost
     for rank in lost:

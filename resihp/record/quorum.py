@@ -93,6 +93,11 @@ class Membership:
         return known.incarnation if known is not None else ""
 
     @property
+    def incarnations(self) -> dict[str, str]:
+        """By node, of all agents that have ever joined."""
+        return {node: self.incarnation(node) for node in self.record.nodes}
+
+    @property
     def electable(self) -> bool:
         """Whether agents may choose a leader: once a plan is in effect; who has joined may change at any time."""
         return self.record.plan is not None

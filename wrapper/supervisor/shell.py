@@ -92,10 +92,10 @@ class Supervisor:
         membership: Membership | None = None,
     ) -> None:
         """`slurm` makes the desk, given whom to tell. `lead` tells that others led before; `membership` has read
-        their journal. `memory` knows what nodes gave in former jobs.
-
-        Without a `listener` one is made. Journal copies are kept if the request asks for succession.
+        their journal. `memory` knows what nodes gave in former jobs. Without a `listener` one is made. Journal copies
+        are kept if the request asks for succession.
         """
+        membership = membership or Membership()
         self._slurm = slurm(self._event) if slurm else NoSlurm()
         self._took_over = lead is not None
         self._listener = listener
@@ -121,24 +121,18 @@ class Supervisor:
             acknowledged=self._acknowledged,
             deposed=self._deposed,
             roster=request.succession,
-            incarnations={node: membership.incarnation(node) for node in membership.record.nodes}
-            if membership
-            else None,
+            incarnations=membership.incarnations,
         )
-        copies = None
-        if request.succession:
-            copies = Replication(self._journal, membership or Membership(), self._links.post, self._links.enlist)
-        self._gate = DecisionGate(self._links, self._journal, copies, self._do, self._attention.seconds)
+        copies = Replication(self._journal, membership, self._links.post, self._links.enlist)
+        kept = copies if request.succession else None
+        self._gate = DecisionGate(self._links, self._journal, kept, self._do, self._attention.seconds)
         fault_ids = itertools.count(len(settings.faults) + (lead.term * 1000 if lead else 1))
         self._operators = Operators(fault_ids, self._event, self._ending)
         self._checkpoints = CheckpointCommits(request, self._start, self._note, partial(view.say, "warning"))
-        self._is_deposed = False
-        self._disk_told = False
+        self._is_deposed = self._disk_told = self._job_ended = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._telemetry: list[report_rows.Report] = []
-        self._nodes_told: tuple[str, ...] = ()
-        self._runs_told: tuple[tuple[str, int], ...] = ()
-        self._job_ended = False
+        self._runs_of = _Runs()
         self._end: asyncio.Future[api.End] = asyncio.get_running_loop().create_future()
         self._hurry = asyncio.Event()
         self._interrupts = 0
@@ -324,13 +318,6 @@ class Supervisor:
             nodes=self._runs_of(action.nodes),
         )
 
-    def _runs_of(self, nodes: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
-        """(node, how many ranks in a row): the same for all that are started together."""
-        if nodes is not self._nodes_told:
-            self._nodes_told = nodes
-            self._runs_told = tuple((node, len(list(ranks))) for node, ranks in itertools.groupby(nodes))
-        return self._runs_told
-
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -497,3 +484,17 @@ class Supervisor:
         text = f"{what}; see {log}" if what.startswith("internal error") else what
         self._view.say("error", f"supervisor: {text}")
         self._end.set_result(api.End(exit_code=1, reason=f"supervisor: {text}", workers_leave=False))
+
+
+class _Runs:
+    """(node, how many ranks in a row) of the nodes of all ranks: worked out once for all that are started together."""
+
+    def __init__(self) -> None:
+        self._nodes: tuple[str, ...] = ()
+        self._runs: tuple[tuple[str, int], ...] = ()
+
+    def __call__(self, nodes: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+        if nodes is not self._nodes:
+            self._nodes = nodes
+            self._runs = tuple((node, len(list(ranks))) for node, ranks in itertools.groupby(nodes))
+        return self._runs

@@ -217,6 +217,8 @@ def _devices(job: Row, nodes: Sequence[Row], clock: Course) -> float:
         return float(job["nodes"] * job["gpus_per_node"])
     held = 0.0
     for node in nodes:
+        if node["joined_at"] is None:
+            continue  # it never came, and nobody knows what it has
         since = max((node["joined_at"] - clock.begin).total_seconds(), 0.0)
         back = node["released_at"]
         until = clock.wall_s if back is None else min((back - clock.begin).total_seconds(), clock.wall_s)

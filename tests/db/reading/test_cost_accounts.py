@@ -211,6 +211,7 @@ def test_nodes_are_paid_until_they_are_given_back() -> None:
         {"node": "n1", "devices": 4, "joined_at": at(-10), "released_at": None},
         {"node": "n2", "devices": 4, "joined_at": at(-10), "released_at": at(5)},
         {"node": "n3", "devices": 4, "joined_at": at(7.5), "released_at": None},
+        {"node": "n4", "devices": 0, "joined_at": None, "released_at": None},  # never came
     ]
     found = told(job(60), iterations, nodes=nodes)
     assert found.devices == pytest.approx(4 + 2 + 1)

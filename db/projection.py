@@ -372,7 +372,7 @@ def _put(
     session.flush()
     for known in session:
         if isinstance(known, row):
-            session.expire(known)
+            session.expire(known)  # a statement changes rows behind the session's back
     connection = session.connection()
     table = row.__table__
     assert isinstance(table, Table)

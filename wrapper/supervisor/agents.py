@@ -34,6 +34,7 @@ HERD_S = 20.0
 """How long agents whose connections broke together may take to be back, one after the other; also those that heard
 nothing of us while we were stopped."""
 LEAST_PAUSE_S = 0.02
+"""A clock that stands still is not asked without end."""
 EXIT_DRAIN_S = 0.15
 """After an agent's exit: how long the rest of what it sent may take to be read."""
 
@@ -388,12 +389,12 @@ class AgentLinks:
 
     async def _await_return(self, link: AgentLink, breaks: int) -> None:
         """The connection broke: unless the agent comes back or its exit is noticed in time, it is lost."""
-        last = self._clock() + HERD_S
-        due = min(last, max(self._clock() + self._reconnect_s, self._herd_until))
+        began = self._clock()
+        due, last = began + self._reconnect_s, began + HERD_S
         while (now := self._clock()) < due:
             await asyncio.sleep(max(due - now, LEAST_PAUSE_S))
-            returned = self._returned_at + self._reconnect_s
-            due = min(last, max(due, returned))  # while others come back, it may only wait its turn
+            wait_their_turn = self._returned_at + self._reconnect_s  # while others come back
+            due = min(last, max(due, wait_their_turn, self._herd_until))
         if link.channel is None and link.breaks == breaks and not link.dropped and not link.ended:
             link.ended = True
             self._event(api.AgentLost(node=link.node, reason=f"connection closed for {self._reconnect_s:g} s"))

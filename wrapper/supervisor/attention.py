@@ -28,10 +28,11 @@ class Attention:
         now = time.monotonic()
         since_s, self._looked_at = now - self._looked_at, now
         stopped = since_s > LOOK_EVERY_S + STALL_S
-        if stopped or self.may_judge:
-            self._seconds += min(since_s, LOOK_EVERY_S) if stopped else since_s  # a loop that is always late goes on
         if stopped:
             self._listens_until = now + LISTEN_S
+            self._seconds += LOOK_EVERY_S  # a loop that is always late is to find who is gone, too
+        elif self.may_judge:
+            self._seconds += since_s
         return since_s if stopped else 0.0
 
     @property

@@ -1,8 +1,7 @@
 """Whom agents ask, and tell of a successor, when the supervisor is gone: those that may choose one know all others.
 
 They are told of each once, and after that what has changed. Thousands join within seconds: what is new is told once a
-second, in one message to each, encoded once for all.
-Owned by `wrapper.supervisor.agents`; decides nothing.
+second, in one message to each, encoded once for all. Owned by `wrapper.supervisor.agents`; decides nothing.
 """
 
 from __future__ import annotations

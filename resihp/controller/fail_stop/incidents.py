@@ -44,7 +44,8 @@ def same_error_everywhere(job: Job) -> bool:
     for rank, error in job.errors.items():
         by_error.setdefault(error, []).append(rank)
     worst = max(by_error.values(), key=len, default=[])
-    plans = [job.record.plan or job.record.first_plan, job.record.proposed and job.record.proposed[0]]
+    proposed = job.record.proposed
+    plans = [job.record.plan or job.record.first_plan, None if proposed is None else proposed.plan]
     with_work = {rank for plan in plans if plan is not None for rank in plan.layout.active}
     if len(worst) >= 2 or (worst and with_work == set(worst)):
         job.incidents = []

@@ -108,8 +108,6 @@ def run(
     held_s = 0.0
     for node in nodes:
         since = job["started_at"] if node["replacement"] is None else node["joined_at"]
-        if since is None:
-            continue  # it never came
         until = min(node["released_at"] or ended, ended)
         held_s += node["devices"] * max((until - since).total_seconds(), 0.0)
     return Run(

@@ -2,10 +2,14 @@
 
 Each check yields findings; files that it writes to try a folder are gone afterwards, and nothing is made that was not
 there. Called by `wrapper.commands.doctor.command`, and by its probes on nodes (`wrapper.commands.doctor.nodes`).
+
+What the checks need is imported here, not in them: they run in threads, and threads that import parts of one package at
+the same time can end up waiting for each other.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import socket
@@ -15,8 +19,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from sqlalchemy.exc import DBAPIError
+
+from db.engine import NETWORK_FILE_SYSTEMS, file_system, is_on_network, make_engine, masked, refusal, resolve
 from resihp.errors import ResihpError
+from wrapper import job_folder
 from wrapper.commands.doctor.machine import CheckResult
+from wrapper.config import container
+from wrapper.config.schema import read, site_files
+from wrapper.job_folder import NO_LOCKS
+from wrapper.sinks.fanout import asked
 from wrapper.strict_modes import check_above, check_folder
 
 LEAST_FREE_BYTES = 1 << 30
@@ -26,9 +38,6 @@ SLOW_SYNC_S = 0.05
 
 def home() -> Iterator[CheckResult]:
     """RESIHP_HOME, or where it would be made."""
-    from db.engine import NETWORK_FILE_SYSTEMS, file_system
-    from wrapper import job_folder
-
     folder = job_folder.home()
     kind = file_system(folder) or "an unknown file system"
     problem = _use(folder)
@@ -56,8 +65,6 @@ def home() -> Iterator[CheckResult]:
 
 def journal() -> Iterator[CheckResult]:
     """Where journals are: on local disk, and flushed with every decision."""
-    from db.engine import NETWORK_FILE_SYSTEMS, file_system
-
     folder = Path(os.environ.get("RESIHP_LOCAL") or f"/var/tmp/resihp-{os.getuid()}").absolute()
     kind = file_system(folder) or "an unknown file system"
     advice = "set RESIHP_LOCAL to a folder of yours on local disk"
@@ -99,10 +106,6 @@ def nearest(folder: Path) -> Path:
 
 def _use(folder: Path) -> str | None:
     """Write, lock and take away a file there; what went wrong."""
-    import fcntl
-
-    from wrapper.job_folder import NO_LOCKS
-
     try:
         with tempfile.NamedTemporaryFile(prefix=".resihp-doctor-", dir=nearest(folder)) as file:
             file.write(b"x")
@@ -139,15 +142,11 @@ def _free(folder: Path) -> str:
 
 def configuration(job_file: Path | None = None) -> Iterator[CheckResult]:
     """Files and environment, the container, and what is asked of metrics and hooks."""
-    from wrapper.config.container import check
-    from wrapper.config.schema import read, site_files
-    from wrapper.sinks.fanout import asked
-
     files = [str(path) for path in ((job_file,) if job_file else ()) + site_files() if path.is_file()]
     try:
         found = read({}, job_file)
         asked(found)
-        check(found.container)
+        container.check(found.container)
     except ResihpError as error:
         yield CheckResult(check="configuration", outcome="failed", text=str(error))
         return
@@ -155,12 +154,6 @@ def configuration(job_file: Path | None = None) -> Iterator[CheckResult]:
 
 
 def ledger(job_file: Path | None = None) -> Iterator[CheckResult]:
-    from sqlalchemy.exc import DBAPIError
-
-    from db.engine import is_on_network, make_engine, masked, refusal, resolve
-    from wrapper import job_folder
-    from wrapper.config.schema import read
-
     try:
         named = read({}, job_file).ledger.url
         url = resolve(named, job_folder.home() / "jobs" / "JOB")

@@ -232,13 +232,13 @@ def test_looking_leaves_nothing_behind(fresh_home: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "outcome"), [("ext4", "ok"), ("nfs4", "warning"), ("tmpfs", "warning")])
 def test_where_the_journal_is(fresh_home: Path, monkeypatch: pytest.MonkeyPatch, kind: str, outcome: str) -> None:
-    monkeypatch.setattr("db.engine.file_system", lambda path: kind)
+    monkeypatch.setattr(places, "file_system", lambda path: kind)
     monkeypatch.setattr(places, "_sync_s", lambda folder: 0.001)
     assert only(places.journal()).outcome == outcome
 
 
 def test_a_slow_disk_is_told(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("db.engine.file_system", lambda path: "ext4")
+    monkeypatch.setattr(places, "file_system", lambda path: "ext4")
     monkeypatch.setattr(places, "_sync_s", lambda folder: 0.2)
     finding = only(places.journal())
     assert finding.outcome == "warning"
@@ -554,3 +554,27 @@ def test_a_probe_is_one_line(fresh_home: Path) -> None:
     assert len(done.stdout.splitlines()) == 1
     assert read(done.stdout, NODES)["n1"].connection
     assert stat.S_ISREG((fresh_home / "note-n1").stat().st_mode)
+
+
+IMPORTS = """
+import sys, threading
+from wrapper.commands.doctor.command import here, run
+
+class Seen:
+    def find_spec(self, name, path=None, target=None):
+        if threading.current_thread() is not threading.main_thread():
+            print(threading.current_thread().name, name)
+
+checks = here()
+sys.meta_path.insert(0, Seen())
+run(checks, 60)
+"""
+
+
+@pytest.mark.usefixtures("bare_path")
+def test_no_two_checks_can_wait_for_each_others_imports() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=120, check=True)
+    loaded = [line.split()[1] for line in done.stdout.splitlines()]
+    ours = ("wrapper", "resihp", "slurm", "db", "pydantic", "pydantic_settings", "sqlalchemy")
+    assert loaded, "nothing was seen, not even what only one check needs"
+    assert not [name for name in loaded if name.split(".")[0] in ours and not name.startswith("sqlalchemy.dialects")]

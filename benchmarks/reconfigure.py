@@ -174,7 +174,9 @@ def _copy(rank: int, port: int, size: int) -> float:
     from resihp.executor.compute.channels import Channel
 
     store = torch.distributed.TCPStore("127.0.0.1", port, None, False)
-    channel = Channel(Gloo()(torch.distributed.PrefixStore(str(size), store), rank, 2, timedelta(60)), lambda: False)
+    gloo = Gloo(torch.device("cpu"))
+    prefixed = torch.distributed.PrefixStore(str(size), store)
+    channel = Channel(gloo.connect(prefixed, rank, 2, timedelta(60)), lambda: False)
     times = []
     for _ in range(5):
         source = torch.ones(size // 4)

@@ -39,11 +39,12 @@ from resihp.executor.tensor_group import teach_megatron  # noqa: E402
 teach_megatron()
 
 
-class CpuRandomTracker:
-    """Megatron's random state tracker for a machine without CUDA, whose own one calls torch.cuda.
+class GlobalRandomTracker:
+    """In place of megatron's random state tracker, which knows only states that somebody gave it, and calls torch.cuda.
 
     Nothing that we honour draws random numbers in a forward pass (dropout is refused); a layer that forks the state
-    all the same gets the global generator, put back afterwards.
+    all the same, as the embedding under sequence parallelism does, gets the global generator, put back afterwards. On
+    any device, so that nobody has to ask for one here: that would start CUDA in the fork server.
     """
 
     def is_initialized(self) -> bool:
@@ -55,6 +56,5 @@ class CpuRandomTracker:
             yield
 
 
-if not torch.cuda.is_available():
-    megatron_random._CUDA_RNG_STATE_TRACKER = CpuRandomTracker()
-    megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+megatron_random._CUDA_RNG_STATE_TRACKER = GlobalRandomTracker()
+megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True

@@ -1,62 +1,244 @@
-"""What communicators are made of: gloo on CPUs, NCCL on GPUs, behind the interface that torch gives both.
+"""What communicators are made of, chosen once per worker and asked everywhere: gloo, NCCL, or NCCL's manners on gloo.
 
-A back end is made from (store, index, size, timeout) and offers allreduce, allgather, reduce_scatter, broadcast, each
-returning work with `wait`. They differ in how a rank that is blocked in one is set free: gloo only by shutting down
-the sockets under it (`communicators`), NCCL by aborting the communicators, all of them, from another thread.
+A back end is made for each communicator from (store, index, size, timeout) and offers allreduce, allgather,
+reduce_scatter and broadcast. What differs is here: the order in which communicators may be built, what `wait` promises,
+and how a rank that is blocked in one is set free: gloo by shutting down the sockets under it (`communicators`), NCCL by
+aborting all communicators.
 
-The NCCL half is written by reading torch's and NCCL's documentation and has never run: no GPU was at hand.
+What NCCL promises (torch 2.13's ProcessGroupNCCL.cpp): a call with `asyncOp=False` returns nothing; `wait` orders
+streams, does not block, and says nothing of an abort, after which buffers hold anything. So whoever lets a result out
+of the device asks afterwards whether the rank was woken (`channels.PendingWork`, `Communicators.settle`).
+
+`RESIHP_BACKEND` chooses: `gloo`, also for tensors on GPUs; `nccl`; `nccl-like`, for tests: those manners, on gloo. By
+default NCCL where a GPU is. Called only in workers: asking for a GPU starts CUDA, which no fork survives.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
+
+from resihp.errors import ModelError
 from resihp.executor.tensor_group import Backend, dist
 
+BACKEND = "RESIHP_BACKEND"
+LOCAL_RANK = "LOCAL_RANK"
+"""Which of the node's devices is the worker's."""
 ABORT_S = 10.0
 """How long aborting may take; NCCL's abort can itself wait for a kernel that a dead peer keeps running."""
+NO_WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+}
+"""Before the first communicator: torch's watchdog ends a process that has met a dead peer, also one that recovered."""
 
 
-class Gloo:
-    """Makes gloo back ends that share one listening socket and have one thread each: FIFO, as NCCL's are."""
+class BackEnd(ABC):
+    """One kind, and the device that it works on."""
 
-    def __init__(self) -> None:
-        gloo = dist.ProcessGroupGloo
-        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-        self._device = gloo.create_device(interface=interface) if interface else gloo.create_default_device()
+    name: ClassVar[str]
+    in_order: ClassVar[bool] = False
+    """Whether communicators are to be built in the plan's order, one after the other."""
+    has_sockets: ClassVar[bool] = True
+    """Whether shutting down the sockets under its communicators sets free who waits in one."""
+    scatters: ClassVar[bool] = False
+    """Whether its reduce_scatter is one that a wait can be woken from."""
 
-    def __call__(self, store: Any, index: int, size: int, timeout: timedelta) -> Backend:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @abstractmethod
+    def connect(self, store: Any, index: int, size: int, timeout: timedelta) -> Backend:
+        """A communicator, connected. Raises RuntimeError."""
+
+    def enter_thread(self) -> None:
+        """To be called by each thread that works with it."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def settle(self) -> None:
+        """Wait until the device has done all that it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def abort(self, communicators: Sequence[Backend]) -> bool:
+        """Set free who waits in one of these, beyond what shutting down sockets does; False if that took too long."""
+        return True
+
+
+class Gloo(BackEnd):
+    """Communicators that share one listening socket and have one thread each: FIFO, as NCCL's are."""
+
+    name = "gloo"
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        self._shared: Any = None
+        self._guard = threading.Lock()
+
+    def connect(self, store: Any, index: int, size: int, timeout: timedelta) -> Backend:
         options = dist.ProcessGroupGloo._Options()
-        options._devices = [self._device]
+        options._devices = [self._listening()]
         options._threads = 1
         options._timeout = timeout
         return dist.ProcessGroupGloo(store, index, size, options)
 
-
-def nccl(store: Any, index: int, size: int, timeout: timedelta) -> Backend:
-    """One NCCL communicator, connected at once: a communicator built lazily could meet others in another order."""
-    import torch
-
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    backend = dist.ProcessGroupNCCL(store, index, size, options)
-    backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
-    return backend
+    def _listening(self) -> Any:
+        gloo = dist.ProcessGroupGloo
+        with self._guard:
+            if self._shared is None:
+                interface = self._interface
+                self._shared = gloo.create_device(interface=interface) if interface else gloo.create_default_device()
+        return self._shared
 
 
-def abort_all(nccl_backends: Sequence[Backend]) -> bool:
-    """Abort NCCL communicators from a thread of its own; False if that took longer than `ABORT_S`.
+class Nccl(BackEnd):
+    """Written by reading torch's and NCCL's documentation: no GPU was at hand, and none of it has run."""
 
-    All are aborted before any is waited for: a communicator that waits for another one's kernel ends only with it. An
-    aborted communicator is released by that; it must not be shut down in the ordinary way afterwards.
+    name = "nccl"
+    in_order = True
+    has_sockets = False
+    scatters = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        for name, value in NO_WATCHDOG.items():
+            os.environ[name] = value
+
+    def connect(self, store: Any, index: int, size: int, timeout: timedelta) -> Backend:
+        """Connected at once: a communicator that is built lazily could meet others in another order."""
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        backend = dist.ProcessGroupNCCL(store, index, size, options)
+        backend.eager_connect_single_device(self.device)
+        return backend
+
+    def abort(self, communicators: Sequence[Backend]) -> bool:
+        """From threads of their own. All are aborted before any is waited for: a communicator that waits for another
+        one's kernel ends only with it. An aborted one is released by that."""
+        threads = [threading.Thread(target=each.abort, name="resihp-abort", daemon=True) for each in communicators]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(ABORT_S)
+        return not any(thread.is_alive() for thread in threads)
+
+
+class NcclLike(Gloo):
+    """NCCL's manners where they hurt, on gloo and CPUs, for tests.
+
+    A communication that fails hangs until it is aborted, as a kernel does whose peer is dead. After an abort `wait`
+    returns as if all were well, and the buffer holds no number. Synchronous calls return nothing.
     """
-    threads = [threading.Thread(target=backend.abort, name="resihp-abort", daemon=True) for backend in nccl_backends]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(ABORT_S)
-    return not any(thread.is_alive() for thread in threads)
+
+    name = "nccl-like"
+    in_order = True
+
+    def connect(self, store: Any, index: int, size: int, timeout: timedelta) -> Backend:
+        return _Mannered(super().connect(store, index, size, timeout))
+
+    def abort(self, communicators: Sequence[Backend]) -> bool:
+        for communicator in communicators:
+            communicator.abort()
+        return True
+
+
+class _Mannered:
+    """One of gloo's communicators that behaves as one of NCCL's."""
+
+    def __init__(self, gloo: Backend) -> None:
+        self._gloo = gloo
+        self._aborted = threading.Event()
+
+    def size(self) -> int:
+        return int(self._gloo.size())
+
+    def rank(self) -> int:
+        return int(self._gloo.rank())
+
+    def abort(self) -> None:
+        self._aborted.set()
+
+    def allreduce(self, tensors: list[torch.Tensor], *options: Any) -> Any:
+        return self._begin(tensors, lambda: self._gloo.allreduce(tensors, *options), options)
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], *options: Any) -> Any:
+        return self._begin([t for row in outputs for t in row], lambda: self._gloo.allgather(outputs, inputs), options)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        return self._begin(tensors, lambda: self._gloo.broadcast(tensors, options), (options,))
+
+    def _begin(self, written: list[torch.Tensor], begin: Callable[[], Any], options: Sequence[Any]) -> Any:
+        try:
+            work = begin()
+        except RuntimeError:
+            work = None  # seen by nobody before somebody asks
+        mannered = _MannersOfWork(work, written, self._aborted)
+        if options and getattr(options[0], "asyncOp", True) is False:
+            mannered.wait()
+            return None
+        return mannered
+
+
+class _MannersOfWork:
+    """Work that tells of no failure."""
+
+    def __init__(self, work: Any, written: list[torch.Tensor], aborted: threading.Event) -> None:
+        self._work = work
+        self._written = written
+        self._aborted = aborted
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """What depends on the result comes after it; whether there is one, nobody says."""
+        if self._work is not None and self._finished():
+            return True
+        self._aborted.wait()  # a dead peer's kernel never ends
+        for tensor in self._written:
+            tensor.detach().fill_(math.nan if tensor.is_floating_point() else -1)
+        return True
+
+    def _finished(self) -> bool:
+        glance = timedelta(seconds=0.1)
+        while not self._aborted.is_set():
+            try:
+                return bool(self._work.wait(glance))
+            except RuntimeError as error:
+                if "Operation timed out" not in str(error):
+                    return False
+        return False
+
+    def is_completed(self) -> bool:
+        return self._aborted.is_set() or (self._work is not None and bool(self._work.is_completed()))
+
+
+_KINDS: dict[str, type[BackEnd]] = {kind.name: kind for kind in (Gloo, Nccl, NcclLike)}
+
+
+def chosen() -> BackEnd:
+    """This worker's back end. Raises ModelError for a name that is none, and for a device that is not there."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    name = os.environ.get(BACKEND) or ("nccl" if gpus else "gloo")
+    if name not in _KINDS:
+        raise ModelError(f"{BACKEND}={name}: is none of {', '.join(_KINDS)}")
+    local = int(os.environ.get(LOCAL_RANK) or 0)
+    if gpus and local >= gpus:
+        raise ModelError(
+            f"device {local}: {gpus} GPUs are visible here; look at CUDA_VISIBLE_DEVICES and at --gpus-per-node"
+        )
+    if not gpus and name == "nccl":
+        raise ModelError(f"{BACKEND}=nccl: no GPU is visible here; look at nvidia-smi, or choose gloo")
+    on_gpu = gpus and name != "nccl-like"
+    back_end = _KINDS[name](torch.device("cuda", local) if on_gpu else torch.device("cpu"))
+    back_end.enter_thread()
+    return back_end

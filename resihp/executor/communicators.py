@@ -19,19 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 
-import torch
-
 from resihp.errors import CommunicatorError
-from resihp.executor import backends
+from resihp.executor.backends import BackEnd
 from resihp.executor.compute.channels import Channel, SingleFile, guarded
 from resihp.executor.emulation import Wires
 from resihp.executor.group_store import Attended, MeetingPlace, Store
 from resihp.executor.tensor_group import Backend
 from resihp.pipeline.program import GroupSpec
 from resihp.protocol.messages import MeetingId
-
-BackEnd = Callable[[Store, int, int, timedelta], Backend]
-"""Made from (store, index, size, timeout)."""
 
 _LOOK_UP_S = 0.05
 _CLOSING_S = 0.2
@@ -49,6 +44,7 @@ class Communicators:
         rank: int,
         memberships: Sequence[GroupSpec],
         timeout_s: float,
+        back_end: BackEnd,
         *,
         strict: bool = False,
         patience_s: float | None = None,
@@ -61,7 +57,7 @@ class Communicators:
         self.wanted = [group for group in memberships if rank in group.ranks]
         self._strict = SingleFile() if strict else None
         self._wires = wires
-        self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._back_end = back_end
         self._timeout = timedelta(seconds=timeout_s)
         self._attended: Attended | None = None
         self._channels: dict[str, Channel] = {}
@@ -79,17 +75,17 @@ class Communicators:
         """
         try:
             with guarded(f"communicators of {self._meeting}"):
-                self._before = _tcp_sockets()
+                self._before = _tcp_sockets() if self._back_end.has_sockets else set()
                 self._attended = rendezvous.attend(
                     self._meeting, [group.name for group in self.wanted], self._patience_s
                 )
                 self._channels = self._connected(self._attended)
         except CommunicatorError:
-            self._check_awake()  # the better reason
+            self.check_awake()  # the better reason
             raise
         with self._guard:
-            self._ours = _tcp_sockets() - self._before
-        self._check_awake()
+            self._ours = _tcp_sockets() - self._before if self._back_end.has_sockets else set()
+        self.check_awake()
 
     def _connected(self, attended: Attended) -> dict[str, Channel]:
         """All channels, made in threads of their own, which are left behind when the rank is woken.
@@ -97,9 +93,9 @@ class Communicators:
         A peer may die after it has told its address and before it connects: gloo then waits for it where no socket is
         that could be shut down. Raises what the back ends raise, CommunicatorError when woken.
         """
-        in_order = self._gpu is not None or self._strict is not None or not attended.at_once
+        in_order = self._back_end.in_order or self._strict is not None or not attended.at_once
         rows = [self.wanted] if in_order else [[group] for group in self.wanted]
-        making = _Making(partial(self._make, attended, self._back_end()), rows)
+        making = _Making(partial(self._make, attended), rows)
         while not making.done.wait(_LOOK_UP_S):
             if self._woken and not making.done.wait(_CLOSING_S):
                 making.abandon()
@@ -107,19 +103,22 @@ class Communicators:
         made = making.taken()
         return {group.name: made[group.name] for group in self.wanted}
 
-    def _back_end(self) -> BackEnd:
-        return backends.nccl if self._gpu is not None else backends.Gloo()
-
-    def _make(self, attended: Attended, back_end: BackEnd, group: GroupSpec) -> Channel:
-        self._check_awake()
-        if self._gpu is not None:
-            torch.cuda.set_device(self._gpu)  # a thread's own
+    def _make(self, attended: Attended, group: GroupSpec) -> Channel:
+        self.check_awake()
+        self._back_end.enter_thread()
         store = attended.store(group.name)
         wire = None if self._wires is None else self._wires.of(group)
-        backend = back_end(store, group.ranks.index(self._rank), len(group.ranks), self._timeout)
-        return Channel(backend, lambda: self._woken, self._strict, wire, store)
+        index, size = group.ranks.index(self._rank), len(group.ranks)
+        backend = self._back_end.connect(store, index, size, self._timeout)
+        return Channel(backend, lambda: self._woken, self._strict, wire, store, self._back_end.scatters)
 
-    def _check_awake(self) -> None:
+    def settle(self) -> None:
+        """Wait until all that was begun is done, on the device as well. Raises CommunicatorError once woken."""
+        self._back_end.settle()
+        self.check_awake()
+
+    def check_awake(self) -> None:
+        """Raises CommunicatorError once woken: what came since may be anything."""
         if self._woken:
             raise CommunicatorError(f"communicators of {self._meeting}: woken")
 
@@ -164,11 +163,9 @@ class Communicators:
             self._attended.leave()
         with self._guard:
             ours = self._ours
-            if ours is None and self._before is not None:  # still building
+            if ours is None and self._before is not None and self._back_end.has_sockets:  # still building
                 ours = _tcp_sockets() - self._before
-        if torch.cuda.is_available():  # never run so far: see `backends`
-            backends.abort_all([channel.backend for channel in list(self._channels.values())])
-            return
+        self._back_end.abort([channel.backend for channel in list(self._channels.values())])
         _shut_down(ours or set())
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ from megatron.core.transformer import TransformerConfig
 
 from resihp.detector.observation import CHUNKS, Floats
 from resihp.errors import CommunicatorError, LayoutError, PlanError, ResihpError
+from resihp.executor import backends
 from resihp.executor.communicators import Communicators
 from resihp.executor.compute.batches import Batches, fingerprint
 from resihp.executor.compute.channels import guarded
@@ -86,7 +87,8 @@ class Engine:
         self._config, self._settings, self._seed = config, optimizer, seed
         self._positions: tuple[PositionEmbedding, int] = (position_embedding, rotary_base)
         self.model: ModelSpec = model_spec(config, vocab_size, sequence, tied=tied, vocab_multiple=vocab_multiple)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._back_end = backends.chosen()
+        self.device = self._back_end.device
         self._specs = {parallel: self._read_specs(parallel) for parallel in (False, True)}
         self._by_name = {spec.name: spec for spec in self.specs}
         self._batches = Batches(dataset, sequence)
@@ -269,7 +271,7 @@ class Engine:
         moving = [GroupSpec(state_transfer.channel_name(move), (move.source, move.target)) for move in self._moves]
         wanted = (*prepared.memberships, *moving)
         self._communicators = communicators = Communicators(
-            MeetingId(epoch=plan.epoch), rank, wanted, timeout_s, strict=self._strict, wires=self.wires
+            MeetingId(epoch=plan.epoch), rank, wanted, timeout_s, self._back_end, strict=self._strict, wires=self.wires
         )
         if not communicators.wanted:
             return
@@ -298,7 +300,7 @@ class Engine:
         """
         patience_s = MEETING_S if patience_s is None else patience_s
         self._aside = aside = Communicators(
-            meeting, rank, memberships, MEETING_S, patience_s=patience_s, wires=self.wires
+            meeting, rank, memberships, MEETING_S, self._back_end, patience_s=patience_s, wires=self.wires
         )
         try:
             if called_off():  # before there was anybody to wake

@@ -28,7 +28,10 @@ _TIMED_OUT = "Operation timed out"
 
 
 class PendingWork:
-    """A collective or a pipeline transfer under way."""
+    """A collective or a pipeline transfer under way.
+
+    `work` is the back end's, None where it has ordered what follows behind it already (NCCL's synchronous calls).
+    """
 
     def __init__(self, work: Any, woken: Callable[[], bool]) -> None:
         self._work = work
@@ -43,18 +46,22 @@ class PendingWork:
         """Wait for it. Raises CommunicatorError once the rank has been woken, RuntimeError for what the back end says.
 
         Shutting down gloo's sockets wakes its waiters at once, with one exception: gloo (transport/tcp/pair.cc,
-        signalException) forgets whoever is in the middle of a message. So a wait looks up now and then.
+        signalException) forgets whoever is in the middle of a message. So a wait looks up now and then. NCCL's does not
+        wait, and an aborted one returns as if all were well: that a rank was woken is asked here in any case.
         """
-        if torch.cuda.is_available():
-            return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
+        done = True if self._work is None else self._waited(timeout)
+        if self._woken():
+            raise CommunicatorError("woken; what came is not to be used")
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+        return done
+
+    def _waited(self, timeout: timedelta | None) -> bool:
         limit = None if timeout is None else time.monotonic() + timeout.total_seconds()
         while True:
             try:
-                done = bool(self._work.wait(_GLANCE))
-                if self._finish is not None:
-                    self._finish()
-                    self._finish = None
-                return done
+                return bool(self._work.wait(_GLANCE))
             except RuntimeError as error:
                 if _TIMED_OUT not in str(error) or (limit is not None and time.monotonic() > limit):
                     raise
@@ -62,7 +69,7 @@ class PendingWork:
                 raise CommunicatorError("woken in the middle of a message")
 
     def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
+        return self._work is None or bool(self._work.is_completed())
 
 
 class SingleFile:
@@ -131,8 +138,10 @@ class Channel:
         strict: SingleFile | None = None,
         wire: Wire | None = None,
         store: Any = None,
+        scatters: bool = False,
     ) -> None:
-        """`store`: the back end's, held as long as it may ask it something."""
+        """`store`: the back end's, held as long as it may ask it. `scatters`: as `backends.BackEnd` has it."""
+        self._scatters = scatters
         self.store = store
         self._backend: Backend | None = backend
         self._woken = woken
@@ -174,7 +183,7 @@ class Channel:
 
         gloo's own is a sum over everything, too, but one whose wait cannot be told to look up.
         """
-        if output.is_cuda:
+        if self._scatters:
             return self._begin(lambda: self.backend.reduce_scatter([output], [inputs]))
         whole = torch.stack(inputs)
         index = self.rank()
@@ -199,7 +208,7 @@ def guarded(what: str) -> Iterator[None]:
     """Turn a back end's errors, which are RuntimeErrors of its own, into CommunicatorError."""
     try:
         yield
-    except CommunicatorError:
-        raise
+    except (CommunicatorError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # the device's, or the script's, and no peer's
     except RuntimeError as error:
         raise CommunicatorError(f"{what}: {error}") from error

@@ -38,13 +38,15 @@ def last_synchronisation(
     sums = torch.tensor(
         [squares if finite else 0.0, *told, loss_sum, *mine[:3], *_limbs(mine[3])],
         dtype=torch.float64,
-        device="cuda" if torch.cuda.is_available() else "cpu",
+        device=it.device,
     )
     if it.communicators.world is not None:
         with waiting(it.observer, "last synchronisation"):
             it.communicators.world.allreduce([sums]).wait()
     it.observer.progressed()
-    squares, broken, pauses, savers, loss_sum, tokens, lengths, samples, *limbs = sums.tolist()
+    told_all = sums.tolist()
+    it.communicators.check_awake()  # an abort lets the device go on with what is no sum
+    squares, broken, pauses, savers, loss_sum, tokens, lengths, samples, *limbs = told_all
     totals = (int(tokens), int(lengths), int(samples), _joined(limbs))
     expected = _totals(batch)
     if totals != expected:

@@ -65,6 +65,7 @@ def move_state(
                 _finish(*under_way.popleft(), observer)
     while under_way:
         _finish(*under_way.popleft(), observer)
+    communicators.settle()  # what is acknowledged is there, and what was sent has left
     return received
 
 

@@ -20,8 +20,8 @@ from meeting_place import Line
 from megatron.core.transformer import TransformerConfig
 
 from resihp.errors import CommunicatorError, DatasetError, ResihpError
+from resihp.executor import backends, probe
 from resihp.executor import engine as engine_module
-from resihp.executor import probe
 from resihp.executor.communicators import Communicators
 from resihp.executor.compute.attention import PackedAttention, Packing
 from resihp.executor.engine import Engine
@@ -227,7 +227,7 @@ def probe_devices(rank: int, store: Line, *, pairs: list[list[list[int]]], slow:
 def peer_dies_while_it_connects(rank: int, store: Line, *, dies: int) -> float:
     """Seconds from being woken to being free, when the peer has told its address and then died."""
     world = GroupSpec("world", (0, 1))
-    communicators = Communicators(m.MeetingId(epoch=1), rank, [world], TIMEOUT_S)
+    communicators = Communicators(m.MeetingId(epoch=1), rank, [world], TIMEOUT_S, backends.chosen())
     keys = store.keys()
     if rank == dies:
         threading.Thread(target=communicators.open, args=(store,), daemon=True).start()
@@ -547,7 +547,7 @@ def rules(rank: int, store: Line) -> list[str]:
 def met(rank: int, line: Line) -> dict[str, Any]:
     """Two communicators of four ranks each, and what this process listens on."""
     groups = [GroupSpec("world", (0, 1, 2, 3)), GroupSpec("data/0", (0, 1, 2, 3))]
-    communicators = Communicators(m.MeetingId(epoch=1), rank, groups, TIMEOUT_S)
+    communicators = Communicators(m.MeetingId(epoch=1), rank, groups, TIMEOUT_S, backends.chosen())
     communicators.open(line)
     total = torch.tensor([float(rank)])
     for group in groups:

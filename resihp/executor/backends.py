@@ -53,6 +53,8 @@ class BackEnd(ABC):
     """Whether shutting down the sockets under its communicators sets free who waits in one."""
     scatters: ClassVar[bool] = False
     """Whether its reduce_scatter is one that a wait can be woken from."""
+    aborts: ClassVar[bool] = True
+    """Whether `abort` does anything."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -80,6 +82,7 @@ class Gloo(BackEnd):
     """Communicators that share one listening socket and have one thread each: FIFO, as NCCL's are."""
 
     name = "gloo"
+    aborts = False
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -144,6 +147,7 @@ class NcclLike(Gloo):
 
     name = "nccl-like"
     in_order = True
+    aborts = True
 
     def connect(self, store: Any, index: int, size: int, timeout: timedelta) -> Backend:
         return _Mannered(super().connect(store, index, size, timeout))

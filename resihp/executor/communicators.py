@@ -165,8 +165,18 @@ class Communicators:
             ours = self._ours
             if ours is None and self._before is not None and self._back_end.has_sockets:  # still building
                 ours = _tcp_sockets() - self._before
-        self._back_end.abort([channel.backend for channel in list(self._channels.values())])
+        if self._back_end.aborts:
+            held = [backend for channel in list(self._channels.values()) if (backend := channel.held) is not None]
+            threading.Thread(target=self._abort, args=(held,), name="resihp-aborting", daemon=True).start()
         _shut_down(ours or set())
+
+    def _abort(self, held: list[Backend]) -> None:
+        """Whoever wakes us also beats, and waits for nothing. A device that is not free again is of no use to us."""
+        if not self._back_end.abort(held):
+            print(
+                f"rank {self._rank}: communicators of {self._meeting} cannot be aborted: this process ends", flush=True
+            )
+            os._exit(1)
 
     def close(self) -> None:
         """Let go of everything. Safe after `wake`, after failures, and twice. Peers that still wait for us fail."""

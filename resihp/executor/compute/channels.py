@@ -156,6 +156,11 @@ class Channel:
             raise CommunicatorError("this communicator is closed")
         return self._backend
 
+    @property
+    def held(self) -> Backend | None:
+        """The back end; None once the channel is closed."""
+        return self._backend
+
     def detach(self) -> Backend | None:
         """Close the channel and hand over its back end, to be destroyed where a blocked destructor does no harm.
 

@@ -1,0 +1,168 @@
+"""Which back end a worker takes, on which device, and the manners of NCCL's that tests can do without one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from resihp.errors import CommunicatorError, ModelError  # noqa: E402
+from resihp.executor import backends  # noqa: E402
+from resihp.executor.backends import BACKEND, LOCAL_RANK, NO_WATCHDOG, NcclLike, chosen  # noqa: E402
+from resihp.executor.compute.channels import Channel, PendingWork, guarded  # noqa: E402
+from resihp.worker.forkserver import PRELOAD  # noqa: E402
+
+CPU = torch.device("cpu")
+
+SPY = """
+import sys, torch
+asked = []
+def spied(name, function):
+    return lambda *given, **named: (asked.append(name), function(*given, **named))[1]
+entries = ("is_available", "device_count", "_lazy_init", "init", "current_device")
+for module in (torch.cuda, torch._C):
+    for name in dir(module):
+        if name in entries or name.startswith("_cuda_"):
+            setattr(module, name, spied(name, getattr(module, name)))
+for name in sys.argv[1].split(","):
+    __import__(name)
+print(*asked)
+"""
+
+
+def test_what_the_fork_server_imports_asks_for_no_gpu() -> None:
+    """That would start CUDA, and no child of a process that has may use it."""
+    done = subprocess.run([sys.executable, "-c", SPY, PRELOAD], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Eight of them, as far as anybody asks."""
+    seen: dict[str, Any] = {"count": 8, "taken": []}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen["count"] > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen["count"])
+    monkeypatch.setattr(torch.cuda, "set_device", seen["taken"].append)
+    for name in (BACKEND, LOCAL_RANK, *NO_WATCHDOG):
+        monkeypatch.setenv(name, "")
+    return seen
+
+
+@pytest.mark.parametrize("local", [0, 5])
+def test_a_worker_takes_the_device_that_it_was_given(
+    gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch, local: int
+) -> None:
+    monkeypatch.setenv(LOCAL_RANK, str(local))
+    back_end = chosen()
+    assert (back_end.name, back_end.device) == ("nccl", torch.device("cuda", local))
+    assert gpus["taken"] == [torch.device("cuda", local)]
+
+
+def test_torchs_watchdog_is_told_before_the_first_communicator_to_end_nobody(gpus: dict[str, Any]) -> None:
+    chosen()
+    assert {name: os.environ[name] for name in NO_WATCHDOG} == NO_WATCHDOG
+
+
+@pytest.mark.parametrize(
+    ("count", "environment", "told"),
+    [
+        (8, {BACKEND: "ncl"}, "RESIHP_BACKEND=ncl: is none of gloo, nccl, nccl-like"),
+        (4, {LOCAL_RANK: "6"}, "device 6: 4 GPUs are visible here"),
+        (0, {BACKEND: "nccl"}, "no GPU is visible here"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_line(
+    gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch, count: int, environment: dict[str, str], told: str
+) -> None:
+    gpus["count"] = count
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ModelError, match=told):
+        chosen()
+
+
+def test_gloo_works_beside_gpus_and_where_there_are_none(gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BACKEND, "gloo")
+    assert (chosen().name, chosen().device.type) == ("gloo", "cuda")
+    monkeypatch.setenv(BACKEND, "")
+    gpus["count"] = 0
+    assert (chosen().name, chosen().device) == ("gloo", CPU)
+
+
+# --- NCCL's manners ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def pair() -> Iterator[list[Any]]:
+    """The two ends of a communicator."""
+    kind, store = NcclLike(CPU), torch.distributed.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(kind.connect, store, index, 2, timedelta(seconds=30)) for index in range(2)]
+        yield [end.result(20) for end in ends]
+
+
+def test_a_synchronous_call_returns_nothing_and_is_waited_for_all_the_same() -> None:
+    options = torch.distributed.AllreduceOptions()
+    options.asyncOp = False
+    with pair() as ends, ThreadPoolExecutor(2) as pool:
+        tensors = [torch.full((3,), float(index)) for index in range(2)]
+        begun = [pool.submit(end.allreduce, [tensor], options) for end, tensor in zip(ends, tensors, strict=True)]
+        works = [each.result(20) for each in begun]
+        assert works == [None, None]
+        assert all(tensor.tolist() == [1.0, 1.0, 1.0] for tensor in tensors)
+        assert PendingWork(works[0], lambda: False).wait()
+
+
+def test_an_abort_ends_the_wait_as_if_all_were_well_and_leaves_no_numbers() -> None:
+    with pair() as (end, _), ThreadPoolExecutor(1) as pool:
+        tensor = torch.zeros(3)
+        waiting = pool.submit(end.allreduce([tensor]).wait)
+        end.abort()
+        assert waiting.result(20)
+        assert torch.isnan(tensor).all()
+
+
+def test_nobody_takes_what_an_abort_left_for_a_result() -> None:
+    woken = threading.Event()
+    with pair() as (end, _), ThreadPoolExecutor(1) as pool:
+        channel = Channel(end, woken.is_set)
+        waiting = pool.submit(channel.allreduce([torch.zeros(3)]).wait)
+        woken.set()
+        end.abort()
+        with pytest.raises(CommunicatorError, match="woken"):
+            waiting.result(20)
+
+
+def test_what_a_device_raises_is_no_peers_fault() -> None:
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("illegal address")):
+        with pytest.raises(type(error)), guarded("a collective"):
+            raise error
+    with pytest.raises(CommunicatorError), guarded("a collective"):
+        raise RuntimeError("connection closed by peer")
+
+
+def test_aborting_waits_for_all_at_once_and_tells_when_one_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that waits for another one's kernel ends only with that."""
+    monkeypatch.setattr(backends, "ABORT_S", 0.2)
+    met = threading.Barrier(2, timeout=10)
+
+    class Entangled:
+        def abort(self) -> None:
+            met.wait()
+
+    class Stuck:
+        def abort(self) -> None:
+            threading.Event().wait(5)
+
+    nccl = backends.Nccl(torch.device("cuda", 0))
+    assert nccl.abort([Entangled(), Entangled()])
+    assert not nccl.abort([Stuck()])

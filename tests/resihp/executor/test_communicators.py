@@ -17,7 +17,7 @@ from tests.waiting import until
 
 torch = pytest.importorskip("torch")
 
-from resihp.executor.backends import chosen  # noqa: E402 - it needs torch
+from resihp.executor.backends import Gloo  # noqa: E402 - it needs torch
 from resihp.executor.communicators import Communicators  # noqa: E402
 from resihp.executor.group_store import AgentRendezvous, Attended  # noqa: E402
 
@@ -47,7 +47,7 @@ class Place:
 @contextmanager
 def opening(place: Place, strict: bool = False) -> Iterator[Communicators]:
     """All of `GROUPS`, until whoever uses it has seen enough."""
-    communicators = Communicators(EPOCH, 0, GROUPS, 60.0, chosen(), strict=strict)
+    communicators = Communicators(EPOCH, 0, GROUPS, 60.0, Gloo(torch.device("cpu")), strict=strict)
     with ThreadPoolExecutor(1) as pool:
         opened = pool.submit(communicators.open, place)
         try:
@@ -85,7 +85,9 @@ def test_no_thread_waits_on_for_a_rank_that_was_woken() -> None:
 def test_one_that_cannot_be_built_fails_them_all() -> None:
     """And those that were built by then are let go."""
     place = Place()
-    broken = Communicators(EPOCH, 0, (*GROUPS, GroupSpec("alone", (0,))), 60.0, chosen(), patience_s=0.2)
+    broken = Communicators(
+        EPOCH, 0, (*GROUPS, GroupSpec("alone", (0,))), 60.0, Gloo(torch.device("cpu")), patience_s=0.2
+    )
     with pytest.raises(CommunicatorError, match=r"not all ranks of data/\d came in time"):
         broken.open(place)
     broken.close()

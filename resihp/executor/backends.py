@@ -26,11 +26,10 @@ from typing import Any, ClassVar
 import torch
 
 from resihp.errors import ModelError
+from resihp.executor import devices
 from resihp.executor.tensor_group import Backend, dist
 
 BACKEND = "RESIHP_BACKEND"
-LOCAL_RANK = "LOCAL_RANK"
-"""Which of the node's devices is the worker's."""
 ABORT_S = 10.0
 """How long aborting may take; NCCL's abort can itself wait for a kernel that a dead peer keeps running."""
 NO_WATCHDOG = {
@@ -231,18 +230,16 @@ _KINDS: dict[str, type[BackEnd]] = {kind.name: kind for kind in (Gloo, Nccl, Ncc
 
 def chosen() -> BackEnd:
     """This worker's back end. Raises ModelError for a name that is none, and for a device that is not there."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = devices.visible()
     name = os.environ.get(BACKEND) or ("nccl" if gpus else "gloo")
     if name not in _KINDS:
         raise ModelError(f"{BACKEND}={name}: is none of {', '.join(_KINDS)}")
-    local = int(os.environ.get(LOCAL_RANK) or 0)
-    if gpus and local >= gpus:
-        raise ModelError(
-            f"device {local}: {gpus} GPUs are visible here; look at CUDA_VISIBLE_DEVICES and at --gpus-per-node"
-        )
     if not gpus and name == "nccl":
         raise ModelError(f"{BACKEND}=nccl: no GPU is visible here; look at nvidia-smi, or choose gloo")
     on_gpu = gpus and name != "nccl-like"
-    back_end = _KINDS[name](torch.device("cuda", local) if on_gpu else torch.device("cpu"))
+    device = devices.own_device(gpus) if on_gpu else torch.device("cpu")
+    if name == "nccl":
+        devices.refuse_slices(device)
+    back_end = _KINDS[name](device)
     back_end.enter_thread()
     return back_end

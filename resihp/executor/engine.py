@@ -26,7 +26,7 @@ from megatron.core.transformer import TransformerConfig
 
 from resihp.detector.observation import CHUNKS, Floats
 from resihp.errors import CommunicatorError, LayoutError, PlanError, ResihpError
-from resihp.executor import backends
+from resihp.executor import backends, devices
 from resihp.executor.communicators import Communicators
 from resihp.executor.compute.batches import Batches, fingerprint
 from resihp.executor.compute.channels import guarded
@@ -89,6 +89,7 @@ class Engine:
         self.model: ModelSpec = model_spec(config, vocab_size, sequence, tied=tied, vocab_multiple=vocab_multiple)
         self._back_end = backends.chosen()
         self.device = self._back_end.device
+        devices.refuse_precision(self.device, config.params_dtype)
         self._specs = {parallel: self._read_specs(parallel) for parallel in (False, True)}
         self._by_name = {spec.name: spec for spec in self.specs}
         self._batches = Batches(dataset, sequence)

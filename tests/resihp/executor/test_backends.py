@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,8 +18,9 @@ import pytest
 torch = pytest.importorskip("torch")
 from resihp.errors import CommunicatorError, ModelError  # noqa: E402
 from resihp.executor import backends  # noqa: E402
-from resihp.executor.backends import BACKEND, LOCAL_RANK, NO_WATCHDOG, NcclLike, chosen  # noqa: E402
+from resihp.executor.backends import BACKEND, NO_WATCHDOG, NcclLike, chosen  # noqa: E402
 from resihp.executor.compute.channels import Channel, PendingWork, guarded  # noqa: E402
+from resihp.executor.devices import LOCAL_RANK, SHARED, VISIBLE, refuse_precision  # noqa: E402
 from resihp.worker.forkserver import PRELOAD  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -48,11 +50,13 @@ def test_what_the_fork_server_imports_asks_for_no_gpu() -> None:
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Eight of them, as far as anybody asks."""
-    seen: dict[str, Any] = {"count": 8, "taken": []}
+    seen: dict[str, Any] = {"count": 8, "taken": [], "free": 79e9, "name": "NVIDIA H100 80GB HBM3"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: seen["count"] > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen["count"])
     monkeypatch.setattr(torch.cuda, "set_device", seen["taken"].append)
-    for name in (BACKEND, LOCAL_RANK, *NO_WATCHDOG):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (seen["free"], 80e9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: seen["name"])
+    for name in (BACKEND, LOCAL_RANK, SHARED, VISIBLE, *NO_WATCHDOG):
         monkeypatch.setenv(name, "")
     return seen
 
@@ -64,7 +68,7 @@ def test_a_worker_takes_the_device_that_it_was_given(
     monkeypatch.setenv(LOCAL_RANK, str(local))
     back_end = chosen()
     assert (back_end.name, back_end.device) == ("nccl", torch.device("cuda", local))
-    assert gpus["taken"] == [torch.device("cuda", local)]
+    assert set(gpus["taken"]) == {torch.device("cuda", local)}
 
 
 def test_torchs_watchdog_is_told_before_the_first_communicator_to_end_nobody(gpus: dict[str, Any]) -> None:
@@ -88,6 +92,97 @@ def test_what_cannot_be_is_said_in_a_line(
         monkeypatch.setenv(name, value)
     with pytest.raises(ModelError, match=told):
         chosen()
+
+
+def test_a_driver_that_is_too_old_is_told_and_nobody_trains_on_processors_instead(
+    gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = ["The NVIDIA driver on your system is too old (found version 11040).\nMore"]
+
+    def old() -> bool:
+        warnings.warn(f"CUDA initialization: {said[0]}", stacklevel=2)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", old)
+    with pytest.raises(
+        ModelError, match=r"driver on your system is too old \(found version 11040\)\.; look at"
+    ) as told:
+        chosen()
+    assert "\n" not in str(told.value)
+    said[0] = "Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized"
+    with pytest.raises(RuntimeError, match="system not yet initialized"):  # the node's fault: judged by last words
+        chosen()
+
+
+@pytest.mark.parametrize(("given", "fine"), [("6,7", False), ("", True), ("-1", True), ("NoDevFiles", True)])
+def test_gpus_that_a_job_was_given_and_torch_does_not_see_are_told(
+    gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch, given: str, fine: bool
+) -> None:
+    gpus["count"] = 0
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv(VISIBLE, given)
+    if fine:
+        assert chosen().device == CPU
+    else:
+        with pytest.raises(ModelError, match="CUDA_VISIBLE_DEVICES=6,7 and torch sees none of these"):
+            chosen()
+
+
+def test_slices_of_a_gpu_are_told_by_name(gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus.update(count=1, name="NVIDIA A100-SXM4-80GB MIG 1g.10gb")
+    monkeypatch.setenv(VISIBLE, "MIG-5a71,MIG-5a72")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ModelError, match=r"MIG 1g\.10gb is a slice of a GPU"):
+        chosen()
+    monkeypatch.setenv(LOCAL_RANK, "1")
+    with pytest.raises(ModelError, match="1 GPUs are visible here; CUDA shows a process one MIG slice"):
+        chosen()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv(LOCAL_RANK, "0")
+    assert chosen().name == "nccl"
+
+
+def test_a_gpu_that_others_have_to_themselves_is_the_users_to_free(
+    gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(device: torch.device) -> None:
+        raise torch.AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+
+    monkeypatch.setattr(torch.cuda, "set_device", busy)
+    with pytest.raises(ModelError, match="device cuda:0: a process has it to itself"):
+        chosen()
+
+
+def test_what_others_have_of_a_gpus_memory_is_told_in_a_line(
+    gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen()
+    assert capsys.readouterr().out == ""
+    gpus["free"] = 50e9
+    chosen()
+    told = "device cuda:0: 30.0 of 80.0 GB are in use by other processes; nvidia-smi shows which\n"
+    assert capsys.readouterr().out == told
+    monkeypatch.setenv(SHARED, "1")
+    chosen()
+    assert capsys.readouterr().out == ""
+
+
+def test_tests_may_share_few_gpus(gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus["count"] = 2
+    monkeypatch.setenv(SHARED, "1")
+    monkeypatch.setenv(LOCAL_RANK, "5")
+    assert chosen().device == torch.device("cuda", 1)
+
+
+def test_bf16_is_refused_where_a_gpu_would_only_imitate_it(
+    gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+    gpus["name"] = "Tesla V100-SXM2-32GB"
+    with pytest.raises(ModelError, match="cuda: Tesla V100-SXM2-32GB has no bf16 arithmetic"):
+        refuse_precision(torch.device("cuda"), torch.bfloat16)
+    refuse_precision(torch.device("cuda"), torch.float32)
+    refuse_precision(CPU, torch.bfloat16)
 
 
 def test_gloo_works_beside_gpus_and_where_there_are_none(gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

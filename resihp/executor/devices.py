@@ -1,0 +1,93 @@
+"""Which device is this worker's, and whether it can be trained on. What cannot is one line that names the way out.
+
+Asked once per worker, after the fork: asking for a GPU starts CUDA, which no fork survives. A ModelError is the
+configuration's fault, never the node's: nobody is drained for it. What a device says of itself goes through as it is,
+to whoever reads a worker's last words (`resihp.detector.diagnosis`). Called by `backends.chosen` and the engine. Read
+from torch's source (c10/cuda/CUDAFunctions.cpp); on a GPU it has not run.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch
+
+from resihp.errors import ModelError
+
+LOCAL_RANK = "LOCAL_RANK"
+"""Which of the node's devices is the worker's."""
+SHARED = "RESIHP_SHARE_GPUS"
+"""`1`: workers share the GPUs that there are; for tests on a machine with few."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+TAKEN_SHARE = 0.05
+"""Of a device's memory that others may have before it is told: contexts of monitors are small."""
+
+
+def visible() -> int:
+    """GPUs that torch can use here. Raises ModelError where some are given and torch cannot use them, RuntimeError where
+    they are broken: to train on processors instead would take weeks to be noticed."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count:
+        return count
+    way_out = f"; look at nvidia-smi, or train on processors with {VISIBLE}="
+    if told:
+        text = str(told[0].message)
+        if "too old" not in text:
+            raise RuntimeError(text)
+        raise ModelError(f"GPUs: torch {torch.__version__} cannot use them: {text.splitlines()[0]}{way_out}")
+    given = os.environ.get(VISIBLE, "")
+    if torch.version.cuda and given not in ("", "-1", "NoDevFiles"):  # the last is Slurm's word for none
+        raise ModelError(f"GPUs: {VISIBLE}={given} and torch sees none of these{way_out}")
+    return 0
+
+
+def own_device(gpus: int) -> torch.device:
+    """The GPU of this worker, of so many that are visible. Raises ModelError if there is none for it, or it is taken."""
+    local = int(os.environ.get(LOCAL_RANK) or 0)
+    shared = os.environ.get(SHARED) == "1"
+    if shared:
+        local %= gpus
+    if local >= gpus:
+        hint = f"look at {VISIBLE} and at --gpus-per-node"
+        if "MIG-" in os.environ.get(VISIBLE, ""):
+            hint = "CUDA shows a process one MIG slice: ask for whole GPUs"
+        raise ModelError(f"device {local}: {gpus} GPUs are visible here; {hint}")
+    device = torch.device("cuda", local)
+    try:
+        torch.cuda.set_device(device)
+        free, total = torch.cuda.mem_get_info(device)
+    except (RuntimeError, torch.AcceleratorError) as error:
+        if "busy or unavailable" not in str(error):
+            raise
+        raise ModelError(
+            f"device {device}: a process has it to itself (exclusive mode); nvidia-smi shows which, and "
+            "nvidia-smi -c DEFAULT lets others in"
+        ) from error
+    if not shared and total - free > TAKEN_SHARE * total:
+        taken = f"{(total - free) / 1e9:.1f} of {total / 1e9:.1f} GB"
+        print(f"device {device}: {taken} are in use by other processes; nvidia-smi shows which", flush=True)
+    return device
+
+
+def refuse_slices(device: torch.device) -> None:
+    """NCCL connects no slices of GPUs. Raises ModelError for one, if there are others to connect with."""
+    name = torch.cuda.get_device_name(device)
+    if " MIG " in f"{name} " and int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise ModelError(
+            f"device {device}: {name} is a slice of a GPU, and NCCL connects whole ones; ask for whole GPUs, or set "
+            "RESIHP_BACKEND=gloo, which is slow"
+        )
+
+
+def refuse_precision(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ModelError for bf16 on a GPU that would only imitate it."""
+    if (
+        dtype is torch.bfloat16
+        and device.type == "cuda"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
+        name = torch.cuda.get_device_name(device)
+        raise ModelError(f"device {device}: {name} has no bf16 arithmetic; train with bf16=False, or on another GPU")

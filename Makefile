@@ -6,7 +6,7 @@ BIN := .venv/bin
 RUN := $(BIN)/resihp
 HOME_OF_DEMO := .resihp-demo
 
-.PHONY: help setup setup-system demo test quick lint bench soak clean
+.PHONY: help setup setup-system demo test quick lint bench gpu soak clean
 
 # Most of a test's time is processes that start: they find themselves compiled.
 unexport PYTHONDONTWRITEBYTECODE
@@ -17,6 +17,7 @@ help:
 	@echo "make quick    the pure tests, in four minutes: without torch, clusters, databases that are servers, and jobs"
 	@echo "make soak     all tests, the longest of them, on all releases of Slurm: takes hours"
 	@echo "make lint     ruff and mypy"
+	@echo "make gpu      on a machine with one: what a GPU can show, three quarters of an hour; says so where there is none"
 	@echo "make bench    recovery, overhead, changes of layout, steady state, detection, planning, the ledger, each against its baseline"
 
 setup: .venv/complete
@@ -106,6 +107,10 @@ bench: setup
 	$(BIN)/python -m benchmarks.ledger_ingest records
 	$(BIN)/python -m benchmarks.ledger_queries
 	$(BIN)/python benchmarks/report.py
+
+# BLOCKS="kernels throughput" runs these alone. On a machine whose torch sees a GPU, PYTHON being one that has it.
+gpu:
+	@if [ -x $(BIN)/python ]; then python=$(BIN)/python; else python=$(PYTHON); fi; $$python -m benchmarks.gpu $(BLOCKS)
 
 soak: setup
 	RESIHP_FUZZ_SEEDS=50000 $(BIN)/python -m pytest -n 2 tests/resihp/controller --timeout 7200

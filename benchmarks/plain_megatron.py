@@ -1,6 +1,7 @@
 """megatron-core on its own, as the executor's peer: model, 1F1B, DistributedDataParallel and optimizer are all its own.
 
-Runs without CUDA by the shim of the integration tests, which changes torch for the whole process; used by `steady`.
+Runs without CUDA by the shim of the integration tests, which changes torch for the whole process; used by `steady`, and
+on a GPU, without the shim, by `on_gpu.throughput`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ with warnings.catch_warnings():
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import Float16Module
 
 SHIM = Path(__file__).parents[1] / "tests" / "integration" / "cuda_shim.py"
 dist: Any = torch.distributed
@@ -42,9 +44,11 @@ Documents = Iterable[tuple[Tensor, Tensor]]
 
 def connect(rank: int, store: tuple[str, int], world: int, tp: int, pp: int, timeout: timedelta) -> None:
     """Make the process one of megatron-core's ranks, in its order: tensor, data, pipeline."""
-    _shim()
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        _shim()
     keys = dist.PrefixStore("megatron", dist.TCPStore(*store, None, False, timeout=timeout))
-    dist.init_process_group("gloo", store=keys, rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group("nccl" if on_gpu else "gloo", store=keys, rank=rank, world_size=world, timeout=timeout)
     parallel_state.initialize_model_parallel(tp, pp, create_gloo_process_groups=False)
 
 
@@ -65,6 +69,7 @@ class PlainMegatron:
         micro_batches: int,
         kernel: bool,
         overlap: bool,
+        device: str | torch.device = "cpu",
     ) -> None:
         self._length, self._micro_batches = length, micro_batches
         stage, stages = parallel_state.get_pipeline_model_parallel_rank(), config.pipeline_model_parallel_size
@@ -83,8 +88,10 @@ class PlainMegatron:
             pre_process=stage == 0,
             post_process=self._ends,
             position_embedding_type="rope",
-        )
-        buckets = DistributedDataParallelConfig(overlap_grad_reduce=overlap)
+        ).to(device)
+        if config.bf16:
+            model = Float16Module(config, model)
+        buckets = DistributedDataParallelConfig(overlap_grad_reduce=overlap, grad_reduce_in_fp32=config.bf16)
         self._model = DistributedDataParallel(config, buckets, model)
         config.finalize_model_grads_func = finalize_model_grads
         config.no_sync_func = self._model.no_sync if overlap else None
@@ -98,6 +105,8 @@ class PlainMegatron:
                 adam_beta2=beta2,
                 adam_eps=settings.eps,
                 clip_grad=settings.clip,
+                bf16=config.bf16,
+                params_dtype=config.params_dtype,
             ),
             [self._model],
             use_gloo_process_groups=False,
@@ -105,14 +114,16 @@ class PlainMegatron:
         for group in self._optimizer.param_groups:  # as OptimizerParamScheduler does
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         self._run = get_forward_backward_func()
-        self._mask = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)[None, None]
-        self._positions = torch.arange(length)[None]
+        self._mask = None
+        if not kernel:  # which knows that it is causal
+            self._mask = torch.triu(torch.ones(length, length, dtype=torch.bool, device=device), 1)[None, None]
+        self._positions = torch.arange(length, device=device)[None]
 
     def start_from(self, first: dict[str, nn.Parameter]) -> None:
         """Take over parameters, by our names: `decoder.layers.1.x` of stage 1 is our `layers.3.x`."""
         with torch.no_grad():
             for name, parameter in self._model.module.named_parameters():
-                ours = name.removeprefix("decoder.")
+                ours = name.removeprefix("module.").removeprefix("decoder.")
                 if ours.startswith("layers."):
                     _, layer, rest = ours.split(".", 2)
                     ours = f"layers.{int(layer) + self._first_layer}.{rest}"

@@ -25,8 +25,11 @@ TAKEN_SHARE = 0.05
 
 
 def visible() -> int:
-    """GPUs that torch can use here. Raises ModelError where some are given and torch cannot use them, RuntimeError where
-    they are broken: to train on processors instead would take weeks to be noticed."""
+    """GPUs that torch can use here.
+
+    Raises ModelError where some are given and torch cannot use them, RuntimeError where they are broken: to train on
+    processors instead would take weeks to be noticed.
+    """
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -45,7 +48,7 @@ def visible() -> int:
 
 
 def own_device(gpus: int) -> torch.device:
-    """The GPU of this worker, of so many that are visible. Raises ModelError if there is none for it, or it is taken."""
+    """The GPU of this worker, of so many that are visible. Raises ModelError if there is none, or it is taken."""
     local = int(os.environ.get(LOCAL_RANK) or 0)
     shared = os.environ.get(SHARED) == "1"
     if shared:

@@ -1,4 +1,4 @@
-"""Workers that share the GPU by way of gloo: bf16 against fp32, and what becomes of a job of which one dies or hangs."""
+"""Workers that share the GPU by way of gloo: bf16 against fp32, and what becomes of a job if one dies or hangs."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from resihp.executor import backends, devices
 from resihp.executor.communicators import Communicators
 from resihp.executor.compute.batches import Batches, fingerprint
 from resihp.executor.compute.channels import guarded
-from resihp.executor.compute.interpreter import Interpreter, speaks
+from resihp.executor.compute.interpreter import Interpreter
 from resihp.executor.compute.iteration import Iteration, Observer, Prepared
 from resihp.executor.compute.stage import PositionEmbedding, StageModule, model_spec, refuse_unhonoured
 from resihp.executor.compute.step_agreement import last_synchronisation
@@ -335,6 +335,8 @@ class Engine:
     def begin(self, epoch: int) -> None:
         """The plan of `epoch` is in effect: let go of what only the one before needed; without work, of everything."""
         if self.next is not None or self.state is None or self.state.epoch != epoch:
+            if self.state is not None and self.state is not self.next:
+                self.state.gradients.release()
             self.state = self.next
         self.next, self.acknowledged = None, None
         self._moves = ()
@@ -386,9 +388,8 @@ class Engine:
             raise ResihpError(f"rank {self.rank}: holds the state of iteration {state.stepped}, cannot run {iteration}")
         stopwatch = stopwatch_of(self.device, self.speed)
         prepared = self.prepare(plan, self.rank)
-        state.ready = None
+        state.begin(prepared.buckets, self.rank)
         stage = state.stage
-        stage.zero_grad(set_to_none=True)
         place = plan.layout.place(self.rank)
         assert place is not None
         stage.tp_group.bind(communicators.find(f"tensor/{place.replica}/{place.stage}"))
@@ -414,13 +415,15 @@ class Engine:
         interpreter = Interpreter(it, state, stopwatch, self.pace)
         try:
             interpreter.run()
+        except BaseException:
+            state.gradients.release()  # a sum that was given up may still be written to them
+            raise
         finally:
             stage.tp_group.on_start = nobody
         self.reduced_s = stopwatch.offset()
         self.measured = interpreter.measured()
         state.ready = iteration
-        loss_sum = float(interpreter.loss_sum) if speaks(state) else 0.0
-        return last_synchronisation(it, state, loss_sum, self._settings, pause=pause(), saving=saving())
+        return last_synchronisation(it, state, interpreter.loss_sum, self._settings, pause=pause(), saving=saving())
 
     def step(self, outcome: StepOutcome) -> None:
         """Take the step that all agreed on. Local: needs no communicator and no peer."""

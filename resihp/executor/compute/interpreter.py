@@ -24,7 +24,7 @@ from resihp.executor.emulation import Pace
 from resihp.executor.state.rank_state import State
 from resihp.faults import Phase
 from resihp.parallelism.plan import Primitive
-from resihp.pipeline.program import Bucket, Compute, Parcel, Program, Reduce, Transmit, gradients_of
+from resihp.pipeline.program import Compute, Parcel, Program, Reduce, Transmit, gradients_of
 
 _Key = tuple[Literal["forward", "backward"], int, int]
 """(direction, micro-batch, boundary), as of a Parcel."""
@@ -90,7 +90,7 @@ class Interpreter:
                     case Transmit(parcel):
                         self._transmit(parcel)
                     case Reduce(bucket):
-                        self._reduce(self._it.prepared.buckets[bucket])
+                        self._reduce(bucket)
             self._finish()
         finally:
             self._stage.weights.discard()
@@ -228,10 +228,13 @@ class Interpreter:
 
     # --- gradients --------------------------------------------------------------------------------------------
 
-    def _reduce(self, bucket: Bucket) -> None:
-        """Begin to sum a bucket. It is copied out first: a slice in several buckets is offered unreduced to each."""
-        views = [self._state.gradient(piece) for piece in bucket.slices]
-        flat = torch.cat([view.reshape(-1) for view in views])
+    def _reduce(self, index: int) -> None:
+        """Begin to sum a bucket where it lies, or copied out: a slice in several is offered unreduced to each."""
+        bucket, views = self._it.prepared.buckets[index], list[Tensor]()
+        flat = self._state.gradients.stretch(index)
+        if flat is None:
+            views = [self._state.gradient(piece) for piece in bucket.slices]
+            flat = torch.cat([view.reshape(-1) for view in views])
         channel = self._communicators.channel(gradients_of(bucket.owners, self._it.active))
         with guarded("gradient reduction"):
             self._summing.append((channel.allreduce([flat]), flat, views))
@@ -239,12 +242,13 @@ class Interpreter:
             self._enter("reduce")  # with more to come, half-way: one bucket is under way
 
     def _finish(self) -> None:
-        """Wait for all that is under way, and put the sums where the gradients are."""
+        """Wait for all that is under way, and put what was copied back where the gradients are."""
         self._enter("reduce")
         for transfer, flat, views in self._summing:
             with waiting(self._observer, "gradient reduction"):
                 transfer.wait()
-            for view, part in zip(views, flat.split([view.numel() for view in views]), strict=True):
+            parts = flat.split([view.numel() for view in views]) if views else ()
+            for view, part in zip(views, parts, strict=True):
                 view.copy_(part.view(view.shape))
             self._observer.progressed()
         with waiting(self._observer, "pipeline send"):

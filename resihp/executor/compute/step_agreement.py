@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from resihp.errors import DatasetError
 from resihp.executor.compute.interpreter import computed, speaks
@@ -20,26 +21,27 @@ from resihp.protocol.messages import StepOutcome
 
 
 def last_synchronisation(
-    it: Iteration, state: State, loss_sum: float, settings: AdamW, *, pause: bool, saving: bool
+    it: Iteration, state: State, own_loss: Tensor, settings: AdamW, *, pause: bool, saving: bool
 ) -> StepOutcome:
     """One float64 all-reduce over all active ranks, from which each computes the same outcome.
 
-    `loss_sum` is the loss over the tokens of the micro-batches that this rank computed to their end, 0 where another
-    rank speaks for them. `pause`: this rank was asked to park after the iteration: if any was, all do;
+    `own_loss` is the loss over the tokens of the micro-batches that this rank computed to their end; it does not count
+    where another rank speaks for them. `pause`: this rank was asked to park after the iteration: if any was, all do;
     `saving`: it still writes a checkpoint: if any does, none begins another. Raises DatasetError when ranks were given
     different data for the iteration.
+
+    The device is waited for once, for the sums: its own share of them stays there until then.
     """
     batch = it.batch
-    gradients = (state.gradient(piece) for piece in it.prepared.counted)
-    squares = sum(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2 for gradient in gradients)
-    finite = math.isfinite(squares)
-    mine = _totals([batch[m] for m in computed(it.program, state)] if speaks(state) else [])
-    told = [float(not finite), float(pause), float(saving)]
-    sums = torch.tensor(
-        [squares if finite else 0.0, *told, loss_sum, *mine[:3], *_limbs(mine[3])],
-        dtype=torch.float64,
-        device=it.device,
-    )
+    speaking = speaks(state)
+    mine = _totals([batch[m] for m in computed(it.program, state)] if speaking else [])
+    told = [0.0, 0.0, float(pause), float(saving), 0.0, *mine[:3], *_limbs(mine[3])]
+    sums = torch.tensor(told, dtype=torch.float64, device=it.device)
+    own_squares = _sum_of_squares([state.gradient(piece) for piece in it.prepared.counted], it.device)
+    finite = own_squares.isfinite()
+    sums[0], sums[1] = own_squares.where(finite, 0.0), ~finite
+    if speaking:
+        sums[4] = own_loss
     if it.communicators.world is not None:
         with waiting(it.observer, "last synchronisation"):
             it.communicators.world.allreduce([sums]).wait()
@@ -71,6 +73,13 @@ def last_synchronisation(
         pause=pauses > 0,
         saving=savers > 0,
     )
+
+
+def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
+    """Over all elements, in float64, on the device: nobody waits for it here."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()
 
 
 def _totals(batch: Sequence[MicroBatch]) -> tuple[int, int, int, int]:

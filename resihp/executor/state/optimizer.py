@@ -93,9 +93,7 @@ class AdamWState:
     def apply(self, clip: float, learning_rate: float) -> None:
         """Update the parameters from their gradients, which are scaled by `clip` in place. No communication."""
         if clip != 1.0:
-            for parameter in self.parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(clip)
+            torch._foreach_mul_([p.grad for p in self.parameters.values() if p.grad is not None], clip)
         for group in self._torch.param_groups:
             group["lr"] = learning_rate
         self._torch.step()

@@ -7,18 +7,20 @@ the next one is in effect. Owned by `resihp.executor.engine`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 from torch import Tensor
 
 from resihp.executor.compute.stage import StageModule
 from resihp.executor.state import parameters
+from resihp.executor.state.gradients import Gradients
 from resihp.executor.state.optimizer import AdamWState
 from resihp.parallelism.layout import LayerSpan
 from resihp.parallelism.ownership import ParameterSpec, Slice, share
 from resihp.parallelism.plan import Plan
+from resihp.pipeline.program import Bucket
 
 
 class HeldPart(msgspec.Struct, frozen=True):
@@ -56,6 +58,15 @@ class State:
     """Last iteration whose step these parameters have taken."""
     ready: int | None = None
     """Iteration whose gradients are all reduced on this rank and still held."""
+    gradients: Gradients = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.gradients = Gradients(dict(self.stage.named_parameters()), self.optimizer.parameters)
+
+    def begin(self, buckets: Sequence[Bucket], rank: int) -> None:
+        """Gradients are zero and nothing is ready, for an iteration whose gradients are summed in `buckets`."""
+        self.ready = None
+        self.gradients.begin(buckets, rank, {name: self.share(spec) for name, spec in self.specs.items()})
 
     def share(self, spec: ParameterSpec) -> Slice:
         return share(spec, self.holding.t, self.holding.tp)
@@ -66,10 +77,7 @@ class State:
 
     def gradient(self, piece: Slice) -> Tensor:
         """View of a slice's gradient; zeros where nothing was computed (a replica without micro-batches)."""
-        parameter = self.optimizer.parameters[piece.name]
-        if parameter.grad is None:
-            parameter.grad = parameter.data.new_zeros(parameter.shape)
-        return self._view(parameter.grad, self.specs[piece.name], piece)
+        return self._view(self.gradients.of(piece.name), self.specs[piece.name], piece)
 
     def _view(self, tensor: Tensor, spec: ParameterSpec, piece: Slice) -> Tensor:
         return parameters.view(tensor, spec, self.holding.t, self.holding.tp, piece)

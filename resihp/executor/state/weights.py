@@ -53,7 +53,7 @@ class DeferredWeights:
             self._open = None
 
     def finish(self, key: Hashable) -> None:
-        """Add the weight gradients queued under `key` to `.grad`, freeing what each needs. Waits for nobody.
+        """Add the weight gradients queued under `key` up, freeing what each needs. Waits for nobody.
 
         Raises KeyError for a key that nothing was collected under.
         """
@@ -61,11 +61,9 @@ class DeferredWeights:
         with torch.no_grad():
             while queue:
                 weight, inputs, gradient = queue.pop(0)
-                product = _product(inputs, gradient)
-                if weight.grad is None:
-                    weight.grad = product
-                else:
-                    weight.grad.add_(product)
+                product = _weight_gradient(weight, inputs, gradient)
+                if product is not None:
+                    weight.grad = product if weight.grad is None else weight.grad.add_(product)
 
     def discard(self) -> None:
         """Forget all that is queued: the iteration broke."""
@@ -138,13 +136,21 @@ class _Linear(torch.autograd.Function):
             exchange = group.start_all_reduce(input_gradient)
         weight_gradient = None
         if not ctx.deferred.put(ctx.parameter, inputs.detach(), gradient.detach()):
-            weight_gradient = _product(inputs, gradient)
+            weight_gradient = _weight_gradient(ctx.parameter, inputs, gradient)
         bias_gradient = gradient.flatten(0, -2).sum(0) if ctx.use_bias else None
         if exchange is not None:
             input_gradient = exchange.result()
         return input_gradient, weight_gradient, bias_gradient, None, None, None, None
 
 
-def _product(inputs: Tensor, gradient: Tensor) -> Tensor:
-    """Gradient of a weight, with megatron's order of operations."""
-    return gradient.flatten(0, -2).t().matmul(inputs.flatten(0, -2))
+def _weight_gradient(weight: Tensor, inputs: Tensor, gradient: Tensor) -> Tensor | None:
+    """Gradient of a weight; None where it was added to the weight's `main_grad`, as megatron's fused kernel does."""
+    left, right = gradient.flatten(0, -2).t(), inputs.flatten(0, -2)
+    main: Tensor | None = getattr(weight, "main_grad", None)
+    if main is None:
+        return left.matmul(right)
+    if main.dtype == left.dtype:
+        main.addmm_(left, right)
+    else:
+        main.add_(left.matmul(right))
+    return None

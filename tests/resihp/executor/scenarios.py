@@ -24,6 +24,7 @@ from resihp.executor import backends, probe
 from resihp.executor import engine as engine_module
 from resihp.executor.communicators import Communicators
 from resihp.executor.compute.attention import PackedAttention, Packing
+from resihp.executor.compute.channels import Channel
 from resihp.executor.engine import Engine
 from resihp.executor.group_store import TorchRendezvous
 from resihp.executor.state import checkpoint
@@ -558,3 +559,53 @@ def met(rank: int, line: Line) -> dict[str, Any]:
     communicators.channel("world").allreduce([torch.zeros(1)]).wait()
     communicators.close()
     return {"sum": float(summed), "listeners": listeners}
+
+
+def sums_in_place(rank: int, store: Line, *, grid_of: tuple[int, int, int]) -> dict[str, int]:
+    """Over two iterations: tensors summed over replicas that are not the rank's gradient buffer, and its buffers."""
+    engine, plan = engine_of("gpt"), plan_of(1, grid(*grid_of))
+    engine.adopt(plan, rank)
+    engine.connect(plan, rank, store, TIMEOUT_S)
+    summed: list[torch.Tensor] = []
+    begin = Channel.allreduce
+
+    def noted(channel: Channel, tensors: list[torch.Tensor], *options: Any) -> Any:
+        summed.extend(tensor for tensor in tensors if tensor.dtype == torch.float32)
+        return begin(channel, tensors, *options)
+
+    Channel.allreduce = noted
+    for iteration in (1, 2):
+        engine.step(engine.run(plan, iteration, Watcher()))
+    engine.disconnect()
+    ours = {engine.state.gradients.of(name).untyped_storage().data_ptr() for name in engine.state.specs}
+    found = [tensor.untyped_storage().data_ptr() for tensor in summed]
+    assert found
+    return {"copies": sum(one not in ours for one in found), "buffers": len(ours)}
+
+
+def broken_buffer(rank: int, store: Line) -> dict[str, bool]:
+    """An iteration that breaks when its gradients are there, then the same one again."""
+    engine, plan = engine_of("gpt"), plan_of(1, grid(1, 1, 1))
+    whole, again = engine_of("gpt"), TorchRendezvous(torch.distributed.HashStore())
+    for one in (engine, whole):
+        one.adopt(plan, 0)
+        one.connect(plan, 0, again, TIMEOUT_S)
+    name = "layers.1.mlp.linear_fc2.weight"
+    left: list[torch.Tensor] = []
+
+    def broken(phase: str) -> None:
+        if phase == "reduce":
+            left.append(engine.state.gradients.of(name))
+            raise CommunicatorError("broken")
+
+    try:
+        engine.run(plan, 1, Watcher(on_enter=broken))
+    except CommunicatorError:
+        left[0].fill_(float("nan"))  # as what was given up may do at any time
+    for one in (engine, whole):
+        one.step(one.run(plan, 1, Watcher()))
+    new = engine.state.gradients.of(name)
+    return {
+        "new": new.data_ptr() != left[0].data_ptr(),
+        "equal": state_digest(engine) == state_digest(whole),
+    }

@@ -27,10 +27,12 @@ HONOURED = frozenset(
         # initialisation
         *("init_method", "output_layer_init_method", "embedding_init_method"),
         *("init_method_std", "embedding_init_method_std"),
+        # precision: bf16 with masters, moments and gradients in float32; which combinations, see `_precision`
+        *("bf16", "params_dtype", "pipeline_dtype", "autocast_dtype"),
         # recomputation of activations, carried out by `recomputation`
         *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
-        # true of us whatever they say: packed lengths vary, the loss is a mean over tokens, all is float32, and
-        # attention and cross entropy are our own
+        # true of us whatever they say: packed lengths vary, the loss is a mean over tokens, attention and
+        # cross entropy are our own, with softmax in float32
         *("variable_seq_lengths", "calculate_per_token_loss", "attention_softmax_in_fp32", "masked_softmax_fusion"),
         *("cross_entropy_loss_fusion", "use_cpu_initialization", "clone_scatter_output_in_embedding"),
         # derived from the above when there are no experts
@@ -47,11 +49,13 @@ HINTS = {
     "virtual_pipeline_model_parallel_size": "leave it unset: the job's layout decides (--virtual-stages)",
     "sequence_parallel": "leave it False and use --sequence-parallel: the job's layout decides",
     "distribute_saved_activations": "leave it unset: --sequence-parallel cuts the saved activations, too",
-    "params_dtype": "use torch.float32",
+    "fp16": "set bf16=True and params_dtype=torch.bfloat16, which need no loss scale",
+    "bf16": "set bf16=True together with params_dtype=torch.bfloat16",
+    "params_dtype": "torch.float32, or torch.bfloat16 together with bf16=True",
     "kv_channels": "leave it unset: heads of hidden_size / num_attention_heads",
 }
 
-_INERT = {"hidden_dropout": (0.0,), "attention_dropout": (0.0,), "pipeline_dtype": (None, torch.float32)}
+_INERT = {"hidden_dropout": (0.0,), "attention_dropout": (0.0,)}
 """Fields whose inert values are not just megatron's default."""
 
 
@@ -68,6 +72,7 @@ def refuse_unhonoured(config: TransformerConfig) -> None:
         allowed = _INERT.get(field.name) or (_default(inert, field),)
         if not any(_equal(value, other) for other in allowed):
             refused.append((field.name, value, allowed[0]))
+    refused += _precision(config)
     if config.kv_channels * config.num_attention_heads != config.hidden_size:
         refused.append(("kv_channels", config.kv_channels, config.hidden_size // config.num_attention_heads))
     if config.normalization not in ("LayerNorm", "RMSNorm"):
@@ -82,6 +87,15 @@ def refuse_unhonoured(config: TransformerConfig) -> None:
             for name, value, allowed in refused
         ]
         raise ModelError("transformer config: " + "; ".join(reasons))
+
+
+def _precision(config: TransformerConfig) -> list[tuple[str, Any, Any]]:
+    """Fields that do not fit together: (name, value, what is allowed)."""
+    dtype = torch.bfloat16 if config.bf16 else torch.float32
+    if config.params_dtype != dtype:
+        return [("bf16" if config.bf16 else "params_dtype", config.bf16 or config.params_dtype, dtype)]
+    wrong = config.pipeline_dtype not in (None, dtype)
+    return [("pipeline_dtype", config.pipeline_dtype, dtype)] if wrong else []
 
 
 def describe(value: Any) -> Any:

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 import torch
 from megatron.core.transformer import TransformerConfig
+from torch import nn
 
 from resihp.detector.observation import CHUNKS, Floats
 from resihp.errors import CommunicatorError, LayoutError, PlanError, ResihpError
@@ -39,7 +40,7 @@ from resihp.executor.emulation import Pace, Wires
 from resihp.executor.group_store import MeetingPlace
 from resihp.executor.state import parameters, state_transfer
 from resihp.executor.state.optimizer import AdamW, AdamWState
-from resihp.executor.state.rank_state import HeldPart, State, extra_bytes
+from resihp.executor.state.rank_state import HeldPart, State, extra_bytes, masters_of
 from resihp.executor.tensor_group import TensorGroup, nobody
 from resihp.parallelism import ownership, transfers
 from resihp.parallelism.layout import validate
@@ -223,12 +224,14 @@ class Engine:
         stage = self._module(holding, TensorGroup(holding.tp, holding.t), plan.sequence_parallel).to(self.device)
         specs = {name: self._by_name[name] for name, _ in stage.named_parameters()}
         old = self.state
+        kept: dict[str, nn.Parameter] = {}
         if old is not None:
             for name, spec in specs.items():
                 if name in old.specs and old.share(spec) == ownership.share(spec, holding.t, holding.tp):
                     module, _, local = name.rpartition(".")
-                    stage.get_submodule(module).register_parameter(local, old.optimizer.parameters[name])
-        optimizer = AdamWState(self._settings, dict(stage.named_parameters()), old.optimizer if old else None)
+                    stage.get_submodule(module).register_parameter(local, old.stage.get_parameter(name))
+                    kept[name] = old.optimizer.parameters[name]
+        optimizer = AdamWState(self._settings, masters_of(stage, kept), old.optimizer if old else None)
         new = State(plan.epoch, holding, stage, optimizer, specs, parallel)
         if old is not None:
             state_transfer.copy_kept(old, new)
@@ -240,6 +243,7 @@ class Engine:
         for name, parameter in state.optimizer.parameters.items():
             spec = self._by_name[name]
             parameters.fill(parameter, spec, t, tp, parameters.draw(spec, self._config, self._seed, self.model))
+        state.derive()
 
     def _module(self, holding: HeldPart, group: TensorGroup, sequence_parallel: bool) -> StageModule:
         position_embedding, rotary_base = self._positions
@@ -324,6 +328,7 @@ class Engine:
         if self.next is not None:
             self.next.stepped = stepped
             self.next.optimizer.resume(updates)
+            self.next.derive()
         self.acknowledged = plan.epoch
         return received
 
@@ -435,6 +440,7 @@ class Engine:
             )
         if not outcome.skip:
             state.optimizer.apply(outcome.clip, outcome.learning_rate)
+            state.derive()
         state.stepped = outcome.iteration
 
     def gather(self, value: Any) -> list[Any]:
@@ -464,6 +470,7 @@ class Engine:
         assert self.state is not None
         self.state.stepped, self.state.ready = iteration, None
         self.state.optimizer.resume(updates)
+        self.state.derive()
 
     def _check_assignment(self, plan: Plan) -> None:
         shares, replicas = len(plan.assignment), len(plan.layout.replicas)

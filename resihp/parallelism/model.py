@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
@@ -11,7 +13,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     All counts are of the whole model. `kv_groups` is the number of key/value heads (equal to `heads` without
     grouped queries). `ffn_hidden` is the width of the MLP's inner layer, `gated` tells a gated one (SwiGLU). The
     rows of embedding and head are padded to a multiple of `vocab_multiple`, so that tensor parallelism can cut them;
-    the padding never takes part in the loss.
+    the padding never takes part in the loss. `precision` is that of parameters and activations in passes; what the
+    optimizer updates, and what is moved and stored, is float32 in any case.
     """
 
     layers: int
@@ -24,6 +27,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     gated: bool = False
     tied_embeddings: bool = False
     vocab_multiple: int = 1
+    precision: Literal["fp32", "bf16"] = "fp32"
 
     @property
     def vocab_rows(self) -> int:

@@ -12,7 +12,7 @@ from resihp.parallelism.layout import Layout
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan
 from resihp.scheduler.cost import profile
-from resihp.scheduler.cost.memory import STATE_BYTES, Post
+from resihp.scheduler.cost.memory import Post
 from resihp.scheduler.cost.profile import Profile, layer_units
 
 
@@ -41,8 +41,9 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """Normalised throughput where it was measured; 1, a healthy device's, where not."""
     memory_bytes: int | None = None
     """Of each device; None where it is not known, and then not checked."""
-    state_bytes: int = STATE_BYTES
-    """Of each parameter, gradient and optimizer included (`resihp.scheduler.cost.memory.zero_1`)."""
+    state_bytes: int | None = None
+    """Of each parameter, gradient and optimizer included (`resihp.scheduler.cost.memory.zero_1`); None: what the
+    model's precision takes."""
     profile: Profile | None = None
     """Times of the model; None where nothing was measured, and then those of `layer_units`."""
     links: dict[tuple[str, str], float] = {}

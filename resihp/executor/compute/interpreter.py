@@ -52,7 +52,7 @@ class Interpreter:
         self._state, self._stage, self._rank = state, state.stage, iteration.rank
         self._batch, self._multiple = iteration.batch, iteration.prepared.multiple
         self._communicators, self._observer = iteration.communicators, iteration.observer
-        self._device = iteration.device
+        self._device, self._dtype = iteration.device, state.stage.config.params_dtype
         self._stopwatch, self._pace = stopwatch, pace
         self._total_tokens = sum(micro_batch.tokens for micro_batch in iteration.batch)
         self._tensor = iteration.communicators.find("tensor/{}/{}".format(*iteration.place))
@@ -202,7 +202,7 @@ class Interpreter:
         if incoming:
             bounds = [(p.start * elements // p.of, p.stop * elements // p.of, p.sender) for p in incoming]
             low = min(start for start, _, _ in bounds)
-            part = torch.empty(sum(stop - start for start, stop, _ in bounds), device=self._device)
+            part = torch.empty(sum(stop - start for start, stop, _ in bounds), dtype=self._dtype, device=self._device)
             transfers = []
             for start, stop, sender in bounds:
                 channel = self._communicators.channel(f"{parcel.direction}/{sender}-{self._rank}")
@@ -221,7 +221,7 @@ class Interpreter:
                 transfer.wait()
             if arrival.parcel.gathered:
                 assert self._tensor is not None
-                whole = torch.empty(arrival.elements, device=self._device)
+                whole = torch.empty(arrival.elements, dtype=self._dtype, device=self._device)
                 parts = list(whole.chunk(self._state.holding.tp))
                 self._tensor.allgather([parts], [arrival.part]).wait()
         return whole.view(self._shape(key[1]))

@@ -99,6 +99,7 @@ class StageModule(nn.Module):
         self._rotation: Tensor | None = None
         if position_embedding == "rope":
             self._rotation = _rotation(local, model.sequence, rotary_base)
+        self.to(config.params_dtype)  # all of it, as megatron's Float16Module does: norms are built in float32
 
     def forward(self, chunk: int, lengths: tuple[int, ...], inputs: Tensor, labels: Tensor | None = None) -> Tensor:
         """One chunk of one packed micro-batch of N = sum(lengths) tokens.
@@ -187,6 +188,7 @@ def model_spec(
         gated=config.gated_linear_unit,
         tied_embeddings=tied,
         vocab_multiple=vocab_multiple,
+        precision="bf16" if config.bf16 else "fp32",
     )
 
 

@@ -22,6 +22,7 @@ from resihp.errors import CheckpointError
 from resihp.executor.engine import Engine
 from resihp.executor.state.rank_state import State
 from resihp.parallelism.layout import Layout
+from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.ownership import ParameterSpec, Slice, counted
 from resihp.parallelism.plan import Plan
 from resihp.worker import checkpoints
@@ -125,7 +126,7 @@ def load(engine: Engine, folder: Path) -> None:
     updates = 0
     for file in files:
         content = _read(folder / file)
-        if content["model"] != msgspec.json.encode(engine.model).decode() or content["iteration"] != iteration:
+        if not _same_model(content["model"], engine.model) or content["iteration"] != iteration:
             raise CheckpointError(
                 f"checkpoint {folder}: {file} holds iteration {content['iteration']} of {content['model']}, "
                 f"not iteration {iteration} of this model"
@@ -143,6 +144,15 @@ def load(engine: Engine, folder: Path) -> None:
         for target, source in copies:
             target.copy_(source)
     engine.resume(iteration, updates)
+
+
+def _same_model(stored: str, model: ModelSpec) -> bool:
+    """Whether a checkpoint's model is this one, in whatever precision: what is stored is float32 in any."""
+    try:
+        found = msgspec.json.decode(stored, type=ModelSpec)
+    except msgspec.DecodeError:
+        return False
+    return msgspec.structs.replace(found, precision=model.precision) == model
 
 
 def _copies(state: State, spec: ParameterSpec, pieces: list[Piece], folder: Path) -> list[tuple[Tensor, Tensor]]:

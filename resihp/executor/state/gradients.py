@@ -106,7 +106,8 @@ def summed_in_place(buckets: Sequence[Bucket], rank: int, shares: Mapping[str, S
 
 
 def _add_to_main(parameter: Tensor) -> None:
-    """Hook of a parameter of fewer bits, called when a backward pass has set its gradient."""
-    assert parameter.grad is not None
+    """Hook of a parameter of fewer bits, called when a backward pass is through with it."""
+    if parameter.grad is None:  # `weights` has added it already, or will
+        return
     parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
     parameter.grad = None

@@ -65,6 +65,7 @@ class AdamW:
 class AdamWState:
     """torch's AdamW over one rank's parameters, with moments that exist from the beginning and can be reached.
 
+    What it updates is float32, whatever passes compute with (`resihp.executor.state.rank_state.masters_of`).
     Moments of `parameters` that `shared` has too, the same object under the same name, are shared with it.
     """
 

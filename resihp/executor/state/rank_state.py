@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from resihp.executor.compute.stage import StageModule
 from resihp.executor.state import parameters
@@ -63,6 +64,18 @@ class State:
     def __post_init__(self) -> None:
         self.gradients = Gradients(dict(self.stage.named_parameters()), self.optimizer.parameters)
 
+    def derive(self) -> None:
+        """Round what the optimizer updates (masters, float32) into what passes compute with, where these differ.
+
+        To be called after every change of the masters: a parameter is the same bits on whichever rank holds it.
+        """
+        named = dict(self.stage.named_parameters())
+        pairs = [(named[name], master) for name, master in self.optimizer.parameters.items()]
+        derived = [pair for pair in pairs if pair[0] is not pair[1]]
+        if derived:
+            with torch.no_grad():
+                torch._foreach_copy_([parameter for parameter, _ in derived], [master for _, master in derived])
+
     def begin(self, buckets: Sequence[Bucket], rank: int) -> None:
         """Gradients are zero and nothing is ready, for an iteration whose gradients are summed in `buckets`."""
         self.ready = None
@@ -83,9 +96,22 @@ class State:
         return parameters.view(tensor, spec, self.holding.t, self.holding.tp, piece)
 
     def storages(self) -> Iterator[Tensor]:
-        """Every tensor of the state, once."""
-        for name in self.specs:
-            yield from self.optimizer.tensors(name).values()
+        """Every tensor of the state but gradients, once: these come with the first iteration."""
+        for name, parameter in self.stage.named_parameters():
+            tensors = self.optimizer.tensors(name)
+            yield from tensors.values()
+            if parameter.dtype != tensors["value"].dtype:
+                yield parameter
+
+
+def masters_of(stage: StageModule, held: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """What the optimizer is to update: parameters in float32, themselves where they are, else those already `held`."""
+    return {
+        name: parameter
+        if parameter.dtype == torch.float32
+        else held.get(name) or nn.Parameter(torch.empty_like(parameter, dtype=torch.float32), requires_grad=False)
+        for name, parameter in stage.named_parameters()
+    }
 
 
 def extra_bytes(old: State | None, new: State | None) -> int:

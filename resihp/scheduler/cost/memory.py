@@ -23,13 +23,17 @@ from resihp.parallelism.parameter_outline import layer_outline, outline
 from resihp.parallelism.plan import Order, Plan
 from resihp.pipeline.schedules import orders_of
 
-STATE_BYTES = 16
-"""Of each parameter: its value, its gradient and Adam's two moments in 32 bits. Mixed precision takes as many: 2 + 2,
-and 12 for the master copy and the moments, which under ZeRO-1 the replicas share (`zero_1`).
+STATE_BYTES = {"fp32": 16, "bf16": 18}
+"""Of each parameter, by precision: its value, its gradient and Adam's two moments in 32 bits; in bf16 the value in 16
+bits besides. Mixed precision with 16-bit gradients takes 2 + 2, and 12 for the master copy and the moments, which under
+ZeRO-1 the replicas share (`zero_1`).
 """
 
-ELEMENT = 4
-"""Bytes of a number: the executor trains in float32."""
+ELEMENT = {"fp32": 4, "bf16": 2}
+"""Bytes of a number among activations, by precision."""
+
+LOSS_ELEMENT = 4
+"""Of softmax and its gradient, in any precision."""
 
 
 class Post(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +46,8 @@ class Post(msgspec.Struct, frozen=True, kw_only=True):
     schedule: str = "1f1b"
     micro_batches: int = 1
     sequence_parallel: bool = False
-    state_bytes: int = STATE_BYTES
+    state_bytes: int | None = None
+    """Of each parameter; None: what the model's precision takes."""
 
 
 def zero_1(replicas: int) -> int:
@@ -50,9 +55,7 @@ def zero_1(replicas: int) -> int:
     return 4 + -(-12 // max(1, replicas))
 
 
-def needed_bytes(
-    plan: Plan, rank: int, model: ModelSpec, tokens: int, *, element: int = ELEMENT, state_bytes: int = STATE_BYTES
-) -> int:
+def needed_bytes(plan: Plan, rank: int, model: ModelSpec, tokens: int, *, state_bytes: int | None = None) -> int:
     """Bytes of state and of the most activations that are alive at once; 0 for a rank without work.
 
     `tokens` is the length of the longest micro-batch; 0 where it is not known, and then activations do not count.
@@ -68,7 +71,6 @@ def needed_bytes(
         model,
         tokens,
         plan.sequence_parallel,
-        element,
         state_bytes,
     )
 
@@ -79,8 +81,7 @@ def obstacle(
     memory_bytes: int,
     tokens: int,
     *,
-    element: int = ELEMENT,
-    state_bytes: int = STATE_BYTES,
+    state_bytes: int | None = None,
 ) -> str | None:
     """Which rank would need more than `memory_bytes`, the worst of them, or None if each has enough."""
     orders = orders_of(plan) if tokens else ()
@@ -88,7 +89,7 @@ def obstacle(
     for d, replica in enumerate(plan.layout.replicas):
         for s, stage in enumerate(replica.stages):
             order = orders[d][s] if tokens else ()
-            needed = _stage_bytes(replica, s, order, model, tokens, plan.sequence_parallel, element, state_bytes)
+            needed = _stage_bytes(replica, s, order, model, tokens, plan.sequence_parallel, state_bytes)
             needs.append((needed, -stage.ranks[0]))
     needed, rank = max(needs, default=(0, 0))
     if needed <= memory_bytes:
@@ -99,17 +100,16 @@ def obstacle(
     )
 
 
-def capacity(model: ModelSpec, post: Post, memory_bytes: int, tokens: int, *, element: int = ELEMENT) -> int:
+def capacity(model: ModelSpec, post: Post, memory_bytes: int, tokens: int) -> int:
     """Most layers that a stage can hold; with several chunks about that, as they may not be of one size."""
     first, last = post.stage == 0, post.stage == post.stages - 1
-    fixed = post.state_bytes * _held(_outside(model, first, last), post.tp)
-    per_layer = post.state_bytes * _held(layer_outline(model, 0), post.tp)
+    each = _each(model, post.state_bytes)
+    fixed = each * _held(_outside(model, first, last), post.tp)
+    per_layer = each * _held(layer_outline(model, 0), post.tp)
     if tokens:
         alive = _most_alive(post.schedule, post.stage, post.stages, post.chunks, post.micro_batches)
-        fixed += _outside_activations(model, first, last, post.tp, tokens, element)
-        per_layer += -(
-            -alive * _layer_activations(model, post.tp, post.sequence_parallel, tokens, element) // post.chunks
-        )
+        fixed += _outside_activations(model, first, last, post.tp, tokens)
+        per_layer += -(-alive * _layer_activations(model, post.tp, post.sequence_parallel, tokens) // post.chunks)
     return max(0, (memory_bytes - fixed) // per_layer)
 
 
@@ -122,8 +122,7 @@ def fits(
     *,
     schedule: str = "1f1b",
     sequence_parallel: bool = False,
-    element: int = ELEMENT,
-    state_bytes: int = STATE_BYTES,
+    state_bytes: int | None = None,
 ) -> bool:
     """Whether every stage of a replica has memory enough for so many micro-batches, in the order of a schedule."""
     if memory_bytes is None:
@@ -135,10 +134,10 @@ def fits(
         orders = _alone(schedule, virtual, stages, micro_batches)
     for s, stage in enumerate(replica.stages):
         first, last = virtual[0][0] == s, virtual[-1][0] == s
-        inside, per_layer = _layer_bytes(model, stage.tp, sequence_parallel, tokens, element, state_bytes)
-        needed = state_bytes * _held(_outside(model, first, last), stage.tp) + len(stage.layers) * inside
+        inside, per_layer = _layer_bytes(model, stage.tp, sequence_parallel, tokens, state_bytes)
+        needed = _each(model, state_bytes) * _held(_outside(model, first, last), stage.tp) + len(stage.layers) * inside
         if tokens:
-            needed += _outside_activations(model, first, last, stage.tp, tokens, element)
+            needed += _outside_activations(model, first, last, stage.tp, tokens)
             if orders:
                 needed += _peak(orders[s], [(b - a + 1) * per_layer for a, b in stage.chunks])
             else:
@@ -155,8 +154,7 @@ def most_alive(
     tokens: int,
     *,
     sequence_parallel: bool = False,
-    element: int = ELEMENT,
-    state_bytes: int = STATE_BYTES,
+    state_bytes: int | None = None,
 ) -> tuple[float, ...]:
     """For each stage, of how many micro-batches it can keep the activations at once; infinite where that is unknown."""
     if memory_bytes is None or not tokens:
@@ -165,20 +163,20 @@ def most_alive(
     found: list[float] = []
     for s, stage in enumerate(replica.stages):
         first, last = virtual[0][0] == s, virtual[-1][0] == s
-        inside, per_layer = _layer_bytes(model, stage.tp, sequence_parallel, tokens, element, state_bytes)
-        state = state_bytes * _held(_outside(model, first, last), stage.tp) + len(stage.layers) * inside
-        outside = _outside_activations(model, first, last, stage.tp, tokens, element)
+        inside, per_layer = _layer_bytes(model, stage.tp, sequence_parallel, tokens, state_bytes)
+        state = _each(model, state_bytes) * _held(_outside(model, first, last), stage.tp) + len(stage.layers) * inside
+        outside = _outside_activations(model, first, last, stage.tp, tokens)
         found.append((memory_bytes - state - outside) // (per_layer * len(stage.layers)))
     return tuple(found)
 
 
 @lru_cache(maxsize=1024)
 def _layer_bytes(
-    model: ModelSpec, tp: int, sequence_parallel: bool, tokens: int, element: int, state_bytes: int
+    model: ModelSpec, tp: int, sequence_parallel: bool, tokens: int, state_bytes: int | None
 ) -> tuple[int, int]:
     """Of one rank: a layer's state, and its activations of one micro-batch."""
-    state = state_bytes * _held(layer_outline(model, 0), tp)
-    return state, _layer_activations(model, tp, sequence_parallel, tokens, element)
+    state = _each(model, state_bytes) * _held(layer_outline(model, 0), tp)
+    return state, _layer_activations(model, tp, sequence_parallel, tokens)
 
 
 @lru_cache(maxsize=256)
@@ -191,9 +189,7 @@ def _alone(schedule: str, virtual: tuple[tuple[int, int], ...], stages: int, mic
     return orders_of(Plan(epoch=0, layout=layout, assignment=(tuple(range(micro_batches)),), schedule=schedule))[0]
 
 
-def smallest_degree(
-    model: ModelSpec, post: Post, memory_bytes: int | None, tokens: int, *, element: int = ELEMENT
-) -> int:
+def smallest_degree(model: ModelSpec, post: Post, memory_bytes: int | None, tokens: int) -> int:
     """k_min of Eq. 3: the smallest degree, a power of two or `post.tp`, at which a stage holds a layer in each chunk.
 
     `post.tp` + 1 if there is none.
@@ -202,7 +198,7 @@ def smallest_degree(
         return 1
     for k in sorted({1 << q for q in range(post.tp.bit_length())} | {post.tp}):
         place = msgspec.structs.replace(post, tp=k)
-        if k <= post.tp and capacity(model, place, memory_bytes, tokens, element=element) >= post.chunks:
+        if k <= post.tp and capacity(model, place, memory_bytes, tokens) >= post.chunks:
             return k
     return post.tp + 1
 
@@ -214,19 +210,18 @@ def _stage_bytes(
     model: ModelSpec,
     tokens: int,
     sequence_parallel: bool,
-    element: int,
-    state_bytes: int,
+    state_bytes: int | None,
 ) -> int:
     stage = replica.stages[s]
     virtual = replica.virtual_stages
     first, last = virtual[0][0] == s, virtual[-1][0] == s
     state = _held(_outside(model, first, last), stage.tp) + len(stage.layers) * _held(layer_outline(model, 0), stage.tp)
     if not order:
-        return state_bytes * state
-    per_layer = _layer_activations(model, stage.tp, sequence_parallel, tokens, element)
+        return _each(model, state_bytes) * state
+    per_layer = _layer_activations(model, stage.tp, sequence_parallel, tokens)
     sizes = [(last_layer - first_layer + 1) * per_layer for first_layer, last_layer in stage.chunks]
-    outside = _outside_activations(model, first, last, stage.tp, tokens, element)
-    return state_bytes * state + outside + _peak(order, sizes)
+    outside = _outside_activations(model, first, last, stage.tp, tokens)
+    return _each(model, state_bytes) * state + outside + _peak(order, sizes)
 
 
 def _peak(order: Order, sizes: list[int]) -> int:
@@ -261,12 +256,17 @@ def _outside(model: ModelSpec, first: bool, last: bool) -> tuple[ParameterSpec, 
     return tuple(spec for spec in outline(bare) if units.intersection(spec.units))
 
 
+def _each(model: ModelSpec, told: int | None) -> int:
+    """Bytes of state of a parameter: what the caller was told, or what the model's precision takes."""
+    return STATE_BYTES[model.precision] if told is None else told
+
+
 def _held(specs: tuple[ParameterSpec, ...], tp: int) -> int:
     """Elements of one rank of a group."""
     return sum(spec.elements if spec.axis is None else spec.elements // tp for spec in specs)
 
 
-def _layer_activations(model: ModelSpec, tp: int, sequence_parallel: bool, tokens: int, element: int) -> int:
+def _layer_activations(model: ModelSpec, tp: int, sequence_parallel: bool, tokens: int) -> int:
     """Bytes that a layer keeps of one micro-batch, see the module. In units of 2 bytes, as in the source."""
     heads = 1 + 2 * model.kv_groups / model.heads
     # Cut: query, key, value, the projection's input (2 each), and the MLP inside: in and out of its activation, and
@@ -274,12 +274,13 @@ def _layer_activations(model: ModelSpec, tp: int, sequence_parallel: bool, token
     cut = 2 * (heads + 1 + (3 if model.gated else 2) * model.ffn_hidden / model.hidden)
     whole = 10.0
     per_token = (whole + cut) / tp if sequence_parallel else whole + cut / tp
-    return int(tokens * model.hidden * per_token * element / 2)
+    return int(tokens * model.hidden * per_token * ELEMENT[model.precision] / 2)
 
 
-def _outside_activations(model: ModelSpec, first: bool, last: bool, tp: int, tokens: int, element: int) -> int:
+def _outside_activations(model: ModelSpec, first: bool, last: bool, tp: int, tokens: int) -> int:
     """Bytes of one micro-batch outside the layers: the embedding's output; the norm's, the logits and their softmax."""
+    element = ELEMENT[model.precision]
     total = tokens * model.hidden * element if first else 0
     if last:
-        total += tokens * element * (2 * model.hidden + 2 * model.vocab_rows // tp)
+        total += tokens * (element * 2 * model.hidden + LOSS_ELEMENT * 2 * model.vocab_rows // tp)
     return total

@@ -293,7 +293,7 @@ def situation_of(
 def state_bytes_of(question: Question, gone: Collection[int] = ()) -> int:
     """Of a parameter. Under ZeRO-1 the replicas that have lost nothing share the optimizer's state: others may go."""
     if not question.zero_1:
-        return memory.STATE_BYTES
+        return memory.STATE_BYTES[question.model.precision]
     size = question.tp * question.pp
     return memory.zero_1(question.dp - len({rank // size for rank in gone if rank < question.dp * size}))
 
@@ -301,10 +301,12 @@ def state_bytes_of(question: Question, gone: Collection[int] = ()) -> int:
 def tokens_of(question: Question) -> int:
     """Of a micro-batch, as `resihp.scheduler.cost.memory` has to be told of them.
 
-    It counts the executor's numbers of 4 bytes: 16 bytes of state for a parameter, which is what mixed precision with
-    Adam needs as well (`catalogue.STATE_BYTES`), and activations of 4 bytes, which here have 2. Half the tokens.
+    Of a model in fp32 it counts numbers of 4 bytes: 16 bytes of state for a parameter, which is what mixed precision
+    with 16-bit gradients needs as well (`catalogue.STATE_BYTES`), and activations of 4 bytes, which here have 2. Half
+    the tokens, then.
     """
-    return max(1, question.model.sequence * question.micro_batch_size * catalogue.ACTIVATION_BYTES // memory.ELEMENT)
+    element = memory.ELEMENT[question.model.precision]
+    return max(1, question.model.sequence * question.micro_batch_size * catalogue.ACTIVATION_BYTES // element)
 
 
 def stage_bytes(question: Question, plan: Plan) -> tuple[tuple[int, ...], ...]:

@@ -51,6 +51,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "ffn_hidden_size": 48,
     },
 }
+BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
+CONFIGS |= {f"{kind}-bf16": {**settings, **BF16} for kind, settings in CONFIGS.items()}
 
 
 class Corpus:

@@ -39,6 +39,8 @@ def config(**settings: Any) -> TransformerConfig:
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 9},
         {"recompute_granularity": "selective"},
         {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+        {"bf16": True, "params_dtype": torch.bfloat16},
+        {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16},
     ],
 )
 def test_honoured_settings_pass(settings: dict[str, Any]) -> None:
@@ -59,7 +61,10 @@ def test_honoured_settings_pass(settings: dict[str, Any]) -> None:
         {"recompute_modules": ["mlp", "layernorm"], "recompute_granularity": "selective"},
         {"distribute_saved_activations": True},
         {"virtual_pipeline_model_parallel_size": 2},
-        {"bf16": True, "params_dtype": torch.bfloat16},
+        {"fp16": True, "params_dtype": torch.float16},
+        {"bf16": True},
+        {"params_dtype": torch.bfloat16},
+        {"pipeline_dtype": torch.bfloat16},
         {"qk_layernorm": True},
         {"apply_query_key_layer_scaling": True},
         {"kv_channels": 16},

@@ -39,7 +39,7 @@ def test_state_is_what_ownership_says_in_four_copies(layout: Layout, tied: bool)
     specs = {spec.name: spec for spec in outline(model)}
     for rank, slices in owned(layout, tuple(specs.values())).items():
         held = sum(size_of(specs[piece.name], piece) for piece in slices)
-        assert needed_bytes(plan(layout), rank, model, 0) == STATE_BYTES * held
+        assert needed_bytes(plan(layout), rank, model, 0) == STATE_BYTES["fp32"] * held
         assert needed_bytes(plan(layout), rank, model, 0, state_bytes=7) == 7 * held
 
 
@@ -102,7 +102,7 @@ def test_the_smallest_degree_is_the_first_that_can_hold_a_layer_in_each_chunk() 
     assert smallest_degree(MODEL, post, one_layer[2] - 1, 0) == 5
     assert smallest_degree(MODEL, post, None, 0) == 1
     two_chunks = msgspec.structs.replace(post, chunks=2)
-    norm = STATE_BYTES * MODEL.hidden  # which is not cut
+    norm = STATE_BYTES["fp32"] * MODEL.hidden  # which is not cut
     assert smallest_degree(MODEL, two_chunks, one_layer[0] + norm, 0) == 2
     assert smallest_degree(MODEL, two_chunks, one_layer[0], 0) == 4
 

@@ -47,6 +47,7 @@ def arguments() -> argparse.Namespace:
     )
     model.add_argument("--tie-embeddings", action="store_true", help="one table for embedding and head")
     model.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
+    model.add_argument("--bf16", action="store_true", help="compute in bfloat16; what the optimizer updates is float32")
     batch = parser.add_argument_group("data and batch")
     batch.add_argument("--corpus", default=sysconfig.get_paths()["stdlib"], help="folder of source files")
     batch.add_argument("--indexed", help="a Megatron data set (prefix of .bin and .idx) instead of a folder")
@@ -79,6 +80,7 @@ def main() -> None:
         use_cpu_initialization=True,
         **ARCHITECTURES[args.architecture],
         **RECOMPUTE[args.recompute],
+        **({"bf16": True, "params_dtype": torch.bfloat16} if args.bf16 else {}),
     )
     source = MegatronIndexed(args.indexed) if args.indexed else ByteFiles(args.corpus)
     trainer = resihp.Trainer(

@@ -20,6 +20,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
 
 import resihp.executor  # noqa: F401 imports megatron-core the way workers do
 from resihp.executor.engine import Engine
@@ -30,6 +31,7 @@ from resihp.parallelism.workload import MicroBatch
 
 TP, PP, DP, LAYERS, VOCAB, LENGTH, MICRO_BATCHES = 2, 2, 2, 4, 64, 16, 8
 TIMEOUT = timedelta(seconds=60)
+BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt": {},
     "llama": {
@@ -40,6 +42,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "add_bias_linear": False,
     },
 }
+CONFIGS |= {f"{kind}-bf16": {**settings, **BF16} for kind, settings in CONFIGS.items()}
 
 
 class Corpus:
@@ -123,7 +126,7 @@ def _megatron(
         kind,
         tensor_model_parallel_size=TP,
         pipeline_model_parallel_size=PP,
-        pipeline_dtype=torch.float32,
+        pipeline_dtype=CONFIGS[kind].get("params_dtype", torch.float32),
         use_cpu_initialization=True,
     )
     model = GPTModel(
@@ -139,6 +142,8 @@ def _megatron(
     with torch.no_grad():
         for name, parameter in named.items():
             parameter.copy_(first[name])
+    if config.bf16:
+        model = Float16Module(config, model)
     mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
 
     def forward_step(documents: Any, model: GPTModel) -> Any:

@@ -11,13 +11,20 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+CASES = [
+    ("gpt", "learned_absolute"),
+    ("llama", "rope"),
+    ("gpt-bf16", "learned_absolute"),
+    ("llama-bf16", "rope"),
+]
+"""Configurations of `oracle.py`, and their position embeddings."""
 SERVER = HERE.parent / "resihp" / "executor" / "ranks.py"
 
 
 @pytest.fixture(scope="module")
 def answers() -> dict[tuple[str, str], list[dict]]:
-    """Both configurations, each on eight ranks (TP2 PP2 DP2)."""
-    cases = [("gpt", "learned_absolute"), ("llama", "rope")]
+    """All configurations, each on eight ranks (TP2 PP2 DP2)."""
+    cases = CASES
     requests = [
         json.dumps({"scenario": "compare", "world": 8, "arguments": {"kind": kind, "positions": positions}})
         for kind, positions in cases
@@ -40,12 +47,13 @@ def answers() -> dict[tuple[str, str], list[dict]]:
     return dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
-@pytest.mark.parametrize(("kind", "positions"), [("gpt", "learned_absolute"), ("llama", "rope")])
+@pytest.mark.parametrize(("kind", "positions"), CASES)
 def test_loss_and_gradients_equal_megatrons(
     answers: dict[tuple[str, str], list[dict]], kind: str, positions: str
 ) -> None:
     for rank, answer in enumerate(answers[kind, positions]):
         assert "result" in answer, f"rank {rank}: {answer}"
         result = answer["result"]
-        assert result["ours"] == pytest.approx(result["megatron"], rel=1e-5)
-        assert result["difference"] < 1e-5, f"rank {rank}: gradient of {result['worst']}"
+        in_bf16 = kind.endswith("bf16")  # whose numbers have 8 bits, and megatron's sums of gradients here, too
+        assert result["ours"] == pytest.approx(result["megatron"], rel=1e-3 if in_bf16 else 1e-5)
+        assert result["difference"] < (0.05 if in_bf16 else 1e-5), f"rank {rank}: gradient of {result['worst']}"

@@ -106,12 +106,15 @@ class State:
 
 def masters_of(stage: StageModule, held: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """What the optimizer is to update: parameters in float32, themselves where they are, else those already `held`."""
-    return {
-        name: parameter
-        if parameter.dtype == torch.float32
-        else held.get(name) or nn.Parameter(torch.empty_like(parameter, dtype=torch.float32), requires_grad=False)
-        for name, parameter in stage.named_parameters()
-    }
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in stage.named_parameters():
+        if parameter.dtype == torch.float32:
+            found[name] = parameter
+        elif name in held:
+            found[name] = held[name]
+        else:
+            found[name] = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32), requires_grad=False)
+    return found
 
 
 def extra_bytes(old: State | None, new: State | None) -> int:

@@ -30,11 +30,13 @@ from resihp.executor.group_store import TorchRendezvous
 from resihp.executor.state import checkpoint
 from resihp.executor.state.optimizer import AdamW
 from resihp.parallelism.layout import Layout, Replica, Stage
+from resihp.parallelism.ownership import counted, size_of
 from resihp.parallelism.plan import Plan, spread
 from resihp.parallelism.transfers import Base
 from resihp.parallelism.workload import MicroBatch
 from resihp.pipeline.program import GroupSpec
 from resihp.protocol import messages as m
+from resihp.scheduler.cost import memory
 from resihp.worker import checkpoints
 
 VOCAB, SEQUENCE, MICRO_BATCHES = 64, 32, 6
@@ -95,11 +97,13 @@ class Watcher:
             self._on_wait()
 
 
-def engine_of(kind: str, *, broken: int = 0, optimizer: AdamW | None = None, **extra: Any) -> Engine:
+def engine_of(
+    kind: str, *, broken: int = 0, optimizer: AdamW | None = None, hidden_size: int = 32, **extra: Any
+) -> Engine:
     config = TransformerConfig(
         **{
             "num_layers": 4,
-            "hidden_size": 32,
+            "hidden_size": hidden_size,
             "num_attention_heads": 4,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
@@ -158,19 +162,21 @@ def train(
     iterations: int = 4,
     assignment: Any = None,
     extra: dict[str, Any] | None = None,
+    plan: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
+    """`extra` settings of the engine, `plan` of the plan."""
     engine = engine_of(kind, **(extra or {}))
     layout = grid(*grid_of)
     if stages is not None:  # [replica][stage] = (ranks, (first, last))
         layout = Layout(
             tuple(Replica(tuple(Stage(tuple(r), (tuple(span),)) for r, span in replica)) for replica in stages)
         )
-    plan = plan_of(1, layout, assignment)
-    engine.adopt(plan, rank)
-    engine.connect(plan, rank, store, TIMEOUT_S)
+    carried_out = msgspec.structs.replace(plan_of(1, layout, assignment), **(plan or {}))
+    engine.adopt(carried_out, rank)
+    engine.connect(carried_out, rank, store, TIMEOUT_S)
     outcomes, watcher = [], Watcher()
     for iteration in range(1, iterations + 1):
-        outcome = engine.run(plan, iteration, watcher)
+        outcome = engine.run(carried_out, iteration, watcher)
         assert engine.ready == iteration
         engine.step(outcome)
         outcomes.append(msgspec.to_builtins(outcome))
@@ -610,4 +616,69 @@ def broken_buffer(rank: int, store: Line) -> dict[str, bool]:
     return {
         "new": new.data_ptr() != left[0].data_ptr(),
         "equal": state_digest(engine) == state_digest(whole),
+    }
+
+
+def derived(rank: int, store: Line) -> dict[str, bool]:
+    """TP2, then a transition to PP2 that is called off, then one that is not: are parameters their rounded masters?"""
+
+    def rounded() -> bool:
+        return all(
+            parameter.dtype == torch.bfloat16
+            and torch.equal(parameter, engine.state.optimizer.parameters[name].bfloat16())
+            for name, parameter in engine.state.stage.named_parameters()
+        )
+
+    engine = engine_of("llama-bf16")
+    plan = plan_of(1, grid(2, 1, 1))
+    engine.adopt(plan, rank)
+    found = {"drawn": rounded()}
+    engine.connect(plan, rank, store, TIMEOUT_S)
+    engine.step(engine.run(plan, 1, Watcher()))
+    found["stepped"] = rounded()
+    outcome = engine.run(plan, 2, Watcher())
+    engine.disconnect()
+    base = Base(epoch=1, layout=plan.layout, survivors=(0, 1))
+    nodes = dict.fromkeys(range(2), "n1")
+    engine.adopt(plan_of(2, grid(1, 2, 1)), rank, base, nodes)
+    shared = "layers.0.input_layernorm.weight" if rank == 0 else "final_layernorm.weight"
+    found["shared"] = engine.next.optimizer.parameters[shared] is engine.state.optimizer.parameters[
+        shared
+    ] and engine.next.stage.get_parameter(shared) is engine.state.stage.get_parameter(shared)
+    engine.step(outcome)  # which the others took before the failure: gradients are kept beside the next state
+    found["called off"] = rounded()
+    plan = plan_of(3, grid(1, 2, 1))
+    engine.adopt(plan, rank, base, nodes)
+    engine.connect(plan, rank, store, TIMEOUT_S)
+    engine.move(plan, Watcher(), engine.stepped, engine.updates)
+    engine.begin(3)
+    found["moved"] = rounded()
+    engine.step(engine.run(plan, 3, Watcher()))
+    found["on"] = rounded() and engine.stepped == 3
+    engine.disconnect()
+    return found
+
+
+def allocated(rank: int, store: Line, *, kind: str) -> dict[str, int]:
+    """Bytes of all tensors that a rank's state holds in an iteration, and what the memory model says; TP2 PP2."""
+    engine, plan = engine_of(kind, hidden_size=64), plan_of(1, grid(2, 2, 1))
+    engine.adopt(plan, rank)
+    engine.connect(plan, rank, store, TIMEOUT_S)
+    engine.step(engine.run(plan, 1, Watcher()))
+    engine.disconnect()
+    state = engine.state
+    tensors = [parameter for _, parameter in state.stage.named_parameters()]
+    for name in state.specs:
+        tensors += [*state.optimizer.tensors(name).values(), state.gradients.of(name)]
+        tensors += [t for t in (state.stage.get_parameter(name).grad,) if t is not None]
+    part = checkpoint.part_of(engine, plan)
+    stored = [tensor for kinds in part.content["slices"].values() for tensor in kinds.values()]
+    return {
+        "state": sum(
+            {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values()
+        ),
+        "predicted": memory.needed_bytes(plan, rank, engine.model, 0),
+        "elements": sum(parameter.numel() for parameter in state.stage.parameters()),
+        "checkpoint": sum(tensor.nbytes for tensor in stored),
+        "written": sum(size_of(state.specs[piece.name], piece) for piece in counted(plan.layout, engine.specs)[rank]),
     }

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from resihp.worker import checkpoints
 from tests.resihp.executor.test_engine import losses
 
 Ranks = Callable[..., list[Any]]
@@ -60,6 +63,20 @@ def test_either_precision_reads_the_others_checkpoint_bit_for_bit(
     assert other["digest"] == same["digest"]
     assert other["losses"] == pytest.approx(same["losses"], rel=1e-2)
     assert other["losses"] != same["losses"]
+
+
+def test_a_checkpoint_from_before_models_had_a_precision_loads(ranks: Ranks, tmp_path: Path) -> None:
+    ranks("save", 1, kind="llama", grid_of=(1, 1, 1), root=str(tmp_path), iterations=1)
+    folder = tmp_path / "iteration-000001"
+    (part,) = folder.glob("part-*")
+    content = torch.load(part, weights_only=True)
+    model = json.loads(content["model"])
+    del model["precision"]
+    content["model"] = json.dumps(model)
+    torch.save(content, part)
+    checkpoints.write_manifest(folder, 1, [(part.name, part.stat().st_size)])
+    for kind in ("llama", "llama-bf16"):
+        assert ranks("restore_error", kind=kind, folder=str(folder)) == [""]
 
 
 def test_what_is_computed_with_is_derived_whatever_has_happened(ranks: Ranks) -> None:

@@ -109,3 +109,25 @@ def test_the_smallest_degree_is_the_first_that_can_hold_a_layer_in_each_chunk() 
 
 def test_under_zero_1_replicas_share_twelve_of_sixteen_bytes() -> None:
     assert [zero_1(replicas) for replicas in (1, 2, 4, 12, 128)] == [16, 10, 7, 5, 5]
+
+
+def test_bf16_takes_eighteen_bytes_a_parameter_and_half_the_activations_but_for_the_loss() -> None:
+    half = msgspec.structs.replace(MODEL, precision="bf16")
+    made, first, last = plan(grid(pp=4)), 0, 3
+    assert needed_bytes(made, first, half, 0) * 16 == needed_bytes(made, first, MODEL, 0) * 18
+    in_loss = TOKENS * 4 * 2 * MODEL.vocab_rows
+    for rank, unchanged in ((first, 0), (last, in_loss)):
+        full = activations(grid(pp=4), rank) - unchanged
+        assert needed_bytes(made, rank, half, TOKENS) - needed_bytes(made, rank, half, 0) == full / 2 + unchanged
+    most = needed_bytes(made, first, half, TOKENS)
+    assert obstacle(made, half, most, TOKENS) is None
+    assert obstacle(made, half, most - 1, TOKENS) is not None
+    post = Post(stage=1, stages=4, tp=1, micro_batches=8)
+    enough = needed_bytes(made, 1, half, TOKENS)
+    assert (capacity(half, post, enough, TOKENS), capacity(half, post, enough - 1, TOKENS)) == (2, 1)
+
+
+def test_a_model_of_an_old_journal_is_of_fp32() -> None:
+    old = msgspec.to_builtins(MODEL)
+    del old["precision"]
+    assert msgspec.convert(old, ModelSpec) == MODEL

@@ -241,6 +241,14 @@ def test_memory_is_sixteen_bytes_a_parameter_and_activations_of_two() -> None:
     assert found[2] < found[1] < found[0]
 
 
+def test_a_model_in_bf16_is_asked_about_with_its_own_state_and_the_same_activations() -> None:
+    half = msgspec.structs.replace(LLAMA, model=msgspec.structs.replace(LLAMA.model, precision="bf16"))
+    plan, model = question.first_plan(LLAMA), LLAMA.model
+    before, after = question.stage_bytes(LLAMA, plan)[0], question.stage_bytes(half, plan)[0]
+    state = (10 * model.parameters_per_layer + model.vocab_rows * model.hidden) / 4
+    assert after[0] - before[0] == pytest.approx(2 * state, rel=0.002)
+
+
 def test_equal_replicas_need_the_same() -> None:
     given = asked(dp=8, micro_batches=4)
     needs = question.stage_bytes(given, question.first_plan(given))

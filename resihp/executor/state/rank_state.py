@@ -78,6 +78,8 @@ class State:
 
     def begin(self, buckets: Sequence[Bucket], rank: int) -> None:
         """Gradients are zero and nothing is ready, for an iteration whose gradients are summed in `buckets`."""
+        if self.ready is not None and self.ready > self.stepped:
+            self.gradients.release()  # nobody stepped: what was given up then may still be written to them
         self.ready = None
         self.gradients.begin(buckets, rank, {name: self.share(spec) for name, spec in self.specs.items()})
 

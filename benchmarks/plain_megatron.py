@@ -128,6 +128,7 @@ class PlainMegatron:
                     _, layer, rest = ours.split(".", 2)
                     ours = f"layers.{int(layer) + self._first_layer}.{rest}"
                 parameter.copy_(first[ours])
+        self._optimizer.reload_model_params()  # its masters, where it has any
 
     def iterate(self, documents: Documents) -> float | None:
         """One iteration on this replica's micro-batches; the global batch's mean loss on ranks of the last stage."""

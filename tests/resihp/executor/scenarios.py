@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from meeting_place import Line
 from megatron.core.transformer import TransformerConfig
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from resihp.errors import CommunicatorError, DatasetError, ResihpError
 from resihp.executor import backends, probe
@@ -682,3 +683,25 @@ def allocated(rank: int, store: Line, *, kind: str) -> dict[str, int]:
         "checkpoint": sum(tensor.nbytes for tensor in stored),
         "written": sum(size_of(state.specs[piece.name], piece) for piece in counted(plan.layout, engine.specs)[rank]),
     }
+
+
+def asked_at_the_end(rank: int, store: Line) -> dict[str, int]:
+    """How often the last synchronisation reads a single number back from the device, and over how many slices."""
+    engine, plan = engine_of("gpt"), plan_of(1, grid(1, 1, 1))
+    engine.adopt(plan, 0)
+    engine.connect(plan, 0, TorchRendezvous(torch.distributed.HashStore()), TIMEOUT_S)
+    native, reads = engine_module.last_synchronisation, []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.ops.aten._local_scalar_dense.default:
+                reads.append(1)
+            return function(*args, **(kwargs or {}))
+
+    def counted_out(*arguments: Any, **keywords: Any) -> Any:
+        with Counting():
+            return native(*arguments, **keywords)
+
+    engine_module.last_synchronisation = counted_out
+    engine.run(plan, 1, Watcher())
+    return {"reads": len(reads), "slices": len(engine.prepare(plan, 0).counted)}

@@ -98,3 +98,10 @@ def test_a_broken_iteration_leaves_its_buffer_to_what_may_still_write_to_it(rank
     (answer,) = ranks("broken_buffer", 1)
     assert answer["new"]
     assert answer["equal"]
+
+
+def test_the_norm_is_taken_without_a_wait_for_each_slice(ranks: Ranks) -> None:
+    """A number read back is a wait for the device; the sums over all ranks are the one that has to be."""
+    (answer,) = ranks("asked_at_the_end")
+    assert answer["slices"] > 40
+    assert answer["reads"] == 0

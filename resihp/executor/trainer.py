@@ -19,6 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from resihp.detector.observation import pack
 from resihp.errors import CheckpointError, CommunicatorError, LayoutError, ResihpError
 from resihp.executor import emulation, probe
+from resihp.executor.compute.device_waits import DeviceWaits, mark_on
 from resihp.executor.compute.stage import PositionEmbedding
 from resihp.executor.engine import Engine
 from resihp.executor.group_store import AgentRendezvous, Store, TorchRendezvous
@@ -205,10 +206,12 @@ class _Supervised:
         self._outcome: m.StepOutcome | None = None
         """Outcome of the last step this rank took."""
         self._writer = checkpoint.Writer()
+        self._waits = DeviceWaits(lambda: mark_on(engine.device))
 
     def run(self) -> None:
         client, engine = self._client, self._engine
         client.on_park(engine.wake)
+        client.on_beat(self._waits.under_way)
         engine.speed = client.speed
         if engine.wires is not None:
             engine.wires.speed = client.link_speed
@@ -321,6 +324,7 @@ class _Supervised:
         engine = self._engine
         if proposal.base is not None:
             self.enter("transfer")
+            self._client.activity = "compute"  # but for its waits
             updates = go.finish.updates if go.finish is not None else engine.updates
             return engine.move(proposal.plan, self, go.next_iteration - 1, updates)
         if engine.state is not None:
@@ -493,7 +497,10 @@ class _Supervised:
         self._client.primitives += 1
 
     def communicating(self, waits: bool) -> None:
-        self._client.activity = "communication" if waits else "compute"
+        if waits:
+            self._waits.begin()
+        else:
+            self._waits.end()
 
     @contextmanager
     def _activity(self, name: agent.Activity) -> Iterator[None]:

@@ -66,6 +66,7 @@ class Communicators:
         self._ours: set[int] | None = None
         """Inodes of our TCP sockets; None until all are built."""
         self._guard = threading.Lock()
+        self._aborting: list[threading.Thread] = []
         self._woken = False
 
     def open(self, rendezvous: MeetingPlace) -> None:
@@ -167,7 +168,9 @@ class Communicators:
                 ours = _tcp_sockets() - self._before
         if self._back_end.aborts:
             held = [backend for channel in list(self._channels.values()) if (backend := channel.held) is not None]
-            threading.Thread(target=self._abort, args=(held,), name="resihp-aborting", daemon=True).start()
+            aborting = threading.Thread(target=self._abort, args=(held,), name="resihp-aborting", daemon=True)
+            aborting.start()
+            self._aborting.append(aborting)
         _shut_down(ours or set())
 
     def _abort(self, held: list[Backend]) -> None:
@@ -184,7 +187,7 @@ class Communicators:
         channels, self._channels = self._channels, {}
         if self._strict is not None:
             self._strict.close()
-        _let_go(channels)
+        _let_go(channels, self._aborting)
 
 
 class _Making:
@@ -243,8 +246,8 @@ class _Making:
         return self._channels
 
 
-def _let_go(channels: dict[str, Channel]) -> None:
-    """Destroy back ends, without waiting for one that is stuck.
+def _let_go(channels: dict[str, Channel], aborting: Sequence[threading.Thread] = ()) -> None:
+    """Destroy back ends once they are aborted, without waiting for one that is stuck.
 
     A back end joins its threads when it goes, and one may be in the middle of a message (`Transfer.wait`): then it is
     left behind, until gloo's own timeout ends it. Nothing else may hold a back end, or the garbage collector would
@@ -252,12 +255,14 @@ def _let_go(channels: dict[str, Channel]) -> None:
     """
     stores = [channel.store for channel in channels.values()]  # which back ends may ask to their end
     going = [channel.detach() for channel in channels.values()]
-    closing = threading.Thread(target=_destroy, args=(going, stores), name="resihp-closing", daemon=True)
+    closing = threading.Thread(target=_destroy, args=(going, stores, aborting), name="resihp-closing", daemon=True)
     closing.start()
     closing.join(_CLOSING_S)
 
 
-def _destroy(going: list[Backend | None], stores: list[Store]) -> None:
+def _destroy(going: list[Backend | None], stores: list[Store], aborting: Sequence[threading.Thread]) -> None:
+    for thread in aborting:  # each holds what it aborts
+        thread.join()
     going.clear()
     stores.clear()
 

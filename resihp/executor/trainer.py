@@ -108,8 +108,16 @@ class Trainer:
     def train(self, iterations: int) -> None:
         """Train up to and including iteration `iterations`, from the newest checkpoint when resuming.
 
-        Raises a `UsageError` before any communicator is built when the job cannot run as it is.
+        Raises a `UsageError` before any communicator is built when the job cannot run as it is; torch.OutOfMemoryError
+        with a note of what was expected.
         """
+        try:
+            self._train(iterations)
+        except torch.OutOfMemoryError as error:
+            error.add_note(self.engine.memory_expected())
+            raise
+
+    def _train(self, iterations: int) -> None:
         found = checkpoints.newest_complete(self._folder) if self._resume else None
         resume_from = checkpoints.iteration_of(found) if found else 0
         if self._client is not None:

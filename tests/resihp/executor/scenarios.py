@@ -29,6 +29,7 @@ from resihp.executor.engine import Engine
 from resihp.executor.group_store import TorchRendezvous
 from resihp.executor.state import checkpoint
 from resihp.executor.state.optimizer import AdamW
+from resihp.executor.trainer import Trainer
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.ownership import counted, size_of
 from resihp.parallelism.plan import Plan, spread
@@ -506,6 +507,31 @@ def impure(rank: int, store: Line) -> str:
     except DatasetError as error:
         return str(error)
     return ""
+
+
+def runs_out_of_memory(rank: int, store: Line) -> list[str]:
+    """What a script is told whose device is full in the second iteration."""
+
+    class Hungry(Corpus):
+        def micro_batches(self, iteration: int) -> list[MicroBatch]:
+            return super().micro_batches(iteration) if iteration == 1 else [self._hungry(iteration)] * MICRO_BATCHES
+
+        def _hungry(self, iteration: int) -> MicroBatch:
+            return msgspec.structs.replace(super().micro_batches(iteration)[0], load=_full)
+
+    config = TransformerConfig(
+        num_layers=4, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0
+    )
+    trainer = Trainer(config, vocab_size=VOCAB, dataset=Hungry(), optimizer=AdamW(), sequence=SEQUENCE)
+    try:
+        trainer.train(2)
+    except torch.OutOfMemoryError as error:
+        return [str(error), *error.__notes__]
+    return []
+
+
+def _full() -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
 
 def not_finite(rank: int, store: Line) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from resihp.executor import backends  # noqa: E402
 from resihp.executor.backends import BACKEND, NO_WATCHDOG, NcclLike, chosen  # noqa: E402
 from resihp.executor.compute.channels import Channel, PendingWork, guarded  # noqa: E402
 from resihp.executor.devices import LOCAL_RANK, SHARED, VISIBLE, refuse_precision  # noqa: E402
+from resihp.executor.tensor_group import TensorGroup  # noqa: E402
 from resihp.worker.forkserver import PRELOAD  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -243,6 +244,30 @@ def test_what_a_device_raises_is_no_peers_fault() -> None:
             raise error
     with pytest.raises(CommunicatorError), guarded("a collective"):
         raise RuntimeError("connection closed by peer")
+
+
+@pytest.mark.parametrize("fails", ["when it is called", "when it is waited for"])
+def test_what_a_device_raises_inside_a_layer_is_no_peers_fault(fails: str) -> None:
+    class Communicator:
+        def __init__(self, error: RuntimeError) -> None:
+            self._error = error
+
+        def allreduce(self, *_: Any) -> Communicator:
+            if fails == "when it is called":
+                raise self._error
+            return self
+
+        def wait(self) -> bool:
+            raise self._error
+
+    group = TensorGroup(2, 0)
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("illegal address")):
+        group.bind(Communicator(error))
+        with pytest.raises(type(error)):
+            group.all_reduce(torch.zeros(1))
+    group.bind(Communicator(RuntimeError("connection closed by peer")))
+    with pytest.raises(CommunicatorError):
+        group.all_reduce(torch.zeros(1))
 
 
 def test_aborting_waits_for_all_at_once_and_tells_when_one_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:

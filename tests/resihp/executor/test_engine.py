@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,15 @@ def test_replicas_stay_equal_to_the_bit(ranks: Ranks) -> None:
     answers = ranks("train", 4, kind="gpt", grid_of=(1, 2, 2))
     assert answers[0]["digest"] == answers[2]["digest"]
     assert answers[1]["digest"] == answers[3]["digest"]
+
+
+def test_a_device_that_is_full_is_told_what_was_expected_of_it(ranks: Ranks) -> None:
+    told, expected = ranks("runs_out_of_memory")[0]
+    assert told.startswith("CUDA out of memory.")
+    found = re.search(r"rank 0: expected under the plan of epoch 1: (\S+) GB of state and (\S+) GB of activ", expected)
+    assert found
+    assert all(float(size) > 0 for size in found.groups())
+    assert "next: smaller micro-batches" in expected
 
 
 def test_a_rank_that_is_to_park_before_it_has_begun_to_build_does_not_begin(ranks: Ranks) -> None:

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-pytest.importorskip("torch")
 from resihp.controller.fail_stop.liveness import culprits
 from resihp.executor import trainer
+from resihp.executor.compute.channels import PendingWork
 from resihp.executor.compute.device_waits import DeviceWaits
 from resihp.executor.compute.iteration import waiting
+from resihp.executor.tensor_group import TensorGroup
 from resihp.faults import Phase
 from tests.resihp.controller.fail_stop.test_liveness import SETTINGS, member
 
@@ -98,6 +100,26 @@ def test_a_wait_in_which_the_host_blocks_is_told_while_it_lasts() -> None:
     assert device.activity == "communication"
     device.communicating(False)
     assert device.activity == "compute"
+
+
+def test_a_synchronous_call_is_told_as_the_wait_that_it_can_be() -> None:
+    """NCCL orders behind it on the stream of what calls; its imitation blocks in it."""
+    group, told = TensorGroup(2, 0), []
+    meanwhile: list[list[bool]] = []
+
+    class Communicator:
+        def allreduce(self, tensors: list[Any], options: Any) -> PendingWork:
+            meanwhile.append(list(told))
+            return PendingWork(None, lambda: False)
+
+    group.on_wait = told.append
+    group.bind(Communicator())
+    torch.distributed.all_reduce(torch.zeros(1), group=group)
+    assert meanwhile == [[True]]
+    assert told[-1] is False
+    group.start_all_reduce(torch.zeros(1))
+    assert meanwhile[1] == told, "what is begun is not yet waited for"
+    assert told[-1] is False
 
 
 def test_a_device_that_fails_keeps_the_others_waiting() -> None:

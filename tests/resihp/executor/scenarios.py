@@ -234,8 +234,10 @@ def probe_devices(rank: int, store: Line, *, pairs: list[list[list[int]]], slow:
     }
 
 
-def peer_dies_while_it_connects(rank: int, store: Line, *, dies: int) -> float:
-    """Seconds from being woken to being free, when the peer has told its address and then died."""
+def peer_dies_while_it_connects(rank: int, store: Line, *, dies: int, back_end: str) -> dict[str, Any]:
+    """Seconds from being woken to being free, when the peer has told its address and then died, and whether a thread
+    still connects then."""
+    os.environ[backends.BACKEND] = back_end
     world = GroupSpec("world", (0, 1))
     communicators = Communicators(m.MeetingId(epoch=1), rank, [world], TIMEOUT_S, backends.chosen())
     keys = store.keys()
@@ -256,12 +258,15 @@ def peer_dies_while_it_connects(rank: int, store: Line, *, dies: int) -> float:
     try:
         communicators.open(store)
     except CommunicatorError:
-        return time.monotonic() - woken[0] if woken else 0.0
+        free_s = time.monotonic() - woken[0] if woken else 0.0
+        busy = [each for each in threading.enumerate() if each.name == "resihp-connecting"]
+        return {"free_s": free_s, "connects": bool(busy)}
     raise AssertionError("connected to the dead")
 
 
-def probe_alone(rank: int, store: Line) -> dict[str, Any]:
+def probe_alone(rank: int, store: Line, *, back_end: str) -> dict[str, Any]:
     """Ask for a peer that is not there."""
+    os.environ[backends.BACKEND] = back_end
     engine_module.MEETING_S = 0.3
     answer = probe.measure(m.Probe(probe=1, pairs=(((0, 1),),)), rank, engine_of("gpt"), store)
     return {"error": answer.error, "missed": answer.missed, "speed": answer.speed.flops}

@@ -112,7 +112,7 @@ class Slow(BackEnd):
         weakref.finalize(made, lambda: self.destroyed_by.append(threading.current_thread().name))
         return made
 
-    def abort(self, communicators: Sequence[Any]) -> bool:
+    def abort(self, communicators: Sequence[Any], connecting: Sequence[Any] = ()) -> bool:
         return self.let.wait(20)
 
 

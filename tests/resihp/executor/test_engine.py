@@ -137,14 +137,17 @@ def test_wake_frees_a_rank_that_waits_for_others_to_connect(ranks: Ranks) -> Non
     assert "woken" in ranks("woken_while_connecting")[0]
 
 
+@pytest.mark.parametrize("back_end", ["gloo", "nccl-like"])
 @pytest.mark.parametrize("dies", [0, 1])
 def test_wake_frees_a_rank_whose_peer_died_while_it_connected(
-    serve: Callable[..., list[dict[str, Any]]], dies: int
+    serve: Callable[..., list[dict[str, Any]]], dies: int, back_end: str
 ) -> None:
-    """gloo waits for a connection that the dead peer was to make: there is no socket to shut down."""
-    answers = serve("peer_dies_while_it_connects", 2, dies=dies)
+    """gloo waits for a connection that the dead peer was to make: no socket is there to shut. NCCL's is aborted."""
+    answers = serve("peer_dies_while_it_connects", 2, dies=dies, back_end=back_end)
     assert answers[dies] == {"killed": 9}
-    assert answers[1 - dies]["result"] < 5.0
+    survivor = answers[1 - dies]["result"]
+    assert survivor["free_s"] < 5.0
+    assert not (back_end == "nccl-like" and survivor["connects"])
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "reduce"])

@@ -21,11 +21,12 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from resihp.errors import ModelError
+from resihp.errors import CommunicatorError, ModelError
 from resihp.executor import devices
 from resihp.executor.tensor_group import Backend, dist
 
@@ -40,6 +41,10 @@ NO_WATCHDOG = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
 """Before the first communicator: torch's watchdog ends a process that has met a dead peer, also one that recovered."""
+
+
+def _unheard(begun: Backend) -> None:
+    """Nobody is there to abort it."""
 
 
 class BackEnd(ABC):
@@ -59,8 +64,10 @@ class BackEnd(ABC):
         self.device = device
 
     @abstractmethod
-    def connect(self, store: Any, index: int, size: int, timeout: timedelta) -> Backend:
-        """A communicator, connected. Raises RuntimeError."""
+    def connect(
+        self, store: Any, index: int, size: int, timeout: timedelta, begun: Callable[[Backend], None] = _unheard
+    ) -> Backend:
+        """A communicator, connected. `begun` hears of it as soon as it can be aborted. Raises RuntimeError."""
 
     def enter_thread(self) -> None:
         """To be called by each thread that works with it."""
@@ -72,8 +79,9 @@ class BackEnd(ABC):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def abort(self, communicators: Sequence[Backend]) -> bool:
-        """Set free who waits in one of these, beyond what shutting down sockets does; False if that took too long."""
+    def abort(self, communicators: Sequence[Backend], connecting: Sequence[Backend] = ()) -> bool:
+        """Set free who waits in one of these, beyond what shutting down sockets does; False if that took too long.
+        What is still connecting occupies no device: nobody waits for it."""
         return True
 
 
@@ -89,7 +97,9 @@ class Gloo(BackEnd):
         self._shared: Any = None
         self._guard = threading.Lock()
 
-    def connect(self, store: Any, index: int, size: int, timeout: timedelta) -> Backend:
+    def connect(
+        self, store: Any, index: int, size: int, timeout: timedelta, begun: Callable[[Backend], None] = _unheard
+    ) -> Backend:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [self._listening()]
         options._threads = 1
@@ -118,41 +128,60 @@ class Nccl(BackEnd):
         for name, value in NO_WATCHDOG.items():
             os.environ[name] = value
 
-    def connect(self, store: Any, index: int, size: int, timeout: timedelta) -> Backend:
-        """Connected at once: a communicator that is built lazily could meet others in another order."""
+    def connect(
+        self, store: Any, index: int, size: int, timeout: timedelta, begun: Callable[[Backend], None] = _unheard
+    ) -> Backend:
+        """Connected at once: a communicator that is built lazily could meet others in another order.
+
+        With `blocking`, NCCL could not be aborted in it, nor would torch know what to abort. Without, the first call
+        waits until all have come. torch has no way to ask instead, and keeps its lock meanwhile: an abort then takes
+        effect when a peer that is gone has been noticed.
+        """
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
+        options.config.blocking = 0
         backend = dist.ProcessGroupNCCL(store, index, size, options)
+        begun(backend)
         backend.eager_connect_single_device(self.device)
+        backend.allreduce([torch.zeros(1, device=self.device)]).wait()
         return backend
 
-    def abort(self, communicators: Sequence[Backend]) -> bool:
+    def abort(self, communicators: Sequence[Backend], connecting: Sequence[Backend] = ()) -> bool:
         """From threads of their own. All are aborted before any is waited for: a communicator that waits for another
         one's kernel ends only with it. An aborted one is released by that."""
-        threads = [threading.Thread(target=each.abort, name="resihp-abort", daemon=True) for each in communicators]
+        threads = [
+            threading.Thread(target=each.abort, name="resihp-abort", daemon=True)
+            for each in (*communicators, *connecting)
+        ]
         for thread in threads:
             thread.start()
-        for thread in threads:
+        awaited = threads[: len(communicators)]
+        for thread in awaited:
             thread.join(ABORT_S)
-        return not any(thread.is_alive() for thread in threads)
+        return not any(thread.is_alive() for thread in awaited)
 
 
 class NcclLike(Gloo):
     """NCCL's manners where they hurt, on gloo and CPUs, for tests.
 
-    A communication that fails hangs until it is aborted, as a kernel does whose peer is dead. After an abort `wait`
-    returns as if all were well, and the buffer holds no number. Synchronous calls return nothing.
+    What fails, a connection or a communication, hangs until it is aborted, as a kernel does whose peer is dead. After
+    an abort `wait` returns as if all were well, and the buffer holds no number. Synchronous calls return nothing.
     """
 
     name = "nccl-like"
     in_order = True
     aborts = True
 
-    def connect(self, store: Any, index: int, size: int, timeout: timedelta) -> Backend:
-        return _Mannered(super().connect(store, index, size, timeout))
+    def connect(
+        self, store: Any, index: int, size: int, timeout: timedelta, begun: Callable[[Backend], None] = _unheard
+    ) -> Backend:
+        mannered = _Mannered()
+        begun(mannered)
+        mannered.connect(partial(super().connect, store, index, size, timeout))
+        return mannered
 
-    def abort(self, communicators: Sequence[Backend]) -> bool:
-        for communicator in communicators:
+    def abort(self, communicators: Sequence[Backend], connecting: Sequence[Backend] = ()) -> bool:
+        for communicator in (*communicators, *connecting):
             communicator.abort()
         return True
 
@@ -160,9 +189,25 @@ class NcclLike(Gloo):
 class _Mannered:
     """One of gloo's communicators that behaves as one of NCCL's."""
 
-    def __init__(self, gloo: Backend) -> None:
-        self._gloo = gloo
+    def __init__(self) -> None:
+        self._gloo: Backend = None
         self._aborted = threading.Event()
+        self._settled = threading.Event()
+        """It is connected, or aborted."""
+
+    def connect(self, connect: Callable[[], Backend]) -> None:
+        """Hangs until it is aborted where gloo's fails. Raises RuntimeError then."""
+        threading.Thread(target=self._connect, args=(connect,), name="resihp-gloo", daemon=True).start()
+        self._settled.wait()
+        if self._aborted.is_set():
+            raise RuntimeError("aborted while it was being connected")
+
+    def _connect(self, connect: Callable[[], Backend]) -> None:
+        try:
+            self._gloo = connect()
+        except (CommunicatorError, RuntimeError):
+            return
+        self._settled.set()
 
     def size(self) -> int:
         return int(self._gloo.size())
@@ -172,6 +217,7 @@ class _Mannered:
 
     def abort(self) -> None:
         self._aborted.set()
+        self._settled.set()
 
     def allreduce(self, tensors: list[torch.Tensor], *options: Any) -> Any:
         return self._begin(tensors, lambda: self._gloo.allreduce(tensors, *options), options)

@@ -15,6 +15,7 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -30,6 +31,8 @@ from resihp.protocol.messages import MeetingId
 
 _LOOK_UP_S = 0.05
 _CLOSING_S = 0.2
+_GRACE_S = 1.0
+"""By which patience in a store, which says who is missing, ends before it does here."""
 
 
 class Communicators:
@@ -61,12 +64,16 @@ class Communicators:
         self._timeout = timedelta(seconds=timeout_s)
         self._attended: Attended | None = None
         self._channels: dict[str, Channel] = {}
+        self._connecting: dict[str, Backend] = {}
+        """What can be aborted and is not connected yet."""
         self._before: set[int] | None = None
         """Inodes of the TCP sockets that were there before us; None until we begin."""
         self._ours: set[int] | None = None
         """Inodes of our TCP sockets; None until all are built."""
         self._guard = threading.Lock()
+        self._aborting: list[threading.Thread] = []
         self._woken = False
+        self._reason = "woken"
 
     def open(self, rendezvous: MeetingPlace) -> None:
         """Build everything, waiting for the other ranks.
@@ -91,12 +98,19 @@ class Communicators:
         """All channels, made in threads of their own, which are left behind when the rank is woken.
 
         A peer may die after it has told its address and before it connects: gloo then waits for it where no socket is
-        that could be shut down. Raises what the back ends raise, CommunicatorError when woken.
+        that could be shut down. Whoever waits in a store loses patience there; NCCL's first rank waits elsewhere, for
+        peers that may never come. Raises what the back ends raise, CommunicatorError when woken.
         """
         in_order = self._back_end.in_order or self._strict is not None or not attended.at_once
         rows = [self.wanted] if in_order else [[group] for group in self.wanted]
         making = _Making(partial(self._make, attended), rows)
+        counted, since = 0, time.monotonic()
         while not making.done.wait(_LOOK_UP_S):
+            if making.made != counted:
+                counted, since = making.made, time.monotonic()
+            elif not self._woken and time.monotonic() - since > self._patience_s + _GRACE_S:
+                self._reason = f"not all ranks came in time, {self._patience_s:g} s"
+                self.wake()
             if self._woken and not making.done.wait(_CLOSING_S):
                 making.abandon()
                 raise CommunicatorError(f"communicators of {self._meeting}: woken while a peer was waited for")
@@ -109,7 +123,11 @@ class Communicators:
         store = attended.store(group.name)
         wire = None if self._wires is None else self._wires.of(group)
         index, size = group.ranks.index(self._rank), len(group.ranks)
-        backend = self._back_end.connect(store, index, size, self._timeout)
+        try:
+            begun = partial(self._connecting.__setitem__, group.name)
+            backend = self._back_end.connect(store, index, size, self._timeout, begun)
+        finally:
+            self._connecting.pop(group.name, None)
         return Channel(backend, lambda: self._woken, self._strict, wire, store, self._back_end.scatters)
 
     def settle(self) -> None:
@@ -120,7 +138,7 @@ class Communicators:
     def check_awake(self) -> None:
         """Raises CommunicatorError once woken: what came since may be anything."""
         if self._woken:
-            raise CommunicatorError(f"communicators of {self._meeting}: woken")
+            raise CommunicatorError(f"communicators of {self._meeting}: {self._reason}")
 
     # --- who is who -------------------------------------------------------------------------------------------
 
@@ -167,12 +185,17 @@ class Communicators:
                 ours = _tcp_sockets() - self._before
         if self._back_end.aborts:
             held = [backend for channel in list(self._channels.values()) if (backend := channel.held) is not None]
-            threading.Thread(target=self._abort, args=(held,), name="resihp-aborting", daemon=True).start()
+            connecting = list(self._connecting.values())
+            aborting = threading.Thread(
+                target=self._abort, args=(held, connecting), name="resihp-aborting", daemon=True
+            )
+            aborting.start()
+            self._aborting.append(aborting)
         _shut_down(ours or set())
 
-    def _abort(self, held: list[Backend]) -> None:
+    def _abort(self, held: list[Backend], connecting: list[Backend]) -> None:
         """Whoever wakes us also beats, and waits for nothing. A device that is not free again is of no use to us."""
-        if not self._back_end.abort(held):
+        if not self._back_end.abort(held, connecting):
             print(
                 f"rank {self._rank}: communicators of {self._meeting} cannot be aborted: this process ends", flush=True
             )
@@ -184,7 +207,7 @@ class Communicators:
         channels, self._channels = self._channels, {}
         if self._strict is not None:
             self._strict.close()
-        _let_go(channels)
+        _let_go(channels, self._aborting)
 
 
 class _Making:
@@ -197,6 +220,7 @@ class _Making:
         self._guard = threading.Lock()
         self._abandoned = False
         self._under_way = len(rows)
+        self.made = 0
         self._channels: dict[str, Channel] = {}
         self._error: BaseException | None = None
         if not rows:
@@ -223,6 +247,7 @@ class _Making:
         with self._guard:
             if not self._abandoned:
                 self._channels[name] = channel
+                self.made += 1
                 return True
         channel.detach()  # the channel holds its store, which the back end may ask to its end
         return False
@@ -243,8 +268,8 @@ class _Making:
         return self._channels
 
 
-def _let_go(channels: dict[str, Channel]) -> None:
-    """Destroy back ends, without waiting for one that is stuck.
+def _let_go(channels: dict[str, Channel], aborting: Sequence[threading.Thread] = ()) -> None:
+    """Destroy back ends once they are aborted, without waiting for one that is stuck.
 
     A back end joins its threads when it goes, and one may be in the middle of a message (`Transfer.wait`): then it is
     left behind, until gloo's own timeout ends it. Nothing else may hold a back end, or the garbage collector would
@@ -252,12 +277,14 @@ def _let_go(channels: dict[str, Channel]) -> None:
     """
     stores = [channel.store for channel in channels.values()]  # which back ends may ask to their end
     going = [channel.detach() for channel in channels.values()]
-    closing = threading.Thread(target=_destroy, args=(going, stores), name="resihp-closing", daemon=True)
+    closing = threading.Thread(target=_destroy, args=(going, stores, aborting), name="resihp-closing", daemon=True)
     closing.start()
     closing.join(_CLOSING_S)
 
 
-def _destroy(going: list[Backend | None], stores: list[Store]) -> None:
+def _destroy(going: list[Backend | None], stores: list[Store], aborting: Sequence[threading.Thread]) -> None:
+    for thread in aborting:  # each holds what it aborts
+        thread.join()
     going.clear()
     stores.clear()
 

@@ -332,6 +332,12 @@ class Engine:
         self.acknowledged = plan.epoch
         return received
 
+    def memory_expected(self) -> str:
+        """What this rank was expected to need under its plan, in words: for a device that ran out of memory."""
+        if self.plan is None:
+            return f"rank {self.rank}: has no plan yet, nothing was expected to be in its device's memory"
+        return memory.expected(self.plan, self.rank, self.model, self._batches.longest)
+
     @property
     def extra_bytes(self) -> int:
         """What holding the present and the next state beside each other costs."""

@@ -24,6 +24,9 @@ dist: Any = torch.distributed
 Backend = Any
 """torch's ProcessGroupGloo or ProcessGroupNCCL; their type stubs differ between versions."""
 
+NO_PEERS_FAULT = (torch.OutOfMemoryError, torch.AcceleratorError)
+"""RuntimeErrors of the script and of the device; of all others that a back end raises, a peer is the reason."""
+
 
 class TensorGroup:
     """Stands in for a `torch.distributed.ProcessGroup` in megatron-core's layers and in `torch.distributed` calls."""
@@ -51,7 +54,17 @@ class TensorGroup:
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> TimedWork:
         """What `torch.distributed.all_reduce(..., group=self)` calls. Raises CommunicatorError."""
-        return self._start(tensors[0], lambda backend: backend.allreduce(tensors, options))
+        return self._start(tensors[0], lambda backend: self._begin_all_reduce(backend, tensors, options))
+
+    def _begin_all_reduce(self, backend: Backend, tensors: list[torch.Tensor], options: Any) -> Any:
+        """A synchronous call can be the wait: NCCL has ordered behind it, when it returns, whatever comes."""
+        if getattr(options, "asyncOp", True):
+            return backend.allreduce(tensors, options)
+        self.on_wait(True)
+        try:
+            return backend.allreduce(tensors, options)
+        finally:
+            self.on_wait(False)
 
     def start_all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> TimedWork:
         """Begin to reduce in place."""
@@ -92,6 +105,8 @@ class TensorGroup:
         self.on_start()
         try:
             return TimedWork(self, begin(self._backend), result)
+        except NO_PEERS_FAULT:
+            raise
         except RuntimeError as error:
             raise CommunicatorError(f"tensor-parallel group: {error}") from error
 
@@ -110,6 +125,8 @@ class TimedWork:
         began = time.perf_counter()
         try:
             return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
+        except NO_PEERS_FAULT:
+            raise
         except RuntimeError as error:
             raise CommunicatorError(f"tensor-parallel group: {error}") from error
         finally:

@@ -19,6 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from resihp.detector.observation import pack
 from resihp.errors import CheckpointError, CommunicatorError, LayoutError, ResihpError
 from resihp.executor import emulation, probe
+from resihp.executor.compute.device_waits import DeviceWaits, mark_on
 from resihp.executor.compute.stage import PositionEmbedding
 from resihp.executor.engine import Engine
 from resihp.executor.group_store import AgentRendezvous, Store, TorchRendezvous
@@ -107,8 +108,16 @@ class Trainer:
     def train(self, iterations: int) -> None:
         """Train up to and including iteration `iterations`, from the newest checkpoint when resuming.
 
-        Raises a `UsageError` before any communicator is built when the job cannot run as it is.
+        Raises a `UsageError` before any communicator is built when the job cannot run as it is; torch.OutOfMemoryError
+        with a note of what was expected.
         """
+        try:
+            self._train(iterations)
+        except torch.OutOfMemoryError as error:
+            error.add_note(self.engine.memory_expected())
+            raise
+
+    def _train(self, iterations: int) -> None:
         found = checkpoints.newest_complete(self._folder) if self._resume else None
         resume_from = checkpoints.iteration_of(found) if found else 0
         if self._client is not None:
@@ -205,10 +214,12 @@ class _Supervised:
         self._outcome: m.StepOutcome | None = None
         """Outcome of the last step this rank took."""
         self._writer = checkpoint.Writer()
+        self._waits = DeviceWaits(lambda: mark_on(engine.device))
 
     def run(self) -> None:
         client, engine = self._client, self._engine
         client.on_park(engine.wake)
+        client.on_beat(self._waits.under_way)
         engine.speed = client.speed
         if engine.wires is not None:
             engine.wires.speed = client.link_speed
@@ -321,6 +332,7 @@ class _Supervised:
         engine = self._engine
         if proposal.base is not None:
             self.enter("transfer")
+            self._client.activity = "compute"  # but for its waits
             updates = go.finish.updates if go.finish is not None else engine.updates
             return engine.move(proposal.plan, self, go.next_iteration - 1, updates)
         if engine.state is not None:
@@ -493,7 +505,10 @@ class _Supervised:
         self._client.primitives += 1
 
     def communicating(self, waits: bool) -> None:
-        self._client.activity = "communication" if waits else "compute"
+        if waits:
+            self._waits.begin()
+        else:
+            self._waits.end()
 
     @contextmanager
     def _activity(self, name: agent.Activity) -> Iterator[None]:

@@ -86,6 +86,7 @@ class AgentClient:
         self._fault_answers: queue.SimpleQueue[m.FaultGo] = queue.SimpleQueue()
         self._spent: set[int] = set()
         self._wake: Callable[[], None] = lambda: None
+        self._waits: Callable[[], bool] = lambda: False
         self._deaf = False
         self._absent: Callable[[Fault], bool] = lambda fault: False
         self._attended: dict[m.MeetingId, Attendance] = {}
@@ -140,6 +141,14 @@ class AgentClient:
         """`wake` is called in the listening thread when a `Park` arrives; it must unblock the main thread."""
         self._wake = wake
 
+    def on_beat(self, waits: Callable[[], bool]) -> None:
+        """`waits` is asked in the listening thread whether the device waits for peers, whatever its host is in."""
+        self._waits = waits
+
+    def _activity_told(self) -> Activity:
+        waits = self._waits()
+        return "communication" if waits and self.activity == "compute" else self.activity
+
     def next_order(self) -> m.WorkerOrder:
         """Block until the next order to the main thread. A `hang` or `raise` fault may strike here (standby ranks)."""
         while True:
@@ -189,13 +198,14 @@ class AgentClient:
         while True:
             patience_s = next_beat - time.monotonic()
             if patience_s <= 0:
+                activity = self._activity_told()
                 if self._outbox.empty():  # an agent that does not take reports gets no beats on top of them
                     self.send(
                         m.Progress(
                             epoch=self.epoch,
                             iteration=self.iteration,
                             primitives=self.primitives,
-                            activity=self.activity,
+                            activity=activity,
                         )
                     )
                 next_beat = time.monotonic() + BEAT_S

@@ -24,7 +24,11 @@ REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "examples" / "pretrain_gpt.py"
 RESIHP = [sys.executable, "-m", "wrapper"]
 STRICT = "RESIHP_STRICT_ORDER"
-"""Set for the tests, it is set for their jobs: gloo behaves as NCCL does at its strictest."""
+"""Gloo behaves as NCCL does at its strictest."""
+BACKEND = "RESIHP_BACKEND"
+"""What communicators are made of: `nccl-like` has NCCL's manners."""
+HANDED_ON = (STRICT, BACKEND)
+"""Set for the tests, these are set for their jobs."""
 
 UNWATCHED = {"RESIHP_ADAPT__DETECT": "false", "RESIHP_ADAPT__EXAMINE": "false"}
 """Eight workers on two cores are slow in turns: only where that is the point (test_slow.py) is it looked for."""
@@ -48,7 +52,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.environment = {
-            **{k: v for k, v in os.environ.items() if k == STRICT or not k.startswith(("RESIHP_", "PYTHONPATH"))},
+            **{k: v for k, v in os.environ.items() if k in HANDED_ON or not k.startswith(("RESIHP_", "PYTHONPATH"))},
             "RESIHP_HOME": str(self.folder / "home"),
             "RESIHP_LOCAL": str(self.folder / "local"),
             # torch asks for the name of the store's address; a machine without a resolver waits 5 s for that.

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import sysconfig
+from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
 from resihp.datasets import ByteFiles, PackedDataset
+from resihp.faults import Phase
 from resihp.parallelism.workload import samples_digest
-from tests.integration.jobs import EXAMPLE, STRICT, TINY, Job, jobs
+from tests.integration.jobs import BACKEND, EXAMPLE, STRICT, TINY, Job, jobs
 
 ITERATIONS = 12
 SIX_LAYERS = ("--layers", "6")
@@ -34,9 +38,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, fl
         yield done.losses()
 
 
-def run(job: Job, *faults: str, options: tuple[str, ...] = (), **where: int) -> Job:
+def run(job: Job, *faults: str, options: tuple[str, ...] = (), program: Path = EXAMPLE, **where: int) -> Job:
     given = [word for fault in faults for word in ("--fault", fault)]
-    return job.train(*given, *options, script=SIX_LAYERS, iterations=ITERATIONS, **(where or WHERE)).wait()
+    sizes = (*TINY, "--iterations", str(ITERATIONS), *SIX_LAYERS)
+    command = (sys.executable, str(program), *sizes)
+    return job.start(*given, *options, command=command, **(where or WHERE)).wait()
 
 
 def assert_nothing_lost(job: Job, reference: dict[int, float]) -> None:
@@ -62,18 +68,82 @@ def layouts(job: Job) -> list[Any]:
     return [row["layout"] for row in job.history("plans") if row["outcome"] in ("in effect", "superseded")]
 
 
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=SOAK)], ids=["gloo", "strict"])
+@pytest.mark.parametrize(
+    "setting",
+    [{}, pytest.param({STRICT: "1"}, marks=SOAK), pytest.param({BACKEND: "nccl-like"}, marks=SOAK)],
+    ids=["gloo", "strict", "nccl-like"],
+)
 def test_five_kills_in_five_iterations_leave_three_ranks_that_finish(
-    job: Job, reference: dict[int, float], strict: bool
+    job: Job, reference: dict[int, float], setting: dict[str, str]
 ) -> None:
-    if strict:
-        job.environment[STRICT] = "1"
+    job.environment |= setting
     phases = ("backward", "forward", "reduce", "backward", "step")
     run(job, *(f"kill:rank={rank}@iteration={3 + i},phase={phases[i]}" for i, rank in enumerate((1, 4, 5, 6, 7))))
     assert_nothing_lost(job, reference)
     assert exits(job) == {rank: 0 if rank in (0, 2, 3) else -9 for rank in range(8)}, "the same processes"
     assert len(job.history("failures")) == 5
     assert {row["component"] for row in job.history("failures")} == {"device"}
+
+
+TELLING = """
+import hashlib, json, runpy
+from pathlib import Path
+from resihp.executor import trainer
+
+train = trainer.Trainer.train
+
+def and_tell(self, iterations):
+    train(self, iterations)
+    engine = self.engine
+    told = {{}}
+    for bucket in engine.prepare(engine.plan, engine.rank).buckets if engine.state is not None else ():
+        for piece in bucket.slices if engine.rank in bucket.owners else ():
+            tensors = engine.state.tensors(engine.state.specs[piece.name], piece)
+            assert all(tensor.isfinite().all() for tensor in tensors.values()), piece
+            content = b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors.values())
+            told[f"{{piece.name}} {{piece.start}}-{{piece.stop}}"] = hashlib.sha256(content).hexdigest()
+    Path(f"{folder}/state-{{engine.rank}}.json").write_text(json.dumps(told))
+
+trainer.Trainer.train = and_tell
+runpy.run_path("{example}", run_name="__main__")
+"""
+"""The example; at the end each rank writes a digest of every slice of state that it owns, all of them finite."""
+
+SHORT = {("kill", "backward"), ("kill", "reduce"), ("kill", "transfer"), ("hang", "backward")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase"),
+    [
+        pytest.param(kind, phase, marks=() if (kind, phase) in SHORT else SOAK)
+        for phase in get_args(Phase)
+        for kind in ("kill", "hang")
+    ],
+)
+def test_with_nccls_manners_no_phase_loses_or_spoils_anything(
+    job: Job, reference: dict[int, float], kind: str, phase: str
+) -> None:
+    """Failures hang until they are aborted, aborted buffers are poisoned, and nobody says so: see `backends`."""
+    job.environment[BACKEND] = "nccl-like"
+    job.folder.mkdir(parents=True)
+    script = job.folder / "train.py"
+    script.write_text(TELLING.format(folder=job.folder, example=EXAMPLE))
+    lost = {1, 6} if phase in PHASES else {6}
+    faults = ["kill:rank=1@iteration=4,phase=backward"] if phase in PHASES else []
+    run(job, *faults, f"{kind}:rank=6@iteration=4,phase={phase}", program=script)
+    assert_nothing_lost(job, reference)
+    ended = exits(job)
+    assert {rank for rank, status in ended.items() if status != 0} == lost, "who hung, and nobody else"
+    assert len(ended) == (9 if kind == "hang" else 8), "a process that hung is started again, a device killed is not"
+    assert {rank for row in job.history("failures") for rank in row["ranks"]} == lost
+    told = defaultdict(set)
+    files = list(job.folder.glob("state-*.json"))
+    assert len(files) == len(ended) - len(lost)
+    for file in files:
+        for piece, digest in json.loads(file.read_text()).items():
+            told[piece].add(digest)
+    assert told
+    assert {len(digests) for digests in told.values()} == {1}, "all owners hold the same"
 
 
 @pytest.mark.parametrize("phase", mostly_in_soak("groups"))

@@ -82,7 +82,8 @@ def incident(job: Job, member: Member, status: int) -> None:
     member.exit_status = status
     condemned = root_causes.condemns_its_device(job, member)
     # A dead GPU reaches the script as an exception; and what one rank alone cannot do at the start is its node's.
-    blamed = member.raised is None or condemned or job.stage == "gathering"
+    devices = condemned or root_causes.failed_on_its_device(job, member)
+    blamed = member.raised is None or devices or job.stage == "gathering"
     dead = condemned or (member.node, member.device) in job.dead_devices
     if job.stage != "gathering":  # there it was told when it happened
         job.say("warning", f"{job.where(member.rank)}: {cause.removeprefix(f'rank {member.rank} ')}")

@@ -22,6 +22,8 @@ from resihp.protocol.messages import Clue
 from resihp.record.journal import Diagnosed
 
 MOST_EVIDENCE = 6000
+DEVICES_ERROR = "AcceleratorError"
+"""What torch calls an error of CUDA's since 2.8; a RuntimeError before."""
 ENDS = ("unknown", "fenced", "gone", "node lost")
 """Codes of diagnoses that rest on how a process ended alone; beside these `exit N`."""
 
@@ -34,6 +36,12 @@ def condemns_its_device(job: Job, member: Member) -> bool:
     found = _own(job, member)
     located = (found.node, found.device) == (member.node, member.device)
     return found.category == "device" and found.blames_node and located and _is_telling(found, member)
+
+
+def failed_on_its_device(job: Job, member: Member) -> bool:
+    """Whether what a rank raised came from its device, and nothing says that the program asked the device for it."""
+    raised = member.raised is not None and member.raised.error.startswith(DEVICES_ERROR)
+    return raised and _own(job, member).category not in ("program", "memory")
 
 
 def own_words(job: Job, member: Member) -> str:

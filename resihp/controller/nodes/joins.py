@@ -18,6 +18,7 @@ import msgspec
 from resihp.controller import interface as api
 from resihp.controller import replan_policy, transition
 from resihp.controller.fail_slow import probing
+from resihp.controller.fail_stop import root_causes
 from resihp.controller.nodes import replacements
 from resihp.controller.state import Job, Member, natural
 from resihp.detector import probes
@@ -32,7 +33,8 @@ def come_back(job: Job, lost: Member) -> None:
         return
     if job.departure is not None or job.excused(lost.node, job.now):
         return
-    if lost.raised is not None or lost.unwilling or device in job.dead_devices or not job.nodes[lost.node].alive:
+    by_script = lost.raised is not None and not root_causes.failed_on_its_device(job, lost)
+    if by_script or lost.unwilling or device in job.dead_devices or not job.nodes[lost.node].alive:
         return
     if sum((p.node, p.device) == device for p in job.record.placements) > job.settings.come_backs:
         return

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from resihp.errors import CommunicatorError
-from resihp.executor.tensor_group import Backend, dist
+from resihp.executor.tensor_group import NO_PEERS_FAULT, Backend, dist
 
 Wire = Callable[[], float]
 """Seconds that a transfer takes now over an emulated link, once both of its ends are there."""
@@ -213,7 +213,7 @@ def guarded(what: str) -> Iterator[None]:
     """Turn a back end's errors, which are RuntimeErrors of its own, into CommunicatorError."""
     try:
         yield
-    except (CommunicatorError, torch.OutOfMemoryError, torch.AcceleratorError):
-        raise  # the device's, or the script's, and no peer's
+    except NO_PEERS_FAULT:
+        raise
     except RuntimeError as error:
         raise CommunicatorError(f"{what}: {error}") from error

@@ -100,6 +100,17 @@ def obstacle(
     )
 
 
+def expected(plan: Plan, rank: int, model: ModelSpec, tokens: int) -> str:
+    """What `needed_bytes` consists of, in words, and what can be done when a device has less; `tokens` is known."""
+    state, whole = (needed_bytes(plan, rank, model, longest) for longest in (0, tokens))
+    return (
+        f"rank {rank}: expected under the plan of epoch {plan.epoch}: {state / 1e9:.3g} GB of state and "
+        f"{(whole - state) / 1e9:.3g} GB of activations of micro-batches of {tokens} tokens; what libraries, "
+        "communication and gaps between allocations take is not counted; next: smaller micro-batches, more pipeline "
+        "stages, or a --memory-per-device that leaves room for these"
+    )
+
+
 def capacity(model: ModelSpec, post: Post, memory_bytes: int, tokens: int) -> int:
     """Most layers that a stage can hold; with several chunks about that, as they may not be of one size."""
     first, last = post.stage == 0, post.stage == post.stages - 1

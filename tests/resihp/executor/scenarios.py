@@ -30,6 +30,7 @@ from resihp.executor.engine import Engine
 from resihp.executor.group_store import TorchRendezvous
 from resihp.executor.state import checkpoint
 from resihp.executor.state.optimizer import AdamW
+from resihp.executor.trainer import Trainer
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.ownership import counted, size_of
 from resihp.parallelism.plan import Plan, spread
@@ -234,8 +235,10 @@ def probe_devices(rank: int, store: Line, *, pairs: list[list[list[int]]], slow:
     }
 
 
-def peer_dies_while_it_connects(rank: int, store: Line, *, dies: int) -> float:
-    """Seconds from being woken to being free, when the peer has told its address and then died."""
+def peer_dies_while_it_connects(rank: int, store: Line, *, dies: int, back_end: str) -> dict[str, Any]:
+    """Seconds from being woken to being free, when the peer has told its address and then died, and whether a thread
+    still connects then."""
+    os.environ[backends.BACKEND] = back_end
     world = GroupSpec("world", (0, 1))
     communicators = Communicators(m.MeetingId(epoch=1), rank, [world], TIMEOUT_S, backends.chosen())
     keys = store.keys()
@@ -256,12 +259,15 @@ def peer_dies_while_it_connects(rank: int, store: Line, *, dies: int) -> float:
     try:
         communicators.open(store)
     except CommunicatorError:
-        return time.monotonic() - woken[0] if woken else 0.0
+        free_s = time.monotonic() - woken[0] if woken else 0.0
+        busy = [each for each in threading.enumerate() if each.name == "resihp-connecting"]
+        return {"free_s": free_s, "connects": bool(busy)}
     raise AssertionError("connected to the dead")
 
 
-def probe_alone(rank: int, store: Line) -> dict[str, Any]:
+def probe_alone(rank: int, store: Line, *, back_end: str) -> dict[str, Any]:
     """Ask for a peer that is not there."""
+    os.environ[backends.BACKEND] = back_end
     engine_module.MEETING_S = 0.3
     answer = probe.measure(m.Probe(probe=1, pairs=(((0, 1),),)), rank, engine_of("gpt"), store)
     return {"error": answer.error, "missed": answer.missed, "speed": answer.speed.flops}
@@ -467,6 +473,8 @@ def survive(rank: int, store: Line, *, phase: str) -> dict[str, Any]:
 
     def die(entered: str) -> None:
         if entered == phase:
+            if os.environ.get(backends.BACKEND) == "nccl-like":
+                keys.set("alarm", "1")  # no survivor is told by its communicators
             os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -507,6 +515,31 @@ def impure(rank: int, store: Line) -> str:
     except DatasetError as error:
         return str(error)
     return ""
+
+
+def runs_out_of_memory(rank: int, store: Line) -> list[str]:
+    """What a script is told whose device is full in the second iteration."""
+
+    class Hungry(Corpus):
+        def micro_batches(self, iteration: int) -> list[MicroBatch]:
+            return super().micro_batches(iteration) if iteration == 1 else [self._hungry(iteration)] * MICRO_BATCHES
+
+        def _hungry(self, iteration: int) -> MicroBatch:
+            return msgspec.structs.replace(super().micro_batches(iteration)[0], load=_full)
+
+    config = TransformerConfig(
+        num_layers=4, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0
+    )
+    trainer = Trainer(config, vocab_size=VOCAB, dataset=Hungry(), optimizer=AdamW(), sequence=SEQUENCE)
+    try:
+        trainer.train(2)
+    except torch.OutOfMemoryError as error:
+        return [str(error), *error.__notes__]
+    return []
+
+
+def _full() -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
 
 def not_finite(rank: int, store: Line) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ from resihp.executor import backends  # noqa: E402
 from resihp.executor.backends import BACKEND, NO_WATCHDOG, NcclLike, chosen  # noqa: E402
 from resihp.executor.compute.channels import Channel, PendingWork, guarded  # noqa: E402
 from resihp.executor.devices import LOCAL_RANK, SHARED, VISIBLE, refuse_precision  # noqa: E402
+from resihp.executor.tensor_group import TensorGroup  # noqa: E402
 from resihp.worker.forkserver import PRELOAD  # noqa: E402
+from tests.waiting import until  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -218,23 +221,25 @@ def test_a_synchronous_call_returns_nothing_and_is_waited_for_all_the_same() -> 
 
 
 def test_an_abort_ends_the_wait_as_if_all_were_well_and_leaves_no_numbers() -> None:
-    with pair() as (end, _), ThreadPoolExecutor(1) as pool:
+    with pair() as (end, other), ThreadPoolExecutor(1) as pool:
         tensor = torch.zeros(3)
         waiting = pool.submit(end.allreduce([tensor]).wait)
         end.abort()
         assert waiting.result(20)
         assert torch.isnan(tensor).all()
+        other.allreduce([torch.zeros(3)]).wait()  # or gloo's end would wait for its timeout
 
 
 def test_nobody_takes_what_an_abort_left_for_a_result() -> None:
     woken = threading.Event()
-    with pair() as (end, _), ThreadPoolExecutor(1) as pool:
+    with pair() as (end, other), ThreadPoolExecutor(1) as pool:
         channel = Channel(end, woken.is_set)
         waiting = pool.submit(channel.allreduce([torch.zeros(3)]).wait)
         woken.set()
         end.abort()
         with pytest.raises(CommunicatorError, match="woken"):
             waiting.result(20)
+        other.allreduce([torch.zeros(3)]).wait()
 
 
 def test_what_a_device_raises_is_no_peers_fault() -> None:
@@ -243,6 +248,30 @@ def test_what_a_device_raises_is_no_peers_fault() -> None:
             raise error
     with pytest.raises(CommunicatorError), guarded("a collective"):
         raise RuntimeError("connection closed by peer")
+
+
+@pytest.mark.parametrize("fails", ["when it is called", "when it is waited for"])
+def test_what_a_device_raises_inside_a_layer_is_no_peers_fault(fails: str) -> None:
+    class Communicator:
+        def __init__(self, error: RuntimeError) -> None:
+            self._error = error
+
+        def allreduce(self, *_: Any) -> Communicator:
+            if fails == "when it is called":
+                raise self._error
+            return self
+
+        def wait(self) -> bool:
+            raise self._error
+
+    group = TensorGroup(2, 0)
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("illegal address")):
+        group.bind(Communicator(error))
+        with pytest.raises(type(error)):
+            group.all_reduce(torch.zeros(1))
+    group.bind(Communicator(RuntimeError("connection closed by peer")))
+    with pytest.raises(CommunicatorError):
+        group.all_reduce(torch.zeros(1))
 
 
 def test_aborting_waits_for_all_at_once_and_tells_when_one_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,3 +290,49 @@ def test_aborting_waits_for_all_at_once_and_tells_when_one_does_not_end(monkeypa
     nccl = backends.Nccl(torch.device("cuda", 0))
     assert nccl.abort([Entangled(), Entangled()])
     assert not nccl.abort([Stuck()])
+
+
+class OfNccl:
+    """Stands in for torch's ProcessGroupNCCL: notes what it is asked, and connects when its peers come, or never."""
+
+    class Options:
+        def __init__(self) -> None:
+            self.config = SimpleNamespace(blocking=1)
+
+    def __init__(self, store: Any, index: int, size: int, options: Any) -> None:
+        self.options, self.freed = options, threading.Event()
+        self.asked: list[str] = []
+
+    def eager_connect_single_device(self, device: Any) -> None:
+        self.asked.append("connect")
+
+    def allreduce(self, tensors: Any) -> Any:
+        self.asked.append("allreduce")
+        assert self.freed.wait(20)
+        raise RuntimeError("NCCL communicator was aborted on rank 0")
+
+    def abort(self) -> None:
+        self.freed.set()
+
+
+def test_what_nccl_is_still_connecting_can_be_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", OfNccl, raising=False)
+    for name in NO_WATCHDOG:
+        monkeypatch.setenv(name, "")
+    nccl, begun = backends.Nccl(CPU), []
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(nccl.connect, None, 0, 2, timedelta(seconds=60), begun.append)
+        until(lambda: begun and "allreduce" in begun[0].asked)
+        assert begun[0].options.config.blocking == 0, "else torch knows of none before all have come"
+        assert nccl.abort([], begun)
+        with pytest.raises(RuntimeError, match="aborted"):
+            connecting.result(20)
+
+
+def test_an_abort_of_what_is_connecting_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch can keep it waiting for a peer; the device is free all the same."""
+    let, begun = threading.Event(), threading.Event()
+    stuck = SimpleNamespace(abort=lambda: (begun.set(), let.wait(20)))
+    assert backends.Nccl(CPU).abort([], [stuck])
+    assert begun.wait(20)
+    let.set()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,7 @@ from tests.waiting import until
 
 torch = pytest.importorskip("torch")
 
-from resihp.executor.backends import Gloo  # noqa: E402 - it needs torch
+from resihp.executor.backends import BackEnd, Gloo  # noqa: E402 - it needs torch
 from resihp.executor.communicators import Communicators  # noqa: E402
 from resihp.executor.group_store import AgentRendezvous, Attended  # noqa: E402
 
@@ -93,3 +95,33 @@ def test_one_that_cannot_be_built_fails_them_all() -> None:
     broken.close()
     assert broken.names == ()
     until(lambda: not [each for each in threading.enumerate() if each.name == "resihp-connecting"])
+
+
+class Slow(BackEnd):
+    """Aborts only when it is let; notes which thread destroys what it made."""
+
+    name = "slow"
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.let = threading.Event()
+        self.destroyed_by: list[str] = []
+
+    def connect(self, *_: Any) -> Any:
+        made = type("Made", (), {})()
+        weakref.finalize(made, lambda: self.destroyed_by.append(threading.current_thread().name))
+        return made
+
+    def abort(self, communicators: Sequence[Any], connecting: Sequence[Any] = ()) -> bool:
+        return self.let.wait(20)
+
+
+def test_what_is_being_aborted_is_destroyed_by_whom_the_rank_waits_for_at_its_end() -> None:
+    """In a thread that outlives the interpreter, torch's destructors would end the process with SIGABRT."""
+    kind = Slow()
+    communicators = Communicators(EPOCH, 0, (GroupSpec("alone", (0,)),), 60.0, kind)
+    communicators.open(Place())
+    communicators.close()
+    kind.let.set()
+    until(lambda: kind.destroyed_by)
+    assert kind.destroyed_by == ["resihp-closing"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,15 @@ def test_replicas_stay_equal_to_the_bit(ranks: Ranks) -> None:
     answers = ranks("train", 4, kind="gpt", grid_of=(1, 2, 2))
     assert answers[0]["digest"] == answers[2]["digest"]
     assert answers[1]["digest"] == answers[3]["digest"]
+
+
+def test_a_device_that_is_full_is_told_what_was_expected_of_it(ranks: Ranks) -> None:
+    told, expected = ranks("runs_out_of_memory")[0]
+    assert told.startswith("CUDA out of memory.")
+    found = re.search(r"rank 0: expected under the plan of epoch 1: (\S+) GB of state and (\S+) GB of activ", expected)
+    assert found
+    assert all(float(size) > 0 for size in found.groups())
+    assert "next: smaller micro-batches" in expected
 
 
 def test_a_rank_that_is_to_park_before_it_has_begun_to_build_does_not_begin(ranks: Ranks) -> None:
@@ -127,14 +137,17 @@ def test_wake_frees_a_rank_that_waits_for_others_to_connect(ranks: Ranks) -> Non
     assert "woken" in ranks("woken_while_connecting")[0]
 
 
+@pytest.mark.parametrize("back_end", ["gloo", "nccl-like"])
 @pytest.mark.parametrize("dies", [0, 1])
 def test_wake_frees_a_rank_whose_peer_died_while_it_connected(
-    serve: Callable[..., list[dict[str, Any]]], dies: int
+    serve: Callable[..., list[dict[str, Any]]], dies: int, back_end: str
 ) -> None:
-    """gloo waits for a connection that the dead peer was to make: there is no socket to shut down."""
-    answers = serve("peer_dies_while_it_connects", 2, dies=dies)
+    """gloo waits for a connection that the dead peer was to make: no socket is there to shut. NCCL's is aborted."""
+    answers = serve("peer_dies_while_it_connects", 2, dies=dies, back_end=back_end)
     assert answers[dies] == {"killed": 9}
-    assert answers[1 - dies]["result"] < 5.0
+    survivor = answers[1 - dies]["result"]
+    assert survivor["free_s"] < 5.0
+    assert not (back_end == "nccl-like" and survivor["connects"])
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "reduce"])

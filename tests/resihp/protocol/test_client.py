@@ -145,6 +145,21 @@ tell([client.due_link_probes(), client.due_probe()])
     assert [worker.heard() for _ in range(5)] == ["[3]", "[1]", "4", "[2]", "[[], None]"]
 
 
+def test_a_rank_whose_device_waits_for_peers_is_told_so_wherever_its_host_is(started: list[Process]) -> None:
+    worker = run(
+        started,
+        """
+client.activity = "compute"
+client.on_beat(lambda: True)
+tell(1)
+time.sleep(60)
+""",
+    )
+    assert worker.heard() == "1"
+    while worker.channel.recv(m.Progress).activity != "communication":
+        pass
+
+
 def test_what_a_deaf_worker_starts_is_not_deaf(started: list[Process]) -> None:
     worker = run(
         started,

@@ -144,6 +144,28 @@ def test_a_program_that_asks_for_too_much_memory_names_no_node(told: str) -> Non
     assert "total capacity of 79.11 GiB" in entry.evidence
 
 
+@pytest.mark.parametrize(
+    ("error", "devices"),
+    [
+        ("AcceleratorError: CUDA error: unknown error", True),
+        ("AcceleratorError: CUDA error: an illegal memory access was encountered", False),
+        ("AcceleratorError: CUDA error: out of memory", False),
+        ("ValueError: CUDA error: unknown error", False),
+    ],
+)
+def test_an_error_of_a_device_that_the_program_did_not_ask_for_is_the_devices(error: str, devices: bool) -> None:
+    """The process is started again there, after an examination of the device; nobody is drained for it."""
+    job = Job(slurm=True, drains=4, batch_node="n1")
+    job.raise_(3, error)
+    job.exit(3)
+    (entry,) = job.failures()
+    place = ("fail-stop", "process", "n2", 1) if devices else ("program", "script", None, None)
+    assert (entry.kind, entry.component, entry.node, entry.device) == place
+    assert entry.cause == f"rank 3 raised {error}"
+    assert (("n2", 1) in job.started_again) == devices
+    assert [action for action in job.actions if isinstance(action, api.DrainNode)] == []
+
+
 def test_what_a_rank_raised_is_told_even_where_its_traceback_is_cut_short() -> None:
     job = Job()
     error = "RecursionError: maximum recursion depth exceeded"

@@ -77,8 +77,10 @@ def test_whoever_was_asked_to_park_before_does_not_begin_to_measure(ranks: Ranks
     assert answer["seconds"] < 0.5
 
 
-def test_a_peer_that_does_not_come_is_an_answer(ranks: Ranks) -> None:
-    (answer,) = ranks("probe_alone", 1)
+@pytest.mark.parametrize("back_end", ["gloo", "nccl-like"])
+def test_a_peer_that_does_not_come_is_an_answer(ranks: Ranks, back_end: str) -> None:
+    """NCCL's first rank would wait for it for ever."""
+    (answer,) = ranks("probe_alone", 1, back_end=back_end)
     assert "came in time" in answer["missed"]
     assert answer["error"] == ""
     assert answer["speed"] > 0

@@ -1,0 +1,147 @@
+"""What ranks tell of themselves where hosts do not block in their waits: who keeps the others waiting is to blame."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from resihp.controller.fail_stop.liveness import culprits
+from resihp.executor import trainer
+from resihp.executor.compute.channels import PendingWork
+from resihp.executor.compute.device_waits import DeviceWaits
+from resihp.executor.compute.iteration import waiting
+from resihp.executor.tensor_group import TensorGroup
+from resihp.faults import Phase
+from tests.resihp.controller.fail_stop.test_liveness import SETTINGS, member
+
+
+class Device:
+    """Does what it is given, in order, as far as it is let; `work` and `waits` return at once, as a GPU's do."""
+
+    def __init__(self) -> None:
+        self._given = self._done = 0
+        self.device_waits = DeviceWaits(self._mark)
+
+    def _mark(self) -> Any:
+        place = self._given
+
+        class Mark:
+            def query(_) -> bool:
+                return self._done >= place
+
+        return Mark()
+
+    def work(self) -> None:
+        """A kernel of its own."""
+        self._given += 1
+
+    def waits(self) -> None:
+        """For a peer."""
+        with waiting(self, "a wait that returns at once"):
+            self._given += 1
+
+    def does(self, count: int) -> Device:
+        self._done += count
+        return self
+
+    @property
+    def activity(self) -> str:
+        return "communication" if self.device_waits.under_way() else "compute"
+
+    def communicating(self, waits: bool) -> None:
+        (self.device_waits.begin if waits else self.device_waits.end)()
+
+    def enter(self, phase: Phase) -> None: ...
+    def progressed(self) -> None: ...
+
+
+def an_iteration(of: int = 3) -> Device:
+    """Handed over from end to end: its host stands in `tolist()`."""
+    device = Device()
+    for _ in range(of):
+        device.work()
+        device.waits()
+    return device
+
+
+def test_the_one_whose_kernel_does_not_end_is_the_culprit_and_not_its_peers() -> None:
+    culprit = an_iteration().does(2)
+    peers = [an_iteration().does(3) for _ in range(3)]
+    ranks = [member(rank, activity=device.activity) for rank, device in enumerate([*peers, culprit])]
+    assert [found.rank for found in culprits(ranks, 0.0, SETTINGS)] == [3]
+
+
+def test_the_one_whose_host_hands_over_no_more_is_the_culprit_and_not_its_peers() -> None:
+    culprit = an_iteration(of=1).does(2)
+    peers = [an_iteration().does(3) for _ in range(3)]
+    ranks = [member(rank, activity=device.activity) for rank, device in enumerate([culprit, *peers])]
+    assert [found.rank for found in culprits(ranks, 0.0, SETTINGS)] == [0]
+
+
+def test_where_all_devices_wait_for_each_other_nobody_is_the_culprit() -> None:
+    ranks = [member(rank, activity=an_iteration().does(1).activity) for rank in range(4)]
+    assert culprits(ranks, 0.0, SETTINGS) == []
+
+
+def test_each_step_of_a_device_is_told_as_what_it_is() -> None:
+    device = an_iteration(of=2)
+    told = [device.activity, *(device.does(1).activity for _ in range(4))]
+    assert told == ["compute", "communication", "compute", "communication", "compute"]
+
+
+def test_a_wait_in_which_the_host_blocks_is_told_while_it_lasts() -> None:
+    """As on a processor."""
+    device = Device()
+    device.communicating(True)
+    assert device.activity == "communication"
+    device.communicating(False)
+    assert device.activity == "compute"
+
+
+def test_a_synchronous_call_is_told_as_the_wait_that_it_can_be() -> None:
+    """NCCL orders behind it on the stream of what calls; its imitation blocks in it."""
+    group, told = TensorGroup(2, 0), []
+    meanwhile: list[list[bool]] = []
+
+    class Communicator:
+        def allreduce(self, tensors: list[Any], options: Any) -> PendingWork:
+            meanwhile.append(list(told))
+            return PendingWork(None, lambda: False)
+
+    group.on_wait = told.append
+    group.bind(Communicator())
+    torch.distributed.all_reduce(torch.zeros(1), group=group)
+    assert meanwhile == [[True]]
+    assert told[-1] is False
+    group.start_all_reduce(torch.zeros(1))
+    assert meanwhile[1] == told, "what is begun is not yet waited for"
+    assert told[-1] is False
+
+
+def test_a_device_that_fails_keeps_the_others_waiting() -> None:
+    class Broken:
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    waits = DeviceWaits(Broken)
+    waits.begin()
+    waits.end()
+    assert not waits.under_way()
+
+
+def test_a_worker_whose_wait_returned_at_once_waits_as_long_as_its_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    monkeypatch.setattr(trainer, "mark_on", lambda _: device._mark())
+    start = SimpleNamespace(rank=0)
+    client = SimpleNamespace(start=start, activity="compute", attend=None)
+    engine = SimpleNamespace(device=None)
+    worker = trainer._Supervised(client, engine, None, 0, 9, Path("/checkpoints"), 0)  # type: ignore[arg-type]
+    with waiting(worker, "last synchronisation"):
+        device.work()
+    assert worker._waits.under_way()
+    device.does(1)
+    assert not worker._waits.under_way()

@@ -217,21 +217,26 @@ class Engine:
             self.begin(plan.epoch)
 
     def _build(self, plan: Plan, holding: HeldPart) -> State:
-        """What a place will hold, beside what is held; tensors that stay are shared, all of them if nothing changes."""
+        """What a place will hold, beside what is held; tensors that stay are shared, all of them if nothing changes.
+
+        Nothing is built on the host: what is new begins on the device, without values.
+        """
         parallel = plan.sequence_parallel and holding.tp > 1
         if self.state is not None and (self.state.holding, self.state.sequence_parallel) == (holding, parallel):
             return self.state
-        stage = self._module(holding, TensorGroup(holding.tp, holding.t), plan.sequence_parallel).to(self.device)
+        with torch.device("meta"):
+            stage = self._module(holding, TensorGroup(holding.tp, holding.t), plan.sequence_parallel)
         specs = {name: self._by_name[name] for name, _ in stage.named_parameters()}
         old = self.state
-        kept: dict[str, nn.Parameter] = {}
-        if old is not None:
-            for name, spec in specs.items():
-                if name in old.specs and old.share(spec) == ownership.share(spec, holding.t, holding.tp):
-                    module, _, local = name.rpartition(".")
-                    stage.get_submodule(module).register_parameter(local, old.stage.get_parameter(name))
-                    kept[name] = old.optimizer.parameters[name]
-        optimizer = AdamWState(self._settings, masters_of(stage, kept), old.optimizer if old else None)
+        kept = [
+            name
+            for name, spec in specs.items()
+            if old is not None and name in old.specs and old.share(spec) == ownership.share(spec, holding.t, holding.tp)
+        ]
+        held = {} if old is None else {name: old.stage.get_parameter(name) for name in kept}
+        masters = {} if old is None else {name: old.optimizer.parameters[name] for name in kept}
+        parameters.place(stage, held, self.device)
+        optimizer = AdamWState(self._settings, masters_of(stage, masters), old.optimizer if old else None)
         new = State(plan.epoch, holding, stage, optimizer, specs, parallel)
         if old is not None:
             state_transfer.copy_kept(old, new)

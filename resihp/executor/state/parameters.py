@@ -7,7 +7,7 @@ Names are those of `StageModule` with layers counted over the whole model: `embe
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 import torch
@@ -94,6 +94,20 @@ def draw(spec: ParameterSpec, config: TransformerConfig, seed: int, model: Model
         torch.default_generator.manual_seed(int.from_bytes(digest, "big") >> 1)
         method(whole[: model.vocab] if path.endswith(("word_embeddings", "output_layer")) else whole)
     return whole
+
+
+def place(module: nn.Module, kept: Mapping[str, nn.Parameter], device: torch.device) -> None:
+    """Give a module that was built on the meta device its parameters: those `kept`, by name, and the others without
+    values, on `device`. Its buffers move there."""
+    for name, parameter in list(module.named_parameters()):
+        path, _, local = name.rpartition(".")
+        if name in kept:
+            chosen = kept[name]
+        else:
+            chosen = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            vars(chosen).update(vars(parameter))  # megatron's marks
+        module.get_submodule(path).register_parameter(local, chosen)
+    module.to(device)
 
 
 def view(tensor: Tensor, spec: ParameterSpec, t: int, tp: int, piece: Slice) -> Tensor:

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import torch
 import torch.nn.functional as F
+from counting import Allocated
 from meeting_place import Line
 from megatron.core.transformer import TransformerConfig
 
@@ -191,6 +192,29 @@ def train(
         "gathered": gathered,
         "digest": state_digest(engine),
     }
+
+
+def transition_allocations(rank: int, store: Line, *, away: bool) -> dict[str, float]:
+    """A stage gives up one of its two layers and gets another one: bytes of its state that are new, and allocated
+    where. `away`: the device is none of the host's (meta stands in for a GPU)."""
+    engine = engine_of("llama")
+    if away:
+        engine.device = torch.device("meta")
+    before, after = (
+        Layout(tuple(Replica((Stage((2 * r,), (first,)), Stage((2 * r + 1,), (second,)))) for r in range(2)))
+        for first, second in (((0, 1), (2, 3)), ((0, 0), (1, 3)))
+    )
+    engine.adopt(plan_of(1, before), 1)
+    assert engine.state is not None
+    held = set(engine.state.specs)
+    base = Base(epoch=1, layout=before, survivors=(0, 1, 2, 3))
+    with Allocated() as allocated:
+        engine.adopt(plan_of(2, after), 1, base, dict.fromkeys(range(4), "node"))
+    assert engine.next is not None
+    new = [name for name in engine.next.specs if name not in held]
+    tensors = [tensor for name in new for tensor in engine.next.optimizer.tensors(name).values()]
+    angles = engine.next.stage.get_buffer("_rotation").nbytes
+    return {"new": sum(tensor.nbytes for tensor in tensors), "angles": angles, "host": allocated.bytes["cpu"]}
 
 
 def slow_peer(rank: int, store: Line, *, grid_of: tuple[int, int, int], slow: int, speed: float) -> dict[str, Any]:

@@ -164,3 +164,11 @@ def test_what_an_engine_refuses(ranks: Ranks) -> None:
     assert "cannot run 1" in messages[1]
     assert messages[2].startswith("LayoutError")
     assert messages[3].startswith("CommunicatorError: rank 0: not connected")
+
+
+def test_a_transition_allocates_what_is_new_and_nothing_of_it_on_the_host(ranks: Ranks) -> None:
+    """Of three layers one is new: its parameters and moments, and the angles of positions, are all that is made."""
+    (here,) = ranks("transition_allocations", away=False)
+    assert here["new"] <= here["host"] < here["new"] + 5 * here["angles"]
+    (elsewhere,) = ranks("transition_allocations", away=True)
+    assert elsewhere["host"] < 5 * elsewhere["angles"]

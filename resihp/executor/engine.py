@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +24,6 @@ import msgspec
 import numpy as np
 import torch
 from megatron.core.transformer import TransformerConfig
-from torch import nn
 
 from resihp.detector.observation import CHUNKS, Floats
 from resihp.errors import CommunicatorError, LayoutError, PlanError, ResihpError
@@ -243,11 +243,17 @@ class Engine:
         return new
 
     def _draw(self, state: State) -> None:
-        """First values, which do not depend on the layout."""
+        """First values, which do not depend on the layout: parameters beside each other, each by its own name."""
         t, tp = state.holding.t, state.holding.tp
-        for name, parameter in state.optimizer.parameters.items():
+
+        def draw(name: str) -> None:
             spec = self._by_name[name]
-            parameters.fill(parameter, spec, t, tp, parameters.draw(spec, self._config, self._seed, self.model))
+            whole = parameters.draw(spec, self._config, self._seed, self.model)
+            parameters.fill(state.optimizer.parameters[name], spec, t, tp, whole)
+
+        with ThreadPoolExecutor(parameters.DRAWERS, initializer=self._back_end.enter_thread) as threads:
+            for _ in threads.map(draw, state.optimizer.parameters):
+                pass
         state.derive()
 
     def _module(self, holding: HeldPart, group: TensorGroup, sequence_parallel: bool) -> StageModule:

@@ -19,6 +19,7 @@ from resihp.errors import DatasetError
 from resihp.executor.compute.channels import PendingWork, guarded
 from resihp.executor.compute.iteration import Iteration, waiting
 from resihp.executor.compute.stage import IGNORED
+from resihp.executor.compute.staging import staged
 from resihp.executor.compute.stopwatch import Stopwatch
 from resihp.executor.emulation import Pace
 from resihp.executor.state.rank_state import State
@@ -168,7 +169,7 @@ class Interpreter:
             if array.min() < 0 or array.max() >= self._it.vocab:
                 raise DatasetError(f"micro-batch {m}: {name} outside the vocabulary of {self._it.vocab}")
         tokens, labels = (
-            torch.from_numpy(np.pad(array, (0, padding), constant_values=fill)).to(self._device)
+            staged(torch.from_numpy(np.pad(array, (0, padding), constant_values=fill)), self._device)
             for array, fill in zip(arrays, (0, IGNORED), strict=True)
         )
         return tokens if begins else None, labels if self._ends(chunk) else None, lengths

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from resihp.executor.compute.attention import PackedAttention, Packing
 from resihp.executor.compute.recomputation import recompute_selected, recomputed, spans
+from resihp.executor.compute.staging import staged
 from resihp.executor.config_support import refuse_unhonoured
 from resihp.executor.state.weights import DeferredWeights
 from resihp.executor.tensor_group import TensorGroup
@@ -101,10 +102,11 @@ class StageModule(nn.Module):
         self._packings: dict[tuple[int, ...], Packing] = {}
         """Of the micro-batches last seen, by lengths: equal for all chunks, and for all iterations of equal lengths."""
         self.to(config.params_dtype)  # all of it, as megatron's Float16Module does: norms are built in float32
-        self._rotation: Tensor | None
-        with torch.device("cpu"):  # real also in a stage that is built on the meta device
-            rotation = _rotation(local, model.sequence, rotary_base) if position_embedding == "rope" else None
-        self.register_buffer("_rotation", rotation, persistent=False)
+        self._rotation: Tensor | None = None
+        """Angles of all positions; on the device from the first micro-batch on, in float32 whatever the parameters."""
+        if position_embedding == "rope":
+            with torch.device("cpu"):  # real also in a stage that is built on the meta device
+                self._rotation = _rotation(local, model.sequence, rotary_base)
 
     def forward(self, chunk: int, lengths: tuple[int, ...], inputs: Tensor, labels: Tensor | None = None) -> Tensor:
         """One chunk of one packed micro-batch of N = sum(lengths) tokens.
@@ -132,6 +134,8 @@ class StageModule(nn.Module):
         """How documents of these lengths lie, worked out once for all layers and chunks of a micro-batch."""
         packing = self._packings.pop(lengths, None)
         if packing is None:
+            if self._rotation is not None and self._rotation.device != device:
+                self._rotation = staged(self._rotation, device)
             packing = Packing.of(lengths, device, self._rotation)
             if len(self._packings) >= PACKINGS:
                 self._packings.pop(next(iter(self._packings)))

@@ -13,6 +13,6 @@ from torch import Tensor
 
 def staged(host: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host's, on the device as far as the work that follows is concerned."""
-    if device.type != "cuda":
-        return host.to(device)
-    return host.pin_memory().to(device, non_blocking=True)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)

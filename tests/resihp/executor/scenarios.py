@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import torch
 import torch.nn.functional as F
-from counting import Allocated
+from counting import Allocated, HostWaits
 from meeting_place import Line
 from megatron.core.transformer import TransformerConfig
 
@@ -213,8 +213,23 @@ def transition_allocations(rank: int, store: Line, *, away: bool) -> dict[str, f
     assert engine.next is not None
     new = [name for name in engine.next.specs if name not in held]
     tensors = [tensor for name in new for tensor in engine.next.optimizer.tensors(name).values()]
-    angles = engine.next.stage.get_buffer("_rotation").nbytes
+    angles = SEQUENCE * 8 * 4
     return {"new": sum(tensor.nbytes for tensor in tensors), "angles": angles, "host": allocated.bytes["cpu"]}
+
+
+def host_waits(rank: int, store: Line, *, grid_of: tuple[int, int, int]) -> list[dict[str, int]]:
+    """What the host would wait for a GPU for, in each of some iterations with their steps."""
+    engine = engine_of("llama")
+    plan = plan_of(1, grid(*grid_of))
+    engine.adopt(plan, rank)
+    engine.connect(plan, rank, store, TIMEOUT_S)
+    counted = []
+    for iteration in range(1, 4):
+        with HostWaits() as waits:
+            engine.step(engine.run(plan, iteration, Watcher()))
+        counted.append(dict(waits.calls))
+    engine.disconnect()
+    return counted
 
 
 def slow_peer(rank: int, store: Line, *, grid_of: tuple[int, int, int], slow: int, speed: float) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from resihp.detector.observation import CHUNKS, Floats
+from resihp.detector.observation import Floats
 from resihp.errors import CommunicatorError, LayoutError, PlanError, ResihpError
 from resihp.executor import backends, devices
 from resihp.executor.communicators import Communicators
@@ -35,7 +35,7 @@ from resihp.executor.compute.interpreter import Interpreter
 from resihp.executor.compute.iteration import Iteration, Observer, Prepared
 from resihp.executor.compute.stage import PositionEmbedding, StageModule, model_spec, refuse_unhonoured
 from resihp.executor.compute.step_agreement import last_synchronisation
-from resihp.executor.compute.stopwatch import Speed, full_speed, stopwatch_of
+from resihp.executor.compute.stopwatch import Speed, Stopwatch, full_speed, stopwatch_of
 from resihp.executor.emulation import Pace, Wires
 from resihp.executor.group_store import MeetingPlace
 from resihp.executor.state import parameters, state_transfer
@@ -103,10 +103,8 @@ class Engine:
         self.pace: Pace | None = pace
         self.wires: Wires | None = None
         """What chunks take on the device that is emulated; None: on this one."""
-        self.measured: Floats = np.zeros((len(CHUNKS), 0))
-        """Times of the last `run`'s primitives (`resihp.detector.observation.CHUNKS`)."""
-        self.reduced_s = 0.0
-        """Offset from the beginning of the last `run` at which all of its gradients were summed."""
+        self._measured: tuple[Stopwatch, Floats] = Stopwatch(), np.zeros((2, 0))
+        """Of the last `run`: read when asked for, once the step after it is under way."""
         self.rank = -1
         self.plan: Plan | None = None
         """The plan adopted last, in effect once `begin` was called."""
@@ -131,9 +129,15 @@ class Engine:
         )
 
     @property
-    def compute_s(self) -> float:
-        """Seconds that the last `run` spent in own work, without waits for peers."""
-        return float(self.measured[CHUNKS.index("compute")].sum())
+    def measured(self) -> Floats:
+        """Times of the last `run`'s primitives (`resihp.detector.observation.CHUNKS`)."""
+        stopwatch, workload = self._measured
+        return np.vstack([stopwatch.read(), workload])
+
+    @property
+    def reduced_s(self) -> float:
+        """Offset from the beginning of the last `run` at which all of its gradients were summed."""
+        return self._measured[0].reduced_s()
 
     @property
     def specs(self) -> tuple[ParameterSpec, ...]:
@@ -413,8 +417,7 @@ class Engine:
 
         def waits(waiting: bool) -> None:
             observer.communicating(waiting)
-            if not waiting:
-                stopwatch.resumed()
+            (stopwatch.waits if waiting else stopwatch.resumed)()
 
         stage.tp_group.on_wait = waits
         it = Iteration(
@@ -436,8 +439,8 @@ class Engine:
             raise
         finally:
             stage.tp_group.on_start = nobody
-        self.reduced_s = stopwatch.offset()
-        self.measured = interpreter.measured()
+        stopwatch.reduced()
+        self._measured = stopwatch, interpreter.workload()
         state.ready = iteration
         return last_synchronisation(it, state, interpreter.loss_sum, self._settings, pause=pause(), saving=saving())
 

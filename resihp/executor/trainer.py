@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from resihp.detector.observation import pack
+from resihp.detector.observation import CHUNKS, pack
 from resihp.errors import CheckpointError, CommunicatorError, LayoutError, ResihpError
 from resihp.executor import emulation, probe
 from resihp.executor.compute.stage import PositionEmbedding
@@ -376,14 +376,15 @@ class _Supervised:
             self.enter("step")
             engine.step(outcome)
             self._outcome = outcome
+            measured = engine.measured
             client.send(
                 m.Stepped(
                     epoch=plan.epoch,
                     outcome=outcome,
                     seconds=time.perf_counter() - began,
-                    compute_s=engine.compute_s,
+                    compute_s=float(measured[CHUNKS.index("compute")].sum()),
                     reduced_s=engine.reduced_s,
-                    chunks=pack(engine.measured),
+                    chunks=pack(measured),
                 )
             )
             self._measure_links(plan, outcome)

@@ -116,9 +116,9 @@ class Interpreter:
         self._work.append((float(micro_batch.tokens), float(micro_batch.sum_squared_lengths)))
         self._observer.progressed()
 
-    def measured(self) -> Floats:
-        """(5, primitives), rows as in `observation.CHUNKS`, in the order of the stage's primitives."""
-        return np.vstack([self._stopwatch.read(), np.array(self._work, dtype=np.float64).reshape(-1, 2).T])
+    def workload(self) -> Floats:
+        """(2, primitives): tokens and sum of squared lengths of each one's micro-batch, in the order of the program."""
+        return np.array(self._work, dtype=np.float64).reshape(-1, 2).T
 
     def _forward(self, m: int, chunk: int) -> None:
         v = self._position[m, chunk]

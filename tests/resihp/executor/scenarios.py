@@ -26,6 +26,7 @@ from resihp.executor import engine as engine_module
 from resihp.executor.communicators import Communicators
 from resihp.executor.compute.attention import PackedAttention, Packing
 from resihp.executor.compute.channels import Channel
+from resihp.executor.compute.stopwatch import Stopwatch
 from resihp.executor.engine import Engine
 from resihp.executor.group_store import TorchRendezvous
 from resihp.executor.state import checkpoint
@@ -188,7 +189,7 @@ def train(
         "phases": watcher.phases,
         "primitives": watcher.primitives,
         "waits": len(watcher.waits),
-        "compute_s": engine.compute_s,
+        "compute_s": float(engine.measured[2].sum()),
         "gathered": gathered,
         "digest": state_digest(engine),
     }
@@ -215,6 +216,29 @@ def transition_allocations(rank: int, store: Line, *, away: bool) -> dict[str, f
     tensors = [tensor for name in new for tensor in engine.next.optimizer.tensors(name).values()]
     angles = SEQUENCE * 8 * 4
     return {"new": sum(tensor.nbytes for tensor in tensors), "angles": angles, "host": allocated.bytes["cpu"]}
+
+
+def reads_its_stopwatch(rank: int, store: Line) -> dict[str, Any]:
+    """Whether an iteration's times are read before the step after it is under way, and what they are then."""
+    engine = engine_of("gpt")
+    plan = plan_of(1, grid(1, 1, 1))
+    engine.adopt(plan, rank)
+    engine.connect(plan, rank, store, TIMEOUT_S)
+    read: list[str] = []
+
+    class Watched(Stopwatch):
+        def read(self) -> Any:
+            read.append("times")
+            return super().read()
+
+        def reduced_s(self) -> float:
+            read.append("sums")
+            return super().reduced_s()
+
+    engine_module.stopwatch_of = lambda device, speed: Watched(speed)
+    engine.step(engine.run(plan, 1, Watcher()))
+    early = list(read)
+    return {"early": early, "primitives": engine.measured.shape[1], "reduced_s": engine.reduced_s, "read": read}
 
 
 def host_waits(rank: int, store: Line, *, grid_of: tuple[int, int, int]) -> list[dict[str, int]]:

@@ -20,6 +20,7 @@ from resihp.detector.observation import CHUNKS, pack
 from resihp.errors import CheckpointError, CommunicatorError, LayoutError, ResihpError
 from resihp.executor import emulation, probe
 from resihp.executor.compute.stage import PositionEmbedding
+from resihp.executor.config_support import layers_told
 from resihp.executor.engine import Engine
 from resihp.executor.group_store import AgentRendezvous, Store, TorchRendezvous
 from resihp.executor.state import checkpoint
@@ -103,6 +104,10 @@ class Trainer:
         self.engine.pace = emulation.pace_of(os.environ, self.engine.model, self.engine.device)
         if self.engine.pace is not None:
             print(f"{emulation.LAYER_MS} is set: sleeps in every chunk, to emulate a device of that speed", flush=True)
+        rank = int(os.environ.get("RANK", "0")) if self._client is None else self._client.start.rank
+        told = layers_told(config)
+        if told and rank == 0:
+            print(told, flush=True)
 
     def train(self, iterations: int) -> None:
         """Train up to and including iteration `iterations`, from the newest checkpoint when resuming.

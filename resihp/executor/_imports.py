@@ -1,11 +1,14 @@
 """Imports megatron-core the way a worker needs it. Imported first by the package, so that all others just import.
 
 megatron-core decorates dozens of functions with `torch.compile` while it is imported, which loads the compiler: half
-of its import time, for kernels that a fork server on the CPU never uses. During this import it is the identity.
+of its import time, for kernels that are used on GPUs alone. During this import it only remembers what to compile, and
+does so when a worker first calls such a function (fused SwiGLU, bias and dropout) on a GPU. Whether there is one is
+not asked here: that would start CUDA in the fork server.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,14 +16,30 @@ from typing import Any
 
 import torch
 
-
-def _uncompiled(function: Callable[..., Any] | None = None, **_: Any) -> Any:
-    return function if function is not None else (lambda decorated: decorated)
-
-
 _compile = torch.compile
+
+
+def compiled_on_gpus(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """In place of `torch.compile`: as it is on a processor's tensors, compiled at the first call with a GPU's."""
+    if function is None:
+        return functools.partial(compiled_on_gpus, **options)
+    compiled: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal compiled
+        on_gpu = any(isinstance(a, torch.Tensor) and a.is_cuda for a in (*arguments, *keywords.values()))
+        if not on_gpu or torch.compiler.is_compiling():  # then it becomes part of what is being compiled
+            return function(*arguments, **keywords)
+        if compiled is None:
+            compiled = _compile(function, **options)
+        return compiled(*arguments, **keywords)
+
+    return call
+
+
 try:
-    torch.compile = _uncompiled  # type: ignore[assignment]
+    torch.compile = compiled_on_gpus  # type: ignore[assignment]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about apex and Transformer Engine, which we do not need
         import megatron.core.models.common.embeddings.language_model_embedding

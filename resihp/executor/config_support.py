@@ -55,7 +55,11 @@ HINTS = {
     "kv_channels": "leave it unset: heads of hidden_size / num_attention_heads",
 }
 
-_INERT = {"hidden_dropout": (0.0,), "attention_dropout": (0.0,)}
+_INERT: dict[str, tuple[Any, ...]] = {
+    "hidden_dropout": (0.0,),
+    "attention_dropout": (0.0,),
+    "transformer_impl": ("local", "transformer_engine"),  # the latter is megatron's default: nobody need have asked
+}
 """Fields whose inert values are not just megatron's default."""
 
 
@@ -96,6 +100,16 @@ def _precision(config: TransformerConfig) -> list[tuple[str, Any, Any]]:
         return [("bf16" if config.bf16 else "params_dtype", config.bf16 or config.params_dtype, dtype)]
     wrong = config.pipeline_dtype not in (None, dtype)
     return [("pipeline_dtype", config.pipeline_dtype, dtype)] if wrong else []
+
+
+def layers_told(config: TransformerConfig) -> str:
+    """A line for whoever expects Transformer Engine's layers; empty where nobody can."""
+    if config.transformer_impl == "local":
+        return ""
+    return (
+        f"transformer config: transformer_impl={config.transformer_impl!r}: megatron-core's local layers are used, "
+        "installed or not; 'local' says so and ends this line"
+    )
 
 
 def describe(value: Any) -> Any:

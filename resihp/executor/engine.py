@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,9 +24,8 @@ import msgspec
 import numpy as np
 import torch
 from megatron.core.transformer import TransformerConfig
-from torch import nn
 
-from resihp.detector.observation import CHUNKS, Floats
+from resihp.detector.observation import Floats
 from resihp.errors import CommunicatorError, LayoutError, PlanError, ResihpError
 from resihp.executor import backends, devices
 from resihp.executor.communicators import Communicators
@@ -35,7 +35,7 @@ from resihp.executor.compute.interpreter import Interpreter
 from resihp.executor.compute.iteration import Iteration, Observer, Prepared
 from resihp.executor.compute.stage import PositionEmbedding, StageModule, model_spec, refuse_unhonoured
 from resihp.executor.compute.step_agreement import last_synchronisation
-from resihp.executor.compute.stopwatch import Speed, full_speed, stopwatch_of
+from resihp.executor.compute.stopwatch import Speed, Stopwatch, full_speed, stopwatch_of
 from resihp.executor.emulation import Pace, Wires
 from resihp.executor.group_store import MeetingPlace
 from resihp.executor.state import parameters, state_transfer
@@ -103,10 +103,8 @@ class Engine:
         self.pace: Pace | None = pace
         self.wires: Wires | None = None
         """What chunks take on the device that is emulated; None: on this one."""
-        self.measured: Floats = np.zeros((len(CHUNKS), 0))
-        """Times of the last `run`'s primitives (`resihp.detector.observation.CHUNKS`)."""
-        self.reduced_s = 0.0
-        """Offset from the beginning of the last `run` at which all of its gradients were summed."""
+        self._measured: tuple[Stopwatch, Floats] = Stopwatch(), np.zeros((2, 0))
+        """Of the last `run`: read when asked for, once the step after it is under way."""
         self.rank = -1
         self.plan: Plan | None = None
         """The plan adopted last, in effect once `begin` was called."""
@@ -131,9 +129,15 @@ class Engine:
         )
 
     @property
-    def compute_s(self) -> float:
-        """Seconds that the last `run` spent in own work, without waits for peers."""
-        return float(self.measured[CHUNKS.index("compute")].sum())
+    def measured(self) -> Floats:
+        """Times of the last `run`'s primitives (`resihp.detector.observation.CHUNKS`)."""
+        stopwatch, workload = self._measured
+        return np.vstack([stopwatch.read(), workload])
+
+    @property
+    def reduced_s(self) -> float:
+        """Offset from the beginning of the last `run` at which all of its gradients were summed."""
+        return self._measured[0].reduced_s()
 
     @property
     def specs(self) -> tuple[ParameterSpec, ...]:
@@ -217,32 +221,43 @@ class Engine:
             self.begin(plan.epoch)
 
     def _build(self, plan: Plan, holding: HeldPart) -> State:
-        """What a place will hold, beside what is held; tensors that stay are shared, all of them if nothing changes."""
+        """What a place will hold, beside what is held; tensors that stay are shared, all of them if nothing changes.
+
+        Nothing is built on the host: what is new begins on the device, without values.
+        """
         parallel = plan.sequence_parallel and holding.tp > 1
         if self.state is not None and (self.state.holding, self.state.sequence_parallel) == (holding, parallel):
             return self.state
-        stage = self._module(holding, TensorGroup(holding.tp, holding.t), plan.sequence_parallel).to(self.device)
+        with torch.device("meta"):
+            stage = self._module(holding, TensorGroup(holding.tp, holding.t), plan.sequence_parallel)
         specs = {name: self._by_name[name] for name, _ in stage.named_parameters()}
         old = self.state
-        kept: dict[str, nn.Parameter] = {}
-        if old is not None:
-            for name, spec in specs.items():
-                if name in old.specs and old.share(spec) == ownership.share(spec, holding.t, holding.tp):
-                    module, _, local = name.rpartition(".")
-                    stage.get_submodule(module).register_parameter(local, old.stage.get_parameter(name))
-                    kept[name] = old.optimizer.parameters[name]
-        optimizer = AdamWState(self._settings, masters_of(stage, kept), old.optimizer if old else None)
+        kept = [
+            name
+            for name, spec in specs.items()
+            if old is not None and name in old.specs and old.share(spec) == ownership.share(spec, holding.t, holding.tp)
+        ]
+        held = {} if old is None else {name: old.stage.get_parameter(name) for name in kept}
+        masters = {} if old is None else {name: old.optimizer.parameters[name] for name in kept}
+        parameters.place(stage, held, self.device)
+        optimizer = AdamWState(self._settings, masters_of(stage, masters), old.optimizer if old else None)
         new = State(plan.epoch, holding, stage, optimizer, specs, parallel)
         if old is not None:
             state_transfer.copy_kept(old, new)
         return new
 
     def _draw(self, state: State) -> None:
-        """First values, which do not depend on the layout."""
+        """First values, which do not depend on the layout: parameters beside each other, each by its own name."""
         t, tp = state.holding.t, state.holding.tp
-        for name, parameter in state.optimizer.parameters.items():
+
+        def draw(name: str) -> None:
             spec = self._by_name[name]
-            parameters.fill(parameter, spec, t, tp, parameters.draw(spec, self._config, self._seed, self.model))
+            whole = parameters.draw(spec, self._config, self._seed, self.model)
+            parameters.fill(state.optimizer.parameters[name], spec, t, tp, whole)
+
+        with ThreadPoolExecutor(parameters.DRAWERS, initializer=self._back_end.enter_thread) as threads:
+            for _ in threads.map(draw, state.optimizer.parameters):
+                pass
         state.derive()
 
     def _module(self, holding: HeldPart, group: TensorGroup, sequence_parallel: bool) -> StageModule:
@@ -408,8 +423,7 @@ class Engine:
 
         def waits(waiting: bool) -> None:
             observer.communicating(waiting)
-            if not waiting:
-                stopwatch.resumed()
+            (stopwatch.waits if waiting else stopwatch.resumed)()
 
         stage.tp_group.on_wait = waits
         it = Iteration(
@@ -431,8 +445,8 @@ class Engine:
             raise
         finally:
             stage.tp_group.on_start = nobody
-        self.reduced_s = stopwatch.offset()
-        self.measured = interpreter.measured()
+        stopwatch.reduced()
+        self._measured = stopwatch, interpreter.workload()
         state.ready = iteration
         return last_synchronisation(it, state, interpreter.loss_sum, self._settings, pause=pause(), saving=saving())
 

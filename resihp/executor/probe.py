@@ -2,14 +2,18 @@
 
 Right or wrong is decided here (`examine`); what is fast or slow, compared with peers and the past, the detector says
 (`resihp.detector.probes`). Times are the device's own, as in `stopwatch`: on a processor those of the thread, so that
-whoever shares its cores does not make it look slow.
+whoever shares its cores does not make it look slow. A GPU is measured warm, on random numbers: cold clocks are slow
+ones, and ones and zeros draw too little power to show what training gets. That part has not run: no GPU was at hand.
+
+A probe may come in the middle of training, whose device may be full. That says nothing about the device: no verdict.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -25,9 +29,15 @@ from resihp.protocol import messages as m
 SIZE = 256
 SEED = 20260507
 
-GEMM_SIZE = {"cpu": 256, "cuda": 4096}
-COPIED_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
-LINK_BYTES = 1 << 20
+GEMM_SIZE = {"cpu": 256, "cuda": 8192}
+COPIED_BYTES = {"cpu": 32 << 20, "cuda": 128 << 20}
+"""Beyond any cache; with the matrices a GPU is asked for 0.6 GiB, whoever else fills it."""
+LINK_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
+"""As much as a stage sends another: bandwidth decides, and between GPUs of a node latency is still seen."""
+WARM_S = 0.1
+"""Of work before a GPU is measured: its clocks have risen by then."""
+OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED")
+"""In what libraries say that ask the driver for memory themselves."""
 REPEATS = 12
 LINK_REPEATS = (3, 50)
 """At least and at most, of which only as many as `LINK_S` allows: the processors may be busy, too."""
@@ -37,14 +47,16 @@ ANNOUNCED_S = 2.0
 
 
 def examine(device: torch.device) -> None:
-    """Multiply matrices twice on the device and compare with the processor's result. Raises DeviceError."""
+    """Multiply matrices twice on the device and compare with the processor's result. Raises DeviceError; a
+    device that is full is not judged."""
     generator = torch.Generator().manual_seed(SEED)
     left, right = (torch.randn(SIZE, SIZE, generator=generator) for _ in range(2))
     expected = left.double() @ right.double()
     try:
-        results = [(left.to(device) @ right.to(device)).cpu() for _ in range(2)]
-    except RuntimeError as error:
-        raise DeviceError(f"device {device}: fails its probe: {error}") from error
+        with _examined(device):
+            results = [(left.to(device) @ right.to(device)).cpu() for _ in range(2)]
+    except _FullError:
+        return
     if not torch.equal(results[0], results[1]):
         raise DeviceError(f"device {device}: fails its probe: the same product comes out differently")
     worst = float((results[0].double() - expected).abs().max())
@@ -55,33 +67,56 @@ def examine(device: torch.device) -> None:
 def measure(asked: m.Probe, rank: int, engine: Engine, rendezvous: MeetingPlace) -> m.Probed:
     """Answer a probe. Whatever goes wrong is in the answer."""
     began = time.perf_counter()
-    speed, error, missed = m.Speed(), "", ""
+    speed, error, untried, missed = m.Speed(), "", "", ""
     transfers: tuple[m.Transfer, ...] = ()
     try:
         examine(engine.device)
         speed = device_speed(engine.device, engine.speed)
     except DeviceError as trouble:
         error = str(trouble)
+    except _FullError as trouble:
+        untried = str(trouble)
     try:
         transfers = link_times(asked, rank, engine, rendezvous)
-    except CommunicatorError as trouble:
+    except (CommunicatorError, _FullError) as trouble:
         missed = str(trouble)
-    seconds = time.perf_counter() - began
-    return m.Probed(probe=asked.probe, speed=speed, transfers=transfers, seconds=seconds, error=error, missed=missed)
+    return m.Probed(
+        probe=asked.probe,
+        speed=speed,
+        transfers=transfers,
+        seconds=time.perf_counter() - began,
+        error=error,
+        untried=untried,
+        missed=missed,
+    )
+
+
+class _FullError(Exception):
+    """There is no memory to measure in, which is nobody's fault."""
+
+
+@contextmanager
+def _examined(device: torch.device) -> Iterator[None]:
+    """Around what a device is asked to do. Raises DeviceError for what it cannot, `_FullError` for want of memory."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
+            raise _FullError(f"device {device}: has no memory left to measure it in") from error
+        raise DeviceError(f"device {device}: fails its probe: {error}") from error
 
 
 def device_speed(device: torch.device, speed: Speed) -> m.Speed:
-    """Throughput of a matrix product and of copies in memory. Raises DeviceError."""
+    """Throughput of a matrix product and of copies in memory. Raises DeviceError, and _FullError."""
     size, count = GEMM_SIZE[device.type], COPIED_BYTES[device.type]
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    try:
-        left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    with _examined(device):
+        generator = torch.Generator(device).manual_seed(SEED)
+        left, right = (torch.randn(size, size, dtype=dtype, device=device, generator=generator) for _ in range(2))
         product = _fastest(device, speed, lambda: torch.mm(left, right))
-        source = torch.ones(count // 4, dtype=torch.float32, device=device)
+        source = left.flatten().repeat(count // left.nbytes)
         target = torch.empty_like(source)
         copy = _fastest(device, speed, lambda: target.copy_(source))
-    except RuntimeError as error:
-        raise DeviceError(f"device {device}: fails its probe: {error}") from error
     return m.Speed(flops=2 * size**3 / product, memory_bytes=2 * count / copy, hardware=hardware(device))
 
 
@@ -98,8 +133,12 @@ def hardware(device: torch.device) -> str:
 
 
 def _fastest(device: torch.device, speed: Speed, work: Callable[[], object]) -> float:
-    """Seconds of the fastest of several repetitions, after one that warms up: the rest is others' doing."""
+    """Seconds of the fastest of several repetitions, once the device is warm: the rest is others' doing."""
+    began = time.perf_counter()
     work()
+    while device.type == "cuda" and time.perf_counter() - began < WARM_S:
+        work()
+        torch.cuda.synchronize(device)
     times = []
     for _ in range(REPEATS):
         if device.type == "cuda":
@@ -126,7 +165,7 @@ def measure_links(
     missed = ""
     try:
         transfers = link_times(asked, rank, engine, rendezvous, ANNOUNCED_S, called_off)
-    except CommunicatorError as trouble:
+    except (CommunicatorError, _FullError) as trouble:
         missed = str(trouble)
     return m.Probed(probe=asked.probe, transfers=transfers, seconds=time.perf_counter() - began, missed=missed)
 
@@ -141,26 +180,27 @@ def link_times(
 ) -> tuple[m.Transfer, ...]:
     """All-reduce a buffer with one peer after the other: each round's pairs have their links to themselves.
 
-    Raises CommunicatorError when a peer does not come.
+    Raises CommunicatorError when a peer does not come, and _FullError without having come itself.
     """
     mine = [(round_, pair) for round_, pairs in enumerate(asked.pairs) for pair in pairs if rank in pair]
     if not mine:
         return ()
     groups = [GroupSpec(f"{round_}/{a}-{b}", (a, b)) for round_, (a, b) in mine]
+    with _examined(engine.device):
+        buffer = torch.zeros(LINK_BYTES[engine.device.type] // 4, device=engine.device)
     found = []
     meeting = m.MeetingId(probe=asked.probe)
     with engine.meet(meeting, groups, rank, rendezvous, patience_s, called_off) as communicators:
         for (_, pair), group in zip(mine, groups, strict=True):
             peer = pair[0] if pair[1] == rank else pair[1]
-            found.append(m.Transfer(peer=peer, seconds=_transfer_s(communicators.channel(group.name), engine.device)))
+            found.append(m.Transfer(peer=peer, seconds=_transfer_s(communicators.channel(group.name), buffer)))
     return tuple(found)
 
 
-def _transfer_s(channel: Channel, device: torch.device) -> float:
+def _transfer_s(channel: Channel, buffer: torch.Tensor) -> float:
     """Seconds of a buffer there and back, the lower quartile of several: the rest is others' doing. Of fewer where it
     takes long; both ends agree on how many."""
-    with guarded("probe of a link"):
-        buffer = torch.zeros(LINK_BYTES // 4, device=device)
+    device = buffer.device
 
     def exchange(tensor: torch.Tensor) -> float:
         began = time.perf_counter()

@@ -16,11 +16,12 @@ from pathlib import Path
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from resihp.detector.observation import pack
+from resihp.detector.observation import CHUNKS, pack
 from resihp.errors import CheckpointError, CommunicatorError, LayoutError, ResihpError
 from resihp.executor import emulation, probe
 from resihp.executor.compute.device_waits import DeviceWaits, mark_on
 from resihp.executor.compute.stage import PositionEmbedding
+from resihp.executor.config_support import layers_told
 from resihp.executor.engine import Engine
 from resihp.executor.group_store import AgentRendezvous, Store, TorchRendezvous
 from resihp.executor.state import checkpoint
@@ -104,6 +105,10 @@ class Trainer:
         self.engine.pace = emulation.pace_of(os.environ, self.engine.model, self.engine.device)
         if self.engine.pace is not None:
             print(f"{emulation.LAYER_MS} is set: sleeps in every chunk, to emulate a device of that speed", flush=True)
+        rank = int(os.environ.get("RANK", "0")) if self._client is None else self._client.start.rank
+        told = layers_told(config)
+        if told and rank == 0:
+            print(told, flush=True)
 
     def train(self, iterations: int) -> None:
         """Train up to and including iteration `iterations`, from the newest checkpoint when resuming.
@@ -388,14 +393,15 @@ class _Supervised:
             self.enter("step")
             engine.step(outcome)
             self._outcome = outcome
+            measured = engine.measured
             client.send(
                 m.Stepped(
                     epoch=plan.epoch,
                     outcome=outcome,
                     seconds=time.perf_counter() - began,
-                    compute_s=engine.compute_s,
+                    compute_s=float(measured[CHUNKS.index("compute")].sum()),
                     reduced_s=engine.reduced_s,
-                    chunks=pack(engine.measured),
+                    chunks=pack(measured),
                 )
             )
             self._measure_links(plan, outcome)

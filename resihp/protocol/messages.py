@@ -259,7 +259,8 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Probed(Message, frozen=True, kw_only=True):
-    """The answer to `Probe`. `error` tells how the device fails, `missed` why its links could not be measured."""
+    """The answer to `Probe`. `error` tells how the device fails, `missed` why its links could not be measured,
+    `untried` why the device was not, through no fault of its own: it was full."""
 
     probe: int
     speed: Speed = Speed()
@@ -268,6 +269,7 @@ class Probed(Message, frozen=True, kw_only=True):
     """What it took in all."""
     error: str = ""
     missed: str = ""
+    untried: str = ""
 
 
 class Progress(Message, frozen=True, kw_only=True):

@@ -92,9 +92,13 @@ def _complete(job: Job, examination: Examination) -> bool:
 
 
 def conclude(job: Job, examination: Examination) -> dict[int, probes.Judged]:
-    """Judge the answers, remember and tell them. A live rank that did not answer is not fit."""
+    """Judge the answers, remember and tell them. A live rank that did not answer is not fit; of one that answers that
+    it could not be measured nothing is known, and nothing follows."""
     del job.examinations[examination.probe]
-    found = {rank: answer.speed for rank, answer in examination.answers.items() if not answer.error}
+    untried = {rank: answer.untried for rank, answer in examination.answers.items() if answer.untried}
+    found = {
+        rank: answer.speed for rank, answer in examination.answers.items() if not answer.error and rank not in untried
+    }
     failed = {rank: answer.error for rank, answer in examination.answers.items() if answer.error}
     for rank in sorted(examination.silent):
         if job.members[rank].alive:
@@ -109,6 +113,9 @@ def conclude(job: Job, examination: Examination) -> dict[int, probes.Judged]:
     if examination.occasion != "suspicion":
         slower = _slower_than_in_former_jobs(job, found, found | known)
         judged |= {rank: verdict for rank, verdict in slower.items() if judged[rank].fit}
+    for rank, why in untried.items():
+        judged[rank] = probes.Judged(rank=rank, speed=None, fit=True, evidence=f"not measured: {why}")
+        job.say("notice", f"{job.where(rank)}: {judged[rank].evidence}")
     times = _link_seconds(examination)
     speeds = probes.judge_links(times, job.node_of)
     devices = tuple(_entry(job, verdict, found.get(rank)) for rank, verdict in sorted(judged.items()))
@@ -226,6 +233,6 @@ def _entry(job: Job, judged: probes.Judged, found: m.Speed | None) -> DeviceProb
         memory_bytes=found.memory_bytes if found else 0.0,
         speed=judged.speed,
         fit=judged.fit,
-        evidence="" if judged.fit else judged.evidence,
+        evidence="" if judged.fit and found else judged.evidence,
         hardware=found.hardware if found else "",
     )

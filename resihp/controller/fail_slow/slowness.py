@@ -162,10 +162,18 @@ def concluded(job: Job, done: Examination) -> None:
     elif finding.ranks and suspects[0] in job.acquitted:
         worst = suspects[0]
         speed = job.monitor.speeds().get(worst, _speed(finding))
-        _verdict(job, worst, finding, speed, f"its probe is fine ({judged[worst].evidence}); {finding.evidence}")
+        _verdict(job, worst, finding, speed, f"{_probe_says(done, judged, worst)}; {finding.evidence}")
     else:
         job.acquitted.update(finding.ranks)
-        _acquit(job, finding, "its probe is fine" if finding.ranks else "every device's probe is fine")
+        untried = [rank for rank in suspects if done.answers[rank].untried]
+        fine = "its probe is fine" if finding.ranks else "every device's probe is fine"
+        _acquit(job, finding, judged[untried[0]].evidence if untried else fine)
+
+
+def _probe_says(done: Examination, judged: Mapping[int, probes.Judged], rank: int) -> str:
+    """Of a suspect that no probe found slow."""
+    told = judged[rank].evidence
+    return told if done.answers[rank].untried else f"its probe is fine ({told})"
 
 
 def _acquit(job: Job, finding: Finding, why: str) -> None:

@@ -5,32 +5,51 @@ Takes the place of `core_attention` in megatron-core's layers, whose local imple
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from resihp.executor.compute.staging import staged
 
-@dataclass
+CPU = torch.device("cpu")
+
+
+@dataclass(kw_only=True)
 class Packing(PackedSeqParams):
     """How documents lie in a packed micro-batch. Passed through the layers as megatron's `packed_seq_params`.
 
     `qkv_format` stays "sbhd": activations keep the shape [N, 1, H], and positions come already restarted.
     """
 
-    lengths: tuple[int, ...] = ()
+    lengths: tuple[int, ...]
+    positions: Tensor
+    """Of each token within its document, int64 [N]."""
+    bounds: Tensor
+    """Where documents begin, and where the last one ends, int32 [documents + 1]."""
+    rotation: Tensor | None
+    """Angles of each token, [N, 1, 1, head width]; None for learned positions."""
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...]) -> Packing:
-        return cls(qkv_format="sbhd", max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths), lengths=lengths)
-
-    def positions(self, device: torch.device) -> Tensor:
-        """Position of each token within its document, int64 [N]."""
-        return torch.cat([torch.arange(length, device=device) for length in self.lengths])
+    def of(cls, lengths: tuple[int, ...], device: torch.device = CPU, angles: Tensor | None = None) -> Packing:
+        """`angles` are those of each position, on the device. Waits for nothing there."""
+        positions = staged(torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])), device)
+        bounds = staged(torch.from_numpy(np.cumsum((0, *lengths), dtype=np.int32)), device)
+        return cls(
+            qkv_format="sbhd",
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+            lengths=lengths,
+            positions=positions,
+            bounds=bounds,
+            rotation=None if angles is None else angles[positions],
+        )
 
 
 class PackedAttention(torch.nn.Module):
@@ -52,7 +71,7 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         """[N, 1, heads, width] and twice [N, 1, groups, width] -> [N, 1, heads * width]."""
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-            return self._varlen(query, key, value, packed_seq_params.lengths)
+            return self._varlen(query, key, value, packed_seq_params)
         lengths = list(packed_seq_params.lengths)
         # [N, 1, heads, width] -> one [1, heads, length, width] for each document
         segments = (tensor.permute(1, 2, 0, 3).split(lengths, dim=2) for tensor in (query, key, value))
@@ -64,23 +83,38 @@ class PackedAttention(torch.nn.Module):
         ]
         return torch.cat(attended, dim=2).permute(2, 0, 1, 3).flatten(2)
 
-    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """One kernel for all documents. Untested: needs CUDA, and half precision, which the executor refuses so far."""
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
+        """One kernel for all documents, [N, heads, width] in half precision. Written from torch's documentation; it
+        has not run: no GPU was at hand."""
         from torch.nn.attention.varlen import varlen_attn
 
-        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=query.device)
-        longest = max(lengths)
-        out = varlen_attn(
-            query.squeeze(1),
-            key.squeeze(1),
-            value.squeeze(1),
-            ends,
-            ends,
-            longest,
-            longest,
-            scale=self.softmax_scale,
-            window_size=(-1, 0),  # everything before, nothing after: causal
-            enable_gqa=query.shape[2] != key.shape[2],
+        query, key, value, options = causal_options(
+            varlen_attn, query.squeeze(1), key.squeeze(1), value.squeeze(1), self.softmax_scale
         )
+        longest = packing.max_seqlen_q
+        out = varlen_attn(query, key, value, packing.bounds, packing.bounds, longest, longest, **options)
         assert isinstance(out, Tensor)
         return out.reshape(out.shape[0], 1, -1)
+
+
+def causal_options(
+    varlen_attn: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """What this torch's `varlen_attn` is to be called with for causal attention with that scale.
+
+    torch 2.10 has `is_causal`, its own scale and as many groups as heads; 2.11 `window_size` and `scale`; 2.12
+    `enable_gqa`, too. What it cannot be asked for is done to the tensors [N, heads, width].
+    """
+    known = inspect.signature(varlen_attn).parameters
+    # everything before, nothing after
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if "scale" in known:
+        options["scale"] = scale
+    elif scale is not None:
+        query = query * (scale * query.shape[-1] ** 0.5)
+    if query.shape[1] != key.shape[1]:
+        if "enable_gqa" in known:
+            options["enable_gqa"] = True
+        else:
+            key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for t in (key, value))
+    return query, key, value, options

@@ -19,6 +19,7 @@ from resihp.errors import DatasetError
 from resihp.executor.compute.channels import PendingWork, guarded
 from resihp.executor.compute.iteration import Iteration, waiting
 from resihp.executor.compute.stage import IGNORED
+from resihp.executor.compute.staging import staged
 from resihp.executor.compute.stopwatch import Stopwatch
 from resihp.executor.emulation import Pace
 from resihp.executor.state.rank_state import State
@@ -115,9 +116,9 @@ class Interpreter:
         self._work.append((float(micro_batch.tokens), float(micro_batch.sum_squared_lengths)))
         self._observer.progressed()
 
-    def measured(self) -> Floats:
-        """(5, primitives), rows as in `observation.CHUNKS`, in the order of the stage's primitives."""
-        return np.vstack([self._stopwatch.read(), np.array(self._work, dtype=np.float64).reshape(-1, 2).T])
+    def workload(self) -> Floats:
+        """(2, primitives): tokens and sum of squared lengths of each one's micro-batch, in the order of the program."""
+        return np.array(self._work, dtype=np.float64).reshape(-1, 2).T
 
     def _forward(self, m: int, chunk: int) -> None:
         v = self._position[m, chunk]
@@ -168,7 +169,7 @@ class Interpreter:
             if array.min() < 0 or array.max() >= self._it.vocab:
                 raise DatasetError(f"micro-batch {m}: {name} outside the vocabulary of {self._it.vocab}")
         tokens, labels = (
-            torch.from_numpy(np.pad(array, (0, padding), constant_values=fill)).to(self._device)
+            staged(torch.from_numpy(np.pad(array, (0, padding), constant_values=fill)), self._device)
             for array, fill in zip(arrays, (0, IGNORED), strict=True)
         )
         return tokens if begins else None, labels if self._ends(chunk) else None, lengths

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from resihp.executor.compute.attention import PackedAttention, Packing
 from resihp.executor.compute.recomputation import recompute_selected, recomputed, spans
+from resihp.executor.compute.staging import staged
 from resihp.executor.config_support import refuse_unhonoured
 from resihp.executor.state.weights import DeferredWeights
 from resihp.executor.tensor_group import TensorGroup
@@ -36,6 +37,8 @@ PositionEmbedding = Literal["rope", "learned_absolute"]
 
 IGNORED = -1
 """Label of a token that takes part neither in the loss nor in any gradient: padding."""
+PACKINGS = 8
+"""Layouts of micro-batches that a stage remembers: those between their first and their last chunk on it."""
 
 
 class StageModule(nn.Module):
@@ -96,10 +99,14 @@ class StageModule(nn.Module):
         """Splits the backward pass of this stage into B and W, for those who ask."""
         self.weights.take(self)
         self._tied = model.tied_embeddings
-        self._rotation: Tensor | None = None
-        if position_embedding == "rope":
-            self._rotation = _rotation(local, model.sequence, rotary_base)
+        self._packings: dict[tuple[int, ...], Packing] = {}
+        """Of the micro-batches last seen, by lengths: equal for all chunks, and for all iterations of equal lengths."""
         self.to(config.params_dtype)  # all of it, as megatron's Float16Module does: norms are built in float32
+        self._rotation: Tensor | None = None
+        """Angles of all positions; on the device from the first micro-batch on, in float32 whatever the parameters."""
+        if position_embedding == "rope":
+            with torch.device("cpu"):  # real also in a stage that is built on the meta device
+                self._rotation = _rotation(local, model.sequence, rotary_base)
 
     def forward(self, chunk: int, lengths: tuple[int, ...], inputs: Tensor, labels: Tensor | None = None) -> Tensor:
         """One chunk of one packed micro-batch of N = sum(lengths) tokens.
@@ -109,14 +116,12 @@ class StageModule(nn.Module):
         and N must be divisible by tp. The last chunk of a last stage takes `labels`, int64 [N], and returns the sum
         over tokens of the cross entropy, equal on all ranks of the group; labels that are IGNORED do not count.
         """
-        packing = Packing.of(lengths)
-        positions = packing.positions(inputs.device)
-        rotation = None if self._rotation is None else self._rotation.to(inputs.device)[positions]
+        packing = self._packing(lengths, inputs.device)
         begins, ends = self.first and chunk == 0, self.last and chunk == len(self._runs) - 1
-        hidden = self.embedding(inputs[None], positions[None]) if begins else inputs
+        hidden = self.embedding(inputs[None], packing.positions[None]) if begins else inputs
         for layers, again in self._runs[chunk]:
             run = recomputed(_run) if again else _run
-            hidden = run(layers, hidden, rotation, packing)
+            hidden = run(layers, hidden, packing.rotation, packing)
         if not ends:
             return hidden
         assert labels is not None
@@ -124,6 +129,18 @@ class StageModule(nn.Module):
         logits, _ = self.output_layer(self.final_layernorm(hidden), weight=shared)
         loss: Tensor = _CrossEntropy.apply(logits[:, 0], labels, self.tp_group, self._vocab)
         return loss
+
+    def _packing(self, lengths: tuple[int, ...], device: torch.device) -> Packing:
+        """How documents of these lengths lie, worked out once for all layers and chunks of a micro-batch."""
+        packing = self._packings.pop(lengths, None)
+        if packing is None:
+            if self._rotation is not None and self._rotation.device != device:
+                self._rotation = staged(self._rotation, device)
+            packing = Packing.of(lengths, device, self._rotation)
+            if len(self._packings) >= PACKINGS:
+                self._packings.pop(next(iter(self._packings)))
+        self._packings[lengths] = packing
+        return packing
 
 
 class Norm:

@@ -14,6 +14,7 @@ from torch import Tensor
 from resihp.errors import DatasetError
 from resihp.executor.compute.interpreter import computed, speaks
 from resihp.executor.compute.iteration import Iteration, waiting
+from resihp.executor.compute.staging import staged
 from resihp.executor.state.optimizer import AdamW
 from resihp.executor.state.rank_state import State
 from resihp.parallelism.workload import SAMPLE_MODULUS, MicroBatch, samples_digest
@@ -36,7 +37,7 @@ def last_synchronisation(
     speaking = speaks(state)
     mine = _totals([batch[m] for m in computed(it.program, state)] if speaking else [])
     told = [0.0, 0.0, float(pause), float(saving), 0.0, *mine[:3], *_limbs(mine[3])]
-    sums = torch.tensor(told, dtype=torch.float64, device=it.device)
+    sums = staged(torch.tensor(told, dtype=torch.float64), it.device)
     own_squares = _sum_of_squares([state.gradient(piece) for piece in it.prepared.counted], it.device)
     finite = own_squares.isfinite()
     sums[0], sums[1] = own_squares.where(finite, 0.0), ~finite

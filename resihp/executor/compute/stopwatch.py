@@ -2,7 +2,8 @@
 
 Inside a tensor-parallel group everybody waits for the slowest in each all-reduce, so the time from a chunk's beginning
 to its end looks alike on all of them. Own work is what tells them apart: the processor time of the computing thread, or
-on a GPU the time between two collectives by its own events, which are read only when the iteration is over.
+on a GPU the time outside its waits for collectives, by its own events: what it computes beside a collective under way
+is its own work. Events are read when the iteration is over and the step after it under way: nobody waits for that.
 
 A device can be made slow on purpose (`resihp run --fault slow:...`): before each collective, and at the end of a chunk,
 it then sleeps as long as a device of that speed would still have been at work. Measures; judges nothing.
@@ -37,7 +38,7 @@ class Stopwatch:
         self._speed = speed
         self._zero = time.perf_counter()
         self._rows: list[tuple[float, float, float]] = []
-        self._began = self._work = self._marked = self._slept = 0.0
+        self._began = self._work = self._marked = self._slept = self._reduced = 0.0
 
     def begin(self) -> None:
         """A primitive has all that it needs."""
@@ -45,7 +46,7 @@ class Stopwatch:
         self._work = self._marked = time.thread_time()
 
     def collective(self) -> None:
-        """Own work pauses: a collective is about to start."""
+        """A collective is about to start: a device that is made slow has not come as far."""
         worked = time.thread_time() - self._marked
         speed = self._speed()
         if speed < 1.0 and worked > 0.0:
@@ -54,8 +55,11 @@ class Stopwatch:
             self._slept += missing
         self._marked = time.thread_time()
 
+    def waits(self) -> None:
+        """The work that follows needs a collective's result."""
+
     def resumed(self) -> None:
-        """The collective is over: own work goes on."""
+        """It is there: own work goes on."""
 
     def emulate(self, seconds: float) -> None:
         """Take at least `seconds` for the primitive under way, or more if the device is made slow: as one would that
@@ -73,9 +77,13 @@ class Stopwatch:
         own = time.thread_time() - self._work + self._slept
         self._rows.append((self._began - self._zero, time.perf_counter() - self._began, own))
 
-    def offset(self) -> float:
-        """Seconds since the beginning."""
-        return time.perf_counter() - self._zero
+    def reduced(self) -> None:
+        """All gradients are summed."""
+        self._reduced = time.perf_counter() - self._zero
+
+    def reduced_s(self) -> float:
+        """Offset at which they were."""
+        return self._reduced
 
     def read(self) -> Floats:
         """(3, primitives): starts, spans, own work, in the order in which they were carried out."""
@@ -83,15 +91,19 @@ class Stopwatch:
 
 
 class CudaStopwatch(Stopwatch):
-    """The same on a GPU: host time says when work was handed over, events say when it ran. Not yet run on one."""
+    """The same on a GPU: host time says when work was handed over, events say when it ran. Not yet run on one.
+
+    `reduced_s` and `read` are for when the device has done it all: after the last synchronisation.
+    """
 
     def __init__(self, speed: Speed = full_speed) -> None:
         super().__init__(speed)
-        self._events: list[tuple[torch.cuda.Event, list[tuple[torch.cuda.Event, torch.cuda.Event]]]] = []
-        self._first = self._mark()
         self._segments: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        """Own work of the primitive under way: from when to when."""
+        self._done: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = []
         self._open: torch.cuda.Event | None = None
-        self._begun: torch.cuda.Event = self._first
+        """Since when it is at its own work; None while it waits."""
+        self._first = self._last = self._mark()
 
     @staticmethod
     def _mark() -> torch.cuda.Event:
@@ -100,36 +112,46 @@ class CudaStopwatch(Stopwatch):
         return event
 
     def begin(self) -> None:
-        super().begin()
+        self._began = time.perf_counter()
         self._segments = []
-        self._begun = self._open = self._mark()
+        self._open = self._mark()
 
     def collective(self) -> None:
-        assert self._open is not None, "begin first"
-        self._segments.append((self._open, self._mark()))
         speed = self._speed()
-        if speed < 1.0:  # events can be read only once they have happened: this serialises, as a slow device would
-            begun, done = self._segments[-1]
+        if speed < 1.0 and self._open is not None:
+            done = self._mark()  # can be read only once it has happened: this serialises, as a slow device would
             done.synchronize()
-            time.sleep(begun.elapsed_time(done) / 1e3 * (1.0 / speed - 1.0))
-            self._segments[-1] = (begun, self._mark())
+            time.sleep(self._open.elapsed_time(done) / 1e3 * (1.0 / speed - 1.0))
+            self.waits()
+            self.resumed()
+
+    def waits(self) -> None:
+        if self._open is not None:
+            self._segments.append((self._open, self._mark()))
+            self._open = None
 
     def resumed(self) -> None:
-        self._open = self._mark()
+        if self._open is None:
+            self._open = self._mark()
 
     def end(self) -> None:
         self.collective()
-        self._events.append((self._begun, self._segments))
+        self.waits()
+        self._done.append(self._segments)
+
+    def reduced(self) -> None:
+        self._last = self._mark()
+
+    def reduced_s(self) -> float:
+        return self._first.elapsed_time(self._last) / 1e3
 
     def read(self) -> Floats:
-        if self._events:
-            self._events[-1][1][-1][1].synchronize()
         rows = [
             (
-                self._first.elapsed_time(begun) / 1e3,
-                begun.elapsed_time(segments[-1][1]) / 1e3,
-                sum(a.elapsed_time(b) for a, b in segments) / 1e3,
+                self._first.elapsed_time(segments[0][0]) / 1e3,
+                segments[0][0].elapsed_time(segments[-1][1]) / 1e3,
+                sum(begun.elapsed_time(done) for begun, done in segments) / 1e3,
             )
-            for begun, segments in self._events
+            for segments in self._done
         ]
         return np.array(rows, dtype=np.float64).reshape(-1, 3).T

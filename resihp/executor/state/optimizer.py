@@ -84,9 +84,11 @@ class AdamWState:
             fused=True,
         )
         for name, parameter in parameters.items():
-            moments = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in ("exp_avg", "exp_avg_sq")}
+            kinds = ("exp_avg", "exp_avg_sq")
             if shared is not None and shared.parameters.get(name) is parameter:
-                moments = {kind: shared.tensors(name)[kind] for kind in moments}
+                moments = {kind: shared.tensors(name)[kind] for kind in kinds}
+            else:
+                moments = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in kinds}
             self._torch.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
         self.updates = 0
         """Updates made so far; iterations that were skipped do not count."""

@@ -7,7 +7,9 @@ Names are those of `StageModule` with layers counted over the whole model: `embe
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import inspect
+import threading
+from collections.abc import Callable, Mapping
 
 import msgspec
 import torch
@@ -17,6 +19,10 @@ from torch import Tensor, nn
 
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.ownership import ParameterSpec, Slice, share
+
+DRAWERS = 8
+"""Threads that draw first values, each with a whole parameter in its hands."""
+_global_generator = threading.Lock()
 
 
 def specs_of(
@@ -75,7 +81,8 @@ def draw(spec: ParameterSpec, config: TransformerConfig, seed: int, model: Model
 
     Follows megatron-core: the config's init methods (normal(0, init_method_std), divided by sqrt(2 layers) for the
     projections that end in the residual stream), ones for norms' weights, zeros for biases. Rows that pad the
-    vocabulary are zero, and the others do not depend on how many these are.
+    vocabulary are zero, and the others do not depend on how many these are. Drawn on the host: what a GPU draws depends
+    on how many multiprocessors it has. May be called from several threads.
     """
     whole = torch.zeros(spec.shape, dtype=torch.float32)
     path, _, kind = spec.name.rpartition(".")
@@ -88,12 +95,31 @@ def draw(spec: ParameterSpec, config: TransformerConfig, seed: int, model: Model
         method = config.output_layer_init_method
     elif spec.unit == "embedding":
         method = config.embedding_init_method
-    # Init methods take no generator, so the global one is lent to them for a moment.
+    drawn = whole[: model.vocab] if path.endswith(("word_embeddings", "output_layer")) else whole
     digest = hashlib.blake2b(f"{seed}/{spec.name}".encode(), digest_size=8).digest()
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.default_generator.manual_seed(int.from_bytes(digest, "big") >> 1)
-        method(whole[: model.vocab] if path.endswith(("word_embeddings", "output_layer")) else whole)
+    own_seed = int.from_bytes(digest, "big") >> 1
+    with torch.no_grad():
+        if "generator" in inspect.signature(method).parameters:
+            method(drawn, generator=torch.Generator().manual_seed(own_seed))  # type: ignore[call-arg]
+            return whole
+        # A method of the user's that takes no generator is lent the global one for a moment: the same numbers.
+        with _global_generator, torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(own_seed)
+            method(drawn)
     return whole
+
+
+def place(module: nn.Module, kept: Mapping[str, nn.Parameter], device: torch.device) -> None:
+    """Give a module that was built on the meta device its parameters: those `kept`, by name, and the others without
+    values, on `device`."""
+    for name, parameter in list(module.named_parameters()):
+        path, _, local = name.rpartition(".")
+        if name in kept:
+            chosen = kept[name]
+        else:
+            chosen = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            vars(chosen).update(vars(parameter))  # megatron's marks
+        module.get_submodule(path).register_parameter(local, chosen)
 
 
 def view(tensor: Tensor, spec: ParameterSpec, t: int, tp: int, piece: Slice) -> Tensor:

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import torch
 import torch.nn.functional as F
+from counting import Allocated, HostWaits
 from meeting_place import Line
 from megatron.core.transformer import TransformerConfig
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +27,7 @@ from resihp.executor import engine as engine_module
 from resihp.executor.communicators import Communicators
 from resihp.executor.compute.attention import PackedAttention, Packing
 from resihp.executor.compute.channels import Channel
+from resihp.executor.compute.stopwatch import Stopwatch
 from resihp.executor.engine import Engine
 from resihp.executor.group_store import TorchRendezvous
 from resihp.executor.state import checkpoint
@@ -189,10 +191,71 @@ def train(
         "phases": watcher.phases,
         "primitives": watcher.primitives,
         "waits": len(watcher.waits),
-        "compute_s": engine.compute_s,
+        "compute_s": float(engine.measured[2].sum()),
         "gathered": gathered,
         "digest": state_digest(engine),
     }
+
+
+def transition_allocations(rank: int, store: Line, *, away: bool) -> dict[str, float]:
+    """A stage gives up one of its two layers and gets another one: bytes of its state that are new, and allocated
+    where. `away`: the device is none of the host's (meta stands in for a GPU)."""
+    engine = engine_of("llama")
+    if away:
+        engine.device = torch.device("meta")
+    before, after = (
+        Layout(tuple(Replica((Stage((2 * r,), (first,)), Stage((2 * r + 1,), (second,)))) for r in range(2)))
+        for first, second in (((0, 1), (2, 3)), ((0, 0), (1, 3)))
+    )
+    engine.adopt(plan_of(1, before), 1)
+    assert engine.state is not None
+    held = set(engine.state.specs)
+    base = Base(epoch=1, layout=before, survivors=(0, 1, 2, 3))
+    with Allocated() as allocated:
+        engine.adopt(plan_of(2, after), 1, base, dict.fromkeys(range(4), "node"))
+    assert engine.next is not None
+    new = [name for name in engine.next.specs if name not in held]
+    tensors = [tensor for name in new for tensor in engine.next.optimizer.tensors(name).values()]
+    angles = SEQUENCE * 8 * 4
+    return {"new": sum(tensor.nbytes for tensor in tensors), "angles": angles, "host": allocated.bytes["cpu"]}
+
+
+def reads_its_stopwatch(rank: int, store: Line) -> dict[str, Any]:
+    """Whether an iteration's times are read before the step after it is under way, and what they are then."""
+    engine = engine_of("gpt")
+    plan = plan_of(1, grid(1, 1, 1))
+    engine.adopt(plan, rank)
+    engine.connect(plan, rank, store, TIMEOUT_S)
+    read: list[str] = []
+
+    class Watched(Stopwatch):
+        def read(self) -> Any:
+            read.append("times")
+            return super().read()
+
+        def reduced_s(self) -> float:
+            read.append("sums")
+            return super().reduced_s()
+
+    engine_module.stopwatch_of = lambda device, speed: Watched(speed)
+    engine.step(engine.run(plan, 1, Watcher()))
+    early = list(read)
+    return {"early": early, "primitives": engine.measured.shape[1], "reduced_s": engine.reduced_s, "read": read}
+
+
+def host_waits(rank: int, store: Line, *, grid_of: tuple[int, int, int]) -> list[dict[str, int]]:
+    """What the host would wait for a GPU for, in each of some iterations with their steps."""
+    engine = engine_of("llama")
+    plan = plan_of(1, grid(*grid_of))
+    engine.adopt(plan, rank)
+    engine.connect(plan, rank, store, TIMEOUT_S)
+    counted = []
+    for iteration in range(1, 4):
+        with HostWaits() as waits:
+            engine.step(engine.run(plan, iteration, Watcher()))
+        counted.append(dict(waits.calls))
+    engine.disconnect()
+    return counted
 
 
 def slow_peer(rank: int, store: Line, *, grid_of: tuple[int, int, int], slow: int, speed: float) -> dict[str, Any]:

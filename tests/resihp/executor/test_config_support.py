@@ -7,12 +7,16 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from resihp.errors import ModelError
 from resihp.executor.config_support import refuse_unhonoured  # imports megatron-core quietly
+from resihp.executor.state.optimizer import AdamW
+from resihp.executor.trainer import Trainer
+from resihp.parallelism.workload import MicroBatch
 
 from megatron.core.transformer import TransformerConfig  # isort: skip
 
@@ -38,6 +42,7 @@ def config(**settings: Any) -> TransformerConfig:
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 9},
         {"recompute_granularity": "selective"},
+        {"transformer_impl": "local"},
         {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
         {"bf16": True, "params_dtype": torch.bfloat16},
         {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16},
@@ -116,3 +121,27 @@ def test_importing_the_executor_starts_no_thread_and_nothing_of_the_wrapper() ->
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "1"
+
+
+class OneMicroBatch:
+    def micro_batches(self, iteration: int) -> list[MicroBatch]:
+        tokens = np.zeros(8, dtype=np.int64)
+        return [MicroBatch((8,), (iteration,), lambda: (tokens, tokens))]
+
+
+@pytest.mark.parametrize(("implementation", "lines"), [("transformer_engine", 1), ("local", 0)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_expects_transformer_engines_layers_is_told_once_which_are_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], implementation: str, lines: int, rank: int
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("RANK", str(rank))
+    Trainer(
+        config(transformer_impl=implementation),
+        vocab_size=64,
+        dataset=OneMicroBatch(),
+        optimizer=AdamW(),
+        sequence=32,
+    )
+    told = [line for line in capsys.readouterr().out.splitlines() if "local layers are used" in line]
+    assert len(told) == (lines if rank == 0 else 0)

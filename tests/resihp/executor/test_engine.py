@@ -177,3 +177,18 @@ def test_what_an_engine_refuses(ranks: Ranks) -> None:
     assert "cannot run 1" in messages[1]
     assert messages[2].startswith("LayoutError")
     assert messages[3].startswith("CommunicatorError: rank 0: not connected")
+
+
+def test_a_transition_allocates_what_is_new_and_nothing_of_it_on_the_host(ranks: Ranks) -> None:
+    """Of three layers one is new: its parameters and moments, and the angles of positions, are all that is made."""
+    (here,) = ranks("transition_allocations", away=False)
+    assert here["new"] <= here["host"] < here["new"] + 5 * here["angles"]
+    (elsewhere,) = ranks("transition_allocations", away=True)
+    assert elsewhere["host"] < 5 * elsewhere["angles"]
+
+
+def test_an_iteration_keeps_the_host_waiting_for_the_device_three_times_at_most(ranks: Ranks) -> None:
+    """However many micro-batches, layers and slices: what a chunk needs is sent ahead of it, sums are read once."""
+    for counted in (*ranks("host_waits", 4, grid_of=(2, 2, 1)), *ranks("host_waits", 1, grid_of=(1, 1, 1))):
+        for calls in counted:
+            assert sum(calls.values()) <= 3, calls

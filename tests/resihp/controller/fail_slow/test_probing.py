@@ -103,6 +103,18 @@ def test_a_device_that_cannot_be_measured_stands_by() -> None:
     assert "a product is off by 3" in job.texts("warning")[0]
 
 
+def test_a_device_that_was_too_full_to_be_measured_is_not_judged() -> None:
+    job = examined(silent=(4,))
+    job.say(4, m.Probed(probe=1, untried="device cuda:0: has no memory left to measure it in"))
+    assert standby(job) == ()
+    assert job.texts("warning") == []
+    assert any("rank 4" in text and "no memory left" in text for text in job.texts("notice"))
+    (entry,) = [device for taken in job.all(ProbesTaken) for device in taken.devices if device.rank == 4]
+    assert (entry.fit, entry.speed, entry.flops) == (True, None, 0.0)
+    assert "not measured" in entry.evidence
+    assert not {job.job.device_of(4)} & set(job.job.record.reference), "and no later probe is compared with it"
+
+
 def test_links_that_could_not_be_measured_make_nobody_unfit() -> None:
     job = examined(silent=(4,))
     job.say(4, m.Probed(probe=1, speed=m.Speed(flops=1e14, memory_bytes=1e12), missed="probe of a link: peer is gone"))

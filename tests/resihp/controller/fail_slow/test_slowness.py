@@ -390,6 +390,23 @@ def test_a_device_that_fails_its_probe_outright_is_slow_at_what_training_shows()
     assert "a product is off by 3" in entry.evidence
 
 
+def test_a_suspect_that_is_too_full_to_be_measured_is_judged_by_training_alone() -> None:
+    """Its probe says nothing, neither for it nor against it: what training shows a second time decides."""
+    job = Job(finding(3)).run(5)
+    full = "device cuda:1: has no memory left to measure it in"
+    job.measure(silent=(3,))
+    job.say(3, m.Probed(probe=1, untried=full))
+    assert job.all(FailureFound) == []
+    assert any("no longer suspected" in text and full in text for text in job.texts("notice"))
+    job.find(finding(3))
+    job.measure(silent=(3,))
+    job.say(3, m.Probed(probe=2, untried=full))
+    (entry,) = job.all(FailureFound)
+    assert entry.ranks == (3,)
+    assert full in entry.evidence
+    assert "fine" not in entry.evidence
+
+
 def test_answers_to_no_question_change_nothing() -> None:
     job = Job(finding(3)).run(5)
     before = len(job.actions)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from resihp.detector import probes
+from resihp.executor.compute import stopwatch
+from resihp.executor.compute.stopwatch import CudaStopwatch
 from resihp.protocol.messages import Speed
 
 Ranks = Callable[..., list[Any]]
@@ -84,3 +88,85 @@ def test_a_peer_that_does_not_come_is_an_answer(ranks: Ranks, back_end: str) -> 
     assert "came in time" in answer["missed"]
     assert answer["error"] == ""
     assert answer["speed"] > 0
+
+
+class Stream:
+    """A GPU's order of work: hands nothing back before `done` is called, and counts what it is asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.at_ms = 0.0
+        self.done = False
+        self.events = 0
+        stream = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+                stream.events += 1
+
+            def record(self) -> None:
+                self.at_ms = stream.at_ms
+
+            def synchronize(self) -> None:
+                stream.done = True
+
+            def elapsed_time(self, other: Event) -> float:
+                assert stream.done, "read before the device was done"
+                return other.at_ms - self.at_ms
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+
+    def work(self, ms: float) -> None:
+        self.at_ms += ms
+
+
+def test_what_a_gpu_computes_beside_a_collective_is_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights' gradients, while inputs' are summed over the group: only the wait at their end is not its own."""
+    stream = Stream(monkeypatch)
+    watch = CudaStopwatch()
+    stream.work(1.0)  # waits for another stage
+    watch.begin()
+    stream.work(5.0)
+    watch.collective()
+    stream.work(3.0)
+    watch.waits()
+    stream.work(7.0)
+    watch.resumed()
+    stream.work(2.0)
+    watch.end()
+    stream.work(4.0)
+    watch.begin()
+    stream.work(6.0)
+    watch.end()
+    stream.work(20.0)  # sums of gradients
+    watch.reduced()
+    stream.done = True
+    assert watch.read() == pytest.approx(np.array([[1.0, 22.0], [17.0, 6.0], [10.0, 6.0]]) / 1e3)
+    assert watch.reduced_s() == pytest.approx(0.048), "when the device had them, not when it was told to"
+    assert stream.events == 1 + (2 + 2) + 2 + 1, "each collective takes the two events of its wait"
+
+
+def test_a_gpu_that_is_made_slow_works_longer_and_waits_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream(monkeypatch)
+    monkeypatch.setattr(stopwatch.time, "sleep", lambda seconds: stream.work(1e3 * seconds))
+    watch = CudaStopwatch(lambda: 0.5)
+    watch.begin()
+    stream.work(5.0)
+    watch.collective()
+    stream.work(3.0)
+    watch.waits()
+    stream.work(7.0)
+    watch.resumed()
+    stream.work(2.0)
+    watch.end()
+    _, spans, own = watch.read()[:, 0]
+    assert own == pytest.approx(0.017)  # 5 and 5 slept, 3 beside the collective, 2 and 2 slept
+    assert spans == pytest.approx(0.024)
+
+
+def test_an_iteration_is_over_before_its_times_are_read(ranks: Ranks) -> None:
+    (answer,) = ranks("reads_its_stopwatch")
+    assert answer["early"] == []
+    assert set(answer["read"]) == {"times", "sums"}
+    assert answer["primitives"] > 0
+    assert answer["reduced_s"] > 0.0

@@ -1,0 +1,70 @@
+"""Counts what cannot be seen on a machine without a GPU: what is allocated where, and what would wait for a device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Allocated(TorchDispatchMode):
+    """While entered: bytes of all new storages, by type of device; an upper bound of the peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and _storage(tensor) not in known:
+                self.bytes[tensor.device.type] += tensor.untyped_storage().nbytes()
+        return result
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+READ = {
+    *("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__index__", "__contains__"),
+    *("nonzero", "masked_select", "unique", "equal", "allclose", "bincount"),
+}
+"""What cannot answer before the device has done all that it was given."""
+
+
+class HostWaits(TorchFunctionMode):
+    """While entered: calls that would hold the host until a GPU is done, by name. Looks at what is asked, whatever the
+    device: values that are read, and copies to a device from memory that is not pinned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        name = getattr(func, "__name__", "")
+        moved = any(isinstance(argument, torch.device | str) for argument in (*args[1:], options.get("device")))
+        if (
+            name in READ
+            or (name == "to" and moved and not options.get("non_blocking"))
+            or (name in ("tensor", "as_tensor") and options.get("device") is not None)
+            or (name == "__getitem__" and _masks(args[1]))
+        ):
+            self.calls[name] += 1
+        return func(*args, **options)
+
+
+def _masks(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, torch.Tensor) and part.dtype == torch.bool for part in parts)

@@ -1,9 +1,9 @@
 """What communicators are made of, chosen once per worker and asked everywhere: gloo, NCCL, or NCCL's manners on gloo.
 
-A back end is made for each communicator from (store, index, size, timeout) and offers allreduce, allgather,
-reduce_scatter and broadcast. What differs is here: the order in which communicators may be built, what `wait` promises,
-and how a rank that is blocked in one is set free: gloo by shutting down the sockets under it (`communicators`), NCCL by
-aborting all communicators.
+A back end is made for each communicator from (store, index, size, timeout) and offers allreduce, broadcast,
+_allgather_base and _reduce_scatter_base, which need no lists of tensors. What differs is here: the order in which
+communicators may be built and what they are made from, what `wait` promises, and how a rank that is blocked in one is
+set free: gloo by shutting down the sockets under it (`communicators`), NCCL by aborting all communicators.
 
 What NCCL promises (torch 2.13's ProcessGroupNCCL.cpp): a call with `asyncOp=False` returns nothing; `wait` orders
 streams, does not block, and says nothing of an abort, after which buffers hold anything. So whoever lets a result out
@@ -176,8 +176,8 @@ class _Mannered:
     def allreduce(self, tensors: list[torch.Tensor], *options: Any) -> Any:
         return self._begin(tensors, lambda: self._gloo.allreduce(tensors, *options), options)
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], *options: Any) -> Any:
-        return self._begin([t for row in outputs for t in row], lambda: self._gloo.allgather(outputs, inputs), options)
+    def _allgather_base(self, output: torch.Tensor, part: torch.Tensor, *options: Any) -> Any:
+        return self._begin([output], lambda: self._gloo._allgather_base(output, part), options)
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
         return self._begin(tensors, lambda: self._gloo.broadcast(tensors, options), (options,))

@@ -146,7 +146,7 @@ def link_times(
     mine = [(round_, pair) for round_, pairs in enumerate(asked.pairs) for pair in pairs if rank in pair]
     if not mine:
         return ()
-    groups = [GroupSpec(f"{round_}/{a}-{b}", (a, b)) for round_, (a, b) in mine]
+    groups = [GroupSpec(f"{round_}/{a}-{b}", (a, b), "edge") for round_, (a, b) in mine]
     found = []
     meeting = m.MeetingId(probe=asked.probe)
     with engine.meet(meeting, groups, rank, rendezvous, patience_s, called_off) as communicators:

@@ -1,6 +1,6 @@
 """What communicators are made of, chosen once per worker and asked everywhere: gloo, NCCL, or NCCL's manners on gloo.
 
-A back end is made for each communicator from (store, index, size, timeout) and offers allreduce, broadcast,
+A back end is made for each communicator from (store, index, size, timeout, role) and offers allreduce, broadcast,
 _allgather_base and _reduce_scatter_base, which need no lists of tensors. What differs is here: the order in which
 communicators may be built and what they are made from, what `wait` promises, and how a rank that is blocked in one is
 set free: gloo by shutting down the sockets under it (`communicators`), NCCL by aborting all communicators.
@@ -20,6 +20,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -28,6 +29,7 @@ import torch
 from resihp.errors import ModelError
 from resihp.executor import devices
 from resihp.executor.tensor_group import Backend, dist
+from resihp.pipeline.program import Use
 
 BACKEND = "RESIHP_BACKEND"
 ABORT_S = 10.0
@@ -40,6 +42,29 @@ NO_WATCHDOG = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
 """Before the first communicator: torch's watchdog ends a process that has met a dead peer, also one that recovered."""
+
+
+EDGE_CTAS = 4
+"""Blocks of an NCCL kernel between two stages: it holds as many SMs while it waits for its peer. Two to four are enough
+for an activation: an estimate, not measured."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """A communicator's place in the plan, for back ends that treat communicators differently; gloo does not.
+
+    `ranks`: numbers of its ranks in the plan. `parent` and `colour`: the connected communicator that it is split from,
+    of which every rank splits at the same time, and its number there; without a parent it is made by itself.
+    """
+
+    use: Use = "bulk"
+    ranks: tuple[int, ...] = ()
+    parent: Backend | None = None
+    colour: int = 0
+
+
+ALONE = Role()
+"""Of a communicator that belongs to no plan."""
 
 
 class BackEnd(ABC):
@@ -59,8 +84,12 @@ class BackEnd(ABC):
         self.device = device
 
     @abstractmethod
-    def connect(self, store: Any, index: int, size: int, timeout: timedelta) -> Backend:
+    def connect(self, store: Any, index: int, size: int, timeout: timedelta, role: Role = ALONE) -> Backend:
         """A communicator, connected. Raises RuntimeError."""
+
+    def sit_out(self, parent: Backend) -> None:
+        """Take part in a split in which this rank gets nothing; where nothing is split, there is nothing to do."""
+        return
 
     def enter_thread(self) -> None:
         """To be called by each thread that works with it."""
@@ -89,7 +118,7 @@ class Gloo(BackEnd):
         self._shared: Any = None
         self._guard = threading.Lock()
 
-    def connect(self, store: Any, index: int, size: int, timeout: timedelta) -> Backend:
+    def connect(self, store: Any, index: int, size: int, timeout: timedelta, role: Role = ALONE) -> Backend:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [self._listening()]
         options._threads = 1
@@ -118,13 +147,27 @@ class Nccl(BackEnd):
         for name, value in NO_WATCHDOG.items():
             os.environ[name] = value
 
-    def connect(self, store: Any, index: int, size: int, timeout: timedelta) -> Backend:
-        """Connected at once: a communicator that is built lazily could meet others in another order."""
+    def connect(self, store: Any, index: int, size: int, timeout: timedelta, role: Role = ALONE) -> Backend:
+        """Connected at once: a communicator that is built lazily could meet others in another order.
+
+        What computation waits for goes ahead of it on the device. Children of the world keep resources of their own:
+        NCCL's shared ones (splitShare) make one abort all, and those that move state go before the others.
+        """
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
+        options.is_high_priority_stream = role.use != "bulk"
+        options.global_ranks_in_group = list(role.ranks)
+        if role.use == "edge":
+            options.config.max_ctas = EDGE_CTAS
+        if role.parent is not None:
+            options.split_from = role.parent
+            options.split_color = 1 + role.colour  # torch refuses 0
         backend = dist.ProcessGroupNCCL(store, index, size, options)
         backend.eager_connect_single_device(self.device)
         return backend
+
+    def sit_out(self, parent: Backend) -> None:
+        parent.perform_nocolor_split(self.device)
 
     def abort(self, communicators: Sequence[Backend]) -> bool:
         """From threads of their own. All are aborted before any is waited for: a communicator that waits for another
@@ -148,8 +191,8 @@ class NcclLike(Gloo):
     in_order = True
     aborts = True
 
-    def connect(self, store: Any, index: int, size: int, timeout: timedelta) -> Backend:
-        return _Mannered(super().connect(store, index, size, timeout))
+    def connect(self, store: Any, index: int, size: int, timeout: timedelta, role: Role = ALONE) -> Backend:
+        return _Mannered(super().connect(store, index, size, timeout, role))
 
     def abort(self, communicators: Sequence[Backend]) -> bool:
         for communicator in communicators:

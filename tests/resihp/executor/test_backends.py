@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 import pytest
 
 torch = pytest.importorskip("torch")
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 from resihp.errors import CommunicatorError, ModelError  # noqa: E402
 from resihp.executor import backends  # noqa: E402
 from resihp.executor.backends import BACKEND, NO_WATCHDOG, NcclLike, Role, chosen  # noqa: E402
@@ -24,6 +26,7 @@ from resihp.executor.communicators import Communicators  # noqa: E402
 from resihp.executor.compute.channels import Channel, PendingWork, guarded  # noqa: E402
 from resihp.executor.devices import LOCAL_RANK, SHARED, VISIBLE, refuse_precision  # noqa: E402
 from resihp.executor.group_store import TorchRendezvous  # noqa: E402
+from resihp.executor.tensor_group import TensorGroup  # noqa: E402
 from resihp.pipeline.program import GroupSpec  # noqa: E402
 from resihp.protocol import messages as m  # noqa: E402
 from resihp.worker.forkserver import PRELOAD  # noqa: E402
@@ -260,12 +263,28 @@ def test_what_computation_waits_for_goes_ahead_and_edges_leave_it_the_device(
     assert options.split_from is None
 
 
-def test_collectives_are_asked_for_without_lists_of_tensors(nccl: Any) -> None:
+class Operations(TorchDispatchMode):
+    """What torch is asked to do with tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(operation.overloadpacket.__name__)
+        return operation(*args, **kwargs or {})
+
+
+def test_a_layers_collectives_take_memory_for_their_result_and_copy_nothing(nccl: Any) -> None:
+    """Lists of tensors are flattened by NCCL's back end: as much memory again, and a copy of each part."""
     backend = nccl.connect(None, 0, 2, timedelta(seconds=7))
-    channel = Channel(backend, lambda: False, scatters=nccl.scatters)
-    assert channel.all_gather(torch.empty(4), torch.empty(2)).wait()
-    assert channel.reduce_scatter(torch.empty(2), torch.empty(4)).wait()
+    group, tensor = TensorGroup(2, 0), torch.ones(4, 3)
+    group.bind(Channel(backend, lambda: False, scatters=nccl.scatters))
+    with Operations() as seen:
+        assert group.all_gather(tensor).shape == (8, 3)
+        assert group.reduce_scatter(tensor).shape == (2, 3)
     assert backend.asked == ["allgather_base", "reduce_scatter_base"]
+    assert seen.names == ["new_empty", "new_empty"]
 
 
 def test_every_rank_takes_part_in_every_split_of_the_world_and_gets_its_groups(nccl: Any) -> None:

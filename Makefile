@@ -95,6 +95,7 @@ bench: setup
 	$(BIN)/python benchmarks/steady.py
 	$(BIN)/python benchmarks/walks.py
 	$(BIN)/python benchmarks/rendezvous.py
+	$(BIN)/python -m benchmarks.communicators
 	$(BIN)/python benchmarks/detector.py
 	$(BIN)/python benchmarks/prediction_cost.py
 	$(BIN)/python benchmarks/trace.py

@@ -1,9 +1,9 @@
 """What communicators are made of, chosen once per worker and asked everywhere: gloo, NCCL, or NCCL's manners on gloo.
 
-A back end is made for each communicator from (store, index, size, timeout) and offers allreduce, allgather,
-reduce_scatter and broadcast. What differs is here: the order in which communicators may be built, what `wait` promises,
-and how a rank that is blocked in one is set free: gloo by shutting down the sockets under it (`communicators`), NCCL by
-aborting all communicators.
+A back end is made for each communicator from (store, index, size, timeout, role) and offers allreduce, broadcast,
+_allgather_base and _reduce_scatter_base, which need no lists of tensors. What differs is here: the order in which
+communicators may be built and what they are made from, what `wait` promises, and how a rank that is blocked in one is
+set free: gloo by shutting down the sockets under it (`communicators`), NCCL by aborting all communicators.
 
 What NCCL promises (torch 2.13's ProcessGroupNCCL.cpp): a call with `asyncOp=False` returns nothing; `wait` orders
 streams, does not block, and says nothing of an abort, after which buffers hold anything. So whoever lets a result out
@@ -20,6 +20,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
@@ -29,6 +30,7 @@ import torch
 from resihp.errors import CommunicatorError, ModelError
 from resihp.executor import devices
 from resihp.executor.tensor_group import Backend, dist
+from resihp.pipeline.program import Use
 
 BACKEND = "RESIHP_BACKEND"
 ABORT_S = 10.0
@@ -41,6 +43,29 @@ NO_WATCHDOG = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
 """Before the first communicator: torch's watchdog ends a process that has met a dead peer, also one that recovered."""
+
+
+EDGE_CTAS = 4
+"""Blocks of an NCCL kernel between two stages: it holds as many SMs while it waits for its peer. Two to four are enough
+for an activation: an estimate, not measured."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """A communicator's place in the plan, for back ends that treat communicators differently; gloo does not.
+
+    `ranks`: numbers of its ranks in the plan. `parent` and `colour`: the connected communicator that it is split from,
+    of which every rank splits at the same time, and its number there; without a parent it is made by itself.
+    """
+
+    use: Use = "bulk"
+    ranks: tuple[int, ...] = ()
+    parent: Backend | None = None
+    colour: int = 0
+
+
+ALONE = Role()
+"""Of a communicator that belongs to no plan."""
 
 
 def _unheard(begun: Backend) -> None:
@@ -65,9 +90,19 @@ class BackEnd(ABC):
 
     @abstractmethod
     def connect(
-        self, store: Any, index: int, size: int, timeout: timedelta, begun: Callable[[Backend], None] = _unheard
+        self,
+        store: Any,
+        index: int,
+        size: int,
+        timeout: timedelta,
+        role: Role = ALONE,
+        begun: Callable[[Backend], None] = _unheard,
     ) -> Backend:
         """A communicator, connected. `begun` hears of it as soon as it can be aborted. Raises RuntimeError."""
+
+    def sit_out(self, parent: Backend) -> None:
+        """Take part in a split in which this rank gets nothing; where nothing is split, there is nothing to do."""
+        return
 
     def enter_thread(self) -> None:
         """To be called by each thread that works with it."""
@@ -98,7 +133,13 @@ class Gloo(BackEnd):
         self._guard = threading.Lock()
 
     def connect(
-        self, store: Any, index: int, size: int, timeout: timedelta, begun: Callable[[Backend], None] = _unheard
+        self,
+        store: Any,
+        index: int,
+        size: int,
+        timeout: timedelta,
+        role: Role = ALONE,
+        begun: Callable[[Backend], None] = _unheard,
     ) -> Backend:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [self._listening()]
@@ -129,22 +170,41 @@ class Nccl(BackEnd):
             os.environ[name] = value
 
     def connect(
-        self, store: Any, index: int, size: int, timeout: timedelta, begun: Callable[[Backend], None] = _unheard
+        self,
+        store: Any,
+        index: int,
+        size: int,
+        timeout: timedelta,
+        role: Role = ALONE,
+        begun: Callable[[Backend], None] = _unheard,
     ) -> Backend:
         """Connected at once: a communicator that is built lazily could meet others in another order.
 
         With `blocking`, NCCL could not be aborted in it, nor would torch know what to abort. Without, the first call
         waits until all have come. torch has no way to ask instead, and keeps its lock meanwhile: an abort then takes
         effect when a peer that is gone has been noticed.
+
+        What computation waits for goes ahead of it on the device. Children of the world keep resources of their own:
+        NCCL's shared ones (splitShare) make one abort all, and those that move state go before the others.
         """
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         options.config.blocking = 0
+        options.is_high_priority_stream = role.use != "bulk"
+        options.global_ranks_in_group = list(role.ranks)
+        if role.use == "edge":
+            options.config.max_ctas = EDGE_CTAS
+        if role.parent is not None:
+            options.split_from = role.parent
+            options.split_color = 1 + role.colour  # torch refuses 0
         backend = dist.ProcessGroupNCCL(store, index, size, options)
         begun(backend)
         backend.eager_connect_single_device(self.device)
         backend.allreduce([torch.zeros(1, device=self.device)]).wait()
         return backend
+
+    def sit_out(self, parent: Backend) -> None:
+        parent.perform_nocolor_split(self.device)
 
     def abort(self, communicators: Sequence[Backend], connecting: Sequence[Backend] = ()) -> bool:
         """From threads of their own. All are aborted before any is waited for: a communicator that waits for another
@@ -173,11 +233,17 @@ class NcclLike(Gloo):
     aborts = True
 
     def connect(
-        self, store: Any, index: int, size: int, timeout: timedelta, begun: Callable[[Backend], None] = _unheard
+        self,
+        store: Any,
+        index: int,
+        size: int,
+        timeout: timedelta,
+        role: Role = ALONE,
+        begun: Callable[[Backend], None] = _unheard,
     ) -> Backend:
         mannered = _Mannered()
         begun(mannered)
-        mannered.connect(partial(super().connect, store, index, size, timeout))
+        mannered.connect(partial(super().connect, store, index, size, timeout, role))
         return mannered
 
     def abort(self, communicators: Sequence[Backend], connecting: Sequence[Backend] = ()) -> bool:
@@ -222,8 +288,8 @@ class _Mannered:
     def allreduce(self, tensors: list[torch.Tensor], *options: Any) -> Any:
         return self._begin(tensors, lambda: self._gloo.allreduce(tensors, *options), options)
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], *options: Any) -> Any:
-        return self._begin([t for row in outputs for t in row], lambda: self._gloo.allgather(outputs, inputs), options)
+    def _allgather_base(self, output: torch.Tensor, part: torch.Tensor, *options: Any) -> Any:
+        return self._begin([output], lambda: self._gloo._allgather_base(output, part), options)
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
         return self._begin(tensors, lambda: self._gloo.broadcast(tensors, options), (options,))

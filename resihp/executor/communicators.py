@@ -3,10 +3,11 @@
 Which there are follows from the plan alone (`resihp.pipeline.program.memberships`), so that every rank arrives at the
 same list. Each is made under its own name, straight from the back end: `torch.distributed.new_group` with local
 synchronisation names groups after the *number* of groups that a process has, which differs between our ranks, and a
-default group would be the user's business. NCCL's are built in the plan's order, since it deadlocks on any other.
-gloo's wait for nobody but their own peers, and are built at the same time: what their ranks tell each other goes by way
-of the supervisor, there and back once instead of once for each. Used by the engine; decides nothing. The back ends are
-in `backends`, the stores in which they find each other in `group_store`.
+default group would be the user's business. NCCL's are split from the world's in one order that all ranks have
+(`resihp.pipeline.splits`), since it deadlocks on any other. gloo's wait for nobody but their own peers, and are built
+at the same time: what their ranks tell each other goes by way of the supervisor, there and back once instead of once
+for each. Used by the engine; decides nothing. The back ends are in `backends`, the stores in which they find each other
+in `group_store`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from datetime import timedelta
 from functools import partial
 
 from resihp.errors import CommunicatorError
-from resihp.executor.backends import BackEnd
+from resihp.executor.backends import BackEnd, Role
 from resihp.executor.compute.channels import Channel, SingleFile, guarded
 from resihp.executor.emulation import Wires
 from resihp.executor.group_store import Attended, MeetingPlace, Store
 from resihp.executor.tensor_group import Backend
-from resihp.pipeline.program import GroupSpec
+from resihp.pipeline.program import WORLD, GroupSpec
+from resihp.pipeline.splits import Split, steps
 from resihp.protocol.messages import MeetingId
 
 _LOOK_UP_S = 0.05
@@ -58,6 +60,7 @@ class Communicators:
         self._meeting, self._rank = meeting, rank
         self._patience_s = timeout_s if patience_s is None else patience_s
         self.wanted = [group for group in memberships if rank in group.ranks]
+        self._groups = memberships
         self._strict = SingleFile() if strict else None
         self._wires = wires
         self._back_end = back_end
@@ -102,8 +105,8 @@ class Communicators:
         peers that may never come. Raises what the back ends raise, CommunicatorError when woken.
         """
         in_order = self._back_end.in_order or self._strict is not None or not attended.at_once
-        rows = [self.wanted] if in_order else [[group] for group in self.wanted]
-        making = _Making(partial(self._make, attended), rows)
+        rows = [steps(self._groups, self._rank)] if in_order else [[Split(group)] for group in self.wanted]
+        making = _Making(partial(self._make, attended, []), rows)
         counted, since = 0, time.monotonic()
         while not making.done.wait(_LOOK_UP_S):
             if making.made != counted:
@@ -117,18 +120,28 @@ class Communicators:
         made = making.taken()
         return {group.name: made[group.name] for group in self.wanted}
 
-    def _make(self, attended: Attended, group: GroupSpec) -> Channel:
+    def _make(self, attended: Attended, worlds: list[Channel], step: Split) -> Channel | None:
+        """A channel, or None where others split. `worlds`: the one that is split, once it is there."""
         self.check_awake()
         self._back_end.enter_thread()
+        group = step.group
+        if group is None:
+            self._back_end.sit_out(worlds[0].backend)
+            return None
         store = attended.store(group.name)
         wire = None if self._wires is None else self._wires.of(group)
         index, size = group.ranks.index(self._rank), len(group.ranks)
+        parent = None if step.colour is None else worlds[0].backend
+        role = Role(group.use, group.ranks, parent, step.colour or 0)
         try:
             begun = partial(self._connecting.__setitem__, group.name)
-            backend = self._back_end.connect(store, index, size, self._timeout, begun)
+            backend = self._back_end.connect(store, index, size, self._timeout, role, begun)
         finally:
             self._connecting.pop(group.name, None)
-        return Channel(backend, lambda: self._woken, self._strict, wire, store, self._back_end.scatters)
+        channel = Channel(backend, lambda: self._woken, self._strict, wire, store, self._back_end.scatters)
+        if group.name == WORLD:
+            worlds.append(channel)
+        return channel
 
     def settle(self) -> None:
         """Wait until all that was begun is done, on the device as well. Raises CommunicatorError once woken."""
@@ -152,7 +165,7 @@ class Communicators:
     @property
     def world(self) -> Channel | None:
         """All active ranks; None when there is only one, or this rank is not active."""
-        return self._channels.get("world")
+        return self._channels.get(WORLD)
 
     def find(self, name: str) -> Channel | None:
         return self._channels.get(name)
@@ -213,7 +226,7 @@ class Communicators:
 class _Making:
     """Channels being made, each row of groups one after the other by a thread of its own; what nobody takes, goes."""
 
-    def __init__(self, make: Callable[[GroupSpec], Channel], rows: Sequence[Sequence[GroupSpec]]) -> None:
+    def __init__(self, make: Callable[[Split], Channel | None], rows: Sequence[Sequence[Split]]) -> None:
         self.done = threading.Event()
         """All are made, or one cannot be."""
         self._make = make
@@ -228,11 +241,12 @@ class _Making:
         for row in rows:
             threading.Thread(target=self._run, args=(row,), name="resihp-connecting", daemon=True).start()
 
-    def _run(self, row: Sequence[GroupSpec]) -> None:
+    def _run(self, row: Sequence[Split]) -> None:
         error: BaseException | None = None
         try:
-            for group in row:
-                if not self._keep(group.name, self._make(group)):
+            for step in row:
+                channel = self._make(step)
+                if step.group is not None and channel is not None and not self._keep(step.group.name, channel):
                     return
         except BaseException as raised:  # noqa: BLE001 - whoever waits for it raises it
             error = raised

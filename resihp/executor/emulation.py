@@ -64,8 +64,7 @@ class Wires:
 
     def of(self, group: GroupSpec) -> Callable[[], float] | None:
         """Seconds of a transfer on that communicator now; None where it is not emulated."""
-        kind = group.name.partition("/")[0]
-        if not (kind in ("forward", "backward") or kind.isdigit()):  # a probe's are numbered
+        if group.use != "edge":
             return None
         a, b = (self.nodes.get(rank, "") for rank in group.ranks)
         return None if a == b else lambda: self._healthy_s / self.speed(a, b)

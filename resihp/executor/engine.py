@@ -418,7 +418,7 @@ class Engine:
         stage = state.stage
         place = plan.layout.place(self.rank)
         assert place is not None
-        stage.tp_group.bind(communicators.find(f"tensor/{place.replica}/{place.stage}"))
+        stage.tp_group.bind(communicators.find(prepared.tensor_group(place.replica, place.stage)))
         stage.tp_group.on_start = stopwatch.collective
 
         def waits(waiting: bool) -> None:
@@ -471,14 +471,14 @@ class Engine:
         encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8).to(self.device)
         world = communicators.world
         with guarded("gather"):
-            sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(world.size())]
-            world.allgather([sizes], [torch.tensor([len(encoded)], device=self.device)]).wait()
-            longest = int(max(int(size) for size in sizes))
-            padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+            sizes = torch.empty(world.size(), dtype=torch.int64, device=self.device)
+            world.all_gather(sizes, torch.tensor([len(encoded)], device=self.device)).wait()
+            padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=self.device)
             padded[: len(encoded)] = encoded
-            rows = [torch.zeros_like(padded) for _ in range(world.size())]
-            world.allgather([rows], [padded]).wait()
-        return [msgspec.msgpack.decode(bytes(row[: int(size)].tolist())) for row, size in zip(rows, sizes, strict=True)]
+            rows = torch.empty((world.size(), len(padded)), dtype=torch.uint8, device=self.device)
+            world.all_gather(rows, padded).wait()
+        contents = zip(rows.tolist(), sizes.tolist(), strict=True)
+        return [msgspec.msgpack.decode(bytes(row[:size])) for row, size in contents]
 
     @property
     def updates(self) -> int:

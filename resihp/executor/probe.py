@@ -185,7 +185,7 @@ def link_times(
     mine = [(round_, pair) for round_, pairs in enumerate(asked.pairs) for pair in pairs if rank in pair]
     if not mine:
         return ()
-    groups = [GroupSpec(f"{round_}/{a}-{b}", (a, b)) for round_, (a, b) in mine]
+    groups = [GroupSpec(f"{round_}/{a}-{b}", (a, b), "edge") for round_, (a, b) in mine]
     with _examined(engine.device):
         buffer = torch.zeros(LINK_BYTES[engine.device.type] // 4, device=engine.device)
     found = []

@@ -34,7 +34,7 @@ class TensorGroup:
     def __init__(self, size: int = 1, rank: int = 0) -> None:
         self._size = size
         self._rank = rank
-        self._backend: Backend | None = None
+        self._backend: Any = None
         self.waited_s = 0.0
         """Seconds spent in collectives since the group was made."""
         self.on_wait: Callable[[bool], None] = _ignore
@@ -48,8 +48,8 @@ class TensorGroup:
     def rank(self) -> int:
         return self._rank
 
-    def bind(self, backend: Backend | None) -> None:
-        """Use this communicator from now on; None when it is gone."""
+    def bind(self, backend: Any) -> None:
+        """Use this communicator (`channels.Channel`) from now on; None when it is gone."""
         self._backend = backend
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> TimedWork:
@@ -75,16 +75,16 @@ class TensorGroup:
     def start_all_gather(self, tensor: torch.Tensor) -> TimedWork:
         """Begin to concatenate all ranks' tensors, of equal shapes, along their first dimension."""
         gathered = tensor.new_empty((self._size * tensor.shape[0], *tensor.shape[1:]))
-        parts = list(gathered.chunk(self._size))
-        return self._start(gathered, lambda backend: backend.allgather([parts], [tensor.contiguous()]))
+        part = tensor.contiguous()
+        return self._start(gathered, lambda channel: channel.all_gather(gathered, part))
 
     def start_reduce_scatter(self, tensor: torch.Tensor) -> TimedWork:
         """Begin to sum over all ranks, of which each gets its own equal part of the first dimension."""
         if tensor.shape[0] % self._size:
             raise ValueError(f"tensor-parallel group: {tensor.shape[0]} rows cannot be cut for {self._size} ranks")
-        parts = list(tensor.contiguous().chunk(self._size))
-        own = torch.empty_like(parts[self._rank])
-        return self._start(own, lambda backend: backend.reduce_scatter(own, parts))
+        own = tensor.new_empty((tensor.shape[0] // self._size, *tensor.shape[1:]))
+        whole = tensor.contiguous()
+        return self._start(own, lambda channel: channel.reduce_scatter(own, whole))
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Reduce in place and wait; nothing to do for a group of one. Raises CommunicatorError."""
@@ -99,7 +99,7 @@ class TensorGroup:
         """This rank's part of the sum. For a group of one the tensor itself. Raises CommunicatorError."""
         return tensor if self._size == 1 else self.start_reduce_scatter(tensor).result()
 
-    def _start(self, result: torch.Tensor, begin: Callable[[Backend], Any]) -> TimedWork:
+    def _start(self, result: torch.Tensor, begin: Callable[[Any], Any]) -> TimedWork:
         if self._backend is None:
             raise CommunicatorError("tensor-parallel group: no communicator is connected")
         self.on_start()

@@ -22,7 +22,7 @@ from resihp.errors import PlanError
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Order, Plan, Primitive, Stop
 from resihp.pipeline import program as compiled
-from resihp.pipeline.program import Bucket, Compute, Instruction, Parcel, Program, Reduce, Transmit, chunks_of
+from resihp.pipeline.program import Bucket, Compute, Instruction, Parcel, Program, Reduce, Transmit, chunks_of, ends_of
 from resihp.pipeline.rendezvous import Rendezvous, spoken_parcel
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Node, Orders, spoken, virtual_stages
@@ -242,14 +242,16 @@ class _Wire:
                 if arrival and p.kind != "W":
                     rendezvous.step(rank, index, [], arrival)
                 if stage.tp > 1:
-                    together = [rendezvous.operation(("tensor", stage.ranks), rank, (p.kind, p.micro_batch, v))]
+                    together = [rendezvous.operation(("group", stage.ranks), rank, (p.kind, p.micro_batch, v))]
                     rendezvous.step(rank, index, together, together)
             elif isinstance(entry, Transmit):
                 edge = (entry.parcel.direction, entry.parcel.micro_batch, entry.parcel.boundary)
                 self._check_parcel(rank, index, entry, edge, computed)
                 begun = [
                     rendezvous.operation(
-                        (edge[0], (piece.sender, piece.receiver)), rank, (*edge, piece.start, piece.stop, piece.of)
+                        ("edge", ends_of(piece.sender, piece.receiver)),
+                        rank,
+                        (*edge, piece.start, piece.stop, piece.of),
                     )
                     for piece in entry.parcel.pieces
                     if rank in (piece.sender, piece.receiver)
@@ -260,7 +262,7 @@ class _Wire:
             else:
                 self._check_reduce(rank, index, entry, left, summed)
                 if len(self._owners[entry.bucket]) > 1:
-                    channel = ("gradients", self._owners[entry.bucket])
+                    channel = ("group", self._facts.buckets[entry.bucket].owners)
                     rendezvous.step(rank, index, [rendezvous.operation(channel, rank, ("bucket", entry.bucket))], [])
         for b, owners in enumerate(self._owners):
             if rank in owners and b not in summed:

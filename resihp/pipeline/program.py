@@ -80,11 +80,17 @@ Instruction = Compute | Transmit | Reduce
 Program = tuple[Instruction, ...]
 
 
+Use = Literal["bulk", "tensor", "edge"]
+"""What a communicator is for: large things nobody waits for at once (sums, state), the collectives inside of a stage's
+computation, or what goes between two ranks of different stages."""
+
+
 class GroupSpec(msgspec.Struct, frozen=True):
-    """One communicator: its name within the epoch, and its ranks in order (sender before receiver for an edge)."""
+    """One communicator: its name within the epoch, its ranks in order (an edge's ascend), and what it is for."""
 
     name: str
     ranks: tuple[int, ...]
+    use: Use = "bulk"
 
 
 def programs(plan: Plan, buckets: Sequence[Bucket] = ()) -> dict[int, Program]:
@@ -221,36 +227,61 @@ def buckets(
 def memberships(plan: Plan, programs: dict[int, Program], buckets: Sequence[Bucket] = ()) -> tuple[GroupSpec, ...]:
     """All communicators of a plan, in one order that is equal on all ranks.
 
-    "world" joins all active ranks, "tensor/{replica}/{stage}" a stage's, "forward/{a}-{b}" and "backward/{a}-{b}" a
-    pair that activations or gradients pass, "gradients/{ranks}" other ranks that sum a bucket (`communicator_of`).
+    As few as order allows: ranks that do several things together, sum several buckets for one, have one communicator
+    for all of them (`tensor_of`, `sums_of`), and a pair of ranks of two stages has one for both directions (`edge_of`).
+    That is safe because all ranks begin what they do together in the one order that all programs have, and
+    `resihp.pipeline.checker` plays just these communicators. Only an edge is not also its ranks' group: back ends treat
+    the two differently.
     """
     active = plan.layout.active
-    found = [GroupSpec(WORLD, active)] if len(active) > 1 else []
-    for d, replica in enumerate(plan.layout.replicas):
-        for s, stage in enumerate(replica.stages):
+    found = {WORLD: GroupSpec(WORLD, active)} if len(active) > 1 else {}
+    for replica in plan.layout.replicas:
+        for stage in replica.stages:
             if stage.tp > 1:
-                found.append(GroupSpec(f"tensor/{d}/{s}", stage.ranks))
-    edges: set[tuple[str, int, int]] = set()
+                name = tensor_of(stage.ranks, active)
+                found[name] = GroupSpec(name, stage.ranks, "tensor")
+    pairs: set[tuple[int, int]] = set()
     for instructions in programs.values():
         for instruction in instructions:
             if isinstance(instruction, Transmit):
-                parcel = instruction.parcel
-                edges |= {(parcel.direction, piece.sender, piece.receiver) for piece in parcel.pieces}
-    for direction in ("forward", "backward"):
-        found += [GroupSpec(f"{direction}/{a}-{b}", (a, b)) for kind, a, b in sorted(edges) if kind == direction]
-    groups = {gradients_of(bucket.owners, active): bucket.owners for bucket in buckets if len(bucket.owners) > 1}
-    found += [GroupSpec(name, ranks) for name, ranks in sorted(groups.items()) if name != WORLD]
-    return tuple(found)
+                pairs |= {ends_of(piece.sender, piece.receiver) for piece in instruction.parcel.pieces}
+    for a, b in sorted(pairs):
+        found[edge_of(a, b)] = GroupSpec(edge_of(a, b), (a, b), "edge")
+    for owners in sorted({bucket.owners for bucket in buckets if len(bucket.owners) > 1}):
+        name = sums_of(owners, active)
+        found.setdefault(name, GroupSpec(name, owners))
+    return tuple(found.values())
 
 
 WORLD = "world"
 """The communicator of all active ranks."""
 
 
-def gradients_of(owners: Sequence[int], active: Sequence[int]) -> str:
-    """Name of the communicator over which `owners` sum."""
-    group = sorted(owners)
-    return WORLD if len(group) == len(active) else f"gradients/{'-'.join(map(str, group))}"
+def tensor_of(ranks: Sequence[int], active: Sequence[int]) -> str:
+    """Name of the communicator of a stage's ranks, whose order tells who holds which part; `active`: all ranks."""
+    return WORLD if tuple(ranks) == tuple(active) else _group(ranks)
+
+
+def sums_of(owners: Sequence[int], active: Sequence[int]) -> str:
+    """Name of the communicator over which `owners` sum, in the order of their replicas.
+
+    Sets that sum copies of one parameter add in the same order only so, and must come out equal to the bit.
+    """
+    return WORLD if len(owners) == len(active) else _group(owners)
+
+
+def _group(ranks: Sequence[int]) -> str:
+    return f"group/{'-'.join(map(str, ranks))}"
+
+
+def edge_of(a: int, b: int) -> str:
+    """Name of the communicator of two ranks of different stages."""
+    return "edge/{}-{}".format(*ends_of(a, b))
+
+
+def ends_of(a: int, b: int) -> tuple[int, int]:
+    """The ranks of an edge in the order in which its communicator has them."""
+    return (a, b) if a < b else (b, a)
 
 
 class _Waits:

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from resihp.errors import CommunicatorError
@@ -180,26 +179,27 @@ class Channel:
     def allreduce(self, tensors: list[Tensor], *options: Any) -> PendingWork:
         return self._begin(lambda: self.backend.allreduce(tensors, *options))
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> PendingWork:
-        return self._begin(lambda: self.backend.allgather(outputs, inputs))
+    def all_gather(self, output: Tensor, part: Tensor) -> PendingWork:
+        """Every rank's `part`, one after the other, into `output`; both contiguous."""
+        return self._begin(lambda: self.backend._allgather_base(output, part))
 
-    def reduce_scatter(self, output: Tensor, inputs: list[Tensor]) -> PendingWork:
-        """Sum `inputs[r]` of all ranks into rank r's `output`.
+    def reduce_scatter(self, output: Tensor, whole: Tensor) -> PendingWork:
+        """Sum all ranks' `whole`, of which rank r gets the r-th equal part into `output`; both contiguous.
 
-        gloo's own is a sum over everything, too, but one whose wait cannot be told to look up.
+        gloo's own (torch 2.13) is a sum over everything, too, but one whose wait cannot be told to look up.
         """
         if self._scatters:
-            return self._begin(lambda: self.backend.reduce_scatter([output], [inputs]))
-        whole = torch.stack(inputs)
-        index = self.rank()
-        transfer = self.allreduce([whole])
-        transfer.then(lambda: output.copy_(whole[index]))
+            return self._begin(lambda: self.backend._reduce_scatter_base(output, whole))
+        summed = whole.clone()
+        own = summed.view(self.size(), -1)[self.rank()]
+        transfer = self.allreduce([summed])
+        transfer.then(lambda: output.copy_(own.view_as(output)))
         return transfer
 
-    def broadcast(self, tensor: Tensor) -> PendingWork:
-        """From the first rank to the others. On two ranks, how anything is sent: gloo forgets interrupted sends."""
+    def broadcast(self, tensor: Tensor, root: int = 0) -> PendingWork:
+        """From one rank to the others. On two ranks, how anything is sent: gloo forgets interrupted sends."""
         options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
+        options.rootRank, options.rootTensor = root, 0
         return self._begin(lambda: self.backend.broadcast([tensor], options))
 
     def _begin(self, operation: Callable[[], Any]) -> PendingWork:

@@ -25,7 +25,7 @@ from resihp.executor.emulation import Pace
 from resihp.executor.state.rank_state import State
 from resihp.faults import Phase
 from resihp.parallelism.plan import Primitive
-from resihp.pipeline.program import Compute, Parcel, Program, Reduce, Transmit, gradients_of
+from resihp.pipeline.program import Compute, Parcel, Program, Reduce, Transmit, edge_of, sums_of
 
 _Key = tuple[Literal["forward", "backward"], int, int]
 """(direction, micro-batch, boundary), as of a Parcel."""
@@ -56,7 +56,7 @@ class Interpreter:
         self._device, self._dtype = iteration.device, state.stage.config.params_dtype
         self._stopwatch, self._pace = stopwatch, pace
         self._total_tokens = sum(micro_batch.tokens for micro_batch in iteration.batch)
-        self._tensor = iteration.communicators.find("tensor/{}/{}".format(*iteration.place))
+        self._tensor = iteration.communicators.find(iteration.prepared.tensor_group(*iteration.place))
         self._position = {
             (m, stop.chunk): v
             for m, path in iteration.prepared.paths.items()
@@ -196,9 +196,9 @@ class Interpreter:
             low = self._state.holding.t * flat.numel() if self._parts > 1 else 0
             for piece in outgoing:
                 part = flat[piece.start * elements // piece.of - low : piece.stop * elements // piece.of - low]
-                channel = self._communicators.channel(f"{parcel.direction}/{self._rank}-{piece.receiver}")
+                channel = self._communicators.channel(edge_of(self._rank, piece.receiver))
                 with guarded("pipeline send"):
-                    self._departing.append((channel.broadcast(part), part))
+                    self._departing.append((channel.broadcast(part, channel.rank()), part))
             self._departing = [entry for entry in self._departing if not entry[0].is_completed()]
         if incoming:
             bounds = [(p.start * elements // p.of, p.stop * elements // p.of, p.sender) for p in incoming]
@@ -206,9 +206,9 @@ class Interpreter:
             part = torch.empty(sum(stop - start for start, stop, _ in bounds), dtype=self._dtype, device=self._device)
             transfers = []
             for start, stop, sender in bounds:
-                channel = self._communicators.channel(f"{parcel.direction}/{sender}-{self._rank}")
+                channel = self._communicators.channel(edge_of(sender, self._rank))
                 with guarded("pipeline receive"):
-                    transfers.append(channel.broadcast(part[start - low : stop - low]))
+                    transfers.append(channel.broadcast(part[start - low : stop - low], 1 - channel.rank()))
             self._arriving[key] = _Arrival(parcel, transfers, part, elements)
 
     def _take(self, key: _Key) -> Tensor:
@@ -223,8 +223,7 @@ class Interpreter:
             if arrival.parcel.gathered:
                 assert self._tensor is not None
                 whole = torch.empty(arrival.elements, dtype=self._dtype, device=self._device)
-                parts = list(whole.chunk(self._state.holding.tp))
-                self._tensor.allgather([parts], [arrival.part]).wait()
+                self._tensor.all_gather(whole, arrival.part).wait()
         return whole.view(self._shape(key[1]))
 
     # --- gradients --------------------------------------------------------------------------------------------
@@ -236,7 +235,7 @@ class Interpreter:
         if flat is None:
             views = [self._state.gradient(piece) for piece in bucket.slices]
             flat = torch.cat([view.reshape(-1) for view in views])
-        channel = self._communicators.channel(gradients_of(bucket.owners, self._it.active))
+        channel = self._communicators.channel(sums_of(bucket.owners, self._it.active))
         with guarded("gradient reduction"):
             self._summing.append((channel.allreduce([flat]), flat, views))
         if len(self._summing) == 1:

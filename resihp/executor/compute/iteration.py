@@ -19,7 +19,7 @@ from resihp.faults import Phase
 from resihp.parallelism.ownership import Slice
 from resihp.parallelism.plan import Plan, Stop
 from resihp.parallelism.workload import MicroBatch
-from resihp.pipeline.program import Bucket, GroupSpec, Program
+from resihp.pipeline.program import Bucket, GroupSpec, Program, tensor_of
 
 
 class Observer(Protocol):
@@ -57,6 +57,11 @@ class Prepared(msgspec.Struct, frozen=True):
     """What this rank counts in sums over the whole model."""
     multiple: int
     """Micro-batches are padded to a multiple of so many tokens: sequence parallelism splits them evenly."""
+
+    def tensor_group(self, replica: int, stage: int) -> str:
+        """Name of the communicator of a stage's ranks; a single rank has none."""
+        layout = self.plan.layout
+        return tensor_of(layout.replicas[replica].stages[stage].ranks, layout.active)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.ownership import ParameterSpec
 from resihp.parallelism.parameter_outline import layer_outline, outline
 from resihp.parallelism.transfers import Base, bytes_of, moves
+from resihp.pipeline.program import ends_of
 from resihp.scheduler.cost.prices import bytes_to_move
 from resihp.scheduler.situation import Situation
 from resihp.scheduler.transition_cost import Movement
@@ -79,9 +80,9 @@ def state_bytes(model: ModelSpec, layout: Layout, element: int = 4) -> tuple[int
 def communicators(layout: Layout) -> int:
     """How many the rank has to build that is in most of them: all are new after a transition.
 
-    One of all ranks, one of its stage, one for each rank of other stages that it sends to or receives from, forward and
-    backward, and one for each set of ranks that sum the same gradients. As `resihp.pipeline.program.memberships` makes
-    them, but without the programs: plans whose micro-batches migrate have a few more.
+    One of all ranks, one of its stage, one for each rank of other stages that it sends to or receives from, and one
+    for each other set of ranks that sum the same gradients. As `resihp.pipeline.program.memberships` makes them, but
+    without the programs: plans whose micro-batches migrate have a few more.
     """
     holders: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for d, replica in enumerate(layout.replicas):
@@ -90,31 +91,31 @@ def communicators(layout: Layout) -> int:
                 holders[layer].append((d, s, stage.tp))
     sets = {layer: tuple(found) for layer, found in holders.items()}
     widest = {held: max(tp for _, _, tp in held) for held in set(sets.values())}
+    active = layout.active
+    all_sum = all(len(replica.stages) == 1 and replica.stages[0].tp == 1 for replica in layout.replicas)
     most = 0
     for replica in layout.replicas:
         pairs = _pairs(replica)
         for stage in (stage for stage in replica.stages if stage.ranks):
-            sums = {sets[layer] for layer in stage.layers} if len(layout.replicas) > 1 else set()
+            sums = {sets[layer] for layer in stage.layers} if len(layout.replicas) > 1 and not all_sum else set()
             gradients = sum(-(-widest[held] // stage.tp) for held in sums)
             own = max((pairs[rank] for rank in stage.ranks), default=0)
-            most = max(most, 1 + (stage.tp > 1) + own + gradients)
+            most = max(most, 1 + (stage.tp > 1 and stage.ranks != active) + own + gradients)
     return most
 
 
 def _pairs(replica: Replica) -> defaultdict[int, int]:
-    """Of each rank: others of its replica that it sends to or receives from, each direction by itself."""
-    edges: set[tuple[str, int, int]] = set()
+    """Of each rank: others of its replica that it sends to or receives from."""
+    edges: set[tuple[int, int]] = set()
     path = [replica.stages[s] for s, _ in replica.virtual_stages]
     for a, b in itertools.pairwise(path):
         chunks = max(a.tp, b.tp)
         if a is not b and a.ranks and b.ranks:
             for c in range(chunks):
-                sender, receiver = a.ranks[c * a.tp // chunks], b.ranks[c * b.tp // chunks]
-                edges |= {("forward", sender, receiver), ("backward", receiver, sender)}
+                edges.add(ends_of(a.ranks[c * a.tp // chunks], b.ranks[c * b.tp // chunks]))
     found: defaultdict[int, int] = defaultdict(int)
-    for _, sender, receiver in edges:
-        found[sender] += 1
-        found[receiver] += 1
+    for rank in itertools.chain.from_iterable(edges):
+        found[rank] += 1
     return found
 
 

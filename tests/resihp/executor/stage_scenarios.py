@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from resihp.executor.compute.channels import Channel
 from resihp.executor.compute.stage import IGNORED, StageModule, model_spec
 from resihp.executor.state import parameters
 from resihp.executor.tensor_group import TensorGroup
@@ -190,7 +191,8 @@ def compare(rank: int, store: Line, *, kind: str, tp: int, cases: list[dict[str,
     group, torch_group = TensorGroup(tp, rank), None
     if tp > 1:
         keys = store.keys()
-        torch_group = torch.distributed.ProcessGroupGloo(keys, rank, tp, timedelta(seconds=TIMEOUT_S))
+        gloo = torch.distributed.ProcessGroupGloo(keys, rank, tp, timedelta(seconds=TIMEOUT_S))
+        torch_group = Channel(gloo, lambda: False)
     group.bind(torch_group)
     answers = []
     for described in cases:

@@ -12,17 +12,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 torch = pytest.importorskip("torch")
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 from resihp.errors import CommunicatorError, ModelError  # noqa: E402
 from resihp.executor import backends  # noqa: E402
-from resihp.executor.backends import BACKEND, NO_WATCHDOG, NcclLike, chosen  # noqa: E402
+from resihp.executor.backends import BACKEND, NO_WATCHDOG, NcclLike, Role, chosen  # noqa: E402
+from resihp.executor.communicators import Communicators  # noqa: E402
 from resihp.executor.compute.channels import Channel, PendingWork, guarded  # noqa: E402
 from resihp.executor.devices import LOCAL_RANK, SHARED, VISIBLE, refuse_precision  # noqa: E402
+from resihp.executor.group_store import TorchRendezvous  # noqa: E402
 from resihp.executor.tensor_group import TensorGroup  # noqa: E402
+from resihp.pipeline.program import GroupSpec  # noqa: E402
+from resihp.protocol import messages as m  # noqa: E402
 from resihp.worker.forkserver import PRELOAD  # noqa: E402
 from tests.waiting import until  # noqa: E402
 
@@ -194,6 +200,120 @@ def test_gloo_works_beside_gpus_and_where_there_are_none(gpus: dict[str, Any], m
     monkeypatch.setenv(BACKEND, "")
     gpus["count"] = 0
     assert (chosen().name, chosen().device) == ("gloo", CPU)
+
+
+# --- what NCCL is asked for -------------------------------------------------------------------------------------------
+
+
+class FakeNccl:
+    """Notes what NCCL would be asked for. A split waits for all of its parent's ranks, as NCCL's does."""
+
+    class Options:
+        def __init__(self) -> None:
+            self.is_high_priority_stream = False
+            self.config = SimpleNamespace(max_ctas=None)
+            self.split_from: FakeNccl | None = None
+            self.split_color = -2
+
+    met: ClassVar[dict[Any, list[tuple[int, int]]]] = {}
+    """By split of a communicator: (rank of the parent, colour) of those that came."""
+    all_here = threading.Condition()
+
+    def __init__(self, store: Any, index: int, size: int, options: Any) -> None:
+        self.index, self.members, self.options = index, size, options
+        self.splits = 0
+        self.asked: list[str] = []
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        if self.options.split_from is not None:
+            self.options.split_from.split(self.options.split_color)
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        self.split(-1)
+
+    def split(self, colour: int) -> None:
+        key, self.splits = self.splits, self.splits + 1
+        with self.all_here:
+            self.met.setdefault(key, []).append((self.index, colour))
+            self.all_here.notify_all()
+            assert self.all_here.wait_for(lambda: len(self.met[key]) == self.members, 20), self.met
+
+    def _allgather_base(self, output: Any, part: Any) -> None:
+        self.asked.append("allgather_base")
+
+    def _reduce_scatter_base(self, output: Any, whole: Any) -> None:
+        self.asked.append("reduce_scatter_base")
+
+
+@pytest.fixture
+def nccl(gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", FakeNccl, raising=False)
+    FakeNccl.met.clear()
+    return chosen()
+
+
+@pytest.mark.parametrize(
+    ("use", "high_priority", "ctas"), [("edge", True, 4), ("tensor", True, None), ("bulk", False, None)]
+)
+def test_what_computation_waits_for_goes_ahead_and_edges_leave_it_the_device(
+    nccl: Any, use: Any, high_priority: bool, ctas: int | None
+) -> None:
+    options = nccl.connect(None, 0, 2, timedelta(seconds=7), Role(use, (3, 5))).options
+    assert (options.is_high_priority_stream, options.config.max_ctas) == (high_priority, ctas)
+    assert (options.global_ranks_in_group, options._timeout) == ([3, 5], timedelta(seconds=7))
+    assert options.split_from is None
+
+
+class Operations(TorchDispatchMode):
+    """What torch is asked to do with tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(operation.overloadpacket.__name__)
+        return operation(*args, **kwargs or {})
+
+
+def test_a_layers_collectives_take_memory_for_their_result_and_copy_nothing(nccl: Any) -> None:
+    """Lists of tensors are flattened by NCCL's back end: as much memory again, and a copy of each part."""
+    backend = nccl.connect(None, 0, 2, timedelta(seconds=7))
+    group, tensor = TensorGroup(2, 0), torch.ones(4, 3)
+    group.bind(Channel(backend, lambda: False, scatters=nccl.scatters))
+    with Operations() as seen:
+        assert group.all_gather(tensor).shape == (8, 3)
+        assert group.reduce_scatter(tensor).shape == (2, 3)
+    assert backend.asked == ["allgather_base", "reduce_scatter_base"]
+    assert seen.names == ["new_empty", "new_empty"]
+
+
+def test_every_rank_takes_part_in_every_split_of_the_world_and_gets_its_groups(nccl: Any) -> None:
+    """Three stages in a row, whose middle one is in both rounds of edges; state comes from a rank without work."""
+    groups = [
+        GroupSpec("world", (0, 1, 2, 3)),
+        GroupSpec("group/0-1", (0, 1), "tensor"),
+        GroupSpec("edge/1-2", (1, 2), "edge"),
+        GroupSpec("edge/2-3", (2, 3), "edge"),
+        GroupSpec("state/4-3", (4, 3)),
+    ]
+    store = torch.distributed.HashStore()
+    ranks = [Communicators(m.MeetingId(epoch=1), rank, groups, 20.0, nccl) for rank in range(5)]
+    with ThreadPoolExecutor(5) as pool:
+        for opened in [pool.submit(rank.open, TorchRendezvous(store)) for rank in ranks]:
+            opened.result(20)
+    assert {key: sorted(came) for key, came in FakeNccl.met.items()} == {
+        0: [(0, 1), (1, 1), (2, 2), (3, 2)],
+        1: [(0, -1), (1, 1), (2, 1), (3, -1)],
+    }
+    for rank, communicators in enumerate(ranks):
+        assert set(communicators.names) == {group.name for group in groups if rank in group.ranks}
+        for name in communicators.names:
+            parent = communicators.channel(name).backend.options.split_from
+            world = communicators.find("world")
+            by_itself = name == "world" or name.startswith("state/")
+            assert parent is (None if by_itself or world is None else world.backend)
+        communicators._channels.clear()  # there is nothing to abort
 
 
 # --- NCCL's manners ---------------------------------------------------------------------------------------------------

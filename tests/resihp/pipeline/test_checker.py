@@ -389,7 +389,7 @@ BAD_PROGRAMS: list[tuple[str, Callable[[Programs], object], str]] = [
     (
         "swapped sends",
         swapped_sends,
-        r"operation 0 on communicator forward/3-4 is .*micro-batch 4.* on rank 3, but .*micro-batch 3",
+        r"operation 0 on communicator edge/3-4 is .*micro-batch 4.* on rank 3, but .*micro-batch 3",
     ),
     (
         "received after its use",
@@ -404,7 +404,7 @@ BAD_PROGRAMS: list[tuple[str, Callable[[Programs], object], str]] = [
     (
         "received too late for one queue",
         received_late,
-        r"deadlock .*rank 3 .*waits in .*micro-batch 4.* for rank 4; rank 4 .*waits in .*micro-batch 3.* for rank 3",
+        r"on communicator edge/3-4 is .*activations .*micro-batch 4.* on rank 3, but .*gradients of micro-batch 3",
     ),
     (
         "reduced too early",
@@ -479,7 +479,7 @@ def reordered(first: int, second: int) -> dict[int, Program]:
 def test_reductions_of_one_group_in_different_orders_are_named() -> None:
     plan = Plan(epoch=1, layout=PAIR, assignment=((0,), (1,)))
     with pytest.raises(
-        PlanError, match=r"operation 0 on communicator gradients/0-2 is the sum of bucket 0 on rank 0, but .*2"
+        PlanError, match=r"operation 0 on communicator group/0-2 is the sum of bucket 0 on rank 0, but .*2"
     ):
         check(plan, reordered(0, 2), CROSSED)
 
@@ -488,7 +488,7 @@ def test_reductions_of_overlapping_groups_in_different_orders_deadlock() -> None
     plan = Plan(epoch=1, layout=PAIR, assignment=((0,), (1,)))
     with pytest.raises(
         PlanError,
-        match=r"deadlock.*rank 0 .*waits in the sum of bucket 0 on gradients/0-2 for rank 2; rank 2 .* for rank 0",
+        match=r"deadlock.*rank 0 .*waits in the sum of bucket 0 on group/0-2 for rank 2; rank 2 .* for rank 0",
     ):
         check(plan, reordered(0, 1), CROSSED)
 

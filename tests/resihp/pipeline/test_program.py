@@ -13,6 +13,7 @@ from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.ownership import ParameterSpec, owner_sets, size_of
 from resihp.parallelism.plan import Plan
 from resihp.pipeline.program import (
+    WORLD,
     Bucket,
     Compute,
     GroupSpec,
@@ -22,11 +23,13 @@ from resihp.pipeline.program import (
     Transmit,
     buckets,
     chunks_of,
-    gradients_of,
+    edge_of,
     memberships,
     mirrored,
     pieces_between,
     programs,
+    sums_of,
+    tensor_of,
 )
 from tests.resihp.pipeline.plans import model, random_plan
 
@@ -67,16 +70,13 @@ def test_programs_by_hand() -> None:
     }
     assert memberships(plan, found, cut) == (
         GroupSpec("world", (0, 1, 2, 3, 4)),
-        GroupSpec("tensor/0/0", (0, 1)),
-        GroupSpec("forward/0-2", (0, 2)),
-        GroupSpec("forward/1-2", (1, 2)),
-        GroupSpec("forward/3-4", (3, 4)),
-        GroupSpec("backward/2-0", (2, 0)),
-        GroupSpec("backward/2-1", (2, 1)),
-        GroupSpec("backward/4-3", (4, 3)),
-        GroupSpec("gradients/0-3", (0, 3)),
-        GroupSpec("gradients/1-3", (1, 3)),
-        GroupSpec("gradients/2-4", (2, 4)),
+        GroupSpec("group/0-1", (0, 1), "tensor"),
+        GroupSpec("edge/0-2", (0, 2), "edge"),
+        GroupSpec("edge/1-2", (1, 2), "edge"),
+        GroupSpec("edge/3-4", (3, 4), "edge"),
+        GroupSpec("group/0-3", (0, 3)),
+        GroupSpec("group/1-3", (1, 3)),
+        GroupSpec("group/2-4", (2, 4)),
     )
     sent = [entry.parcel for entry in found[2] if isinstance(entry, Transmit)]
     assert sent[0].pieces == (TensorRange(0, 2, 0, 1, 2), TensorRange(1, 2, 1, 2, 2))
@@ -178,10 +178,24 @@ def test_sums_over_all_ranks_use_the_communicator_of_all() -> None:
     plan = Plan(epoch=1, layout=layout, assignment=((0,), (1,), (2,)))
     cut = buckets(layout, model(2))
     assert memberships(plan, programs(plan, cut), cut) == (GroupSpec("world", (0, 1, 2)),)
-    assert gradients_of((2, 0, 1), (0, 1, 2)) == "world"
-    assert gradients_of((2, 0), (0, 1, 2)) == "gradients/0-2"
+    assert sums_of((2, 0, 1), (0, 1, 2)) == "world"
+    assert sums_of((2, 0), (0, 1, 2)) == "group/2-0"
+    assert tensor_of((0, 2, 1), (0, 1, 2)) == "group/0-2-1"
     alone = Plan(epoch=1, layout=Layout.uniform(tp=1, pp=1, dp=1, layers=2), assignment=((0,),))
     assert memberships(alone, programs(alone)) == ()
+
+
+def test_ranks_that_do_several_things_together_have_one_communicator_for_all() -> None:
+    """A stage whose ranks also sum what sequence parallelism gives each a part of; the only stage there is."""
+    parts = model(2, partial=True)
+    for pp, expected in ((2, ("world", "group/0-1", "group/2-3", "edge/0-2", "edge/1-3")), (1, ("world",))):
+        layout = Layout.uniform(tp=2, pp=pp, dp=1, layers=2)
+        plan = Plan(epoch=1, layout=layout, assignment=((0,),), sequence_parallel=True)
+        cut = buckets(layout, parts)
+        assert cut
+        found = memberships(plan, programs(plan, cut), cut)
+        assert tuple(group.name for group in found) == expected
+        assert {group.name for group in found if group.use == "tensor"} == set(expected[1 : 1 + pp] or expected)
 
 
 def test_all_ranks_obey_one_order() -> None:
@@ -228,9 +242,9 @@ def test_every_communication_has_a_communicator() -> None:
             for entry in program:
                 if isinstance(entry, Transmit):
                     for piece in entry.parcel.pieces:
-                        pair = (piece.sender, piece.receiver)
-                        assert known[f"{entry.parcel.direction}/{pair[0]}-{pair[1]}"] == pair
+                        assert set(known[edge_of(piece.sender, piece.receiver)]) == {piece.sender, piece.receiver}
                 elif isinstance(entry, Reduce):
                     owners = cut[entry.bucket].owners
-                    assert sorted(known[gradients_of(owners, plan.layout.active)]) == sorted(owners)
+                    name = sums_of(owners, plan.layout.active)
+                    assert known[name] == (plan.layout.active if name == WORLD else owners)
                     assert rank in owners

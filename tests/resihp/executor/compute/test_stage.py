@@ -326,7 +326,7 @@ class Deaf:
         self.answers -= 1
         return self
 
-    allgather = reduce_scatter = allreduce
+    all_gather = reduce_scatter = allreduce
 
     def wait(self) -> bool:
         if self.answers < 0:

@@ -104,6 +104,8 @@ def busiest(layout: Layout) -> int:
     [
         Layout.uniform(tp=2, pp=3, dp=2, layers=6),
         Layout.uniform(tp=1, pp=2, dp=3, layers=6),
+        Layout.uniform(tp=1, pp=1, dp=3, layers=6),
+        Layout.uniform(tp=4, pp=1, dp=1, layers=6),
         Layout.uniform(tp=4, pp=2, dp=1, layers=6),
         Layout.uniform(tp=1, pp=3, dp=2, layers=6, chunks=2),
         Layout(

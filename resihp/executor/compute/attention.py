@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 
@@ -34,11 +35,17 @@ class Packing(PackedSeqParams):
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention inside each document; cost follows the sum of squared lengths."""
+    """Causal attention inside each document; cost follows the sum of squared lengths.
+
+    In a layer with a window, of a configuration's `window_size` (w, 0), a token sees itself and w before it.
+    """
 
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
         self.softmax_scale = softmax_scale
+        narrow = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = int(config.window_size[0]) if narrow else -1
+        """How many tokens before its own a token sees; -1 for all."""
 
     def forward(
         self,
@@ -58,11 +65,19 @@ class PackedAttention(torch.nn.Module):
         segments = (tensor.permute(1, 2, 0, 3).split(lengths, dim=2) for tensor in (query, key, value))
         attended = [
             F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
+                q, k, v, **self._seen(q), scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
             )
             for q, k, v in zip(*segments, strict=True)
         ]
         return torch.cat(attended, dim=2).permute(2, 0, 1, 3).flatten(2)
+
+    def _seen(self, query: Tensor) -> dict[str, Any]:
+        """Which tokens of a document of [..., length, width] each of them sees, in the words of torch's attention."""
+        length = query.shape[-2]
+        if self.window < 0 or length <= self.window + 1:
+            return {"is_causal": True}
+        past = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+        return {"attn_mask": past.triu(-self.window)}
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """One kernel for all documents. Untested: needs CUDA, and half precision, which the executor refuses so far."""
@@ -79,7 +94,7 @@ class PackedAttention(torch.nn.Module):
             longest,
             longest,
             scale=self.softmax_scale,
-            window_size=(-1, 0),  # everything before, nothing after: causal
+            window_size=(self.window, 0),  # (everything) before, nothing after: causal
             enable_gqa=query.shape[2] != key.shape[2],
         )
         assert isinstance(out, Tensor)

@@ -7,6 +7,7 @@ Names are those of `StageModule` with layers counted over the whole model: `embe
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 
 import msgspec
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.ownership import ParameterSpec, Slice, share
 
+_HEADS = re.compile(r"\.[qk]_layernorm\.")
+"""In the name of a parameter that belongs to each head alike."""
+
 
 def specs_of(
     whole: nn.Module, layers: int, *, tied: bool = False, sequence_parallel: bool = False
@@ -26,7 +30,8 @@ def specs_of(
 
     Which axis is cut follows from the kind of megatron's module: column-parallel ones cut their outputs (weight and
     bias), row-parallel ones their inputs (weight only), the vocabulary embedding its rows. Under sequence parallelism
-    norms and row-parallel biases, which are added after the reduce-scatter, see a part of the tokens on each rank.
+    norms and row-parallel biases, which are added after the reduce-scatter, see a part of the tokens on each rank. The
+    norms of queries and keys see a part of the heads, with and without it.
     """
     first: list[ParameterSpec] = []
     for path, module in whole.named_modules():
@@ -46,9 +51,12 @@ def specs_of(
                     axis,
                     2 if gated else 1,
                     tied="head" if tied and isinstance(module, VocabParallelEmbedding) else None,
-                    partial=sequence_parallel
-                    and isinstance(module, RowParallelLinear | nn.LayerNorm | nn.RMSNorm)
-                    and axis is None,
+                    partial=_HEADS.search(name) is not None
+                    or (
+                        sequence_parallel
+                        and isinstance(module, RowParallelLinear | nn.LayerNorm | nn.RMSNorm)
+                        and axis is None
+                    ),
                 )
             )
     inside = [spec for spec in first if spec.unit == "layer.0"]

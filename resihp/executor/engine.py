@@ -441,7 +441,8 @@ class Engine:
                 f"with gradients of {self.ready}"
             )
         if not outcome.skip:
-            state.optimizer.apply(outcome.clip, outcome.learning_rate)
+            weight_decay = self._settings.weight_decay_of(outcome.iteration)
+            state.optimizer.apply(outcome.clip, outcome.learning_rate, weight_decay)
             state.derive()
         state.stepped = outcome.iteration
 

@@ -112,17 +112,18 @@ class Trainer:
             tied=share_embeddings_and_output_weights,
             vocab_multiple=make_vocab_size_divisible_by,
         )
-        meaningless = ignored(config)
-        if meaningless and self._speaks():
-            print(f"transformer config: ignored: {', '.join(meaningless)}", flush=True)
         self.engine.wires = emulation.wires_of(os.environ, self.engine.device)
         self.engine.pace = emulation.pace_of(os.environ, self.engine.model, self.engine.device)
+        self._say_what_is_odd(config)
+
+    def _say_what_is_odd(self, config: TransformerConfig) -> None:
+        """In the log: what is emulated, and once in a job, what is ignored."""
         if self.engine.pace is not None:
             print(f"{emulation.LAYER_MS} is set: sleeps in every chunk, to emulate a device of that speed", flush=True)
-
-    def _speaks(self) -> bool:
-        """Whether this process says what is true of all."""
-        return int(os.environ.get("RANK", "0")) == 0 if self._client is None else self._client.start.rank == 0
+        rank = int(os.environ.get("RANK", "0")) if self._client is None else self._client.start.rank
+        meaningless = ignored(config)
+        if meaningless and rank == 0:
+            print(f"transformer config: ignored: {', '.join(meaningless)}", flush=True)
 
     def train(self, iterations: int) -> None:
         """Train up to and including iteration `iterations`, from the newest checkpoint when resuming.

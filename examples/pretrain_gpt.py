@@ -13,7 +13,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 import resihp
-from resihp.datasets import ByteFiles, MegatronIndexed, PackedDataset
+from resihp.datasets import Blended, ByteFiles, MegatronIndexed, PackedDataset, PieceSource, Prefetched
 
 _LLAMA = {
     "normalization": "RMSNorm",
@@ -25,10 +25,12 @@ ARCHITECTURES = {
     "gpt": {},
     "llama": _LLAMA,
     "qwen": {**_LLAMA, "num_query_groups": 2, "add_qkv_bias": True},
+    "qwen3": {**_LLAMA, "num_query_groups": 2, "qk_layernorm": True},
 }
 RECOMPUTE = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "layernorm": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 
@@ -43,20 +45,38 @@ def arguments() -> argparse.Namespace:
         "--architecture",
         choices=sorted(ARCHITECTURES),
         default="gpt",
-        help="gpt: LayerNorm, GELU, biases; llama: RMSNorm, SwiGLU; qwen: llama with grouped queries and QKV biases",
+        help="gpt: LayerNorm, GELU, biases; llama: RMSNorm, SwiGLU; qwen: llama with grouped queries and QKV biases; "
+        "qwen3: llama with grouped queries, and norms of queries and keys",
     )
     model.add_argument("--tie-embeddings", action="store_true", help="one table for embedding and head")
-    model.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
+    model.add_argument("--recompute", choices=sorted(RECOMPUTE), default="none")
+    model.add_argument("--head-width", type=int, help="kv_channels, if not hidden / heads")
+    model.add_argument("--window", type=int, help="tokens that a token sees before itself, if not all")
     model.add_argument("--bf16", action="store_true", help="compute in bfloat16; what the optimizer updates is float32")
     batch = parser.add_argument_group("data and batch")
     batch.add_argument("--corpus", default=sysconfig.get_paths()["stdlib"], help="folder of source files")
     batch.add_argument("--indexed", help="a Megatron data set (prefix of .bin and .idx) instead of a folder")
+    batch.add_argument(
+        "--blend",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("WEIGHT", "FOLDER"),
+        help="mix in; the corpus weighs 1",
+    )
+    batch.add_argument("--prefetch", action="store_true", help="read the next iteration's data in a thread")
     batch.add_argument("--vocab-size", type=int, default=256)
     batch.add_argument("--micro-batches", type=int, default=12, help="in the global batch of an iteration")
     batch.add_argument("--tokens", type=int, default=256, help="token budget of a micro-batch")
     batch.add_argument("--iterations", type=int, default=30)
     batch.add_argument("--seed", type=int, default=1234)
     batch.add_argument("--lr", type=float, default=1e-3)
+    batch.add_argument("--warmup", type=int, default=0)
+    batch.add_argument(
+        "--decay", choices=["cosine", "linear", "constant", "inverse-square-root", "WSD"], default="cosine"
+    )
+    batch.add_argument("--decay-iterations", type=int, default=0)
+    batch.add_argument("--wsd-decay-iterations", type=int, default=0)
     alone = parser.add_argument_group("without `resihp run` only")
     alone.add_argument("--tp", type=int, default=1)
     alone.add_argument("--pp", type=int, default=1)
@@ -69,6 +89,20 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def dataset_of(args: argparse.Namespace) -> resihp.Dataset:
+    def packed(source: PieceSource, count: int) -> PackedDataset:
+        return PackedDataset(source, budget=args.tokens, micro_batches_per_iteration=count, seed=args.seed)
+
+    source = MegatronIndexed(args.indexed) if args.indexed else ByteFiles(args.corpus)
+    if not args.blend:
+        return packed(source, args.micro_batches)
+    parts = [
+        (1.0, packed(source, 1)),
+        *((float(weight), packed(ByteFiles(folder), 1)) for weight, folder in args.blend),
+    ]
+    return Blended(parts, micro_batches_per_iteration=args.micro_batches)
+
+
 def main() -> None:
     args = arguments()
     config = TransformerConfig(
@@ -78,18 +112,23 @@ def main() -> None:
         attention_dropout=0.0,
         hidden_dropout=0.0,
         use_cpu_initialization=True,
+        kv_channels=args.head_width,
+        window_size=None if args.window is None else (args.window, 0),
         **ARCHITECTURES[args.architecture],
         **RECOMPUTE[args.recompute],
         **({"bf16": True, "params_dtype": torch.bfloat16} if args.bf16 else {}),
     )
-    source = MegatronIndexed(args.indexed) if args.indexed else ByteFiles(args.corpus)
     trainer = resihp.Trainer(
         config,
         vocab_size=args.vocab_size,
-        dataset=PackedDataset(
-            source, budget=args.tokens, micro_batches_per_iteration=args.micro_batches, seed=args.seed
+        dataset=Prefetched(dataset_of(args)) if args.prefetch else dataset_of(args),
+        optimizer=resihp.AdamW(
+            lr=args.lr,
+            warmup=args.warmup,
+            decay=args.decay,
+            decay_iterations=args.decay_iterations,
+            wsd_decay_iterations=args.wsd_decay_iterations,
         ),
-        optimizer=resihp.AdamW(lr=args.lr),
         sequence=args.tokens,
         seed=args.seed,
         share_embeddings_and_output_weights=args.tie_embeddings,

@@ -44,7 +44,8 @@ def attention(scale: Scale) -> Iterator[Figure]:
         for count in (heads, groups, groups)
     )
     with torch.no_grad():
-        ours = PackedAttention(None, 1)(q, k, v, packed_seq_params=Packing.of(lengths))
+        config = TransformerConfig(num_layers=1, hidden_size=heads * width, num_attention_heads=heads)
+        ours = PackedAttention(config, 1)(q, k, v, packed_seq_params=Packing.of(lengths))
         each = by_document(q, k, v, lengths)
         exact = by_document(q.double(), k.double(), v.double(), lengths)
     ratio = float((ours.double() - exact).abs().max() / (each.double() - exact).abs().max())

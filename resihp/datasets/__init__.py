@@ -1,8 +1,10 @@
 """Data sets that keep `resihp.Dataset`'s protocol: pure in (seed, iteration), lengths known before anything is read."""
 
+from resihp.datasets.blended import Blended
 from resihp.datasets.megatron import MegatronIndexed
 from resihp.datasets.packed import PackedDataset, PieceSource
 from resihp.datasets.packing import Piece, pack
+from resihp.datasets.prefetched import Prefetched
 from resihp.datasets.text import ByteFiles
 
-__all__ = ["ByteFiles", "MegatronIndexed", "PackedDataset", "Piece", "PieceSource", "pack"]
+__all__ = ["Blended", "ByteFiles", "MegatronIndexed", "PackedDataset", "Piece", "PieceSource", "Prefetched", "pack"]

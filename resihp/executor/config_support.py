@@ -1,13 +1,16 @@
-"""Which fields of megatron-core's TransformerConfig the executor honours; all others must keep their inert value.
+"""Which fields of megatron-core's TransformerConfig the executor honours, which mean nothing here, which it refuses.
 
-An allow-list: a field that a later megatron-core adds is refused by name when it is set, never silently ignored.
+An allow-list: a field that a later megatron-core adds is refused by name when it is set, never silently ignored. What
+means nothing is named once in the log. `docs/interface.md` has both lists. Called by the engine, by the stages, which
+see no ignored field, and by the trainer.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,7 +26,9 @@ HONOURED = frozenset(
         # architecture, carried out by megatron's own modules
         *("add_bias_linear", "add_qkv_bias", "gated_linear_unit", "activation_func", "activation_func_clamp_value"),
         *("glu_linear_offset", "normalization", "layernorm_epsilon", "rotary_interleaved", "softmax_scale"),
-        *("bias_activation_fusion", "bias_dropout_fusion", "deterministic_mode"),
+        *("bias_activation_fusion", "bias_dropout_fusion", "deterministic_mode", "qk_layernorm"),
+        # which tokens a token sees, carried out by `compute.attention`
+        *("window_size", "window_attn_skip_freq"),
         # initialisation
         *("init_method", "output_layer_init_method", "embedding_init_method"),
         *("init_method_std", "embedding_init_method_std"),
@@ -40,6 +45,45 @@ HONOURED = frozenset(
     }
 )
 
+IGNORED = {
+    "a plan decides how stages exchange activations, and in which order": (
+        *("overlap_p2p_comm", "overlap_p2p_comm_warmup_flush", "batch_p2p_comm", "batch_p2p_sync"),
+        *("use_ring_exchange_p2p", "deallocate_pipeline_outputs", "microbatch_group_size_per_vp_stage"),
+        *("wgrad_deferral_limit",),
+    ),
+    "collectives of tensor parallelism are our own": (
+        *("tp_comm_overlap", "tp_comm_bulk_wgrad", "tp_comm_bulk_dgrad", "tp_comm_overlap_ag", "tp_comm_overlap_rs"),
+        *("tp_comm_overlap_rs_dgrad", "tp_comm_split_ag", "tp_comm_atomic_ag", "tp_comm_split_rs"),
+        *("tp_comm_atomic_rs", "tp_comm_overlap_disable_qkv", "tp_comm_overlap_disable_fc1"),
+        *("tp_comm_bootstrap_backend", "async_tensor_model_parallel_allreduce"),
+    ),
+    "asks for another kernel of the same function": (
+        *("gradient_accumulation_fusion", "persist_layer_norm", "memory_efficient_layer_norm", "apply_rope_fusion"),
+        *("fused_single_qkv_rope", "use_fused_weighted_squared_relu", "cross_entropy_fusion_impl"),
+        *("attention_backend", "use_te_activation_func", "disable_parameter_transpose_cache"),
+    ),
+    "about random numbers, timers and inference, of which there are none": (
+        *("use_te_rng_tracker", "inference_rng_tracker", "inference_sampling_seed", "barrier_with_L1_time"),
+        *("flash_decode", "mlp_chunks_for_prefill"),
+    ),
+    "details of what is refused once it is switched on (experts, FP8, offloading, CUDA graphs, ...)": (
+        *("moe_extended_tp", "moe_layer_freq", "moe_router_load_balancing_type", "moe_router_topk"),
+        *("moe_router_topk_limited_devices", "moe_router_num_groups", "moe_router_group_topk"),
+        *("moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_score_function"),
+        *("moe_router_dtype", "moe_router_bias_update_rate", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+        *("moe_grouped_gemm", "moe_token_dispatcher_type", "moe_token_drop_policy", "moe_permute_fusion"),
+        *("moe_router_fusion", "moe_deepep_num_sms", "moe_hybridep_num_sms", "moe_flex_dispatcher_backend"),
+        *("moe_per_layer_logging", "cp_comm_type", "mtp_loss_scaling_factor"),
+        *("fp8_recipe", "fp8_margin", "fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad"),
+        *("tp_only_amax_red", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp4_recipe"),
+        *("cpu_offloading_num_layers", "cpu_offloading_activations", "cpu_offloading_weights"),
+        *("cpu_offloading_double_buffering", "min_offloaded_tensor_size", "qk_clip_alpha", "qk_clip_threshold"),
+        *("cuda_graph_use_single_mempool", "cuda_graph_retain_backward_graph", "cuda_graph_warmup_steps"),
+        *("cuda_graph_scope",),
+    ),
+}
+"""Fields that change nothing here whatever they say, by the reason why."""
+
 HINTS = {
     "hidden_dropout": "set hidden_dropout=0.0: recomputing an iteration after a failure must give the same numbers",
     "attention_dropout": "set attention_dropout=0.0: recomputing an iteration after a failure must give the same "
@@ -52,7 +96,6 @@ HINTS = {
     "fp16": "set bf16=True and params_dtype=torch.bfloat16, which need no loss scale",
     "bf16": "set bf16=True together with params_dtype=torch.bfloat16",
     "params_dtype": "torch.float32, or torch.bfloat16 together with bf16=True",
-    "kv_channels": "leave it unset: heads of hidden_size / num_attention_heads",
 }
 
 _INERT: dict[str, tuple[Any, ...]] = {
@@ -65,20 +108,17 @@ _INERT: dict[str, tuple[Any, ...]] = {
 
 def refuse_unhonoured(config: TransformerConfig) -> None:
     """Raise ModelError naming every field that asks for something we would not do, and what to set instead."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        inert = TransformerConfig(num_layers=1, hidden_size=config.hidden_size, num_attention_heads=1)
-    refused = []
+    meaningless = _ignored_names()
+    refused: list[tuple[str, Any, Any]] = []
     for field in dataclasses.fields(config):
-        if field.name in HONOURED:
+        if field.name in HONOURED or field.name in meaningless:
             continue
         value = getattr(config, field.name)
-        allowed = _INERT.get(field.name) or (_default(inert, field),)
+        allowed = _INERT.get(field.name) or (_default(field),)
         if not any(_equal(value, other) for other in allowed):
             refused.append((field.name, value, allowed[0]))
     refused += _precision(config)
-    if config.kv_channels * config.num_attention_heads != config.hidden_size:
-        refused.append(("kv_channels", config.kv_channels, config.hidden_size // config.num_attention_heads))
+    refused += _senseless_windows(config)
     if config.normalization not in ("LayerNorm", "RMSNorm"):
         refused.append(("normalization", config.normalization, "LayerNorm or RMSNorm"))
     if config.recompute_granularity == "full" and config.recompute_num_layers < 1:
@@ -112,6 +152,43 @@ def layers_told(config: TransformerConfig) -> str:
     )
 
 
+def ignored(config: TransformerConfig) -> tuple[str, ...]:
+    """Fields that were set and mean nothing here, as "name=value"."""
+    names = _ignored_names()
+    return tuple(
+        f"{field.name}={_short(getattr(config, field.name))}"
+        for field in dataclasses.fields(config)
+        if field.name in names and not _equal(getattr(config, field.name), _default(field))
+    )
+
+
+def without_ignored(config: TransformerConfig) -> TransformerConfig:
+    """A copy in which megatron's own modules, too, see nothing of what is ignored."""
+    plain = copy.copy(config)
+    names = _ignored_names()
+    for field in dataclasses.fields(config):
+        if field.name in names:
+            setattr(plain, field.name, _default(field))
+    return plain
+
+
+def _ignored_names() -> frozenset[str]:
+    return frozenset(name for names in IGNORED.values() for name in names)
+
+
+def _senseless_windows(config: TransformerConfig) -> list[tuple[str, Any, Any]]:
+    """Sliding windows that are not causal, or for layers that are not there: (field, value, what to set)."""
+    window, skipped = config.window_size, config.window_attn_skip_freq
+    found: list[tuple[str, Any, Any]] = []
+    if window is not None and not (len(window) == 2 and window[0] >= -1 and window[1] == 0):
+        found.append(("window_size", window, (max(window[0], 0), 0)))
+    if isinstance(skipped, list) and len(skipped) != config.num_layers:
+        found.append(("window_attn_skip_freq", skipped, [1] * config.num_layers))
+    elif isinstance(skipped, int) and skipped < 1:
+        found.append(("window_attn_skip_freq", skipped, None))
+    return found
+
+
 def describe(value: Any) -> Any:
     """A value of a configuration as plain text and numbers, equal in every process for equal settings."""
     if isinstance(value, partial):
@@ -125,7 +202,15 @@ def describe(value: Any) -> Any:
     return str(value)
 
 
-def _default(inert: TransformerConfig, field: dataclasses.Field) -> Any:
+@lru_cache(maxsize=1)
+def _inert_config() -> TransformerConfig:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1)
+
+
+def _default(field: dataclasses.Field) -> Any:
+    inert = _inert_config()
     if hasattr(inert, field.name):  # as megatron itself derives it from defaults
         return getattr(inert, field.name)
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default

@@ -33,6 +33,7 @@ from resihp.executor.compute.batches import Batches, fingerprint
 from resihp.executor.compute.channels import guarded
 from resihp.executor.compute.interpreter import Interpreter
 from resihp.executor.compute.iteration import Iteration, Observer, Prepared
+from resihp.executor.compute.rotary import Rotary
 from resihp.executor.compute.stage import PositionEmbedding, StageModule, model_spec, refuse_unhonoured
 from resihp.executor.compute.step_agreement import last_synchronisation
 from resihp.executor.compute.stopwatch import Speed, Stopwatch, full_speed, stopwatch_of
@@ -79,14 +80,15 @@ class Engine:
         seed: int,
         sequence: int,
         position_embedding: PositionEmbedding = "rope",
-        rotary_base: int = 10000,
+        rotary: Rotary = Rotary(),  # noqa: B008 frozen
         tied: bool = False,
         vocab_multiple: int = 1,
         pace: Pace | None = None,
     ) -> None:
         refuse_unhonoured(config)
+        rotary.refuse_senseless(config)
         self._config, self._settings, self._seed = config, optimizer, seed
-        self._positions: tuple[PositionEmbedding, int] = (position_embedding, rotary_base)
+        self._positions: tuple[PositionEmbedding, Rotary] = (position_embedding, rotary)
         self.model: ModelSpec = model_spec(config, vocab_size, sequence, tied=tied, vocab_multiple=vocab_multiple)
         self._back_end = backends.chosen()
         self.device = self._back_end.device
@@ -261,7 +263,7 @@ class Engine:
         state.derive()
 
     def _module(self, holding: HeldPart, group: TensorGroup, sequence_parallel: bool) -> StageModule:
-        position_embedding, rotary_base = self._positions
+        position_embedding, rotary = self._positions
         return StageModule(
             self._config,
             self.model,
@@ -270,7 +272,7 @@ class Engine:
             holding.last,
             group,
             position_embedding=position_embedding,
-            rotary_base=rotary_base,
+            rotary=rotary,
             sequence_parallel=sequence_parallel,
         )
 
@@ -459,7 +461,8 @@ class Engine:
                 f"with gradients of {self.ready}"
             )
         if not outcome.skip:
-            state.optimizer.apply(outcome.clip, outcome.learning_rate)
+            weight_decay = self._settings.weight_decay_of(outcome.iteration)
+            state.optimizer.apply(outcome.clip, outcome.learning_rate, weight_decay)
             state.derive()
         state.stepped = outcome.iteration
 

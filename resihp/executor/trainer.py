@@ -20,8 +20,9 @@ from resihp.detector.observation import CHUNKS, pack
 from resihp.errors import CheckpointError, CommunicatorError, LayoutError, ResihpError
 from resihp.executor import emulation, probe
 from resihp.executor.compute.device_waits import DeviceWaits, mark_on
+from resihp.executor.compute.rotary import Rotary
 from resihp.executor.compute.stage import PositionEmbedding
-from resihp.executor.config_support import layers_told
+from resihp.executor.config_support import ignored, layers_told
 from resihp.executor.engine import Engine
 from resihp.executor.group_store import AgentRendezvous, Store, TorchRendezvous
 from resihp.executor.state import checkpoint
@@ -50,7 +51,8 @@ class Trainer:
     `sequence`          longest document; positions restart with each document
     `tp`, `pp`, ...     the layout without `resihp run` (plain python or torchrun); with it, the job's is used
     `checkpoint_*`      likewise: without `resihp run` only
-    `share_embeddings_and_output_weights`, `position_embedding`, `rotary_base`: as of megatron-core's GPTModel
+    `share_embeddings_and_output_weights`, `position_embedding`, `rotary_base`, `rotary_percent`, `rope_scaling`,
+    `rope_scaling_factor`, `seq_len_interpolation_factor`: as of megatron-core's GPTModel
     ==================  =====================================================================================
     """
 
@@ -65,6 +67,10 @@ class Trainer:
         seed: int = 1234,
         position_embedding: PositionEmbedding = "rope",
         rotary_base: int = 10000,
+        rotary_percent: float = 1.0,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        seq_len_interpolation_factor: float | None = None,
         share_embeddings_and_output_weights: bool = False,
         make_vocab_size_divisible_by: int = 128,
         tp: int = 1,
@@ -97,17 +103,32 @@ class Trainer:
             seed=seed,
             sequence=sequence,
             position_embedding=position_embedding,
-            rotary_base=rotary_base,
+            rotary=Rotary(
+                rotary_base=rotary_base,
+                rotary_percent=rotary_percent,
+                rope_scaling=rope_scaling,
+                rope_scaling_factor=rope_scaling_factor,
+                seq_len_interpolation_factor=seq_len_interpolation_factor,
+            ),
             tied=share_embeddings_and_output_weights,
             vocab_multiple=make_vocab_size_divisible_by,
         )
         self.engine.wires = emulation.wires_of(os.environ, self.engine.device)
         self.engine.pace = emulation.pace_of(os.environ, self.engine.model, self.engine.device)
+        self._say_what_is_odd(config)
+
+    def _say_what_is_odd(self, config: TransformerConfig) -> None:
+        """In the log: what is emulated, and once in a job, what is ignored."""
         if self.engine.pace is not None:
             print(f"{emulation.LAYER_MS} is set: sleeps in every chunk, to emulate a device of that speed", flush=True)
         rank = int(os.environ.get("RANK", "0")) if self._client is None else self._client.start.rank
+        if rank:
+            return
+        meaningless = ignored(config)
+        if meaningless:
+            print(f"transformer config: ignored: {', '.join(meaningless)}", flush=True)
         told = layers_told(config)
-        if told and rank == 0:
+        if told:
             print(told, flush=True)
 
     def train(self, iterations: int) -> None:

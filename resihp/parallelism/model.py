@@ -11,7 +11,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Shape of a decoder-only transformer, as declared by the training script when it starts.
 
     All counts are of the whole model. `kv_groups` is the number of key/value heads (equal to `heads` without
-    grouped queries). `ffn_hidden` is the width of the MLP's inner layer, `gated` tells a gated one (SwiGLU). The
+    grouped queries), `kv_channels` the width of a head where it is not `hidden / heads`; with `qk_layernorm` queries
+    and keys are normalised. `ffn_hidden` is the width of the MLP's inner layer, `gated` tells a gated one (SwiGLU). The
     rows of embedding and head are padded to a multiple of `vocab_multiple`, so that tensor parallelism can cut them;
     the padding never takes part in the loss. `precision` is that of parameters and activations in passes; what the
     optimizer updates, and what is moved and stored, is float32 in any case.
@@ -28,6 +29,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     tied_embeddings: bool = False
     vocab_multiple: int = 1
     precision: Literal["fp32", "bf16"] = "fp32"
+    kv_channels: int | None = None
+    qk_layernorm: bool = False
+
+    @property
+    def head_width(self) -> int:
+        """Of one query, key or value."""
+        return self.kv_channels or self.hidden // self.heads
 
     @property
     def vocab_rows(self) -> int:
@@ -37,8 +45,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def parameters_per_layer(self) -> int:
         """Weights of one transformer layer; biases and norms, below 0.1 %, are left out."""
-        head_width = self.hidden // self.heads
-        attention = self.hidden * (self.heads + 2 * self.kv_groups) * head_width + self.hidden * self.heads * head_width
+        attention = 2 * self.hidden * (self.heads + self.kv_groups) * self.head_width
         mlp = self.hidden * self.ffn_hidden * (3 if self.gated else 2)
         return attention + mlp
 

@@ -31,8 +31,8 @@ class ParameterSpec(msgspec.Struct, frozen=True):
 
     `tied` is a second unit that uses the same parameter: "head" for an embedding tied to it. Every stage that holds
     either unit has a copy, and their gradients add up. `partial` is true of parameters that each rank of a group
-    holds whole but sees only its part of the sequence pass (norms and some biases under sequence parallelism): then
-    gradients add up over the group, too.
+    holds whole but sees only a part pass: of the sequence (norms and some biases under sequence parallelism), or of the
+    heads (norms of queries and keys). Then gradients add up over the group, too.
     """
 
     name: str

@@ -36,7 +36,7 @@ def outline(model: ModelSpec) -> tuple[ParameterSpec, ...]:
 def layer_outline(model: ModelSpec, layer: int) -> tuple[ParameterSpec, ...]:
     """Parameters of one transformer layer, counted from 0. All layers have the same."""
     path, unit = f"layers.{layer}", f"layer.{layer}"
-    width = model.hidden // model.heads
+    width = model.head_width
     parts = 2 if model.gated else 1
     return (
         ParameterSpec(f"{path}.input_layernorm.weight", unit, (model.hidden,)),

@@ -23,6 +23,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 import resihp.executor  # noqa: F401 imports megatron-core the way workers do
+from resihp.executor.compute.rotary import Rotary
 from resihp.executor.engine import Engine
 from resihp.executor.state.optimizer import AdamW
 from resihp.parallelism.layout import Layout
@@ -41,8 +42,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "activation_func": F.silu,
         "add_bias_linear": False,
     },
+    "qwen3": {
+        "num_query_groups": 2,
+        "kv_channels": 16,
+        "qk_layernorm": True,
+        "window_size": (5, 0),
+        "window_attn_skip_freq": 2,
+        "normalization": "RMSNorm",
+    },
 }
 CONFIGS |= {f"{kind}-bf16": {**settings, **BF16} for kind, settings in CONFIGS.items()}
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "qwen3": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+}
+"""Of ours alone: megatron's recomputation wants CUDA."""
+ROTARY: dict[str, dict[str, Any]] = {
+    "qwen3": {"rotary_base": 200, "rotary_percent": 0.5, "seq_len_interpolation_factor": 2.0},
+    "llama": {"rope_scaling": True, "rope_scaling_factor": 4.0},
+}
+"""GPTModel's arguments: of rotary positions."""
 
 
 class Corpus:
@@ -67,7 +85,7 @@ def compare(rank: int, store: Line, *, kind: str, positions: str) -> dict[str, A
     """Losses of both, and the largest relative difference of any parameter's gradient."""
     # megatron's order of ranks is tensor, data, pipeline; ours tensor, pipeline, data
     t, d, s = rank % TP, rank // TP % DP, rank // (TP * DP)
-    config = _config(kind)
+    config = _config(kind, **RECOMPUTED.get(kind.removesuffix("-bf16"), {}))
     engine = Engine(
         config,
         vocab_size=VOCAB,
@@ -76,6 +94,7 @@ def compare(rank: int, store: Line, *, kind: str, positions: str) -> dict[str, A
         seed=5,
         sequence=LENGTH,
         position_embedding=positions,
+        rotary=Rotary(**ROTARY.get(kind.removesuffix("-bf16"), {})),
     )
     layout = Layout.uniform(tp=TP, pp=PP, dp=DP, layers=LAYERS)
     plan = Plan(epoch=1, layout=layout, assignment=spread(MICRO_BATCHES, DP))
@@ -131,12 +150,13 @@ def _megatron(
     )
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization=config.normalization),
+        get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm),
         vocab_size=VOCAB,
         max_sequence_length=LENGTH,
         pre_process=stage == 0,
         post_process=stage == PP - 1,
         position_embedding_type=positions,
+        **ROTARY.get(kind.removesuffix("-bf16"), {}),
     )
     named = {_our_name(name, stage): parameter for name, parameter in model.named_parameters()}
     with torch.no_grad():
@@ -160,6 +180,10 @@ def _megatron(
         micro_batch_size=1,
         forward_only=False,
     )
+    # As megatron's finalize_model_grads does, which wants its DistributedDataParallel.
+    for name, parameter in named.items():
+        if "q_layernorm" in name or "k_layernorm" in name:
+            torch.distributed.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
     # The mean over replicas is what megatron's DistributedDataParallel takes, whose buffers need CUDA.
     replicas = parallel_state.get_data_parallel_group()
     for parameter in named.values():

@@ -14,8 +14,10 @@ HERE = Path(__file__).parent
 CASES = [
     ("gpt", "learned_absolute"),
     ("llama", "rope"),
+    ("qwen3", "rope"),
     ("gpt-bf16", "learned_absolute"),
     ("llama-bf16", "rope"),
+    ("qwen3-bf16", "rope"),
 ]
 """Configurations of `oracle.py`, and their position embeddings."""
 SERVER = HERE.parent / "resihp" / "executor" / "ranks.py"
@@ -24,10 +26,9 @@ SERVER = HERE.parent / "resihp" / "executor" / "ranks.py"
 @pytest.fixture(scope="module")
 def answers() -> dict[tuple[str, str], list[dict]]:
     """All configurations, each on eight ranks (TP2 PP2 DP2)."""
-    cases = CASES
     requests = [
         json.dumps({"scenario": "compare", "world": 8, "arguments": {"kind": kind, "positions": positions}})
-        for kind, positions in cases
+        for kind, positions in CASES
     ]
     done = subprocess.run(
         [sys.executable, str(SERVER), str(HERE / "oracle.py")],
@@ -44,7 +45,7 @@ def answers() -> dict[tuple[str, str], list[dict]]:
         },
     )
     assert done.returncode == 0, done.stderr
-    return dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
+    return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
 @pytest.mark.parametrize(("kind", "positions"), CASES)

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from resihp.errors import ModelError
 from resihp.executor.compute.staging import staged
 
 CPU = torch.device("cpu")
@@ -53,11 +55,17 @@ class Packing(PackedSeqParams):
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention inside each document; cost follows the sum of squared lengths."""
+    """Causal attention inside each document; cost follows the sum of squared lengths.
+
+    In a layer with a window, of a configuration's `window_size` (w, 0), a token sees itself and w before it.
+    """
 
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
         self.softmax_scale = softmax_scale
+        narrow = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = int(config.window_size[0]) if narrow else -1
+        """How many tokens before its own a token sees; -1 for all."""
 
     def forward(
         self,
@@ -77,11 +85,19 @@ class PackedAttention(torch.nn.Module):
         segments = (tensor.permute(1, 2, 0, 3).split(lengths, dim=2) for tensor in (query, key, value))
         attended = [
             F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
+                q, k, v, **self._seen(q), scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
             )
             for q, k, v in zip(*segments, strict=True)
         ]
         return torch.cat(attended, dim=2).permute(2, 0, 1, 3).flatten(2)
+
+    def _seen(self, query: Tensor) -> dict[str, Any]:
+        """Which tokens of a document of [..., length, width] each of them sees, in the words of torch's attention."""
+        length = query.shape[-2]
+        if self.window < 0 or length <= self.window + 1:
+            return {"is_causal": True}
+        past = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+        return {"attn_mask": past.triu(-self.window)}
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
         """One kernel for all documents, [N, heads, width] in half precision. Written from torch's documentation; it
@@ -89,7 +105,7 @@ class PackedAttention(torch.nn.Module):
         from torch.nn.attention.varlen import varlen_attn
 
         query, key, value, options = causal_options(
-            varlen_attn, query.squeeze(1), key.squeeze(1), value.squeeze(1), self.softmax_scale
+            varlen_attn, query.squeeze(1), key.squeeze(1), value.squeeze(1), self.softmax_scale, self.window
         )
         longest = packing.max_seqlen_q
         out = varlen_attn(query, key, value, packing.bounds, packing.bounds, longest, longest, **options)
@@ -98,16 +114,19 @@ class PackedAttention(torch.nn.Module):
 
 
 def causal_options(
-    varlen_attn: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, scale: float | None
+    varlen_attn: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int = -1
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """What this torch's `varlen_attn` is to be called with for causal attention with that scale.
+    """What this torch's `varlen_attn` is to be called with for causal attention with that scale, of a token and at most
+    `window` before it; -1: all before it.
 
     torch 2.10 has `is_causal`, its own scale and as many groups as heads; 2.11 `window_size` and `scale`; 2.12
     `enable_gqa`, too. What it cannot be asked for is done to the tensors [N, heads, width].
     """
     known = inspect.signature(varlen_attn).parameters
-    # everything before, nothing after
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if window >= 0 and "window_size" not in known:
+        raise ModelError(f"window_size=({window}, 0): torch {torch.__version__} has no windows on GPUs; 2.11 has")
+    # so much before, nothing after
+    options: dict[str, Any] = {"window_size": (window, 0)} if "window_size" in known else {"is_causal": True}
     if "scale" in known:
         options["scale"] = scale
     elif scale is not None:

@@ -13,6 +13,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from resihp.errors import DatasetError
+from resihp.executor.compute.rotary import Rotary
 from resihp.executor.config_support import describe
 from resihp.executor.state.optimizer import AdamW
 from resihp.parallelism.model import ModelSpec
@@ -65,7 +66,7 @@ class Batches:
 def fingerprint(
     config: TransformerConfig,
     model: ModelSpec,
-    positions: tuple[str, int],
+    positions: tuple[str, Rotary],
     optimizer: AdamW,
     seed: int,
     first: Sequence[MicroBatch],
@@ -74,7 +75,7 @@ def fingerprint(
     content = {
         "model": msgspec.to_builtins(model),
         "config": {field.name: describe(getattr(config, field.name)) for field in dataclasses.fields(config)},
-        "positions": positions,
+        "positions": [positions[0], dataclasses.asdict(positions[1])],
         "optimizer": dataclasses.asdict(optimizer),
         "seed": seed,
         "data": [[*micro_batch.lengths, samples_digest(micro_batch.samples)] for micro_batch in first],

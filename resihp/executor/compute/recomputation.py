@@ -11,12 +11,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.transformer import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-MODULES = frozenset({"core_attn", "mlp"})
-"""What selective recomputation can name; the rest of megatron's list belongs to experts, MLA and fused norms."""
+MODULES = frozenset({"core_attn", "mlp", "layernorm"})
+"""What selective recomputation can name; the rest of megatron's list belongs to experts and MLA."""
 
 
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,7 +50,65 @@ def recompute_selected(config: TransformerConfig, layer: nn.Module) -> None:
     """Make a megatron layer recompute the modules that the config names."""
     if config.recompute_granularity != "selective":
         return
-    for name, path in (("core_attn", "self_attention.core_attention"), ("mlp", "mlp")):
-        if name in config.recompute_modules:
-            module: Any = layer.get_submodule(path)
-            module.forward = recomputed(module.forward)
+    named = set(config.recompute_modules)
+    attention: Any = layer.get_submodule("self_attention.core_attention")
+    norm, mlp = (layer.get_submodule(path) for path in ("pre_mlp_layernorm", "mlp"))
+    if "core_attn" in named:
+        attention.forward = recomputed(attention.forward)
+    if "layernorm" in named:
+        _OutputDropped(layer.get_submodule("input_layernorm"), layer.get_submodule("self_attention.linear_qkv"))
+    if {"mlp", "layernorm"} <= named:
+        _recompute_together(norm, mlp)
+    elif "layernorm" in named:
+        _OutputDropped(norm, mlp)
+    elif "mlp" in named:
+        mlp.forward = recomputed(mlp.forward)
+
+
+def _recompute_together(norm: Any, mlp: Any) -> None:
+    """The norm is computed where the MLP is, from the norm's input, which is all that is kept."""
+    normalise, transform = norm.forward, mlp.forward
+    norm.forward = _unchanged
+    mlp.forward = recomputed(lambda inputs, **keywords: transform(normalise(inputs), **keywords))
+
+
+def _unchanged(inputs: Tensor) -> Tensor:
+    return inputs
+
+
+class _OutputDropped:
+    """A norm that keeps its input alone, and whose output its only reader does not keep either.
+
+    The input is the residual stream, kept anyway; the reader saves for its backward pass a note to compute the norm
+    again. So it is computed three times, and cheap each time, where megatron-core computes it twice.
+    """
+
+    def __init__(self, norm: Any, reader: Any) -> None:
+        self._plain, self._read = norm.forward, reader.forward
+        self._recomputed = recomputed(self._plain)
+        self._inputs: Tensor | None = None
+        norm.forward, reader.forward = self._norm, self._reads
+
+    def _norm(self, inputs: Tensor) -> Any:
+        self._inputs = inputs.detach()
+        return self._recomputed(inputs)
+
+    def _reads(self, hidden: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        inputs, self._inputs = self._inputs, None
+        assert inputs is not None, "called without its norm"
+        where = (hidden.data_ptr(), hidden.shape)
+        again = functools.partial(self._plain, inputs)
+
+        def drop(saved: Tensor) -> Any:
+            return again if (saved.data_ptr(), saved.shape) == where else saved
+
+        with torch.autograd.graph.saved_tensors_hooks(drop, _restored):
+            return self._read(hidden, *arguments, **keywords)
+
+
+def _restored(saved: Any) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    with torch.no_grad():
+        found: Tensor = saved()
+    return found

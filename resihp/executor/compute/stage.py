@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
@@ -24,8 +23,9 @@ from torch import Tensor, nn
 
 from resihp.executor.compute.attention import PackedAttention, Packing
 from resihp.executor.compute.recomputation import recompute_selected, recomputed, spans
+from resihp.executor.compute.rotary import Rotary
 from resihp.executor.compute.staging import staged
-from resihp.executor.config_support import refuse_unhonoured
+from resihp.executor.config_support import refuse_unhonoured, without_ignored
 from resihp.executor.state.weights import DeferredWeights
 from resihp.executor.tensor_group import TensorGroup
 from resihp.parallelism.layout import LayerSpan
@@ -59,7 +59,7 @@ class StageModule(nn.Module):
         tp_group: TensorGroup,
         *,
         position_embedding: PositionEmbedding = "rope",
-        rotary_base: int = 10000,
+        rotary: Rotary = Rotary(),  # noqa: B008 frozen
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class StageModule(nn.Module):
         """Angles of all positions; on the device from the first micro-batch on, in float32 whatever the parameters."""
         if position_embedding == "rope":
             with torch.device("cpu"):  # real also in a stage that is built on the meta device
-                self._rotation = _rotation(local, model.sequence, rotary_base)
+                self._rotation = rotary.angles(local, model.sequence)
 
     def forward(self, chunk: int, lengths: tuple[int, ...], inputs: Tensor, labels: Tensor | None = None) -> Tensor:
         """One chunk of one packed micro-batch of N = sum(lengths) tokens.
@@ -206,6 +206,10 @@ def model_spec(
         tied_embeddings=tied,
         vocab_multiple=vocab_multiple,
         precision="bf16" if config.bf16 else "fp32",
+        kv_channels=None
+        if config.kv_channels * config.num_attention_heads == config.hidden_size
+        else config.kv_channels,
+        qk_layernorm=config.qk_layernorm,
     )
 
 
@@ -233,7 +237,7 @@ def _for_stage(config: TransformerConfig, sequence_parallel: bool) -> Transforme
 
     What is recomputed is up to `resihp.executor.compute.recomputation`, so megatron must not do it as well.
     """
-    local = copy.copy(config)
+    local = without_ignored(config)
     local.perform_initialization = False
     local.use_cpu_initialization = True
     local.sequence_parallel = sequence_parallel
@@ -244,6 +248,8 @@ def _for_stage(config: TransformerConfig, sequence_parallel: bool) -> Transforme
 def _layer_spec(config: TransformerConfig) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(normalization=config.normalization)
     attention = replace(spec.submodules.self_attention.submodules, core_attention=PackedAttention)
+    if config.qk_layernorm:
+        attention = replace(attention, q_layernorm=Norm, k_layernorm=Norm)
     return replace(
         spec,
         submodules=replace(
@@ -257,16 +263,3 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
 
 def _nothing(_: Tensor) -> None:
     """Initialises nothing: parameters are drawn by name, see `resihp.executor.state.parameters`."""
-
-
-def _rotation(config: TransformerConfig, sequence: int, base: int) -> Tensor:
-    """Angles for each position, [sequence, 1, 1, head width], as `RotaryEmbedding.get_emb` lays them out."""
-    rotary = RotaryEmbedding(
-        config.kv_channels, 1.0, rotary_base=base, use_cpu_initialization=True, cp_group=TensorGroup()
-    )
-    angles = rotary.get_freqs_non_repeated(sequence)
-    if config.rotary_interleaved:
-        angles = torch.stack((angles, angles), dim=-1).flatten(1)
-    else:
-        angles = torch.cat((angles, angles), dim=-1)
-    return angles[:, None, None, :]

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from resihp.errors import ConfigurationError
 
+Decay = Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"]
+WsdDecay = Literal["exponential", "linear", "cosine", "minus_sqrt"]
+Increase = Literal["linear", "cosine"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """Settings of decoupled AdamW (Loshchilov and Hutter 2019), with gradient clipping and a learning-rate curve."""
+    """Settings of decoupled AdamW (Loshchilov and Hutter 2019), with gradient clipping.
+
+    Learning rate and weight decay follow the curves of Megatron's `OptimizerParamScheduler`, counted in iterations.
+    """
 
     lr: float = 3e-4
     """Highest learning rate, reached at the end of the warm-up."""
@@ -22,14 +29,22 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.1
     """Not applied to parameters of one dimension (norms and biases), as in Megatron-LM."""
+    start_weight_decay: float | None = None
+    """From which weight decay rises to `weight_decay`; None: it is that from the beginning."""
+    weight_decay_iterations: int = 0
+    """Iteration at which weight decay has risen to its end."""
+    weight_decay_increase: Increase = "linear"
     clip: float = 1.0
     """Largest norm of the whole gradient; 0 for no clipping."""
     warmup: int = 0
     """Iterations of linear warm-up from 0."""
     decay_iterations: int = 0
-    """Iteration at which the learning rate has come down to `min_lr`; 0 keeps it at `lr`."""
+    """Iteration after which the learning rate is `min_lr`; 0: never. Without it only inverse-square-root falls."""
     min_lr: float = 0.0
-    decay: Literal["cosine", "linear"] = "cosine"
+    decay: Decay = "cosine"
+    """`WSD` (warm-up, stable, decay) stays at `lr`, then falls within the last `wsd_decay_iterations`."""
+    wsd_decay_iterations: int = 0
+    wsd_decay: WsdDecay = "exponential"
 
     def __post_init__(self) -> None:
         for name, valid, rule in (
@@ -42,7 +57,18 @@ class AdamW:
             ("warmup", self.warmup >= 0, "must not be negative"),
             ("decay_iterations", self.decay_iterations in (0, max(self.decay_iterations, self.warmup + 1)),
              "must be above warmup, or 0"),
-            ("decay", self.decay in ("cosine", "linear"), "must be cosine or linear"),
+            ("decay", self.decay in get_args(Decay), f"must be one of {', '.join(get_args(Decay))}"),
+            ("wsd_decay", self.wsd_decay in get_args(WsdDecay),
+             f"must be one of {', '.join(get_args(WsdDecay))}"),
+            ("wsd_decay_iterations",
+             self.decay != "WSD" or 1 <= self.wsd_decay_iterations <= self.decay_iterations - self.warmup,
+             f"must lie between 1 and decay_iterations - warmup = {self.decay_iterations - self.warmup}"),
+            ("start_weight_decay", self.start_weight_decay is None or 0 <= self.start_weight_decay <= self.weight_decay,
+             "must lie between 0 and weight_decay"),
+            ("weight_decay_iterations", self.start_weight_decay is None or self.weight_decay_iterations >= 1,
+             "must be at least 1 where weight decay rises"),
+            ("weight_decay_increase", self.weight_decay_increase in get_args(Increase),
+             f"must be one of {', '.join(get_args(Increase))}"),
         ):  # fmt: skip
             if not valid:
                 raise ConfigurationError(f"optimizer: {name}={getattr(self, name)!r} {rule}")
@@ -51,15 +77,44 @@ class AdamW:
         """Of iteration 1, 2, ...: a function of the iteration alone, equal on all ranks and after any restart."""
         if iteration < self.warmup:
             return self.lr * iteration / self.warmup
+        if self.decay == "constant":
+            return self.lr
+        if self.decay_iterations and iteration > self.decay_iterations:
+            return self.min_lr
+        if self.decay == "inverse-square-root":
+            return max(self.min_lr, self.lr * math.sqrt(max(self.warmup, 1) / max(iteration, 1)))
         if self.decay_iterations == 0:
             return self.lr
-        done = min((iteration - self.warmup) / (self.decay_iterations - self.warmup), 1.0)
-        left = 1.0 - done if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        if self.decay == "WSD":
+            done = 1.0 - (self.decay_iterations - iteration) / self.wsd_decay_iterations
+            left = _left(self.wsd_decay, max(done, 0.0))
+        else:
+            left = _left(self.decay, (iteration - self.warmup) / (self.decay_iterations - self.warmup))
         return self.min_lr + (self.lr - self.min_lr) * left
+
+    def weight_decay_of(self, iteration: int) -> float:
+        """Of iteration 1, 2, ...: a function of the iteration alone, too."""
+        if self.start_weight_decay is None or iteration >= self.weight_decay_iterations:
+            return self.weight_decay
+        left = _left(self.weight_decay_increase, iteration / self.weight_decay_iterations)
+        return self.weight_decay - (self.weight_decay - self.start_weight_decay) * left
 
     def clip_coefficient(self, norm: float) -> float:
         """Factor for gradients of that norm, at most 1; as in Megatron-LM, 1e-6 guards the division."""
         return 1.0 if self.clip == 0 else min(1.0, self.clip / (norm + 1e-6))
+
+
+def _left(style: str, done: float) -> float:
+    """What is left of a fall, from 1 to 0, when a share `done` of its time is over."""
+    match style:
+        case "linear":
+            return 1.0 - done
+        case "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * done))
+        case "minus_sqrt":
+            return 1.0 - math.sqrt(done)
+        case _:  # exponential
+            return 2.0 * 0.5**done - 1.0
 
 
 class AdamWState:
@@ -93,12 +148,13 @@ class AdamWState:
         self.updates = 0
         """Updates made so far; iterations that were skipped do not count."""
 
-    def apply(self, clip: float, learning_rate: float) -> None:
+    def apply(self, clip: float, learning_rate: float, weight_decay: float) -> None:
         """Update the parameters from their gradients, which are scaled by `clip` in place. No communication."""
         if clip != 1.0:
             torch._foreach_mul_([p.grad for p in self.parameters.values() if p.grad is not None], clip)
         for group in self._torch.param_groups:
             group["lr"] = learning_rate
+        self._torch.param_groups[0]["weight_decay"] = weight_decay
         self._torch.step()
         self.updates += 1
 

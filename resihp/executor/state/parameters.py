@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import re
 import threading
 from collections.abc import Callable, Mapping
 
@@ -24,6 +25,9 @@ DRAWERS = 8
 """Threads that draw first values, each with a whole parameter in its hands."""
 _global_generator = threading.Lock()
 
+_HEADS = re.compile(r"\.[qk]_layernorm\.")
+"""In the name of a parameter that belongs to each head alike."""
+
 
 def specs_of(
     whole: nn.Module, layers: int, *, tied: bool = False, sequence_parallel: bool = False
@@ -32,7 +36,8 @@ def specs_of(
 
     Which axis is cut follows from the kind of megatron's module: column-parallel ones cut their outputs (weight and
     bias), row-parallel ones their inputs (weight only), the vocabulary embedding its rows. Under sequence parallelism
-    norms and row-parallel biases, which are added after the reduce-scatter, see a part of the tokens on each rank.
+    norms and row-parallel biases, which are added after the reduce-scatter, see a part of the tokens on each rank. The
+    norms of queries and keys see a part of the heads, with and without it.
     """
     first: list[ParameterSpec] = []
     for path, module in whole.named_modules():
@@ -52,9 +57,12 @@ def specs_of(
                     axis,
                     2 if gated else 1,
                     tied="head" if tied and isinstance(module, VocabParallelEmbedding) else None,
-                    partial=sequence_parallel
-                    and isinstance(module, RowParallelLinear | nn.LayerNorm | nn.RMSNorm)
-                    and axis is None,
+                    partial=_HEADS.search(name) is not None
+                    or (
+                        sequence_parallel
+                        and isinstance(module, RowParallelLinear | nn.LayerNorm | nn.RMSNorm)
+                        and axis is None
+                    ),
                 )
             )
     inside = [spec for spec in first if spec.unit == "layer.0"]

@@ -3,9 +3,10 @@
 State is exact but for what `resihp.parallelism.parameter_outline` leaves out. Activations follow Korthikanti et al.,
 "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4: a layer keeps, for each token and in
 16-bit numbers, hidden * (10 + 24 / t) bytes, under sequence parallelism hidden * 34 / t. The 24 are those of an MLP
-four times as wide and of as many key/value heads as heads; here they follow from the model. Attention scores are not
-kept (fused attention), recomputation is not counted. Buffers of communication, and the second copy of state while a
-transition is under way, are not part of this.
+four times as wide and of as many key/value heads as heads, as wide as the hidden state together; here they follow from
+the model. Norms of queries and keys keep what goes into them, too. Attention scores are not kept (fused attention),
+recomputation is not counted. Buffers of communication, and the second copy of state while a transition is under way,
+are not part of this.
 
 Called by the planner, and by the executor before it agrees to a plan.
 """
@@ -279,10 +280,12 @@ def _held(specs: tuple[ParameterSpec, ...], tp: int) -> int:
 
 def _layer_activations(model: ModelSpec, tp: int, sequence_parallel: bool, tokens: int) -> int:
     """Bytes that a layer keeps of one micro-batch, see the module. In units of 2 bytes, as in the source."""
-    heads = 1 + 2 * model.kv_groups / model.heads
+    query, key = (count * model.head_width / model.hidden for count in (model.heads, model.kv_groups))
     # Cut: query, key, value, the projection's input (2 each), and the MLP inside: in and out of its activation, and
     # where it is gated the gate, too.
-    cut = 2 * (heads + 1 + (3 if model.gated else 2) * model.ffn_hidden / model.hidden)
+    cut = 2 * (2 * query + 2 * key + (3 if model.gated else 2) * model.ffn_hidden / model.hidden)
+    if model.qk_layernorm:
+        cut += 2 * (query + key)
     whole = 10.0
     per_token = (whole + cut) / tp if sequence_parallel else whole + cut / tp
     return int(tokens * model.hidden * per_token * ELEMENT[model.precision] / 2)

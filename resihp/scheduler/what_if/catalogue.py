@@ -98,14 +98,14 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 """As their authors published them (config.json of each). There is no 30B of LLaMA 2: that is LLaMA 1's."""
 
 _MODEL_KEYS = ("layers", "hidden", "heads", "ffn_hidden", "vocab")
-_MODEL_OPTIONS = ("kv_groups", "gated", "tied_embeddings", "vocab_multiple")
+_MODEL_OPTIONS = ("kv_groups", "gated", "tied_embeddings", "vocab_multiple", "kv_channels", "qk_layernorm")
 
 
 def model(name: str, sequence_length: int) -> ModelSpec:
     """A known model by name, or the one of a TOML file. Raises ConfigurationError.
 
     A file has the keys `layers`, `hidden`, `heads`, `ffn_hidden` and `vocab`, and may have `kv_groups`, `gated`,
-    `tied_embeddings` and `vocab_multiple` (see `ModelSpec`).
+    `tied_embeddings`, `vocab_multiple`, `kv_channels` and `qk_layernorm` (see `ModelSpec`).
     """
     if name in MODELS:
         return ModelSpec(sequence=sequence_length, **MODELS[name])
@@ -113,13 +113,15 @@ def model(name: str, sequence_length: int) -> ModelSpec:
     _check_keys(name, content, _MODEL_KEYS, _MODEL_OPTIONS)
     for key in content:
         value = content[key]
-        if key in ("gated", "tied_embeddings"):
+        if key in ("gated", "tied_embeddings", "qk_layernorm"):
             if not isinstance(value, bool):
                 raise ConfigurationError(f"{name}: {key} is true or false, got {value!r}")
         elif type(value) is not int or value < 1:
             raise ConfigurationError(f"{name}: {key} is a whole number from 1 on, got {value!r}")
     found = ModelSpec(sequence=sequence_length, **{"kv_groups": content["heads"], **content})
     for whole, part in (("hidden", "heads"), ("heads", "kv_groups")):
+        if whole == "hidden" and found.kv_channels:
+            continue
         if getattr(found, whole) % getattr(found, part):
             raise ConfigurationError(
                 f"{name}: {whole} {getattr(found, whole)} cannot be divided by {part} {getattr(found, part)}"
@@ -165,7 +167,7 @@ def profile(
     """
     tokens = sequence_length * micro_batch_size
     linear_s = 2.0 * model.parameters_per_layer * tokens / hardware.flops
-    attention_s = 2.0 * sequence_length * model.hidden * tokens / hardware.flops
+    attention_s = 2.0 * sequence_length * model.heads * model.head_width * tokens / hardware.flops
     layer = Times(linear_s + attention_s, linear_s + BACKWARD_OF_ATTENTION * attention_s, linear_s)
     row_s = tokens * model.hidden * ACTIVATION_BYTES / hardware.memory_bytes_per_s
     head_s = 2.0 * model.hidden * model.vocab_rows * tokens / hardware.flops

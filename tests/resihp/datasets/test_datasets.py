@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resihp.datasets import ByteFiles, MegatronIndexed, PackedDataset
+from resihp.datasets import Blended, ByteFiles, MegatronIndexed, PackedDataset, Prefetched
 from resihp.datasets.packing import Pieces, cut, pack
 from resihp.errors import DatasetError
+from resihp.parallelism.workload import MicroBatch
 
 
 class Numbers:
@@ -122,3 +126,132 @@ def test_megatron_index_written_by_megatron_is_read(tmp_path: Path) -> None:
     (tmp_path / "corpus.bin").write_bytes(b"xx")
     with pytest.raises(DatasetError, match="the index needs"):
         MegatronIndexed(tmp_path / "corpus")
+
+
+# --- mixed data sets ------------------------------------------------------------------------------------------
+
+
+class Counting:
+    """Micro-batches of one token each, `size` of them an iteration: their number since the beginning."""
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+
+    def micro_batches(self, iteration: int) -> list[MicroBatch]:
+        first = (iteration - 1) * self.size
+        return [MicroBatch((1,), (n,), partial(self.load, n)) for n in range(first, first + self.size)]
+
+    def load(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.array([number]), np.array([number + 1])
+
+
+@given(st.lists(st.floats(0.05, 10), min_size=1, max_size=5), st.integers(1, 7), st.integers(1, 4))
+def test_a_blend_keeps_its_weights_at_any_moment(weights: list[float], count: int, size: int) -> None:
+    data = Blended([(weight, Counting(size)) for weight in weights], micro_batches_per_iteration=count)
+    parts = len(weights)
+    used = [0] * parts
+    for iteration in range(1, 60):
+        for batch in data.micro_batches(iteration):
+            part = batch.samples[0] % parts
+            assert batch.samples[0] // parts == used[part], "each part in its own order, nothing left out"
+            assert batch.load()[0].tolist() == [used[part]]
+            used[part] += 1
+        shares = [weight / sum(weights) * count * iteration for weight in weights]
+        assert all(abs(have - share) <= parts for have, share in zip(used, shares, strict=True))
+
+
+def test_a_blend_is_a_function_of_the_iteration_across_rounds() -> None:
+    def make() -> Blended:
+        return Blended([(0.7, Counting()), (0.2, Counting(3)), (0.1, Counting())], micro_batches_per_iteration=64)
+
+    forward, backward = make(), make()
+    batches = {i: [batch.samples for batch in forward.micro_batches(i)] for i in range(1, 400)}
+    assert 64 * len(batches) > 2 * 10_000
+    for i in reversed(batches):
+        assert [batch.samples for batch in backward.micro_batches(i)] == batches[i]
+    samples = [sample for batch in batches.values() for (sample,) in batch]
+    assert len(set(samples)) == len(samples)
+    for part, share in enumerate((0.7, 0.2, 0.1)):
+        own = [sample // 3 for sample in samples if sample % 3 == part]
+        assert own == list(range(len(own)))
+        assert len(own) == pytest.approx(share * len(samples), abs=3)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([], "0 parts"),
+        ([1.0, 0.0], "must be above 0"),
+        ([1.0, float("nan")], "must be above 0"),
+        ([1.0, 1e-6], "weight 1e-06 is less than 1/10000 of all; leave that part out"),
+    ],
+)
+def test_weights_that_are_no_shares_are_refused(weights: list[float], message: str) -> None:
+    with pytest.raises(DatasetError, match=message):
+        Blended([(weight, Counting()) for weight in weights], micro_batches_per_iteration=1)
+
+
+# --- prefetched data sets -------------------------------------------------------------------------------------
+
+
+class Watched(Counting):
+    """Tells, for each thing that was read, whether a thread did it; some cannot be read."""
+
+    def __init__(self, broken: tuple[int, ...] = (), empty: tuple[int, ...] = ()) -> None:
+        super().__init__(4)
+        self.broken, self.empty = broken, empty
+        self.ahead: dict[int, list[bool]] = defaultdict(list)
+        self.read = {number: threading.Event() for number in range(100)}
+
+    def micro_batches(self, iteration: int) -> list[MicroBatch]:
+        if iteration in self.empty:
+            raise DatasetError(f"nothing for iteration {iteration}")
+        return super().micro_batches(iteration)
+
+    def load(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        self.ahead[number].append(threading.current_thread() is not threading.main_thread())
+        self.read[number].set()
+        if number in self.broken:
+            raise DatasetError(f"micro-batch {number} cannot be read")
+        return super().load(number)
+
+
+def test_what_was_needed_last_is_read_before_it_is_asked_for() -> None:
+    source = Watched()
+    data = Prefetched(source)
+    for iteration in range(1, 6):
+        batch = data.micro_batches(iteration)
+        assert [one.samples for one in batch] == [one.samples for one in source.micro_batches(iteration)]
+        numbers = [4 * (iteration - 1) + m for m in (3, 1)]
+        if iteration > 2:
+            assert all(source.read[number].wait(30) for number in numbers), "before anybody asks"
+        for number in numbers:
+            for _ in range(2):  # as the first and the last stage do
+                assert batch[number % 4].load()[0].tolist() == [number]
+    read = {number: ways for number, ways in source.ahead.items() if number < 20}
+    assert read == {3: [False] * 2, 1: [False] * 2, 7: [False] * 2, 5: [False] * 2} | {
+        number: [True] for number in (11, 9, 15, 13, 19, 17)
+    }
+
+
+def test_another_assignment_or_iteration_reads_the_same() -> None:
+    data, plain = Prefetched(Watched()), Counting(4)
+    for iteration, needed in ((1, (0, 1)), (2, (0, 1)), (3, (2, 3)), (4, (1, 3)), (3, (0,)), (9, (2,)), (1, (0, 3))):
+        batch, right = data.micro_batches(iteration), plain.micro_batches(iteration)
+        for _ in range(2):  # the iteration is redone with the same batch
+            for m in needed:
+                assert [a.tolist() for a in batch[m].load()] == [a.tolist() for a in right[m].load()]
+
+
+def test_what_cannot_be_read_ahead_is_told_where_it_is_asked_for() -> None:
+    data = Prefetched(Watched(broken=(9,), empty=(4,)))
+    for iteration in (1, 2):
+        for one in data.micro_batches(iteration)[:2]:
+            one.load()
+    third = data.micro_batches(3)
+    assert third[0].load()[0].tolist() == [8]
+    with pytest.raises(DatasetError, match="micro-batch 9 cannot be read"):
+        third[1].load()
+    with pytest.raises(DatasetError, match="nothing for iteration 4"):
+        data.micro_batches(4)
+    assert data.micro_batches(5)[0].load()[0].tolist() == [16]

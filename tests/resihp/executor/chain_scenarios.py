@@ -118,6 +118,7 @@ def engine_for(rng: random.Random, kind: str, recompute: str) -> Engine:
     recomputation: dict[str, Any] = {
         "none": {},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        "layernorm": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
     }[recompute]
     config = TransformerConfig(

@@ -56,6 +56,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "add_bias_linear": False,
         "ffn_hidden_size": 48,
     },
+    "qwen3": {
+        "qk_layernorm": True,
+        "kv_channels": 12,
+        "window_size": (4, 0),
+        "window_attn_skip_freq": 2,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+    },
 }
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 CONFIGS |= {f"{kind}-bf16": {**settings, **BF16} for kind, settings in CONFIGS.items()}
@@ -382,7 +390,7 @@ def peer_dies_in_a_probe(rank: int, store: Line, *, called_off: bool) -> dict[st
     return {"missed": answer.missed, "seconds": answer.seconds, "error": error}
 
 
-def attention(rank: int, store: Line, *, groups: int) -> dict[str, float]:
+def attention(rank: int, store: Line, *, groups: int, window: int) -> dict[str, float]:
     """Largest differences of packed attention and its gradients from a block mask over the whole micro-batch."""
     heads, width, lengths = 4, 8, (5, 1, 17, 9)
     torch.manual_seed(1)
@@ -390,12 +398,17 @@ def attention(rank: int, store: Line, *, groups: int) -> dict[str, float]:
     tensors = [torch.randn(total, 1, n, width, dtype=torch.float64) for n in (heads, groups, groups)]
     packed = [tensor.clone().requires_grad_() for tensor in tensors]
     plain = [tensor.clone().requires_grad_() for tensor in tensors]
-    module = PackedAttention(None, 1)
+    config = TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1)
+    if window >= 0:
+        config.window_size = (window, 0)
+    module = PackedAttention(config, 1)
     out = module(*packed, None, packed_seq_params=Packing.of(lengths))
     q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in plain)
     k, v = (tensor.repeat_interleave(heads // groups, dim=1) for tensor in (k, v))
     document = torch.cat([torch.full((length,), i) for i, length in enumerate(lengths)])
     allowed = (document[:, None] == document[None]) & torch.ones(total, total).tril().bool()
+    if window >= 0:
+        allowed &= torch.arange(total)[:, None] - torch.arange(total)[None] <= window
     scores = (q @ k.transpose(-1, -2) / width**0.5).masked_fill(~allowed, float("-inf"))
     expected = (scores.softmax(-1) @ v).permute(2, 0, 1, 3).flatten(2)
     weight = torch.randn_like(out)
@@ -461,8 +474,15 @@ def restore(rank: int, store: Line, *, kind: str, grid_of: tuple[int, int, int],
     return {"digest": digest, "losses": losses, "updates": engine.updates}
 
 
-def restore_error(rank: int, store: Line, *, kind: str, folder: str) -> str:
+def restore_error(rank: int, store: Line, *, kind: str, folder: str, forget: tuple[str, ...] = ()) -> str:
+    """What comes of loading a checkpoint from whose model some fields are taken out first."""
     engine = engine_of(kind)
+    for part in Path(folder).glob("part-*") if forget else ():
+        content = torch.load(part)
+        model = msgspec.json.decode(content["model"])
+        content["model"] = msgspec.json.encode({key: model[key] for key in model if key not in forget}).decode()
+        torch.save(content, part)
+        checkpoints.write_manifest(Path(folder), content["iteration"], [(part.name, part.stat().st_size)], "")
     engine.adopt(plan_of(1, grid(1, 1, 1)), 0)
     try:
         checkpoint.load(engine, Path(folder))

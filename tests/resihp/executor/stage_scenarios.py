@@ -42,8 +42,14 @@ _LLAMA = {
     "add_bias_linear": False,
     "ffn_hidden_size": 48,
 }
-CONFIGS: dict[str, dict[str, Any]] = {"gpt": {}, "llama": _LLAMA, "qwen": {**_LLAMA, "add_qkv_bias": True}}
-POSITIONS = {"gpt": "learned_absolute", "llama": "rope", "qwen": "rope"}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "llama": _LLAMA,
+    "qwen": {**_LLAMA, "add_qkv_bias": True},
+    "qwen3": {**_LLAMA, "qk_layernorm": True, "kv_channels": 6, "window_size": (3, 0), "window_attn_skip_freq": 2},
+    "normed": {"qk_layernorm": True},
+}
+POSITIONS = {"gpt": "learned_absolute", "llama": "rope", "qwen": "rope", "qwen3": "rope", "normed": "rope"}
 
 LENGTHS = ((7, 1, 13), (5, 10))
 """Documents of each micro-batch; their sums, 21 and 15, must be padded for sequence parallelism."""
@@ -55,6 +61,8 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
     "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     "core_attn": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "core_attn"]},
+    "layernorm": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+    "layernorm mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]},
 }
 
 
@@ -210,7 +218,9 @@ def compare(rank: int, store: Line, *, kind: str, tp: int, cases: list[dict[str,
                 "split": _unsplit_difference(kind, case, group, gradients) if case.split else 0.0,
                 "padding": _padding_gradient(group, specs, gradients, case),
                 "marked": all(
-                    getattr(parameter, "sequence_parallel", False) == (spec.partial and tp > 1)
+                    # megatron knows those of queries and keys by their names
+                    getattr(parameter, "sequence_parallel", False)
+                    == (spec.partial and tp > 1 and case.sequence_parallel)
                     for spec in specs
                     for stage in stages
                     for name, parameter in stage.named_parameters()

@@ -23,8 +23,8 @@ def test_a_chain_of_random_plans_equals_a_serial_model(chain_ranks: Ranks, tmp_p
         seed=seed,
         ranks=2 + seed % 7,
         plans=3,
-        kind=("gpt", "llama")[seed // 7 % 2],
-        recompute=("none", "none", "full", "selective")[seed % 4],
+        kind=("gpt", "llama", "qwen3")[seed // 6 % 3],
+        recompute=("none", "layernorm", "full", "selective")[seed % 4],
         strict=seed % 3 == 0,
         root=str(tmp_path),
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from resihp.errors import ModelError
-from resihp.executor.config_support import refuse_unhonoured  # imports megatron-core quietly
+from resihp.executor.compute.stage import StageModule, model_spec
+from resihp.executor.config_support import HINTS, HONOURED, IGNORED, ignored, refuse_unhonoured, without_ignored
 from resihp.executor.state.optimizer import AdamW
+from resihp.executor.tensor_group import TensorGroup
 from resihp.executor.trainer import Trainer
 from resihp.parallelism.workload import MicroBatch
 
@@ -43,9 +47,11 @@ def config(**settings: Any) -> TransformerConfig:
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 9},
         {"recompute_granularity": "selective"},
         {"transformer_impl": "local"},
-        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
         {"bf16": True, "params_dtype": torch.bfloat16},
         {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]},
+        {"qk_layernorm": True, "kv_channels": 16},
+        {"window_size": (8, 0), "window_attn_skip_freq": [1, 0, 1, 1]},
     ],
 )
 def test_honoured_settings_pass(settings: dict[str, Any]) -> None:
@@ -63,18 +69,23 @@ def test_honoured_settings_pass(settings: dict[str, Any]) -> None:
         {"mtp_num_layers": 1},
         {"sequence_parallel": True, "tensor_model_parallel_size": 2},
         {"recompute_num_layers": 0, "recompute_granularity": "full", "recompute_method": "uniform"},
-        {"recompute_modules": ["mlp", "layernorm"], "recompute_granularity": "selective"},
+        {"recompute_modules": ["mlp", "moe_act"], "recompute_granularity": "selective", "num_moe_experts": 2}
+        | {"add_bias_linear": False, "moe_grouped_gemm": True},
         {"distribute_saved_activations": True},
         {"virtual_pipeline_model_parallel_size": 2},
         {"fp16": True, "params_dtype": torch.float16},
         {"bf16": True},
         {"params_dtype": torch.bfloat16},
         {"pipeline_dtype": torch.bfloat16},
-        {"qk_layernorm": True},
+        {"qk_l2_norm": True},
         {"apply_query_key_layer_scaling": True},
-        {"kv_channels": 16},
         {"layernorm_zero_centered_gamma": True},
-        {"window_size": (8, 0)},
+        {"window_size": (8, 8)},
+        {"window_size": (8,)},
+        {"window_attn_skip_freq": [1, 0], "window_size": (8, 0)},
+        {"window_attn_skip_freq": 0, "window_size": (8, 0)},
+        {"no_rope_freq": 2},
+        {"test_mode": True},
         {"perform_initialization": False},
     ],
 )
@@ -93,6 +104,43 @@ def test_what_the_layout_decides_is_refused_with_the_option_to_use() -> None:
     with pytest.raises(ModelError, match=r"tensor_model_parallel_size=2 .*\(--tp\)") as error:
         refuse_unhonoured(config(sequence_parallel=True, tensor_model_parallel_size=2))
     assert "sequence_parallel=True is not honoured; leave it False and use --sequence-parallel" in str(error.value)
+
+
+def test_what_means_nothing_here_is_named_and_kept_from_megatrons_modules() -> None:
+    flags = {"persist_layer_norm": True, "batch_p2p_comm": False, "deallocate_pipeline_outputs": True}
+    said = config(**flags, barrier_with_L1_time=False, gradient_accumulation_fusion=True, qk_layernorm=True)
+    refuse_unhonoured(said)
+    assert set(ignored(said)) == {
+        *(f"{name}={value}" for name, value in flags.items()),
+        "barrier_with_L1_time=False",
+        "gradient_accumulation_fusion=True",
+    }
+    assert ignored(config()) == ()
+    plain = without_ignored(said)
+    assert ignored(plain) == ()
+    assert plain.qk_layernorm
+    assert said.persist_layer_norm, "the user's own is left alone"
+    # megatron's norms and linear layers assert that these are off
+    StageModule(said, model_spec(said, 64, 24), ((0, 3),), True, True, TensorGroup())
+
+
+def test_every_field_that_is_named_exists_and_stands_in_one_list() -> None:
+    named = [*HONOURED, *(name for names in IGNORED.values() for name in names), *HINTS]
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert set(named) <= fields
+    sorted_out = [name for name in named if name not in HINTS]
+    assert len(sorted_out) == len(set(sorted_out))
+
+
+def test_the_documentation_lists_what_is_honoured_and_ignored() -> None:
+    table = (Path(__file__).parents[3] / "docs" / "interface.md").read_text()
+    table = table.partition("### Fields of TransformerConfig")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")][1:]
+    listed = {(cells[0].strip().split(":")[0], name) for cells in rows for name in re.findall(r"`(\w+)`", cells[1])}
+    assert {name for group, name in listed if group == "honoured"} == HONOURED
+    for reason, names in IGNORED.items():
+        cells = next(cells for cells in rows if reason in cells[0])
+        assert set(re.findall(r"`(\w+)`", cells[1])) == set(names)
 
 
 def test_a_field_of_a_later_megatron_is_refused_once_it_is_set() -> None:

@@ -21,6 +21,7 @@ LLAMA: dict[str, Any] = {
     "num_query_groups": 2,
     "ffn_hidden_size": 88,
 }
+QWEN3: dict[str, Any] = {**LLAMA, "kv_channels": 12, "qk_layernorm": True}
 MODEL = ModelSpec(layers=4, hidden=16, heads=4, kv_groups=2, ffn_hidden=40, vocab=30, sequence=8, vocab_multiple=4)
 
 
@@ -40,7 +41,7 @@ def real(settings: dict[str, Any], *, tied: bool) -> tuple[ModelSpec, tuple[Para
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("settings", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("settings", [GPT, LLAMA, QWEN3], ids=["gpt", "llama", "qwen3"])
 def test_outline_is_part_of_the_real_parameters(settings: dict[str, Any], tied: bool) -> None:
     model, specs = real(settings, tied=tied)
     by_name = {spec.name: spec for spec in specs}
@@ -54,7 +55,8 @@ def test_outline_is_part_of_the_real_parameters(settings: dict[str, Any], tied: 
 
 
 def test_outline_counts_what_the_model_counts() -> None:
-    for model in (MODEL, msgspec.structs.replace(MODEL, gated=True, tied_embeddings=True)):
+    for changes in ({}, {"gated": True, "tied_embeddings": True}, {"kv_channels": 7}):
+        model = msgspec.structs.replace(MODEL, **changes)
         weights = sum(spec.elements for spec in outline(model) if spec.axis is not None)
         assert weights == model.parameters
 

@@ -43,6 +43,9 @@ CASES: dict[str, dict[str, Any]] = {
     "block": {"recompute": "block"},
     "core_attn": {"recompute": "core_attn"},
     "mlp": {"recompute": "mlp"},
+    "layernorm": {"recompute": "layernorm"},
+    "split sequence layernorm": {"split": True, "sequence_parallel": True, "recompute": "layernorm"},
+    "split sequence layernorm mlp": {"split": True, "sequence_parallel": True, "recompute": "layernorm mlp"},
     "split sequence": {"split": True, "sequence_parallel": True},
     "split uniform": {"split": True, "recompute": "uniform"},
     "split mlp": {"split": True, "recompute": "mlp"},
@@ -64,6 +67,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 FEWER = ("plain", "split", "split sequence mlp", "a rank of padding", "tied two stages all")
 """What four ranks are worth asking: on few cores their collectives take most of the time."""
+HEADS = ("plain", "split sequence mlp", "split sequence layernorm", "core_attn")
+"""What kinds that differ from the others inside attention alone are worth asking."""
 OTHER = {"gpt": "rope", "llama": "learned_absolute", "qwen": "learned_absolute"}
 
 
@@ -73,7 +78,7 @@ def results(stage_ranks: Ranks) -> Callable[[str, int], list[dict[str, Any]]]:
 
     @functools.cache
     def ask(kind: str, tp: int) -> list[dict[str, Any]]:
-        names = FEWER if tp == 4 else tuple(CASES)
+        names = FEWER if tp == 4 else HEADS if kind in ("qwen3", "normed") else tuple(CASES)
         cases = [CASES[name] | ({"positions": OTHER[kind]} if "positions" in CASES[name] else {}) for name in names]
         answers = stage_ranks("compare", tp, kind=kind, tp=tp, cases=cases)
         return [dict(zip(names, answer, strict=True)) for answer in answers]
@@ -82,9 +87,11 @@ def results(stage_ranks: Ranks) -> Callable[[str, int], list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(
-    ("tp", "case"), [(tp, case) for tp in (1, 2) for case in CASES] + [(4, case) for case in FEWER]
+    ("kind", "tp", "case"),
+    [(kind, tp, case) for kind in KINDS for tp in (1, 2) for case in CASES]
+    + [(kind, 4, case) for kind in KINDS for case in FEWER]
+    + [(kind, tp, case) for kind in ("qwen3", "normed") for tp in (1, 2) for case in HEADS],
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_are_those_of_the_serial_model(results: Any, kind: str, tp: int, case: str) -> None:
     for answer in results(kind, tp):
         found = answer[case]
@@ -252,6 +259,19 @@ def test_what_is_recomputed_is_not_kept() -> None:
 
     assert kept("uniform") < kept("block") < kept("")
     assert kept("mlp") < kept("core_attn") < kept("")
+
+
+@pytest.mark.parametrize(("recompute", "kept"), [("", 6), ("mlp", 6), ("layernorm", 0), ("layernorm mlp", 0)])
+def test_what_norms_put_out_is_kept_or_not(recompute: str, kept: int) -> None:
+    stage = alone("llama", recompute=recompute)
+    seen: list[weakref.ref[Tensor]] = []
+    for layer in stage.layers.values():
+        for reader in (layer.self_attention.linear_qkv, layer.mlp.linear_fc1):
+            reader.register_forward_pre_hook(lambda _, arguments: seen.append(weakref.ref(arguments[0])))
+    loss = stage(0, *batch(0, 64))
+    assert len(seen) == 2 * LAYERS
+    assert sum(reference() is not None for reference in seen) == kept
+    loss.backward()
 
 
 # --- weight gradients of their own ----------------------------------------------------------------------------

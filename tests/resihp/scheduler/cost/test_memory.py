@@ -58,6 +58,20 @@ def test_a_layer_keeps_what_the_source_says() -> None:
     assert activations(halves, 2, sequence_parallel=True) == 3 * 2 * 17 * unit
 
 
+def test_wide_heads_and_their_norms_keep_more() -> None:
+    """Query, key, value and what was attended, 2 bytes each; what goes into the two norms."""
+
+    def layer(tp: int, **changes: int | bool) -> int:
+        model = msgspec.structs.replace(MODEL, **changes)
+        rank, made = tp, plan(grid(tp=tp, pp=4))
+        return (needed_bytes(made, rank, model, TOKENS) - needed_bytes(made, rank, model, 0)) // (3 * 2)
+
+    unit = TOKENS * MODEL.hidden * 2
+    assert layer(1, kv_channels=16) == (34 + 8) * unit
+    assert layer(2, kv_channels=16, qk_layernorm=True) == (10 + (24 + 8 + 8) // 2) * unit
+    assert layer(1, qk_layernorm=True) == (34 + 4) * unit
+
+
 def test_earlier_stages_keep_more_micro_batches() -> None:
     needs = [activations(grid(pp=4), rank) for rank in range(4)]
     embedding = TOKENS * MODEL.hidden * 4

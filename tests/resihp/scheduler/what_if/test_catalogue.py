@@ -100,6 +100,18 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
     assert found.parameters == pytest.approx(162e6, rel=0.01)  # GPT-2 small, its embedding counted twice
 
 
+def test_heads_may_be_wider_than_their_share_of_the_hidden_state(tmp_path: Path) -> None:
+    file = tmp_path / "qwen3.toml"
+    file.write_text(
+        "layers = 36\nhidden = 2560\nheads = 32\nkv_groups = 8\nkv_channels = 128\nqk_layernorm = true\n"
+        "ffn_hidden = 9728\nvocab = 151936\ngated = true\ntied_embeddings = true\n"
+    )
+    assert catalogue.model(str(file), 4096).parameters == pytest.approx(4.02e9, rel=0.01)  # Qwen3-4B
+    file.write_text(file.read_text().replace("kv_channels = 128\n", "").replace("2560", "2561"))
+    with pytest.raises(ConfigurationError, match="hidden 2561 cannot be divided by heads 32"):
+        catalogue.model(str(file), 4096)
+
+
 def test_hardware_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "v100.toml"
     file.write_text(

@@ -1,0 +1,64 @@
+"""Rotary positions: their settings, which mean what they mean in megatron-core's GPTModel, and the angles that follow.
+
+Decides which values make sense; how angles turn queries and keys is megatron's. Called by `trainer`, `engine`, `stage`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from resihp.errors import ModelError
+from resihp.executor.tensor_group import TensorGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """Settings of rotary position embeddings, under the names of GPTModel's arguments."""
+
+    rotary_base: int = 10000
+    rotary_percent: float = 1.0
+    """Share of each head's width that is turned, rounded down; the rest knows no position."""
+    seq_len_interpolation_factor: float | None = None
+    """Positions are divided by it (linear interpolation)."""
+    rope_scaling: bool = False
+    """Low frequencies are slowed down for contexts beyond 8192 tokens, as Llama 3.1 does it."""
+    rope_scaling_factor: float = 8.0
+
+    def refuse_senseless(self, config: TransformerConfig) -> None:
+        """Raise ModelError naming the setting that makes no sense with heads of `config.kv_channels`."""
+        width = int(config.kv_channels * self.rotary_percent)
+        factor = self.seq_len_interpolation_factor
+        for name, sensible, rule in (
+            ("rotary_base", self.rotary_base > 1, "must be above 1"),
+            ("rotary_percent", 0 < self.rotary_percent <= 1, "must be above 0 and at most 1"),
+            ("rotary_percent", width >= 2 and width % 2 == 0,
+             f"turns {width} of the {config.kv_channels} columns of a head; it must be an even number, at least 2"),
+            ("seq_len_interpolation_factor", factor is None or factor >= 1, "must be at least 1, or None"),
+            ("rope_scaling_factor", self.rope_scaling_factor >= 1, "must be at least 1"),
+        ):  # fmt: skip
+            if not sensible:
+                raise ModelError(f"rotary positions: {name}={getattr(self, name)!r} {rule}")
+
+    def angles(self, config: TransformerConfig, sequence: int) -> Tensor:
+        """For each position, [sequence, 1, 1, width that is turned], as `RotaryEmbedding.get_emb` lays them out."""
+        rotary = RotaryEmbedding(
+            config.kv_channels,
+            self.rotary_percent,
+            seq_len_interpolation_factor=self.seq_len_interpolation_factor,
+            rotary_base=self.rotary_base,
+            rope_scaling=self.rope_scaling,
+            rope_scaling_factor=self.rope_scaling_factor,
+            use_cpu_initialization=True,
+            cp_group=TensorGroup(),
+        )
+        angles = rotary.get_freqs_non_repeated(sequence)
+        if config.rotary_interleaved:
+            angles = torch.stack((angles, angles), dim=-1).flatten(1)
+        else:
+            angles = torch.cat((angles, angles), dim=-1)
+        return angles[:, None, None, :]

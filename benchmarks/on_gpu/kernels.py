@@ -45,7 +45,7 @@ def attention(scale: Scale) -> Iterator[Figure]:
     )
     with torch.no_grad():
         config = TransformerConfig(num_layers=1, hidden_size=heads * width, num_attention_heads=heads)
-        ours = PackedAttention(config, 1)(q, k, v, packed_seq_params=Packing.of(lengths))
+        ours = PackedAttention(config, 1)(q, k, v, packed_seq_params=Packing.of(lengths, scale.device))
         each = by_document(q, k, v, lengths)
         exact = by_document(q.double(), k.double(), v.double(), lengths)
     ratio = float((ours.double() - exact).abs().max() / (each.double() - exact).abs().max())
@@ -155,7 +155,7 @@ def full_memory(scale: Scale) -> Iterator[Figure]:
         probe.device_speed(scale.device, full_speed)
     except DeviceError as error:
         told = f"condemned: {error}"[:120]
-    except torch.OutOfMemoryError:
+    except probe.DeviceFullError:
         pass
     yield Figure("probe of a device whose memory is full", told, "no verdict", told == "no verdict")
     held.clear()

@@ -55,7 +55,7 @@ def examine(device: torch.device) -> None:
     try:
         with _examined(device):
             results = [(left.to(device) @ right.to(device)).cpu() for _ in range(2)]
-    except _FullError:
+    except DeviceFullError:
         return
     if not torch.equal(results[0], results[1]):
         raise DeviceError(f"device {device}: fails its probe: the same product comes out differently")
@@ -74,11 +74,11 @@ def measure(asked: m.Probe, rank: int, engine: Engine, rendezvous: MeetingPlace)
         speed = device_speed(engine.device, engine.speed)
     except DeviceError as trouble:
         error = str(trouble)
-    except _FullError as trouble:
+    except DeviceFullError as trouble:
         untried = str(trouble)
     try:
         transfers = link_times(asked, rank, engine, rendezvous)
-    except (CommunicatorError, _FullError) as trouble:
+    except (CommunicatorError, DeviceFullError) as trouble:
         missed = str(trouble)
     return m.Probed(
         probe=asked.probe,
@@ -91,23 +91,23 @@ def measure(asked: m.Probe, rank: int, engine: Engine, rendezvous: MeetingPlace)
     )
 
 
-class _FullError(Exception):
+class DeviceFullError(Exception):
     """There is no memory to measure in, which is nobody's fault."""
 
 
 @contextmanager
 def _examined(device: torch.device) -> Iterator[None]:
-    """Around what a device is asked to do. Raises DeviceError for what it cannot, `_FullError` for want of memory."""
+    """Around what a device is asked to do. Raises DeviceError for what it cannot, DeviceFullError without memory."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
-            raise _FullError(f"device {device}: has no memory left to measure it in") from error
+            raise DeviceFullError(f"device {device}: has no memory left to measure it in") from error
         raise DeviceError(f"device {device}: fails its probe: {error}") from error
 
 
 def device_speed(device: torch.device, speed: Speed) -> m.Speed:
-    """Throughput of a matrix product and of copies in memory. Raises DeviceError, and _FullError."""
+    """Throughput of a matrix product and of copies in memory. Raises DeviceError, and DeviceFullError."""
     size, count = GEMM_SIZE[device.type], COPIED_BYTES[device.type]
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     with _examined(device):
@@ -165,7 +165,7 @@ def measure_links(
     missed = ""
     try:
         transfers = link_times(asked, rank, engine, rendezvous, ANNOUNCED_S, called_off)
-    except (CommunicatorError, _FullError) as trouble:
+    except (CommunicatorError, DeviceFullError) as trouble:
         missed = str(trouble)
     return m.Probed(probe=asked.probe, transfers=transfers, seconds=time.perf_counter() - began, missed=missed)
 
@@ -180,7 +180,7 @@ def link_times(
 ) -> tuple[m.Transfer, ...]:
     """All-reduce a buffer with one peer after the other: each round's pairs have their links to themselves.
 
-    Raises CommunicatorError when a peer does not come, and _FullError without having come itself.
+    Raises CommunicatorError when a peer does not come, and DeviceFullError without having come itself.
     """
     mine = [(round_, pair) for round_, pairs in enumerate(asked.pairs) for pair in pairs if rank in pair]
     if not mine:

@@ -22,7 +22,7 @@ from resihp.errors import PlanError
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Order, Plan, Primitive, Stop
 from resihp.pipeline import program as compiled
-from resihp.pipeline.program import Bucket, Compute, Instruction, Parcel, Program, Reduce, Transmit, chunks_of, ends_of
+from resihp.pipeline.program import Bucket, Compute, Instruction, Parcel, Program, Reduce, Transmit, chunks_of
 from resihp.pipeline.rendezvous import Rendezvous, spoken_parcel
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Node, Orders, spoken, virtual_stages
@@ -249,9 +249,7 @@ class _Wire:
                 self._check_parcel(rank, index, entry, edge, computed)
                 begun = [
                     rendezvous.operation(
-                        ("edge", ends_of(piece.sender, piece.receiver)),
-                        rank,
-                        (*edge, piece.start, piece.stop, piece.of),
+                        (edge[0], (piece.sender, piece.receiver)), rank, (*edge, piece.start, piece.stop, piece.of)
                     )
                     for piece in entry.parcel.pieces
                     if rank in (piece.sender, piece.receiver)

@@ -86,7 +86,7 @@ computation, or what goes between two ranks of different stages."""
 
 
 class GroupSpec(msgspec.Struct, frozen=True):
-    """One communicator: its name within the epoch, its ranks in order (an edge's ascend), and what it is for."""
+    """One communicator: its name within the epoch, its ranks in order (of an edge sender, receiver), and its use."""
 
     name: str
     ranks: tuple[int, ...]
@@ -227,11 +227,10 @@ def buckets(
 def memberships(plan: Plan, programs: dict[int, Program], buckets: Sequence[Bucket] = ()) -> tuple[GroupSpec, ...]:
     """All communicators of a plan, in one order that is equal on all ranks.
 
-    As few as order allows: ranks that do several things together, sum several buckets for one, have one communicator
-    for all of them (`tensor_of`, `sums_of`), and a pair of ranks of two stages has one for both directions (`edge_of`).
-    That is safe because all ranks begin what they do together in the one order that all programs have, and
-    `resihp.pipeline.checker` plays just these communicators. Only an edge is not also its ranks' group: back ends treat
-    the two differently.
+    As few as order and speed allow: ranks that do several things together, sum several buckets for one, have one
+    communicator for all of them (`tensor_of`, `sums_of`). That is safe because all ranks begin what they do together in
+    the one order that all programs have, and `resihp.pipeline.checker` plays just these communicators. Only an edge
+    (`edge_of`) is not also its ranks' group: back ends treat the two differently.
     """
     active = plan.layout.active
     found = {WORLD: GroupSpec(WORLD, active)} if len(active) > 1 else {}
@@ -240,13 +239,16 @@ def memberships(plan: Plan, programs: dict[int, Program], buckets: Sequence[Buck
             if stage.tp > 1:
                 name = tensor_of(stage.ranks, active)
                 found[name] = GroupSpec(name, stage.ranks, "tensor")
-    pairs: set[tuple[int, int]] = set()
+    edges: set[tuple[str, int, int]] = set()
     for instructions in programs.values():
         for instruction in instructions:
             if isinstance(instruction, Transmit):
-                pairs |= {ends_of(piece.sender, piece.receiver) for piece in instruction.parcel.pieces}
-    for a, b in sorted(pairs):
-        found[edge_of(a, b)] = GroupSpec(edge_of(a, b), (a, b), "edge")
+                parcel = instruction.parcel
+                edges |= {(parcel.direction, piece.sender, piece.receiver) for piece in parcel.pieces}
+    for direction in ("forward", "backward"):
+        for _, sender, receiver in sorted(edge for edge in edges if edge[0] == direction):
+            name = edge_of(direction, sender, receiver)
+            found[name] = GroupSpec(name, (sender, receiver), "edge")
     for owners in sorted({bucket.owners for bucket in buckets if len(bucket.owners) > 1}):
         name = sums_of(owners, active)
         found.setdefault(name, GroupSpec(name, owners))
@@ -274,14 +276,13 @@ def _group(ranks: Sequence[int]) -> str:
     return f"group/{'-'.join(map(str, ranks))}"
 
 
-def edge_of(a: int, b: int) -> str:
-    """Name of the communicator of two ranks of different stages."""
-    return "edge/{}-{}".format(*ends_of(a, b))
+def edge_of(direction: str, sender: int, receiver: int) -> str:
+    """Name of the communicator over which a rank sends activations ("forward") or gradients to one of another stage.
 
-
-def ends_of(a: int, b: int) -> tuple[int, int]:
-    """The ranks of an edge in the order in which its communicator has them."""
-    return (a, b) if a < b else (b, a)
+    Not one for both: what goes over one is first in, first out, and an activation that a rank is ready for early would
+    hold up the gradient behind it.
+    """
+    return f"{direction}/{sender}-{receiver}"
 
 
 class _Waits:

@@ -196,9 +196,9 @@ class Interpreter:
             low = self._state.holding.t * flat.numel() if self._parts > 1 else 0
             for piece in outgoing:
                 part = flat[piece.start * elements // piece.of - low : piece.stop * elements // piece.of - low]
-                channel = self._communicators.channel(edge_of(self._rank, piece.receiver))
+                channel = self._communicators.channel(edge_of(parcel.direction, self._rank, piece.receiver))
                 with guarded("pipeline send"):
-                    self._departing.append((channel.broadcast(part, channel.rank()), part))
+                    self._departing.append((channel.broadcast(part), part))
             self._departing = [entry for entry in self._departing if not entry[0].is_completed()]
         if incoming:
             bounds = [(p.start * elements // p.of, p.stop * elements // p.of, p.sender) for p in incoming]
@@ -206,9 +206,9 @@ class Interpreter:
             part = torch.empty(sum(stop - start for start, stop, _ in bounds), dtype=self._dtype, device=self._device)
             transfers = []
             for start, stop, sender in bounds:
-                channel = self._communicators.channel(edge_of(sender, self._rank))
+                channel = self._communicators.channel(edge_of(parcel.direction, sender, self._rank))
                 with guarded("pipeline receive"):
-                    transfers.append(channel.broadcast(part[start - low : stop - low], 1 - channel.rank()))
+                    transfers.append(channel.broadcast(part[start - low : stop - low]))
             self._arriving[key] = _Arrival(parcel, transfers, part, elements)
 
     def _take(self, key: _Key) -> Tensor:

@@ -18,7 +18,6 @@ from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.ownership import ParameterSpec
 from resihp.parallelism.parameter_outline import layer_outline, outline
 from resihp.parallelism.transfers import Base, bytes_of, moves
-from resihp.pipeline.program import ends_of
 from resihp.scheduler.cost.prices import bytes_to_move
 from resihp.scheduler.situation import Situation
 from resihp.scheduler.transition_cost import Movement
@@ -80,9 +79,10 @@ def state_bytes(model: ModelSpec, layout: Layout, element: int = 4) -> tuple[int
 def communicators(layout: Layout) -> int:
     """How many the rank has to build that is in most of them: all are new after a transition.
 
-    One of all ranks, one of its stage, one for each rank of other stages that it sends to or receives from, and one
-    for each other set of ranks that sum the same gradients. As `resihp.pipeline.program.memberships` makes them, but
-    without the programs: plans whose micro-batches migrate have a few more.
+    One of all ranks, one of its stage, one for each rank of other stages that it sends to or receives from, forward and
+    backward, and one for each other set of ranks that sum the same gradients. As
+    `resihp.pipeline.program.memberships` makes them, but without the programs: plans whose micro-batches migrate have a
+    few more.
     """
     holders: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for d, replica in enumerate(layout.replicas):
@@ -105,17 +105,19 @@ def communicators(layout: Layout) -> int:
 
 
 def _pairs(replica: Replica) -> defaultdict[int, int]:
-    """Of each rank: others of its replica that it sends to or receives from."""
-    edges: set[tuple[int, int]] = set()
+    """Of each rank: others of its replica that it sends to or receives from, each direction by itself."""
+    edges: set[tuple[str, int, int]] = set()
     path = [replica.stages[s] for s, _ in replica.virtual_stages]
     for a, b in itertools.pairwise(path):
         chunks = max(a.tp, b.tp)
         if a is not b and a.ranks and b.ranks:
             for c in range(chunks):
-                edges.add(ends_of(a.ranks[c * a.tp // chunks], b.ranks[c * b.tp // chunks]))
+                sender, receiver = a.ranks[c * a.tp // chunks], b.ranks[c * b.tp // chunks]
+                edges |= {("forward", sender, receiver), ("backward", receiver, sender)}
     found: defaultdict[int, int] = defaultdict(int)
-    for rank in itertools.chain.from_iterable(edges):
-        found[rank] += 1
+    for _, sender, receiver in edges:
+        found[sender] += 1
+        found[receiver] += 1
     return found
 
 

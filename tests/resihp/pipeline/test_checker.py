@@ -389,7 +389,7 @@ BAD_PROGRAMS: list[tuple[str, Callable[[Programs], object], str]] = [
     (
         "swapped sends",
         swapped_sends,
-        r"operation 0 on communicator edge/3-4 is .*micro-batch 4.* on rank 3, but .*micro-batch 3",
+        r"operation 0 on communicator forward/3-4 is .*micro-batch 4.* on rank 3, but .*micro-batch 3",
     ),
     (
         "received after its use",
@@ -404,7 +404,7 @@ BAD_PROGRAMS: list[tuple[str, Callable[[Programs], object], str]] = [
     (
         "received too late for one queue",
         received_late,
-        r"on communicator edge/3-4 is .*activations .*micro-batch 4.* on rank 3, but .*gradients of micro-batch 3",
+        r"deadlock .*rank 3 .*waits in .*micro-batch 4.* for rank 4; rank 4 .*waits in .*micro-batch 3.* for rank 3",
     ),
     (
         "reduced too early",

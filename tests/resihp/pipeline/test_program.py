@@ -71,9 +71,12 @@ def test_programs_by_hand() -> None:
     assert memberships(plan, found, cut) == (
         GroupSpec("world", (0, 1, 2, 3, 4)),
         GroupSpec("group/0-1", (0, 1), "tensor"),
-        GroupSpec("edge/0-2", (0, 2), "edge"),
-        GroupSpec("edge/1-2", (1, 2), "edge"),
-        GroupSpec("edge/3-4", (3, 4), "edge"),
+        GroupSpec("forward/0-2", (0, 2), "edge"),
+        GroupSpec("forward/1-2", (1, 2), "edge"),
+        GroupSpec("forward/3-4", (3, 4), "edge"),
+        GroupSpec("backward/2-0", (2, 0), "edge"),
+        GroupSpec("backward/2-1", (2, 1), "edge"),
+        GroupSpec("backward/4-3", (4, 3), "edge"),
         GroupSpec("group/0-3", (0, 3)),
         GroupSpec("group/1-3", (1, 3)),
         GroupSpec("group/2-4", (2, 4)),
@@ -188,7 +191,8 @@ def test_sums_over_all_ranks_use_the_communicator_of_all() -> None:
 def test_ranks_that_do_several_things_together_have_one_communicator_for_all() -> None:
     """A stage whose ranks also sum what sequence parallelism gives each a part of; the only stage there is."""
     parts = model(2, partial=True)
-    for pp, expected in ((2, ("world", "group/0-1", "group/2-3", "edge/0-2", "edge/1-3")), (1, ("world",))):
+    edges = ("forward/0-2", "forward/1-3", "backward/2-0", "backward/3-1")
+    for pp, expected in ((2, ("world", "group/0-1", "group/2-3", *edges)), (1, ("world",))):
         layout = Layout.uniform(tp=2, pp=pp, dp=1, layers=2)
         plan = Plan(epoch=1, layout=layout, assignment=((0,),), sequence_parallel=True)
         cut = buckets(layout, parts)
@@ -242,7 +246,8 @@ def test_every_communication_has_a_communicator() -> None:
             for entry in program:
                 if isinstance(entry, Transmit):
                     for piece in entry.parcel.pieces:
-                        assert set(known[edge_of(piece.sender, piece.receiver)]) == {piece.sender, piece.receiver}
+                        pair = (piece.sender, piece.receiver)
+                        assert known[edge_of(entry.parcel.direction, *pair)] == pair
                 elif isinstance(entry, Reduce):
                     owners = cut[entry.bucket].owners
                     name = sums_of(owners, plan.layout.active)

@@ -124,7 +124,7 @@ def causal_options(
     """
     known = inspect.signature(varlen_attn).parameters
     if window >= 0 and "window_size" not in known:
-        raise ModelError(f"window_size=({window}, 0): torch {torch.__version__} has no windows on GPUs; 2.11 has")
+        raise ModelError(f"transformer config: window_size on GPUs needs torch 2.11; this is {torch.__version__}")
     # so much before, nothing after
     options: dict[str, Any] = {"window_size": (window, 0)} if "window_size" in known else {"is_causal": True}
     if "scale" in known:

@@ -464,7 +464,7 @@ def test_a_bad_program_is_named(spoil: Callable[[Programs], object], fault: str)
 
 
 PAIR = Layout((Replica((Stage((0, 1), ((0, 0), (1, 1))),)), Replica((Stage((2,), ((0, 1),)),))))
-CROSSED = (Bucket((0, 2), (), ("layer.0",)), Bucket((0, 1, 2), (), ("layer.0",)), Bucket((2, 0), (), ("layer.0",)))
+CROSSED = (Bucket((0, 2), (), ("layer.0",)), Bucket((0, 1, 2), (), ("layer.0",)), Bucket((0, 2), (), ("layer.0",)))
 
 
 def reordered(first: int, second: int) -> dict[int, Program]:

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from resihp.executor.compute.attention import PackedAttention, Packing
+from resihp.errors import ModelError
+from resihp.executor.compute.attention import PackedAttention, Packing, causal_options
 from resihp.executor.compute.stage import PACKINGS
 from resihp.executor.tensor_group import TensorGroup
 from tests.resihp.executor.stage_scenarios import Case, batch, stages_of
@@ -97,12 +98,26 @@ def test_every_torch_is_asked_for_the_same(
         torch.randn(sum(LENGTHS), 1, heads, WIDTH, dtype=torch.float64, generator=generator)
         for heads in (4, groups, groups)
     )
-    attention, packing = PackedAttention(SimpleNamespace(window_size=None), 1, scale), Packing.of(LENGTHS)
+    config = SimpleNamespace(window_size=None, window_attn_skip_freq=None)
+    attention, packing = PackedAttention(config, 1, scale), Packing.of(LENGTHS)
     expected = attention(query, key, value, packed_seq_params=packing)
     monkeypatch.setattr(varlen, "varlen_attn", version)
     found = attention._varlen(query, key, value, packing)
     assert found.shape == expected.shape == (sum(LENGTHS), 1, 4 * WIDTH)
     assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [-1, 0, 7])
+def test_a_window_is_so_many_tokens_before_and_none_after(window: int) -> None:
+    tensors = [torch.zeros(3, 2, WIDTH) for _ in range(3)]
+    for version in (torch_2_11, torch_2_12):
+        assert causal_options(version, *tensors, None, window)[3]["window_size"] == (window, 0)
+
+
+def test_a_torch_that_knows_no_windows_is_told_of() -> None:
+    tensors = [torch.zeros(3, 2, WIDTH) for _ in range(3)]
+    with pytest.raises(ModelError, match=r"window_size on GPUs needs torch 2\.11"):
+        causal_options(torch_2_10, *tensors, None, 7)
 
 
 def test_lengths_become_positions_and_bounds_once() -> None:

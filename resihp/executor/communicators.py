@@ -17,7 +17,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -68,7 +68,7 @@ class Communicators:
         self._attended: Attended | None = None
         self._channels: dict[str, Channel] = {}
         self._connecting: dict[str, Backend] = {}
-        """What can be aborted and is not connected yet."""
+        """What can be aborted while not all are connected: those that are already may be what the others wait in."""
         self._before: set[int] | None = None
         """Inodes of the TCP sockets that were there before us; None until we begin."""
         self._ours: set[int] | None = None
@@ -90,6 +90,7 @@ class Communicators:
                     self._meeting, [group.name for group in self.wanted], self._patience_s
                 )
                 self._channels = self._connected(self._attended)
+                self._connecting.clear()
         except CommunicatorError:
             self.check_awake()  # the better reason
             raise
@@ -133,11 +134,8 @@ class Communicators:
         index, size = group.ranks.index(self._rank), len(group.ranks)
         parent = None if step.colour is None else worlds[0].backend
         role = Role(group.use, group.ranks, parent, step.colour or 0)
-        try:
-            begun = partial(self._connecting.__setitem__, group.name)
-            backend = self._back_end.connect(store, index, size, self._timeout, role, begun)
-        finally:
-            self._connecting.pop(group.name, None)
+        begun = partial(self._connecting.__setitem__, group.name)
+        backend = self._back_end.connect(store, index, size, self._timeout, role, begun)
         channel = Channel(backend, lambda: self._woken, self._strict, wire, store, self._back_end.scatters)
         if group.name == WORLD:
             worlds.append(channel)
@@ -198,7 +196,7 @@ class Communicators:
                 ours = _tcp_sockets() - self._before
         if self._back_end.aborts:
             held = [backend for channel in list(self._channels.values()) if (backend := channel.held) is not None]
-            connecting = list(self._connecting.values())
+            connecting = [each for each in list(self._connecting.values()) if each not in held]
             aborting = threading.Thread(
                 target=self._abort, args=(held, connecting), name="resihp-aborting", daemon=True
             )
@@ -220,7 +218,7 @@ class Communicators:
         channels, self._channels = self._channels, {}
         if self._strict is not None:
             self._strict.close()
-        _let_go(channels, self._aborting)
+        _let_go(channels, self._aborting, self._connecting)
 
 
 class _Making:
@@ -282,7 +280,11 @@ class _Making:
         return self._channels
 
 
-def _let_go(channels: dict[str, Channel], aborting: Sequence[threading.Thread] = ()) -> None:
+def _let_go(
+    channels: dict[str, Channel],
+    aborting: Sequence[threading.Thread] = (),
+    connecting: MutableMapping[str, Backend] | None = None,
+) -> None:
     """Destroy back ends once they are aborted, without waiting for one that is stuck.
 
     A back end joins its threads when it goes, and one may be in the middle of a message (`Transfer.wait`): then it is
@@ -291,6 +293,8 @@ def _let_go(channels: dict[str, Channel], aborting: Sequence[threading.Thread] =
     """
     stores = [channel.store for channel in channels.values()]  # which back ends may ask to their end
     going = [channel.detach() for channel in channels.values()]
+    if connecting is not None:
+        going += [connecting.pop(name) for name in list(connecting)]
     closing = threading.Thread(target=_destroy, args=(going, stores, aborting), name="resihp-closing", daemon=True)
     closing.start()
     closing.join(_CLOSING_S)

@@ -478,9 +478,9 @@ class Engine:
             world.all_gather(sizes, torch.tensor([len(encoded)], device=self.device)).wait()
             padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=self.device)
             padded[: len(encoded)] = encoded
-            rows = torch.empty((world.size(), len(padded)), dtype=torch.uint8, device=self.device)
+            rows = torch.empty(world.size() * len(padded), dtype=torch.uint8, device=self.device)
             world.all_gather(rows, padded).wait()
-        contents = zip(rows.tolist(), sizes.tolist(), strict=True)
+        contents = zip(rows.view(world.size(), -1).tolist(), sizes.tolist(), strict=True)
         return [msgspec.msgpack.decode(bytes(row[:size])) for row, size in contents]
 
     @property

@@ -238,6 +238,9 @@ class FakeNccl:
             self.all_here.notify_all()
             assert self.all_here.wait_for(lambda: len(self.met[key]) == self.members, 20), self.met
 
+    def allreduce(self, tensors: Any) -> Any:
+        return SimpleNamespace(wait=lambda: True)
+
     def _allgather_base(self, output: Any, part: Any) -> None:
         self.asked.append("allgather_base")
 
@@ -249,7 +252,9 @@ class FakeNccl:
 def nccl(gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", FakeNccl, raising=False)
     FakeNccl.met.clear()
-    return chosen()
+    back_end = chosen()
+    back_end.device = CPU  # where tensors can be made
+    return back_end
 
 
 @pytest.mark.parametrize(
@@ -417,7 +422,7 @@ class OfNccl:
 
     class Options:
         def __init__(self) -> None:
-            self.config = SimpleNamespace(blocking=1)
+            self.config, self.is_high_priority_stream = SimpleNamespace(blocking=1), False
 
     def __init__(self, store: Any, index: int, size: int, options: Any) -> None:
         self.options, self.freed = options, threading.Event()
@@ -441,7 +446,7 @@ def test_what_nccl_is_still_connecting_can_be_aborted(monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, "")
     nccl, begun = backends.Nccl(CPU), []
     with ThreadPoolExecutor(1) as pool:
-        connecting = pool.submit(nccl.connect, None, 0, 2, timedelta(seconds=60), begun.append)
+        connecting = pool.submit(nccl.connect, None, 0, 2, timedelta(seconds=60), begun=begun.append)
         until(lambda: begun and "allreduce" in begun[0].asked)
         assert begun[0].options.config.blocking == 0, "else torch knows of none before all have come"
         assert nccl.abort([], begun)

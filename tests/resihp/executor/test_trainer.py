@@ -35,10 +35,10 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flags_without_meaning_are_named_by_the_first_rank_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = {"persist_layer_norm": True, "batch_p2p_comm": False}
+    flags = {"persist_layer_norm": True, "batch_p2p_comm": False, "transformer_impl": "local"}
     trainer(flags)
     assert capsys.readouterr().out == "transformer config: ignored: batch_p2p_comm=False, persist_layer_norm=True\n"
-    trainer()
+    trainer({"transformer_impl": "local"})
     monkeypatch.setenv("RANK", "1")
     trainer(flags)
     assert capsys.readouterr().out == ""

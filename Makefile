@@ -123,7 +123,7 @@ soak: setup
 	for slurm in $(OTHER_SLURMS); do \
 	  RESIHP_TEST_SLURM=$${slurm%:*} RESIHP_SOAK=1 RESIHP_CALLS_S=600 $(BIN)/python -m pytest -m "soak or not soak" $(SLURM_TESTS) --timeout 1200 || exit 1; \
 	done
-	$(BIN)/python -m pytest -m soak tests/db --timeout 3600
+	$(BIN)/python -m pytest -m soak tests/db tests/benchmarks tests/integration/test_nccl_contract.py --timeout 3600
 	RESIHP_CHAINS=200 $(BIN)/python -m pytest tests/resihp/executor/test_any_layout.py --timeout 3600
 
 clean:

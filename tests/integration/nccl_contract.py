@@ -36,6 +36,7 @@ OPTIONS: dict[str, object] = {
     "is_high_priority_stream": True,
     "global_ranks_in_group": [3, 5],
     "split_color": 1,
+    "config.blocking": 0,
     "config.max_ctas": 4,
 }
 """Of ProcessGroupNCCL.Options: each must keep such a value. `split_from` must be there; without a GPU there is no value

@@ -43,6 +43,12 @@ NO_WATCHDOG = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
 """Before the first communicator: torch's watchdog ends a process that has met a dead peer, also one that recovered."""
+PATIENCE = {
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "120",
+    "NCCL_RUNTIME_CONNECT": "0",
+}
+"""Unless they are set: how many seconds a communicator that is being made, and whoever waits for torch's lock on it,
+waits for a peer that is gone (by default half an hour); and that peers connect then, not in its first use."""
 
 
 EDGE_CTAS = 4
@@ -100,7 +106,7 @@ class BackEnd(ABC):
     ) -> Backend:
         """A communicator, connected. `begun` hears of it as soon as it can be aborted. Raises RuntimeError."""
 
-    def sit_out(self, parent: Backend) -> None:
+    def sit_out(self, parent: Backend, colour: int, timeout: timedelta) -> None:
         """Take part in a split in which this rank gets nothing; where nothing is split, there is nothing to do."""
         return
 
@@ -116,7 +122,7 @@ class BackEnd(ABC):
 
     def abort(self, communicators: Sequence[Backend], connecting: Sequence[Backend] = ()) -> bool:
         """Set free who waits in one of these, beyond what shutting down sockets does; False if that took too long.
-        What is still connecting occupies no device: nobody waits for it."""
+        Nobody waits for what is still connecting: torch may hold its lock until a peer is given up (`PATIENCE`)."""
         return True
 
 
@@ -166,8 +172,9 @@ class Nccl(BackEnd):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        for name, value in NO_WATCHDOG.items():
-            os.environ[name] = value
+        os.environ |= NO_WATCHDOG
+        for name, value in PATIENCE.items():
+            os.environ.setdefault(name, value)
 
     def connect(
         self,
@@ -203,22 +210,29 @@ class Nccl(BackEnd):
         backend.allreduce([torch.zeros(1, device=self.device)]).wait()
         return backend
 
-    def sit_out(self, parent: Backend) -> None:
-        parent.perform_nocolor_split(self.device)
+    def sit_out(self, parent: Backend, colour: int, timeout: timedelta) -> None:
+        """By a communicator of its own, which goes at once: torch's call for no colour holds the interpreter's lock
+        until all have come, and this process would neither beat nor hear that it is to park."""
+        self.connect(dist.HashStore(), 0, 1, timeout, Role(parent=parent, colour=colour)).abort()
 
     def abort(self, communicators: Sequence[Backend], connecting: Sequence[Backend] = ()) -> bool:
         """From threads of their own. All are aborted before any is waited for: a communicator that waits for another
         one's kernel ends only with it. An aborted one is released by that."""
+        aborted: list[Backend] = []
+
+        def abort(communicator: Backend) -> None:
+            communicator.abort()
+            aborted.append(communicator)
+
         threads = [
-            threading.Thread(target=each.abort, name="resihp-abort", daemon=True)
+            threading.Thread(target=abort, args=(each,), name="resihp-abort", daemon=True)
             for each in (*communicators, *connecting)
         ]
         for thread in threads:
             thread.start()
-        awaited = threads[: len(communicators)]
-        for thread in awaited:
+        for thread in threads[: len(communicators)]:
             thread.join(ABORT_S)
-        return not any(thread.is_alive() for thread in awaited)
+        return all(any(each is one for one in aborted) for each in communicators)
 
 
 class NcclLike(Gloo):

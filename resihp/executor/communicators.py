@@ -127,7 +127,7 @@ class Communicators:
         self._back_end.enter_thread()
         group = step.group
         if group is None:
-            self._back_end.sit_out(worlds[0].backend)
+            self._back_end.sit_out(worlds[0].backend, step.colour or 0, self._timeout)
             return None
         store = attended.store(group.name)
         wire = None if self._wires is None else self._wires.of(group)

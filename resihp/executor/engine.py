@@ -26,7 +26,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from resihp.detector.observation import Floats
-from resihp.errors import CommunicatorError, LayoutError, PlanError, ResihpError
+from resihp.errors import CommunicatorError, DatasetError, LayoutError, PlanError, ResihpError
 from resihp.executor import backends, devices
 from resihp.executor.communicators import Communicators
 from resihp.executor.compute.batches import Batches, fingerprint
@@ -121,6 +121,8 @@ class Engine:
         self._communicators: Communicators | None = None
         self._aside: Communicators | None = None
         """Of ranks that measure their links."""
+        self._differed: int | None = None
+        """Last iteration whose sums said that ranks had different data."""
         self._strict = os.environ.get(STRICT_ORDER) == "1"
 
     def _read_specs(self, sequence_parallel: bool) -> tuple[ParameterSpec, ...]:
@@ -450,7 +452,13 @@ class Engine:
         stopwatch.reduced()
         self._measured = stopwatch, interpreter.workload()
         state.ready = iteration
-        return last_synchronisation(it, state, interpreter.loss_sum, self._settings, pause=pause(), saving=saving())
+        try:
+            return last_synchronisation(it, state, interpreter.loss_sum, self._settings, pause=pause(), saving=saving())
+        except DatasetError as error:
+            if not self._back_end.aborts or self._differed == iteration:
+                raise
+            self._differed = iteration  # an abort elsewhere can have put anything into these sums: not the data, so far
+            raise CommunicatorError(f"iteration {iteration}: {error}") from error
 
     def step(self, outcome: StepOutcome) -> None:
         """Take the step that all agreed on. Local: needs no communicator and no peer."""

@@ -87,6 +87,8 @@ class AgentClient:
         self._spent: set[int] = set()
         self._wake: Callable[[], None] = lambda: None
         self._waits: Callable[[], bool] = lambda: False
+        self._beaten = 0
+        """Primitives at the last beat."""
         self._deaf = False
         self._absent: Callable[[Fault], bool] = lambda fault: False
         self._attended: dict[m.MeetingId, Attendance] = {}
@@ -146,8 +148,9 @@ class AgentClient:
         self._waits = waits
 
     def _activity_told(self) -> Activity:
-        waits = self._waits()
-        return "communication" if waits and self.activity == "compute" else self.activity
+        """Nobody asks what a rank is in that has come further since the last beat."""
+        stands, self._beaten = self.primitives == self._beaten, self.primitives
+        return "communication" if self.activity == "compute" and stands and self._waits() else self.activity
 
     def next_order(self) -> m.WorkerOrder:
         """Block until the next order to the main thread. A `hang` or `raise` fault may strike here (standby ranks)."""

@@ -21,7 +21,6 @@ from typing import Any
 CALLS = {
     "__init__": ("store", "rank", "size", "options"),
     "eager_connect_single_device": (),
-    "perform_nocolor_split": (),
     "abort": (),
     "rank": (),
     "size": (),

@@ -56,7 +56,7 @@ def answer(version: str) -> Answer:
 def environment() -> list[str]:
     """Variables that are set for the back end."""
     backends = pytest.importorskip("resihp.executor.backends")
-    return list(backends.NO_WATCHDOG)
+    return [*backends.NO_WATCHDOG, *(name for name in backends.PATIENCE if name.startswith("TORCH_"))]
 
 
 def reason(error: Exception) -> str:

@@ -49,7 +49,11 @@ class _Wait:
 
 
 class DeviceWaits:
-    """All waits that the device may still have before it. `begin` and `end` by the rank's own thread, in turns."""
+    """All waits that the device may still have before it.
+
+    `begin` and `end` by the rank's own thread, in turns; `under_way` by the one that beats, only where the rank makes
+    no progress: a driver that is stuck can hold up whoever asks it.
+    """
 
     def __init__(self, mark: Callable[[], Mark]) -> None:
         self._mark = mark
@@ -57,6 +61,8 @@ class DeviceWaits:
         self._open: _Wait | None = None
 
     def begin(self) -> None:
+        while self._waits and (after := self._waits[0].after) is not None and after.query():
+            self._waits.popleft()
         self._open = _Wait(self._mark())
         self._waits.append(self._open)
 
@@ -66,13 +72,11 @@ class DeviceWaits:
             wait.after = self._mark()
 
     def under_way(self) -> bool:
-        """Whether the device is in one. By one thread, whichever; forgets those that are over."""
+        """Whether the device is in one."""
         try:
-            while self._waits:
-                wait = self._waits[0]
+            for wait in tuple(self._waits):
                 if wait.after is None or not wait.after.query():
                     return wait.before.query()
-                self._waits.popleft()
         except RuntimeError:
             return False  # a device that fails keeps others waiting
         return False

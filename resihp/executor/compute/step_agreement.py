@@ -31,7 +31,8 @@ def last_synchronisation(
     `saving`: it still writes a checkpoint: if any does, none begins another. Raises DatasetError when ranks were given
     different data for the iteration.
 
-    The device is waited for once, for the sums: its own share of them stays there until then.
+    The device is waited for twice, for its own share and for the sums. Who was woken before contributes nothing: what
+    an abort made of gradients must not come to count because this sum, begun earlier, still went through.
     """
     batch = it.batch
     speaking = speaks(state)
@@ -43,6 +44,7 @@ def last_synchronisation(
     sums[0], sums[1] = own_squares.where(finite, 0.0), ~finite
     if speaking:
         sums[4] = own_loss
+    it.communicators.settle()
     if it.communicators.world is not None:
         with waiting(it.observer, "last synchronisation"):
             it.communicators.world.allreduce([sums]).wait()

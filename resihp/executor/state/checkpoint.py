@@ -51,7 +51,7 @@ def part_of(engine: Engine, plan: Plan, replica: int = 0) -> Part:
     for piece in counted(writers, engine.specs)[engine.rank]:
         tensors = state.tensors(state.specs[piece.name], piece)
         slices[f"{piece.name}:{piece.start}:{piece.stop}"] = {
-            kind: tensor.detach().cpu().clone() for kind, tensor in tensors.items()
+            kind: tensor.detach().to("cpu", copy=True) for kind, tensor in tensors.items()
         }
     content = {
         "iteration": engine.stepped,

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from resihp.errors import CommunicatorError, ModelError  # noqa: E402
 from resihp.executor import backends  # noqa: E402
-from resihp.executor.backends import BACKEND, NO_WATCHDOG, NcclLike, Role, chosen  # noqa: E402
+from resihp.executor.backends import BACKEND, NO_WATCHDOG, PATIENCE, NcclLike, Role, chosen  # noqa: E402
 from resihp.executor.communicators import Communicators  # noqa: E402
 from resihp.executor.compute.channels import Channel, PendingWork, guarded  # noqa: E402
 from resihp.executor.devices import LOCAL_RANK, SHARED, VISIBLE, refuse_precision  # noqa: E402
@@ -65,7 +65,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(torch.cuda, "set_device", seen["taken"].append)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (seen["free"], 80e9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: seen["name"])
-    for name in (BACKEND, LOCAL_RANK, SHARED, VISIBLE, *NO_WATCHDOG):
+    for name in (BACKEND, LOCAL_RANK, SHARED, VISIBLE, *NO_WATCHDOG, *PATIENCE):
         monkeypatch.setenv(name, "")
     return seen
 
@@ -228,8 +228,7 @@ class FakeNccl:
         if self.options.split_from is not None:
             self.options.split_from.split(self.options.split_color)
 
-    def perform_nocolor_split(self, device: torch.device) -> None:
-        self.split(-1)
+    def abort(self) -> None: ...
 
     def split(self, colour: int) -> None:
         key, self.splits = self.splits, self.splits + 1
@@ -309,7 +308,7 @@ def test_every_rank_takes_part_in_every_split_of_the_world_and_gets_its_groups(n
             opened.result(20)
     assert {key: sorted(came) for key, came in FakeNccl.met.items()} == {
         0: [(0, 1), (1, 1), (2, 2), (3, 2)],
-        1: [(0, -1), (1, 1), (2, 1), (3, -1)],
+        1: [(0, 2), (1, 1), (2, 1), (3, 5)],
     }
     for rank, communicators in enumerate(ranks):
         assert set(communicators.names) == {group.name for group in groups if rank in group.ranks}
@@ -442,7 +441,7 @@ class OfNccl:
 
 def test_what_nccl_is_still_connecting_can_be_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", OfNccl, raising=False)
-    for name in NO_WATCHDOG:
+    for name in (*NO_WATCHDOG, *PATIENCE):
         monkeypatch.setenv(name, "")
     nccl, begun = backends.Nccl(CPU), []
     with ThreadPoolExecutor(1) as pool:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from resihp import AdamW, MicroBatch, Trainer
-from resihp.errors import ModelError
+from resihp.errors import CommunicatorError, DatasetError, ModelError
 from resihp.executor import config_support  # noqa: F401 imports megatron-core quietly
+from resihp.executor import engine as engine_module
+from resihp.executor.engine import Engine
+from resihp.executor.group_store import TorchRendezvous
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.plan import Plan
 
 from megatron.core.transformer import TransformerConfig  # isort: skip
 
@@ -56,3 +63,47 @@ def test_rotary_positions_are_part_of_what_must_be_equal_on_all_ranks() -> None:
     assert len({trainer(**one).engine.fingerprint for one in settings}) == len(settings)
     with pytest.raises(ModelError, match="rotary_percent"):
         trainer(rotary_percent=0.0)
+
+
+class Unwatched:
+    def enter(self, phase: str) -> None: ...
+    def progressed(self) -> None: ...
+    def communicating(self, waits: bool) -> None: ...
+
+
+def connected(back_end: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, Plan]:
+    monkeypatch.setenv("RESIHP_BACKEND", back_end)
+    engine = trainer({"transformer_impl": "local"}).engine
+    plan = Plan(epoch=1, layout=Layout.uniform(tp=1, pp=1, dp=1, layers=1), assignment=((0,),))
+    engine.adopt(plan, 0)
+    engine.connect(plan, 0, TorchRendezvous(torch.distributed.HashStore()), 20.0)
+    return engine, plan
+
+
+def test_sums_that_do_not_fit_are_an_aborts_doing_until_they_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is aborted feeds its peers' kernels with anything, before these are woken themselves."""
+
+    def differ(*_: Any, **__: Any) -> None:
+        raise DatasetError("ranks computed 7 tokens, this rank's data set has 8")
+
+    monkeypatch.setattr(engine_module, "last_synchronisation", differ)
+    engine, plan = connected("nccl-like", monkeypatch)
+    with pytest.raises(CommunicatorError, match="iteration 1: ranks computed 7 tokens"):
+        engine.run(plan, 1, Unwatched())
+    with pytest.raises(DatasetError):
+        engine.run(plan, 1, Unwatched())
+    engine, plan = connected("gloo", monkeypatch)  # whose sums fail, or are right
+    with pytest.raises(DatasetError):
+        engine.run(plan, 1, Unwatched())
+
+
+def test_who_was_woken_before_the_last_sum_contributes_nothing_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, plan = connected("nccl-like", monkeypatch)
+    communicators = engine._communicators
+    assert communicators is not None
+    begun: list[Any] = []
+    monkeypatch.setattr(type(communicators), "world", property(lambda _: SimpleNamespace(allreduce=begun.append)))
+    monkeypatch.setattr(communicators._back_end, "settle", lambda: setattr(communicators, "_woken", True))
+    with pytest.raises(CommunicatorError, match="woken"):
+        engine.run(plan, 1, Unwatched())
+    assert begun == []

@@ -452,12 +452,19 @@ class Engine:
         stopwatch.reduced()
         self._measured = stopwatch, interpreter.workload()
         state.ready = iteration
-        try:
+        with self._once_an_aborts_doing(iteration):
             return last_synchronisation(it, state, interpreter.loss_sum, self._settings, pause=pause(), saving=saving())
+
+    @contextmanager
+    def _once_an_aborts_doing(self, iteration: int) -> Iterator[None]:
+        """Around the last sum: an abort on another rank can have put anything into it. That data differs is believed
+        when it comes again."""
+        try:
+            yield
         except DatasetError as error:
             if not self._back_end.aborts or self._differed == iteration:
                 raise
-            self._differed = iteration  # an abort elsewhere can have put anything into these sums: not the data, so far
+            self._differed = iteration
             raise CommunicatorError(f"iteration {iteration}: {error}") from error
 
     def step(self, outcome: StepOutcome) -> None:

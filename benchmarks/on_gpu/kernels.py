@@ -13,6 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from benchmarks.on_gpu.figures import Figure, Scale, at_least, at_most
+from benchmarks.on_gpu.models import LLAMA
 from resihp.errors import DeviceError
 from resihp.executor import probe
 from resihp.executor.compute.attention import PackedAttention, Packing
@@ -68,12 +69,7 @@ def layer(scale: Scale) -> Iterator[Figure]:
         hidden_size=hidden,
         num_attention_heads=heads,
         ffn_hidden_size=scale.of(11008, 172),
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        **LLAMA,
         use_cpu_initialization=True,
     )
     longest = scale.of(32768, 512)

@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
 from benchmarks import plain_megatron
 from benchmarks.contest import TIMEOUT, Corpus, Ours, in_turn, mean_ratio
 from benchmarks.on_gpu.figures import Figure, Scale, at_least, at_most
+from benchmarks.on_gpu.models import LLAMA
 from resihp.executor import engine as engine_module
 from resihp.executor.compute.stopwatch import Stopwatch
 from resihp.executor.engine import Engine
@@ -51,12 +51,7 @@ class Size(msgspec.Struct, frozen=True):
             hidden_size=self.hidden,
             num_attention_heads=self.heads,
             ffn_hidden_size=self.ffn,
-            gated_linear_unit=True,
-            activation_func=F.silu,
-            add_bias_linear=False,
-            normalization="RMSNorm",
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
+            **LLAMA,
             bf16=True,
             params_dtype=torch.bfloat16,
             **extra,

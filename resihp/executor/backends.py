@@ -56,26 +56,28 @@ EDGE_CTAS = 4
 for an activation: an estimate, not measured."""
 
 
+def _unheard(begun: Backend) -> None:
+    """Nobody is there to abort it."""
+
+
 @dataclass(frozen=True)
 class Role:
     """A communicator's place in the plan, for back ends that treat communicators differently; gloo does not.
 
     `ranks`: numbers of its ranks in the plan. `parent` and `colour`: the connected communicator that it is split from,
-    of which every rank splits at the same time, and its number there; without a parent it is made by itself.
+    of which every rank splits at the same time, and its number there; without a parent it is made by itself. `begun`
+    hears of it as soon as it can be aborted, which is before it is connected.
     """
 
     use: Use = "bulk"
     ranks: tuple[int, ...] = ()
     parent: Backend | None = None
     colour: int = 0
+    begun: Callable[[Backend], None] = _unheard
 
 
 ALONE = Role()
 """Of a communicator that belongs to no plan."""
-
-
-def _unheard(begun: Backend) -> None:
-    """Nobody is there to abort it."""
 
 
 class BackEnd(ABC):
@@ -95,16 +97,8 @@ class BackEnd(ABC):
         self.device = device
 
     @abstractmethod
-    def connect(
-        self,
-        store: Any,
-        index: int,
-        size: int,
-        timeout: timedelta,
-        role: Role = ALONE,
-        begun: Callable[[Backend], None] = _unheard,
-    ) -> Backend:
-        """A communicator, connected. `begun` hears of it as soon as it can be aborted. Raises RuntimeError."""
+    def connect(self, store: Any, index: int, size: int, timeout: timedelta, role: Role = ALONE) -> Backend:
+        """A communicator, connected. Raises RuntimeError."""
 
     def sit_out(self, parent: Backend, colour: int, timeout: timedelta) -> None:
         """Take part in a split in which this rank gets nothing; where nothing is split, there is nothing to do."""
@@ -138,15 +132,7 @@ class Gloo(BackEnd):
         self._shared: Any = None
         self._guard = threading.Lock()
 
-    def connect(
-        self,
-        store: Any,
-        index: int,
-        size: int,
-        timeout: timedelta,
-        role: Role = ALONE,
-        begun: Callable[[Backend], None] = _unheard,
-    ) -> Backend:
+    def connect(self, store: Any, index: int, size: int, timeout: timedelta, role: Role = ALONE) -> Backend:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [self._listening()]
         options._threads = 1
@@ -176,15 +162,7 @@ class Nccl(BackEnd):
         for name, value in PATIENCE.items():
             os.environ.setdefault(name, value)
 
-    def connect(
-        self,
-        store: Any,
-        index: int,
-        size: int,
-        timeout: timedelta,
-        role: Role = ALONE,
-        begun: Callable[[Backend], None] = _unheard,
-    ) -> Backend:
+    def connect(self, store: Any, index: int, size: int, timeout: timedelta, role: Role = ALONE) -> Backend:
         """Connected at once: a communicator that is built lazily could meet others in another order.
 
         With `blocking`, NCCL could not be aborted in it, nor would torch know what to abort. Without, the first call
@@ -205,7 +183,7 @@ class Nccl(BackEnd):
             options.split_from = role.parent
             options.split_color = 1 + role.colour  # torch refuses 0
         backend = dist.ProcessGroupNCCL(store, index, size, options)
-        begun(backend)
+        role.begun(backend)
         backend.eager_connect_single_device(self.device)
         backend.allreduce([torch.zeros(1, device=self.device)]).wait()
         return backend
@@ -246,17 +224,9 @@ class NcclLike(Gloo):
     in_order = True
     aborts = True
 
-    def connect(
-        self,
-        store: Any,
-        index: int,
-        size: int,
-        timeout: timedelta,
-        role: Role = ALONE,
-        begun: Callable[[Backend], None] = _unheard,
-    ) -> Backend:
+    def connect(self, store: Any, index: int, size: int, timeout: timedelta, role: Role = ALONE) -> Backend:
         mannered = _Mannered()
-        begun(mannered)
+        role.begun(mannered)
         mannered.connect(partial(super().connect, store, index, size, timeout, role))
         return mannered
 

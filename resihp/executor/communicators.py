@@ -133,9 +133,9 @@ class Communicators:
         wire = None if self._wires is None else self._wires.of(group)
         index, size = group.ranks.index(self._rank), len(group.ranks)
         parent = None if step.colour is None else worlds[0].backend
-        role = Role(group.use, group.ranks, parent, step.colour or 0)
         begun = partial(self._connecting.__setitem__, group.name)
-        backend = self._back_end.connect(store, index, size, self._timeout, role, begun)
+        role = Role(group.use, group.ranks, parent, step.colour or 0, begun)
+        backend = self._back_end.connect(store, index, size, self._timeout, role)
         channel = Channel(backend, lambda: self._woken, self._strict, wire, store, self._back_end.scatters)
         if group.name == WORLD:
             worlds.append(channel)

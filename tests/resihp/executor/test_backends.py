@@ -445,7 +445,7 @@ def test_what_nccl_is_still_connecting_can_be_aborted(monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, "")
     nccl, begun = backends.Nccl(CPU), []
     with ThreadPoolExecutor(1) as pool:
-        connecting = pool.submit(nccl.connect, None, 0, 2, timedelta(seconds=60), begun=begun.append)
+        connecting = pool.submit(nccl.connect, None, 0, 2, timedelta(seconds=60), Role(begun=begun.append))
         until(lambda: begun and "allreduce" in begun[0].asked)
         assert begun[0].options.config.blocking == 0, "else torch knows of none before all have come"
         assert nccl.abort([], begun)

@@ -148,7 +148,8 @@ def test_a_killed_supervisor_is_followed_by_another_one_and_nobody_stops(
 def test_most_agents_choose_a_leader_and_the_one_that_is_cut_off_gives_up(
     cluster: MakeCluster, reference: Reference
 ) -> None:
-    desk = Desk(cluster(nodes=4, gpus=1, network=True))
+    # As at a site: Slurm must not give the node up, and the batch script on it, before the network is back.
+    desk = Desk(cluster(nodes=4, gpus=1, network=True, settings={"SlurmdTimeout": "300"}))
     desk.pace(0.2)
     job = desk.sbatch_training(ITERATIONS, gpus=1)
     desk.until_committed(job, 3)

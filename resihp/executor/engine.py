@@ -98,8 +98,16 @@ class Engine:
         self._batches = Batches(dataset, sequence)
         self.micro_batches: int = self._batches.per_iteration
         """Micro-batches of the global batch, as the data set has them."""
-        self.fingerprint: str = fingerprint(config, self.model, self._positions, optimizer, seed, self._batches.first)
-        """Digest of model and optimizer settings, the data set's first iteration and library versions."""
+        self.fingerprint: str = fingerprint(
+            config,
+            self.model,
+            self._positions,
+            optimizer,
+            seed,
+            self._batches.first,
+            (self._back_end.name, self.device.type),
+        )
+        """Digest of model and optimizer settings, the data set's first iteration, library versions and back end."""
         self.speed: Speed = full_speed
         """How fast an injected fault makes this device."""
         self.pace: Pace | None = pace

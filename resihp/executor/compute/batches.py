@@ -70,8 +70,10 @@ def fingerprint(
     optimizer: AdamW,
     seed: int,
     first: Sequence[MicroBatch],
+    back_end: tuple[str, str],
 ) -> str:
-    """Digest of all that must be equal on all ranks of a job, library versions included."""
+    """Digest of all that must be equal on all ranks of a job: library versions included, and which back end works on
+    which kind of device. A node whose GPUs are gone would wait with gloo for peers that come with NCCL."""
     content = {
         "model": msgspec.to_builtins(model),
         "config": {field.name: describe(getattr(config, field.name)) for field in dataclasses.fields(config)},
@@ -79,6 +81,7 @@ def fingerprint(
         "optimizer": dataclasses.asdict(optimizer),
         "seed": seed,
         "data": [[*micro_batch.lengths, samples_digest(micro_batch.samples)] for micro_batch in first],
+        "back end": back_end,
         "versions": [torch.__version__, metadata.version("megatron-core"), metadata.version("resihp")],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -107,3 +107,13 @@ def test_who_was_woken_before_the_last_sum_contributes_nothing_to_it(monkeypatch
     with pytest.raises(CommunicatorError, match="woken"):
         engine.run(plan, 1, Unwatched())
     assert begun == []
+
+
+def test_a_rank_with_another_back_end_does_not_pass_for_one_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node whose GPUs are gone: with gloo it would wait for peers that come with NCCL."""
+    found = {}
+    for name in ("gloo", "nccl-like", "gloo"):
+        monkeypatch.setenv("RESIHP_BACKEND", name)
+        fingerprint = trainer({"transformer_impl": "local"}).engine.fingerprint
+        assert found.setdefault(name, fingerprint) == fingerprint
+    assert len(set(found.values())) == 2

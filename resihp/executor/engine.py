@@ -98,14 +98,9 @@ class Engine:
         self._batches = Batches(dataset, sequence)
         self.micro_batches: int = self._batches.per_iteration
         """Micro-batches of the global batch, as the data set has them."""
+        works = self._back_end.name, self.device.type
         self.fingerprint: str = fingerprint(
-            config,
-            self.model,
-            self._positions,
-            optimizer,
-            seed,
-            self._batches.first,
-            (self._back_end.name, self.device.type),
+            config, self.model, self._positions, optimizer, seed, self._batches.first, works
         )
         """Digest of model and optimizer settings, the data set's first iteration, library versions and back end."""
         self.speed: Speed = full_speed

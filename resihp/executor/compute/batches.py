@@ -70,7 +70,7 @@ def fingerprint(
     optimizer: AdamW,
     seed: int,
     first: Sequence[MicroBatch],
-    back_end: tuple[str, str],
+    works: tuple[str, str],
 ) -> str:
     """Digest of all that must be equal on all ranks of a job: library versions included, and which back end works on
     which kind of device. A node whose GPUs are gone would wait with gloo for peers that come with NCCL."""
@@ -81,7 +81,7 @@ def fingerprint(
         "optimizer": dataclasses.asdict(optimizer),
         "seed": seed,
         "data": [[*micro_batch.lengths, samples_digest(micro_batch.samples)] for micro_batch in first],
-        "back end": back_end,
+        "back end, device": works,
         "versions": [torch.__version__, metadata.version("megatron-core"), metadata.version("resihp")],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -22,7 +22,8 @@ from resihp.errors import PlanError
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Order, Plan, Primitive, Stop
 from resihp.pipeline import program as compiled
-from resihp.pipeline.program import Bucket, Compute, Instruction, Parcel, Program, Reduce, Transmit, chunks_of
+from resihp.pipeline.parts import depths
+from resihp.pipeline.program import Bucket, Compute, Instruction, Parcel, Program, Reduce, Transmit
 from resihp.pipeline.rendezvous import Rendezvous, spoken_parcel
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Node, Orders, spoken, virtual_stages
@@ -137,7 +138,7 @@ class _Facts:
             self.refuse(f"rank {rank} {fault}")
         found: dict[tuple[int, int], tuple[int, Order]] = {}
         for rank, place in self.stage_of.items():
-            order = tuple(entry.primitive for entry in programs[rank] if isinstance(entry, Compute))
+            order = self._order(rank, programs[rank])
             lead, expected = found.setdefault(place, (rank, order))
             if order != expected:
                 k, mine, others = _difference(order, expected)
@@ -147,6 +148,30 @@ class _Facts:
                 )
         shape = [len(replica.stages) for replica in self.plan.layout.replicas]
         return tuple(tuple(found[d, s][1] for s in range(stages)) for d, stages in enumerate(shape))
+
+    def _order(self, rank: int, program: Program) -> Order:
+        """What a program computes, the parts of a primitive put together: they go from the last layer to the first."""
+        d, s = self.stage_of[rank]
+        chunks = self.plan.layout.replicas[d].stages[s].chunks
+        order: list[Primitive] = []
+        under_way: tuple[Primitive, int] | None = None
+        """What comes in parts, and its next layer."""
+        for index, entry in enumerate(program):
+            if not isinstance(entry, Compute):
+                continue
+            p, layers = entry.primitive, entry.layers
+            if layers is not None or under_way is not None:
+                first, last = chunks[p.chunk] if 0 <= p.chunk < len(chunks) else (0, -1)
+                due = under_way or (p, last)
+                if layers is None or (p, layers[1]) != due or not first <= layers[0] <= layers[1]:
+                    said = f"rank {rank}, instruction {index} ({_instruction(entry)})"
+                    self.refuse(f"{said}: layer {due[1]} of {spoken(due[0])} is due")
+                under_way = (p, layers[0] - 1) if layers[0] > first else None
+            if under_way is None:
+                order.append(p)
+        if under_way is not None:
+            self.refuse(f"rank {rank} never computes layer {under_way[1]} of {spoken(under_way[0])}")
+        return tuple(order)
 
     def orders(self, orders: Orders) -> None:
         """Each primitive once, where its micro-batch passes, after what it needs on the same stage."""
@@ -205,7 +230,7 @@ class _Wire:
     def __init__(self, facts: _Facts, programs: Mapping[int, Program]) -> None:
         self._facts, self._programs = facts, programs
         self._owners = [tuple(sorted(bucket.owners)) for bucket in facts.buckets]
-        self._chunks: dict[tuple[int, int, tuple[str, ...]], tuple[int, ...]] = {}
+        self._depths: dict[tuple[int, int, tuple[str, ...]], dict[int, int]] = {}
         self._sound: dict[tuple[object, ...], str | None] = {}
         self._parcels: dict[_Edge, tuple[int, Parcel]] = {}
         self._handled: dict[_Edge, set[int]] = defaultdict(set)
@@ -229,6 +254,8 @@ class _Wire:
         place = d, s = facts.stage_of[rank]
         stage = facts.plan.layout.replicas[d].stages[s]
         left = {c: facts.gradients_of.get((d, s, c), 0) for c in range(len(stage.chunks))}
+        reached = {c: last + 1 if left[c] else first for c, (first, last) in enumerate(stage.chunks)}
+        entered: set[Node] = set()
         computed: set[Node] = set()
         received: dict[_Edge, list[int]] = {}
         summed: set[int] = set()
@@ -236,17 +263,25 @@ class _Wire:
             if isinstance(entry, Compute):
                 p = entry.primitive
                 v = facts.at[d, s, p.chunk, p.micro_batch]
-                computed.add((p.kind, p.micro_batch, v))
-                left[p.chunk] -= p.kind != "F"
+                node = (p.kind, p.micro_batch, v)
+                low, high = entry.layers or stage.chunks[p.chunk]
+                if entry.layers and (p.kind == "F" or left[p.chunk] != 1):
+                    self._refuse(rank, index, entry, "in parts, though it does not complete its chunk's gradients")
+                if p.kind != "F" and left[p.chunk] == 1:
+                    reached[p.chunk] = low
+                entered.add(node)
+                if low == stage.chunks[p.chunk][0]:
+                    computed.add(node)
+                    left[p.chunk] -= p.kind != "F"
                 arrival = received.get(("forward" if p.kind == "F" else "backward", p.micro_batch, v - (p.kind == "F")))
                 if arrival and p.kind != "W":
                     rendezvous.step(rank, index, [], arrival)
                 if stage.tp > 1:
-                    together = [rendezvous.operation(("group", stage.ranks), rank, (p.kind, p.micro_batch, v))]
+                    together = [rendezvous.operation(("group", stage.ranks), rank, (*node, low, high))]
                     rendezvous.step(rank, index, together, together)
             elif isinstance(entry, Transmit):
                 edge = (entry.parcel.direction, entry.parcel.micro_batch, entry.parcel.boundary)
-                self._check_parcel(rank, index, entry, edge, computed)
+                self._check_parcel(rank, index, entry, edge, entered, computed)
                 begun = [
                     rendezvous.operation(
                         (edge[0], (piece.sender, piece.receiver)), rank, (*edge, piece.start, piece.stop, piece.of)
@@ -258,7 +293,7 @@ class _Wire:
                 if self._ends(edge)[1] == place:
                     received[edge] = begun
             else:
-                self._check_reduce(rank, index, entry, left, summed)
+                self._check_reduce(rank, index, entry, reached, summed)
                 if len(self._owners[entry.bucket]) > 1:
                     channel = ("group", self._facts.buckets[entry.bucket].owners)
                     rendezvous.step(rank, index, [rendezvous.operation(channel, rank, ("bucket", entry.bucket))], [])
@@ -272,7 +307,9 @@ class _Wire:
         first, second = ((stop.replica, stop.stage) for stop in self._facts.paths[m][b : b + 2])
         return (first, second) if direction == "forward" else (second, first)
 
-    def _check_parcel(self, rank: int, index: int, entry: Transmit, edge: _Edge, computed: set[Node]) -> None:
+    def _check_parcel(
+        self, rank: int, index: int, entry: Transmit, edge: _Edge, entered: set[Node], computed: set[Node]
+    ) -> None:
         direction, m, b = edge
         parcel, path = entry.parcel, self._facts.paths.get(m, ())
         if not 0 <= b < len(path) - 1:
@@ -298,7 +335,7 @@ class _Wire:
         forward = direction == "forward"
         if place == source and ("F" if forward else "B", m, b if forward else b + 1) not in computed:
             self._refuse(rank, index, entry, "sent before it is computed")
-        if place == target and ("F" if forward else "B", m, b + 1 if forward else b) in computed:
+        if place == target and ("F" if forward else "B", m, b + 1 if forward else b) in entered:
             self._refuse(rank, index, entry, "received after its use")
 
     def _unsound(self, source: tuple[int, int], target: tuple[int, int], parcel: Parcel) -> str | None:
@@ -344,7 +381,7 @@ class _Wire:
                 if rank not in self._handled[edge]:
                     self._facts.refuse(f"rank {rank} never {what} the {spoken_parcel(*edge)}")
 
-    def _check_reduce(self, rank: int, index: int, entry: Reduce, left: dict[int, int], summed: set[int]) -> None:
+    def _check_reduce(self, rank: int, index: int, entry: Reduce, reached: dict[int, int], summed: set[int]) -> None:
         b = entry.bucket
         if not 0 <= b < len(self._owners):
             self._refuse(rank, index, entry, "there is no such bucket")
@@ -355,10 +392,10 @@ class _Wire:
         summed.add(b)
         d, s = self._facts.stage_of[rank]
         key = (d, s, self._facts.buckets[b].units)
-        if key not in self._chunks:
-            self._chunks[key] = chunks_of(self._facts.plan.layout, *key)
-        for chunk in self._chunks[key]:
-            if left[chunk]:
+        if key not in self._depths:
+            self._depths[key] = depths(self._facts.plan.layout, *key)
+        for chunk, depth in self._depths[key].items():
+            if reached[chunk] > depth:
                 self._refuse(rank, index, entry, f"too early, gradients of chunk {chunk} are not complete yet")
 
     def _refuse(self, rank: int, index: int, entry: Instruction, fault: str) -> NoReturn:
@@ -379,7 +416,8 @@ def _same_stage(a: Stop, b: Stop) -> bool:
 
 def _instruction(entry: Instruction) -> str:
     if isinstance(entry, Compute):
-        return spoken(entry.primitive)
+        part = f" in layers {entry.layers[0]} to {entry.layers[1]}" if entry.layers else ""
+        return f"{spoken(entry.primitive)}{part}"
     if isinstance(entry, Transmit):
         return spoken_parcel(entry.parcel.direction, entry.parcel.micro_batch, entry.parcel.boundary)
     return f"sum of bucket {entry.bucket}"

@@ -15,9 +15,10 @@ from typing import Literal
 
 import msgspec
 
-from resihp.parallelism.layout import Layout, Stage
+from resihp.parallelism.layout import LayerSpan, Layout, Stage
 from resihp.parallelism.ownership import ParameterSpec, Slice, holders, owner_sets, size_of
 from resihp.parallelism.plan import Plan, Primitive, Stop
+from resihp.pipeline.parts import ChunkPlace, Depths, cuts
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import layer_units, play, virtual_stages
 
@@ -51,7 +52,7 @@ class Parcel(msgspec.Struct, frozen=True):
 
 
 class Bucket(msgspec.Struct, frozen=True):
-    """Gradients that are summed in one all-reduce over `owners`, once all chunks that hold `units` are through."""
+    """Gradients that are summed in one all-reduce over `owners`, once the backward passes of `units` are through."""
 
     owners: tuple[int, ...]
     slices: tuple[Slice, ...]
@@ -59,9 +60,14 @@ class Bucket(msgspec.Struct, frozen=True):
 
 
 class Compute(msgspec.Struct, frozen=True, tag=True):
-    """Carry out a primitive, once what it needs from other stages has come."""
+    """Carry out a primitive, once what it needs from other stages has come, or its part of `layers`, first and last.
+
+    In parts comes only the work that completes a chunk's gradients: from the chunk's last layer to its first, one part
+    after the other with no other computation between (`resihp.pipeline.parts`).
+    """
 
     primitive: Primitive
+    layers: LayerSpan | None = None
 
 
 class Transmit(msgspec.Struct, frozen=True, tag=True):
@@ -108,18 +114,27 @@ def programs(plan: Plan, buckets: Sequence[Bucket] = ()) -> dict[int, Program]:
     paths = plan.paths()
     at = virtual_stages(paths)
     parcels = _Parcels(plan)
-    ready: dict[tuple[int, int, int], float] = {}
-    """When a chunk's gradients are there, by (replica, stage, chunk)."""
+    parts = cuts(plan.layout, ((bucket.owners, bucket.units) for bucket in buckets))
+    through: dict[ChunkPlace, tuple[tuple[int, float], ...]] = {}
+    """Down to which layer a chunk's gradients are there, and when; the chunk's first layer comes last."""
     events: list[tuple[tuple[float, int, int, int, int], Instruction, tuple[int, ...]]] = []
     for d, replica in enumerate(replicas):
         for s, order in enumerate(orders[d]):
             ranks = replica.stages[s].ranks
             starts, ends = timeline.starts[d][s], timeline.ends[d][s]
+            completing = {p.chunk: position for position, p in enumerate(order) if p.kind != "F"}
             for position, primitive in enumerate(order):
                 kind, m, chunk = primitive.kind, primitive.micro_batch, primitive.chunk
-                events.append(((starts[position], COMPUTE, d, s, position), Compute(primitive), ranks))
-                if kind != "F":
-                    ready[d, s, chunk] = ends[position]
+                first, last = replica.stages[s].chunks[chunk]
+                cut = parts.get((d, s, chunk)) if completing.get(chunk) == position else None
+                for span in cut or ((first, last),):
+                    begins = starts[position] + last - span[1]  # a layer takes one unit
+                    entry = Compute(primitive, span if cut else None)
+                    events.append(((begins, COMPUTE, d, s, position), entry, ranks))
+                if completing.get(chunk) == position:
+                    through[d, s, chunk] = tuple(
+                        (low, ends[position] - (low - first)) for low, _ in cut or ((first, 0),)
+                    )
                 if kind == "W":
                     continue
                 path, v = paths[m], at[d, s, chunk, m]
@@ -127,10 +142,13 @@ def programs(plan: Plan, buckets: Sequence[Bucket] = ()) -> dict[int, Program]:
                 if 0 <= to < len(path) and (path[to].replica, path[to].stage) != (d, s):
                     key = (ends[position], TRANSMIT, m, min(v, to), int(kind == "B"))
                     events.append((key, *parcels.between(path[v], path[to], m, min(v, to), forward=kind == "F")))
-    waits = _Waits(plan.layout)
+    known = Depths(plan.layout)
     for index, bucket in enumerate(buckets):
-        held = (chunk for owner in bucket.owners for chunk in waits.of(owner, bucket.units))
-        moment = max((ready.get(chunk, 0.0) for chunk in held), default=0.0)
+        needed = {place: depth for owner in bucket.owners for place, depth in known.of(owner, bucket.units).items()}
+        moments = (
+            next(when for low, when in through[place] if low <= needed[place]) for place in needed.keys() & through
+        )
+        moment = max(moments, default=0.0)
         events.append(((moment, REDUCE, index, 0, 0), Reduce(index), bucket.owners))
     events.sort(key=lambda event: event[0])
     found: dict[int, list[Instruction]] = {rank: [] for rank in plan.layout.active}
@@ -166,21 +184,6 @@ def mirrored(pieces: Sequence[TensorRange]) -> tuple[TensorRange, ...]:
     return tuple(TensorRange(piece.receiver, piece.sender, piece.start, piece.stop, piece.of) for piece in pieces)
 
 
-def chunks_of(layout: Layout, replica: int, stage: int, units: Sequence[str]) -> tuple[int, ...]:
-    """Which chunks of a stage hold any of `units`, ascending."""
-    order = layout.replicas[replica].virtual_stages
-    ends = {"embedding": order[0], "final": order[-1], "head": order[-1]}
-    chunks = layout.replicas[replica].stages[stage].chunks
-    held: set[int] = set()
-    for unit in units:
-        if unit in ends:
-            held |= {c for s, c in (ends[unit],) if s == stage}
-        else:
-            layer = int(unit.removeprefix("layer."))
-            held |= {c for c, (first, last) in enumerate(chunks) if first <= layer <= last}
-    return tuple(sorted(held))
-
-
 def buckets(
     layout: Layout, specs: Sequence[ParameterSpec], bucket_bytes: int = 32 << 20, element: int = 4
 ) -> tuple[Bucket, ...]:
@@ -196,7 +199,7 @@ def buckets(
     """
     by_name = {spec.name: spec for spec in specs}
     position = {spec.name: i for i, spec in enumerate(specs)}
-    waits = _Waits(layout)
+    known = Depths(layout)
     entries = [
         (position[piece.name], i, piece, entry.owners)
         for i, entry in enumerate(owner_sets(layout, specs))
@@ -207,7 +210,7 @@ def buckets(
     groups: dict[tuple[tuple[int, ...], object, bool], list[Slice]] = {}
     for _, _, piece, owners in entries:
         spec = by_name[piece.name]
-        chunks = tuple(waits.of(owner, spec.units) for owner in owners)
+        chunks = tuple(tuple(known.of(owner, spec.units)) for owner in owners)
         groups.setdefault((owners, chunks, _apart(layout, spec)), []).append(piece)
     found: list[Bucket] = []
     for (owners, _, _), pieces in groups.items():
@@ -283,23 +286,6 @@ def edge_of(direction: str, sender: int, receiver: int) -> str:
     hold up the gradient behind it.
     """
     return f"{direction}/{sender}-{receiver}"
-
-
-class _Waits:
-    """Which chunks of a rank's stage must be through before it can offer gradients of some units."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._places = {rank: (place.replica, place.stage) for rank, place in layout.places()}
-        self._known: dict[tuple[int, int, tuple[str, ...]], tuple[tuple[int, int, int], ...]] = {}
-
-    def of(self, rank: int, units: tuple[str, ...]) -> tuple[tuple[int, int, int], ...]:
-        """(replica, stage, chunk) of each."""
-        d, s = self._places[rank]
-        key = (d, s, units)
-        if key not in self._known:
-            self._known[key] = tuple((d, s, c) for c in chunks_of(self._layout, d, s, units))
-        return self._known[key]
 
 
 class _Parcels:

@@ -14,7 +14,8 @@ Channel = tuple[str, tuple[int, ...]]
 """A communicator: what it is for, and its ranks."""
 
 Operation = tuple[str | int, ...]
-"""What an operation is about, its size included; ("bucket", index), (kind, micro-batch, ...) or a piece of a parcel."""
+"""What it is about, its size included: ("bucket", index); kind, micro-batch, virtual stage and layers; a piece of a
+parcel."""
 
 
 class Rendezvous:
@@ -129,7 +130,7 @@ def _spoken(operation: Operation | None) -> str:
         return "nothing"
     if operation[0] == "bucket":
         return f"the sum of bucket {operation[1]}"
-    if len(operation) == 3:
-        return f"{operation[0]} of micro-batch {operation[1]}"
+    if len(operation) == 5:
+        return f"{operation[0]} of micro-batch {operation[1]} in layers {operation[3]} to {operation[4]}"
     direction, m, b, start, stop, of = operation
     return f"elements {start} to {stop} of {of} of {spoken_parcel(direction, m, b)}"

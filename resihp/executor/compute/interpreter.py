@@ -7,6 +7,7 @@ iteration that breaks leaves nothing.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +25,7 @@ from resihp.executor.compute.stopwatch import Stopwatch
 from resihp.executor.emulation import Pace
 from resihp.executor.state.rank_state import State
 from resihp.faults import Phase
+from resihp.parallelism.layout import LayerSpan
 from resihp.parallelism.plan import Primitive
 from resihp.pipeline.program import Compute, Parcel, Program, Reduce, Transmit, edge_of, sums_of
 
@@ -69,7 +71,15 @@ class Interpreter:
             for i in iteration.program
             if isinstance(i, Compute) and i.primitive.kind == "W"
         }
-        self._saved: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._cut: dict[tuple[int, int], list[int]] = {}
+        """First layers of the parts of a backward pass that comes in parts, in the program's order."""
+        for i in iteration.program:
+            if isinstance(i, Compute) and i.layers is not None:
+                self._cut.setdefault((i.primitive.micro_batch, i.primitive.chunk), []).append(i.layers[0])
+        self._saved: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        """Inputs and output of the pieces of a chunk's graph that are still to be differentiated; one where uncut."""
+        self._between: Tensor | None = None
+        """Gradient of the inputs of the piece before, within a backward pass that comes in parts."""
         self._produced: dict[_Key, Tensor] = {}
         """Results for other stages: taken by their transfer, or by the next chunk on this very stage."""
         self._arriving: dict[_Key, _Arrival] = {}
@@ -86,8 +96,8 @@ class Interpreter:
         try:
             for instruction in self._it.program:
                 match instruction:
-                    case Compute(primitive):
-                        self._compute(primitive)
+                    case Compute(primitive, layers):
+                        self._compute(primitive, layers)
                     case Transmit(parcel):
                         self._transmit(parcel)
                     case Reduce(bucket):
@@ -98,21 +108,30 @@ class Interpreter:
 
     # --- chunks of work ---------------------------------------------------------------------------------------
 
-    def _compute(self, primitive: Primitive) -> None:
+    def _compute(self, primitive: Primitive, layers: LayerSpan | None) -> None:
+        """A primitive, or its part of `layers`: measured, and told of, as one when its first layer is through."""
+        m, chunk = primitive.micro_batch, primitive.chunk
+        first, last = self._state.holding.chunks[chunk]
+        low, high = layers or (first, last)
         self._enter("forward" if primitive.kind == "F" else "backward")
+        if high < last:
+            self._stopwatch.go_on()
         if primitive.kind == "F":
-            self._forward(primitive.micro_batch, primitive.chunk)
+            self._forward(m, chunk)
         elif primitive.kind == "B":
-            self._backward(primitive.micro_batch, primitive.chunk)
+            self._backward(m, chunk, begins=high == last, ends=low == first)
         else:
-            self._stopwatch.begin()
-            self._stage.weights.finish((primitive.micro_batch, primitive.chunk))
+            self._weights(m, chunk, layers, begins=high == last)
         if self._pace is not None:
-            both = primitive.kind == "B" and (primitive.micro_batch, primitive.chunk) not in self._split
+            both = primitive.kind == "B" and (m, chunk) not in self._split
             work = "BW" if both else primitive.kind
-            self._stopwatch.emulate(self._pace(work, self._state.holding, primitive.chunk))
+            through = (last + 1 - low) / (last + 1 - first)
+            self._stopwatch.emulate(self._pace(work, self._state.holding, chunk) * through)
+        if low > first:
+            self._stopwatch.pause()
+            return
         self._stopwatch.end()
-        micro_batch = self._batch[primitive.micro_batch]
+        micro_batch = self._batch[m]
         self._work.append((float(micro_batch.tokens), float(micro_batch.sum_squared_lengths)))
         self._observer.progressed()
 
@@ -126,27 +145,41 @@ class Interpreter:
         inputs = tokens if v == 0 else self._take(("forward", m, v - 1)).requires_grad_()
         assert inputs is not None
         self._stopwatch.begin()
-        output = self._stage(chunk, lengths, inputs, labels)
+        pieces = self._stage.in_pieces(chunk, lengths, inputs, labels, self._cut.get((m, chunk), ()))
+        cut, output = pieces[-1]
         if labels is not None:
             self.loss_sum += output.detach()
             output = output / self._total_tokens
-        self._saved[m, chunk] = (inputs, output)
+        self._saved[m, chunk] = [*pieces[:-1], (cut, output)]
         if labels is None:
             self._produced["forward", m, v] = output.detach()
 
-    def _backward(self, m: int, chunk: int) -> None:
+    def _backward(self, m: int, chunk: int, *, begins: bool, ends: bool) -> None:
+        """One piece of a chunk's graph, unless this both `begins` and `ends` it: then all that it is cut into for W."""
         v = self._position[m, chunk]
-        gradient = None if self._ends(chunk) else self._take(("backward", m, v))
-        inputs, output = self._saved.pop((m, chunk))
-        self._stopwatch.begin()
-        if (m, chunk) in self._split:
-            with self._stage.weights.collecting((m, chunk)):
-                output.backward(gradient)
-        else:
-            output.backward(gradient)
-        if v > 0:
-            assert inputs.grad is not None
-            self._produced["backward", m, v - 1] = inputs.grad
+        if begins:
+            self._between = None if self._ends(chunk) else self._take(("backward", m, v))
+            self._stopwatch.begin()
+        pieces = self._saved[m, chunk]
+        for _ in range(len(pieces) if begins and ends else 1):
+            inputs, output = pieces.pop()
+            split = (m, chunk) in self._split
+            with self._stage.weights.collecting((m, chunk, len(pieces))) if split else nullcontext():
+                output.backward(self._between)
+            self._between = inputs.grad
+        if ends:
+            del self._saved[m, chunk]
+            if v > 0:
+                assert self._between is not None
+                self._produced["backward", m, v - 1] = self._between
+            self._between = None
+
+    def _weights(self, m: int, chunk: int, layers: LayerSpan | None, *, begins: bool) -> None:
+        """Weight gradients of a micro-batch, or of its piece of `layers`; pieces count from the first layer."""
+        if begins:
+            self._stopwatch.begin()
+        piece = 0 if layers is None else sorted(self._cut[m, chunk]).index(layers[0])
+        self._stage.weights.finish((m, chunk, piece))
 
     def _ends(self, chunk: int) -> bool:
         """Whether a chunk is the model's last: it ends in the loss."""

@@ -7,6 +7,8 @@ layers at any tensor-parallel degree. Which ones is not decided here.
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -82,16 +84,16 @@ class StageModule(nn.Module):
             self.embedding = nn.ModuleDict({"word_embeddings": table})
         spec = _layer_spec(local)
         self.layers = nn.ModuleDict()
-        self._runs: list[list[tuple[list[nn.Module], bool]]] = []
-        """For each chunk its runs of layers, and whether a run is recomputed."""
+        self._chunks = chunks
+        self._runs: list[list[tuple[int, int, bool]]] = []
+        """For each chunk its runs of layers: first, one after the last, whether a run is recomputed."""
         for start, stop in chunks:
-            built: list[nn.Module] = []
             for number in range(start, stop + 1):
                 layer = build_module(spec, config=local, layer_number=number + 1, pg_collection=groups)
                 recompute_selected(config, layer)
                 self.layers[str(number)] = layer
-                built.append(layer)
-            self._runs.append([(built[low:high], again) for low, high, again in spans(config, len(built))])
+            runs = spans(config, stop + 1 - start)
+            self._runs.append([(start + low, start + high, again) for low, high, again in runs])
         if last:
             self.final_layernorm = Norm(local, local.hidden_size, eps=local.layernorm_epsilon)
             self.output_layer = _head(local, model, tp_group)
@@ -116,14 +118,38 @@ class StageModule(nn.Module):
         and N must be divisible by tp. The last chunk of a last stage takes `labels`, int64 [N], and returns the sum
         over tokens of the cross entropy, equal on all ranks of the group; labels that are IGNORED do not count.
         """
+        return self.in_pieces(chunk, lengths, inputs, labels)[-1][1]
+
+    def in_pieces(
+        self,
+        chunk: int,
+        lengths: tuple[int, ...],
+        inputs: Tensor,
+        labels: Tensor | None = None,
+        borders: Collection[int] = (),
+    ) -> list[tuple[Tensor, Tensor]]:
+        """As `forward`, with autograd's graph cut before each layer of `borders`: inputs and output of each piece.
+
+        Backward passes go piece by piece from the last, each from the gradient of the next one's inputs, and give what
+        one over an uncut graph gives, to the bit. A run of layers that is recomputed as one is two where it is cut.
+        """
         packing = self._packing(lengths, inputs.device)
         begins, ends = self.first and chunk == 0, self.last and chunk == len(self._runs) - 1
         hidden = self.embedding(inputs[None], packing.positions[None]) if begins else inputs
-        for layers, again in self._runs[chunk]:
+        pieces: list[tuple[Tensor, Tensor]] = []
+        for start, stop, again in self._runs[chunk]:
             run = recomputed(_run) if again else _run
-            hidden = run(layers, hidden, packing.rotation, packing)
-        if not ends:
-            return hidden
+            for low, high in itertools.pairwise((start, *(b for b in sorted(borders) if start < b < stop), stop)):
+                if low in borders and low > self._chunks[chunk][0]:
+                    pieces.append((inputs, hidden))
+                    inputs = hidden = hidden.detach().requires_grad_()
+                layers = [self.layers[str(number)] for number in range(low, high)]
+                hidden = run(layers, hidden, packing.rotation, packing)
+        if ends:
+            hidden = self._loss(hidden, labels)
+        return [*pieces, (inputs, hidden)]
+
+    def _loss(self, hidden: Tensor, labels: Tensor | None) -> Tensor:
         assert labels is not None
         shared = self.embedding.get_parameter("word_embeddings.weight") if self._tied else None
         logits, _ = self.output_layer(self.final_layernorm(hidden), weight=shared)

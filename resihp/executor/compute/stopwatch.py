@@ -39,11 +39,24 @@ class Stopwatch:
         self._zero = time.perf_counter()
         self._rows: list[tuple[float, float, float]] = []
         self._began = self._work = self._marked = self._slept = self._reduced = 0.0
+        self._apart = self._paused = 0.0
 
     def begin(self) -> None:
         """A primitive has all that it needs."""
-        self._began, self._slept = time.perf_counter(), 0.0
+        self._began, self._slept, self._apart = time.perf_counter(), 0.0, 0.0
         self._work = self._marked = time.thread_time()
+
+    def pause(self) -> None:
+        """A part of a primitive is done; what comes before the next one is not its work."""
+        self.collective()
+        self._paused = time.perf_counter()
+
+    def go_on(self) -> None:
+        """The next part."""
+        self._apart += time.perf_counter() - self._paused
+        now = time.thread_time()
+        self._work += now - self._marked
+        self._marked = now
 
     def collective(self) -> None:
         """A collective is about to start: a device that is made slow has not come as far."""
@@ -65,7 +78,7 @@ class Stopwatch:
         """Take at least `seconds` for the primitive under way, or more if the device is made slow: as one would that
         needs them. They are its own work then, whether it had to wait for peers meanwhile or not."""
         needed = seconds / self._speed()
-        rest = self._began + needed - time.perf_counter()
+        rest = self._began + self._apart + needed - time.perf_counter()
         if rest > 0.0:
             time.sleep(rest)
         self._marked = time.thread_time()
@@ -75,7 +88,8 @@ class Stopwatch:
         """The primitive is done."""
         self.collective()
         own = time.thread_time() - self._work + self._slept
-        self._rows.append((self._began - self._zero, time.perf_counter() - self._began, own))
+        span = time.perf_counter() - self._began - self._apart
+        self._rows.append((self._began - self._zero, span, own))
 
     def reduced(self) -> None:
         """All gradients are summed."""
@@ -133,6 +147,13 @@ class CudaStopwatch(Stopwatch):
     def resumed(self) -> None:
         if self._open is None:
             self._open = self._mark()
+
+    def pause(self) -> None:
+        self.collective()
+        self.waits()
+
+    def go_on(self) -> None:
+        self.resumed()
 
     def end(self) -> None:
         self.collective()

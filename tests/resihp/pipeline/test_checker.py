@@ -156,8 +156,8 @@ def ends(plan: Plan, given: dict[int, Program], cut: tuple[Bucket, ...]) -> bool
                 if key == edge and not done.issuperset(mine):
                     return False
         group = frozenset(plan.layout.replicas[place[rank][0]].stages[place[rank][1]].ranks)
-        begin(rank, (place[rank], p), group)
-        return len(group) == 1 or (place[rank], p) in done
+        begin(rank, (place[rank], entry), group)
+        return len(group) == 1 or (place[rank], entry) in done
 
     moved = True
     while moved:

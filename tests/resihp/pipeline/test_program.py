@@ -12,6 +12,7 @@ import pytest
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.ownership import ParameterSpec, owner_sets, size_of
 from resihp.parallelism.plan import Plan
+from resihp.pipeline.parts import depths
 from resihp.pipeline.program import (
     WORLD,
     Bucket,
@@ -22,7 +23,6 @@ from resihp.pipeline.program import (
     TensorRange,
     Transmit,
     buckets,
-    chunks_of,
     edge_of,
     memberships,
     mirrored,
@@ -148,9 +148,9 @@ def test_every_slice_of_several_owners_is_in_one_bucket_of_these_owners() -> Non
             size = 4 * sum(size_of(by_name[piece.name], piece) for piece in bucket.slices)
             assert size <= 1500 or len(bucket.slices) == 1
             for owner in bucket.owners:  # no gradient waits for a chunk that it does not come from
-                needed = chunks_of(plan.layout, *places[owner], bucket.units)
+                needed = list(depths(plan.layout, *places[owner], bucket.units))
                 for piece in bucket.slices:
-                    assert chunks_of(plan.layout, *places[owner], by_name[piece.name].units) == needed
+                    assert list(depths(plan.layout, *places[owner], by_name[piece.name].units)) == needed
 
 
 def test_buckets_begin_with_the_models_last_parameters() -> None:
@@ -170,7 +170,7 @@ def test_a_tied_parameter_waits_for_both_of_its_units() -> None:
     layout = Layout.uniform(tp=1, pp=2, dp=2, layers=2)
     (tied,) = (bucket for bucket in buckets(layout, model(2, tied=True)) if len(bucket.owners) == 4)
     assert tied.units == ("embedding", "head")
-    assert [chunks_of(layout, 0, stage, tied.units) for stage in (0, 1)] == [(0,), (0,)]
+    assert [depths(layout, 0, stage, tied.units) for stage in (0, 1)] == [{0: 0}, {0: 1}]
     (one,) = buckets(Layout.uniform(tp=2, pp=1, dp=1, layers=2), (ParameterSpec("n", "layer.1", (8,), partial=True),))
     assert one.owners == (0, 1)
     assert buckets(Layout.uniform(tp=2, pp=2, dp=1, layers=2), model(2)) == ()
@@ -213,7 +213,7 @@ def test_all_ranks_obey_one_order() -> None:
             place = plan.layout.place(rank)
             assert place is not None
             events: list[object] = [
-                (place.replica, place.stage, entry.primitive)
+                (place.replica, place.stage, entry)
                 if isinstance(entry, Compute)
                 else (entry.parcel.direction, entry.parcel.micro_batch, entry.parcel.boundary)
                 if isinstance(entry, Transmit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from datetime import timedelta
@@ -21,6 +22,7 @@ from resihp.parallelism import transfers
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.plan import Migration, Order, Plan, Primitive, spread
 from resihp.parallelism.transfers import Base
+from resihp.pipeline import program
 from resihp.pipeline.program import Compute
 from resihp.worker import checkpoints
 
@@ -159,9 +161,24 @@ class _SmallerVocabulary(Corpus):
 
 
 def chain(
-    rank: int, store: Line, *, seed: int, ranks: int, plans: int, kind: str, recompute: str, strict: bool, root: str
+    rank: int,
+    store: Line,
+    *,
+    seed: int,
+    ranks: int,
+    plans: int,
+    kind: str,
+    recompute: str,
+    strict: bool,
+    cut: bool,
+    root: str,
 ) -> dict[str, Any]:
-    """Train one iteration under each of a chain of random plans; compare everything with a serial model."""
+    """Train one iteration under each of a chain of random plans; compare everything with a serial model.
+
+    `cut`: buckets are so small that last backward passes come in parts, with sums between them.
+    """
+    if cut:
+        program.buckets = functools.partial(program.buckets, bucket_bytes=4000)
     rng, world = random.Random(seed), ranks
     keys = store.keys()
     state = rng.getstate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import signal
@@ -38,6 +39,7 @@ from resihp.parallelism.ownership import counted, size_of
 from resihp.parallelism.plan import Plan, spread
 from resihp.parallelism.transfers import Base
 from resihp.parallelism.workload import MicroBatch
+from resihp.pipeline import program
 from resihp.pipeline.program import GroupSpec
 from resihp.protocol import messages as m
 from resihp.scheduler.cost import memory
@@ -175,8 +177,14 @@ def train(
     assignment: Any = None,
     extra: dict[str, Any] | None = None,
     plan: dict[str, Any] | None = None,
+    bucket_bytes: int | None = None,
+    cut: bool = True,
 ) -> dict[str, Any]:
-    """`extra` settings of the engine, `plan` of the plan."""
+    """`extra` settings of the engine, `plan` of the plan; without `cut` no backward pass comes in parts."""
+    if bucket_bytes is not None:
+        program.buckets = functools.partial(program.buckets, bucket_bytes=bucket_bytes)
+    if not cut:
+        program.cuts = lambda *_: {}
     engine = engine_of(kind, **(extra or {}))
     layout = grid(*grid_of)
     if stages is not None:  # [replica][stage] = (ranks, (first, last))
@@ -193,6 +201,7 @@ def train(
         engine.step(outcome)
         outcomes.append(msgspec.to_builtins(outcome))
     gathered = engine.gather([rank, "x" * rank])
+    own = engine.prepare(carried_out, rank).programs[rank]
     engine.disconnect()
     return {
         "outcomes": outcomes,
@@ -202,6 +211,7 @@ def train(
         "compute_s": float(engine.measured[2].sum()),
         "gathered": gathered,
         "digest": state_digest(engine),
+        "parts": sum(isinstance(i, program.Compute) and i.layers is not None for i in own),
     }
 
 

@@ -78,6 +78,8 @@ class Case(msgspec.Struct, frozen=True):
     stages: tuple[tuple[tuple[int, int], ...], ...] = (((0, 1), (2, 2)),)
     """Chunks of each pipeline stage, all of which each rank holds."""
     positions: str | None = None
+    cut: bool = False
+    """Autograd's graph is cut between all layers of a chunk."""
 
 
 def config_of(kind: str, recompute: str = "") -> TransformerConfig:
@@ -160,25 +162,28 @@ def iterate(stages: Sequence[StageModule], case: Case) -> tuple[list[float], dic
     losses, keys = [], []
     for m in range(len(LENGTHS)):
         lengths, tokens, labels = batch(m, case.vocab, multiple)
-        passed: list[tuple[Tensor, Tensor]] = []
+        passed: list[tuple[StageModule, Hashable, Tensor, Tensor]] = []
         inputs = tokens
         for stage, chunk in pieces:
             ends = (stage, chunk) == pieces[-1]
-            output = stage(chunk, lengths, inputs, labels if ends else None)
+            borders = range(LAYERS) if case.cut else ()
+            parts = stage.in_pieces(chunk, lengths, inputs, labels if ends else None, borders)
+            output = parts[-1][1]
             if not ends:
                 rows = sum(lengths) // (group.size() if stage.sequence_parallel else 1)
                 assert output.shape == (rows, 1, stage.config.hidden_size)
             else:
                 losses.append(output.item())
                 output = output / TOTAL
-            passed.append((inputs, output))
+            parts[-1] = (parts[-1][0], output)
+            passed += [(stage, (m, chunk, i), *part) for i, part in enumerate(parts)]
             inputs = output.detach().requires_grad_()
         gradient = None
-        for (stage, chunk), (inputs, output) in zip(reversed(pieces), reversed(passed), strict=True):
-            with stage.weights.collecting((m, chunk)) if case.split else nullcontext():
+        for stage, key, inputs, output in reversed(passed):
+            with stage.weights.collecting(key) if case.split else nullcontext():
                 output.backward(gradient)
             gradient = inputs.grad
-            keys.append((stage, (m, chunk)))
+            keys.append((stage, key))
     if case.split:
         assert all(
             not name.endswith("proj.weight") or p.grad is None for s in stages for name, p in s.named_parameters()

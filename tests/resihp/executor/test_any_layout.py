@@ -26,6 +26,7 @@ def test_a_chain_of_random_plans_equals_a_serial_model(chain_ranks: Ranks, tmp_p
         kind=("gpt", "llama", "qwen3")[seed // 6 % 3],
         recompute=("none", "layernorm", "full", "selective")[seed % 4],
         strict=seed % 3 == 0,
+        cut=seed // 4 % 2 == 0,
         root=str(tmp_path),
     )
     assert sum(answer["work"] for answer in answers) > 0

@@ -25,6 +25,7 @@ from tests.resihp.executor.stage_scenarios import (
     Case,
     batch,
     config_of,
+    iterate,
     specs_for,
     stages_of,
     unfinished,
@@ -53,6 +54,10 @@ CASES: dict[str, dict[str, Any]] = {
     "split sequence block": {"split": True, "sequence_parallel": True, "recompute": "block"},
     "split sequence mlp": {"split": True, "sequence_parallel": True, "recompute": "mlp"},
     "sequence core_attn": {"sequence_parallel": True, "recompute": "core_attn"},
+    "cut": {"cut": True},
+    "cut split sequence uniform": {"cut": True, "split": True, "sequence_parallel": True, "recompute": "uniform"},
+    "cut tied two stages all": {"cut": True, "tied": True, "stages": (((0, 0),), ((1, 2),)), "split": True}
+    | {"sequence_parallel": True, "recompute": "layernorm mlp"},
     "two stages": {"stages": (((0, 0),), ((1, 1), (2, 2)))},
     "padded": {"vocab": 61, "vocab_multiple": 32},
     "a rank of padding": {"vocab": 33, "vocab_multiple": 32, "split": True, "sequence_parallel": True},
@@ -272,6 +277,32 @@ def test_what_norms_put_out_is_kept_or_not(recompute: str, kept: int) -> None:
     assert len(seen) == 2 * LAYERS
     assert sum(reference() is not None for reference in seen) == kept
     loss.backward()
+
+
+# --- graphs in pieces -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTED)
+@pytest.mark.parametrize("kind", ["gpt", "llama", "qwen3"])
+@pytest.mark.parametrize("split", [False, True])
+def test_a_cut_graph_gives_the_uncut_ones_gradients_to_the_bit(kind: str, recompute: str, split: bool) -> None:
+    def gradients(cut: bool) -> dict[str, Tensor]:
+        case = Case(recompute=recompute, split=split, cut=cut, stages=(((0, LAYERS - 1),),))
+        return iterate(stages_of(kind, case, TensorGroup())[0], case)[1]
+
+    expected, found = gradients(False), gradients(True)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_piece_ends_below_each_border_and_nowhere_else() -> None:
+    """Also within a run of layers that is recomputed as one; at the chunk's beginning there is nothing to cut."""
+    for recompute in ("", "uniform"):
+        stage = alone("gpt", recompute=recompute)
+        assert [len(stage.in_pieces(0, *batch(0, 64), borders)) for borders in ((), (0,), (1,), (1, 2))] == [1, 1, 2, 3]
+        first, second, _ = stage.in_pieces(0, *batch(0, 64), (1, 2))
+        assert first[1].data_ptr() == second[0].data_ptr(), "nothing is copied"
+        assert second[0].grad_fn is None
 
 
 # --- weight gradients of their own ----------------------------------------------------------------------------

@@ -146,6 +146,52 @@ def test_what_a_gpu_computes_beside_a_collective_is_own_work(monkeypatch: pytest
     assert stream.events == 1 + (2 + 2) + 2 + 1, "each collective takes the two events of its wait"
 
 
+def test_what_is_begun_between_two_parts_of_a_primitive_is_not_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"wall": 100.0, "thread": 10.0}
+
+    def pass_(wall: float, thread: float) -> None:
+        now["wall"] += wall
+        now["thread"] += thread
+
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: now["wall"])
+    monkeypatch.setattr(stopwatch.time, "thread_time", lambda: now["thread"])
+    monkeypatch.setattr(stopwatch.time, "sleep", lambda seconds: pass_(seconds, 0.0))
+    for speed, rows in ((1.0, [[1.0], [7.0], [5.0]]), (0.5, [[1.0], [12.0], [10.0]])):
+        watch = stopwatch.Stopwatch(lambda speed=speed: speed)
+        pass_(1.0, 0.0)
+        watch.begin()
+        pass_(4.0, 3.0)
+        watch.pause()
+        pass_(9.0, 8.0)  # begins a sum, for which it copies
+        watch.go_on()
+        pass_(3.0, 2.0)
+        watch.end()
+        assert watch.read() == pytest.approx(np.array(rows))
+    watch = stopwatch.Stopwatch()
+    watch.begin()
+    watch.emulate(2.0)
+    watch.pause()
+    pass_(9.0, 0.0)
+    watch.go_on()
+    watch.emulate(4.0)
+    watch.end()
+    assert watch.read()[1:] == pytest.approx(np.array([[4.0], [4.0]])), "of all parts together"
+
+
+def test_on_a_gpu_parts_are_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream(monkeypatch)
+    watch = CudaStopwatch()
+    watch.begin()
+    stream.work(5.0)
+    watch.pause()
+    stream.work(1.0)  # a copy
+    watch.go_on()
+    stream.work(2.0)
+    watch.end()
+    stream.done = True
+    assert watch.read() == pytest.approx(np.array([[0.0], [8.0], [7.0]]) / 1e3)
+
+
 def test_a_gpu_that_is_made_slow_works_longer_and_waits_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Stream(monkeypatch)
     monkeypatch.setattr(stopwatch.time, "sleep", lambda seconds: stream.work(1e3 * seconds))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,30 @@ def test_no_bucket_of_equal_replicas_is_copied(ranks: Ranks) -> None:
     for answer in ranks("sums_in_place", 4, grid_of=(1, 2, 2)):
         assert answer["copies"] == 0
         assert answer["buffers"] == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "grid", "plan"),
+    [
+        ("gpt", (1, 1, 2), {}),
+        ("llama-bf16", (2, 1, 2), {"sequence_parallel": True}),
+        ("llama", (1, 2, 2), {"schedule": "zero-bubble"}),
+    ],
+)
+def test_sums_that_begin_within_the_last_backward_change_nothing(
+    ranks: Ranks, kind: str, grid: tuple[int, int, int], plan: dict[str, Any]
+) -> None:
+    """Values to the bit, what is measured and told of; with buckets so small that a chunk has several."""
+    cut, whole = (
+        ranks("train", math.prod(grid), kind=kind, grid_of=grid, plan=plan, bucket_bytes=5000, cut=cut)
+        for cut in (True, False)
+    )
+    for one, other in zip(cut, whole, strict=True):
+        assert one["digest"] == other["digest"]
+        assert one["outcomes"] == other["outcomes"]
+        assert one["primitives"] == other["primitives"]
+        assert one["parts"] >= 2
+        assert other["parts"] == 0
 
 
 def test_a_broken_iteration_leaves_its_buffer_to_what_may_still_write_to_it(ranks: Ranks) -> None:

@@ -93,6 +93,7 @@ bench: setup
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/reconfigure.py
 	$(BIN)/python benchmarks/steady.py
+	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/walks.py
 	$(BIN)/python benchmarks/rendezvous.py
 	$(BIN)/python -m benchmarks.communicators

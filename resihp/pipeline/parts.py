@@ -42,22 +42,6 @@ def depths(layout: Layout, replica: int, stage: int, units: Sequence[str]) -> di
     return dict(sorted(found.items()))
 
 
-class Depths:
-    """`depths` for ranks, worked out once for all ranks of a stage."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._places = {rank: (place.replica, place.stage) for rank, place in layout.places()}
-        self._known: dict[tuple[int, int, tuple[str, ...]], dict[ChunkPlace, int]] = {}
-
-    def of(self, rank: int, units: tuple[str, ...]) -> dict[ChunkPlace, int]:
-        d, s = self._places[rank]
-        key = (d, s, units)
-        if key not in self._known:
-            self._known[key] = {(d, s, c): depth for c, depth in depths(self._layout, d, s, units).items()}
-        return self._known[key]
-
-
 def cuts(
     layout: Layout, sums: Iterable[tuple[Sequence[int], tuple[str, ...]]]
 ) -> dict[ChunkPlace, tuple[LayerSpan, ...]]:
@@ -66,16 +50,19 @@ def cuts(
     A border stands where a sum can begin, with at least an eighth of the chunk (`PARTS`) between two. The embedding's
     sum begins after the first layer, wherever else its parameter is used.
     """
-    known = Depths(layout)
+    places = {rank: (place.replica, place.stage) for rank, place in layout.places()}
+    held = {
+        (places[owner], units)
+        for owners, units in sums
+        if len(owners) > 1 and "embedding" not in units
+        for owner in owners
+    }
     borders: dict[ChunkPlace, set[int]] = defaultdict(set)
-    for owners, units in sums:
-        if len(owners) > 1 and "embedding" not in units:
-            for owner in owners:
-                for place, depth in known.of(owner, units).items():
-                    borders[place].add(depth)
+    for (d, s), units in held:
+        for c, depth in depths(layout, d, s, units).items():
+            borders[d, s, c].add(depth)
     found: dict[ChunkPlace, tuple[LayerSpan, ...]] = {}
-    for place, wanted in borders.items():
-        d, s, c = place
+    for (d, s, c), wanted in borders.items():
         first, last = layout.replicas[d].stages[s].chunks[c]
         least = math.ceil((last - first + 1) / PARTS)
         spans: list[LayerSpan] = []
@@ -85,5 +72,5 @@ def cuts(
                 spans.append((border, stop))
                 stop = border - 1
         if spans:
-            found[place] = (*spans, (first, stop))
+            found[d, s, c] = (*spans, (first, stop))
     return found

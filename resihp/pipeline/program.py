@@ -9,8 +9,9 @@ wait for their receives. `resihp.pipeline.checker` plays programs under those ru
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -18,7 +19,7 @@ import msgspec
 from resihp.parallelism.layout import LayerSpan, Layout, Stage
 from resihp.parallelism.ownership import ParameterSpec, Slice, holders, owner_sets, size_of
 from resihp.parallelism.plan import Plan, Primitive, Stop
-from resihp.pipeline.parts import ChunkPlace, Depths, cuts
+from resihp.pipeline.parts import ChunkPlace, cuts, depths
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import layer_units, play, virtual_stages
 
@@ -142,14 +143,8 @@ def programs(plan: Plan, buckets: Sequence[Bucket] = ()) -> dict[int, Program]:
                 if 0 <= to < len(path) and (path[to].replica, path[to].stage) != (d, s):
                     key = (ends[position], TRANSMIT, m, min(v, to), int(kind == "B"))
                     events.append((key, *parcels.between(path[v], path[to], m, min(v, to), forward=kind == "F")))
-    known = Depths(plan.layout)
-    for index, bucket in enumerate(buckets):
-        needed = {place: depth for owner in bucket.owners for place, depth in known.of(owner, bucket.units).items()}
-        moments = (
-            next(when for low, when in through[place] if low <= needed[place]) for place in needed.keys() & through
-        )
-        moment = max(moments, default=0.0)
-        events.append(((moment, REDUCE, index, 0, 0), Reduce(index), bucket.owners))
+    for index, moment in enumerate(_moments(plan.layout, buckets, through)):
+        events.append(((moment, REDUCE, index, 0, 0), Reduce(index), buckets[index].owners))
     events.sort(key=lambda event: event[0])
     found: dict[int, list[Instruction]] = {rank: [] for rank in plan.layout.active}
     for _, instruction, ranks in events:
@@ -199,7 +194,12 @@ def buckets(
     """
     by_name = {spec.name: spec for spec in specs}
     position = {spec.name: i for i, spec in enumerate(specs)}
-    known = Depths(layout)
+    places = {rank: (place.replica, place.stage) for rank, place in layout.places()}
+
+    @functools.cache
+    def waits(place: tuple[int, int], units: tuple[str, ...]) -> tuple[ChunkPlace, ...]:
+        return tuple((*place, c) for c in depths(layout, *place, units))
+
     entries = [
         (position[piece.name], i, piece, entry.owners)
         for i, entry in enumerate(owner_sets(layout, specs))
@@ -210,7 +210,7 @@ def buckets(
     groups: dict[tuple[tuple[int, ...], object, bool], list[Slice]] = {}
     for _, _, piece, owners in entries:
         spec = by_name[piece.name]
-        chunks = tuple(tuple(known.of(owner, spec.units)) for owner in owners)
+        chunks = tuple(waits(places[owner], spec.units) for owner in owners)
         groups.setdefault((owners, chunks, _apart(layout, spec)), []).append(piece)
     found: list[Bucket] = []
     for (owners, _, _), pieces in groups.items():
@@ -286,6 +286,21 @@ def edge_of(direction: str, sender: int, receiver: int) -> str:
     hold up the gradient behind it.
     """
     return f"{direction}/{sender}-{receiver}"
+
+
+def _moments(
+    layout: Layout, buckets: Sequence[Bucket], through: Mapping[ChunkPlace, tuple[tuple[int, float], ...]]
+) -> list[float]:
+    """When the last owner of each bucket has its gradients; 0 where nobody computes any."""
+    places = {rank: (place.replica, place.stage) for rank, place in layout.places()}
+
+    @functools.cache
+    def ready(place: tuple[int, int], units: tuple[str, ...]) -> float:
+        needed = {(*place, c): depth for c, depth in depths(layout, *place, units).items()}
+        whens = (next(t for low, t in through[chunk] if low <= needed[chunk]) for chunk in needed if chunk in through)
+        return max(whens, default=0.0)
+
+    return [max((ready(places[owner], bucket.units) for owner in bucket.owners), default=0.0) for bucket in buckets]
 
 
 class _Parcels:

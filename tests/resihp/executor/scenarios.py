@@ -551,8 +551,9 @@ def _wake_until_done(engine: Engine, done: threading.Event) -> None:
         engine.wake()
 
 
-def survive(rank: int, store: Line, *, phase: str) -> dict[str, Any]:
+def survive(rank: int, store: Line, *, phase: str, bucket_bytes: int) -> dict[str, Any]:
     """Rank 3 of TP1 PP2 DP2 dies in `phase` of iteration 2; replica 0 goes on alone and redoes or finishes it."""
+    program.buckets = functools.partial(program.buckets, bucket_bytes=bucket_bytes)
     keys = store.keys()
     alarms = store.keys()
     engine = engine_of("gpt")

@@ -152,11 +152,15 @@ def test_wake_frees_a_rank_whose_peer_died_while_it_connected(
     assert not (back_end == "nccl-like" and survivor["connects"])
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward", "reduce"])
+@pytest.mark.parametrize(
+    ("phase", "bucket_bytes"),
+    [("forward", 32 << 20), ("backward", 32 << 20), ("reduce", 32 << 20), ("reduce", 5000)],
+    ids=["forward", "backward", "reduce", "reduce between parts of a backward"],
+)
 def test_survivors_of_a_kill_redo_the_iteration_under_a_new_plan(
-    serve: Callable[..., list[dict[str, Any]]], serial: dict[str, dict[str, Any]], phase: str
+    serve: Callable[..., list[dict[str, Any]]], serial: dict[str, dict[str, Any]], phase: str, bucket_bytes: int
 ) -> None:
-    answers = serve("survive", 4, phase=phase)
+    answers = serve("survive", 4, phase=phase, bucket_bytes=bucket_bytes)
     assert answers[3] == {"killed": 9}, answers
     for answer in answers[:2]:
         assert "result" in answer, answer

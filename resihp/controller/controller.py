@@ -85,6 +85,7 @@ class Controller:
             replan = replan_policy.review(job)
             if replan is not None:
                 transition.pause(job, replan.reason, replan.failures)
+            transition.resize(job)
             drains.review(job)
         return job.actions
 

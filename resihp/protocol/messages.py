@@ -27,6 +27,7 @@ from typing import Literal
 import msgspec
 
 from resihp.faults import Fault
+from resihp.parallelism.batch_sizes import BatchSizes, Ramp
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan
 from resihp.parallelism.transfers import Base
@@ -116,11 +117,18 @@ class Declare(Message, frozen=True, kw_only=True):
 
     model: ModelSpec
     micro_batches: int
+    """Of the global batch, once its ramp-up is over."""
     iterations: int
     resume_from: int
     """Iteration of the checkpoint that will be loaded, 0 when starting afresh."""
     fingerprint: str
     """Digest of model and optimizer settings, data set description and library versions."""
+    ramp: Ramp = ()
+    """Steps of the batch ramp-up, if it has one."""
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        return BatchSizes(self.micro_batches, self.ramp)
 
 
 class Refuse(Message, frozen=True, kw_only=True):

@@ -49,6 +49,11 @@ def test_invariants_hold_when_things_go_wrong_at_the_start(first: int) -> None:
     play_chunk(Scenario.hindered, first)
 
 
+@pytest.mark.parametrize("first", range(0, SEEDS // 4, CHUNK), ids=lambda first: f"ramps-{first}-{first + CHUNK - 1}")
+def test_invariants_hold_when_the_batch_grows(first: int) -> None:
+    play_chunk(Scenario.ramped, first)
+
+
 def play_chunk(scenario: Callable[[int], Scenario], first: int) -> None:
     failed: dict[int, Violation] = {}
     for seed in range(first, first + CHUNK):

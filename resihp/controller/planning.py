@@ -223,16 +223,20 @@ def _choice(job: Job, plan: Plan, situation: Situation, reason: str = "", predic
         plan=plan,
         reason=reason,
         predicted=_price(plan, situation) if predicted is None else predicted,
-        present=None if job.record.plan is None else _price(job.record.plan, situation),
+        present=_present(job, situation),
         situation=situation,
     )
 
 
-def _price(plan: Plan, situation: Situation) -> float | None:
-    """Predicted time of an iteration; None where the plan has work for a rank that is gone or stands still, or deals
-    another number of micro-batches than there are now."""
-    if plan.micro_batches != situation.micro_batches:
+def _present(job: Job, situation: Situation) -> float | None:
+    """Of the plan in effect, dealing as many micro-batches as there are now."""
+    if job.record.plan is None or situation.micro_batches < len(job.record.plan.layout.replicas):
         return None
+    return _price(_for_so_many(job.record.plan, situation.micro_batches), situation)
+
+
+def _price(plan: Plan, situation: Situation) -> float | None:
+    """Predicted time of an iteration; None where the plan has work for a rank that is gone or stands still."""
     if not set(situation.available).difference(situation.stale).issuperset(plan.layout.active):
         return None
     seconds = iteration_seconds(plan, situation)

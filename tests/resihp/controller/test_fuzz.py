@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -117,6 +118,23 @@ def test_the_seeds_reach_what_they_are_for() -> None:
         *("SignalWorker", "SignalNode", "CutConnection", "DropNode", "Reply", "CommitCheckpoint"),
         *("fail-stop process", "fail-stop device", "fail-stop node", "communication link", "program script"),
     }
+
+
+def test_the_seeds_with_a_batch_that_grows_reach_what_they_are_for() -> None:
+    """Steps alone, failures right at one, and while the plan for it is made."""
+    kinds: set[str] = set()
+    for seed in range(150):
+        try:
+            plans = play(Scenario.ramped(seed), replay=False).plans
+        except Violation:
+            continue
+        for before, after in pairwise(plans):
+            if after.plan.micro_batches > before.plan.micro_batches:
+                same = before.plan.layout.replicas == after.plan.layout.replicas
+                kinds.add(f"{after.action}, {'same' if same else 'another'} layout")
+            elif after.next_iteration == before.next_iteration and before.action == "between":
+                kinds.add("again")
+    assert kinds >= {"between, same layout", "between, another layout", "commit, another layout", "again"}
 
 
 def test_the_seeds_in_an_allocation_reach_what_they_are_for() -> None:

@@ -205,3 +205,17 @@ def test_at_every_moment_of_a_step(trigger: Any, kind: Any) -> None:
         disturbed = Disturbance(kind, trigger, nth, seconds=2.0, rank=1)
         scenario = Scenario(seed=nth, disturbances=(disturbed,), ramp=((1, 2), (2, 4), (4, 8)))
         assert play(scenario).exit_code == 0
+
+
+def test_who_hangs_before_a_step_is_told_from_those_who_wait_for_the_plan() -> None:
+    """Seeds 1743 and 2681: a plan for one iteration, to whose end one rank does not come."""
+    job = Direct(declare=msgspec.structs.replace(DECLARES, ramp=((1, 2), (2, 4), (3, 8)))).run()
+    job.step(1, pause=True)
+    through(job, 1)
+    job.step(2, 0, 1, 3, pause=True)
+    job.wait(100.0, primitives={}, activity="idle")
+    assert {entry.rank for entry in job.all(Suspected)} == {2}
+    assert [a.rank for a in job.actions if isinstance(a, api.SignalWorker)] == [2]
+    job.crash(2)
+    job.park(stepped=2)
+    assert dealt(job) == [(1, 2), (2, 4), (3, 8)]

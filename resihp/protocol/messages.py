@@ -22,6 +22,7 @@ Iterations count from 1; 0 means none yet. Seconds are intervals. Nothing here d
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -112,7 +113,7 @@ MeetingMessage = Attend | Publish
 # --- worker -> agent -> supervisor ------------------------------------------------------------------------------
 
 
-class Declare(Message, frozen=True, kw_only=True):
+class Declare(Message, frozen=True, kw_only=True, dict=True):
     """The training script is ready: what it trains. All ranks of a job must declare the same."""
 
     model: ModelSpec
@@ -126,7 +127,7 @@ class Declare(Message, frozen=True, kw_only=True):
     ramp: Ramp = ()
     """Steps of the batch ramp-up, if it has one."""
 
-    @property
+    @cached_property
     def batch_sizes(self) -> BatchSizes:
         return BatchSizes(self.micro_batches, self.ramp)
 

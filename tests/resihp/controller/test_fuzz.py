@@ -72,6 +72,7 @@ def play_chunk(scenario: Callable[[int], Scenario], first: int) -> None:
     [
         *((Scenario.sluggish, seed) for seed in (11177, 20285, 41343)),
         *((Scenario.hindered, seed) for seed in (41460, 41596, 44571)),
+        *((Scenario.ramped, seed) for seed in (165, 1743, 2681)),
     ],
 )
 def test_a_seed_that_once_broke_a_rule_breaks_none(kind: Callable[[int], Scenario], seed: int) -> None:

@@ -219,3 +219,19 @@ def test_who_hangs_before_a_step_is_told_from_those_who_wait_for_the_plan() -> N
     job.crash(2)
     job.park(stepped=2)
     assert dealt(job) == [(1, 2), (2, 4), (3, 8)]
+
+
+def test_a_checkpoint_that_commits_the_first_iteration_of_a_plan_lets_the_step_begin() -> None:
+    """Seed 165: nobody would have asked the ranks, which wait, to park."""
+    job = Direct(declare=msgspec.structs.replace(DECLARES, ramp=((1, 2), (2, 4), (3, 8)))).run()
+    job.step(1, pause=True)
+    through(job, 1)
+    job.step(2, 0, 1, 2, pause=True)
+    assert job.job.stage == "first-iteration"
+    for rank in job.plan.layout.replicas[0].ranks:
+        part = {"folder": "iteration-2", "file": f"rank-{rank}", "bytes": 1, "seconds": 0.1}
+        job.say(rank, m.CheckpointPart(epoch=2, iteration=2, **part))
+    assert job.orders(m.Park)[-1][1].epoch == 3
+    through(job, 2)
+    assert dealt(job) == [(1, 2), (2, 4), (3, 8)]
+    assert len(job.all(Reconfigured)) == 1

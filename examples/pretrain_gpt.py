@@ -13,7 +13,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 import resihp
-from resihp.datasets import Blended, ByteFiles, MegatronIndexed, PackedDataset, PieceSource, Prefetched
+from resihp.datasets import Blended, ByteFiles, MegatronIndexed, PackedDataset, PieceSource, Prefetched, RampUp
 
 _LLAMA = {
     "normalization": "RMSNorm",
@@ -67,6 +67,13 @@ def arguments() -> argparse.Namespace:
     batch.add_argument("--prefetch", action="store_true", help="read the next iteration's data in a thread")
     batch.add_argument("--vocab-size", type=int, default=256)
     batch.add_argument("--micro-batches", type=int, default=12, help="in the global batch of an iteration")
+    batch.add_argument(
+        "--rampup-batch-size",
+        nargs=3,
+        type=int,
+        metavar=("START", "INCREMENT", "MICRO_BATCHES"),
+        help="begin with fewer micro-batches, grow to --micro-batches over the first so many",
+    )
     batch.add_argument("--tokens", type=int, default=256, help="token budget of a micro-batch")
     batch.add_argument("--iterations", type=int, default=30)
     batch.add_argument("--seed", type=int, default=1234)
@@ -90,17 +97,23 @@ def arguments() -> argparse.Namespace:
 
 
 def dataset_of(args: argparse.Namespace) -> resihp.Dataset:
-    def packed(source: PieceSource, count: int) -> PackedDataset:
-        return PackedDataset(source, budget=args.tokens, micro_batches_per_iteration=count, seed=args.seed)
+    def packed(source: PieceSource, count: int, ramp_up: RampUp | None = None) -> PackedDataset:
+        return PackedDataset(
+            source, budget=args.tokens, micro_batches_per_iteration=count, seed=args.seed, ramp_up=ramp_up
+        )
 
+    ramp_up = None
+    if args.rampup_batch_size:
+        start, increment, over = args.rampup_batch_size
+        ramp_up = RampUp(start=start, increment=increment, micro_batches=over)
     source = MegatronIndexed(args.indexed) if args.indexed else ByteFiles(args.corpus)
     if not args.blend:
-        return packed(source, args.micro_batches)
+        return packed(source, args.micro_batches, ramp_up)
     parts = [
         (1.0, packed(source, 1)),
         *((float(weight), packed(ByteFiles(folder), 1)) for weight, folder in args.blend),
     ]
-    return Blended(parts, micro_batches_per_iteration=args.micro_batches)
+    return Blended(parts, micro_batches_per_iteration=args.micro_batches, ramp_up=ramp_up)
 
 
 def main() -> None:

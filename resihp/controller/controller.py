@@ -82,6 +82,7 @@ class Controller:
             fault_injection.end_slowness(job)
             slowness.review(job)
             early_losses.review(job)
+            transition.resize(job)
             replan = replan_policy.review(job)
             if replan is not None:
                 transition.pause(job, replan.reason, replan.failures)

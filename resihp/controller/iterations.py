@@ -159,6 +159,8 @@ def checkpoint_part(job: Job, member: Member, part: m.CheckpointPart) -> None:
             part.iteration > job.record.committed
         ):  # all its writers have taken that step, whoever has not reported it yet
             commit_up_to(job, part.iteration)
+            if job.stage == "first-iteration":
+                transition_done(job)
         job.parts = {key: value for key, value in job.parts.items() if key[1] > part.iteration}
         job.checkpointed = max(job.checkpointed, part.iteration)
         job.do(

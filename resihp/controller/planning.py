@@ -18,7 +18,7 @@ from resihp.controller.state import Job, natural
 from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.ownership import ParameterSpec
-from resihp.parallelism.plan import Plan
+from resihp.parallelism.plan import Plan, spread
 from resihp.parallelism.transfers import Base, bytes_of, missing
 from resihp.scheduler.cost.layout_change import movement
 from resihp.scheduler.cost.prices import iteration_seconds
@@ -98,17 +98,33 @@ def as_asked(job: Job) -> tuple[Plan, dict[int, str]]:
         nodes=dict.fromkeys(range(len(ranks)), ""),
         tp=settings.tp,
         pp=settings.pp,
-        micro_batches=declared.micro_batches,
+        micro_batches=declared.micro_batches,  # the most that devices have to have room for
         chunks=settings.chunks,
         schedule=settings.schedule,
         sequence_parallel=settings.sequence_parallel,
         memory_bytes=settings.memory_bytes,
         tokens=declared.model.sequence,
     )
+    replicas = len(plan.layout.replicas)
+    if job.micro_batches < replicas:
+        raise LayoutError(
+            f"batch ramp-up: iteration {job.record.committed + 1} has {job.micro_batches} micro-batches, which cannot "
+            f"feed {replicas} replicas; begin the ramp-up with {replicas} or more (RampUp(start={replicas}, ...)), or "
+            "raise --tp or --pp, which makes fewer replicas"
+        )
+    plan = _for_so_many(plan, job.micro_batches)
     layout = _renamed(plan.layout, dict(enumerate(ranks)))
     if absent.keys().isdisjoint(layout.active):
         absent, layout = {}, Layout(layout.replicas, tuple(rank for rank in layout.standby if rank not in absent))
     return msgspec.structs.replace(plan, layout=layout), absent
+
+
+def _for_so_many(plan: Plan, micro_batches: int) -> Plan:
+    """The same layout, with even shares of another batch. Raises LayoutError if a replica would get none."""
+    if plan.micro_batches == micro_batches:
+        return plan
+    shares = spread(micro_batches, len(plan.layout.replicas))
+    return msgspec.structs.replace(plan, assignment=shares, migrations=(), orders=())
 
 
 def _renamed(layout: Layout, names: Mapping[int, int]) -> Layout:
@@ -161,6 +177,25 @@ def best(job: Job, epoch: int, available: set[int], base: Base | None) -> Choice
     return _choice(job, plan, situation, decision.reason, decision.seconds)
 
 
+def resized(job: Job, epoch: int, available: set[int], base: Base | None) -> Choice:
+    """The layout in effect, with shares for another number of micro-batches.
+
+    Raises LayoutError where it cannot stay as it is: somebody is gone, a replica would get nothing, memory forbids it,
+    or the plan in effect was made for its number by more than shares.
+    """
+    old = job.record.plan
+    assert old is not None
+    if old.migrations or old.orders or not available.issuperset(old.layout.active):
+        raise LayoutError("the plan in effect does not suit another number of micro-batches")
+    situation = _situation(job, epoch, available, base)
+    if set(situation.stale).intersection(old.layout.active) or _kept_out(job, available) - set(old.layout.standby):
+        raise LayoutError("the plan in effect does not suit those who are there")
+    decision = job.dependencies.planner.without_lost_replicas(situation)
+    job.dependencies.check(decision.plan)
+    reason = f"the layout in effect for {situation.micro_batches} micro-batches"
+    return _choice(job, decision.plan, situation, reason, decision.seconds)
+
+
 def best_while_running(job: Job) -> Choice:
     """What the scheduler would make of all who are ready, were training interrupted now. Raises as `best`."""
     return best(job, job.epoch + 1, set(job.ready), None)
@@ -174,6 +209,7 @@ def first_again(job: Job) -> Choice:
     """
     plan = job.record.first_plan
     assert plan is not None
+    plan = _for_so_many(plan, job.micro_batches)
     situation = _situation(job, job.epoch + 1, set(job.ready), None)
     if len(plan.layout.active) < job.settings.ranks_asked:
         plan, absent = as_asked(job)
@@ -187,9 +223,16 @@ def _choice(job: Job, plan: Plan, situation: Situation, reason: str = "", predic
         plan=plan,
         reason=reason,
         predicted=_price(plan, situation) if predicted is None else predicted,
-        present=None if job.record.plan is None else _price(job.record.plan, situation),
+        present=_present(job, situation),
         situation=situation,
     )
+
+
+def _present(job: Job, situation: Situation) -> float | None:
+    """Of the plan in effect, dealing as many micro-batches as there are now."""
+    if job.record.plan is None or situation.micro_batches < len(job.record.plan.layout.replicas):
+        return None
+    return _price(_for_so_many(job.record.plan, situation.micro_batches), situation)
 
 
 def _price(plan: Plan, situation: Situation) -> float | None:
@@ -243,7 +286,8 @@ def cautious(job: Job, epoch: int, available: set[int], base: Base | None) -> Ch
     situation = _situation(job, epoch, available, base)
     if available.issuperset(old.layout.active) and (base is None or set(base.survivors) >= set(old.layout.active)):
         standby = tuple(sorted(available - set(old.layout.active)))
-        plan = msgspec.structs.replace(old, epoch=epoch, layout=Layout(old.layout.replicas, standby))
+        plan = _for_so_many(old, job.micro_batches)
+        plan = msgspec.structs.replace(plan, epoch=epoch, layout=Layout(old.layout.replicas, standby))
         reason = "the plan in effect once more"
     else:
         try:
@@ -267,7 +311,7 @@ def _situation(job: Job, epoch: int, available: set[int], base: Base | None, old
         available=tuple(sorted(available)),
         nodes=job.node_of,
         model=declared.model,
-        micro_batches=declared.micro_batches,
+        micro_batches=job.micro_batches,
         tokens=declared.model.sequence,
         tp=settings.tp,
         pp=settings.pp,

@@ -180,6 +180,8 @@ class Transition:
     """Whoever has not parked was asked to stop at once."""
     cautious: bool = False
     """A plan was refused: propose no other than one that is known to work."""
+    resizes: bool = False
+    """Nothing but the number of micro-batches changes, as the job's ramp-up says."""
     waiting: set[int] = field(default_factory=set)
     """Ranks whose answer this stage still needs."""
     asked: set[int] = field(default_factory=set)
@@ -262,6 +264,8 @@ class Pause:
     answers: dict[int, Parked] = field(default_factory=dict)
     failures: list[int] = field(default_factory=list)
     """Verdicts that it answers to."""
+    resizes: bool = False
+    """Everybody stops by itself: the next iteration has another number of micro-batches."""
 
 
 Meaning = Literal["warning", "time-limit", "cancelled", "preempted", "unknown"]
@@ -512,8 +516,8 @@ class Job:
         self.reports: dict[int, IterationReports] = {}
         self.furthest = 0
         """The furthest iteration whose step any rank has reported."""
-        self.workloads: deque[tuple[int, int]] = deque(maxlen=50)
-        """Tokens and squared lengths of recent iterations."""
+        self.workloads: deque[tuple[int, int, int]] = deque(maxlen=50)
+        """Tokens, squared lengths and micro-batches of recent iterations."""
         self.profile: Profile | None = None
         """What layers and transfers take, once that is learnt."""
         self.forecast: Forecast | None = None
@@ -590,6 +594,11 @@ class Job:
         """What the job trains."""
         assert self.record.trains is not None
         return self.record.trains
+
+    @property
+    def micro_batches(self) -> int:
+        """Of the first iteration that is not committed: how many a plan that is made now has to deal."""
+        return self.declaration.batch_sizes.at(self.record.committed + 1)
 
     @property
     def stage(self) -> Stage:

@@ -8,6 +8,7 @@ up, from there. What is proposed is `planning`'s business, what ranks say to it 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 from resihp.controller import iterations, planning
 from resihp.controller.fail_stop import incidents
@@ -30,15 +31,30 @@ def park(job: Job, reason: str, cautious: bool = False) -> None:
     decide_when_parked(job)
 
 
-def pause(job: Job, reason: str, failures: Iterable[int] = ()) -> None:
+def pause(job: Job, reason: str, failures: Iterable[int] = (), *, resizes: bool = False) -> None:
     """Ask everybody to stop between two iterations; the transition begins when the first active rank has.
 
     `failures`: what it answers to.
     """
     job.move("pausing")
     job.say("progress", f"{reason}: pausing after an iteration")
-    job.pause = Pause(epoch=job.epoch + 1, reason=reason, asked=set(), failures=list(failures))
+    job.pause = Pause(epoch=job.epoch + 1, reason=reason, asked=set(), failures=list(failures), resizes=resizes)
     ask_to_pause(job, job.ready)
+
+
+def resize(job: Job) -> None:
+    """Where the next iteration has another number of micro-batches: a plan for it.
+
+    Ranks know the data set and have stopped by themselves; the order to park finds them waiting. That it is due follows
+    from what is on record, so whoever leads by then gives it.
+    """
+    if not job.record.trains or not job.record.trains.ramp or not job.may_interrupt or job.furthest >= job.record.goal:
+        return
+    assert job.record.plan is not None
+    due, now = job.declaration.batch_sizes.at(job.furthest + 1), job.record.plan.micro_batches
+    if due != now:
+        reason = f"iteration {job.furthest + 1} has {due} micro-batches, those before it had {now}"
+        pause(job, reason, resizes=True)
 
 
 def ask_to_pause(job: Job, ranks: tuple[int, ...]) -> None:
@@ -103,6 +119,7 @@ def _paused(job: Job, member: Member, parked: m.Parked) -> None:
     verdicts = pause.failures
     _open(job, pause.reason, tuple(rank for rank in job.ready if rank in pause.asked), graceful=True)
     assert job.transition is not None
+    job.transition.resizes = pause.resizes
     job.transition.parked = {rank: answer for rank, answer in pause.answers.items() if rank in job.transition.asked}
     job.transition.waiting -= job.transition.parked.keys()
     job.transition.failures += verdicts
@@ -189,6 +206,9 @@ def _action(job: Job, transition: Transition) -> Outlook:
 def _decide(job: Job, transition: Transition) -> planning.Choice | None:
     """The best plan, or after a refusal a cautious one. None: there is none, and the job has ended."""
     available = set(transition.parked)
+    if transition.resizes and not transition.cautious:
+        with suppress(LayoutError):
+            return planning.resized(job, job.epoch, available, transition.base)
     if not transition.cautious:
         try:
             return planning.best(job, job.epoch, available, transition.base)

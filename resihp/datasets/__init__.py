@@ -6,5 +6,16 @@ from resihp.datasets.packed import PackedDataset, PieceSource
 from resihp.datasets.packing import Piece, pack
 from resihp.datasets.prefetched import Prefetched
 from resihp.datasets.text import ByteFiles
+from resihp.parallelism.batch_sizes import RampUp
 
-__all__ = ["Blended", "ByteFiles", "MegatronIndexed", "PackedDataset", "Piece", "PieceSource", "Prefetched", "pack"]
+__all__ = [
+    "Blended",
+    "ByteFiles",
+    "MegatronIndexed",
+    "PackedDataset",
+    "Piece",
+    "PieceSource",
+    "Prefetched",
+    "RampUp",
+    "pack",
+]

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from resihp.errors import DatasetError
-from resihp.parallelism.workload import Dataset, MicroBatch
+from resihp.parallelism.batch_sizes import BatchSizes, Ramp, RampUp
+from resihp.parallelism.workload import Dataset, MicroBatch, ramp_of
 
 ROUND = 10_000
 """Micro-batches after which the order of parts repeats: weights are kept to one in so many."""
@@ -25,9 +26,16 @@ class Blended:
 
     The micro-batches of each part lie evenly over the training, in the part's own order, so that each iteration has
     nearly the same mix. A sample's identifier is its part's times the number of parts, plus the part's place.
+    `ramp_up` is of the blend: its parts have none.
     """
 
-    def __init__(self, parts: Sequence[tuple[float, Dataset]], *, micro_batches_per_iteration: int) -> None:
+    def __init__(
+        self,
+        parts: Sequence[tuple[float, Dataset]],
+        *,
+        micro_batches_per_iteration: int,
+        ramp_up: RampUp | None = None,
+    ) -> None:
         if micro_batches_per_iteration < 1 or not parts:
             raise DatasetError(
                 f"blended data set: {len(parts)} parts and {micro_batches_per_iteration} micro-batches; "
@@ -41,16 +49,24 @@ class Blended:
         for d in range(len(parts)):
             mine = self._turns == d
             self._earlier[mine] = np.arange(int(mine.sum()))
-        self._count = micro_batches_per_iteration
+        usual = micro_batches_per_iteration
+        self._batches = BatchSizes(usual) if ramp_up is None else ramp_up.sizes(usual)
         self._asked: list[tuple[int, Sequence[MicroBatch]]] = [(1, part.micro_batches(1)) for part in self._parts]
         """The iteration that each part was asked for last."""
         self._sizes = [len(batch) for _, batch in self._asked]
+        if any(ramp_of(part) for part in self._parts):
+            raise DatasetError("blended data set: a part has a ramp-up; give it to the blend")
         if not all(self._sizes):
             raise DatasetError(f"blended data set: part {self._sizes.index(0)} is empty")
 
+    @property
+    def ramp(self) -> Ramp:
+        return self._batches.ramp
+
     def micro_batches(self, iteration: int) -> tuple[MicroBatch, ...]:
         """The global batch of `iteration`, counted from 1."""
-        return tuple(self._micro_batch(n) for n in range((iteration - 1) * self._count, iteration * self._count))
+        first, end = self._batches.before(iteration), self._batches.before(iteration + 1)
+        return tuple(self._micro_batch(n) for n in range(first, end))
 
     def _micro_batch(self, number: int) -> MicroBatch:
         """The `number`th since the beginning, counted from 0."""

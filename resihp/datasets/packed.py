@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from resihp.datasets.packing import Piece, Pieces, pack
 from resihp.errors import DatasetError
+from resihp.parallelism.batch_sizes import BatchSizes, Ramp, RampUp
 from resihp.parallelism.workload import MicroBatch
 
 
@@ -31,18 +32,28 @@ class PieceSource(Protocol):
 class PackedDataset:
     """`resihp.Dataset` over a source: every epoch visits each piece once, in an order of its own.
 
-    `micro_batches_per_iteration` is the global batch; `budget` the most tokens that a micro-batch may have.
+    `micro_batches_per_iteration` is the global batch, `ramp_up` how it grows to that; `budget` the most tokens that a
+    micro-batch may have.
     Documents longer than the budget are cut. Sample identifiers are epoch * pieces + piece, unique for ever.
     """
 
-    def __init__(self, source: PieceSource, *, budget: int, micro_batches_per_iteration: int, seed: int = 1234) -> None:
+    def __init__(
+        self,
+        source: PieceSource,
+        *,
+        budget: int,
+        micro_batches_per_iteration: int,
+        seed: int = 1234,
+        ramp_up: RampUp | None = None,
+    ) -> None:
         if budget < 1 or micro_batches_per_iteration < 1:
             raise DatasetError(
                 f"data set: budget {budget} and micro-batches {micro_batches_per_iteration} must be at least 1"
             )
         self._source = source
         self._budget = budget
-        self._count = micro_batches_per_iteration
+        usual = micro_batches_per_iteration
+        self._sizes = BatchSizes(usual) if ramp_up is None else ramp_up.sizes(usual)
         self._seed = seed
         self._pieces = Pieces(source.lengths, budget)
         if not len(self._pieces):
@@ -74,10 +85,14 @@ class PackedDataset:
                 self._starts.append(self._starts[self._epoch] + len(self._bins))
             self._open_epoch(self._epoch + 1)
 
+    @property
+    def ramp(self) -> Ramp:
+        return self._sizes.ramp
+
     def micro_batches(self, iteration: int) -> tuple[MicroBatch, ...]:
         """The global batch of `iteration`, counted from 1."""
         batch = []
-        for number in range((iteration - 1) * self._count, iteration * self._count):
+        for number in range(self._sizes.before(iteration), self._sizes.before(iteration + 1)):
             epoch, pieces = self._bin(number)
             batch.append(
                 MicroBatch(

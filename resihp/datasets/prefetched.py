@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from resihp.parallelism.workload import Dataset, MicroBatch
+from resihp.parallelism.batch_sizes import Ramp
+from resihp.parallelism.workload import Dataset, MicroBatch, ramp_of
 
 Arrays = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """Tokens and labels."""
@@ -34,6 +35,10 @@ class Prefetched:
         self._ahead: _Ahead | None = None
         self._loaded: list[int] = []
         """Places of the micro-batches that were loaded of the iteration given out last, in that order."""
+
+    @property
+    def ramp(self) -> Ramp:
+        return ramp_of(self._dataset)
 
     def micro_batches(self, iteration: int) -> tuple[MicroBatch, ...]:
         """The global batch of `iteration`; begins to read the one after it."""

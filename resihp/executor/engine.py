@@ -44,6 +44,7 @@ from resihp.executor.state.optimizer import AdamW, AdamWState
 from resihp.executor.state.rank_state import HeldPart, State, extra_bytes, masters_of
 from resihp.executor.tensor_group import TensorGroup, nobody
 from resihp.parallelism import ownership, transfers
+from resihp.parallelism.batch_sizes import BatchSizes
 from resihp.parallelism.layout import validate
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.ownership import ParameterSpec
@@ -96,8 +97,8 @@ class Engine:
         self._specs = {parallel: self._read_specs(parallel) for parallel in (False, True)}
         self._by_name = {spec.name: spec for spec in self.specs}
         self._batches = Batches(dataset, sequence)
-        self.micro_batches: int = self._batches.per_iteration
-        """Micro-batches of the global batch, as the data set has them."""
+        self.batch_sizes: BatchSizes = self._batches.sizes
+        """Micro-batches of each iteration, as the data set has them."""
         works = self._back_end.name, self.device.type
         self.fingerprint: str = fingerprint(
             config, self.model, self._positions, optimizer, seed, self._batches.first, works
@@ -194,10 +195,17 @@ class Engine:
         return self._prepared
 
     def check(
-        self, plan: Plan, rank: int, base: Base | None, nodes: Mapping[int, str], memory_bytes: int | None
+        self,
+        plan: Plan,
+        rank: int,
+        base: Base | None,
+        nodes: Mapping[int, str],
+        memory_bytes: int | None,
+        iteration: int = 1,
     ) -> None:
-        """Whether this rank could carry out a plan. Raises PlanError or LayoutError saying why not."""
+        """Whether this rank could carry out a plan from `iteration` on. Raises PlanError or LayoutError if not."""
         self.prepare(plan, rank)
+        self._check_number(plan, iteration)
         if base is not None:
             transfers.moves(base, plan.layout, self.specs, nodes)
         if memory_bytes is not None:
@@ -409,10 +417,10 @@ class Engine:
     ) -> StepOutcome:
         """Compute this rank's share of an iteration, and agree with all others on its step, which is not taken yet.
 
-        `pause` is asked at the end whether this rank was told to park after the iteration, `saving` whether it still
-        writes a checkpoint. Raises CommunicatorError when a peer is lost or `wake` was called; the same iteration can
-        then be run again after `disconnect`, `adopt` and `connect`. Raises DatasetError, and whatever the data set
-        itself raises.
+        `pause` is asked at the end whether this rank was told to park after the iteration, as all are after the last
+        one of as many micro-batches as the plan deals; `saving` whether it still writes a checkpoint. Raises
+        CommunicatorError when a peer is lost or `wake` was called; the same iteration can then be run again after
+        `disconnect`, `adopt` and `connect`. Raises DatasetError, and whatever the data set itself raises.
         """
         state, communicators = self.state, self._communicators
         if state is None or communicators is None:
@@ -420,6 +428,7 @@ class Engine:
         if iteration != state.stepped + 1:
             raise ResihpError(f"rank {self.rank}: holds the state of iteration {state.stepped}, cannot run {iteration}")
         stopwatch = stopwatch_of(self.device, self.speed)
+        self._check_number(plan, iteration)
         prepared = self.prepare(plan, self.rank)
         state.begin(prepared.buckets, self.rank)
         stage = state.stage
@@ -456,7 +465,8 @@ class Engine:
         self._measured = stopwatch, interpreter.workload()
         state.ready = iteration
         with self._once_an_aborts_doing(iteration):
-            return last_synchronisation(it, state, interpreter.loss_sum, self._settings, pause=pause(), saving=saving())
+            stops = pause() or self.batch_sizes.at(iteration + 1) != plan.micro_batches
+            return last_synchronisation(it, state, interpreter.loss_sum, self._settings, pause=stops, saving=saving())
 
     @contextmanager
     def _once_an_aborts_doing(self, iteration: int) -> Iterator[None]:
@@ -515,9 +525,16 @@ class Engine:
 
     def _check_assignment(self, plan: Plan) -> None:
         shares, replicas = len(plan.assignment), len(plan.layout.replicas)
-        if sorted(m for share in plan.assignment for m in share) != list(range(self.micro_batches)):
+        if sorted(m for share in plan.assignment for m in share) != list(range(plan.micro_batches)):
             raise LayoutError(
-                f"plan of epoch {plan.epoch}: does not assign each of {self.micro_batches} micro-batches once"
+                f"plan of epoch {plan.epoch}: does not assign each of {plan.micro_batches} micro-batches once"
             )
         if shares != replicas:
             raise LayoutError(f"plan of epoch {plan.epoch}: {shares} shares for {replicas} replicas")
+
+    def _check_number(self, plan: Plan, iteration: int) -> None:
+        due = self.batch_sizes.at(iteration)
+        if plan.micro_batches != due:
+            raise LayoutError(
+                f"plan of epoch {plan.epoch}: deals {plan.micro_batches} micro-batches, iteration {iteration} has {due}"
+            )

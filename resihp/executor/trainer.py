@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 from megatron.core.transformer import TransformerConfig
 
@@ -31,6 +32,7 @@ from resihp.executor.tensor_group import dist
 from resihp.faults import Fault, Phase
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
+from resihp.parallelism.transfers import Base
 from resihp.parallelism.workload import Dataset
 from resihp.protocol import client as agent
 from resihp.protocol import messages as m
@@ -167,14 +169,15 @@ class Trainer:
         plan = Plan(
             epoch=1,
             layout=layout,
-            assignment=spread(self.engine.micro_batches, len(layout.replicas)),
+            assignment=spread(self.engine.batch_sizes.at(resume_from + 1), len(layout.replicas)),
             schedule=self._schedule,
             sequence_parallel=self._sequence_parallel,
         )
         self.engine.adopt(plan, rank)
         if found is not None:
             checkpoint.load(self.engine, found)
-        self.engine.connect(plan, rank, TorchRendezvous(_torchrun_store(world)), COMMUNICATION_TIMEOUT_S)
+        rendezvous = TorchRendezvous(_torchrun_store(world))
+        self.engine.connect(plan, rank, rendezvous, COMMUNICATION_TIMEOUT_S)
         observer = _Silent()
         for iteration in range(resume_from + 1, iterations + 1):
             began = time.perf_counter()
@@ -188,7 +191,21 @@ class Trainer:
                 )
             if self._every and iteration % self._every == 0:
                 self._save_alone(plan, rank, iteration)
+            if outcome.pause and iteration < iterations:
+                plan = self._resized(plan, rank, iteration + 1, rendezvous)
         self.engine.disconnect()
+
+    def _resized(self, plan: Plan, rank: int, iteration: int, rendezvous: TorchRendezvous) -> Plan:
+        """From `iteration` on there are more micro-batches: the same layout, for so many."""
+        engine, held = self.engine, Base(epoch=plan.epoch, layout=plan.layout, survivors=plan.layout.active)
+        shares = spread(engine.batch_sizes.at(iteration), len(plan.layout.replicas))
+        plan = msgspec.structs.replace(plan, epoch=plan.epoch + 1, assignment=shares)
+        engine.disconnect()
+        engine.adopt(plan, rank, held)
+        engine.connect(plan, rank, rendezvous, COMMUNICATION_TIMEOUT_S)
+        engine.move(plan, _Silent(), iteration - 1, engine.updates)
+        engine.begin(plan.epoch)
+        return plan
 
     def _save_alone(self, plan: Plan, rank: int, iteration: int) -> None:
         folder = checkpoints.folder_of(self._folder, iteration)
@@ -256,10 +273,11 @@ class _Supervised:
         client.declare(
             m.Declare(
                 model=engine.model,
-                micro_batches=engine.micro_batches,
+                micro_batches=engine.batch_sizes.usual,
                 iterations=self._iterations,
                 resume_from=self._resume_from,
                 fingerprint=engine.fingerprint,
+                ramp=engine.batch_sizes.ramp,
             )
         )
         while True:
@@ -292,7 +310,9 @@ class _Supervised:
         if self._engine.wires is not None:
             self._engine.wires.nodes.update(proposal.nodes)
         try:
-            self._engine.check(plan, self._rank, proposal.base, proposal.nodes, start.memory_bytes)
+            self._engine.check(
+                plan, self._rank, proposal.base, proposal.nodes, start.memory_bytes, proposal.next_iteration
+            )
         except LayoutError as error:
             self._client.send(m.Object(epoch=plan.epoch, reason=str(error)))
             return

@@ -72,7 +72,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     sequence_parallel: bool = False
     """Whether tensor-parallel groups split activations between their layers along the sequence."""
 
-    @property
+    @cached_property
     def micro_batches(self) -> int:
         """Micro-batches of the global batch."""
         return sum(len(share) for share in self.assignment)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
+
+from resihp.parallelism.batch_sizes import Ramp
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,10 +44,26 @@ class Dataset(Protocol):
     """What `resihp.Trainer` asks of a data set.
 
     `micro_batches` is pure: equal iterations give equal micro-batches on every rank, in every process, whoever
-    computes them. It returns the global batch, the same number of micro-batches every time.
+    computes them. It returns the global batch, the same number of micro-batches every time, or what its ramp-up says
+    (`Ramped`).
     """
 
     def micro_batches(self, iteration: int) -> Sequence[MicroBatch]: ...
+
+
+@runtime_checkable
+class Ramped(Protocol):
+    """A `Dataset` whose iterations do not all have equally many micro-batches, and which says so."""
+
+    @property
+    def ramp(self) -> Ramp:
+        """(first iteration, micro-batches) of each step; empty for none."""
+        ...
+
+
+def ramp_of(dataset: Dataset) -> Ramp:
+    """The steps of a data set's ramp-up; empty where it has none."""
+    return dataset.ramp if isinstance(dataset, Ramped) else ()
 
 
 def samples_digest(samples: Iterable[int]) -> int:

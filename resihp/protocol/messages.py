@@ -22,11 +22,13 @@ Iterations count from 1; 0 means none yet. Seconds are intervals. Nothing here d
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Literal
 
 import msgspec
 
 from resihp.faults import Fault
+from resihp.parallelism.batch_sizes import BatchSizes, Ramp
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan
 from resihp.parallelism.transfers import Base
@@ -111,16 +113,23 @@ MeetingMessage = Attend | Publish
 # --- worker -> agent -> supervisor ------------------------------------------------------------------------------
 
 
-class Declare(Message, frozen=True, kw_only=True):
+class Declare(Message, frozen=True, kw_only=True, dict=True):
     """The training script is ready: what it trains. All ranks of a job must declare the same."""
 
     model: ModelSpec
     micro_batches: int
+    """Of the global batch, once its ramp-up is over."""
     iterations: int
     resume_from: int
     """Iteration of the checkpoint that will be loaded, 0 when starting afresh."""
     fingerprint: str
     """Digest of model and optimizer settings, data set description and library versions."""
+    ramp: Ramp = ()
+    """Steps of the batch ramp-up, if it has one."""
+
+    @cached_property
+    def batch_sizes(self) -> BatchSizes:
+        return BatchSizes(self.micro_batches, self.ramp)
 
 
 class Refuse(Message, frozen=True, kw_only=True):

@@ -96,8 +96,9 @@ def _member(entry: journal.AnyEntry) -> str | None:
             return f"rank {entry.rank} ({entry.node} device {entry.device}): not taken in, {entry.reason}"
         case journal.ModelDeclared():
             declare = entry.declare
+            ramp = f" (at first {declare.ramp[0][1]})" if declare.ramp else ""
             return (
-                f"model: {declare.model.layers} layers, {declare.micro_batches} micro-batches, "
+                f"model: {declare.model.layers} layers, {declare.micro_batches} micro-batches{ramp}, "
                 f"{declare.iterations} iterations"
             )
         case journal.LeaderChosen():

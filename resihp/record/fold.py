@@ -7,6 +7,7 @@ decided before, by whoever else holds a journal. It decides nothing, knows no ti
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterable
 
 from resihp.parallelism.plan import Plan
@@ -46,6 +47,7 @@ from resihp.record.journal import (
     WorkerStarted,
 )
 from resihp.record.state import (
+    RECENT,
     WRITERS_KEPT,
     ChangeCost,
     Device,
@@ -204,6 +206,10 @@ def _plans(record: JobRecord, entry: ModelDeclared | PlanDecided | PlanRefused |
             record.proposed = None
         case PlanInEffect() if record.proposed is not None and record.proposed.plan.epoch == entry.epoch:
             plan, record.incumbent, record.voters = record.proposed
+            if record.plan is not None and record.plan.micro_batches != plan.micro_batches:
+                # nobody is late because there is more to do
+                growth = plan.micro_batches / record.plan.micro_batches
+                record.recent = deque((seconds * growth for seconds in record.recent), maxlen=RECENT)
             record.plan, record.proposed = plan, None
             record.active = plan.layout.active
             record.working = frozenset(record.active)

@@ -206,6 +206,7 @@ class Worker:
                 iterations=scenario.iterations,
                 resume_from=scenario.resume_from if not self.joins else world.rng.randint(0, scenario.iterations),
                 fingerprint="other" if fate == "odd" else "same",
+                ramp=scenario.ramp,
             )
         )
         world.happens("joined" if self.joins else "declare", self.rank)
@@ -518,8 +519,10 @@ class Worker:
         self.iteration_began = world.now
         self.activity = "compute"
         assert self.plan is not None
+        dealt, due = self.plan.micro_batches, scenario.batch_sizes.at(self.stepped + 1)
+        expect(dealt == due, f"rank {self.rank}: runs {self.stepped + 1} with {dealt} micro-batches, it has {due}")
         if self.rank == world.active_ranks(self.plan)[0]:
-            work = (512,) * scenario.micro_batches
+            work = (512,) * due
             self.say(m.Workload(epoch=self.epoch, iteration=self.stepped + 1, tokens=work, squares=work))
         self.enter_phase("forward", self.forward, slower)
 

@@ -373,8 +373,10 @@ class Rules:
             left = self.world.scenario.on_drain == "vacate" and any(
                 isinstance(e, SlurmSaw) and "drain" in e.state for _, e in self.world.entries
             )
+            other = self.world.scenario.batch_sizes.at(self.witnessed + 1) != self.plan.micro_batches
             expect(
-                bool(new - self.known_dead) or slow or left, "pauses though nobody has joined, is slow or to be left"
+                bool(new - self.known_dead) or slow or left or other,
+                "pauses though nobody has joined, is slow or to be left, and the batch stays as it is",
             )
             return
         if self.world.takeovers and self.world.now - self.world.takeovers[-1] < 12.0:
@@ -489,7 +491,8 @@ class Rules:
         dead = set(plan.layout.ranks) & self.known_dead
         expect(not dead, f"plan {plan.epoch} contains the dead {sorted(dead)}")
         dealt = sorted(index for share in plan.assignment for index in share)
-        expect(dealt == list(range(self.world.scenario.micro_batches)), f"plan {plan.epoch} deals {dealt}")
+        due = self.world.scenario.batch_sizes.at(decided.next_iteration)
+        expect(dealt == list(range(due)), f"plan {plan.epoch} deals {dealt}")
         expect(len(plan.assignment) == len(plan.layout.replicas), "an assignment for each replica")
         expect(
             decided.next_iteration == self.committed + 1,

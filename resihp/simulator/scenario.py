@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from resihp.faults import Fault, Phase
+from resihp.parallelism.batch_sizes import BatchSizes, Ramp
 from resihp.parallelism.model import ModelSpec
 
 SIGKILL, SIGSTOP, SIGTERM, SIGINT = 9, 19, 15, 2
@@ -161,8 +162,28 @@ class Scenario:
     """Devices and links are measured before they are used."""
     slow: float = 0.0
     """How often the detector finds something slow, in each iteration (monitor.py)."""
+    ramp: Ramp = ()
+    """Steps of the batch ramp-up, up to `micro_batches`."""
     unfit: float = 0.0
     """Chance that a probe comes out badly; half as often it fails, or is not answered."""
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        return BatchSizes(self.micro_batches, self.ramp)
+
+    @classmethod
+    def ramped(cls, seed: int) -> Scenario:
+        """A job of any other kind, the first iterations of which have fewer micro-batches."""
+        rng = random.Random(seed + 5_000_000)
+        kinds = (cls.drawn, cls.drawn, cls.orphaned, cls.stormy, cls.allocated, cls.stopped, cls.sluggish, cls.hindered)
+        base = rng.choice(kinds)(seed)
+        most = base.nodes * base.gpus_per_node  # as many replicas as there can be
+        last = rng.choice([1, 2, 3, base.iterations])
+        firsts = sorted({1, *(rng.randint(2, base.iterations + 1) for _ in range(last))})
+        counts = sorted(rng.sample(range(most, most + 3 * len(firsts)), len(firsts)))
+        return dataclasses.replace(
+            base, micro_batches=counts[-1], ramp=tuple(zip(firsts, counts, strict=True)) if len(firsts) > 1 else ()
+        )
 
     @classmethod
     def sluggish(cls, seed: int) -> Scenario:

@@ -490,8 +490,10 @@ class World:
             self.tell_broken(worker, "connection reset by peer")
         elif all(rank in meeting.come for rank in members):
             meeting.over, meeting.over_at = True, self.now
-            if key[0] == "sync" and any(self.workers[rank].pause_asked > worker.epoch for rank in members):
-                self.pauses.add(key[1:])
+            if key[0] == "sync":
+                other = self.scenario.batch_sizes.at(worker.stepped + 2) != worker.plan.micro_batches
+                if other or any(self.workers[rank].pause_asked > worker.epoch for rank in members):
+                    self.pauses.add(key[1:])
             meeting.pending = set(members)
             slowest = worker._part(0.3)
             for rank in members:

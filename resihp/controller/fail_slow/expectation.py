@@ -49,7 +49,7 @@ def iteration_done(job: Job, iteration: int, reports: IterationReports) -> float
     times = dict(_times(job, ours))
     assessment = job.monitor.observe(Observation(iteration=iteration, epoch=plan.epoch, seconds=seconds, times=times))
     job.findings += assessment.findings
-    job.workloads.append((reports.outcome.tokens, reports.outcome.sum_squared_lengths))
+    job.workloads.append((reports.outcome.tokens, reports.outcome.sum_squared_lengths, plan.micro_batches))
     learned_times.learn(job)
     return assessment.predicted_s
 

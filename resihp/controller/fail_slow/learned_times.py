@@ -35,8 +35,8 @@ def _profile(job: Job) -> Profile | None:
 
     What a group of k ranks takes is a k-th of what one takes alone: the planner's notion of speed.
     """
-    per = job.declaration.micro_batches * len(job.workloads)
-    tokens, squares = (sum(of) / per for of in zip(*job.workloads, strict=True))
+    *of_all, micro_batches = (sum(of) for of in zip(*job.workloads, strict=True))
+    tokens, squares = (total / micro_batches for total in of_all)
     tp, monitor = job.settings.tp, job.monitor
 
     def seconds(key: Key, kind: str) -> float | None:

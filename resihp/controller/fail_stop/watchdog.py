@@ -166,7 +166,8 @@ def judge_progress(job: Job) -> None:
                 incidents.clear_suspicion(job, job.members[rank])
         return
     active = [job.members[rank] for rank in job.record.active if job.members[rank].alive]
-    suspects = liveness.culprits((m for m in active if not m.finished), job.now, job.settings)
+    busy = (m for m in active if not (m.finished or awaits_plan(job, m)))
+    suspects = liveness.culprits(busy, job.now, job.settings)
     suspect(job, suspects)
     budget_s = liveness.hang_given_up_s(job.settings, job.predicted_s)
     if not job.record.recent:
@@ -177,6 +178,13 @@ def judge_progress(job: Job) -> None:
         fence(job, suspects)
     elif idle_s > budget_s:
         failures.communication_failed(job, f"no progress for {idle_s:.1f} s, all ranks wait for each other")
+
+
+def awaits_plan(job: Job, member: Member) -> bool:
+    """Whether a rank has taken the last step that the plan in effect has the right number of micro-batches for."""
+    assert job.record.plan is not None
+    due = job.declaration.batch_sizes.at(member.stepped + 1)
+    return due != job.record.plan.micro_batches
 
 
 def is_saving(job: Job, member: Member) -> bool:

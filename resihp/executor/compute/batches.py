@@ -16,8 +16,9 @@ from resihp.errors import DatasetError
 from resihp.executor.compute.rotary import Rotary
 from resihp.executor.config_support import describe
 from resihp.executor.state.optimizer import AdamW
+from resihp.parallelism.batch_sizes import BatchSizes
 from resihp.parallelism.model import ModelSpec
-from resihp.parallelism.workload import Dataset, MicroBatch, samples_digest
+from resihp.parallelism.workload import Dataset, MicroBatch, ramp_of, samples_digest
 
 
 class Batches:
@@ -25,11 +26,11 @@ class Batches:
 
     def __init__(self, dataset: Dataset, sequence: int) -> None:
         self._dataset, self._sequence = dataset, sequence
-        self.per_iteration = 0
-        """Micro-batches of the global batch."""
-        self._last: tuple[int, Sequence[MicroBatch]] | None = None
-        self.first = self.of(1)
-        self.per_iteration = len(self.first)
+        ramp, first = ramp_of(dataset), dataset.micro_batches(1)
+        self.sizes = BatchSizes(ramp[-1][1] if ramp else max(1, len(first)), ramp)
+        """Micro-batches of each iteration, as the data set says."""
+        self.first = self._checked(1, first)
+        self._last: tuple[int, Sequence[MicroBatch]] = 1, self.first
 
     @property
     def longest(self) -> int:
@@ -38,16 +39,18 @@ class Batches:
 
     def of(self, iteration: int) -> Sequence[MicroBatch]:
         """The data set is asked once for an iteration. Raises DatasetError naming the micro-batch at fault."""
-        if self._last is None or self._last[0] != iteration:
-            self._last = iteration, self._checked(iteration)
+        if self._last[0] != iteration:
+            self._last = iteration, self._checked(iteration, self._dataset.micro_batches(iteration))
         return self._last[1]
 
-    def _checked(self, iteration: int) -> Sequence[MicroBatch]:
-        batch = self._dataset.micro_batches(iteration)
-        if not batch or (self.per_iteration and len(batch) != self.per_iteration):
+    def _checked(self, iteration: int, batch: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        due = self.sizes.at(iteration)
+        if len(batch) != due:
             raise DatasetError(
-                f"iteration {iteration}: {len(batch)} micro-batches; the data set must give the same number, at "
-                f"least one, every time (iteration 1 has {self.per_iteration})"
+                f"iteration {iteration}: {len(batch)} micro-batches; the data set must give {due}, as its ramp-up says"
+                if self.sizes.ramp
+                else f"iteration {iteration}: {len(batch)} micro-batches; the data set must give the same number, at "
+                f"least one, every time (iteration 1 has {due}), or say otherwise by a ramp-up"
             )
         for m, micro_batch in enumerate(batch):
             lengths = micro_batch.lengths

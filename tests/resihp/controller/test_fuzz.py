@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -49,6 +50,11 @@ def test_invariants_hold_when_things_go_wrong_at_the_start(first: int) -> None:
     play_chunk(Scenario.hindered, first)
 
 
+@pytest.mark.parametrize("first", range(0, SEEDS // 4, CHUNK), ids=lambda first: f"ramps-{first}-{first + CHUNK - 1}")
+def test_invariants_hold_when_the_batch_grows(first: int) -> None:
+    play_chunk(Scenario.ramped, first)
+
+
 def play_chunk(scenario: Callable[[int], Scenario], first: int) -> None:
     failed: dict[int, Violation] = {}
     for seed in range(first, first + CHUNK):
@@ -66,6 +72,7 @@ def play_chunk(scenario: Callable[[int], Scenario], first: int) -> None:
     [
         *((Scenario.sluggish, seed) for seed in (11177, 20285, 41343)),
         *((Scenario.hindered, seed) for seed in (41460, 41596, 44571)),
+        *((Scenario.ramped, seed) for seed in (165, 1743, 2681)),
     ],
 )
 def test_a_seed_that_once_broke_a_rule_breaks_none(kind: Callable[[int], Scenario], seed: int) -> None:
@@ -112,6 +119,23 @@ def test_the_seeds_reach_what_they_are_for() -> None:
         *("SignalWorker", "SignalNode", "CutConnection", "DropNode", "Reply", "CommitCheckpoint"),
         *("fail-stop process", "fail-stop device", "fail-stop node", "communication link", "program script"),
     }
+
+
+def test_the_seeds_with_a_batch_that_grows_reach_what_they_are_for() -> None:
+    """Steps alone, failures right at one, and while the plan for it is made."""
+    kinds: set[str] = set()
+    for seed in range(150):
+        try:
+            plans = play(Scenario.ramped(seed), replay=False).plans
+        except Violation:
+            continue
+        for before, after in pairwise(plans):
+            if after.plan.micro_batches > before.plan.micro_batches:
+                same = before.plan.layout.replicas == after.plan.layout.replicas
+                kinds.add(f"{after.action}, {'same' if same else 'another'} layout")
+            elif after.next_iteration == before.next_iteration and before.action == "between":
+                kinds.add("again")
+    assert kinds >= {"between, same layout", "between, another layout", "commit, another layout", "again"}
 
 
 def test_the_seeds_in_an_allocation_reach_what_they_are_for() -> None:

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resihp.datasets import Blended, ByteFiles, MegatronIndexed, PackedDataset, Prefetched
+from resihp.datasets import Blended, ByteFiles, MegatronIndexed, PackedDataset, Prefetched, RampUp
 from resihp.datasets.packing import Pieces, cut, pack
 from resihp.errors import DatasetError
-from resihp.parallelism.workload import MicroBatch
+from resihp.parallelism.workload import MicroBatch, ramp_of
 
 
 class Numbers:
@@ -255,3 +255,36 @@ def test_what_cannot_be_read_ahead_is_told_where_it_is_asked_for() -> None:
     with pytest.raises(DatasetError, match="nothing for iteration 4"):
         data.micro_batches(4)
     assert data.micro_batches(5)[0].load()[0].tolist() == [16]
+
+
+# --- batch ramp-up --------------------------------------------------------------------------------------------
+
+
+RAMP_UP = RampUp(start=2, increment=3, micro_batches=20)
+
+
+def test_a_ramp_up_gives_the_same_micro_batches_in_other_iterations() -> None:
+    def make(count: int, ramp_up: RampUp | None) -> PackedDataset:
+        source = Numbers([5, 9, 30, 2, 17] * 9)
+        return PackedDataset(source, budget=16, micro_batches_per_iteration=count, ramp_up=ramp_up)
+
+    ramped, single = make(8, RAMP_UP), make(1, None)
+    batches = {i: [one.samples for one in ramped.micro_batches(i)] for i in range(1, 20)}
+    assert [len(batch) for batch in batches.values()][:10] == [2, 2, 2, 2, 2, 5, 5, 8, 8, 8]
+    in_order = [samples for batch in batches.values() for samples in batch]
+    assert in_order == [single.micro_batches(i)[0].samples for i in range(1, len(in_order) + 1)]
+    assert {i: [one.samples for one in ramped.micro_batches(i)] for i in reversed(batches)} == batches
+
+
+def test_a_blend_and_what_reads_ahead_have_the_ramp_up_too() -> None:
+    plain = Blended([(2.0, Counting()), (1.0, Counting(3))], micro_batches_per_iteration=1)
+    ramped = Blended([(2.0, Counting()), (1.0, Counting(3))], micro_batches_per_iteration=8, ramp_up=RAMP_UP)
+    ahead = Prefetched(ramped)
+    assert ramp_of(ahead) == ramp_of(ramped) == ((1, 2), (6, 5), (8, 8))
+    assert ramp_of(Prefetched(plain)) == ramp_of(Counting()) == ()
+    batches = [ahead.micro_batches(i) for i in range(1, 12)]
+    assert [len(batch) for batch in batches] == [2, 2, 2, 2, 2, 5, 5, 8, 8, 8, 8]
+    samples = [one.samples for batch in batches for one in batch]
+    assert samples == [plain.micro_batches(i)[0].samples for i in range(1, len(samples) + 1)]
+    with pytest.raises(DatasetError, match="a part has a ramp-up; give it to the blend"):
+        Blended([(1.0, ramped)], micro_batches_per_iteration=8)

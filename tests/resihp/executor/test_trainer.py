@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from resihp import AdamW, MicroBatch, Trainer
-from resihp.errors import CommunicatorError, DatasetError, ModelError
+from resihp.errors import CommunicatorError, DatasetError, LayoutError, ModelError
 from resihp.executor import config_support  # noqa: F401 imports megatron-core quietly
 from resihp.executor import engine as engine_module
 from resihp.executor.engine import Engine
@@ -30,7 +31,8 @@ def trainer(settings: dict[str, Any] | None = None, **arguments: Any) -> Trainer
     dropouts = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     shape = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4}
     config = TransformerConfig(**shape, **dropouts, **(settings or {}))
-    return Trainer(config, vocab_size=8, dataset=OneToken(), optimizer=AdamW(), sequence=4, **arguments)
+    given = {"vocab_size": 8, "dataset": OneToken(), "optimizer": AdamW(), "sequence": 4}
+    return Trainer(config, **{**given, **arguments})
 
 
 @pytest.fixture(autouse=True)
@@ -117,3 +119,58 @@ def test_a_rank_with_another_back_end_does_not_pass_for_one_of_the_job(monkeypat
         fingerprint = trainer({"transformer_impl": "local"}).engine.fingerprint
         assert found.setdefault(name, fingerprint) == fingerprint
     assert len(set(found.values())) == 2
+
+
+class Growing(OneToken):
+    """One micro-batch in iterations 1 and 2, two in 3, three from 4 on; `wrong`: one too few in that iteration."""
+
+    ramp = ((1, 1), (3, 2), (4, 3))
+
+    def __init__(self, wrong: int = 0) -> None:
+        self.wrong = wrong
+
+    def micro_batches(self, iteration: int) -> list[MicroBatch]:
+        count = (0, 1, 1, 2)[iteration] if iteration < 4 else 3
+        return [*super().micro_batches(iteration)] * (count - (iteration == self.wrong))
+
+
+def growing(wrong: int = 0, **arguments: Any) -> Trainer:
+    return trainer({"transformer_impl": "local"}, dataset=Growing(wrong), **arguments)
+
+
+def test_a_plan_is_for_one_number_of_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever proposes another is told so, and an iteration is never run short."""
+    engine = growing().engine
+    layout = Layout.uniform(tp=1, pp=1, dp=1, layers=1)
+    one, two = (Plan(epoch=1, layout=layout, assignment=(tuple(range(n)),)) for n in (1, 2))
+    for iteration in (1, 2):
+        engine.check(one, 0, None, {}, None, iteration)
+    engine.check(two, 0, None, {}, None, 3)
+    with pytest.raises(LayoutError, match="plan of epoch 1: deals 1 micro-batches, iteration 3 has 2"):
+        engine.check(one, 0, None, {}, None, 3)
+    engine.adopt(one, 0)
+    engine.connect(one, 0, TorchRendezvous(torch.distributed.HashStore()), 20.0)
+    pauses = []
+    for iteration in (1, 2):
+        outcome = engine.run(one, iteration, Unwatched())
+        engine.step(outcome)
+        pauses.append(outcome.pause)
+    assert pauses == [False, True], "all stop where the plan does"
+    with pytest.raises(LayoutError, match="iteration 3 has 2"):
+        engine.run(one, 3, Unwatched())
+
+
+def test_a_script_alone_trains_through_its_ramp_up(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    growing(checkpoint_every=3, checkpoint_folder=tmp_path).train(5)
+    losses = [line.split(" | ")[1] for line in capsys.readouterr().out.splitlines() if line.startswith("iteration")]
+    assert len(losses) == 5
+    growing(checkpoint_folder=tmp_path, resume=True).train(5)
+    resumed = [line.split(" | ")[1] for line in capsys.readouterr().out.splitlines() if line.startswith("iteration")]
+    assert resumed == losses[3:]
+
+
+def test_a_data_set_that_does_not_keep_to_its_ramp_up_is_told() -> None:
+    with pytest.raises(DatasetError, match="iteration 1: 0 micro-batches; the data set must give 1, as its ramp-up"):
+        growing(wrong=1)
+    with pytest.raises(DatasetError, match="iteration 4: 2 micro-batches; the data set must give 3, as its ramp-up"):
+        growing(wrong=4).engine.workload(4)

@@ -103,7 +103,7 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
         tp=row["tp"],
         pp=row["pp"],
         dp=len(replicas),
-        micro_batches=max(1, declared.micro_batches // len(replicas)),
+        micro_batches=max(1, base.micro_batches // len(replicas)),
         gpus_per_node=row["gpus_per_node"],
         chunks=max(len(stage.chunks) for replica in replicas for stage in replica.stages),
         schedule=told["schedule"],

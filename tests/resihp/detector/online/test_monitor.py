@@ -69,6 +69,35 @@ def test_a_slow_device_is_one_finding_that_names_it(layout: Layout, factor: floa
     assert job.monitor.speeds() == {3: pytest.approx(1 / factor, rel=0.02)}
 
 
+@pytest.mark.parametrize("layout", [uniform(2, 2, 2), uniform(1, 4, 1), uniform(1, 1, 4)])
+def test_a_batch_that_grows_is_no_finding(layout: Layout) -> None:
+    """Times of chunks are known by then: an iteration of more micro-batches is predicted from its first one on."""
+    job = Job(layout)
+    assert job.run(90, iteration_noise=0.01) == []
+    for micro_batches in (6, 8, 16, 32):
+        job.adopt(layout, micro_batches=micro_batches)
+        made = job.made(40, iteration_noise=0.01)
+        seen = [job.monitor.observe(one) for one in made]
+        assert findings(seen) == []
+        predicted = [one.predicted_s for one in seen]
+        assert predicted == [pytest.approx(one.seconds, rel=0.1) for one in made]
+    assert job.monitor.speeds() == {}
+
+
+def test_what_was_slow_stays_slow_and_what_becomes_slow_is_found_in_a_batch_that_grows() -> None:
+    layout = uniform(2, 2, 2)
+    job = Job(layout, slower=slow_rank(3, 1.5, 60))
+    (finding,) = job.run(100)
+    assert finding.ranks == (3,)
+    job.adopt(layout, micro_batches=12)
+    assert job.run(40) == []
+    assert job.monitor.speeds() == {3: pytest.approx(1 / 1.5, rel=0.05)}
+    job.adopt(layout, micro_batches=24)
+    slow_too = slow_rank(6, 1.5, job.now + 20)
+    (second,) = job.run(60, slower=lambda rank, i: max(slow_too(rank, i), 1.5 if rank == 3 else 1.0))
+    assert (second.kind, second.ranks) == ("fail-slow", (6,))
+
+
 def test_it_recovers() -> None:
     job = Job(uniform(2, 2, 2), slower=slow_rank(5, 1.5, 80, 120))
     first, second = job.run(200)

@@ -53,7 +53,7 @@ from resihp.parallelism.workload import Dataset
 from resihp.pipeline import checker, program
 from resihp.pipeline.program import GroupSpec
 from resihp.protocol.messages import MeetingId, StepOutcome
-from resihp.scheduler.cost import memory
+from resihp.scheduler.cost import device_memory, memory
 
 MEETING_S = 10.0
 """How long ranks that measure their links wait for each other."""
@@ -98,9 +98,10 @@ class Engine:
         self._batches = Batches(dataset, sequence)
         self.micro_batches: int = self._batches.per_iteration
         """Micro-batches of the global batch, as the data set has them."""
-        works = self._back_end.name, self.device.type
+        self.works: tuple[str, str] = self._back_end.name, self.device.type
+        """Names of its back end and of the kind of its device."""
         self.fingerprint: str = fingerprint(
-            config, self.model, self._positions, optimizer, seed, self._batches.first, works
+            config, self.model, self._positions, optimizer, seed, self._batches.first, self.works
         )
         """Digest of model and optimizer settings, the data set's first iteration, library versions and back end."""
         self.speed: Speed = full_speed
@@ -201,7 +202,8 @@ class Engine:
         if base is not None:
             transfers.moves(base, plan.layout, self.specs, nodes)
         if memory_bytes is not None:
-            obstacle = memory.obstacle(plan, self.model, memory_bytes, self._batches.longest)
+            overhead = device_memory.overhead(self.device.type, self._back_end.name)
+            obstacle = memory.obstacle(plan, self.model, memory_bytes, self._batches.longest, overhead=overhead)
             if obstacle:
                 raise PlanError(obstacle)
 
@@ -358,7 +360,8 @@ class Engine:
         """What this rank was expected to need under its plan, in words: for a device that ran out of memory."""
         if self.plan is None:
             return f"rank {self.rank}: has no plan yet, nothing was expected to be in its device's memory"
-        return memory.expected(self.plan, self.rank, self.model, self._batches.longest)
+        overhead = device_memory.overhead(self.device.type, self._back_end.name)
+        return memory.expected(self.plan, self.rank, self.model, self._batches.longest, overhead)
 
     @property
     def extra_bytes(self) -> int:

@@ -22,7 +22,7 @@ from resihp.executor import emulation, probe
 from resihp.executor.compute.device_waits import DeviceWaits, mark_on
 from resihp.executor.compute.rotary import Rotary
 from resihp.executor.compute.stage import PositionEmbedding
-from resihp.executor.config_support import ignored, layers_told
+from resihp.executor.config_support import Layers, ignored, layers_told, refuse_layers
 from resihp.executor.engine import Engine
 from resihp.executor.group_store import AgentRendezvous, Store, TorchRendezvous
 from resihp.executor.state import checkpoint
@@ -49,6 +49,7 @@ class Trainer:
     `dataset`           `resihp.Dataset`: `micro_batches(iteration)`, pure
     `optimizer`         `resihp.AdamW(...)`
     `sequence`          longest document; positions restart with each document
+    `layers`            "local": megatron-core's own; "transformer_engine" raises ModelError saying why
     `tp`, `pp`, ...     the layout without `resihp run` (plain python or torchrun); with it, the job's is used
     `checkpoint_*`      likewise: without `resihp run` only
     `share_embeddings_and_output_weights`, `position_embedding`, `rotary_base`, `rotary_percent`, `rope_scaling`,
@@ -73,6 +74,7 @@ class Trainer:
         seq_len_interpolation_factor: float | None = None,
         share_embeddings_and_output_weights: bool = False,
         make_vocab_size_divisible_by: int = 128,
+        layers: Layers = "local",
         tp: int = 1,
         pp: int = 1,
         schedule: str = "1f1b",
@@ -83,6 +85,7 @@ class Trainer:
         resume: bool = False,
     ) -> None:
         self._client = agent.attach()
+        refuse_layers(layers)
         if "OMP_NUM_THREADS" not in os.environ or self._client is not None:
             torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
         self._tp, self._pp, self._chunks = tp, pp, virtual_stages
@@ -253,6 +256,7 @@ class _Supervised:
         client.arm(self._absent)
         if client.start.joins:
             probe.examine(engine.device)
+        back_end, device = engine.works
         client.declare(
             m.Declare(
                 model=engine.model,
@@ -260,6 +264,8 @@ class _Supervised:
                 iterations=self._iterations,
                 resume_from=self._resume_from,
                 fingerprint=engine.fingerprint,
+                device=device,
+                back_end=back_end,
             )
         )
         while True:

@@ -121,6 +121,9 @@ class Declare(Message, frozen=True, kw_only=True):
     """Iteration of the checkpoint that will be loaded, 0 when starting afresh."""
     fingerprint: str
     """Digest of model and optimizer settings, data set description and library versions."""
+    device: str = "cpu"
+    back_end: str = "gloo"
+    """With which communicators, on what they work: both decide how much of a device's memory is left for training."""
 
 
 class Refuse(Message, frozen=True, kw_only=True):

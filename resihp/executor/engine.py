@@ -92,16 +92,16 @@ class Engine:
         self.model: ModelSpec = model_spec(config, vocab_size, sequence, tied=tied, vocab_multiple=vocab_multiple)
         self._back_end = backends.chosen()
         self.device = self._back_end.device
+        self._overhead = device_memory.overhead(self.device.type, self._back_end.name)
         devices.refuse_precision(self.device, config.params_dtype)
         self._specs = {parallel: self._read_specs(parallel) for parallel in (False, True)}
         self._by_name = {spec.name: spec for spec in self.specs}
         self._batches = Batches(dataset, sequence)
         self.micro_batches: int = self._batches.per_iteration
         """Micro-batches of the global batch, as the data set has them."""
-        self.works: tuple[str, str] = self._back_end.name, self.device.type
-        """Names of its back end and of the kind of its device."""
+        works = self._back_end.name, self.device.type
         self.fingerprint: str = fingerprint(
-            config, self.model, self._positions, optimizer, seed, self._batches.first, self.works
+            config, self.model, self._positions, optimizer, seed, self._batches.first, works
         )
         """Digest of model and optimizer settings, the data set's first iteration, library versions and back end."""
         self.speed: Speed = full_speed
@@ -146,6 +146,11 @@ class Engine:
     def reduced_s(self) -> float:
         """Offset from the beginning of the last `run` at which all of its gradients were summed."""
         return self._measured[0].reduced_s()
+
+    @property
+    def back_end(self) -> str:
+        """Name of what its communicators are made of."""
+        return self._back_end.name
 
     @property
     def specs(self) -> tuple[ParameterSpec, ...]:
@@ -202,8 +207,8 @@ class Engine:
         if base is not None:
             transfers.moves(base, plan.layout, self.specs, nodes)
         if memory_bytes is not None:
-            overhead = device_memory.overhead(self.device.type, self._back_end.name)
-            obstacle = memory.obstacle(plan, self.model, memory_bytes, self._batches.longest, overhead=overhead)
+            tokens = self._batches.longest
+            obstacle = memory.obstacle(plan, self.model, memory_bytes, tokens, overhead=self._overhead)
             if obstacle:
                 raise PlanError(obstacle)
 
@@ -360,8 +365,7 @@ class Engine:
         """What this rank was expected to need under its plan, in words: for a device that ran out of memory."""
         if self.plan is None:
             return f"rank {self.rank}: has no plan yet, nothing was expected to be in its device's memory"
-        overhead = device_memory.overhead(self.device.type, self._back_end.name)
-        return memory.expected(self.plan, self.rank, self.model, self._batches.longest, overhead)
+        return memory.expected(self.plan, self.rank, self.model, self._batches.longest, self._overhead)
 
     @property
     def extra_bytes(self) -> int:

@@ -256,7 +256,6 @@ class _Supervised:
         client.arm(self._absent)
         if client.start.joins:
             probe.examine(engine.device)
-        back_end, device = engine.works
         client.declare(
             m.Declare(
                 model=engine.model,
@@ -264,8 +263,8 @@ class _Supervised:
                 iterations=self._iterations,
                 resume_from=self._resume_from,
                 fingerprint=engine.fingerprint,
-                device=device,
-                back_end=back_end,
+                device=engine.device.type,
+                back_end=engine.back_end,
             )
         )
         while True:

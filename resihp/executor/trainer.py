@@ -93,11 +93,8 @@ class Trainer:
         self._every, self._folder, self._resume = checkpoint_every, Path(checkpoint_folder), resume
         if self._client is not None:
             start = self._client.start
-            self._every, self._folder, self._resume = (
-                start.checkpoint_every,
-                Path(start.checkpoint_folder),
-                start.resume,
-            )
+            self._every, self._folder = start.checkpoint_every, Path(start.checkpoint_folder)
+            self._resume = start.resume
         self.engine = Engine(
             config,
             vocab_size=vocab_size,

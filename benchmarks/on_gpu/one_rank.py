@@ -15,6 +15,7 @@ from benchmarks.on_gpu.figures import Figure, Missing, Scale, at_most
 from resihp.executor import backends
 from resihp.executor.compute.channels import Channel
 from resihp.executor.tensor_group import dist
+from resihp.scheduler.cost import device_memory
 
 CYCLES = 50
 
@@ -24,6 +25,9 @@ def measure(scale: Scale) -> Iterator[Figure]:
     if scale.full and not dist.is_nccl_available():
         raise Missing("this build of torch has no NCCL")
     back_end = backends.chosen()
+    torch.ones(1, device=back_end.device)
+    counted = device_memory.CONTEXT_BYTES / 1e6
+    yield at_most("device memory in use once CUDA has begun", _used_bytes(scale) / 1e6, counted, " MB")
     if scale.full:
         stands = all(os.environ.get(name) == value for name, value in backends.NO_WATCHDOG.items())
         yield Figure("torch's watchdog is told to end nobody", "yes" if stands else "no", "yes", stands)

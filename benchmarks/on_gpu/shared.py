@@ -6,6 +6,7 @@ The same kills as over gloo; nobody else may end afterwards, for as long as torc
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -18,6 +19,7 @@ from benchmarks.on_gpu.figures import Figure, Missing, Scale, at_most
 from benchmarks.on_gpu.supervised import FAULTS, job, judged
 from resihp.executor import backends
 from resihp.executor.tensor_group import dist
+from resihp.scheduler.cost import device_memory
 
 CYCLES = 20
 WATCHED_S = 90.0
@@ -59,16 +61,19 @@ def aborts(scale: Scale) -> Iterator[Figure]:
     exits = [rank.exitcode for rank in ranks]
     if exits != [0, 0]:
         raise RuntimeError(f"aborts: the two ranks ended with {exits}")
-    slowest_s, leaked_bytes = answers.get()
+    slowest_s, leaked_bytes, held_bytes = answers.get()
     yield at_most(f"abort of a stuck sum, slowest of {cycles}", slowest_s, 1, " s")
     yield at_most(f"device memory that {cycles} such cycles leak", leaked_bytes / 1e6, 50, " MB")
+    counted = device_memory.PEERS * device_memory.CONNECTION_BYTES / 1e6
+    channels = int(SEVERAL["NCCL_MAX_CTAS"])
+    yield at_most("a communicator's memory, of each rank and channel", held_bytes / 2 / channels / 1e6, counted, " MB")
 
 
 def _rank(rank: int, port: int, cycles: int, scale: Scale, answers: Any) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     back_end = backends.chosen()
     store = dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=120))
-    took, used = [], []
+    took, used, held = [], list[int](), list[int]()
     for cycle in range(cycles):
         keys = dist.PrefixStore(str(cycle), store)
         communicator = back_end.connect(keys, rank, 2, timedelta(seconds=120))
@@ -76,6 +81,8 @@ def _rank(rank: int, port: int, cycles: int, scale: Scale, answers: Any) -> None
         communicator.allreduce([tensor])
         back_end.settle()
         if rank == 0:
+            if used:
+                held.append(_used_bytes(scale) - used[-1])
             communicator.allreduce([tensor])
             time.sleep(STUCK_S)
             began = time.perf_counter()
@@ -87,8 +94,16 @@ def _rank(rank: int, port: int, cycles: int, scale: Scale, answers: Any) -> None
         if rank == 1:
             back_end.abort([communicator])
         del communicator
-        if scale.full:
-            free, total = torch.cuda.mem_get_info()
-            used.append(total - free)
+        keys.set(f"released/{rank}", "1")
+        keys.wait(["released/0", "released/1"])
+        used.append(_used_bytes(scale))
     if rank == 0:
-        answers.put((max(took), used[-1] - used[1] if used else 0))
+        answers.put((max(took), used[-1] - used[1], statistics.median(held)))
+
+
+def _used_bytes(scale: Scale) -> int:
+    """Of the device, by all."""
+    if not scale.full:
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free

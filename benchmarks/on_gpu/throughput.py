@@ -26,6 +26,7 @@ from resihp.executor.engine import Engine
 from resihp.executor.state.optimizer import AdamW
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan
+from resihp.scheduler.cost.device_memory import GAPS
 
 SETTINGS = AdamW(lr=1e-4)
 LOSS_TOLERANCE = 1e-2
@@ -73,6 +74,7 @@ def measure(scale: Scale) -> Iterator[Figure]:
         yield from duel(scale, name, size, address)
         if scale.full:
             torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
 
 
 def duel(scale: Scale, name: str, size: Size, address: tuple[str, int]) -> Iterator[Figure]:
@@ -100,6 +102,8 @@ def duel(scale: Scale, name: str, size: Size, address: tuple[str, int]) -> Itera
     )
     if scale.full:
         yield at_most(f"{name}: times in an iteration that the host waits", syncs(ours), SYNCS)
+        gaps = torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated() - 1
+        yield at_most(f"{name}: gaps between allocations, ours and megatron's", 100 * gaps, 100 * GAPS, " %")
 
 
 def _ours(size: Size, corpus: Corpus, address: tuple[str, int]) -> Ours:

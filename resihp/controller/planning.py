@@ -20,6 +20,7 @@ from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.ownership import ParameterSpec
 from resihp.parallelism.plan import Plan, spread
 from resihp.parallelism.transfers import Base, bytes_of, missing
+from resihp.scheduler.cost import device_memory
 from resihp.scheduler.cost.layout_change import movement
 from resihp.scheduler.cost.prices import iteration_seconds
 from resihp.scheduler.layouts import first_layout
@@ -103,6 +104,7 @@ def as_asked(job: Job) -> tuple[Plan, dict[int, str]]:
         schedule=settings.schedule,
         sequence_parallel=settings.sequence_parallel,
         memory_bytes=settings.memory_bytes,
+        overhead=device_memory.overhead(declared.device, declared.back_end),
         tokens=declared.model.sequence,
     )
     replicas = len(plan.layout.replicas)
@@ -319,6 +321,7 @@ def _situation(job: Job, epoch: int, available: set[int], base: Base | None, old
         schedule=settings.schedule,
         sequence_parallel=settings.sequence_parallel,
         memory_bytes=settings.memory_bytes,
+        overhead=device_memory.overhead(declared.device, declared.back_end),
         speeds={rank: slows[device].speed for rank in available if (device := job.device_of(rank)) in slows},
         profile=job.profile,
         links=learned_times.links(job),

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
 import warnings
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -98,6 +99,9 @@ HINTS = {
     "params_dtype": "torch.float32, or torch.bfloat16 together with bf16=True",
 }
 
+Layers = Literal["local", "transformer_engine"]
+"""Whose layers are asked for. `transformer_impl` cannot tell: nobody need have set it."""
+
 _INERT: dict[str, tuple[Any, ...]] = {
     "hidden_dropout": (0.0,),
     "attention_dropout": (0.0,),
@@ -142,13 +146,32 @@ def _precision(config: TransformerConfig) -> list[tuple[str, Any, Any]]:
     return [("pipeline_dtype", config.pipeline_dtype, dtype)] if wrong else []
 
 
+def refuse_layers(layers: str) -> None:
+    """Raise ModelError for Transformer Engine's layers, installed or not, and for what are none.
+
+    megatron-core (0.16.1, extensions/transformer_engine.py) hands them their tensor-parallel group only where
+    `torch.distributed` has a default one. Here there is none, since communicators live for one epoch: layers that are
+    cut would sum nothing, without an error.
+    """
+    if layers == "local":
+        return
+    if layers not in get_args(Layers):
+        raise ModelError(f"layers={layers!r}: there are {' and '.join(map(repr, get_args(Layers)))}")
+    there = "is installed, but" if importlib.util.find_spec("transformer_engine") else "is not installed, and"
+    raise ModelError(
+        f"layers={layers!r}: Transformer Engine {there} its layers cannot be used here: they take part in tensor "
+        "parallelism only with torch.distributed's default group, and communicators are replaced with every plan; "
+        "leave layers out, or set layers='local'"
+    )
+
+
 def layers_told(config: TransformerConfig) -> str:
     """A line for whoever expects Transformer Engine's layers; empty where nobody can."""
     if config.transformer_impl == "local":
         return ""
     return (
         f"transformer config: transformer_impl={config.transformer_impl!r}: megatron-core's local layers are used, "
-        "installed or not; 'local' says so and ends this line"
+        "installed or not (Trainer's layers='transformer_engine' says why); 'local' ends this line"
     )
 
 

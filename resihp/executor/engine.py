@@ -54,7 +54,7 @@ from resihp.parallelism.workload import Dataset
 from resihp.pipeline import checker, program
 from resihp.pipeline.program import GroupSpec
 from resihp.protocol.messages import MeetingId, StepOutcome
-from resihp.scheduler.cost import memory
+from resihp.scheduler.cost import device_memory, memory
 
 MEETING_S = 10.0
 """How long ranks that measure their links wait for each other."""
@@ -93,6 +93,7 @@ class Engine:
         self.model: ModelSpec = model_spec(config, vocab_size, sequence, tied=tied, vocab_multiple=vocab_multiple)
         self._back_end = backends.chosen()
         self.device = self._back_end.device
+        self._overhead = device_memory.overhead(self.device.type, self._back_end.name)
         devices.refuse_precision(self.device, config.params_dtype)
         self._specs = {parallel: self._read_specs(parallel) for parallel in (False, True)}
         self._by_name = {spec.name: spec for spec in self.specs}
@@ -146,6 +147,11 @@ class Engine:
     def reduced_s(self) -> float:
         """Offset from the beginning of the last `run` at which all of its gradients were summed."""
         return self._measured[0].reduced_s()
+
+    @property
+    def back_end(self) -> str:
+        """Name of what its communicators are made of."""
+        return self._back_end.name
 
     @property
     def specs(self) -> tuple[ParameterSpec, ...]:
@@ -209,7 +215,8 @@ class Engine:
         if base is not None:
             transfers.moves(base, plan.layout, self.specs, nodes)
         if memory_bytes is not None:
-            obstacle = memory.obstacle(plan, self.model, memory_bytes, self._batches.longest)
+            tokens = self._batches.longest
+            obstacle = memory.obstacle(plan, self.model, memory_bytes, tokens, overhead=self._overhead)
             if obstacle:
                 raise PlanError(obstacle)
 
@@ -366,7 +373,7 @@ class Engine:
         """What this rank was expected to need under its plan, in words: for a device that ran out of memory."""
         if self.plan is None:
             return f"rank {self.rank}: has no plan yet, nothing was expected to be in its device's memory"
-        return memory.expected(self.plan, self.rank, self.model, self._batches.longest)
+        return memory.expected(self.plan, self.rank, self.model, self._batches.longest, self._overhead)
 
     @property
     def extra_bytes(self) -> int:

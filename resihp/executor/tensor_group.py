@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -52,25 +53,25 @@ class TensorGroup:
         """Use this communicator (`channels.Channel`) from now on; None when it is gone."""
         self._backend = backend
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> TimedWork:
-        """What `torch.distributed.all_reduce(..., group=self)` calls. Raises CommunicatorError."""
-        return self._start(tensors[0], lambda backend: self._begin_all_reduce(backend, tensors, options))
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> TimedWork | None:
+        """What `torch.distributed.all_reduce(..., group=self)` calls. Raises CommunicatorError.
 
-    def _begin_all_reduce(self, backend: Backend, tensors: list[torch.Tensor], options: Any) -> Any:
-        """A synchronous call can be the wait: NCCL has ordered behind it, when it returns, whatever comes."""
+        A synchronous call is one wait from its beginning, and returns nothing: NCCL has ordered behind it, when it
+        returns, whatever comes; others are waited for.
+        """
         if getattr(options, "asyncOp", True):
-            return backend.allreduce(tensors, options)
-        self.on_wait(True)
-        try:
-            return backend.allreduce(tensors, options)
-        finally:
-            self.on_wait(False)
+            return self._start(tensors[0], lambda backend: backend.allreduce(tensors, options))
+        backend = self._connected()
+        self.on_start()
+        with self.waiting():
+            backend.allreduce(tensors, options).wait()
+        return None
 
     def start_all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> TimedWork:
         """Begin to reduce in place."""
         options = dist.AllreduceOptions()
         options.reduceOp = op
-        return self.allreduce([tensor], options)
+        return self._start(tensor, lambda backend: backend.allreduce([tensor], options))
 
     def start_all_gather(self, tensor: torch.Tensor) -> TimedWork:
         """Begin to concatenate all ranks' tensors, of equal shapes, along their first dimension."""
@@ -100,15 +101,27 @@ class TensorGroup:
         return tensor if self._size == 1 else self.start_reduce_scatter(tensor).result()
 
     def _start(self, result: torch.Tensor, begin: Callable[[Any], Any]) -> TimedWork:
+        backend = self._connected()
+        self.on_start()
+        with _peers_faults():
+            return TimedWork(self, begin(backend), result)
+
+    def _connected(self) -> Any:
         if self._backend is None:
             raise CommunicatorError("tensor-parallel group: no communicator is connected")
-        self.on_start()
+        return self._backend
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait for peers, which is told and timed. What fails raises CommunicatorError."""
+        self.on_wait(True)
+        began = time.perf_counter()
         try:
-            return TimedWork(self, begin(self._backend), result)
-        except NO_PEERS_FAULT:
-            raise
-        except RuntimeError as error:
-            raise CommunicatorError(f"tensor-parallel group: {error}") from error
+            with _peers_faults():
+                yield
+        finally:
+            self.waited_s += time.perf_counter() - began
+            self.on_wait(False)
 
 
 class TimedWork:
@@ -120,18 +133,8 @@ class TimedWork:
         self._result = result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        group = self._group
-        group.on_wait(True)
-        began = time.perf_counter()
-        try:
+        with self._group.waiting():
             return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
-        except NO_PEERS_FAULT:
-            raise
-        except RuntimeError as error:
-            raise CommunicatorError(f"tensor-parallel group: {error}") from error
-        finally:
-            group.waited_s += time.perf_counter() - began
-            group.on_wait(False)
 
     def result(self) -> torch.Tensor:
         """Wait for it, and give what came out."""
@@ -140,6 +143,16 @@ class TimedWork:
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
+
+
+@contextmanager
+def _peers_faults() -> Iterator[None]:
+    try:
+        yield
+    except NO_PEERS_FAULT:
+        raise
+    except RuntimeError as error:
+        raise CommunicatorError(f"tensor-parallel group: {error}") from error
 
 
 def _ignore(waits: bool) -> None:

@@ -23,7 +23,7 @@ from resihp.executor import emulation, probe
 from resihp.executor.compute.device_waits import DeviceWaits, mark_on
 from resihp.executor.compute.rotary import Rotary
 from resihp.executor.compute.stage import PositionEmbedding
-from resihp.executor.config_support import ignored, layers_told
+from resihp.executor.config_support import Layers, ignored, layers_told, refuse_layers
 from resihp.executor.engine import Engine
 from resihp.executor.group_store import AgentRendezvous, Store, TorchRendezvous
 from resihp.executor.state import checkpoint
@@ -51,6 +51,7 @@ class Trainer:
     `dataset`           `resihp.Dataset`: `micro_batches(iteration)`, pure
     `optimizer`         `resihp.AdamW(...)`
     `sequence`          longest document; positions restart with each document
+    `layers`            "local": megatron-core's own; "transformer_engine" raises ModelError saying why
     `tp`, `pp`, ...     the layout without `resihp run` (plain python or torchrun); with it, the job's is used
     `checkpoint_*`      likewise: without `resihp run` only
     `share_embeddings_and_output_weights`, `position_embedding`, `rotary_base`, `rotary_percent`, `rope_scaling`,
@@ -75,6 +76,7 @@ class Trainer:
         seq_len_interpolation_factor: float | None = None,
         share_embeddings_and_output_weights: bool = False,
         make_vocab_size_divisible_by: int = 128,
+        layers: Layers = "local",
         tp: int = 1,
         pp: int = 1,
         schedule: str = "1f1b",
@@ -85,6 +87,7 @@ class Trainer:
         resume: bool = False,
     ) -> None:
         self._client = agent.attach()
+        refuse_layers(layers)
         if "OMP_NUM_THREADS" not in os.environ or self._client is not None:
             torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
         self._tp, self._pp, self._chunks = tp, pp, virtual_stages
@@ -92,11 +95,8 @@ class Trainer:
         self._every, self._folder, self._resume = checkpoint_every, Path(checkpoint_folder), resume
         if self._client is not None:
             start = self._client.start
-            self._every, self._folder, self._resume = (
-                start.checkpoint_every,
-                Path(start.checkpoint_folder),
-                start.resume,
-            )
+            self._every, self._folder = start.checkpoint_every, Path(start.checkpoint_folder)
+            self._resume = start.resume
         self.engine = Engine(
             config,
             vocab_size=vocab_size,
@@ -278,6 +278,8 @@ class _Supervised:
                 resume_from=self._resume_from,
                 fingerprint=engine.fingerprint,
                 ramp=engine.batch_sizes.ramp,
+                device=engine.device.type,
+                back_end=engine.back_end,
             )
         )
         while True:

@@ -126,6 +126,9 @@ class Declare(Message, frozen=True, kw_only=True, dict=True):
     """Digest of model and optimizer settings, data set description and library versions."""
     ramp: Ramp = ()
     """Steps of the batch ramp-up, if it has one."""
+    device: str = "cpu"
+    back_end: str = "gloo"
+    """With which communicators, on what they work: both decide how much of a device's memory is left for training."""
 
     @cached_property
     def batch_sizes(self) -> BatchSizes:

@@ -22,6 +22,7 @@ from resihp.parallelism.layout import Layout, Replica, Stage, validate
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan, spread
 from resihp.scheduler.cost import memory
+from resihp.scheduler.cost.device_memory import NOTHING, Overhead
 from resihp.scheduler.cost.prices import Priced, Prices, bytes_to_move
 from resihp.scheduler.layouts import exhaustive, shares, swap_pipelines
 from resihp.scheduler.layouts.draft import Draft
@@ -53,13 +54,15 @@ def first_plan(
     schedule: str = "1f1b",
     sequence_parallel: bool = False,
     memory_bytes: int | None = None,
+    overhead: Overhead = NOTHING,
     tokens: int = 0,
     epoch: int = 1,
     most: int | None = None,
 ) -> Plan:
     """Megatron's grid over the ranks of `nodes`, in ascending order; those that do not fill a replica stand by.
 
-    `most`: how many of them it may use, the first ones; all if left out. Raises LayoutError for a grid that the model,
+    `most`: how many of them it may use, the first ones; all if left out. `overhead`: what of a device's `memory_bytes`
+    is not for state and activations. Raises LayoutError for a grid that the model,
     the ranks or the batch do not allow, PlanError if a rank has too little memory.
     """
     ranks = sorted(nodes)
@@ -83,7 +86,7 @@ def first_plan(
         sequence_parallel=sequence_parallel,
     )
     if memory_bytes is not None:
-        obstacle = memory.obstacle(plan, model, memory_bytes, tokens)
+        obstacle = memory.obstacle(plan, model, memory_bytes, tokens, overhead=overhead)
         if obstacle:
             raise PlanError(f"{obstacle}; raise --tp or --pp, or make micro-batches shorter")
     return plan
@@ -243,7 +246,12 @@ def _obstacle(plan: Plan, situation: Situation) -> str:
     """Why a plan takes for ever."""
     if situation.memory_bytes is not None:
         lacking = memory.obstacle(
-            plan, situation.model, situation.memory_bytes, situation.tokens, state_bytes=situation.state_bytes
+            plan,
+            situation.model,
+            situation.memory_bytes,
+            situation.tokens,
+            state_bytes=situation.state_bytes,
+            overhead=situation.overhead,
         )
         if lacking is not None:
             return lacking

@@ -12,6 +12,7 @@ from resihp.parallelism.layout import Layout
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan
 from resihp.scheduler.cost import profile
+from resihp.scheduler.cost.device_memory import NOTHING, Overhead
 from resihp.scheduler.cost.memory import Post
 from resihp.scheduler.cost.profile import Profile, layer_units
 
@@ -41,6 +42,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """Normalised throughput where it was measured; 1, a healthy device's, where not."""
     memory_bytes: int | None = None
     """Of each device; None where it is not known, and then not checked."""
+    overhead: Overhead = NOTHING
+    """What of it is not for state and activations."""
     state_bytes: int | None = None
     """Of each parameter, gradient and optimizer included (`resihp.scheduler.cost.memory.zero_1`); None: what the
     model's precision takes."""
@@ -58,6 +61,11 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
         Where memory is not known, no more: then layouts change as little as they can.
         """
         return self.pp + (self.memory_bytes is not None and self.chunks == 1)
+
+    @property
+    def room_bytes(self) -> int | None:
+        """What each device has for state and activations; None where that is not known."""
+        return None if self.memory_bytes is None else self.overhead.room(self.memory_bytes)
 
     def speed(self, ranks: tuple[int, ...]) -> float:
         """Of a tensor-parallel group, in healthy devices: k * min p."""

@@ -53,17 +53,15 @@ class DeferredWeights:
             self._open = None
 
     def finish(self, key: Hashable) -> None:
-        """Add the weight gradients queued under `key` up, freeing what each needs. Waits for nobody.
+        """Add the weight gradients queued under `key` to each weight's `main_grad`, freeing what each needs.
 
-        Raises KeyError for a key that nothing was collected under.
+        Waits for nobody. Raises KeyError for a key that nothing was collected under.
         """
         queue = self._queues.pop(key)
         with torch.no_grad():
             while queue:
                 weight, inputs, gradient = queue.pop(0)
-                product = _weight_gradient(weight, inputs, gradient)
-                if product is not None:
-                    weight.grad = product if weight.grad is None else weight.grad.add_(product)
+                _add_gradient(weight.main_grad, inputs, gradient)  # type: ignore[attr-defined]
 
     def discard(self) -> None:
         """Forget all that is queued: the iteration broke."""
@@ -145,12 +143,16 @@ class _Linear(torch.autograd.Function):
 
 def _weight_gradient(weight: Tensor, inputs: Tensor, gradient: Tensor) -> Tensor | None:
     """Gradient of a weight; None where it was added to the weight's `main_grad`, as megatron's fused kernel does."""
-    left, right = gradient.flatten(0, -2).t(), inputs.flatten(0, -2)
     main: Tensor | None = getattr(weight, "main_grad", None)
     if main is None:
-        return left.matmul(right)
+        return gradient.flatten(0, -2).t().matmul(inputs.flatten(0, -2))
+    _add_gradient(main, inputs, gradient)
+    return None
+
+
+def _add_gradient(main: Tensor, inputs: Tensor, gradient: Tensor) -> None:
+    left, right = gradient.flatten(0, -2).t(), inputs.flatten(0, -2)
     if main.dtype == left.dtype:
         main.addmm_(left, right)
     else:
         main.add_(left.matmul(right))
-    return None

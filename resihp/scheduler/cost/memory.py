@@ -5,8 +5,8 @@ State is exact but for what `resihp.parallelism.parameter_outline` leaves out. A
 16-bit numbers, hidden * (10 + 24 / t) bytes, under sequence parallelism hidden * 34 / t. The 24 are those of an MLP
 four times as wide and of as many key/value heads as heads, as wide as the hidden state together; here they follow from
 the model. Norms of queries and keys keep what goes into them, too. Attention scores are not kept (fused attention),
-recomputation is not counted. Buffers of communication, and the second copy of state while a transition is under way,
-are not part of this.
+recomputation is not counted. What CUDA, NCCL and gaps take besides is told by `device_memory`; the second copy of state
+while a transition is under way is not part of this.
 
 Called by the planner, and by the executor before it agrees to a plan.
 """
@@ -23,6 +23,7 @@ from resihp.parallelism.ownership import ParameterSpec
 from resihp.parallelism.parameter_outline import layer_outline, outline
 from resihp.parallelism.plan import Order, Plan
 from resihp.pipeline.schedules import orders_of
+from resihp.scheduler.cost.device_memory import NOTHING, Overhead
 
 STATE_BYTES = {"fp32": 16, "bf16": 18}
 """Of each parameter, by precision: its value, its gradient and Adam's two moments in 32 bits; in bf16 the value in 16
@@ -83,8 +84,9 @@ def obstacle(
     tokens: int,
     *,
     state_bytes: int | None = None,
+    overhead: Overhead = NOTHING,
 ) -> str | None:
-    """Which rank would need more than `memory_bytes`, the worst of them, or None if each has enough."""
+    """Which rank would need more than its device's `memory_bytes`, and for what, the worst of them; else None."""
     orders = orders_of(plan) if tokens else ()
     needs: list[tuple[int, int]] = []
     for d, replica in enumerate(plan.layout.replicas):
@@ -93,22 +95,38 @@ def obstacle(
             needed = _stage_bytes(replica, s, order, model, tokens, plan.sequence_parallel, state_bytes)
             needs.append((needed, -stage.ranks[0]))
     needed, rank = max(needs, default=(0, 0))
-    if needed <= memory_bytes:
+    if needed <= overhead.room(memory_bytes):
         return None
+    return lacking(plan, -rank, model, memory_bytes, tokens, needed, state_bytes=state_bytes, overhead=overhead)
+
+
+def lacking(
+    plan: Plan,
+    rank: int,
+    model: ModelSpec,
+    memory_bytes: int,
+    tokens: int,
+    needed: int,
+    *,
+    state_bytes: int | None,
+    overhead: Overhead,
+) -> str:
+    """That a rank needs more than its device has, `needed` of it for state and activations; which part how much."""
+    state = needed_bytes(plan, rank, model, 0, state_bytes=state_bytes)
     return (
-        f"rank {-rank}: needs {needed / 1e9:.3g} GB under the plan of epoch {plan.epoch}, its device has "
-        f"{memory_bytes / 1e9:.3g} GB"
+        f"rank {rank}: needs {overhead.with_gaps(needed) / 1e9:.3g} GB under the plan of epoch {plan.epoch}, "
+        f"its device has {memory_bytes / 1e9:.3g} GB: {overhead.told(state, needed - state)}"
     )
 
 
-def expected(plan: Plan, rank: int, model: ModelSpec, tokens: int) -> str:
-    """What `needed_bytes` consists of, in words, and what can be done when a device has less; `tokens` is known."""
+def expected(plan: Plan, rank: int, model: ModelSpec, tokens: int, overhead: Overhead = NOTHING) -> str:
+    """What a rank needs, in words, and what can be done when a device has less; `tokens` is known."""
     state, whole = (needed_bytes(plan, rank, model, longest) for longest in (0, tokens))
+    uncounted = "" if overhead.parts else "what libraries, communication and gaps take is not counted; "
     return (
-        f"rank {rank}: expected under the plan of epoch {plan.epoch}: {state / 1e9:.3g} GB of state and "
-        f"{(whole - state) / 1e9:.3g} GB of activations of micro-batches of {tokens} tokens; what libraries, "
-        "communication and gaps between allocations take is not counted; next: smaller micro-batches, more pipeline "
-        "stages, or a --memory-per-device that leaves room for these"
+        f"rank {rank}: expected under the plan of epoch {plan.epoch}: {overhead.told(state, whole - state)}, with "
+        f"micro-batches of {tokens} tokens; {uncounted}next: smaller micro-batches, more pipeline stages, or a "
+        "--memory-per-device that leaves room for what came out larger"
     )
 
 

@@ -151,7 +151,7 @@ class _Clock:
             self._priced.replica,
             micro_batches,
             self._situation.model,
-            self._situation.memory_bytes,
+            self._situation.room_bytes,
             self._situation.tokens,
             schedule=self._schedule,
             sequence_parallel=self._situation.sequence_parallel,

@@ -172,7 +172,7 @@ class _ExhaustiveSearch:
         ]
 
     def _limit(self, s: int, stages: int, k: int, m: int) -> int:
-        assert self._s.memory_bytes is not None
+        assert self._s.room_bytes is not None
         key = (s, stages, k, min(m, stages))
         found = self._limits.get(key)
         if found is None:
@@ -185,7 +185,7 @@ class _ExhaustiveSearch:
                 sequence_parallel=self._s.sequence_parallel,
                 state_bytes=self._s.state_bytes,
             )
-            found = memory.capacity(self._s.model, post, self._s.memory_bytes, self._s.tokens)
+            found = memory.capacity(self._s.model, post, self._s.room_bytes, self._s.tokens)
             self._limits[key] = found
         return found
 

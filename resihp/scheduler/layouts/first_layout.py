@@ -73,7 +73,7 @@ def _fitting(plan: Plan, situation: Situation, task: Task, evaluations: int) -> 
         room = memory.most_alive(
             plan.layout.replicas[0],
             situation.model,
-            situation.memory_bytes,
+            situation.room_bytes,
             situation.tokens,
             sequence_parallel=situation.sequence_parallel,
             state_bytes=situation.state_bytes,
@@ -90,6 +90,7 @@ def _fitting(plan: Plan, situation: Situation, task: Task, evaluations: int) -> 
             situation.memory_bytes,
             situation.tokens,
             state_bytes=situation.state_bytes,
+            overhead=situation.overhead,
         ):
             return found
         most = LEAST_SHARE * max(found.alive)

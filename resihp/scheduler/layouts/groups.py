@@ -125,9 +125,9 @@ def lay(situation: Situation, pipe: Pipe) -> Replica:
     speeds = [every[i] for i in stay]
     ends = layers.ends_of(situation.times)
     limits = None
-    if situation.memory_bytes is not None:
+    if situation.room_bytes is not None:
         posts = [situation.post(s, len(groups), len(group.ranks)) for s, group in enumerate(groups)]
-        limits = [memory.capacity(model, post, situation.memory_bytes, situation.tokens) for post in posts]
+        limits = [memory.capacity(model, post, situation.room_bytes, situation.tokens) for post in posts]
     held = tuple(group.held for group in groups)
     try:
         spans = layers.partition(model.layers, speeds, chunks=situation.chunks, ends=ends, before=held, limits=limits)
@@ -185,7 +185,7 @@ def _choice(situation: Situation, d: int, s: int, stage: Stage, left: tuple[int,
     k_min = memory.smallest_degree(
         situation.model,
         situation.post(s, len(situation.base.replicas[d].stages), situation.tp),
-        situation.memory_bytes,
+        situation.room_bytes,
         situation.tokens,
     )
     found: list[tuple[tuple[float, bool, int, str], tuple[int, ...]]] = []

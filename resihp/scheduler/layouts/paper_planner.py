@@ -255,7 +255,7 @@ def _within_memory(situation: Situation, groups: Groups) -> Groups:
 
     One partition for all means that the smallest group decides how many layers a stage may have.
     """
-    if situation.memory_bytes is None:
+    if situation.room_bytes is None:
         return groups
     left = dict(groups)
     for depth, alike in _depths(situation, range(len(situation.base.replicas))).items():
@@ -304,11 +304,11 @@ def _cut(counts: Sequence[int], chunks: int) -> tuple[tuple[LayerSpan, ...], ...
 
 def _k_min(situation: Situation, stage: int, stages: int) -> int:
     post = situation.post(stage, stages, situation.tp)
-    return memory.smallest_degree(situation.model, post, situation.memory_bytes, situation.tokens)
+    return memory.smallest_degree(situation.model, post, situation.room_bytes, situation.tokens)
 
 
 def _capacity(situation: Situation, stage: int, stages: int, tp: int) -> int:
-    if situation.memory_bytes is None:
+    if situation.room_bytes is None:
         return situation.model.layers
     post = situation.post(stage, stages, tp)
-    return memory.capacity(situation.model, post, situation.memory_bytes, situation.tokens)
+    return memory.capacity(situation.model, post, situation.room_bytes, situation.tokens)

@@ -95,7 +95,7 @@ def overfull(plan: Plan, situation: Situation) -> str | None:
 
     What `memory.obstacle` says, for plans that may have stages without ranks.
     """
-    if situation.memory_bytes is None:
+    if situation.memory_bytes is None or situation.room_bytes is None:
         return None
     explicit = plan if plan.orders else msgspec.structs.replace(plan, orders=orders_of(plan))
     needed, rank = max(
@@ -112,11 +112,17 @@ def overfull(plan: Plan, situation: Situation) -> str | None:
         ),
         default=(0, 0),
     )
-    if needed <= situation.memory_bytes:
+    if needed <= situation.room_bytes:
         return None
-    return (
-        f"rank {-rank}: needs {needed / 1e9:.3g} GB under the plan of epoch {plan.epoch}, its device has "
-        f"{situation.memory_bytes / 1e9:.3g} GB"
+    return memory.lacking(
+        explicit,
+        -rank,
+        situation.model,
+        situation.memory_bytes,
+        situation.tokens,
+        needed,
+        state_bytes=situation.state_bytes,
+        overhead=situation.overhead,
     )
 
 
@@ -125,7 +131,7 @@ def _memories(plan: Plan, situation: Situation) -> dict[tuple[int, int], int]:
 
     From what `memory.needed_bytes` says of a stage that holds one, and two, in its largest chunk.
     """
-    if situation.memory_bytes is None or not situation.tokens:
+    if situation.room_bytes is None or not situation.tokens:
         return {}
     replicas = plan.layout.replicas
     largest = [
@@ -148,6 +154,6 @@ def _memories(plan: Plan, situation: Situation) -> dict[tuple[int, int], int]:
                     )
                     for p in (one, two)
                 )
-                free = situation.memory_bytes - with_one
+                free = situation.room_bytes - with_one
                 found[d, s] = max(1, 1 + free // max(1, with_two - with_one))
     return found

@@ -74,7 +74,7 @@ def _reordered(situation: Situation, plan: Plan, prices: Prices) -> Refined:
         room = memory.most_alive(
             replicas[last],
             situation.model,
-            situation.memory_bytes,
+            situation.room_bytes,
             situation.tokens,
             sequence_parallel=situation.sequence_parallel,
             state_bytes=situation.state_bytes,
@@ -105,7 +105,12 @@ def _migrated(situation: Situation, plan: Plan, prices: Prices) -> Refined:
     changed = migration.migrate(plan, situation)
     assert situation.memory_bytes is not None
     if not changed.migrations or memory.obstacle(
-        changed, situation.model, situation.memory_bytes, situation.tokens, state_bytes=situation.state_bytes
+        changed,
+        situation.model,
+        situation.memory_bytes,
+        situation.tokens,
+        state_bytes=situation.state_bytes,
+        overhead=situation.overhead,
     ):
         return nothing
     seconds = iteration_seconds(changed, situation)

@@ -17,7 +17,7 @@ from resihp.scheduler import transition_cost
 from resihp.scheduler.cost.layout_change import movement, state_bytes
 from resihp.scheduler.cost.prices import iteration_seconds
 from resihp.scheduler.situation import Decision, Situation
-from resihp.scheduler.what_if.question import Question, situation_of, worst
+from resihp.scheduler.what_if.question import Question, parts, situation_of, worst
 
 LOST_SHARE = 0.5
 """Of the iteration that a failure interrupts, on average."""
@@ -30,6 +30,8 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     worst_bytes: int
     worst_rank: int
+    worst_parts: str
+    """What that device needs memory for, in words."""
 
 
 class WhatIfAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +59,7 @@ def answer(question: Question, base: Plan, situation: Situation, decision: Decis
         more = "" if question.sequence_parallel else "; --sequence-parallel would need less"
         remarks.append(
             f"rank {before.worst_rank} needs {before.worst_bytes / 1e9:.1f} GB before anything fails, its device has "
-            f"{question.hardware.memory_bytes / 1e9:.1f} GB: memory is not checked{more}"
+            f"{question.hardware.memory_bytes / 1e9:.1f} GB: memory is not checked{more}; it needs {before.worst_parts}"
         )
     lost_s = LOST_SHARE * before_s if as_it_is is None else 0.0
     rates = msgspec.structs.replace(transition_cost.DEFAULT, byte_s=1 / question.hardware.between_bytes_per_s)
@@ -133,4 +135,6 @@ def _same(plan: Plan, other: Plan) -> bool:
 
 def _outlook(question: Question, plan: Plan, seconds: float) -> Outlook:
     need, rank = worst(question, plan)
-    return Outlook(plan=plan, seconds=seconds, worst_bytes=need, worst_rank=-rank)
+    return Outlook(
+        plan=plan, seconds=seconds, worst_bytes=need, worst_rank=-rank, worst_parts=parts(question, plan, -rank)
+    )

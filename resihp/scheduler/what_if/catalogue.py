@@ -18,15 +18,13 @@ import msgspec
 
 from resihp.errors import ConfigurationError
 from resihp.parallelism.model import ModelSpec
+from resihp.scheduler.cost.memory import ELEMENT
 from resihp.scheduler.cost.profile import Profile, Times
 
 ACTIVATION_BYTES = 2
 """Of a number that passes between stages: 16 bits."""
 GRADIENT_BYTES = 2
 """Of a number that replicas sum. Megatron-LM's sums in 32 bits take twice as long."""
-STATE_BYTES = 16
-"""Of a parameter under mixed precision with Adam: 2 + 2 for weight and gradient in 16 bits, 12 for the master copy and
-two moments (Rajbhandari et al., "ZeRO", 2020, section 3.1)."""
 STEP_BYTES = 28
 """Read and written of a parameter in Adam's step: gradient (2) and master copy and moments (12) in, these (12) and the
 weight (2) out."""
@@ -78,8 +76,8 @@ HARDWARE: Mapping[str, Hardware] = {
 - Memory at 75 %, NVLink at 78 to 80 % of one way, the network at 80 % of its line rate: assumptions.
 """
 
-_LLAMA: dict[str, Any] = {"vocab": 32_000, "gated": True, "vocab_multiple": 128}
-_QWEN: dict[str, Any] = {"vocab": 152_064, "gated": True, "vocab_multiple": 128}
+_LLAMA: dict[str, Any] = {"vocab": 32_000, "gated": True, "vocab_multiple": 128, "precision": "bf16"}
+_QWEN: dict[str, Any] = {"vocab": 152_064, "gated": True, "vocab_multiple": 128, "precision": "bf16"}
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
     name: {**common, **dict(zip(("layers", "hidden", "heads", "kv_groups", "ffn_hidden"), shape, strict=True))}
@@ -98,14 +96,14 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 """As their authors published them (config.json of each). There is no 30B of LLaMA 2: that is LLaMA 1's."""
 
 _MODEL_KEYS = ("layers", "hidden", "heads", "ffn_hidden", "vocab")
-_MODEL_OPTIONS = ("kv_groups", "gated", "tied_embeddings", "vocab_multiple", "kv_channels", "qk_layernorm")
+_MODEL_OPTIONS = ("kv_groups", "gated", "tied_embeddings", "vocab_multiple", "kv_channels", "qk_layernorm", "precision")
 
 
 def model(name: str, sequence_length: int) -> ModelSpec:
     """A known model by name, or the one of a TOML file. Raises ConfigurationError.
 
     A file has the keys `layers`, `hidden`, `heads`, `ffn_hidden` and `vocab`, and may have `kv_groups`, `gated`,
-    `tied_embeddings`, `vocab_multiple`, `kv_channels` and `qk_layernorm` (see `ModelSpec`).
+    `tied_embeddings`, `vocab_multiple`, `kv_channels`, `qk_layernorm` and `precision` (see `ModelSpec`).
     """
     if name in MODELS:
         return ModelSpec(sequence=sequence_length, **MODELS[name])
@@ -116,6 +114,9 @@ def model(name: str, sequence_length: int) -> ModelSpec:
         if key in ("gated", "tied_embeddings", "qk_layernorm"):
             if not isinstance(value, bool):
                 raise ConfigurationError(f"{name}: {key} is true or false, got {value!r}")
+        elif key == "precision":
+            if value not in ELEMENT:
+                raise ConfigurationError(f"{name}: precision is {' or '.join(map(repr, ELEMENT))}, got {value!r}")
         elif type(value) is not int or value < 1:
             raise ConfigurationError(f"{name}: {key} is a whole number from 1 on, got {value!r}")
     found = ModelSpec(sequence=sequence_length, **{"kv_groups": content["heads"], **content})

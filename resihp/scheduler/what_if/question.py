@@ -19,6 +19,7 @@ from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Order, Plan, spread
 from resihp.pipeline.schedules import SCHEDULES, orders_of
 from resihp.scheduler.cost import memory
+from resihp.scheduler.cost.device_memory import Overhead, overhead
 from resihp.scheduler.situation import Situation
 from resihp.scheduler.what_if import catalogue
 from resihp.scheduler.what_if.catalogue import Hardware
@@ -52,6 +53,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     slow_links: dict[Link, float] = {}
     places: dict[int, str] = {}
     """Node of each rank of a job; where it is empty, ranks fill n1, n2, ... in order."""
+    overhead: Overhead = overhead("cuda", "nccl")
+    """What of a device's memory is not for state and activations."""
 
     @property
     def world(self) -> int:
@@ -281,6 +284,7 @@ def situation_of(
         sequence_parallel=question.sequence_parallel,
         speeds={rank: speed for rank, speed in sorted(slow.items()) if speed < 1},
         memory_bytes=question.hardware.memory_bytes if fits else None,
+        overhead=question.overhead,
         state_bytes=state_bytes_of(question, gone),
         profile=profile,
         links={pair: speed for pair, speed in sorted(slow_links.items()) if speed < 1},
@@ -299,18 +303,12 @@ def state_bytes_of(question: Question, gone: Collection[int] = ()) -> int:
 
 
 def tokens_of(question: Question) -> int:
-    """Of a micro-batch, as `resihp.scheduler.cost.memory` has to be told of them.
-
-    Of a model in fp32 it counts numbers of 4 bytes: 16 bytes of state for a parameter, which is what mixed precision
-    with 16-bit gradients needs as well (`catalogue.STATE_BYTES`), and activations of 4 bytes, which here have 2. Half
-    the tokens, then.
-    """
-    element = memory.ELEMENT[question.model.precision]
-    return max(1, question.model.sequence * question.micro_batch_size * catalogue.ACTIVATION_BYTES // element)
+    """Of a micro-batch."""
+    return question.model.sequence * question.micro_batch_size
 
 
 def stage_bytes(question: Question, plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """What each rank of each stage needs, [replica][stage], 0 without ranks. Equal replicas are counted once."""
+    """What each rank's device must have, [replica][stage], 0 without ranks. Equal replicas are counted once."""
     if plan.migrations and not plan.orders:
         plan = msgspec.structs.replace(plan, orders=orders_of(plan))
     known: dict[object, tuple[int, ...]] = {}
@@ -336,7 +334,9 @@ def _needs(question: Question, plan: Plan, d: int, replica: Replica, alone: bool
         )
     tokens = tokens_of(question)
     return tuple(
-        memory.needed_bytes(plan, stage.ranks[0], question.model, tokens, state_bytes=state_bytes_of(question))
+        question.overhead.with_gaps(
+            memory.needed_bytes(plan, stage.ranks[0], question.model, tokens, state_bytes=state_bytes_of(question))
+        )
         if stage.ranks
         else 0
         for stage in replica.stages
@@ -358,3 +358,12 @@ def worst(question: Question, plan: Plan) -> tuple[int, int]:
         for stage, need in zip(replica.stages, bytes_needed, strict=True)
         if stage.ranks
     )
+
+
+def parts(question: Question, plan: Plan, rank: int) -> str:
+    """What a rank's device must have memory for, in words."""
+    state, whole = (
+        memory.needed_bytes(plan, rank, question.model, tokens, state_bytes=state_bytes_of(question))
+        for tokens in (0, tokens_of(question))
+    )
+    return question.overhead.told(state, whole - state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from typing import Any
 
+import msgspec
 import pytest
 
 from resihp.controller import Controller
@@ -253,6 +254,21 @@ def test_devices_that_were_measured_when_the_job_is_to_stop_are_given_no_work() 
         answer = m.Probed(probe=probe.probe, speed=m.Speed(flops=1e14, memory_bytes=1e12), seconds=0.2)
         job.feed(api.WorkerSaid(rank=rank, message=answer))
     assert job.planned == []
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_first_plan_leaves_room_for_what_ranks_work_with(device: str) -> None:
+    """CUDA and NCCL take more than all of this device's memory; on processors they are not there."""
+    declare = msgspec.structs.replace(DECLARE, device=device, back_end="nccl" if device == "cuda" else "gloo")
+    job = Direct(declare=declare, memory_bytes=4_000_000_000)
+    ended = [action for action in job.actions if isinstance(action, api.End)]
+    if device == "cpu":
+        assert not ended
+        assert job.job.record.first_plan is not None
+    else:
+        assert ended
+        for part in ("state", "activations", "CUDA's context", "NCCL's communicators", "gaps between allocations"):
+            assert f" GB of {part}" in ended[0].reason
 
 
 def test_the_first_plan_is_tuned_where_the_user_wants_it() -> None:

@@ -149,6 +149,13 @@ def stages_of(kind: str, case: Case, group: TensorGroup) -> tuple[list[StageModu
     return stages, specs
 
 
+def with_main_gradients(stage: StageModule) -> StageModule:
+    """As `state.gradients` lays them out for parameters in float32: all that is added, is added there."""
+    for parameter in stage.parameters():
+        parameter.grad = parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+    return stage
+
+
 def unfinished(stage: StageModule) -> tuple[Hashable, ...]:
     """Keys of weight gradients that are still to be computed, in the order of their collection."""
     return tuple(stage.weights._queues)
@@ -156,6 +163,9 @@ def unfinished(stage: StageModule) -> tuple[Hashable, ...]:
 
 def iterate(stages: Sequence[StageModule], case: Case) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of all micro-batches, and gradients of all parameters; copies of a tied one are added up."""
+    if case.split:
+        for stage in stages:
+            with_main_gradients(stage)
     pieces = [(stage, chunk) for stage, chunks in zip(stages, case.stages, strict=True) for chunk in range(len(chunks))]
     group = stages[0].tp_group
     multiple = group.size() if case.sequence_parallel else 1
@@ -186,7 +196,10 @@ def iterate(stages: Sequence[StageModule], case: Case) -> tuple[list[float], dic
             keys.append((stage, key))
     if case.split:
         assert all(
-            not name.endswith("proj.weight") or p.grad is None for s in stages for name, p in s.named_parameters()
+            p.grad is None or not p.grad.any()
+            for s in stages
+            for name, p in s.named_parameters()
+            if name.endswith("proj.weight")
         )
         for stage, key in reversed(keys):
             stage.weights.finish(key)

@@ -19,6 +19,7 @@ from resihp.executor.group_store import TorchRendezvous
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan
 
+import megatron.core  # isort: skip
 from megatron.core.transformer import TransformerConfig  # isort: skip
 
 
@@ -65,6 +66,33 @@ def test_rotary_positions_are_part_of_what_must_be_equal_on_all_ranks() -> None:
     assert len({trainer(**one).engine.fingerprint for one in settings}) == len(settings)
     with pytest.raises(ModelError, match="rotary_percent"):
         trainer(rotary_percent=0.0)
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_transformer_engines_layers_are_refused_by_name_installed_or_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, installed: bool
+) -> None:
+    if installed:
+        (tmp_path / "transformer_engine").mkdir()
+        (tmp_path / "transformer_engine" / "__init__.py").touch()
+        monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModelError, match="layers='transformer_engine'") as refused:
+        trainer(layers="transformer_engine")
+    assert ("is installed, but" if installed else "is not installed, and") in str(refused.value)
+    assert str(refused.value).endswith("set layers='local'")
+    assert trainer(layers="local").engine.fingerprint == trainer().engine.fingerprint
+
+
+def test_layers_that_are_none_are_refused_with_those_that_are() -> None:
+    with pytest.raises(ModelError, match="layers='apex': there are 'local' and 'transformer_engine'"):
+        trainer(layers="apex")
+
+
+def test_megatron_still_gives_transformer_engine_no_group_without_a_default_one() -> None:
+    """Why its layers are refused: once this fails, they may not have to be."""
+    source = Path(megatron.core.__file__).parent.joinpath("extensions", "transformer_engine.py").read_text()
+    assert "tp_group=tp_group if torch.distributed.is_initialized() else None" in source
+    assert "tp_group=tp_group_for_te if torch.distributed.is_initialized() else None" in source
 
 
 class Unwatched:

@@ -261,6 +261,7 @@ def sentences(found: WhatIfAnswer, planning_s: float, first: bool = False) -> li
         )
         if found.after.plan.migrations:
             said.append(_migrated(len(found.after.plan.migrations)))
+    said.append(f"Memory of rank {found.after.worst_rank}, the most: {found.after.worst_parts}.")
     said.append(f"Why: {found.reason} (decided in {planning_s * 1e3:.1f} ms).")
     if found.alternatives:
         others = "; ".join(

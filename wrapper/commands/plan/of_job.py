@@ -69,6 +69,7 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
     from db.models import JobRow
     from resihp.parallelism.plan import Plan
     from resihp.protocol.messages import Declare
+    from resihp.scheduler.cost.device_memory import overhead
     from resihp.scheduler.what_if.question import Question
 
     columns = JobRow.__table__.columns
@@ -111,6 +112,7 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
         slow=slow,
         slow_links=links,
         places=places,
+        overhead=overhead(declared.device, declared.back_end),
     )
     remarks = [remark] if remark else []
     if base.digest != told["digest"]:

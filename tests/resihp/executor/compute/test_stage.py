@@ -29,6 +29,7 @@ from tests.resihp.executor.stage_scenarios import (
     specs_for,
     stages_of,
     unfinished,
+    with_main_gradients,
 )
 
 from megatron.core.transformer import TransformerConfig  # isort: skip
@@ -309,27 +310,28 @@ def test_a_piece_ends_below_each_border_and_nowhere_else() -> None:
 
 
 def test_weight_gradients_wait_for_their_key() -> None:
-    stage = alone("gpt")
+    stage = with_main_gradients(alone("gpt"))
     fc1, bias = stage.layers["0"].mlp.linear_fc1.weight, stage.layers["0"].mlp.linear_fc2.bias
     for key in ("a", "b"):
         with stage.weights.collecting(key):
             stage(0, *batch(0, 64)).backward()
     assert unfinished(stage) == ("a", "b")
-    assert fc1.grad is None
-    assert stage.output_layer.weight.grad is None
-    assert bias.grad is not None
-    assert stage.embedding.word_embeddings.weight.grad is not None
+    assert not fc1.main_grad.any()
+    assert not stage.output_layer.weight.main_grad.any()
+    assert bias.grad.any()
+    assert stage.embedding.word_embeddings.weight.grad.any()
     stage.weights.finish("b")
-    once = fc1.grad.clone()
+    once = fc1.main_grad.clone()
+    assert once.any()
     stage.weights.finish("a")
-    assert torch.equal(fc1.grad, 2 * once)
+    assert torch.equal(fc1.main_grad, 2 * once)
     assert unfinished(stage) == ()
     with pytest.raises(KeyError):
         stage.weights.finish("a")
 
 
 def test_finished_and_discarded_gradients_let_go_of_activations() -> None:
-    stage = alone("gpt")
+    stage = with_main_gradients(alone("gpt"))
     for let_go in (lambda: stage.weights.finish(0), stage.weights.discard):
         seen: list[weakref.ref[Tensor]] = []
 
@@ -352,6 +354,7 @@ def test_a_peer_lost_in_the_middle_leaves_nothing_behind() -> None:
         group = TensorGroup(2, 0)
         case = Case(sequence_parallel=sequence_parallel, stages=(((0, LAYERS - 1),),))
         (stage,), _ = stages_of("llama", case, group)
+        with_main_gradients(stage)
         with pytest.raises(CommunicatorError, match="no communicator is connected"):
             stage(0, *batch(0, 64, 2))
         group.bind(Deaf())

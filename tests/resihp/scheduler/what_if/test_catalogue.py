@@ -23,6 +23,17 @@ PUBLISHED = {  # parameters in billions, from the models' papers and cards
 }
 
 
+def test_a_file_says_of_which_precision_its_model_is(tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    shape = "layers = 4\nhidden = 64\nheads = 8\nffn_hidden = 256\nvocab = 512\n"
+    for said, precision in (("", "fp32"), ('precision = "bf16"', "bf16"), ('precision = "fp32"', "fp32")):
+        file.write_text(shape + said)
+        assert catalogue.model(str(file), 128).precision == precision
+    file.write_text(shape + "precision = 16")
+    with pytest.raises(ConfigurationError, match="precision is 'fp32' or 'bf16', got 16"):
+        catalogue.model(str(file), 128)
+
+
 def test_models_have_as_many_parameters_as_published() -> None:
     assert set(PUBLISHED) == set(catalogue.MODELS)
     for name, billions in PUBLISHED.items():

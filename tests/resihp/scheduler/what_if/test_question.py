@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import msgspec
 import pytest
@@ -12,6 +13,8 @@ from resihp.errors import LayoutError, PlanError, UsageError
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Migration, Plan
 from resihp.scheduler import Decision, decide, without_lost_replicas
+from resihp.scheduler.cost import device_memory
+from resihp.scheduler.cost.device_memory import GAPS
 from resihp.scheduler.cost.prices import iteration_seconds
 from resihp.scheduler.transition_cost import NOTHING
 from resihp.scheduler.what_if import catalogue, question
@@ -230,23 +233,33 @@ def test_lost_state_is_said_so() -> None:
     assert copies == pytest.approx(round(copies), rel=0.02), "as many as there are replicas then"
 
 
-def test_memory_is_sixteen_bytes_a_parameter_and_activations_of_two() -> None:
+def test_memory_is_eighteen_bytes_a_parameter_activations_of_two_and_what_a_gpu_takes() -> None:
     """Worked by hand: the first stage of four keeps four micro-batches."""
     model = LLAMA.model
-    found = question.stage_bytes(LLAMA, question.first_plan(LLAMA))[0]
-    state = 16 * (10 * model.parameters_per_layer + model.vocab_rows * model.hidden) / 4
+    needs = question.stage_bytes(LLAMA, question.first_plan(LLAMA))[0]
+    found = [(need - LLAMA.overhead.with_gaps(1)) / (1 + GAPS) for need in needs]
+    state = 18 * (10 * model.parameters_per_layer + model.vocab_rows * model.hidden) / 4
     per_token = 10 + (2 * 4 + 6 * model.ffn_hidden / model.hidden) / 4  # Korthikanti et al., section 4
     activations = 4 * 10 * 4096 * model.hidden * per_token + 4096 * model.hidden * 2
     assert found[0] == pytest.approx(state + activations, rel=0.002)
     assert found[2] < found[1] < found[0]
 
 
-def test_a_model_in_bf16_is_asked_about_with_its_own_state_and_the_same_activations() -> None:
-    half = msgspec.structs.replace(LLAMA, model=msgspec.structs.replace(LLAMA.model, precision="bf16"))
-    plan, model = question.first_plan(LLAMA), LLAMA.model
-    before, after = question.stage_bytes(LLAMA, plan)[0], question.stage_bytes(half, plan)[0]
-    state = (10 * model.parameters_per_layer + model.vocab_rows * model.hidden) / 4
-    assert after[0] - before[0] == pytest.approx(2 * state, rel=0.002)
+def test_a_model_in_fp32_is_asked_about_with_its_own_state_and_twice_the_activations() -> None:
+    half = msgspec.structs.replace(LLAMA, overhead=device_memory.NOTHING, pp=1)
+    whole = msgspec.structs.replace(half, model=msgspec.structs.replace(LLAMA.model, precision="fp32"))
+    parameters, in_loss = LLAMA.model.parameters / 4, 8 * 4096 * LLAMA.model.vocab_rows // 4
+    (few,), (many,) = (question.stage_bytes(given, question.first_plan(given))[0] for given in (half, whole))
+    activations = few - 18 * parameters - in_loss
+    assert many == pytest.approx(16 * parameters + 2 * activations + in_loss, rel=0.002)
+
+
+def test_what_does_not_fit_is_told_with_the_parts_that_it_needs() -> None:
+    small = msgspec.structs.replace(LLAMA.hardware, memory_bytes=25_000_000_000)
+    remark = answered(asked(hardware=small)).remarks[0]
+    assert "before anything fails, its device has 25.0 GB" in remark
+    for part in ("state", "activations", "CUDA's context", "NCCL's communicators", "gaps between allocations"):
+        assert re.search(rf"[\d.]+ GB of {part}", remark), remark
 
 
 def test_equal_replicas_need_the_same() -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -168,3 +169,16 @@ def test_a_job_that_has_not_said_what_it_trains(ledger: str, tmp_path: Path) -> 
     assert refusal(ledger, "7") == (
         "job 7: has no plan yet, or its ledger is of an older resihp; give --model and --layout"
     )
+
+
+@pytest.mark.parametrize(("device", "back_end"), [("cpu", "gloo"), ("cuda", "gloo"), ("cuda", "nccl")])
+def test_memory_is_that_of_what_the_jobs_ranks_work_with(
+    ledger: str, tmp_path: Path, device: str, back_end: str
+) -> None:
+    declare = msgspec.structs.replace(DECLARE, device=device, back_end=back_end)
+    entries = [e for e in told() if not isinstance(e, journal.ModelDeclared)]
+    write(ledger, [*entries[:-2], journal.ModelDeclared(declare=declare), *entries[-2:]], tmp_path)
+    done = CliRunner().invoke(app, ["plan", "--fail", "5", "--ledger", ledger])
+    assert done.exit_code == 0, done.exception
+    assert ("CUDA's context" in done.output) == (device == "cuda")
+    assert ("NCCL's communicators" in done.output) == (back_end == "nccl")

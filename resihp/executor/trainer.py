@@ -19,7 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from resihp.detector.observation import CHUNKS, pack
 from resihp.errors import CheckpointError, CommunicatorError, LayoutError, ResihpError
 from resihp.executor import emulation, probe
-from resihp.executor.compute.device_waits import DeviceWaits, mark_on
+from resihp.executor.compute.device_waits import Asking, DeviceWaits, mark_on
 from resihp.executor.compute.rotary import Rotary
 from resihp.executor.compute.stage import PositionEmbedding
 from resihp.executor.config_support import ignored, layers_told
@@ -245,7 +245,7 @@ class _Supervised:
     def run(self) -> None:
         client, engine = self._client, self._engine
         client.on_park(engine.wake)
-        client.on_beat(self._waits.under_way)
+        client.on_beat(Asking(self._waits.under_way).ask)
         engine.speed = client.speed
         if engine.wires is not None:
             engine.wires.speed = client.link_speed

@@ -512,6 +512,10 @@ class Clue(msgspec.Struct, frozen=True, kw_only=True):
     chained: bool = False
 
 
+ABORT_STATUS = 71
+"""Exit status of a worker that ended itself because an abort of its communicators did not end: no node's fault."""
+
+
 class Exited(Message, frozen=True, kw_only=True):
     """`status` as in subprocess: negative for a signal. All that the worker had sent was forwarded before this.
 

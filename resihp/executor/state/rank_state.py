@@ -83,6 +83,11 @@ class State:
         self.ready = None
         self.gradients.begin(buckets, rank, {name: self.share(spec) for name, spec in self.specs.items()})
 
+    def let_gradients_go(self) -> None:
+        """Nobody will take their step any more."""
+        self.ready = None
+        self.gradients.release()
+
     def share(self, spec: ParameterSpec) -> Slice:
         return share(spec, self.holding.t, self.holding.tp)
 

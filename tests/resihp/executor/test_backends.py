@@ -354,6 +354,26 @@ def test_an_abort_ends_the_wait_as_if_all_were_well_and_leaves_no_numbers() -> N
         other.allreduce([torch.zeros(3)]).wait()  # or gloo's end would wait for its timeout
 
 
+def test_what_a_peer_was_aborted_in_is_no_number_on_those_who_go_on_either() -> None:
+    """More than sockets hold, so that there is something left to send."""
+    with pair() as (end, other):
+        work = end.allreduce([torch.zeros(1 << 23)])
+        end.abort()
+        summed = torch.zeros(1 << 23)
+        assert other.allreduce([summed]).wait()
+        assert torch.isnan(summed).any()
+        assert work.wait()
+
+
+def test_what_was_done_before_an_abort_stays() -> None:
+    with pair() as (end, other):
+        tensors = [torch.ones(3), torch.ones(3)]
+        for work in [each.allreduce([tensor]) for each, tensor in zip((end, other), tensors, strict=True)]:
+            assert work.wait()
+        end.abort()
+        assert tensors[0].tolist() == [2.0, 2.0, 2.0]
+
+
 def test_nobody_takes_what_an_abort_left_for_a_result() -> None:
     woken = threading.Event()
     with pair() as (end, other), ThreadPoolExecutor(1) as pool:

@@ -97,6 +97,22 @@ def test_sums_that_do_not_fit_are_an_aborts_doing_until_they_come_again(monkeypa
         engine.run(plan, 1, Unwatched())
 
 
+@pytest.mark.parametrize("spoilt", [slice(0, 4), slice(5, None), slice(None)])
+def test_a_sum_that_is_no_number_is_an_aborts_doing_and_no_error_of_the_script(
+    monkeypatch: pytest.MonkeyPatch, spoilt: slice
+) -> None:
+    def summed(tensors: list[torch.Tensor]) -> Any:
+        tensors[0][spoilt] = float("nan")
+        return SimpleNamespace(wait=lambda: True)
+
+    engine, plan = connected("nccl-like", monkeypatch)
+    monkeypatch.setattr(
+        type(engine._communicators), "world", property(lambda _: SimpleNamespace(allreduce=summed))
+    )
+    with pytest.raises(CommunicatorError, match="iteration 1: sums over .* are no numbers"):
+        engine.run(plan, 1, Unwatched())
+
+
 def test_who_was_woken_before_the_last_sum_contributes_nothing_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, plan = connected("nccl-like", monkeypatch)
     communicators = engine._communicators

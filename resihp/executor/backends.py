@@ -31,6 +31,7 @@ from resihp.errors import CommunicatorError, ModelError
 from resihp.executor import devices
 from resihp.executor.tensor_group import Backend, dist
 from resihp.pipeline.program import Use
+from resihp.worker import nccl_versions
 
 BACKEND = "RESIHP_BACKEND"
 ABORT_S = 10.0
@@ -161,6 +162,8 @@ class Nccl(BackEnd):
         os.environ |= NO_WATCHDOG
         for name, value in PATIENCE.items():
             os.environ.setdefault(name, value)
+        if dist.is_nccl_available() and (told := nccl_versions.doubt(torch.cuda.nccl.version())):
+            print(f"{told}; {nccl_versions.WAY_OUT}", flush=True)
 
     def connect(self, store: Any, index: int, size: int, timeout: timedelta, role: Role = ALONE) -> Backend:
         """Connected at once: a communicator that is built lazily could meet others in another order.

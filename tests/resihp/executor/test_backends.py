@@ -86,6 +86,24 @@ def test_torchs_watchdog_is_told_before_the_first_communicator_to_end_nobody(gpu
 
 
 @pytest.mark.parametrize(
+    ("version", "told"), [((2, 26, 2), "NCCL 2.26.2: "), ((2, 18, 1), "NCCL 2.18.1: "), ((2, 27, 3), "")]
+)
+def test_a_version_of_nccl_that_has_hung_is_told_by_name(
+    gpus: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    version: tuple[int, ...],
+    told: str,
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    chosen()
+    said = capsys.readouterr().out
+    assert said.startswith(told)
+    assert ("versions before 2.27" in said) == bool(told)
+
+
+@pytest.mark.parametrize(
     ("count", "environment", "told"),
     [
         (8, {BACKEND: "ncl"}, "RESIHP_BACKEND=ncl: is none of gloo, nccl, nccl-like"),

@@ -34,7 +34,7 @@ from resihp.executor.compute.channels import guarded
 from resihp.executor.compute.interpreter import Interpreter
 from resihp.executor.compute.iteration import Iteration, Observer, Prepared
 from resihp.executor.compute.rotary import Rotary
-from resihp.executor.compute.stage import PositionEmbedding, StageModule, model_spec, refuse_unhonoured
+from resihp.executor.compute.stage import PositionEmbedding, StageModule, model_spec, pass_through, refuse_unhonoured
 from resihp.executor.compute.step_agreement import last_synchronisation
 from resihp.executor.compute.stopwatch import Speed, Stopwatch, full_speed, stopwatch_of
 from resihp.executor.emulation import Pace, Wires
@@ -57,6 +57,9 @@ from resihp.scheduler.cost import memory
 
 MEETING_S = 10.0
 """How long ranks that measure their links wait for each other."""
+
+WARM = (32, 64)
+"""Tokens with which a layer is tried before a rank joins."""
 
 STRICT_ORDER = "RESIHP_STRICT_ORDER"
 """Environment variable that makes gloo behave as NCCL does at its strictest (`channels.SingleFile`)."""
@@ -133,6 +136,20 @@ class Engine:
             whole = self._module(HeldPart(((0, 0),), True, True, 0, 1), TensorGroup(), sequence_parallel)
         return parameters.specs_of(
             whole, self._config.num_layers, tied=self.model.tied_embeddings, sequence_parallel=sequence_parallel
+        )
+
+    def warm(self) -> None:
+        """Have what is compiled on GPUs compiled now, on a layer that nobody keeps: a rank that joins would else do it
+        in its first iteration, while all others wait. Two numbers of tokens, so that it is compiled for any; widths
+        under tensor parallelism are others, and still come as new. Not run on a GPU; a processor compiles nothing."""
+        if self.device.type == "cuda":
+            self._pass_through_a_layer()
+
+    def _pass_through_a_layer(self) -> None:
+        with torch.device("meta"):
+            layer = self._module(HeldPart(((0, 0),), False, False, 0, 1), TensorGroup(), False)
+        pass_through(
+            layer.to_empty(device=self.device), self.device, sorted({min(n, self.model.sequence) for n in WARM})
         )
 
     @property

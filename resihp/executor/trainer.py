@@ -253,6 +253,7 @@ class _Supervised:
         client.arm(self._absent)
         if client.start.joins:
             probe.examine(engine.device)
+            engine.warm()  # before anybody waits for it
         client.declare(
             m.Declare(
                 model=engine.model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +14,13 @@ from resihp import AdamW, MicroBatch, Trainer
 from resihp.errors import CommunicatorError, DatasetError, ModelError
 from resihp.executor import config_support  # noqa: F401 imports megatron-core quietly
 from resihp.executor import engine as engine_module
+from resihp.executor import trainer as trainer_module
 from resihp.executor.engine import Engine
 from resihp.executor.group_store import TorchRendezvous
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan
 
-from megatron.core.transformer import TransformerConfig  # isort: skip
+from megatron.core.transformer import TransformerConfig, mlp  # isort: skip
 
 
 class OneToken:
@@ -131,3 +133,45 @@ def test_a_rank_with_another_back_end_does_not_pass_for_one_of_the_job(monkeypat
         fingerprint = trainer({"transformer_impl": "local"}).engine.fingerprint
         assert found.setdefault(name, fingerprint) == fingerprint
     assert len(set(found.values())) == 2
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_who_joins_has_compiled_before_anybody_waits_for_it(monkeypatch: pytest.MonkeyPatch, joins: bool) -> None:
+    engine = trainer({"transformer_impl": "local"}).engine
+    done: list[str] = []
+    monkeypatch.setattr(engine, "warm", lambda: done.append("warm"))
+
+    class Client(SimpleNamespace):
+        def declare(self, _: Any) -> None:
+            done.append("declare")
+            raise InterruptedError
+
+    def nothing(*_: Any) -> None: ...
+
+    start = SimpleNamespace(rank=0, joins=joins)
+    client = Client(start=start, attend=None, on_park=nothing, on_beat=nothing, arm=nothing, speed=lambda: 1.0)
+    worker = trainer_module._Supervised(client, engine, None, 0, 9, Path("/checkpoints"), 0)  # type: ignore[arg-type]
+    with pytest.raises(InterruptedError):
+        worker.run()
+    assert done == (["warm"] if joins else []) + ["declare"]
+
+
+def test_a_layer_is_tried_there_and_back_with_what_gpus_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more than one number of tokens, or the first real micro-batch would be compiled for again."""
+    fused = {"bias_activation_fusion": True, "gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+    engine = trainer({"transformer_impl": "local", "add_bias_linear": False, **fused}).engine
+    seen: list[int] = []
+    swiglu = mlp.bias_swiglu_impl
+
+    def watched(tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        tokens.register_hook(lambda gradient: seen.append(-len(gradient)))
+        seen.append(len(tokens))
+        return swiglu(tokens, *rest)
+
+    monkeypatch.setattr(mlp, "bias_swiglu_impl", watched)
+    monkeypatch.setattr(engine_module, "WARM", (2, 3))
+    engine.warm()
+    assert seen == [], "a processor compiles nothing"
+    engine._pass_through_a_layer()
+    assert seen == [2, -2, 3, -3]
+    assert engine.state is None

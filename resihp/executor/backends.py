@@ -170,7 +170,8 @@ class Nccl(BackEnd):
 
         With `blocking`, NCCL could not be aborted in it, nor would torch know what to abort. Without, the first call
         waits until all have come. torch has no way to ask instead, and keeps its lock meanwhile: an abort then takes
-        effect when a peer that is gone has been noticed.
+        effect when a peer that is gone has been noticed (`PATIENCE`). A split keeps its parent's lock as well, and its
+        child is known to nobody before it ends (`ProcessGroupNCCL::initNCCLComm`): no order of aborts shortens that.
 
         What computation waits for goes ahead of it on the device. Children of the world keep resources of their own:
         NCCL's shared ones (splitShare) make one abort all, and those that move state go before the others.

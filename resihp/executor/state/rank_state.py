@@ -67,7 +67,7 @@ class State:
     def derive(self) -> None:
         """Round what the optimizer updates (masters, float32) into what passes compute with, where these differ.
 
-        To be called after every change of the masters: a parameter is the same bits on whichever rank holds it.
+        To be called after every change of the masters: where these are the same bits, the parameters are, too.
         """
         named = dict(self.stage.named_parameters())
         pairs = [(named[name], master) for name, master in self.optimizer.parameters.items()]

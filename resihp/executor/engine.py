@@ -7,8 +7,8 @@ Life of an engine, driven by `resihp.executor.trainer`::
 
 A transition is a transaction: between `adopt` and `begin` the state in effect and the next one stand side by side, and
 whatever goes wrong leaves the former as it was. `run` computes an iteration's gradients and agrees on the step; only
-`step` changes parameters, and needs nobody else. Gradients are kept until the next `run`, or until the rank builds
-another state beside its own, so that a step which others took before a failure can still be finished.
+`step` changes parameters, and needs nobody else. Gradients whose step is not taken are kept until the next `run`, so
+that a step which others took before a failure can still be finished.
 """
 
 from __future__ import annotations
@@ -247,14 +247,14 @@ class Engine:
     def _build(self, plan: Plan, holding: HeldPart) -> State:
         """What a place will hold, beside what is held; tensors that stay are shared, all of them if nothing changes.
 
-        Nothing is built on the host: what is new begins on the device, without values, where the gradients were. These
-        are not needed any more: a step that others took was finished before (`trainer._go`).
+        Nothing is built on the host: what is new begins on the device, without values, where gradients were that no
+        step needs any more.
         """
         parallel = plan.sequence_parallel and holding.tp > 1
         if self.state is not None and (self.state.holding, self.state.sequence_parallel) == (holding, parallel):
             return self.state
         if self.state is not None:
-            self.state.let_gradients_go()
+            self.state.let_spent_gradients_go()
         with torch.device("meta"):
             stage = self._module(holding, TensorGroup(holding.tp, holding.t), plan.sequence_parallel)
         specs = {name: self._by_name[name] for name, _ in stage.named_parameters()}

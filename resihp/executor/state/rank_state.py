@@ -83,10 +83,10 @@ class State:
         self.ready = None
         self.gradients.begin(buckets, rank, {name: self.share(spec) for name, spec in self.specs.items()})
 
-    def let_gradients_go(self) -> None:
-        """Nobody will take their step any more."""
-        self.ready = None
-        self.gradients.release()
+    def let_spent_gradients_go(self) -> None:
+        """Their memory is needed; those whose step may still be taken stay."""
+        if self.ready != self.stepped + 1:
+            self.gradients.release()
 
     def share(self, spec: ParameterSpec) -> Slice:
         return share(spec, self.holding.t, self.holding.tp)

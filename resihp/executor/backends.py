@@ -31,6 +31,7 @@ from resihp.errors import CommunicatorError, ModelError
 from resihp.executor import devices
 from resihp.executor.tensor_group import Backend, dist
 from resihp.pipeline.program import Use
+from resihp.worker import nccl_versions
 
 BACKEND = "RESIHP_BACKEND"
 ABORT_S = 10.0
@@ -161,13 +162,16 @@ class Nccl(BackEnd):
         os.environ |= NO_WATCHDOG
         for name, value in PATIENCE.items():
             os.environ.setdefault(name, value)
+        if dist.is_nccl_available() and (told := nccl_versions.doubt(torch.cuda.nccl.version())):
+            print(f"{told}; {nccl_versions.WAY_OUT}", flush=True)
 
     def connect(self, store: Any, index: int, size: int, timeout: timedelta, role: Role = ALONE) -> Backend:
         """Connected at once: a communicator that is built lazily could meet others in another order.
 
         With `blocking`, NCCL could not be aborted in it, nor would torch know what to abort. Without, the first call
         waits until all have come. torch has no way to ask instead, and keeps its lock meanwhile: an abort then takes
-        effect when a peer that is gone has been noticed.
+        effect when a peer that is gone has been noticed (`PATIENCE`). A split keeps its parent's lock as well, and its
+        child is known to nobody before it ends (`ProcessGroupNCCL::initNCCLComm`): no order of aborts shortens that.
 
         What computation waits for goes ahead of it on the device. Children of the world keep resources of their own:
         NCCL's shared ones (splitShare) make one abort all, and those that move state go before the others.
@@ -217,7 +221,8 @@ class NcclLike(Gloo):
     """NCCL's manners where they hurt, on gloo and CPUs, for tests.
 
     What fails, a connection or a communication, hangs until it is aborted, as a kernel does whose peer is dead. After
-    an abort `wait` returns as if all were well, and the buffer holds no number. Synchronous calls return nothing.
+    an abort `wait` returns as if all were well, and the buffer holds no number: from that moment on, so that a peer
+    which goes on is sent what is none either. Synchronous calls return nothing.
     """
 
     name = "nccl-like"
@@ -244,6 +249,8 @@ class _Mannered:
         self._aborted = threading.Event()
         self._settled = threading.Event()
         """It is connected, or aborted."""
+        self._under_way: set[_MannersOfWork] = set()
+        self._guard = threading.Lock()
 
     def connect(self, connect: Callable[[], Backend]) -> None:
         """Hangs until it is aborted where gloo's fails. Raises RuntimeError then."""
@@ -268,6 +275,13 @@ class _Mannered:
     def abort(self) -> None:
         self._aborted.set()
         self._settled.set()
+        with self._guard:
+            for work in self._under_way:
+                work.poison()
+
+    def _ended(self, work: _MannersOfWork) -> None:
+        with self._guard:
+            self._under_way.discard(work)
 
     def allreduce(self, tensors: list[torch.Tensor], *options: Any) -> Any:
         return self._begin(tensors, lambda: self._gloo.allreduce(tensors, *options), options)
@@ -283,7 +297,9 @@ class _Mannered:
             work = begin()
         except RuntimeError:
             work = None  # seen by nobody before somebody asks
-        mannered = _MannersOfWork(work, written, self._aborted)
+        mannered = _MannersOfWork(work, written, self._aborted, self._ended)
+        with self._guard:
+            self._under_way.add(mannered)
         if options and getattr(options[0], "asyncOp", True) is False:
             mannered.wait()
             return None
@@ -293,19 +309,29 @@ class _Mannered:
 class _MannersOfWork:
     """Work that tells of no failure."""
 
-    def __init__(self, work: Any, written: list[torch.Tensor], aborted: threading.Event) -> None:
+    def __init__(
+        self,
+        work: Any,
+        written: list[torch.Tensor],
+        aborted: threading.Event,
+        ended: Callable[[_MannersOfWork], None],
+    ) -> None:
         self._work = work
         self._written = written
         self._aborted = aborted
+        self._ended = ended
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """What depends on the result comes after it; whether there is one, nobody says."""
-        if self._work is not None and self._finished():
-            return True
-        self._aborted.wait()  # a dead peer's kernel never ends
+        if self._work is None or not self._finished():
+            self._aborted.wait()  # a dead peer's kernel never ends
+            self.poison()
+        self._ended(self)
+        return True
+
+    def poison(self) -> None:
         for tensor in self._written:
             tensor.detach().fill_(math.nan if tensor.is_floating_point() else -1)
-        return True
 
     def _finished(self) -> bool:
         glance = timedelta(seconds=0.1)

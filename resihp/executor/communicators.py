@@ -29,7 +29,7 @@ from resihp.executor.group_store import Attended, MeetingPlace, Store
 from resihp.executor.tensor_group import Backend
 from resihp.pipeline.program import WORLD, GroupSpec
 from resihp.pipeline.splits import Split, steps
-from resihp.protocol.messages import MeetingId
+from resihp.protocol.messages import ABORT_STATUS, MeetingId
 
 _LOOK_UP_S = 0.05
 _CLOSING_S = 0.2
@@ -210,7 +210,7 @@ class Communicators:
             print(
                 f"rank {self._rank}: communicators of {self._meeting} cannot be aborted: this process ends", flush=True
             )
-            os._exit(1)
+            os._exit(ABORT_STATUS)
 
     def close(self) -> None:
         """Let go of everything. Safe after `wake`, after failures, and twice. Peers that still wait for us fail."""

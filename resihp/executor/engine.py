@@ -7,8 +7,8 @@ Life of an engine, driven by `resihp.executor.trainer`::
 
 A transition is a transaction: between `adopt` and `begin` the state in effect and the next one stand side by side, and
 whatever goes wrong leaves the former as it was. `run` computes an iteration's gradients and agrees on the step; only
-`step` changes parameters, and needs nobody else. Gradients are kept until the next `run`, so that a step which others
-took before a failure can still be finished.
+`step` changes parameters, and needs nobody else. Gradients whose step is not taken are kept until the next `run`, so
+that a step which others took before a failure can still be finished.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from resihp.executor.compute.channels import guarded
 from resihp.executor.compute.interpreter import Interpreter
 from resihp.executor.compute.iteration import Iteration, Observer, Prepared
 from resihp.executor.compute.rotary import Rotary
-from resihp.executor.compute.stage import PositionEmbedding, StageModule, model_spec, refuse_unhonoured
+from resihp.executor.compute.stage import PositionEmbedding, StageModule, model_spec, pass_through, refuse_unhonoured
 from resihp.executor.compute.step_agreement import last_synchronisation
 from resihp.executor.compute.stopwatch import Speed, Stopwatch, full_speed, stopwatch_of
 from resihp.executor.emulation import Pace, Wires
@@ -58,6 +58,9 @@ from resihp.scheduler.cost import device_memory, memory
 
 MEETING_S = 10.0
 """How long ranks that measure their links wait for each other."""
+
+WARM = (32, 64)
+"""Tokens with which a layer is tried before a rank joins."""
 
 STRICT_ORDER = "RESIHP_STRICT_ORDER"
 """Environment variable that makes gloo behave as NCCL does at its strictest (`channels.SingleFile`)."""
@@ -135,6 +138,20 @@ class Engine:
             whole = self._module(HeldPart(((0, 0),), True, True, 0, 1), TensorGroup(), sequence_parallel)
         return parameters.specs_of(
             whole, self._config.num_layers, tied=self.model.tied_embeddings, sequence_parallel=sequence_parallel
+        )
+
+    def warm(self) -> None:
+        """Have what is compiled on GPUs compiled now, on a layer that nobody keeps: a rank that joins would else do it
+        in its first iteration, while all others wait. Two numbers of tokens, so that it is compiled for any; widths
+        under tensor parallelism are others, and still come as new. Not run on a GPU; a processor compiles nothing."""
+        if self.device.type == "cuda":
+            self._pass_through_a_layer()
+
+    def _pass_through_a_layer(self) -> None:
+        with torch.device("meta"):
+            layer = self._module(HeldPart(((0, 0),), False, False, 0, 1), TensorGroup(), False)
+        pass_through(
+            layer.to_empty(device=self.device), self.device, sorted({min(n, self.model.sequence) for n in WARM})
         )
 
     @property
@@ -245,11 +262,14 @@ class Engine:
     def _build(self, plan: Plan, holding: HeldPart) -> State:
         """What a place will hold, beside what is held; tensors that stay are shared, all of them if nothing changes.
 
-        Nothing is built on the host: what is new begins on the device, without values.
+        Nothing is built on the host: what is new begins on the device, without values, where gradients were that no
+        step needs any more.
         """
         parallel = plan.sequence_parallel and holding.tp > 1
         if self.state is not None and (self.state.holding, self.state.sequence_parallel) == (holding, parallel):
             return self.state
+        if self.state is not None:
+            self.state.let_spent_gradients_go()
         with torch.device("meta"):
             stage = self._module(holding, TensorGroup(holding.tp, holding.t), plan.sequence_parallel)
         specs = {name: self._by_name[name] for name, _ in stage.named_parameters()}

@@ -20,7 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from resihp.detector.observation import CHUNKS, pack
 from resihp.errors import CheckpointError, CommunicatorError, LayoutError, ResihpError
 from resihp.executor import emulation, probe
-from resihp.executor.compute.device_waits import DeviceWaits, mark_on
+from resihp.executor.compute.device_waits import Asking, DeviceWaits, mark_on
 from resihp.executor.compute.rotary import Rotary
 from resihp.executor.compute.stage import PositionEmbedding
 from resihp.executor.config_support import Layers, ignored, layers_told, refuse_layers
@@ -262,7 +262,7 @@ class _Supervised:
     def run(self) -> None:
         client, engine = self._client, self._engine
         client.on_park(engine.wake)
-        client.on_beat(self._waits.under_way)
+        client.on_beat(Asking(self._waits.under_way).ask)
         engine.speed = client.speed
         if engine.wires is not None:
             engine.wires.speed = client.link_speed
@@ -270,6 +270,7 @@ class _Supervised:
         client.arm(self._absent)
         if client.start.joins:
             probe.examine(engine.device)
+            engine.warm()  # before anybody waits for it
         client.declare(
             m.Declare(
                 model=engine.model,

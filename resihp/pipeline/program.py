@@ -188,9 +188,14 @@ def buckets(
     owners throughout, so that no gradient waits for a chunk that it does not come from. Slices stay whole; `element`
     is in bytes.
 
-    Copies of a parameter that tensor parallelism does not cut are summed in several sets, and must come out equal to
-    the bit, though the order of a sum depends on where in a bucket it stands. Buckets of such sets are laid out alike,
+    Copies of a parameter that tensor parallelism does not cut are summed in several sets, and come out equal to the bit
+    on gloo, though the order of a sum depends on where in a bucket it stands. Buckets of such sets are laid out alike,
     unless the cuts of the others are uneven (degrees 3 and 2, say): then these parameters get buckets of their own.
+
+    NCCL gives all ranks of a set the same bits (its issues 855 and 1497), but may add in another order in another set,
+    which lies on other links: with three replicas or more such copies can then differ in the last bit, as they can in
+    Megatron. Nothing relies on their being equal: a norm counts one of them, a checkpoint holds one, and whoever needs
+    the parameter takes any. Under sequence parallelism there is one set for all copies.
     """
     by_name = {spec.name: spec for spec in specs}
     position = {spec.name: i for i, spec in enumerate(specs)}
@@ -270,7 +275,7 @@ def tensor_of(ranks: Sequence[int], active: Sequence[int]) -> str:
 def sums_of(owners: Sequence[int], active: Sequence[int]) -> str:
     """Name of the communicator over which `owners` sum, in the order of their replicas.
 
-    Sets that sum copies of one parameter add in the same order only so, and must come out equal to the bit.
+    Sets that sum copies of one parameter add in the same order only so, on gloo at least (`buckets`).
     """
     return WORLD if len(owners) == len(active) else _group(owners)
 

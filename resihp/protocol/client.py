@@ -86,7 +86,7 @@ class AgentClient:
         self._fault_answers: queue.SimpleQueue[m.FaultGo] = queue.SimpleQueue()
         self._spent: set[int] = set()
         self._wake: Callable[[], None] = lambda: None
-        self._waits: Callable[[], bool] = lambda: False
+        self._ask_device: Callable[[], tuple[bool, float]] = lambda: (False, 0.0)
         self._beaten = 0
         """Primitives at the last beat."""
         self._deaf = False
@@ -143,14 +143,25 @@ class AgentClient:
         """`wake` is called in the listening thread when a `Park` arrives; it must unblock the main thread."""
         self._wake = wake
 
-    def on_beat(self, waits: Callable[[], bool]) -> None:
-        """`waits` is asked in the listening thread whether the device waits for peers, whatever its host is in."""
-        self._waits = waits
+    def on_beat(self, ask_device: Callable[[], tuple[bool, float]]) -> None:
+        """`ask_device` is asked in the listening thread whether the device waits for peers, whatever its host is in,
+        and for how many seconds it has not answered. It must not wait for a device that is stuck."""
+        self._ask_device = ask_device
 
-    def _activity_told(self) -> Activity:
+    def _beat(self) -> m.Progress:
         """Nobody asks what a rank is in that has come further since the last beat."""
         stands, self._beaten = self.primitives == self._beaten, self.primitives
-        return "communication" if self.activity == "compute" and stands and self._waits() else self.activity
+        activity, unanswered_s = self.activity, 0.0
+        if activity == "compute" and stands:
+            waits, unanswered_s = self._ask_device()
+            activity = "communication" if waits else activity
+        return m.Progress(
+            epoch=self.epoch,
+            iteration=self.iteration,
+            primitives=self.primitives,
+            activity=activity,
+            unanswered_s=unanswered_s,
+        )
 
     def next_order(self) -> m.WorkerOrder:
         """Block until the next order to the main thread. A `hang` or `raise` fault may strike here (standby ranks)."""
@@ -201,16 +212,9 @@ class AgentClient:
         while True:
             patience_s = next_beat - time.monotonic()
             if patience_s <= 0:
-                activity = self._activity_told()
+                beat = self._beat()
                 if self._outbox.empty():  # an agent that does not take reports gets no beats on top of them
-                    self.send(
-                        m.Progress(
-                            epoch=self.epoch,
-                            iteration=self.iteration,
-                            primitives=self.primitives,
-                            activity=activity,
-                        )
-                    )
+                    self.send(beat)
                 next_beat = time.monotonic() + BEAT_S
                 continue
             if not select.select([self._socket], [], [], patience_s)[0]:

@@ -289,12 +289,14 @@ class Progress(Message, frozen=True, kw_only=True):
 
     `primitives` counts chunks and synchronisations done since the process started; it grows while training does.
     `activity` tells what the main thread is in: peers that wait in communication are victims, not culprits.
+    `unanswered_s`: for how long the device has not answered what it is in; 0 if it did, or was not asked.
     """
 
     epoch: int
     iteration: int
     primitives: int
     activity: Literal["starting", "compute", "communication", "parked", "checkpoint", "idle"]
+    unanswered_s: float = 0.0
 
 
 WorkerMessage = (
@@ -520,6 +522,10 @@ class Clue(msgspec.Struct, frozen=True, kw_only=True):
     named: dict[str, str] = {}
     raised: bool = False
     chained: bool = False
+
+
+ABORT_STATUS = 71
+"""Exit status of a worker that ended itself because an abort of its communicators did not end: no node's fault."""
 
 
 class Exited(Message, frozen=True, kw_only=True):

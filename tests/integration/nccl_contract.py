@@ -5,7 +5,7 @@
 Imports torch's CUDA build, which needs no GPU, prints one JSON object: its version, NCCL's, and for each line of the
 contract an empty text or what is wrong with it. NAMEs are environment variables that the back end must know. A line
 names a callable and its arguments, an option and a value that it must take, or an exception. What calls them:
-`resihp.executor.backends`, `resihp.executor.compute.channels`.
+`resihp.executor.backends`, `resihp.executor.compute.channels`, `resihp.executor.compute.device_waits`.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def main() -> None:
 
     dist: Any = torch.distributed
     found = {f"torch.{name}": judged(lambda name=name: is_error(torch, name)) for name in EXCEPTIONS}  # type: ignore[misc]
+    found["cuda.Event.cuda_event"] = "" if hasattr(torch.cuda.Event, "cuda_event") else "missing"
     backend = getattr(dist, "ProcessGroupNCCL", None)
     if backend is None:
         found["ProcessGroupNCCL"] = "missing"

@@ -83,14 +83,15 @@ def incident(job: Job, member: Member, status: int) -> None:
     condemned = root_causes.condemns_its_device(job, member)
     # A dead GPU reaches the script as an exception; and what one rank alone cannot do at the start is its node's.
     devices = condemned or root_causes.failed_on_its_device(job, member)
-    blamed = member.raised is None or devices or job.stage == "gathering"
+    blamed = (member.raised is None and status != m.ABORT_STATUS) or devices or job.stage == "gathering"
+    stuck = not blamed and member.raised is None  # in an abort, which is no program's fault either
     dead = condemned or (member.node, member.device) in job.dead_devices
     if job.stage != "gathering":  # there it was told when it happened
         job.say("warning", f"{job.where(member.rank)}: {cause.removeprefix(f'rank {member.rank} ')}")
     job.incidents.append(
         Incident(
-            kind="fail-stop" if blamed else "program",
-            component="script" if not blamed else "device" if dead else "process",
+            kind="fail-stop" if blamed or stuck else "program",
+            component="process" if stuck else "script" if not blamed else "device" if dead else "process",
             cause=cause,
             evidence=evidence,
             found_at=job.now,
@@ -297,6 +298,8 @@ def communication_failed(job: Job, evidence: str) -> None:
 
 def ending(status: int) -> str:
     """How a process ended, in words: `killed by signal 9 (SIGKILL)`, `exited with status 1`."""
+    if status == m.ABORT_STATUS:
+        return "exited, since an abort of its communicators did not end"
     if status >= 0:
         return f"exited with status {status}"
     try:

@@ -53,8 +53,9 @@ def hang_given_up_s(settings: Settings, predicted_s: float) -> float:
 def culprits(members: Iterable[Member], now: float, settings: Settings) -> list[Member]:
     """Of ranks that make no progress together, those that keep the others waiting.
 
-    Stopped processes first; else those whose own thread is mute; else those that are not in communication. Empty when
-    all wait for each other: then it is the communication that is broken.
+    Stopped processes first; else those whose own thread is mute; else those that are not in communication, as far as
+    their devices answer: a driver can be stuck behind its own wait for a peer. Empty when all wait for each other: then
+    it is the communication that is broken.
     """
     ranks = list(members)
     stopped = [m for m in ranks if is_stopped(m, now, settings)]
@@ -63,8 +64,15 @@ def culprits(members: Iterable[Member], now: float, settings: Settings) -> list[
     mute = [m for m in ranks if is_mute(m, now, settings)]
     if mute:
         return mute
-    return [
+    at_work = [
         m
         for m in ranks
         if m.beat is not None and m.beat.progress is not None and m.beat.progress.activity != "communication"
     ]
+    return [m for m in at_work if not device_unanswered_s(m)] or at_work
+
+
+def device_unanswered_s(member: Member) -> float:
+    """For how long the device of a rank that makes no progress has not answered what it is in, as of its last beat."""
+    beat = member.beat
+    return 0.0 if beat is None or beat.progress is None else beat.progress.unanswered_s

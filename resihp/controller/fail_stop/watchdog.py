@@ -237,6 +237,8 @@ def evidence(job: Job, member: Member) -> str:
         return f"process {member.pid} is stopped, no progress for {idle_s:.1f} s"
     if liveness.is_mute(member, job.now, job.settings):
         return f"its interpreter does not answer, no progress for {idle_s:.1f} s"
+    if (unanswered_s := liveness.device_unanswered_s(member)) > 0.0:
+        return f"its device has not answered for {unanswered_s:.1f} s, no progress for {idle_s:.1f} s"
     return f"no progress for {idle_s:.1f} s while its peers wait for it"
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from resihp.detector.diagnosis.clues import Clock, read_log
 from resihp.detector.diagnosis.signatures import DEFAULTS, Category, Depth, Signature, signature_of, xid_of
-from resihp.protocol.messages import Clue
+from resihp.protocol.messages import ABORT_STATUS, Clue
 
 BEFORE_S = 900.0
 """A line may be this much older than the end that it explains: NCCL waits 10 minutes for a peer, as PyTorch sets it."""
@@ -246,6 +246,9 @@ def _end(status: int | None, fenced: str) -> Signature:
         return _made("fenced", "unknown", Depth.EXIT, fenced)
     if status is None:
         return _made("gone", "unknown", Depth.EXIT, "gone, nobody saw how")
+    if status == ABORT_STATUS:
+        words = "exited, since an abort of its communicators did not end"
+        return _made(f"exit {status}", "link", Depth.EXIT, words, advice="look at NCCL's version: resihp doctor")
     if status >= 0:
         return _made(f"exit {status}", "unknown", Depth.EXIT, f"exited with status {status}, its log does not tell why")
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -167,6 +167,14 @@ class StageModule(nn.Module):
                 self._packings.pop(next(iter(self._packings)))
         self._packings[lengths] = packing
         return packing
+
+
+def pass_through(stage: StageModule, device: torch.device, counts: Sequence[int]) -> None:
+    """Go forth and back through a stage without ends, once for each number of tokens, whatever its parameters hold."""
+    for count in counts:
+        shape = count, 1, stage.config.hidden_size
+        inputs = torch.zeros(shape, dtype=stage.config.params_dtype, device=device, requires_grad=True)
+        stage(0, (count,), inputs).sum().backward()
 
 
 class Norm:

@@ -29,7 +29,7 @@ def last_synchronisation(
     `own_loss` is the loss over the tokens of the micro-batches that this rank computed to their end; it does not count
     where another rank speaks for them. `pause`: this rank was asked to park after the iteration: if any was, all do;
     `saving`: it still writes a checkpoint: if any does, none begins another. Raises DatasetError when ranks were given
-    different data for the iteration.
+    different data for the iteration, or seem to have been: what a peer was aborted in can be anything.
 
     The device is waited for twice, for its own share and for the sums. Who was woken before contributes nothing: what
     an abort made of gradients must not come to count because this sum, begun earlier, still went through.
@@ -52,6 +52,8 @@ def last_synchronisation(
     told_all = sums.tolist()
     it.communicators.check_awake()  # an abort lets the device go on with what is no sum
     squares, broken, pauses, savers, loss_sum, tokens, lengths, samples, *limbs = told_all
+    if not all(map(math.isfinite, (*told_all[:4], *told_all[5:]))):
+        raise DatasetError(f"iteration {it.number}: sums over what ranks have told of their data are no numbers")
     totals = (int(tokens), int(lengths), int(samples), _joined(limbs))
     expected = _totals(batch)
     if totals != expected:

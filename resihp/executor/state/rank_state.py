@@ -67,7 +67,7 @@ class State:
     def derive(self) -> None:
         """Round what the optimizer updates (masters, float32) into what passes compute with, where these differ.
 
-        To be called after every change of the masters: a parameter is the same bits on whichever rank holds it.
+        To be called after every change of the masters: where these are the same bits, the parameters are, too.
         """
         named = dict(self.stage.named_parameters())
         pairs = [(named[name], master) for name, master in self.optimizer.parameters.items()]
@@ -82,6 +82,11 @@ class State:
             self.gradients.release()  # nobody stepped: what was given up then may still be written to them
         self.ready = None
         self.gradients.begin(buckets, rank, {name: self.share(spec) for name, spec in self.specs.items()})
+
+    def let_spent_gradients_go(self) -> None:
+        """Their memory is needed; those whose step may still be taken stay."""
+        if self.ready != self.stepped + 1:
+            self.gradients.release()
 
     def share(self, spec: ParameterSpec) -> Slice:
         return share(spec, self.holding.t, self.holding.tp)

@@ -13,11 +13,15 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocated(TorchDispatchMode):
-    """While entered: bytes of all new storages, by type of device; an upper bound of the peak."""
+    """While entered: bytes of all new storages, by type of device; an upper bound of the peak.
+
+    `bytes_beside`: those that were allocated, on whatever device, while `beside` said that something else was there."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes: Counter[str] = Counter()
+        self.bytes_beside = 0
+        self.beside: Callable[[], bool] = lambda: False
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -27,6 +31,7 @@ class Allocated(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and _storage(tensor) not in known:
                 self.bytes[tensor.device.type] += tensor.untyped_storage().nbytes()
+                self.bytes_beside += tensor.untyped_storage().nbytes() if self.beside() else 0
         return result
 
 

@@ -86,6 +86,24 @@ def test_torchs_watchdog_is_told_before_the_first_communicator_to_end_nobody(gpu
 
 
 @pytest.mark.parametrize(
+    ("version", "told"), [((2, 26, 2), "NCCL 2.26.2: "), ((2, 18, 1), "NCCL 2.18.1: "), ((2, 27, 3), "")]
+)
+def test_a_version_of_nccl_that_has_hung_is_told_by_name(
+    gpus: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    version: tuple[int, ...],
+    told: str,
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    chosen()
+    said = capsys.readouterr().out
+    assert said.startswith(told)
+    assert ("versions before 2.27" in said) == bool(told)
+
+
+@pytest.mark.parametrize(
     ("count", "environment", "told"),
     [
         (8, {BACKEND: "ncl"}, "RESIHP_BACKEND=ncl: is none of gloo, nccl, nccl-like"),
@@ -352,6 +370,26 @@ def test_an_abort_ends_the_wait_as_if_all_were_well_and_leaves_no_numbers() -> N
         assert waiting.result(20)
         assert torch.isnan(tensor).all()
         other.allreduce([torch.zeros(3)]).wait()  # or gloo's end would wait for its timeout
+
+
+def test_what_a_peer_was_aborted_in_is_no_number_on_those_who_go_on_either() -> None:
+    """More than sockets hold, so that there is something left to send."""
+    with pair() as (end, other):
+        work = end.allreduce([torch.zeros(1 << 23)])
+        end.abort()
+        summed = torch.zeros(1 << 23)
+        assert other.allreduce([summed]).wait()
+        assert torch.isnan(summed).any()
+        assert work.wait()
+
+
+def test_what_was_done_before_an_abort_stays() -> None:
+    with pair() as (end, other):
+        tensors = [torch.ones(3), torch.ones(3)]
+        for work in [each.allreduce([tensor]) for each, tensor in zip((end, other), tensors, strict=True)]:
+            assert work.wait()
+        end.abort()
+        assert tensors[0].tolist() == [2.0, 2.0, 2.0]
 
 
 def test_nobody_takes_what_an_abort_left_for_a_result() -> None:

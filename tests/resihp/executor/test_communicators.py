@@ -125,3 +125,16 @@ def test_what_is_being_aborted_is_destroyed_by_whom_the_rank_waits_for_at_its_en
     kind.let.set()
     until(lambda: kind.destroyed_by)
     assert kind.destroyed_by == ["resihp-closing"]
+
+
+def test_a_rank_whose_abort_does_not_end_ends_itself_by_a_status_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stuck(Gloo):
+        aborts = True
+
+        def abort(self, communicators: Sequence[Any], connecting: Sequence[Any] = ()) -> bool:
+            return False
+
+    ended: list[int] = []
+    monkeypatch.setattr("resihp.executor.communicators.os._exit", ended.append)
+    Communicators(EPOCH, 0, GROUPS, 60.0, Stuck(torch.device("cpu"))).wake()
+    until(lambda: ended == [m.ABORT_STATUS])

@@ -186,9 +186,11 @@ def test_what_an_engine_refuses(ranks: Ranks) -> None:
 
 
 def test_a_transition_allocates_what_is_new_and_nothing_of_it_on_the_host(ranks: Ranks) -> None:
-    """Of three layers one is new: its parameters and moments, and the angles of positions, are all that is made."""
+    """Of three layers one is new: its parameters and moments, and the angles of positions, are all that is made. They
+    take the place of gradients, which are gone before."""
     (here,) = ranks("transition_allocations", away=False)
     assert here["new"] <= here["host"] < here["new"] + 5 * here["angles"]
+    assert here["beside_gradients"] == 0
     (elsewhere,) = ranks("transition_allocations", away=True)
     assert elsewhere["host"] < 5 * elsewhere["angles"]
 

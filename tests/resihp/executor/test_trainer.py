@@ -14,13 +14,14 @@ from resihp import AdamW, MicroBatch, Trainer
 from resihp.errors import CommunicatorError, DatasetError, LayoutError, ModelError
 from resihp.executor import config_support  # noqa: F401 imports megatron-core quietly
 from resihp.executor import engine as engine_module
+from resihp.executor import trainer as trainer_module
 from resihp.executor.engine import Engine
 from resihp.executor.group_store import TorchRendezvous
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan
 
 import megatron.core  # isort: skip
-from megatron.core.transformer import TransformerConfig  # isort: skip
+from megatron.core.transformer import TransformerConfig, mlp  # isort: skip
 
 
 class OneToken:
@@ -127,6 +128,20 @@ def test_sums_that_do_not_fit_are_an_aborts_doing_until_they_come_again(monkeypa
         engine.run(plan, 1, Unwatched())
 
 
+@pytest.mark.parametrize("spoilt", [slice(0, 4), slice(5, None), slice(None)])
+def test_a_sum_that_is_no_number_is_an_aborts_doing_and_no_error_of_the_script(
+    monkeypatch: pytest.MonkeyPatch, spoilt: slice
+) -> None:
+    def summed(tensors: list[torch.Tensor]) -> Any:
+        tensors[0][spoilt] = float("nan")
+        return SimpleNamespace(wait=lambda: True)
+
+    engine, plan = connected("nccl-like", monkeypatch)
+    monkeypatch.setattr(type(engine._communicators), "world", property(lambda _: SimpleNamespace(allreduce=summed)))
+    with pytest.raises(CommunicatorError, match=r"iteration 1: sums over .* are no numbers"):
+        engine.run(plan, 1, Unwatched())
+
+
 def test_who_was_woken_before_the_last_sum_contributes_nothing_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, plan = connected("nccl-like", monkeypatch)
     communicators = engine._communicators
@@ -202,3 +217,45 @@ def test_a_data_set_that_does_not_keep_to_its_ramp_up_is_told() -> None:
         growing(wrong=1)
     with pytest.raises(DatasetError, match="iteration 4: 2 micro-batches; the data set must give 3, as its ramp-up"):
         growing(wrong=4).engine.workload(4)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_who_joins_has_compiled_before_anybody_waits_for_it(monkeypatch: pytest.MonkeyPatch, joins: bool) -> None:
+    engine = trainer({"transformer_impl": "local"}).engine
+    done: list[str] = []
+    monkeypatch.setattr(engine, "warm", lambda: done.append("warm"))
+
+    class Client(SimpleNamespace):
+        def declare(self, _: Any) -> None:
+            done.append("declare")
+            raise InterruptedError
+
+    def nothing(*_: Any) -> None: ...
+
+    start = SimpleNamespace(rank=0, joins=joins)
+    client = Client(start=start, attend=None, on_park=nothing, on_beat=nothing, arm=nothing, speed=lambda: 1.0)
+    worker = trainer_module._Supervised(client, engine, None, 0, 9, Path("/checkpoints"), 0)  # type: ignore[arg-type]
+    with pytest.raises(InterruptedError):
+        worker.run()
+    assert done == (["warm"] if joins else []) + ["declare"]
+
+
+def test_a_layer_is_tried_there_and_back_with_what_gpus_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more than one number of tokens, or the first real micro-batch would be compiled for again."""
+    fused = {"bias_activation_fusion": True, "gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+    engine = trainer({"transformer_impl": "local", "add_bias_linear": False, **fused}).engine
+    seen: list[int] = []
+    swiglu = mlp.bias_swiglu_impl
+
+    def watched(tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        tokens.register_hook(lambda gradient: seen.append(-len(gradient)))
+        seen.append(len(tokens))
+        return swiglu(tokens, *rest)
+
+    monkeypatch.setattr(mlp, "bias_swiglu_impl", watched)
+    monkeypatch.setattr(engine_module, "WARM", (2, 3))
+    engine.warm()
+    assert seen == [], "a processor compiles nothing"
+    engine._pass_through_a_layer()
+    assert seen == [2, -2, 3, -3]
+    assert engine.state is None

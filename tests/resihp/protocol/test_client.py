@@ -150,7 +150,7 @@ def test_a_rank_whose_device_waits_for_peers_is_told_so_wherever_its_host_is(sta
         started,
         """
 client.activity = "compute"
-client.on_beat(lambda: True)
+client.on_beat(lambda: (True, 0.0))
 tell(1)
 time.sleep(60)
 """,

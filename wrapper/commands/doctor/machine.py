@@ -21,6 +21,8 @@ from typing import Literal
 
 import msgspec
 
+from resihp.worker import nccl_versions
+
 Outcome = Literal["ok", "warning", "failed", "skipped", "unknown"]
 FILES_OF_A_NODE, OTHER_FILES = 3, 256
 """Descriptors of a supervisor: an agent's connection, the one that takes its place, one that has yet to prove the key;
@@ -130,6 +132,8 @@ def torch() -> Iterator[CheckResult]:
     elif devices and not found["gpus"] and not hidden:
         text += f"; it sees none of {devices} GPUs here" + ("" if found["cuda"] else ", it is a build for CPUs")
         yield CheckResult(check="torch", outcome="failed", text=text, advice="install torch for your CUDA: pytorch.org")
+    elif nccl and (told := nccl_versions.doubt(found["nccl_version"])):
+        yield CheckResult(check="torch", outcome="warning", text=f"{text}; {told}", advice=nccl_versions.WAY_OUT)
     else:
         yield CheckResult(check="torch", outcome="ok", text=text)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+from resihp.controller.fail_stop import watchdog
 from resihp.controller.fail_stop.liveness import culprits
 from resihp.controller.state import Member
 from resihp.protocol import messages as m
@@ -13,9 +15,11 @@ from resihp.settings import Settings
 SETTINGS = Settings(job="local-1", nodes=1, gpus_per_node=4, tp=1, pp=1)
 
 
-def member(rank: int, *, activity: Any = "communication", state: str = "S", age_s: float = 0.1) -> Member:
+def member(
+    rank: int, *, activity: Any = "communication", state: str = "S", age_s: float = 0.1, unanswered_s: float = 0.0
+) -> Member:
     found = Member(KnownWorker(rank, "n1", rank, 1000 + rank))
-    progress = m.Progress(epoch=1, iteration=1, primitives=1, activity=activity)
+    progress = m.Progress(epoch=1, iteration=1, primitives=1, activity=activity, unanswered_s=unanswered_s)
     found.beat = m.WorkerBeat(rank=rank, age_s=age_s, state=state, progress=progress)
     return found
 
@@ -27,3 +31,12 @@ def test_a_stopped_process_comes_before_a_mute_one_and_that_before_one_that_comp
     assert culprits([waits, computes, mute], 0.0, SETTINGS) == [mute]
     assert culprits([waits, computes], 0.0, SETTINGS) == [computes]
     assert culprits([waits], 0.0, SETTINGS) == [], "the communication itself is broken"
+
+
+def test_a_device_that_does_not_answer_is_given_up_unless_another_one_is_seen_at_its_own_work() -> None:
+    silent, computes, waits = member(0, activity="compute", unanswered_s=9.0), member(1, activity="compute"), member(2)
+    assert culprits([silent, waits], 0.0, SETTINGS) == [silent]
+    assert culprits([silent, computes, waits], 0.0, SETTINGS) == [computes]
+    assert watchdog.evidence(SimpleNamespace(now=0.0, settings=SETTINGS), silent) == (  # type: ignore[arg-type]
+        "its device has not answered for 9.0 s, no progress for 0.0 s"
+    )

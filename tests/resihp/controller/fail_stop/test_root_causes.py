@@ -94,6 +94,23 @@ def test_without_a_telling_line_a_failure_is_told_as_the_exit_tells_it() -> None
     assert "pid 1001 on node n1: killed by signal 9 (SIGKILL)" in entry.evidence
 
 
+def test_an_abort_that_does_not_end_is_no_failure_of_its_node_and_the_process_is_started_again() -> None:
+    job = Job()
+    job.exit(1, status=m.ABORT_STATUS)
+    (entry,) = job.failures()
+    assert (entry.kind, entry.component, entry.node, entry.device) == ("fail-stop", "process", None, None)
+    assert entry.cause == "rank 1 exited, since an abort of its communicators did not end"
+    assert job.started_again == [("n1", 1)]
+
+
+def test_what_the_kernel_says_of_a_device_counts_though_an_abort_did_not_end() -> None:
+    job = Job()
+    job.exit(1, OFF_THE_BUS.replace("'<unknown>'", "1001"), status=m.ABORT_STATUS)
+    (entry,) = job.failures()
+    assert (entry.component, entry.node, entry.device) == ("device", "n1", 1)
+    assert job.started_again == []
+
+
 @pytest.mark.parametrize("texts", [(GPU_LOST, OFF_THE_BUS), (OFF_THE_BUS.replace("'<unknown>'", "1001"),)])
 def test_a_gpu_that_fell_off_the_bus_is_its_devices_failure_with_the_line_that_says_so(texts: tuple[str, ...]) -> None:
     job = Job()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,14 @@ import torch
 
 from resihp.controller.fail_stop.liveness import culprits
 from resihp.executor import trainer
+from resihp.executor.compute import device_waits
 from resihp.executor.compute.channels import PendingWork
-from resihp.executor.compute.device_waits import DeviceWaits
+from resihp.executor.compute.device_waits import Asking, DeviceWaits
 from resihp.executor.compute.iteration import waiting
 from resihp.executor.tensor_group import TensorGroup
 from resihp.faults import Phase
 from tests.resihp.controller.fail_stop.test_liveness import SETTINGS, member
+from tests.waiting import until
 
 
 class Device:
@@ -131,6 +134,7 @@ def test_a_device_that_fails_keeps_the_others_waiting() -> None:
     waits.begin()
     waits.end()
     assert not waits.under_way()
+    waits.begin()  # what it raises for is the next kernel's to say
 
 
 def test_a_worker_whose_wait_returned_at_once_waits_as_long_as_its_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,3 +149,64 @@ def test_a_worker_whose_wait_returned_at_once_waits_as_long_as_its_device_does(m
     assert worker._waits.under_way()
     device.does(1)
     assert not worker._waits.under_way()
+
+
+class StuckDriver:
+    """Stands in for CUDA's library: whoever asks for an event waits in it, as long as nobody lets it answer."""
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None)
+        self._let, self._post = ctypes.create_string_buffer(64), libc.sem_post
+        libc.sem_init(self._let, 0, 0)
+        self.asked: list[int] = []
+        self._wait = libc.sem_wait
+
+    def cuEventQuery(self, event: ctypes.c_void_p) -> int:
+        self.asked.append(event.value or 0)
+        return int(self._wait(self._let))
+
+    def answer(self) -> None:
+        self._post(self._let)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> StuckDriver:
+    """On a machine with a GPU, as far as events go; torch's own question must not be asked."""
+    stuck = StuckDriver()
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, cuda_event=73))
+    monkeypatch.setattr(device_waits, "_driver", lambda: stuck)
+    monkeypatch.setattr(device_waits, "ANSWER_S", 0.05)
+    return stuck
+
+
+def test_a_driver_that_is_stuck_silences_no_beat_and_its_silence_is_told(driver: StuckDriver) -> None:
+    now = [10.0]
+    waits = DeviceWaits(lambda: device_waits.mark_on(torch.device("cuda", 0)))
+    waits.begin()
+    waits.end()
+    asking = Asking(waits.under_way, lambda: now[0])
+    asking.ask()
+    until(lambda: driver.asked == [73])
+    now[0] = 17.0
+    assert asking.ask() == (False, 7.0)
+    assert driver.asked == [73], "who is stuck is not asked twice"
+    for _ in range(99):
+        driver.answer()
+    until(lambda: asking.ask() == (False, 0.0))
+
+
+def test_a_device_that_answers_is_asked_anew_at_each_beat() -> None:
+    device = an_iteration().does(1)
+    asking = Asking(device.device_waits.under_way)
+    told = [asking.ask(), (device.does(1), asking.ask())[1], (device.does(1), asking.ask())[1]]
+    assert told == [(True, 0.0), (False, 0.0), (True, 0.0)]
+
+
+def test_errors_of_an_event_are_the_devices(driver: StuckDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = device_waits.mark_on(torch.device("cuda", 0))
+    for code, told in ((0, True), (600, False)):
+        monkeypatch.setattr(driver, "cuEventQuery", lambda event, code=code: code)
+        assert mark.query() is told
+    monkeypatch.setattr(driver, "cuEventQuery", lambda event: 719)
+    with pytest.raises(RuntimeError, match="CUDA error 719"):
+        mark.query()

@@ -296,6 +296,16 @@ def test_torch_that_does_not_import(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "libcudart.so.12" in finding.text
 
 
+def test_nccl_that_has_hung_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_version", lambda name: "9.9.9")
+    found = {"version": "2.13.0", "cuda": "13.0", "gpus": 8, "gloo": True, "nccl": True}
+    for nccl, outcome in (([2, 26, 2], "warning"), ([2, 28, 9], "ok")):
+        monkeypatch.setattr(machine, "_TORCH", f"print({json.dumps(json.dumps(found | {'nccl_version': nccl}))})")
+        finding = only(machine.torch())
+        assert finding.outcome == outcome
+        assert ("NCCL 2.26.2: communicators that can be aborted have hung" in finding.text) == (outcome == "warning")
+
+
 # --- Slurm ----------------------------------------------------------------------------------------------------------
 
 

@@ -129,8 +129,10 @@ def _conclude(job: Job, recovery: Recovery) -> None:
             failures.raised(job, job.members[message.rank], message.message)
         elif isinstance(message.message, m.Finished):
             job.members[message.rank].finished = True
+        elif isinstance(message.message, m.Evaluated):
+            iterations.evaluated(job, message.message)
     recovery.waiting = [*(s for s in said if isinstance(s.message, m.FaultDue)), *recovery.waiting]
-    if job.record.committed >= job.record.goal:
+    if job.record.committed >= job.record.goal and (not job.declaration.evaluates or iterations.is_over(job)):
         job.move("halting")
         job.halted_at = job.now
         _bury(job, recovery)

@@ -35,7 +35,7 @@ from resihp.executor.compute.interpreter import Interpreter
 from resihp.executor.compute.iteration import Iteration, Observer, Prepared
 from resihp.executor.compute.rotary import Rotary
 from resihp.executor.compute.stage import PositionEmbedding, StageModule, model_spec, refuse_unhonoured
-from resihp.executor.compute.step_agreement import last_synchronisation
+from resihp.executor.compute.step_agreement import NOTHING, last_synchronisation, together, validation_loss, workloads
 from resihp.executor.compute.stopwatch import Speed, Stopwatch, full_speed, stopwatch_of
 from resihp.executor.emulation import Pace, Wires
 from resihp.executor.group_store import MeetingPlace
@@ -49,7 +49,7 @@ from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.ownership import ParameterSpec
 from resihp.parallelism.plan import Plan
 from resihp.parallelism.transfers import Base, Move
-from resihp.parallelism.workload import Dataset
+from resihp.parallelism.workload import Dataset, Evaluation
 from resihp.pipeline import checker, program
 from resihp.pipeline.program import GroupSpec
 from resihp.protocol.messages import MeetingId, StepOutcome
@@ -84,6 +84,7 @@ class Engine:
         tied: bool = False,
         vocab_multiple: int = 1,
         pace: Pace | None = None,
+        evaluation: Evaluation | None = None,
     ) -> None:
         refuse_unhonoured(config)
         rotary.refuse_senseless(config)
@@ -98,9 +99,19 @@ class Engine:
         self._batches = Batches(dataset, sequence)
         self.micro_batches: int = self._batches.per_iteration
         """Micro-batches of the global batch, as the data set has them."""
-        works = self._back_end.name, self.device.type
+        self.evaluation: Evaluation | None = evaluation
+        self._to_evaluate = self._batches
+        if evaluation is not None:
+            self._to_evaluate = Batches(evaluation.dataset, sequence, self._batches)
         self.fingerprint: str = fingerprint(
-            config, self.model, self._positions, optimizer, seed, self._batches.first, works
+            config,
+            self.model,
+            self._positions,
+            optimizer,
+            seed,
+            self._batches.first,
+            (self._back_end.name, self.device.type),
+            None if evaluation is None else (evaluation.every, evaluation.iterations, self._to_evaluate.first),
         )
         """Digest of model and optimizer settings, the data set's first iteration, library versions and back end."""
         self.speed: Speed = full_speed
@@ -181,12 +192,16 @@ class Engine:
         buckets = program.buckets(plan.layout, specs)
         programs = program.programs(plan, buckets)
         checker.check(plan, programs, buckets)
+        evaluations = program.forward_only(programs) if self.evaluation is not None else {}
+        if evaluations:
+            checker.check_forward_only(plan, evaluations)
         degrees = [stage.tp for replica in plan.layout.replicas for stage in replica.stages]
         self._prepared = Prepared(
             plan,
             plan.paths(),
             buckets,
             programs,
+            evaluations,
             program.memberships(plan, programs, buckets),
             ownership.counted(plan.layout, specs).get(rank, ()),
             math.lcm(*degrees) if plan.sequence_parallel else 1,
@@ -414,49 +429,66 @@ class Engine:
         then be run again after `disconnect`, `adopt` and `connect`. Raises DatasetError, and whatever the data set
         itself raises.
         """
-        state, communicators = self.state, self._communicators
-        if state is None or communicators is None:
-            raise CommunicatorError(f"rank {self.rank}: not connected")
+        stopwatch = stopwatch_of(self.device, self.speed)
+        state, it = self._iteration(plan, iteration, self._batches, observer, learns=True)
         if iteration != state.stepped + 1:
             raise ResihpError(f"rank {self.rank}: holds the state of iteration {state.stepped}, cannot run {iteration}")
-        stopwatch = stopwatch_of(self.device, self.speed)
-        prepared = self.prepare(plan, self.rank)
-        state.begin(prepared.buckets, self.rank)
-        stage = state.stage
-        place = plan.layout.place(self.rank)
-        assert place is not None
-        stage.tp_group.bind(communicators.find(prepared.tensor_group(place.replica, place.stage)))
-        stage.tp_group.on_start = stopwatch.collective
-
-        def waits(waiting: bool) -> None:
-            observer.communicating(waiting)
-            (stopwatch.waits if waiting else stopwatch.resumed)()
-
-        stage.tp_group.on_wait = waits
-        it = Iteration(
-            number=iteration,
-            rank=self.rank,
-            place=(place.replica, place.stage),
-            prepared=prepared,
-            batch=self._batches.of(iteration),
-            vocab=self.model.vocab,
-            communicators=communicators,
-            observer=observer,
-            device=self.device,
-        )
+        state.begin(it.prepared.buckets, self.rank)
         interpreter = Interpreter(it, state, stopwatch, self.pace)
         try:
-            interpreter.run()
+            with _timed(state, it, stopwatch):
+                interpreter.run()
         except BaseException:
             state.gradients.release()  # a sum that was given up may still be written to them
             raise
-        finally:
-            stage.tp_group.on_start = nobody
         stopwatch.reduced()
         self._measured = stopwatch, interpreter.workload()
         state.ready = iteration
         with self._once_an_aborts_doing(iteration):
             return last_synchronisation(it, state, interpreter.loss_sum, self._settings, pause=pause(), saving=saving())
+
+    def evaluate(self, plan: Plan, observer: Observer) -> tuple[float, int]:
+        """The loss of the weights held, over the data set to evaluate on, and its tokens. Changes nothing that is held.
+
+        One sum over all ranks at its end; a rank may begin a global batch while others are at the one before. Raises
+        as `run` does, and can be repeated as that can.
+        """
+        assert self.evaluation is not None
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        own = whole = NOTHING
+        for number in range(1, self.evaluation.iterations + 1):
+            state, it = self._iteration(plan, number, self._to_evaluate, observer, learns=False)
+            stopwatch = stopwatch_of(self.device, self.speed)
+            interpreter = Interpreter(it, state, stopwatch, self.pace)
+            with _timed(state, it, stopwatch):
+                interpreter.run()
+            loss_sum += interpreter.loss_sum
+            mine, batch = workloads(it, state)
+            own, whole = together(own, mine), together(whole, batch)
+        with self._once_an_aborts_doing(state.stepped + 1):
+            return validation_loss(it, state, loss_sum, own, whole)
+
+    def _iteration(
+        self, plan: Plan, number: int, batches: Batches, observer: Observer, *, learns: bool
+    ) -> tuple[State, Iteration]:
+        """What this rank has to do for a global batch, and with what. Raises CommunicatorError, DatasetError."""
+        state, communicators = self.state, self._communicators
+        if state is None or communicators is None:
+            raise CommunicatorError(f"rank {self.rank}: not connected")
+        prepared, place = self.prepare(plan, self.rank), plan.layout.place(self.rank)
+        assert place is not None
+        return state, Iteration(
+            number=number,
+            rank=self.rank,
+            place=(place.replica, place.stage),
+            prepared=prepared,
+            batch=batches.of(number),
+            vocab=self.model.vocab,
+            communicators=communicators,
+            observer=observer,
+            device=self.device,
+            learns=learns,
+        )
 
     @contextmanager
     def _once_an_aborts_doing(self, iteration: int) -> Iterator[None]:
@@ -521,3 +553,21 @@ class Engine:
             )
         if shares != replicas:
             raise LayoutError(f"plan of epoch {plan.epoch}: {shares} shares for {replicas} replicas")
+
+
+@contextmanager
+def _timed(state: State, it: Iteration, stopwatch: Stopwatch) -> Iterator[None]:
+    """Around an iteration's computation: the stage's own group is there, and what it is waited for is measured."""
+    group = state.stage.tp_group
+    group.bind(it.communicators.find(it.prepared.tensor_group(*it.place)))
+    group.on_start = stopwatch.collective
+
+    def waits(waiting: bool) -> None:
+        it.observer.communicating(waiting)
+        (stopwatch.waits if waiting else stopwatch.resumed)()
+
+    group.on_wait = waits
+    try:
+        yield
+    finally:
+        group.on_start = nobody

@@ -31,7 +31,7 @@ from resihp.executor.tensor_group import dist
 from resihp.faults import Fault, Phase
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
-from resihp.parallelism.workload import Dataset
+from resihp.parallelism.workload import Dataset, Evaluation
 from resihp.protocol import client as agent
 from resihp.protocol import messages as m
 from resihp.worker import checkpoints
@@ -48,6 +48,7 @@ class Trainer:
     `vocab_size`        of the tokens; tables are padded to a multiple of `make_vocab_size_divisible_by`
     `dataset`           `resihp.Dataset`: `micro_batches(iteration)`, pure
     `optimizer`         `resihp.AdamW(...)`
+    `evaluation`        `resihp.Evaluation(dataset, every, iterations)`, for a validation loss; None: there is none
     `sequence`          longest document; positions restart with each document
     `tp`, `pp`, ...     the layout without `resihp run` (plain python or torchrun); with it, the job's is used
     `checkpoint_*`      likewise: without `resihp run` only
@@ -73,6 +74,7 @@ class Trainer:
         seq_len_interpolation_factor: float | None = None,
         share_embeddings_and_output_weights: bool = False,
         make_vocab_size_divisible_by: int = 128,
+        evaluation: Evaluation | None = None,
         tp: int = 1,
         pp: int = 1,
         schedule: str = "1f1b",
@@ -112,6 +114,7 @@ class Trainer:
             ),
             tied=share_embeddings_and_output_weights,
             vocab_multiple=make_vocab_size_divisible_by,
+            evaluation=evaluation,
         )
         self.engine.wires = emulation.wires_of(os.environ, self.engine.device)
         self.engine.pace = emulation.pace_of(os.environ, self.engine.model, self.engine.device)
@@ -176,6 +179,7 @@ class Trainer:
             checkpoint.load(self.engine, found)
         self.engine.connect(plan, rank, TorchRendezvous(_torchrun_store(world)), COMMUNICATION_TIMEOUT_S)
         observer = _Silent()
+        evaluation = self.engine.evaluation
         for iteration in range(resume_from + 1, iterations + 1):
             began = time.perf_counter()
             outcome = self.engine.run(plan, iteration, observer)
@@ -188,6 +192,10 @@ class Trainer:
                 )
             if self._every and iteration % self._every == 0:
                 self._save_alone(plan, rank, iteration)
+            if evaluation is not None and evaluation.is_due(iteration, iterations):
+                loss, _ = self.engine.evaluate(plan, observer)
+                if rank == 0:
+                    print(f"iteration {iteration}/{iterations} | validation loss {loss:.6f}", flush=True)
         self.engine.disconnect()
 
     def _save_alone(self, plan: Plan, rank: int, iteration: int) -> None:
@@ -239,6 +247,8 @@ class _Supervised:
         """Plans by epoch, of those whose layouts what is held follows."""
         self._outcome: m.StepOutcome | None = None
         """Outcome of the last step this rank took."""
+        self._evaluated = 0
+        """Last iteration whose evaluation was on record when the plan in effect was: all ranks know of the same one."""
         self._writer = checkpoint.Writer()
         self._waits = DeviceWaits(lambda: mark_on(engine.device))
 
@@ -260,6 +270,7 @@ class _Supervised:
                 iterations=self._iterations,
                 resume_from=self._resume_from,
                 fingerprint=engine.fingerprint,
+                evaluates=engine.evaluation is not None,
             )
         )
         while True:
@@ -379,6 +390,7 @@ class _Supervised:
         self._go_ahead = None
         assert self._plan is not None
         self._engine.begin(begin.epoch)
+        self._evaluated = begin.evaluated
         if client.park_asked(begin.epoch) or self._engine.state is None:
             return
         try:
@@ -402,6 +414,7 @@ class _Supervised:
         client, engine = self._client, self._engine
         for iteration in range(first, self._iterations + 1):
             client.iteration = iteration
+            self._evaluate(plan, iteration - 1)
             self._answer_probes()
             client.activity = "compute"
             began = time.perf_counter()
@@ -430,8 +443,19 @@ class _Supervised:
                 self._save(plan, iteration, outcome.saving)
             if outcome.pause and iteration < self._iterations:
                 return  # all ranks do: the order to park is here already, or on its way
+        client.iteration = self._iterations + 1
+        self._evaluate(plan, self._iterations)
         client.activity = "idle"
         client.send(m.Finished(iteration=self._iterations))
+
+    def _evaluate(self, plan: Plan, iteration: int) -> None:
+        """Where it is due, the loss of the weights after `iteration`: part of the attempt at the one that follows."""
+        client, evaluation = self._client, self._engine.evaluation
+        if evaluation is None or iteration <= self._evaluated or not evaluation.is_due(iteration, self._iterations):
+            return
+        client.activity = "compute"
+        loss, tokens = self._engine.evaluate(plan, self)
+        client.send(m.Evaluated(epoch=plan.epoch, iteration=iteration, loss=loss, tokens=tokens))
 
     def _answer_probes(self) -> None:
         """Measure the device, and where all are parked the links; whatever goes wrong is an answer, too."""

@@ -121,6 +121,8 @@ class Declare(Message, frozen=True, kw_only=True):
     """Iteration of the checkpoint that will be loaded, 0 when starting afresh."""
     fingerprint: str
     """Digest of model and optimizer settings, data set description and library versions."""
+    evaluates: bool = False
+    """After the last step comes an evaluation: all ranks with work are needed until they say `Finished`."""
 
 
 class Refuse(Message, frozen=True, kw_only=True):
@@ -182,6 +184,18 @@ class Stepped(Message, frozen=True, kw_only=True):
     """From the iteration's beginning until all gradients of this rank were summed."""
     chunks: bytes = b""
     """Measurements of each primitive (`resihp.detector.observation.pack`); empty where nobody measures."""
+
+
+class Evaluated(Message, frozen=True, kw_only=True):
+    """The weights after `iteration` have been evaluated; each rank with work tells, and all tell the same.
+
+    `loss` is the mean over `tokens`.
+    """
+
+    epoch: int
+    iteration: int
+    loss: float
+    tokens: int
 
 
 class Parked(Message, frozen=True, kw_only=True):
@@ -293,6 +307,7 @@ WorkerMessage = (
     | Ready
     | Workload
     | Stepped
+    | Evaluated
     | Parked
     | Stuck
     | Raised
@@ -335,6 +350,8 @@ class Begin(Message, frozen=True, kw_only=True):
     """All ranks are ready: the plan of `epoch` is in effect. Let go of what only the layout before needed, iterate."""
 
     epoch: int
+    evaluated: int = 0
+    """Last iteration whose evaluation is on record: it is not carried out again."""
 
 
 class Park(Message, frozen=True, kw_only=True):
@@ -454,7 +471,8 @@ class RunningWorker(msgspec.Struct, frozen=True, kw_only=True):
     """One live worker, for a supervisor that did not start it.
 
     `steps`: reports of steps that the journal's copy does not show as committed. `said`: the last of each that is still
-    true of it, in order of arrival: `Declare`, `Parked`, `Stuck`, `Raised`, `Ready`, `Finished`, `FaultDue`.
+    true of it, in order of arrival: `Declare`, `Evaluated`, `Parked`, `Stuck`, `Raised`, `Ready`, `Finished`,
+    `FaultDue`.
     """
 
     rank: int

@@ -21,11 +21,17 @@ from resihp.parallelism.workload import Dataset, MicroBatch, samples_digest
 
 
 class Batches:
-    """Global batches of a data set whose longest document has `sequence` tokens. Raises DatasetError if it is empty."""
+    """Global batches of a data set whose longest document has `sequence` tokens. Raises DatasetError if it is empty.
 
-    def __init__(self, dataset: Dataset, sequence: int) -> None:
+    `validates`: the one to train on, for one to evaluate on; it must have as many micro-batches.
+    """
+
+    def __init__(self, dataset: Dataset, sequence: int, validates: Batches | None = None) -> None:
         self._dataset, self._sequence = dataset, sequence
-        self.per_iteration = 0
+        self._told, self._counted = "iteration", "iteration 1"
+        if validates is not None:
+            self._told, self._counted = "evaluation's global batch", "one that is trained on"
+        self.per_iteration: int = 0 if validates is None else validates.per_iteration
         """Micro-batches of the global batch."""
         self._last: tuple[int, Sequence[MicroBatch]] | None = None
         self.first = self.of(1)
@@ -46,19 +52,20 @@ class Batches:
         batch = self._dataset.micro_batches(iteration)
         if not batch or (self.per_iteration and len(batch) != self.per_iteration):
             raise DatasetError(
-                f"iteration {iteration}: {len(batch)} micro-batches; the data set must give the same number, at "
-                f"least one, every time (iteration 1 has {self.per_iteration})"
+                f"{self._told} {iteration}: {len(batch)} micro-batches; the data set must give the same number, at "
+                f"least one, every time ({self._counted} has {self.per_iteration})"
             )
         for m, micro_batch in enumerate(batch):
             lengths = micro_batch.lengths
             if not lengths or min(lengths) < 1 or max(lengths) > self._sequence:
                 raise DatasetError(
-                    f"iteration {iteration} micro-batch {m}: document lengths {list(lengths)}; each must lie between "
-                    f"1 and the sequence length {self._sequence}"
+                    f"{self._told} {iteration} micro-batch {m}: document lengths {list(lengths)}; each must lie "
+                    f"between 1 and the sequence length {self._sequence}"
                 )
             if len(lengths) != len(micro_batch.samples):
                 raise DatasetError(
-                    f"iteration {iteration} micro-batch {m}: {len(lengths)} lengths, {len(micro_batch.samples)} samples"
+                    f"{self._told} {iteration} micro-batch {m}: {len(lengths)} lengths, "
+                    f"{len(micro_batch.samples)} samples"
                 )
         return batch
 
@@ -71,17 +78,25 @@ def fingerprint(
     seed: int,
     first: Sequence[MicroBatch],
     works: tuple[str, str],
+    evaluation: tuple[int, int, Sequence[MicroBatch]] | None = None,
 ) -> str:
     """Digest of all that must be equal on all ranks of a job: library versions included, and which back end works on
-    which kind of device. A node whose GPUs are gone would wait with gloo for peers that come with NCCL."""
+    which kind of device. A node whose GPUs are gone would wait with gloo for peers that come with NCCL. `evaluation`:
+    every so many iterations, over so many global batches, and the first of them."""
     content = {
         "model": msgspec.to_builtins(model),
         "config": {field.name: describe(getattr(config, field.name)) for field in dataclasses.fields(config)},
         "positions": [positions[0], dataclasses.asdict(positions[1])],
         "optimizer": dataclasses.asdict(optimizer),
         "seed": seed,
-        "data": [[*micro_batch.lengths, samples_digest(micro_batch.samples)] for micro_batch in first],
+        "data": _described(first),
         "back end, device": works,
         "versions": [torch.__version__, metadata.version("megatron-core"), metadata.version("resihp")],
     }
+    if evaluation is not None:
+        content["evaluation"] = [*evaluation[:2], _described(evaluation[2])]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _described(batch: Sequence[MicroBatch]) -> list[list[int | str]]:
+    return [[*micro_batch.lengths, samples_digest(micro_batch.samples)] for micro_batch in batch]

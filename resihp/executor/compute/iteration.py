@@ -52,6 +52,8 @@ class Prepared(msgspec.Struct, frozen=True):
     paths: dict[int, tuple[Stop, ...]]
     buckets: tuple[Bucket, ...]
     programs: dict[int, Program]
+    evaluations: dict[int, Program]
+    """The same without gradients; empty where nothing is evaluated."""
     memberships: tuple[GroupSpec, ...]
     counted: tuple[Slice, ...]
     """What this rank counts in sums over the whole model."""
@@ -80,11 +82,13 @@ class Iteration:
     communicators: Communicators
     observer: Observer
     device: torch.device
+    learns: bool = True
+    """Whether gradients are computed: not in an evaluation, whose global batches are numbered from 1 each time."""
 
     @property
     def program(self) -> Program:
         """This rank's."""
-        return self.prepared.programs[self.rank]
+        return (self.prepared.programs if self.learns else self.prepared.evaluations)[self.rank]
 
     @property
     def active(self) -> tuple[int, ...]:

@@ -100,19 +100,8 @@ class Engine:
         self.micro_batches: int = self._batches.per_iteration
         """Micro-batches of the global batch, as the data set has them."""
         self.evaluation: Evaluation | None = evaluation
-        self._to_evaluate = self._batches
-        if evaluation is not None:
-            self._to_evaluate = Batches(evaluation.dataset, sequence, self._batches)
-        self.fingerprint: str = fingerprint(
-            config,
-            self.model,
-            self._positions,
-            optimizer,
-            seed,
-            self._batches.first,
-            (self._back_end.name, self.device.type),
-            None if evaluation is None else (evaluation.every, evaluation.iterations, self._to_evaluate.first),
-        )
+        self._held_out = self._batches if evaluation is None else Batches(evaluation.dataset, sequence, self._batches)
+        self.fingerprint: str = self._identified()
         """Digest of model and optimizer settings, the data set's first iteration, library versions and back end."""
         self.speed: Speed = full_speed
         """How fast an injected fault makes this device."""
@@ -138,6 +127,19 @@ class Engine:
         self._differed: int | None = None
         """Last iteration whose sums said that ranks had different data."""
         self._strict = os.environ.get(STRICT_ORDER) == "1"
+
+    def _identified(self) -> str:
+        evaluation = self.evaluation
+        return fingerprint(
+            self._config,
+            self.model,
+            self._positions,
+            self._settings,
+            self._seed,
+            self._batches.first,
+            (self._back_end.name, self.device.type),
+            None if evaluation is None else (evaluation.every, evaluation.iterations, self._held_out.first),
+        )
 
     def _read_specs(self, sequence_parallel: bool) -> tuple[ParameterSpec, ...]:
         with torch.device("meta"):
@@ -457,7 +459,7 @@ class Engine:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         own = whole = NOTHING
         for number in range(1, self.evaluation.iterations + 1):
-            state, it = self._iteration(plan, number, self._to_evaluate, observer, learns=False)
+            state, it = self._iteration(plan, number, self._held_out, observer, learns=False)
             stopwatch = stopwatch_of(self.device, self.speed)
             interpreter = Interpreter(it, state, stopwatch, self.pace)
             with _timed(state, it, stopwatch):

@@ -89,14 +89,10 @@ class Trainer:
             torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
         self._tp, self._pp, self._chunks = tp, pp, virtual_stages
         self._schedule, self._sequence_parallel = schedule, sequence_parallel
-        self._every, self._folder, self._resume = checkpoint_every, Path(checkpoint_folder), resume
         if self._client is not None:
             start = self._client.start
-            self._every, self._folder, self._resume = (
-                start.checkpoint_every,
-                Path(start.checkpoint_folder),
-                start.resume,
-            )
+            checkpoint_every, checkpoint_folder, resume = start.checkpoint_every, start.checkpoint_folder, start.resume
+        self._every, self._folder, self._resume = checkpoint_every, Path(checkpoint_folder), resume
         self.engine = Engine(
             config,
             vocab_size=vocab_size,

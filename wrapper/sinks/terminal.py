@@ -112,7 +112,7 @@ class LiveView:
                 self._line(explain(entry), _STYLES["warning"])
             case journal.Reconfigured():
                 self._line(self._recovered(entry), _STYLES["notice"])
-            case journal.FaultInjected() | journal.CheckpointCommitted():
+            case journal.FaultInjected() | journal.CheckpointCommitted() | journal.EvaluationDone():
                 self._line(explain(entry), "")
             case journal.JobEnded():
                 self._show_last()

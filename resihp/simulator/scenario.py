@@ -161,6 +161,8 @@ class Scenario:
     """Devices and links are measured before they are used."""
     slow: float = 0.0
     """How often the detector finds something slow, in each iteration (monitor.py)."""
+    evaluate_every: int = 0
+    """Iterations from one evaluation to the next; there is one after the last, too. 0: none."""
     unfit: float = 0.0
     """Chance that a probe comes out badly; half as often it fails, or is not answered."""
 
@@ -237,6 +239,7 @@ class Scenario:
             fates=tuple(rng.choices(list(FATES), list(FATES.values()), k=8)),
             come_backs=rng.choice([3, 3, 3, 1, 0]),
             chunk_s=rng.choice([0.1, 0.3, 0.3, 8.0]),
+            evaluate_every=seed % 15 // 5 + 1 if seed % 5 == 0 else 0,
             planner="wild" if seed % 4 else "real",
             planner_trouble=rng.choice([0.0, 0.0, 0.0, 0.2]),
             checker_trouble=rng.choice([0.0, 0.0, 0.0, 0.2]),

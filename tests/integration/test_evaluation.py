@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from resihp.record.journal import EvaluationDone
 from tests.integration.jobs import BACKEND, Job, jobs
+from tests.integration.test_takeover import entries
 
 ITERATIONS = 5
 EVALUATED = (2, 4, 5)
@@ -45,6 +47,5 @@ def test_a_failure_in_an_evaluation_changes_no_loss(
         assert row["samples_digest"] == due["samples_digest"]
     assert validated(rows) == pytest.approx(validated(expected), rel=1e-4)
     assert tuple(validated(rows)) == EVALUATED
-    told = [row for row in job.history("events") if row["kind"] == "EvaluationDone"]
-    assert [row["iteration"] for row in told] == list(EVALUATED), "each once"
+    assert tuple(entry.iteration for entry in entries(job, EvaluationDone)) == EVALUATED, "each once"
     assert {rank for row in job.history("failures") for rank in row["ranks"]} == {5, 2}

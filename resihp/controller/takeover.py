@@ -126,7 +126,7 @@ def _conclude(job: Job, recovery: Recovery) -> None:
     undisturbed = undisturbed and not any(isinstance(s.message, m.Stuck | m.Parked | m.Ready) for s in said)  # it waits
     _hear(job, said)
     recovery.waiting = [*(s for s in said if isinstance(s.message, m.FaultDue)), *recovery.waiting]
-    if job.record.committed >= job.record.goal and (not job.declaration.evaluates or iterations.is_over(job)):
+    if _is_over(job, told):
         job.move("halting")
         job.halted_at = job.now
         _bury(job, recovery)
@@ -159,6 +159,14 @@ def _conclude(job: Job, recovery: Recovery) -> None:
     replan_policy.resume(job)
     slowness.resume(job)
     drains.resume(job)
+
+
+def _is_over(job: Job, told: Mapping[str, m.Inventory]) -> bool:
+    """Whether training is done, and who is still there has nothing to do but to leave."""
+    record = job.record
+    running = {worker.rank for inventory in told.values() for worker in inventory.workers}
+    evaluated = record.evaluated >= record.goal and all(job.members[r].finished for r in running & record.working)
+    return record.committed >= record.goal and (evaluated or not job.declaration.evaluates)
 
 
 def _hear(job: Job, said: Iterable[api.WorkerSaid]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from resihp import AdamW, MicroBatch, Trainer
+from resihp import AdamW, Evaluation, MicroBatch, Trainer
 from resihp.errors import CommunicatorError, DatasetError, ModelError
 from resihp.executor import config_support  # noqa: F401 imports megatron-core quietly
 from resihp.executor import engine as engine_module
@@ -63,6 +63,21 @@ def test_rotary_positions_are_part_of_what_must_be_equal_on_all_ranks() -> None:
     assert len({trainer(**one).engine.fingerprint for one in settings}) == len(settings)
     with pytest.raises(ModelError, match="rotary_percent"):
         trainer(rotary_percent=0.0)
+
+
+def test_a_trainer_without_an_agent_tells_the_validation_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer(evaluation=Evaluation(OneToken(), every=2, iterations=1)).train(3)
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("iteration")]
+    assert [line.split("|")[0].strip() for line in told if "validation loss" in line] == [
+        "iteration 2/3",
+        "iteration 3/3",
+    ]
+    assert len(told) == 5
+
+
+def test_when_and_on_what_is_evaluated_must_be_equal_on_all_ranks() -> None:
+    settings = [None, *(Evaluation(OneToken(), every=n, iterations=m) for n, m in ((2, 1), (3, 1), (2, 2)))]
+    assert len({trainer(evaluation=one).engine.fingerprint for one in settings}) == len(settings)
 
 
 class Unwatched:

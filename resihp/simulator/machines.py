@@ -62,6 +62,9 @@ class SimNode:
 class Worker:
     """The truth of one process: what it computed, stepped and holds."""
 
+    assessed = 0
+    """Last iteration whose evaluation is not to be carried out again."""
+
     def __init__(self, world: World, rank: int, node: SimNode, device: int, joins: bool = False) -> None:
         self.world, self.rank, self.node, self.device, self.joins = world, rank, node, device, joins
         self.spawned = False
@@ -92,8 +95,6 @@ class Worker:
         self.reduced: m.StepOutcome | None = None
         """Result of the last synchronisation of iteration stepped + 1, once this rank has it."""
         self.ready = False
-        self.assessed = 0
-        """Last iteration whose evaluation is not to be carried out again."""
         self.primitives = 0
         self.progress_at = 0.0
         self.activity: Any = "starting"

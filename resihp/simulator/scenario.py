@@ -192,8 +192,7 @@ class Scenario:
         iterations = rng.randint(3, 10)
         iteration_s = rng.choice([0.2, 0.4, 0.4, 0.8, 1.2]) if rng.random() < 0.95 else rng.uniform(3, 5)
         length_s = 4 + iterations * iteration_s
-        disturbances = []
-        drawn = rng.random()
+        disturbances, drawn = list[Disturbance](), rng.random()
         if drawn < 0.02:
             raise_all = Disturbance("raise_all", "sync" if rng.random() < 0.8 else "declare", nth=rng.randint(1, 3))
             disturbances.append(raise_all)

@@ -219,6 +219,8 @@ class IterationRow(LedgerTable):
     gradient_norm: Mapped[float | None]
     learning_rate: Mapped[float | None]
     skipped: Mapped[bool]
+    validation_loss: Mapped[float | None]
+    """Of the weights after it, where they were evaluated."""
 
 
 class RankReportRow(LedgerTable):

@@ -381,6 +381,13 @@ def _put(
     connection.execute(insert.on_conflict_do_update(index_elements=key, set_=changed), rows)
 
 
+def _evaluation_done(session: Session, job: models.JobRow, entry: journal.EvaluationDone, at: float) -> None:
+    """Beside the iteration; one that the job resumed from has no row in it, and the event alone."""
+    row = session.get(models.IterationRow, (job.id, entry.iteration))
+    if row is not None:
+        row.validation_loss = _number(entry.loss)
+
+
 def _suspected(session: Session, job: models.JobRow, entry: journal.Suspected, at: float) -> None:
     """Events only: a suspicion is not a failure."""
 
@@ -615,6 +622,7 @@ _APPLY: dict[type, Callable[[Session, models.JobRow, Any, float], None]] = {
     journal.PlanDecided: _plan_decided,
     journal.IterationCommitted: _iteration_committed,
     journal.IterationsPacked: _iterations_packed,
+    journal.EvaluationDone: _evaluation_done,
     journal.Suspected: _suspected,
     journal.FailureFound: _failure_found,
     journal.FailureEnded: _failure_ended,

@@ -76,6 +76,9 @@ def arguments() -> argparse.Namespace:
     )
     batch.add_argument("--tokens", type=int, default=256, help="token budget of a micro-batch")
     batch.add_argument("--iterations", type=int, default=30)
+    batch.add_argument("--eval-interval", type=int, help="iterations between two evaluations; else there are none")
+    batch.add_argument("--eval-iters", type=int, default=2, help="global batches of an evaluation")
+    batch.add_argument("--eval-corpus", help="folder of source files, if not another drawing of the corpus")
     batch.add_argument("--seed", type=int, default=1234)
     batch.add_argument("--lr", type=float, default=1e-3)
     batch.add_argument("--warmup", type=int, default=0)
@@ -96,6 +99,10 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def source_of(args: argparse.Namespace) -> PieceSource:
+    return MegatronIndexed(args.indexed) if args.indexed else ByteFiles(args.corpus)
+
+
 def dataset_of(args: argparse.Namespace) -> resihp.Dataset:
     def packed(source: PieceSource, count: int, ramp_up: RampUp | None = None) -> PackedDataset:
         return PackedDataset(
@@ -106,7 +113,7 @@ def dataset_of(args: argparse.Namespace) -> resihp.Dataset:
     if args.rampup_batch_size:
         start, increment, over = args.rampup_batch_size
         ramp_up = RampUp(start=start, increment=increment, micro_batches=over)
-    source = MegatronIndexed(args.indexed) if args.indexed else ByteFiles(args.corpus)
+    source = source_of(args)
     if not args.blend:
         return packed(source, args.micro_batches, ramp_up)
     parts = [
@@ -114,6 +121,16 @@ def dataset_of(args: argparse.Namespace) -> resihp.Dataset:
         *((float(weight), packed(ByteFiles(folder), 1)) for weight, folder in args.blend),
     ]
     return Blended(parts, micro_batches_per_iteration=args.micro_batches, ramp_up=ramp_up)
+
+
+def evaluation_of(args: argparse.Namespace) -> resihp.Evaluation | None:
+    if args.eval_interval is None:
+        return None
+    source = ByteFiles(args.eval_corpus) if args.eval_corpus else source_of(args)
+    dataset = PackedDataset(
+        source, budget=args.tokens, micro_batches_per_iteration=args.micro_batches, seed=args.seed + 1
+    )
+    return resihp.Evaluation(dataset, every=args.eval_interval, iterations=args.eval_iters)
 
 
 def main() -> None:
@@ -143,6 +160,7 @@ def main() -> None:
             wsd_decay_iterations=args.wsd_decay_iterations,
         ),
         sequence=args.tokens,
+        evaluation=evaluation_of(args),
         seed=args.seed,
         share_embeddings_and_output_weights=args.tie_embeddings,
         tp=args.tp,

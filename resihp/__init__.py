@@ -13,14 +13,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from resihp.errors import ResihpError, UsageError
-from resihp.parallelism.workload import Dataset, MicroBatch
+from resihp.parallelism.workload import Dataset, Evaluation, MicroBatch
 
 if TYPE_CHECKING:
     from resihp.executor.state.optimizer import AdamW
     from resihp.executor.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["AdamW", "Dataset", "MicroBatch", "ResihpError", "Trainer", "UsageError", "__version__"]
+__all__ = ["AdamW", "Dataset", "Evaluation", "MicroBatch", "ResihpError", "Trainer", "UsageError", "__version__"]
 
 _LAZY = {"Trainer": "resihp.executor.trainer", "AdamW": "resihp.executor.state.optimizer"}
 

@@ -174,6 +174,8 @@ def _said(job: Job, event: api.WorkerSaid) -> None:
             expectation.iteration_begins(job, message)
         case m.Stepped():
             iterations.stepped(job, member, message)
+        case m.Evaluated():
+            iterations.evaluated(job, message)
         case m.Parked():
             transition.parked(job, member, message)
         case m.Stuck():

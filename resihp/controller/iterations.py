@@ -9,7 +9,7 @@ from resihp.controller.fail_slow import expectation
 from resihp.controller.fail_stop import incidents
 from resihp.controller.state import Job, Member
 from resihp.protocol import messages as m
-from resihp.record.journal import IterationCommitted, Reconfigured
+from resihp.record.journal import EvaluationDone, IterationCommitted, Reconfigured
 
 MOST_OPEN = 3
 
@@ -86,6 +86,23 @@ def commit_up_to(job: Job, iteration: int) -> None:
                 predicted_seconds=predicted_s,
             )
         )
+        if reports.evaluation is not None:
+            evaluated(job, reports.evaluation)
+
+
+def evaluated(job: Job, report: m.Evaluated) -> None:
+    """Log an evaluation, once, and after the iteration whose weights they were."""
+    if (reports := job.reports.get(report.iteration)) is not None:
+        reports.evaluation = report
+    elif job.record.evaluated < report.iteration <= job.record.committed:
+        job.log(EvaluationDone(epoch=report.epoch, iteration=report.iteration, loss=report.loss, tokens=report.tokens))
+
+
+def is_over(job: Job) -> bool:
+    """Whether nobody with work needs the others any more: the last step is taken, and evaluated where that is due."""
+    active = [member for rank in job.record.active if (member := job.members[rank]).alive]
+    goal, evaluates = job.record.goal, job.declaration.evaluates
+    return bool(active) and all(m.stepped >= goal and (m.finished or not evaluates) for m in active)
 
 
 def finished(job: Job, member: Member) -> None:

@@ -28,6 +28,7 @@ from resihp.protocol.messages import (
     CheckpointPart,
     Clue,
     Declare,
+    Evaluated,
     Inventory,
     Parked,
     Probed,
@@ -330,6 +331,8 @@ class IterationReports:
     """The highest in which anybody took it."""
     by_rank: dict[int, Stepped | None] = field(default_factory=dict)
     """Who took it; None where a rank said so as it parked, which does not tell how long it took."""
+    evaluation: Evaluated | None = None
+    """Of the weights after it, told before it was committed."""
     _working: frozenset[int] = frozenset()
     _lacking: set[int] = field(default_factory=set)
     """Of these ranks, those that have not reported: kept, for thousands of reports each ask for it."""

@@ -123,14 +123,10 @@ def _conclude(job: Job, recovery: Recovery) -> None:
         return
     _skip_forgotten(job)
     undisturbed = recovery.undisturbed and job.record.plan is not None and job.epoch == job.record.plan.epoch
-    for message in said:
-        undisturbed = undisturbed and not isinstance(message.message, m.Stuck | m.Parked | m.Ready)  # it waits
-        if isinstance(message.message, m.Raised):
-            failures.raised(job, job.members[message.rank], message.message)
-        elif isinstance(message.message, m.Finished):
-            job.members[message.rank].finished = True
+    undisturbed = undisturbed and not any(isinstance(s.message, m.Stuck | m.Parked | m.Ready) for s in said)  # it waits
+    _hear(job, said)
     recovery.waiting = [*(s for s in said if isinstance(s.message, m.FaultDue)), *recovery.waiting]
-    if job.record.committed >= job.record.goal:
+    if _is_over(job, told):
         job.move("halting")
         job.halted_at = job.now
         _bury(job, recovery)
@@ -163,6 +159,25 @@ def _conclude(job: Job, recovery: Recovery) -> None:
     replan_policy.resume(job)
     slowness.resume(job)
     drains.resume(job)
+
+
+def _is_over(job: Job, told: Mapping[str, m.Inventory]) -> bool:
+    """Whether training is done, and who is still there has nothing to do but to leave."""
+    record = job.record
+    running = {worker.rank for inventory in told.values() for worker in inventory.workers}
+    evaluated = record.evaluated >= record.goal and all(job.members[r].finished for r in running & record.working)
+    return record.committed >= record.goal and (evaluated or not job.declaration.evaluates)
+
+
+def _hear(job: Job, said: Iterable[api.WorkerSaid]) -> None:
+    """What is still true of workers, and counts whatever comes next."""
+    for message in said:
+        if isinstance(message.message, m.Raised):
+            failures.raised(job, job.members[message.rank], message.message)
+        elif isinstance(message.message, m.Finished):
+            job.members[message.rank].finished = True
+        elif isinstance(message.message, m.Evaluated):
+            iterations.evaluated(job, message.message)
 
 
 def _complete_losses(job: Job) -> None:

@@ -308,7 +308,7 @@ def _take_effect(job: Job, transition: Transition) -> None:
         )
     )
     job.stand_at(job.record.active, job.record.committed)
-    job.order(plan.layout.ranks, m.Begin(epoch=job.epoch))
+    job.order(plan.layout.ranks, m.Begin(epoch=job.epoch, evaluated=job.record.evaluated))
     job.move("first-iteration")
     transition.cautious = False
     transition.stage_at = transition.begun_at = job.now

@@ -35,7 +35,7 @@ from resihp.executor.compute.interpreter import Interpreter
 from resihp.executor.compute.iteration import Iteration, Observer, Prepared
 from resihp.executor.compute.rotary import Rotary
 from resihp.executor.compute.stage import PositionEmbedding, StageModule, model_spec, pass_through, refuse_unhonoured
-from resihp.executor.compute.step_agreement import last_synchronisation
+from resihp.executor.compute.step_agreement import NOTHING, last_synchronisation, together, validation_loss, workloads
 from resihp.executor.compute.stopwatch import Speed, Stopwatch, full_speed, stopwatch_of
 from resihp.executor.emulation import Pace, Wires
 from resihp.executor.group_store import MeetingPlace
@@ -48,9 +48,9 @@ from resihp.parallelism.batch_sizes import BatchSizes
 from resihp.parallelism.layout import validate
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.ownership import ParameterSpec
-from resihp.parallelism.plan import Plan
+from resihp.parallelism.plan import Plan, spread
 from resihp.parallelism.transfers import Base, Move
-from resihp.parallelism.workload import Dataset
+from resihp.parallelism.workload import Dataset, Evaluation
 from resihp.pipeline import checker, program
 from resihp.pipeline.program import GroupSpec
 from resihp.protocol.messages import MeetingId, StepOutcome
@@ -88,6 +88,7 @@ class Engine:
         tied: bool = False,
         vocab_multiple: int = 1,
         pace: Pace | None = None,
+        evaluation: Evaluation | None = None,
     ) -> None:
         refuse_unhonoured(config)
         rotary.refuse_senseless(config)
@@ -103,10 +104,9 @@ class Engine:
         self._batches = Batches(dataset, sequence)
         self.batch_sizes: BatchSizes = self._batches.sizes
         """Micro-batches of each iteration, as the data set has them."""
-        works = self._back_end.name, self.device.type
-        self.fingerprint: str = fingerprint(
-            config, self.model, self._positions, optimizer, seed, self._batches.first, works
-        )
+        self.evaluation: Evaluation | None = evaluation
+        self._held_out = None if evaluation is None else Batches(evaluation.dataset, sequence, self._batches)
+        self.fingerprint: str = self._identified()
         """Digest of model and optimizer settings, the data set's first iteration, library versions and back end."""
         self.speed: Speed = full_speed
         """How fast an injected fault makes this device."""
@@ -125,6 +125,8 @@ class Engine:
         self.acknowledged: int | None = None
         """Epoch of `next`, once its state is complete."""
         self._prepared: Prepared | None = None
+        self._evaluates: Prepared | None = None
+        """What an evaluation under the same plan carries out."""
         self._moves: tuple[Move, ...] = ()
         self._communicators: Communicators | None = None
         self._aside: Communicators | None = None
@@ -132,6 +134,21 @@ class Engine:
         self._differed: int | None = None
         """Last iteration whose sums said that ranks had different data."""
         self._strict = os.environ.get(STRICT_ORDER) == "1"
+
+    def _identified(self) -> str:
+        evaluation, held_out = self.evaluation, self._held_out
+        return fingerprint(
+            self._config,
+            self.model,
+            self._positions,
+            self._settings,
+            self._seed,
+            self._batches.first,
+            (self._back_end.name, self.device.type),
+            None
+            if evaluation is None or held_out is None
+            else (evaluation.every, evaluation.iterations, held_out.first),
+        )
 
     def _read_specs(self, sequence_parallel: bool) -> tuple[ParameterSpec, ...]:
         with torch.device("meta"):
@@ -206,7 +223,7 @@ class Engine:
         programs = program.programs(plan, buckets)
         checker.check(plan, programs, buckets)
         degrees = [stage.tp for replica in plan.layout.replicas for stage in replica.stages]
-        self._prepared = Prepared(
+        prepared = Prepared(
             plan,
             plan.paths(),
             buckets,
@@ -215,7 +232,23 @@ class Engine:
             ownership.counted(plan.layout, specs).get(rank, ()),
             math.lcm(*degrees) if plan.sequence_parallel else 1,
         )
-        return self._prepared
+        if self.evaluation is not None:
+            evaluates = self._evaluates = self._forward_only(prepared)
+            both = {rank: (*own, *evaluates.programs[rank]) for rank, own in programs.items()}
+            prepared = msgspec.structs.replace(prepared, memberships=program.memberships(plan, both, buckets))
+        self._prepared = prepared
+        return prepared
+
+    def _forward_only(self, prepared: Prepared) -> Prepared:
+        """What an evaluation carries out under a plan: all its micro-batches, also while a ramp-up has fewer."""
+        plan, programs, number = prepared.plan, prepared.programs, self.batch_sizes.usual
+        if plan.micro_batches != number:
+            shares = spread(number, len(plan.layout.replicas))
+            plan = msgspec.structs.replace(plan, assignment=shares, migrations=(), orders=())
+            programs = program.programs(plan, prepared.buckets)
+        programs = program.forward_only(programs)
+        checker.check_forward_only(plan, programs)
+        return msgspec.structs.replace(prepared, plan=plan, paths=plan.paths(), programs=programs)
 
     def check(
         self,
@@ -449,51 +482,71 @@ class Engine:
         CommunicatorError when a peer is lost or `wake` was called; the same iteration can then be run again after
         `disconnect`, `adopt` and `connect`. Raises DatasetError, and whatever the data set itself raises.
         """
-        state, communicators = self.state, self._communicators
-        if state is None or communicators is None:
-            raise CommunicatorError(f"rank {self.rank}: not connected")
-        if iteration != state.stepped + 1:
-            raise ResihpError(f"rank {self.rank}: holds the state of iteration {state.stepped}, cannot run {iteration}")
         stopwatch = stopwatch_of(self.device, self.speed)
         self._check_number(plan, iteration)
-        prepared = self.prepare(plan, self.rank)
-        state.begin(prepared.buckets, self.rank)
-        stage = state.stage
-        place = plan.layout.place(self.rank)
-        assert place is not None
-        stage.tp_group.bind(communicators.find(prepared.tensor_group(place.replica, place.stage)))
-        stage.tp_group.on_start = stopwatch.collective
-
-        def waits(waiting: bool) -> None:
-            observer.communicating(waiting)
-            (stopwatch.waits if waiting else stopwatch.resumed)()
-
-        stage.tp_group.on_wait = waits
-        it = Iteration(
-            number=iteration,
-            rank=self.rank,
-            place=(place.replica, place.stage),
-            prepared=prepared,
-            batch=self._batches.of(iteration),
-            vocab=self.model.vocab,
-            communicators=communicators,
-            observer=observer,
-            device=self.device,
-        )
+        state, it = self._iteration(self.prepare(plan, self.rank), iteration, self._batches, observer)
+        if iteration != state.stepped + 1:
+            raise ResihpError(f"rank {self.rank}: holds the state of iteration {state.stepped}, cannot run {iteration}")
+        state.begin(it.prepared.buckets, self.rank)
         interpreter = Interpreter(it, state, stopwatch, self.pace)
         try:
-            interpreter.run()
+            with _timed(state, it, stopwatch):
+                interpreter.run()
         except BaseException:
             state.gradients.release()  # a sum that was given up may still be written to them
             raise
-        finally:
-            stage.tp_group.on_start = nobody
         stopwatch.reduced()
         self._measured = stopwatch, interpreter.workload()
         state.ready = iteration
         with self._once_an_aborts_doing(iteration):
             stops = pause() or self.batch_sizes.at(iteration + 1) != plan.micro_batches
             return last_synchronisation(it, state, interpreter.loss_sum, self._settings, pause=stops, saving=saving())
+
+    def evaluate(self, plan: Plan, observer: Observer) -> tuple[float, int]:
+        """The loss of the weights held, over the data set to evaluate on, and its tokens. Changes nothing that is held.
+
+        One sum over all ranks at its end; a rank may begin a global batch while others are at the one before. Raises
+        as `run` does, and can be repeated as that can.
+        """
+        self.prepare(plan, self.rank)
+        assert self.evaluation is not None
+        assert self._held_out is not None
+        assert self._evaluates is not None
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        own = whole = NOTHING
+        for number in range(1, self.evaluation.iterations + 1):
+            state, it = self._iteration(self._evaluates, number, self._held_out, observer)
+            stopwatch = stopwatch_of(self.device, self.speed)
+            interpreter = Interpreter(it, state, stopwatch, self.pace)
+            with _timed(state, it, stopwatch):
+                interpreter.run()
+            loss_sum += interpreter.loss_sum
+            mine, batch = workloads(it, state)
+            own, whole = together(own, mine), together(whole, batch)
+        with self._once_an_aborts_doing(state.stepped + 1):
+            return validation_loss(it, state, loss_sum, own, whole)
+
+    def _iteration(
+        self, prepared: Prepared, number: int, batches: Batches, observer: Observer
+    ) -> tuple[State, Iteration]:
+        """What this rank has to do for a global batch, and with what. Raises CommunicatorError, DatasetError."""
+        state, communicators = self.state, self._communicators
+        if state is None or communicators is None:
+            raise CommunicatorError(f"rank {self.rank}: not connected")
+        place = prepared.plan.layout.place(self.rank)
+        assert place is not None
+        return state, Iteration(
+            number=number,
+            rank=self.rank,
+            place=(place.replica, place.stage),
+            prepared=prepared,
+            batch=batches.of(number),
+            vocab=self.model.vocab,
+            communicators=communicators,
+            observer=observer,
+            device=self.device,
+            learns=batches is not self._held_out,
+        )
 
     @contextmanager
     def _once_an_aborts_doing(self, iteration: int) -> Iterator[None]:
@@ -565,3 +618,21 @@ class Engine:
             raise LayoutError(
                 f"plan of epoch {plan.epoch}: deals {plan.micro_batches} micro-batches, iteration {iteration} has {due}"
             )
+
+
+@contextmanager
+def _timed(state: State, it: Iteration, stopwatch: Stopwatch) -> Iterator[None]:
+    """Around an iteration's computation: the stage's own group is there, and what it is waited for is measured."""
+    group = state.stage.tp_group
+    group.bind(it.communicators.find(it.prepared.tensor_group(*it.place)))
+    group.on_start = stopwatch.collective
+
+    def waits(waiting: bool) -> None:
+        it.observer.communicating(waiting)
+        (stopwatch.waits if waiting else stopwatch.resumed)()
+
+    group.on_wait = waits
+    try:
+        yield
+    finally:
+        group.on_start = nobody

@@ -33,7 +33,7 @@ from resihp.faults import Fault, Phase
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.parallelism.transfers import Base
-from resihp.parallelism.workload import Dataset
+from resihp.parallelism.workload import Dataset, Evaluation
 from resihp.protocol import client as agent
 from resihp.protocol import messages as m
 from resihp.worker import checkpoints
@@ -50,6 +50,7 @@ class Trainer:
     `vocab_size`        of the tokens; tables are padded to a multiple of `make_vocab_size_divisible_by`
     `dataset`           `resihp.Dataset`: `micro_batches(iteration)`, pure
     `optimizer`         `resihp.AdamW(...)`
+    `evaluation`        `resihp.Evaluation(dataset, every, iterations)`, for a validation loss; None: there is none
     `sequence`          longest document; positions restart with each document
     `layers`            "local": megatron-core's own; "transformer_engine" raises ModelError saying why
     `tp`, `pp`, ...     the layout without `resihp run` (plain python or torchrun); with it, the job's is used
@@ -77,6 +78,7 @@ class Trainer:
         share_embeddings_and_output_weights: bool = False,
         make_vocab_size_divisible_by: int = 128,
         layers: Layers = "local",
+        evaluation: Evaluation | None = None,
         tp: int = 1,
         pp: int = 1,
         schedule: str = "1f1b",
@@ -92,11 +94,10 @@ class Trainer:
             torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
         self._tp, self._pp, self._chunks = tp, pp, virtual_stages
         self._schedule, self._sequence_parallel = schedule, sequence_parallel
-        self._every, self._folder, self._resume = checkpoint_every, Path(checkpoint_folder), resume
         if self._client is not None:
             start = self._client.start
-            self._every, self._folder = start.checkpoint_every, Path(start.checkpoint_folder)
-            self._resume = start.resume
+            checkpoint_every, checkpoint_folder, resume = start.checkpoint_every, start.checkpoint_folder, start.resume
+        self._every, self._folder, self._resume = checkpoint_every, Path(checkpoint_folder), resume
         self.engine = Engine(
             config,
             vocab_size=vocab_size,
@@ -114,6 +115,7 @@ class Trainer:
             ),
             tied=share_embeddings_and_output_weights,
             vocab_multiple=make_vocab_size_divisible_by,
+            evaluation=evaluation,
         )
         self.engine.wires = emulation.wires_of(os.environ, self.engine.device)
         self.engine.pace = emulation.pace_of(os.environ, self.engine.model, self.engine.device)
@@ -179,6 +181,7 @@ class Trainer:
         rendezvous = TorchRendezvous(_torchrun_store(world))
         self.engine.connect(plan, rank, rendezvous, COMMUNICATION_TIMEOUT_S)
         observer = _Silent()
+        evaluation = self.engine.evaluation
         for iteration in range(resume_from + 1, iterations + 1):
             began = time.perf_counter()
             outcome = self.engine.run(plan, iteration, observer)
@@ -191,6 +194,10 @@ class Trainer:
                 )
             if self._every and iteration % self._every == 0:
                 self._save_alone(plan, rank, iteration)
+            if evaluation is not None and evaluation.is_due(iteration, iterations):
+                loss, _ = self.engine.evaluate(plan, observer)
+                if rank == 0:
+                    print(f"iteration {iteration}/{iterations} | validation loss {loss:.6f}", flush=True)
             if outcome.pause and iteration < iterations:
                 plan = self._resized(plan, rank, iteration + 1, rendezvous)
         self.engine.disconnect()
@@ -256,6 +263,8 @@ class _Supervised:
         """Plans by epoch, of those whose layouts what is held follows."""
         self._outcome: m.StepOutcome | None = None
         """Outcome of the last step this rank took."""
+        self._evaluated = 0
+        """Last iteration whose evaluation was on record when the plan in effect was: all ranks know of the same one."""
         self._writer = checkpoint.Writer()
         self._waits = DeviceWaits(lambda: mark_on(engine.device))
 
@@ -281,6 +290,7 @@ class _Supervised:
                 ramp=engine.batch_sizes.ramp,
                 device=engine.device.type,
                 back_end=engine.back_end,
+                evaluates=engine.evaluation is not None,
             )
         )
         while True:
@@ -402,6 +412,7 @@ class _Supervised:
         self._go_ahead = None
         assert self._plan is not None
         self._engine.begin(begin.epoch)
+        self._evaluated = begin.evaluated
         if client.park_asked(begin.epoch) or self._engine.state is None:
             return
         try:
@@ -425,6 +436,7 @@ class _Supervised:
         client, engine = self._client, self._engine
         for iteration in range(first, self._iterations + 1):
             client.iteration = iteration
+            self._evaluate(plan, iteration - 1)
             self._answer_probes()
             client.activity = "compute"
             began = time.perf_counter()
@@ -453,8 +465,19 @@ class _Supervised:
                 self._save(plan, iteration, outcome.saving)
             if outcome.pause and iteration < self._iterations:
                 return  # all ranks do: the order to park is here already, or on its way
+        client.iteration = self._iterations + 1
+        self._evaluate(plan, self._iterations)
         client.activity = "idle"
         client.send(m.Finished(iteration=self._iterations))
+
+    def _evaluate(self, plan: Plan, iteration: int) -> None:
+        """Where it is due, the loss of the weights after `iteration`: part of the attempt at the one that follows."""
+        client, evaluation = self._client, self._engine.evaluation
+        if evaluation is None or iteration <= self._evaluated or not evaluation.is_due(iteration, self._iterations):
+            return
+        client.activity = "compute"
+        loss, tokens = self._engine.evaluate(plan, self)
+        client.send(m.Evaluated(epoch=plan.epoch, iteration=iteration, loss=loss, tokens=tokens))
 
     def _answer_probes(self) -> None:
         """Measure the device, and where all are parked the links; whatever goes wrong is an answer, too."""

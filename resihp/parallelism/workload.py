@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
+from resihp.errors import ConfigurationError
 from resihp.parallelism.batch_sizes import Ramp
 
 if TYPE_CHECKING:
@@ -64,6 +65,27 @@ class Ramped(Protocol):
 def ramp_of(dataset: Dataset) -> Ramp:
     """The steps of a data set's ramp-up; empty where it has none."""
     return dataset.ramp if isinstance(dataset, Ramped) else ()
+
+
+class Evaluation(msgspec.Struct, frozen=True):
+    """Every `every` iterations, and after the last, the loss over `iterations` global batches of another data set.
+
+    They are `dataset.micro_batches(1)` to `(iterations)`, the same each time, so that losses can be compared; each has
+    as many micro-batches as one that is trained on. Raises ConfigurationError for numbers below 1.
+    """
+
+    dataset: Dataset
+    every: int
+    iterations: int
+
+    def __post_init__(self) -> None:
+        for name, number in (("every", self.every), ("iterations", self.iterations)):
+            if number < 1:
+                raise ConfigurationError(f"Evaluation: {name}={number}; it is a number of iterations, at least 1")
+
+    def is_due(self, iteration: int, last: int) -> bool:
+        """Whether the weights of `iteration` are evaluated, of a training whose last one is `last`."""
+        return iteration > 0 and (iteration % self.every == 0 or iteration == last)
 
 
 def samples_digest(samples: Iterable[int]) -> int:

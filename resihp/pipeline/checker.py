@@ -1,9 +1,9 @@
 """Plays programs under NCCL's rules, before anyone acts on them. Pure; it refuses, it never repairs.
 
-What is computed: every micro-batch passes each of its stops once forward and once backward, in an order that respects
-what needs what. What is communicated: every parcel once, after it is made and before it is used; every bucket once,
-when its gradients are there. Whether it can end: under the strictest reading of NCCL's rules
-(`resihp.pipeline.rendezvous`), computations of a tensor-parallel group included.
+What is computed: every micro-batch passes each of its stops once forward and, unless it is an evaluation's, once
+backward, in an order that respects what needs what. What is communicated: every parcel once, after it is made and
+before it is used; every bucket once, when its gradients are there. Whether it can end: under the strictest reading of
+NCCL's rules (`resihp.pipeline.rendezvous`), computations of a tensor-parallel group included.
 
 Called by the controller before it proposes a plan, and by each rank before it confirms one.
 """
@@ -48,6 +48,11 @@ def check(plan: Plan, programs: Mapping[int, Program] | None = None, buckets: Se
     _judge(plan, programs, buckets)
 
 
+def check_forward_only(plan: Plan, programs: Mapping[int, Program]) -> None:
+    """The same of an evaluation's programs (`program.forward_only`), of a plan that `check` does not refuse."""
+    _judge(plan, programs, (), kinds="F")
+
+
 def _one_of_each(plan: Plan) -> Plan:
     """Without replicas that do what another one does, but for the numbers of ranks and micro-batches.
 
@@ -73,8 +78,8 @@ def _one_of_each(plan: Plan) -> Plan:
     )
 
 
-def _judge(plan: Plan, programs: Mapping[int, Program] | None, buckets: Sequence[Bucket]) -> None:
-    facts = _Facts(plan, buckets)
+def _judge(plan: Plan, programs: Mapping[int, Program] | None, buckets: Sequence[Bucket], kinds: str = "FBW") -> None:
+    facts = _Facts(plan, buckets, kinds)
     if programs is None:
         facts.orders(orders_of(plan))
         programs = compiled.programs(plan, buckets)
@@ -82,7 +87,8 @@ def _judge(plan: Plan, programs: Mapping[int, Program] | None, buckets: Sequence
         orders = facts.orders_in(programs)
         facts.orders(orders)
         for replica, due, shape in zip(orders, orders_of(plan), plan.layout.replicas, strict=True):
-            for order, expected, stage in zip(replica, due, shape.stages, strict=True):
+            for order, planned_order, stage in zip(replica, due, shape.stages, strict=True):
+                expected = tuple(p for p in planned_order if p.kind in kinds)
                 if order != expected:
                     k, mine, planned = _difference(order, expected)
                     facts.refuse(f"computation {k} is {mine} on rank {stage.ranks[0]}, but {planned} in the plan")
@@ -113,8 +119,10 @@ def _shares(plan: Plan) -> None:
 class _Facts:
     """What a plan asks for, worked out once, and the rules for what is computed."""
 
-    def __init__(self, plan: Plan, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, plan: Plan, buckets: Sequence[Bucket], kinds: str) -> None:
         self.plan, self.buckets = plan, buckets
+        self.learns = "B" in kinds
+        """Whether what passes forward passes backward as well."""
         self.paths = plan.paths()
         self.at = virtual_stages(self.paths)
         self.stage_of = {rank: (place.replica, place.stage) for rank, place in plan.layout.places()}
@@ -193,7 +201,7 @@ class _Facts:
         for m, path in self.paths.items():
             for v, stop in enumerate(path):
                 with_weights = weights.get((stop.replica, stop.stage, stop.chunk), ())
-                asked = [("F", True), ("B", True), ("W", bool(with_weights))]
+                asked = [("F", True), ("B", self.learns), ("W", bool(with_weights))]
                 for kind, needed in asked:
                     if needed and (kind, m, v) not in done:
                         why = ", though others of this chunk have theirs" if kind == "W" else ""
@@ -244,7 +252,8 @@ class _Wire:
             for b in range(len(path) - 1):
                 if not _same_stage(path[b], path[b + 1]):
                     self._nothing_lost(("forward", m, b))
-                    self._nothing_lost(("backward", m, b))
+                    if self._facts.learns:
+                        self._nothing_lost(("backward", m, b))
         fault = self._rendezvous.mismatch() or self._rendezvous.deadlock()
         if fault:
             self._facts.refuse(fault)

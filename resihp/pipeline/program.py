@@ -153,6 +153,20 @@ def programs(plan: Plan, buckets: Sequence[Bucket] = ()) -> dict[int, Program]:
     return {rank: tuple(program) for rank, program in found.items()}
 
 
+def forward_only(programs: Mapping[int, Program]) -> dict[int, Program]:
+    """The same programs without gradients: what an evaluation carries out, over the same communicators.
+
+    They are parts of one list, too, in which everything comes after what it needs: forwards need nothing else.
+    """
+    return {rank: tuple(entry for entry in program if _is_forward(entry)) for rank, program in programs.items()}
+
+
+def _is_forward(entry: Instruction) -> bool:
+    if isinstance(entry, Compute):
+        return entry.primitive.kind == "F"
+    return isinstance(entry, Transmit) and entry.parcel.direction == "forward"
+
+
 TRANSMIT, REDUCE, COMPUTE = range(3)
 """What comes first of things at the same time: communication, for others may wait for it."""
 

@@ -129,6 +129,8 @@ class Declare(Message, frozen=True, kw_only=True, dict=True):
     device: str = "cpu"
     back_end: str = "gloo"
     """With which communicators, on what they work: both decide how much of a device's memory is left for training."""
+    evaluates: bool = False
+    """After the last step comes an evaluation: all ranks with work are needed until they say `Finished`."""
 
     @cached_property
     def batch_sizes(self) -> BatchSizes:
@@ -194,6 +196,18 @@ class Stepped(Message, frozen=True, kw_only=True):
     """From the iteration's beginning until all gradients of this rank were summed."""
     chunks: bytes = b""
     """Measurements of each primitive (`resihp.detector.observation.pack`); empty where nobody measures."""
+
+
+class Evaluated(Message, frozen=True, kw_only=True):
+    """The weights after `iteration` have been evaluated; each rank with work tells, and all tell the same.
+
+    `loss` is the mean over `tokens`.
+    """
+
+    epoch: int
+    iteration: int
+    loss: float
+    tokens: int
 
 
 class Parked(Message, frozen=True, kw_only=True):
@@ -307,6 +321,7 @@ WorkerMessage = (
     | Ready
     | Workload
     | Stepped
+    | Evaluated
     | Parked
     | Stuck
     | Raised
@@ -349,6 +364,8 @@ class Begin(Message, frozen=True, kw_only=True):
     """All ranks are ready: the plan of `epoch` is in effect. Let go of what only the layout before needed, iterate."""
 
     epoch: int
+    evaluated: int = 0
+    """Last iteration whose evaluation is on record: it is not carried out again."""
 
 
 class Park(Message, frozen=True, kw_only=True):
@@ -468,7 +485,8 @@ class RunningWorker(msgspec.Struct, frozen=True, kw_only=True):
     """One live worker, for a supervisor that did not start it.
 
     `steps`: reports of steps that the journal's copy does not show as committed. `said`: the last of each that is still
-    true of it, in order of arrival: `Declare`, `Parked`, `Stuck`, `Raised`, `Ready`, `Finished`, `FaultDue`.
+    true of it, in order of arrival: `Declare`, `Evaluated`, `Parked`, `Stuck`, `Raised`, `Ready`, `Finished`,
+    `FaultDue`.
     """
 
     rank: int

@@ -153,6 +153,8 @@ def _plan(entry: journal.AnyEntry) -> str | None:
             return f"epoch {entry.epoch}: {what} in {entry.seconds:.2f} s{tries}{moved}"
         case journal.IterationCommitted():
             return f"iteration {entry.outcome.iteration}: committed, loss {entry.outcome.loss:.4f}"
+        case journal.EvaluationDone():
+            return f"iteration {entry.iteration}: validation loss {entry.loss:.4f}"
         case journal.IterationsPacked():
             return f"iterations {entry.first} to {entry.last}: committed"
         case journal.IterationsUnreported():

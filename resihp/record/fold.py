@@ -19,6 +19,7 @@ from resihp.record.journal import (
     DrainAnswered,
     DrainDecided,
     DrainWaived,
+    EvaluationDone,
     FailureEnded,
     FailureFound,
     FaultInjected,
@@ -91,7 +92,9 @@ def apply(record: JobRecord, entry: AnyEntry) -> None:
             _places(record, entry)
         case ModelDeclared() | PlanDecided() | PlanRefused() | PlanInEffect() | ChangeDecided():
             _plans(record, entry)
-        case IterationCommitted() | IterationsPacked() | IterationsUnreported() | CheckpointCommitted():
+        case IterationCommitted() | IterationsPacked() | IterationsUnreported():
+            _progress(record, entry)
+        case CheckpointCommitted() | EvaluationDone():
             _progress(record, entry)
         case FailureFound(kind="fail-slow") | FailureEnded() | ProbesTaken():
             _speeds(record, entry)
@@ -235,7 +238,8 @@ def voters_of(record: JobRecord, plan: Plan) -> frozenset[str]:
 
 
 def _progress(
-    record: JobRecord, entry: IterationCommitted | IterationsPacked | IterationsUnreported | CheckpointCommitted
+    record: JobRecord,
+    entry: IterationCommitted | IterationsPacked | IterationsUnreported | CheckpointCommitted | EvaluationDone,
 ) -> None:
     match entry:
         case IterationCommitted():
@@ -247,6 +251,8 @@ def _progress(
             record.committed = entry.last
         case CheckpointCommitted():
             record.checkpointed = entry.iteration
+        case EvaluationDone():
+            record.evaluated = max(record.evaluated, entry.iteration)
 
 
 # --- failures -----------------------------------------------------------------------------------------------------

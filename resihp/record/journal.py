@@ -120,6 +120,15 @@ class IterationCommitted(Entry, frozen=True, kw_only=True):
     predicted_seconds: float | None
 
 
+class EvaluationDone(Entry, frozen=True, kw_only=True):
+    """The weights after `iteration`, on the data set to evaluate on; `loss` is the mean over `tokens`."""
+
+    epoch: int
+    iteration: int
+    loss: float
+    tokens: int
+
+
 class Suspected(Entry, frozen=True, kw_only=True):
     """Silence or lack of progress, or being slow. Not a failure.
 
@@ -454,6 +463,7 @@ AnyEntry = (
     | WorkerEnded
     | PlanDecided
     | IterationCommitted
+    | EvaluationDone
     | Suspected
     | FailureFound
     | FailureEnded

@@ -194,6 +194,8 @@ class JobRecord:
     last_outcome: StepOutcome | None = None
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     """Seconds of the last iterations."""
+    evaluated: int = 0
+    """Last iteration whose weights were evaluated."""
     checkpointed: int = 0
     """Iteration of the newest complete checkpoint."""
     failures: int = 0

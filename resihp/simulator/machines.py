@@ -62,6 +62,9 @@ class SimNode:
 class Worker:
     """The truth of one process: what it computed, stepped and holds."""
 
+    assessed = 0
+    """Last iteration whose evaluation is not to be carried out again."""
+
     def __init__(self, world: World, rank: int, node: SimNode, device: int, joins: bool = False) -> None:
         self.world, self.rank, self.node, self.device, self.joins = world, rank, node, device, joins
         self.spawned = False
@@ -207,6 +210,7 @@ class Worker:
                 resume_from=scenario.resume_from if not self.joins else world.rng.randint(0, scenario.iterations),
                 fingerprint="other" if fate == "odd" else "same",
                 ramp=scenario.ramp,
+                evaluates=scenario.evaluate_every > 0,
             )
         )
         world.happens("joined" if self.joins else "declare", self.rank)
@@ -280,7 +284,7 @@ class Worker:
                     self.go(order)
             case m.Begin():
                 if order.epoch >= self.seen:
-                    self.begin_plan(order.epoch)
+                    self.begin_plan(order)
             case m.FaultGo():
                 self.fault_go(order)
             case m.Save():
@@ -479,8 +483,9 @@ class Worker:
         )
         self.world.happens("ready", self.rank)
 
-    def begin_plan(self, epoch: int) -> None:
+    def begin_plan(self, order: m.Begin) -> None:
         """The plan is in effect: nothing else is needed any more."""
+        epoch = order.epoch
         if epoch != self.epoch or self.plan is None or self.plan.epoch != epoch:
             return
         self.seen = epoch
@@ -490,6 +495,7 @@ class Worker:
         if not self.active:
             self.activity = "idle"
             return
+        self.assessed = order.evaluated
         self.world.happens("resumed", self.rank)
         self.work(1, "communication")
         self.later(self.world.rng.uniform(0, 0.01), self.enter_phase, "resume", self.begin, 2.0)
@@ -497,17 +503,37 @@ class Worker:
     # an iteration
 
     def begin(self, slower: float = 1.0) -> None:
+        every, done = self.world.scenario.evaluate_every, self.stepped >= self.world.scenario.iterations
+        due = every and self.stepped > self.assessed and (done or self.stepped % every == 0)
+        if due and (done or not self.is_to_pause(slower)):
+            self.activity = "compute"
+            self.enter_phase("forward", self.evaluate, slower)
+        else:
+            self.train(slower)
+
+    def evaluate(self, slower: float) -> None:
+        self.work(1, "compute")
+        meeting = ("evaluation", self.epoch, self.stepped)
+        self.later(self._part(0.2) * slower, self.world.enter, self, meeting, functools.partial(self.evaluated, slower))
+
+    def evaluated(self, slower: float) -> None:
+        self.work(1, "compute")
+        loss = self.world.validation_loss(self.stepped)
+        self.say(m.Evaluated(epoch=self.epoch, iteration=self.stepped, loss=loss, tokens=4096))
+        self.train(slower)
+
+    def is_to_pause(self, slower: float) -> bool:
+        """Whether the last step was the one to stop after; `slower`: this is the first iteration of a plan."""
+        outcome = self.outcome
+        return outcome is not None and outcome.pause and outcome.iteration == self.stepped and not slower > 1
+
+    def train(self, slower: float) -> None:
         scenario, world = self.world.scenario, self.world
         if self.stepped >= scenario.iterations:
             self.activity = "idle"
             self.say(m.Finished(iteration=self.stepped))
             world.happens("finished", self.rank)
-        if (
-            self.outcome is not None
-            and self.outcome.pause
-            and self.outcome.iteration == self.stepped
-            and not slower > 1
-        ):
+        if self.is_to_pause(slower):
             self.pausing = True
             self.activity = "idle"
             if self.pause_asked > self.epoch:

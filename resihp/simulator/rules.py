@@ -17,6 +17,7 @@ from resihp.parallelism.plan import Plan
 from resihp.protocol import messages as m
 from resihp.record.journal import (
     AnyEntry,
+    EvaluationDone,
     FailureFound,
     FaultInjected,
     IterationCommitted,
@@ -64,6 +65,7 @@ class Rules:
         self.plan: Plan | None = None
         self.known_dead: set[int] = set()
         self.committed = world.scenario.resume_from
+        self.evaluated = 0
         self.reported = world.scenario.resume_from
         self.witnessed = world.scenario.resume_from
         """Highest iteration that a delivered report says was stepped: by somebody who was not given up, by anybody."""
@@ -442,6 +444,8 @@ class Rules:
                 self.check_plan(entry)
             case IterationCommitted():
                 self.check_commit(entry)
+            case EvaluationDone():
+                self.check_evaluation(entry)
             case FailureFound():
                 self.failures += 1
                 expect(entry.failure == self.failures, f"failure {entry.failure} after {self.failures - 1}")
@@ -541,6 +545,13 @@ class Rules:
                 expect(worker.outcome == outcome, f"rank {worker.rank} took another outcome than {outcome}")
         self.check_newcomers()
         expect(outcome.iteration <= self.witnessed, f"{outcome.iteration} is committed, nobody reported its step")
+
+    def check_evaluation(self, entry: EvaluationDone) -> None:
+        every, last = self.world.scenario.evaluate_every, self.world.scenario.iterations
+        expect(self.evaluated < entry.iteration <= self.committed, f"{entry} after {self.evaluated}, {self.committed}")
+        expect(entry.iteration % every == 0 or entry.iteration == last, f"{entry} is not due")
+        expect(entry.loss == self.world.validation_loss(entry.iteration), f"loss of {entry}")
+        self.evaluated = entry.iteration
 
     def check_newcomers(self) -> None:
         """Whoever has been ready for a while is in the plan, or the planner has no work for it, or it was not worth a
@@ -722,6 +733,8 @@ class Rules:
         elif code == 0:
             expect(done, f"ends with 0 after {self.committed} of {self.world.scenario.iterations}")
             expect(not unfired, f"ends with 0 though {unfired} did not fire")
+            if self.world.scenario.evaluate_every:
+                expect(self.evaluated == self.world.scenario.iterations, f"evaluated up to {self.evaluated}")
             left = any(
                 w.alive and not w.halted for w in self.world.workers.values() if w.spawned and not self.given_up(w)
             ) or any(w.spawned and w.joins and w.rank not in self.known_dead for w in self.world.workers.values())

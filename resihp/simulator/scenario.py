@@ -164,6 +164,8 @@ class Scenario:
     """How often the detector finds something slow, in each iteration (monitor.py)."""
     ramp: Ramp = ()
     """Steps of the batch ramp-up, up to `micro_batches`."""
+    evaluate_every: int = 0
+    """Iterations from one evaluation to the next; there is one after the last, too. 0: none."""
     unfit: float = 0.0
     """Chance that a probe comes out badly; half as often it fails, or is not answered."""
 
@@ -211,8 +213,7 @@ class Scenario:
         iterations = rng.randint(3, 10)
         iteration_s = rng.choice([0.2, 0.4, 0.4, 0.8, 1.2]) if rng.random() < 0.95 else rng.uniform(3, 5)
         length_s = 4 + iterations * iteration_s
-        disturbances = []
-        drawn = rng.random()
+        disturbances, drawn = list[Disturbance](), rng.random()
         if drawn < 0.02:
             raise_all = Disturbance("raise_all", "sync" if rng.random() < 0.8 else "declare", nth=rng.randint(1, 3))
             disturbances.append(raise_all)
@@ -258,6 +259,7 @@ class Scenario:
             fates=tuple(rng.choices(list(FATES), list(FATES.values()), k=8)),
             come_backs=rng.choice([3, 3, 3, 1, 0]),
             chunk_s=rng.choice([0.1, 0.3, 0.3, 8.0]),
+            evaluate_every=seed % 15 // 5 + 1 if seed % 5 == 0 else 0,
             planner="wild" if seed % 4 else "real",
             planner_trouble=rng.choice([0.0, 0.0, 0.0, 0.2]),
             checker_trouble=rng.choice([0.0, 0.0, 0.0, 0.2]),

@@ -214,6 +214,24 @@ def test_the_same_journal_twice_makes_the_same_rows(
     assert everything(ledger) == before
 
 
+def test_an_evaluation_stands_beside_its_iteration_and_with_the_events(project: Callable[[Told], Ledger]) -> None:
+    """Of what the job resumed from there is no iteration: the event alone."""
+    told: list[tuple[journal.AnyEntry, float]] = [(started(), BEGAN)]
+    for i in (20, 21, 22):
+        if i > 20:
+            committed = journal.IterationCommitted(epoch=1, outcome=outcome(i), seconds=0.6, predicted_seconds=None)
+            told.append((committed, BEGAN + i))
+        if i != 21:
+            told.append((journal.EvaluationDone(epoch=1, iteration=i, loss=i / 10, tokens=4096), BEGAN + i + 0.5))
+    found = everything(project(iter(told)))
+    assert {row["iteration"]: row["validation_loss"] for row in found["iterations"]} == {21: None, 22: 2.2}
+    events = [row for row in found["events"] if row["kind"] == "EvaluationDone"]
+    assert [(row["iteration"], row["text"]) for row in events] == [
+        (20, "iteration 20: validation loss 2.0000"),
+        (22, "iteration 22: validation loss 2.2000"),
+    ]
+
+
 def test_the_end_of_a_failure_that_nobody_knows_is_an_event(project: Callable[[Told], Ledger]) -> None:
     ended = journal.FailureEnded(failure=7, node=None, device=None, iteration=3, evidence="as fast as before")
     found = everything(project(iter([(started(), BEGAN), (ended, BEGAN + 1)])))

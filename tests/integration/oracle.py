@@ -28,9 +28,11 @@ from resihp.executor.engine import Engine
 from resihp.executor.state.optimizer import AdamW
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
-from resihp.parallelism.workload import MicroBatch
+from resihp.parallelism.workload import Evaluation, MicroBatch
 
 TP, PP, DP, LAYERS, VOCAB, LENGTH, MICRO_BATCHES = 2, 2, 2, 4, 64, 16, 8
+HELD_OUT = 100
+"""Number of the first document that is evaluated and not trained on."""
 TIMEOUT = timedelta(seconds=60)
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -66,8 +68,14 @@ ROTARY: dict[str, dict[str, Any]] = {
 class Corpus:
     """One document of `LENGTH` tokens in each micro-batch, for which plain causal attention is the right one."""
 
+    def __init__(self, first: int = 0) -> None:
+        self._first = first
+
     def micro_batches(self, iteration: int) -> list[MicroBatch]:
-        return [MicroBatch((LENGTH,), (10 * iteration + m,), partial(_document, m)) for m in range(MICRO_BATCHES)]
+        return [
+            MicroBatch((LENGTH,), (10 * iteration + m,), partial(_document, self._first + m))
+            for m in range(MICRO_BATCHES)
+        ]
 
 
 def _document(m: int) -> tuple[np.ndarray, np.ndarray]:
@@ -82,7 +90,7 @@ class _Silent:
 
 
 def compare(rank: int, store: Line, *, kind: str, positions: str) -> dict[str, Any]:
-    """Losses of both, and the largest relative difference of any parameter's gradient."""
+    """Losses of both, trained on and evaluated, and the largest relative difference of any parameter's gradient."""
     # megatron's order of ranks is tensor, data, pipeline; ours tensor, pipeline, data
     t, d, s = rank % TP, rank // TP % DP, rank // (TP * DP)
     config = _config(kind, **RECOMPUTED.get(kind.removesuffix("-bf16"), {}))
@@ -95,24 +103,32 @@ def compare(rank: int, store: Line, *, kind: str, positions: str) -> dict[str, A
         sequence=LENGTH,
         position_embedding=positions,
         rotary=Rotary(**ROTARY.get(kind.removesuffix("-bf16"), {})),
+        evaluation=Evaluation(Corpus(HELD_OUT), every=1, iterations=1),
     )
     layout = Layout.uniform(tp=TP, pp=PP, dp=DP, layers=LAYERS)
     plan = Plan(epoch=1, layout=layout, assignment=spread(MICRO_BATCHES, DP))
     ours = (d * PP + s) * TP + t
     engine.adopt(plan, ours)
     engine.connect(plan, ours, store, TIMEOUT.total_seconds())
+    validation_loss, _ = engine.evaluate(plan, _Silent())
     outcome = engine.run(plan, 1, _Silent())
     engine.disconnect()
     assert engine.state is not None
     named = engine.state.optimizer.parameters
-    loss, gradients = _megatron(rank, store, kind, positions, plan.assignment[d], named, s)
+    loss, its_validation_loss, gradients = _megatron(rank, store, kind, positions, plan.assignment[d], named, s)
     assert set(gradients) == set(named)
     differences = {}
     for name, parameter in named.items():
         scale = gradients[name].abs().max()
         differences[name] = ((parameter.grad - gradients[name]).abs().max() / scale).item()
     worst = max(differences, key=differences.__getitem__)
-    return {"ours": outcome.loss, "megatron": loss, "worst": worst, "difference": differences[worst]}
+    return {
+        "ours": outcome.loss,
+        "megatron": loss,
+        "evaluated": [validation_loss, its_validation_loss],
+        "worst": worst,
+        "difference": differences[worst],
+    }
 
 
 def _config(kind: str, **extra: Any) -> TransformerConfig:
@@ -135,8 +151,9 @@ def _megatron(
     share: tuple[int, ...],
     first: dict[str, torch.nn.Parameter],
     stage: int,
-) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients (by our names) of megatron-core's model, schedule and groups, from our first parameters."""
+) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """Losses, of what is trained on and of what is held out, and gradients (by our names) of megatron-core's model,
+    schedule and groups, from our first parameters."""
     _shim().install()
     keys = torch.distributed.PrefixStore("oracle", store.keys())
     torch.distributed.init_process_group("gloo", store=keys, rank=rank, world_size=TP * PP * DP, timeout=TIMEOUT)
@@ -171,15 +188,18 @@ def _megatron(
         output = model(tokens, torch.arange(LENGTH)[None], mask, labels=labels)
         return output, lambda losses: (losses.sum() / LENGTH, {"loss": losses.detach().sum().item() / LENGTH})
 
-    reported = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter([_document(m) for m in share]),
-        model=model,
-        num_microbatches=len(share),
-        seq_length=LENGTH,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    def losses(first: int, *, forward_only: bool) -> list[dict[str, float]]:
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter([_document(first + m) for m in share]),
+            model=model,
+            num_microbatches=len(share),
+            seq_length=LENGTH,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    held_out, reported = losses(HELD_OUT, forward_only=True), losses(0, forward_only=False)
     # As megatron's finalize_model_grads does, which wants its DistributedDataParallel.
     for name, parameter in named.items():
         if "q_layernorm" in name or "k_layernorm" in name:
@@ -190,9 +210,11 @@ def _megatron(
         torch.distributed.all_reduce(parameter.grad, group=replicas)
         parameter.grad /= DP
     last = stage == PP - 1 and rank % TP == 0
-    loss = torch.tensor(sum(entry["loss"] for entry in reported) if last else 0.0, dtype=torch.float64)
+    sums = [sum(entry["loss"] for entry in those) if last else 0.0 for those in (reported, held_out)]
+    loss = torch.tensor(sums, dtype=torch.float64)
     torch.distributed.all_reduce(loss)
-    return loss.item() / MICRO_BATCHES, {name: parameter.grad for name, parameter in named.items()}
+    means = loss / MICRO_BATCHES
+    return means[0].item(), means[1].item(), {name: parameter.grad for name, parameter in named.items()}
 
 
 def _our_name(name: str, stage: int) -> str:

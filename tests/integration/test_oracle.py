@@ -1,4 +1,7 @@
-"""megatron-core itself as the oracle: its GPTModel under its own 1F1B gives the losses and gradients that ours does."""
+"""megatron-core itself as the oracle: its GPTModel under its own 1F1B gives the losses and gradients that ours does.
+
+And its own forwards the losses of an evaluation.
+"""
 
 from __future__ import annotations
 
@@ -57,4 +60,7 @@ def test_loss_and_gradients_equal_megatrons(
         result = answer["result"]
         in_bf16 = kind.endswith("bf16")  # whose numbers have 8 bits, and megatron's sums of gradients here, too
         assert result["ours"] == pytest.approx(result["megatron"], rel=1e-3 if in_bf16 else 1e-5)
+        ours, megatrons = result["evaluated"]
+        assert ours == pytest.approx(megatrons, rel=1e-3 if in_bf16 else 1e-5)
+        assert ours != pytest.approx(result["ours"], rel=1e-5), "other documents, another loss"
         assert result["difference"] < (0.05 if in_bf16 else 1e-5), f"rank {rank}: gradient of {result['worst']}"

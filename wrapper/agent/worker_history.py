@@ -20,7 +20,10 @@ LAST_STEPS = 32
 """Steps that are told of every worker, whatever its agent believes to be committed: a record in its copy of the journal
 may be one that the new leader does not have. Of one worker of a node, all that are kept are told."""
 
-_LASTING = {kind.__name__: kind for kind in (m.Declare, m.Parked, m.Stuck, m.Raised, m.Ready, m.Finished, m.FaultDue)}
+_LASTING = {
+    kind.__name__: kind
+    for kind in (m.Declare, m.Evaluated, m.Parked, m.Stuck, m.Raised, m.Ready, m.Finished, m.FaultDue)
+}
 
 
 class WorkerRecord:

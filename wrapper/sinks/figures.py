@@ -50,6 +50,7 @@ class Figures:
     iterations: int = 0
     tokens: int = 0
     loss: float | None = None
+    validation_loss: float | None = None
     seconds: array[float] = field(default_factory=lambda: array("d"))
     """Of each committed iteration whose time is known."""
     known_seconds: float = 0.0
@@ -139,6 +140,8 @@ def follow(figures: Figures, record: journal.Record) -> None:
             figures.started_at = at
         case journal.IterationCommitted():
             _committed(figures, entry, at)
+        case journal.EvaluationDone():
+            figures.validation_loss = entry.loss
         case journal.IterationsPacked():
             _all_committed(figures, record, entry)
         case journal.NodeJoined():

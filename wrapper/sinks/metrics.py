@@ -106,6 +106,7 @@ def _progress(of: _Families, figures: Figures, now: float) -> Iterator[Metric]:
     yield from of.gauge("iteration_seconds", "How long it took, by the slowest rank.", figures.last_seconds)
     yield from of.gauge("iteration_predicted_seconds", "How long it was to take.", figures.predicted_seconds)
     yield from of.gauge("loss", "Its loss.", figures.loss)
+    yield from of.gauge("validation_loss", "Of the last evaluation.", figures.validation_loss)
     yield from of.counter("iterations", "Committed iterations.", figures.iterations)
     yield from of.counter("tokens", "Tokens of committed iterations.", figures.tokens)
     useful_s = figures.useful_s()

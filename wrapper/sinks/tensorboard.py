@@ -30,6 +30,8 @@ def check() -> None:
 def scalars(figures: Figures, record: journal.Record) -> Iterator[Scalar]:
     """What an iteration adds, once `figures` have followed its record."""
     entry = record.entry
+    if isinstance(entry, journal.EvaluationDone):
+        yield "validation_loss", entry.loss, entry.iteration, record.at
     if not isinstance(entry, journal.IterationCommitted):
         return
     step, values = entry.outcome.iteration, entry.outcome

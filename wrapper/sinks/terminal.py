@@ -68,7 +68,7 @@ class LiveView:
         self._layout: Layout | None = None
         self._in_effect: Layout | None = None
         self._last: journal.IterationCommitted | None = None
-        self._next = 1
+        self._next, self._goal = 1, 0
         self._event = ""
         self._printed = 0
         self._printed_at = float("-inf")
@@ -98,6 +98,8 @@ class LiveView:
         self._dirty = True
         self._ranks.follow(entry)
         match entry:
+            case journal.ModelDeclared():
+                self._goal = entry.declare.iterations
             case journal.PlanDecided():
                 self._layout = entry.plan.layout
                 self._next = entry.next_iteration
@@ -112,7 +114,7 @@ class LiveView:
                 self._line(explain(entry), _STYLES["warning"])
             case journal.Reconfigured():
                 self._line(self._recovered(entry), _STYLES["notice"])
-            case journal.FaultInjected() | journal.CheckpointCommitted():
+            case journal.FaultInjected() | journal.CheckpointCommitted() | journal.EvaluationDone():
                 self._line(explain(entry), "")
             case journal.JobEnded():
                 self._show_last()
@@ -158,8 +160,9 @@ class LiveView:
 
     def _recovered(self, entry: journal.Reconfigured) -> str:
         layout = self._layout.describe() if self._layout is not None else f"epoch {entry.epoch}"
+        after_the_last = 0 < self._goal < self._next
         what = {
-            "redo": f"iteration {self._next} redone",
+            "redo": "the last evaluation redone" if after_the_last else f"iteration {self._next} redone",
             "commit": f"iteration {self._next - 1} counts",
             "between": f"iteration {self._next} next",
         }[entry.action]

@@ -122,8 +122,7 @@ def transition_after(job: Job, lost: set[int], reason: str) -> None:
     if job.departure is not None and transitions.is_settling(job):
         return
     if job.training and job.record.plan is not None:
-        active = [rank for rank in job.record.active if job.members[rank].alive]
-        done = active and all(job.members[rank].stepped >= job.record.goal for rank in active)
+        done = iterations.is_over(job)
         if done or lost.isdisjoint(job.record.working):
             incidents.log_incidents(job)
             if done:

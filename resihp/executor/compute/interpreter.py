@@ -47,6 +47,7 @@ class _Arrival:
 class Interpreter:
     """Runs one iteration's program on one rank's state; gradients accumulate in its parameters, then are summed.
 
+    An evaluation's programs have forwards alone: nothing of the state is changed.
     What is differentiated is the mean loss over the global batch. `pace` emulates a device's speed.
     """
 
@@ -93,6 +94,10 @@ class Interpreter:
 
     def run(self) -> None:
         """Raises CommunicatorError when a peer is lost, DatasetError, or whatever the data set raises."""
+        with torch.set_grad_enabled(self._it.learns):
+            self._run()
+
+    def _run(self) -> None:
         try:
             for instruction in self._it.program:
                 match instruction:
@@ -142,7 +147,7 @@ class Interpreter:
     def _forward(self, m: int, chunk: int) -> None:
         v = self._position[m, chunk]
         tokens, labels, lengths = self._load(m, chunk)
-        inputs = tokens if v == 0 else self._take(("forward", m, v - 1)).requires_grad_()
+        inputs = tokens if v == 0 else self._take(("forward", m, v - 1)).requires_grad_(self._it.learns)
         assert inputs is not None
         self._stopwatch.begin()
         pieces = self._stage.in_pieces(chunk, lengths, inputs, labels, self._cut.get((m, chunk), ()))
@@ -150,7 +155,8 @@ class Interpreter:
         if labels is not None:
             self.loss_sum += output.detach()
             output = output / self._total_tokens
-        self._saved[m, chunk] = [*pieces[:-1], (cut, output)]
+        if self._it.learns:
+            self._saved[m, chunk] = [*pieces[:-1], (cut, output)]
         if labels is None:
             self._produced["forward", m, v] = output.detach()
 
@@ -276,7 +282,8 @@ class Interpreter:
 
     def _finish(self) -> None:
         """Wait for all that is under way, and put what was copied back where the gradients are."""
-        self._enter("reduce")
+        if self._it.learns:
+            self._enter("reduce")
         for transfer, flat, views in self._summing:
             with waiting(self._observer, "gradient reduction"):
                 transfer.wait()

@@ -80,6 +80,8 @@ class Iteration:
     communicators: Communicators
     observer: Observer
     device: torch.device
+    learns: bool = True
+    """Whether gradients are computed: not in an evaluation, whose global batches are numbered from 1 each time."""
 
     @property
     def program(self) -> Program:

@@ -1,6 +1,7 @@
-"""The synchronisation that ends an iteration: all ranks agree on the step.
+"""The synchronisation that ends an iteration: all ranks agree on the step. The one that ends an evaluation, too.
 
-After it every rank knows that all gradients are reduced everywhere, and holds the same `StepOutcome`.
+After the first every rank knows that all gradients are reduced everywhere, and holds the same `StepOutcome`; after the
+other it knows the loss.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from resihp.executor.state.rank_state import State
 from resihp.parallelism.workload import SAMPLE_MODULUS, MicroBatch, samples_digest
 from resihp.protocol.messages import StepOutcome
 
+Totals = tuple[int, int, int, int]
+"""Tokens, sum of squared lengths, samples and the digest of samples."""
+NOTHING: Totals = (0, 0, 0, 0)
+
 
 def last_synchronisation(
     it: Iteration, state: State, own_loss: Tensor, settings: AdamW, *, pause: bool, saving: bool
@@ -34,9 +39,8 @@ def last_synchronisation(
     The device is waited for twice, for its own share and for the sums. Who was woken before contributes nothing: what
     an abort made of gradients must not come to count because this sum, begun earlier, still went through.
     """
-    batch = it.batch
     speaking = speaks(state)
-    mine = _totals([batch[m] for m in computed(it.program, state)] if speaking else [])
+    mine, expected = workloads(it, state)
     told = [0.0, 0.0, float(pause), float(saving), 0.0, *mine[:3], *_limbs(mine[3])]
     sums = staged(torch.tensor(told, dtype=torch.float64), it.device)
     own_squares = _sum_of_squares([state.gradient(piece) for piece in it.prepared.counted], it.device)
@@ -44,23 +48,10 @@ def last_synchronisation(
     sums[0], sums[1] = own_squares.where(finite, 0.0), ~finite
     if speaking:
         sums[4] = own_loss
-    it.communicators.settle()
-    if it.communicators.world is not None:
-        with waiting(it.observer, "last synchronisation"):
-            it.communicators.world.allreduce([sums]).wait()
-    it.observer.progressed()
-    told_all = sums.tolist()
-    it.communicators.check_awake()  # an abort lets the device go on with what is no sum
-    squares, broken, pauses, savers, loss_sum, tokens, lengths, samples, *limbs = told_all
-    if not all(map(math.isfinite, (*told_all[:4], *told_all[5:]))):
-        raise DatasetError(f"iteration {it.number}: sums over what ranks have told of their data are no numbers")
-    totals = (int(tokens), int(lengths), int(samples), _joined(limbs))
-    expected = _totals(batch)
-    if totals != expected:
-        raise DatasetError(
-            f"iteration {it.number}: ranks computed {totals[0]} tokens of {totals[2]} samples, this rank's data set "
-            f"has {expected[0]} of {expected[2]}; micro_batches(iteration) must give every process the same"
-        )
+    squares, broken, pauses, savers, loss_sum, *told_totals = _summed(it, sums, "last synchronisation")
+    if not all(map(math.isfinite, (squares, broken, pauses, savers))):
+        raise DatasetError(f"iteration {it.number}: what ranks have told of themselves is no number")
+    totals = _agreed(f"iteration {it.number}", told_totals, expected)
     skip = broken > 0 or not math.isfinite(loss_sum)
     norm = math.inf if broken else math.sqrt(squares)
     return StepOutcome(
@@ -80,6 +71,58 @@ def last_synchronisation(
     )
 
 
+def validation_loss(it: Iteration, state: State, own_loss: Tensor, own: Totals, expected: Totals) -> tuple[float, int]:
+    """Mean loss over tokens of an evaluation whose last global batch is `it`, and the tokens; by one all-reduce.
+
+    `own_loss` and `own` are of the micro-batches that this rank computed to their end, `expected` of all; neither
+    counts where another rank speaks for them. Raises DatasetError when ranks were given different data.
+    """
+    sums = staged(torch.tensor([0.0, *own[:3], *_limbs(own[3])], dtype=torch.float64), it.device)
+    if speaks(state):
+        sums[0] = own_loss
+    loss_sum, *told_totals = _summed(it, sums, "sum of an evaluation")
+    tokens = _agreed("evaluation", told_totals, expected)[0]
+    return loss_sum / tokens, tokens
+
+
+def workloads(it: Iteration, state: State) -> tuple[Totals, Totals]:
+    """Of the micro-batches that this rank speaks for, and of the whole global batch."""
+    mine = [it.batch[m] for m in computed(it.program, state)] if speaks(state) else []
+    return _totals(mine), _totals(it.batch)
+
+
+def together(one: Totals, other: Totals) -> Totals:
+    """Of the micro-batches of both."""
+    tokens, squares, samples, digest = (a + b for a, b in zip(one, other, strict=True))
+    return tokens, squares, samples, digest % SAMPLE_MODULUS
+
+
+def _summed(it: Iteration, sums: Tensor, what: str) -> list[float]:
+    """Over all active ranks."""
+    it.communicators.settle()
+    if it.communicators.world is not None:
+        with waiting(it.observer, what):
+            it.communicators.world.allreduce([sums]).wait()
+    it.observer.progressed()
+    told: list[float] = sums.tolist()
+    it.communicators.check_awake()  # an abort lets the device go on with what is no sum
+    return told
+
+
+def _agreed(what: str, told: Sequence[float], expected: Totals) -> Totals:
+    """What ranks computed in all. Raises DatasetError where it is not what this rank's data set has."""
+    if not all(map(math.isfinite, told)):
+        raise DatasetError(f"{what}: sums over what ranks have told of their data are no numbers")
+    tokens, squares, samples, *limbs = told
+    totals = (int(tokens), int(squares), int(samples), _joined(limbs))
+    if totals != expected:
+        raise DatasetError(
+            f"{what}: ranks computed {totals[0]} tokens of {totals[2]} samples, this rank's data set "
+            f"has {expected[0]} of {expected[2]}; micro_batches(iteration) must give every process the same"
+        )
+    return totals
+
+
 def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     """Over all elements, in float64, on the device: nobody waits for it here."""
     if not gradients:
@@ -87,8 +130,7 @@ def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()
 
 
-def _totals(batch: Sequence[MicroBatch]) -> tuple[int, int, int, int]:
-    """(tokens, sum of squared lengths, samples, digest of samples)."""
+def _totals(batch: Sequence[MicroBatch]) -> Totals:
     return (
         sum(micro_batch.tokens for micro_batch in batch),
         sum(micro_batch.sum_squared_lengths for micro_batch in batch),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 from typing import Any
 
+import msgspec
 import pytest
 
 from resihp.controller import Controller
@@ -18,6 +19,7 @@ from resihp.faults import Fault
 from resihp.protocol import messages as m
 from resihp.record.journal import (
     AnyEntry,
+    EvaluationDone,
     FailureFound,
     FaultInjected,
     IterationCommitted,
@@ -182,6 +184,42 @@ def test_workers_that_were_told_to_halt_may_be_gone(left: tuple[int, ...]) -> No
     assert job.end is not None
     assert job.end.exit_code == 0
     assert [entry.exit for entry in job.all(WorkerEnded)] == [0, 0, 0, 0]
+
+
+EVALUATES = msgspec.structs.replace(DECLARE, evaluates=True)
+LOSS = m.Evaluated(epoch=1, iteration=6, loss=2.5, tokens=4096)
+
+
+def test_an_evaluation_after_the_last_step_goes_on_under_a_new_supervisor() -> None:
+    job = TakenOver(Direct(declare=EVALUATES).run(6)).all_back(said={1: (LOSS, m.Finished(iteration=6))})
+    assert (job.job.stage, job.orders(m.Halt)) == ("running", [])
+    assert [(entry.iteration, entry.loss) for entry in job.all(EvaluationDone)] == [(6, 2.5)]
+    for rank in (0, 2, 3):
+        job.say(rank, LOSS)
+        job.say(rank, m.Finished(iteration=6))
+    assert len(job.all(EvaluationDone)) == 1
+    assert [ranks for ranks, _ in job.orders(m.Halt)] == [(0, 1, 2, 3)]
+
+
+def test_a_rank_that_was_lost_in_the_last_evaluation_is_done_without_by_a_new_supervisor() -> None:
+    job = TakenOver(Direct(declare=EVALUATES).run(6)).all_back(gone={1: -9})
+    assert job.orders(m.Park), "or the others would wait for it for ever"
+    job.park(stepped=6)
+    assert job.all(PlanDecided)[-1].next_iteration == 7
+
+
+@pytest.mark.parametrize("left", [(0, 1, 2, 3), (2,), ()])
+def test_workers_that_were_told_to_halt_after_an_evaluation_may_be_gone(left: tuple[int, ...]) -> None:
+    before = Direct(declare=EVALUATES).run(6)
+    before.say(0, LOSS)
+    job = TakenOver(before)
+    said: dict[int, tuple[m.WorkerMessage, ...]] = {rank: (LOSS, m.Finished(iteration=6)) for rank in left}
+    job.all_back(gone={rank: 0 for rank in range(4) if rank not in left}, said=said)
+    assert [ranks for ranks, _ in job.orders(m.Halt)] == ([left] if left else [])
+    for rank in left:
+        job.crash(rank, 0)
+    assert job.end is not None
+    assert job.end.exit_code == 0
 
 
 def test_workers_have_their_time_to_leave_also_under_a_new_supervisor() -> None:

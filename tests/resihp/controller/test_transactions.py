@@ -16,6 +16,7 @@ from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan
 from resihp.protocol import messages as m
 from resihp.record.journal import (
+    EvaluationDone,
     FailureFound,
     IterationCommitted,
     JobEnded,
@@ -489,6 +490,57 @@ def test_a_goal_reached_while_pausing_ends_the_job() -> None:
         job.park(rank, stepped=6, epoch=3)
     assert job.job.stage == "halting"
     assert job.orders(m.Halt)[-1][0] == (0, 2, 3, 4, 5, 6)
+
+
+EVALUATES = msgspec.structs.replace(DECLARE, evaluates=True)
+
+
+def evaluated(iteration: int, epoch: int = 1) -> m.Evaluated:
+    return m.Evaluated(epoch=epoch, iteration=iteration, loss=1.0 / iteration, tokens=4096)
+
+
+def test_an_evaluation_is_on_record_once_and_after_the_iteration_that_it_is_of() -> None:
+    job = Direct(declare=EVALUATES).run(1)
+    job.step(2, 0, 1)
+    job.say(0, evaluated(2))
+    assert job.all(EvaluationDone) == [], "ranks 2 and 3 have not reported the step yet"
+    job.step(2, 2, 3)
+    for rank in (1, 2, 3):
+        job.say(rank, evaluated(2))
+    kinds = [type(a.entry) for a in job.actions if isinstance(a, api.Log)][-2:]
+    assert kinds == [IterationCommitted, EvaluationDone]
+    assert job.all(EvaluationDone) == [EvaluationDone(epoch=1, iteration=2, loss=0.5, tokens=4096)]
+    job.crash(1)
+    job.park(stepped=2)
+    job.run()
+    assert job.orders(m.Begin)[-1][1].evaluated == 2, "it is not evaluated again"
+
+
+def test_a_loss_in_the_evaluation_after_the_last_step_is_a_failure_like_any_other() -> None:
+    job = Direct(declare=EVALUATES).run(6)
+    job.say(0, evaluated(6))
+    job.say(0, m.Finished(iteration=6))
+    job.crash(1)
+    assert job.orders(m.Park), "or ranks 2 and 3 would wait for it for ever"
+    job.park(stepped=6)
+    job.run()
+    assert job.orders(m.Begin)[-1][1].evaluated == 6, "rank 0 had it: all have come to its end, or could have"
+    for rank in job.job.record.active:
+        assert not job.orders(m.Halt)
+        job.say(rank, m.Finished(iteration=6))
+    assert job.orders(m.Halt)[-1][0] == (0, 2, 3)
+    assert job.job.record.committed == 6
+
+
+def test_a_loss_after_the_last_evaluation_disturbs_nobody() -> None:
+    job = Direct(declare=EVALUATES).run(6)
+    for rank in range(4):
+        job.say(rank, evaluated(6))
+    for rank in range(3):
+        job.say(rank, m.Finished(iteration=6))
+    job.crash(3)
+    assert not job.orders(m.Park)
+    assert job.orders(m.Halt)[-1][0] == (0, 1, 2)
 
 
 def test_a_signal_while_pausing_ends_the_job() -> None:

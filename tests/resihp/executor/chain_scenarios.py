@@ -22,6 +22,7 @@ from resihp.parallelism import transfers
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.plan import Migration, Order, Plan, Primitive, spread
 from resihp.parallelism.transfers import Base
+from resihp.parallelism.workload import Evaluation
 from resihp.pipeline import program
 from resihp.pipeline.program import Compute
 from resihp.worker import checkpoints
@@ -144,6 +145,7 @@ def engine_for(rng: random.Random, kind: str, recompute: str) -> Engine:
         sequence=SEQUENCE,
         tied=rng.random() < 0.5,
         vocab_multiple=16,
+        evaluation=Evaluation(_SmallerVocabulary(), every=1, iterations=2),
     )
 
 
@@ -207,6 +209,9 @@ def chain(
         if engine.state is not None:
             programs = engine.prepare(plan, rank).programs
             work += sum(isinstance(i, Compute) for i in programs[rank])
+            found, tokens = engine.evaluate(plan, Watcher())
+            due, its_tokens = serial.evaluate(alone, Watcher())
+            assert (tokens, abs(found - due) <= 1e-5 * due) == (its_tokens, True), (told, found, due)
             outcome = engine.run(plan, k, Watcher())
             expected = serial.run(alone, k, Watcher())
             assert abs(outcome.loss - expected.loss) <= 1e-5 * abs(expected.loss), (told, outcome, expected)

@@ -39,9 +39,9 @@ from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.ownership import counted, size_of
 from resihp.parallelism.plan import Plan, spread
 from resihp.parallelism.transfers import Base
-from resihp.parallelism.workload import MicroBatch
+from resihp.parallelism.workload import Evaluation, MicroBatch
 from resihp.pipeline import program
-from resihp.pipeline.program import GroupSpec
+from resihp.pipeline.program import Compute, GroupSpec
 from resihp.protocol import messages as m
 from resihp.scheduler.cost import memory
 from resihp.worker import checkpoints
@@ -213,6 +213,44 @@ def train(
         "gathered": gathered,
         "digest": state_digest(engine),
         "parts": sum(isinstance(i, program.Compute) and i.layers is not None for i in own),
+    }
+
+
+def evaluated(rank: int, store: Line, *, grid_of: tuple[int, int, int], plan: dict[str, Any]) -> dict[str, Any]:
+    """Losses of the iterations that an evaluation goes over, each trained on from the same first weights; its own; and
+    what is held before and after it, gradients of a step that others may still have to finish among it."""
+    last = engine_of("gpt", evaluation=Evaluation(Corpus(), every=1, iterations=3))
+    layout = Layout.uniform(tp=grid_of[0], pp=grid_of[1], dp=grid_of[2], layers=4, chunks=plan.pop("chunks", 1))
+    carried_out = msgspec.structs.replace(plan_of(1, layout), **plan)
+    last.adopt(carried_out, rank)
+    last.connect(carried_out, rank, store, TIMEOUT_S)
+    first, watcher = last.evaluate(carried_out, Watcher()), Watcher()
+    alone = engine_of("gpt")
+    whole = plan_of(1, grid(1, 1, 1))
+    alone.adopt(whole, 0)
+    alone.connect(whole, 0, TorchRendezvous(torch.distributed.HashStore()), TIMEOUT_S)
+    outcomes = []
+    for iteration in (1, 2, 3):
+        assert alone.state is not None
+        alone.state.stepped = iteration - 1
+        outcomes.append(alone.run(whole, iteration, Watcher()))
+    last.run(carried_out, 1, Watcher())
+    assert last.state is not None
+    gradients = {name: p.grad.clone() for name, p in last.state.optimizer.parameters.items()}
+    before = state_digest(last), last.measured.tobytes(), last.ready
+    again = last.evaluate(carried_out, watcher)
+    kept = all(torch.equal(p.grad, gradients[name]) for name, p in last.state.optimizer.parameters.items())
+    programs = last.prepare(carried_out, rank).programs
+    last.disconnect()
+    return {
+        "first": first,
+        "again": again,
+        "expected": sum(o.loss * o.tokens for o in outcomes) / sum(o.tokens for o in outcomes),
+        "tokens": sum(o.tokens for o in outcomes),
+        "kept": kept and before == (state_digest(last), last.measured.tobytes(), last.ready),
+        "phases": watcher.phases,
+        "primitives": watcher.primitives,
+        "forwards": sum(isinstance(i, Compute) and i.primitive.kind == "F" for i in programs[rank]),
     }
 
 

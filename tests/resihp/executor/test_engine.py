@@ -57,6 +57,26 @@ def test_replicas_stay_equal_to_the_bit(ranks: Ranks) -> None:
     assert answers[1]["digest"] == answers[3]["digest"]
 
 
+@pytest.mark.parametrize(
+    ("grid", "plan"),
+    [
+        ((2, 2, 2), {}),
+        ((1, 2, 1), {"chunks": 2, "schedule": "interleaved"}),
+        ((2, 1, 1), {"sequence_parallel": True}),
+        ((1, 2, 1), {"schedule": "zero-bubble"}),
+    ],
+)
+def test_an_evaluation_gives_the_loss_of_its_batches_and_changes_nothing(
+    ranks: Ranks, grid: tuple[int, int, int], plan: dict[str, Any]
+) -> None:
+    for answer in ranks("evaluated", math.prod(grid), grid_of=grid, plan=plan):
+        assert answer["first"] == [pytest.approx(answer["expected"], rel=1e-5), answer["tokens"]]
+        assert answer["again"] == answer["first"], "or gradients that are kept count"
+        assert answer["kept"]
+        assert set(answer["phases"]) == {"forward"}
+        assert answer["primitives"] == 3 * answer["forwards"] + 1, "or a hang in it would not be seen"
+
+
 def test_a_device_that_is_full_is_told_what_was_expected_of_it(ranks: Ranks) -> None:
     told, expected = ranks("runs_out_of_memory")[0]
     assert told.startswith("CUDA out of memory.")

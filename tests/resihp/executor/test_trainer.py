@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from resihp import AdamW, MicroBatch, Trainer
+from resihp import AdamW, Evaluation, MicroBatch, Trainer
 from resihp.errors import CommunicatorError, DatasetError, LayoutError, ModelError
 from resihp.executor import config_support  # noqa: F401 imports megatron-core quietly
 from resihp.executor import engine as engine_module
@@ -94,6 +94,21 @@ def test_megatron_still_gives_transformer_engine_no_group_without_a_default_one(
     source = Path(megatron.core.__file__).parent.joinpath("extensions", "transformer_engine.py").read_text()
     assert "tp_group=tp_group if torch.distributed.is_initialized() else None" in source
     assert "tp_group=tp_group_for_te if torch.distributed.is_initialized() else None" in source
+
+
+def test_a_trainer_without_an_agent_tells_the_validation_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer(evaluation=Evaluation(OneToken(), every=2, iterations=1)).train(3)
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("iteration")]
+    assert [line.split("|")[0].strip() for line in told if "validation loss" in line] == [
+        "iteration 2/3",
+        "iteration 3/3",
+    ]
+    assert len(told) == 5
+
+
+def test_when_and_on_what_is_evaluated_must_be_equal_on_all_ranks() -> None:
+    settings = [None, *(Evaluation(OneToken(), every=n, iterations=m) for n, m in ((2, 1), (3, 1), (2, 2)))]
+    assert len({trainer(evaluation=one).engine.fingerprint for one in settings}) == len(settings)
 
 
 class Unwatched:

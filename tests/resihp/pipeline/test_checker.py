@@ -13,7 +13,7 @@ from resihp.errors import PlanError
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.plan import Migration, Plan, Primitive, Stop, spread
 from resihp.pipeline import checker
-from resihp.pipeline.checker import check
+from resihp.pipeline.checker import check, check_forward_only
 from resihp.pipeline.program import (
     Bucket,
     Compute,
@@ -24,6 +24,7 @@ from resihp.pipeline.program import (
     TensorRange,
     Transmit,
     buckets,
+    forward_only,
     programs,
 )
 from resihp.pipeline.schedules import orders_of
@@ -40,6 +41,17 @@ def test_random_plans_of_all_kinds_are_clean() -> None:
             check(plan, programs(plan, cut), cut)
         except PlanError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_evaluations_of_random_plans_are_clean_and_lack_nothing() -> None:
+    for seed in range(PLANS // 5):
+        plan, specs = random_plan(random.Random(seed))
+        evaluations = forward_only(programs(plan, buckets(plan.layout, specs)))
+        check_forward_only(plan, evaluations)
+        rank = min(rank for rank, program in evaluations.items() if program)
+        fewer = evaluations | {rank: evaluations[rank][:-1]}
+        with pytest.raises(PlanError):
+            check_forward_only(plan, fewer)
 
 
 def test_programs_that_follow_from_the_plan_need_not_be_given() -> None:

@@ -30,8 +30,8 @@ from wrapper.config.run_spec import ListenerSettings, load
 from wrapper.config.schema import read
 from wrapper.job_folder import create_local_job
 from wrapper.sinks.fanout import Listeners, asked, listeners, standing, tell_of_the_end
-from wrapper.sinks.figures import followed
-from wrapper.sinks.tensorboard import TensorBoard
+from wrapper.sinks.figures import Figures, follow, followed
+from wrapper.sinks.tensorboard import TensorBoard, scalars
 
 SECRET = "https://example.org/SECRET"
 
@@ -301,6 +301,14 @@ def test_scalars_of_iterations(tmp_path: Path) -> None:
     assert last["iteration/seconds"] == 0.6
     assert last["iteration/predicted_seconds"] == 0.59
     assert last["goodput"] == pytest.approx(10.9 / 11.6, rel=0.01)
+
+
+def test_an_evaluation_is_a_scalar_and_a_figure_of_its_iteration() -> None:
+    figures, done = Figures(), journal.EvaluationDone(epoch=1, iteration=20, loss=2.25, tokens=4096)
+    record = journal.Record(30, 1_750_000_000.0, done)
+    follow(figures, record)
+    assert list(scalars(figures, record)) == [("validation_loss", 2.25, 20, 1_750_000_000.0)]
+    assert figures.validation_loss == 2.25
 
 
 def test_real_scalars(tmp_path: Path) -> None:

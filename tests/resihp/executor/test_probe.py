@@ -94,7 +94,7 @@ def test_a_gpu_is_measured_once_its_clocks_have_risen(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: Event(True).synchronize())
     monkeypatch.setattr(probe.time, "perf_counter", lambda: clock[0])
-    assert probe._fastest(torch.device("cuda"), full_speed, work) == pytest.approx(0.003)
+    assert probe._fastest(torch.device("cuda"), full_speed, work) == pytest.approx((0.003,))
     assert clock[0] >= probe.WARM_S + probe.REPEATS * 0.003
 
 

@@ -2,8 +2,10 @@
 
 Right or wrong is decided here (`examine`); what is fast or slow, compared with peers and the past, the detector says
 (`resihp.detector.probes`). Times are the device's own, as in `stopwatch`: on a processor those of the thread, so that
-whoever shares its cores does not make it look slow. A GPU is measured warm, on random numbers: cold clocks are slow
-ones, and ones and zeros draw too little power to show what training gets. That part has not run: no GPU was at hand.
+waiting for a core does not make it look slow. What others take of caches and of the memory's bus still does: by half,
+which is why one measurement decides nothing (`resihp.controller.fail_slow.second_looks`). A GPU is measured warm, on
+random numbers: cold clocks are slow ones, and ones and zeros draw too little power to show what training gets. That
+part has not run: no GPU was at hand.
 
 A probe may come in the middle of training, whose device may be full. That says nothing about the device: no verdict.
 """

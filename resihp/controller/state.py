@@ -220,8 +220,10 @@ class Examination:
     """How long after it was asked it can be answered."""
     looks: int = 1
     """How often devices in doubt were measured."""
+    best: dict[int, DeviceSpeed] = field(default_factory=dict)
+    """Of what devices in doubt and their witnesses gave in all looks but the first."""
     settled: dict[int, Judged] = field(default_factory=dict)
-    """Devices that were in doubt: what the other looks found."""
+    """Devices that were in doubt: what these looks found."""
     _settled: int = 0
     """So many of `asked` have answered or died."""
 
@@ -254,8 +256,6 @@ class SecondLooks:
     """Who is measured next, and after them, in the look under way."""
     taken: int = 0
     """Looks after the first one, with the one under way."""
-    best: dict[int, DeviceSpeed] = field(default_factory=dict)
-    """Of what each gave in them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -118,6 +118,8 @@ class Worker:
         """What its agent remembers of it for another supervisor: steps, and the last of each other report."""
         self.announced: list[m.Probe] = []
         """Probes of links, for the end of an iteration."""
+        self.slow = False
+        """Its device was slow when it was measured last."""
         self.halted = False
         self.injected = False
         self.stumbles = ""  # what it raises instead of saying what it trains
@@ -305,7 +307,7 @@ class Worker:
         rng, unfit = self.world.rng, self.world.scenario.unfit
         if rng.random() < unfit / 4:
             return
-        bad = rng.random() < unfit
+        bad = self.slow = rng.random() < (0.9 if self.slow else unfit)  # most that are slow stay so
         peers = [pair[pair[0] == self.rank] for round_ in order.pairs for pair in round_ if self.rank in pair]
         self.say(
             m.Probed(

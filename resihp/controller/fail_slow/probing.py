@@ -108,7 +108,7 @@ def conclude(job: Job, examination: Examination) -> dict[int, probes.Judged]:
     judged = {rank: verdict for rank, verdict in judged.items() if rank in asked}
     judged |= {rank: verdict for rank, verdict in examination.settled.items() if rank in found}
     if examination.occasion != "suspicion":
-        slower = _slower_than_in_former_jobs(job, found, found | known)
+        slower = _slower_than_in_former_jobs(job, found, found | known | examination.best)
         judged |= {rank: verdict for rank, verdict in slower.items() if judged[rank].fit}
     for rank, why in untried.items():
         judged[rank] = probes.Judged(rank=rank, speed=None, fit=True, evidence=f"not measured: {why}")

@@ -48,15 +48,15 @@ def _begin(job: Job, done: Examination) -> SecondLooks | None:
 
 
 def _take(job: Job, looks: SecondLooks, done: Examination) -> None:
-    """Those of one turn have answered. What is wrong is wrong; of speeds the best counts."""
+    """Those of one turn have answered. What is wrong is wrong; of speeds the best counts, in these looks alone: others
+    were measured while everybody was, and may not be compared with who had the machine to itself."""
     answers = looks.first.answers
     for rank, answer in done.answers.items():
         if answer.error:
             answers[rank] = msgspec.structs.replace(answers[rank], error=answer.error)
         elif not answer.untried:
-            looks.best[rank] = probes.best(looks.best.get(rank, answer.speed), answer.speed)
-            speed = probes.best(answers[rank].speed, answer.speed)
-            answers[rank] = msgspec.structs.replace(answers[rank], speed=speed)
+            best = looks.first.best
+            best[rank] = probes.best(best.get(rank, answer.speed), answer.speed)
     for rank in done.silent:
         if job.members[rank].alive:
             answers.pop(rank, None)
@@ -98,12 +98,13 @@ def _look_again(job: Job, looks: SecondLooks) -> bool:
 
 def _judge(looks: SecondLooks) -> None:
     """Whoever is not in doubt any more; of one that could not be measured again the first look is all that is known."""
-    witnesses = [looks.best[rank] for rank in looks.witnesses if rank in looks.best]
+    best = looks.first.best
+    witnesses = [best[rank] for rank in looks.witnesses if rank in best]
     left = []
     for rank in looks.doubted if witnesses else ():
-        if rank not in looks.best:
+        if rank not in best:
             continue
-        judged = probes.judge_again(rank, looks.best[rank], witnesses, looks.taken)
+        judged = probes.judge_again(rank, best[rank], witnesses, looks.taken)
         if judged is None:
             left.append(rank)
         else:

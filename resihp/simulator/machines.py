@@ -62,6 +62,9 @@ class SimNode:
 class Worker:
     """The truth of one process: what it computed, stepped and holds."""
 
+    slow = False
+    """Its device was slow when it was measured last."""
+
     def __init__(self, world: World, rank: int, node: SimNode, device: int, joins: bool = False) -> None:
         self.world, self.rank, self.node, self.device, self.joins = world, rank, node, device, joins
         self.spawned = False
@@ -118,8 +121,6 @@ class Worker:
         """What its agent remembers of it for another supervisor: steps, and the last of each other report."""
         self.announced: list[m.Probe] = []
         """Probes of links, for the end of an iteration."""
-        self.slow = False
-        """Its device was slow when it was measured last."""
         self.halted = False
         self.injected = False
         self.stumbles = ""  # what it raises instead of saying what it trains

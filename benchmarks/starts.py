@@ -55,7 +55,7 @@ class Start:
     aside: tuple[int, ...]
     """Ranks whose device is not fit, as the last probe before the first plan has it."""
     worst: float
-    """The smallest share of its peers that the first probe found for a device."""
+    """The smallest share of its peers for which a device was judged."""
     looks: int
     probes_s: float
     """From the declaration of the model to the first plan."""
@@ -85,7 +85,7 @@ def start(script: Path) -> Start:
     fit = {device.rank: device.fit for probe in probes for device in probe.devices}
     return Start(
         aside=tuple(rank for rank in sorted(fit) if not fit[rank]),
-        worst=min(device.speed for device in probes[0].devices if device.speed is not None),
+        worst=min(device.speed for probe in probes for device in probe.devices if device.speed is not None),
         looks=max(probe.looks for probe in probes),
         probes_s=planned_at - declared_at,
         iteration_s=committed_at - declared_at,
@@ -123,7 +123,7 @@ def main() -> None:
         "healthy aside",
         "slow aside",
         "with a second look",
-        "worst at first",
+        "least share",
         "to plan s",
         "max s",
     )

@@ -18,7 +18,7 @@ from resihp.controller.interface import AnyAction, AnyEvent, Dependencies, Log, 
 from resihp.controller.lifecycle import CHANGES, TRAINING, Lifecycle, Stage
 from resihp.detector.diagnosis.diagnosis import Diagnosis
 from resihp.detector.findings import Finding
-from resihp.detector.probes import Place
+from resihp.detector.probes import Judged, Place
 from resihp.faults import Fault
 from resihp.parallelism.ownership import ParameterSpec
 from resihp.parallelism.plan import Plan
@@ -221,6 +221,12 @@ class Examination:
     """The suspicion that it is to confirm."""
     ahead_s: float = 0.0
     """How long after it was asked it can be answered."""
+    looks: int = 1
+    """How often devices in doubt were measured."""
+    best: dict[int, DeviceSpeed] = field(default_factory=dict)
+    """Of what devices in doubt and their witnesses gave in all looks but the first."""
+    settled: dict[int, Judged] = field(default_factory=dict)
+    """Devices that were in doubt: what these looks found."""
     _settled: int = 0
     """So many of `asked` have answered or died."""
 
@@ -239,6 +245,20 @@ class Examination:
     def answered(self, rank: int, answer: Probed) -> None:
         self.answers[rank] = answer
         self.silent.discard(rank)
+
+
+@dataclass(kw_only=True)
+class SecondLooks:
+    """Devices in doubt after the start's examination, measured again beside the same witnesses."""
+
+    first: Examination
+    """What everybody answered, kept until they are judged."""
+    doubted: tuple[int, ...]
+    witnesses: tuple[int, ...]
+    turns: list[tuple[int, ...]] = field(default_factory=list)
+    """Who is measured next, and after them, in the look under way."""
+    taken: int = 0
+    """Looks after the first one, with the one under way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -414,6 +434,8 @@ class Beginning:
     """When something was last lost, or went wrong."""
     examined: bool = False
     """Devices and links have been measured."""
+    second_looks: SecondLooks | None = None
+    """While devices are in doubt."""
 
 
 @dataclass

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import statistics
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -32,6 +33,14 @@ FEWEST_JOBS = 3
 """Former jobs that it takes to know what a node usually gives."""
 LATEST_JOBS = 9
 """Former jobs that count, the latest: a new driver is what is usual after a few."""
+
+NEAR = 0.9
+"""A device that reaches less than this of its peers is in doubt and measured again: one probe is short, and may have
+met others at work on the same machine."""
+ALIKE = 0.9
+"""Witnesses of which one reaches less than this of their median are disturbed themselves: nobody is judged by them."""
+LOOKS = (3, 5)
+"""At a device in doubt: before it is found unfit, and after which the doubt is in its favour."""
 
 Place = tuple[str, str, str]
 """A node, its host's name, and what its devices are: names of nodes recur in other clusters, and nodes are refitted."""
@@ -125,6 +134,70 @@ def judge_devices(
         speed, text = min(parts)
         judged[rank] = Judged(rank=rank, speed=speed, fit=speed >= FIT, evidence=text)
     return judged
+
+
+def in_doubt(judged: Mapping[int, Judged]) -> tuple[int, ...]:
+    """Those that were slower than their peers, or nearly, and have to be measured again before that counts."""
+    return tuple(sorted(rank for rank, one in judged.items() if one.speed is not None and one.speed < NEAR))
+
+
+def judge_again(rank: int, own: Speed, witnesses: Sequence[Speed], looks: int) -> Judged | None:
+    """A device in doubt against its witnesses, by the best that each gave in as many looks; None: look once more.
+
+    Others' work only ever makes a device look slower than it is: the best of all looks comes closest, and once the
+    witnesses come to the same it is what they can do. Until then nothing is known, and in the end nothing held against
+    the device.
+    """
+    peers = _median(witnesses)
+    every = _against(own, peers, "of its peers")
+    sure = _against(own, _where_alike(witnesses, peers), "of its peers")
+    least, most = LOOKS
+    if sure and min(sure)[0] < FIT:
+        speed, text = min(sure)
+        if looks < least:
+            return None
+        return Judged(rank=rank, speed=speed, fit=False, evidence=f"{text}, the best of {looks} more looks")
+    known = len(sure) == len(every)
+    well = known and all(share >= NEAR for share, _ in sure)
+    if not well and looks < (least if known else most):
+        return None
+    if not every:
+        return Judged(rank=rank, speed=None, fit=True, evidence="nothing to compare it with")
+    speed, text = min(every)
+    return Judged(rank=rank, speed=speed, fit=True, evidence=text)
+
+
+def _where_alike(witnesses: Sequence[Speed], median: Speed) -> Speed:
+    """Their median; 0 for what disturbed witnesses differ in."""
+    return Speed(
+        flops=median.flops if min(one.flops for one in witnesses) >= ALIKE * median.flops else 0.0,
+        memory_bytes=median.memory_bytes
+        if min(one.memory_bytes for one in witnesses) >= ALIKE * median.memory_bytes
+        else 0.0,
+    )
+
+
+def best(one: Speed, other: Speed) -> Speed:
+    """What a device can do that gave both."""
+    return Speed(
+        flops=max(one.flops, other.flops),
+        memory_bytes=max(one.memory_bytes, other.memory_bytes),
+        hardware=one.hardware or other.hardware,
+    )
+
+
+def in_turns(ranks: Iterable[int], machines: Mapping[int, str], shared: Container[int]) -> list[tuple[int, ...]]:
+    """Who is measured with whom: all at once, but one after another of those who share their machine's processors."""
+    turns: list[list[int]] = []
+    used: Counter[str] = Counter()
+    for rank in ranks:
+        turn = used[machines[rank]] if rank in shared else 0
+        if rank in shared:
+            used[machines[rank]] += 1
+        if turn == len(turns):
+            turns.append([])
+        turns[turn].append(rank)
+    return [tuple(turn) for turn in turns]
 
 
 def _median(speeds: Sequence[Speed]) -> Speed:

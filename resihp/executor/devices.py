@@ -75,6 +75,11 @@ def own_device(gpus: int) -> torch.device:
     return device
 
 
+def is_shared(device: torch.device) -> bool:
+    """Whether other workers of the machine may compute on it as well."""
+    return device.type == "cpu" or os.environ.get(SHARED) == "1"
+
+
 def refuse_slices(device: torch.device) -> None:
     """NCCL connects no slices of GPUs. Raises ModelError for one, if there are others to connect with."""
     name = torch.cuda.get_device_name(device)

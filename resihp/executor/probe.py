@@ -2,8 +2,10 @@
 
 Right or wrong is decided here (`examine`); what is fast or slow, compared with peers and the past, the detector says
 (`resihp.detector.probes`). Times are the device's own, as in `stopwatch`: on a processor those of the thread, so that
-whoever shares its cores does not make it look slow. A GPU is measured warm, on random numbers: cold clocks are slow
-ones, and ones and zeros draw too little power to show what training gets. That part has not run: no GPU was at hand.
+waiting for a core does not make it look slow. What others take of caches and of the memory's bus still does: by half,
+which is why one measurement decides nothing (`resihp.controller.fail_slow.second_looks`). A GPU is measured warm, on
+random numbers: cold clocks are slow ones, and ones and zeros draw too little power to show what training gets. That
+part has not run: no GPU was at hand.
 
 A probe may come in the middle of training, whose device may be full. That says nothing about the device: no verdict.
 """
@@ -21,6 +23,7 @@ import torch
 from resihp.errors import CommunicatorError, DeviceError
 from resihp.executor.compute.channels import Channel, guarded
 from resihp.executor.compute.stopwatch import Speed
+from resihp.executor.devices import is_shared
 from resihp.executor.engine import Engine
 from resihp.executor.group_store import MeetingPlace
 from resihp.pipeline.program import GroupSpec
@@ -38,7 +41,9 @@ WARM_S = 0.1
 """Of work before a GPU is measured: its clocks have risen by then."""
 OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED")
 """In what libraries say that ask the driver for memory themselves."""
-REPEATS = 12
+REPEATS = 8
+TURN = 2
+"""Repetitions in a row."""
 LINK_REPEATS = (3, 50)
 """At least and at most, of which only as many as `LINK_S` allows: the processors may be busy, too."""
 LINK_S = 0.2
@@ -88,6 +93,7 @@ def measure(asked: m.Probe, rank: int, engine: Engine, rendezvous: MeetingPlace)
         error=error,
         untried=untried,
         missed=missed,
+        shared=is_shared(engine.device),
     )
 
 
@@ -113,10 +119,9 @@ def device_speed(device: torch.device, speed: Speed) -> m.Speed:
     with _examined(device):
         generator = torch.Generator(device).manual_seed(SEED)
         left, right = (torch.randn(size, size, dtype=dtype, device=device, generator=generator) for _ in range(2))
-        product = _fastest(device, speed, lambda: torch.mm(left, right))
         source = left.flatten().repeat(count // left.nbytes)
         target = torch.empty_like(source)
-        copy = _fastest(device, speed, lambda: target.copy_(source))
+        product, copy = _fastest(device, speed, lambda: torch.mm(left, right), lambda: target.copy_(source))
     return m.Speed(flops=2 * size**3 / product, memory_bytes=2 * count / copy, hardware=hardware(device))
 
 
@@ -132,27 +137,36 @@ def hardware(device: torch.device) -> str:
     return f"{model}, {torch.get_num_threads()} threads"
 
 
-def _fastest(device: torch.device, speed: Speed, work: Callable[[], object]) -> float:
-    """Seconds of the fastest of several repetitions, once the device is warm: the rest is others' doing."""
+def _fastest(device: torch.device, speed: Speed, *works: Callable[[], object]) -> tuple[float, ...]:
+    """Seconds of each work's fastest repetition, once the device is warm: the rest is others' doing.
+
+    They take turns, so that each is spread over the whole time: a neighbour that is at work for a part of it does not
+    meet all repetitions of one. Each turn's first one finds the caches as the other work left them.
+    """
     began = time.perf_counter()
-    work()
+    works[0]()
     while device.type == "cuda" and time.perf_counter() - began < WARM_S:
-        work()
+        works[0]()
         torch.cuda.synchronize(device)
-    times = []
-    for _ in range(REPEATS):
-        if device.type == "cuda":
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            work()
-            last.record()
-            last.synchronize()
-            times.append(first.elapsed_time(last) / 1e3)
-        else:
-            began = time.thread_time()
-            work()
-            times.append(time.thread_time() - began)
-    return min(times) / speed()
+    times: tuple[list[float], ...] = tuple([] for _ in works)
+    for _ in range(REPEATS // TURN):
+        for work, taken in zip(works, times, strict=True):
+            taken.extend(_seconds(device, work) for _ in range(TURN))
+    return tuple(min(taken) / speed() for taken in times)
+
+
+def _seconds(device: torch.device, work: Callable[[], object]) -> float:
+    """Of the device's own time."""
+    if device.type == "cuda":
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        work()
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3
+    began = time.thread_time()
+    work()
+    return time.thread_time() - began
 
 
 def measure_links(

@@ -296,6 +296,8 @@ class Probed(Message, frozen=True, kw_only=True):
     error: str = ""
     missed: str = ""
     untried: str = ""
+    shared: bool = False
+    """Other workers of its machine compute on the same processors, or on the same GPU on purpose."""
 
 
 class Progress(Message, frozen=True, kw_only=True):

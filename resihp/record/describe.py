@@ -62,7 +62,9 @@ def _probes(entry: journal.ProbesTaken) -> str:
     unfit += [f"link {link.nodes[0]}-{link.nodes[1]}" for link in entry.links if not link.fit]
     links = f", {len(entry.links)} links" if entry.links else ""
     told = f"; not fit: {', '.join(unfit)}" if unfit else ", all fit"
-    return f"probe {entry.probe} ({entry.occasion}): {len(entry.devices)} devices{links} in {entry.seconds:.2f} s{told}"
+    looks = f", {entry.looks} looks at some" if entry.looks > 1 else ""
+    what = f"{len(entry.devices)} devices{links} in {entry.seconds:.2f} s{looks}"
+    return f"probe {entry.probe} ({entry.occasion}): {what}{told}"
 
 
 def explain(entry: journal.AnyEntry) -> str:

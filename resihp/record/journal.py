@@ -229,6 +229,8 @@ class ProbesTaken(Entry, frozen=True, kw_only=True):
     devices: tuple[DeviceProbe, ...]
     links: tuple[LinkProbe, ...]
     seconds: float
+    looks: int = 1
+    """How often devices in doubt were measured until they were judged."""
 
 
 class Reconfigured(Entry, frozen=True, kw_only=True):

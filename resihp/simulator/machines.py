@@ -65,6 +65,9 @@ class Worker:
     assessed = 0
     """Last iteration whose evaluation is not to be carried out again."""
 
+    slow = False
+    """Its device was slow when it was measured last."""
+
     def __init__(self, world: World, rank: int, node: SimNode, device: int, joins: bool = False) -> None:
         self.world, self.rank, self.node, self.device, self.joins = world, rank, node, device, joins
         self.spawned = False
@@ -310,7 +313,7 @@ class Worker:
         rng, unfit = self.world.rng, self.world.scenario.unfit
         if rng.random() < unfit / 4:
             return
-        bad = rng.random() < unfit
+        bad = self.slow = rng.random() < (0.9 if self.slow else unfit)  # most that are slow stay so
         peers = [pair[pair[0] == self.rank] for round_ in order.pairs for pair in round_ if self.rank in pair]
         self.say(
             m.Probed(

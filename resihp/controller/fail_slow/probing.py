@@ -94,24 +94,21 @@ def _complete(job: Job, examination: Examination) -> bool:
 def conclude(job: Job, examination: Examination) -> dict[int, probes.Judged]:
     """Judge the answers, remember and tell them. A live rank that did not answer is not fit; of one that answers that
     it could not be measured nothing is known, and nothing follows."""
-    del job.examinations[examination.probe]
+    job.examinations.pop(examination.probe, None)
     untried = {rank: answer.untried for rank, answer in examination.answers.items() if answer.untried}
-    found = {
-        rank: answer.speed for rank, answer in examination.answers.items() if not answer.error and rank not in untried
-    }
+    found = measured(examination)
     failed = {rank: answer.error for rank, answer in examination.answers.items() if answer.error}
     for rank in sorted(examination.silent):
         if job.members[rank].alive:
             failed[rank] = f"no answer to its probe within {job.settings.probe_budget_s:.0f} s"
-    past = {
-        rank: job.record.reference[device] for rank in found if (device := job.device_of(rank)) in job.record.reference
-    }
+    past = _past(job, found)
     known = {} if examination.occasion == "start" else _fleet(job, examination)
     judged = probes.judge_devices(found | known, failed, past)
     asked = set(examination.asked)
     judged = {rank: verdict for rank, verdict in judged.items() if rank in asked}
+    judged |= {rank: verdict for rank, verdict in examination.settled.items() if rank in found}
     if examination.occasion != "suspicion":
-        slower = _slower_than_in_former_jobs(job, found, found | known)
+        slower = _slower_than_in_former_jobs(job, found, found | known | examination.best)
         judged |= {rank: verdict for rank, verdict in slower.items() if judged[rank].fit}
     for rank, why in untried.items():
         judged[rank] = probes.Judged(rank=rank, speed=None, fit=True, evidence=f"not measured: {why}")
@@ -124,6 +121,29 @@ def conclude(job: Job, examination: Examination) -> dict[int, probes.Judged]:
     for a, b in slow:
         job.say("warning", f"{job.where_link((a, b))}: at {speeds[a, b]:.0%} of its peers")
     return judged
+
+
+def measured(examination: Examination) -> dict[int, m.Speed]:
+    """What the devices gave that could be measured."""
+    answers = examination.answers.items()
+    return {rank: answer.speed for rank, answer in answers if not answer.error and not answer.untried}
+
+
+def in_doubt(job: Job, examination: Examination) -> dict[int, str]:
+    """Of the start's: devices that are slow or nearly so, by this one short probe, and what it says of them."""
+    found = measured(examination)
+    judged = probes.judge_devices(found, {}, _past(job, found))
+    doubts = {rank: judged[rank].evidence for rank in probes.in_doubt(judged)}
+    slow, known = _slow_nodes(job, found)
+    if 2 * len(slow) <= known:
+        names = {rank: job.members[rank].node for rank in found}
+        doubts |= {rank: slow[name][1] for rank, name in names.items() if name in slow and rank not in doubts}
+    return doubts
+
+
+def _past(job: Job, ranks: Iterable[int]) -> dict[int, m.Speed]:
+    reference = job.record.reference
+    return {rank: reference[device] for rank in ranks if (device := job.device_of(rank)) in reference}
 
 
 def conclude_link(job: Job, examination: Examination) -> probes.JudgedLink | None:
@@ -174,6 +194,7 @@ def _log(
                 devices=devices[part],
                 links=links[part],
                 seconds=took_s,
+                looks=examination.looks,
             )
         )
 
@@ -182,11 +203,9 @@ def _slower_than_in_former_jobs(
     job: Job, found: Mapping[int, m.Speed], fleet: Mapping[int, m.Speed]
 ) -> dict[int, probes.Judged]:
     """Of the measured devices, those of nodes all of whose devices are; nobody where most nodes of the fleet are."""
-    places = {rank: _place(job, rank, speed) for rank, speed in fleet.items()}
-    shares = probes.judge_nodes(fleet, places, job.usual_speeds)
-    slow = {node: share for node, share in shares.items() if share[0] < probes.FIT}
-    ours = {rank: slow[places[rank][0]] for rank in found if places[rank][0] in slow}
-    if not ours or 2 * len(slow) <= len(shares):
+    slow, known = _slow_nodes(job, fleet)
+    ours = {rank: slow[node] for rank in found if (node := job.members[rank].node) in slow}
+    if not ours or 2 * len(slow) <= known:
         return {
             rank: probes.Judged(rank=rank, speed=speed, fit=False, evidence=text)
             for rank, (speed, text) in ours.items()
@@ -194,10 +213,17 @@ def _slower_than_in_former_jobs(
     worst = min(slow, key=lambda node: slow[node])
     job.say(
         "warning",
-        f"{len(slow)} of {len(shares)} nodes are slower than in former jobs, node {worst}: {slow[worst][1]}; "
+        f"{len(slow)} of {known} nodes are slower than in former jobs, node {worst}: {slow[worst][1]}; "
         "a new driver, or cores that are shared? none is left out for it; see resihp history probes",
     )
     return {}
+
+
+def _slow_nodes(job: Job, fleet: Mapping[int, m.Speed]) -> tuple[dict[str, tuple[float, str]], int]:
+    """Nodes slower than in former jobs, as `probes.judge_nodes` has them, and of how many it is known."""
+    places = {rank: _place(job, rank, speed) for rank, speed in fleet.items()}
+    shares = probes.judge_nodes(fleet, places, job.usual_speeds)
+    return {node: share for node, share in shares.items() if share[0] < probes.FIT}, len(shares)
 
 
 def _place(job: Job, rank: int, speed: m.Speed) -> probes.Place:

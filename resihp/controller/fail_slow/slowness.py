@@ -19,7 +19,7 @@ from collections.abc import Mapping, Set
 import msgspec
 
 from resihp.controller import replan_policy, startup
-from resihp.controller.fail_slow import probing
+from resihp.controller.fail_slow import probing, second_looks
 from resihp.controller.nodes import joins
 from resihp.controller.state import Examination, Job, Member
 from resihp.detector import probes
@@ -132,11 +132,13 @@ def concluded(job: Job, done: Examination) -> None:
     if done.finding is not None and done.finding.link is not None:
         _link_measured(job, done, done.finding, done.finding.link)
         return
+    if done.occasion == "start":
+        complete = second_looks.after(job, done)
+        if complete is not None:
+            startup.measured(job, probing.conclude(job, complete))
+        return
     unfit = set(job.record.unfit)
     judged = probing.conclude(job, done)
-    if done.occasion == "start":
-        startup.measured(job, judged)
-        return
     if done.occasion == "join":
         joins.measured(job, judged)
         return

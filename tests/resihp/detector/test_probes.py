@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 
 from resihp.detector.probes import (
     FIT,
+    LOOKS,
     Former,
     beside,
+    in_doubt,
+    in_turns,
+    judge_again,
     judge_devices,
     judge_link,
     judge_links,
@@ -46,6 +50,46 @@ def test_a_device_is_judged_by_the_worse_of_its_products_and_its_memory() -> Non
 def test_one_slow_device_makes_nobody_else_look_odd() -> None:
     judged = judge_devices({0: at(1), 1: at(1), 2: at(0.02)}, {})
     assert [judged[rank].fit for rank in range(3)] == [True, True, False]
+
+
+def test_who_is_slow_or_nearly_so_is_in_doubt_and_who_fails_is_not() -> None:
+    judged = judge_devices({0: at(1), 1: at(0.89), 2: at(1, 0.5), 3: at(0.91), 4: at(1)}, {5: "it fails"})
+    assert in_doubt(judged) == (1, 2)
+
+
+def test_a_device_in_doubt_is_unfit_after_three_looks_beside_steady_witnesses() -> None:
+    witnesses = [at(1), at(0.95), at(1.05)]
+    assert [judge_again(3, at(0.7), witnesses, looks) for looks in (1, 2)] == [None, None]
+    judged = judge_again(3, at(0.7), witnesses, 3)
+    assert judged is not None
+    assert (judged.fit, judged.speed) == (False, pytest.approx(0.7))
+
+
+def test_a_device_in_doubt_is_fit_at_once_where_it_is_as_fast_as_steady_witnesses() -> None:
+    judged = judge_again(3, at(0.95), [at(1), at(1), at(1)], 1)
+    assert judged is not None
+    assert judged.fit
+
+
+@given(st.floats(0.1, 2.0), st.floats(0.1, 0.85), st.integers(1, 8))
+def test_nobody_is_judged_by_a_witness_that_is_disturbed(own: float, disturbed: float, looks: int) -> None:
+    judged = judge_again(3, at(own, own), [at(1, 1), at(1, 1), at(disturbed, disturbed)], looks)
+    assert judged is None if looks < LOOKS[1] else judged is not None and judged.fit
+
+
+def test_what_witnesses_agree_in_counts_though_they_differ_in_the_rest() -> None:
+    """Copies of others fill the memory's bus; the matrix products tell all the same."""
+    judged = judge_again(3, at(0.6, 1.0), [at(1, 0.5), at(1, 1.0), at(1, 1.0)], 3)
+    assert judged is not None
+    assert not judged.fit
+    assert "matrix products at 60%" in judged.evidence
+
+
+def test_devices_that_share_processors_take_turns_on_each_machine_and_the_others_do_not_wait() -> None:
+    machines = {rank: "a" if rank < 3 else "b" for rank in range(5)}
+    assert in_turns([0, 1, 2, 3, 4], machines, {0, 1, 2, 3, 4}) == [(0, 3), (1, 4), (2,)]
+    assert in_turns([0, 1, 2, 3, 4], machines, {1, 2}) == [(0, 1, 3, 4), (2,)]
+    assert in_turns([], machines, set()) == []
 
 
 @given(st.floats(1e-3, 1e3), st.integers(3, 40))

@@ -94,8 +94,32 @@ def test_a_gpu_is_measured_once_its_clocks_have_risen(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: Event(True).synchronize())
     monkeypatch.setattr(probe.time, "perf_counter", lambda: clock[0])
-    assert probe._fastest(torch.device("cuda"), full_speed, work) == pytest.approx(0.003)
+    assert probe._fastest(torch.device("cuda"), full_speed, work) == pytest.approx((0.003,))
     assert clock[0] >= probe.WARM_S + probe.REPEATS * 0.003
+
+
+def test_a_neighbour_that_is_at_work_for_a_while_does_not_meet_all_repetitions_of_one_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each takes 1 ms of an undisturbed device, and twice that in the first half of the time."""
+    clock = [0.0]
+
+    def work() -> None:
+        clock[0] += 0.002 if clock[0] < 0.016 else 0.001
+
+    monkeypatch.setattr(probe.time, "thread_time", lambda: clock[0])
+    assert probe._fastest(CPU, full_speed, work, work) == pytest.approx((0.001, 0.001))
+
+
+@pytest.mark.parametrize(("device", "share", "shared"), [("cpu", "", True), ("cuda", "", False), ("cuda", "1", True)])
+def test_who_competes_with_others_on_its_machine_says_so(
+    monkeypatch: pytest.MonkeyPatch, device: str, share: str, shared: bool
+) -> None:
+    monkeypatch.setenv("RESIHP_SHARE_GPUS", share)
+    monkeypatch.setattr(probe, "examine", lambda device: None)
+    monkeypatch.setattr(probe, "device_speed", lambda device, speed: m.Speed(flops=1.0))
+    engine: Any = SimpleNamespace(device=torch.device(device), speed=full_speed)
+    assert probe.measure(m.Probe(probe=3), 0, engine, None).shared is shared  # type: ignore[arg-type]
 
 
 def test_numbers_that_are_multiplied_are_random(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,13 +119,16 @@ class Job(Direct):
         return self
 
     def measure(self, speeds: dict[int, float] | None = None, silent: tuple[int, ...] = ()) -> list[api.AnyAction]:
-        """Those who are asked by the last probe answer: `speeds` of a healthy device's, 1 if left out."""
-        ranks, probe = self.orders(m.Probe)[-1]
+        """Those who are asked by the last probe, and by more looks at some of them, answer: `speeds` of a healthy
+        device's, 1 if left out."""
         answer: list[api.AnyAction] = []
-        for rank in (rank for rank in ranks if rank not in silent):
-            share = (speeds or {}).get(rank, 1.0)
-            speed = m.Speed(flops=share * 1e14, memory_bytes=share * 1e12)
-            answer = self.say(rank, m.Probed(probe=probe.probe, speed=speed, seconds=0.2))
+        last = None
+        while (asked := self.orders(m.Probe)[-1]) != last and (last is None or not asked[1].pairs):
+            last = ranks, probe = asked
+            for rank in (rank for rank in ranks if rank not in silent):
+                share = (speeds or {}).get(rank, 1.0)
+                speed = m.Speed(flops=share * 1e14, memory_bytes=share * 1e12)
+                answer = self.say(rank, m.Probed(probe=probe.probe, speed=speed, seconds=0.2))
         return answer
 
     def train(self, seconds: float) -> None:

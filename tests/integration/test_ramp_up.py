@@ -16,19 +16,29 @@ from tests.integration.jobs import BACKEND, EXAMPLE, TINY, Job
 
 ITERATIONS = 9
 RAMP_UP = ("--rampup-batch-size", "4", "2", "24")
+EVALUATED = ("--eval-interval", "3", "--eval-iters", "1")
 NUMBERS = [4, 4, 4, 6, 6, 8, 8, 8, 8]
 SOAK = pytest.mark.soak
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Losses of one process, without a supervisor."""
-    command = [sys.executable, str(EXAMPLE), *TINY, "--iterations", str(ITERATIONS), *RAMP_UP]
+def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """By one process, without a supervisor."""
+    command = [sys.executable, str(EXAMPLE), *TINY, "--iterations", str(ITERATIONS), *RAMP_UP, *EVALUATED]
     done = subprocess.run(
         command, cwd=tmp_path_factory.mktemp("alone"), capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
-    return {int(i): float(loss) for i, loss in re.findall(r"^iteration (\d+)/\d+ \| loss (\S+)", done.stdout, re.M)}
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def alone(printed: str) -> dict[int, float]:
+    return losses(printed, "loss")
+
+
+def losses(printed: str, name: str) -> dict[int, float]:
+    return {int(i): float(loss) for i, loss in re.findall(rf"^iteration (\d+)/\d+ \| {name} (\S+)", printed, re.M)}
 
 
 def data() -> PackedDataset:
@@ -55,9 +65,16 @@ def dealt(job: Job) -> list[tuple[int, int]]:
     return [(row["next_iteration"], sum(map(len, row["assignment"]))) for row in rows]
 
 
-def test_nothing_but_the_number_of_micro_batches_changes_at_a_step(job: Job, alone: dict[int, float]) -> None:
-    job.train(script=RAMP_UP, iterations=ITERATIONS, tp=1, pp=2, nodes=2, gpus=2).wait()
+def test_nothing_but_the_number_of_micro_batches_changes_at_a_step(
+    job: Job, alone: dict[int, float], printed: str
+) -> None:
+    """What is evaluated has all micro-batches from the first iteration on."""
+    job.train(script=(*RAMP_UP, *EVALUATED), iterations=ITERATIONS, tp=1, pp=2, nodes=2, gpus=2).wait()
     assert_trained_once(job, alone)
+    validated = {row["iteration"]: row["validation_loss"] for row in job.history("iterations")}
+    validated = {iteration: loss for iteration, loss in validated.items() if loss is not None}
+    assert validated == pytest.approx(losses(printed, "validation loss"), rel=1e-4)
+    assert list(validated) == [3, 6, 9]
     assert dealt(job) == [(1, 4), (4, 6), (6, 8)]
     assert len({str(row["layout"]) for row in job.history("plans")}) == 1
     assert job.history("failures") == []

@@ -49,9 +49,7 @@ def last_synchronisation(
     if speaking:
         sums[4] = own_loss
     squares, broken, pauses, savers, loss_sum, *told_totals = _summed(it, sums, "last synchronisation")
-    if not all(map(math.isfinite, (squares, broken, pauses, savers))):
-        raise DatasetError(f"iteration {it.number}: what ranks have told of themselves is no number")
-    totals = _agreed(f"iteration {it.number}", told_totals, expected)
+    totals = _agreed(f"iteration {it.number}", told_totals, expected, (squares, broken, pauses, savers))
     skip = broken > 0 or not math.isfinite(loss_sum)
     norm = math.inf if broken else math.sqrt(squares)
     return StepOutcome(
@@ -109,9 +107,10 @@ def _summed(it: Iteration, sums: Tensor, what: str) -> list[float]:
     return told
 
 
-def _agreed(what: str, told: Sequence[float], expected: Totals) -> Totals:
-    """What ranks computed in all. Raises DatasetError where it is not what this rank's data set has."""
-    if not all(map(math.isfinite, told)):
+def _agreed(what: str, told: Sequence[float], expected: Totals, beside: Sequence[float] = ()) -> Totals:
+    """What ranks computed in all. Raises DatasetError where it is not what this rank's data set has, or where that, or
+    what came `beside` it, is no number."""
+    if not all(map(math.isfinite, (*told, *beside))):
         raise DatasetError(f"{what}: sums over what ranks have told of their data are no numbers")
     tokens, squares, samples, *limbs = told
     totals = (int(tokens), int(squares), int(samples), _joined(limbs))

@@ -274,3 +274,20 @@ def test_a_layer_is_tried_there_and_back_with_what_gpus_compile(monkeypatch: pyt
     engine._pass_through_a_layer()
     assert seen == [2, -2, 3, -3]
     assert engine.state is None
+
+
+class Held(OneToken):
+    """Three micro-batches, as training has them in the end."""
+
+    def micro_batches(self, iteration: int) -> list[MicroBatch]:
+        return [*super().micro_batches(iteration)] * 3
+
+
+def test_what_is_evaluated_has_as_many_micro_batches_as_training_has_after_its_ramp_up(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    growing(evaluation=Evaluation(Held(), every=1, iterations=1)).train(5)
+    told = [line for line in capsys.readouterr().out.splitlines() if "validation loss" in line]
+    assert len(told) == 5
+    with pytest.raises(DatasetError, match=r"evaluation's global batch 1: 1 micro-batches; .* trained on has 3"):
+        growing(evaluation=Evaluation(OneToken(), every=1, iterations=1))

@@ -97,6 +97,8 @@ def _rank(rank: int, port: int, cycles: int, scale: Scale, answers: Any) -> None
         keys.set(f"released/{rank}", "1")
         keys.wait(["released/0", "released/1"])
         used.append(_used_bytes(scale))
+        keys.set(f"counted/{rank}", "1")
+        keys.wait(["counted/0", "counted/1"])
     if rank == 0:
         answers.put((max(took), used[-1] - used[1], statistics.median(held)))
 

@@ -233,7 +233,8 @@ def _hurry(job: Job, departure: Departure) -> None:
     if job.transition is not None and job.stage == "parking":
         transitions.urge(job, "the job is to stop now")
     else:
-        job.say("notice", f"iteration {job.record.committed + 1} takes too long to be waited for")
+        what = f"iteration {job.furthest + 1}" if job.furthest < job.record.goal else "the last evaluation"
+        job.say("notice", f"{what} takes too long to be waited for")
         transitions.park(job, "the job is to stop now")
 
 

@@ -221,6 +221,8 @@ class Examination:
     """The suspicion that it is to confirm."""
     ahead_s: float = 0.0
     """How long after it was asked it can be answered."""
+    after: int = 0
+    """The furthest iteration whose step was reported when it was asked."""
     looks: int = 1
     """How often devices in doubt were measured."""
     best: dict[int, DeviceSpeed] = field(default_factory=dict)

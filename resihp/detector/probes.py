@@ -141,23 +141,27 @@ def in_doubt(judged: Mapping[int, Judged]) -> tuple[int, ...]:
     return tuple(sorted(rank for rank, one in judged.items() if one.speed is not None and one.speed < NEAR))
 
 
-def judge_again(rank: int, own: Speed, witnesses: Sequence[Speed], looks: int) -> Judged | None:
+def judge_again(rank: int, own: Speed, witnesses: Sequence[Speed], looks: int, *, shared: bool = True) -> Judged | None:
     """A device in doubt against its witnesses, by the best that each gave in as many looks; None: look once more.
 
     Others' work only ever makes a device look slower than it is: the best of all looks comes closest, and once the
     witnesses come to the same it is what they can do. Until then nothing is known, and in the end nothing held against
-    the device.
+    the device; unless it is far below the slowest of them, and has its processor to itself, not `shared` with others.
     """
     peers = _median(witnesses)
     every = _against(own, peers, "of its peers")
     sure = _against(own, _where_alike(witnesses, peers), "of its peers")
+    if not shared:
+        flops, memory_bytes = min(one.flops for one in witnesses), min(one.memory_bytes for one in witnesses)
+        slowest = _against(own, Speed(flops=flops, memory_bytes=memory_bytes), "of its slowest peer")
+        sure += [each for each in slowest if each[0] < FIT]
     least, most = LOOKS
     if sure and min(sure)[0] < FIT:
         speed, text = min(sure)
         if looks < least:
             return None
         return Judged(rank=rank, speed=speed, fit=False, evidence=f"{text}, the best of {looks} more looks")
-    known = len(sure) == len(every)
+    known = len(sure) >= len(every)
     well = known and all(share >= NEAR for share, _ in sure)
     if not well and looks < (least if known else most):
         return None

@@ -233,9 +233,10 @@ class Engine:
             math.lcm(*degrees) if plan.sequence_parallel else 1,
         )
         if self.evaluation is not None:
-            evaluates = self._evaluates = self._forward_only(prepared)
+            evaluates = self._forward_only(prepared)
             both = {rank: (*own, *evaluates.programs[rank]) for rank, own in programs.items()}
             prepared = msgspec.structs.replace(prepared, memberships=program.memberships(plan, both, buckets))
+            self._evaluates = evaluates
         self._prepared = prepared
         return prepared
 
@@ -245,7 +246,7 @@ class Engine:
         if plan.micro_batches != number:
             shares = spread(number, len(plan.layout.replicas))
             plan = msgspec.structs.replace(plan, assignment=shares, migrations=(), orders=())
-            programs = program.programs(plan, prepared.buckets)
+            programs = program.programs(plan)
         programs = program.forward_only(programs)
         checker.check_forward_only(plan, programs)
         return msgspec.structs.replace(prepared, plan=plan, paths=plan.paths(), programs=programs)
@@ -554,6 +555,7 @@ class Engine:
         when it comes again."""
         try:
             yield
+            self._differed = None
         except DatasetError as error:
             if not self._back_end.aborts or self._differed == iteration:
                 raise

@@ -436,6 +436,7 @@ class _Supervised:
         client, engine = self._client, self._engine
         for iteration in range(first, self._iterations + 1):
             client.iteration = iteration
+            self._answer_probes()
             self._evaluate(plan, iteration - 1)
             self._answer_probes()
             client.activity = "compute"

@@ -27,7 +27,11 @@ class BatchSizes(msgspec.Struct, frozen=True):
         firsts, counts = [first for first, _ in self.ramp], [count for _, count in self.ramp]
         if self.usual < 1 or min(counts, default=1) < 1:
             raise DatasetError(f"batch sizes: {min([self.usual, *counts])} micro-batches; at least 1 is needed")
-        if self.ramp and (firsts[0] != 1 or counts[-1] != self.usual or any(a >= b for a, b in pairwise(firsts))):
+        if self.ramp and (
+            firsts[0] != 1
+            or counts[-1] != self.usual
+            or any(a >= b for steps in (firsts, counts) for a, b in pairwise(steps))
+        ):
             raise DatasetError(
                 f"batch sizes: steps {list(self.ramp)} must begin at iteration 1, ascend, and end with "
                 f"{self.usual} micro-batches"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
-from resihp.errors import ConfigurationError
+from resihp.errors import ConfigurationError, DatasetError
 from resihp.parallelism.batch_sizes import Ramp
 
 if TYPE_CHECKING:
@@ -63,8 +63,15 @@ class Ramped(Protocol):
 
 
 def ramp_of(dataset: Dataset) -> Ramp:
-    """The steps of a data set's ramp-up; empty where it has none."""
-    return dataset.ramp if isinstance(dataset, Ramped) else ()
+    """The steps of a data set's ramp-up; empty where it has none. Raises DatasetError for what are no steps."""
+    if not isinstance(dataset, Ramped):
+        return ()
+    try:
+        return msgspec.convert(dataset.ramp, Ramp)
+    except msgspec.ValidationError as error:
+        raise DatasetError(
+            f"{type(dataset).__name__}.ramp: {error}; it holds a ramp-up's steps, (first iteration, micro-batches) each"
+        ) from error
 
 
 class Evaluation(msgspec.Struct, frozen=True):

@@ -544,7 +544,7 @@ class Clue(msgspec.Struct, frozen=True, kw_only=True):
     chained: bool = False
 
 
-ABORT_STATUS = 71
+ABORT_STATUS = 117
 """Exit status of a worker that ended itself because an abort of its communicators did not end: no node's fault."""
 
 

@@ -24,6 +24,8 @@ from resihp.record.journal import DeviceProbe, LinkProbe, ProbesTaken
 
 MOST_WITNESSES = 4
 """Devices measured beside suspects, to compare with."""
+LONGEST_S = 3600.0
+"""Of an iteration and the evaluation before it, for what waits for their end."""
 MOST_IN_ENTRY = 1000
 """Devices, and links, in one entry of the journal: it is sent to every agent, and no frame holds those of 16,384."""
 
@@ -39,7 +41,7 @@ def begin(
     job.probes += 1
     asked = tuple(sorted(ranks))
     job.examinations[job.probes] = Examination(
-        probe=job.probes, occasion=occasion, asked=asked, asked_at=job.now, finding=finding
+        probe=job.probes, occasion=occasion, asked=asked, asked_at=job.now, finding=finding, after=job.furthest
     )
     rounds = tuple(tuple(pair for pair in round_) for round_ in pairs)
     job.order(asked, m.Probe(probe=job.probes, pairs=rounds))
@@ -83,8 +85,18 @@ def overdue(job: Job) -> list[Examination]:
         examination
         for examination in job.examinations.values()
         if _complete(job, examination)
-        or job.now - examination.asked_at > job.settings.probe_budget_s + examination.ahead_s
+        or job.now - examination.asked_at
+        > job.settings.probe_budget_s + examination.ahead_s + _busy_s(job, examination)
     ]
+
+
+def _busy_s(job: Job, examination: Examination) -> float:
+    """How much longer answers may take: ranks that train answer between two iterations, and an evaluation may come
+    before the next. A rank that has reported one since had its chance."""
+    if examination.occasion != "suspicion" or examination.ahead_s or not job.training:
+        return 0.0
+    had = any(job.members[rank].stepped > examination.after for rank in examination.silent)
+    return 0.0 if had else LONGEST_S
 
 
 def _complete(job: Job, examination: Examination) -> bool:
@@ -115,7 +127,12 @@ def conclude(job: Job, examination: Examination) -> dict[int, probes.Judged]:
         job.say("notice", f"{job.where(rank)}: {judged[rank].evidence}")
     times = _link_seconds(examination)
     speeds = probes.judge_links(times, job.node_of)
-    devices = tuple(_entry(job, verdict, found.get(rank)) for rank, verdict in sorted(judged.items()))
+    shown = found | {  # but who shares its processors is compared with what all gave while all were at it
+        rank: probes.best(found[rank], again)
+        for rank, again in examination.best.items()
+        if rank in found and not examination.answers[rank].shared
+    }
+    devices = tuple(_entry(job, verdict, shown.get(rank)) for rank, verdict in sorted(judged.items()))
     slow = sorted(pair for pair, speed in speeds.items() if speed < probes.LINK_FIT)
     _log(job, examination, devices, times, speeds, slow)
     for a, b in slow:

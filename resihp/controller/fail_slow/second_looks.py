@@ -9,6 +9,8 @@ record before all are judged: a new supervisor begins anew. Called by `slowness`
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 
 from resihp.controller.fail_slow import probing
@@ -37,7 +39,8 @@ def _begin(job: Job, done: Examination) -> SecondLooks | None:
     doubts = probing.in_doubt(job, done)
     nodes = {job.members[rank].node for rank in doubts}
     others = [rank for rank in probing.measured(done) if rank not in doubts and job.members[rank].alive]
-    others.sort(key=lambda rank: (job.members[rank].node not in nodes, rank))
+    near = sorted(rank for rank in others if job.members[rank].node in nodes)
+    others = _in_turn(near, sorted(rank for rank in others if job.members[rank].node not in nodes))
     if not doubts or not others:
         return None
     first = min(doubts)
@@ -45,6 +48,12 @@ def _begin(job: Job, done: Examination) -> SecondLooks | None:
     job.say("notice", f"{job.where(first)}{more}: measured again before it is judged: {doubts[first]}")
     witnesses = tuple(sorted(others[: probing.MOST_WITNESSES]))
     return SecondLooks(first=done, doubted=tuple(sorted(doubts)), witnesses=witnesses)
+
+
+def _in_turn(near: list[int], far: list[int]) -> list[int]:
+    """Of the same nodes, which share whatever is a node's, and of others, which show what it is that they share."""
+    pairs = itertools.zip_longest(near, far)
+    return [rank for pair in pairs for rank in pair if rank is not None]
 
 
 def _take(job: Job, looks: SecondLooks, done: Examination) -> None:
@@ -102,9 +111,10 @@ def _judge(looks: SecondLooks) -> None:
     witnesses = [best[rank] for rank in looks.witnesses if rank in best]
     left = []
     for rank in looks.doubted if witnesses else ():
-        if rank not in best:
+        if rank not in best or rank not in looks.first.answers:
             continue
-        judged = probes.judge_again(rank, best[rank], witnesses, looks.taken)
+        shared = looks.first.answers[rank].shared
+        judged = probes.judge_again(rank, best[rank], witnesses, looks.taken, shared=shared)
         if judged is None:
             left.append(rank)
         else:

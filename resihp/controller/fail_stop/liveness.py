@@ -54,8 +54,8 @@ def culprits(members: Iterable[Member], now: float, settings: Settings) -> list[
     """Of ranks that make no progress together, those that keep the others waiting.
 
     Stopped processes first; else those whose own thread is mute; else those that are not in communication, as far as
-    their devices answer: a driver can be stuck behind its own wait for a peer. Empty when all wait for each other: then
-    it is the communication that is broken.
+    their devices answer: a driver can be stuck behind its own wait for a peer. So where several do not answer, and
+    nobody else is at work, nobody is named. Empty when all wait for each other: then the communication is broken.
     """
     ranks = list(members)
     stopped = [m for m in ranks if is_stopped(m, now, settings)]
@@ -69,7 +69,8 @@ def culprits(members: Iterable[Member], now: float, settings: Settings) -> list[
         for m in ranks
         if m.beat is not None and m.beat.progress is not None and m.beat.progress.activity != "communication"
     ]
-    return [m for m in at_work if not device_unanswered_s(m)] or at_work
+    answering = [m for m in at_work if not device_unanswered_s(m)]
+    return answering or (at_work if len(at_work) == 1 else [])
 
 
 def device_unanswered_s(member: Member) -> float:

@@ -184,7 +184,7 @@ def awaits_plan(job: Job, member: Member) -> bool:
     """Whether a rank has taken the last step that the plan in effect has the right number of micro-batches for."""
     assert job.record.plan is not None
     due = job.declaration.batch_sizes.at(member.stepped + 1)
-    return due != job.record.plan.micro_batches
+    return member.stepped < job.record.goal and due != job.record.plan.micro_batches
 
 
 def is_saving(job: Job, member: Member) -> bool:
@@ -210,6 +210,9 @@ def judge_transition(job: Job) -> None:
     budget_s = job.settings.hang_given_up_s
     if job.stage == "building" or transition.initial:
         budget_s = job.settings.transition_budget_s
+    if job.stage == "proposing" and waited_s <= job.settings.transition_budget_s:
+        # Each rank checks all of the plan, which makes no progress that beats could show: of 8,192 ranks in many seconds.
+        late = [member for member in late if liveness.is_mute(member, job.now, job.settings)]
     if waited_s <= budget_s or not late:
         return
     if job.stage != "building":  # a step that was still taken is a sign of life

@@ -35,7 +35,8 @@ class Batches:
         self.sizes: BatchSizes = BatchSizes(usual, ramp) if validates is None else BatchSizes(validates.sizes.usual)
         """Micro-batches of each iteration, as the data set says."""
         whose = "iteration 1" if validates is None else "one that is trained on"
-        self._others = f"{whose} has {self.sizes.usual}"
+        more = ", or say otherwise by a ramp-up" if validates is None else "; what is evaluated has no ramp-up"
+        self._others = f"({whose} has {self.sizes.usual}){more}"
         self.first = self._checked(1, first)
         self._last: tuple[int, Sequence[MicroBatch]] = 1, self.first
 
@@ -53,7 +54,7 @@ class Batches:
     def _checked(self, iteration: int, batch: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         due = self.sizes.at(iteration)
         if len(batch) != due:
-            same = f"the same number, at least one, every time ({self._others}), or say otherwise by a ramp-up"
+            same = f"the same number, at least one, every time {self._others}"
             must = f"{due}, as its ramp-up says" if self.sizes.ramp else same
             raise DatasetError(f"{self._told} {iteration}: {len(batch)} micro-batches; the data set must give {must}")
         for m, micro_batch in enumerate(batch):

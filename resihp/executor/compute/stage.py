@@ -131,7 +131,8 @@ class StageModule(nn.Module):
         """As `forward`, with autograd's graph cut before each layer of `borders`: inputs and output of each piece.
 
         Backward passes go piece by piece from the last, each from the gradient of the next one's inputs, and give what
-        one over an uncut graph gives, to the bit. A run of layers that is recomputed as one is two where it is cut.
+        one over an uncut graph gives, to the bit; but a tied table's two shares come one after the other. A run of
+        layers that is recomputed as one is two where it is cut.
         """
         packing = self._packing(lengths, inputs.device)
         begins, ends = self.first and chunk == 0, self.last and chunk == len(self._runs) - 1

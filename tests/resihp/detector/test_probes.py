@@ -347,3 +347,15 @@ def test_a_ring_of_none_one_and_two() -> None:
     assert ring([]) == ()
     assert ring([3]) == ()
     assert ring([5, 3]) == (((3, 5),),)
+
+
+def test_a_disturbed_witness_does_not_acquit_who_is_slower_than_all() -> None:
+    """Others' work only makes a device look slower: who is far below the slowest witness is slow."""
+    witnesses = [at(1.0), at(1.0), at(1.0), at(0.85)]
+    assert judge_again(0, at(0.3), witnesses, 2, shared=False) is None
+    judged = judge_again(0, at(0.3), witnesses, 3, shared=False)
+    assert judged is not None
+    assert not judged.fit
+    near = judge_again(0, at(0.75), witnesses, 5, shared=False)
+    assert near is not None
+    assert near.fit, "within what the witnesses differ by"

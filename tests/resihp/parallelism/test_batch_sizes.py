@@ -59,3 +59,8 @@ def test_a_ramp_up_that_does_not_add_up_is_refused(ramp_up: RampUp, usual: int, 
 def test_steps_that_are_none_are_refused(ramp: Ramp) -> None:
     with pytest.raises(DatasetError, match="batch sizes"):
         BatchSizes(8, ramp)
+
+
+def test_a_ramp_goes_up() -> None:
+    with pytest.raises(DatasetError, match="ascend"):
+        BatchSizes(4, ((1, 16), (5, 4)))

@@ -1088,3 +1088,12 @@ def test_the_detector_is_shown_who_measured_and_nobody_else() -> None:
         job.say(rank, m.Stepped(epoch=job.job.epoch, outcome=told, seconds=0.5, compute_s=0.4, chunks=chunks))
     assert job.job.record.committed == iteration
     assert job.monitor.seen[-1] == [1, 4]
+
+
+def test_answers_are_waited_for_as_long_as_nobody_had_the_chance_to_give_them() -> None:
+    """Ranks that train answer between two iterations: a long one, or an evaluation before it, is nobody's silence."""
+    job = Job(finding(3)).run(5)
+    job.wait(40, primitives=dict.fromkeys(range(6), 5))
+    assert job.all(ProbesTaken) == []
+    job.measure({3: 0.5})
+    assert [entry.ranks for entry in slow_ones(job)] == [(3,)]

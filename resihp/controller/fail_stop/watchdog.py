@@ -211,7 +211,7 @@ def judge_transition(job: Job) -> None:
     if job.stage == "building" or transition.initial:
         budget_s = job.settings.transition_budget_s
     if job.stage == "proposing" and waited_s <= job.settings.transition_budget_s:
-        # Each rank checks all of the plan, which makes no progress that beats could show: of 8,192 ranks in many seconds.
+        # Each rank checks all of the plan, which no beat shows to progress: of 8,192 ranks in many seconds.
         late = [member for member in late if liveness.is_mute(member, job.now, job.settings)]
     if waited_s <= budget_s or not late:
         return

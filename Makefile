@@ -98,10 +98,12 @@ bench: setup
 	$(BIN)/python benchmarks/rendezvous.py
 	$(BIN)/python -m benchmarks.communicators
 	$(BIN)/python benchmarks/detector.py
+	$(BIN)/python -m benchmarks.worlds --jobs 4
 	$(BIN)/python benchmarks/prediction_cost.py
 	$(BIN)/python benchmarks/trace.py
 	$(BIN)/python -m benchmarks.planner
 	$(BIN)/python benchmarks/idle_time.py
+	$(BIN)/python benchmarks/rules.py
 	$(BIN)/python benchmarks/pipelines.py warm-up
 	$(BIN)/python benchmarks/pipelines.py tuner
 	$(BIN)/python -m benchmarks.ledger_ingest reports

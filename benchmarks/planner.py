@@ -2,6 +2,7 @@
 
     python -m benchmarks.planner best [--instances 200]    against all layouts there are, for up to 8 devices
     python -m benchmarks.planner time                      64, 256 and 16,384 devices
+    python -m benchmarks.planner search [--seconds 1]      a search after the instant plan, against another program's
 
 `benchmarks/idle_time.py` has the amplification of idle time, `benchmarks/pipelines.py` the tuner and slow links.
 """
@@ -16,6 +17,7 @@ import resource
 import statistics
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -27,11 +29,13 @@ from resihp.parallelism.layout import Layout, validate
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan, spread
 from resihp.scheduler import decide
+from resihp.scheduler.anytime import Anytime
 from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.prices import iteration_seconds
 from resihp.scheduler.layouts.paper_planner import progressive
 from resihp.scheduler.situation import Situation
 from resihp.scheduler.what_if import catalogue
+from resihp.scheduler.what_if.question import Question, first_plan, pose
 
 TINY = ModelSpec(layers=8, hidden=64, heads=4, kv_groups=4, ffn_hidden=256, vocab=64, sequence=64)
 GRIDS = ((1, 2, 4), (1, 4, 2), (2, 2, 2), (2, 1, 4), (4, 2, 1), (2, 4, 1), (4, 1, 2), (1, 8, 1), (1, 3, 2), (2, 3, 1))
@@ -169,6 +173,35 @@ def one_more(case: Situation, plan: Plan) -> Situation:
     return msgspec.structs.replace(case, epoch=3, base=plan.layout, available=left)
 
 
+class Posed(msgspec.Struct, frozen=True):
+    """A question, and the best answer that an annealing of minutes in another program found."""
+
+    model: str
+    question: Question
+    best: float
+
+
+def posed(model: str, tp: int, dp: int, pp: int, best: float, sequence: int = 4096, **more: Any) -> Posed:
+    given: dict[str, Any] = {"micro_batches": 8, "gpus_per_node": 8, "sequence_parallel": True}
+    shape = catalogue.model(model, sequence)
+    return Posed(
+        model, Question(model=shape, hardware=catalogue.hardware("a100"), tp=tp, dp=dp, pp=pp, **given | more), best
+    )
+
+
+POSED = (
+    posed("llama2-13b", 4, 2, 2, 2.751, failed=(15,), slow={11: 0.5}),
+    posed("llama2-13b", 4, 4, 2, 2.977, failed=(1, 10, 19, 24)),
+    posed("llama2-13b", 4, 2, 4, 1.589, failed=(1, 6, 9, 14)),
+    posed("llama2-13b", 4, 2, 4, 1.379, failed=(1, 6, 9, 14), schedule="zero-bubble"),
+    posed("llama2-13b", 4, 2, 4, 1.604, failed=(16, 28)),
+    posed("llama2-13b", 4, 2, 4, 1.604, failed=(5, 22)),
+    posed("llama2-30b", 4, 2, 8, 2.480, failed=(5, 37)),
+    posed("llama2-30b", 4, 2, 8, 6.444, failed=(5, 37), micro_batches=32),
+    posed("llama2-30b", 4, 2, 8, 5.079, sequence=8192, zero_1=True, failed=(12, 13, 45)),
+)
+
+
 def timed(case: Situation, repeats: int = 5) -> tuple[float, Plan]:
     """Median seconds of `decide`, and its plan."""
     seconds: list[float] = []
@@ -212,15 +245,52 @@ def times() -> None:
     Console().print(table)
 
 
+def search(seconds: float) -> None:
+    """Three seeds each, the median: seconds are a processor's own."""
+    table = Table("job", "gone or slow", "at once, s", f"after {seconds:g} s", "best known", "off", "trials")
+    off = []
+    for posed in POSED:
+        question = posed.question
+        case = pose(question, first_plan(question))
+        instant = decide(case)
+        found, trials = [], []
+        for seed in range(3):
+            began = time.process_time()
+            anytime = Anytime(case, instant, seed)
+            tried = 0
+            while time.process_time() - began < seconds:
+                anytime.run(20)
+                tried += 20
+            found.append(anytime.decision().seconds)
+            trials.append(tried)
+        after = statistics.median(found)
+        off.append(after / posed.best - 1.0)
+        happened = [*map(str, question.failed), *(f"{rank}:{speed}" for rank, speed in question.slow.items())]
+        table.add_row(
+            f"{posed.model} ({question.tp},{question.dp},{question.pp}) x {question.micro_batches}",
+            " ".join(happened),
+            f"{instant.seconds:.3f}",
+            f"{after:.3f}",
+            f"{posed.best:.3f}",
+            f"{off[-1]:+.1%}",
+            f"{statistics.median(trials):.0f}",
+        )
+    Console().print(table)
+    print(f"within 1 % of the best known: {sum(one <= 0.01 for one in off)} of {len(off)}; worst {max(off):+.1%}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", nargs="?", choices=("best", "time"), help="default: both")
+    parser.add_argument("what", nargs="?", choices=("best", "time", "search"), help="default: all")
     parser.add_argument("--instances", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=1.0)
     args = parser.parse_args()
-    if args.what != "time":
+    if args.what in ("best", None):
         best(args.instances)
-    if args.what != "best":
+    if args.what in ("time", None):
         times()
+    if args.what in ("search", None):
+        search(args.seconds)
 
 
 if __name__ == "__main__":

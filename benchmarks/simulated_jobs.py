@@ -18,6 +18,8 @@ share: chunks, transfers, synchronisation and step.
 **Timeline.** Eq. 2 (`resihp.pipeline.compiled`). Ranks of a tensor-parallel group end a chunk together, with the
 slowest; `compute` is each rank's own. Rank t of a stage receives from rank t of the other stage, at its own time.
 The gradient synchronisation begins when the last replica has come; then everybody steps.
+
+**Other worlds.** `workload_of` and `disturb` change what is drawn, before it is played (`disturbances`, `worlds`).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -93,6 +95,66 @@ class Failure:
     rank: int | None = None
     link: tuple[int, int] | None = None
     """(sender, receiver)."""
+
+
+@dataclass(eq=False)
+class Timeline:
+    """What is about to be played, I iterations of it; `disturb` changes it in place. Arrays are (I, ...), seconds."""
+
+    plan: Plan
+    compiled: CompiledOrders
+    forward_s: float
+    """Of a mean forward chunk."""
+    factor: Floats
+    """(I,): what noise all share."""
+    compute: Floats
+    """(I, V, T)."""
+    transfers: Floats
+    """(I, E, T)."""
+    collectives: Floats
+    """(I, V): how long a slot's tensor-parallel collectives take, beyond waiting for its slowest rank; 0 at first."""
+    late: Floats
+    """(I, V): how long a slot waits for what is nobody's work, before it begins; 0 at first."""
+    sums: Floats
+    """(I, stages): the sum of gradients, once the last replica has come."""
+    beside: Floats
+    """(I,): what comes after that."""
+    skew: Floats
+    """(I, ranks): how much later than others a rank begins the iteration, which only its clock shows; 0 at first."""
+    resolution_s: float = 0.0
+    """Of the ranks' clocks."""
+
+    def ended(self) -> tuple[Floats, Floats, Floats]:
+        """(I, V), (I, stages), (I,): when slots are done, gradients summed, the iteration over."""
+        longest = self.compute.max(axis=-1) + self.collectives + self.late
+        _, ends = self.compiled.play(longest, self.transfers.max(axis=-1))
+        reduced = np.zeros(self.sums.shape)
+        for (_, s), where in self.compiled.lanes.items():
+            last = ends[:, self.compiled.in_order[where][-1]]
+            reduced[:, s] = np.maximum(reduced[:, s], last)
+        reduced += self.sums
+        return ends, reduced, reduced.max(axis=-1) + self.beside
+
+    def reported(self, ends: Floats) -> tuple[Floats, Floats, Floats]:
+        """(I, V, T): starts, spans and compute as clocks show them, given when slots end."""
+        source, target = self.compiled.edges
+        before = np.concatenate([ends, np.zeros((len(ends), 1))], axis=1)[:, self.compiled.previous]
+        starts = np.repeat(before[..., None], self.compute.shape[-1], axis=-1)
+        starts[:, target] = np.maximum(starts[:, target], ends[:, source, None] + self.transfers)
+        starts += self.late[..., None]
+        spans, compute = ends[..., None] - starts, self.compute
+        if self.skew.any():
+            for (d, s), where in self.compiled.lanes.items():
+                ranks = list(self.plan.layout.replicas[d].stages[s].ranks)
+                starts[:, self.compiled.in_order[where]] -= self.skew[:, None, ranks]
+            starts = np.maximum(starts, 0.0)
+        if self.resolution_s:
+            begun, done, worked = (
+                np.floor(one / self.resolution_s) * self.resolution_s
+                for one in (starts, starts + spans, starts + compute)
+            )
+            starts, spans, compute = begun, done - begun, worked - begun
+        return starts, spans, compute
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,16 +247,21 @@ def simulate(
     *,
     slowdown: float = 0.2,
     earliest: int = 60,
+    workload_of: Callable[[np.random.Generator, Floats, Floats], tuple[Floats, Floats]] | None = None,
+    disturb: Callable[[Timeline], None] | None = None,
 ) -> Job:
     """A job; equal arguments give an equal one. A failure named by its kind only strikes at random.
 
     It strikes from `earliest` on, in the first two thirds of the job, and stays; the speed is lower by `slowdown`.
+    `workload_of` makes other N and S (I, micro-batches) of those that were drawn, with a generator of its own.
     Raises NoLengths where the document lengths are missing.
     """
     rng = np.random.default_rng(seed)
     plan, model, orders, compiled = _built(setting)
     micro_batches = setting.micro_batches * setting.dp
     tokens, squares = (pool[rng.integers(0, POOL, (iterations, micro_batches))] for pool in workload(setting.budget))
+    if workload_of is not None:
+        tokens, squares = workload_of(np.random.default_rng([seed, 1]), tokens, squares)
     coefficients = _coefficients(setting, compiled, rng)
     chunks = true_chunks(coefficients, tokens, squares, compiled)
     forward = float(chunks[:, compiled.kind == KINDS.index("F")].mean())
@@ -208,43 +275,34 @@ def simulate(
     factor = autoregressive(rng, iterations, setting.iteration_noise, setting.correlation)
     shape = (iterations, compiled.size, setting.tp)
     compute = chunks[..., None] * factor[:, None, None] * np.exp(setting.chunk_noise * rng.standard_normal(shape))
-    source, target = compiled.edges
+    source, _ = compiled.edges
     transfers = (
         transfer_s * factor[:, None, None] * np.exp(0.05 * rng.standard_normal((iterations, len(source), setting.tp)))
     )
 
-    def ended(compute: Floats, transfers: Floats) -> tuple[Floats, Floats, Floats]:
-        _, ends = compiled.play(compute.max(axis=-1), transfers.max(axis=-1))
-        reduced = np.zeros((iterations, setting.pp))
-        for (_, s), where in compiled.lanes.items():
-            last = ends[:, compiled.in_order[where][-1]]
-            reduced[:, s] = np.maximum(reduced[:, s], last)
-        reduced += (synchronisation_s * factor)[:, None]
-        return ends, reduced, reduced.max(axis=-1) + step_s * factor
-
-    ends, reduced, seconds = ended(compute, transfers)
+    ranks = len(plan.layout.active)
+    line = Timeline(
+        plan=plan,
+        compiled=compiled,
+        forward_s=forward,
+        factor=factor,
+        compute=compute,
+        transfers=transfers,
+        collectives=np.zeros(shape[:2]),
+        late=np.zeros(shape[:2]),
+        sums=np.repeat((synchronisation_s * factor)[:, None], setting.pp, axis=1),
+        beside=step_s * factor,
+        skew=np.zeros((iterations, ranks)),
+    )
+    ends, reduced, seconds = line.ended()
     healthy = seconds
+    if disturb is not None:
+        disturb(line)
     if failure is not None:
-        at = slice(failure.onset, failure.until)
-        if failure.kind == "everybody":
-            compute[at] /= failure.speed
-        elif failure.kind == "device":
-            d, s, t = _place(plan, failure.rank)
-            slow = compiled.slots(d, s)
-            compute[at, slow, t] = compute[at, slow, t] / failure.speed
-        else:
-            assert failure.link is not None, "a failing link has two ends"
-            (d, s, t), (e, r, u) = (_place(plan, rank) for rank in failure.link)
-            if (d, t, abs(r - s)) != (e, u, 1):
-                raise ValueError(f"ranks {failure.link[0]} and {failure.link[1]} exchange nothing in the simulated job")
-            here = (compiled.replica[source] == d) & (compiled.stage[source] == s) & (compiled.stage[target] == r)
-            added = (1.0 / failure.speed - 1.0) * forward
-            transfers[at, here, t] += added * factor[at, None]
-        ends, reduced, seconds = ended(compute, transfers)
-
-    before = np.concatenate([ends, np.zeros((iterations, 1))], axis=1)[:, compiled.previous]
-    starts = np.repeat(before[..., None], setting.tp, axis=-1)
-    starts[:, target] = np.maximum(starts[:, target], ends[:, source, None] + transfers)
+        _fail(line, failure, setting)
+    if disturb is not None or failure is not None:
+        ends, reduced, seconds = line.ended()
+    starts, spans, compute = line.reported(ends)
     return Job(
         setting=setting,
         plan=plan,
@@ -260,12 +318,31 @@ def simulate(
         squares=squares,
         factor=factor,
         starts=starts,
-        spans=ends[..., None] - starts,
+        spans=spans,
         compute=compute,
         reduced=reduced,
         seconds=seconds,
         healthy=healthy,
     )
+
+
+def _fail(line: Timeline, failure: Failure, setting: Setting) -> None:
+    at, compiled = slice(failure.onset, failure.until), line.compiled
+    if failure.kind == "everybody":
+        line.compute[at] /= failure.speed
+    elif failure.kind == "device":
+        d, s, t = _place(line.plan, failure.rank)
+        slow = compiled.slots(d, s)
+        line.compute[at, slow, t] = line.compute[at, slow, t] / failure.speed
+    else:
+        assert failure.link is not None, "a failing link has two ends"
+        (d, s, t), (e, r, u) = (_place(line.plan, rank) for rank in failure.link)
+        if (d, t, abs(r - s)) != (e, u, 1):
+            raise ValueError(f"ranks {failure.link[0]} and {failure.link[1]} exchange nothing in the simulated job")
+        source, target = compiled.edges
+        here = (compiled.replica[source] == d) & (compiled.stage[source] == s) & (compiled.stage[target] == r)
+        added = (1.0 / failure.speed - 1.0) * line.forward_s
+        line.transfers[at, here, t] += added * line.factor[at, None]
 
 
 def true_chunks(coefficients: Floats, tokens: Floats, squares: Floats, compiled: CompiledOrders) -> Floats:

@@ -1,45 +1,31 @@
 """What the monitor finds in simulated jobs with one persistent fail-slow, and in healthy ones; and what others find.
 
-Called by `detector.py` (section `slow`). Three detectors see the same jobs:
-
-**ours**: `resihp.detector.online.monitor`, which gets what workers report and no more.
-
-**raw**: change points of raw iteration times, verified by a shift of their mean of at least 10 % (as Greyhound does).
-
-**25 %**: the same change points, at which the iteration has taken more than 1.25 times what is predicted for its
-workload (the paper's rule, with our prediction).
-
-Change points are those of Adams & MacKay (2007), exactly: Student's t predictive, run lengths up to LONGEST, a change
-expected once in 250 iterations; there is one when the most probable run is shorter than before.
+Called by `detector.py` (section `slow`). Three detectors see the same jobs, as `[detect] mode` has them
+(`resihp.detector.modes`): **sequential**, ours; **paper**, the ResiHP paper's with our prediction; **greyhound**. All
+get what workers report and no more. The last two never say who is slow. Nobody answers what they find, as probes would.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
-from scipy.special import gammaln
 from simulated_jobs import BUDGETS, SLOWDOWNS, Job, Setting, simulate
 
-from resihp.detector.online.monitor import Finding, Monitor
-
-Floats = npt.NDArray[np.float64]
+from resihp.detector import modes
+from resihp.detector.findings import Finding
+from resihp.settings import Detection, Mode
 
 ITERATIONS = 600
 LIMITS = {0.05: 40, 0.10: 10, 0.20: 3, 0.35: 3, 0.55: 3, 0.70: 3}
 """Iterations within which a slow-down of a size is to be found, its first one counted."""
-HAZARD = 1 / 250
-LONGEST = 200
-LATEST = 10
-"""Iterations after a change point in which it may be verified."""
-NAMES = ("ours", "raw", "25 %")
+NAMES: tuple[Mode, ...] = ("sequential", "paper", "greyhound")
+OURS = NAMES[0]
 
 
 @dataclass(frozen=True)
@@ -47,7 +33,7 @@ class Alarm:
     """Raised in iteration `at`."""
 
     at: int
-    finding: Finding | None = None
+    finding: Finding
 
 
 @dataclass
@@ -82,9 +68,9 @@ def slow(console: Console, jobs: int) -> list[dict[str, Any]]:
         slowdown = SLOWDOWNS[turn // 4 % 6]
         job = simulate(settings[i % len(settings)], 10_000 + i, ITERATIONS, kind, slowdown=slowdown)
         started = time.process_time()
-        ours, predicted = watch(job)
+        alarms = {OURS: watch(job, OURS)}
         observing += time.process_time() - started
-        alarms = {"ours": ours, **others(job, predicted)}
+        alarms |= {mode: watch(job, mode) for mode in NAMES if mode != OURS}
         onset = ITERATIONS if job.failure is None else job.failure.onset
         healthy[job.setting] += onset
         for name in NAMES:
@@ -94,16 +80,16 @@ def slow(console: Console, jobs: int) -> list[dict[str, Any]]:
             false[name, job.setting] += len(before)
             tally.jobs += 1
             tally.correct += not before and bool(after) == (kind is not None)
-            if name == "ours" and before:
+            if name == OURS and before:
                 odd += [f"job {i}, {kind} from {onset}: {alarm.finding}" for alarm in before]
             if after:
                 tally.found += 1
                 tally.delays.append(after[0].at - onset + 1)
                 tally.once += len(after) == 1
                 tally.named += _names(job, after[0])
-                if name == "ours" and not _names(job, after[0]):
+                if name == OURS and not _names(job, after[0]):
                     odd.append(f"job {i}, {job.failure}: {after[0].finding}")
-            elif name == "ours" and kind:
+            elif name == OURS and kind:
                 odd.append(f"job {i}, {job.failure}: not found")
     total = time.process_time() - began
     rows = _by_size(console, tallies)
@@ -119,77 +105,22 @@ def slow(console: Console, jobs: int) -> list[dict[str, Any]]:
     return rows
 
 
-def watch(job: Job) -> tuple[list[Alarm], Floats]:
-    """Alarms of the monitor, and what it predicted (iterations,); NaN while it did not know."""
-    monitor = Monitor()
-    monitor.adopt(job.plan, job.model, job.orders)
-    alarms: list[Alarm] = []
-    predicted = np.full(job.iterations, np.nan)
-    for observation in job.observations():
-        assessment = monitor.observe(observation)
-        if assessment.predicted_s is not None:
-            predicted[observation.iteration] = assessment.predicted_s
-        alarms += [Alarm(observation.iteration, one) for one in assessment.findings if one.kind == "fail-slow"]
-    return alarms, predicted
-
-
-def others(job: Job, predicted: Floats) -> dict[str, list[Alarm]]:
-    """Alarms of the two rules that begin with a change point of raw iteration times."""
-    seconds = job.seconds
-    raw: list[Alarm] = []
-    ruled: list[Alarm] = []
-    run = runs(seconds)
-    first, start = 0, 0
-    done = {"raw": -1, "25 %": -1}
-    for t in range(1, len(seconds)):
-        now = t + 1 - int(run[t])
-        if run[t] <= run[t - 1] and now > start:
-            first, start = start, now
-        if not start or t - start >= LATEST:
-            continue
-        before = seconds[first:start]
-        if done["raw"] != start and t - start >= 2 and seconds[start : t + 1].mean() > 1.1 * before.mean():
-            raw.append(Alarm(t))
-            done["raw"] = start
-        if done["25 %"] != start and seconds[t] > 1.25 * predicted[t]:
-            ruled.append(Alarm(t))
-            done["25 %"] = start
-    return {"raw": raw, "25 %": ruled}
-
-
-def runs(values: Floats) -> npt.NDArray[np.int64]:
-    """(n,): the most probable number of values since the last change, after each."""
-    scaled = (values - values[:10].mean()) / values[:10].std()
-    mean, kappa, alpha, beta = np.zeros(1), np.full(1, 0.1), np.full(1, 1.0), np.full(1, 1.0)
-    prior = tuple(array.copy() for array in (mean, kappa, alpha, beta))
-    log_run = np.zeros(1)
-    best = np.zeros(len(values), dtype=np.int64)
-    for t, x in enumerate(scaled.tolist()):
-        spread = beta * (kappa + 1) / (alpha * kappa)
-        log_density = (
-            gammaln(alpha + 0.5)
-            - gammaln(alpha)
-            - 0.5 * np.log(2 * alpha * math.pi * spread)
-            - (alpha + 0.5) * np.log1p((x - mean) ** 2 / (2 * alpha * spread))
-        )
-        joint = log_run + log_density
-        most = joint.max()
-        total = most + math.log(float(np.exp(joint - most).sum()))
-        log_run = np.concatenate([[total + math.log(HAZARD)], joint + math.log(1 - HAZARD)]) - total
-        beta = np.concatenate([prior[3], beta + kappa * (x - mean) ** 2 / (2 * (kappa + 1))])
-        mean = np.concatenate([prior[0], (kappa * mean + x) / (kappa + 1)])
-        kappa = np.concatenate([prior[1], kappa + 1])
-        alpha = np.concatenate([prior[2], alpha + 0.5])
-        if len(log_run) > LONGEST:
-            log_run, mean, kappa, alpha, beta = (a[:LONGEST] for a in (log_run, mean, kappa, alpha, beta))
-        best[t] = int(log_run.argmax())
-    return best
+def watch(job: Job, mode: Mode) -> list[Alarm]:
+    """Alarms of one detector."""
+    detector = modes.detector(Detection(mode=mode, patience=500))
+    detector.adopt(job.plan, job.model, job.orders)
+    return [
+        Alarm(observation.iteration, one)
+        for observation in job.observations()
+        for one in detector.observe(observation).findings
+        if one.kind == "fail-slow"
+    ]
 
 
 def _names(job: Job, alarm: Alarm) -> bool:
     """Whether the right device, or link, is named first."""
     finding, failure = alarm.finding, job.failure
-    if finding is None or failure is None:
+    if failure is None:
         return False
     if failure.kind == "link":
         return finding.link == failure.link
@@ -202,7 +133,7 @@ def _by_size(console: Console, tallies: dict[tuple[str, str, float], Tally]) -> 
     )
     for name in ("what", "speed lower by", "jobs", "within"):
         table.add_column(name, justify="right")
-    for name in ("ours", "delay", "named", "one finding", "raw 10 %", "delay", "25 % rule", "delay"):
+    for name in (OURS, "delay", "named", "one finding", "paper", "delay", "greyhound", "delay"):
         table.add_column(name, justify="right")
     rows = []
     for kind in ("device", "link"):
@@ -216,7 +147,7 @@ def _by_size(console: Console, tallies: dict[tuple[str, str, float], Tally]) -> 
                 within = sum(delay <= limit for delay in tally.delays) / tally.jobs
                 middle = f"{np.median(tally.delays):.0f}, {max(tally.delays)}" if tally.delays else "-"
                 shown += [f"{within:.3f}", middle]
-                if name == "ours":
+                if name == OURS:
                     row["jobs"] = tally.jobs
                     shown += [f"{part / max(tally.found, 1):.3f}" for part in (tally.named, tally.once)]
                 row[name] = {"within": within, "found": tally.found / tally.jobs, "delays": sorted(tally.delays)}
@@ -253,5 +184,5 @@ def _accuracy(console: Console, tallies: dict[tuple[str, str, float], Tally]) ->
         named = sum(tally.named for tally in found) / max(sum(tally.found for tally in found), 1)
         console.print(
             f"{name}: accuracy {right / jobs:.4f} over {jobs} jobs, healthy or slower by 10 % and more"
-            + (f"; right device or link named in {named:.4f}" if name == "ours" else "")
+            + (f"; right device or link named in {named:.4f}" if name == OURS else "")
         )

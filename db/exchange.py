@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 from urllib.parse import quote
 
 from sqlalchemy import Connection, Table, func, insert, select, update
@@ -24,7 +25,6 @@ from sqlalchemy.orm import Session
 
 from db import migrate, parquet, projection, report_rows
 from db.engine import file_of, make_engine, masked, prepare_folder, refusal, resolve
-from db.models import LedgerTable
 from db.parquet import JOBS, MANIFEST, OF_JOBS, ROWS_AT_ONCE, Manifest, Row, Source, columns_of
 from db.writer import catch_up
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
@@ -269,8 +269,8 @@ def _merge_job(session: Session, source: Source, row: Row) -> Merged:
             connection.execute(update(JOBS).where(JOBS.c.id == number).values(values))
             outcome = "brought forward"
     for table in OF_JOBS:
-        if table.name == "rank_reports":
-            rows += _merge_reports(connection, number, source.rows(table, row["uuid"]))
+        if table.name in ("rank_reports", "scores"):
+            rows += _merge_telemetry(connection, number, table, source.rows(table, row["uuid"]))
         elif outcome != "unchanged":
             for part in source.rows(table, row["uuid"]):
                 connection.execute(insert(table), [{"job_id": number, **each} for each in part])
@@ -280,13 +280,16 @@ def _merge_job(session: Session, source: Source, row: Row) -> Merged:
     return Merged(row["name"], row["uuid"], outcome, rows)
 
 
-def _merge_reports(connection: Connection, number: int, parts: Iterator[list[Row]]) -> int:
-    """How many were missing."""
-    reports = LedgerTable.metadata.tables["rank_reports"]
-    count = select(func.count()).select_from(reports).where(reports.c.job_id == number)
+def _merge_telemetry(connection: Connection, number: int, table: Table, parts: Iterator[list[Row]]) -> int:
+    """How many rows of rank reports, or of scores, were missing."""
+    count = select(func.count()).select_from(table).where(table.c.job_id == number)
     before = connection.execute(count).scalar_one()
     for part in parts:
-        report_rows.insert_reports(connection, number, report_rows.sound(report_rows.as_reports(part)))
+        if table.name == "rank_reports":
+            report_rows.insert_reports(connection, number, report_rows.sound(report_rows.as_reports(part)))
+        else:
+            scores = (tuple(row[name] for name in report_rows.SCORE_COLUMNS) for row in part)
+            report_rows.insert_scores(connection, number, report_rows.sound_scores(cast(Any, scores)))
     return int(connection.execute(count).scalar_one() - before)
 
 

@@ -107,6 +107,10 @@ class JobRow(LedgerTable):
     account: Mapped[str | None] = mapped_column(Text)
     """Where its time went (`db.reading.cost_accounts.Account` in JSON), once it is over; null until then, and in older
     ledgers."""
+    detector: Mapped[str | None] = mapped_column(Text)
+    """What the detector judged by last, as in `journal.CoverageChanged`; null while it warms up or is off."""
+    unwatched: Mapped[str | None] = mapped_column(Text)
+    """Ranks, in JSON, with work of which it had not been told anything for long."""
     written_by: Mapped[str | None] = mapped_column(Text, FetchedValue())
     """The database role whose job it is, which PostgreSQL sets and we never do; null in SQLite. (`owner` is whom the
     job itself says it belongs to.)"""
@@ -237,6 +241,20 @@ class RankReportRow(LedgerTable):
     compute_seconds: Mapped[float | None]
 
 
+class RankScoreRow(LedgerTable):
+    """How a rank stood with the detector after an iteration: its own work's time over what is healthy for it, and the
+    evidence against it over what makes a finding. Telemetry, thinned by the controller (`fail_slow.standings`)."""
+
+    __tablename__ = "scores"
+    __table_args__ = ({"sqlite_with_rowid": False},)
+
+    job_id: Mapped[int] = _of_job(primary_key=True)
+    iteration: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    rank: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    level: Mapped[float | None]
+    evidence: Mapped[float]
+
+
 class ReconfigurationRow(LedgerTable):
     """One transition, from the failure's detection to the first committed iteration after it.
 
@@ -277,7 +295,10 @@ class FailureRow(LedgerTable):
         CheckConstraint("kind IN ('fail-stop', 'fail-slow', 'communication', 'program')", name="kind"),
         CheckConstraint("speed > 0 AND speed <= 1", name="speed"),
         CheckConstraint("confidence >= 0 AND confidence <= 1", name="confidence"),
-        CheckConstraint("component IN ('process', 'device', 'node', 'link', 'script')", name="component"),
+        CheckConstraint(
+            "component IN ('process', 'device', 'node', 'link', 'script', 'job', 'collective', 'reduction', 'data')",
+            name="component",
+        ),
         ForeignKeyConstraint(["job_id", "recovered_epoch"], ["reconfigurations.job_id", "reconfigurations.epoch"]),
         Index(None, "job_id", "node"),
         Index(None, "noticed_at"),
@@ -300,6 +321,44 @@ class FailureRow(LedgerTable):
     speed: Mapped[float | None]
     confidence: Mapped[float | None]
     ended_iteration: Mapped[int | None] = mapped_column(BigInteger)
+    ended_at: Mapped[datetime | None]
+
+
+class SuspicionRow(LedgerTable):
+    """One suspicion that something is slow, whatever became of it.
+
+    `iteration`: the first slow one, `detected`: the one it was raised in; `change`: time over healthy, less 1. `probe`:
+    the measurement taken for it. `outcome`: as in `journal.Suspected`, null while it is open, or where the job ended
+    first; `failure`: the first verdict that it led to.
+    """
+
+    __tablename__ = "suspicions"
+    __table_args__ = (
+        CheckConstraint(
+            "component IN ('process', 'device', 'node', 'link', 'script', 'job', 'collective', 'reduction', 'data')",
+            name="component",
+        ),
+        CheckConstraint("outcome IN ('slow', 'fine', 'unconfirmed', 'passed', 'dropped')", name="outcome"),
+        CheckConstraint("confidence >= 0 AND confidence <= 1", name="confidence"),
+        Index(None, "node", "raised_at"),
+    )
+
+    job_id: Mapped[int] = _of_job(primary_key=True)
+    suspicion: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    component: Mapped[str] = mapped_column(String(16))
+    ranks: Mapped[str] = mapped_column(Text)
+    node: Mapped[str | None] = mapped_column(Text)
+    device: Mapped[int | None] = mapped_column(Integer)
+    iteration: Mapped[int] = mapped_column(BigInteger)
+    detected: Mapped[int] = mapped_column(BigInteger)
+    change: Mapped[float | None]
+    confidence: Mapped[float | None]
+    probe: Mapped[int | None] = mapped_column(Integer)
+    outcome: Mapped[str | None] = mapped_column(String(16))
+    failure: Mapped[int | None] = mapped_column(Integer)
+    evidence: Mapped[str] = mapped_column(Text)
+    outcome_evidence: Mapped[str | None] = mapped_column(Text)
+    raised_at: Mapped[datetime]
     ended_at: Mapped[datetime | None]
 
 

@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Any, cast
 
 import msgspec
-from sqlalchemy import Table, delete, insert, select, update
+from sqlalchemy import Table, delete, insert, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -105,7 +105,7 @@ def forget(session: Session, job: models.JobRow) -> None:
     job.journal_seq = 0
 
 
-_NOT_OF_THE_JOURNAL = (models.RankReportRow.__tablename__,)
+_NOT_OF_THE_JOURNAL = (models.RankReportRow.__tablename__, models.RankScoreRow.__tablename__)
 
 
 def apply(session: Session, job: models.JobRow, record: journal.Record) -> None:
@@ -203,7 +203,7 @@ def _describe_job(job: models.JobRow, entry: journal.JobStarted, at: float) -> N
     job.version = _text(entry.version)
     job.configuration = json.dumps(entry.configuration, default=str)
     job.state = "running"
-    job.exit_code = job.reason = job.ended_at = job.account = None
+    job.exit_code = job.reason = job.ended_at = job.account = job.detector = job.unwatched = None
     job.last_entry_at = moment(at)
 
 
@@ -389,7 +389,51 @@ def _evaluation_done(session: Session, job: models.JobRow, entry: journal.Evalua
 
 
 def _suspected(session: Session, job: models.JobRow, entry: journal.Suspected, at: float) -> None:
-    """Events only: a suspicion is not a failure."""
+    """A suspicion to be slow; of others, and of those of journals that do not number them, there is the event alone."""
+    if entry.kind != "slow" or entry.suspicion == 0:
+        return
+    row = session.get(models.SuspicionRow, (job.id, entry.suspicion))
+    if row is None:
+        worker = None if entry.rank is None else session.get(models.WorkerRow, (job.id, entry.rank))
+        row = models.SuspicionRow(
+            job_id=job.id,
+            suspicion=entry.suspicion,
+            component=entry.component,
+            ranks=json.dumps(entry.ranks),
+            node=None if entry.node is None else _text(entry.node),
+            device=None if worker is None else worker.device,
+            iteration=entry.iteration,
+            detected=entry.detected,
+            evidence=_text(entry.evidence),
+            raised_at=moment(at),
+        )
+        session.add(row)
+    row.change, row.confidence, row.probe = _number(entry.change), _number(entry.confidence), entry.probe or None
+    if entry.cleared:
+        row.ranks = json.dumps(entry.ranks)  # some may have joined it
+        row.outcome, row.outcome_evidence, row.ended_at = entry.outcome or None, _text(entry.evidence), moment(at)
+        if entry.outcome != "slow":
+            row.failure = None
+
+
+def _coverage_changed(session: Session, job: models.JobRow, entry: journal.CoverageChanged, at: float) -> None:
+    job.detector = None if entry.detector == "warming up" else entry.detector
+    job.unwatched = json.dumps(entry.unwatched) if entry.unwatched else None
+
+
+def _suspicion_confirmed(session: Session, job: models.JobRow, entry: journal.FailureFound, at: float) -> None:
+    """A verdict that something is slow settles the suspicions of it that are open, or that ended with a verdict."""
+    found = select(models.SuspicionRow).where(
+        models.SuspicionRow.job_id == job.id,
+        models.SuspicionRow.failure.is_(None),
+        or_(models.SuspicionRow.outcome.is_(None), models.SuspicionRow.outcome == "slow"),
+    )
+    for row in session.scalars(found):
+        suspects = json.loads(row.ranks)
+        alike = row.component == entry.component or (row.component, entry.component) == ("job", "device")
+        if alike and (not suspects or set(suspects) & set(entry.ranks)):
+            row.outcome, row.failure = "slow", entry.failure
+            row.ended_at = row.ended_at or moment(at)
 
 
 def _failure_found(session: Session, job: models.JobRow, entry: journal.FailureFound, at: float) -> None:
@@ -419,6 +463,8 @@ def _failure_found(session: Session, job: models.JobRow, entry: journal.FailureF
             confidence=_number(entry.confidence),
         )
     )
+    if entry.kind == "fail-slow":
+        _suspicion_confirmed(session, job, entry, at)
 
 
 def _failure_ended(session: Session, job: models.JobRow, entry: journal.FailureEnded, at: float) -> None:
@@ -624,6 +670,7 @@ _APPLY: dict[type, Callable[[Session, models.JobRow, Any, float], None]] = {
     journal.IterationsPacked: _iterations_packed,
     journal.EvaluationDone: _evaluation_done,
     journal.Suspected: _suspected,
+    journal.CoverageChanged: _coverage_changed,
     journal.FailureFound: _failure_found,
     journal.FailureEnded: _failure_ended,
     journal.ProbesTaken: _probes_taken,

@@ -1,7 +1,9 @@
-"""Rank reports into their table, many at once: COPY on PostgreSQL, statements of many rows on SQLite.
+"""Rank reports into their table, many at once: COPY on PostgreSQL, statements of many rows on SQLite. Ranks' scores,
+of which there are few, as well.
 
-Called by `db.writer` within its transaction, and by `db.exchange`. A report is known by job, iteration, rank and epoch:
-one that is in already changes nothing. Decides only which reports fit the table; telemetry may be lost.
+Called by `db.writer` within its transaction, and by `db.exchange`. A report is known by job, iteration, rank and epoch,
+a score by job, iteration and rank: one that is in already changes nothing. Decides only which fit the table; telemetry
+may be lost.
 """
 
 from __future__ import annotations
@@ -14,12 +16,18 @@ from math import isfinite
 from operator import itemgetter
 from typing import Any, cast
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Table
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError, IntegrityError
+
+from db.models import RankScoreRow
 
 Report = tuple[int, int, int, float | None, float | None]
 """iteration, epoch, rank, seconds, compute_seconds."""
 COLUMNS = ("iteration", "epoch", "rank", "seconds", "compute_seconds")
+Score = tuple[int, int, float | None, float]
+"""iteration, rank, level, evidence."""
+SCORE_COLUMNS = ("iteration", "rank", "level", "evidence")
 ROWS_IN_STATEMENT = 64
 """On SQLite, where each statement costs a switch between Python and the database."""
 ROWS_IN_MESSAGE = 512
@@ -67,6 +75,23 @@ def sound(reports: Sequence[Report]) -> list[Report]:
 
 def _finite(seconds: float | None) -> float | None:
     return float(seconds) if seconds is not None and isfinite(seconds) else None
+
+
+def sound_scores(scores: Iterable[Score]) -> list[Score]:
+    """Those that fit the table; a level that is no number becomes null."""
+    return [
+        (iteration, rank, _finite(level), evidence)
+        for iteration, rank, level, evidence in scores
+        if 0 <= iteration <= MOST_BIG_INTEGER and 0 <= rank <= MOST_INTEGER and isfinite(evidence)
+    ]
+
+
+def insert_scores(connection: Connection, job_id: int, scores: Sequence[Score]) -> None:
+    """Write scores that are sound. Raises what SQLAlchemy raises."""
+    if scores:
+        rows = [{"job_id": job_id, **dict(zip(SCORE_COLUMNS, score, strict=True))} for score in scores]
+        into = postgresql if connection.dialect.name == "postgresql" else sqlite
+        connection.execute(into.insert(cast(Table, RankScoreRow.__table__)).on_conflict_do_nothing(), rows)
 
 
 class Waiting:

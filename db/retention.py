@@ -1,4 +1,5 @@
-"""How long what there is most of stays in a ledger: rows of iterations and rank reports. Called by `resihp db prune`.
+"""How long what there is most of stays in a ledger: rows of iterations, rank reports and scores. Called by `resihp db
+prune`.
 
 Everything else stays: jobs, failures, plans, reconfigurations, events, nodes. So does what a thinned job is understood
 by: its first and last iteration, each one at which a failure began or a plan took over with the one before it, and,
@@ -17,7 +18,7 @@ from sqlalchemy.exc import DBAPIError
 
 from db import migrate
 from db.engine import file_of, make_engine, masked, refusal, resolve
-from db.models import FailureRow, IterationRow, JobRow, PlanRow, RankReportRow
+from db.models import FailureRow, IterationRow, JobRow, PlanRow, RankReportRow, RankScoreRow
 from db.reading.reader import Reader
 from resihp.errors import LedgerError, UsageError
 
@@ -30,6 +31,7 @@ class Pruned:
     owner: str
     iterations: int
     rank_reports: int
+    """Scores of ranks included."""
 
 
 def prune(url: str, before: datetime, keep_every: int | None = None, *, dry_run: bool = False) -> list[Pruned]:
@@ -74,22 +76,25 @@ def _prune_job(connection: Connection, job_id: int, before: datetime, keep_every
     if last_old is None:
         return Pruned(job.name, job.owner, 0, 0)
     gone = and_(old, IterationRow.iteration.not_in(_told(job_id)), _is_not_nth(IterationRow.iteration, keep_every))
-    reports = and_(
-        RankReportRow.job_id == job_id,
-        RankReportRow.iteration <= last_old,
-        _is_not_nth(RankReportRow.iteration, keep_every),
-    )
+    telemetry = [
+        (
+            table,
+            and_(table.job_id == job_id, table.iteration <= last_old, _is_not_nth(table.iteration, keep_every)),
+        )
+        for table in (RankReportRow, RankScoreRow)
+    ]
     if dry_run:
         counts = [
             connection.execute(select(func.count()).select_from(table).where(which)).scalar_one()
-            for table, which in ((IterationRow, gone), (RankReportRow, reports))
+            for table, which in ((IterationRow, gone), *telemetry)
         ]
-        return Pruned(job.name, job.owner, *counts)
+        return Pruned(job.name, job.owner, counts[0], sum(counts[1:]))
     if job.state != "running" and job.account is None:
         account = Reader.within(connection).settled(job_id)
         connection.execute(JobRow.__table__.update().where(JobRow.id == job_id).values(account=account))  # type: ignore[attr-defined]
     iterations = connection.execute(delete(IterationRow).where(gone)).rowcount
-    return Pruned(job.name, job.owner, iterations, connection.execute(delete(RankReportRow).where(reports)).rowcount)
+    removed = sum(connection.execute(delete(table).where(which)).rowcount for table, which in telemetry)
+    return Pruned(job.name, job.owner, iterations, removed)
 
 
 def _is_not_nth(iteration: Any, keep_every: int | None) -> ColumnElement[bool]:

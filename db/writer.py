@@ -62,6 +62,8 @@ class Ledger:
         self._records: deque[journal.Record] = deque()
         self._first: journal.Record | None = None
         self._reports = report_rows.Waiting(telemetry_rows)
+        self._scores: list[report_rows.Score] = []
+        self._most_scores = telemetry_rows
         self._most_records = records_in_memory
         self._reread = False
         self._last_submitted = 0
@@ -148,6 +150,15 @@ class Ledger:
             self._dropped += self._reports.put(reports)
         self._wake.set()
 
+    def scores(self, iteration: int, scores: Iterable[tuple[int, float | None, float]]) -> None:
+        """Hand over how ranks stood with the detector after an iteration: rank, level, evidence. Telemetry, too."""
+        rows = report_rows.sound_scores((iteration, *score) for score in scores)
+        with self._lock:
+            room = max(self._most_scores - len(self._scores), 0)
+            self._scores += rows[:room]
+            self._dropped += max(len(rows) - room, 0)
+        self._wake.set()
+
     def catch_up(self, journal_path: Path) -> None:
         """Bring in what the journal has and the ledger lacks, behind the job's back like everything else.
 
@@ -228,7 +239,7 @@ class Ledger:
             return self._is_written(seq)
 
     def _is_written(self, seq: int) -> bool:
-        return self._applied >= seq and not self._reports
+        return self._applied >= seq and not (self._reports or self._scores)
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Write what waits, for at most `timeout_s`, and stop; False if something was left (the journal has it)."""
@@ -334,14 +345,15 @@ class Ledger:
             self._unpack_next()
             records = list(takewhile(_is_unpacked, islice(self._records, BATCH_RECORDS)))
             parts = self._reports.batch()
+            scores = self._scores[: report_rows.ROWS_IN_BATCH]
             dropped = self._dropped
-        if first is None or not (records or parts or dropped != self._dropped_written):
+        if first is None or not (records or parts or scores or dropped != self._dropped_written):
             return False  # without the journal's first record nobody knows whose records these are
         given = sum(map(len, parts))
         reports = report_rows.sound(list(chain.from_iterable(parts)))
         unsound = given - len(reports)
         try:
-            seq = self._transaction(first, records, reports, dropped + unsound)
+            seq = self._transaction(first, records, reports, dropped + unsound, scores)
             written = dropped + unsound
         except Exception as error:
             if not _lies_in_the_rows(error):
@@ -356,6 +368,7 @@ class Ledger:
                 self._records.popleft()
                 gone += 1
             self._reports.remove(parts)
+            del self._scores[: len(scores)]
             self._dropped += unsound
             went_back, self._applied = seq < self._applied, seq
             stalled = bool(records) and not gone
@@ -363,12 +376,20 @@ class Ledger:
                 # A gap, or a ledger that lost what it had: what was not handed over, or no longer, is in the journal.
                 self._reread, stalled = True, False
             self._dropped_written = written
-            more = bool(self._reread or self._records or self._reports or written != self._dropped) and not stalled
+            more = (
+                bool(self._reread or self._records or self._reports or self._scores or written != self._dropped)
+                and not stalled
+            )
             self._written.notify_all()
         return more
 
     def _transaction(
-        self, first: journal.Record, records: list[journal.Record], reports: list[report_rows.Report], dropped: int
+        self,
+        first: journal.Record,
+        records: list[journal.Record],
+        reports: list[report_rows.Report],
+        dropped: int,
+        scores: list[report_rows.Score],
     ) -> int:
         """One batch, as a whole or not at all; returns the ledger's `journal_seq` after it."""
         with Session(self._engine) as session, session.begin():
@@ -385,9 +406,10 @@ class Ledger:
                 ready.append(record)
                 seq = max(seq, record.seq)
             projection.apply_all(session, job, ready)
-            if reports:
+            if reports or scores:
                 session.flush()
                 report_rows.insert_reports(session.connection(), job.id, reports)
+                report_rows.insert_scores(session.connection(), job.id, scores)
             job.telemetry_dropped = max(job.telemetry_dropped, dropped)
             return job.journal_seq
 
@@ -395,7 +417,7 @@ class Ledger:
         seq = self._applied
         for record in records:
             try:
-                seq = self._transaction(first, [record], [], 0)
+                seq = self._transaction(first, [record], [], 0, [])
             except Exception as error:
                 if not _lies_in_the_rows(error):
                     raise

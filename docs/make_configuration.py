@@ -127,7 +127,7 @@ def takes(key: str, field: FieldInfo) -> str:
         return ", ".join(f"`{word!s}`" if word else "empty" for word in get_args(kind))
     if get_origin(kind) is tuple:
         return "a list of texts"
-    shares = [item for item in metadata if isinstance(item, Le) and item.le == 1]
+    shares = [item for item in metadata if isinstance(item, Le) and float(item.le) <= 1]  # type: ignore[arg-type]
     assert kind is not float or key.endswith("_s") or shares
     words = {
         bool: "`true`, `false`",

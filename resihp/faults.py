@@ -42,6 +42,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """Of `slow`: 1 is healthy."""
     until: int | None = None
     """Of `slow`: the first iteration at full speed again; None: it stays slow."""
+    every: int = 1
+    """Of `slow`: in one of so many iterations only, those that it divides."""
 
     @property
     def target(self) -> str:
@@ -57,7 +59,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         how = "" if self.speed is None else f",speed={self.speed:g}"
         when = "" if self.iteration is None else f"@iteration={self.iteration},phase={self.phase}"
         end = "" if self.until is None else f",until={self.until}"
-        return f"{self.kind}:{self.target}{how}{when}{end}"
+        now_and_then = "" if self.every == 1 else f",every={self.every}"
+        return f"{self.kind}:{self.target}{how}{when}{end}{now_and_then}"
 
 
 def parse(text: str, fault_id: int) -> Fault:
@@ -78,7 +81,7 @@ def parse(text: str, fault_id: int) -> Fault:
         if not equals or not value or key in values:
             raise ConfigurationError(f"fault {text!r}: {part!r} is not one key=value; {example}")
         values[key] = value
-    of_slow = ("link", "speed", "until") if kind == "slow" else ()
+    of_slow = ("link", "speed", "until", "every") if kind == "slow" else ()
     unknown = set(values) - {"rank", "node", "iteration", "phase", *of_slow}
     if unknown:
         raise ConfigurationError(f"fault {text!r}: {', '.join(sorted(unknown))} does not apply to {kind}; {example}")
@@ -104,7 +107,7 @@ def parse(text: str, fault_id: int) -> Fault:
     if "link" in values and link is None:
         example = "example: slow:link=n1-n2,speed=0.3@iteration=10"
         raise ConfigurationError(f"fault {text!r}: link={values['link']} is not two nodes; {example}")
-    speed, until = _slowness(text, values, iteration) if kind == "slow" else (None, None)
+    speed, until, every = _slowness(text, values, iteration) if kind == "slow" else (None, None, 1)
     return Fault(
         id=fault_id,
         kind=kind,  # type: ignore[arg-type]
@@ -115,6 +118,7 @@ def parse(text: str, fault_id: int) -> Fault:
         phase=phase,  # type: ignore[arg-type]
         speed=speed,
         until=until,
+        every=every,
     )
 
 
@@ -126,15 +130,19 @@ def ends(link: str) -> tuple[str, str] | None:
     return None if odd or not all(parts) or a == b else (min(a, b), max(a, b))
 
 
-def _slowness(text: str, values: dict[str, str], iteration: int) -> tuple[float, int | None]:
+def _slowness(text: str, values: dict[str, str], iteration: int) -> tuple[float, int | None, int]:
     example = "example: slow:rank=5,speed=0.5@iteration=10,until=40"
     try:
         speed = float(values["speed"])
         until = int(values["until"]) if "until" in values else None
+        every = int(values.get("every", 1))
     except (KeyError, ValueError):
-        raise ConfigurationError(f"fault {text!r}: slow needs a speed, until is a whole number; {example}") from None
+        wanted = "slow needs a speed, until is a whole number, every too"
+        raise ConfigurationError(f"fault {text!r}: {wanted}; {example}") from None
     if not 0.01 <= speed < 1.0:
         raise ConfigurationError(f"fault {text!r}: a speed is from 0.01 to below 1, which is healthy; {example}")
     if until is not None and until <= iteration:
         raise ConfigurationError(f"fault {text!r}: it ends before it begins; {example}")
-    return speed, until
+    if every < 1:
+        raise ConfigurationError(f"fault {text!r}: every=10 is one iteration in ten, and 1 each of them; {example}")
+    return speed, until, every

@@ -9,6 +9,39 @@ import msgspec
 
 from resihp.faults import Fault
 
+PlannerName = Literal["resihp", "resihp-paper", "paper-tp", "paper-tp-pp", "drop-replica"]
+"""By whose rules jobs are planned (`resihp.scheduler.planners`)."""
+
+Mode = Literal["sequential", "paper", "greyhound"]
+
+
+class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
+    """What probes are judged by (`resihp.detector.probes`). Speeds: 1 is as fast as others."""
+
+    fit: float = 0.8
+    """A device that reaches less than this of its peers, or of its own past, is not fit to be learnt as healthy."""
+    sure: float = 0.9975
+    """How sure it must be that a suspect is slow, by its probe and by training together, for a verdict."""
+    link_fit: float = 0.6
+    """As `fit`, for links, whose times scatter more."""
+    link_confirmed: float = 0.8
+    """A link under suspicion that reaches less than this of two others or more is slow."""
+
+
+class Detection(msgspec.Struct, frozen=True, kw_only=True):
+    """How slow devices and links are looked for."""
+
+    mode: Mode = "sequential"
+    """Who looks: see `resihp.detector.modes`."""
+    false_alarms_per: int = 10_000
+    """Iterations between false alarms, on average at least, over all ranks and links. With `patience` and `least`, of
+    mode sequential alone."""
+    patience: int = 24
+    """Iterations after which a device is suspected again on the same evidence, though its probe was fine."""
+    least: float = 0.03
+    """Smallest slow-down that is told, log units: about the share by which it takes longer."""
+    thresholds: Thresholds = Thresholds()
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What the job was asked to be. Times in seconds; defaults are those of the design's detection table."""
@@ -71,8 +104,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether devices and links are measured before the first iteration, and when a device joins."""
     detect: bool = True
     """Whether slow devices and links are looked for while training."""
+    detection: Detection = Detection()
+    observes: bool = False
+    """Whether what is slow is found and told, and nothing is done about it: no device stands by for it, no plan is made
+    for it. Nor is any node drained, given back or asked for. What stops is recovered from all the same."""
     probe_budget_s: float = 30.0
     """How long an answer to a probe may take before the device counts as unfit; a suspicion is then dropped."""
+    planner: PlannerName = "resihp"
+    """By whose rules it is planned anew."""
     recheck_s: float = 60.0
     """How often a slow device that stands by is measured again."""
     signal_grace_s: float = 20.0

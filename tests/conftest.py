@@ -1,8 +1,13 @@
-"""Tests leave nothing behind: hypothesis writes to a temporary folder, pytest keeps no cache (pyproject.toml)."""
+"""Tests leave nothing behind: hypothesis writes to a temporary folder, pytest keeps no cache (pyproject.toml).
+
+Their folders are in memory where there is room: a job whose journal cannot be written for seconds hands over, as it
+should, and the disk of a machine that tests share with others has such seconds.
+"""
 
 from __future__ import annotations
 
 import atexit
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,6 +20,15 @@ from hypothesis.configuration import set_hypothesis_home_dir
 
 from tests.integration import slurm_releases
 from tests.integration.cluster import Cluster, requires_slurm
+
+MEMORY = "/dev/shm"
+ROOM_BYTES = 6 << 30
+"""All folders of a whole run are smaller than a sixth of it."""
+
+if "TMPDIR" not in os.environ and os.access(MEMORY, os.W_OK):
+    _there = os.statvfs(MEMORY)
+    if _there.f_bavail * _there.f_frsize >= ROOM_BYTES and not _there.f_flag & os.ST_NOEXEC:
+        os.environ["TMPDIR"] = tempfile.tempdir = MEMORY
 
 _home = tempfile.mkdtemp(prefix="resihp-hypothesis-")
 atexit.register(shutil.rmtree, _home, ignore_errors=True)

@@ -72,14 +72,13 @@ NAMED_TWICE: Mapping[str, str] = {
 }
 LONG: Mapping[str, int] = {
     "db.reading.why.why": 73,
-    "resihp.controller.state.Job.__init__": 87,
+    "resihp.controller.state.Job.__init__": 89,
     "resihp.detector.offline.traces.read": 66,
     "resihp.scheduler.transition_cost.verdict": 61,
     "resihp.simulator.rules.Rules.check_order": 74,
     "resihp.simulator.scenario.Scenario.drawn": 63,
     "resihp.simulator.world.World.__init__": 74,
     "wrapper.commands.init.job_text": 83,
-    "wrapper.commands.run.prepare": 63,
 }
 """Functions of more than `MOST_LINES` lines, with how many they may have."""
 CROWDED: Mapping[str, int] = {

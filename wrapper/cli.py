@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from resihp.errors import ResihpError
-from wrapper.commands import analyze, db, init, node
+from wrapper.commands import analyze, db, init, node, why_not
 from wrapper.commands.doctor import command as doctor
 from wrapper.commands.history import command as history
 from wrapper.commands.options import command_of
@@ -24,7 +24,7 @@ from wrapper.commands.status import command as status
 from wrapper.exit_codes import exit_code_of
 from wrapper.output.answers import message
 
-OTHERS = (status, history, db, node, analyze, plan, doctor, init, report)
+OTHERS = (status, history, why_not, db, node, analyze, plan, doctor, init, report)
 """Commands that say themselves how they are called, in the order of the help."""
 
 app = typer.Typer(
@@ -57,6 +57,12 @@ class RunOptions:
     tune: Annotated[
         bool, typer.Option("--tune", help="Spread layers over stages by what they cost, with orders of their own.")
     ] = False
+    planner: Annotated[
+        str | None,
+        typer.Option(
+            help="resihp; resihp-paper, paper-tp-pp, paper-tp, drop-replica to compare.", show_default="resihp"
+        ),
+    ] = None
     memory_per_device: Annotated[
         str | None, typer.Option(help="What a device has for the job: 80GB, 79.5GiB.", show_default="unknown")
     ] = None
@@ -109,6 +115,7 @@ def run(said: RunOptions) -> None:
             "sequence_parallel": said.sequence_parallel or None,
             "tune": said.tune or None,
         },
+        adapt={"planner": said.planner},
         ledger={"url": said.ledger},
         checkpoint={
             "every": said.checkpoint_every,

@@ -143,6 +143,8 @@ TABLES: Mapping[str, Table] = {
     "drains": _table(models.DrainRow, "drain", "drained_at", ("answers",)),
     "replacements": _table(models.ReplacementRow, "replacement", "asked_at", ("excluded",)),
     "probes": _table(models.ProbeRow, "id", "measured_at", left_out=("id",)),
+    "suspicions": _table(models.SuspicionRow, "suspicion", "raised_at", ("ranks",)),
+    "scores": _table(models.RankScoreRow, "iteration", "iteration"),
     "events": _table(EventRow, "seq", "at"),
 }
 
@@ -308,18 +310,20 @@ class Reader:
         job_id: int | None,
         *,
         node: str | None = None,
+        rank: int | None = None,
         since: datetime | None = None,
         until: datetime | None = None,
         last: int | None = None,
     ) -> list[Row]:
-        """Rows of one of `TABLES` in order, the `last` of them at most; JSON columns decoded.
+        """Rows of one of `TABLES` in order, the `last` of them at most; JSON columns decoded. Scores have no time.
 
         With `job_id` None of all jobs, in order of time, each with its `job` as the first column. Raises UsageError
         when the table has no nodes to ask for.
         """
         asked = TABLES[table]
         columns = asked.source.c
-        query, order = asked.query, [columns[asked.order]]
+        query = asked.query
+        order = [columns[asked.order], *(c for c in asked.source.primary_key if c.key not in ("job_id", asked.order))]
         if job_id is not None:
             query = query.where(columns.job_id == job_id)
         else:
@@ -330,6 +334,8 @@ class Reader:
             order = [columns[asked.time], columns.job_id, *order]
         if node is not None:
             query = query.where(or_(*(columns[name] == node for name in _node_columns(table))))
+        if rank is not None:
+            query = query.where(columns.rank == rank)
         if since is not None:
             query = query.where(columns[asked.time] >= since)
         if until is not None:

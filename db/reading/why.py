@@ -23,6 +23,12 @@ LARGER = 1.05
 """From here on a workload is larger than usual."""
 NEAR = 100
 """Iterations before it that tell what is usual; callers need give no more."""
+TOGETHER = {
+    "collective": "tensor-parallel collectives",
+    "reduction": "the sums of gradients",
+    "data": "the wait for data",
+}
+"""What ranks do together, or wait for."""
 
 
 class Why(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,10 +176,17 @@ def _slow_device(failure: Row) -> str:
         where = f"{where} device {failure['device']}"
     if failure["component"] == "link":
         where = f"a link of {where}"
-    speed = "" if failure["speed"] is None else f" at {failure['speed']:.0%} of its speed"
+    elif failure["component"] == "job":
+        where = "the whole job"
+    elif failure["component"] in TOGETHER:
+        where = TOGETHER[failure["component"]] + (f" of {failure['node']}" if failure["node"] else "")
+    many = failure["component"] in ("collective", "reduction")
+    speed = "" if failure["speed"] is None else f" at {failure['speed']:.0%} of {'their' if many else 'its'} speed"
     until = "" if failure["ended_iteration"] is None else f" until {failure['ended_iteration'] - 1}"
     since = f"from iteration {failure['iteration']}{until}" if until else f"since iteration {failure['iteration']}"
-    return f"{where} was slow,{speed} {since} (failure {failure['failure']}: {failure['cause']})"
+    return (
+        f"{where} {'were' if many else 'was'} slow,{speed} {since} (failure {failure['failure']}: {failure['cause']})"
+    )
 
 
 def _workload(row: Row, healthy: Sequence[Row]) -> list[str]:

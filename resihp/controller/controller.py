@@ -11,7 +11,8 @@ go. Until then a failure parks again, one epoch up, from the plan that still is 
 `startup` the start · `early_losses` what is lost on the way to the first plan · `transition` from one plan to the next
 · `planning` which plan, from which state · `consent` what ranks say to it · `iterations` commits · `failures` losses ·
 `joins` processes that join · `watchdog` silence and time · `expectation` healthy times · `slowness` what is slow ·
-`probing` probes · `fault_injection` faults on purpose · `shutdown` being asked to stop · `drains` bad nodes out ·
+`probing` probes · `standings` what is asked of the detector · `fault_injection` faults on purpose · `shutdown` being
+asked to stop · `drains` bad nodes out ·
 `replacements` new ones in · `takeover` a new supervisor · `incidents` root causes and the end.
 """
 
@@ -31,7 +32,7 @@ from resihp.controller import (
     transition,
 )
 from resihp.controller import interface as api
-from resihp.controller.fail_slow import expectation, slowness
+from resihp.controller.fail_slow import expectation, slowness, standings
 from resihp.controller.fail_stop import early_losses, failures, watchdog
 from resihp.controller.interface import AnyAction, AnyEvent, Dependencies
 from resihp.controller.nodes import drains, replacements
@@ -126,6 +127,8 @@ def _handle(job: Job, event: AnyEvent) -> None:
             _said(job, event)
         case api.InjectAsked():
             fault_injection.inject_asked(job, event)
+        case api.StandingAsked():
+            standings.asked(job, event)
         case api.Signalled():
             shutdown.signalled(job, event)
         case api.AgentSignalled():

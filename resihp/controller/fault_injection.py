@@ -59,7 +59,7 @@ def inject(job: Job, fault: Fault, waiting: int | None = None) -> str | None:
     if fault.kind == "slow":
         assert fault.speed is not None
         job.slow_since.update(dict.fromkeys([fault.link] if fault.link else victims, job.now))
-        slow = m.Slow(speed=fault.speed, until=fault.until, link=fault.link)
+        slow = m.Slow(speed=fault.speed, until=fault.until, link=fault.link, every=fault.every)
         job.order(tuple(victims), slow)
         if fault.until is not None:
             job.slowed.append((tuple(victims), slow))

@@ -13,7 +13,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from resihp.detector.online.monitor import Monitor
+from resihp.detector import modes
+from resihp.detector.interface import Detector
 from resihp.detector.probes import Place
 from resihp.faults import Fault
 from resihp.parallelism.model import ModelSpec
@@ -24,18 +25,14 @@ from resihp.parallelism.transfers import Move, moves
 from resihp.pipeline import checker
 from resihp.protocol.messages import Beat, Clue, Inventory, Speed, WorkerMessage, WorkerOrder
 from resihp.record.journal import AnyEntry
-from resihp.scheduler import planner
 from resihp.scheduler.situation import Decision, Situation
+from resihp.settings import Detection
 
 # --- whom it asks ------------------------------------------------------------------------------------------------
 
 
-PATIENCE = 100
-"""Iterations after which a device is suspected again on the same evidence, though its probe was fine."""
-
-
 class Planner(Protocol):
-    """What the controller asks the scheduler; the module `resihp.scheduler.planner` is one."""
+    """What the controller asks the scheduler (`resihp.scheduler.planners`)."""
 
     @property
     def first_plan(self) -> Callable[..., Plan]: ...
@@ -45,19 +42,16 @@ class Planner(Protocol):
     def without_lost_replicas(self) -> Callable[[Situation], Decision]: ...
 
 
-def _monitor() -> Monitor:
-    return Monitor(patience=PATIENCE)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Dependencies:
     """Whom the controller asks what it does not decide itself. A simulated job brings others."""
 
-    planner: Planner = planner
+    planner: Planner | None = None
+    """None: the one that the job's settings name."""
     check: Callable[[Plan], None] = checker.check
     moves: Callable[..., Sequence[Move]] = moves
     outline: Callable[[ModelSpec], Sequence[ParameterSpec]] = outline
-    monitor: Callable[[], Monitor] = _monitor
+    monitor: Callable[[Detection], Detector] = modes.detector
 
 
 # --- events -----------------------------------------------------------------------------------------------------
@@ -129,6 +123,14 @@ class InjectAsked(Event, frozen=True, kw_only=True):
 
     request: int
     fault: Fault
+
+
+class StandingAsked(Event, frozen=True, kw_only=True):
+    """An operator asks why a rank is, or is not, taken to be slow; `request` is echoed in `Reply`, whose text is a
+    `RankAnswer` as JSON."""
+
+    request: int
+    rank: int
 
 
 class Signalled(Event, frozen=True, kw_only=True):
@@ -215,6 +217,7 @@ AnyEvent = (
     | WorkerExited
     | WorkerSaid
     | InjectAsked
+    | StandingAsked
     | Signalled
     | AgentSignalled
     | TimeLeft
@@ -338,6 +341,14 @@ class Reply(Action, frozen=True, kw_only=True):
     text: str
 
 
+class TellScores(Action, frozen=True, kw_only=True):
+    """Hand the detector's scores of some ranks to the ledger, as telemetry: (rank, level, evidence); the level None
+    where it is not known."""
+
+    iteration: int
+    scores: tuple[tuple[int, float | None, float], ...]
+
+
 class CommitCheckpoint(Action, frozen=True, kw_only=True):
     """Write the manifest that makes the parts in `folder` a complete checkpoint, then prune old ones."""
 
@@ -383,6 +394,7 @@ AnyAction = (
     | AskWhy
     | AskTimeLeft
     | Reply
+    | TellScores
     | CommitCheckpoint
     | Say
     | End

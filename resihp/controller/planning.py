@@ -10,20 +10,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 
 import msgspec
 
 from resihp.controller.fail_slow import learned_times
 from resihp.controller.state import Job, natural
 from resihp.errors import LayoutError, NotEnoughDevicesError
-from resihp.parallelism.layout import Layout, Replica, Stage
+from resihp.parallelism.layout import Layout, Replica, Stage, validate
 from resihp.parallelism.ownership import ParameterSpec
-from resihp.parallelism.plan import Plan, spread
+from resihp.parallelism.plan import Plan
 from resihp.parallelism.transfers import Base, bytes_of, missing
 from resihp.scheduler.cost import device_memory
 from resihp.scheduler.cost.layout_change import movement
 from resihp.scheduler.cost.prices import iteration_seconds
 from resihp.scheduler.layouts import first_layout
+from resihp.scheduler.orders.lanes import overfull
 from resihp.scheduler.situation import Situation
 from resihp.scheduler.transition_cost import Movement
 
@@ -67,7 +69,7 @@ def first(job: Job) -> Choice:
     if unfit.intersection(plan.layout.active):
         fit = set(job.ready) - unfit
         try:
-            decision = job.dependencies.planner.decide(_situation(job, plan.epoch, fit, None, plan))
+            decision = job.planner.decide(_situation(job, plan.epoch, fit, None, plan))
             plan = with_standby(decision.plan, unfit)
         except LayoutError:
             job.say("warning", "not enough devices pass their probe: the others are used as well")
@@ -94,7 +96,7 @@ def as_asked(job: Job) -> tuple[Plan, dict[int, str]]:
         first = len(job.record.placements) + len(absent)
         absent.update(dict.fromkeys(range(first, first + lacking), name))
         ranks += [*here[name], *range(first, first + lacking)]
-    plan = job.dependencies.planner.first_plan(
+    plan = job.planner.first_plan(
         model=declared.model,
         nodes=dict.fromkeys(range(len(ranks)), ""),
         tp=settings.tp,
@@ -125,8 +127,20 @@ def _for_so_many(plan: Plan, micro_batches: int) -> Plan:
     """The same layout, with even shares of another batch. Raises LayoutError if a replica would get none."""
     if plan.micro_batches == micro_batches:
         return plan
-    shares = spread(micro_batches, len(plan.layout.replicas))
-    return msgspec.structs.replace(plan, assignment=shares, migrations=(), orders=())
+    return plan.dealing(micro_batches)
+
+
+def _redealt(plan: Plan, replicas: tuple[Replica, ...], situation: Situation) -> Plan:
+    """These replicas of a plan in which stages have no ranks, for the situation. Raises LayoutError if they cannot do
+    with each other alone, or lack the memory."""
+    used = {rank for replica in replicas for rank in replica.ranks}
+    layout = Layout(replicas, tuple(sorted(set(situation.available).difference(used))))
+    validate(layout, situation.model)
+    plan = msgspec.structs.replace(plan, epoch=situation.epoch, layout=layout).dealing(situation.micro_batches)
+    obstacle = overfull(plan, situation)
+    if obstacle:
+        raise LayoutError(obstacle)
+    return plan
 
 
 def _renamed(layout: Layout, names: Mapping[int, int]) -> Layout:
@@ -145,7 +159,7 @@ def _first_with_less(job: Job, grid: Plan, absent: Collection[int]) -> Choice:
     shares = f"{len(absent)} of {job.settings.devices_asked}"
     for kept_out, ask in itertools.product(
         (unfit, set()) if unfit else (unfit,),
-        (job.dependencies.planner.decide, job.dependencies.planner.without_lost_replicas),
+        (job.planner.decide, job.planner.without_lost_replicas),
     ):
         try:
             decision = ask(_situation(job, grid.epoch, ready - kept_out, None, grid))
@@ -159,21 +173,23 @@ def _first_with_less(job: Job, grid: Plan, absent: Collection[int]) -> Choice:
     raise NotEnoughDevicesError(f"{shares} devices are missing, and no layout fits the others: {obstacle}")
 
 
-def best(job: Job, epoch: int, available: set[int], base: Base | None) -> Choice:
-    """What the scheduler makes of these ranks, checked.
+def best(job: Job, epoch: int, available: set[int], base: Base | None, *, minds_slowness: bool | None = None) -> Choice:
+    """What the scheduler makes of these ranks, checked. `minds_slowness`: whether what is slow counts as such; by
+    default where something may be done about it.
 
     Raises LayoutError when no plan is found, or the one that is found is no good.
     """
+    minds = not job.settings.observes if minds_slowness is None else minds_slowness
     unfit = _kept_out(job, available)
-    situation = _situation(job, epoch, available, base)
+    situation = _situation(job, epoch, available, base, minds_slowness=minds)
     try:
-        fit = _situation(job, epoch, available - unfit, base) if unfit else situation
-        decision = job.dependencies.planner.decide(fit)
+        fit = _situation(job, epoch, available - unfit, base, minds_slowness=minds) if unfit else situation
+        decision = job.planner.decide(fit)
     except LayoutError:
         if not unfit:
             raise
         unfit = set()
-        decision = job.dependencies.planner.decide(situation)
+        decision = job.planner.decide(situation)
     plan = with_standby(decision.plan, unfit)
     job.dependencies.check(plan)
     return _choice(job, plan, situation, decision.reason, decision.seconds)
@@ -187,20 +203,25 @@ def resized(job: Job, epoch: int, available: set[int], base: Base | None) -> Cho
     """
     old = job.record.plan
     assert old is not None
-    if old.migrations or old.orders or not available.issuperset(old.layout.active):
+    fixed = (old.migrations or old.orders) and not old.layout.vacant
+    if fixed or not available.issuperset(old.layout.active):
         raise LayoutError("the plan in effect does not suit another number of micro-batches")
     situation = _situation(job, epoch, available, base)
     if set(situation.stale).intersection(old.layout.active) or _kept_out(job, available) - set(old.layout.standby):
         raise LayoutError("the plan in effect does not suit those who are there")
-    decision = job.dependencies.planner.without_lost_replicas(situation)
-    job.dependencies.check(decision.plan)
     reason = f"the layout in effect for {situation.micro_batches} micro-batches"
+    if old.layout.vacant:
+        plan = _redealt(old, old.layout.replicas, situation)
+        job.dependencies.check(plan)
+        return _choice(job, plan, situation, reason)
+    decision = job.planner.without_lost_replicas(situation)
+    job.dependencies.check(decision.plan)
     return _choice(job, decision.plan, situation, reason, decision.seconds)
 
 
-def best_while_running(job: Job) -> Choice:
-    """What the scheduler would make of all who are ready, were training interrupted now. Raises as `best`."""
-    return best(job, job.epoch + 1, set(job.ready), None)
+def best_while_running(job: Job, *, minds_slowness: bool | None = None) -> Choice:
+    """What the scheduler would make of all who are ready, were training interrupted now. As `best`, raises as it."""
+    return best(job, job.epoch + 1, set(job.ready), None, minds_slowness=minds_slowness)
 
 
 def first_again(job: Job) -> Choice:
@@ -275,7 +296,8 @@ def _with_spares(job: Job, plan: Plan, unfit: set[int]) -> Plan:
 def _kept_out(job: Job, ranks: set[int]) -> set[int]:
     """Of these, those that are to stand by: unfit, not measured yet, or about to leave with their node."""
     leaving = {rank for rank in ranks if job.members[rank].node in job.vacating}
-    return leaving | {rank for rank in ranks if job.device_of(rank) in job.record.unfit or rank in job.unmeasured}
+    unfit = set() if job.settings.observes else job.record.unfit
+    return leaving | {rank for rank in ranks if job.device_of(rank) in unfit or rank in job.unmeasured}
 
 
 def cautious(job: Job, epoch: int, available: set[int], base: Base | None) -> Choice:
@@ -286,26 +308,48 @@ def cautious(job: Job, epoch: int, available: set[int], base: Base | None) -> Ch
     old = job.record.plan or job.record.first_plan
     assert old is not None
     situation = _situation(job, epoch, available, base)
-    if available.issuperset(old.layout.active) and (base is None or set(base.survivors) >= set(old.layout.active)):
+    able = available if base is None else available.intersection(base.survivors)
+    if able.issuperset(old.layout.active):
         standby = tuple(sorted(available - set(old.layout.active)))
         plan = _for_so_many(old, job.micro_batches)
         plan = msgspec.structs.replace(plan, epoch=epoch, layout=Layout(old.layout.replicas, standby))
         reason = "the plan in effect once more"
     else:
-        try:
-            decision = job.dependencies.planner.without_lost_replicas(situation)
-        except LayoutError as error:
-            raise NotEnoughDevicesError(f"no whole replica is left: {error}") from None
-        plan, reason = decision.plan, decision.reason
+        plan, reason = _without_lost(job, old, situation, able)
     job.dependencies.check(plan)
     return _choice(job, plan, situation, reason)
 
 
-def _situation(job: Job, epoch: int, available: set[int], base: Base | None, old: Plan | None = None) -> Situation:
-    """The planner's view. `old`: the plan to start from; by default the one in effect, or the first until one is."""
+def _without_lost(job: Job, old: Plan, situation: Situation, able: Collection[int]) -> tuple[Plan, str]:
+    """`old` without replicas that lost a rank, and why this one; stages without ranks stay so where others hold their
+    layers. Raises NotEnoughDevicesError."""
+    if old.layout.vacant:
+        left = tuple(replica for replica in old.layout.replicas if set(replica.ranks).issubset(able))
+        with suppress(LayoutError):
+            return _redealt(old, left, situation), "without the replicas that lost a rank"
+    try:
+        decision = job.planner.without_lost_replicas(situation)
+    except LayoutError as error:
+        raise NotEnoughDevicesError(f"no whole replica is left: {error}") from None
+    return decision.plan, decision.reason
+
+
+def _situation(
+    job: Job,
+    epoch: int,
+    available: set[int],
+    base: Base | None,
+    old: Plan | None = None,
+    *,
+    minds_slowness: bool | None = None,
+) -> Situation:
+    """The planner's view. `old`: the plan to start from; by default the one in effect, or the first until one is.
+
+    `minds_slowness` as for `best`."""
     declared, settings, old = job.declaration, job.settings, old or job.record.plan or job.record.first_plan
     assert old is not None
-    slows = job.record.slow
+    minds = not job.settings.observes if minds_slowness is None else minds_slowness
+    slows = job.record.slow if minds else {}
     stale = set() if base is None else available & set(old.layout.active) - set(base.survivors)
     return Situation(
         epoch=epoch,
@@ -324,7 +368,7 @@ def _situation(job: Job, epoch: int, available: set[int], base: Base | None, old
         overhead=device_memory.overhead(declared.device, declared.back_end),
         speeds={rank: slows[device].speed for rank in available if (device := job.device_of(rank)) in slows},
         profile=job.profile,
-        links=learned_times.links(job),
+        links=learned_times.links(job) if minds else {},
         stale=tuple(sorted(stale)),
     )
 

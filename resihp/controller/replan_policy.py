@@ -10,6 +10,7 @@ makes the next one dearer. Told by `slowness` and `joins`, asked by `replacement
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -31,20 +32,23 @@ def consider(job: Job, reason: str, since: int, *, device: Device | Link, failur
 
     `since`: first iteration in which things were as they are; `device`: what changed, a device or a link.
     """
-    _consider(job, Change(reason=reason, since=since, failure=failure, device=device))
+    _consider(job, [Change(reason=reason, since=since, failure=failure, device=device)])
+
+
+def consider_all(job: Job, reason: str, since: int, failures: Mapping[Device | Link, int | None]) -> None:
+    """The same of many that became slow together, or well: one question, and they are the cause of its answer."""
+    _consider(job, [Change(reason=reason, since=since, failure=one, device=device) for device, one in failures.items()])
 
 
 def consider_newcomer(job: Job, rank: int, reason: str = "") -> None:
     """Look for a plan that gives a rank work which has none. `reason`: why it could, if it has not just come."""
-    _consider(
-        job,
-        Change(reason=reason or f"rank {rank} joined", since=job.furthest + 1, device=job.device_of(rank), rank=rank),
-    )
+    told = reason or f"rank {rank} joined"
+    _consider(job, [Change(reason=told, since=job.furthest + 1, device=job.device_of(rank), rank=rank)])
 
 
-def _consider(job: Job, change: Change) -> None:
-    job.reconsider = [one for one in job.reconsider if one.device != change.device]
-    job.reconsider.append(change)
+def _consider(job: Job, changes: Sequence[Change]) -> None:
+    anew = {change.device for change in changes}
+    job.reconsider = [*(one for one in job.reconsider if one.device not in anew), *changes]
     job.reconsider_at = 0.0
 
 
@@ -69,17 +73,30 @@ def review(job: Job) -> Replan | None:
     if not job.reconsider or job.now < job.reconsider_at or not job.may_interrupt:
         return None
     asked, job.reconsider = [one for one in job.reconsider if _stands(job, one)], []
-    if not asked or not job.can_still_gain:
+    if not job.can_still_gain:
         return None
+    if not job.settings.observes:
+        return _answer(job, asked) if asked else None
+    slow, came = ([one for one in asked if (one.rank is None) is which] for which in (True, False))
+    if slow:
+        _answer(job, slow, only_tell=True)
+    return _answer(job, came) if came else None
+
+
+def _answer(job: Job, asked: list[Change], *, only_tell: bool = False) -> Replan | None:
+    """What these changes call for. `only_tell`: what would be done about them, where nothing is."""
     reason = ", ".join(dict.fromkeys(one.reason for one in asked))
     try:
-        choice = planning.best_while_running(job)
+        choice = planning.best_while_running(job, minds_slowness=only_tell or None)
         if _is_in_effect(job, choice.plan):
             job.say("notice", f"{reason}: the plan stays, no other is faster")
             return None
         found = weigh(job, choice, asked)
     except (LayoutError, NotEnoughDevicesError) as error:
         job.say("notice", f"{reason}: no other plan: {error}")
+        return None
+    if found.go and only_tell:
+        job.say("notice", f"{reason}: another plan {found.reason}; observe mode, the plan stays")
         return None
     if found.go:
         causes = {one.device for one in asked}
@@ -93,8 +110,9 @@ def review(job: Job) -> Replan | None:
     if again_in_s is None and any(one.rank in choice.plan.layout.active for one in asked):
         again_in_s = AGAIN_S
     if again_in_s is not None and math.isfinite(again_in_s):
-        job.reconsider = asked
-        job.reconsider_at = job.now + max(again_in_s, job.usual_s)
+        again_at = job.now + max(again_in_s, job.usual_s)
+        job.reconsider_at = min(job.reconsider_at, again_at) if job.reconsider else again_at
+        job.reconsider += asked
     return None
 
 

@@ -239,7 +239,7 @@ def _hurry(job: Job, departure: Departure) -> None:
 
 
 def _save(job: Job, departure: Departure) -> None:
-    """Let a whole replica write the last committed iteration, and end once it has."""
+    """Let those who hold a whole copy of the model write the last committed iteration, and end once they have."""
     assert job.record.plan is not None
     assert job.transition is not None
     if not departure.writers:
@@ -253,12 +253,14 @@ def _save(job: Job, departure: Departure) -> None:
     if departure.writers and all(job.members[rank].ready for rank in departure.writers):
         return
     assert job.record.last_outcome is not None
-    for index, replica in enumerate(job.record.plan.layout.replicas):
-        if all(job.members[rank].ready and planning.can_go_on(job, rank) for rank in replica.ranks):
-            departure.writers = replica.ranks
+    layout = job.record.plan.layout
+    for index in range(len(layout.replicas)):
+        writers = layout.model_copy(index).ranks
+        if all(job.members[rank].ready and planning.can_go_on(job, rank) for rank in writers):
+            departure.writers = writers
             job.say("progress", f"writing a checkpoint of iteration {job.record.committed}")
             order = m.Save(epoch=job.record.plan.epoch, replica=index, finish=job.record.last_outcome)
-            job.order(replica.ranks, order)
+            job.order(writers, order)
             return
     departure.writers = ()
     if not job.transition.waiting:

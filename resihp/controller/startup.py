@@ -171,9 +171,10 @@ def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
     """Every device has been measured: those that are not fit stand by, the others may begin."""
     if job.stage != "gathering" or job.departure is not None:
         return
+    kept = "; observe mode, it has work all the same" if job.settings.observes else ""
     for rank, verdict in sorted(judged.items()):
         if not verdict.fit and job.members[rank].alive:
-            job.say("warning", f"{job.where(rank)}: fails its probe: {verdict.evidence}")
+            job.say("warning", f"{job.where(rank)}: fails its probe: {verdict.evidence}{kept}")
     job.start.examined = True
 
 

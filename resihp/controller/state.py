@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from resihp.controller.interface import AnyAction, AnyEvent, Dependencies, Log, Order, Say
+from resihp.controller.interface import AnyAction, AnyEvent, Dependencies, Log, Order, Planner, Say
 from resihp.controller.lifecycle import CHANGES, TRAINING, Lifecycle, Stage
 from resihp.detector.diagnosis.diagnosis import Diagnosis
 from resihp.detector.findings import Finding
@@ -51,6 +51,7 @@ from resihp.record.journal import (
     WorkerStarted,
 )
 from resihp.record.state import Device, HowLost, JobRecord, KnownNode, KnownWorker, Link
+from resihp.scheduler import planners
 from resihp.scheduler.cost.profile import Profile
 from resihp.settings import Settings
 
@@ -217,8 +218,8 @@ class Examination:
     answers: dict[int, Probed] = field(default_factory=dict)
     silent: set[int] = field(init=False)
     """Who was asked and has not answered."""
-    finding: Finding | None = None
-    """The suspicion that it is to confirm."""
+    findings: list[Finding] = field(default_factory=list)
+    """What it is to confirm; what is found meanwhile of the same devices as well."""
     ahead_s: float = 0.0
     """How long after it was asked it can be answered."""
     after: int = 0
@@ -244,9 +245,36 @@ class Examination:
             self._settled += 1
         return False
 
+    @property
+    def link(self) -> Link | None:
+        """That is under suspicion."""
+        return self.findings[0].link if self.findings else None
+
     def answered(self, rank: int, answer: Probed) -> None:
         self.answers[rank] = answer
         self.silent.discard(rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lasting:
+    """Iterations take longer although every device's probe is fine: told once that has lasted."""
+
+    finding: Finding
+    epoch: int
+    since: int
+    """The furthest iteration when all were measured."""
+
+
+@dataclass
+class Inquiry:
+    """What is remembered of suspicions to be slow, beside what is on record."""
+
+    acquitted: dict[int, int] = field(default_factory=dict)
+    """Ranks whose probe did not confirm one: the furthest iteration then."""
+    lasting: Lasting | None = None
+    """What nobody could be blamed for."""
+    healthy_s: float | None = None
+    """What the last iteration would have taken where all is well, as far as that is known."""
 
 
 @dataclass(kw_only=True)
@@ -498,7 +526,7 @@ class Job:
         self.deadline: float | None = None
         """When Slurm's time limit ends the job, if it has one."""
         self.upkeep = Upkeep()
-        self.monitor = self.dependencies.monitor()
+        self.monitor = self.dependencies.monitor(settings.detection)
         """What is known of healthy times, and who is suspected to be slow."""
         self.expected_epoch = 0
         """Epoch of the plan whose healthy times the monitor expects."""
@@ -510,8 +538,10 @@ class Job:
         """Number of the last one that was asked for."""
         self.findings: tuple[Finding, ...] = ()
         """What the monitor found and nobody has acted on yet."""
-        self.acquitted: set[int] = set()
-        """Ranks that were suspected to be slow, and whose probe was fine."""
+        self.judged_by = self.record.detector
+        """What the detector judged by when it was last looked at."""
+        self.inquiry = Inquiry()
+        """What is remembered of suspicions to be slow."""
         self.unmeasured: set[int] = set()
         """Newcomers whose device is still to be measured before they are given work."""
         self.reconsider: list[Change] = []
@@ -562,6 +592,10 @@ class Job:
     def _member(self, known: KnownWorker) -> Member:
         enrolled = known.rank in self.record.enrolled
         return Member(known, declared=self.record.trains if enrolled else None, fenced=known.refused)
+
+    @property
+    def planner(self) -> Planner:
+        return self.dependencies.planner or planners.named(self.settings.planner)
 
     def log(self, entry: AnyEntry) -> None:
         """Journal an entry: the only way in which what is durable changes."""

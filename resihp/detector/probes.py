@@ -16,14 +16,10 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 import msgspec
 
 from resihp.protocol.messages import Speed, Transfer
+from resihp.settings import Thresholds
 
-FIT = 0.8
-"""A device that reaches less than this of its peers, or of its own past, is not fit to be learnt as healthy."""
-LINK_FIT = 0.6
-"""The same for links, whose times scatter more."""
-LINK_CONFIRMED = 0.8
-"""A link under suspicion that reaches less than this of its witnesses is slow. With one witness alone `LINK_FIT`, as
-with its past, when all were parked: now others train beside it."""
+USUAL = Thresholds()
+"""What devices and links are judged by, unless the job has thresholds of its own."""
 MOST_WITNESSES = 4
 """Links that are measured beside one under suspicion."""
 FEWEST_PEERS = 2
@@ -49,12 +45,14 @@ Pair = tuple[int, int]
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
-    """One device's probe. `speed`: 1 as fast as its peers; None where there is nothing to compare with."""
+    """One device's probe. `speed`: 1 as fast as its peers; None where there is nothing to compare with. `odds`: of one
+    under suspicion, the logarithm of those that it is slow, by this probe alone."""
 
     rank: int
     speed: float | None
     fit: bool
     evidence: str
+    odds: float = 0.0
 
 
 class JudgedLink(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +107,10 @@ def judge_nodes(
 
 
 def judge_devices(
-    found: Mapping[int, Speed], failed: Mapping[int, str], past: Mapping[int, Speed] | None = None
+    found: Mapping[int, Speed],
+    failed: Mapping[int, str],
+    past: Mapping[int, Speed] | None = None,
+    wanted: Thresholds = USUAL,
 ) -> dict[int, Judged]:
     """Each rank's probe against the others', and against the `past` of its own device where that is known.
 
@@ -132,7 +133,7 @@ def judge_devices(
             judged[rank] = Judged(rank=rank, speed=None, fit=True, evidence="nothing to compare it with")
             continue
         speed, text = min(parts)
-        judged[rank] = Judged(rank=rank, speed=speed, fit=speed >= FIT, evidence=text)
+        judged[rank] = Judged(rank=rank, speed=speed, fit=speed >= wanted.fit, evidence=text)
     return judged
 
 
@@ -141,7 +142,15 @@ def in_doubt(judged: Mapping[int, Judged]) -> tuple[int, ...]:
     return tuple(sorted(rank for rank, one in judged.items() if one.speed is not None and one.speed < NEAR))
 
 
-def judge_again(rank: int, own: Speed, witnesses: Sequence[Speed], looks: int, *, shared: bool = True) -> Judged | None:
+def judge_again(
+    rank: int,
+    own: Speed,
+    witnesses: Sequence[Speed],
+    looks: int,
+    *,
+    shared: bool = True,
+    wanted: Thresholds = USUAL,
+) -> Judged | None:
     """A device in doubt against its witnesses, by the best that each gave in as many looks; None: look once more.
 
     Others' work only ever makes a device look slower than it is: the best of all looks comes closest, and once the
@@ -154,9 +163,9 @@ def judge_again(rank: int, own: Speed, witnesses: Sequence[Speed], looks: int, *
     if not shared:
         flops, memory_bytes = min(one.flops for one in witnesses), min(one.memory_bytes for one in witnesses)
         slowest = _against(own, Speed(flops=flops, memory_bytes=memory_bytes), "of its slowest peer")
-        sure += [each for each in slowest if each[0] < FIT]
+        sure += [each for each in slowest if each[0] < wanted.fit]
     least, most = LOOKS
-    if sure and min(sure)[0] < FIT:
+    if sure and min(sure)[0] < wanted.fit:
         speed, text = min(sure)
         if looks < least:
             return None
@@ -253,22 +262,29 @@ def judge_links(times: Mapping[Pair, float], nodes: Mapping[int, str]) -> dict[P
 
 
 def judge_link(
-    link: Pair, times: Mapping[Pair, float], nodes: Mapping[int, str], past: Mapping[Pair, float]
+    link: Pair,
+    times: Mapping[Pair, float],
+    nodes: Mapping[int, str],
+    past: Mapping[Pair, float],
+    wanted: Thresholds = USUAL,
 ) -> JudgedLink:
-    """A link under suspicion, against its witnesses (`beside`); where it has none against its past, or its kind's."""
+    """A link under suspicion, against its witnesses (`beside`); where it has none against its past, or its kind's.
+
+    With one witness alone it is held to `link_fit`, as with its past, when all were parked: now others train beside it.
+    """
     within = _within(link, nodes)
     others = [seconds for pair, seconds in times.items() if pair != link and _within(pair, nodes) == within]
     if others:
         share = statistics.median(others) / times[link]
         those = "another link's" if len(others) == 1 else f"{len(others)} other links'"
         evidence = f"transfers at {share:.0%} of {those}"
-        least = LINK_CONFIRMED if len(others) > 1 else LINK_FIT
+        least = wanted.link_confirmed if len(others) > 1 else wanted.link_fit
         return JudgedLink(speed=share, slow=share < least, evidence=evidence)
     alike = [seconds for pair, seconds in past.items() if _within(pair, nodes) == within]
     if alike:
         share = past.get(link, statistics.median(alike)) / times[link]
         evidence = f"transfers at {share:.0%} of those at the start"
-        return JudgedLink(speed=share, slow=share < LINK_FIT, evidence=evidence)
+        return JudgedLink(speed=share, slow=share < wanted.link_fit, evidence=evidence)
     return JudgedLink(speed=None, slow=False, evidence="nothing to compare it with")
 
 

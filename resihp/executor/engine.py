@@ -48,7 +48,7 @@ from resihp.parallelism.batch_sizes import BatchSizes
 from resihp.parallelism.layout import validate
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.ownership import ParameterSpec
-from resihp.parallelism.plan import Plan, spread
+from resihp.parallelism.plan import Plan
 from resihp.parallelism.transfers import Base, Move
 from resihp.parallelism.workload import Dataset, Evaluation
 from resihp.pipeline import checker, program
@@ -222,7 +222,7 @@ class Engine:
         buckets = program.buckets(plan.layout, specs)
         programs = program.programs(plan, buckets)
         checker.check(plan, programs, buckets)
-        degrees = [stage.tp for replica in plan.layout.replicas for stage in replica.stages]
+        degrees = [stage.tp for replica in plan.layout.replicas for stage in replica.stages if stage.ranks]
         prepared = Prepared(
             plan,
             plan.paths(),
@@ -244,8 +244,7 @@ class Engine:
         """What an evaluation carries out under a plan: all its micro-batches, also while a ramp-up has fewer."""
         plan, programs, number = prepared.plan, prepared.programs, self.batch_sizes.usual
         if plan.micro_batches != number:
-            shares = spread(number, len(plan.layout.replicas))
-            plan = msgspec.structs.replace(plan, assignment=shares, migrations=(), orders=())
+            plan = plan.dealing(number)
             programs = program.programs(plan)
         programs = program.forward_only(programs)
         checker.check_forward_only(plan, programs)

@@ -205,8 +205,7 @@ class Trainer:
     def _resized(self, plan: Plan, rank: int, iteration: int, rendezvous: TorchRendezvous) -> Plan:
         """From `iteration` on there are more micro-batches: the same layout, for so many."""
         engine, held = self.engine, Base(epoch=plan.epoch, layout=plan.layout, survivors=plan.layout.active)
-        shares = spread(engine.batch_sizes.at(iteration), len(plan.layout.replicas))
-        plan = msgspec.structs.replace(plan, epoch=plan.epoch + 1, assignment=shares)
+        plan = msgspec.structs.replace(plan.dealing(engine.batch_sizes.at(iteration)), epoch=plan.epoch + 1)
         engine.disconnect()
         engine.adopt(plan, rank, held)
         engine.connect(plan, rank, rendezvous, COMMUNICATION_TIMEOUT_S)
@@ -216,7 +215,7 @@ class Trainer:
 
     def _save_alone(self, plan: Plan, rank: int, iteration: int) -> None:
         folder = checkpoints.folder_of(self._folder, iteration)
-        writers = plan.layout.replicas[0].ranks
+        writers = plan.layout.model_copy(0).ranks
         part = checkpoint.save_part(self.engine, plan, folder) if rank in writers else None
         parts = self.engine.gather(part)
         if rank == 0:
@@ -512,7 +511,7 @@ class _Supervised:
         if engine.acknowledged == save.epoch:
             engine.begin(save.epoch)  # it took effect, and we did not hear of it
         self._finish(save.finish)
-        if engine.stepped == save.finish.iteration and self._rank in plan.layout.replicas[save.replica].ranks:
+        if engine.stepped == save.finish.iteration and self._rank in plan.layout.model_copy(save.replica).ranks:
             began = time.perf_counter()
             with self._activity("checkpoint"):
                 self._writer.wait()
@@ -525,7 +524,7 @@ class _Supervised:
 
         Left out by all while `saving`: the one before is still being written somewhere.
         """
-        if self._rank not in plan.layout.replicas[0].ranks:
+        if self._rank not in plan.layout.model_copy(0).ranks:
             return
         last = iteration == self._iterations
         if saving and not last:

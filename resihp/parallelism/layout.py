@@ -1,8 +1,10 @@
 """Who computes what: replicas of stages of ranks. A layout is data; everything else is derived from it.
 
 TP, PP and DP degrees are not global numbers. Each replica has its own stages, each stage its own ranks (the
-tensor-parallel group, in order) and its own layer chunks. Megatron's uniform grid is `Layout.uniform`. This module
-validates and identifies layouts; it never decides which one is good (`resihp.scheduler`) nor acts on one.
+tensor-parallel group, in order) and its own layer chunks. Megatron's uniform grid is `Layout.uniform`. A stage that
+has lost all its ranks may stay, *vacant*: it holds nothing, and its replica's micro-batches pass those layers in other
+replicas (ResiHP, Algorithm 1). This module validates and identifies layouts; it never decides which one is good
+(`resihp.scheduler`) nor acts on one.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ LayerSpan = tuple[int, int]
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """One pipeline stage of one replica: a tensor-parallel group and the layers that it holds."""
+    """One pipeline stage of one replica: a tensor-parallel group and the layers that it holds.
+
+    Without ranks it is vacant: nobody holds the layers there, and no micro-batch passes it.
+    """
 
     ranks: tuple[int, ...]
     chunks: tuple[LayerSpan, ...]
@@ -42,6 +47,11 @@ class Replica(msgspec.Struct, frozen=True):
     @property
     def ranks(self) -> tuple[int, ...]:
         return tuple(rank for stage in self.stages for rank in stage.ranks)
+
+    @property
+    def vacant(self) -> bool:
+        """Whether a stage has no ranks: the replica holds a part of the model only."""
+        return not all(stage.ranks for stage in self.stages)
 
     @property
     def virtual_stages(self) -> tuple[tuple[int, int], ...]:
@@ -107,6 +117,11 @@ class Layout(msgspec.Struct, frozen=True):
         """All ranks, standby included, ascending."""
         return tuple(sorted((*self.active, *self.standby)))
 
+    @property
+    def vacant(self) -> tuple[tuple[int, int], ...]:
+        """(replica, stage) of every stage without ranks."""
+        return tuple((d, s) for d, r in enumerate(self.replicas) for s, stage in enumerate(r.stages) if not stage.ranks)
+
     def places(self) -> Iterator[tuple[int, Place]]:
         """(rank, place) of every active rank."""
         for d, replica in enumerate(self.replicas):
@@ -123,11 +138,27 @@ class Layout(msgspec.Struct, frozen=True):
         return None if place is None else self.replicas[place.replica].stages[place.stage]
 
     def without(self, lost: frozenset[int]) -> Layout:
-        """Drop every replica that contains a lost rank; its live ranks become standby."""
-        kept = tuple(r for r in self.replicas if not lost.intersection(r.ranks))
-        freed = [rank for r in self.replicas if lost.intersection(r.ranks) for rank in r.ranks]
-        standby = sorted({*self.standby, *freed} - lost)
-        return Layout(replicas=kept, standby=tuple(standby))
+        """Drop every replica that contains a lost rank or a vacant stage; its live ranks become standby."""
+        kept = tuple(r for r in self.replicas if not r.vacant and not lost.intersection(r.ranks))
+        standby = {*self.standby, *self.active}.difference(lost, *(r.ranks for r in kept))
+        return Layout(replicas=kept, standby=tuple(sorted(standby)))
+
+    def hosts(self, span: LayerSpan) -> tuple[int, ...]:
+        """Replicas that hold these layers in one chunk."""
+        return tuple(d for d, r in enumerate(self.replicas) if any(s.ranks and span in s.chunks for s in r.stages))
+
+    def model_copy(self, replica: int) -> Replica:
+        """All layers, once each: those of `replica`, and what its vacant stages lack from the first that holds it.
+
+        Its ranks can write all of the state.
+        """
+        own = self.replicas[replica]
+        taken = {stage.ranks: [*stage.chunks] for stage in own.stages if stage.ranks}
+        for span in (span for stage in own.stages if not stage.ranks for span in stage.chunks):
+            host = self.replicas[self.hosts(span)[0]]
+            (ranks,) = (other.ranks for other in host.stages if span in other.chunks)
+            taken.setdefault(ranks, []).append(span)
+        return Replica(tuple(Stage(ranks, tuple(chunks)) for ranks, chunks in taken.items()))
 
     @property
     def digest(self) -> str:
@@ -148,7 +179,8 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 def validate(layout: Layout, model: ModelSpec) -> None:
-    """Check that a layout is one: each layer once per replica and in order, ranks disjoint, tensors divisible.
+    """Check that a layout is one: each layer once per replica and in order, ranks disjoint, tensors divisible, and the
+    chunks of a stage without ranks held by another replica, each in one chunk.
 
     Raises LayoutError naming the replica, stage or rank at fault.
     """
@@ -162,8 +194,8 @@ def validate(layout: Layout, model: ModelSpec) -> None:
             raise LayoutError(f"layout: rank {rank} stands in two places")
         seen.add(rank)
     for d, replica in enumerate(layout.replicas):
-        if not replica.stages:
-            raise LayoutError(f"replica {d}: no stage")
+        if not replica.ranks:
+            raise LayoutError(f"replica {d}: no {'rank' if replica.stages else 'stage'}")
         held = [
             layer
             for s, c in replica.virtual_stages
@@ -172,10 +204,14 @@ def validate(layout: Layout, model: ModelSpec) -> None:
         if held != list(range(model.layers)):
             raise LayoutError(f"replica {d}: layers {held} instead of 0 to {model.layers - 1}, each once and in order")
         for s, stage in enumerate(replica.stages):
-            if not stage.ranks:
-                raise LayoutError(f"replica {d} stage {s}: no rank")
             if not stage.chunks or any(first > last for first, last in stage.chunks):
                 raise LayoutError(f"replica {d} stage {s}: empty layer chunk in {list(stage.chunks)}")
-            obstacle = model.tensor_parallel_obstacle(stage.tp)
+            for first, last in () if stage.ranks else stage.chunks:
+                if not layout.hosts((first, last)):
+                    raise LayoutError(
+                        f"replica {d} stage {s}: no rank, and no other replica holds layers {first} to {last} in one "
+                        f"chunk"
+                    )
+            obstacle = model.tensor_parallel_obstacle(stage.tp) if stage.ranks else None
             if obstacle:
                 raise LayoutError(f"replica {d} stage {s}: {obstacle}")

@@ -109,11 +109,14 @@ def holder(layout: Layout, replica: int, unit: str) -> Stage:
 
 
 def holders(layout: Layout, spec: ParameterSpec) -> tuple[Stage, ...]:
-    """Every stage that holds a copy of a parameter, in replica order; a tied one may have two in each replica."""
+    """Every stage that holds a copy of a parameter, in replica order; a tied one may have two in each replica.
+
+    A stage without ranks holds nothing.
+    """
     found: list[Stage] = []
     for replica in range(len(layout.replicas)):
         own = [holder(layout, replica, unit) for unit in spec.units]
-        found += own[:1] if own[0] == own[-1] else own
+        found += [stage for stage in (own[:1] if own[0] == own[-1] else own) if stage.ranks]
     return tuple(found)
 
 

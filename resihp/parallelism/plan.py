@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from resihp.errors import LayoutError, PlanError
-from resihp.parallelism.layout import Layout
+from resihp.parallelism.layout import LayerSpan, Layout
 
 Kind = Literal["F", "B", "W"]
 
@@ -77,6 +77,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Micro-batches of the global batch."""
         return sum(len(share) for share in self.assignment)
 
+    def dealing(self, micro_batches: int) -> Plan:
+        """The same layout and schedule for an iteration of so many micro-batches, in even shares.
+
+        What would pass a stage without ranks is dealt out among the replicas that hold its layers. Raises LayoutError
+        when a replica would get none.
+        """
+        shares = spread(micro_batches, len(self.layout.replicas))
+        return msgspec.structs.replace(self, assignment=shares, migrations=_from_vacant(self.layout, shares), orders=())
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the canonical encoding; worked out once, however many ranks confirm it."""
@@ -108,6 +117,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             f"plan of epoch {self.epoch}: micro-batch {micro_batch} cannot pass layers {first} to {last} on "
             f"replica {replica}, which does not hold them in one chunk"
         )
+
+
+def _from_vacant(layout: Layout, assignment: tuple[tuple[int, ...], ...]) -> tuple[Migration, ...]:
+    """What has to migrate: each to the replica that has the least to do of those that hold the layers."""
+    found: list[Migration] = []
+    loads: dict[LayerSpan, dict[int, int]] = {}
+    for d in dict.fromkeys(d for d, _ in layout.vacant):
+        replica = layout.replicas[d]
+        for v, (s, c) in enumerate(replica.virtual_stages):
+            if not replica.stages[s].ranks:
+                span = replica.stages[s].chunks[c]
+                load = loads.setdefault(span, {host: len(assignment[host]) for host in layout.hosts(span)})
+                for m in assignment[d]:
+                    host = min(load, key=lambda h: (load[h], h))
+                    load[host] += 1
+                    found.append(Migration(m, v, host))
+    return tuple(found)
 
 
 def spread(micro_batches: int, replicas: int) -> tuple[tuple[int, ...], ...]:

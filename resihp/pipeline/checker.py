@@ -91,7 +91,8 @@ def _judge(plan: Plan, programs: Mapping[int, Program] | None, buckets: Sequence
                 expected = tuple(p for p in planned_order if p.kind in kinds)
                 if order != expected:
                     k, mine, planned = _difference(order, expected)
-                    facts.refuse(f"computation {k} is {mine} on rank {stage.ranks[0]}, but {planned} in the plan")
+                    who = f"rank {stage.ranks[0]}" if stage.ranks else "no rank"
+                    facts.refuse(f"computation {k} is {mine} on {who}, but {planned} in the plan")
     _Wire(facts, programs).judge()
 
 
@@ -124,6 +125,7 @@ class _Facts:
         self.learns = "B" in kinds
         """Whether what passes forward passes backward as well."""
         self.paths = plan.paths()
+        self._nobody()
         self.at = virtual_stages(self.paths)
         self.stage_of = {rank: (place.replica, place.stage) for rank, place in plan.layout.places()}
         for b, bucket in enumerate(buckets):
@@ -132,6 +134,16 @@ class _Facts:
                 self.refuse(f"bucket {b} is of ranks {list(bucket.owners)}, which are not different ranks with work")
         self.gradients_of: dict[tuple[int, int, int], int] = defaultdict(int)
         """B and W of each (replica, stage, chunk)."""
+
+    def _nobody(self) -> None:
+        vacant = set(self.plan.layout.vacant)
+        for m, path in self.paths.items() if vacant else ():
+            for stop in path:
+                if (stop.replica, stop.stage) in vacant:
+                    self.refuse(
+                        f"micro-batch {m} passes replica {stop.replica} stage {stop.stage}, which has no rank; it must "
+                        f"migrate there"
+                    )
 
     def refuse(self, fault: str) -> NoReturn:
         raise PlanError(f"plan of epoch {self.plan.epoch}: {fault}")
@@ -155,7 +167,8 @@ class _Facts:
                     f"tensor-parallel ranks must compute the same"
                 )
         shape = [len(replica.stages) for replica in self.plan.layout.replicas]
-        return tuple(tuple(found[d, s][1] for s in range(stages)) for d, stages in enumerate(shape))
+        nothing: tuple[int, Order] = (0, ())
+        return tuple(tuple(found.get((d, s), nothing)[1] for s in range(stages)) for d, stages in enumerate(shape))
 
     def _order(self, rank: int, program: Program) -> Order:
         """What a program computes, the parts of a primitive put together: they go from the last layer to the first."""
@@ -191,8 +204,9 @@ class _Facts:
                     v = self.at.get((d, s, p.chunk, p.micro_batch))
                     fault = self._misplaced(d, s, p) if v is None else self._untimely(p, v, done)
                     if fault or v is None:
-                        rank = self.plan.layout.replicas[d].stages[s].ranks[0]
-                        self.refuse(f"rank {rank} (replica {d} stage {s}), computation {k} ({spoken(p)}): {fault}")
+                        ranks = self.plan.layout.replicas[d].stages[s].ranks
+                        who = f"rank {ranks[0]}" if ranks else "no rank"
+                        self.refuse(f"{who} (replica {d} stage {s}), computation {k} ({spoken(p)}): {fault}")
                     done.add((p.kind, p.micro_batch, v))
                     if p.kind == "W":
                         weights[d, s, p.chunk].add(p.micro_batch)

@@ -34,6 +34,9 @@ KINDS: tuple[Kind, ...] = ("F", "B", "W")
 _TOGETHER = 2**18
 """Slots, of all candidates, that are played together: more do not fit the processor's cache (measured)."""
 
+FEW_SLOTS = 1024
+"""Slots up to which one set of durations is played faster one slot after the other than level by level."""
+
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
 
 
@@ -175,8 +178,13 @@ class CompiledOrders(msgspec.Struct, frozen=True, eq=False, dict=True):
         The last two are one number, or (..., replicas), of which the longest counts: the synchronisation begins once
         the last replica has come, and everybody waits for the last to step.
         """
-        _, ends = self.play(seconds, transfer_s)
-        slowest = self.makespans(ends).max(axis=-1, initial=0.0)
+        cost, transfer = np.asarray(seconds, dtype=np.float64), np.asarray(transfer_s, dtype=np.float64)
+        few = self.size <= FEW_SLOTS and (cost.shape, transfer.shape) == ((self.size,), (self.edges.shape[1],))
+        if few and math.isfinite(cost.sum() + transfer.sum()):
+            slowest = np.float64(self.makespan(cost.tolist(), transfer.tolist()))
+        else:
+            _, ends = self.play(cost, transfer)
+            slowest = self.makespans(ends).max(axis=-1, initial=0.0)
         return np.asarray(slowest + _longest(synchronisation_s) + _longest(optimizer_s))
 
     def _carry_out(self, seconds: Floats, transfer_s: Floats) -> tuple[Floats, Floats]:

@@ -205,7 +205,9 @@ class AgentClient:
 
     def _speed(self, of: tuple[str, str] | None) -> float:
         slow = self._slow.get(of)
-        return 1.0 if slow is None or (slow.until is not None and self.iteration >= slow.until) else slow.speed
+        if slow is None or (slow.until is not None and self.iteration >= slow.until) or self.iteration % slow.every:
+            return 1.0
+        return slow.speed
 
     def _listen(self) -> None:
         next_beat = time.monotonic()

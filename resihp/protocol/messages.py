@@ -419,12 +419,14 @@ class Probe(Message, frozen=True, kw_only=True):
 class Slow(Message, frozen=True, kw_only=True):
     """Fault injection: from now on be as a device of this speed, up to but not including iteration `until`.
 
-    With `link`, it is the link between those two nodes that has this speed, of a healthy one's.
+    With `link`, it is the link between those two nodes that has this speed, of a healthy one's. With `every`, only in
+    one of so many iterations, those that it divides.
     """
 
     speed: float
     until: int | None = None
     link: tuple[str, str] | None = None
+    every: int = 1
 
 
 class Halt(Message, frozen=True, kw_only=True):
@@ -748,9 +750,15 @@ class Inject(Message, frozen=True, kw_only=True):
     """Of `slow`."""
 
 
+class AskStanding(Message, frozen=True, kw_only=True):
+    """Ask a running job how a rank stands with the detector. The reply's text is a `RankAnswer` as JSON."""
+
+    rank: int
+
+
 class OperatorReply(Message, frozen=True, kw_only=True):
     ok: bool
     text: str
 
 
-OperatorRequest = Inject
+OperatorRequest = Inject | AskStanding

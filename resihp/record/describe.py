@@ -5,7 +5,7 @@ House style: lower case, subject first, ids in.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from resihp.record import journal
 
@@ -32,6 +32,16 @@ def size(count: int) -> str:
     return f"{count} B"
 
 
+DETECTORS: Mapping[str, str] = {
+    "warming up": "warming up, nothing can be found yet",
+    "workload": "judges each rank's own work",
+    "iterations": "judges whole iterations, no rank by itself",
+    "plain times": "judges plain iteration times, no rank reports its chunks",
+    "off": "off",
+}
+"""What it means what the detector judges by."""
+
+
 def _numbers(numbers: tuple[int, ...], one: str) -> str:
     return f"{one} {numbers[0]}" if len(numbers) == 1 else f"{one}s {', '.join(map(str, numbers))}"
 
@@ -55,6 +65,21 @@ def _failure(entry: journal.FailureFound) -> str:
         cause = f"{cause}, {rank_list(entry.ranks)} lost"
     when = "slow since" if entry.kind == "fail-slow" else "noticed in"
     return f"failure {entry.failure}: {cause}, {when} iteration {entry.iteration}"
+
+
+def _suspicion(entry: journal.Suspected) -> str:
+    subject = f"rank {entry.rank}" if entry.rank is not None else f"node {entry.node}"
+    if entry.rank is None and entry.node is None:
+        subject = "no device in particular"
+        if entry.ranks:
+            subject = f"{entry.component} of {rank_list(entry.ranks)}"
+    elif entry.rank is not None and len(entry.ranks) > 1:
+        subject = f"{subject} and {len(entry.ranks) - 1} others"
+    number = f"suspicion {entry.suspicion}: " if entry.suspicion else ""
+    if not entry.cleared:
+        return f"{number}{subject}: suspected, {entry.evidence}"
+    words = {"slow": "found slow", "dropped": "not looked into", "": "no longer suspected"}
+    return f"{number}{subject}: {words.get(entry.outcome, words[''])}, {entry.evidence}"
 
 
 def _probes(entry: journal.ProbesTaken) -> str:
@@ -169,10 +194,10 @@ def _trouble(entry: journal.AnyEntry) -> str | None:
     """What is broken or slow."""
     match entry:
         case journal.Suspected():
-            subject = f"rank {entry.rank}" if entry.rank is not None else f"node {entry.node}"
-            if entry.rank is None and entry.node is None:
-                subject = "no device in particular"
-            return f"{subject}: {'no longer suspected' if entry.cleared else 'suspected'}, {entry.evidence}"
+            return _suspicion(entry)
+        case journal.CoverageChanged():
+            unwatched = f"; not watched: {rank_list(entry.unwatched)}" if entry.unwatched else ""
+            return f"detector: {DETECTORS[entry.detector]}{unwatched}"
         case journal.FailureFound():
             return _failure(entry)
         case journal.FailureEnded():

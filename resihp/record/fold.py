@@ -16,6 +16,7 @@ from resihp.record.journal import (
     AnyEntry,
     ChangeDecided,
     CheckpointCommitted,
+    CoverageChanged,
     DrainAnswered,
     DrainDecided,
     DrainWaived,
@@ -98,9 +99,11 @@ def apply(record: JobRecord, entry: AnyEntry) -> None:
             _progress(record, entry)
         case FailureFound(kind="fail-slow") | FailureEnded() | ProbesTaken():
             _speeds(record, entry)
+        case CoverageChanged():
+            record.detector, record.unwatched = entry.detector, entry.unwatched
         case Suspected():
             if entry.kind == "slow":
-                record.suspects_slow = None if entry.cleared else entry
+                _suspicion(record, entry)
         case FailureFound():
             _failure(record, entry)
         case FaultInjected():
@@ -217,7 +220,7 @@ def _plans(record: JobRecord, entry: ModelDeclared | PlanDecided | PlanRefused |
             record.active = plan.layout.active
             record.working = frozenset(record.active)
             if plan.layout.replicas:
-                record.writers[plan.epoch] = plan.layout.replicas[0].ranks
+                record.writers[plan.epoch] = plan.layout.model_copy(0).ranks
             record.writers = dict(sorted(record.writers.items())[-WRITERS_KEPT:])
             if entry.took_s is not None:
                 record.costs.append(ChangeCost(entry.busiest_bytes, entry.communicators, entry.took_s))
@@ -294,20 +297,42 @@ def _fault(record: JobRecord, entry: FaultInjected) -> None:
         record.dead_devices.add((worker.node, worker.device))
 
 
+def _suspicion(record: JobRecord, entry: Suspected) -> None:
+    """One is open at a time; others end as they begin."""
+    record.suspicions = max(record.suspicions, entry.suspicion)
+    known = record.suspects_slow
+    if not entry.cleared:
+        record.suspects_slow = entry
+    elif known is None or entry.suspicion == known.suspicion:
+        record.suspects_slow = None
+
+
 def _speeds(record: JobRecord, entry: FailureFound | FailureEnded | ProbesTaken) -> None:
     match entry:
         case FailureFound():
             record.failures = max(record.failures, entry.failure)
             if entry.speed is None:
                 return
-            slow = Slow(failure=entry.failure, speed=entry.speed, since=entry.iteration)
+            slow = Slow(
+                failure=entry.failure, speed=entry.speed, since=entry.iteration, intermittent=entry.intermittent
+            )
             record.suspects_slow = None
-            if entry.link is not None:
+            if entry.component == "job":
+                record.slow_job = slow
+            elif entry.component in ("collective", "reduction", "data"):
+                record.slow_parts[entry.component, entry.ranks] = slow
+            elif entry.link is not None:
                 record.slow_links[entry.link] = slow
             elif entry.node is not None and entry.device is not None:
                 record.slow[entry.node, entry.device] = slow
+        case FailureEnded(node=str(node), device=int(device)) if (
+            known := record.slow.get((node, device))
+        ) is not None and known.failure == entry.failure:
+            del record.slow[node, device]
         case FailureEnded():
-            for slows in (record.slow, record.slow_links):
+            if record.slow_job is not None and record.slow_job.failure == entry.failure:
+                record.slow_job, record.common_share = None, None
+            for slows in (record.slow, record.slow_links, record.slow_parts):
                 for what in [what for what, slow in slows.items() if slow.failure == entry.failure]:
                     del slows[what]  # type: ignore[arg-type]
         case ProbesTaken():
@@ -319,11 +344,14 @@ def _probes(record: JobRecord, entry: ProbesTaken) -> None:
         others = record.link_seconds if entry.probe == record.probes else {}  # of the same probe, in another entry
         record.link_seconds = others | {link.ranks: link.seconds for link in entry.links if link.seconds}
     record.probes = max(record.probes, entry.probe)
+    if entry.share is not None:
+        record.common_share = entry.share
+    share = record.common_share or Speed(flops=1.0, memory_bytes=1.0)
     for probe in entry.devices:
         place = (probe.node, probe.device)
         if probe.fit and probe.flops:
-            found = Speed(flops=probe.flops, memory_bytes=probe.memory_bytes, hardware=probe.hardware)
-            record.reference.setdefault(place, found)
+            flops, memory_bytes = probe.flops / share.flops, probe.memory_bytes / share.memory_bytes
+            record.reference.setdefault(place, Speed(flops=flops, memory_bytes=memory_bytes, hardware=probe.hardware))
         if entry.occasion in ("start", "join"):
             (record.unfit.discard if probe.fit else record.unfit.add)(place)
         elif entry.occasion == "standby" and probe.fit and (probe.speed or 0.0) >= RECOVERED:

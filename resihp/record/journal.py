@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from resihp.parallelism.plan import Plan
-from resihp.protocol.messages import Declare, StepOutcome
+from resihp.protocol.messages import Declare, Speed, StepOutcome
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -129,6 +129,15 @@ class EvaluationDone(Entry, frozen=True, kw_only=True):
     tokens: int
 
 
+Component = Literal["process", "device", "node", "link", "script", "job", "collective", "reduction", "data"]
+"""What failed. The last four are only ever slow: whole iterations, tensor-parallel collectives of a stage's group, the
+sums of gradients, the wait for a stage's first micro-batch."""
+Outcome = Literal["", "slow", "fine", "unconfirmed", "passed", "dropped"]
+"""What a suspicion came to. "slow": a verdict. "fine": the probe found all well, which pardons what was seen for a
+while. "unconfirmed": nothing could be measured. "passed": it was over before. "dropped": others of the same suspicion
+explain it, or the plan it was seen under is gone."""
+
+
 class Suspected(Entry, frozen=True, kw_only=True):
     """Silence or lack of progress, or being slow. Not a failure.
 
@@ -141,6 +150,32 @@ class Suspected(Entry, frozen=True, kw_only=True):
     evidence: str
     cleared: bool = False
     kind: Literal["silent", "slow"] = "silent"
+    suspicion: int = 0
+    """Numbers the job's suspicions to be slow from 1; the entry that ends one bears its number."""
+    component: Component = "device"
+    ranks: tuple[int, ...] = ()
+    """All suspects, the most likely first; of a link its ends."""
+    iteration: int = 0
+    """Of the onset; and of its detection, below."""
+    detected: int = 0
+    change: float = 0.0
+    """As `Finding.change`: time over healthy, less 1."""
+    confidence: float = 0.0
+    probe: int = 0
+    """The probe that was taken for it; 0 for none."""
+    outcome: Outcome = ""
+
+
+class CoverageChanged(Entry, frozen=True, kw_only=True):
+    """What the detector sees of the job, where that is not what it saw before. None yet: it is warming up.
+
+    `detector`: what it judges by, as in `findings.Known`, or "iterations" where its mode judges no rank by itself;
+    `unwatched`: ranks with work of which it has not been told anything for long.
+    """
+
+    iteration: int
+    detector: Literal["warming up", "workload", "iterations", "plain times"]
+    unwatched: tuple[int, ...]
 
 
 class Diagnosed(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,7 +199,7 @@ class FailureFound(Entry, frozen=True, kw_only=True):
 
     failure: int
     kind: Literal["fail-stop", "fail-slow", "communication", "program"]
-    component: Literal["process", "device", "node", "link", "script"]
+    component: Component
     cause: str
     ranks: tuple[int, ...]
     node: str | None
@@ -176,6 +211,8 @@ class FailureFound(Entry, frozen=True, kw_only=True):
     speed: float | None = None
     confidence: float | None = None
     link: tuple[int, int] | None = None
+    intermittent: bool = False
+    """Of what is slow: now and then; `speed` is what is left on average."""
     hardware: bool | None = None
     """Whether something of the node is broken, rather than that it died; None in journals of 0.1."""
     diagnosed: Diagnosed | None = None
@@ -231,6 +268,8 @@ class ProbesTaken(Entry, frozen=True, kw_only=True):
     seconds: float
     looks: int = 1
     """How often devices in doubt were measured until they were judged."""
+    share: Speed | None = None
+    """What is left for all devices of what they gave before, as far as a suspicion's probe shows it."""
 
 
 class Reconfigured(Entry, frozen=True, kw_only=True):
@@ -379,7 +418,8 @@ class DrainDecided(Entry, frozen=True, kw_only=True):
 
 
 class DrainWaived(Entry, frozen=True, kw_only=True):
-    """Nothing is done about the node of a failure: it was signalled, not alone, or is the batch script's own."""
+    """Nothing is done about the node of a failure: it was signalled, not alone, or is the batch script's own, or the
+    job only observes."""
 
     node: str
     failure: int
@@ -467,6 +507,7 @@ AnyEntry = (
     | IterationCommitted
     | EvaluationDone
     | Suspected
+    | CoverageChanged
     | FailureFound
     | FailureEnded
     | ProbesTaken

@@ -19,6 +19,8 @@ Device = tuple[str, int]
 """(node, index)."""
 Link = tuple[int, int]
 """The ranks at its ends."""
+Part = tuple[str, tuple[int, ...]]
+"""Something ranks do together, or wait for: its component, and they, as in the failure's entry."""
 HowLost = Literal["silent", "agent", "useless", "vacated"]
 WRITERS_KEPT = 8
 """Plans whose checkpoints may still be under way."""
@@ -71,6 +73,8 @@ class Slow:
     speed: float
     since: int
     """First slow iteration."""
+    intermittent: bool = False
+    """Slow now and then; `speed` is the average."""
 
 
 @dataclass
@@ -205,12 +209,24 @@ class JobRecord:
     """Lines that failures were told by, by node: they are no cause of what comes later."""
     slow: dict[Device, Slow] = field(default_factory=dict)
     slow_links: dict[Link, Slow] = field(default_factory=dict)
+    slow_job: Slow | None = None
+    """Everybody is slower than before, and nobody stands out."""
+    slow_parts: dict[Part, Slow] = field(default_factory=dict)
+    """What a group of ranks does together, or waits for."""
+    suspicions: int = 0
+    """To be slow, so far."""
+    detector: str = "warming up"
+    """What the detector judges by, as in `CoverageChanged`."""
+    unwatched: tuple[int, ...] = ()
+    """Ranks with work of which it has not been told anything for long."""
     suspects_slow: Suspected | None = None
     """The suspicion to be slow that is neither cleared nor a failure yet."""
     unfit: set[Device] = field(default_factory=set)
     """That failed the probe before they were given work: they stand by."""
     reference: dict[Device, Speed] = field(default_factory=dict)
-    """What each device's first good probe gave."""
+    """What each device's first good probe gave, or would have, had all not lost a share of it by then."""
+    common_share: Speed | None = None
+    """What is left for all devices of that, by the last probe of everybody; None for all of it."""
     link_seconds: dict[Link, float] = field(default_factory=dict)
     """What links took at the start, by the ranks at their ends in ascending order."""
     probes: int = 0

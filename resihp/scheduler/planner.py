@@ -2,9 +2,10 @@
 
 Progressive, as the paper has it: groups first, then layers, then micro-batches, each taking up what the one before
 could not (`resihp.scheduler.layouts.groups`, `layers`, `shares`). What that gives is compared, by predicted time of an
-iteration, with going on without the replicas that lost a rank, with leaving everything as it is, and where links are
-slow with the same stages in other pipelines (`resihp.scheduler.layouts.swap_pipelines`). Whether the transition itself
-is worth its time, and whether all state is still there, is the caller's question.
+iteration, with going on without the replicas that lost a rank, with leaving everything as it is, with leaving stages
+that lost all their ranks to other replicas (`resihp.scheduler.layouts.vacant_stages`), and where links are slow with
+the same stages in other pipelines (`resihp.scheduler.layouts.swap_pipelines`). Whether the transition itself is worth
+its time, and whether all state is still there, is the caller's question.
 
 Called by the controller whenever ranks went or came.
 """
@@ -24,7 +25,7 @@ from resihp.parallelism.plan import Plan, spread
 from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.device_memory import NOTHING, Overhead
 from resihp.scheduler.cost.prices import Priced, Prices, bytes_to_move
-from resihp.scheduler.layouts import exhaustive, shares, swap_pipelines
+from resihp.scheduler.layouts import exhaustive, paper_planner, shares, swap_pipelines, vacant_stages
 from resihp.scheduler.layouts.draft import Draft
 from resihp.scheduler.layouts.groups import SIGNIFICANT
 from resihp.scheduler.orders import refinement
@@ -37,7 +38,7 @@ TIE = 0.002
 """Relative difference below which two predictions are the same, and what moves the fewest bytes is taken."""
 
 
-class _Candidate(msgspec.Struct, frozen=True):
+class PricedPlan(msgspec.Struct, frozen=True):
     name: str
     plan: Plan
     seconds: float
@@ -129,26 +130,35 @@ def without_lost_replicas(situation: Situation) -> Decision:
     return Decision(plan=found.plan, seconds=found.seconds, reason=reason)
 
 
-def _candidates(situation: Situation, prices: Prices) -> list[_Candidate]:
+def _candidates(situation: Situation, prices: Prices) -> list[PricedPlan]:
     """Everything that can run, at most one of each name. Raises PlanError if there is nothing."""
-    makers: list[Callable[[Situation, Prices], _Candidate]] = [_without_lost]
-    if not situation.lost:
+    makers: list[Callable[[Situation, Prices], PricedPlan]] = [_without_lost]
+    if not situation.lost and not situation.base.vacant:
         makers.insert(0, _keep)
     makers += [_progressive]
-    found: list[_Candidate] = []
+    found: list[PricedPlan] = []
     obstacles: list[str] = []
-    for make in makers:
+
+    def attempt(make: Callable[[Situation, Prices], PricedPlan]) -> None:
         try:
             found.append(make(situation, prices))
         except LayoutError as error:
             obstacles.append(str(error))
+
+    for make in makers:
+        attempt(make)
+    if situation.memory_bytes is not None and {one.name for one in found} <= {"progressive"}:
+        attempt(_one_partition)
     below = min((candidate.seconds for candidate in found), default=math.inf)
     try:
         anew = exhaustive.replicas(situation, prices, below)
         if anew is not None:
-            found.append(_candidate("anew", situation, prices, anew))
+            found.append(candidate("anew", situation, prices, anew))
     except LayoutError as error:
         obstacles.append(str(error))
+    if vacant_stages.may_help(situation):
+        below = min((candidate.seconds for candidate in found), default=math.inf)
+        attempt(lambda *_: PricedPlan("lost stages passed elsewhere", *vacant_stages.best(situation, below)))
     if situation.links:
         found += _crossed(found, situation, prices)
     if not found:
@@ -157,7 +167,7 @@ def _candidates(situation: Situation, prices: Prices) -> list[_Candidate]:
     return found
 
 
-def _best(situation: Situation, candidates: list[_Candidate]) -> _Candidate:
+def _best(situation: Situation, candidates: list[PricedPlan]) -> PricedPlan:
     """The fastest; of equally fast ones that which moves the fewest bytes, then changes the fewest stages."""
     fastest = min(candidate.seconds for candidate in candidates)
     equal = [candidate for candidate in candidates if candidate.seconds <= fastest * (1 + TIE)]
@@ -165,7 +175,7 @@ def _best(situation: Situation, candidates: list[_Candidate]) -> _Candidate:
         return equal[0]
     present = {stage for replica in situation.base.replicas for stage in replica.stages}
 
-    def unrest(candidate: _Candidate) -> tuple[int, int]:
+    def unrest(candidate: PricedPlan) -> tuple[int, int]:
         layout = candidate.plan.layout
         stages = {stage for replica in layout.replicas for stage in replica.stages}
         return bytes_to_move(situation, layout), len(stages.symmetric_difference(present))
@@ -173,19 +183,26 @@ def _best(situation: Situation, candidates: list[_Candidate]) -> _Candidate:
     return min(equal, key=unrest)
 
 
-def _keep(situation: Situation, prices: Prices) -> _Candidate:
-    return _candidate("keep", situation, prices, [prices.priced(replica) for replica in situation.base.replicas])
+def _keep(situation: Situation, prices: Prices) -> PricedPlan:
+    return candidate("keep", situation, prices, [prices.priced(replica) for replica in situation.base.replicas])
 
 
-def _without_lost(situation: Situation, prices: Prices) -> _Candidate:
+def _without_lost(situation: Situation, prices: Prices) -> PricedPlan:
     gone = situation.lost.union(situation.stale)
     left = situation.base.without(gone).replicas
     if not left:
-        raise PlanError(f"every replica has lost a rank: {sorted(gone)}")
-    return _candidate("without lost replicas", situation, prices, [prices.priced(replica) for replica in left])
+        raise PlanError(f"every replica has lost a rank: {sorted(gone) or 'some have stages without ranks'}")
+    return candidate("without lost replicas", situation, prices, [prices.priced(replica) for replica in left])
 
 
-def _progressive(situation: Situation, prices: Prices) -> _Candidate:
+def _one_partition(situation: Situation, prices: Prices) -> PricedPlan:
+    """Layers as the paper repartitions them, the same for all replicas: with tight memory, at times the best there is
+    where no replica goes on as it was."""
+    replicas = paper_planner.progressive(situation, paper_planner.STEPS[:2]).plan.layout.replicas
+    return candidate("one partition for all", situation, prices, [prices.priced(replica) for replica in replicas])
+
+
+def _progressive(situation: Situation, prices: Prices) -> PricedPlan:
     best = _draft(situation, prices, ())
     while best.weak is not None:  # its ranks may serve better elsewhere
         other = _draft(situation, prices, {*best.given_up, best.weak})
@@ -194,18 +211,20 @@ def _progressive(situation: Situation, prices: Prices) -> _Candidate:
         best = other
     if not best.pipes:
         raise PlanError("no replica can be put together from the ranks that are left")
-    return _candidate("progressive", situation, prices, [*best.pipes.values()])
+    return candidate("progressive", situation, prices, [*best.pipes.values()])
 
 
-def _crossed(candidates: list[_Candidate], situation: Situation, prices: Prices) -> list[_Candidate]:
+def _crossed(candidates: list[PricedPlan], situation: Situation, prices: Prices) -> list[PricedPlan]:
     """The same stages with other neighbours, where slow links join them."""
-    found: dict[tuple[Replica, ...], _Candidate] = {}
-    for candidate in candidates:
-        replicas = swap_pipelines.crossed(candidate.plan.layout.replicas, situation)
+    found: dict[tuple[Replica, ...], PricedPlan] = {}
+    for one in candidates:
+        if one.plan.layout.vacant:
+            continue  # its micro-batches pass between replicas as it is
+        replicas = swap_pipelines.crossed(one.plan.layout.replicas, situation)
         if replicas is not None and replicas not in found:
-            name = f"{candidate.name}, pipelines crossed"
+            name = f"{one.name}, pipelines crossed"
             with suppress(PlanError):  # there is no room for it
-                found[replicas] = _candidate(name, situation, prices, [prices.priced(one) for one in replicas])
+                found[replicas] = candidate(name, situation, prices, [prices.priced(replica) for replica in replicas])
     return [*found.values()]
 
 
@@ -220,7 +239,7 @@ def _draft(situation: Situation, prices: Prices, given_up: Collection[int]) -> D
     return min(drafts, key=lambda draft: draft.seconds)
 
 
-def _candidate(name: str, situation: Situation, prices: Prices, replicas: list[Priced]) -> _Candidate:
+def candidate(name: str, situation: Situation, prices: Prices, replicas: list[Priced]) -> PricedPlan:
     """A plan of these replicas; everybody else stands by. Raises PlanError if memory forbids it."""
     if situation.micro_batches < len(replicas):
         raise PlanError(f"{situation.micro_batches} micro-batches an iteration cannot feed {len(replicas)} replicas")
@@ -239,7 +258,7 @@ def _candidate(name: str, situation: Situation, prices: Prices, replicas: list[P
     )
     if math.isinf(seconds):
         raise PlanError(_obstacle(plan, situation))
-    return _Candidate(name, plan, seconds)
+    return PricedPlan(name, plan, seconds)
 
 
 def _obstacle(plan: Plan, situation: Situation) -> str:

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from resihp.detector.findings import Assessment, Finding
+from resihp.detector.findings import Assessment, Component, Finding, Intermittent
 from resihp.detector.observation import Observation
 from resihp.detector.online.predictor import Key
 from resihp.parallelism.plan import Plan
+from resihp.settings import Detection
+
+PARTS: tuple[Component, ...] = ("collective", "reduction", "data")
 
 
 class Fleece:
@@ -26,9 +29,10 @@ class Fleece:
 
 
 class Wolf:
-    """`chance` of a finding in each iteration: a slow rank, two that cannot be told apart, a link, nobody."""
+    """`chance` of a finding in each iteration: a slow rank, two that cannot be told apart, a link, nobody,
+    what ranks do together, or a rank that is slow now and then."""
 
-    def __init__(self, seed: int, chance: float) -> None:
+    def __init__(self, seed: int, chance: float, _: Detection) -> None:
         self._seed, self._chance = seed, chance
         self._ranks: tuple[int, ...] = ()
         self._slow: dict[int, float] = {}
@@ -54,6 +58,8 @@ class Wolf:
                 continue
             ranks = tuple(rng.sample(self._ranks, min(rng.choice([0, 1, 1, 1, 2]), len(self._ranks))))
             link = tuple(rng.sample(self._ranks, 2)) if len(self._ranks) > 1 and rng.random() < 0.2 else None
+            part = rng.choice(PARTS) if ranks and not link and rng.random() < 0.3 else None
+            now_and_then = Intermittent(share=rng.uniform(0.05, 0.5), factor=rng.uniform(1.3, 4.0))
             found.append(
                 Finding(
                     kind=rng.choice(["fail-slow", "fail-slow", "recovered", "workload"]),
@@ -64,9 +70,17 @@ class Wolf:
                     ranks=() if link else ranks,
                     link=(link[0], link[1]) if link else None,
                     evidence="a draw",
+                    component=part or "device",
+                    intermittent=now_and_then if part is None and not link and rng.random() < 0.2 else None,
                 )
             )
         return Assessment(predicted_s=rng.choice([None, 0.4]), findings=tuple(found), known="workload")
+
+    def coverage(self) -> dict[int, int]:
+        return {}
+
+    def scores(self) -> None:
+        return None
 
     def forecast(self, tokens: Any, squares: Any) -> float | None:
         return random.Random(f"{self._seed} {tokens}").choice([None, 0.4, 2.0])
@@ -79,6 +93,9 @@ class Wolf:
 
     def cleared(self, rank: int) -> None:
         self._slow.pop(rank, None)
+
+    def job_is_slow(self) -> None:
+        pass
 
     def cleared_link(self, sender: int, receiver: int) -> None:
         pass

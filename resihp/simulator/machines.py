@@ -590,7 +590,7 @@ class Worker:
         self.take_step(self.reduced)
         self.reduced = None
         every = scenario.checkpoint_every
-        if every and self.stepped % every == 0 and self.rank in self.plan.layout.replicas[0].ranks:
+        if every and self.stepped % every == 0 and self.rank in self.plan.layout.model_copy(0).ranks:
             self.activity = "checkpoint"
             self.later(self.world.rng.uniform(0.1, 1.0), self.checkpoint)
         else:

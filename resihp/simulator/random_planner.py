@@ -1,6 +1,7 @@
 """A scheduler for simulated jobs: quick, deterministic, and fond of layouts that nobody would choose.
 
-It keeps the whole replicas and puts what is left into more of them, as deep and as wide as a draw says. It uses every
+It keeps the whole replicas, now and then some with stages without ranks, and puts what is left into more of them, as
+deep and as wide as a draw says. It uses every
 device that it can, so that each loss and each newcomer changes the layout; now and then it finds no plan at all, or
 one that the checker refuses.
 """
@@ -11,7 +12,7 @@ import random
 
 from resihp.errors import PlanError
 from resihp.parallelism.layout import Layout, Replica, Stage, validate
-from resihp.parallelism.plan import Plan, spread
+from resihp.parallelism.plan import Plan
 from resihp.pipeline import checker
 from resihp.scheduler import planner
 from resihp.scheduler.situation import Decision, Situation
@@ -35,9 +36,11 @@ class RandomPlanner:
             return planner.decide(situation)
         available = set(situation.available)
         able = available - set(situation.stale)
-        replicas = [r for r in situation.base.replicas if able.issuperset(r.ranks)]
+        replicas = [r for r in situation.base.replicas if able.issuperset(r.ranks) and not r.vacant]
         if replicas and rng.random() < 0.2:
             replicas.pop(rng.randrange(len(replicas)))
+        if rng.random() < 0.4:
+            replicas += self._vacated(situation, able, replicas)
         left = sorted(available - {rank for replica in replicas for rank in replica.ranks})
         while left and len(replicas) < situation.micro_batches:
             replica = self._replica(rng, situation, left)
@@ -57,6 +60,19 @@ class RandomPlanner:
         used = {rank for replica in kept for rank in replica.ranks}
         layout = Layout(kept, tuple(r for r in situation.available if r not in used))
         return Decision(plan=self._plan(situation, layout), seconds=1.0, reason="what is left")
+
+    @staticmethod
+    def _vacated(situation: Situation, able: set[int], whole: list[Replica]) -> list[Replica]:
+        """Replicas that lost ranks, without the stages that did, where whole ones hold their layers."""
+        held = Layout(tuple(whole))
+        found: list[Replica] = []
+        for replica in situation.base.replicas:
+            stages = [s if s.ranks and able.issuperset(s.ranks) else Stage((), s.chunks) for s in replica.stages]
+            candidate = Replica(tuple(stages))
+            hosted = all(held.hosts(span) for stage in stages if not stage.ranks for span in stage.chunks)
+            if candidate.vacant and candidate.ranks and hosted and replica not in whole:
+                found.append(candidate)
+        return found[: max(0, situation.micro_batches - len(whole))]
 
     @staticmethod
     def _replica(rng: random.Random, situation: Situation, left: list[int]) -> Replica:
@@ -79,9 +95,9 @@ class RandomPlanner:
         return Plan(
             epoch=situation.epoch,
             layout=layout,
-            assignment=spread(situation.micro_batches, len(layout.replicas)),
+            assignment=(),
             schedule=situation.schedule,
-        )
+        ).dealing(situation.micro_batches)
 
 
 class RandomChecker:

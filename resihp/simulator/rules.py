@@ -17,7 +17,9 @@ from resihp.parallelism.plan import Plan
 from resihp.protocol import messages as m
 from resihp.record.journal import (
     AnyEntry,
+    ChangeDecided,
     EvaluationDone,
+    FailureEnded,
     FailureFound,
     FaultInjected,
     IterationCommitted,
@@ -470,6 +472,11 @@ class Rules:
                 self.declared_at.pop(entry.rank, None)
             case Suspected():
                 self.check_suspicion(entry)
+            case ChangeDecided() if self.world.scenario.observes:
+                job = self.world.controller.job
+                at_work = {job.device_of(rank) for rank in job.record.active}
+                newcomers = not entry.links and at_work.isdisjoint(entry.devices)
+                expect(newcomers, f"{entry} on account of what is slow, where nothing is done about it")
             case WorkerEnded():
                 worker = self.world.workers[entry.rank]
                 if entry.exit is not None:
@@ -583,7 +590,7 @@ class Rules:
 
     def check_suspicion(self, entry: Suspected) -> None:
         if entry.kind == "slow":
-            expect(entry.cleared == self.suspects_slow(entry), f"{entry} beside another, or after none")
+            self.check_slow(entry)
             return
         key = (entry.rank, None if entry.rank is not None else entry.node)
         if entry.cleared:
@@ -602,22 +609,38 @@ class Rules:
             quiet_s = self.world.now - self.world.nodes[entry.node].last_beat
             expect(quiet_s >= least, f"{entry} only {quiet_s:.1f} s after its last beat")
 
-    def suspects_slow(self, before: Suspected | FailureFound) -> bool:
-        """Whether somebody was under suspicion to be slow when the journal came to an entry.
+    def check_slow(self, entry: Suspected) -> None:
+        """Suspicions to be slow are numbered, one is open at a time, and each ends with what it came to."""
+        before = [one for one in self.entries_before(entry) if isinstance(one, Suspected) and one.kind == "slow"]
+        last = max((one.suspicion for one in before), default=0)
+        about = [one for one in before if one.suspicion == entry.suspicion]
+        expect(entry.cleared == bool(entry.outcome), f"{entry} does not tell what it came to")
+        if not entry.cleared or not about:
+            expect(entry.suspicion == last + 1, f"{entry} after suspicion {last}")
+            at_once = ("dropped", "passed", "unconfirmed", "fine")
+            expect(not entry.cleared or entry.outcome in at_once, f"{entry} was never looked into")
+        else:
+            expect(not any(one.cleared for one in about), f"{entry} has ended before")
+        closed = {one.suspicion for one in before if one.cleared}
+        is_open = {one.suspicion for one in before} - closed - {entry.suspicion}
+        expect(entry.cleared or not is_open, f"{entry} beside suspicions {is_open}")
 
-        A verdict on a rank ends its own suspicion, or nobody's in particular; another's gave way to it just before.
-        """
-        entries = [entry for _, entry in self.world.entries]
-        here = next((i for i, entry in enumerate(entries) if entry is before), len(entries))
-        for i in reversed(range(here)):
-            entry = entries[i]
-            if isinstance(entry, Suspected) and entry.kind == "slow":
-                if isinstance(before, Suspected) or entry.rank in (None, *before.ranks):
-                    return not entry.cleared
-                return entry.cleared and i == here - 1
-            if isinstance(entry, FailureFound) and entry.kind == "fail-slow":
-                return False
+    def suspects_slow(self, verdict: FailureFound) -> bool:
+        """Whether a suspicion of whoever is found slow, or of nobody in particular, came to that just before."""
+        for entry in reversed(self.entries_before(verdict)):
+            match entry:
+                case FailureFound(kind="fail-slow") | FailureEnded():
+                    continue
+                case Suspected(kind="slow", outcome="slow"):
+                    return not entry.ranks or set(entry.ranks).issuperset(verdict.ranks)
+                case _:
+                    return False
         return False
+
+    def entries_before(self, entry: AnyEntry) -> list[AnyEntry]:
+        entries = [one for _, one in self.world.entries]
+        here = next((i for i in reversed(range(len(entries))) if entries[i] is entry), len(entries))
+        return entries[:here]
 
     def check_blame(self, failure: FailureFound) -> None:
         """After the whole answer: whoever is named is dead, fenced, or its communication was."""

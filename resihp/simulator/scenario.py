@@ -162,6 +162,8 @@ class Scenario:
     """Devices and links are measured before they are used."""
     slow: float = 0.0
     """How often the detector finds something slow, in each iteration (monitor.py)."""
+    observes: bool = False
+    """Nothing is done about what is slow."""
     ramp: Ramp = ()
     """Steps of the batch ramp-up, up to `micro_batches`."""
     evaluate_every: int = 0
@@ -198,6 +200,7 @@ class Scenario:
             examine=rng.random() < 0.6,
             slow=rng.choice([0.1, 0.3, 0.6]),
             unfit=rng.choice([0.05, 0.2, 0.5]),
+            observes=rng.random() < 0.2,
         )
 
     @classmethod

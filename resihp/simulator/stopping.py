@@ -227,7 +227,7 @@ class Stopping:
         plan = rules.in_effect
         expect(plan is not None and plan.epoch == order.epoch, f"{order}, in effect is {plan and plan.epoch}")
         assert plan is not None
-        expect(action.ranks == plan.layout.replicas[order.replica].ranks, f"{order} to ranks {action.ranks}")
+        expect(action.ranks == plan.layout.model_copy(order.replica).ranks, f"{order} to ranks {action.ranks}")
         expect(order.finish.iteration == rules.committed, f"{order}, committed is {rules.committed}")
         for rank in action.ranks:
             expect(rank not in rules.known_dead, f"{order} to rank {rank}, which is gone")

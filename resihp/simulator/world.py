@@ -77,8 +77,7 @@ class World:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.rng = random.Random(scenario.seed)
-        self.now = 0.0
+        self.rng, self.now = random.Random(scenario.seed), 0.0
         self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.count = itertools.count()
         self.settings = Settings(
@@ -107,6 +106,7 @@ class World:
             replacement_wait_s=0.0,
             examine=scenario.examine,
             probe_budget_s=5.0,
+            observes=scenario.observes,
         )
         self._moves: dict[tuple[Base, Layout], tuple[Move, ...]] = {}
         self.dependencies = self.own_dependencies()
@@ -767,7 +767,7 @@ class World:
                 )
                 self.write(entry)
                 self.controller.journaled(entry)
-            case api.Reply() | api.Say():
+            case api.Reply() | api.Say() | api.TellScores():
                 pass
 
     def _start(self, action: api.StartWorkers) -> None:

@@ -34,6 +34,7 @@ from tests.db.conftest import (
 )
 from tests.db.test_migrate import execute, old_ledger
 from tests.db.test_projection import slow_story
+from tests.db.test_suspicions import suspicious_story
 
 Told = Iterator[tuple[journal.AnyEntry, float]]
 Urls = Callable[[], str]
@@ -54,6 +55,7 @@ def ledger_with(url: str, folder: Path, *stories: Told, reports: bool = True) ->
                 ledger.submit(record)
             if reports:
                 ledger.telemetry([(i, 1, rank, 0.5, None if rank else 0.4) for i in (1, 2) for rank in range(12)])
+                ledger.scores(10, [(rank, None if rank else 1.02, 0.1 * rank) for rank in range(12)])
             assert ledger.flush(30)
     return url
 
@@ -77,26 +79,26 @@ def everything_in(url: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def full(ledger_urls: Urls, tmp_path: Path) -> str:
-    """A ledger of four jobs, among which are rows of every table."""
-    told = (story(), any_layout_story(), node_story(), slow_story())
+    """A ledger of five jobs, among which are rows of every table."""
+    told = (story(), any_layout_story(), node_story(), slow_story(), suspicious_story())
     stories = (told_by(f"user {n}", each) for n, each in enumerate(told))
     return ledger_with(ledger_urls(), tmp_path / "full", *stories)
 
 
 def test_every_table_is_in_the_full_ledger(full: str) -> None:
     found = everything_in(full)
-    assert len(found) == 4
+    assert len(found) == 5
     assert [name for name in LedgerTable.metadata.tables if not any(job[name] for job in found)] == []
 
 
 def test_out_and_in_again_is_the_same_ledger(full: str, ledger_urls: Urls, tmp_path: Path) -> None:
     manifest = export(full, tmp_path / "out")
-    assert manifest.rows["jobs"] == 4
+    assert manifest.rows["jobs"] == 5
     other = ledger_urls()
-    assert [each.outcome for each in import_from(str(tmp_path / "out"), other)] == ["new"] * 4
+    assert [each.outcome for each in import_from(str(tmp_path / "out"), other)] == ["new"] * 5
     assert everything_in(other) == everything_in(full)
     again = import_from(str(tmp_path / "out"), other)
-    assert [(each.outcome, each.rows) for each in again] == [("unchanged", 0)] * 4
+    assert [(each.outcome, each.rows) for each in again] == [("unchanged", 0)] * 5
     assert everything_in(other) == everything_in(full)
 
 

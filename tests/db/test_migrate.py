@@ -63,7 +63,7 @@ def test_migrated_schema_equals_the_models(ledger_url: str) -> None:
 def test_the_design_s_tables_are_there() -> None:
     assert set(LedgerTable.metadata.tables) == {
         *("jobs", "nodes", "workers", "iterations", "rank_reports", "failures", "probes", "plans"),
-        *("reconfigurations", "drains", "replacements", "events"),
+        *("reconfigurations", "drains", "replacements", "events", "suspicions", "scores"),
     }
 
 

@@ -29,6 +29,8 @@ def url(open_ledger: Opener, tmp_path: Path) -> str:
     for record in write_journal(tmp_path / "journal", long_story(ITERATIONS)):
         ledger.submit(record)
     ledger.telemetry([(i, 1, rank, 0.5, 0.4) for i in range(1, ITERATIONS + 1) for rank in range(4)])
+    for i in range(10, ITERATIONS + 1, 10):
+        ledger.scores(i, [(rank, 1.0, 0.1) for rank in range(2)])
     assert ledger.close(30)
     return ledger.url
 
@@ -55,7 +57,7 @@ def test_without_keeping_any_what_tells_a_story_stays(url: str) -> None:
     [removed] = prune(url, LATER)
     assert iterations(url) == STAYS
     assert rank_reports(url) == []
-    assert (removed.job, removed.iterations, removed.rank_reports) == ("local-1", ITERATIONS - len(STAYS), 1200)
+    assert (removed.job, removed.iterations, removed.rank_reports) == ("local-1", ITERATIONS - len(STAYS), 1260)
     assert others(url) == before
     assert account(url) == told
     assert prune(url, LATER) == []
@@ -65,7 +67,7 @@ def test_every_nth_stays_where_asked_for(url: str) -> None:
     [removed] = prune(url, LATER, 50)
     assert iterations(url) == [1, 11, 12, *range(50, 301, 50)]
     assert {row["iteration"] for row in rank_reports(url)} == set(range(50, 301, 50))
-    assert removed.rank_reports == 1200 - 6 * 4
+    assert removed.rank_reports == 1260 - 6 * (4 + 2)
 
 
 def test_only_what_is_older(url: str) -> None:

@@ -313,3 +313,10 @@ def test_jobs_from_before_belong_to_who_migrates_and_those_that_run_to_their_use
 def test_what_is_no_role_is_refused(role: str) -> None:
     with pytest.raises(UsageError, match="not a name"):
         statements(role, "ledger")
+
+
+def test_who_was_granted_the_ledger_may_use_the_tables_that_an_upgrade_brings(shared: Shared) -> None:
+    moved_to(shared.owner, "0011")
+    migrate.upgrade(shared.owner)
+    for url in (shared.alice, shared.mallory):
+        execute(url, "SELECT * FROM scores", "DELETE FROM scores", "UPDATE suspicions SET probe = 1")

@@ -21,6 +21,7 @@ ITERATIONS = 12
 SIX_LAYERS = ("--layers", "6")
 SOAK = pytest.mark.soak
 PHASES = ("groups", "transfer", "park", "resume")
+COMPUTING = ("forward", "backward", "reduce")
 WHERE = {"nodes": 2, "gpus": 4, "tp": 2, "pp": 2}
 
 
@@ -83,6 +84,27 @@ def test_five_kills_in_five_iterations_leave_three_ranks_that_finish(
     assert exits(job) == {rank: 0 if rank in (0, 2, 3) else -9 for rank in range(8)}, "the same processes"
     assert len(job.history("failures")) == 5
     assert {row["component"] for row in job.history("failures")} == {"device"}
+
+
+@pytest.mark.parametrize(
+    "phase", [*mostly_in_soak("transfer"), *(pytest.param(p, marks=SOAK) for p in COMPUTING), "step"]
+)
+def test_stages_that_lost_all_ranks_stay_without_and_nothing_moves(
+    job: Job, reference: dict[int, float], phase: str
+) -> None:
+    """By the paper's rule: what would pass there passes in the other replica; at last neither replica is whole."""
+    faults = (
+        "kill:rank=5@iteration=3,phase=backward",
+        f"kill:rank=3@iteration={3 if phase in PHASES else 6},phase={phase}",
+    )
+    options = ("--planner", "resihp-paper", "--checkpoint-every", "5", "--checkpoint-folder", str(job.folder / "saved"))
+    run(job, *faults, options=options, nodes=2, gpus=4, tp=1, pp=4)
+    assert_nothing_lost(job, reference)
+    assert exits(job) == {rank: -9 if rank in (3, 5) else 0 for rank in range(8)}, "the same processes"
+    last = layouts(job)[-1]["replicas"]
+    assert [[len(stage["ranks"]) for stage in replica] for replica in last] == [[1, 1, 1, 0], [1, 0, 1, 1]]
+    assert {row["bytes_moved"] for row in job.history("reconfigurations")} <= {0, None}
+    assert (job.folder / "saved" / "iteration-000010" / "manifest.json").exists(), "ranks of both write it"
 
 
 TELLING = """

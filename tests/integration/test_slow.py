@@ -28,8 +28,8 @@ def test_a_slow_rank_of_a_tensor_parallel_group_is_found_and_worked_around(job: 
     rows = job.history("iterations")
     assert [row["iteration"] for row in rows] == list(range(1, ITERATIONS + 1))
     assert sum(row["predicted_seconds"] is not None for row in rows) > ITERATIONS / 2
-    found = [row for row in job.history("failures") if row["ranks"] == [5]]
-    assert len(found) == 1, "it became slow once"
+    found = [row for row in job.history("failures") if row["component"] != "data"]  # a busy disk is no fault of ours
+    assert [row["ranks"] for row in found] == [[5]], "it became slow once, and nobody and nothing else did"
     failure = found[0]
     assert (failure["kind"], failure["component"]) == ("fail-slow", "device")
     assert (failure["node"], failure["device"]) == ("n2", 1)

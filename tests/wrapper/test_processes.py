@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -10,15 +11,18 @@ import time
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
+from resihp.controller.fail_slow.standings import RankAnswer
 from resihp.errors import UsageError
+from resihp.protocol.messages import AskStanding
 from resihp.record.journal import FaultInjected, JobEnded, LeaderChosen, NodeLost, WorkerEnded, WorkerStarted, first_seq
 from tests.wrapper.conftest import SOON, StubJob
 from wrapper.commands import inject
 from wrapper.exit_codes import CANNOT_LEAD
-from wrapper.job_folder import finish_dead_job, hold_lock
+from wrapper.job_folder import all_jobs, finish_dead_job, hold_lock
 from wrapper.launch.ports import listen
 from wrapper.supervisor.guardian import supervisor_command
 
@@ -551,3 +555,15 @@ def test_disconnect_fault_costs_nothing(stub_job: StubJob) -> None:
     assert exits(stub_job) == {0: 0, 1: 0}
     assert not [entry for entry in stub_job.entries() if isinstance(entry, NodeLost)]
     assert [entry.text for entry in stub_job.entries() if isinstance(entry, FaultInjected)] == ["disconnect:node=n2"]
+
+
+def test_how_a_rank_stands_is_answered_while_the_job_runs(stub_job: StubJob) -> None:
+    stub_job.start("import time\nprint('here', flush=True)\ntime.sleep(2)\n", nodes=2)
+    running(stub_job, 2)
+    [job] = all_jobs()
+    reply = asyncio.run(inject.ask(job, AskStanding(rank=1)))
+    assert reply.ok, reply.text
+    answer = msgspec.json.decode(reply.text, type=RankAnswer)
+    assert (answer.rank, answer.node, answer.working, answer.level) == (1, "n2", False, None)
+    assert asyncio.run(inject.ask(job, AskStanding(rank=9))).text == "there is no rank 9; the job has ranks 0 to 1"
+    assert stub_job.wait() == 0, stub_job.stderr

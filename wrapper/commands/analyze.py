@@ -29,6 +29,7 @@ LARGEST_BYTES = 2 << 30
 SHOWN = 40
 """Rows of a table on a terminal; `--json` has them all."""
 RANKS_SHOWN = 5
+RANKS_NAMED = 8
 
 
 def register(app: typer.Typer) -> None:
@@ -147,12 +148,14 @@ def sentences(file: Path, analysis: Analysis) -> tuple[str, str]:
     if not slow:
         found = "No fail-slow was found"
     else:
-        worst = max(slow, key=lambda event: event.change)
+        worst = max(slow, key=lambda event: (event.cost_seconds or 0.0, event.change))
         going_on = sum(event.end is None for event in slow)
         found = f"{len(slow)} fail-slow {'event' if len(slow) == 1 else 'events'}, "
         found += f"the worst {_change(worst)} from iteration {worst.iteration}"
-        if worst.where is not None:
+        if worst.where is not None or worst.ranks:
             found += f" ({_where(worst)})"
+        if worst.cost_seconds is not None:
+            found += f", {duration(worst.cost_seconds)} lost by it"
         found += f"; {going_on} not over at the end" if going_on else "; all were over before the end"
     if analysis.slowdown is not None:
         found += f"; without stragglers a step would be {(1 - 1 / analysis.slowdown) * 100:.1f} % shorter"
@@ -164,21 +167,24 @@ def _events_table(analysis: Analysis) -> Table:
     from rich.table import Table
     from rich.text import Text
 
+    from resihp.detector.offline.analysis import ranked
+
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for heading, right in (
         *(("run", True), ("verdict", False), ("from", True), ("noticed", True), ("until", True)),
-        *(("change", True), ("where", False)),
+        *(("change", True), ("seconds lost", True), ("where", False)),
     ):
         table.add_column(Text(heading), justify="right" if right else "left", no_wrap=True)
     colours = {"fail-slow": "bold red", "recovered": "green", "workload": "yellow"}
-    for event in analysis.events[:SHOWN]:
+    for event in ranked(analysis.events)[:SHOWN]:
         table.add_row(
             str(event.run),
             Text(event.verdict, style=colours[event.verdict]),
             str(event.iteration),
             str(event.detected_at),
             "-" if event.end is None else str(event.end),
-            _change(event),
+            _change(event) + "".join(f", {size * 100:+.0f} % from {first}" for first, size in event.sizes[1:]),
+            "-" if event.cost_seconds is None else f"{event.cost_seconds:.1f}",
             _where(event),
         )
     return table
@@ -203,6 +209,9 @@ def _change(event: SpeedChange) -> str:
 
 
 def _where(event: SpeedChange) -> str:
+    if event.ranks:
+        shown = ", ".join(map(str, event.ranks[:RANKS_NAMED]))
+        return f"ranks {shown}" + (f" and {len(event.ranks) - RANKS_NAMED} more" * (len(event.ranks) > RANKS_NAMED))
     if event.where is None:
         return "-"
     named = (("dp", event.where.dp), ("stage", event.where.stage), ("rank", event.where.rank))

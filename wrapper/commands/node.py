@@ -129,16 +129,20 @@ def health(
 ) -> None:
     """Which nodes fail more often than the others, over all jobs of a ledger.
 
-    `probability`: that the node's rate of failures is above the fleet's. Faults injected on purpose do not count.
+    `probability`: that the node's rate of failures is above the fleet's. Faults
+    injected on purpose do not count. Suspected: in how many jobs a device of it
+    was suspected of being slow and not convicted, which counts for nothing.
 
     Example: resihp node health --ledger postgresql+psycopg://cluster/resihp
     """
     from db.reading.health import health_rows
+    from db.reading.suspicions import by_node
     from wrapper.output.answers import to_json
     from wrapper.output.ledgers import opened
 
     with opened(job, ledger) as (reader, _):
-        rows = health_rows(reader)
+        suspected = by_node(reader)
+        rows = [{**row, **suspected.get(row["node"], {"jobs": 0, "suspected_jobs": 0})} for row in health_rows(reader)]
     if as_json:
         print(to_json({"schema": SCHEMA, "rows": rows}))
     elif rows:
@@ -347,8 +351,9 @@ def _health_table(rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         last = "-" if row["last"] is None else f"{row['last']:%Y-%m-%d %H:%M}"
         sure = f"{'yes' if row['lemon'] else 'no'}, {row['probability']:.0%}"
-        cells.append((row["node"], str(row["failures"]), last, sure, row["evidence"]))
-    return _table(("node", "failures", "last (UTC)", "a lemon?", "evidence"), cells)
+        suspected = f"{row['suspected_jobs']} of {row['jobs']}" if row["suspected_jobs"] else "-"
+        cells.append((row["node"], str(row["failures"]), last, sure, suspected, row["evidence"]))
+    return _table(("node", "failures", "last (UTC)", "a lemon?", "suspected", "evidence"), cells)
 
 
 def _list_table(rows: Sequence[dict[str, Any]]) -> Table:

@@ -18,7 +18,7 @@ import msgspec
 from resihp import faults
 from resihp.errors import ResihpError, UsageError
 from resihp.faults import Fault
-from resihp.settings import Settings
+from resihp.settings import Detection, Settings, Thresholds
 from slurm import releases
 from slurm.client import Slurm
 from slurm.errors import SlurmError
@@ -27,7 +27,7 @@ from wrapper.commands.resume import CompletedError, Resumption, after_restart, a
 from wrapper.config import container, values
 from wrapper.config.program import resolve
 from wrapper.config.run_spec import Program, RunRequest, SlurmRequest
-from wrapper.config.schema import Configuration, check_partition, read
+from wrapper.config.schema import Configuration, DetectSection, check_partition, read
 from wrapper.config.shape import Shape, check_layout, check_target, of_allocation, on_this_machine
 from wrapper.exit_codes import REQUEUE
 from wrapper.job_folder import close_home, create_local_job, create_slurm_job, home
@@ -39,6 +39,9 @@ from wrapper.slurm_tasks.requeue import end_for_good
 from wrapper.supervisor import guardian
 from wrapper.supervisor.nonblocking_stderr import never_wait_for_stderr
 
+SECTIONS = ("job", "layout", "adapt", "ledger", "checkpoint")
+"""Of the configuration, those that the command line has something of."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -46,6 +49,7 @@ class Options:
 
     job: Mapping[str, Any] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
+    adapt: Mapping[str, Any] = field(default_factory=dict)
     ledger: Mapping[str, Any] = field(default_factory=dict)
     checkpoint: Mapping[str, Any] = field(default_factory=dict)
     config: Path | None = None
@@ -96,12 +100,7 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
     """
     given = {
         section: {key: value for key, value in getattr(options, section).items() if value is not None}
-        for section in (
-            "job",
-            "layout",
-            "ledger",
-            "checkpoint",
-        )  # the command line has no [adapt], [slurm], [container]
+        for section in SECTIONS
     }
     configuration = read(given, options.config)
     _check_words(configuration)
@@ -273,6 +272,9 @@ def _settings(
         least=adapt.least,
         examine=adapt.examine,
         detect=adapt.detect,
+        detection=_detection(configuration.detect),
+        observes=adapt.mode == "observe",
+        planner=adapt.planner,
         recheck_s=adapt.recheck_s,
         faults=planned,
         checkpoint_every=configuration.checkpoint.every,
@@ -292,6 +294,22 @@ def _settings(
         replacement_wait_s=slurm.replacement_wait,
         on_warning=slurm.on_warning,
         on_drain=slurm.on_drain,
+    )
+
+
+def _detection(section: DetectSection) -> Detection:
+    thresholds = Thresholds(
+        fit=section.fit,
+        sure=section.sure,
+        link_fit=section.link_fit,
+        link_confirmed=section.link_confirmed,
+    )
+    return Detection(
+        mode=section.mode,
+        false_alarms_per=section.false_alarms_per,
+        patience=section.patience,
+        least=section.least,
+        thresholds=thresholds,
     )
 
 

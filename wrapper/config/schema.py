@@ -35,6 +35,7 @@ from pydantic_settings import (
 )
 
 from resihp.errors import ConfigurationError
+from resihp.settings import PlannerName
 from wrapper.config import values
 
 PREFIX = "RESIHP_"
@@ -96,8 +97,11 @@ class LayoutSection(Section):
 class AdaptSection(Section):
     """[adapt]: what is done about failures."""
 
-    mode: Literal["in-job"] = "in-job"
-    """Re-plan inside the job; `restart` and `observe` are not supported yet."""
+    mode: Literal["in-job", "observe"] = "in-job"
+    """`in-job`: re-plan inside the job. `observe`: what is slow or broken is found and told, and what would be done
+    about it; but no plan is made for it, no device stands by for being slow, and no node is drained, given back or
+    asked for, whatever `[slurm]` allows. A job that a failure would end is recovered all the same. `restart` is not
+    supported yet."""
     come_backs: int = Field(default=3, ge=0)
     """How often a process may be started again on the same device."""
     least: float = Field(default=0.5, gt=0, le=1)
@@ -109,9 +113,37 @@ class AdaptSection(Section):
     """Look for slow devices and links while training."""
     recheck_s: float = Field(default=60.0, gt=0)
     """How often a slow device that stands by is measured again."""
+    planner: PlannerName = "resihp"
+    """By whose rules the job is planned anew. For comparison: `resihp-paper`, the paper's; `paper-tp` and
+    `paper-tp-pp`, its first steps alone; `drop-replica`, which gives up replicas that lose a device."""
     succession: bool | None = None
     """Agents keep copies of the journal and choose another supervisor when the first one's node is gone; by default
     in allocations of several nodes."""
+
+
+class DetectSection(Section):
+    """[detect]: how slow devices and links are looked for, where `adapt.detect` is on."""
+
+    mode: Literal["sequential", "paper", "greyhound"] = "sequential"
+    """`sequential` tests every rank, link and iteration. For comparison, two that look at whole iterations and have all
+    devices measured to find who is slow: `paper` suspects what takes 25 % longer than predicted at a change point,
+    `greyhound` what takes 10 % longer after one than before."""
+    false_alarms_per: int = Field(default=10_000, ge=100, le=10_000_000)
+    """Iterations between false suspicions, on average at least. This key and the next two are `sequential`'s."""
+    patience: int = Field(default=24, ge=2, le=1_000_000)
+    """Iterations after which a device is suspected again on the same evidence, though its probe was fine."""
+    least: float = Field(default=0.03, ge=0.01, le=0.5)
+    """Smallest slow-down of a device that is told: 0.03 is about 3 % longer. Links and whole iterations are told from
+    5 and 4 % on."""
+    fit: float = Field(default=0.8, gt=0, le=0.9)
+    """A device whose probe reaches less than this of its peers is not fit: it stands by when the job begins or when it
+    joins."""
+    sure: float = Field(default=0.9975, ge=0.5, le=0.999999)
+    """How sure it must be that a suspect is slow, by its probe and by what training showed, for a verdict."""
+    link_fit: float = Field(default=0.6, gt=0, le=1)
+    """A link that reaches less than this of its peers is told at the start; links' times scatter more."""
+    link_confirmed: float = Field(default=0.8, gt=0, le=1)
+    """A link under suspicion that reaches less than this of two others or more is slow; not below `link_fit`."""
 
 
 class CheckpointSection(Section):
@@ -262,6 +294,7 @@ class Configuration(BaseSettings):
     job: JobSection = JobSection()
     layout: LayoutSection = LayoutSection()
     adapt: AdaptSection = AdaptSection()
+    detect: DetectSection = DetectSection()
     checkpoint: CheckpointSection = CheckpointSection()
     ledger: LedgerSection = LedgerSection()
     slurm: SlurmSection = SlurmSection()
@@ -329,7 +362,24 @@ def read(
         finally:
             Configuration._files = []
     found._origins = origins
+    _check_thresholds(found)
     return _bounded(found, str(authority))
+
+
+def _check_thresholds(found: Configuration) -> None:
+    """Raises ConfigurationError for thresholds that contradict each other, or that nobody would heed."""
+    detect = found.detect
+    if detect.link_confirmed < detect.link_fit:
+        source = found.origin("detect", "link_confirmed") or found.origin("detect", "link_fit")
+        raise ConfigurationError(
+            f"{source}: [detect] link_confirmed {detect.link_confirmed:g} is below link_fit {detect.link_fit:g}: "
+            "what is slow at the start would not be slow under suspicion; raise link_confirmed or lower link_fit"
+        )
+    for key in ("false_alarms_per", "patience", "least"):
+        if detect.mode != "sequential" and (source := found.origin("detect", key)):
+            raise ConfigurationError(
+                f"{source}: [detect] {key} is of mode sequential, and mode {detect.mode} has none; leave it out"
+            )
 
 
 def _bounded(found: Configuration, authority: str) -> Configuration:
@@ -391,8 +441,10 @@ def _check_keys(source: str, content: Mapping[str, Any], authority: str) -> None
         assert issubclass(model, Section)
         for key in keys:
             mode = keys[key] if (section, key) == ("adapt", "mode") else None
-            if mode in ("restart", "observe"):
-                raise ConfigurationError(f"{source}: [adapt] mode: {mode} is not supported yet, only in-job is")
+            if mode == "restart":
+                raise ConfigurationError(
+                    f"{source}: [adapt] mode: restart is not supported yet, only in-job and observe are"
+                )
             if key not in model.model_fields:
                 hint = _nearest(key, model.model_fields)
                 raise ConfigurationError(f"{source}: unknown key {key} in [{section}]; {hint}")

@@ -42,7 +42,7 @@ class RankHealth:
                     self.suspected.add(rank)
             case journal.FailureFound():
                 self.suspected -= set(entry.ranks)
-                if entry.kind == "fail-slow":
+                if entry.kind == "fail-slow" and entry.component in ("device", "link"):
                     self.slow[entry.failure] = entry.ranks
             case journal.FailureEnded():
                 self.slow.pop(entry.failure, None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from resihp.parallelism.layout import Layout, Stage
 
@@ -34,6 +34,8 @@ STYLES: Mapping[Health, str] = {
     "suspected": "magenta",
     "dead": "bold red",
 }
+FEW = 4
+"""Ranks that are named of a suspicion."""
 MOST_REPLICAS = 16
 """Rows of a grid; more replicas than that and healthy ones are left out."""
 
@@ -78,6 +80,16 @@ def count(number: float) -> str:
 
 def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def suspects(row: dict[str, Any]) -> str:
+    """Of a suspicion's row: `rank 5`, `link 3-4`, `data 0, 1`; `everybody` where nobody stands out."""
+    numbers = ", ".join(map(str, row["ranks"][:FEW])) + ("..." if len(row["ranks"]) > FEW else "")
+    if not numbers:
+        return "everybody"
+    if row["component"] == "link":
+        return "link " + "-".join(map(str, row["ranks"]))
+    return f"{'rank' if row['component'] == 'device' else row['component']} {numbers}"
 
 
 def _runs(ranks: Iterable[int], health: Mapping[int, Health], default: Health) -> list[tuple[str, Health]]:
@@ -160,7 +172,7 @@ def layout_grid(layout: Layout, health: Mapping[int, Health] | None = None, widt
         if isinstance(d, int):
             cells[d] = []
             for s, stage in enumerate(layout.replicas[d].stages):
-                cell = _runs(stage.ranks, health, "active")
+                cell = _runs(stage.ranks, health, "active") or [("none", "dead")]
                 cells[d].append(cell if _layers(stage) == usual[s] else [*cell, (f"L{_layers(stage)}", "active")])
     heads = [f"stage {s}" for s in range(depth)]
     layers = ["" if span is None else f"layers {span}" for span in usual]

@@ -7,7 +7,7 @@ alone holds what happens; then the ledger catches up with it. Decides nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +45,10 @@ class LateLedger:
     def telemetry(self, rows: list[report_rows.Report]) -> None:
         if self._ledger is not None:
             self._ledger.telemetry(rows)
+
+    def scores(self, iteration: int, scores: Sequence[tuple[int, float | None, float]]) -> None:
+        if self._ledger is not None:
+            self._ledger.scores(iteration, scores)
 
     @property
     def dropped(self) -> int | None:

@@ -38,6 +38,7 @@ class LedgerLike(Protocol):
 
     def submit(self, record: Record) -> None: ...
     def telemetry(self, rows: list[report_rows.Report]) -> None: ...
+    def scores(self, iteration: int, scores: Sequence[tuple[int, float | None, float]]) -> None: ...
     def close(self) -> object: ...
 
 
@@ -67,6 +68,9 @@ class Listeners:
 
     def telemetry(self, rows: list[report_rows.Report]) -> None:
         self._ledger.telemetry(rows)
+
+    def scores(self, iteration: int, scores: Sequence[tuple[int, float | None, float]]) -> None:
+        self._ledger.scores(iteration, scores)
 
     def close(self) -> object:
         deadline = time.monotonic() + CLOSE_S
@@ -148,6 +152,9 @@ class _NoLedger:
         pass
 
     def telemetry(self, rows: list[report_rows.Report]) -> None:
+        pass
+
+    def scores(self, iteration: int, scores: Sequence[tuple[int, float | None, float]]) -> None:
         pass
 
     def close(self) -> None:

@@ -70,6 +70,12 @@ class Figures:
     failures: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     """By kind, component and node."""
     recovered: int = 0
+    suspicions: Counter[str] = field(default_factory=Counter)
+    """To be slow, by component."""
+    detector: str = "warming up"
+    """What it judges by, as in `journal.CoverageChanged`."""
+    unwatched: int = 0
+    """Ranks with work that the detector has not heard of for long."""
     reconfigurations: Counter[str] = field(default_factory=Counter)
     reconfiguration_seconds: dict[str, float] = field(default_factory=dict)
     bytes_moved: int = 0
@@ -155,6 +161,10 @@ def follow(figures: Figures, record: journal.Record) -> None:
                 figures.layout = figures.decided
         case journal.PlanInEffect():
             figures.layout = figures.decided
+        case journal.Suspected(kind="slow", cleared=False):
+            figures.suspicions[entry.component] += 1
+        case journal.CoverageChanged():
+            figures.detector, figures.unwatched = entry.detector, len(entry.unwatched)
         case journal.FailureFound():
             figures.failures[entry.kind, entry.component, entry.node or ""] += 1
         case journal.FailureEnded():

@@ -35,6 +35,7 @@ PATIENCE_S = 5.0
 """How long who connects to the page may say nothing."""
 MAX_LABEL = 128
 STATES = ("running", "completed", "failed", "cancelled", "abnormal")
+DETECTOR_STATES = ("warming up", "workload", "iterations", "plain times")
 REPLACEMENT_STATES = ("asked", "pending", "running", "joined", "refused", "cancelled", "ended")
 
 
@@ -124,6 +125,12 @@ def _disturbances(of: _Families, figures: Figures) -> Iterator[Metric]:
     yield from of.counter(
         "failures_over", "Slow devices and links that are as fast as before again.", figures.recovered
     )
+    yield from of.counters(
+        "suspicions", "Suspicions of being slow, whatever became of them.", ("component",), figures.suspicions
+    )
+    judging = {state: float(state == figures.detector) for state in DETECTOR_STATES}
+    yield from of.gauges("detector_state", "1 for what the detector judges by.", ("state",), judging)
+    yield from of.gauge("unwatched_ranks", "Ranks with work that it has not heard of for long.", figures.unwatched)
     yield from of.counters(
         "reconfigurations",
         "Transitions to another plan, by what became of the iteration under way.",

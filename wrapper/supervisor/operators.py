@@ -1,4 +1,4 @@
-"""Operators who ask something of a running job over the supervisor's socket: `resihp inject`.
+"""Operators who ask something of a running job over the supervisor's socket: `resihp inject`, `resihp why-not`.
 
 Refuses what cannot be asked at all; what becomes of the rest is the controller's to decide, and its answer goes back
 to whoever asked. Owned by `wrapper.supervisor.shell`.
@@ -31,15 +31,17 @@ class Operators:
         self._asking: dict[int, SecureChannel[Any]] = {}
         self._numbers = itertools.count(1)
 
-    async def serve(self, channel: SecureChannel[Any], first: m.Inject) -> None:
+    async def serve(self, channel: SecureChannel[Any], first: m.OperatorRequest) -> None:
         """Until it has no more to ask. `first` has been received."""
         asked: object = first
-        while isinstance(asked, m.Inject):
+        while isinstance(asked, m.Inject | m.AskStanding):
             number = next(self._numbers)
             self._asking[number] = channel
-            obstacle = self._ending() or _obstacle(asked)
+            obstacle = self._ending() or (_obstacle(asked) if isinstance(asked, m.Inject) else None)
             if obstacle is not None:
                 self.reply(number, False, obstacle)
+            elif isinstance(asked, m.AskStanding):
+                self._tell(api.StandingAsked(request=number, rank=asked.rank))
             else:
                 fault = Fault(
                     id=next(self._fault_ids),

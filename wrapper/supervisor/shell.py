@@ -286,6 +286,8 @@ class Supervisor:
                 self._slurm.carry_out(action)
             case api.Reply():
                 self._operators.reply(action.request, action.ok, action.text)
+            case api.TellScores():
+                self._ledger.scores(action.iteration, action.scores)
             case api.CommitCheckpoint():
                 self._checkpoints.begin(action)
             case api.Say():
@@ -379,7 +381,7 @@ class Supervisor:
                 return
             case Envelope(message=m.Join() as join):
                 await self._links.converse(channel, first, join)
-            case m.Inject():
+            case m.Inject() | m.AskStanding():
                 await self._operators.serve(channel, first)
             case _:
                 raise ProtocolError(f"{type(first).__name__} without a Join before it")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from resihp.controller.fail_slow import learned_times
+from resihp.controller.fail_slow import learned_times, slow_parts, standings
 from resihp.controller.state import Forecast, IterationReports, Job
 from resihp.detector.observation import Observation, RankTimes, unpack
 from resihp.errors import ProtocolError
@@ -34,6 +34,7 @@ def _adopt(job: Job, plan: Plan) -> None:
     if job.expected_epoch != plan.epoch:
         job.monitor.adopt(plan, job.declaration.model, orders_of(plan), job.node_of)
         job.expected_epoch = plan.epoch
+        slow_parts.adopted(job)
 
 
 def iteration_done(job: Job, iteration: int, reports: IterationReports) -> float | None:
@@ -49,8 +50,10 @@ def iteration_done(job: Job, iteration: int, reports: IterationReports) -> float
     times = dict(_times(job, ours))
     assessment = job.monitor.observe(Observation(iteration=iteration, epoch=plan.epoch, seconds=seconds, times=times))
     job.findings += assessment.findings
+    job.inquiry.healthy_s = assessment.predicted_s or job.inquiry.healthy_s
     job.workloads.append((reports.outcome.tokens, reports.outcome.sum_squared_lengths, plan.micro_batches))
     learned_times.learn(job)
+    standings.note(job, iteration, assessment.known)
     return assessment.predicted_s
 
 

@@ -13,17 +13,21 @@ rest of the job waits for them as for any slow peer.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 from resihp.controller.state import Examination, Job
-from resihp.detector import probes
+from resihp.detector import probes, suspects
 from resihp.detector.findings import Finding
 from resihp.protocol import messages as m
 from resihp.record.journal import DeviceProbe, LinkProbe, ProbesTaken
+from resihp.record.state import Device, Link
 
 MOST_WITNESSES = 4
 """Devices measured beside suspects, to compare with."""
+WHOLE = m.Speed(flops=1.0, memory_bytes=1.0)
+"""What is left for all devices where they have lost nothing."""
 LONGEST_S = 3600.0
 """Of an iteration and the evaluation before it, for what waits for their end."""
 MOST_IN_ENTRY = 1000
@@ -35,13 +39,13 @@ def begin(
     occasion: Literal["start", "join", "suspicion", "standby"],
     ranks: Iterable[int],
     pairs: Sequence[Sequence[tuple[int, int]]] = (),
-    finding: Finding | None = None,
+    findings: Iterable[Finding] = (),
 ) -> None:
     """Ask ranks to measure their devices, and with `pairs` (rounds of them) the links between them."""
     job.probes += 1
     asked = tuple(sorted(ranks))
     job.examinations[job.probes] = Examination(
-        probe=job.probes, occasion=occasion, asked=asked, asked_at=job.now, finding=finding, after=job.furthest
+        probe=job.probes, occasion=occasion, asked=asked, asked_at=job.now, findings=[*findings], after=job.furthest
     )
     rounds = tuple(tuple(pair for pair in round_) for round_ in pairs)
     job.order(asked, m.Probe(probe=job.probes, pairs=rounds))
@@ -60,7 +64,7 @@ def begin_link(job: Job, finding: Finding, after_iteration: int) -> None:
         occasion="suspicion",
         asked=asked,
         asked_at=job.now,
-        finding=finding,
+        findings=[finding],
         ahead_s=(after_iteration - job.furthest) * job.predicted_s,
     )
     job.order(asked, m.Probe(probe=job.probes, pairs=(round_,), after_iteration=after_iteration))
@@ -113,9 +117,10 @@ def conclude(job: Job, examination: Examination) -> dict[int, probes.Judged]:
     for rank in sorted(examination.silent):
         if job.members[rank].alive:
             failed[rank] = f"no answer to its probe within {job.settings.probe_budget_s:.0f} s"
-    past = _past(job, found)
+    past = {rank: _usual(job, job.device_of(rank)) for rank in _past(job, found)}
     known = {} if examination.occasion == "start" else _fleet(job, examination)
-    judged = probes.judge_devices(found | known, failed, past)
+    wanted = job.settings.detection.thresholds
+    judged = probes.judge_devices(found | known, failed, past, wanted)
     asked = set(examination.asked)
     judged = {rank: verdict for rank, verdict in judged.items() if rank in asked}
     judged |= {rank: verdict for rank, verdict in examination.settled.items() if rank in found}
@@ -133,7 +138,7 @@ def conclude(job: Job, examination: Examination) -> dict[int, probes.Judged]:
         if rank in found and not examination.answers[rank].shared
     }
     devices = tuple(_entry(job, verdict, shown.get(rank)) for rank, verdict in sorted(judged.items()))
-    slow = sorted(pair for pair, speed in speeds.items() if speed < probes.LINK_FIT)
+    slow = sorted(pair for pair, speed in speeds.items() if speed < wanted.link_fit)
     _log(job, examination, devices, times, speeds, slow)
     for a, b in slow:
         job.say("warning", f"{job.where_link((a, b))}: at {speeds[a, b]:.0%} of its peers")
@@ -158,20 +163,57 @@ def in_doubt(job: Job, examination: Examination) -> dict[int, str]:
     return doubts
 
 
+def _usual(job: Job, device: Device) -> m.Speed:
+    """What it gave first, less what all have lost since."""
+    speed, share = job.record.reference[device], job.record.common_share
+    if share is None:
+        return speed
+    flops, memory_bytes = speed.flops * share.flops, speed.memory_bytes * share.memory_bytes
+    return m.Speed(flops=flops, memory_bytes=memory_bytes, hardware=speed.hardware)
+
+
 def _past(job: Job, ranks: Iterable[int]) -> dict[int, m.Speed]:
     reference = job.record.reference
     return {rank: reference[device] for rank in ranks if (device := job.device_of(rank)) in reference}
 
 
-def conclude_link(job: Job, examination: Examination) -> probes.JudgedLink | None:
+def conclude_suspicion(job: Job, examination: Examination) -> suspects.Verdicts:
+    """Judge suspects beside their witnesses, or everybody, remember and tell it. A live rank that did not answer is not
+    fit; of one that answers that it could not be measured nothing is known."""
+    job.examinations.pop(examination.probe, None)
+    answers = examination.answers.items()
+    found = measured(examination)
+    failed = {rank: answer.error for rank, answer in answers if answer.error}
+    named = {rank for finding in examination.findings for rank in finding.ranks}
+    everybody = any(not finding.ranks for finding in examination.findings)
+    suspected, wanted = None if everybody else named, job.settings.detection.thresholds
+    usual, shared = job.record.common_share, any(answer.shared for _, answer in answers)
+    verdicts = suspects.judge(found, failed, _past(job, found), suspected, usual, wanted, shared=shared)
+    judged = verdicts.devices
+    for rank, answer in answers:
+        if answer.untried:
+            evidence = f"not measured: {answer.untried}"
+            judged[rank] = probes.Judged(rank=rank, speed=None, fit=True, evidence=evidence)
+            job.say("notice", f"{job.where(rank)}: {evidence}")
+    for rank in sorted(examination.silent):
+        if job.members[rank].alive:
+            evidence = f"no answer to its probe within {job.settings.probe_budget_s:.0f} s"
+            judged[rank] = probes.Judged(rank=rank, speed=None, fit=False, evidence=evidence)
+    devices = tuple(_entry(job, one, found.get(rank)) for rank, one in sorted(judged.items()))
+    share = None
+    if everybody and verdicts.share is not None:  # suspects and witnesses alone do not tell what all have lost
+        share = verdicts.share if verdicts.lost else WHOLE
+    _log(job, examination, devices, {}, {}, (), share)
+    return verdicts
+
+
+def conclude_link(job: Job, examination: Examination, of: Link) -> probes.JudgedLink | None:
     """Judge a link under suspicion, remember and tell it; None if it was not measured."""
-    assert examination.finding is not None
-    assert examination.finding.link is not None
-    link = _ends(examination.finding.link)
+    link = _ends(of)
     del job.examinations[examination.probe]
-    times = _link_seconds(examination)
+    times, wanted = _link_seconds(examination), job.settings.detection.thresholds
     speeds: dict[probes.Pair, float | None] = {**probes.judge_links(times, job.node_of)}
-    judged = probes.judge_link(link, times, job.node_of, job.record.link_seconds) if link in times else None
+    judged = probes.judge_link(link, times, job.node_of, job.record.link_seconds, wanted) if link in times else None
     if judged is not None:
         speeds[link] = judged.speed
     _log(job, examination, (), times, speeds, (link,) if judged is not None and judged.slow else ())
@@ -189,6 +231,7 @@ def _log(
     times: Mapping[probes.Pair, float],
     speeds: Mapping[probes.Pair, float | None],
     slow: Collection[probes.Pair],
+    share: m.Speed | None = None,
 ) -> None:
     node_of = job.node_of
     links = tuple(
@@ -212,6 +255,7 @@ def _log(
                 links=links[part],
                 seconds=took_s,
                 looks=examination.looks,
+                share=share,
             )
         )
 
@@ -240,7 +284,8 @@ def _slow_nodes(job: Job, fleet: Mapping[int, m.Speed]) -> tuple[dict[str, tuple
     """Nodes slower than in former jobs, as `probes.judge_nodes` has them, and of how many it is known."""
     places = {rank: _place(job, rank, speed) for rank, speed in fleet.items()}
     shares = probes.judge_nodes(fleet, places, job.usual_speeds)
-    return {node: share for node, share in shares.items() if share[0] < probes.FIT}, len(shares)
+    least = job.settings.detection.thresholds.fit
+    return {node: share for node, share in shares.items() if share[0] < least}, len(shares)
 
 
 def _place(job: Job, rank: int, speed: m.Speed) -> probes.Place:
@@ -252,18 +297,26 @@ def _fleet(job: Job, examination: Examination) -> dict[int, m.Speed]:
     """What devices that are not measured now gave before: more to compare with."""
     asked = set(examination.asked)
     return {
-        rank: job.record.reference[device]
+        rank: _usual(job, device)
         for rank in job.live
         if rank not in asked and (device := job.device_of(rank)) in job.record.reference
     }
 
 
-def witnesses(job: Job, suspects: Sequence[int]) -> tuple[int, ...]:
-    """Active ranks to measure beside suspects: of the same nodes first, which share whatever is a node's."""
-    nodes = {job.members[rank].node for rank in suspects}
-    slow = set(job.record.slow)
-    others = [rank for rank in job.record.active if rank not in suspects and job.device_of(rank) not in slow]
-    return tuple(sorted(others, key=lambda rank: (job.members[rank].node not in nodes, rank))[:MOST_WITNESSES])
+def witnesses(job: Job, beside: Sequence[int]) -> tuple[int, ...]:
+    """Active ranks to measure beside suspects: of the same nodes, which share whatever is a node's, and of others in
+    turn, which show what it is that they share."""
+    nodes = {job.members[rank].node for rank in beside}
+    slow, known = job.record.slow, set(beside)
+    others = [rank for rank in job.record.active if rank not in known and job.device_of(rank) not in slow]
+    near = [rank for rank in others if job.members[rank].node in nodes]
+    far = [rank for rank in others if job.members[rank].node not in nodes]
+    return tuple(sorted(alternating(near, far)[:MOST_WITNESSES]))
+
+
+def alternating(near: Iterable[int], far: Iterable[int]) -> list[int]:
+    pairs = itertools.zip_longest(near, far)
+    return [rank for pair in pairs for rank in pair if rank is not None]
 
 
 def _entry(job: Job, judged: probes.Judged, found: m.Speed | None) -> DeviceProbe:

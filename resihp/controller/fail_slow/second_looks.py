@@ -9,13 +9,12 @@ record before all are judged: a new supervisor begins anew. Called by `slowness`
 
 from __future__ import annotations
 
-import itertools
-
 import msgspec
 
 from resihp.controller.fail_slow import probing
 from resihp.controller.state import Examination, Job, SecondLooks
 from resihp.detector import probes
+from resihp.settings import Thresholds
 
 
 def after(job: Job, done: Examination) -> Examination | None:
@@ -40,7 +39,8 @@ def _begin(job: Job, done: Examination) -> SecondLooks | None:
     nodes = {job.members[rank].node for rank in doubts}
     others = [rank for rank in probing.measured(done) if rank not in doubts and job.members[rank].alive]
     near = sorted(rank for rank in others if job.members[rank].node in nodes)
-    others = _in_turn(near, sorted(rank for rank in others if job.members[rank].node not in nodes))
+    # of the same nodes, which share whatever is a node's, and of others, which show what it is that they share
+    others = probing.alternating(near, sorted(rank for rank in others if job.members[rank].node not in nodes))
     if not doubts or not others:
         return None
     first = min(doubts)
@@ -48,12 +48,6 @@ def _begin(job: Job, done: Examination) -> SecondLooks | None:
     job.say("notice", f"{job.where(first)}{more}: measured again before it is judged: {doubts[first]}")
     witnesses = tuple(sorted(others[: probing.MOST_WITNESSES]))
     return SecondLooks(first=done, doubted=tuple(sorted(doubts)), witnesses=witnesses)
-
-
-def _in_turn(near: list[int], far: list[int]) -> list[int]:
-    """Of the same nodes, which share whatever is a node's, and of others, which show what it is that they share."""
-    pairs = itertools.zip_longest(near, far)
-    return [rank for pair in pairs for rank in pair if rank is not None]
 
 
 def _take(job: Job, looks: SecondLooks, done: Examination) -> None:
@@ -86,7 +80,7 @@ def _next(job: Job, looks: SecondLooks) -> bool:
 def _look_again(job: Job, looks: SecondLooks) -> bool:
     """One more look at whoever is in doubt still; False if nobody is, or could be compared."""
     if looks.taken:
-        _judge(looks)
+        _judge(looks, job.settings.detection.thresholds)
     answers = looks.first.answers
     asked = [
         rank
@@ -105,7 +99,7 @@ def _look_again(job: Job, looks: SecondLooks) -> bool:
     return True
 
 
-def _judge(looks: SecondLooks) -> None:
+def _judge(looks: SecondLooks, wanted: Thresholds) -> None:
     """Whoever is not in doubt any more; of one that could not be measured again the first look is all that is known."""
     best = looks.first.best
     witnesses = [best[rank] for rank in looks.witnesses if rank in best]
@@ -114,7 +108,7 @@ def _judge(looks: SecondLooks) -> None:
         if rank not in best or rank not in looks.first.answers:
             continue
         shared = looks.first.answers[rank].shared
-        judged = probes.judge_again(rank, best[rank], witnesses, looks.taken, shared=shared)
+        judged = probes.judge_again(rank, best[rank], witnesses, looks.taken, shared=shared, wanted=wanted)
         if judged is None:
             left.append(rank)
         else:

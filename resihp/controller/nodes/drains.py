@@ -44,6 +44,9 @@ def review(job: Job) -> None:
             job.do(api.AskTimeLeft())
     if job.stage == "gathering":
         return
+    if job.settings.observes:
+        _tell_only(job)
+        return
     if job.departure is None:
         _act(job)
         if job.stage != "halting":
@@ -79,6 +82,19 @@ def _act(job: Job) -> None:
         what = "to be drained" if decision.measure == "drain" else "left out of your next jobs, not drained"
         job.say("notice", f"node {verdict.node}: {what} ({measures.TOLD[decision.grounds]})")
         job.do(_climb(job.record.drains[number]))
+
+
+def _tell_only(job: Job) -> None:
+    """What would be done about verdicts, where nothing is: no node is drained, given back or asked for."""
+    for verdict in tuple(job.record.verdicts.values()):
+        if job.departure is not None or job.now - job.upkeep.found_at[verdict.node] < COINCIDENCE_S:
+            continue
+        decision = _decision(job, verdict)
+        job.log(DrainWaived(node=verdict.node, failure=verdict.failure))
+        if decision is not None:
+            what = "drained" if decision.measure == "drain" else "left out of your next jobs"
+            told = f"would be {what} ({measures.TOLD[decision.grounds]}); observe mode, it is left as it is"
+            job.say("notice", f"node {verdict.node}: {told}")
 
 
 def _climb(drain: Drain) -> api.DrainNode:

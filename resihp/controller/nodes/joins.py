@@ -177,9 +177,12 @@ def measured(job: Job, judged: Mapping[int, probes.Judged]) -> None:
         job.unmeasured.discard(rank)
         if not member.ready:
             continue
-        if verdict.fit:
+        if verdict.fit or job.settings.observes:
             replan_policy.consider_newcomer(job, rank)
-        else:
+        if not verdict.fit and job.settings.observes:
+            told = f"fails its probe: {verdict.evidence}; observe mode, it is given work all the same"
+            job.say("warning", f"{job.where(rank)}: {told}")
+        elif not verdict.fit:
             job.say("warning", f"{job.where(rank)}: stands by, it fails its probe: {verdict.evidence}")
 
 

@@ -6,6 +6,8 @@ shown by `wrapper.commands.analyze`.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -36,6 +38,12 @@ class SpeedChange(msgspec.Struct, frozen=True, kw_only=True):
     """Iteration time over the one before, less 1: of a fail-slow against healthy, of a recovery against slow (< 0)."""
     verdict: Verdict
     where: Where | None = None
+    cost_seconds: float | None = None
+    """Of a fail-slow: seconds lost by it, if everybody waits for who is slow; None where it is not known."""
+    sizes: tuple[tuple[int, float], ...] = ()
+    """Where its size changed while it lasted: first iteration and change of each part, the first one included."""
+    ranks: tuple[int, ...] = ()
+    """Of several ranks that became slow together, by about the same factor: all of them; `where` is then None."""
     confidence: float = 1.0
     """Not in the JSON."""
 
@@ -68,6 +76,11 @@ class Analysis(msgspec.Struct, frozen=True, kw_only=True):
     """What a reader must know to read the figures: lines left out, times that are means over several iterations."""
 
 
+def ranked(events: Sequence[SpeedChange]) -> list[SpeedChange]:
+    """Slow-downs by what they cost, the dearest first; then the rest, and those of unknown cost, as they came."""
+    return sorted(events, key=lambda event: -(event.cost_seconds or 0.0) if event.verdict == "fail-slow" else math.inf)
+
+
 def as_json(analysis: Analysis) -> dict[str, Any]:
     """The object that `--json` prints. Numbers that are not finite are the printer's to turn into null."""
     return {
@@ -87,8 +100,11 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
                 "where": None
                 if event.where is None
                 else {"dp": event.where.dp, "stage": event.where.stage, "rank": event.where.rank},
+                "cost_seconds": event.cost_seconds,
+                "ranks": list(event.ranks),
+                "sizes": [{"iteration": iteration, "change": change} for iteration, change in event.sizes],
             }
-            for event in analysis.events
+            for event in ranked(analysis.events)
         ],
         "ranks": [{"dp": score.dp, "stage": score.stage, "slowdown": score.slowdown} for score in analysis.ranks],
         "slowdown": analysis.slowdown,

@@ -22,7 +22,9 @@ from typing import Literal
 
 import msgspec
 
-from resihp.detector.offline.series import Point, TimedRun
+from resihp.detector.offline.iteration_model import Point
+from resihp.detector.offline.series import TimedRun
+from resihp.detector.offline.workers import without_peers
 from resihp.errors import UsageError
 
 PARQUET = b"PAR1"
@@ -239,6 +241,8 @@ def read_csv(content: bytes) -> Recording:
     else:
         points = next(iter(of_rank.values()), [])
         runs, repeated = _csv_runs(points)
+        if "rank" in columns and of_rank:
+            remarks += without_peers({next(iter(of_rank)): {point.iteration for point in points}})
     return Recording("series", runs, (*remarks, *_counted(repeated, "repeated row")))
 
 

@@ -17,6 +17,9 @@ import msgspec
 import numpy as np
 
 from resihp.detector.offline.analysis import Analysis, Kind, SpeedChange, Verdict, Where
+from resihp.detector.offline.hindsight import SeenTimes, State, Turn, judged
+from resihp.detector.offline.iteration_model import IterationModel, Point
+from resihp.detector.offline.workers import common_of_healthy, together, without_peers
 from resihp.detector.sequential.changes import WARM_UP, ChangeDetector, ChangePoint
 from resihp.detector.sequential.densities import Floats
 
@@ -24,6 +27,8 @@ LEAST = 0.1
 """Smallest change of plain times that is told, in log units: below it, a change of the data is as likely."""
 FALSE_ALARMS_PER = 2_000
 """Iterations between false alarms at least; one in 1,000 is asked for."""
+NOTICED_PER = 100
+"""The same where a file is read to its end: what is noticed too early does not stand."""
 SETTLING = 40
 """Times in which a fall is the end of the start (caches fill, kernels are tuned), not a recovery."""
 PATIENCE = 6
@@ -38,17 +43,6 @@ AIM = math.log(1.2)
 """Change that is to be found within three iterations."""
 FALL = 0.1
 """A fall below what was healthy so far is told from here on: the run was slow from its start."""
-REFIT = 25
-HISTORY = 300
-
-
-class Point(msgspec.Struct, frozen=True):
-    """One iteration: seconds, and its workload where known (tokens, sum of squared lengths)."""
-
-    iteration: int
-    seconds: float
-    tokens: float | None = None
-    squares: float | None = None
 
 
 class TimedRun(msgspec.Struct, frozen=True):
@@ -58,67 +52,6 @@ class TimedRun(msgspec.Struct, frozen=True):
     ranks: Mapping[int, tuple[Point, ...]] = {}
     interval: int = 1
     """Iterations that a time is the mean of."""
-
-
-class IterationModel:
-    """Seconds of an iteration as c + alpha*N + beta*S (the paper's Eq. 1 over a whole iteration), fitted robustly.
-
-    While N and S do not vary, time is taken to be in proportion to N: the intercept cannot be told.
-    """
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, float, float]] = deque(maxlen=HISTORY)
-        self._coefficients: Floats | None = None
-        self._since = 0
-        self._range: tuple[Floats, Floats] | None = None
-
-    def learn(self, point: Point) -> None:
-        """Take a healthy iteration; refits from time to time."""
-        self._seen.append((point.tokens or 0.0, point.squares or 0.0, point.seconds))
-        self._since += 1
-        if len(self._seen) >= WARM_UP and (self._coefficients is None or self._since >= REFIT):
-            self._fit()
-
-    def predict(self, point: Point) -> float | None:
-        """Healthy seconds, None before the first fit."""
-        if self._coefficients is None:
-            return None
-        return float(self._coefficients @ [1.0, point.tokens or 0.0, point.squares or 0.0])
-
-    def beyond(self, point: Point) -> bool:
-        """The workload is outside what was seen by more than a tenth, so that the prediction is extrapolated."""
-        if self._range is None:
-            return False
-        low, high = self._range
-        work = np.array([point.tokens or 0.0, point.squares or 0.0])
-        return bool((work < 0.9 * low).any() or (work > 1.1 * high).any())
-
-    def _fit(self) -> None:
-        from scipy.optimize import nnls
-
-        seen = np.array(self._seen)
-        features = np.column_stack([np.ones(len(seen)), seen[:, :2]])
-        seconds = seen[:, 2]
-        size = np.maximum(np.abs(features).max(axis=0), 1e-300)
-        features = features / size
-        # A little prior: as long as nothing varies, all of it is work and none is intercept.
-        prior = np.diag([0.3, 0.03, 0.03])
-        weights = np.ones(len(seen))
-        middle = float(np.median(seconds))
-        solution = np.zeros(3)
-        for _ in range(6):
-            scale = np.sqrt(weights)[:, None] / middle
-            solution, _ = nnls(
-                np.vstack([features * scale, prior / middle]),
-                np.append(np.sqrt(weights) * seconds / middle, np.zeros(3)),
-            )
-            predicted = np.maximum(features @ solution, 1e-3 * middle)
-            errors = np.log(seconds / predicted)
-            spread = max(1.4826 * float(np.median(np.abs(errors - np.median(errors)))), 0.003)
-            weights = 1 / (1 + (errors / (2 * spread)) ** 2) ** 2 * (middle / predicted) ** 2
-        self._coefficients = solution / size
-        self._range = seen[:, :2].min(axis=0), seen[:, :2].max(axis=0)
-        self._since = 0
 
 
 class SeriesDetector:
@@ -138,12 +71,18 @@ class SeriesDetector:
         workload: bool = False,
     ) -> None:
         self.events: list[SpeedChange] = []
-        self._run, self._where = run, where
-        self._plain = ChangeDetector(least=least, false_alarms_per=false_alarms_per, aim=AIM)
-        self._rest = ChangeDetector(least=least, false_alarms_per=false_alarms_per, aim=AIM) if workload else None
+        self._run, self._where, self._least = run, where, least
+        self._plain = ChangeDetector(least=least, false_alarms_per=false_alarms_per, aim=AIM, several_levels=True)
+        self._rest = (
+            ChangeDetector(least=least, false_alarms_per=false_alarms_per, aim=AIM, several_levels=True)
+            if workload
+            else None
+        )
         self._workload = IterationModel()
         self._pending: deque[Point] = deque()
         self._open: int | None = None
+        self._points: list[Point] = []
+        self._turns: list[Turn] = []
         self._slow_since = 0
         self._unexplained: list[tuple[int, ChangePoint]] = []
         self._iterations: list[int] = []
@@ -162,10 +101,52 @@ class SeriesDetector:
         if not (math.isfinite(seconds) and seconds > 0):
             return None
         self._iterations.append(point.iteration)
+        self._points.append(point)
         change = self._plain.update(point.iteration, math.log(seconds))
         if self._rest is None:
             return None if change is None else self._tell(change, self._plain)
         return self._explain(point, change, self._rest)
+
+    def judged(self, *, among: int = 1, less: Mapping[int, float] | None = None) -> list[SpeedChange]:
+        """What stands of the events, now that all times are known (`hindsight`); of the workload's, those beside it.
+
+        `among`: series of which this is one. `less`: by iteration, what is to be taken from the logs of its times.
+        """
+        if not self._points:
+            return []
+        points = self._points
+        seconds = np.array([point.seconds for point in points])
+        values = np.log(seconds)
+        if less is not None:
+            values = values - [less.get(iteration, 0.0) for iteration in self._iterations]
+            seconds = np.exp(values)
+        if self._rest is not None:
+            values = values - self._expected()
+        iterations = np.array([point.iteration for point in points], dtype=np.int64)
+        seen = SeenTimes(iterations, values, seconds)
+        found = judged(self._turns, seen, self._least, among=among, run=self._run, where=self._where)
+        slow = [(e.iteration - PATIENCE, e.end or math.inf) for e in found if e.verdict == "fail-slow"]
+        if self._rest is not None:
+            found += [
+                event
+                for event in self.events
+                if event.verdict == "workload" and not any(first <= event.iteration < end for first, end in slow)
+            ]
+        return sorted(found, key=lambda event: (event.detected_at, event.iteration))
+
+    def _expected(self) -> Floats:
+        """Logs of seconds that the workload explains, by one model for all times."""
+        calm = np.ones(len(self._points), dtype=np.bool_)
+        for turn in self._turns:
+            calm[bisect_left(self._iterations, turn.onset) :] = turn.state == "healthy"
+        calm[:SKIPPED] = False
+        model = IterationModel(history=len(self._points))
+        for place in np.flatnonzero(calm).tolist():
+            model.take(self._points[place])
+        model.fit()
+        predicted = [model.predict(point) for point in self._points]
+        typical = float(np.median([point.seconds for point in self._points]))
+        return np.log([typical if seconds is None else max(seconds, 1e-3 * typical) for seconds in predicted])
 
     # --- with the workload ------------------------------------------------------------------------------------------
 
@@ -204,18 +185,24 @@ class SeriesDetector:
     def _tell(self, change: ChangePoint, of: ChangeDetector) -> SpeedChange | None:
         """What a change means: slower than healthy, as fast as before, or faster than it ever was."""
         opened = None if self._open is None else self.events[self._open]
+        new_work = 0 <= change.onset - self._beyond <= PATIENCE or 0 <= change.detected - self._beyond <= PATIENCE
+        verdict: Verdict = "workload" if new_work and self._rest is not None else "fail-slow"
+        state: State = "healthy" if not of.changed else "slow" if verdict == "fail-slow" else "excused"
+        self._turns.append(
+            Turn(onset=change.onset, detected_at=change.detected, state=state, confidence=change.confidence)
+        )
         if opened is not None:
             assert self._open is not None
+            if of.changed and opened.verdict == verdict:
+                return self._resize(change, opened, math.expm1(change.after - of.healthy))
             short = not of.changed and self._values_between(self._slow_since, change.onset) <= BLIP
-            verdict: Verdict = "workload" if short else opened.verdict
-            self.events[self._open] = msgspec.structs.replace(opened, end=change.onset, verdict=verdict)
+            told: Verdict = "workload" if short else opened.verdict
+            self.events[self._open] = msgspec.structs.replace(opened, end=change.onset, verdict=told)
             self._open = None
             if short:
                 return None
         event = None
         if of.changed:
-            new_work = 0 <= change.onset - self._beyond <= PATIENCE or 0 <= change.detected - self._beyond <= PATIENCE
-            verdict = "workload" if new_work and self._rest is not None else "fail-slow"
             event = self._event(change, math.expm1(change.after - of.healthy), verdict)
             self._open = len(self.events)
             self._slow_since = change.onset if opened is None else self._slow_since
@@ -224,6 +211,13 @@ class SeriesDetector:
         if event is not None:
             self.events.append(event)
         return event
+
+    def _resize(self, change: ChangePoint, opened: SpeedChange, size: float) -> SpeedChange:
+        """A step within a slow-down: the same one, with a new size."""
+        assert self._open is not None
+        sizes = (*(opened.sizes or ((opened.iteration, opened.change),)), (change.onset, size))
+        self.events[self._open] = msgspec.structs.replace(opened, change=size, sizes=sizes)
+        return self.events[self._open]
 
     def _event(self, change: ChangePoint, size: float, verdict: Verdict) -> SpeedChange:
         return SpeedChange(
@@ -243,16 +237,17 @@ class SeriesDetector:
 def detect(points: Iterable[Point], *, run: int = 0) -> tuple[list[SpeedChange], str]:
     """Events of one run whose times are those of whole iterations, and what healthy was told from."""
     usable = [p for p in points if math.isfinite(p.seconds) and p.seconds > 0]
-    detector = SeriesDetector(run=run, workload=_has_workload(usable))
+    detector = SeriesDetector(run=run, workload=_has_workload(usable), false_alarms_per=NOTICED_PER)
     for point in usable:
         detector.update(point)
-    return detector.events, detector.known
+    return detector.judged(), detector.known
 
 
 def detect_ranks(ranks: Mapping[int, Sequence[Point]], *, run: int = 0) -> tuple[list[SpeedChange], str]:
     """Events of one run with a time for each rank: each rank against its peers, and what slows most of them at once.
 
-    That a rank is slower than others all the time is its nature and no change.
+    That a rank is slower than others all the time is its nature and no change. Ranks that become slow together are one
+    event. An iteration that a rank has alone says nothing of it.
     """
     rows: dict[int, dict[int, float]] = {}
     for rank, points in ranks.items():
@@ -265,27 +260,36 @@ def detect_ranks(ranks: Mapping[int, Sequence[Point]], *, run: int = 0) -> tuple
         for rank in ranks
         if sum(rank in row for row in rows.values()) > SKIPPED
     }
-    everybody = SeriesDetector(run=run)
+    everybody = SeriesDetector(run=run, false_alarms_per=NOTICED_PER)
     each = {
         rank: SeriesDetector(
-            run=run, where=Where(rank=rank), least=LEAST_OF_PEERS, false_alarms_per=FALSE_ALARMS_PER * len(nature)
+            run=run, where=Where(rank=rank), least=LEAST_OF_PEERS, false_alarms_per=NOTICED_PER * len(nature)
         )
         for rank in sorted(nature)
     }
     typical = float(np.median(list(nature.values()))) if nature else 0.0
+    commons: dict[int, float] = {}
     for iteration in iterations:
-        deviations = {rank: value - nature[rank] for rank, value in rows[iteration].items() if rank in nature}
-        if not deviations:
+        row = rows[iteration] = {
+            rank: value - nature[rank] for rank, value in rows[iteration].items() if rank in nature
+        }
+        if not row:
             continue
         # Of an even number the faster of the middle two: one slow rank of two must not make the other look fast.
-        common = sorted(deviations.values())[(len(deviations) - 1) // 2]
+        common = commons[iteration] = sorted(row.values())[(len(row) - 1) // 2]
         everybody.update(Point(iteration, math.exp(typical + common)))
-        if len(deviations) > 1:
-            for rank, deviation in deviations.items():
-                each[rank].update(Point(iteration, math.exp(deviation - common)))
-    found = list(everybody.events)
-    for detector in each.values():
-        found += _without_falls(detector.events)
+        if len(row) > 1:
+            for rank, deviation in row.items():
+                each[rank].update(Point(iteration, math.exp(nature[rank] + deviation - common)))
+    found = [event for detector in each.values() for event in detector.judged(among=len(each))]
+    if found:  # what healthy ranks have in common is known better once it is known who is healthy
+        better = common_of_healthy(rows, found)
+        shifts = {iteration: better[iteration] - common for iteration, common in commons.items() if iteration in better}
+        found = [event for detector in each.values() for event in detector.judged(among=len(each), less=shifts)]
+        whole = everybody.judged(less={iteration: -shift for iteration, shift in shifts.items()})
+    else:
+        whole = everybody.judged()
+    found = whole + together(_without_falls(found))
     found.sort(key=lambda event: (event.detected_at, event.iteration))
     return found, "peers" if len(nature) > 1 else everybody.known
 
@@ -295,10 +299,12 @@ def analyse(kind: Kind, runs: Sequence[TimedRun], remarks: Sequence[str] = ()) -
     events: list[SpeedChange] = []
     known: list[str] = []
     healthy: list[float] = []
+    notes = list(remarks)
     iterations = 0
     for number, run in enumerate(runs):
         if run.ranks:
             found, told = detect_ranks(run.ranks, run=number)
+            notes += without_peers({rank: {p.iteration for p in points} for rank, points in run.ranks.items()})
             points = [point for of_rank in run.ranks.values() for point in of_rank]
         else:
             points = list(run.points)
@@ -310,7 +316,6 @@ def analyse(kind: Kind, runs: Sequence[TimedRun], remarks: Sequence[str] = ()) -
         healthy += _healthy_seconds(points, found)
         iterations += len({point.iteration for point in points})
     short = sum(told == "warming up" for told in known)
-    notes = list(remarks)
     if short:
         runs_named = "the run is" if len(runs) == 1 else f"{short} of {len(runs)} runs are"
         notes.append(f"{runs_named} too short to tell slow from healthy: fewer than {WARM_UP} times")
@@ -328,8 +333,13 @@ def analyse(kind: Kind, runs: Sequence[TimedRun], remarks: Sequence[str] = ()) -
 def _began_after(event: SpeedChange, run: TimedRun) -> SpeedChange:
     """Of times that are means over an interval: the first iteration of the first slow interval."""
     before = run.interval - 1
-    end = None if event.end is None else event.end - before
-    return msgspec.structs.replace(event, iteration=event.iteration - before, end=end)
+    return msgspec.structs.replace(
+        event,
+        iteration=event.iteration - before,
+        end=None if event.end is None else event.end - before,
+        cost_seconds=None if event.cost_seconds is None else event.cost_seconds * run.interval,
+        sizes=tuple((iteration - before, size) for iteration, size in event.sizes),
+    )
 
 
 def _healthy_seconds(points: Sequence[Point], events: Sequence[SpeedChange]) -> list[float]:
@@ -356,5 +366,5 @@ def _has_workload(points: Sequence[Point]) -> bool:
 
 def _without_falls(events: Sequence[SpeedChange]) -> list[SpeedChange]:
     """Without recoveries from what was never told: a rank that gets faster than its peers."""
-    ends = {event.end for event in events}
-    return [event for event in events if event.verdict != "recovered" or event.iteration in ends]
+    ends = {(event.where, event.end) for event in events}
+    return [event for event in events if event.verdict != "recovered" or (event.where, event.iteration) in ends]

@@ -13,6 +13,8 @@ from resihp.detector.sequential.changes import ChangeDetector, ChangePoint
 
 CORRELATION = 0.5
 """Of values from one iteration to the next, until they have shown it themselves."""
+CERTAIN = 0.99
+"""Confidence that what was slow under another plan is over."""
 HELD = 4
 """Iterations that are not looked at while ranks or links gather evidence of what may be the same."""
 
@@ -27,7 +29,14 @@ class WholeTest:
         self._what, self._least, self._floor, self._false_alarms_per = what, least, floor, false_alarms_per
         self._held: list[tuple[int, float]] = []
         self._slow = False
+        self._well = math.nan
+        """Level of healthy values, as it was learnt before what is slow became so."""
         self.begin()
+
+    def slow_before(self, well: float = math.nan) -> None:
+        """All was slow before the first value: what comes is slow until it is seen to end. `well`: about the healthy
+        level, if it is known."""
+        self._slow, self._well = True, well
 
     def begin(self, expected: float | None = None) -> None:
         """Learn the level anew; values that are held are forgotten. What is slow stays so until it is seen to end.
@@ -36,9 +45,13 @@ class WholeTest:
         is not taken for healthy, unless that was told already.
         """
         self._held.clear()
+        self._seen = False
+        if self._slow and expected is not None:
+            self._well = expected
         self._expected = expected = None if self._slow else expected
         self._detector = ChangeDetector(
             correlation=CORRELATION,
+            familiar=True,
             least=self._least,
             false_alarms_per=self._false_alarms_per,
             floor=self._floor,
@@ -48,6 +61,8 @@ class WholeTest:
     @property
     def expected(self) -> float | None:
         """About the level of healthy values: as learnt, else as told; None if neither."""
+        if self._slow:
+            return self._well if math.isfinite(self._well) else None
         return self._detector.healthy if self._detector.ready else self._expected
 
     @property
@@ -55,9 +70,19 @@ class WholeTest:
         return self._detector.ready
 
     @property
+    def slow(self) -> bool:
+        """Whether it was told that all is slow, and not that it is over."""
+        return self._slow
+
+    @property
     def level(self) -> float:
         """Of healthy values; NaN while it is learnt."""
-        return self._detector.healthy
+        return self._well if self._slow and math.isfinite(self._well) else self._detector.healthy
+
+    @property
+    def now(self) -> float:
+        """Present level, that of what is slow included; NaN while it is learnt."""
+        return self._detector.level
 
     def update(self, iteration: int, value: float, *, hold: bool = False) -> tuple[Finding, ...]:
         """Take an iteration's value. `hold`: wait, others may be about to find the reason of what it shows."""
@@ -69,27 +94,44 @@ class WholeTest:
         for then, waiting in held:
             change = self._detector.update(then, waiting)
             findings += [] if change is None else self._told(iteration, change)
+        if not self._seen and self._detector.ready:
+            self._seen = True
+            findings += self._over(iteration)
         return tuple(findings)
+
+    def _over(self, iteration: int) -> list[Finding]:
+        """Of what was slow before the level was learnt anew, and is not any more by that."""
+        away = self._detector.healthy - self._well
+        if not self._slow or not abs(away) < self._least / 2:  # NaN where nobody can tell
+            return []
+        self._slow = False
+        return [self._finding(iteration, iteration, away, CERTAIN, slow=False)]
 
     def _told(self, iteration: int, change: ChangePoint) -> list[Finding]:
         """That iterations became faster than ever is no finding."""
-        shift = change.after - self._detector.healthy
+        shift = change.after - self.level
         slow = self._detector.changed and shift > 0.0
+        if self._slow:  # and the level was perhaps learnt anew since
+            slow = slow or (not self._detector.changed and self._detector.healthy - self.level > self._least)
         if not slow and not self._slow:
             return []
+        if slow and not self._slow:
+            self._well = self._detector.healthy
         self._slow = slow
-        return [
-            Finding(
-                kind="fail-slow" if slow else "recovered",
-                iteration=change.onset,
-                detected=iteration,
-                change=math.expm1(shift),
-                confidence=change.confidence,
-                ranks=(),
-                link=None,
-                evidence=(
-                    f"{self._what}: at {math.exp(shift):.3f} of the healthy time since iteration {change.onset}, "
-                    f"noise {self._detector.noise:.1%}"
-                ),
-            )
-        ]
+        return [self._finding(iteration, change.onset, shift, change.confidence, slow=slow)]
+
+    def _finding(self, iteration: int, onset: int, shift: float, confidence: float, *, slow: bool) -> Finding:
+        return Finding(
+            kind="fail-slow" if slow else "recovered",
+            iteration=onset,
+            detected=iteration,
+            change=math.expm1(shift),
+            confidence=confidence,
+            ranks=(),
+            link=None,
+            component="job",
+            evidence=(
+                f"{self._what}: at {math.exp(shift):.3f} of the healthy time since iteration {onset}, "
+                f"noise {self._detector.noise:.1%}"
+            ),
+        )

@@ -9,6 +9,7 @@ Called by `resihp.detector.online.monitor`; the test itself is that of ranks (`r
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Hashable, Mapping
 
 import numpy as np
@@ -33,8 +34,17 @@ LEAST = 0.05
 """Smallest shift of a link that counts, log units."""
 ALIKE = 0.6
 """A link between the same stages, or of the same rank, with this share of a shift has it from the same cause."""
+LOOKS, MOST_STARTS = 16, 4096
+"""Iterations of a plan from whose start times the clocks' resolution is read, and about how many of them."""
 MANY = 4.0
 """Transfers of one iteration beyond which a mean of more is not taken to be better: they have their noise in common."""
+REMEMBERED = 64
+"""Iterations whose transfers are kept, in seconds."""
+FLOORS = 4.0
+"""A slower transfer must be so by this many times what clocks and skewed starts make it scatter, in seconds."""
+FEW_STARTS = 16
+SAME_S = 1e-7
+"""Start times that differ by less are equal."""
 NEAR = 8
 """Iterations between onsets that may still have one cause."""
 
@@ -78,6 +88,9 @@ class Links:
                 nodes.get(sender, sender) == nodes.get(receiver, receiver) for sender, receiver in self.pairs.tolist()
             ]
         self._transfers: tuple[Ints, Ints, Ints, Ints] | None = None
+        self.resolution_s = 0.0
+        self._looks = 0
+        """Of the clocks, as far as start times show it."""
 
     @property
     def size(self) -> int:
@@ -91,6 +104,9 @@ class Links:
         """
         send, receive, previous, link = self._of_transfers()
         starts = columns[STARTS]
+        if self._looks < LOOKS:
+            self._looks += 1
+            self.resolution_s = _resolution(starts[:: max(starts.size // MOST_STARTS, 1)])
         ends = np.append(starts + columns[SPANS], 0.0)  # before the first primitive lies the iteration's beginning
         start = starts[receive]
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -128,7 +144,12 @@ class LinkTest:
     """Sequential tests of all links of a plan. `known`: log shifts that are no news, by (sender, receiver)."""
 
     def __init__(
-        self, links: Links, known: Mapping[tuple[int, int], float], false_alarms_per: int, patience: int
+        self,
+        links: Links,
+        known: Mapping[tuple[int, int], float],
+        false_alarms_per: int,
+        patience: int,
+        least: float = LEAST,
     ) -> None:
         self.links = links
         self._names = [(sender, receiver) for sender, receiver in links.pairs.tolist()]
@@ -138,12 +159,13 @@ class LinkTest:
         self._usual = np.zeros(links.size)
         self._tokens = 1.0
         self._first: list[tuple[int, Floats, Floats, Floats]] = []
+        self._recent: deque[tuple[int, Floats]] = deque(maxlen=REMEMBERED)
         self._together: dict[int, tuple[int, ...]] = {}
         self.test = PeerTest(
             links.kind,
             known={self._index[name]: shift for name, shift in known.items() if name in self._index},
             spread=SPREAD if links.comparable else np.inf,
-            least=LEAST,
+            least=max(LEAST, least),
             false_alarms_per=false_alarms_per,
             quorum=QUORUM,
             patience=patience,
@@ -185,6 +207,7 @@ class LinkTest:
             return ()
         delay, token = np.full((2, self.links.size), np.nan)
         delay[sound], token[sound] = np.log(delays[sound]), np.log(tokens[sound])
+        self._recent.append((iteration, np.where(sound, delays, np.nan)))
         width = 1 / np.sqrt(np.clip(counts, 1.0, MANY))
         if self.ready:
             shifts = self.test.update(iteration, delay - self._exponent * token - self._usual, width)
@@ -200,7 +223,9 @@ class LinkTest:
                 continue
             named = self._joined(shift, {other.series for other in (slow if shift in slow else well)} - done)
             done.update(named)
-            if shift in slow and any(abs(excused.get(rank, -NEAR) - shift.onset) < NEAR for rank in self._ends(shift)):
+            blurred = shift in slow and not self._beyond_clocks(shift)
+            late = any(abs(excused.get(rank, -NEAR) - shift.onset) < NEAR for rank in self._ends(shift))
+            if blurred or (shift in slow and late):
                 for i in named:
                     self.test.explain(i, self.test.shift(i))
             else:
@@ -209,6 +234,32 @@ class LinkTest:
 
     def _ends(self, shift: Shift) -> tuple[int, int]:
         return self._names[shift.series]
+
+    def _beyond_clocks(self, shift: Shift) -> bool:
+        """Whether a transfer became later by more than clocks and skewed starts of iterations make it seem.
+
+        If ranks begin an iteration apart by s, transfers one way seem longer by s and those back shorter: the
+        difference of both ways scatters by more than their sum, and where it shifts, no link is slower.
+        """
+        i = shift.series
+        iterations = np.array([then for then, _ in self._recent])
+        back = self._index.get(self._names[i][::-1])
+        ways = [i] if back is None else [i, back]  # only these of thousands
+        rows = np.array([delays[ways] for _, delays in self._recent])
+        before, after = rows[iterations < shift.onset], rows[iterations >= shift.onset]
+        if len(before) < LEARNING or not np.isfinite(before[:, 0]).any() or not np.isfinite(after[:, 0]).any():
+            return True
+        moved = float(np.nanmedian(after[:, 0]) - np.nanmedian(before[:, 0]))
+        skew = 0.0
+        if back is not None and np.isfinite(before[:, 0] + before[:, 1]).sum() >= LEARNING:
+            apart, both = before[:, 0] - before[:, 1], before[:, 0] + before[:, 1]
+            skew = math.sqrt(max(_scatter(apart) ** 2 - _scatter(both) ** 2, 0.0)) / 2
+            if np.isfinite(after[:, 1]).any():
+                lost = float(np.nanmedian(before[:, 1]) - np.nanmedian(after[:, 1]))
+                if lost > 0.5 * moved > 0:
+                    return False
+        # Both a start and an end are rounded, each evenly within the resolution.
+        return moved >= FLOORS * math.hypot(skew, self.links.resolution_s / math.sqrt(6))
 
     def _begin(self) -> list[Shift]:
         """What links of a kind usually take, and how that grows with N: the power that leaves the least spread."""
@@ -247,10 +298,10 @@ class LinkTest:
         named = [shift.series]
         for i in near:
             if shift.kind == "recovered":
-                joins = i in raised or (i in self.test.slow and since[i] < 0.5 * self.test.shift(i))
+                joins = i in raised or (self.test.is_slow(i) and since[i] < 0.5 * self.test.shift(i))
                 level = 0.0
             else:
-                joins = i in raised or (i not in self.test.slow and since[i] >= ALIKE * shift.after)
+                joins = i in raised or (not self.test.is_slow(i) and since[i] >= ALIKE * shift.after)
                 level = float(since[i])
             if joins:
                 named.append(i)
@@ -278,3 +329,22 @@ class LinkTest:
                 f"{self.links.size - 1} other links; noise {self.test.noise[shift.series]:.1%}"
             ),
         )
+
+
+def _resolution(starts: Floats) -> float:
+    """Step that all start times are multiples of, seconds; 0 where there is none to be seen."""
+    known = np.unique(starts[np.isfinite(starts) & (starts > 0.0) & (starts < LONGEST_S)])
+    if known.size < FEW_STARTS:
+        return 0.0
+    steps = np.diff(known)
+    step = float(steps[steps > SAME_S].min(initial=math.inf))
+    if not math.isfinite(step):
+        return 0.0
+    multiples = known / step
+    return step if bool((np.abs(multiples - np.round(multiples)) < 0.02).all()) else 0.0
+
+
+def _scatter(values: Floats) -> float:
+    """Standard deviation by the median of deviations."""
+    known = values[np.isfinite(values)]
+    return 1.4826 * float(np.median(np.abs(known - np.median(known))))

@@ -1,17 +1,18 @@
 """What the controller asks after each committed iteration: how long should it have taken, is something slow, and where.
 
-Three channels look at an iteration:
+Four channels look at an iteration:
 
 ===================  ==================================================================================================
 `iteration_channel`  its seconds against Eq. 2 over Eq. 1 (`pipeline.compiled`, `predictor`), change points of the log
                      ratio (`changes`). Sees everything, also what hits everybody, but cannot say where
 `rank_channel`       each rank's own work against its prediction, relative to all others
 `link_channel`       transfers against the link's own past, relative to all others
+`beside`             ranks that are slow now and then; collectives, sums of gradients and data (`lane_channel`)
 ===================  ==================================================================================================
 
-The last two see milder changes, sooner, and name who is slow. What they have found is part of the expectation that the
-first one compares with, so that one failure is one finding. Without measurements of chunks only plain iteration times
-are left: the first channel then tests their logarithm.
+The last three see milder changes, sooner, and name who is slow. What they have found is part of the expectation that
+the first one compares with, so that one failure is one finding. Without measurements of chunks only plain iteration
+times are left: the first channel then tests their logarithm.
 
 Nothing here measures, probes, or decides what is done about a finding: that is the controller's. Pure, no clock.
 """
@@ -19,100 +20,77 @@ Nothing here measures, probes, or decides what is done about a finding: that is 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Hashable, Mapping
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from resihp.detector.findings import Assessment, Finding, Known
+from resihp.detector.findings import Assessment, Finding, Known, RankStanding
 from resihp.detector.observation import Floats, Observation
+from resihp.detector.online.beside import Beside
+from resihp.detector.online.frame import Frame
 from resihp.detector.online.iteration_channel import WholeTest
 from resihp.detector.online.link_channel import Links, LinkTest
 from resihp.detector.online.plan_arrays import LONGEST_S, Stacked, Sums
 from resihp.detector.online.predictor import Predictor
 from resihp.detector.online.rank_channel import RankTest
+from resihp.detector.sequential.shifts import Pardon
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan
-from resihp.pipeline.compiled import compile_orders
 from resihp.pipeline.timeline import Orders
 
 __all__ = ["Assessment", "Finding", "Monitor"]
 
-TEACHERS = 16
-"""Ranks of each group of peers that the predictor learns from."""
-KEPT = 8
-"""Iterations that are judged anew when predictions become better."""
+LEAST = 0.03
+"""Smallest shift of a rank that counts, log units."""
 BESIDE = 60
 """Iterations from which the time beside chunks (synchronisation, step) is learnt."""
 LEAST_OF_WHOLE = 0.04
 """Smallest change of whole iterations that counts where ranks and links are tested, too; log units."""
+STAYS, FADING = 3.0, 0.9
+"""Iterations in a row of a workload beyond what is learnt, from which it is learnt, too; each of another kind between
+them takes a tenth of the count away."""
+FAR = 0.2
+"""A level of healthy iterations that is further from what they are made of is none; log units."""
 LEAST_OF_PLAIN = 0.03
 """The same where nothing else is known."""
-
-
-class _Frame:
-    """A plan that took effect, and the statistics that began with it."""
-
-    def __init__(self, plan: Plan, orders: Orders, nodes: Mapping[int, Hashable] | None) -> None:
-        self.epoch = plan.epoch
-        self.stacked = Stacked(plan, compile_orders(plan, orders))
-        self.links = Links(self.stacked, nodes)
-        self.present = {*self.stacked.ranks.tolist(), *plan.layout.standby}
-        self.last: int | None = None
-        """Iteration seen last."""
-        self.revision: int | None = None
-        """The predictor's, on which levels rest."""
-        self.fitted = False
-        """Whether all kinds of chunks have been learnt, not only derived from others."""
-        self.measured = False
-        """Whether chunks are measured at all."""
-        self.kept: deque[tuple[int, float, Sums, float | None]] = deque(maxlen=KEPT)
-        """Iterations seen last: what `_judge` was given, and what was expected of them, as things stood."""
-        self.present_s: float | None = None
-        """What was expected of the iteration seen last, as things stood."""
-        self.beside: list[float] = []
-        self.beside_s = 0.0
-        """Seconds of an iteration beside its chunks: synchronisation and step."""
-        self.transfers: Floats = np.zeros(self.stacked.compiled.edges.shape[1])
-        """(E,): healthy seconds."""
-        self.present_transfers: Floats | None = None
-        self.present_factors: Floats | None = None
-        """(V,): by how much slots last longer now than where all is well; None for not at all."""
-
-    def teachers(self, without: Mapping[int, float]) -> list[int]:
-        """Rows that the predictor learns from, spread over each group of peers."""
-        group, ranks = self.stacked.group, self.stacked.ranks
-        rows: list[int] = []
-        for one in range(int(group.max(initial=-1)) + 1):
-            members = np.flatnonzero(group == one)
-            members = members[:: max(1, -(-members.size // TEACHERS))]
-            rows += [row for row in members.tolist() if int(ranks[row]) not in without]
-        return rows
 
 
 class Monitor:
     """Judges iterations of the plan adopted last; knowledge of healthy times survives plans.
 
     `false_alarms_per`: iterations between false alarms, on average at least, over all channels, ranks and links.
-    `patience`: iterations for which a suspicion that was cleared is not raised again on the same evidence, doubled
-    each time that it is.
+    `patience`: iterations for which a suspicion that was cleared is not raised again on the same evidence; twice as
+    long each time that it is, up to four times. `least`: smallest slow-down of a rank that counts, log units;
+    channels that are coarser keep their own.
     """
 
     def __init__(
-        self, *, predictor: Predictor | None = None, false_alarms_per: int = 10_000, patience: int = 500
+        self,
+        *,
+        predictor: Predictor | None = None,
+        false_alarms_per: int = 10_000,
+        patience: int = 500,
+        least: float = LEAST,
     ) -> None:
         self.predictor = Predictor() if predictor is None else predictor
         """What is known of healthy chunks. Kinds: F, B and W, and BW for a B that does the work of both."""
-        self._false_alarms_per, self._patience = false_alarms_per, patience
-        self._frame: _Frame | None = None
+        self._false_alarms_per, self._patience, self._least = false_alarms_per, patience, least
+        self._frame: Frame | None = None
+        self._job_slow: float | None = None
+        """While the job as a whole is slow: about the healthy level of whole iterations, NaN where it is not known."""
+        self._ranks: RankTest
+        self._whole: WholeTest
+        self._beside: Beside | None = None
         self._slow: dict[int, float] = {}
         """Log shifts of slow ranks, those without work included."""
         self._slow_links: dict[tuple[int, int], float] = {}
         self._confirmed: dict[int, float] = {}
-        self._cleared: dict[int, tuple[float, int]] = {}
-        """Log shifts of ranks that a probe found healthy, and the iteration of that."""
+        self._expected = True
+        """Whether what is known of slow ranks and links is in what iterations are expected to take."""
+        self._pardons: dict[int, Pardon] = {}
+        """Of ranks that a probe found healthy; of those that have ended, the patience is remembered."""
 
     # --- plans ------------------------------------------------------------------------------------------------------
 
@@ -123,29 +101,32 @@ class Monitor:
         Iterations may begin anywhere. Raises PlanError for orders that cannot be carried out.
         """
         self._remember()
-        last = 0 if self._frame is None else self._frame.last or 0
-        frame = _Frame(plan, orders, nodes)
+        frame = Frame(plan, orders, nodes)
+        wandering: float = 0.0 if self._frame is None else self._ranks.test.wandering
+        if self._frame is not None:
+            self._job_slow = self._whole.level if self._whole.slow else None
         self._frame = frame
         self._slow = {rank: shift for rank, shift in self._slow.items() if rank in frame.present}
         self._confirmed = {rank: speed for rank, speed in self._confirmed.items() if rank in self._slow}
-        self._cleared = {
-            rank: (shift, then)
-            for rank, (shift, then) in self._cleared.items()
-            if rank in frame.present and last - then < self._patience
-        }
+        self._pardons = {rank: pardon for rank, pardon in self._pardons.items() if rank in frame.present}
         self._slow_links = {link: shift for link, shift in self._slow_links.items() if frame.present.issuperset(link)}
-        self._ranks = RankTest(frame.stacked, self._false_alarms_per, self._patience)
-        self._ranks.begin(self._slow, self._pardoned())
-        self._links = LinkTest(frame.links, self._slow_links, self._false_alarms_per, self._patience)
+        self._ranks = RankTest(frame.stacked, self._false_alarms_per, self._patience, self._least, wandering)
+        self._ranks.begin(self._slow, self._pardons)
+        self._links = LinkTest(frame.links, self._slow_links, self._false_alarms_per, self._patience, self._least)
+        self._beside = Beside(
+            frame.stacked, self._beside, false_alarms_per=self._false_alarms_per, patience=self._patience
+        )
         self._whole = WholeTest(
             "iterations against the predicted time, no rank or link stands out",
-            least=LEAST_OF_WHOLE,
+            least=max(LEAST_OF_WHOLE, self._least),
             floor=LEAST_OF_WHOLE / 2,
-            false_alarms_per=5 * self._false_alarms_per,
+            false_alarms_per=2 * self._false_alarms_per,
         )
+        if self._job_slow is not None:
+            self._whole.slow_before(self._job_slow)
         self._plain = WholeTest(
             "plain iteration times, workload not known",
-            least=LEAST_OF_PLAIN,
+            least=max(LEAST_OF_PLAIN, self._least),
             floor=LEAST_OF_PLAIN / 10,
             false_alarms_per=self._false_alarms_per,
         )
@@ -206,11 +187,12 @@ class Monitor:
             delay_tokens=delay_tokens,
             delay_counts=delay_counts,
             busy_s=frame.stacked.busy_s(columns),
+            lanes=frame.stacked.lane_times(columns, observation.times),
         )
         return self._judge(frame, observation.iteration, observation.seconds, sums)
 
     def observe_stacked(self, iteration: int, epoch: int, seconds: float, sums: Sums) -> Assessment:
-        """As `observe`, from sums that the ranks made themselves; chunk times must come in by `learn`.
+        """As `observe`, from sums that the ranks made themselves; until `settled`, chunk times must come in by `learn`.
 
         Rows of ranks are those of `plan_arrays`, of links those of `link_channel`. Raises ValueError for arrays of
         other shapes.
@@ -220,11 +202,12 @@ class Monitor:
             return Assessment(predicted_s=None, known=self._known())
         batch, ranks, links = frame.stacked.compiled.micro_batches, frame.stacked.ranks.size, frame.links.size
         of_links = (sums.delays, sums.delay_tokens, sums.delay_counts)
-        given = [np.shape(one) for one in (sums.tokens, sums.squares, sums.compute, *of_links)]
-        if given != [(batch,), (batch,), (ranks,), *[(links,)] * 3]:
-            raise ValueError(
-                f"iteration {iteration}: sums of shapes {given} for {batch} micro-batches, {ranks} ranks, {links} links"
-            )
+        lanes, of = len(frame.stacked.places), sums.lanes
+        of_lanes = () if of is None else (of.collective, of.reduction, of.data)
+        given = [np.shape(one) for one in (sums.tokens, sums.squares, sums.compute, *of_links, *of_lanes)]
+        if given != [(batch,), (batch,), (ranks,), *[(links,)] * 3, *[(lanes,)] * len(of_lanes)]:
+            what = f"{batch} micro-batches, {ranks} ranks, {links} links, {lanes} lanes"
+            raise ValueError(f"iteration {iteration}: sums of shapes {given} for {what}")
         with np.errstate(invalid="ignore"):
             compute = np.where((sums.compute > 0.0) & (sums.compute < LONGEST_S), sums.compute, np.nan)
         return self._judge(frame, iteration, seconds, msgspec.structs.replace(sums, compute=compute))
@@ -244,7 +227,9 @@ class Monitor:
         if self._frame is None or any(len(one) != self._frame.stacked.compiled.micro_batches for one in workload):
             return None
         expected = self._frame.stacked.seconds(self.predictor, *workload)
-        seconds = 0.0 if expected is None else self._levelled(self._now_and_healthy(self._frame, expected)[0])
+        seconds = 0.0
+        if expected is not None:
+            seconds = _levelled(self._now_and_healthy(self._frame, expected)[0], self._whole.now)
         return seconds if 0.0 < seconds < LONGEST_S else None
 
     # --- what is slow -----------------------------------------------------------------------------------------------
@@ -254,6 +239,33 @@ class Monitor:
         self._remember()
         return {rank: self._confirmed.get(rank, math.exp(-shift)) for rank, shift in sorted(self._slow.items())}
 
+    def standing(self, rank: int) -> RankStanding | None:
+        """Why `rank` is taken to be slow, or is not; None for one without work in the adopted plan."""
+        frame = self._frame
+        row = None if frame is None else frame.stacked.row.get(rank)
+        if frame is None or row is None:
+            return None
+        return self._ranks.standing(row, frame.reported(row))
+
+    def scores(self) -> tuple[npt.NDArray[np.int64], Floats, Floats] | None:
+        """(R,) each: ranks with work, their levels (1 healthy, NaN unknown) and evidence, as `standing` tells them.
+
+        None while no rank can be judged.
+        """
+        frame = self._frame
+        if frame is None or frame.revision is None:
+            return None
+        levels, evidence = self._ranks.test.scores()
+        busy = frame.stacked.lengths > 0
+        return frame.stacked.ranks[busy], np.exp(levels[busy]), evidence[busy]
+
+    def coverage(self) -> dict[int, int]:
+        """The iteration in which each rank of the adopted plan with work last reported measurements that can be.
+
+        Of ranks that never did, the iteration before the plan's first: they are not watched.
+        """
+        return {} if self._frame is None else self._frame.coverage()
+
     def confirmed(self, rank: int, speed: float) -> None:
         """A probe says that `rank` has this speed. It stays until the rank is cleared, recovers or becomes slower.
 
@@ -261,38 +273,41 @@ class Monitor:
         """
         if not (math.isfinite(speed) and speed > 0.0):
             raise ValueError(f"rank {rank}: a speed of {speed} cannot be; 1 is healthy, 0.5 half as fast")
-        if rank not in self.speeds():
+        row = None if self._frame is None else self._frame.stacked.row.get(rank)
+        if rank not in self._slow if row is None else not self._ranks.test.is_slow(row):
             self._slow[rank] = max(-math.log(speed), 0.0)
-            row = None if self._frame is None else self._frame.stacked.row.get(rank)
             if row is not None:
                 self._ranks.test.accept(row, self._slow[rank], slow=True)
         self._confirmed[rank] = speed
-        self._expect()
+        self._expected = False
 
     def cleared(self, rank: int) -> None:
         """A probe says that `rank` is healthy. The same evidence is not raised again for some hundred iterations."""
-        self._remember()
-        shift = self._slow.pop(rank, 0.0)
+        self._slow.pop(rank, None)
         self._confirmed.pop(rank, None)
-        if self._frame is not None:
-            last = self._frame.last or 0
-            row = self._frame.stacked.row.get(rank)
-            if row is not None:
-                self._ranks.test.clear(row, last)
-                self._ranks.onsets.pop(rank, None)
-            self._cleared[rank] = (max(shift, self._cleared.get(rank, (0.0, 0))[0]), last)
-        self._expect()
+        if self._frame is not None and (row := self._frame.stacked.row.get(rank)) is not None:
+            self._ranks.test.clear(row, self._frame.last or 0)
+            self._ranks.onsets.pop(rank, None)
+            assert self._beside is not None
+            self._beside.cleared(rank)
+        self._expected = False
+
+    def job_is_slow(self) -> None:
+        """On record: the job as a whole has been slow since before the first plan that is adopted."""
+        self._job_slow = math.nan
 
     def cleared_link(self, sender: int, receiver: int) -> None:
         """A probe says that the link is healthy, in this direction."""
         self._remember()
         if self._slow_links.pop((sender, receiver), None) is not None and self._frame is not None:
             self._links.clear((sender, receiver), self._frame.last or 0)
-        self._expect()
+            assert self._beside is not None
+            self._beside.cleared_link(sender, receiver)
+        self._expected = False
 
     # --- one iteration ----------------------------------------------------------------------------------------------
 
-    def _next(self, iteration: int, epoch: int) -> _Frame | None:
+    def _next(self, iteration: int, epoch: int) -> Frame | None:
         """The frame that an iteration belongs to, if it is a later one than all before."""
         frame = self._frame
         if frame is None or epoch != frame.epoch or (frame.last is not None and iteration <= frame.last):
@@ -307,13 +322,13 @@ class Monitor:
             return "warming up" if self._frame.revision is None else "workload"
         return "plain times" if self._plain.ready else "warming up"
 
-    def _teach(self, frame: _Frame, iteration: int, columns: Floats) -> None:
+    def _teach(self, frame: Frame, iteration: int, columns: Floats) -> None:
         if not frame.fitted:
             frame.fitted = all(self.predictor.ready(key, kind) for key, kind in frame.stacked.work)
         if not frame.fitted or self.predictor.learning:
             frame.stacked.teach(self.predictor, iteration, columns, frame.teachers(self._slow))
 
-    def _judge_plain(self, frame: _Frame, iteration: int, seconds: float) -> Assessment:
+    def _judge_plain(self, frame: Frame, iteration: int, seconds: float) -> Assessment:
         """Nothing but the iteration's seconds: robust statistics of their logarithm."""
         if frame.measured or not 0.0 < seconds < LONGEST_S:
             return Assessment(predicted_s=None, known=self._known())
@@ -321,33 +336,54 @@ class Monitor:
         predicted = math.exp(self._plain.level) if self._plain.ready else None
         return Assessment(predicted_s=predicted, findings=findings, known=self._known())
 
-    def _judge(self, frame: _Frame, iteration: int, seconds: float, sums: Sums) -> Assessment:
+    def _judge(self, frame: Frame, iteration: int, seconds: float, sums: Sums) -> Assessment:
         frame.measured = True
+        frame.report(iteration, sums.compute)
         beside = seconds - sums.busy_s
         if 0.0 <= beside < LONGEST_S and len(frame.beside) < BESIDE:
             frame.beside.append(beside)
         findings = self._links.update(iteration, sums.delays, sums.delay_tokens, sums.delay_counts, self._ranks.onsets)
         expected = frame.stacked.seconds(self.predictor, sums.tokens, sums.squares)
         predicted: float | None = None
+        if expected is not None and self._foreign(frame, sums):
+            if findings:
+                self._account_for(frame, findings)
+                assert self._beside is not None
+                self._beside.heed(findings, self._links.slow)
+            return Assessment(predicted_s=None, findings=findings, known="warming up")
         if expected is not None:
             if frame.revision != self.predictor.revision:
                 findings += self._begin_anew(frame)
-            findings += self._ranks.update(iteration, sums.compute / frame.stacked.totals(expected))
+            ratios = sums.compute / frame.stacked.totals(expected)
+            findings += self._ranks.update(iteration, ratios)
             if findings:
                 self._account_for(frame, findings)
             elif iteration % 16 == 0 and (self._slow or self._slow_links):
                 self._expect()
             predicted, more = self._judge_whole(frame, iteration, seconds, expected)
             findings += more
+            findings += self._judge_beside(frame, iteration, sums, ratios, findings)
         frame.kept.append((iteration, seconds, sums, frame.present_s))
         return Assessment(predicted_s=predicted, findings=findings, known=self._known())
 
-    def _begin_anew(self, frame: _Frame) -> tuple[Finding, ...]:
+    def _foreign(self, frame: Frame, sums: Sums) -> bool:
+        """Whether this workload is beyond what is learnt: then it is learnt, and nothing is judged by it."""
+        if frame.stacked.covered(self.predictor, sums.tokens, sums.squares):
+            frame.foreign *= FADING
+            return False
+        frame.foreign += 1.0
+        frame.kept.clear()
+        if frame.foreign >= STAYS and not self.predictor.learning:
+            self.predictor.refit(union=True)
+            frame.fitted, frame.foreign = False, 0.0
+        return True
+
+    def _begin_anew(self, frame: Frame) -> tuple[Finding, ...]:
         """Predictions changed: learn levels anew, from the iterations that are still remembered."""
         self._remember()
         frame.revision = self.predictor.revision
         frame.beside_s = float(np.median(frame.beside)) if frame.beside else 0.0
-        self._ranks.begin(self._slow, self._pardoned())
+        self._ranks.begin(self._slow, self._pardons)
         self._expect()
         self._whole.begin(self._carried_over(frame))
         findings: tuple[Finding, ...] = ()
@@ -358,7 +394,7 @@ class Monitor:
                 findings += self._judge_whole(frame, iteration, seconds, expected)[1]
         return tuple(msgspec.structs.replace(finding, detected=frame.last or 0) for finding in findings)
 
-    def _carried_over(self, frame: _Frame) -> float | None:
+    def _carried_over(self, frame: Frame) -> float | None:
         """About the level of healthy iterations against predictions that have just changed; None if it was not known.
 
         What was learnt against the former ones is off by as much as predictions of the same iterations differ.
@@ -371,44 +407,51 @@ class Monitor:
         return level + float(np.median(differences)) if level is not None and differences else None
 
     def _judge_whole(
-        self, frame: _Frame, iteration: int, seconds: float, expected: Floats
+        self, frame: Frame, iteration: int, seconds: float, expected: Floats
     ) -> tuple[float | None, tuple[Finding, ...]]:
         """Healthy seconds of the iteration, and what it says about all of the job; `expected` (V,): of its chunks."""
         present, healthy = self._now_and_healthy(frame, expected)
-        frame.present_s = None
+        frame.present_s, frame.healthy_s = None, healthy
         if not 0.0 < healthy < LONGEST_S:
             return None, ()
         frame.present_s = present
-        predicted = self._levelled(healthy)
+        predicted = _levelled(healthy, self._whole.level, FAR)
         if not 0.0 < seconds < LONGEST_S:
             return predicted, ()
-        hold = self._ranks.test.suspects or self._links.test.suspects
+        assert self._beside is not None
+        hold = self._ranks.test.suspects or self._links.test.suspects or self._beside.suspects
         return predicted, self._whole.update(iteration, math.log(seconds / present), hold=hold)
 
-    def _now_and_healthy(self, frame: _Frame, expected: Floats) -> tuple[float, float]:
+    def _judge_beside(
+        self, frame: Frame, iteration: int, sums: Sums, ratios: Floats, findings: tuple[Finding, ...]
+    ) -> tuple[Finding, ...]:
+        """What no slow rank, link or job explains; `findings`: of those."""
+        assert self._beside is not None
+        self._beside.heed(findings, self._links.slow)
+        before = self._beside.lanes.slow.keys()
+        more = self._beside.update(iteration, sums, ratios, frame.healthy_s, self._ranks.test)
+        if self._beside.lanes.slow.keys() != before:  # whole iterations are longer by that, or not any more: no news
+            self._whole.begin()
+        return more
+
+    def _now_and_healthy(self, frame: Frame, expected: Floats) -> tuple[float, float]:
         """Seconds of an iteration as things stand, and where all is well."""
+        if not self._expected:  # verdicts and pardons come by the thousand
+            self._expect()
         healthy = self._priced(frame, expected, frame.transfers)
+        added_s = 0.0 if self._beside is None else self._beside.added_s
         if frame.present_factors is None and frame.present_transfers is None:
-            return healthy, healthy
+            return healthy + added_s, healthy
         chunks = expected if frame.present_factors is None else expected * frame.present_factors
         transfers = frame.transfers if frame.present_transfers is None else frame.present_transfers
-        return self._priced(frame, chunks, transfers), healthy
+        return self._priced(frame, chunks, transfers) + added_s, healthy
 
-    def _levelled(self, seconds: float) -> float:
-        """By how much iterations usually differ from what they are made of."""
-        level = self._whole.level
-        return seconds * math.exp(level) if abs(level) < 0.2 else seconds
-
-    def _priced(self, frame: _Frame, chunks: Floats, transfers: Floats) -> float:
+    def _priced(self, frame: Frame, chunks: Floats, transfers: Floats) -> float:
         return float(frame.stacked.compiled.iteration_seconds(chunks, transfers, optimizer_s=frame.beside_s))
 
     # --- what is known of ranks and links ---------------------------------------------------------------------------
 
-    def _pardoned(self) -> dict[int, float]:
-        """Log shifts that probes found healthy, by rank."""
-        return {rank: shift for rank, (shift, _) in self._cleared.items()}
-
-    def _account_for(self, frame: _Frame, findings: tuple[Finding, ...]) -> None:
+    def _account_for(self, frame: Frame, findings: tuple[Finding, ...]) -> None:
         """What is slow now is expected from now on: what whole iterations showed since its onset is explained."""
         for finding in findings:
             for rank in finding.ranks:
@@ -425,6 +468,7 @@ class Monitor:
         own = frame.stacked.row
         self._slow = {rank: shift for rank, shift in self._slow.items() if rank not in own} | self._ranks.slow
         self._confirmed = {rank: speed for rank, speed in self._confirmed.items() if rank in self._slow}
+        self._pardons |= self._ranks.pardons
         names = self._links.names
         self._slow_links = {n: shift for n, shift in self._slow_links.items() if n not in names} | self._links.slow
 
@@ -434,6 +478,7 @@ class Monitor:
         if frame is None:
             return
         self._remember()
+        self._expected = True
         frame.transfers = frame.links.edge_seconds(self._links.seconds(healthy=True))
         frame.present_transfers = None
         if self._links.slow:
@@ -441,3 +486,8 @@ class Monitor:
         frame.present_factors = None
         if self._ranks.slow:
             frame.present_factors = frame.stacked.factors({r: math.exp(s) for r, s in self._ranks.slow.items()})
+
+
+def _levelled(seconds: float, level: float, most: float = math.inf) -> float:
+    """By how much iterations usually differ from what they are made of; `level` NaN, or beyond `most`: not known."""
+    return seconds * math.exp(level) if abs(level) < most else seconds

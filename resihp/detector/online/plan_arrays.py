@@ -7,6 +7,7 @@ rank's measurements are *columns*, one for each primitive of its stage's order, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -18,8 +19,22 @@ from resihp.parallelism.plan import Plan
 from resihp.pipeline.compiled import KINDS, CompiledOrders, Ints
 
 STARTS, SPANS, COMPUTE, TOKENS, SQUARES = range(len(CHUNKS))
+TOGETHER, TOGETHER_S = 1e-3, 1e-3
+"""Sums of gradients that all end within this share of the iteration, or seconds, have waited for each other."""
 LONGEST_S = 1e5
 """A chunk that takes longer was timed by a clock that jumped."""
+
+
+class LaneTimes(msgspec.Struct, frozen=True, eq=False):
+    """What lanes (tensor-parallel groups) waited for in one iteration, beside their work and transfers. Seconds, each
+    (lanes,), as in `Stacked.places`; NaN where it was not measured, or there is nothing of the kind."""
+
+    collective: Floats
+    """All chunks, from when the group's last rank could begin until they were done, less the most work of its ranks."""
+    reduction: Floats
+    """The sums of gradients, from when the last lane with the same layers had done its last chunk."""
+    data: Floats
+    """What a first stage waited for before its first chunk."""
 
 
 class Sums(msgspec.Struct, frozen=True, eq=False):
@@ -42,6 +57,8 @@ class Sums(msgspec.Struct, frozen=True, eq=False):
     """(L,): how many transfers these means are of."""
     busy_s: float
     """When the last rank had done its last chunk, from the iteration's beginning."""
+    lanes: LaneTimes | None = None
+    """None where nobody adds that up: lanes are then not tested."""
 
 
 class Stacked:
@@ -53,6 +70,7 @@ class Stacked:
             ((d, s), stage.ranks)
             for d, replica in enumerate(plan.layout.replicas)
             for s, stage in enumerate(replica.stages)
+            if stage.ranks
         ]
         empty = slice(0, 0)
         lanes = [(place, ranks, compiled.lanes.get(place, empty)) for place, ranks in stages]
@@ -71,8 +89,20 @@ class Stacked:
         self.first_column: Ints = np.concatenate([[0], np.cumsum(self.lengths)])
         self._busy = self.lengths > 0
         self._columns: tuple[Ints, Ints] | None = None
+        self._lane_order: tuple[Ints, Ints, Ints, Ints] | None = None
         self._lane_starts = np.array([where.start for _, _, where in lanes])
         self._lane_busy = np.array([where.stop > where.start for _, _, where in lanes])
+        self._alone = widths < 2
+        self._later = np.array([stage > 0 for _, stage in self.places], dtype=bool)
+        """(lanes,): groups of one rank; lanes that are no first stage."""
+        layers = [
+            (lane, layer)
+            for lane, (d, s) in enumerate(self.places)
+            for first, last in plan.layout.replicas[d].stages[s].chunks
+            for layer in range(first, last + 1)
+        ]
+        self._layers: Ints = np.array(layers, dtype=np.intp).reshape(-1, 2).T
+        """(2, n): lanes, and the layers that they hold."""
 
         of_stop = keys(plan.layout)
         weights_apart = set(compiled.stop[compiled.kind == KINDS.index("W")].tolist())
@@ -115,6 +145,10 @@ class Stacked:
             table[row, kind, :count] = seconds
         return np.asarray(table.reshape(-1).take(self._price_at))
 
+    def covered(self, predictor: Predictor, tokens: Floats, squares: Floats) -> bool:
+        """Whether micro-batches of N and S (M,) are like those that were learnt from, for every kind of work."""
+        return predictor.covers(self.work, tokens, squares)
+
     def totals(self, seconds: Floats) -> Floats:
         """(R,): seconds of all chunks of each row from those of slots (V,); NaN for a row without work."""
         in_order = seconds[self.compiled.in_order]
@@ -150,12 +184,12 @@ class Stacked:
         found = np.concatenate(blocks, axis=1) if blocks else np.empty((len(CHUNKS), 0))
         with np.errstate(invalid="ignore"):
             sound = (found > 0.0) & (found < LONGEST_S)
-            found[COMPUTE, ~sound[COMPUTE]] = np.nan
             placed = sound[SPANS] & (found[STARTS] >= 0.0) & (found[STARTS] < LONGEST_S)
-            found[:2, ~placed] = np.nan
             known = np.isfinite(found[TOKENS]) & (found[TOKENS] > 0.0)
             known &= np.isfinite(found[SQUARES]) & (found[SQUARES] >= 0.0)
-            found[TOKENS:, ~known] = np.nan
+        for rows, well in ((COMPUTE, sound[COMPUTE]), (slice(2), placed), (slice(TOKENS, None), known)):
+            if not well.all():
+                found[rows, ~well] = np.nan
         return found
 
     def workload(self, columns: Floats) -> tuple[Floats, Floats]:
@@ -177,6 +211,57 @@ class Stacked:
         """When the last chunk of all was done; NaN where nobody can tell."""
         ends = columns[STARTS] + columns[SPANS]
         return float(np.fmax.reduce(ends)) if ends.size else np.nan
+
+    def lane_times(self, columns: Floats, times: Mapping[int, RankTimes]) -> LaneTimes:
+        """What lanes waited for. A lane that a rank's report of is missing is missing, and so are its sums of gradients
+        and those of who has layers in common with it."""
+        columns_of, begins, firsts, lasts = self._lane_columns()
+        starts, ends, work = (
+            np.maximum.reduceat(row[columns_of], begins) if begins.size else np.empty(0)
+            for row in (columns[STARTS], columns[STARTS] + columns[SPANS], columns[COMPUTE])
+        )
+        busy = self._lane_busy
+        collective, data, last = np.full((3, len(self.places)), np.nan)
+        if begins.size:
+            collective[busy] = np.add.reduceat(ends - starts - work, firsts)
+            last[busy], data[busy] = ends[lasts], starts[firsts]
+        collective[self._alone] = data[self._later] = np.nan
+        return LaneTimes(
+            collective=np.maximum(collective, 0.0), reduction=self._summing(last, times), data=np.maximum(data, 0.0)
+        )
+
+    def _summing(self, last: Floats, times: Mapping[int, RankTimes]) -> Floats:
+        """(lanes,): seconds of sums of gradients; `last` (lanes,): when lanes had done their last chunk."""
+        of_rank = [times[rank].reduced if rank in times else np.nan for rank in self.ranks.tolist()]
+        reduced = np.maximum.reduceat(np.array(of_rank), self.first_row[:-1])
+        with np.errstate(invalid="ignore"):
+            reduced[~((reduced > 0.0) & (reduced < LONGEST_S))] = np.nan
+        known = reduced[np.isfinite(reduced)]
+        if known.size and np.ptp(known) <= max(TOGETHER_S, TOGETHER * float(known.max())):
+            return np.maximum(reduced - np.max(last, initial=0.0, where=self._lane_busy), 0.0)
+        lane, layer = self._layers
+        of_layer = np.zeros(int(layer.max(initial=0)) + 1)
+        begun = np.zeros(len(self.places))
+        with np.errstate(invalid="ignore"):  # what is not known of one is not known of those who wait for it
+            np.maximum.at(of_layer, layer, last[lane])
+            np.maximum.at(begun, lane, of_layer[layer])
+        return np.maximum(reduced - begun, 0.0)
+
+    def _lane_columns(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """Columns by lane, chunk and rank; where each chunk's columns begin; the first and last chunks of lanes with
+        work. Made when first needed."""
+        if self._lane_order is None:
+            order, widths, counts = [np.empty(0, dtype=np.intp)], [], []
+            for row, end in itertools.pairwise(self.first_row.tolist()):
+                chunks = int(self.lengths[row])
+                first = int(self.first_column[row])
+                order.append((first + np.arange((end - row) * chunks)).reshape(end - row, chunks).T.reshape(-1))
+                widths += [end - row] * chunks
+                counts += [chunks] if chunks else []
+            ends = np.cumsum(np.array(counts, dtype=np.intp))
+            begins = np.cumsum([0, *widths])[:-1]
+            self._lane_order = np.concatenate(order), begins, ends - np.array(counts, dtype=np.intp), ends - 1
+        return self._lane_order
 
     def teach(self, predictor: Predictor, iteration: int, columns: Floats, rows: Iterable[int]) -> None:
         """Let `predictor` learn from this iteration's chunks of the ranks of some rows."""

@@ -8,7 +8,7 @@ observed long enough itself. Says when it does not know. Whether a time is too l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import numpy as np
@@ -26,17 +26,22 @@ Known = Literal["fitted", "rescaled", "unknown"]
 
 PEERS = 32
 """Ranks of a key that are learnt from. A larger job has more; these are a sample of them."""
+FORMER = 8
+"""Iterations that are remembered of what was learnt before, for when other workloads are learnt beside them."""
+BEYOND = 0.1
+"""By how much more than was learnt from N and S may be, relative."""
 CHUNKS = 16
 """Chunks of each kind that are kept of a rank's iteration."""
 
 
 def keys(layout: Layout) -> dict[Stop, Key]:
-    """The key of every chunk of every stage."""
+    """The key of every chunk of every stage that has ranks."""
     last_layer = max(last for replica in layout.replicas for stage in replica.stages for _, last in stage.chunks)
     return {
         Stop(d, s, c): (last - first + 1, stage.tp, first == 0, last == last_layer)
         for d, replica in enumerate(layout.replicas)
         for s, stage in enumerate(replica.stages)
+        if stage.ranks
         for c, (first, last) in enumerate(stage.chunks)
     }
 
@@ -58,6 +63,10 @@ class _Track:
         self._last = (0, 0)
         """The last in order of the ranks that are kept."""
         self._taken: list[tuple[int, int, Floats]] = []
+        self._former: list[tuple[int, int, Floats]] = []
+        """Of what was learnt from before, a few iterations."""
+        self.beside: list[tuple[int, int, Floats]] = []
+        """Of these, what is learnt from once more."""
 
     def keeps(self, rank: int) -> bool:
         """Whether chunks of that rank would be kept: of many ranks, those that come first in an order of their own."""
@@ -78,19 +87,30 @@ class _Track:
         self.latest = max(self.latest, iteration)
         self.iterations.add(iteration)
 
+    @property
+    def sources(self) -> set[int]:
+        """Iterations that samples are of."""
+        return self.iterations | {iteration for iteration, _, _ in self.beside}
+
     def samples(self, index: Mapping[int, int]) -> Samples:
         """`index`: numbers of the iterations."""
-        sizes = [chunks.shape[1] for _, _, chunks in self._taken]
-        tokens, squares, seconds = np.concatenate([chunks for _, _, chunks in self._taken], axis=1)
+        taken = self.beside + self._taken
+        sizes = [chunks.shape[1] for _, _, chunks in taken]
+        tokens, squares, seconds = np.concatenate([chunks for _, _, chunks in taken], axis=1)
         return Samples(
-            iteration=np.repeat([index[iteration] for iteration, _, _ in self._taken], sizes),
-            rank=np.repeat([rank for _, rank, _ in self._taken], sizes),
+            iteration=np.repeat([index[iteration] for iteration, _, _ in taken], sizes),
+            rank=np.repeat([rank for _, rank, _ in taken], sizes),
             tokens=tokens,
             squares=squares,
             seconds=seconds,
         )
 
-    def forget(self) -> None:
+    def forget(self, *, union: bool = False) -> None:
+        """What is learnt next is learnt afresh, or, `union`, beside some of what was learnt from before."""
+        if self._taken:
+            some = sorted(self.iterations)[:: -(-len(self.iterations) // FORMER)]
+            self._former = (self.beside + [taken for taken in self._taken if taken[0] in some])[-3 * FORMER * PEERS :]
+        self.beside = self._former if union else []
         self.iterations, self._ranks, self._taken = set(), set(), []
 
 
@@ -171,6 +191,22 @@ class Predictor:
         track = self._tracks.get((key, kind))
         return track.fit.coefficients if track is not None and track.fit is not None else self.rescaled(key, kind)
 
+    def covers(self, work: Iterable[tuple[Key, str]], tokens: npt.ArrayLike, squares: npt.ArrayLike) -> bool:
+        """Whether micro-batches of N and S, any shape, are like those that each key and kind of `work` was learnt from:
+        else Eq. 1 extrapolates.
+
+        A quarter of them may be beyond, NaN is ignored. What is not fitted tells nothing.
+        """
+        self._refresh()
+        tracks = [self._tracks.get(key_and_kind) for key_and_kind in work]
+        n, s = np.asarray(tokens), np.asarray(squares)
+        most, least = 1.0 + BEYOND, 1.0 - BEYOND
+        for low_n, high_n, low_s, high_s in {track.fit.reach for track in tracks if track is not None and track.fit}:
+            beyond = (n > most * high_n) | (n < least * low_n) | (s > most * high_s) | (s < least * low_s)
+            if int(np.count_nonzero(beyond)) * 4 > n.size:
+                return False
+        return True
+
     def ready(self, key: Key, kind: str) -> bool:
         """Whether the key itself was observed long enough, since the last refit."""
         self._refresh()
@@ -204,11 +240,14 @@ class Predictor:
             if track.current:
                 self._close(track)
 
-    def refit(self, key: Key | None = None, kind: str | None = None) -> None:
-        """Learn a key, or a kind, or everything, once more. Predictions stay as they are until that is done."""
+    def refit(self, key: Key | None = None, kind: str | None = None, *, union: bool = False) -> None:
+        """Learn a key, or a kind, or everything, once more. Predictions stay as they are until that is done.
+
+        `union`: what was learnt from before still counts, for the workload has become another.
+        """
         for (its_key, its_kind), track in self._tracks.items():
             if key in (None, its_key) and kind in (None, its_kind):
-                track.forget()
+                track.forget(union=union)
                 track.learning, track.current = True, False
                 track.due, track.latest = self._least, self._seen
 
@@ -244,7 +283,7 @@ class Predictor:
             return
         self._due = False
         tracks = [t for t in self._tracks.values() if t.learning and len(t.iterations) >= self._least]
-        numbers = sorted({iteration for track in tracks for iteration in track.iterations})
+        numbers = sorted({iteration for track in tracks for iteration in track.sources})
         index = {iteration: i for i, iteration in enumerate(numbers)}
         anchors = np.array([_middle(self._anchors.get(iteration, ())) for iteration in numbers])
         fits = fit([track.samples(index) for track in tracks], anchors)

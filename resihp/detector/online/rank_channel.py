@@ -13,10 +13,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from resihp.detector.findings import Finding
+from resihp.detector.findings import Finding, RankStanding
 from resihp.detector.observation import Floats
 from resihp.detector.online.plan_arrays import Stacked
-from resihp.detector.sequential.peer_cusum import PeerTest, Shift
+from resihp.detector.sequential.peer_cusum import Pardon, PeerTest, Shift
 
 ALIKE = 0.6
 """A rank whose shift is this share of the slowest one's in its group cannot be told from it."""
@@ -25,26 +25,33 @@ NEAR = 8
 
 
 class RankTest:
-    """Sequential tests of all ranks of a plan."""
+    """Sequential tests of all ranks of a plan. `wandering`: of ranks of the plan before, as `PeerTest` has it."""
 
-    def __init__(self, stacked: Stacked, false_alarms_per: int, patience: int) -> None:
+    def __init__(
+        self, stacked: Stacked, false_alarms_per: int, patience: int, least: float, wandering: float = 0.0
+    ) -> None:
         self._stacked = stacked
-        self._false_alarms_per, self._patience = false_alarms_per, patience
+        self._false_alarms_per, self._patience, self._least = false_alarms_per, patience, least
         self._together: dict[int, tuple[int, ...]] = {}
         self.onsets: dict[int, int] = {}
         """When ranks that are slow became so."""
-        self.begin({}, {})
+        self.test = self._begun({}, {}, wandering)
 
-    def begin(self, known: Mapping[int, float], allowed: Mapping[int, float]) -> None:
-        """Learn levels anew. `known`: log shifts that are no news, by rank; `allowed`: those of ranks that were
-        measured to be healthy all the same."""
+    def begin(self, known: Mapping[int, float], pardons: Mapping[int, Pardon]) -> None:
+        """Learn levels anew. `known`: log shifts that are no news, by rank; `pardons`: of ranks that were measured to
+        be healthy all the same. How far healthy ranks wander stays known."""
+        self.test = self._begun(known, pardons, self.test.wandering)
+
+    def _begun(self, known: Mapping[int, float], pardons: Mapping[int, Pardon], wandering: float) -> PeerTest:
         row = self._stacked.row
-        self.test = PeerTest(
+        return PeerTest(
             self._stacked.group,
             known={row[rank]: shift for rank, shift in known.items() if rank in row},
-            allowed={row[rank]: shift for rank, shift in allowed.items() if rank in row},
+            pardons={row[rank]: pardon for rank, pardon in pardons.items() if rank in row},
+            least=self._least,
             false_alarms_per=self._false_alarms_per,
             patience=self._patience,
+            wandering=wandering,
         )
 
     @property
@@ -52,6 +59,11 @@ class RankTest:
         """Log shift of each rank that is slow."""
         ranks = self._stacked.ranks
         return {int(ranks[row]): self.test.shift(row) for row in self.test.slow}
+
+    @property
+    def pardons(self) -> dict[int, Pardon]:
+        """Of each rank that a measurement has cleared."""
+        return {int(self._stacked.ranks[row]): pardon for row, pardon in self.test.pardons.items()}
 
     def update(self, iteration: int, ratios: Floats) -> tuple[Finding, ...]:
         """Take measured over predicted seconds (R,) of an iteration, by rows of `Stacked`; NaN where there is none."""
@@ -69,10 +81,25 @@ class RankTest:
             findings += self._recovered(iteration, well) if well else []
         return tuple(findings)
 
+    def standing(self, row: int, reported: int | None) -> RankStanding:
+        """How the rank of `row` stands, last measured in iteration `reported`."""
+        standing = self.test.standing(row)
+        return RankStanding(
+            rank=int(self._stacked.ranks[row]),
+            reported=reported,
+            level=math.exp(standing.level),
+            noise=math.expm1(standing.noise),
+            evidence=standing.evidence,
+            slow=standing.slow,
+            pardon=math.expm1(standing.pardon),
+            pardoned_until=standing.pardoned_until,
+            peers=standing.peers,
+        )
+
     def _slower(self, iteration: int, rows: range, shifts: list[Shift]) -> list[Finding]:
         top = max(shifts, key=lambda shift: shift.after)
         raised = {shift.series: shift for shift in shifts}
-        before = [row for row in rows if row in self.test.slow and row not in raised]
+        before = [row for row in rows if self.test.is_slow(row) and row not in raised]
         if any(self._echoes(top, row) for row in before):
             for row, shift in raised.items():
                 self.test.explain(row, shift.after)
@@ -114,7 +141,7 @@ class RankTest:
             for row in self._together.get(shift.series, ()):
                 if row in raised and row != shift.series:
                     named.append(row)
-                elif row in self.test.slow and since[row] < 0.5 * self.test.shift(row):
+                elif self.test.is_slow(row) and since[row] < 0.5 * self.test.shift(row):
                     self.test.accept(row, 0.0, slow=False)
                     named.append(row)
             done.update(named)

@@ -73,6 +73,8 @@ class Fit(msgspec.Struct, frozen=True, eq=False):
     """Standard error of a prediction at the mean workload, relative."""
     ratios: dict[int, float]
     """Of each rank: its times over the fitted ones. Those far above 1 were left out."""
+    reach: tuple[float, float, float, float]
+    """Least and most N, least and most S of the chunks that it was learnt from."""
 
 
 def fit(tracks: Sequence[Samples], anchors: Floats) -> list[Fit]:
@@ -221,6 +223,12 @@ def _fit(samples: Samples, found: _Solved, factor: Floats, free: npt.NDArray[np.
         noise=found.noise,
         uncertainty=float(np.sqrt(of_level + of_chunks)) if believed.any() else np.inf,
         ratios=found.ratios,
+        reach=(
+            float(samples.tokens.min()),
+            float(samples.tokens.max()),
+            float(samples.squares.min()),
+            float(samples.squares.max()),
+        ),
     )
 
 

@@ -31,6 +31,7 @@ from resihp.detector.sequential.densities import (
     OUTLIERS,
     T_PEAK,
     Floats,
+    LateRange,
     broad,
     log_density,
     robust,
@@ -52,8 +53,11 @@ DRIFT = 1.2
 BACK = 0.1
 """Share of the evidence for the healthy level, with which a change away from another counts as the way back to it."""
 PSEUDO = 10.0
+FAMILIAR = 40.0
 SKEW_PSEUDO = 15.0
-"""Values that assumed correlation and symmetry are worth."""
+"""Values that assumed correlation, one that is familiar, and symmetry are worth."""
+SHIFTING = 5.0
+"""Evidence for a change at which values count half for what the correlation is."""
 CAUTION = 0.5
 """Standard errors that the correlation is taken for more than was found."""
 MOST = 1e15
@@ -87,6 +91,9 @@ class _Level:
 class ChangeDetector:
     """Change points of a series, one value after the other.
 
+    `familiar`: the correlation is about the assumed one; values that look like more of it while there is evidence for a
+    change are taken for a change.
+
     `noise`: standard deviation of a value around its level, where known; else estimated. `level`: the healthy level,
     where known (0 for residuals). With both there is no warm-up. `correlation`: what the lag-one correlation is taken
     for until the series has shown it. `least`: smallest change worth an alarm, in the values' unit; larger where the
@@ -94,6 +101,8 @@ class ChangeDetector:
     at least. `aim`: a change that is to be found within four values, at the price of finding smaller ones late or
     never; None to be sensitive to small, persistent ones. `floor`: least standard deviation believed. `expected`: about
     the healthy level, where it is known roughly; taken for it where the warm-up shows one that is far above.
+    `several_levels`: values may fall on several levels by turns, which are one regime: the noise is never taken to be
+    smaller than the range of late values tells.
     """
 
     def __init__(
@@ -101,17 +110,20 @@ class ChangeDetector:
         *,
         noise: float | None = None,
         correlation: float = 0.1,
+        familiar: bool = False,
         least: float = 0.03,
         false_alarms_per: int = 10_000,
         level: float | None = None,
         aim: float | None = None,
         floor: float = 0.003,
         expected: float | None = None,
+        several_levels: bool = False,
     ) -> None:
         self._known_noise, self._known_level = noise, level
         self._least, self._false_alarms_per, self._floor = least, false_alarms_per, floor
         self._expected = expected
-        self._correlation, self._aim = correlation, aim
+        self._correlation, self._aim, self._familiar = correlation, aim, familiar
+        self._pseudo = FAMILIAR if familiar else PSEUDO
         self._products, self._squares = 0.0, 0.0
         self._rho = correlation
         self._halves = [SKEW_PSEUDO, SKEW_PSEUDO]
@@ -119,6 +131,7 @@ class ChangeDetector:
         self._patience = 3 * WARM_UP
         self._buffer: list[tuple[int, float]] = []
         self._recent: deque[tuple[int, float]] = deque(maxlen=KEPT)
+        self._range = LateRange() if several_levels else None
         self._pending: deque[tuple[float, float, float]] = deque()
         self._healthy: _Level | None = None
         self._now: _Level | None = None
@@ -248,8 +261,9 @@ class ChangeDetector:
         """Lag-one correlation: shrunk to the one assumed, corrected for bias, and half a standard error above."""
         assert self._healthy is not None
         variance = self._healthy.variance / (1 - self._rho**2)
-        found = (self._products + PSEUDO * variance * self._correlation) / (self._squares + PSEUDO * variance)
-        count = PSEUDO + self._healthy.worth
+        pseudo = self._pseudo
+        found = (self._products + pseudo * variance * self._correlation) / (self._squares + pseudo * variance)
+        count = pseudo + self._healthy.worth
         found += (1 + 4 * found) / count + CAUTION * math.sqrt(max(1 - found**2, 0) / count)
         self._rho = min(max(found, 0.0), 0.9)
         if self._known_noise is not None:
@@ -275,6 +289,8 @@ class ChangeDetector:
         self._pending.append((value, 1 - self._outlier, rho))
         delay = min(6, int(now.count) // 4)
         slack = 1 / (1 + float(self._evidence.sum()) / (30 if self._aim is None else 200))
+        # A shift that stays looks like correlated noise.
+        doubt = 1 / (1 + float(self._evidence.sum()) / SHIFTING) if self._familiar else 1.0
         while len(self._pending) > delay:
             value, inlier, rho = self._pending.popleft()
             offset = value - now.level
@@ -288,14 +304,22 @@ class ChangeDetector:
                 now.worth = min(now.worth + slack * inlier, MEMORY)
                 share = slack * inlier / (now.worth + 1)
                 now.variance += share * (weight * error * error - now.variance)
-                now.variance = max(now.variance, self._floor**2)
+                now.variance = max(now.variance, self._floor**2, self._least_variance(offset))
                 if now is self._healthy:
                     fade = 1 - 1 / MEMORY
                     self._skewed(inlier * min(error * error / now.variance, 12.0), error > 0, fade)
+                    weight *= doubt
+                    fade = 1 - doubt / MEMORY
                     self._products = self._products * fade + weight * offset * self._before
                     self._squares = self._squares * fade + weight * self._before**2
                     self._correlate()
             self._before = offset * inlier
+
+    def _least_variance(self, offset: float) -> float:
+        """Of innovations, where values lie on several levels by turns; `offset`: the next value less its level."""
+        if self._range is None:
+            return 0.0
+        return (GAUSSIAN * self._range.follow(offset)) ** 2 * (1 - self._rho**2)
 
     def _skewed(self, square: float, above: bool, fade: float) -> None:
         """Follow how much wider the noise is above the level than below."""
@@ -332,6 +356,8 @@ class ChangeDetector:
         self._healthy = _Level(level, len(values), scale**2, len(values))
         self._correlate()
         self._healthy.variance = max(scale**2 * (1 - self._rho**2), self._floor**2)
+        for value in values.tolist() if self._range is not None else ():
+            self._healthy.variance = max(self._healthy.variance, self._least_variance(value - level))
         self._now = self._healthy
         self._restart()
         self._buffer.clear()

@@ -6,6 +6,7 @@ Used by `resihp.detector.sequential.changes`.
 from __future__ import annotations
 
 import math
+from collections import deque
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,29 @@ GAUSSIAN = 0.911
 OUTLIERS = 0.02
 BURST = 0.25
 """Probability of an outlier, and of one behind another."""
+DECILES = 2.5631
+"""Standard deviations of a Gaussian between its deciles, the first and the ninth."""
+LATE = 100
+EVERY = 4
+
+
+class LateRange:
+    """Standard deviation of late values by their 10-90 % range: of two or three levels taken by turns, it is as wide as
+    they are apart, where a median of deviations sees the commonest level only."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=LATE)
+        self._count = 0
+        self._deviation = 0.0
+
+    def follow(self, value: float) -> float:
+        """Take a value less its level, healthy or not; the deviation so far, 0 of fewer than ten."""
+        self._values.append(value)
+        self._count += 1
+        if len(self._values) >= 10 and (self._count % EVERY == 0 or len(self._values) < 4 * EVERY):
+            low, high = np.quantile(np.array(self._values), (0.1, 0.9))
+            self._deviation = float(high - low) / DECILES
+        return self._deviation
 
 
 def robust(values: Floats, floor: float) -> tuple[float, float]:

@@ -99,6 +99,11 @@ class Noise:
         self._products[1] += np.bincount(self._group, self._last * self._last, groups)
 
     @property
+    def scale(self) -> Floats:
+        """(n,): standard deviations of values, for what they are: no caution, no correlation."""
+        return self._group_scale[self._group]
+
+    @property
     def sigma(self) -> Floats:
         """(n,): standard deviations, the group's, or the series' own if larger; more while few values are known, and as
         much more as correlation makes sums of values wider."""

@@ -24,8 +24,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from resihp.detector.sequential.drift import FEWEST, Drift, variance
 from resihp.detector.sequential.noise import ADAPTING, SPARE, SPARSE, Bools, Floats, Noise
+from resihp.detector.sequential.shifts import Pardon, SeriesStanding, Shift
 from resihp.detector.sequential.window import Window, low_median, medians
+
+__all__ = ["Pardon", "PeerTest", "SeriesStanding", "Shift"]
 
 GRID = (0.03, 0.1, 0.3)
 """Shifts that the CUSUMs look for, log units. Each finds what is larger than half of it; larger ones are found sooner
@@ -34,6 +38,20 @@ LEARNING = 5
 """Iterations over which levels are first learnt, more where many values are missing."""
 SETTLED = 60
 """Iterations after which a healthy level stands: what creeps away from it later is a shift."""
+SLOWER_STILL = 0.05
+"""By how much a slow series must become slower for that to be told, log units."""
+WANDERING = 0.7
+"""Share of what series wander by that a value must be away for evidence of a shift to gather."""
+MOST_PATIENCE = 4
+"""How many times as long as the first a pardon lasts at most: what lasts is not to be forgotten between two."""
+LOOKED_AT = 16
+"""Values after which it is looked again at what series wander by, what creeps, and whose pardon ends."""
+UNLIKE = 4.0
+"""Standard deviations by which healthy series differ from their peers at most."""
+CREPT = 0.9
+"""Confidence in a shift of a level that no CUSUM saw begin."""
+LATE = 8
+"""Values by which it is told where a series is of late."""
 ABSURD = float(np.log(1e4))
 """Log ratios beyond are a clock's mistake, not a measurement."""
 CERTAIN = 8.0
@@ -46,27 +64,17 @@ SHARE = 0.05
 """Of the false alarms allowed, what one test may use; the rest is for noise that is not as assumed."""
 
 
-class Shift(msgspec.Struct, frozen=True, kw_only=True):
-    """Series `series` left its level at `onset`. Levels are log ratios to its healthy level: 0 healthy, > 0 slower."""
-
-    series: int
-    kind: Literal["slow", "recovered"]
-    onset: int
-    detected: int
-    before: float
-    after: float
-    confidence: float
-    """Posterior probability in (0, 1), a shift of any series once in 10,000 iterations being usual."""
-
-
 class PeerTest:
     """Sequential tests of `n` series against each other and their own past.
 
     `groups` (n,): series of one group are alike and may be compared from the start. `known`: shifts that are known
-    already, by series, and no news. `spread`: how much healthy peers of a group may differ, log units; infinite where
-    they cannot be compared. `allowed`: by how much a series may be slower than that, because a measurement said that
-    it is healthy. `least`: smallest shift that counts. `quorum`: share of the series that an iteration must have.
-    `patience`: iterations for which a cleared suspicion is not raised again on the same evidence, doubled each time.
+    already, by series, and no news. `spread`, one or (n,): how much healthy peers of a group may differ, log units;
+    infinite where they cannot be compared. `pardons`: series that a measurement said are healthy all the same. `least`:
+    smallest shift that counts, more where series wander by more. `quorum`: share of the series that an iteration must
+    have.
+    `patience`: iterations for which a cleared suspicion is not raised again on the same evidence; twice as long
+    each time, up to `MOST_PATIENCE` times.
+    `wandering`: what such series were seen to wander by before, as the property of that name tells.
     """
 
     def __init__(
@@ -74,44 +82,52 @@ class PeerTest:
         groups: npt.ArrayLike,
         *,
         known: Mapping[int, float] | None = None,
-        allowed: Mapping[int, float] | None = None,
-        spread: float = 0.02,
+        pardons: Mapping[int, Pardon] | None = None,
+        spread: float | Floats = 0.02,
         least: float = 0.03,
         false_alarms_per: int = 10_000,
         quorum: float = 0.5,
         patience: int = 500,
+        wandering: float = 0.0,
     ) -> None:
         _, group = np.unique(np.asarray(groups), return_inverse=True)
         self._group = group.reshape(-1)
         n = self.size = self._group.size
         self._members = np.bincount(self._group, minlength=1)
         self._spread = np.where(self._members[self._group] > 1, spread, np.inf) if n else np.zeros(0)
-        self._most = self._spread.copy()
-        for series, more in (allowed or {}).items():
-            self._most[series] += more
+        self._granted = dict(pardons or {})
+        """Pardons that are to be kept, until levels are learnt."""
         self._least = least
         self._quorum = max(quorum * n, min(n, 3))
         self._threshold = float(np.log(len(GRID) * max(n, 1) * false_alarms_per / SHARE))
         self._prior = float(np.log(max(n, 1) * 10_000.0))
         self._base, self._level = np.zeros(n), np.zeros(n)
+        self._told = np.zeros(n)
+        """By how much a series was slow when that was last told."""
         self._slow = np.zeros(n, dtype=bool)
         self._explained = np.zeros(n, dtype=bool)
         for series, shift in (known or {}).items():
-            self._level[series], self._slow[series] = shift, True
+            self._level[series], self._told[series], self._slow[series] = shift, shift, True
         self._centre = np.zeros(n)
         """Level of each series' group."""
         self._counts = np.zeros(n, dtype=np.int64)
         """Values that each base rests on."""
+        self._unheard = False
         self._since = np.full(n, SETTLED)
         """Values since the level was last set by an alarm."""
         self._learnt: list[tuple[int, Floats, Floats | None]] | None = []
         self._sums = np.zeros((2, len(GRID), n))
         self._onsets = np.zeros((2, len(GRID), n), dtype=np.int64)
         self._window = Window(n)
+        self._recent: Floats | None = None
+        """(n,): where series are of late; None until somebody asks."""
         self._rows = 0
         self._noise = Noise(self._group)
+        self._drift = Drift(self._group, false_alarms_per, wandering)
+        self._floor = np.maximum(self._drift.least, least)
+        """Smallest shift of each series that counts: what the others wander by is none."""
         self._pardons: dict[int, tuple[int, float]] = {}
-        self._patience: dict[int, int] = {}
+        self._patience = {series: pardon.patience for series, pardon in self._granted.items()}
         self._least_patience = patience
         self._slow_count = int(self._slow.sum())
         self._stale = False
@@ -133,6 +149,19 @@ class PeerTest:
         return bool(self._sums[0].max(initial=0.0) > self._threshold / (MOST + 0.5))
 
     @property
+    def wandering(self) -> float:
+        """Variance of where healthy series are about where they began, log units."""
+        return self._drift.pooled
+
+    @property
+    def pardons(self) -> dict[int, Pardon]:
+        """Of each series that has one; also of those whose levels are still learnt."""
+        return self._granted | {
+            series: Pardon(shift=float(self._base[series]) - before, until=until, patience=self._patience[series])
+            for series, (until, before) in self._pardons.items()
+        }
+
+    @property
     def noise(self) -> Floats:
         """(n,): standard deviation of each series around its level, as the tests take it."""
         return self._noise.sigma
@@ -149,6 +178,39 @@ class PeerTest:
         """(n,): median of each series since iteration `onset`, relative to its healthy level; NaN where unknown."""
         return np.asarray(self._window.medians(onset) - self._base)
 
+    def moved(self, series: int, onset: int) -> float:
+        """By how much `series` changed in iteration `onset`, as far back as is remembered; NaN where unknown."""
+        return self._window.moved(series, onset)
+
+    def standing(self, series: int) -> SeriesStanding:
+        """How `series` stands, and why; linear in the number of series only the first time after an update."""
+        if self._recent is None:
+            self._recent = self._window.medians(self._window.back(LATE))
+        until, before = self._pardons.get(series, (None, float(self._base[series])))
+        return SeriesStanding(
+            level=float(self._recent[series]) - before if self.ready else float("nan"),
+            noise=float(self._sigma[series]),
+            evidence=float(self._sums[0, :, series].max()) / self._threshold,
+            slow=bool(self._slow[series]),
+            pardon=float(self._base[series]) - before,
+            pardoned_until=until,
+            peers=int(self._members[self._group[series]]) - 1,
+        )
+
+    def scores(self) -> tuple[Floats, Floats]:
+        """(n,) each: level and evidence of every series, as `standing` tells them."""
+        if self._recent is None:
+            self._recent = self._window.medians(self._window.back(LATE))
+        before = self._base.copy()
+        for series, (_, base) in self._pardons.items():
+            before[series] = base
+        levels = self._recent - before if self.ready else np.full(self.size, np.nan)
+        return levels, np.asarray(self._sums[0].max(axis=0) / self._threshold)
+
+    def is_slow(self, series: int) -> bool:
+        """Whether `series` was found slow and has not recovered."""
+        return bool(self._slow[series])
+
     def explain(self, series: int, shift: float) -> None:
         """A shift has its cause elsewhere: `series` is at `shift` from its healthy level, but not slow itself."""
         self._mark(series, False)
@@ -159,14 +221,21 @@ class PeerTest:
         """What a measurement says: `series` is at `shift` from its healthy level, and slow or not."""
         self._set(series, self._base[series] + shift)
         self._mark(series, slow)
+        self._told[series] = shift
 
     def clear(self, series: int, index: int) -> None:
         """Series `series` was suspected wrongly: what it shows now is healthy, for a while."""
         shift = max(self.shift(series), 0.0)
         self._mark(series, False)
-        patience = self._patience[series] = 2 * self._patience.get(series, self._least_patience // 2)
-        before = self._pardons.pop(series, (0, float(self._base[series])))[1]
-        self._pardons[series] = (index + patience, before)
+        before = self._patience.get(series)
+        patience = self._least_patience if before is None else min(2 * before, MOST_PATIENCE * self._least_patience)
+        self._patience[series] = patience
+        if not self.ready:
+            self._granted[series] = Pardon(shift=shift, until=index + patience, patience=patience)
+            self._set(series, 0.0)
+            return
+        base = self._pardons.pop(series, (0, float(self._base[series])))[1]
+        self._pardons[series] = (index + patience, base)
         self._base[series] += shift
         self._counts[series] = SETTLED
         self._set(series, self._base[series])
@@ -189,14 +258,14 @@ class PeerTest:
         if len(self._learnt) < LEARNING or (values < 0.8 * LEARNING * self.size and len(self._learnt) < 4 * LEARNING):
             return []
         buffered, self._learnt = self._learnt, None
-        self._learn(np.array([row for _, row, _ in buffered]), [width for _, _, width in buffered])
+        self._learn(index, np.array([row for _, row, _ in buffered]), [width for _, _, width in buffered])
         found: dict[int, Shift] = {}
         for then, row, width in buffered:
             for shift in self._test(then, row, np.isfinite(row), width):
                 found[shift.series] = msgspec.structs.replace(shift, detected=index)
         return list(found.values())
 
-    def _learn(self, rows: Floats, widths: list[Floats | None]) -> None:
+    def _learn(self, index: int, rows: Floats, widths: list[Floats | None]) -> None:
         """First levels and scales from (LEARNING, n) values: own medians, held within bounds of those of the peers."""
         expected = self._level.copy()
         rows = rows - expected
@@ -210,10 +279,13 @@ class PeerTest:
                 centre[group] = low_median(of_group) if of_group.size else 0.0
             centre_of = centre[self._group]
             offset = np.where(np.isfinite(own), own - centre_of, 0.0)
-            self._base = centre_of + np.clip(offset, -self._spread, self._most)
+            self._differ(offset)
+            self._base = centre_of + np.clip(offset, -self._spread, self._spread)
         self._centre = centre_of
-        self._level = self._base + expected
         self._counts[:] = np.isfinite(rows).sum(axis=0)
+        self._unheard = True
+        self._grant(offset, index)
+        self._level = self._base + expected
         away = np.abs(rows - common[:, None] - own)
         for row, width in zip(away, widths, strict=True):
             there = np.isfinite(row)
@@ -222,6 +294,26 @@ class PeerTest:
         away[:, np.isfinite(away).sum(axis=0) < LEARNING - 2] = np.nan  # too few to tell how much they vary
         self._noise.learn(away, np.where(np.isfinite(own), own - self._base, 0.0))
         self._refresh()
+
+    def _differ(self, offset: Floats) -> None:
+        """Devices that all differ from each other by more than usual are healthy all the same."""
+        compared = np.isfinite(self._spread)
+        if np.count_nonzero(compared) >= FEWEST:
+            apart = variance(offset[compared], np.zeros(1))
+            self._spread[compared] = np.maximum(self._spread[compared], UNLIKE * np.sqrt(apart))
+
+    def _grant(self, offset: Floats, index: int) -> None:
+        """Keep pardons from before: of series that still show what they were for, `offset` (n,) from their peers."""
+        for series, pardon in self._granted.items():
+            if index < pardon.until and offset[series] > max(pardon.shift / 2, self._least):
+                more = min(pardon.shift, float(offset[series]))
+                before = self._centre[series] + np.clip(
+                    offset[series] - more, -self._spread[series], self._spread[series]
+                )
+                self._pardons[series] = (pardon.until, float(before))
+                self._base[series] = before + more
+                self._counts[series] = SETTLED
+        self._granted = {}
 
     def _test(self, index: int, value: Floats, present: Bools, widths: Floats | None) -> list[Shift]:
         whole = bool(present.all())
@@ -232,8 +324,11 @@ class PeerTest:
         else:
             common = low_median(away[healthy] if healthy.any() else away[present], self._ambiguous)
         away -= common
+        if self._unheard:
+            self._hear(value - common, away, present)
         self._window.add(index, value - common, common)
         self._rows += 1
+        self._recent = None
 
         told = self.size if whole else int(np.count_nonzero(present))
         unit = away / self._width(widths, present, told)
@@ -255,12 +350,25 @@ class PeerTest:
         self._noise.follow(unit, self._sigma, present)
         if self._rows < SPARSE or self._rows % SPARE == 0:
             self._adapt(away, present, evidence)
-        if self._rows % 16 == 0:
+        if self._rows % LOOKED_AT == 0 or self._rows == LOOKED_AT // 2:
+            self._wander()
+        if self._rows % LOOKED_AT == 0:
             shifts += self._creeping(index)
-            self._forget(index)
-        if self._stale or self._rows % 16 == 0 or (self._rows < SETTLED and self._rows % 4 == 0):
+        self._forget(index)
+        if self._stale or self._rows % LOOKED_AT == 0 or (self._rows < SETTLED and self._rows % 4 == 0):
             self._refresh()
         return shifts
+
+    def _hear(self, value: Floats, away: Floats, present: Bools) -> None:
+        """Series that nothing is known of, nor can be compared with, are healthy where they first are."""
+        new = present & (self._counts == 0) & np.isinf(self._spread)
+        if new.any():
+            shift = self._level - self._base
+            self._base[new] = (value - shift)[new]
+            self._level[new] = value[new]
+            self._counts[new] = 1
+            away[new] = 0.0
+        self._unheard = bool(((self._counts == 0) & np.isinf(self._spread)).any())
 
     def _width(self, widths: Floats | None, present: Bools, count: int) -> Floats | float:
         """Standard deviations relative to each other of values less the common part of `count` of them."""
@@ -282,11 +390,21 @@ class PeerTest:
         move[calm] -= move.sum() / np.count_nonzero(calm)  # all together do not move: that is the common part
         self._level += move
         if learning.any():
-            bounded = np.clip(self._base + move, self._centre - self._spread, self._centre + self._most)
+            bounded = np.clip(self._base + move, self._centre - self._spread, self._centre + self._spread)
             self._base = np.where(learning, bounded, self._base)
             self._level = np.where(learning, self._base, self._level)
             self._counts += learning
         self._since += calm
+
+    def _wander(self) -> None:
+        """What healthy series have in common with time, and not with each other, is no shift."""
+        late, counts = self._window.means(LOOKED_AT)
+        calm = ~self._slow & ~self._explained & (counts > LOOKED_AT // 4)
+        learnt = max(1.0 - 2 * LOOKED_AT / self._rows, 0.0)  # what base and values share is no difference of theirs
+        error = learnt * self._noise.scale**2 / np.maximum(counts, 1.0)
+        self._drift.follow(late - self._base, error, calm)
+        ahead = 1.0 + 2 * LOOKED_AT / self._rows  # what wanders goes on until this is looked at again
+        self._floor = np.maximum(self._drift.least * ahead, self._least)
 
     def _refresh(self) -> None:
         """The tests' constants, from the present noise."""
@@ -295,7 +413,8 @@ class PeerTest:
         self._ambiguous = 4 * float(np.median(self._sigma)) if self.size else 0.0
         known = np.maximum(np.minimum(self._counts, self._since), 1)
         self._steps = np.maximum(np.array(GRID)[:, None] / self._sigma, np.maximum(CERTAIN / np.sqrt(known), 1.0))
-        self._halves = self._steps / 2
+        wandering = np.where(self._floor > self._least, WANDERING * self._floor / self._sigma, 0.0)
+        self._halves = np.maximum(self._steps / 2, wandering)
         self._carry = np.minimum(self._noise.surprise, self._threshold / MOST)
 
     def _alarms(self, index: int) -> list[Shift]:
@@ -307,20 +426,41 @@ class PeerTest:
             hint = int(self._onsets[side, self._sums[side, :, series].argmax(), series])
             estimates[series] = self._window.locate(series, float(self._level[series]), 1.0 - 2.0 * side, hint)
         changes = [level - float(self._level[series]) for series, (_, level) in estimates.items()]
-        moved = self._window.others_moved(min(onset for onset, _ in estimates.values()), changes)
+        first = min(onset for onset, _ in estimates.values())
+        moved = self._window.others_moved(first, changes)
         if moved:
-            rest = np.ones(self.size, dtype=bool)
-            rest[over] = False
-            self._level[rest] += moved
-            self._base[rest] += moved
-            self._sums[:] = 0.0
-            return []
+            return self._most_moved(over, index, first, moved)
         shifts = []
         for series, (onset, level) in estimates.items():
             shift = self._judged(series, index, onset, level)
             if shift is not None:
                 shifts.append(shift)
         return shifts
+
+    def _most_moved(self, over: list[int], index: int, onset: int, moved: float) -> list[Shift]:
+        """All but the series `over` moved by `moved`: they are slower, or were when levels were learnt."""
+        rest = np.ones(self.size, dtype=bool)
+        rest[over] = False
+        before = self._level - self._base
+        self._level[rest] += moved
+        self._sums[:] = 0.0
+        slower = rest & ~self._slow & (before + moved >= self._floor)
+        if moved < 0.0 or not slower.any():
+            self._base[rest] += moved
+            return []
+        shifts = []
+        for series in np.flatnonzero(slower).tolist():
+            self._set(series, float(self._level[series]))
+            shifts.append(self._slower(series, onset, index, float(before[series]), float(before[series]) + moved))
+        return shifts
+
+    def _slower(self, series: int, onset: int, index: int, before: float, after: float) -> Shift:
+        """From now on `series` is slow; that this is so is as sure as a level can make it."""
+        self._mark(series, True)
+        self._told[series] = after
+        return Shift(
+            series=series, kind="slow", onset=onset, detected=index, before=before, after=after, confidence=CREPT
+        )
 
     def _judged(self, series: int, index: int, onset: int, level: float) -> Shift | None:
         """What an alarm means, given what was known of the series. Its level is the new one from now on."""
@@ -334,41 +474,41 @@ class PeerTest:
         weight = min(count * ((after - before) / float(self._sigma[series])) ** 2 / 2, 60.0) - self._prior
         confidence = min(max(1 / (1 + float(np.exp(-weight))), 0.5), 1 - 1e-9)
         self._set(series, level, count)
+        floor = float(self._floor[series])
         kind: Literal["slow", "recovered"]
-        if was_slow and after < max(self._least, 0.2 * before):
+        if was_slow and after < max(min(floor, before / 2), 0.2 * before, self._least):
             self._mark(series, False)
             self._set(series, base if abs(after) < self._least else level, count)
             kind = "recovered"
-        elif after >= self._least and (not was_slow or abs(after - before) >= max(0.1, self._least)):
+        elif after >= floor and (not was_slow or self._news(series, after, confidence)):
             self._mark(series, True)
+            self._told[series] = after
             kind = "slow"
         else:
-            if after <= -self._least and not was_slow:  # was slow when levels were learnt, and nobody could tell
+            if after <= -floor and not was_slow:  # was slow when levels were learnt, and nobody could tell
                 self._base[series] = level
+                self._pardons.pop(series, None)
             return None
         return Shift(
             series=series, kind=kind, onset=onset, detected=index, before=before, after=after, confidence=confidence
         )
 
+    def _news(self, series: int, after: float, confidence: float) -> bool:
+        """Whether another shift of a series that is slow already is worth telling."""
+        more = after - float(self._told[series])
+        worse = max(SLOWER_STILL, float(self._floor[series]))
+        return (more >= worse and confidence > 0.9) or abs(more) >= max(0.1, self._least)
+
     def _creeping(self, index: int) -> list[Shift]:
         """Series whose level has crept away from the healthy one without a step that a CUSUM saw."""
         away = self._level - self._base
-        certain = self._sigma / 2
-        crept = (away >= np.maximum(self._least, certain)) & ~self._slow & ~self._explained & (self._counts >= SETTLED)
+        least = np.where(self._slow, self._told + np.maximum(SLOWER_STILL, self._floor), self._floor)
+        certain = 4 * self._sigma / np.sqrt(np.clip(self._since, 1, SETTLED))
+        crept = (away >= np.maximum(least, certain)) & ~self._explained & (self._counts >= SETTLED)
         shifts = []
         for series in np.flatnonzero(crept).tolist():
-            self._mark(series, True)
-            shifts.append(
-                Shift(
-                    series=series,
-                    kind="slow",
-                    onset=self._window.first,
-                    detected=index,
-                    before=0.0,
-                    after=float(away[series]),
-                    confidence=0.9,
-                )
-            )
+            before = float(self._told[series]) if self._slow[series] else 0.0
+            shifts.append(self._slower(series, self._window.first, index, before, float(away[series])))
         return shifts
 
     def _forget(self, index: int) -> None:
@@ -376,6 +516,10 @@ class PeerTest:
         for series, (until, base) in list(self._pardons.items()):
             if index >= until:
                 del self._pardons[series]
+                if self._slow[series]:  # beyond what was pardoned: it is known, and slower by that
+                    self._told[series] += self._base[series] - base
+                    self._base[series] = base
+                    continue
                 self._base[series] = base
                 self._level[series] = base
                 self._sums[:, :, series] = 0.0

@@ -35,6 +35,11 @@ class Window:
         """The earliest iteration that is remembered."""
         return int(self._indices[self._filled].min(initial=np.iinfo(np.int64).max))
 
+    def back(self, count: int) -> int:
+        """The first of the last `count` iterations; the earliest that is remembered, if fewer are."""
+        indices = np.sort(self._indices[self._filled])
+        return int(indices[-count:].min(initial=np.iinfo(np.int64).max))
+
     def count(self, onset: int) -> int:
         """Iterations since `onset`, which is not negative."""
         return int(np.count_nonzero(self._filled & (self._indices >= onset)))
@@ -43,6 +48,20 @@ class Window:
         """(n,): of each series since iteration `onset`; NaN where there is no value."""
         rows = self._values[self._filled & (self._indices >= onset)]
         return medians(rows) if rows.size else np.full(self._values.shape[1], np.nan)
+
+    def moved(self, series: int, onset: int) -> float:
+        """From where `series` was before iteration `onset` to where it is since then; NaN where either is unknown."""
+        before = self._values[self._filled & (self._indices < onset), series]
+        since = self._values[self._filled & (self._indices >= onset), series]
+        before, since = before[np.isfinite(before)], since[np.isfinite(since)]
+        return float(np.median(since) - np.median(before)) if before.size and since.size else float("nan")
+
+    def means(self, count: int) -> tuple[Floats, Floats]:
+        """(n,): of each series in the last `count` iterations, NaN where there is no value; and of how many values."""
+        rows = self._values[(self._row - 1 - np.arange(count)) % SIZE]
+        counts = np.isfinite(rows).sum(axis=0)
+        with np.errstate(invalid="ignore"):
+            return np.nansum(rows, axis=0) / counts, counts.astype(np.float64)
 
     def locate(self, series: int, level: float, sign: float, hint: int) -> tuple[int, float]:
         """Since when `series` is above `level` (sign 1) or below it (-1), most probably, and where it is since then.

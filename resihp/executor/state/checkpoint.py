@@ -41,13 +41,14 @@ class Part(NamedTuple):
 def part_of(engine: Engine, plan: Plan, replica: int = 0) -> Part:
     """This rank's part of the checkpoint of the last step.
 
-    What is held follows `plan`; the ranks of one replica of it write all of the state, each slice once. The file's name
-    holds epoch and rank, so that no attempt overwrites another's.
+    What is held follows `plan`; the ranks of one replica of it, and those that hold what it lacks
+    (`Layout.model_copy`), write all of the state, each slice once. The file's name holds epoch and rank, so that no
+    attempt overwrites another's.
     """
     state = engine.state
     assert state is not None
     slices: dict[str, dict[str, Tensor]] = {}
-    writers = Layout((plan.layout.replicas[replica],))
+    writers = Layout((plan.layout.model_copy(replica),))
     for piece in counted(writers, engine.specs)[engine.rank]:
         tensors = state.tensors(state.specs[piece.name], piece)
         slices[f"{piece.name}:{piece.start}:{piece.stop}"] = {

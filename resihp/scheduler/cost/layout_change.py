@@ -133,7 +133,7 @@ def _asked(
     before = {replica for replica in base if survivors.issuperset(replica.ranks)}
     changed = tuple(replica for replica in layout.replicas if replica not in before)
     used = {rank for replica in changed for rank in replica.ranks}
-    whole = [replica for replica in base if replica in before and not used.intersection(replica.ranks)]
+    whole = [r for r in base if r in before and not r.vacant and not used.intersection(r.ranks)]
     if len(base) <= FEW_REPLICAS or not whole:
         yield changed, base
         return

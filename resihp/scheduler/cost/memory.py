@@ -91,6 +91,8 @@ def obstacle(
     needs: list[tuple[int, int]] = []
     for d, replica in enumerate(plan.layout.replicas):
         for s, stage in enumerate(replica.stages):
+            if not stage.ranks:
+                continue
             order = orders[d][s] if tokens else ()
             needed = _stage_bytes(replica, s, order, model, tokens, plan.sequence_parallel, state_bytes)
             needs.append((needed, -stage.ranks[0]))
@@ -154,9 +156,14 @@ def fits(
     sequence_parallel: bool = False,
     state_bytes: int | None = None,
 ) -> bool:
-    """Whether every stage of a replica has memory enough for so many micro-batches, in the order of a schedule."""
+    """Whether every stage of a replica has memory enough for so many micro-batches, in the order of a schedule.
+
+    A stage without ranks has none.
+    """
     if memory_bytes is None:
         return True
+    if replica.vacant:
+        return False
     virtual = replica.virtual_stages
     stages = len(replica.stages)
     orders: tuple[Order, ...] = ()

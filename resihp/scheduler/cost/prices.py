@@ -35,6 +35,10 @@ Shape = tuple[tuple[Times, ...], ...]
 """Times of each chunk of each stage of a replica."""
 
 
+FEW = 4
+"""Pipelines up to which each is played by itself."""
+
+
 class Priced(msgspec.Struct, frozen=True):
     """A replica with what matters for its time."""
 
@@ -101,6 +105,31 @@ class Prices:
         table = np.array([[(t.f, t.b if split else t.b + t.w, t.w) for t in shape] for shape in shapes])
         index = [s * 3 + kind for s, _, kind in slots]
         found: list[float] = compiled.iteration_seconds(table.reshape(len(shapes), -1).take(index, axis=1)).tolist()
+        return found
+
+    def pipelines_seconds(
+        self, speeds: Sequence[float], counts: Sequence[tuple[int, ...]], late: Sequence[float], micro_batches: int
+    ) -> list[float]:
+        """Times of pipelines of stages with these speeds and one chunk each, one for each of `counts`, layers of the
+        stages; `late`: seconds from each stage to the next, and back."""
+        compiled, slots, edges = _compiled(
+            self._situation.schedule, tuple(((s, s),) for s in range(len(speeds))), micro_batches
+        )
+        split = self._situation.schedule == "zero-bubble"
+        times, rows = self._situation.times, []
+        for held in counts:
+            first, row = 0, []
+            for n, speed in zip(held, speeds, strict=True):
+                t = times.span(first, first + n - 1)
+                row += [t.f / speed, (t.b if split else t.b + t.w) / speed, t.w / speed]
+                first += n
+            rows.append(row)
+        index = [s * 3 + kind for s, _, kind in slots]
+        waits = [late[min(edge)] for edge in edges] if any(late) else None
+        if len(rows) < FEW:
+            return [compiled.makespan([row[i] for i in index], waits) for row in rows]
+        table = np.array(rows).take(index, axis=1)
+        found: list[float] = compiled.iteration_seconds(table, 0.0 if waits is None else np.array(waits)).tolist()
         return found
 
     def iteration(self, replicas: Sequence[Priced]) -> tuple[tuple[int, ...], float]:
@@ -273,52 +302,87 @@ def _late(replica: Replica, situation: Situation) -> tuple[tuple[float, ...], ..
     return tuple(tuple(situation.transfer_s(a, b) for b in groups) for a in groups)
 
 
-class _Holding(msgspec.Struct, frozen=True):
-    """What a rank holds: index `t` of its stage's group, and what the stage has outside its layers."""
+class Lacking:
+    """What a rank would have to receive to hold something, in bytes; each case is worked out once.
 
-    stage: Stage
-    t: int
-    units: frozenset[str]
+    Raises nothing: loss of state is not noticed here (`resihp.parallelism.transfers.missing`).
+    """
+
+    def __init__(self, situation: Situation, element: int = 4) -> None:
+        self._inside = layer_outline(situation.model, 0)
+        self._outside = outline(msgspec.structs.replace(situation.model, layers=0))
+        self._each = TENSORS * element
+        survivors = set(situation.available).difference(situation.stale)
+        self._before = {rank: held for rank, held in _holdings(situation.base) if rank in survivors}
+        self._known: dict[tuple[_Holding | None, _Holding], Fraction] = {}
+
+    def bytes_of(self, rank: int, chunks: Chunks, units: frozenset[str], t: int, tp: int) -> int:
+        """For a rank at index `t` of a group of `tp`, which holds these chunks of layers, and these units."""
+        return int(self._of(rank, _Holding(chunks, units, t, tp))) * self._each
+
+    def total(self, layout: Layout) -> int:
+        """For all ranks of a layout."""
+        return int(sum(self._of(rank, now) for rank, now in _holdings(layout))) * self._each
+
+    def _of(self, rank: int, now: _Holding) -> Fraction:
+        """Elements of one tensor of each parameter."""
+        case = self._before.get(rank), now
+        found = self._known.get(case)
+        if found is None:
+            found = self._known[case] = self._work_out(*case)
+        return found
+
+    def _work_out(self, old: _Holding | None, now: _Holding) -> Fraction:
+        total = Fraction(0)
+        if old == now:
+            return total
+        shared = Fraction(0) if old is None else overlap(now.t, now.tp, old.t, old.tp)
+        kept = 0 if old is None else len(now.layers & old.layers)
+        for spec in self._inside:
+            total += (len(now.layers) - kept) * _lacking(spec, now, None) + kept * _lacking(spec, now, shared)
+        for spec in self._outside:
+            if now.units.intersection(spec.units):
+                has = old is not None and bool(old.units.intersection(spec.units))
+                total += _lacking(spec, now, shared if has else None)
+        return total
 
 
 def bytes_to_move(situation: Situation, layout: Layout, element: int = 4) -> int:
     """What all ranks of `layout` need and do not hold: what `resihp.parallelism.transfers.moves` moves, without making
-    the list.
+    the list."""
+    return Lacking(situation, element).total(layout)
 
-    Loss of state is not noticed here (`resihp.parallelism.transfers.missing`).
-    """
-    inside = layer_outline(situation.model, 0)
-    outside = outline(msgspec.structs.replace(situation.model, layers=0))
-    survivors = set(situation.available).difference(situation.stale)
-    before = {rank: holding for rank, holding in _holdings(situation.base) if rank in survivors}
-    total = Fraction(0)
-    for rank, now in _holdings(layout):
-        old = before.get(rank)
-        if old == now:
-            continue
-        shared = Fraction(0) if old is None else overlap(now.t, now.stage.tp, old.t, old.stage.tp)
-        kept = 0 if old is None else len(set(now.stage.layers).intersection(old.stage.layers))
-        for spec in inside:
-            total += (len(now.stage.layers) - kept) * _lacking(spec, now, None) + kept * _lacking(spec, now, shared)
-        for spec in outside:
-            if now.units.intersection(spec.units):
-                has = old is not None and bool(old.units.intersection(spec.units))
-                total += _lacking(spec, now, shared if has else None)
-    return int(total) * TENSORS * element
+
+class _Holding(msgspec.Struct, frozen=True):
+    """What a rank holds: chunks of layers and what is outside of these, as index `t` of a group of `tp`."""
+
+    chunks: Chunks
+    units: frozenset[str]
+    t: int
+    tp: int
+
+    @property
+    def layers(self) -> frozenset[int]:
+        return frozenset(layer for first, last in self.chunks for layer in range(first, last + 1))
 
 
 def _holdings(layout: Layout) -> Iterator[tuple[int, _Holding]]:
     for replica in layout.replicas:
-        virtual = replica.virtual_stages
         for s, stage in enumerate(replica.stages):
-            units = {"embedding"} if s == virtual[0][0] else set()
-            units |= {"final", "head"} if s == virtual[-1][0] else set()
+            units = units_outside(replica, s)
             for t, rank in enumerate(stage.ranks):
-                yield rank, _Holding(stage, t, frozenset(units))
+                yield rank, _Holding(stage.chunks, units, t, stage.tp)
+
+
+def units_outside(replica: Replica, stage: int) -> frozenset[str]:
+    """What a stage holds beside its layers."""
+    virtual = replica.virtual_stages
+    first = {"embedding"} if stage == virtual[0][0] else set()
+    return frozenset(first | ({"final", "head"} if stage == virtual[-1][0] else set()))
 
 
 def _lacking(spec: ParameterSpec, now: _Holding, shared: Fraction | None) -> Fraction:
     """Elements of a parameter that a rank needs; `shared` is the part that it has already, None for a new one."""
     if spec.axis is None:
         return Fraction(spec.elements if shared is None else 0)
-    return spec.elements * (Fraction(1, now.stage.tp) - (shared or 0))
+    return spec.elements * (Fraction(1, now.tp) - (shared or 0))

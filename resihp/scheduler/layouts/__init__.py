@@ -5,7 +5,9 @@
 `tp_groups`, `groups`, `layers`    its parts: who stays in a group, which groups form a pipeline, who holds which layers
 `shares`, `draft`                  micro-batches by replica; replicas in the making
 `swap_pipelines`                   other neighbours for stages that a slow link joins
+`vacant_stages`                    stages that lost all their ranks, whose work others do
 `exhaustive`                       all there is, for few devices
+`search`, `labels`                 whole layouts by annealing; which of equal ranks stand where
 `first_layout`                     what a job starts with
 =================================  =============================================================================
 

@@ -6,8 +6,7 @@ same for all replicas, and progress-aware migration moves single stages of micro
 the weaknesses that the paper names are kept. It is the baseline that our planner is measured against, and a policy of
 the simulator; ablations leave out the later steps.
 
-A stage whose K of Eq. 3 is empty is lost. It stays in the layout as a stage *without ranks* all of whose work migrates:
-such a plan can be priced and played, but no executor carries it out, and `layout.validate` refuses it.
+A stage whose K of Eq. 3 is empty is lost. It stays in the layout as a stage without ranks, all of whose work migrates.
 """
 
 from __future__ import annotations
@@ -60,12 +59,10 @@ def progressive(situation: Situation, steps: Sequence[str] = STEPS, *, delta: in
     against = "".join(f", {before:.4g} after {said}" for said, before in fewer)
     against += "" if obstacle is None else f", not possible with fewer steps ({obstacle})"
     reason = f"paper's planner ({name}): predicted {seconds:.4g} {situation.unit} an iteration{against}"
-    empty = vacant(plan.layout)
+    empty = plan.layout.vacant
     if empty:
         told = ", ".join(f"replica {d} stage {s}" for d, s in empty)
-        reason += (
-            f"; {told} has no rank and all its work migrates: for comparison and simulation, not to be carried out"
-        )
+        reason += f"; without ranks: {told}, whose work migrates"
     return Decision(plan=plan, seconds=seconds, reason=reason, alternatives=fewer)
 
 
@@ -73,7 +70,7 @@ def exclude(situation: Situation) -> Groups:
     """Step 1, Eq. 3-4: the ranks of every stage, of its own live ones; the others stand by on their node.
 
     G of Eq. 3 includes what a group left over before: a stage takes ranks that stand by on its node where they make it
-    faster, the weakest stage first. A stage that was lost before has no node; it takes ranks that just came.
+    faster, the weakest stage first. A stage that was lost before has no node; it takes ranks that are idle on any.
     """
     live = set(situation.available).difference(situation.stale)
     posts = {
@@ -96,14 +93,13 @@ def exclude(situation: Situation) -> Groups:
     idle: defaultdict[str, set[int]] = defaultdict(set)
     for rank in live.difference(rank for ranks in groups.values() for rank in ranks):
         idle[situation.nodes[rank]].add(rank)
-    came = {situation.nodes[rank] for rank in live.difference(situation.base.ranks)}
     changed = any(idle.values())
     while changed:
         changed = False
         for place in sorted(posts, key=lambda place: (situation.speed(groups[place]), place)):
             ranks, stage = groups[place], posts[place][0]
             near = {situation.nodes[rank] for rank in ranks or stage.ranks if rank in situation.nodes}
-            for node in sorted(near if stage.ranks else came):
+            for node in sorted(near or (node for node, there in idle.items() if there)):
                 found = choice(place, (*ranks, *sorted(idle[node])))
                 if situation.speed(found) > situation.speed(ranks):
                     for rank in set(ranks).difference(found):
@@ -111,6 +107,8 @@ def exclude(situation: Situation) -> Groups:
                     idle[node].difference_update(found)
                     groups[place] = ranks = found
                     changed = True
+                    if not near:
+                        break  # a group lies on one node
     return groups
 
 
@@ -139,35 +137,6 @@ def proportional(
         able = [s for s in range(len(due)) if counts[s] > least]
         counts[min(able, key=lambda s: (due[s] - counts[s], -s))] -= 1
     return tuple(counts)
-
-
-def vacant(layout: Layout) -> tuple[tuple[int, int], ...]:
-    """(replica, stage) of every stage without ranks."""
-    return tuple((d, s) for d, r in enumerate(layout.replicas) for s, stage in enumerate(r.stages) if not stage.ranks)
-
-
-def check_vacant(plan: Plan, situation: Situation) -> None:
-    """What `layout.validate` checks, but that a stage may lack ranks if every micro-batch passes elsewhere.
-
-    Raises LayoutError where `validate` does, PlanError where a micro-batch passes a stage without ranks.
-    """
-    empty = vacant(plan.layout)
-    unused = max((0, *plan.layout.ranks)) + 1
-    filled = {place: (unused + i,) for i, place in enumerate(empty)}
-    replicas = tuple(
-        Replica(tuple(Stage(filled.get((d, s), stage.ranks), stage.chunks) for s, stage in enumerate(replica.stages)))
-        for d, replica in enumerate(plan.layout.replicas)
-    )
-    validate(Layout(replicas, plan.layout.standby), situation.model)
-    if not empty:
-        return
-    for m, path in plan.paths().items():
-        for stop in path:
-            if (stop.replica, stop.stage) in filled:
-                raise PlanError(
-                    f"plan of epoch {plan.epoch}: micro-batch {m} passes replica {stop.replica} stage {stop.stage}, "
-                    f"which has no rank; it must migrate there"
-                )
 
 
 def _check(situation: Situation) -> None:
@@ -207,7 +176,7 @@ def _plan(situation: Situation, groups: Groups, steps: Sequence[str], delta: int
     )
     if "migrate" in steps:
         plan = migrate(plan, situation, delta=delta)
-    check_vacant(plan, situation)
+    validate(plan.layout, situation.model)
     obstacle = overfull(plan, situation)
     if obstacle:
         raise PlanError(f"{obstacle}; allow more steps, or make micro-batches shorter")
@@ -261,7 +230,7 @@ def _within_memory(situation: Situation, groups: Groups) -> Groups:
     for depth, alike in _depths(situation, range(len(situation.base.replicas))).items():
         while True:
             rooms = [
-                sorted((_capacity(situation, s, depth, len(left[d, s])), d) for d in alike if left[d, s])
+                sorted((capacity(situation, s, depth, len(left[d, s])), d) for d in alike if left[d, s])
                 for s in range(depth)
             ]
             if not all(rooms) or sum(room[0][0] for room in rooms) >= situation.model.layers:
@@ -284,22 +253,22 @@ def _partitions(
         speeds = [min(situation.speed(ranks) for ranks in held) for held in there]
         limits = None
         if situation.memory_bytes is not None:
-            limits = [min(_capacity(situation, s, depth, len(ranks)) for ranks in held) for s, held in enumerate(there)]
+            limits = [min(capacity(situation, s, depth, len(ranks)) for ranks in held) for s, held in enumerate(there)]
         counts = proportional(situation.model.layers, speeds, least=situation.chunks, limits=limits)
-        found[depth] = _cut(counts, situation.chunks)
+        found[depth] = spans(counts, situation.chunks)
     return found
 
 
-def _cut(counts: Sequence[int], chunks: int) -> tuple[tuple[LayerSpan, ...], ...]:
+def spans(counts: Sequence[int], chunks: int) -> tuple[tuple[LayerSpan, ...], ...]:
     """Spans in pipeline order: the first chunk of every stage, then the second; those of a stage as even as it goes."""
-    spans: list[list[LayerSpan]] = [[] for _ in counts]
+    found: list[list[LayerSpan]] = [[] for _ in counts]
     first = 0
     for c in range(chunks):
         for s, count in enumerate(counts):
             size = count // chunks + (c < count % chunks)
-            spans[s].append((first, first + size - 1))
+            found[s].append((first, first + size - 1))
             first += size
-    return tuple(tuple(held) for held in spans)
+    return tuple(tuple(held) for held in found)
 
 
 def _k_min(situation: Situation, stage: int, stages: int) -> int:
@@ -307,7 +276,8 @@ def _k_min(situation: Situation, stage: int, stages: int) -> int:
     return memory.smallest_degree(situation.model, post, situation.room_bytes, situation.tokens)
 
 
-def _capacity(situation: Situation, stage: int, stages: int, tp: int) -> int:
+def capacity(situation: Situation, stage: int, stages: int, tp: int) -> int:
+    """Layers that a group of `tp` ranks has memory for at a stage of a pipeline of so many."""
     if situation.room_bytes is None:
         return situation.model.layers
     post = situation.post(stage, stages, tp)

@@ -13,7 +13,6 @@ import math
 import msgspec
 
 from resihp.parallelism.plan import Kind, Plan, Primitive
-from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Node
 from resihp.scheduler.cost import memory
 from resihp.scheduler.situation import Situation
@@ -91,36 +90,14 @@ def lanes(plan: Plan, situation: Situation) -> dict[tuple[int, int], Lane]:
 
 
 def overfull(plan: Plan, situation: Situation) -> str | None:
-    """Which rank would need more memory than its device has, the worst of them; None if each has enough.
-
-    What `memory.obstacle` says, for plans that may have stages without ranks.
-    """
-    if situation.memory_bytes is None or situation.room_bytes is None:
+    """Which rank would need more memory than its device has, the worst of them; None if each has enough."""
+    if situation.memory_bytes is None:
         return None
-    explicit = plan if plan.orders else msgspec.structs.replace(plan, orders=orders_of(plan))
-    needed, rank = max(
-        (
-            (
-                memory.needed_bytes(
-                    explicit, stage.ranks[0], situation.model, situation.tokens, state_bytes=situation.state_bytes
-                ),
-                -stage.ranks[0],
-            )
-            for replica in plan.layout.replicas
-            for stage in replica.stages
-            if stage.ranks
-        ),
-        default=(0, 0),
-    )
-    if needed <= situation.room_bytes:
-        return None
-    return memory.lacking(
-        explicit,
-        -rank,
+    return memory.obstacle(
+        plan,
         situation.model,
         situation.memory_bytes,
         situation.tokens,
-        needed,
         state_bytes=situation.state_bytes,
         overhead=situation.overhead,
     )

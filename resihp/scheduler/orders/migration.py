@@ -37,6 +37,9 @@ from resihp.scheduler.situation import Situation
 DELTA = 1
 """Forwards by which a replica may be ahead at a stage. The paper gives none; `benchmarks/idle_time.py` sweeps it."""
 
+MOST_ORDERED = 20_000
+"""Primitives of a plan that carries its orders: they go to every rank and into the journal, about 30 bytes each."""
+
 _SAME = 1e-9
 """Relative difference below which two moments, or two predictions, are the same."""
 
@@ -58,7 +61,8 @@ def migrate(plan: Plan, situation: Situation, *, delta: int = DELTA) -> Plan:
     moves, orders = advance(plan, situation, delta=delta)
     if not moves:
         return plan
-    migrated = msgspec.structs.replace(plan, migrations=tuple(move.migration for move in moves), orders=orders)
+    migrations = tuple(move.migration for move in moves)
+    migrated = with_orders(msgspec.structs.replace(plan, migrations=migrations), orders)
     obstacle = overfull(migrated, situation)
     before = iteration_seconds(plan, situation)
     if obstacle and math.isinf(before):
@@ -66,6 +70,12 @@ def migrate(plan: Plan, situation: Situation, *, delta: int = DELTA) -> Plan:
     if obstacle or iteration_seconds(migrated, situation) >= before * (1 - _SAME):
         return plan
     return migrated
+
+
+def with_orders(plan: Plan, orders: Orders) -> Plan:
+    """`plan` with these orders; without, where they are too many to be sent: ranks then work out their schedule's."""
+    many = sum(len(order) for replica in orders for order in replica) > MOST_ORDERED
+    return msgspec.structs.replace(plan, orders=() if many else orders)
 
 
 def advance(plan: Plan, situation: Situation, *, delta: int = DELTA) -> tuple[tuple[DecidedMigration, ...], Orders]:

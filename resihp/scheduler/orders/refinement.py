@@ -5,7 +5,8 @@ A layout is chosen by what its replicas take in the order of the job's schedule.
 links without delay; where these are not, another warm-up, another place for W (under zero-bubble) and other turns may
 take less (`resihp.scheduler.orders.warm_up`), and so may the paper's migration of single stages
 (`resihp.scheduler.orders.migration`). Either is taken only if the timeline says that it is significantly faster, and if
-memory is known to suffice. Called by `resihp.scheduler.planner`.
+memory is known to suffice. Called by `resihp.scheduler.planner`
+and `anytime`.
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ class Refined(msgspec.Struct, frozen=True):
     """What was changed, in words; empty for nothing."""
 
 
-def refined(situation: Situation, plan: Plan, seconds: float, prices: Prices) -> Refined:
-    """The same layout with a faster schedule, or as it was."""
+def refined(situation: Situation, plan: Plan, seconds: float, prices: Prices, *, thorough: bool = False) -> Refined:
+    """The same layout with a faster schedule, or as it was. `thorough`: also where little is to be gained for the time
+    that it takes to find it."""
+    if plan.migrations:
+        return Refined(plan, seconds, "")  # and so it has orders of its own
     shared = zip(plan.layout.replicas, plan.assignment, strict=True)
     chunks = sum(len(replica.virtual_stages) * len(share) for replica, share in shared)
-    most = MOST_CHUNKS if situation.links or situation.schedule == "zero-bubble" else MOST_CHUNKS_EVEN
+    most = MOST_CHUNKS if thorough or situation.links or situation.schedule == "zero-bubble" else MOST_CHUNKS_EVEN
     if situation.memory_bytes is None or chunks > most:
         return Refined(plan, seconds, "")
     alike = {tuple((stage.tp, stage.chunks) for stage in replica.stages) for replica in plan.layout.replicas}

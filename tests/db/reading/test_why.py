@@ -69,6 +69,19 @@ def test_a_slow_device_while_it_is_slow() -> None:
     assert told.failures == []
 
 
+@pytest.mark.parametrize(
+    ("component", "node", "told"),
+    [
+        ("collective", "n1", "tensor-parallel collectives of n1 were slow, at 50% of their speed"),
+        ("reduction", None, "the sums of gradients were slow, at 50% of their speed"),
+        ("data", None, "the wait for data was slow, at 50% of its speed"),
+    ],
+)
+def test_what_ranks_do_together_is_told_by_its_name(component: str, node: str | None, told: str) -> None:
+    part = slow(1, 6) | {"component": component, "node": node, "device": None}
+    assert ask(rows(*[1.0] * 5, *[2.0] * 5), 7, part).verdict[1].startswith(told)
+
+
 def test_without_a_prediction_its_plan_s_healthy_iterations_are_the_measure() -> None:
     iterations = rows(1.0, 1.0, 1.0, 5.0, 2.0, predicted=None)
     told = ask(iterations, 5, slow(1, 4, 5))

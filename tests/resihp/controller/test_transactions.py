@@ -244,6 +244,22 @@ def test_moving_state_has_a_budget_from_its_last_sign_of_progress() -> None:
     assert job.end is None
 
 
+def test_ranks_that_check_a_large_plan_are_not_taken_for_hung_before_the_transitions_budget() -> None:
+    """No primitive passes meanwhile, and beats go on."""
+    job = Direct(transition_budget_s=60.0).run(2)
+    job.crash(1)
+    job.park(stepped=2)
+    assert job.job.stage == "proposing"
+
+    def fenced() -> list[int]:
+        return [action.rank for action in job.actions if isinstance(action, api.SignalWorker)]
+
+    job.wait(55, activity="idle")
+    assert fenced() == []
+    job.wait(10, activity="idle")
+    assert set(fenced()) == set(job.job.live)
+
+
 def test_who_has_moved_its_state_gives_the_others_their_time_again() -> None:
     job = Direct(transition_budget_s=60.0).run(2)
     job.crash(1)

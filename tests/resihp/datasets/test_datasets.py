@@ -288,3 +288,11 @@ def test_a_blend_and_what_reads_ahead_have_the_ramp_up_too() -> None:
     assert samples == [plain.micro_batches(i)[0].samples for i in range(1, len(samples) + 1)]
     with pytest.raises(DatasetError, match="a part has a ramp-up; give it to the blend"):
         Blended([(1.0, ramped)], micro_batches_per_iteration=8)
+
+
+@pytest.mark.parametrize("ramp", [((1, 2), (6,)), ((1, "two"),), 5, ((1, 2.5),)])
+def test_what_are_no_steps_of_a_ramp_up_is_told_by_the_data_sets_name(ramp: object) -> None:
+    dataset = Counting()
+    dataset.ramp = ramp  # type: ignore[attr-defined]
+    with pytest.raises(DatasetError, match=r"Counting\.ramp: .*; it holds a ramp-up's steps, \(first iteration"):
+        ramp_of(dataset)

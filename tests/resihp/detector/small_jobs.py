@@ -52,8 +52,10 @@ def observations(
     chunk_noise: float = 0.015,
     iteration_noise: float = 0.03,
     apart: bool = True,
+    longer: Callable[[int], float] = _same,
 ) -> Iterator[Observation]:
-    """`apart`: whether own work of ranks of one group is measured apart; else all seem as slow as the slowest."""
+    """`apart`: whether own work of ranks of one group is measured apart; else all seem as slow as the slowest.
+    `longer`: by iteration, how many times as many tokens a micro-batch has."""
     rng = np.random.default_rng([seed, iterations.start])
     compiled = compile_orders(plan, orders)
     layers = {
@@ -67,7 +69,7 @@ def observations(
     for i in iterations:
         factor = 0.5 * factor + iteration_noise * math.sqrt(0.75) * float(rng.standard_normal())
         common = math.exp(factor) * everybody(i)
-        tokens = rng.uniform(6000.0, 8192.0, compiled.micro_batches)
+        tokens = longer(i) * rng.uniform(6000.0, 8192.0, compiled.micro_batches)
         squares = tokens**2 * rng.uniform(0.1, 0.9, compiled.micro_batches)
         m = compiled.micro_batch
         healthy = common * (laws[:, 0] + laws[:, 1] * tokens[m] + laws[:, 2] * squares[m])

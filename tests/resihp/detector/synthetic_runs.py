@@ -22,7 +22,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from resihp.detector.offline.analysis import SpeedChange
-from resihp.detector.offline.series import FALSE_ALARMS_PER, Point, SeriesDetector
+from resihp.detector.offline.iteration_model import Point
+from resihp.detector.offline.series import FALSE_ALARMS_PER, SeriesDetector
 
 Floats = npt.NDArray[np.float64]
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resihp.detector.probes import (
-    FIT,
     LOOKS,
+    USUAL,
     Former,
     beside,
     in_doubt,
@@ -130,7 +130,7 @@ def test_thousands_are_not_each_compared_with_thousands() -> None:
     assert found.walks < 5
 
 
-@pytest.mark.parametrize(("share", "fit"), [(FIT + 0.01, True), (FIT - 0.01, False)])
+@pytest.mark.parametrize(("share", "fit"), [(USUAL.fit + 0.01, True), (USUAL.fit - 0.01, False)])
 def test_small_differences_between_devices_are_normal(share: float, fit: bool) -> None:
     judged = judge_devices({**{rank: at(1) for rank in range(7)}, 7: at(share)}, {})
     assert judged[7].fit is fit

@@ -52,17 +52,42 @@ def random_layout(rng: random.Random, world: int, chunks: int) -> Layout:
     return Layout(tuple(replicas), tuple(sorted(ranks)))
 
 
+def random_vacant_layout(rng: random.Random, world: int, chunks: int) -> Layout:
+    """Replicas with the same cut of the layers, each of their stages without ranks in some, but not in all."""
+    ranks = rng.sample(range(world), world)
+    pp = rng.choice([2, 2, 3]) if world > 2 else 2
+    dp = rng.choice([2, 2, 3])
+    holding = [set(rng.sample(range(dp), rng.randint(1, dp - 1))) for _ in range(pp)]
+    holding[0] |= {d for d in range(dp) if not any(d in held for held in holding)}  # each replica has somebody
+    places = [(d, s) for s, held in enumerate(holding) for d in held]
+    if len(places) > world:
+        return random_vacant_layout(rng, world, chunks)
+    degrees = dict.fromkeys(places, 1)
+    for place in places:
+        if sum(degrees.values()) < world and rng.random() < 0.5:
+            degrees[place] = 2
+    bounds = [0, *sorted(rng.sample(range(1, LAYERS), pp * chunks - 1)), LAYERS]
+    spans = [(first, after - 1) for first, after in itertools.pairwise(bounds)]
+    replicas = tuple(
+        Replica(
+            tuple(
+                Stage(tuple(ranks.pop() for _ in range(degrees.get((d, s), 0))), tuple(spans[s::pp])) for s in range(pp)
+            )
+        )
+        for d in range(dp)
+    )
+    found = Layout(replicas, tuple(sorted(ranks)))
+    return found if found.vacant else random_vacant_layout(rng, world, chunks)
+
+
 def random_migrations(rng: random.Random, plan: Plan) -> tuple[Migration, ...]:
+    """All that would pass a stage without ranks, and some of the rest."""
     found = []
     for m, path in plan.paths().items():
         for v, stop in enumerate(path):
-            span = plan.layout.replicas[stop.replica].stages[stop.stage].chunks[stop.chunk]
-            hosts = [
-                d
-                for d, replica in enumerate(plan.layout.replicas)
-                if d != stop.replica and any(span in stage.chunks for stage in replica.stages)
-            ]
-            if hosts and rng.random() < 0.3:
+            stage = plan.layout.replicas[stop.replica].stages[stop.stage]
+            hosts = [d for d in plan.layout.hosts(stage.chunks[stop.chunk]) if d != stop.replica]
+            if hosts and (not stage.ranks or rng.random() < 0.3):
                 found.append(Migration(m, v, rng.choice(hosts)))
     return tuple(found)
 
@@ -85,9 +110,10 @@ def random_orders(rng: random.Random, plan: Plan) -> tuple[tuple[Order, ...], ..
     return tuple(tuple(tuple(order) for order in replica) for replica in orders)
 
 
-def random_plan(rng: random.Random, epoch: int, world: int) -> Plan:
+def random_plan(rng: random.Random, epoch: int, world: int, *, vacant: bool = False) -> Plan:
     schedule = rng.choice(["1f1b", "interleaved", "zero-bubble", "explicit"])
-    layout = random_layout(rng, world, 2 if schedule == "interleaved" else 1)
+    make = random_vacant_layout if vacant else random_layout
+    layout = make(rng, world, 2 if schedule == "interleaved" else 1)
     shares = [list(share) for share in spread(MICRO_BATCHES, len(layout.replicas))]
     if len(shares) > 1 and rng.random() < 0.5:
         shares[0].append(shares[-1].pop())
@@ -98,7 +124,7 @@ def random_plan(rng: random.Random, epoch: int, world: int) -> Plan:
         schedule="1f1b" if schedule == "explicit" else schedule,
         sequence_parallel=rng.random() < 0.5,
     )
-    if rng.random() < 0.5:
+    if vacant or rng.random() < 0.5:
         plan = Plan(
             **{**{f: getattr(plan, f) for f in plan.__struct_fields__}, "migrations": random_migrations(rng, plan)}
         )
@@ -174,10 +200,12 @@ def chain(
     strict: bool,
     cut: bool,
     root: str,
+    vacant: bool = False,
 ) -> dict[str, Any]:
     """Train one iteration under each of a chain of random plans; compare everything with a serial model.
 
-    `cut`: buckets are so small that last backward passes come in parts, with sums between them.
+    `cut`: buckets are so small that last backward passes come in parts, with sums between them. `vacant`: stages of
+    every other plan have no ranks.
     """
     if cut:
         program.buckets = functools.partial(program.buckets, bucket_bytes=4000)
@@ -195,7 +223,7 @@ def chain(
     base: Base | None = None
     worst, moved, told, work = 0.0, 0, [], 0
     for k in range(1, plans + 1):
-        plan = random_plan(rng, k, world)
+        plan = random_plan(rng, k, world, vacant=vacant and k % 2 == 1)
         told.append(
             f"{plan.layout.describe()} {plan.schedule} sp={plan.sequence_parallel} {len(plan.migrations)} moved"
         )
@@ -218,8 +246,8 @@ def chain(
             worst = max(worst, _compare_gradients(engine, serial, told))
             engine.step(outcome)
         folder = checkpoints.folder_of(Path(root), k)
-        writer = k % len(plan.layout.replicas)  # any replica can write all of the state
-        if rank in plan.layout.replicas[writer].ranks:
+        writer = k % len(plan.layout.replicas)  # with any replica all of the state can be written
+        if rank in plan.layout.model_copy(writer).ranks:
             checkpoint.save_part(engine, plan, folder, writer)
         _barrier(keys, f"saved/{k}", world)
         if rank == 0:

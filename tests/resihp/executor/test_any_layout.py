@@ -16,10 +16,14 @@ CHAINS = int(os.environ.get("RESIHP_CHAINS", "16"))
 
 
 @pytest.mark.parametrize("seed", range(CHAINS))
-def test_a_chain_of_random_plans_equals_a_serial_model(chain_ranks: Ranks, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("vacant", [False, True], ids=["", "stages-without-ranks"])
+def test_a_chain_of_random_plans_equals_a_serial_model(
+    chain_ranks: Ranks, tmp_path: Path, seed: int, vacant: bool
+) -> None:
     answers = chain_ranks(
         "chain",
         2 + seed % 7,
+        vacant=vacant,
         seed=seed,
         ranks=2 + seed % 7,
         plans=3,

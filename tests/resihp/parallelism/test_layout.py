@@ -98,7 +98,10 @@ INVALID = [
     (Layout(replicas=(WHOLE, pipeline(((4,), (0, 3)), ((5,), (5, 7))))), r"replica 1: layers \[0, 1, 2, 3, 5, 6, 7\]"),
     (Layout(replicas=(pipeline(((0,), (0, 4)), ((1,), (4, 7))),)), r"replica 0: layers"),
     (Layout(replicas=(pipeline(((0,), (0, 8))),)), r"replica 0: layers.*0 to 7"),
-    (Layout(replicas=(pipeline(((0,), (0, 3)), ((), (4, 7))),)), r"replica 0 stage 1: no rank"),
+    (
+        Layout(replicas=(pipeline(((0,), (0, 3)), ((), (4, 7))),)),
+        r"replica 0 stage 1: no rank, and no other replica holds",
+    ),
     (
         Layout(replicas=(WHOLE, pipeline(((4,), (0, 7)), ((5,), (8, 7))))),
         r"replica 1 stage 1: empty layer chunk",
@@ -192,3 +195,63 @@ def test_describe_is_short() -> None:
     layout = Layout.uniform(tp=2, pp=2, dp=3, layers=8)
     assert layout.describe() == "DP3 x PP2 x TP2"
     assert layout.without(frozenset({0})).describe() == "DP2 x PP2 x TP2 + 3 standby"
+
+
+# --- stages without ranks -----------------------------------------------------------------------------------------
+
+CROSSED = Layout(
+    replicas=(
+        pipeline(((0,), (0, 3)), ((), (4, 7))),
+        pipeline(((), (0, 3)), ((3,), (4, 7))),
+    ),
+    standby=(4,),
+)
+"""Each replica lacks what the other one has."""
+
+
+def test_a_stage_without_ranks_is_part_of_a_layout_where_another_replica_holds_its_layers() -> None:
+    validate(CROSSED, MODEL)
+    assert CROSSED.vacant == ((0, 1), (1, 0))
+    assert (CROSSED.active, CROSSED.hosts((4, 7)), CROSSED.hosts((0, 7))) == ((0, 3), (1,), ())
+    assert not Layout.uniform(tp=1, pp=2, dp=2, layers=8).vacant
+
+
+@pytest.mark.parametrize(
+    ("other", "culprit"),
+    [
+        (
+            pipeline(((2,), (0, 7))),
+            r"replica 0 stage 1: no rank, and no other replica holds layers 4 to 7 in one",
+        ),
+        (pipeline(((2,), (0, 3)), ((), (4, 7))), r"replica 0 stage 1: no rank, and no other replica holds layers 4"),
+    ],
+)
+def test_layers_that_nobody_holds_in_one_chunk_cannot_lack_ranks(other: Replica, culprit: str) -> None:
+    with pytest.raises(LayoutError, match=culprit):
+        validate(Layout((CROSSED.replicas[0], other)), MODEL)
+
+
+def test_a_replica_without_any_rank_is_none() -> None:
+    with pytest.raises(LayoutError, match="replica 1: no rank"):
+        validate(Layout((WHOLE, pipeline(((), (0, 3)), ((), (4, 7))))), MODEL)
+
+
+def test_replicas_with_a_stage_without_ranks_are_not_whole() -> None:
+    whole = Layout((*CROSSED.replicas, pipeline(((5,), (0, 3)), ((6,), (4, 7)))), (4,))
+    assert whole.without(frozenset()) == Layout((whole.replicas[2],), (0, 3, 4))
+
+
+def test_a_copy_of_the_model_takes_from_others_what_a_replica_lacks() -> None:
+    assert CROSSED.model_copy(0) == pipeline(((0,), (0, 3)), ((3,), (4, 7)))
+    assert CROSSED.model_copy(1) == pipeline(((3,), (4, 7)), ((0,), (0, 3)))
+    two_chunks = Layout(
+        (
+            Replica((Stage((0,), ((0, 1), (4, 5))), Stage((), ((2, 3), (6, 7))))),
+            Replica((Stage((1,), ((0, 1), (2, 3))), Stage((2,), ((4, 5), (6, 7))))),
+        )
+    )
+    assert two_chunks.model_copy(0).ranks == (0, 1, 2)
+    assert two_chunks.model_copy(1) == two_chunks.replicas[1]
+    host = Replica((Stage((5,), ((0, 1), (2, 3))), Stage((6,), ((4, 7),))))
+    lacks_both = Layout((pipeline(((), (0, 1)), ((), (2, 3)), ((4,), (4, 7))), host))
+    assert lacks_both.model_copy(0).ranks == (4, 5), "each once"

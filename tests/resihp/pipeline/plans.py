@@ -52,8 +52,37 @@ def random_plan(rng: random.Random) -> tuple[Plan, tuple[ParameterSpec, ...]]:
     if rng.random() < 0.5:
         plan = msgspec.structs.replace(plan, migrations=random_migrations(rng, plan))
     if rng.random() < 0.3:
+        plan = vacated(rng, plan)
+    if rng.random() < 0.3:
         plan = msgspec.structs.replace(plan, orders=random_orders(rng, plan))
     return plan, model(layers, tied=rng.random() < 0.2, partial=plan.sequence_parallel)
+
+
+def vacated(rng: random.Random, plan: Plan) -> Plan:
+    """Without the ranks of some stages, as far as other replicas hold their layers; as it is where none do."""
+    layout = plan.layout
+    places = [(d, s) for d, replica in enumerate(layout.replicas) for s in range(len(replica.stages))]
+    for d, s in rng.sample(places, rng.randint(1, len(places))):
+        replica = layout.replicas[d]
+        stage = replica.stages[s]
+        alone = [
+            span for r in layout.replicas for held in r.stages for span in held.chunks if layout.hosts(span) == (d,)
+        ]
+        if set(stage.chunks).intersection(alone) or set(replica.ranks) == set(stage.ranks):
+            continue
+        stages = (*replica.stages[:s], Stage((), stage.chunks), *replica.stages[s + 1 :])
+        replicas = (*layout.replicas[:d], Replica(stages), *layout.replicas[d + 1 :])
+        layout = Layout(replicas, tuple(sorted((*layout.standby, *stage.ranks))))
+    chosen = {(migration.micro_batch, migration.virtual_stage): migration.replica for migration in plan.migrations}
+    for home, share in enumerate(plan.assignment):
+        for v, (s, c) in enumerate(layout.replicas[home].virtual_stages):
+            stage = layout.replicas[home].stages[s]
+            hosts = layout.hosts(stage.chunks[c])
+            for m in share:
+                if chosen.get((m, v), home) not in hosts:
+                    chosen[m, v] = rng.choice(hosts)
+    migrations = tuple(Migration(m, v, replica) for (m, v), replica in chosen.items())
+    return msgspec.structs.replace(plan, layout=layout, migrations=migrations)
 
 
 def random_layout(rng: random.Random) -> Layout:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from resihp.controller import Controller
 from resihp.errors import ProtocolError
+from resihp.protocol.messages import Speed
 from resihp.record.fold import fold, how_lost
 from resihp.record.journal import (
     ChangeDecided,
+    DeviceProbe,
     DrainDecided,
     FailureFound,
     FaultInjected,
@@ -74,6 +76,20 @@ def test_an_entry_of_a_later_version_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "journal").write_bytes(content + frame)
     with pytest.raises(ProtocolError, match=r"is of another version.*NodeSold"):
         read(tmp_path / "journal")
+
+
+def test_what_a_device_gives_first_while_all_have_lost_something_is_taken_for_what_it_gives_otherwise() -> None:
+    def probed(occasion: Literal["start", "join"], node: str, flops: float) -> ProbesTaken:
+        device = DeviceProbe(
+            rank=0, node=node, device=0, flops=flops, memory_bytes=flops / 100, speed=1.0, fit=True, evidence=""
+        )
+        return ProbesTaken(probe=1, occasion=occasion, devices=(device,), links=(), seconds=0.2)
+
+    share = Speed(flops=0.8, memory_bytes=0.5)
+    lost = ProbesTaken(probe=2, occasion="suspicion", devices=(), links=(), seconds=0.2, share=share)
+    record = fold((probed("start", "n1", 1e14), lost, probed("join", "n2", 1e14)))
+    assert record.reference["n1", 0].flops == 1e14
+    assert record.reference["n2", 0] == Speed(flops=1e14 / 0.8, memory_bytes=1e12 / 0.5)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from resihp.record.journal import (
     AnyEntry,
     ChangeDecided,
     CheckpointCommitted,
+    CoverageChanged,
     DeviceProbe,
     DrainAnswered,
     DrainDecided,
@@ -107,6 +108,7 @@ ENTRIES: list[AnyEntry] = [
     JoinRefused(rank=4, node="n1", device=1, reason="declares another model than the job"),
     IterationCommitted(epoch=2, outcome=OUTCOME, seconds=None, predicted_seconds=0.25),
     Suspected(rank=None, node="n2", evidence="3 missed beats"),
+    CoverageChanged(iteration=208, detector="workload", unwatched=(5, 6)),
     FailureEnded(failure=1, node="n2", device=1, iteration=9, evidence="as fast as before"),
     ProbesTaken(
         probe=1,

@@ -35,7 +35,8 @@ def found(*argv: str | Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(result.stdout)
     assert list(content) == KEYS
     for event in content["events"]:
-        assert list(event) == ["run", "iteration", "detected_at", "end", "change", "verdict", "where"]
+        assert list(event)[:7] == ["run", "iteration", "detected_at", "end", "change", "verdict", "where"]
+        assert list(event)[7:] == ["cost_seconds", "ranks", "sizes"]
         assert event["where"] is None or list(event["where"]) == ["dp", "stage", "rank"]
     return content
 
@@ -110,7 +111,8 @@ def test_people_get_a_table_and_two_sentences(log: Path) -> None:
     read, slow = result.stdout.strip().splitlines()[-2:]
     assert read == "train.log: 250 iterations of one run, 1.20 s each where nothing is wrong, told from plain times."
     assert slow.startswith("1 fail-slow event, the worst +")
-    assert slow.endswith("from iteration 121; all were over before the end.")
+    assert " from iteration 121, " in slow
+    assert slow.endswith(" lost by it; all were over before the end.")
 
 
 def test_where_nothing_is_found_that_is_said(tmp_path: Path) -> None:

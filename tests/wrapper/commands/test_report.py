@@ -14,12 +14,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from db.reading.queries import Reader
-from db.writer import catch_up
+from db.writer import Ledger, catch_up
 from resihp.errors import JobNotFoundError, UsageError
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
 from tests.db.conftest import BEGAN, absent_story, any_layout_story, node_story, outcome, started, story, write_journal
+from tests.db.test_suspicions import suspicious_story
 from wrapper.cli import app
 from wrapper.commands.report import page
 from wrapper.commands.report.command import file_name, write
@@ -467,3 +468,43 @@ def test_a_job_s_name_leads_to_no_other_folder() -> None:
     assert file_name("../../etc/x") == "_.._etc_x"
     assert file_name("..") == "job"
     assert file_name("1234-r1") == "1234-r1"
+
+
+# --- ranks over time ------------------------------------------------------------------------------------------------
+
+
+def scored(folder: Path, ranks: int = 16, iterations: int = 600) -> Facts:
+    """A job whose rank 5 takes 40 % longer from iteration 200 to 300, whose rank 2 was suspected for nothing."""
+    write_journal(folder / "journal", suspicious_story())
+    with Ledger.open("sqlite", folder) as ledger:
+        ledger.catch_up(folder / "journal")
+        for i in range(10, iterations + 1, 10):
+            chosen = range(ranks) if i % 50 == 0 else (2, 5, 6)
+            level = {5: 1.4 if 200 <= i <= 300 else 1.0, 2: 1.05}
+            ledger.scores(i, [(rank, level.get(rank, 1 + 0.001 * (rank + i % 7)), 0.02 * rank) for rank in chosen])
+        assert ledger.flush(30)
+    with Reader.open(f"sqlite:///{folder / 'ledger.db'}") as reader:
+        return read(reader, reader.job(), datetime.fromtimestamp(BEGAN + 100.0, UTC))
+
+
+def test_levels_of_suspects_are_drawn_and_what_became_of_suspicions_is_told(tmp_path: Path) -> None:
+    facts = scored(tmp_path)
+    assert sorted(facts.scores.lines) == [2, 5, 6, 14, 15], "named ones, then those with the most evidence"
+    assert [at for at, _, _ in facts.scores.spread] == list(range(50, 601, 50))
+    assert facts.scores.spread[3] == (200, 1 + 0.001 * 4, 1 + 0.001 * 17), "of the others"
+    words = seen(facts).replace(" ", "")
+    assert "Ranks,andwhatwassuspected" in words
+    assert "rank2rank5rank6rank14rank15fromleasttomostoftheothers" in words
+    assert "rank21214+12.0%0.30fineitsprobeisfine" in words
+    assert "link3-41214+60.0%0.97slow,failure2averdict" in words
+    assert "everybody1214+60.0%0.97notsettled" in words
+    assert page.html(facts).count('class="rank rank-') == 5
+
+
+def test_however_many_scores_the_picture_stays_small(tmp_path: Path) -> None:
+    (tmp_path / "long").mkdir()
+    assert len(page.html(scored(tmp_path / "long", iterations=30_000))) < 3 * len(page.html(scored(tmp_path)))
+
+
+def test_without_scores_or_suspicions_nothing_is_drawn_of_them(tmp_path: Path) -> None:
+    assert "what was suspected" not in seen(facts_of(tmp_path, story()))

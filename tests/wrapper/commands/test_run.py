@@ -14,6 +14,7 @@ import pytest
 
 from resihp import errors
 from resihp.errors import CheckpointError, ConfigurationError, JobNotFoundError, LayoutError, UsageError
+from resihp.settings import Detection, Thresholds
 from resihp.worker.checkpoints import write_manifest
 from wrapper.commands.run import Options, prepare
 from wrapper.config.program import resolve
@@ -82,6 +83,24 @@ def test_new_layout_options_reach_the_controllers_settings(script: Path, monkeyp
     assert (settings.schedule, settings.chunks, settings.sequence_parallel) == ("interleaved", 4, True)
     assert (settings.memory_bytes, settings.come_backs) == (80 * 10**9, 1)
     assert [fault.phase for fault in settings.faults] == ["transfer", "park"]
+
+
+def test_how_slow_devices_are_looked_for_reaches_the_controllers_settings(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = prepare(options()).settings
+    assert (settings.detection, settings.observes) == (Detection(), False), "defaults are those of the controller"
+    for name, value in {"MODE": "paper", "FIT": "0.7", "SURE": "0.9"}.items():
+        monkeypatch.setenv(f"RESIHP_DETECT__{name}", value)
+    monkeypatch.setenv("RESIHP_ADAPT__MODE", "observe")
+    settings = prepare(options()).settings
+    assert settings.detection == Detection(mode="paper", thresholds=Thresholds(fit=0.7, sure=0.9))
+    assert settings.observes
+    monkeypatch.setenv("RESIHP_DETECT__MODE", "sequential")
+    for name, value in {"LEAST": "0.1", "PATIENCE": "7", "FALSE_ALARMS_PER": "500"}.items():
+        monkeypatch.setenv(f"RESIHP_DETECT__{name}", value)
+    found = prepare(options()).settings.detection
+    assert (found.least, found.patience, found.false_alarms_per) == (0.1, 7, 500)
 
 
 def test_request_of_an_older_version_is_still_understood(script: Path) -> None:

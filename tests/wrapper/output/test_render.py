@@ -82,6 +82,17 @@ def test_grid_of_a_layout_with_unequal_stages() -> None:
     ]
 
 
+def test_grid_of_a_stage_without_ranks() -> None:
+    first, second = Layout.uniform(tp=1, pp=2, dp=2, layers=4).replicas
+    layout = Layout((Replica((first.stages[0], Stage((), first.stages[1].chunks))), second))
+    assert layout_grid(layout).plain.splitlines() == [
+        "           stage 0     stage 1",
+        "           layers 0-1  layers 2-3",
+        "replica 0  0           none",
+        "replica 1  2           3",
+    ]
+
+
 def test_grid_names_layers_where_a_replica_has_others_than_most() -> None:
     uniform = Layout.uniform(tp=2, pp=2, dp=3, layers=8)
     odd = Replica((Stage((4, 7), ((0, 4),)), Stage((6,), ((5, 7),))))

@@ -47,6 +47,7 @@ class Ledger:
         self.records.append(record)
 
     def telemetry(self, rows: list[Report]) -> None: ...
+    def scores(self, *_: object) -> None: ...
 
     def close(self) -> bool:
         self.closed = True

@@ -342,3 +342,17 @@ def test_a_hung_file_system_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.
     assert not metrics.close(time.monotonic())
     assert samples(metrics.text())[("resihp_iteration",)] == 20
     release.set()
+
+
+def test_a_blind_watcher_does_not_look_healthy(tmp_path: Path) -> None:
+    def entries() -> Any:
+        yield started(), BEGAN
+        yield journal.Suspected(rank=5, node="n2", evidence="", kind="slow", suspicion=1, ranks=(5,)), BEGAN
+        yield journal.Suspected(rank=5, node="n2", evidence="", kind="slow", suspicion=1, cleared=True), BEGAN
+        yield journal.CoverageChanged(iteration=208, detector="plain times", unwatched=(5, 6)), BEGAN
+
+    found = scraped(told(entries(), tmp_path))
+    assert found["resihp_unwatched_ranks",] == 2
+    assert found["resihp_detector_state", "state=plain times"] == 1
+    assert found["resihp_detector_state", "state=workload"] == 0
+    assert found["resihp_suspicions_total", "component=device"] == 1

@@ -54,6 +54,8 @@ class History(str, Enum):  # noqa: UP042 - StrEnum's help text shows differently
     drains = "drains"
     replacements = "replacements"
     probes = "probes"
+    suspicions = "suspicions"
+    scores = "scores"
     cost = "cost"
     promises = "promises"
     lemons = "lemons"
@@ -76,6 +78,7 @@ class Asked:
     view: str
     by: str | None
     node: str | None
+    rank: int | None
     since: datetime | None
     until: datetime | None
     limit: int | None
@@ -122,6 +125,7 @@ class HistoryOptions:
     every: Annotated[bool, typer.Option("--all", help="Of all jobs: of --ledger, or of every job here.")] = False
     by: Annotated[By | None, typer.Option(help="Count failures by this; cost by job.", show_default=False)] = None
     node: Annotated[str | None, typer.Option(help="Only this node's.", show_default=False)] = None
+    rank: Annotated[int | None, typer.Option(help="Of scores, only this rank's.", show_default=False)] = None
     since: Annotated[str | None, typer.Option(help="Time (ISO, UTC) or age (30m, 2h, 1d).", show_default=False)] = None
     until: Annotated[str | None, typer.Option(help="The same, as the end.", show_default=False)] = None
     limit: Annotated[
@@ -138,8 +142,10 @@ def history(options: HistoryOptions) -> None:
     """List what the ledger holds of a job, or of all.
 
     VIEW: failures, nodes, workers, iterations, plans, reconfigurations, drains,
-    replacements, probes; cost (where the time went, in GPU-hours), promises
-    (what plans promised and kept), lemons (nodes that fail more than others).
+    replacements, probes, suspicions (of being slow, also those that came to
+    nothing), scores (each rank's time over its healthy time, and the evidence
+    against it, now and then); cost (where the time went, in GPU-hours), promises (what plans
+    promised and kept), lemons (nodes that fail more than others).
 
     Example: resihp history failures --all --by node --since 30d
     """
@@ -156,6 +162,7 @@ def history(options: HistoryOptions) -> None:
         view=options.view.value,
         by=None if options.by is None else options.by.value,
         node=options.node,
+        rank=options.rank,
         since=moment(options.since),
         until=moment(options.until),
         limit=SHOWN if options.limit is None and not outputs else options.limit,
@@ -231,8 +238,12 @@ def _check(asked: Asked, every: bool) -> None:
         raise UsageError("history promises: of one job at a time; name it instead of --all")
     if view in ("cost", "promises", "lemons") and asked.node is not None and view != "lemons":
         raise UsageError(f"history {view}: has no nodes; leave --node out")
+    if asked.rank is not None and view != "scores":
+        raise UsageError(f"history {view}: --rank is for scores; leave it out")
+    if view == "scores" and every:
+        raise UsageError("history scores: of one job at a time; name it instead of --all")
     timed = asked.since is not None or asked.until is not None
-    if timed and (view in ("promises", "lemons") or (view == "cost" and not every)):
+    if timed and (view in ("promises", "lemons", "scores") or (view == "cost" and not every)):
         raise UsageError(f"history {view}: is of all the time; leave --since and --until out")
     if asked.injected and view != "lemons":
         raise UsageError(f"history {view}: --injected is for lemons; leave it out")
@@ -257,9 +268,9 @@ def _of_one(asked: Asked, reader: Reader, job: Row) -> Listing:
         counted = fleet.failures_by(reader, asked.by, job["id"], node=asked.node, **times)  # type: ignore[arg-type]
         rows = fleet.joined(asked.by, counted)  # type: ignore[arg-type]
         return Listing(queries.COLUMNS[asked.shape], rows[: asked.limit], whose, len(rows), known)
-    rows = reader.rows(asked.view, job["id"], node=asked.node, last=asked.limit, **times)
+    rows = reader.rows(asked.view, job["id"], node=asked.node, rank=asked.rank, last=asked.limit, **times)
     total = None
-    if asked.node is None and len(rows) == asked.limit:
+    if asked.node is None and asked.rank is None and len(rows) == asked.limit:
         total = reader.count(asked.view, job["id"], **times)
     return Listing(queries.COLUMNS[asked.view], rows, whose, total, known)
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from resihp.record.describe import size
-from wrapper.output.render import duration, one_line, percent
+from wrapper.output.render import duration, one_line, percent, suspects
 
 LEAST_WIDTH = 6
 """Of a column that wraps."""
@@ -78,6 +78,17 @@ def _time(name: str, heading: str) -> Column:
 
 def _device(row: dict[str, Any]) -> str:
     return "-" if row["node"] is None else row["node"] if row["device"] is None else f"{row['node']} {row['device']}"
+
+
+def _outcome(row: dict[str, Any]) -> str:
+    """What became of a suspicion, with the number of its verdict."""
+    return (
+        "open"
+        if row["outcome"] is None
+        else f"{row['outcome']}, {row['failure']}"
+        if row["failure"]
+        else row["outcome"]
+    )
 
 
 def _joined(row: dict[str, Any]) -> str:
@@ -215,6 +226,23 @@ _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
         Column("fit", lambda row: "yes" if row["passed"] else "no"),
         _words("evidence", wraps=True),
     ],
+    "suspicions": [
+        _number("suspicion", "#"),
+        Column("what", suspects, wraps=True),
+        _number("iteration", "since"),
+        _number("detected", "found"),
+        _number("change", form="{:+.1%}"),
+        _number("confidence", "sure", form="{:.2f}"),
+        _number("probe"),
+        Column("outcome", _outcome),
+        Column("evidence", lambda row: str(row["outcome_evidence"] or row["evidence"]), wraps=True),
+    ],
+    "scores": [
+        _number("iteration"),
+        _number("rank"),
+        _number("level", form="{:.3f}"),
+        _share("evidence"),
+    ],
     "reconfigurations": [
         _number("epoch"),
         _words("action"),
@@ -249,7 +277,7 @@ _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
 def history_table(table: str, rows: list[dict[str, Any]], *, with_jobs: bool = False) -> Table:
     """Rows of a view of `resihp history`, or `failures by node`, as a Rich table; cells are shown literally."""
     columns = [*([_words("job", wraps=True)] if with_jobs else []), *_TERMINAL_COLUMNS[table]]
-    tight = with_jobs or table in ("plans", "reconfigurations", "lemons") or " by " in table
+    tight = with_jobs or table in ("plans", "reconfigurations", "suspicions", "lemons") or " by " in table
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0) if tight else (0, 1))
     cells = [[one_line(column.cell(row)) for column in columns] for row in rows]
     for number, column in enumerate(columns):

@@ -40,11 +40,18 @@ TUNED_CHUNKS = 4
 """Virtual stages of a stage that --tune tries at most. In a job, `[layout] tune` keeps to one."""
 
 
+TRIALS = 20
+"""Of a search between two looks at the clock."""
+
+
 class PlannerChoice(str, Enum):  # noqa: UP042 - StrEnum's help text shows differently in older Typer
-    """Who decides: ours, or the published heuristic."""
+    """Who decides: ours, the published heuristic, its first steps, or giving up replicas."""
 
     resihp = "resihp"
     resihp_paper = "resihp-paper"
+    paper_tp_pp = "paper-tp-pp"
+    paper_tp = "paper-tp"
+    drop_replica = "drop-replica"
 
 
 def register(app: typer.Typer) -> None:
@@ -80,7 +87,10 @@ class PlanOptions:
     tune: Annotated[
         bool, typer.Option("--tune", help="The first layout: layers spread by what they cost, orders of their own.")
     ] = False
-    planner: Annotated[PlannerChoice, typer.Option(help="Ours, or the paper's heuristic.")] = PlannerChoice.resihp
+    search: Annotated[
+        float, typer.Option(min=0.0, max=86400.0, help="Seconds to look for a better plan than the one found at once.")
+    ] = 0.0
+    planner: Annotated[PlannerChoice, typer.Option(help="Ours, or one to compare it with.")] = PlannerChoice.resihp
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False
     plot: Annotated[Path | None, typer.Option(help="Draw the pipelines into this file.", show_default=False)] = None
     ledger: Annotated[str | None, typer.Option("--ledger", help="Another ledger's URL.", show_default=False)] = None
@@ -171,6 +181,8 @@ def _asked(options: PlanOptions) -> tuple[Question, Plan, str, str]:
 
 def _decision(options: PlanOptions, asked: Question, base: Plan, situation: Situation) -> tuple[Decision, float]:
     """What is decided, and the seconds that it took. Raises PlanError."""
+    if options.search and (options.tune or options.planner is not PlannerChoice.resihp):
+        raise UsageError("plan --search: begins with our own plan; leave --tune and --planner out")
     if options.tune:
         decide = _tuner(base, most_chunks=options.virtual_stages if options.virtual_stages > 1 else TUNED_CHUNKS)
     else:
@@ -179,19 +191,31 @@ def _decision(options: PlanOptions, asked: Question, base: Plan, situation: Situ
     situation.times.span(0, 0)  # the cost tables
     began = time.perf_counter()
     try:
-        return decide(situation), time.perf_counter() - began
+        decision = decide(situation)
+        if options.search:
+            decision = _searched(situation, decision, options.search)
+        return decision, time.perf_counter() - began
     except PlanError as error:
         raise PlanError(f"{_happened(asked)}: {error}; try fewer failures, --spares, or a smaller pp") from None
 
 
+def _searched(situation: Situation, decision: Decision, seconds: float) -> Decision:
+    from resihp.scheduler.anytime import Anytime
+
+    anytime = Anytime(situation, decision)
+    if anytime.obstacle is not None:
+        print(f"resihp: nothing is searched: {anytime.obstacle}", file=sys.stderr)
+        return decision
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        anytime.run(TRIALS)
+    return anytime.decision()
+
+
 def _decider(planner: PlannerChoice) -> Callable[[Situation], Decision]:
-    if planner is PlannerChoice.resihp:
-        from resihp.scheduler import decide
+    from resihp.scheduler import planners
 
-        return decide
-    from resihp.scheduler.layouts.paper_planner import progressive
-
-    return progressive
+    return planners.named(planner.value).decide
 
 
 def _tuner(base: Plan, most_chunks: int) -> Callable[[Situation], Decision]:

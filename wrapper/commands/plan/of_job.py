@@ -15,6 +15,7 @@ from resihp.errors import UsageError
 
 if TYPE_CHECKING:
     from db.reading.queries import Reader
+    from resihp.parallelism.layout import Layout
     from resihp.parallelism.plan import Plan
     from resihp.scheduler.what_if.catalogue import Hardware
     from resihp.scheduler.what_if.question import Question
@@ -67,7 +68,6 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
 
     from db.layouts import from_json
     from db.models import JobRow
-    from resihp.parallelism.plan import Plan
     from resihp.protocol.messages import Declare
     from resihp.scheduler.cost.device_memory import overhead
     from resihp.scheduler.what_if.question import Question
@@ -83,13 +83,7 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
     configuration = json.loads(own["configuration"])
     told = plans[0]
     layout = from_json(json.dumps(told["layout"]))
-    base = Plan(
-        epoch=told["epoch"],
-        layout=layout,
-        assignment=tuple(tuple(share) for share in told["assignment"]),
-        schedule=told["schedule"],
-        sequence_parallel=bool(configuration.get("layout", {}).get("sequence_parallel", False)),
-    )
+    base = _plan(told, layout, configuration)
     places = {worker["rank"]: worker["node"] for worker in reader.rows("workers", row["id"])}
     places = {rank: places[rank] for rank in sorted(layout.ranks)}
     slow, links = _slow(reader, row["id"], places)
@@ -123,6 +117,20 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
     return asked, base, name, remarks
 
 
+def _plan(told: dict[str, Any], layout: Layout, configuration: dict[str, Any]) -> Plan:
+    """The plan in effect; where the ledger does not have what passes elsewhere, dealt out evenly."""
+    from resihp.parallelism.plan import Plan
+
+    plan = Plan(
+        epoch=told["epoch"],
+        layout=layout,
+        assignment=tuple(tuple(share) for share in told["assignment"]),
+        schedule=told["schedule"],
+        sequence_parallel=bool(configuration.get("layout", {}).get("sequence_parallel", False)),
+    )
+    return plan.dealing(plan.micro_batches) if layout.vacant else plan
+
+
 def _slow(reader: Reader, job_id: int, places: dict[int, str]) -> tuple[dict[int, float], dict[tuple[str, str], float]]:
     """Speeds of ranks and of links between nodes that were found slow and have not recovered."""
     ranks: dict[int, float] = {}
@@ -135,7 +143,7 @@ def _slow(reader: Reader, job_id: int, places: dict[int, str]) -> tuple[dict[int
             ends = sorted({places[rank] for rank in known})
             if len(ends) == 2:
                 links[ends[0], ends[1]] = min(failure["speed"], links.get((ends[0], ends[1]), 1.0))
-        else:
+        elif failure["component"] == "device":
             ranks |= dict.fromkeys(known, failure["speed"])
     return ranks, links
 

@@ -11,6 +11,7 @@ import msgspec
 
 from db.reading.cost_accounts import Account, account
 from db.reading.promises import promises
+from db.reading.scores import Scores, scores
 from wrapper.commands.report.runs import Total
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 MOST_CHECKPOINTS = 1_000_000
+DRAWN = 5
+"""Ranks whose levels are drawn one by one."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +41,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: Sequence[Row]
     account: Account
     promises: Sequence[Row]
+    suspicions: Sequence[Row]
+    scores: Scores
     began: datetime
     ended: datetime
     now: datetime
@@ -53,6 +58,8 @@ def read(reader: Reader, job: Row, now: datetime, slurm: Total | None = None) ->
     failures, plans, reconfigurations, nodes = (
         reader.rows(table, number) for table in ("failures", "plans", "reconfigurations", "nodes")
     )
+    suspicions = reader.rows("suspicions", number)
+    told = [row for row in (*suspicions, *failures) if row["component"] == "device" and row.get("kind") != "fail-stop"]
     checkpoints = reader.events(number, ("CheckpointCommitted",), MOST_CHECKPOINTS)
     over = job["last_entry_at"] if job["state"] == "abnormal" else job["ended_at"] or now
     return Facts(
@@ -71,6 +78,8 @@ def read(reader: Reader, job: Row, now: datetime, slurm: Total | None = None) ->
         checkpoints=checkpoints,
         account=account(job, iterations, failures, reconfigurations, plans, checkpoints, nodes, now),
         promises=promises(plans, iterations, failures),
+        suspicions=suspicions,
+        scores=scores(reader, number, {rank for row in told for rank in row["ranks"]}, DRAWN),
         began=job["started_at"],
         ended=max(over, job["started_at"]),
         now=now,

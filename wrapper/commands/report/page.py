@@ -18,11 +18,12 @@ from resihp.record.describe import rank_list, size
 from wrapper.commands.report import runs
 from wrapper.commands.report.facts import Facts, Row
 from wrapper.commands.report.layouts import LayoutChange, changes
+from wrapper.commands.report.levels import rank_levels
 from wrapper.commands.report.marks import SIGNS, clock
 from wrapper.commands.report.story import costs, node_lines, safe, sentences, settings
 from wrapper.commands.report.timeline import timeline
 from wrapper.commands.report.times import iteration_times
-from wrapper.output.render import duration, hours, literal, percent
+from wrapper.output.render import duration, hours, literal, percent, suspects
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -31,6 +32,8 @@ MOST_FAILURES = 400
 """Failures told one by one; of more, the first and the last half of this many."""
 MOST_CHIPS = 12_000
 """Ranks drawn in pictures of layouts, those of the last plans first."""
+MOST_SUSPICIONS = 100
+"""Suspicions told, the last ones."""
 MOST_PLANS = 400
 MOST_NODES = 300
 MOST_EVIDENCE = 3_000
@@ -63,6 +66,9 @@ def html(facts: Facts) -> str:
             lost_gpu_hours=sum(facts.account.lost_gpu_hours.values()),
             timeline=timeline(facts),
             times=iteration_times(facts),
+            levels=rank_levels(facts),
+            suspicions=facts.suspicions[-MOST_SUSPICIONS:],
+            suspicions_left_out=max(len(facts.suspicions) - MOST_SUSPICIONS, 0),
             failures=failures,
             failures_left_out=failures_left_out,
             plans=plans,
@@ -122,6 +128,7 @@ def _environment() -> Environment:
         "sign": _sign,
         "tight": _tight,
         "cut": _cut,
+        "suspects": suspects,
         "ratio": lambda value: "-" if value is None else f"{value:.2f}",
         "time_of_day": lambda moment: f"{moment:%H:%M:%S}",
     }

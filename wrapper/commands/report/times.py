@@ -85,7 +85,7 @@ def iteration_times(facts: Facts) -> TimesPicture | None:
         shown = f"{value * 1000:g}" if unit == "ms" else f"{value:g}"
         drawing.beside(head + plot * (1 - value / top_s) + 4, f"{shown} {unit}")
     _verdicts(drawing, facts, first, last, head, plot)
-    _iterations_below(drawing, first, last, head + plot)
+    iterations_below(drawing, first, last, head + plot)
     return TimesPicture(
         picture=drawing.markup(),
         columns=-(-len(known) // columns),
@@ -96,7 +96,8 @@ def iteration_times(facts: Facts) -> TimesPicture | None:
     )
 
 
-def _iterations_below(drawing: Drawing, first: float, last: float, y: float) -> None:
+def iterations_below(drawing: Drawing, first: float, last: float, y: float) -> None:
+    """Numbers of iterations under a picture."""
     for value in ticks(first, last, 6):
         at = (value - first) / (last - first)
         if value == int(value):

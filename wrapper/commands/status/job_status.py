@@ -29,7 +29,7 @@ EVENT_KINDS = (
         "JoinRefused",
         "NodeLost",
     ),
-    *("Suspected", "SuspicionCleared"),
+    *("Suspected", "SuspicionCleared", "CoverageChanged"),
     *("DrainDecided", "DrainAnswered", "NodeReleased", "ReplacementAsked", "ReplacementChanged", "SlurmSaw"),
     *("LeaderChosen", "JobSignalled", "FaultInjected", "CheckpointCommitted", "JobEnded"),
 )
@@ -49,12 +49,25 @@ def job_status(reader: Reader, row: dict[str, Any], now: datetime | None = None)
         **figures,
         "description": plans[0]["description"] if plans else None,
         "layout": layout,
+        "detector": detector(row),
+        "unwatched": json.loads(row["unwatched"] or "[]"),
         "health": {str(rank): state for rank, state in health.items()},
         "drains": reader.rows("drains", row["id"]),
         "replacements": replacements,
         "shells": shells(slurm_job, reader.rows("nodes", row["id"]), replacements) if slurm_job else {},
         "events": reader.events(row["id"], EVENT_KINDS, EVENTS_IN_JSON),
     }
+
+
+def detector(row: dict[str, Any]) -> str:
+    """What the detector of a job judges by, as in `journal.CoverageChanged`, or "off"."""
+    try:
+        asked = json.loads(row["configuration"] or "{}")
+    except ValueError:
+        asked = {}
+    adapt = asked.get("adapt") if isinstance(asked, dict) else None
+    off = isinstance(adapt, dict) and adapt.get("detect") is False
+    return "off" if off else row["detector"] or "warming up"
 
 
 def _health(reader: Reader, job: int, *, running: bool) -> RankHealth:
@@ -70,7 +83,8 @@ def _health(reader: Reader, job: int, *, running: bool) -> RankHealth:
         last = {event["rank"]: event["kind"] for event in events}
         found.suspected = {rank for rank, kind in last.items() if kind == "Suspected"}
         for failure in reader.rows("failures", job):
-            if failure["kind"] == "fail-slow" and failure["ended_iteration"] is None:
+            of_ranks = failure["component"] in ("device", "link")
+            if failure["kind"] == "fail-slow" and of_ranks and failure["ended_iteration"] is None:
                 found.slow[failure["failure"]] = tuple(failure["ranks"])
     return found
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from db.layouts import from_json
+from resihp.record.describe import DETECTORS, rank_list
 from wrapper.output.render import duration, layout_grid, legend, literal, one_line, percent
 from wrapper.output.shells import line
 
@@ -45,6 +46,14 @@ def nodes_line(state: dict[str, Any]) -> str:
     return "; ".join(f"{what}: {', '.join(nodes)}" for what, nodes in found.items() if nodes)
 
 
+def detector_line(state: dict[str, Any]) -> Text:
+    """Whether it looks at all, and at whom not: a blind watcher must not look healthy."""
+    line = Text(f"detector: {DETECTORS[state['detector']]}", style="" if state["detector"] == "workload" else "yellow")
+    if state["unwatched"]:
+        line.append(f"; not watched: {rank_list(state['unwatched'])}", style="yellow")
+    return line
+
+
 def render_status(state: dict[str, Any], width: int) -> RenderableType:
     """What `status` prints on a terminal of `width` columns."""
     colour = {"running": "green", "completed": "green", "cancelled": "yellow"}.get(state["state"], "bold red")
@@ -60,6 +69,8 @@ def render_status(state: dict[str, Any], width: int) -> RenderableType:
     parts.append(Text(goodput_line(state)))
     if nodes := nodes_line(state):
         parts.append(Text(literal(nodes)))
+    if state["state"] == "running" and state["layout"] is not None:
+        parts.append(detector_line(state))
     if state["shells"]:
         parts.append(Text(f"a shell there: {literal(line(state['shells']))}", style="dim"))
     if state["layout"] is not None:

@@ -182,7 +182,7 @@ def signs(
     troubled = [
         d
         for d, replica in enumerate(layout.replicas)
-        if any(health.get(rank, "active") != "active" for rank in replica.ranks)
+        if replica.vacant or any(health.get(rank, "active") != "active" for rank in replica.ranks)
     ]
     below = _by_number(layout, health)
     meaning = legend(health.values())
@@ -230,6 +230,8 @@ def _row(layout: Layout, d: int, health: Mapping[int, Health], sign: Mapping[Hea
     for stage in layout.replicas[d].stages:
         if lines[-1].cell_len + len(stage.ranks) > width and lines[-1].plain.strip():
             lines.append(Text(" " * len(label)))
+        if not stage.ranks:
+            lines[-1].append("none", STYLES["dead"])
         for rank in stage.ranks:
             state = health.get(rank, "active")
             lines[-1].append(sign[state], STYLES[state])

@@ -37,6 +37,9 @@ def test_a_device_that_does_not_answer_is_given_up_unless_another_one_is_seen_at
     silent, computes, waits = member(0, activity="compute", unanswered_s=9.0), member(1, activity="compute"), member(2)
     assert culprits([silent, waits], 0.0, SETTINGS) == [silent]
     assert culprits([silent, computes, waits], 0.0, SETTINGS) == [computes]
+    assert culprits([silent, member(4, activity="compute", unanswered_s=9.0), waits], 0.0, SETTINGS) == [], (
+        "each may wait for the other: it is the communication"
+    )
     assert watchdog.evidence(SimpleNamespace(now=0.0, settings=SETTINGS), silent) == (  # type: ignore[arg-type]
         "its device has not answered for 9.0 s, no progress for 0.0 s"
     )

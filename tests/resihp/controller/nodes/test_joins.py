@@ -289,7 +289,7 @@ def test_a_newcomer_of_a_node_that_is_lost_is_forgotten() -> None:
 
 
 def test_a_newcomer_for_which_no_plan_is_found_interrupts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    def impossible(*_: object) -> None:
+    def impossible(*_: object, **__: object) -> None:
         raise NotEnoughDevicesError("no layout")
 
     job = crashed()

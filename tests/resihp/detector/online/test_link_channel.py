@@ -162,6 +162,40 @@ def test_nonsense_is_ignored() -> None:
     assert watch.test.update(70, nothing, nothing, np.zeros(8), {}) == ()
 
 
+def told_by_coarse_clocks(watch: Watch, iterations: range, slower: SlowerLink) -> list[Finding]:
+    """Starts of iterations half a millisecond apart, times rounded to a millisecond."""
+    rng = np.random.default_rng(watch.seed)
+    found: list[Finding] = []
+    for observation in observations(watch.plan, watch.orders, iterations, seed=watch.seed, slower_link=slower):
+        columns = watch.stacked.columns(observation.times)
+        ends = columns[STARTS] + columns[SPANS]
+        skew = np.repeat(rng.normal(0.0, 5e-4, len(watch.stacked.ranks)), watch.stacked.lengths)
+        columns[STARTS] = np.round(columns[STARTS] + skew, 3)
+        columns[SPANS] = np.round(ends + skew, 3) - columns[STARTS]
+        found += watch.test.update(observation.iteration, *watch.links.measured(columns), {})
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_coarse_clocks_and_skewed_starts_make_no_link_slow(seed: int) -> None:
+    watch = Watch(uniform(2, 2, 2), seed=seed)
+    assert told_by_coarse_clocks(watch, range(500), slow_from((-1, -1), 1.0, 0)) == []
+    assert watch.links.resolution_s == pytest.approx(1e-3)
+
+
+def test_a_link_that_is_slower_by_more_than_clocks_blur_is_found_all_the_same() -> None:
+    watch = Watch(uniform(2, 2, 2))
+    (finding,) = told_by_coarse_clocks(watch, range(140), slow_from((0, 2), 3.0, 100))
+    assert finding.link == (0, 2)
+    assert finding.detected <= 106
+
+
+def test_what_one_way_gains_and_the_other_loses_is_skew() -> None:
+    watch = Watch(uniform(2, 2, 2))
+    shifted = {(0, 2): 1.6, (2, 0): 0.4}
+    assert watch.run(range(160), lambda a, b, i: shifted.get((a, b), 1.0) if i >= 100 else 1.0) == []
+
+
 def test_without_a_pipeline_there_are_no_links() -> None:
     watch = Watch(uniform(2, 1, 2))
     assert watch.links.size == 0

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.simulated_jobs import SLOWDOWNS, NoLengths, Setting, simulate
 from resihp.detector.observation import Observation, RankTimes
 from resihp.detector.online.monitor import Assessment, Finding, Monitor
-from resihp.detector.online.plan_arrays import Sums
+from resihp.detector.online.plan_arrays import LaneTimes, Sums
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.plan import Plan
 from resihp.pipeline.timeline import Orders
@@ -421,12 +421,16 @@ def test_sums_say_the_same_as_chunks() -> None:
             delay_tokens=delay_tokens,
             delay_counts=delay_counts,
             busy_s=stacked.busy_s(columns),
+            lanes=stacked.lane_times(columns, one.times),
         )
         got.append(other.observe_stacked(one.iteration, one.epoch, one.seconds, sums))
     assert got == expected
     assert findings(got)
     with pytest.raises(ValueError, match="iteration 500: sums of shapes"):
         other.observe_stacked(500, 1, 1.0, msgspec.structs.replace(sums, compute=np.zeros(3)))
+    few = LaneTimes(collective=np.zeros(3), reduction=np.zeros(3), data=np.zeros(3))
+    with pytest.raises(ValueError, match="iteration 501: sums of shapes"):
+        other.observe_stacked(501, 1, 1.0, msgspec.structs.replace(sums, lanes=few))
 
 
 # --- the benchmark, smaller -------------------------------------------------------------------------------------------
@@ -452,3 +456,106 @@ def _watched(plan: Plan, orders: Orders, made: Iterable[Observation]) -> list[Fi
     monitor = Monitor()
     monitor.adopt(plan, MODEL, orders)
     return findings(map(monitor.observe, made))
+
+
+def test_a_pardon_survives_a_plan_and_ends_when_it_would_have() -> None:
+    job = Job(uniform(2, 2, 2), slower=slow_rank(5, 1.14, 80))
+    assert len(job.run(100)) == 1
+    job.monitor.cleared(5)
+    job.run(20)
+    job.adopt(uniform(2, 2, 2))
+    assert job.run(470) == []
+    found = job.run(60)
+    assert [(finding.kind, finding.ranks) for finding in found] == [("fail-slow", (5,))]
+    assert found[0].change == pytest.approx(0.14, abs=0.03)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("factor", [1.08, 1.25])
+def test_what_slows_everybody_is_the_job_s_whenever_it_comes(seed: int, factor: float) -> None:
+    onset = 60 + 17 * seed
+    job = Job(uniform(2, 2, 2), seed=seed, everybody=lambda i: factor if i >= onset else 1.0)
+    found = job.run(onset + (50 if factor < 1.1 else 15))
+    assert {(one.component, one.ranks, one.kind) for one in found} == {("job", (), "fail-slow")}
+
+
+def test_a_job_that_is_slower_is_forecast_to_stay_so_until_it_recovers() -> None:
+    job = Job(uniform(2, 2, 2), everybody=lambda i: 1.25 if 90 <= i < 160 else 1.0)
+    before = job.made(90)
+    assert findings(map(job.monitor.observe, before)) == []
+    share = before[-1].seconds / (job.monitor.forecast(*workload(job, before[-1])) or np.nan)
+    during = job.made(60)
+    assert [one.kind for one in findings(map(job.monitor.observe, during))] == ["fail-slow"]
+    slow = [one.seconds / (job.monitor.forecast(*workload(job, one)) or np.nan) for one in during[10:]]
+    assert np.median(slow) == pytest.approx(share, rel=0.08)
+    assert [(one.kind, one.component) for one in job.run(40)] == [("recovered", "job")]
+
+
+def test_a_job_that_was_slow_under_the_plan_before_recovers_under_the_next() -> None:
+    job = Job(uniform(2, 2, 2), everybody=lambda i: 1.25 if 90 <= i < 200 else 1.0)
+    assert [one.kind for one in job.run(110)] == ["fail-slow"]
+    job.adopt(uniform(1, 2, 2))
+    assert job.run(90) == []
+    assert [(one.kind, one.component) for one in job.run(40)] == [("recovered", "job")]
+
+
+def test_a_job_that_was_slow_under_the_plan_before_and_is_well_from_the_first_iteration_of_the_next_has_recovered() -> (
+    None
+):
+    job = Job(uniform(2, 2, 2), everybody=lambda i: 1.25 if 90 <= i < 110 else 1.0)
+    assert [one.kind for one in job.run(110)] == ["fail-slow"]
+    job.adopt(uniform(2, 2, 2))
+    assert [(one.kind, one.component) for one in job.run(40)] == [("recovered", "job")]
+
+
+def test_a_new_monitor_that_is_told_that_the_job_is_slow_tells_its_end() -> None:
+    job = Job(uniform(2, 2, 2), everybody=lambda i: 1.25 if i < 90 else 1.0)
+    job.monitor = Monitor()
+    job.monitor.job_is_slow()
+    job.adopt(uniform(2, 2, 2))
+    assert job.run(90) == []
+    assert [(one.kind, one.component) for one in job.run(40)] == [("recovered", "job")]
+
+
+# --- workloads that were not learnt -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [2, 4])
+def test_longer_micro_batches_now_and_then_are_learnt_and_judged(every: int) -> None:
+    job = Job(uniform(2, 2, 2), longer=lambda i: 2.0 if i >= 90 and i % every == 0 else 1.0)
+    assert job.run(250) == []
+    seen = [job.monitor.observe(one) for one in job.made(40)]
+    assert all(one.predicted_s is not None for one in seen)
+
+
+def test_longer_micro_batches_are_no_slow_device_and_are_learnt() -> None:
+    for seed in range(3):
+        job = Job(uniform(2, 2, 2), seed=seed, longer=lambda i: 2.0 if i >= 90 else 1.0)
+        assert job.run(90) == []
+        during = [job.monitor.observe(one) for one in job.made(80)]
+        assert findings(during) == []
+        assert during[0].predicted_s is None
+        late = job.made(30)
+        predicted = np.array([job.monitor.observe(one).predicted_s for one in late], dtype=float)
+        assert np.median([one.seconds for one in late] / predicted) == pytest.approx(1.0, abs=0.05)
+        assert job.run(40, longer=lambda i: 1.0) == []
+
+
+@pytest.mark.parametrize("onset", [88, 93, 97, 110, 125])
+def test_what_fails_while_other_lengths_are_learnt_is_found_afterwards(onset: int) -> None:
+    job = Job(uniform(2, 2, 2), slower=slow_rank(5, 1.25, onset), longer=lambda i: 2.0 if i >= 90 else 1.0)
+    found = job.run(180)
+    assert {(one.kind, one.ranks) for one in found} == {("fail-slow", (5,))}
+    assert found[-1].change == pytest.approx(0.25, abs=0.04)
+
+
+def test_what_is_known_to_be_slow_teaches_no_other_lengths() -> None:
+    job = Job(uniform(2, 2, 2), slower=slow_rank(5, 1.25, 60), longer=lambda i: 2.0 if i >= 120 else 1.0)
+    assert [one.ranks for one in job.run(120)] == [(5,)]
+    assert job.run(80) == []
+    assert job.monitor.speeds() == {5: pytest.approx(0.8, abs=0.03)}
+
+
+def test_micro_batches_that_grow_without_end_are_no_slow_device() -> None:
+    job = Job(uniform(2, 2, 2), longer=lambda i: 1.0 + i / 100)
+    assert job.run(300) == []

@@ -129,9 +129,10 @@ def test_most_of_them_slower_does_not_make_the_others_fast() -> None:
     series.run(80)
     series.offsets[:5] = 0.4
     found = series.run(40)
+    assert {(shift.series, shift.kind) for shift in found} == {(i, "slow") for i in range(5)}
     series.offsets[:5] = 0.0
-    found += series.run(40)
-    assert not {shift.series for shift in found} & {5, 6, 7}
+    found = series.run(40)
+    assert {(shift.series, shift.kind) for shift in found} == {(i, "recovered") for i in range(5)}
 
 
 def test_half_of_them_slower_are_all_found() -> None:
@@ -211,6 +212,17 @@ def test_a_cleared_suspicion_is_forgotten_after_a_while() -> None:
     assert series.run(900) == []
 
 
+def test_a_pardon_becomes_longer_each_time_but_not_without_end() -> None:
+    series = Series(8)
+    series.test = PeerTest(np.zeros(8), patience=24)
+    series.run(40)
+    lasts = []
+    for _ in range(5):
+        series.test.clear(5, series.now)
+        lasts.append((series.test.standing(5).pardoned_until or 0) - series.now)
+    assert lasts == [24, 48, 96, 96, 96]
+
+
 def test_what_is_known_to_be_slow_is_no_news_but_its_recovery_is() -> None:
     series = Series(8)
     series.test = PeerTest(np.zeros(8), known={2: 0.3})
@@ -238,3 +250,124 @@ def test_correlated_noise_is_no_shift() -> None:
         noise = 0.6 * noise + 0.01 * rng.standard_normal(8)
         found += test.update(i, noise)
     assert len(found) <= 1
+
+
+# --- what healthy series wander by ------------------------------------------------------------------------------------
+
+
+def wander(n: int, seed: int, iterations: int, *, swing: float = 0.0, level: float = 0.0) -> Floats:
+    """(iterations, n): a slow swing of each series' own phase, and levels that wander, correlated with .98."""
+    rng = np.random.default_rng(seed)
+    phase, period = rng.uniform(0, 2 * np.pi, n), rng.uniform(200, 500)
+    rows = swing * np.sin(2 * np.pi * np.arange(iterations)[:, None] / period + phase)
+    away = level * rng.standard_normal(n)
+    for row in rows:
+        away = 0.98 * away + level * np.sqrt(1 - 0.98**2) * rng.standard_normal(n)
+        row += away
+    return rows + 0.006 * rng.standard_normal((iterations, n))
+
+
+@pytest.mark.parametrize(("swing", "level"), [(0.015, 0.0), (0.0, 0.01)])
+def test_devices_that_warm_up_and_cool_down_are_healthy(swing: float, level: float) -> None:
+    found = 0
+    for seed in range(8):
+        test = PeerTest(np.zeros(16))
+        for i, row in enumerate(wander(16, seed, 600, swing=swing, level=level)):
+            found += len(test.update(i, row))
+    assert found <= 2
+
+
+@pytest.mark.parametrize(("swing", "level"), [(0.015, 0.0), (0.0, 0.01)])
+def test_among_devices_that_wander_a_slow_one_is_found_as_soon(swing: float, level: float) -> None:
+    for seed in range(8):
+        test = PeerTest(np.zeros(16))
+        rows = wander(16, seed, 260, swing=swing, level=level)
+        rows[200:, 7] += np.log(1.2)
+        found = [shift for i, row in enumerate(rows) for shift in test.update(i, row) if shift.series == 7]
+        assert any(shift.kind == "slow" and 200 <= shift.detected < 203 for shift in found)
+
+
+def test_nodes_of_a_large_job_that_wander_are_healthy() -> None:
+    test = PeerTest(np.arange(2048) // 4 % 4)
+    rows = wander(256, 5, 300, swing=0.015, level=0.01)
+    rng = np.random.default_rng(5)
+    found = []
+    for i, row in enumerate(rows):
+        found += test.update(i, np.repeat(row, 8) + 0.006 * rng.standard_normal(2048))
+    assert found == []
+
+
+def test_a_little_slower_still_is_news_too() -> None:
+    series = Series(8)
+    series.run(80)
+    series.offsets[5] = -np.log(0.96)
+    assert [shift.kind for shift in series.run(60)] == ["slow"]
+    series.offsets[5] = -np.log(0.77)
+    (shift,) = series.run(40)
+    assert (shift.kind, shift.series, shift.onset) == ("slow", 5, 140)
+    assert shift.after == pytest.approx(-np.log(0.77), abs=0.01)
+    series.offsets[5] += 0.07
+    (shift,) = series.run(40)
+    assert shift.after == pytest.approx(0.07 - np.log(0.77), abs=0.01)
+
+
+def test_small_steps_of_a_slow_series_add_up_to_news() -> None:
+    series = Series(8)
+    series.run(80)
+    series.offsets[5] = 0.2
+    found = series.run(30)
+    for _ in range(4):
+        series.offsets[5] += 0.03
+        found += series.run(80)
+    assert [shift.kind for shift in found] == ["slow", "slow", "slow"]
+
+
+def test_pardons_are_kept_for_as_long_as_they_were_given() -> None:
+    series = Series(8)
+    series.run(80)
+    series.offsets[5] = 0.13
+    assert len(series.run(20)) == 1
+    series.test.clear(5, series.now)
+    pardons = series.test.pardons
+    assert pardons[5].until == 600
+    series.test = PeerTest(np.zeros(8), pardons=pardons)
+    assert series.run(490) == []
+    (shift,) = series.run(30)
+    assert (shift.series, shift.kind) == (5, "slow")
+    assert shift.after == pytest.approx(0.13, abs=0.02)
+
+
+def test_who_recovers_under_a_pardon_is_not_faster_and_is_found_when_it_fails_again() -> None:
+    series = Series(8)
+    series.run(80)
+    series.offsets[5] = 0.13
+    series.run(20)
+    series.test.clear(5, series.now)
+    series.test = PeerTest(np.zeros(8), pardons=series.test.pardons)
+    series.run(20)
+    series.offsets[5] = 0.0
+    assert series.run(60) == []
+    assert series.test.levels(healthy=True)[5] == pytest.approx(0.0, abs=0.02)
+    series.offsets[5] = 0.13
+    assert [shift.series for shift in series.run(10)] == [5]
+
+
+def test_devices_that_are_unlike_each_other_are_healthy_and_one_that_fails_is_not() -> None:
+    found = 0
+    for seed in range(10):
+        series = Series(16, seed=seed, groups=np.arange(16) // 8)
+        series.offsets[:] = 0.02 * np.random.default_rng(seed).standard_normal(16)
+        found += len(series.run(200))
+        series.offsets[3] += 0.2
+        assert 3 in {shift.series for shift in series.run(4)}
+    assert found <= 1
+
+
+def test_what_series_wander_by_is_known_to_the_next_test() -> None:
+    for seed in range(6):
+        rows = wander(16, seed, 700, level=0.012)
+        before = PeerTest(np.zeros(16))
+        for i, row in enumerate(rows[:400]):
+            before.update(i, row)
+        test = PeerTest(np.zeros(16), wandering=before.wandering)
+        assert [shift for i, row in enumerate(rows[400:]) for shift in test.update(i, row)] == []

@@ -453,7 +453,8 @@ def three_nodes() -> FakeSlurm:
 
 def test_three_nodes_that_are_well(fresh_home: Path, three_nodes: FakeSlurm) -> None:
     found = asked(three_nodes, FakeSurvey(operator=True, started=started()), INSIDE)
-    assert {check: outcome for check, outcome in outcomes(found).items() if outcome != "ok"}.keys() <= {"gpus", "munge"}
+    differs = {"gpus", "munge", "journal"}  # with the machine; it is told of a folder in memory, which tests may have
+    assert {check for check, outcome in outcomes(found).items() if outcome != "ok"} <= differs
     texts = {finding.check: finding.text for finding in found}
     assert "n1, n2, n3 connect to this one" in texts["connections"]
     assert "the most of 3" in texts["clocks"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from db.writer import Ledger
 from resihp.errors import ResihpError
-from resihp.parallelism.layout import Layout
+from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan, spread
 from resihp.protocol.messages import Declare
@@ -22,10 +23,14 @@ from wrapper.cli import app
 MODEL = ModelSpec(layers=16, hidden=1024, heads=16, kv_groups=16, ffn_hidden=4096, vocab=32000, sequence=2048)
 DECLARE = Declare(model=MODEL, micro_batches=16, iterations=1000, resume_from=0, fingerprint="same")
 LAYOUT = Layout.uniform(tp=2, pp=2, dp=2, layers=16)
+PLAN = Plan(epoch=1, layout=LAYOUT, assignment=spread(16, 2))
 
 
 def told(
-    hardware: str = "NVIDIA A100-SXM4-80GB", slow: float | None = None, declare: bool = True
+    hardware: str = "NVIDIA A100-SXM4-80GB",
+    slow: float | None = None,
+    declare: bool = True,
+    plan: Plan = PLAN,
 ) -> list[journal.AnyEntry]:
     """A job of DP2 x PP2 x TP2 on gpu-1 and gpu-2, of which rank 6 is at half speed if so asked."""
     entries: list[journal.AnyEntry] = [
@@ -63,7 +68,6 @@ def told(
     entries.append(journal.ProbesTaken(probe=1, occasion="start", seconds=0.3, devices=(probe,), links=()))
     if declare:
         entries.append(journal.ModelDeclared(declare=DECLARE))
-    plan = Plan(epoch=1, layout=LAYOUT, assignment=spread(16, 2))
     entries.append(journal.PlanDecided(plan=plan, next_iteration=1, action="start", finish=None, reason="start"))
     entries.append(journal.PlanInEffect(epoch=1))
     if slow is not None:
@@ -121,6 +125,16 @@ def test_a_rank_of_a_job_fails(ledger: str, tmp_path: Path) -> None:
     assert 6 not in ranks
     assert sum(after["micro_batches"]) == 16
     assert content["before"]["iteration_seconds"] < after["iteration_seconds"]
+
+
+def test_a_job_with_a_stage_without_ranks(ledger: str, tmp_path: Path) -> None:
+    first, second = LAYOUT.replicas
+    layout = Layout((Replica((first.stages[0], Stage((), first.stages[1].chunks))), second), (2, 3))
+    write(ledger, told(plan=Plan(epoch=1, layout=layout, assignment=()).dealing(16)), tmp_path)
+    content, said = asked(ledger, "7", "--fail", "2")
+    assert said == "", "what passes elsewhere is as it was dealt"
+    assert 0 < content["before"]["iteration_seconds"] < math.inf
+    assert content["after"]["iteration_seconds"] <= content["before"]["iteration_seconds"]
 
 
 def test_what_is_slow_in_the_job_is_slow_in_the_question(ledger: str, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from resihp.errors import ResihpError
 from resihp.parallelism.plan import Plan, spread
-from resihp.scheduler import Decision, Situation, decide, without_lost_replicas
+from resihp.scheduler import Decision, Situation, decide, planners, without_lost_replicas
 from resihp.scheduler.cost.prices import iteration_seconds
 from wrapper.cli import app
 from wrapper.commands.plan import command
@@ -45,6 +44,31 @@ def refusal(*argv: str | Path) -> str:
         return str(result.exception)
     assert result.exit_code == 2
     return result.output
+
+
+def test_a_search_finds_a_better_plan_and_says_what_was_found_at_once() -> None:
+    asked = (
+        "--model",
+        "llama2-13b",
+        "--layout",
+        "tp=4,dp=2,pp=2",
+        "--sequence-parallel",
+        "--fail",
+        "15",
+        "--slow",
+        "11:0.5",
+    )
+    at_once, searched = found(*asked), found(*asked, "--search", "0.5")
+    assert searched["after"]["iteration_seconds"] < 0.95 * at_once["after"]["iteration_seconds"]
+    assert searched["alternatives"][0] == {
+        "name": "at once",
+        "iteration_seconds": at_once["after"]["iteration_seconds"],
+    }
+    assert searched["planning_seconds"] > 0.5
+    assert "searched" in searched["reason"]
+    assert run(*asked, "--search", "-1").exit_code == 2
+    for other in (("--planner", "resihp-paper"), ("--tune",)):
+        assert "begins with our own plan" in refusal(*asked[:5], *other, "--search", "1")
 
 
 def test_json_of_the_example() -> None:
@@ -193,9 +217,7 @@ def test_the_paper_s_planner_is_asked_by_name(monkeypatch: pytest.MonkeyPatch) -
         asked.append(situation)
         return without_lost_replicas(situation)
 
-    module = types.ModuleType("resihp.scheduler.layouts.paper_planner")
-    module.progressive = progressive  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "resihp.scheduler.layouts.paper_planner", module)
+    monkeypatch.setattr(planners, "progressive", progressive)
     content = found(*SMALL, "--fail", "1", "--planner", "resihp-paper")
     assert len(asked) == 2  # the first to warm up
     assert len(content["after"]["layout"]["replicas"]) == 1

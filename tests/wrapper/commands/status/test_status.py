@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -291,7 +292,7 @@ def test_history_tells_which_plans_took_effect_and_what_was_moved(tmp_path: Path
 def test_status_shows_unequal_stages_and_newcomers_that_start(tmp_path: Path) -> None:
     url = any_layout(tmp_path, lambda entry: isinstance(entry, journal.Reconfigured))
     with Reader.open(url) as reader:
-        [job] = reader.jobs()
+        job = reader.job()
         state = job_status(reader, job)
     assert (state["health"]["12"], state["health"]["5"], state["health"]["6"]) == ("starting", "dead", "active")
     lines = lines_of(tables.render_status(state, 80))
@@ -499,3 +500,24 @@ def test_the_command_line_does_not_load_databases_to_answer_help() -> None:
     code = "import sys, wrapper.cli; print([m for m in ('sqlalchemy', 'alembic', 'pandas', 'db') if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert loaded.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({}, "detector: warming up, nothing can be found yet"),
+        ({"detector": "workload"}, "detector: judges each rank's own work"),
+        ({"detector": "workload", "unwatched": "[4, 5]"}, "each rank's own work; not watched: ranks 4-5"),
+        ({"detector": "plain times"}, "plain iteration times, no rank reports its chunks"),
+        ({"detector": "workload", "configuration": '{"adapt": {"detect": false}}'}, "detector: off"),
+    ],
+)
+def test_what_the_detector_sees_is_told(row: dict[str, Any], words: str) -> None:
+    job = create_local_job()
+    record_job(job, ended=False)
+    url = f"sqlite:///{job.folder}/ledger.db"
+    catch_up(url, job.folder, job.journal_file)
+    with Reader.open(url) as reader:
+        state = job_status(reader, {**reader.job(), **row})
+    assert state["state"] == "running"
+    assert words in " ".join(" ".join(lines_of(tables.render_status(state, 80))).split())

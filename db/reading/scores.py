@@ -1,0 +1,68 @@
+"""How ranks of a job stood with the detector over time: what a picture of it needs, however many ranks. Reads only.
+
+Scores are thinned when they are written (`resihp.controller.fail_slow.standings`): of all ranks now and then, of the
+most suspicious ones more often. Between which levels the others are is told of the iterations that have all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import msgspec
+from sqlalchemy import func, select
+
+from db.models import RankScoreRow
+from db.reading.reader import Reader
+
+Line = list[tuple[int, float]]
+"""(iteration, level)."""
+
+
+class Scores(msgspec.Struct, frozen=True, kw_only=True):
+    """Levels of the ranks that are told one by one, by rank; `spread`: (iteration, least, most) of all others."""
+
+    lines: dict[int, Line]
+    spread: list[tuple[int, float, float]]
+    ranks: int
+    """Of how many there are scores."""
+
+
+def scores(reader: Reader, job_id: int, named: Collection[int], most: int) -> Scores:
+    """Of `most` ranks one by one: of those `named` the slowest, then those with the most evidence against them.
+
+    Raises LedgerError when the ledger cannot be read.
+    """
+    columns = RankScoreRow.__table__.c
+    own = columns.job_id == job_id
+    peaks = reader.fetch(
+        select(columns.rank, func.max(columns.level).label("level"), func.max(columns.evidence).label("evidence"))
+        .where(own, columns.level.is_not(None))
+        .group_by(columns.rank)
+    )
+    peaks.sort(key=lambda row: (row["rank"] not in named, row["rank"] in named and -row["level"], -row["evidence"]))
+    chosen = sorted(row["rank"] for row in peaks[:most])
+    each = reader.fetch(
+        select(columns.iteration, columns.rank, columns.level)
+        .where(own, columns.rank.in_(chosen), columns.level.is_not(None))
+        .order_by(columns.iteration)
+    )
+    lines: dict[int, Line] = {rank: [] for rank in chosen}
+    for row in each:
+        lines[row["rank"]].append((row["iteration"], row["level"]))
+    spread = reader.fetch(
+        select(
+            columns.iteration,
+            func.min(columns.level).label("least"),
+            func.max(columns.level).label("most"),
+            func.count().label("ranks"),
+        )
+        .where(own, columns.rank.not_in(chosen), columns.level.is_not(None))
+        .group_by(columns.iteration)
+        .order_by(columns.iteration)
+    )
+    whole = max((row["ranks"] for row in spread), default=0) / 2
+    return Scores(
+        lines=lines,
+        spread=[(row["iteration"], row["least"], row["most"]) for row in spread if row["ranks"] > whole],
+        ranks=len(peaks),
+    )

@@ -1,0 +1,90 @@
+"""Suspicions to be slow, as they stand in the journal: numbered, told whole, one open at a time, each with an outcome.
+
+Decides nothing. Called by `slow_devices`, `slow_links`, `slow_parts` and `slowness`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from resihp.controller.state import Job
+from resihp.detector.findings import Component, Finding
+from resihp.record.describe import rank_list
+from resihp.record.journal import Outcome, Suspected
+
+SAME = 8
+"""Iterations between onsets that may still have one cause."""
+OTHER = 0.05
+"""By so much a speed has to differ from that of the verdict to be another one."""
+MOST_RANKS = 16
+"""Ranks that a line names."""
+
+
+def change(finding: Finding) -> str:
+    return f"{finding.change:+.0%} since iteration {finding.iteration}"
+
+
+def some(ranks: Sequence[int]) -> str:
+    """`ranks 0-15 and 4 more`."""
+    more = f" and {len(ranks) - MOST_RANKS} more" if len(ranks) > MOST_RANKS else ""
+    return f"{rank_list(ranks[:MOST_RANKS])}{more}"
+
+
+def speed_of(finding: Finding) -> float:
+    """What the change of time comes to."""
+    return possible(1.0 / (1.0 + max(finding.change, 0.0)))
+
+
+def possible(speed: float) -> float:
+    """A speed that a verdict can have: others are a mistake of some clock."""
+    return min(max(speed, 0.01), 1.0)
+
+
+PARTS: tuple[Component, ...] = ("collective", "reduction", "data")
+
+
+def component(finding: Finding) -> Component:
+    """Of a finding of nobody in particular: the job."""
+    if finding.link is not None:
+        return "link"
+    return finding.component if finding.ranks or finding.component in PARTS else "job"
+
+
+def opened(job: Job, finding: Finding, ranks: tuple[int, ...] = (), evidence: str = "") -> None:
+    """A suspicion begins. `ranks`: all suspects, the most likely first."""
+    job.log(_entry(job, finding, ranks, evidence or f"slow, {change(finding)}: {finding.evidence}"))
+
+
+def ended(job: Job, outcome: Outcome, why: str, probe: int = 0, ranks: tuple[int, ...] | None = None) -> None:
+    """The open one came to this. `ranks`: all suspects, where some have joined it."""
+    suspected = job.record.suspects_slow
+    assert suspected is not None
+    ranks = suspected.ranks if ranks is None else ranks
+    job.log(msgspec.structs.replace(suspected, evidence=why, cleared=True, outcome=outcome, probe=probe, ranks=ranks))
+
+
+def dropped(job: Job, finding: Finding, why: str, outcome: Outcome = "dropped") -> None:
+    """A finding that nobody looks into: a suspicion that ends as it begins, whichever is open."""
+    ranks = tuple(rank for rank in finding.ranks if rank in job.members)
+    entry = _entry(job, finding, ranks, why)
+    job.log(msgspec.structs.replace(entry, cleared=True, outcome=outcome))
+
+
+def _entry(job: Job, finding: Finding, ranks: tuple[int, ...], evidence: str) -> Suspected:
+    about = component(finding)
+    suspect = ranks[0] if ranks and about == "device" else None  # neither end of a link is it by itself
+    return Suspected(
+        rank=suspect,
+        node=None if suspect is None else job.members[suspect].node,
+        evidence=evidence,
+        kind="slow",
+        suspicion=job.record.suspicions + 1,
+        component=about,
+        ranks=finding.link or ranks,
+        iteration=finding.iteration,
+        detected=finding.detected,
+        change=finding.change,
+        confidence=finding.confidence,
+    )

@@ -1,0 +1,27 @@
+"""Which detector a job has: `[detect] mode`. Called by the controller when it begins, through its dependencies.
+
+==============  =====================================================================================================
+`sequential`    ours: sequential tests of every rank, link and iteration (`resihp.detector.online.monitor`)
+`paper`         the ResiHP paper's: change points of iteration times, of which those count that take more than 25 %
+                longer than predicted for their workload (`resihp.detector.rivals`)
+`greyhound`     Greyhound's: the same change points, of which those count after which the mean is 10 % higher
+==============  =====================================================================================================
+"""
+
+from __future__ import annotations
+
+from resihp.detector.interface import Detector
+from resihp.detector.online.monitor import Monitor
+from resihp.detector.rivals.change_points import ChangePointDetector
+from resihp.settings import Detection
+
+
+def detector(detection: Detection) -> Detector:
+    """A detector that knows nothing yet."""
+    match detection.mode:
+        case "paper" | "greyhound":
+            return ChangePointDetector(detection.mode)
+        case _:
+            return Monitor(
+                false_alarms_per=detection.false_alarms_per, patience=detection.patience, least=detection.least
+            )

@@ -1,0 +1,136 @@
+"""Slow-downs of several workers: which are one, and who has nobody to be compared with. Pure, decides no more.
+
+Workers that share a node, a switch or a storage server become slow at the same time by about the same factor. Called by
+`resihp.detector.offline.series`, which finds the slow-downs of each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from resihp.detector.offline.analysis import SpeedChange
+
+APART = 3.0
+"""Iterations between onsets, and between ends, of slow-downs that may be one."""
+APART_IF_MILD = 1.0
+"""The same times their size, log units: noise hides where mild ones begin."""
+ALIKE = 0.25
+"""Most that their sizes differ, over the larger one, log units."""
+STEADY = 0.01
+"""Times of workers are never taken to differ by less; log units."""
+FEW_SHARED = 0.5
+"""Share of its iterations that a worker must have in common with others to be compared with them."""
+
+
+def together(events: Sequence[SpeedChange]) -> list[SpeedChange]:
+    """Events of ranks, those of one cause as one that names all its ranks; ends go with their beginnings."""
+    slow = sorted((event for event in events if event.verdict == "fail-slow"), key=lambda event: event.iteration)
+    groups: list[list[SpeedChange]] = []
+    for event in slow:
+        mine = next((group for group in groups if all(_alike(event, other) for other in group)), None)
+        if mine is None:
+            groups.append([event])
+        else:
+            mine.append(event)
+    several = [group for group in groups if len(group) > 1]
+    of_group = {_name(event) for group in several for event in group}
+    ends = {(event.where, event.end) for group in several for event in group}
+    alone = [
+        event
+        for event in events
+        if _name(event) not in of_group
+        and not (event.verdict == "recovered" and (event.where, event.iteration) in ends)
+    ]
+    return alone + [event for group in several for event in _as_one(group, events)]
+
+
+def common_of_healthy(rows: Mapping[int, Mapping[int, float]], events: Sequence[SpeedChange]) -> dict[int, float]:
+    """What ranks that are not slow have in common, by iteration, where two of them or more are left; log units.
+
+    `rows`: by iteration, logs of the times of ranks relative to what is usual for them.
+    """
+    slow = [
+        (event.where.rank, event.iteration, math.inf if event.end is None else event.end)
+        for event in events
+        if event.verdict == "fail-slow" and event.where is not None
+    ]
+    common: dict[int, float] = {}
+    for iteration, row in rows.items():
+        now = {rank for rank, first, end in slow if first <= iteration < end}
+        values = np.array([value for rank, value in row.items() if rank not in now])
+        if values.size < 2:
+            continue
+        middle = float(np.median(values))
+        reach = 3.0 * max(1.4826 * float(np.median(np.abs(values - middle))), STEADY)
+        common[iteration] = float(np.clip(values, middle - reach, middle + reach).mean())
+    return common
+
+
+def without_peers(iterations: Mapping[int, Collection[int]]) -> list[str]:
+    """A remark for each worker that others hardly share an iteration with; `iterations` of each worker."""
+    if len(iterations) == 1:
+        (rank,) = iterations
+        return [f"rank {rank} is the only one with times: it cannot be compared, only its own past tells"]
+    counts: dict[int, int] = {}
+    for own in iterations.values():
+        for iteration in own:
+            counts[iteration] = counts.get(iteration, 0) + 1
+    lonely = [
+        rank
+        for rank, own in iterations.items()
+        if own and sum(counts[iteration] > 1 for iteration in own) < FEW_SHARED * len(own)
+    ]
+    return [
+        f"rank {rank} has hardly any iteration in common with others: it cannot be compared, nothing is told of it"
+        for rank in lonely
+    ]
+
+
+def _alike(one: SpeedChange, two: SpeedChange) -> bool:
+    if one.where == two.where:
+        return False
+    sizes = math.log1p(one.change), math.log1p(two.change)
+    near = max(APART, APART_IF_MILD / min(sizes))
+    if abs(one.iteration - two.iteration) > near or (one.end is None) != (two.end is None):
+        return False
+    if one.end is not None and two.end is not None and abs(one.end - two.end) > near:
+        return False
+    return abs(sizes[0] - sizes[1]) <= ALIKE * max(sizes)
+
+
+def _name(event: SpeedChange) -> tuple[object, ...]:
+    return event.verdict, event.where, event.iteration
+
+
+def _as_one(group: Sequence[SpeedChange], events: Sequence[SpeedChange]) -> list[SpeedChange]:
+    """One event of several, as early as the earliest; everybody waits for all of them at the same time."""
+    first = min(group, key=lambda event: event.detected_at)
+    ranks = tuple(
+        sorted(event.where.rank for event in group if event.where is not None and event.where.rank is not None)
+    )
+    costs = [event.cost_seconds for event in group if event.cost_seconds is not None]
+    whole = msgspec.structs.replace(
+        first,
+        iteration=sorted(event.iteration for event in group)[len(group) // 2],
+        end=None if first.end is None else sorted(event.end or 0 for event in group)[len(group) // 2],
+        change=sum(event.change for event in group) / len(group),
+        where=None,
+        cost_seconds=sum(costs) / len(costs) if costs else None,
+        sizes=(),
+        ranks=ranks,
+    )
+    if whole.end is None:
+        return [whole]
+    over = [
+        event
+        for event in events
+        if event.verdict == "recovered" and any((event.where, event.iteration) == (one.where, one.end) for one in group)
+    ]
+    if not over:
+        return [whole]
+    last = max(over, key=lambda event: event.detected_at)
+    return [whole, msgspec.structs.replace(last, iteration=whole.end, where=None, ranks=ranks)]

@@ -1,0 +1,118 @@
+"""Which ranks take which places of a layout: those that hold most of what a place needs. Pure.
+
+A search finds shapes; who of equal ranks stands where is then free. Groups of equally many, equally fast ranks change
+places over the whole job, then equally fast ranks of a node within it, standing by or not, each an assignment of least
+bytes (`scipy.optimize.linear_sum_assignment`), in turn until nothing is gained. Called by `resihp.scheduler.anytime`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from resihp.parallelism.layout import LayerSpan, Replica, Stage
+from resihp.scheduler.cost.prices import Lacking, units_outside
+from resihp.scheduler.situation import Situation
+
+ROUNDS = 4
+"""At most; two are usual."""
+
+
+class _Place(msgspec.Struct, frozen=True):
+    replica: int
+    stage: int
+    chunks: tuple[LayerSpan, ...]
+    units: frozenset[str]
+    tp: int
+
+
+def relabelled(replicas: Sequence[Replica], situation: Situation) -> tuple[Replica, ...]:
+    """The same shapes at the same speeds, of ranks that need to receive fewer bytes, or as they were.
+
+    Groups stay on one node each, but may be on another one: where links differ, the time may be another.
+    """
+    return _Labels(situation).run(tuple(replicas))
+
+
+class _Labels:
+    def __init__(self, situation: Situation) -> None:
+        self._situation, self._lacking = situation, Lacking(situation)
+        self._at: defaultdict[tuple[str, float], list[int]] = defaultdict(list)
+        """Ranks by node and speed."""
+        for rank in situation.available:
+            self._at[self._kind(rank)].append(rank)
+
+    def _kind(self, rank: int) -> tuple[str, float]:
+        return self._situation.nodes[rank], self._situation.speeds.get(rank, 1.0)
+
+    def run(self, replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
+        bytes_now = self._bytes(replicas)
+        for _ in range(ROUNDS):
+            found = self._within_nodes(self._between_groups(replicas))
+            bytes_then = self._bytes(found)
+            if bytes_then >= bytes_now:
+                break
+            replicas, bytes_now = found, bytes_then
+        return replicas
+
+    def _bytes(self, replicas: tuple[Replica, ...]) -> int:
+        return sum(self._of(rank, place, t) for place, ranks in self._places(replicas) for t, rank in enumerate(ranks))
+
+    def _of(self, rank: int, place: _Place, t: int) -> int:
+        return self._lacking.bytes_of(rank, place.chunks, place.units, t, place.tp)
+
+    def _places(self, replicas: tuple[Replica, ...]) -> list[tuple[_Place, tuple[int, ...]]]:
+        found: list[tuple[_Place, tuple[int, ...]]] = []
+        for d, replica in enumerate(replicas):
+            for s, stage in enumerate(replica.stages):
+                if stage.ranks:
+                    place = _Place(d, s, stage.chunks, units_outside(replica, s), stage.tp)
+                    found.append((place, stage.ranks))
+        return found
+
+    def _between_groups(self, replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
+        """Groups of one width and speeds, each to a place of such a group."""
+        alike: defaultdict[tuple[float, ...], list[tuple[_Place, tuple[int, ...]]]] = defaultdict(list)
+        for place, ranks in self._places(replicas):
+            alike[tuple(sorted(self._kind(rank)[1] for rank in ranks))].append((place, ranks))
+        taken: dict[tuple[int, int], tuple[int, ...]] = {}
+        for members in alike.values():
+            cost = np.array([[self._least(ranks, place) for _, ranks in members] for place, _ in members])
+            for i, j in zip(*(found.tolist() for found in linear_sum_assignment(cost)), strict=True):
+                place = members[i][0]
+                taken[place.replica, place.stage] = members[j][1]
+        return _with(replicas, taken)
+
+    def _least(self, ranks: tuple[int, ...], place: _Place) -> int:
+        """Bytes that a group's place needs at least, were it for ranks like these of their nodes alone."""
+        pool = list(dict.fromkeys(rank for own in ranks for rank in self._at[self._kind(own)]))
+        cost = np.array([[self._of(rank, place, t) for rank in pool] for t in range(place.tp)])
+        at, which = linear_sum_assignment(cost)
+        return int(cost[at, which].sum())
+
+    def _within_nodes(self, replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
+        """Ranks of one node and speed, each to a seat of one of them."""
+        seats: defaultdict[tuple[str, float], list[tuple[_Place, int]]] = defaultdict(list)
+        taken: dict[tuple[int, int], list[int]] = {}
+        for place, ranks in self._places(replicas):
+            taken[place.replica, place.stage] = list(ranks)
+            for t, rank in enumerate(ranks):
+                seats[self._kind(rank)].append((place, t))
+        for kind, asked in seats.items():
+            pool = self._at[kind]
+            cost = np.array([[self._of(rank, place, t) for rank in pool] for place, t in asked])
+            for i, j in zip(*(found.tolist() for found in linear_sum_assignment(cost)), strict=True):
+                place, t = asked[i]
+                taken[place.replica, place.stage][t] = pool[j]
+        return _with(replicas, {where: tuple(ranks) for where, ranks in taken.items()})
+
+
+def _with(replicas: tuple[Replica, ...], taken: dict[tuple[int, int], tuple[int, ...]]) -> tuple[Replica, ...]:
+    return tuple(
+        Replica(tuple(Stage(taken.get((d, s), ()), stage.chunks) for s, stage in enumerate(replica.stages)))
+        for d, replica in enumerate(replicas)
+    )

@@ -6,7 +6,7 @@ State is exact but for what `resihp.parallelism.parameter_outline` leaves out. A
 four times as wide and of as many key/value heads as heads, as wide as the hidden state together; here they follow from
 the model. Norms of queries and keys keep what goes into them, too. Attention scores are not kept (fused attention),
 recomputation is not counted. What CUDA, NCCL and gaps take besides is told by `device_memory`; the second copy of state
-while a transition is under way is not part of this.
+while a transition is under way by `transition_memory`.
 
 Called by the planner, and by the executor before it agrees to a plan.
 """

@@ -46,6 +46,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     sequence_parallel: bool = False
     zero_1: bool = False
     """Whether replicas share the optimizer's state."""
+    ignore_memory: bool = False
+    """Whether layouts are looked at as if devices had memory for any; so it is, too, where `first_plan` has no room."""
     spares: int = 0
     failed: tuple[int, ...] = ()
     failed_nodes: tuple[str, ...] = ()
@@ -268,7 +270,7 @@ def situation_of(
         dp=question.dp,
         gradients_inside=question.world <= question.gpus_per_node,
     )
-    fits = worst(question, base)[0] <= question.hardware.memory_bytes
+    fits = not question.ignore_memory and worst(question, base)[0] <= question.hardware.memory_bytes
     return Situation(
         epoch=base.epoch + 1,
         base=base.layout,
@@ -356,6 +358,20 @@ def worst(question: Question, plan: Plan) -> tuple[int, int]:
         for replica, bytes_needed in zip(plan.layout.replicas, needs, strict=True)
         for stage, need in zip(replica.stages, bytes_needed, strict=True)
         if stage.ranks
+    )
+
+
+def check_memory(question: Question, base: Plan) -> None:
+    """Raises PlanError if devices have too little memory before anything fails, and that is not to be ignored."""
+    needed, rank = worst(question, base)
+    if question.ignore_memory or needed <= question.hardware.memory_bytes:
+        return
+    less = [] if question.sequence_parallel or question.tp == 1 else ["--sequence-parallel"]
+    less += [] if question.zero_1 or question.dp == 1 else ["--zero-1"]
+    raise PlanError(
+        f"rank {-rank}: needs {needed / 1e9:.1f} GB before anything fails, its device has "
+        f"{question.hardware.memory_bytes / 1e9:.1f} GB: {parts(question, base, -rank)}; less would be needed with "
+        f"{', '.join([*less, 'a larger tp or pp'])} or shorter sequences; --ignore-memory plans without any limit"
     )
 
 

@@ -26,7 +26,7 @@ from resihp.errors import LayoutError
 from resihp.parallelism.layout import Layout, Replica, Stage, validate
 from resihp.parallelism.plan import Plan
 from resihp.pipeline import checker
-from resihp.scheduler.cost import memory
+from resihp.scheduler.cost import memory, transition_memory
 from resihp.scheduler.cost.prices import Prices, iteration_seconds
 from resihp.scheduler.orders import refinement
 from resihp.scheduler.situation import Situation
@@ -34,6 +34,8 @@ from resihp.scheduler.situation import Situation
 MORE_STAGES = 4
 """Of a replica than the job was started with, at most."""
 MORE_REPLICAS = 3
+BUCKET_BYTES = 32 << 20
+"""Of gradients that the executor sums at once."""
 REFINED = 12
 """Layouts that get orders of their own, the fastest ones."""
 SEARCHED = 0.8
@@ -73,7 +75,16 @@ def legal_seconds(plan: Plan, situation: Situation) -> float:
             situation.model,
             situation.memory_bytes,
             situation.tokens,
-            state_bytes=situation.state_bytes,
+            state_bytes=situation.state_bytes_of(memory.sharing(plan.layout)),
+            overhead=situation.overhead,
+        )
+        lacking = lacking or transition_memory.obstacle(
+            situation.base,
+            known.difference(situation.stale),
+            plan.layout,
+            situation.model,
+            situation.memory_bytes,
+            zero_1=situation.zero_1,
             overhead=situation.overhead,
         )
         if lacking is not None:
@@ -267,6 +278,7 @@ def job_of(situation: Situation, ranks: Sequence[int]) -> Job:
     each = np.array([[layer.f, layer.b, layer.w] for layer in times.layers]).T
     degrees = [k for k in sorted({1, 2, 4, 8, situation.tp}) if k <= situation.tp and obstacle(k) is None]
     most = min(situation.model.layers, situation.pp + MORE_STAGES)
+    replicas = len(situation.base.replicas) + MORE_REPLICAS if situation.zero_1 else 0  # that share state
     return Job(
         speed=np.array([situation.speeds.get(rank, 1.0) for rank in ranks]),
         node=np.array([node[situation.nodes[rank]] for rank in ranks]),
@@ -275,9 +287,10 @@ def job_of(situation: Situation, ranks: Sequence[int]) -> Job:
         inside_s=times.inside_s,
         transfer_s=times.transfer_s,
         link=link,
-        room=_rooms(situation, most, degrees)[None],
+        room=np.stack([_rooms(situation, most, degrees, n) for n in range(replicas + 1)]),
         degrees=np.array(degrees),
         gradient_s=times.gradient_s,
+        bucket_layers=BUCKET_BYTES / (4.0 * situation.model.parameters_per_layer),
         step_s=times.step_s,
         split=int(situation.schedule == "zero-bubble"),
         micro_batches=situation.micro_batches,
@@ -286,15 +299,15 @@ def job_of(situation: Situation, ranks: Sequence[int]) -> Job:
     )
 
 
-def _rooms(situation: Situation, most: int, degrees: Sequence[int]) -> np.ndarray:
-    """Most layers of a stage, (stages, stage, degree, micro-batches up to the stages)."""
+def _rooms(situation: Situation, most: int, degrees: Sequence[int], replicas: int) -> np.ndarray:
+    """Most layers of a stage of so many replicas, (stages, stage, degree, micro-batches up to the stages)."""
     found = np.full((most + 1, most, 9, most + 1), situation.model.layers)
     if situation.room_bytes is None:
         return found
     for stages in range(1, most + 1):
         for stage in range(stages):
             for tp in degrees:
-                post = situation.post(stage, stages, tp)
+                post = situation.post(stage, stages, tp, replicas)
                 for m in range(1, stages + 1):
                     post = msgspec.structs.replace(post, micro_batches=m)
                     room = memory.capacity(situation.model, post, situation.room_bytes, situation.tokens)

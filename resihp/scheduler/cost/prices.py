@@ -1,9 +1,9 @@
 """What a layout costs: predicted time of an iteration, and bytes that must move to get there. Pure.
 
 Times are those of `resihp.pipeline.timeline`: a chunk takes what its layers take (`Situation.times`) divided by the
-speed of its group, a transfer between two nodes what the slowest of their links takes; gradient synchronisation begins
-once the last replica has come. Replicas that exchange no micro-batches wait for each other only at the end, so each is
-played alone, and equal ones once.
+speed of its group, a transfer between two nodes what the slowest of their links takes; gradients are summed beside the
+last backward, and what is left of that after it. Replicas that exchange no micro-batches wait for each other only at
+the end, so each is played alone, and equal ones once.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from resihp.pipeline.compiled import CompiledOrders, compile_orders
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Orders, Seconds, Transfers, play
 from resihp.scheduler.cost import memory
+from resihp.scheduler.cost.gradient_sync import exposed_s, peer_links
 from resihp.scheduler.cost.profile import Times
 from resihp.scheduler.layouts import shares
 from resihp.scheduler.layouts.layers import Chunks
@@ -69,6 +70,7 @@ class Prices:
         self._played: defaultdict[object, dict[int, float]] = defaultdict(dict)
         self._priced: dict[int, Priced] = {}
         """By identity of the replica, which it keeps alive."""
+        self._exposed: dict[int, float] = {}
 
     def priced(self, replica: Replica) -> Priced:
         found = self._priced.get(id(replica))
@@ -141,7 +143,19 @@ class Prices:
         guess = shares.split(self._situation.micro_batches, [clock.line(usual) for clock in played])
         counts = shares.improved(guess, played)
         longest = max(seconds(m) for seconds, m in zip(played, counts, strict=True))
-        return counts, longest + after_backward_s([priced.replica for priced in replicas], self._situation)
+        return counts, longest + self._after_backward_s(replicas)
+
+    def _after_backward_s(self, replicas: Sequence[Priced]) -> float:
+        """As `after_backward_s`; where links are as they should be, each replica is looked at once."""
+        times = self._situation.times
+        if self._situation.links or len(replicas) < 2 or not times.gradient_s:
+            return after_backward_s([priced.replica for priced in replicas], self._situation)
+        for priced in replicas:
+            if id(priced.replica) not in self._exposed:
+                speeds = [self._situation.speed(stage.ranks) for stage in priced.replica.stages]
+                self._exposed[id(priced.replica)] = exposed_s(priced.replica, speeds, self._situation)
+                self._priced.setdefault(id(priced.replica), priced)  # keeps it alive
+        return max(self._exposed[id(priced.replica)] for priced in replicas) + times.step_s
 
     def _clock(self, priced: Priced, replicas: int) -> _Clock:
         stages = priced.replica.stages
@@ -265,24 +279,24 @@ def transfers(plan: Plan, situation: Situation) -> Transfers:
 
 
 def after_backward_s(replicas: Sequence[Replica], situation: Situation) -> float:
-    """Gradient synchronisation of the slowest group, and the step.
+    """What comes after the last backward: the sums of gradients that are still under way, and the step.
 
-    A stage synchronises with those that hold the same layers in other replicas, over the slowest link between them.
+    A stage sums its gradients with those that hold the same layers in other replicas, over the slowest link between
+    them, as far as it has not done so before (`exposed_s`).
     """
     times = situation.times
     if len(replicas) < 2 or not times.gradient_s:
         return times.step_s
-    working = [stage for replica in replicas for stage in replica.stages if stage.ranks]
-    slowest = max(len(stage.layers) * times.gradient_s / stage.tp for stage in working)
-    if situation.links:
-        for replica in replicas:
-            for stage in replica.stages:
-                mine = set(stage.layers)
-                peers = [s for r in replicas if r is not replica for s in r.stages if mine.intersection(s.layers)]
-                link = min((situation.link(stage.ranks, peer.ranks) for peer in peers), default=1.0)
-                if link < 1.0 and stage.ranks:
-                    slowest = max(slowest, len(mine) * times.gradient_s / stage.tp / link)
-    return slowest + times.step_s
+    known: dict[object, float] = {}
+    longest = 0.0
+    for replica in replicas:
+        links = peer_links(replica, replicas, situation) if situation.links else None
+        speeds = tuple(situation.speed(stage.ranks) for stage in replica.stages)
+        key = tuple((stage.chunks, stage.tp) for stage in replica.stages), speeds, links
+        if key not in known:
+            known[key] = exposed_s(replica, speeds, situation, links)
+        longest = max(longest, known[key])
+    return longest + times.step_s
 
 
 def _costs(shapes: tuple[Shape, ...], orders: Orders) -> Seconds:

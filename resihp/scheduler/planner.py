@@ -269,7 +269,7 @@ def _obstacle(plan: Plan, situation: Situation) -> str:
             situation.model,
             situation.memory_bytes,
             situation.tokens,
-            state_bytes=situation.state_bytes,
+            state_bytes=situation.state_bytes_of(memory.sharing(plan.layout)),
             overhead=situation.overhead,
         )
         if lacking is not None:

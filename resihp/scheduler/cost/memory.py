@@ -13,6 +13,7 @@ Called by the planner, and by the executor before it agrees to a plan.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 
 import msgspec
@@ -55,6 +56,16 @@ class Post(msgspec.Struct, frozen=True, kw_only=True):
 def zero_1(replicas: int) -> int:
     """Bytes of each parameter under mixed precision if so many replicas share the optimizer's state (ZeRO, stage 1)."""
     return 4 + -(-12 // max(1, replicas))
+
+
+def sharing(layout: Layout) -> int:
+    """How many replicas can share the optimizer's state: as many as hold the layer that the fewest hold."""
+    if not layout.vacant:
+        return len(layout.replicas)
+    holders = Counter(
+        layer for replica in layout.replicas for stage in replica.stages if stage.ranks for layer in stage.layers
+    )
+    return min(holders.values(), default=0)
 
 
 def needed_bytes(plan: Plan, rank: int, model: ModelSpec, tokens: int, *, state_bytes: int | None = None) -> int:

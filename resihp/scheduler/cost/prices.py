@@ -9,6 +9,7 @@ played alone, and equal ones once.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -65,6 +66,7 @@ class Prices:
         self._situation = situation
         self._shapes: dict[object, tuple[Shape, tuple[tuple[float, ...], ...]]] = {}
         self._clocks: dict[object, _Clock] = {}
+        self._played: defaultdict[object, dict[int, float]] = defaultdict(dict)
         self._priced: dict[int, Priced] = {}
         """By identity of the replica, which it keeps alive."""
 
@@ -90,9 +92,9 @@ class Prices:
             found = self._shapes[tuple(key)] = shape, _late(replica, situation)
         return Priced(replica, *found)
 
-    def seconds(self, priced: Priced, micro_batches: int) -> float:
-        """Time of one replica for so many micro-batches, played."""
-        return self._clock(priced)(micro_batches)
+    def seconds(self, priced: Priced, micro_batches: int, replicas: int) -> float:
+        """Time of one replica, of so many in all, for so many micro-batches, played."""
+        return self._clock(priced, replicas)(micro_batches)
 
     def shapes_seconds(self, shapes: Sequence[Sequence[Times]], micro_batches: int) -> list[float]:
         """Times of pipelines of equally many stages, one chunk each, without transfers; played together."""
@@ -134,37 +136,41 @@ class Prices:
 
     def iteration(self, replicas: Sequence[Priced]) -> tuple[tuple[int, ...], float]:
         """Micro-batches of each replica, and the time of the iteration. Raises PlanError if some would get none."""
-        played = [self._clock(priced) for priced in replicas]
+        played = [self._clock(priced, len(replicas)) for priced in replicas]
         usual = max(1, self._situation.micro_batches // max(1, len(played)))
         guess = shares.split(self._situation.micro_batches, [clock.line(usual) for clock in played])
         counts = shares.improved(guess, played)
         longest = max(seconds(m) for seconds, m in zip(played, counts, strict=True))
         return counts, longest + after_backward_s([priced.replica for priced in replicas], self._situation)
 
-    def _clock(self, priced: Priced) -> _Clock:
+    def _clock(self, priced: Priced, replicas: int) -> _Clock:
         stages = priced.replica.stages
-        key = (priced.shape, priced.late, tuple((stage.tp, len(stage.layers)) for stage in stages))
-        found = self._clocks.get(key)
+        alike = (priced.shape, priced.late, tuple((stage.tp, len(stage.layers)) for stage in stages))
+        state_bytes = self._situation.state_bytes_of(replicas)
+        found = self._clocks.get((alike, state_bytes))
         if found is None:
-            found = self._clocks[key] = _Clock(priced, self._situation)
+            found = _Clock(priced, self._situation, state_bytes, self._played[alike])
+            self._clocks[alike, state_bytes] = found
         return found
 
 
 class _Clock:
     """Times of replicas of one shape, by their number of micro-batches; each is played once.
 
-    Infinite for more micro-batches than the replica has memory for.
+    Infinite for more micro-batches than the replica has memory for beside its state, of which each parameter takes
+    `state_bytes`. `played` are the times without this limit, of all clocks of the shape.
     """
 
-    def __init__(self, priced: Priced, situation: Situation) -> None:
+    def __init__(self, priced: Priced, situation: Situation, state_bytes: int | None, played: dict[int, float]) -> None:
         self.pace = priced.pace
         self._priced, self._situation, self._schedule = priced, situation, situation.schedule
-        self._played: dict[int, float] = {}
+        self._state_bytes, self._played = state_bytes, played
+        self._found: dict[int, float] = {}
 
     def __call__(self, micro_batches: int) -> float:
-        found = self._played.get(micro_batches)
+        found = self._found.get(micro_batches)
         if found is None:
-            found = self._played[micro_batches] = self._play(micro_batches)
+            found = self._found[micro_batches] = self._look(micro_batches)
         return found
 
     def line(self, usual: int) -> shares.Seconds:
@@ -175,7 +181,7 @@ class _Clock:
             return self.pace
         return lambda m: begin + (m - usual) * slope
 
-    def _play(self, micro_batches: int) -> float:
+    def _look(self, micro_batches: int) -> float:
         if not memory.fits(
             self._priced.replica,
             micro_batches,
@@ -184,9 +190,14 @@ class _Clock:
             self._situation.tokens,
             schedule=self._schedule,
             sequence_parallel=self._situation.sequence_parallel,
-            state_bytes=self._situation.state_bytes,
+            state_bytes=self._state_bytes,
         ):
             return math.inf
+        if micro_batches not in self._played:
+            self._played[micro_batches] = self._play(micro_batches)
+        return self._played[micro_batches]
+
+    def _play(self, micro_batches: int) -> float:
         shape, late = self._priced.shape, self._priced.late
         compiled, slots, edges = _compiled(self._schedule, _canonical(self._priced.replica), micro_batches)
         split = self._schedule == "zero-bubble"

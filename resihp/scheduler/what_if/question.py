@@ -285,7 +285,7 @@ def situation_of(
         speeds={rank: speed for rank, speed in sorted(slow.items()) if speed < 1},
         memory_bytes=question.hardware.memory_bytes if fits else None,
         overhead=question.overhead,
-        state_bytes=state_bytes_of(question, gone),
+        zero_1=question.zero_1,
         profile=profile,
         links={pair: speed for pair, speed in sorted(slow_links.items()) if speed < 1},
     )
@@ -294,12 +294,11 @@ def situation_of(
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def state_bytes_of(question: Question, gone: Collection[int] = ()) -> int:
-    """Of a parameter. Under ZeRO-1 the replicas that have lost nothing share the optimizer's state: others may go."""
+def state_bytes_of(question: Question, layout: Layout) -> int:
+    """Of a parameter. Under ZeRO-1 the replicas share the optimizer's state."""
     if not question.zero_1:
         return memory.STATE_BYTES[question.model.precision]
-    size = question.tp * question.pp
-    return memory.zero_1(question.dp - len({rank // size for rank in gone if rank < question.dp * size}))
+    return memory.zero_1(memory.sharing(layout))
 
 
 def tokens_of(question: Question) -> int:
@@ -325,6 +324,7 @@ def stage_bytes(question: Question, plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 
 def _needs(question: Question, plan: Plan, d: int, replica: Replica, alone: bool) -> tuple[int, ...]:
+    tokens, state_bytes = tokens_of(question), state_bytes_of(question, plan.layout)
     if alone:
         plan = msgspec.structs.replace(
             plan,
@@ -332,10 +332,9 @@ def _needs(question: Question, plan: Plan, d: int, replica: Replica, alone: bool
             assignment=(plan.assignment[d],),
             orders=(plan.orders[d],) if plan.orders else (),
         )
-    tokens = tokens_of(question)
     return tuple(
         question.overhead.with_gaps(
-            memory.needed_bytes(plan, stage.ranks[0], question.model, tokens, state_bytes=state_bytes_of(question))
+            memory.needed_bytes(plan, stage.ranks[0], question.model, tokens, state_bytes=state_bytes)
         )
         if stage.ranks
         else 0
@@ -363,7 +362,7 @@ def worst(question: Question, plan: Plan) -> tuple[int, int]:
 def parts(question: Question, plan: Plan, rank: int) -> str:
     """What a rank's device must have memory for, in words."""
     state, whole = (
-        memory.needed_bytes(plan, rank, question.model, tokens, state_bytes=state_bytes_of(question))
+        memory.needed_bytes(plan, rank, question.model, tokens, state_bytes=state_bytes_of(question, plan.layout))
         for tokens in (0, tokens_of(question))
     )
     return question.overhead.told(state, whole - state)

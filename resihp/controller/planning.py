@@ -21,7 +21,8 @@ from resihp.parallelism.layout import Layout, Replica, Stage, validate
 from resihp.parallelism.ownership import ParameterSpec
 from resihp.parallelism.plan import Plan
 from resihp.parallelism.transfers import Base, bytes_of, missing
-from resihp.scheduler.cost import device_memory
+from resihp.scheduler.cost import device_memory, memory
+from resihp.scheduler.cost.device_memory import Overhead
 from resihp.scheduler.cost.layout_change import movement
 from resihp.scheduler.cost.prices import iteration_seconds
 from resihp.scheduler.layouts import first_layout
@@ -351,6 +352,7 @@ def _situation(
     minds = not job.settings.observes if minds_slowness is None else minds_slowness
     slows = job.record.slow if minds else {}
     stale = set() if base is None else available & set(old.layout.active) - set(base.survivors)
+    overhead = device_memory.overhead(declared.device, declared.back_end)
     return Situation(
         epoch=epoch,
         base=old.layout,
@@ -364,13 +366,23 @@ def _situation(
         chunks=settings.chunks,
         schedule=settings.schedule,
         sequence_parallel=settings.sequence_parallel,
-        memory_bytes=settings.memory_bytes,
-        overhead=device_memory.overhead(declared.device, declared.back_end),
+        memory_bytes=_memory_bytes(job, old, overhead),
+        overhead=overhead,
         speeds={rank: slows[device].speed for rank in available if (device := job.device_of(rank)) in slows},
         profile=job.profile,
         links=learned_times.links(job) if minds else {},
         stale=tuple(sorted(stale)),
     )
+
+
+def _memory_bytes(job: Job, plan: Plan, overhead: Overhead) -> int | None:
+    """Of each device: what the user says, else what the smallest device has, and no less than `plan` needs by estimate:
+    it runs, or was asked for."""
+    told, has = job.settings.memory_bytes, job.declaration.memory_bytes
+    if told is not None or has is None:
+        return told
+    needed, _ = memory.most_needed(plan, job.declaration.model, job.declaration.model.sequence)
+    return max(has, overhead.with_gaps(needed))
 
 
 def base(job: Job) -> Base | None:

@@ -135,7 +135,7 @@ def declared(job: Job, member: Member, declare: m.Declare) -> None:
 
 def trains_the_same(job: Job, declare: m.Declare) -> bool:
     """Whether a rank declares what the job trains, wherever it would resume from."""
-    return msgspec.structs.replace(declare, resume_from=job.declaration.resume_from) == job.declaration
+    return msgspec.structs.replace(declare, resume_from=job.declaration.resume_from).trains_as(job.declaration)
 
 
 def refused(job: Job, member: Member, refuse: m.Refuse) -> None:
@@ -152,12 +152,15 @@ def propose(job: Job) -> None:
     declares = {rank: job.members[rank].declared for rank in job.ready}
     first = declares[min(declares)]
     assert first is not None
-    odd = sorted(rank for rank, declare in declares.items() if declare != first)
+    odd = sorted(rank for rank, declare in declares.items() if declare is None or not declare.trains_as(first))
     if odd:
         incidents.end(
             job, 2, f"{job.where(odd[0])}: declares another model, batch or version than rank {min(declares)}"
         )
         return
+    sizes = [declare.memory_bytes for declare in declares.values() if declare is not None]
+    smallest = min((size for size in sizes if size is not None), default=None)
+    first = msgspec.structs.replace(first, memory_bytes=None if None in sizes else smallest)
     if job.record.trains != first:
         job.log(ModelDeclared(declare=first))
     if job.settings.examine and not job.start.examined:

@@ -75,6 +75,11 @@ def own_device(gpus: int) -> torch.device:
     return device
 
 
+def memory_bytes(device: torch.device) -> int | None:
+    """What a worker's device has in all; None where others may take of it, or it is a processor."""
+    return None if is_shared(device) else int(torch.cuda.mem_get_info(device)[1])
+
+
 def is_shared(device: torch.device) -> bool:
     """Whether other workers of the machine may compute on it as well."""
     return device.type == "cpu" or os.environ.get(SHARED) == "1"

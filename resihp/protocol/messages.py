@@ -114,7 +114,7 @@ MeetingMessage = Attend | Publish
 
 
 class Declare(Message, frozen=True, kw_only=True, dict=True):
-    """The training script is ready: what it trains. All ranks of a job must declare the same."""
+    """The training script is ready: what it trains. All ranks of a job must declare the same but for `memory_bytes`."""
 
     model: ModelSpec
     micro_batches: int
@@ -129,8 +129,14 @@ class Declare(Message, frozen=True, kw_only=True, dict=True):
     device: str = "cpu"
     back_end: str = "gloo"
     """With which communicators, on what they work: both decide how much of a device's memory is left for training."""
+    memory_bytes: int | None = None
+    """What this rank's device has in all; None for one that is shared, or a processor. Ranks need not agree on it."""
     evaluates: bool = False
     """After the last step comes an evaluation: all ranks with work are needed until they say `Finished`."""
+
+    def trains_as(self, other: Declare) -> bool:
+        """Whether both declare the same, on whatever devices."""
+        return msgspec.structs.replace(self, memory_bytes=other.memory_bytes) == other
 
     @cached_property
     def batch_sizes(self) -> BatchSizes:

@@ -68,7 +68,8 @@ class JobSection(Section):
     gpus_per_node: int = Field(default=1, ge=1, le=1024)
     """Devices of a node, one worker each; in an allocation, those that Slurm gave if left out."""
     memory_per_device: Annotated[int | None, BeforeValidator(values.size)] = None
-    """What each device has for the job, with its unit, as `80GB`; if left out, it is not known, and not checked."""
+    """What each device has for the job, with its unit, as `80GB`: no plan needs more. If left out, plans are made for
+    what the smallest GPU has in all, and nothing is refused; of GPUs that workers share nothing is known."""
     command: tuple[str, ...] = ()
     """What each worker runs, unless the command line tells after `--`."""
     time: Annotated[float | None, BeforeValidator(values.duration)] = None

@@ -98,6 +98,14 @@ def obstacle(
     overhead: Overhead = NOTHING,
 ) -> str | None:
     """Which rank would need more than its device's `memory_bytes`, and for what, the worst of them; else None."""
+    needed, rank = most_needed(plan, model, tokens, state_bytes=state_bytes)
+    if needed <= overhead.room(memory_bytes):
+        return None
+    return lacking(plan, rank, model, memory_bytes, tokens, needed, state_bytes=state_bytes, overhead=overhead)
+
+
+def most_needed(plan: Plan, model: ModelSpec, tokens: int, *, state_bytes: int | None = None) -> tuple[int, int]:
+    """Bytes of state and activations that the fullest rank needs, and which one it is."""
     orders = orders_of(plan) if tokens else ()
     needs: list[tuple[int, int]] = []
     for d, replica in enumerate(plan.layout.replicas):
@@ -108,9 +116,7 @@ def obstacle(
             needed = _stage_bytes(replica, s, order, model, tokens, plan.sequence_parallel, state_bytes)
             needs.append((needed, -stage.ranks[0]))
     needed, rank = max(needs, default=(0, 0))
-    if needed <= overhead.room(memory_bytes):
-        return None
-    return lacking(plan, -rank, model, memory_bytes, tokens, needed, state_bytes=state_bytes, overhead=overhead)
+    return needed, -rank
 
 
 def lacking(

@@ -49,6 +49,7 @@ class Direct:
         faults: tuple[Fault, ...] = (),
         dependencies: Dependencies | None = None,
         iteration_s: float = 0.5,
+        declares: bool = True,
         **settings: Any,
     ) -> None:
         self.declare = declare
@@ -64,7 +65,7 @@ class Direct:
             self.feed(api.AgentJoined(node=f"n{n}", host="h", devices=gpus))
         for rank in range(nodes * gpus):
             self.spawn(rank)
-        for rank in range(nodes * gpus):
+        for rank in range(nodes * gpus if declares else 0):
             self.say(rank, declare)
 
     def feed(self, event: api.AnyEvent, later_s: float = 0.01) -> list[api.AnyAction]:

@@ -88,7 +88,7 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
     places = {rank: places[rank] for rank in sorted(layout.ranks)}
     slow, links = _slow(reader, row["id"], places)
     name, device, remark = _hardware(reader, row["id"], hardware)
-    memory_bytes = configuration.get("job", {}).get("memory_per_device")
+    memory_bytes = configuration.get("job", {}).get("memory_per_device") or declared.memory_bytes
     if memory_bytes:
         device = msgspec.structs.replace(device, memory_bytes=int(memory_bytes))
     replicas = layout.replicas

@@ -258,6 +258,7 @@ class RankScoreRow(LedgerTable):
 class ReconfigurationRow(LedgerTable):
     """One transition, from the failure's detection to the first committed iteration after it.
 
+    `planning_seconds`: of `plan_seconds`, what it took to decide, null where that was not measured.
     `bytes_moved`: what ranks received in all; `extra_bytes`: the most that one held beside its state meanwhile.
     """
 
@@ -280,6 +281,7 @@ class ReconfigurationRow(LedgerTable):
     finished_at: Mapped[datetime]
     bytes_moved: Mapped[int] = mapped_column(BigInteger, server_default="0")
     extra_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    planning_seconds: Mapped[float | None]
 
 
 class FailureRow(LedgerTable):

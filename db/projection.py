@@ -523,6 +523,7 @@ def _reconfigured(session: Session, job: models.JobRow, entry: journal.Reconfigu
             seconds=entry.seconds,
             park_seconds=entry.park_s,
             plan_seconds=entry.plan_s,
+            planning_seconds=entry.planning_s,
             groups_seconds=entry.groups_s,
             state_seconds=entry.state_s,
             first_iteration_seconds=entry.first_iteration_s,

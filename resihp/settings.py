@@ -112,6 +112,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How long an answer to a probe may take before the device counts as unfit; a suspicion is then dropped."""
     planner: PlannerName = "resihp"
     """By whose rules it is planned anew."""
+    plans_ahead: bool = False
+    """Whether plans for what may be lost next are made while training goes on."""
+    search_s: float = 0.0
+    """With these, for how long a better plan is looked for than the one that is found at once; 0: not at all."""
     recheck_s: float = 60.0
     """How often a slow device that stands by is measured again."""
     signal_grace_s: float = 20.0

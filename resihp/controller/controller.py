@@ -13,7 +13,8 @@ go. Until then a failure parks again, one epoch up, from the plan that still is 
 `joins` processes that join · `watchdog` silence and time · `expectation` healthy times · `slowness` what is slow ·
 `probing` probes · `standings` what is asked of the detector · `fault_injection` faults on purpose · `shutdown` being
 asked to stop · `drains` bad nodes out ·
-`replacements` new ones in · `takeover` a new supervisor · `incidents` root causes and the end.
+`replacements` new ones in · `ahead` plans before they are needed · `takeover` a new supervisor · `incidents` root
+causes and the end.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from resihp.controller import (
     transition,
 )
 from resihp.controller import interface as api
+from resihp.controller.ahead import asking
 from resihp.controller.fail_slow import expectation, slowness, standings
 from resihp.controller.fail_stop import early_losses, failures, watchdog
 from resihp.controller.interface import AnyAction, AnyEvent, Dependencies
@@ -88,6 +90,7 @@ class Controller:
             if replan is not None:
                 transition.pause(job, replan.reason, replan.failures)
             drains.review(job)
+            asking.review(job)
         return job.actions
 
     def check(self) -> None:
@@ -149,6 +152,10 @@ def _handle(job: Job, event: AnyEvent) -> None:
             drains.slurm_sees(job, event)
         case api.NodesRemembered():
             job.usual_speeds.update(event.usual)
+        case api.Thought():
+            asking.thought(job, event)
+        case api.PlanningTook():
+            transition.planning_took(job, event)
         case api.Tick():
             watchdog.tick(job)
         case _:

@@ -204,6 +204,25 @@ class NodesRemembered(Event, frozen=True, kw_only=True):
     usual: dict[Place, Speed]
 
 
+class Thought(Event, frozen=True, kw_only=True):
+    """The answer to `Think`; may come late, never, or after it was of any use.
+
+    `decision`: a `scheduler.situation.Decision` as msgpack, which the checker has passed; empty where there is none,
+    and then `obstacle` says why.
+    """
+
+    question: str
+    decision: bytes = b""
+    obstacle: str = ""
+
+
+class PlanningTook(Event, frozen=True, kw_only=True):
+    """So long nothing else was done, while the event was handled in which the plan of `epoch` was decided."""
+
+    epoch: int
+    seconds: float
+
+
 class Tick(Event, frozen=True, kw_only=True):
     """Time has passed; sent about four times a second."""
 
@@ -228,6 +247,8 @@ AnyEvent = (
     | SlurmSees
     | StopMeaning
     | NodesRemembered
+    | Thought
+    | PlanningTook
     | Tick
 )
 
@@ -341,6 +362,19 @@ class Reply(Action, frozen=True, kw_only=True):
     text: str
 
 
+class Think(Action, frozen=True, kw_only=True):
+    """Have a plan made for a situation that may come, beside the job and at its leisure: for nothing waits for it.
+
+    Answered with `Thought`, or not at all. `search_s`: for how long a better one is looked for after the first. A
+    further question counts more than one that was not begun yet.
+    """
+
+    question: str
+    situation: Situation
+    search_s: float
+    why: str
+
+
 class TellScores(Action, frozen=True, kw_only=True):
     """Hand the detector's scores of some ranks to the ledger, as telemetry: (rank, level, evidence); the level None
     where it is not known."""
@@ -394,6 +428,7 @@ AnyAction = (
     | AskWhy
     | AskTimeLeft
     | Reply
+    | Think
     | TellScores
     | CommitCheckpoint
     | Say

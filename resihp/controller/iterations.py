@@ -30,6 +30,7 @@ def transition_done(job: Job) -> None:
         action=transition.action,
         park_s=transition.park_s,
         plan_s=transition.plan_s,
+        planning_s=transition.planning_s,
         groups_s=transition.groups_s,
         state_s=transition.state_s,
         first_iteration_s=job.now - transition.begun_at,

@@ -31,6 +31,14 @@ from resihp.scheduler.situation import Situation
 from resihp.scheduler.transition_cost import Movement
 
 
+class Posed(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler is asked: the `situation`, and the one without those who are kept out, which is `fit`."""
+
+    situation: Situation
+    fit: Situation
+    kept_out: frozenset[int]
+
+
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """A plan for a situation, why this one, and what it promises.
 
@@ -180,12 +188,17 @@ def best(job: Job, epoch: int, available: set[int], base: Base | None, *, minds_
 
     Raises LayoutError when no plan is found, or the one that is found is no good.
     """
-    minds = not job.settings.observes if minds_slowness is None else minds_slowness
-    unfit = _kept_out(job, available)
-    situation = _situation(job, epoch, available, base, minds_slowness=minds)
+    question = asked(job, epoch, available, base, minds_slowness=minds_slowness)
+    situation, unfit = question.situation, set(question.kept_out)
+    ready = job.foresight.ready(question.fit)
+    if ready is not None:
+        plan = with_standby(ready.plan, unfit)
+        if unfit:
+            job.dependencies.check(plan)  # as it is, it was checked with its answer
+        job.foresight.searched = plan.layout.replicas if job.settings.search_s else None
+        return _choice(job, plan, situation, f"{ready.reason}; planned ahead", ready.seconds)
     try:
-        fit = _situation(job, epoch, available - unfit, base, minds_slowness=minds) if unfit else situation
-        decision = job.planner.decide(fit)
+        decision = job.planner.decide(question.fit)
     except LayoutError:
         if not unfit:
             raise
@@ -194,6 +207,15 @@ def best(job: Job, epoch: int, available: set[int], base: Base | None, *, minds_
     plan = with_standby(decision.plan, unfit)
     job.dependencies.check(plan)
     return _choice(job, plan, situation, decision.reason, decision.seconds)
+
+
+def asked(job: Job, epoch: int, available: set[int], base: Base | None, *, minds_slowness: bool | None = None) -> Posed:
+    """The question to which `best` answers."""
+    minds = not job.settings.observes if minds_slowness is None else minds_slowness
+    unfit = _kept_out(job, available)
+    situation = _situation(job, epoch, available, base, minds_slowness=minds)
+    fit = _situation(job, epoch, available - unfit, base, minds_slowness=minds) if unfit else situation
+    return Posed(situation=situation, fit=fit, kept_out=frozenset(unfit))
 
 
 def resized(job: Job, epoch: int, available: set[int], base: Base | None) -> Choice:
@@ -247,12 +269,12 @@ def _choice(job: Job, plan: Plan, situation: Situation, reason: str = "", predic
         plan=plan,
         reason=reason,
         predicted=_price(plan, situation) if predicted is None else predicted,
-        present=_present(job, situation),
+        present=present(job, situation),
         situation=situation,
     )
 
 
-def _present(job: Job, situation: Situation) -> float | None:
+def present(job: Job, situation: Situation) -> float | None:
     """Of the plan in effect, dealing as many micro-batches as there are now."""
     if job.record.plan is None or situation.micro_batches < len(job.record.plan.layout.replicas):
         return None

@@ -46,6 +46,13 @@ def consider_newcomer(job: Job, rank: int, reason: str = "") -> None:
     _consider(job, [Change(reason=told, since=job.furthest + 1, device=job.device_of(rank), rank=rank)])
 
 
+def consider_found(job: Job, question: str) -> None:
+    """Look at a plan that was found for how things are, by somebody who had the time."""
+    assert job.record.plan is not None
+    since = job.foresight.since + 1
+    _consider(job, [Change(reason="a better plan was found", since=since, device=None, question=question)])
+
+
 def _consider(job: Job, changes: Sequence[Change]) -> None:
     anew = {change.device for change in changes}
     job.reconsider = [*(one for one in job.reconsider if one.device not in anew), *changes]
@@ -100,8 +107,11 @@ def _answer(job: Job, asked: list[Change], *, only_tell: bool = False) -> Replan
         return None
     if found.go:
         causes = {one.device for one in asked}
-        links = sorted((a, b) for a, b in causes if isinstance(a, int))
-        devices = sorted((node, index) for node, index in causes if isinstance(node, str))
+        known = [cause for cause in causes if cause is not None]
+        links = sorted((a, b) for a, b in known if isinstance(a, int))
+        devices = sorted((node, index) for node, index in known if isinstance(node, str))
+        if None in causes:
+            job.foresight.found_at.append(job.now)
         job.log(ChangeDecided(reason=found.reason, devices=tuple(devices), links=tuple(links)))
         failures = tuple(one.failure for one in asked if one.failure is not None)
         return Replan(reason=f"{reason}: {found.reason}", failures=failures)
@@ -117,7 +127,10 @@ def _answer(job: Job, asked: list[Change], *, only_tell: bool = False) -> Replan
 
 
 def _stands(job: Job, change: Change) -> bool:
-    """Whether it still calls for anything: a newcomer may have gone, or have been given work meanwhile."""
+    """Whether it still calls for anything: a newcomer may have gone, or have been given work meanwhile, a plan that was
+    found may not be for how things are now."""
+    if change.question:
+        return change.question in job.foresight.answers
     return change.rank is None or (job.members[change.rank].ready and change.rank not in job.record.working)
 
 
@@ -136,9 +149,12 @@ def _is_in_effect(job: Job, plan: Plan) -> bool:
 def weigh(job: Job, choice: planning.Choice, asked: list[Change]) -> transition_cost.Verdict:
     """Whether a better plan is worth its transition now. Raises LayoutError when state is lost that it needs.
 
-    Where it gives a newcomer work, what it gains lasts until the job ends; else nobody knows how long.
+    Where it gives a newcomer work, or where it was found and nothing is slow, what it gains lasts until the job ends;
+    else nobody knows how long.
     """
-    lasts = any(one.rank in choice.plan.layout.active for one in asked)
+    slow = choice.situation.speeds or choice.situation.links
+    found = any(one.question for one in asked) and not slow
+    lasts = found or any(one.rank in choice.plan.layout.active for one in asked)
     return transition_cost.verdict(
         _cost(job, choice),
         _time(choice.present),
@@ -146,8 +162,13 @@ def weigh(job: Job, choice: planning.Choice, asked: list[Change]) -> transition_
         remaining_s=remaining_s(job),
         duration_s=math.inf if lasts else None,
         elapsed_s=max(max(0, job.furthest + 1 - one.since) * job.usual_s for one in asked),
-        changes=max(transition_cost.recent(job.changed_at.get(one.device, ()), job.now) for one in asked),
+        changes=max(transition_cost.recent(_changes(job, one), job.now) for one in asked),
     )
+
+
+def _changes(job: Job, change: Change) -> Sequence[float]:
+    """When plans were changed for the same cause."""
+    return job.foresight.found_at if change.device is None else job.changed_at.get(change.device, ())
 
 
 def weigh_asking(job: Job, choice: planning.Choice, *, wait_s: float, joining_s: float) -> transition_cost.Verdict:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from resihp.controller.ahead.answers import Foresight
 from resihp.controller.interface import AnyAction, AnyEvent, Dependencies, Log, Order, Planner, Say
 from resihp.controller.lifecycle import CHANGES, TRAINING, Lifecycle, Stage
 from resihp.detector.diagnosis.diagnosis import Diagnosis
@@ -200,6 +201,8 @@ class Transition:
     """When a rank last showed that it builds or moves state."""
     park_s: float = 0.0
     plan_s: float = 0.0
+    planning_s: float | None = None
+    """Of these, those in which nothing was done but to decide; None where nobody has told."""
     groups_s: float = 0.0
     state_s: float = 0.0
     begun_at: float = 0.0
@@ -298,11 +301,13 @@ class Change:
     reason: str
     since: int
     """First iteration in which things were as they are."""
-    device: Device | Link
-    """What is slower or faster, or new."""
+    device: Device | Link | None
+    """What is slower or faster, or new; None where a better plan was found."""
     failure: int | None = None
     rank: int | None = None
     """The newcomer that could be given work. Unlike a slow-down, it is not expected to pass."""
+    question: str = ""
+    """To which a better plan was found, as long as that is the answer to how things are."""
 
 
 @dataclass
@@ -525,7 +530,7 @@ class Job:
         """The last signal that each node's agent received from outside."""
         self.deadline: float | None = None
         """When Slurm's time limit ends the job, if it has one."""
-        self.upkeep = Upkeep()
+        self.upkeep, self.foresight = Upkeep(), Foresight()
         self.monitor = self.dependencies.monitor(settings.detection)
         """What is known of healthy times, and who is suspected to be slow."""
         self.expected_epoch = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 
+from resihp.controller import interface as api
 from resihp.controller import iterations, planning
 from resihp.controller.fail_stop import incidents
 from resihp.controller.state import Job, Member, Outlook, Pause, Transition
@@ -255,6 +256,12 @@ def propose(job: Job, choice: planning.Choice) -> None:
         plan.layout.ranks,
         m.Propose(plan=plan, next_iteration=transition.next_iteration, base=transition.base, nodes=job.node_of),
     )
+
+
+def planning_took(job: Job, event: api.PlanningTook) -> None:
+    """How long the planner was in the way of the plan under way."""
+    if job.transition is not None and job.transition.epoch == event.epoch:
+        job.transition.planning_s = event.seconds
 
 
 def go_when_confirmed(job: Job) -> None:

@@ -278,7 +278,9 @@ class Reconfigured(Entry, frozen=True, kw_only=True):
     Phases in seconds, in order: `park` (detected to all parked), `plan` (to all confirmed), `groups` and `state`
     (slowest rank's own figures), `first_iteration` (resumed to committed). `seconds` is their total as observed.
     `bytes_moved` is what ranks received in all, `extra_bytes` the most that any rank held beside its state while both
-    layouts' were there. `action` "between": parked between two iterations, no work was under way.
+    layouts' were there. `action` "between": parked between two iterations, no work was under way. `planning_s`: of
+    `plan_s`, what it took to decide before any rank could be told; None in journals of before, or where it was not
+    measured.
     """
 
     epoch: int
@@ -293,6 +295,7 @@ class Reconfigured(Entry, frozen=True, kw_only=True):
     seconds: float
     bytes_moved: int = 0
     extra_bytes: int = 0
+    planning_s: float | None = None
 
 
 class PlanInEffect(Entry, frozen=True, kw_only=True):

@@ -379,8 +379,8 @@ class Rules:
             )
             other = self.world.scenario.batch_sizes.at(self.witnessed + 1) != self.plan.micro_batches
             expect(
-                bool(new - self.known_dead) or slow or left or other,
-                "pauses though nobody has joined, is slow or to be left, and the batch stays as it is",
+                bool(new - self.known_dead) or slow or left or other or self.world.thinking.has_found(self.plan),
+                "pauses though nobody has joined, is slow or to be left, the batch stays and no better plan was found",
             )
             return
         if self.world.takeovers and self.world.now - self.world.takeovers[-1] < 12.0:

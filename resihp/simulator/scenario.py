@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from resihp.faults import Fault, Phase
 from resihp.parallelism.batch_sizes import BatchSizes, Ramp
@@ -131,6 +131,8 @@ class Scenario:
     """At most so long a chunk of moved state takes."""
     planner: Literal["real", "wild", "cautious"] = "real"
     """Who plans: see `planner.Planner`."""
+    thinks: bool = False
+    """Whether plans are made ahead, and better ones looked for."""
     planner_trouble: float = 0.0
     checker_trouble: float = 0.0
     """How often the planner finds no plan, the checker refuses it."""
@@ -174,6 +176,26 @@ class Scenario:
     @property
     def batch_sizes(self) -> BatchSizes:
         return BatchSizes(self.micro_batches, self.ramp)
+
+    @property
+    def foresight(self) -> dict[str, Any]:
+        """Settings of a job whose plans are made ahead, and searched: that needs to know of memory, here ample."""
+        return {"plans_ahead": True, "search_s": 1.0, "memory_bytes": 1 << 40} if self.thinks else {}
+
+    @classmethod
+    def foreseeing(cls, seed: int) -> Scenario:
+        """A longer job of any other kind, that has plans made for what may come."""
+        rng = random.Random(seed + 6_000_000)
+        kinds = (cls.drawn, cls.drawn, cls.orphaned, cls.stormy, cls.allocated, cls.ramped, cls.sluggish)
+        base = rng.choice(kinds)(seed)
+        return dataclasses.replace(
+            base,
+            thinks=True,
+            iterations=base.iterations + rng.choice([4, 12]),
+            iteration_s=max(base.iteration_s, rng.choice([0.0, 0.0, 3.0])),
+            limit_s=5 * base.limit_s,
+            planner=base.planner if rng.random() < 0.8 else "wild",
+        )
 
     @classmethod
     def ramped(cls, seed: int) -> Scenario:

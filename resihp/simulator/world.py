@@ -36,6 +36,7 @@ from resihp.simulator.random_planner import RandomChecker, RandomPlanner
 from resihp.simulator.rules import Rules, Violation, expect
 from resihp.simulator.scenario import NEVER, SIGKILL, SIGSTOP, SIGTERM, Disturbance, Fate, Scenario, Trigger
 from resihp.simulator.stopping import Stopping
+from resihp.simulator.thinking import Thinking
 
 TICK = api.Tick()
 
@@ -107,6 +108,7 @@ class World:
             examine=scenario.examine,
             probe_budget_s=5.0,
             observes=scenario.observes,
+            **scenario.foresight,
         )
         self._moves: dict[tuple[Base, Layout], tuple[Move, ...]] = {}
         self.dependencies = self.own_dependencies()
@@ -146,9 +148,8 @@ class World:
         """Supervisors that have died and were not replaced yet."""
         self.takeovers: list[float] = []
         """When a supervisor took over."""
-        self.rules = Rules(self)
-        self.allocation = Allocation(self)
-        self.stopping = Stopping(self)
+        self.rules, self.allocation = Rules(self), Allocation(self)
+        self.stopping, self.thinking = Stopping(self), Thinking(self)
 
     def own_dependencies(self) -> Dependencies:
         """A planner and a checker of our own, and in some jobs a detector."""
@@ -767,6 +768,8 @@ class World:
                 )
                 self.write(entry)
                 self.controller.journaled(entry)
+            case api.Think():
+                self.thinking.asked(action)
             case api.Reply() | api.Say() | api.TellScores():
                 pass
 

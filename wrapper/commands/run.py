@@ -275,6 +275,8 @@ def _settings(
         detection=_detection(configuration.detect),
         observes=adapt.mode == "observe",
         planner=adapt.planner,
+        plans_ahead=adapt.plans_ahead,
+        search_s=adapt.search_s,
         recheck_s=adapt.recheck_s,
         faults=planned,
         checkpoint_every=configuration.checkpoint.every,

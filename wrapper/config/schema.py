@@ -117,6 +117,13 @@ class AdaptSection(Section):
     planner: PlannerName = "resihp"
     """By whose rules the job is planned anew. For comparison: `resihp-paper`, the paper's; `paper-tp` and
     `paper-tp-pp`, its first steps alone; `drop-replica`, which gives up replicas that lose a device."""
+    plans_ahead: bool = True
+    """While training goes on, make plans for the loss of each device and each node, in a process of its own beside
+    the supervisor, so that a recovery does not wait for a plan."""
+    search_s: float = Field(default=1.0, ge=0, le=3600)
+    """For how long that process looks for a better plan than the one that is found at once, where `planner` is
+    `resihp` and `job.memory_per_device` is given; also for one that was made in haste, which gives way to a better one
+    if that is worth it. 0: not at all. Without `plans_ahead` nothing is looked for."""
     succession: bool | None = None
     """Agents keep copies of the journal and choose another supervisor when the first one's node is gone; by default
     in allocations of several nodes."""

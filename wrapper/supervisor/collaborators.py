@@ -63,6 +63,23 @@ class NoSlurm:
         pass
 
 
+class ThinkerLike(Protocol):
+    """`wrapper.supervisor.thinking.thinker.Thinker`, as used here."""
+
+    def ask(self, question: api.Think) -> None: ...
+    async def close(self) -> None: ...
+
+
+class NobodyThinks:
+    """Of a job whose plans are made when they are needed: questions have no answer."""
+
+    def ask(self, question: api.Think) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
 class NodeHistory(Protocol):
     """`wrapper.supervisor.node_history.NodeMemory`, as used here."""
 

@@ -49,6 +49,7 @@ from wrapper.supervisor.collaborators import ControllerLike, SlurmDeskLike, View
 from wrapper.supervisor.node_history import NodeMemory
 from wrapper.supervisor.nonblocking_stderr import never_wait_for_stderr
 from wrapper.supervisor.shell import Supervisor
+from wrapper.supervisor.thinking.thinker import Thinker, command
 
 if TYPE_CHECKING:
     from db.writer import Ledger
@@ -152,6 +153,7 @@ async def supervise_with(
         view=view,
         slurm=_desk(request, heir, comment),
         memory=NodeMemory(request.ledger_url) if request.settings.examine and request.ledger_url != "sqlite" else None,
+        thinker=partial(_thinker, request) if request.settings.plans_ahead else None,
         listener=listener,
         lead=heir.lead if heir else None,
         membership=heir.membership if heir else None,
@@ -180,6 +182,10 @@ def _desk(
 
     said = end_time(os.environ, time.time()) if heir is None else None  # it may have been changed since
     return lambda event: SlurmDesk(request, event, comment=comment, end_time=said)
+
+
+def _thinker(request: RunRequest, event: Callable[[AnyEvent], None]) -> Thinker:
+    return Thinker(event, command(request.settings.planner), request.of_job.logs / "supervisor.log")
 
 
 def _end_slurm_job(request: RunRequest, status: int) -> None:

@@ -29,7 +29,7 @@ from resihp.errors import ProtocolError, ResihpError
 from resihp.protocol import messages as m
 from resihp.protocol.framing import Envelope, SecureChannel
 from resihp.protocol.serving import Refusals, serve
-from resihp.record.journal import AnyEntry, JobEnded, Record, WorkerEnded
+from resihp.record.journal import AnyEntry, JobEnded, PlanDecided, Record, WorkerEnded
 from resihp.record.journal_file import Journal
 from resihp.record.quorum import Membership
 from wrapper.config.run_spec import RunRequest
@@ -43,9 +43,11 @@ from wrapper.supervisor.attention import LOOK_EVERY_S, Attention
 from wrapper.supervisor.checkpoint_commit import CheckpointCommits
 from wrapper.supervisor.collaborators import (
     ControllerLike,
+    NobodyThinks,
     NodeHistory,
     NoSlurm,
     SlurmDeskLike,
+    ThinkerLike,
     ViewLike,
 )
 from wrapper.supervisor.journaling.gate import QUORUM_PATIENCE_S, DecisionGate
@@ -87,27 +89,27 @@ class Supervisor:
         view: ViewLike,
         slurm: Callable[[Callable[[api.AnyEvent], None]], SlurmDeskLike] | None = None,
         memory: NodeHistory | None = None,
+        thinker: Callable[[Callable[[api.AnyEvent], None]], ThinkerLike] | None = None,
         listener: socket.socket | None = None,
         lead: m.Lead | None = None,
         membership: Membership | None = None,
     ) -> None:
-        """`slurm` makes the desk, given whom to tell. `lead` tells that others led before; `membership` has read
-        their journal. `memory` knows what nodes gave in former jobs. Without a `listener` one is made. Journal copies
-        are kept if the request asks for succession.
+        """`slurm` makes the desk, `thinker` who answers what can wait, given whom to tell. `lead` tells that others led
+        before; `membership` has read their journal. `memory` knows what nodes gave in former jobs. Without a `listener`
+        one is made. Journal copies are kept if the request asks for succession.
         """
         membership = membership or Membership()
-        self._slurm = slurm(self._event) if slurm else NoSlurm()
+        self._slurm: SlurmDeskLike = slurm(self._event) if slurm else NoSlurm()
+        self._thinker: ThinkerLike = thinker(self._event) if thinker else NobodyThinks()
         self._took_over = lead is not None
         self._listener = listener
         self._request = request
         self._settings = settings = request.settings
         self._job = request.of_job
-        self._controller = controller
-        self._launcher = launcher
+        self._controller, self._launcher = controller, launcher
         self._journal = JournalWriter(journal, self._on_disk)
         self._unwritten: deque[Record] = deque()
-        self._ledger = ledger
-        self._view = view
+        self._ledger, self._view = ledger, view
         self._memory = memory
         self._attention = Attention()
         self._links = AgentLinks(
@@ -199,7 +201,13 @@ class Supervisor:
             self._look(event)
             if self._end.done():
                 return  # the controller has said its last word, or is broken
-            self._gate.add(self._controller.handle(event, self._attention.seconds()))
+            began = time.perf_counter()
+            actions = self._controller.handle(event, self._attention.seconds())
+            took_s = time.perf_counter() - began
+            self._gate.add(actions)
+            for action in actions:
+                if isinstance(action, api.Log) and isinstance(action.entry, PlanDecided):
+                    self._event(api.PlanningTook(epoch=action.entry.plan.epoch, seconds=took_s))
         except Exception:  # noqa: BLE001 - logged with its traceback, and the job ends
             _log.exception("while handling %r", event)
             self._crash(f"internal error while handling {type(event).__name__}")
@@ -286,6 +294,8 @@ class Supervisor:
                 self._slurm.carry_out(action)
             case api.Reply():
                 self._operators.reply(action.request, action.ok, action.text)
+            case api.Think():
+                self._thinker.ask(action)
             case api.TellScores():
                 self._ledger.scores(action.iteration, action.scores)
             case api.CommitCheckpoint():
@@ -396,6 +406,7 @@ class Supervisor:
 
         One that was deposed only leaves: agents and workers are its successor's.
         """
+        await self._thinker.close()
         if self._is_deposed:
             self._links.abandon()
         else:

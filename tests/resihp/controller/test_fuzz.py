@@ -55,6 +55,11 @@ def test_invariants_hold_when_the_batch_grows(first: int) -> None:
     play_chunk(Scenario.ramped, first)
 
 
+@pytest.mark.parametrize("first", range(0, SEEDS // 4, CHUNK), ids=lambda first: f"ahead-{first}-{first + CHUNK - 1}")
+def test_invariants_hold_when_plans_are_made_ahead(first: int) -> None:
+    play_chunk(Scenario.foreseeing, first)
+
+
 def play_chunk(scenario: Callable[[int], Scenario], first: int) -> None:
     failed: dict[int, Violation] = {}
     for seed in range(first, first + CHUNK):

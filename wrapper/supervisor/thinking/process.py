@@ -1,0 +1,77 @@
+"""Who thinks: reads questions on its standard input, one after the other, and writes the answers on its output.
+
+`python -P -m wrapper.supervisor.thinking.process --planner NAME --parent PID`, started by `thinker`. At low priority,
+on one core; ends with its input, or with its parent. What is done about a question is
+`resihp.scheduler.thinking`'s to say; here is the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import BinaryIO
+
+from resihp.controller import interface as api
+from resihp.errors import ResihpError
+from resihp.process import die_with_parent
+from resihp.scheduler import planners
+from resihp.scheduler.situation import Decision
+from resihp.scheduler.thinking import ENCODER, think
+from resihp.settings import PlannerName
+from wrapper.supervisor.thinking.frames import LENGTH, QUESTIONS, frame, length_of
+
+NICENESS = 10
+
+
+def serve(questions: BinaryIO, answers: BinaryIO, decide: Callable[[api.Think], Decision]) -> None:
+    """Until there are no more questions. Raises ValueError for what is none."""
+    while len(header := questions.read(LENGTH.size)) == LENGTH.size:
+        length = length_of(header)
+        body = questions.read(length)
+        if len(body) < length:
+            return
+        question = QUESTIONS.decode(body)
+        try:
+            answer = api.Thought(question=question.question, decision=ENCODER.encode(decide(question)))
+        except ResihpError as error:
+            answer = api.Thought(question=question.question, obstacle=str(error))
+        answers.write(frame(answer))
+        answers.flush()
+
+
+def decider(planner: PlannerName) -> Callable[[api.Think], Decision]:
+    from resihp.pipeline import checker
+
+    decide = planners.named(planner).decide
+
+    def answer(question: api.Think) -> Decision:
+        until: float | None = None
+
+        def more() -> bool:
+            nonlocal until
+            now = time.perf_counter()
+            until = now + question.search_s if until is None else until
+            return now < until
+
+        return think(question.situation, decide, checker.check, more if question.search_s else None)
+
+    return answer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="wrapper.supervisor.thinking.process")
+    parser.add_argument("--planner", required=True, choices=planners.NAMES)
+    parser.add_argument("--parent", required=True, type=int)
+    options = parser.parse_args()
+    die_with_parent(options.parent)
+    os.nice(NICENESS)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever is printed is no answer
+    serve(sys.stdin.buffer, answers, decider(options.planner))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The supervisor's end of who thinks: has questions answered by a process of its own, one at a time.
+
+The process is started with the first question, and again if it fails, a few times. Nothing waits for it: without it, or
+where it is slow, answers are not there when they are needed, and then the planner is asked as if nobody had thought.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from resihp.controller import interface as api
+from wrapper.supervisor.thinking.frames import ANSWERS, LENGTH, frame, length_of
+
+MOST_STARTS = 4
+LIMIT_S = 120.0
+"""How long an answer may take beyond the time that is given to its search."""
+ONE_CORE = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+_log = logging.getLogger("thinker")
+
+
+def command(planner: str) -> list[str]:
+    module = "wrapper.supervisor.thinking.process"
+    return [sys.executable, "-P", "-m", module, "--planner", planner, "--parent", str(os.getpid())]
+
+
+class Thinker:
+    """`tell` hears the answers, in the loop in which questions are asked. `log`: what the process says beside them."""
+
+    def __init__(self, tell: Callable[[api.AnyEvent], None], command: Sequence[str], log: Path) -> None:
+        self._tell, self._command, self._log_file = tell, command, log
+        self._next: api.Think | None = None
+        self._starts = 0
+        self._process: asyncio.subprocess.Process | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def ask(self, question: api.Think) -> None:
+        """Have it answered after the one under way; one that was not begun yet is given up for it."""
+        self._next = question
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._work())
+
+    async def close(self) -> None:
+        """No more answers."""
+        self._next = None
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._end()
+
+    async def _work(self) -> None:
+        """Never fails: whatever goes wrong with a question, it has no answer."""
+        while (question := self._next) is not None:
+            self._next = None
+            try:
+                async with asyncio.timeout(LIMIT_S + question.search_s):
+                    answer = await self._answer(question)
+            except (OSError, EOFError, ValueError, msgspec.MsgspecError, TimeoutError) as error:
+                _log.warning("no answer to %s: %s", question.why, str(error) or type(error).__name__)
+                await self._end()
+                continue
+            if answer is not None:
+                self._tell(answer)
+
+    async def _answer(self, question: api.Think) -> api.Thought | None:
+        """None where it was started too often. Raises OSError, EOFError, ValueError where the process fails."""
+        process = self._process
+        if process is None:
+            if self._starts == MOST_STARTS:
+                return None
+            self._starts += 1
+            process = self._process = await self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(frame(question))
+        await process.stdin.drain()
+        header = await process.stdout.readexactly(LENGTH.size)
+        answer = ANSWERS.decode(await process.stdout.readexactly(length_of(header)))
+        if answer.question != question.question:
+            raise ValueError("it answers to something else")
+        return answer
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        with self._log_file.open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env=os.environ | ONE_CORE,
+                start_new_session=True,  # Ctrl-C is the supervisor's to answer
+            )
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()

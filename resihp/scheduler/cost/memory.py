@@ -162,6 +162,11 @@ def capacity(model: ModelSpec, post: Post, memory_bytes: int, tokens: int) -> in
     return max(0, (memory_bytes - fixed) // per_layer)
 
 
+def least_bytes(model: ModelSpec, tokens: int, *, state_bytes: int | None = None) -> int:
+    """What all devices of a replica need together at least: state once, activations of one micro-batch's layers."""
+    return _each(model, state_bytes) * model.parameters + model.layers * _layer_activations(model, 1, True, tokens)
+
+
 def fits(
     replica: Replica,
     micro_batches: int,

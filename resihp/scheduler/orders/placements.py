@@ -58,6 +58,8 @@ class Loads:
         self.layers, self.speeds = len(profile.layers), tuple(speeds)
         items = [profile.span(i, i).total for i in range(self.layers)]
         self._sums = [0.0, *itertools.accumulate(items)]
+        self._known: dict[Route, Cut] = {}
+        """The fastest cuts along routes of one chunk a stage."""
 
     def chunk(self, first: int, last: int) -> float:
         """Time of layers `first` to `last` at speed 1, with the embedding and the head where they belong to these."""
@@ -77,7 +79,9 @@ class Loads:
         if len(route) > self.layers:
             raise PlanError(f"{self.layers} layers are too few for {len(route)} virtual stages")
         if len(set(route)) == len(route):
-            return self._fastest(route)
+            if route not in self._known:
+                self._known[route] = self._fastest(route)
+            return self._known[route]
         found = cut or self._even(len(route))
         counted = 3 if cut is None else 2
         least = self._badness(route, found)[:counted]
@@ -129,8 +133,11 @@ class Loads:
                     if end <= first:
                         continue
                     seconds = self.chunk(first, end - 1) / self.speeds[route[v]]
+                    worst = max(slowest, float(f"{seconds:.9g}"))
+                    if first in here and worst > here[first][0]:
+                        continue
                     entry = (
-                        max(slowest, float(f"{seconds:.9g}")),
+                        worst,
                         float(f"{squares + seconds * seconds:.9g}"),
                         (end - first, *cut),
                     )

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from resihp.parallelism.layout import Layout, Replica
     from resihp.parallelism.plan import Plan
+    from resihp.scheduler.explained.explanation import Explanation
     from resihp.scheduler.situation import Decision, Situation
     from resihp.scheduler.what_if.answer import Outlook, WhatIfAnswer
     from resihp.scheduler.what_if.question import Question
@@ -115,6 +116,7 @@ def plan(options: PlanOptions) -> None:
     """
     import msgspec
 
+    from resihp.scheduler.explained.explanation import as_json, explain
     from resihp.scheduler.transition_cost import NOTHING
     from resihp.scheduler.what_if import answer, question
 
@@ -122,14 +124,16 @@ def plan(options: PlanOptions) -> None:
     situation = question.pose(asked, base)
     decision, planning_s = _decision(options, asked, base, situation)
     found = answer.answer(asked, base, situation, decision)
+    explained = explain(decision.plan, decision.seconds, situation, healthy=None if options.tune else base)
     if options.tune:
         found = msgspec.structs.replace(found, cost=NOTHING)  # nothing runs yet
     for remark in found.remarks:
         print(f"resihp: {literal(remark)}", file=sys.stderr)
     if options.as_json:
-        print(json.dumps(answer.as_json(found, planning_s), allow_nan=False))
+        told = answer.as_json(found, planning_s) | {"explanation": as_json(explained)}
+        print(json.dumps(told, allow_nan=False))
     else:
-        _show(asked, model, hardware, found, planning_s, first=options.tune)
+        _show(asked, model, hardware, found, planning_s, explained, first=options.tune)
     if options.plot is not None:
         from wrapper.commands.plan.picture import draw
 
@@ -253,8 +257,19 @@ def _warm(decide: Callable[[Situation], Decision]) -> None:
 # --- terminal -------------------------------------------------------------------------------------------------------
 
 
-def _show(asked: Question, model: str, hardware: str, found: WhatIfAnswer, planning_s: float, first: bool) -> None:
+def _show(
+    asked: Question,
+    model: str,
+    hardware: str,
+    found: WhatIfAnswer,
+    planning_s: float,
+    explained: Explanation,
+    *,
+    first: bool,
+) -> None:
     from rich.console import Console
+
+    from wrapper.output.explanations import sentences as explanations
 
     console = Console(highlight=False, markup=False, emoji=False)
     nodes = len(set(asked.nodes.values()))
@@ -265,6 +280,15 @@ def _show(asked: Question, model: str, hardware: str, found: WhatIfAnswer, plann
     console.print(literal(title), soft_wrap=True)
     console.print(_times_table(found))
     console.print(_layout_table(asked, found))
+    lines = _table(("", False), ("", False))
+    lines.show_header, lines.columns[1].no_wrap = False, False
+    lines.columns[1].overflow = "fold"
+    before = ""
+    for about, words in explanations(explained):
+        lines.add_row("" if about == before else f" {about}", literal(words))
+        before = about
+    console.print(lines)
+    console.print()
     for sentence in sentences(found, planning_s, first):
         console.print(literal(sentence), soft_wrap=True)
 

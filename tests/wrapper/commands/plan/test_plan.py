@@ -75,7 +75,7 @@ def test_json_of_the_example() -> None:
     content = found(*EXAMPLE)
     assert list(content) == [
         *("schema", "planning_seconds", "before", "after", "unmitigated_seconds", "transition"),
-        *("alternatives", "reason"),
+        *("alternatives", "reason", "explanation"),
     ]
     assert content["schema"] == 1
     assert 0 < content["planning_seconds"] < 5
@@ -300,6 +300,26 @@ def test_equal_replicas_are_drawn_once_and_boxes_stand_where_the_timeline_puts_t
     assert {number for lane in lanes for number in lane.numbers} == {0, 1, 2, 3}
     assert max(lane.ends[-1] for lane in lanes) == drawn.computed_s < seconds
     assert lanes[0].label == "stage 0: 16 layers, ranks 4-5"
+
+
+def test_a_plan_is_explained() -> None:
+    asked = (*LLAMA[:4], "--sequence-parallel", "--fail", "5,22")
+    told = found(*asked)["explanation"]
+    assert list(told) == ["iteration", "unit", "limiting", "beside", "idle", "bound", "above_bound", "all_well"]
+    assert 0.5 < told["limiting"]["share"] < 1
+    assert told["bound"] * (1 + told["above_bound"]) == pytest.approx(told["iteration"])
+    assert {rank for idle in told["idle"] for rank in idle["ranks"]} == set(found(*asked)["after"]["layout"]["standby"])
+    said = run(*asked).stdout
+    assert f"works {told['limiting']['share']:.0%} of the iteration" in said
+    assert all(any(line.split()[:2] == words for line in said.splitlines()) for words in (["bound", "no"],))
+
+
+def test_even_layers_of_uneven_models_are_told_by_what_they_cost() -> None:
+    """The issue's example: a failure looks free where the layout was never good."""
+    asked = ("--model", "qwen2.5-14b", "--layout", "tp=1,dp=1,pp=8", "--sequence-parallel", "--fail", "3")
+    told = found(*asked)["explanation"]["all_well"]
+    assert told["excess"] > 0.05
+    assert told["tuned"] < told["spread"] < told["plain"]
 
 
 def test_the_first_layout_is_tuned_on_request() -> None:

@@ -145,10 +145,10 @@ def measured(seed: int, seconds: float, large: bool = False, known: Plan | None 
     )
 
 
-def searched(case: Situation, instant: Decision, seconds: float = SEARCH_S) -> Decision:
-    """The anytime answer."""
+def searched(case: Situation, instant: Decision, seconds: float = SEARCH_S, seed: int = 0) -> Decision:
+    """The anytime answer after so many seconds of processor time."""
     began = time.process_time()
-    anytime = Anytime(case, instant)
+    anytime = Anytime(case, instant, seed)
     while time.process_time() - began < seconds:
         anytime.run(TRIALS)
     return anytime.decision()

@@ -1,10 +1,12 @@
 """The planner: how near to the best there is, and how long it takes.
 
     python -m benchmarks.planner best [--instances 200]    against all layouts there are, for up to 8 devices
-    python -m benchmarks.planner time                      64, 256 and 16,384 devices
+    python -m benchmarks.planner time                      up to 8, 64, 256 and 16,384 devices, damaged by chance
     python -m benchmarks.planner search [--seconds 1]      a search after the instant plan, against another program's
     python -m benchmarks.planner anneal [--jobs 200] [--seconds 60] [--workers 2] [--resume FILE]
                                                            random jobs, against an independent planner
+    python -m benchmarks.planner fail-stop [--orders 3] [--seconds 1]
+                                                           GPUs fail one after the other, against the paper's figures
 
 `benchmarks/idle_time.py` has the amplification of idle time, `benchmarks/pipelines.py` the tuner and slow links.
 """
@@ -26,7 +28,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import near_best
+from benchmarks import fail_stop, near_best
 from benchmarks.exhaustive import Exhaustive
 from resihp.errors import LayoutError
 from resihp.parallelism.layout import Layout, validate
@@ -133,6 +135,9 @@ def best(instances: int) -> None:
 
 
 class Sized(msgspec.Struct, frozen=True):
+    """`micro_batches`: of a replica. `failures`: at most, and as many where `exactly`. `limit_s`: what a decision may
+    take."""
+
     model: str
     hardware: str
     tp: int
@@ -140,20 +145,34 @@ class Sized(msgspec.Struct, frozen=True):
     pp: int
     micro_batches: int
     failures: int
+    limit_s: float
+    exactly: bool = False
+    sequence: int = 2048
 
 
 SIZES = (
-    Sized("llama2-30b", "a100", 4, 2, 8, 8, 2),
-    Sized("llama2-70b", "a100", 4, 4, 16, 16, 4),
-    Sized("llama3-405b", "h100", 8, 128, 16, 16, 32),
+    Sized("llama2-30b", "a100", 4, 2, 8, 8, 4, 0.02),
+    Sized("llama2-70b", "a100", 4, 4, 16, 64, 8, 0.06),
+    Sized("llama3-405b", "h100", 8, 128, 16, 16, 32, 0.5, exactly=True, sequence=1024),
 )
+FEW_DEVICES = tuple(Sized("llama2-7b", "a100", 2, 2, 2, count, 3, 0.3) for count in (8, 32, 128, 512))
+TINY_MICRO_BATCHES = (8, 32, 128, 512)
+"""Of a whole batch, for `instance`."""
+TINY_LIMIT_S = 0.3
+DAMAGES = 20
+ENOUGH_S = 20.0
+"""Of one row: after it, three damages will do."""
 
 
-def sized(size: Sized, sequence: int = 2048) -> Situation:
+def sized(size: Sized, seed: int = 1) -> Situation:
+    """Some devices dead, and where not all failures are deaths, some slow."""
+    sequence = size.sequence
     model = catalogue.model(size.model, sequence)
     hardware = catalogue.HARDWARE[size.hardware]
     devices = size.tp * size.dp * size.pp
-    dead = random.Random(1).sample(range(devices), size.failures)
+    rng = random.Random(seed)
+    happened = rng.sample(range(devices), size.failures if size.exactly else rng.randint(1, size.failures))
+    dead = happened if size.exactly else happened[: rng.randint(0 if len(happened) > 1 else 1, len(happened))]
     return Situation(
         epoch=2,
         base=Layout.uniform(tp=size.tp, pp=size.pp, dp=size.dp, layers=model.layers),
@@ -161,10 +180,11 @@ def sized(size: Sized, sequence: int = 2048) -> Situation:
         nodes={rank: f"n{rank // 8 + 1:04d}" for rank in range(devices)},
         model=model,
         micro_batches=size.micro_batches * size.dp,
-        tokens=sequence // 2,  # 16-bit activations
+        tokens=sequence,
         tp=size.tp,
         pp=size.pp,
         sequence_parallel=True,
+        speeds={rank: round(rng.uniform(0.2, 0.95), 2) for rank in happened if rank not in dead},
         memory_bytes=hardware.memory_bytes,
         profile=catalogue.profile(model, hardware, sequence_length=sequence, tp=size.tp, pp=size.pp, dp=size.dp),
     )
@@ -206,47 +226,57 @@ POSED = (
 )
 
 
-def timed(case: Situation, repeats: int = 5) -> tuple[float, Plan]:
-    """Median seconds of `decide`, and its plan."""
-    seconds: list[float] = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        decision = decide(case)
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds), decision.plan
+def timed(case: Situation) -> tuple[float, Plan | None]:
+    """Seconds of processor time of `decide`, and its plan if there is one."""
+    began = time.process_time()
+    try:
+        plan = decide(case).plan
+    except LayoutError:
+        plan = None
+    return time.process_time() - began, plan
 
 
 def rows() -> Iterator[tuple[str, ...]]:
-    decide(instance(1))
-    for size in SIZES:
-        case = sized(size)
-        healthy = (
-            iteration_seconds(
-                Plan(epoch=1, layout=case.base, assignment=spread(case.micro_batches, size.dp)),
-                msgspec.structs.replace(case, available=case.base.ranks),
-            )
-            if size.dp < 100
-            else math.nan
-        )
-        seconds, plan = timed(case)
-        again, _ = timed(one_more(case, plan))
-        decision = decide(case)
+    """The first decision, which fills what is remembered from one to the next, is told apart from the others."""
+    for size in (*SIZES, *FEW_DEVICES):
+        cold = timed(sized(size, seed=0))[0]
         yield (
             f"{size.tp * size.dp * size.pp:,}",
-            f"{size.model} ({size.tp},{size.dp},{size.pp})",
-            str(size.failures),
-            f"{1000 * seconds:.1f}",
-            f"{1000 * again:.1f}",
-            f"{decision.seconds:.3f}" + ("" if math.isnan(healthy) else f" ({healthy:.3f} healthy)"),
-            f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f}",
+            f"{size.model} ({size.tp},{size.dp},{size.pp}) x {size.micro_batches}",
+            *_cells(cold, [sized(size, seed=1 + i) for i in range(DAMAGES)], size.limit_s),
         )
+    for count in TINY_MICRO_BATCHES:
+        first, *few = (msgspec.structs.replace(instance(i), micro_batches=count) for i in range(1 + DAMAGES))
+        yield ("up to 8", f"instances of 8 layers, {count} in all", *_cells(timed(first)[0], few, TINY_LIMIT_S))
+
+
+def _cells(cold: float, cases: list[Situation], limit: float) -> tuple[str, ...]:
+    seconds, again = [], []
+    for case in cases:
+        took, plan = timed(case)
+        seconds.append(took)
+        if plan is not None:
+            again.append(timed(one_more(case, plan))[0])
+        if sum(seconds) + sum(again) > ENOUGH_S and len(seconds) >= 3:
+            break
+    return (
+        str(len(seconds)),
+        f"{1000 * cold:.0f}",
+        f"{1000 * statistics.median(seconds):.1f}",
+        f"{1000 * max(seconds):.1f}",
+        f"{1000 * max(again, default=math.nan):.1f}",
+        f"{1000 * limit:.0f}",
+        f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f}",
+    )
 
 
 def times() -> None:
-    table = Table("devices", "job", "failures", "plan ms", "one more ms", "iteration s", "most MB so far")
+    """Milliseconds of processor time."""
+    table = Table("devices", "job", "damages", "first", "median", "worst", "one more, worst", "limit", "most MB so far")
     for row in rows():
+        print("  ".join(row), flush=True)
         table.add_row(*row)
-    Console().print(table)
+    Console(width=140).print(table)
 
 
 def search(seconds: float) -> None:
@@ -285,7 +315,7 @@ def search(seconds: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    choices = ("best", "time", "search", "anneal")
+    choices = ("best", "time", "search", "anneal", "fail-stop")
     parser.add_argument("what", nargs="?", choices=choices, help="default: best, time and search")
     parser.add_argument("--instances", type=int, default=200)
     parser.add_argument("--seconds", type=float, help="of a search: 1; of anneal's reference, for each job: 60")
@@ -294,6 +324,7 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="anneal: jobs of 256 devices")
     parser.add_argument("--workers", type=int, default=1, help="anneal: processes")
     parser.add_argument("--resume", "--json", type=Path, help="anneal: results, a line for each job; those there stay")
+    parser.add_argument("--orders", type=int, default=3, help="fail-stop: of failures")
     parser.add_argument("--known", type=Path, help="anneal: results of an earlier run, whose plans count as known")
     args = parser.parse_args()
     if args.what in ("best", None):
@@ -308,6 +339,8 @@ def main() -> None:
         near_best.report(
             near_best.run(seeds, seconds, large=args.large, workers=args.workers, out=args.resume, known=args.known)
         )
+    if args.what == "fail-stop":
+        fail_stop.fail_stop(args.orders, 1.0 if args.seconds is None else args.seconds)
 
 
 if __name__ == "__main__":

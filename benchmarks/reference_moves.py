@@ -374,6 +374,8 @@ def anneal(job, state, seed, trials, hot, smooth, bound, won):
         for _ in range(1 if np.random.random() < 0.75 else 2):
             move = np.searchsorted(sums, np.random.random() * sums[-1])
             done |= moved(job, state, TRIED, move, dirty)
+        if job.room.shape[0] > 1 and state.pipes[TRIED] != state.pipes[NOW]:
+            dirty[:] = 1  # state takes more or less room where fewer or more replicas share it
         if not done or not settle(job, state, TRIED, dirty, 0.1 if np.random.random() < 0.5 else 0.0):
             continue
         seconds, tried = score(job, state, TRIED, smooth)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from benchmarks.reference_kernel import BEST, NOW, Job, State, copy, pipe_seconds
+from benchmarks.reference_kernel import BEST, NOW, Job, State, copy
 from benchmarks.reference_moves import MOVES, WEIGHTS, anneal, settle
 from resihp.errors import LayoutError
 from resihp.parallelism.layout import Layout, Replica, Stage, validate
@@ -96,12 +96,12 @@ class ReferencePlanner:
     def __init__(self, situation: Situation, *, seed: int = 0, instant: Plan | None = None) -> None:
         self._s, self._random = situation, random.Random(f"reference {seed}")
         self._ranks = [rank for rank in situation.available if situation.speeds.get(rank, 1.0) > 0.0]
-        self._job = job_of(situation, self._ranks)
+        self.job = job_of(situation, self._ranks)
         most = min(situation.micro_batches, len(situation.base.replicas) + MORE_REPLICAS, len(self._ranks))
-        self._state = _empty(most, self._job.most_stages, situation.micro_batches)
+        self.state = _empty(most, self.job.most_stages, situation.micro_batches)
         self._starts: list[tuple[str, Pipes]] = []
         if instant is not None and not instant.layout.vacant:
-            self._starts.append(("instant", self._pipes(instant.layout.replicas)))
+            self._starts.append(("instant", self.pipes(instant.layout.replicas)))
         self._starts.append(("what is left", self._left()))
         self._layouts: dict[tuple[Replica, ...], tuple[float, tuple[int, ...], str]] = {}
         self._won = np.zeros((len(MOVES), 3))
@@ -110,7 +110,7 @@ class ReferencePlanner:
 
     def search(self, seconds: float, *, bound: float = math.inf) -> Found | None:
         """The best plan that is found in so many seconds of processor time; None if there is none that is legal."""
-        anneal(self._job, self._load(self._starts[-1][1]), 1, 1, 0.01, 0.5, 0.0, self._won.copy())  # compiles
+        anneal(self.job, self._load(self._starts[-1][1]), 1, 1, 0.01, 0.5, 0.0, self._won.copy())  # compiles
         began = time.process_time()
         trials, run = 500, 0
         while (spent := time.process_time() - began) < SEARCHED * seconds:
@@ -133,11 +133,11 @@ class ReferencePlanner:
             replicas = min(self._layouts, key=lambda one: self._layouts[one][0])
             name, pipes = (
                 f"{self._layouts[replicas][2]}, again".replace(", again, again", ", again"),
-                self._pipes(replicas),
+                self.pipes(replicas),
             )
         state = self._load(pipes)
         seconds = anneal(
-            self._job,
+            self.job,
             state,
             self._random.randrange(2**31),
             trials,
@@ -186,7 +186,7 @@ class ReferencePlanner:
             sequence_parallel=self._s.sequence_parallel,
         )
 
-    def _pipes(self, replicas: Sequence[Replica]) -> Pipes:
+    def pipes(self, replicas: Sequence[Replica]) -> Pipes:
         at = {rank: i for i, rank in enumerate(self._ranks)}
         return [
             [(tuple(at[rank] for rank in stage.ranks), len(stage.layers)) for stage in replica.stages]
@@ -201,8 +201,8 @@ class ReferencePlanner:
             groups = []
             for stage in replica.stages:
                 live = [at[rank] for rank in stage.ranks if rank in at]
-                size = max((k for k in self._job.degrees.tolist() if k <= len(live)), default=0)
-                live.sort(key=lambda i: -self._job.speed[i])
+                size = max((k for k in self.job.degrees.tolist() if k <= len(live)), default=0)
+                live.sort(key=lambda i: -self.job.speed[i])
                 if size:
                     groups.append((tuple(live[:size]), 0))
             if groups:
@@ -213,21 +213,21 @@ class ReferencePlanner:
         """A layout by chance: groups of each node, mostly large ones, dealt out."""
         by_node: dict[int, list[int]] = {}
         for i in range(len(self._ranks)):
-            by_node.setdefault(int(self._job.node[i]), []).append(i)
+            by_node.setdefault(int(self.job.node[i]), []).append(i)
         groups: list[tuple[int, ...]] = []
         for mine in by_node.values():
-            mine.sort(key=lambda i: (-self._job.speed[i], self._random.random()))
+            mine.sort(key=lambda i: (-self.job.speed[i], self._random.random()))
             while mine:
-                able = [k for k in self._job.degrees.tolist() if k <= len(mine)]
+                able = [k for k in self.job.degrees.tolist() if k <= len(mine)]
                 if not able:
                     break
                 size = able[-1] if self._random.random() < 0.8 else self._random.choice(able)
                 groups.append(tuple(mine[:size]))
                 del mine[:size]
         self._random.shuffle(groups)
-        most = min(len(groups), self._state.stages.shape[1] - 1, len(self._s.base.replicas) + 1)
+        most = min(len(groups), self.state.stages.shape[1] - 1, len(self._s.base.replicas) + 1)
         dp = self._random.randint(max(1, most // 2), most)
-        deep = min(self._job.most_stages, self._s.model.layers)
+        deep = min(self.job.most_stages, self._s.model.layers)
         pipes: Pipes = [[] for _ in range(dp)]
         for i, group in enumerate(groups):
             if len(pipes[i % dp]) < deep:
@@ -235,26 +235,31 @@ class ReferencePlanner:
         return pipes
 
     def _load(self, pipes: Pipes) -> State:
-        state = self._state
+        dirty = self.write(pipes)
+        settle(self.job, self.state, NOW, dirty, 0.0)
+        copy(self.state, NOW, BEST)
+        return self.state
+
+    def write(self, pipes: Pipes) -> np.ndarray:
+        """Into state NOW; 1 for each pipe whose layers are to be laid."""
+        state = self.state
         pipes = pipes[: state.stages.shape[1] - 1]
         state.pipes[NOW] = len(pipes)
         state.times[NOW] = -1.0
         state.lacking[NOW] = 0
         dirty = np.zeros(state.stages.shape[1], np.int64)
         for d, pipe in enumerate(pipes):
-            pipe = pipe[: self._job.most_stages]
+            pipe = pipe[: self.job.most_stages]
             state.stages[NOW, d] = len(pipe)
             dirty[d] = sum(layers for _, layers in pipe) != self._s.model.layers
             for s, (ranks, layers) in enumerate(pipe):
                 state.size[NOW, d, s] = len(ranks)
                 state.ranks[NOW, d, s, : len(ranks)] = ranks
                 state.layers[NOW, d, s] = layers
-        settle(self._job, state, NOW, dirty, 0.0)
-        copy(state, NOW, BEST)
-        return state
+        return dirty
 
     def _read(self, k: int) -> tuple[tuple[Replica, ...], tuple[int, ...]]:
-        state, replicas = self._state, []
+        state, replicas = self.state, []
         for d in range(state.pipes[k]):
             first, stages = 0, []
             for s in range(state.stages[k, d]):
@@ -328,6 +333,3 @@ def _empty(pipes: int, stages: int, micro_batches: int) -> State:
         times=np.full((3, pipes, micro_batches + 2), -1.0),
         share=np.zeros((3, pipes), np.int64),
     )
-
-
-__all__ = ["Found", "ReferencePlanner", "job_of", "legal_seconds", "pipe_seconds"]

@@ -25,6 +25,7 @@ from resihp.parallelism.plan import Plan, spread
 from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.device_memory import NOTHING, Overhead
 from resihp.scheduler.cost.prices import Priced, Prices, bytes_to_move
+from resihp.scheduler.descent import Descent
 from resihp.scheduler.layouts import exhaustive, paper_planner, shares, swap_pipelines, vacant_stages
 from resihp.scheduler.layouts.draft import Draft
 from resihp.scheduler.layouts.groups import SIGNIFICANT
@@ -101,10 +102,11 @@ def decide(situation: Situation) -> Decision:
     check(situation)
     prices = Prices(situation)
     first = _candidates(situation, prices)
-    chosen = _best(situation, first)
+    downhill = Descent(situation, prices)
+    chosen = _best(situation, _with_downhill(situation, prices, downhill, first))
     while len(situation.available) <= MOST_ROUNDED:  # each round is faster than the one before, or the last
         after = msgspec.structs.replace(situation, base=chosen.plan.layout, stale=())
-        better = _best(after, _candidates(after, prices))
+        better = _best(after, _with_downhill(after, prices, downhill, _candidates(after, prices)))
         if better.plan.layout == chosen.plan.layout or better.seconds >= chosen.seconds:
             break
         chosen = better
@@ -165,6 +167,21 @@ def _candidates(situation: Situation, prices: Prices) -> list[PricedPlan]:
         ranks = situation.available
         raise PlanError(f"nothing can run on {len(ranks)} ranks: {'; '.join(dict.fromkeys(obstacles))}")
     return found
+
+
+def _with_downhill(
+    situation: Situation, prices: Prices, downhill: Descent, candidates: list[PricedPlan]
+) -> list[PricedPlan]:
+    """With what is downhill from the best of them."""
+    best = _best(situation, candidates)
+    if best.plan.layout.vacant:
+        return candidates
+    replicas = downhill.improved(best.plan.layout.replicas)
+    if replicas is None:
+        return candidates
+    with suppress(PlanError):
+        candidates = [*candidates, candidate(f"{best.name}, made better", situation, prices, replicas)]
+    return candidates
 
 
 def _best(situation: Situation, candidates: list[PricedPlan]) -> PricedPlan:

@@ -5,7 +5,7 @@ warm-up, turn m of a stage is F of micro-batch m, then B of micro-batch m - w, a
 `stage` micro-batches behind: all of it waits for the same turn of the stage before and for the turn before of the
 stage behind. Once a turn ends later than an earlier one by the same time on all stages, so do those after it later
 than those after that one (max and plus commute with a shift), and they need not be played: many micro-batches soon
-cost what few do. Such a period is as long as a cycle that holds all others up: a turn where one stage is the slowest, as
+cost what few do. A period is as long as the cycle that holds all others up: a turn where one stage is the slowest, as
 many as there are stages where all wait for each other.
 
 The times are those of `resihp.pipeline.timeline` over `resihp.pipeline.schedules`, to rounding. Called by

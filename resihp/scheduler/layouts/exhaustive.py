@@ -121,7 +121,7 @@ class _ExhaustiveSearch:
     def _about(self, parts: Sequence[tuple[Kind, ...]]) -> float:
         """Seconds of an iteration, if pipelines took their slowest stage's time for each micro-batch, and once all."""
         lines = [self._line(kinds) for kinds in parts]
-        counts = _shared(lines, self._s.micro_batches)
+        counts = shares.lines_split(self._s.micro_batches, lines)
         return max(ramp + m * pace for (ramp, pace), m in zip(lines, counts, strict=True))
 
     def _line(self, kinds: tuple[Kind, ...]) -> tuple[float, float]:
@@ -149,12 +149,12 @@ class _ExhaustiveSearch:
         """Time of an iteration and micro-batches of each pipeline, if it takes less than `below`."""
         if sum(below // self._bottleneck(kinds) for kinds in parts) < self._s.micro_batches:
             return None
-        guess = _shared([self._line(kinds) for kinds in parts], self._s.micro_batches)
+        guess = shares.lines_split(self._s.micro_batches, [self._line(kinds) for kinds in parts])
         clocks = {kinds: (lambda m, kinds=kinds: self._pipeline(kinds, m)[0]) for kinds in set(parts)}
         lines = [self._played_line(kinds, m) for kinds, m in zip(parts, guess, strict=True)]
-        if _done(lines, self._s.micro_batches) >= below * (1 + NEAR):
+        if shares.lines_done(self._s.micro_batches, lines) >= below * (1 + NEAR):
             return None
-        counts = shares.improved(_shared(lines, self._s.micro_batches), [clocks[kinds] for kinds in parts])
+        counts = shares.improved(shares.lines_split(self._s.micro_batches, lines), [clocks[kinds] for kinds in parts])
         seconds = max(clocks[kinds](m) for kinds, m in zip(parts, counts, strict=True))
         return (seconds, counts) if seconds < below else None
 
@@ -365,25 +365,6 @@ def _round(micro_batches: int) -> int:
         return micro_batches
     step = 1 << (micro_batches.bit_length() - 2)
     return micro_batches // step * step
-
-
-def _done(lines: Sequence[tuple[float, float]], micro_batches: int) -> float:
-    """When pipelines of these ramps and paces were done if micro-batches could be shared out in parts."""
-    return (micro_batches + sum(ramp / pace for ramp, pace in lines)) / sum(1.0 / pace for _, pace in lines)
-
-
-def _shared(lines: Sequence[tuple[float, float]], micro_batches: int) -> tuple[int, ...]:
-    """Micro-batches of pipelines that take `ramp` and `pace` for each: at least one, and the last is done early."""
-    done = _done(lines, micro_batches)
-    counts = [max(1, int((done - ramp) / pace)) for ramp, pace in lines]
-    while (left := micro_batches - sum(counts)) != 0:
-        if left > 0:
-            d = min(range(len(lines)), key=lambda d: lines[d][0] + (counts[d] + 1) * lines[d][1])
-            counts[d] += 1
-        else:
-            d = max((d for d, m in enumerate(counts) if m > 1), key=lambda d: lines[d][0] + counts[d] * lines[d][1])
-            counts[d] -= 1
-    return tuple(counts)
 
 
 def _spans(counts: Sequence[int]) -> list[LayerSpan]:

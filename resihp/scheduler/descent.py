@@ -53,8 +53,6 @@ class Line(msgspec.Struct, frozen=True):
 
     ramp: float
     pace: float
-    sync: float
-    """Gradients of the stage that takes longest."""
 
 
 class Descent:
@@ -76,9 +74,9 @@ class Descent:
         """Part of a stage's time that passes until the next one begins and after it ends."""
         self._sums = _sums(situation.times)
         self._anew: list[list[Priced]] | None = None
-        self._lines: dict[Kinds, Line | None] = {}
-        self._rooms: dict[tuple[int, int, int], int] = {}
-        self._laid: dict[tuple[Kinds, tuple[float, ...], int], tuple[int, ...] | None] = {}
+        self._lines: dict[tuple[Kinds, int | None], Line | None] = {}
+        self._rooms: dict[tuple[int, int, int, int | None], int] = {}
+        self._laid: dict[tuple[Kinds, tuple[float, ...], int, int], tuple[int, ...] | None] = {}
         self._improved: dict[tuple[Replica, ...], list[Priced] | None] = {}
 
     def improved(self, replicas: tuple[Replica, ...]) -> list[Priced] | None:
@@ -95,10 +93,12 @@ class Descent:
 
     def _run(self, replicas: tuple[Replica, ...]) -> list[Priced] | None:
         begin = [tuple(stage.ranks for stage in replica.stages) for replica in replicas]
-        best, found = self._prices.iteration([self._prices.priced(one) for one in replicas])[1], None
+        best, found = math.inf, None
+        if replicas:
+            best = self._prices.iteration([self._prices.priced(one) for one in replicas])[1]
         if self._anew is None:
             self._anew = [laid for start in self._dealt() for laid in self._downhill(start)]
-        for laid in (*self._downhill(begin), *self._anew):
+        for laid in (*(self._downhill(begin) if begin else ()), *self._anew):
             seconds = self._prices.iteration(laid)[1]
             if seconds < best * (1.0 - 1e-9):
                 best, found = seconds, laid
@@ -113,18 +113,19 @@ class Descent:
     def _speed(self, ranks: Ranks) -> float:
         return len(ranks) * min(self._speeds[rank] for rank in ranks)
 
-    def _line(self, kinds: Kinds) -> Line | None:
-        if kinds not in self._lines:
-            counts = self._even(kinds)
-            self._lines[kinds] = None
+    def _line(self, kinds: Kinds, replicas: int) -> Line | None:
+        """None where memory does not suffice."""
+        key = kinds, self._situation.state_bytes_of(replicas)
+        if key not in self._lines:
+            counts = self._even(kinds, replicas)
+            self._lines[key] = None
             if counts is not None:
                 extra = self._extra(len(kinds))
                 loads = [(n + x) * self._layer / v for n, x, (_, v) in zip(counts, extra, kinds, strict=True)]
                 pace = max(loads)
                 ramp = self._ramp * (sum(loads) - pace) + 2 * (len(kinds) - 1) * self._situation.times.transfer_s
-                sync = max(n / k for n, (k, _) in zip(counts, kinds, strict=True)) * self._situation.times.gradient_s
-                self._lines[kinds] = Line(ramp, pace, sync)
-        return self._lines[kinds]
+                self._lines[key] = Line(ramp, pace)
+        return self._lines[key]
 
     def _extra(self, stages: int) -> list[float]:
         found = [0.0] * stages
@@ -132,10 +133,10 @@ class Descent:
         found[-1] += self._ends.head
         return found
 
-    def _even(self, kinds: Kinds) -> tuple[int, ...] | None:
+    def _even(self, kinds: Kinds, replicas: int) -> tuple[int, ...] | None:
         """Layers of each stage, one at least: none is faster for another's sake. None where memory does not suffice."""
         total, stages = self._situation.model.layers, len(kinds)
-        room = [self._room(s, stages, k) for s, (k, _) in enumerate(kinds)]
+        room = [self._room(s, stages, k, replicas) for s, (k, _) in enumerate(kinds)]
         if stages > total or min(room) < 1 or sum(room) < total:
             return None
         extra = self._extra(stages)
@@ -151,15 +152,15 @@ class Descent:
                 counts[max(able, key=lambda s: (counts[s] + extra[s]) / kinds[s][1])] -= 1
         return tuple(counts)
 
-    def _room(self, s: int, stages: int, tp: int) -> int:
+    def _room(self, s: int, stages: int, tp: int, replicas: int) -> int:
         situation = self._situation
         if situation.room_bytes is None:
             return situation.model.layers
-        found = self._rooms.get((s, stages, tp))
+        key = s, stages, tp, situation.state_bytes_of(replicas)
+        found = self._rooms.get(key)
         if found is None:
-            post = situation.post(s, stages, tp)
-            found = memory.capacity(situation.model, post, situation.room_bytes, situation.tokens)
-            self._rooms[s, stages, tp] = found
+            post = situation.post(s, stages, tp, replicas)
+            found = self._rooms[key] = memory.capacity(situation.model, post, situation.room_bytes, situation.tokens)
         return found
 
     def _energy(self, key: Sequence[Kinds]) -> float:
@@ -167,15 +168,14 @@ class Descent:
             return math.inf
         lines = []
         for kinds in key:
-            line = self._line(kinds)
+            line = self._line(kinds, len(key))
             if line is None:
                 return math.inf
             lines.append(line)
         shared = [(line.ramp, line.pace) for line in lines]
         counts = lines_split(self._situation.micro_batches, shared)
         whole = max(ramp + m * pace for (ramp, pace), m in zip(shared, counts, strict=True))
-        after = max(line.sync for line in lines) if len(lines) > 1 else 0.0
-        return 0.5 * (whole + lines_done(self._situation.micro_batches, shared)) + after
+        return 0.5 * (whole + lines_done(self._situation.micro_batches, shared))
 
     # --- downhill -------------------------------------------------------------------------------------------------
 
@@ -299,7 +299,7 @@ class Descent:
         found = []
         for pipe in pipes:
             order = tuple(sorted(pipe, key=lambda ranks: -self._speed(ranks)))  # of equal ones as they were
-            counts = self._counts(order, usual)
+            counts = self._counts(order, usual, len(pipes))
             if counts is None:
                 return None
             ends = [0, *itertools.accumulate(counts)]
@@ -309,17 +309,17 @@ class Descent:
             found.append(self._prices.priced(Replica(tuple(stages))))
         return found
 
-    def _counts(self, pipe: Pipe, usual: int) -> tuple[int, ...] | None:
+    def _counts(self, pipe: Pipe, usual: int, replicas: int) -> tuple[int, ...] | None:
         """Layers, by the timeline."""
         late = [self._situation.transfer_s(a, b) for a, b in itertools.pairwise(pipe)]
         kinds = tuple((len(ranks), self._speed(ranks)) for ranks in pipe)
-        key = (kinds, tuple(late), usual)
+        key = (kinds, tuple(late), usual, replicas)
         if key not in self._laid:
-            self._laid[key] = self._settled(kinds, late, usual)
+            self._laid[key] = self._settled(kinds, late, usual, replicas)
         return self._laid[key]
 
-    def _settled(self, kinds: Kinds, late: Sequence[float], usual: int) -> tuple[int, ...] | None:
-        room = [self._room(s, len(kinds), k) for s, (k, _) in enumerate(kinds)]
+    def _settled(self, kinds: Kinds, late: Sequence[float], usual: int, replicas: int) -> tuple[int, ...] | None:
+        room = [self._room(s, len(kinds), k, replicas) for s, (k, _) in enumerate(kinds)]
         speeds = [speed for _, speed in kinds]
         offers = [*itertools.islice(layers.trade_offs(self._situation.times, speeds, room), PARTITIONS)]
         best, least = None, math.inf

@@ -75,11 +75,12 @@ class _ExhaustiveSearch:
     def __init__(self, situation: Situation, prices: Prices) -> None:
         self._s, self._prices = situation, prices
         self._times = situation.times
-        self._pipelines: dict[tuple[tuple[Kind, ...], int], tuple[float, _Laid | None]] = {}
+        self._pipelines: dict[tuple[tuple[Kind, ...], int, int | None], tuple[float, _Laid | None]] = {}
         self._lines: dict[tuple[Kind, ...], tuple[float, float]] = {}
         self._work = self._times.span(0, situation.model.layers - 1).total
         self._slots = 0
-        self._limits: dict[tuple[int, int, int, int], int] = {}
+        self._usual_bytes = situation.state_bytes_of(len(situation.base.replicas))
+        self._limits: dict[tuple[int, int, int, int, int | None], int] = {}
         base = situation.base
         self._held = {
             rank: (d, s, stage)
@@ -130,7 +131,10 @@ class _ExhaustiveSearch:
         if found is None:
             order = tuple(reversed(kinds))
             usual = max(1, self._s.micro_batches * len(kinds) // max(1, len(self._s.available)))
-            counts = next(layers.trade_offs(self._times, [k * p for k, p in order], self._room(order, usual)), None)
+            counts = next(
+                layers.trade_offs(self._times, [k * p for k, p in order], self._room(order, usual, self._usual_bytes)),
+                None,
+            )
             if counts is None:  # memory does not suffice in this order
                 pace = TIGHT * self._bottleneck(kinds)
                 found = ((len(kinds) - 1) * pace, pace)
@@ -150,17 +154,17 @@ class _ExhaustiveSearch:
         if sum(below // self._bottleneck(kinds) for kinds in parts) < self._s.micro_batches:
             return None
         guess = shares.lines_split(self._s.micro_batches, [self._line(kinds) for kinds in parts])
-        clocks = {kinds: (lambda m, kinds=kinds: self._pipeline(kinds, m)[0]) for kinds in set(parts)}
-        lines = [self._played_line(kinds, m) for kinds, m in zip(parts, guess, strict=True)]
+        clocks = {kinds: (lambda m, kinds=kinds: self._pipeline(kinds, m, len(parts))[0]) for kinds in set(parts)}
+        lines = [self._played_line(kinds, m, len(parts)) for kinds, m in zip(parts, guess, strict=True)]
         if shares.lines_done(self._s.micro_batches, lines) >= below * (1 + NEAR):
             return None
         counts = shares.improved(shares.lines_split(self._s.micro_batches, lines), [clocks[kinds] for kinds in parts])
         seconds = max(clocks[kinds](m) for kinds, m in zip(parts, counts, strict=True))
         return (seconds, counts) if seconds < below else None
 
-    def _played_line(self, kinds: tuple[Kind, ...], m: int) -> tuple[float, float]:
+    def _played_line(self, kinds: tuple[Kind, ...], m: int, replicas: int) -> tuple[float, float]:
         """As `_line`, through two times that were played about `m`."""
-        begin, laid = self._pipeline(kinds, m)
+        begin, laid = self._pipeline(kinds, m, replicas)
         if laid is None:
             return self._line(kinds)
         pace = (self._play([laid], m + len(kinds))[0] - begin) / len(kinds)  # of a period
@@ -170,22 +174,24 @@ class _ExhaustiveSearch:
         """Least time of the slowest stage for one micro-batch, at least."""
         return self._work / _power(kinds)
 
-    def _pipeline(self, kinds: tuple[Kind, ...], m: int) -> tuple[float, _Laid | None]:
-        """The best pipeline of these groups for so many micro-batches. Many are not told apart when it is laid out."""
-        found = self._pipelines.get((kinds, m))
+    def _pipeline(self, kinds: tuple[Kind, ...], m: int, replicas: int) -> tuple[float, _Laid | None]:
+        """The best pipeline of these groups, of so many in all, for so many micro-batches: many are not told apart when
+        it is laid out."""
+        state_bytes = self._s.state_bytes_of(replicas)
+        found = self._pipelines.get((kinds, m, state_bytes))
         if found is None:
             usual = _round(m)
-            found = self._laid_out(kinds, usual) if usual == m else self._pipeline(kinds, usual)
+            found = self._laid_out(kinds, m, state_bytes) if usual == m else self._pipeline(kinds, usual, replicas)
             if usual != m and found[1] is not None:
                 found = self._play([found[1]], m)[0], found[1]
-            self._pipelines[kinds, m] = found
+            self._pipelines[kinds, m, state_bytes] = found
         return found
 
-    def _laid_out(self, kinds: tuple[Kind, ...], m: int) -> tuple[float, _Laid | None]:
+    def _laid_out(self, kinds: tuple[Kind, ...], m: int, state_bytes: int | None) -> tuple[float, _Laid | None]:
         """Every order, and the partitions worth it."""
         found: tuple[float, _Laid | None] = (math.inf, None)
         tried: set[_Laid] = set()
-        offers = self._first_offers(kinds, m)
+        offers = self._first_offers(kinds, m, state_bytes)
         while offers:  # downhill, from the best of all to its neighbours
             tried.update(offers)
             seconds = self._play(offers, m)
@@ -193,7 +199,7 @@ class _ExhaustiveSearch:
             if seconds[ranked[0]] >= found[0]:
                 break
             found = (seconds[ranked[0]], offers[ranked[0]])
-            near = {other for i in ranked for other in self._nearby(offers[i], m)}
+            near = {other for i in ranked for other in self._nearby(offers[i], m, state_bytes)}
             offers = sorted(near - tried, key=lambda laid: (laid.kinds, laid.counts))
         return found
 
@@ -202,7 +208,7 @@ class _ExhaustiveSearch:
         self._slots += len(laid) * stages * min(m, 2 * stages)  # further micro-batches cost little
         return self._prices.shapes_seconds([self._shape(one) for one in laid], m)
 
-    def _first_offers(self, kinds: tuple[Kind, ...], m: int) -> list[_Laid]:
+    def _first_offers(self, kinds: tuple[Kind, ...], m: int, state_bytes: int | None) -> list[_Laid]:
         """Each group last in turn, where the head is, the others by strength, strong ones first or last."""
         found: dict[_Laid, None] = {}
         for last in sorted(set(kinds)):
@@ -210,22 +216,22 @@ class _ExhaustiveSearch:
             rest.remove(last)
             for order in ((*rest, last), (*reversed(rest), last)):
                 speeds = [k * p for k, p in order]
-                for counts in layers.trade_offs(self._times, speeds, self._room(order, m)):
+                for counts in layers.trade_offs(self._times, speeds, self._room(order, m, state_bytes)):
                     found[_Laid(order, counts)] = None
         return list(found)
 
-    def _nearby(self, laid: _Laid, m: int) -> Iterator[_Laid]:
+    def _nearby(self, laid: _Laid, m: int, state_bytes: int | None) -> Iterator[_Laid]:
         """One layer elsewhere, or two neighbours in each other's place."""
-        for counts in layers.nearby(laid.counts, self._room(laid.kinds, m)):
+        for counts in layers.nearby(laid.counts, self._room(laid.kinds, m, state_bytes)):
             yield _Laid(laid.kinds, counts)
         for s in range(len(laid.kinds) - 1):
             order = [*range(s), s + 1, s, *range(s + 2, len(laid.kinds))]
             other = _Laid(tuple(laid.kinds[i] for i in order), tuple(laid.counts[i] for i in order))
-            if all(n <= most for n, most in zip(other.counts, self._room(other.kinds, m), strict=True)):
+            if all(n <= most for n, most in zip(other.counts, self._room(other.kinds, m, state_bytes), strict=True)):
                 yield other
 
-    def _room(self, order: tuple[Kind, ...], m: int) -> list[int]:
-        return [self._limit(s, len(order), k, m) for s, (k, _) in enumerate(order)]
+    def _room(self, order: tuple[Kind, ...], m: int, state_bytes: int | None) -> list[int]:
+        return [self._limit(s, len(order), k, m, state_bytes) for s, (k, _) in enumerate(order)]
 
     def _shape(self, laid: _Laid) -> list[Times]:
         return [
@@ -233,9 +239,9 @@ class _ExhaustiveSearch:
             for (k, p), (first, last) in zip(laid.kinds, _spans(laid.counts), strict=True)
         ]
 
-    def _limit(self, s: int, stages: int, k: int, m: int) -> int:
+    def _limit(self, s: int, stages: int, k: int, m: int, state_bytes: int | None) -> int:
         assert self._s.room_bytes is not None
-        key = (s, stages, k, min(m, stages))
+        key = (s, stages, k, min(m, stages), state_bytes)
         found = self._limits.get(key)
         if found is None:
             post = memory.Post(
@@ -245,7 +251,7 @@ class _ExhaustiveSearch:
                 schedule=self._s.schedule,
                 micro_batches=m,
                 sequence_parallel=self._s.sequence_parallel,
-                state_bytes=self._s.state_bytes,
+                state_bytes=state_bytes,
             )
             found = memory.capacity(self._s.model, post, self._s.room_bytes, self._s.tokens)
             self._limits[key] = found
@@ -255,7 +261,7 @@ class _ExhaustiveSearch:
 
     def _named(self, parts: tuple[tuple[Kind, ...], ...], counts: tuple[int, ...]) -> list[Priced]:
         """Replicas of real ranks: whoever holds most of what a place needs goes there."""
-        laid = [self._pipeline(kinds, m)[1] for kinds, m in zip(parts, counts, strict=True)]
+        laid = [self._pipeline(kinds, m, len(parts))[1] for kinds, m in zip(parts, counts, strict=True)]
         places = [
             (i, s, kind, span)
             for i, one in enumerate(laid)

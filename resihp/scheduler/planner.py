@@ -26,6 +26,7 @@ from resihp.scheduler import refusal
 from resihp.scheduler.cost import memory, transition_memory
 from resihp.scheduler.cost.device_memory import NOTHING, Overhead
 from resihp.scheduler.cost.prices import Priced, Prices, bytes_to_move
+from resihp.scheduler.descent import Descent
 from resihp.scheduler.layouts import exhaustive, paper_planner, shares, swap_pipelines, vacant_stages
 from resihp.scheduler.layouts.draft import Draft
 from resihp.scheduler.layouts.groups import SIGNIFICANT
@@ -102,11 +103,12 @@ def decide(situation: Situation) -> Decision:
     """
     check(situation)
     prices = Prices(situation)
-    first = _reachable(situation, prices, _candidates(situation, prices))
-    chosen = _best(situation, first)
+    downhill = Descent(situation, prices)
+    first = _first(situation, prices, downhill)
+    chosen = _best(situation, _with_downhill(situation, prices, downhill, first))
     while len(situation.available) <= MOST_ROUNDED:  # each round is faster than the one before, or the last
         after = msgspec.structs.replace(situation, base=chosen.plan.layout, stale=())
-        better = _best(after, _candidates(after, prices))
+        better = _best(after, _with_downhill(after, prices, downhill, _candidates(after, prices)))
         if better.plan.layout == chosen.plan.layout or better.seconds >= chosen.seconds:
             break
         try:
@@ -171,6 +173,33 @@ def _candidates(situation: Situation, prices: Prices) -> list[PricedPlan]:
         tried = "; ".join(dict.fromkeys(obstacles))
         raise PlanError(f"nothing can run on {len(ranks)} ranks: {refusal.reason(situation)}; tried: {tried}")
     return found
+
+
+def _first(situation: Situation, prices: Prices, downhill: Descent) -> list[PricedPlan]:
+    """All that can run and can be changed to; where nothing can, ranks dealt out anew."""
+    try:
+        return _reachable(situation, prices, _candidates(situation, prices))
+    except PlanError:
+        anew = downhill.improved(())
+        if anew is None:
+            raise
+        with suppress(PlanError):
+            return [reachable(situation, prices, candidate("dealt out anew", situation, prices, anew))]
+        raise
+
+
+def _with_downhill(
+    situation: Situation, prices: Prices, downhill: Descent, candidates: list[PricedPlan]
+) -> list[PricedPlan]:
+    """With what is downhill from the best of them."""
+    best = _best(situation, candidates)
+    replicas = downhill.improved(() if best.plan.layout.vacant else best.plan.layout.replicas)
+    if replicas is None:
+        return candidates
+    with suppress(PlanError):
+        better = candidate(f"{best.name}, made better", situation, prices, replicas)
+        candidates = [*candidates, reachable(situation, prices, better)]
+    return candidates
 
 
 def _reachable(situation: Situation, prices: Prices, candidates: list[PricedPlan]) -> list[PricedPlan]:

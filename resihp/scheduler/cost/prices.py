@@ -8,6 +8,7 @@ the end, so each is played alone, and equal ones once.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from resihp.parallelism.transfers import TENSORS
 from resihp.pipeline.compiled import CompiledOrders, compile_orders
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Orders, Seconds, Transfers, play
-from resihp.scheduler.cost import memory
+from resihp.scheduler.cost import memory, steady_state
 from resihp.scheduler.cost.gradient_sync import exposed_s, peer_links
 from resihp.scheduler.cost.profile import Times
 from resihp.scheduler.layouts import shares
@@ -102,13 +103,16 @@ class Prices:
         """Times of pipelines of equally many stages, one chunk each, without transfers; played together."""
         if not shapes:
             return []
-        stages = len(shapes[0])
         schedule = self._situation.schedule
-        compiled, slots, _ = _compiled(schedule, tuple(((s, s),) for s in range(stages)), micro_batches)
+        if len(shapes) < FEW:
+            return [_plain_seconds(tuple((one,) for one in shape), (), schedule, micro_batches) for shape in shapes]
         split = schedule == "zero-bubble"
         table = np.array([[(t.f, t.b if split else t.b + t.w, t.w) for t in shape] for shape in shapes])
-        index = [s * 3 + kind for s, _, kind in slots]
-        found: list[float] = compiled.iteration_seconds(table.reshape(len(shapes), -1).take(index, axis=1)).tolist()
+        forward, backward, weights = np.ascontiguousarray(table.transpose(2, 1, 0))
+        late = np.zeros((len(shapes[0]) - 1, 1))
+        found: list[float] = steady_state.many_seconds(
+            forward, backward, weights if split else None, late, micro_batches
+        ).tolist()
         return found
 
     def pipelines_seconds(
@@ -213,7 +217,11 @@ class _Clock:
 
     def _play(self, micro_batches: int) -> float:
         shape, late = self._priced.shape, self._priced.late
-        compiled, slots, edges = _compiled(self._schedule, _canonical(self._priced.replica), micro_batches)
+        if _plain(self._priced.replica):
+            return _plain_seconds(shape, late, self._schedule, micro_batches)
+        compiled, slots, edges = _compiled(
+            self._schedule, tuple(stage.chunks for stage in self._priced.replica.stages), micro_batches
+        )
         split = self._schedule == "zero-bubble"
         by_stop = {
             (s, c): (t.f, t.b if split else t.b + t.w, t.w)
@@ -225,11 +233,23 @@ class _Clock:
         )
 
 
-def _canonical(replica: Replica) -> tuple[Chunks, ...]:
-    """Layers of each stage, as far as the order of work depends on them: of the literature's schedules it does not."""
-    if replica.virtual_stages == tuple((s, 0) for s in range(len(replica.stages))):
-        return tuple(((s, s),) for s in range(len(replica.stages)))
-    return tuple(stage.chunks for stage in replica.stages)
+def _plain(replica: Replica) -> bool:
+    """Whether each stage has one chunk, in the order of the stages."""
+    return all(len(stage.chunks) == 1 for stage in replica.stages) and all(
+        a.chunks < b.chunks for a, b in itertools.pairwise(replica.stages)
+    )
+
+
+def _plain_seconds(shape: Shape, late: tuple[tuple[float, ...], ...], schedule: str, micro_batches: int) -> float:
+    stages = [times for (times,) in shape]
+    split = schedule == "zero-bubble"
+    return steady_state.seconds(
+        [times.f for times in stages],
+        [times.b if split else times.b + times.w for times in stages],
+        [times.w for times in stages] if split else None,
+        [late[s][s + 1] for s in range(len(stages) - 1)] if late else [0.0] * (len(stages) - 1),
+        micro_batches,
+    )
 
 
 @lru_cache(maxsize=1024)

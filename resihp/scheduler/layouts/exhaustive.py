@@ -4,7 +4,8 @@ The progressive planner changes as little as it can; with a handful of devices, 
 everything can be tried. Devices of equal speed on a node are alike, in a group only the slowest counts, and a group
 of faster devices is never worse: so groups are runs of a node's devices in descending order of speed, and what
 remains at the end of the run stands by. Pipelines of the same groups have one solution. What a bound excludes is not
-played. Only where the devices' memory is known: nothing else keeps a device from holding the whole model.
+played; what remains goes the most promising first, until enough was played: counted, so that it is the same on every
+machine. Only where the devices' memory is known: nothing else keeps a device from holding the whole model.
 
 Called by `resihp.scheduler.planner`, whose other candidates it competes with.
 """
@@ -32,6 +33,18 @@ MOST_DEVICES = 8
 
 BEAM = 4
 """Pipelines of the same groups whose neighbours are looked at."""
+
+MOST_SLOTS = 200_000
+"""Of pipelines that are played: turns of their stages. What remains then is less promising than what was looked at."""
+
+TOLD_APART = 16
+"""Micro-batches of a pipeline up to which its layers are looked for by themselves; further ones change them little."""
+
+NEAR = 0.002
+"""Relative error of a time that is read off a line through two played ones."""
+
+TIGHT = 1.25
+"""Of the least time that a slowest stage could take: where memory keeps layers from where they belong, about."""
 
 Kind = tuple[int, float]
 """What counts of a group: degree, and the speed of its slowest device."""
@@ -63,7 +76,10 @@ class _ExhaustiveSearch:
         self._s, self._prices = situation, prices
         self._times = situation.times
         self._pipelines: dict[tuple[tuple[Kind, ...], int, int | None], tuple[float, _Laid | None]] = {}
-        self._bottlenecks: dict[tuple[Kind, ...], float] = {}
+        self._lines: dict[tuple[Kind, ...], tuple[float, float]] = {}
+        self._work = self._times.span(0, situation.model.layers - 1).total
+        self._slots = 0
+        self._usual_bytes = situation.state_bytes_of(len(situation.base.replicas))
         self._limits: dict[tuple[int, int, int, int, int | None], int] = {}
         base = situation.base
         self._held = {
@@ -78,24 +94,55 @@ class _ExhaustiveSearch:
                 self._by_node[situation.nodes[rank]].append(rank)
 
     def best(self, below: float) -> list[Priced] | None:
+        """The most promising first, until all others must take longer, or enough was played."""
         found: tuple[tuple[tuple[Kind, ...], ...], tuple[int, ...]] | None = None
-        tried: set[tuple[tuple[Kind, ...], ...]] = set()
+        for _, parts in self._promising(below):
+            if self._slots > MOST_SLOTS:
+                break
+            shared = self._share(parts, below)
+            if shared is not None:
+                below, found = shared[0], (parts, shared[1])
+        return None if found is None else self._named(*found)
+
+    def _promising(self, below: float) -> list[tuple[float, tuple[tuple[Kind, ...], ...]]]:
+        """All ways to form pipelines that could take less than `below`, by what an iteration of each takes, about."""
         nodes = [
             sorted(set(_runs([self._p(r) for r in ranks], self._degrees))) for _, ranks in sorted(self._by_node.items())
         ]
-        whole_work = self._times.span(0, self._s.model.layers - 1).total * self._s.micro_batches
         everything = {tuple(sorted(itertools.chain(*parts))) for parts in itertools.product(*nodes)}
-        for kinds in sorted(everything, key=lambda kinds: (-sum(k * p for k, p in kinds), kinds)):
-            if not kinds or whole_work / sum(k * p for k, p in kinds) >= below:
+        found: dict[tuple[tuple[Kind, ...], ...], float] = {}
+        for kinds in sorted(everything, key=lambda kinds: (-_power(kinds), kinds)):
+            if not kinds or self._work * self._s.micro_batches / _power(kinds) >= below:
                 continue  # not even balanced perfectly
             for parts in _parts(kinds, self._s.most_stages, self._s.micro_batches):
-                if parts in tried:
-                    continue
-                tried.add(parts)
-                shared = self._share(parts, below)
-                if shared is not None:
-                    below, found = shared[0], (parts, shared[1])
-        return None if found is None else self._named(*found)
+                if parts not in found:
+                    found[parts] = self._about(parts)
+        return sorted((seconds, parts) for parts, seconds in found.items())
+
+    def _about(self, parts: Sequence[tuple[Kind, ...]]) -> float:
+        """Seconds of an iteration, if pipelines took their slowest stage's time for each micro-batch, and once all."""
+        lines = [self._line(kinds) for kinds in parts]
+        counts = shares.lines_split(self._s.micro_batches, lines)
+        return max(ramp + m * pace for (ramp, pace), m in zip(lines, counts, strict=True))
+
+    def _line(self, kinds: tuple[Kind, ...]) -> tuple[float, float]:
+        """Seconds of ramps, and of each micro-batch."""
+        found = self._lines.get(kinds)
+        if found is None:
+            order = tuple(reversed(kinds))
+            usual = max(1, self._s.micro_batches * len(kinds) // max(1, len(self._s.available)))
+            counts = next(
+                layers.trade_offs(self._times, [k * p for k, p in order], self._room(order, usual, self._usual_bytes)),
+                None,
+            )
+            if counts is None:  # memory does not suffice in this order
+                pace = TIGHT * self._bottleneck(kinds)
+                found = ((len(kinds) - 1) * pace, pace)
+            else:
+                times = [one.total for one in self._shape(_Laid(order, counts))]
+                found = (sum(times) - max(times), max(times))
+            self._lines[kinds] = found
+        return found
 
     @property
     def _degrees(self) -> tuple[int, ...]:
@@ -106,41 +153,60 @@ class _ExhaustiveSearch:
         """Time of an iteration and micro-batches of each pipeline, if it takes less than `below`."""
         if sum(below // self._bottleneck(kinds) for kinds in parts) < self._s.micro_batches:
             return None
+        guess = shares.lines_split(self._s.micro_batches, [self._line(kinds) for kinds in parts])
         clocks = {kinds: (lambda m, kinds=kinds: self._pipeline(kinds, m, len(parts))[0]) for kinds in set(parts)}
-        paces = {kinds: shares.estimate(len(kinds), self._bottleneck(kinds)) for kinds in set(parts)}
-        guess = shares.split(self._s.micro_batches, [paces[kinds] for kinds in parts])
-        counts = shares.improved(guess, [clocks[kinds] for kinds in parts])
+        lines = [self._played_line(kinds, m, len(parts)) for kinds, m in zip(parts, guess, strict=True)]
+        if shares.lines_done(self._s.micro_batches, lines) >= below * (1 + NEAR):
+            return None
+        counts = shares.improved(shares.lines_split(self._s.micro_batches, lines), [clocks[kinds] for kinds in parts])
         seconds = max(clocks[kinds](m) for kinds, m in zip(parts, counts, strict=True))
         return (seconds, counts) if seconds < below else None
 
+    def _played_line(self, kinds: tuple[Kind, ...], m: int, replicas: int) -> tuple[float, float]:
+        """As `_line`, through two times that were played about `m`."""
+        begin, laid = self._pipeline(kinds, m, replicas)
+        if laid is None:
+            return self._line(kinds)
+        pace = (self._play([laid], m + len(kinds))[0] - begin) / len(kinds)  # of a period
+        return begin - m * pace, pace
+
     def _bottleneck(self, kinds: tuple[Kind, ...]) -> float:
         """Least time of the slowest stage for one micro-batch, at least."""
-        found = self._bottlenecks.get(kinds)
-        if found is None:
-            total = self._times.span(0, self._s.model.layers - 1).total
-            found = self._bottlenecks[kinds] = total / sum(k * p for k, p in kinds)
-        return found
+        return self._work / _power(kinds)
 
     def _pipeline(self, kinds: tuple[Kind, ...], m: int, replicas: int) -> tuple[float, _Laid | None]:
-        """The best pipeline of these groups, of so many in all, for so many micro-batches: every order, and the
-        partitions worth it."""
+        """The best pipeline of these groups, of so many in all, for so many micro-batches: many are not told apart when
+        it is laid out."""
         state_bytes = self._s.state_bytes_of(replicas)
         found = self._pipelines.get((kinds, m, state_bytes))
         if found is None:
-            found = (math.inf, None)
-            tried: set[_Laid] = set()
-            offers = self._first_offers(kinds, m, state_bytes)
-            while offers:  # downhill, from the best of all to its neighbours
-                tried.update(offers)
-                seconds = self._prices.shapes_seconds([self._shape(laid) for laid in offers], m)
-                ranked = sorted(range(len(offers)), key=seconds.__getitem__)[:BEAM]
-                if seconds[ranked[0]] >= found[0]:
-                    break
-                found = (seconds[ranked[0]], offers[ranked[0]])
-                near = {other for i in ranked for other in self._nearby(offers[i], m, state_bytes)}
-                offers = sorted(near - tried, key=lambda laid: (laid.kinds, laid.counts))
+            usual = _round(m)
+            found = self._laid_out(kinds, m, state_bytes) if usual == m else self._pipeline(kinds, usual, replicas)
+            if usual != m and found[1] is not None:
+                found = self._play([found[1]], m)[0], found[1]
             self._pipelines[kinds, m, state_bytes] = found
         return found
+
+    def _laid_out(self, kinds: tuple[Kind, ...], m: int, state_bytes: int | None) -> tuple[float, _Laid | None]:
+        """Every order, and the partitions worth it."""
+        found: tuple[float, _Laid | None] = (math.inf, None)
+        tried: set[_Laid] = set()
+        offers = self._first_offers(kinds, m, state_bytes)
+        while offers:  # downhill, from the best of all to its neighbours
+            tried.update(offers)
+            seconds = self._play(offers, m)
+            ranked = sorted(range(len(offers)), key=seconds.__getitem__)[:BEAM]
+            if seconds[ranked[0]] >= found[0]:
+                break
+            found = (seconds[ranked[0]], offers[ranked[0]])
+            near = {other for i in ranked for other in self._nearby(offers[i], m, state_bytes)}
+            offers = sorted(near - tried, key=lambda laid: (laid.kinds, laid.counts))
+        return found
+
+    def _play(self, laid: Sequence[_Laid], m: int) -> list[float]:
+        stages = len(laid[0].kinds)
+        self._slots += len(laid) * stages * min(m, 2 * stages)  # further micro-batches cost little
+        return self._prices.shapes_seconds([self._shape(one) for one in laid], m)
 
     def _first_offers(self, kinds: tuple[Kind, ...], m: int, state_bytes: int | None) -> list[_Laid]:
         """Each group last in turn, where the head is, the others by strength, strong ones first or last."""
@@ -293,6 +359,18 @@ def _parts(kinds: tuple[Kind, ...], most: int, pipelines: int) -> Iterator[tuple
             yield from extend(i + 1, [*parts, (kinds[i],)])
 
     return extend(0, [])
+
+
+def _power(kinds: Sequence[Kind]) -> float:
+    return sum(k * p for k, p in kinds)
+
+
+def _round(micro_batches: int) -> int:
+    """To one of two numbers in each doubling, where there are many."""
+    if micro_batches <= TOLD_APART:
+        return micro_batches
+    step = 1 << (micro_batches.bit_length() - 2)
+    return micro_batches // step * step
 
 
 def _spans(counts: Sequence[int]) -> list[LayerSpan]:

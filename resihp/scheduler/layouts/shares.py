@@ -70,6 +70,28 @@ def improved(counts: Sequence[int], replicas: Sequence[Seconds]) -> tuple[int, .
             insort(alike.setdefault((id(replicas[d]), now[d]), []), d)
 
 
+Line = tuple[float, float]
+"""Seconds of a replica's ramps, and of each micro-batch."""
+
+
+def lines_done(micro_batches: int, lines: Sequence[Line]) -> float:
+    """When replicas of these times were done if micro-batches could be shared out in parts."""
+    return (micro_batches + sum(ramp / pace for ramp, pace in lines)) / sum(1.0 / pace for _, pace in lines)
+
+
+def lines_split(micro_batches: int, lines: Sequence[Line]) -> tuple[int, ...]:
+    """As `split`, for many micro-batches: begins where all are done at once. At least as many as there are replicas."""
+    done = lines_done(micro_batches, lines)
+    counts = [max(1, int((done - ramp) / pace)) for ramp, pace in lines]
+    while (left := micro_batches - sum(counts)) != 0:
+        if left > 0:
+            counts[min(range(len(lines)), key=lambda d: lines[d][0] + (counts[d] + 1) * lines[d][1])] += 1
+        else:
+            more = [d for d, m in enumerate(counts) if m > 1]
+            counts[max(more, key=lambda d: lines[d][0] + counts[d] * lines[d][1])] -= 1
+    return tuple(counts)
+
+
 def contiguous(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Shares of the global batch, one after the other."""
     shares: list[tuple[int, ...]] = []

@@ -11,22 +11,26 @@ and `anytime`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import msgspec
 
 from resihp.errors import PlanError
-from resihp.parallelism.plan import Plan
+from resihp.parallelism.layout import Stage
+from resihp.parallelism.plan import Order, Plan
 from resihp.pipeline.schedules import orders_of
 from resihp.scheduler.cost import memory
-from resihp.scheduler.cost.prices import Prices, after_backward_s, iteration_seconds
+from resihp.scheduler.cost.prices import Priced, Prices, after_backward_s, iteration_seconds
 from resihp.scheduler.layouts.groups import SIGNIFICANT
 from resihp.scheduler.orders import migration
 from resihp.scheduler.orders.warm_up import adapted
+from resihp.scheduler.orders.warm_up_depths import deepened, order
 from resihp.scheduler.situation import Situation
 
 MOST_CHUNKS = 1000
 """Of all micro-batches: larger plans keep their schedule. Orders are part of a plan, and take milliseconds to play."""
 MOST_CHUNKS_EVEN = 100
-"""The same where links are as they should be and W stays with B: then there is little to be gained."""
+"""The same for what passes elsewhere where links are as they should be and W stays with B: little is to be gained."""
 EVALUATIONS = 24
 """Orders that are played for one replica."""
 
@@ -45,15 +49,20 @@ def refined(situation: Situation, plan: Plan, seconds: float, prices: Prices, *,
         return Refined(plan, seconds, "")  # and so it has orders of its own
     shared = zip(plan.layout.replicas, plan.assignment, strict=True)
     chunks = sum(len(replica.virtual_stages) * len(share) for replica, share in shared)
-    most = MOST_CHUNKS if thorough or situation.links or situation.schedule == "zero-bubble" else MOST_CHUNKS_EVEN
-    if situation.memory_bytes is None or chunks > most:
+    if situation.memory_bytes is None or chunks > MOST_CHUNKS:
         return Refined(plan, seconds, "")
     alike = {tuple((stage.tp, stage.chunks) for stage in replica.stages) for replica in plan.layout.replicas}
     degrees = {stage.tp for replica in plan.layout.replicas for stage in replica.stages}
     if not (situation.speeds or situation.links) and len(alike) == len(degrees) == 1:
         return Refined(plan, seconds, "")  # the schedule was made for it
     best = Refined(plan, seconds, "")
-    for change in (_reordered, _migrated):
+    plain = situation.schedule != "zero-bubble" and all(len(stage.chunks) == 1 for stage in _stages(plan))
+    changes = [_deepened] if plain else []
+    if thorough or situation.links or not plain:
+        changes.append(_reordered)
+    if thorough or situation.links or situation.schedule == "zero-bubble" or chunks <= MOST_CHUNKS_EVEN:
+        changes.append(_migrated)
+    for change in changes:
         try:
             found = change(situation, plan, prices)
         except PlanError:
@@ -63,8 +72,53 @@ def refined(situation: Situation, plan: Plan, seconds: float, prices: Prices, *,
     return best
 
 
+def _stages(plan: Plan) -> list[Stage]:
+    return [stage for replica in plan.layout.replicas for stage in replica.stages]
+
+
+Found = tuple[tuple[Order, ...], float]
+"""Orders of a replica's stages, and their time."""
+
+
+def _deepened(situation: Situation, plan: Plan, prices: Prices) -> Refined:
+    """With other warm-ups for the replicas that are done last: 1F1B all the same."""
+    known: dict[object, tuple[tuple[int, ...], float]] = {}
+
+    def found(priced: Priced, share: Sequence[int], room: Sequence[float]) -> Found:
+        key = priced.shape, priced.late, len(share), tuple(room)
+        if key not in known:
+            known[key] = deepened(priced, len(share), room)
+        depths, seconds = known[key]
+        return tuple(order(depth, share) for depth in depths), seconds
+
+    return _last_ones(situation, plan, prices, found, "deeper warm-ups")
+
+
 def _reordered(situation: Situation, plan: Plan, prices: Prices) -> Refined:
-    """With orders of their own for the replicas that are done last, one after the other."""
+    """With orders of their own for the replicas that are done last."""
+
+    def found(priced: Priced, share: Sequence[int], room: Sequence[float]) -> Found:
+        one = adapted(
+            priced,
+            share,
+            schedule=situation.schedule,
+            split=situation.schedule == "zero-bubble",
+            most_alive=room,
+            evaluations=EVALUATIONS,
+        )
+        return one.orders, one.seconds
+
+    return _last_ones(situation, plan, prices, found, "orders of their own")
+
+
+def _last_ones(
+    situation: Situation,
+    plan: Plan,
+    prices: Prices,
+    make: Callable[[Priced, Sequence[int], Sequence[float]], Found],
+    how: str,
+) -> Refined:
+    """With what is made of the replica that is done last, then of that which is last now, as long as it helps."""
     replicas = plan.layout.replicas
     orders = list(orders_of(plan))
     priced = [prices.priced(replica) for replica in replicas]
@@ -85,19 +139,12 @@ def _reordered(situation: Situation, plan: Plan, prices: Prices) -> Refined:
         )
         if min(room) < 1:
             break
-        found = adapted(
-            priced[last],
-            plan.assignment[last],
-            schedule=situation.schedule,
-            split=situation.schedule == "zero-bubble",
-            most_alive=room,
-            evaluations=EVALUATIONS,
-        )
-        if found.seconds >= ends[last]:
+        found, seconds = make(priced[last], plan.assignment[last], room)
+        if seconds >= ends[last]:
             break
-        orders[last], ends[last] = found.orders, found.seconds
+        orders[last], ends[last] = found, seconds
     changed = msgspec.structs.replace(plan, orders=tuple(orders))
-    return Refined(changed, max(ends) + after_backward_s(replicas, situation), "orders of their own")
+    return Refined(changed, max(ends) + after_backward_s(replicas, situation), how)
 
 
 def _migrated(situation: Situation, plan: Plan, prices: Prices) -> Refined:

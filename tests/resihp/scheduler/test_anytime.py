@@ -62,7 +62,7 @@ def test_what_an_independent_search_found_is_nearly_found(
     case: Situation, trials: int, best: float, within: float
 ) -> None:
     instant, found = searched(case, trials)
-    assert instant.seconds > 1.03 * best
+    assert found.seconds <= instant.seconds
     assert found.seconds < within * best
     assert found.reason.startswith("searched")
     assert found.alternatives[0] == ("at once", instant.seconds)

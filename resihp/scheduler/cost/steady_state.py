@@ -1,0 +1,172 @@
+"""How long a pipeline of one chunk a stage takes under 1F1B or ZB-H1, without making its orders. Pure.
+
+Eq. 2 over these orders is a recurrence from micro-batch to micro-batch. With w = stages - stage - 1 forwards of
+warm-up, turn m of a stage is F of micro-batch m, then B of micro-batch m - w, and where W is apart the W that stands
+`stage` micro-batches behind: all of it waits for the same turn of the stage before and for the turn before of the
+stage behind. Once a turn ends later than an earlier one by the same time on all stages, so do those after it later
+than those after that one (max and plus commute with a shift), and they need not be played: many micro-batches soon
+cost what few do. A period is as long as the cycle that holds all others up: a turn where one stage is the slowest, as
+many as there are stages where all wait for each other.
+
+The times are those of `resihp.pipeline.timeline` over `resihp.pipeline.schedules`, to rounding. Called by
+`resihp.scheduler.cost.prices`, which has to do with all other orders, and by searches over many pipelines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+_EVEN = 1e-12
+"""Relative difference, of the time so far, below which two stages have moved on by the same time."""
+
+
+def seconds(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    weights: Sequence[float] | None,
+    late: Sequence[float],
+    micro_batches: int,
+) -> float:
+    """Of one pipeline. Times of a micro-batch on each stage: F, B, and W where it is apart; else B has both.
+
+    `late`: from each stage to the next, and back.
+    """
+    stages = len(forward)
+    ends = [0.0] * stages
+    """Of what each stage did last."""
+    sent = [0.0] * (stages + 1)
+    """When each stage's last B came to the stage before it."""
+    lag = [*late, 0.0]
+    skipped, past, since = 0.0, ends, 0
+    turn, left = 0, micro_batches
+    while turn < left:
+        arrival = 0.0
+        first = stages - 1 - turn
+        for s in range(stages):
+            now = ends[s]
+            if arrival > now:
+                now = arrival
+            now += forward[s]
+            arrival = now + lag[s]
+            if s >= first:
+                gradient = sent[s + 1]
+                if gradient > now:
+                    now = gradient
+                now += backward[s]
+                sent[s] = now + lag[s - 1] if s else now
+                if weights is not None and first <= 0:
+                    now += weights[s]
+            ends[s] = now
+        turn += 1
+        if first > 0 or skipped:
+            continue
+        if since:
+            step, off = ends[0] - past[0], _EVEN * ends[0]
+            if abs(ends[-1] - past[stages - 1] - step) <= off and all(
+                abs(now - then - step) <= off for now, then in zip((*ends, *sent[:-1]), past, strict=True)
+            ):
+                periods = (left - turn) // (turn - since)
+                skipped = periods * step
+                left -= periods * (turn - since)
+        if not since or turn - since == stages:
+            past, since = [*ends, *sent[:-1]], turn
+    _drain(ends, sent, backward, weights, lag, left)
+    if weights is not None:
+        ends = [end + min(s, micro_batches) * weights[s] for s, end in enumerate(ends)]
+    return max(ends) + skipped
+
+
+def _drain(
+    ends: list[float],
+    sent: list[float],
+    backward: Sequence[float],
+    weights: Sequence[float] | None,
+    lag: Sequence[float],
+    micro_batches: int,
+) -> None:
+    """The turns without forwards."""
+    stages = len(ends)
+    for behind in range(1, stages):
+        turn = micro_batches - 1 + behind
+        for s in range(max(0, stages - 1 - turn), stages - behind):
+            now = max(ends[s], sent[s + 1]) + backward[s]
+            sent[s] = now + lag[s - 1] if s else now
+            if weights is not None and turn >= stages - 1:
+                now += weights[s]
+            ends[s] = now
+
+
+def many_seconds(forward: Floats, backward: Floats, weights: Floats | None, late: Floats, micro_batches: int) -> Floats:
+    """Of many pipelines of equally many stages, (pipelines,): as `seconds`, from (stages, pipelines) each.
+
+    `late`: (stages - 1, pipelines) or (stages - 1, 1). A stage's turn begins half a turn after that of the stage before
+    it, so that all that is done at a half is independent: F on every second stage, B on those between.
+    """
+    stages, pipelines = forward.shape
+    state = np.zeros((2 * stages, pipelines))
+    ends, sent = state[:stages], state[stages:]
+    past, skipped, since = state, np.zeros(pipelines), 0
+    left, half = micro_batches, 0
+    while half <= 2 * (left + stages) - 3:
+        _forwards(ends, forward, late, _every_second(half - 2 * (left - 1), half, half, stages))
+        first = 2 * stages - 1 - half
+        on = _every_second(first, first + 2 * left - 2, half + 1, stages)
+        _backwards(ends, sent, backward, weights, late, on, half)
+        half += 1
+        turn = half // 2
+        if half % 2 or half < 3 * stages or turn >= left - 1 or since < 0:
+            continue
+        if since:
+            step = state - past
+            if np.ptp(step, axis=0).max() <= _EVEN * ends.max():
+                periods = (left - turn) // (turn - since)
+                skipped = periods * step[0]
+                left -= periods * (turn - since)
+                since = -1
+                continue
+        if not since or turn - since == stages:
+            past, since = state.copy(), turn
+    if weights is not None:
+        ends += np.minimum(np.arange(stages), micro_batches)[:, None] * weights
+    return np.asarray(ends.max(axis=0) + skipped)
+
+
+def _every_second(first: int, last: int, parity: int, stages: int) -> slice:
+    """Stages from `first` to `last` that are even or odd as `parity` is."""
+    begin = max(0, first)
+    return slice(begin + (parity - begin) % 2, max(0, min(stages - 1, last) + 1), 2)
+
+
+def _forwards(ends: Floats, forward: Floats, late: Floats, on: slice) -> None:
+    if on.start >= on.stop:
+        return
+    begin = ends[on]
+    rest = begin[1:] if on.start == 0 else begin  # the first stage waits for nobody
+    source = slice(on.start + 1 if on.start == 0 else on.start - 1, on.stop - 1, 2)
+    if len(rest):
+        np.maximum(rest, ends[source] + late[source], out=rest)
+    begin += forward[on]
+
+
+def _backwards(
+    ends: Floats, sent: Floats, backward: Floats, weights: Floats | None, late: Floats, on: slice, half: int
+) -> None:
+    if on.start >= on.stop:
+        return
+    stages = len(ends)
+    begin = ends[on]
+    source = slice(on.start + 1, min(on.stop + 1, stages), 2)
+    count = len(range(*source.indices(stages)))
+    if count:  # the last stage waits for nobody
+        rest, wait = begin[:count], slice(on.start, on.start + 2 * count - 1, 2)
+        np.maximum(rest, sent[source] + late[wait], out=rest)
+    begin += backward[on]
+    sent[on] = begin
+    if weights is not None:
+        ready = slice(on.start, max(0, min(on.stop, half - 2 * stages + 2)), 2)
+        ends[ready] += weights[ready]

@@ -82,6 +82,7 @@ LONG: Mapping[str, int] = {
 }
 """Functions of more than `MOST_LINES` lines, with how many they may have."""
 CROWDED: Mapping[str, int] = {
+    "db/migrations/versions": 13,  # one for each change of the schema
     "resihp/controller": 13,  # the way in, the state, the lifecycle, and the decisions that every room there needs
 }
 WITHOUT_INIT = {

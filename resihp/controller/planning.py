@@ -42,6 +42,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     predicted: float | None = None
     present: float | None = None
+    kept_out: tuple[int, ...] = ()
+    """Ranks of the plan that were not to get work."""
 
     @property
     def movement(self) -> Movement:
@@ -248,6 +250,7 @@ def _choice(job: Job, plan: Plan, situation: Situation, reason: str = "", predic
         predicted=_price(plan, situation) if predicted is None else predicted,
         present=_present(job, situation),
         situation=situation,
+        kept_out=tuple(sorted(_kept_out(job, set(plan.layout.standby).intersection(situation.available)))),
     )
 
 

@@ -17,6 +17,7 @@ from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.protocol import messages as m
 from resihp.record.journal import PlanDecided, PlanInEffect, PlanRefused
 from resihp.scheduler.cost.layout_change import communicators
+from resihp.scheduler.explained.recorded import basis_of
 
 
 def park(job: Job, reason: str, cautious: bool = False) -> None:
@@ -249,6 +250,7 @@ def propose(job: Job, choice: planning.Choice) -> None:
             predicted=choice.predicted,
             present=choice.present,
             unit=choice.situation.unit,
+            basis=basis_of(choice.situation, choice.kept_out),
         )
     )
     job.order(

@@ -72,7 +72,7 @@ NAMED_TWICE: Mapping[str, str] = {
 }
 LONG: Mapping[str, int] = {
     "db.reading.why.why": 73,
-    "resihp.controller.state.Job.__init__": 89,
+    "resihp.controller.state.Job.__init__": 90,
     "resihp.detector.offline.traces.read": 66,
     "resihp.scheduler.transition_cost.verdict": 61,
     "resihp.simulator.rules.Rules.check_order": 74,

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 import msgspec
 
@@ -219,6 +220,29 @@ def resized(job: Job, epoch: int, available: set[int], base: Base | None) -> Cho
     decision = job.planner.without_lost_replicas(situation)
     job.dependencies.check(decision.plan)
     return _choice(job, decision.plan, situation, reason, decision.seconds)
+
+
+def tuned(job: Job, epoch: int, available: set[int], base: Base | None, plan: Plan) -> Choice:
+    """A plan that was made while training went on, now that all have parked; whoever has no work in it stands by.
+
+    Raises LayoutError where it does not suit any more: somebody is gone, or is not to work, or the batch has grown.
+    """
+    unfit = _kept_out(job, available)
+    able = (available if base is None else available.intersection(base.survivors)) - unfit
+    if not able.issuperset(plan.layout.active) or plan.micro_batches != job.micro_batches:
+        raise LayoutError("the tuned plan does not suit those who are there")
+    standby = tuple(sorted(available.difference(plan.layout.active)))
+    plan = msgspec.structs.replace(plan, epoch=epoch, layout=Layout(plan.layout.replicas, standby))
+    job.dependencies.check(plan)
+    choice = _choice(job, plan, _situation(job, epoch, available, base), "layers and orders by measured times")
+    if job.tuning.promise is not None:
+        job.tuning.promise = replace(job.tuning.promise, epoch=epoch)
+    return choice
+
+
+def situation_now(job: Job) -> Situation:
+    """That of all who are ready, while training goes on."""
+    return _situation(job, job.epoch + 1, set(job.ready), None)
 
 
 def best_while_running(job: Job, *, minds_slowness: bool | None = None) -> Choice:

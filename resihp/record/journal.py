@@ -347,7 +347,8 @@ class PlanWithdrawn(Entry, frozen=True, kw_only=True):
 
 
 class ChangeDecided(Entry, frozen=True, kw_only=True):
-    """Training is interrupted for another plan, because of `devices` (node, device) or `links` (two ranks).
+    """Training is interrupted for another plan, because of `devices` (node, device) or `links` (two ranks), or because
+    measured times ask for other layers and orders (`tuned`).
 
     Each recent change on account of the same one makes the next one dearer.
     """
@@ -355,6 +356,7 @@ class ChangeDecided(Entry, frozen=True, kw_only=True):
     reason: str
     devices: tuple[tuple[str, int], ...] = ()
     links: tuple[tuple[int, int], ...] = ()
+    tuned: bool = False
 
 
 class PlanRefused(Entry, frozen=True, kw_only=True):

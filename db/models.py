@@ -160,7 +160,8 @@ class PlanRow(LedgerTable):
 
     `predicted`: time of an iteration under it, `present`: the same of the plan that was in effect, as things were then,
     both in `unit` (`s`, or `layer times`, of which only ratios tell). Null where nobody could tell, and `present` where
-    no plan was in effect, or one that could not run any more.
+    no plan was in effect, or one that could not run any more. `basis`: what it was decided from, as JSON
+    (`resihp.record.journal.PlanBasis`), by which it is explained when somebody asks; null where the journal has none.
 
     `in_effect_at`: when every rank had acknowledged its state; in journals that do not tell, when the first iteration
     under the plan was committed. Null for one that never took effect: refused (by a rank, or by our own check), or
@@ -197,6 +198,7 @@ class PlanRow(LedgerTable):
     predicted: Mapped[float | None]
     present: Mapped[float | None]
     unit: Mapped[str] = mapped_column(String(16), server_default="layer times")
+    basis: Mapped[str | None] = mapped_column(Text)
 
 
 class IterationRow(LedgerTable):

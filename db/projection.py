@@ -318,6 +318,7 @@ def _plan_decided(session: Session, job: models.JobRow, entry: journal.PlanDecid
             predicted=_number(entry.predicted),
             present=_number(entry.present),
             unit=entry.unit,
+            basis=None if entry.basis is None else msgspec.json.encode(entry.basis).decode(),
         )
     )
 

@@ -72,7 +72,7 @@ NAMED_TWICE: Mapping[str, str] = {
 }
 LONG: Mapping[str, int] = {
     "db.reading.why.why": 73,
-    "resihp.controller.state.Job.__init__": 89,
+    "resihp.controller.state.Job.__init__": 90,
     "resihp.detector.offline.traces.read": 66,
     "resihp.scheduler.transition_cost.verdict": 61,
     "resihp.simulator.rules.Rules.check_order": 74,
@@ -82,6 +82,7 @@ LONG: Mapping[str, int] = {
 }
 """Functions of more than `MOST_LINES` lines, with how many they may have."""
 CROWDED: Mapping[str, int] = {
+    "db/migrations/versions": 13,  # one for each change of the schema
     "resihp/controller": 13,  # the way in, the state, the lifecycle, and the decisions that every room there needs
 }
 WITHOUT_INIT = {

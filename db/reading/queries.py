@@ -75,6 +75,12 @@ def promises_rows(reader: Reader, job_id: int) -> list[Row]:
     return promised.promises(reader.narrow("plans", job_id), rates, reader.narrow("failures", job_id))
 
 
+def plans_until(reader: Reader, job_id: int, epoch: int) -> list[Row]:
+    """The job's first plan and the one of that epoch, as `Reader.explanations` wants them."""
+    rows = reader.rows("plans", job_id)
+    return [row for row in rows[:1] if row["epoch"] < epoch] + [row for row in rows if row["epoch"] == epoch]
+
+
 def why(reader: Reader, job: Row, iteration: int) -> Why:
     """Why an iteration of a job took as long as it did; `job` is its row. Raises UsageError if it is not committed."""
     columns, asked = IterationRow.__table__.c, TABLES["iterations"].query

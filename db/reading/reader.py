@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from sqlalchemy import (
@@ -39,7 +39,11 @@ from db.engine import file_of, make_engine, masked, refusal, resolve
 from db.migrate import check_readable
 from db.models import EventRow, FailureRow, IterationRow, JobRow, PlanRow, ReconfigurationRow, WorkerRow
 from db.reading import cost_accounts
+from db.reading.explanations import explanations
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
+
+if TYPE_CHECKING:
+    from resihp.scheduler.explained.explanation import Explanation
 
 Row = dict[str, Any]
 
@@ -138,7 +142,7 @@ TABLES: Mapping[str, Table] = {
     "nodes": Table(select(*_node_columns_told), models.NodeRow.__table__, "node", "joined_at"),
     "workers": _table(WorkerRow, "rank", "started_at"),
     "iterations": _table(IterationRow, "iteration", "finished_at"),
-    "plans": Table(select(*_plan_columns), PlanRow.__table__, "epoch", "decided_at", ("layout", "assignment")),
+    "plans": Table(select(*_plan_columns), PlanRow.__table__, "epoch", "decided_at", ("layout", "assignment", "basis")),
     "reconfigurations": _table(ReconfigurationRow, "epoch", "finished_at"),
     "drains": _table(models.DrainRow, "drain", "drained_at", ("answers",)),
     "replacements": _table(models.ReplacementRow, "replacement", "asked_at", ("excluded",)),
@@ -350,10 +354,10 @@ class Reader:
                     row[column] = self._decoded(row[column], column)
             return found if job_id is not None else [{"job": row.pop("job"), **row} for row in found]
 
-    def _decoded(self, content: str, column: str) -> Any:
+    def _decoded(self, content: str | None, column: str) -> Any:
         """Raises LedgerError: what was imported may hold anything."""
         try:
-            return msgspec.json.decode(content)
+            return None if content is None else msgspec.json.decode(content)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise LedgerError(
                 f"ledger {self.name}: a row's {column} is not JSON: {error}; import the job again"
@@ -389,6 +393,17 @@ class Reader:
         return [
             {**row, **{name: self._decoded(row[name], name) for name in TABLES["plans"].json_columns}} for row in found
         ]
+
+    def explanations(self, job_id: int, plans: Sequence[Row]) -> dict[int, Explanation]:
+        """Why these plans of a job, rows of `rows`, take as long as they do, by epoch: worked out now."""
+        if not plans:
+            return {}
+        columns = JobRow.__table__.columns
+        asked = select(columns["model"], columns["configuration"], columns["tp"], columns["pp"])
+        [job] = self.fetch(asked.where(columns["id"] == job_id))
+        workers = WorkerRow.__table__.columns
+        places = self.fetch(select(workers["rank"], workers["node"]).where(workers["job_id"] == job_id))
+        return explanations(job, plans, {row["rank"]: row["node"] for row in places})
 
     def narrow(self, table: str, job_id: int, names: Sequence[str] = ()) -> list[Row]:
         """All rows of a job in order, of the columns that accounts are reckoned from, or those of these `names`."""

@@ -39,6 +39,7 @@ from resihp.controller.fail_stop import early_losses, failures, watchdog
 from resihp.controller.interface import AnyAction, AnyEvent, Dependencies
 from resihp.controller.nodes import drains, replacements
 from resihp.controller.state import Job
+from resihp.controller.tuning import retuning
 from resihp.protocol import messages as m
 from resihp.record.journal import AnyEntry
 from resihp.settings import Settings
@@ -86,9 +87,9 @@ class Controller:
             slowness.review(job)
             early_losses.review(job)
             transition.resize(job)
-            replan = replan_policy.review(job)
+            replan = replan_policy.review(job) or retuning.review(job)
             if replan is not None:
-                transition.pause(job, replan.reason, replan.failures)
+                transition.pause(job, replan.reason, replan.failures, tuned=replan.plan)
             drains.review(job)
             asking.review(job)
         return job.actions

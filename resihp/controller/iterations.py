@@ -8,6 +8,7 @@ from resihp.controller import interface as api
 from resihp.controller.fail_slow import expectation
 from resihp.controller.fail_stop import incidents
 from resihp.controller.state import Job, Member
+from resihp.controller.tuning import retuning
 from resihp.protocol import messages as m
 from resihp.record.journal import EvaluationDone, IterationCommitted, Reconfigured
 
@@ -79,6 +80,7 @@ def commit_up_to(job: Job, iteration: int) -> None:
         reports = job.reports.pop(i)
         predicted_s = expectation.iteration_done(job, i, reports)
         job.rebuilds = 0
+        retuning.note(job, reports.seconds, reports.outcome.tokens)
         job.log(
             IterationCommitted(
                 epoch=min(reports.epoch, job.record.plan.epoch) if job.record.plan else reports.epoch,

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 import msgspec
 
@@ -51,6 +52,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     predicted: float | None = None
     present: float | None = None
+    kept_out: tuple[int, ...] = ()
+    """Ranks of the plan that were not to get work."""
 
     @property
     def movement(self) -> Movement:
@@ -242,6 +245,29 @@ def resized(job: Job, epoch: int, available: set[int], base: Base | None) -> Cho
     return _choice(job, decision.plan, situation, reason, decision.seconds)
 
 
+def tuned(job: Job, epoch: int, available: set[int], base: Base | None, plan: Plan) -> Choice:
+    """A plan that was made while training went on, now that all have parked; whoever has no work in it stands by.
+
+    Raises LayoutError where it does not suit any more: somebody is gone, or is not to work, or the batch has grown.
+    """
+    unfit = _kept_out(job, available)
+    able = (available if base is None else available.intersection(base.survivors)) - unfit
+    if not able.issuperset(plan.layout.active) or plan.micro_batches != job.micro_batches:
+        raise LayoutError("the tuned plan does not suit those who are there")
+    standby = tuple(sorted(available.difference(plan.layout.active)))
+    plan = msgspec.structs.replace(plan, epoch=epoch, layout=Layout(plan.layout.replicas, standby))
+    job.dependencies.check(plan)
+    choice = _choice(job, plan, _situation(job, epoch, available, base), "layers and orders by measured times")
+    if job.tuning.promise is not None:
+        job.tuning.promise = replace(job.tuning.promise, epoch=epoch)
+    return choice
+
+
+def situation_now(job: Job) -> Situation:
+    """That of all who are ready, while training goes on."""
+    return _situation(job, job.epoch + 1, set(job.ready), None)
+
+
 def best_while_running(job: Job, *, minds_slowness: bool | None = None) -> Choice:
     """What the scheduler would make of all who are ready, were training interrupted now. As `best`, raises as it."""
     return best(job, job.epoch + 1, set(job.ready), None, minds_slowness=minds_slowness)
@@ -271,6 +297,7 @@ def _choice(job: Job, plan: Plan, situation: Situation, reason: str = "", predic
         predicted=_price(plan, situation) if predicted is None else predicted,
         present=present(job, situation),
         situation=situation,
+        kept_out=tuple(sorted(_kept_out(job, set(plan.layout.standby).intersection(situation.available)))),
     )
 
 

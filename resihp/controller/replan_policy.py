@@ -73,6 +73,8 @@ class Replan(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     failures: tuple[int, ...]
     """Verdicts that it answers to."""
+    plan: Plan | None = None
+    """The plan, where it is known already; its epoch and who stands by are not."""
 
 
 def review(job: Job) -> Replan | None:

@@ -185,6 +185,8 @@ class Transition:
     """A plan was refused: propose no other than one that is known to work."""
     resizes: bool = False
     """Nothing but the number of micro-batches changes, as the job's ramp-up says."""
+    tuned: Plan | None = None
+    """What it is about, where the plan is known already."""
     waiting: set[int] = field(default_factory=set)
     """Ranks whose answer this stage still needs."""
     asked: set[int] = field(default_factory=set)
@@ -322,6 +324,8 @@ class Pause:
     """Verdicts that it answers to."""
     resizes: bool = False
     """Everybody stops by itself: the next iteration has another number of micro-batches."""
+    tuned: Plan | None = None
+    """The plan to go on with, if nothing comes in between."""
 
 
 Meaning = Literal["warning", "time-limit", "cancelled", "preempted", "unknown"]
@@ -492,6 +496,39 @@ class Recovery:
     """What else came meanwhile."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Promise:
+    """What a plan that was tuned by measured times is to be: `ratio` of what iterations took `before`."""
+
+    ratio: float
+    before: float
+    """Median seconds a token under the plan before it."""
+    epoch: int = 0
+    """Of the plan; 0 until it is decided."""
+
+
+@dataclass
+class Tuning:
+    """How far the job is with being tuned by its own times (`resihp.controller.tuning.retuning`)."""
+
+    epoch: int = 0
+    """Of the plan whose iterations are counted."""
+    seen: int = 0
+    """Iterations committed under it."""
+    look_at: int = 1
+    """With which of them the tuner may be asked next."""
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=40))
+    """Seconds a token of the last of them, the very first left out."""
+    settled: tuple[object, ...] | None = None
+    """Layout, shares and orders for which the tuner was asked last, or which it made."""
+    profile: Profile | None = None
+    """With which times it was asked."""
+    promise: Promise | None = None
+    """That is still to be looked up."""
+    changed_at: list[float] = field(default_factory=list)
+    """When plans were changed for what it found."""
+
+
 @dataclass(frozen=True)
 class Forecast:
     """What the iteration under way should take, by its own workload."""
@@ -582,6 +619,7 @@ class Job:
         """Tokens, squared lengths and micro-batches of recent iterations."""
         self.profile: Profile | None = None
         """What layers and transfers take, once that is learnt."""
+        self.tuning = Tuning()
         self.forecast: Forecast | None = None
         """Of the last iteration whose workload was told and whose time could be predicted."""
         self.parts: dict[tuple[int, int, str], dict[int, CheckpointPart]] = {}
@@ -631,6 +669,8 @@ class Job:
             case ChangeDecided():
                 for what in changed(entry):
                     self.changed_at.setdefault(what, []).append(self.now)
+                if entry.tuned:
+                    self.tuning.changed_at.append(self.now)
             case _:
                 pass
 

@@ -15,9 +15,11 @@ from resihp.controller import iterations, planning
 from resihp.controller.fail_stop import incidents
 from resihp.controller.state import Job, Member, Outlook, Pause, Transition
 from resihp.errors import LayoutError, NotEnoughDevicesError
+from resihp.parallelism.plan import Plan
 from resihp.protocol import messages as m
 from resihp.record.journal import PlanDecided, PlanInEffect, PlanRefused
 from resihp.scheduler.cost.layout_change import communicators
+from resihp.scheduler.explained.recorded import basis_of
 
 
 def park(job: Job, reason: str, cautious: bool = False) -> None:
@@ -32,14 +34,18 @@ def park(job: Job, reason: str, cautious: bool = False) -> None:
     decide_when_parked(job)
 
 
-def pause(job: Job, reason: str, failures: Iterable[int] = (), *, resizes: bool = False) -> None:
+def pause(
+    job: Job, reason: str, failures: Iterable[int] = (), *, resizes: bool = False, tuned: Plan | None = None
+) -> None:
     """Ask everybody to stop between two iterations; the transition begins when the first active rank has.
 
-    `failures`: what it answers to.
+    `failures`: what it answers to. `tuned`: the plan to go on with, if nothing comes in between.
     """
     job.move("pausing")
     job.say("progress", f"{reason}: pausing after an iteration")
-    job.pause = Pause(epoch=job.epoch + 1, reason=reason, asked=set(), failures=list(failures), resizes=resizes)
+    job.pause = Pause(
+        epoch=job.epoch + 1, reason=reason, asked=set(), failures=list(failures), resizes=resizes, tuned=tuned
+    )
     ask_to_pause(job, job.ready)
 
 
@@ -120,7 +126,7 @@ def _paused(job: Job, member: Member, parked: m.Parked) -> None:
     verdicts = pause.failures
     _open(job, pause.reason, tuple(rank for rank in job.ready if rank in pause.asked), graceful=True)
     assert job.transition is not None
-    job.transition.resizes = pause.resizes
+    job.transition.resizes, job.transition.tuned = pause.resizes, pause.tuned
     job.transition.parked = {rank: answer for rank, answer in pause.answers.items() if rank in job.transition.asked}
     job.transition.waiting -= job.transition.parked.keys()
     job.transition.failures += verdicts
@@ -210,6 +216,9 @@ def _decide(job: Job, transition: Transition) -> planning.Choice | None:
     if transition.resizes and not transition.cautious:
         with suppress(LayoutError):
             return planning.resized(job, job.epoch, available, transition.base)
+    if transition.tuned is not None and not transition.cautious:
+        with suppress(LayoutError):
+            return planning.tuned(job, job.epoch, available, transition.base, transition.tuned)
     if not transition.cautious:
         try:
             return planning.best(job, job.epoch, available, transition.base)
@@ -250,6 +259,7 @@ def propose(job: Job, choice: planning.Choice) -> None:
             predicted=choice.predicted,
             present=choice.present,
             unit=choice.situation.unit,
+            basis=basis_of(choice.situation, choice.kept_out),
         )
     )
     job.order(

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Literal
 
+import msgspec
 import torch
 
 from resihp.errors import ConfigurationError
@@ -24,10 +25,14 @@ from resihp.executor.state.rank_state import HeldPart
 from resihp.faults import LINK_MS
 from resihp.parallelism.model import ModelSpec
 from resihp.pipeline.program import GroupSpec
-from resihp.scheduler.cost.profile import layer_units
+from resihp.scheduler.cost.profile import Times, layer_units
 
 LAYER_MS = "RESIHP_EMULATED_LAYER_MS"
 """Milliseconds of a layer's forward for one micro-batch on one healthy device: read in workers, not set: off."""
+
+HEAD_LAYERS = "RESIHP_EMULATED_HEAD_LAYERS"
+"""How many layers the head takes as long as, in all it does; not set: what its operations say. With it, devices are not
+what a plan takes them for before they are measured."""
 
 Work = Literal["F", "B", "W", "BW"]
 """Kinds of primitives as in `resihp.detector.online.monitor`: BW is a B that does the work of both."""
@@ -42,6 +47,9 @@ def pace_of(environment: Mapping[str, str], model: ModelSpec, device: torch.devi
     if layer_s is None:
         return None
     times = layer_units(model)
+    head = _number(environment, HEAD_LAYERS)
+    if head is not None:
+        times = msgspec.structs.replace(times, head=Times(head, head, head))
 
     def seconds(work: Work, holding: HeldPart, chunk: int) -> float:
         units = times.span(*holding.chunks[chunk])
@@ -77,15 +85,20 @@ def wires_of(environment: Mapping[str, str], device: torch.device) -> Wires | No
 
 
 def _seconds(environment: Mapping[str, str], name: str, device: torch.device) -> float | None:
+    milliseconds = _number(environment, name, "milliseconds")
+    if milliseconds is not None and device.type != "cpu":
+        raise ConfigurationError(f"{name}={environment[name]}: slows training down on purpose, not on a GPU; unset it")
+    return None if milliseconds is None else milliseconds / 1e3
+
+
+def _number(environment: Mapping[str, str], name: str, unit: str = "a number") -> float | None:
     given = environment.get(name)
     if given is None:
         return None
     try:
-        seconds = float(given) / 1e3
+        found = float(given)
     except ValueError:
-        seconds = math.nan
-    if not (math.isfinite(seconds) and seconds > 0.0):
-        raise ConfigurationError(f"{name}={given}: must be milliseconds above 0, as in {name}=40; or unset it")
-    if device.type != "cpu":
-        raise ConfigurationError(f"{name}={given}: slows training down on purpose, not on a GPU; unset it")
-    return seconds
+        found = math.nan
+    if not (math.isfinite(found) and found > 0.0):
+        raise ConfigurationError(f"{name}={given}: must be {unit} above 0, as in {name}=40; or unset it")
+    return found

@@ -227,6 +227,7 @@ def _plans(record: JobRecord, entry: ModelDeclared | PlanDecided | PlanRefused |
         case ChangeDecided():
             for what in changed(entry):
                 record.changes[what] = record.changes.get(what, 0) + 1
+            record.tunings += entry.tuned
 
 
 def voters_of(record: JobRecord, plan: Plan) -> frozenset[str]:

@@ -93,6 +93,35 @@ class WorkerEnded(Entry, frozen=True, kw_only=True):
     epoch: int
 
 
+Three = tuple[float, float, float]
+"""Forward, gradients of inputs, gradients of weights: seconds of one micro-batch on one healthy device."""
+
+
+class LearnedTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """The job's own times, as a plan was priced in them. `layers`: one where all are alike."""
+
+    layers: tuple[Three, ...]
+    embedding: Three
+    head: Three
+    transfer_s: float = 0.0
+    inside_s: float = 0.0
+    gradient_s: float = 0.0
+    step_s: float = 0.0
+
+
+class PlanBasis(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan was decided from, as far as nothing else tells it: for whoever explains the plan afterwards."""
+
+    speeds: tuple[tuple[int, float], ...] = ()
+    """Of ranks that were measured slow, 1 a healthy one's."""
+    links: tuple[tuple[str, str, float], ...] = ()
+    """Slow ones, between two nodes."""
+    kept_out: tuple[int, ...] = ()
+    """Ranks that were not to get work: unfit, not measured yet, or about to leave."""
+    times: LearnedTimes | None = None
+    """None where nothing was measured."""
+
+
 class PlanDecided(Entry, frozen=True, kw_only=True):
     """`action` tells what becomes of the iteration that was under way: none was, it is redone, or it counts."""
 
@@ -109,6 +138,8 @@ class PlanDecided(Entry, frozen=True, kw_only=True):
     """The same for the plan in effect, as things are now; None when there is none, or when it cannot run any more."""
     unit: Literal["s", "layer times"] = "layer times"
     """Of the two predictions. A layer time is the forward of one layer on a healthy device; only ratios tell then."""
+    basis: PlanBasis | None = None
+    """None in journals that do not tell."""
 
 
 class IterationCommitted(Entry, frozen=True, kw_only=True):
@@ -319,7 +350,8 @@ class PlanWithdrawn(Entry, frozen=True, kw_only=True):
 
 
 class ChangeDecided(Entry, frozen=True, kw_only=True):
-    """Training is interrupted for another plan, because of `devices` (node, device) or `links` (two ranks).
+    """Training is interrupted for another plan, because of `devices` (node, device) or `links` (two ranks), or because
+    measured times ask for other layers and orders (`tuned`).
 
     Each recent change on account of the same one makes the next one dearer.
     """
@@ -327,6 +359,7 @@ class ChangeDecided(Entry, frozen=True, kw_only=True):
     reason: str
     devices: tuple[tuple[str, int], ...] = ()
     links: tuple[tuple[int, int], ...] = ()
+    tuned: bool = False
 
 
 class PlanRefused(Entry, frozen=True, kw_only=True):

@@ -233,6 +233,8 @@ class JobRecord:
     """The highest number of a probe."""
     changes: dict[Device | Link, int] = field(default_factory=dict)
     """How often plans were changed on account of which device or link."""
+    tunings: int = 0
+    """How often plans were changed because of measured times."""
     costs: list[ChangeCost] = field(default_factory=list)
     """What changes of plans have taken."""
     fired: set[int] = field(default_factory=set)

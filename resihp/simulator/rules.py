@@ -378,8 +378,14 @@ class Rules:
                 isinstance(e, SlurmSaw) and "drain" in e.state for _, e in self.world.entries
             )
             other = self.world.scenario.batch_sizes.at(self.witnessed + 1) != self.plan.micro_batches
+            tuned = any(isinstance(e, ChangeDecided) and e.tuned for _, e in self.world.entries)
             expect(
-                bool(new - self.known_dead) or slow or left or other or self.world.thinking.has_found(self.plan),
+                bool(new - self.known_dead)
+                or slow
+                or left
+                or other
+                or tuned
+                or self.world.thinking.has_found(self.plan),
                 "pauses though nobody has joined, is slow or to be left, the batch stays and no better plan was found",
             )
             return
@@ -472,6 +478,8 @@ class Rules:
                 self.declared_at.pop(entry.rank, None)
             case Suspected():
                 self.check_suspicion(entry)
+            case ChangeDecided() if entry.tuned:
+                expect(self.world.settings.tune and not self.world.scenario.observes, f"{entry}, asked for by nobody")
             case ChangeDecided() if self.world.scenario.observes:
                 job = self.world.controller.job
                 at_work = {job.device_of(rank) for rank in job.record.active}

@@ -35,6 +35,7 @@ from wrapper.output.ledgers import from_all, opened
 
 if TYPE_CHECKING:
     from db.reading.queries import Reader
+    from resihp.scheduler.explained.explanation import Explanation
 
 Row = dict[str, Any]
 
@@ -84,6 +85,8 @@ class Asked:
     limit: int | None
     """Rows at most: the newest, or the first of those that are ranked."""
     injected: bool
+    flat: bool = False
+    """As a table of the ledger's columns alone, with nothing worked out."""
 
     @property
     def is_table(self) -> bool:
@@ -167,6 +170,7 @@ def history(options: HistoryOptions) -> None:
         until=moment(options.until),
         limit=SHOWN if options.limit is None and not outputs else options.limit,
         injected=options.injected,
+        flat=options.as_csv or options.parquet is not None,
     )
     every = options.every or options.view is History.lemons
     _check(asked, every)
@@ -212,10 +216,12 @@ def why(
 
     with opened(job, ledger) as (reader, row):
         told = queries.why(reader, row, iteration)
+        explained = reader.explanations(row["id"], queries.plans_until(reader, row["id"], told.epoch)).get(told.epoch)
     if as_json:
         import msgspec
 
-        print(to_json({"schema": SCHEMA, "job": row["name"], **msgspec.structs.asdict(told)}))
+        content = {"schema": SCHEMA, "job": row["name"], **msgspec.structs.asdict(told)}
+        print(to_json(content | {"explanation": _explanation(explained)}))
     else:
         from rich.text import Text
 
@@ -224,6 +230,12 @@ def why(
         screen = console()
         for number, sentence in enumerate(told.verdict):
             screen.print(Text(literal(sentence if number == 0 else f"- {sentence}")), soft_wrap=False)
+        if explained is not None:
+            from wrapper.output.explanations import sentences
+
+            screen.print(Text(f"its plan, of epoch {told.epoch}:"), soft_wrap=False)
+            for about, words in sentences(explained):
+                screen.print(Text(literal(f"- {about}: {words}")), soft_wrap=False)
 
 
 # --- what was asked for ---------------------------------------------------------------------------------------------
@@ -269,10 +281,19 @@ def _of_one(asked: Asked, reader: Reader, job: Row) -> Listing:
         rows = fleet.joined(asked.by, counted)  # type: ignore[arg-type]
         return Listing(queries.COLUMNS[asked.shape], rows[: asked.limit], whose, len(rows), known)
     rows = reader.rows(asked.view, job["id"], node=asked.node, rank=asked.rank, last=asked.limit, **times)
+    if asked.view == "plans" and not asked.flat:
+        explained = reader.explanations(job["id"], rows)
+        rows = [row | {"explanation": _explanation(explained.get(row["epoch"]))} for row in rows]
     total = None
     if asked.node is None and asked.rank is None and len(rows) == asked.limit:
         total = reader.count(asked.view, job["id"], **times)
     return Listing(queries.COLUMNS[asked.view], rows, whose, total, known)
+
+
+def _explanation(found: Explanation | None) -> Row | None:
+    from resihp.scheduler.explained.explanation import as_json
+
+    return None if found is None else as_json(found)
 
 
 def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:

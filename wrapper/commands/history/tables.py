@@ -100,6 +100,16 @@ def _effect(row: dict[str, Any]) -> str:
     return f"{row['in_effect_at'].astimezone(UTC):%m-%d %H:%M:%S}" if row["in_effect_at"] else str(row["outcome"])
 
 
+def _limits(row: dict[str, Any]) -> str:
+    """Replica and stage that work longest, for which share of the iteration, and how far the plan is above the bound;
+    of many jobs it is not worked out."""
+    found = row.get("explanation")
+    if found is None:
+        return "-"
+    stage = found["limiting"]
+    return f"{stage['replica']}.{stage['stage']} works {stage['share']:.0%}\nbound +{found['above_bound']:.0%}"
+
+
 def _plan_reason(row: dict[str, Any]) -> str:
     if row["refused_reason"] is None:
         return str(row["reason"])
@@ -213,6 +223,7 @@ _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
         _number("next_iteration", "from"),
         _words("action"),
         Column("in effect (UTC)", _effect),
+        Column("limits", _limits),
         Column("reason", _plan_reason, wraps=True),
     ],
     "probes": [

@@ -16,9 +16,12 @@ from wrapper.commands.report.runs import Total
 
 if TYPE_CHECKING:
     from db.reading.queries import Reader
+    from resihp.scheduler.explained.explanation import Explanation
 
 Row = dict[str, Any]
 MOST_CHECKPOINTS = 1_000_000
+EXPLAINED = 8
+"""Plans beside the first that are explained."""
 DRAWN = 5
 """Ranks whose levels are drawn one by one."""
 
@@ -41,6 +44,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: Sequence[Row]
     account: Account
     promises: Sequence[Row]
+    explanations: Mapping[int, Explanation]
+    """Why plans take as long as they do, by epoch: the last ones."""
     suspicions: Sequence[Row]
     scores: Scores
     began: datetime
@@ -78,6 +83,7 @@ def read(reader: Reader, job: Row, now: datetime, slurm: Total | None = None) ->
         checkpoints=checkpoints,
         account=account(job, iterations, failures, reconfigurations, plans, checkpoints, nodes, now),
         promises=promises(plans, iterations, failures),
+        explanations=reader.explanations(number, _to_explain(plans)),
         suspicions=suspicions,
         scores=scores(reader, number, {rank for row in told for rank in row["ranks"]}, DRAWN),
         began=job["started_at"],
@@ -85,6 +91,12 @@ def read(reader: Reader, job: Row, now: datetime, slurm: Total | None = None) ->
         now=now,
         slurm=slurm,
     )
+
+
+def _to_explain(plans: Sequence[Row]) -> list[Row]:
+    """The first plan and the last ones that took effect."""
+    taken = [row for row in plans if row["in_effect_at"] is not None]
+    return [*taken[:1], *taken[1:][-EXPLAINED:]]
 
 
 def _decoded(text: str | None) -> Mapping[str, Any] | None:

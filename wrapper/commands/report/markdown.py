@@ -10,6 +10,7 @@ from wrapper.commands.report import runs
 from wrapper.commands.report.facts import Facts
 from wrapper.commands.report.marks import clock
 from wrapper.commands.report.story import costs, node_lines, safe, sentences
+from wrapper.output.explanations import sentences as explained
 from wrapper.output.render import duration, hours, literal, percent
 
 MOST_FAILURES = 20
@@ -77,7 +78,12 @@ def _plans(facts: Facts) -> list[str]:
         verdict = promise["verdict"] if promise and promise["promised"] is not None else "-"
         outcome = verdict if row["in_effect_at"] is not None else row["outcome"]
         rows.append((str(row["epoch"]), str(row["next_iteration"]), row["description"], *told, outcome))
-    return ["### Plans", "", *table(("epoch", "from", "layout", "promised", "kept", "verdict"), rows)]
+    told = ["### Plans", "", *table(("epoch", "from", "layout", "promised", "kept", "verdict"), rows)]
+    if facts.explanations:
+        epoch = max(facts.explanations)
+        lines = [f"- {about}: {text(words)}" for about, words in explained(facts.explanations[epoch])]
+        told += [f"The plan of epoch {epoch}:", "", *lines, ""]
+    return told
 
 
 def _nodes(facts: Facts) -> list[str]:

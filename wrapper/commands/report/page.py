@@ -23,6 +23,7 @@ from wrapper.commands.report.marks import SIGNS, clock
 from wrapper.commands.report.story import costs, node_lines, safe, sentences, settings
 from wrapper.commands.report.timeline import timeline
 from wrapper.commands.report.times import iteration_times
+from wrapper.output.explanations import sentences as explained
 from wrapper.output.render import duration, hours, literal, percent, suspects
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def html(facts: Facts) -> str:
             plans_left_out=plans_left_out,
             promises={row["epoch"]: row for row in facts.promises},
             pictures=pictures,
+            explanations={epoch: explained(found) for epoch, found in facts.explanations.items()},
             pictures_left_out=sum(row["in_effect_at"] is not None for row in facts.plans) - len(pictures),
             nodes=shown_nodes,
             nodes_left_out=len(nodes) - len(shown_nodes),

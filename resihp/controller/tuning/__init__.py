@@ -1,0 +1,1 @@
+"""A tuned job, tuned again by the times that it shows itself."""

@@ -203,7 +203,8 @@ def _with_downhill(
 
 
 def _reachable(situation: Situation, prices: Prices, candidates: list[PricedPlan]) -> list[PricedPlan]:
-    """Those whose transition every rank has memory for. Raises PlanError if there are none."""
+    """Those whose transition every rank has memory for; where the progressive one is none of them, as it is with room
+    for the old state beside the new one. Raises PlanError if there are none."""
     found: list[PricedPlan] = []
     obstacles: list[str] = []
     for one in candidates:
@@ -211,6 +212,10 @@ def _reachable(situation: Situation, prices: Prices, candidates: list[PricedPlan
             found.append(reachable(situation, prices, one))
         except LayoutError as error:
             obstacles.append(f"{one.name}: {error}")
+    names = {one.name for one in found}
+    if any(one.name == "progressive" and one.name not in names for one in candidates):
+        with suppress(LayoutError):
+            found.append(reachable(situation, prices, _progressive(situation, prices, beside=True)))
     if not found:
         raise PlanError(f"nothing can be changed to: {'; '.join(dict.fromkeys(obstacles))}")
     return found
@@ -279,16 +284,18 @@ def _one_partition(situation: Situation, prices: Prices) -> PricedPlan:
     return candidate("one partition for all", situation, prices, [prices.priced(replica) for replica in replicas])
 
 
-def _progressive(situation: Situation, prices: Prices) -> PricedPlan:
-    best = _draft(situation, prices, ())
+def _progressive(situation: Situation, prices: Prices, *, beside: bool = False) -> PricedPlan:
+    """`beside`: with room for what ranks hold before the change."""
+    best = _draft(situation, prices, (), beside)
     while best.weak is not None:  # its ranks may serve better elsewhere
-        other = _draft(situation, prices, {*best.given_up, best.weak})
+        other = _draft(situation, prices, {*best.given_up, best.weak}, beside)
         if other.seconds >= best.seconds * (1 - SIGNIFICANT):
             break
         best = other
     if not best.pipes:
         raise PlanError("no replica can be put together from the ranks that are left")
-    return candidate("progressive", situation, prices, [*best.pipes.values()])
+    name = "progressive, with room for what is there" if beside else "progressive"
+    return candidate(name, situation, prices, [*best.pipes.values()])
 
 
 def _crossed(candidates: list[PricedPlan], situation: Situation, prices: Prices) -> list[PricedPlan]:
@@ -305,12 +312,15 @@ def _crossed(candidates: list[PricedPlan], situation: Situation, prices: Prices)
     return [*found.values()]
 
 
-def _draft(situation: Situation, prices: Prices, given_up: Collection[int]) -> Draft:
-    drafts = [Draft(situation, prices, given_up)]
-    stages = [stage for replica in situation.base.replicas for stage in replica.stages]
+def _draft(situation: Situation, prices: Prices, given_up: Collection[int], beside: bool) -> Draft:
     live = set(situation.available)
+    survivors = live.difference(situation.stale)
+    held = transition_memory.holdings(situation.base.replicas) if beside else ()
+    holds = {rank: own for rank, own in held if rank in survivors} if beside else None
+    drafts = [Draft(situation, prices, given_up, beside=holds)]
+    stages = [stage for replica in situation.base.replicas for stage in replica.stages]
     if any(live.isdisjoint(stage.ranks) for stage in stages):
-        drafts.append(Draft(situation, prices, given_up, vacant_first=False))
+        drafts.append(Draft(situation, prices, given_up, vacant_first=False, beside=holds))
     for draft in drafts:
         draft.improve()
     return min(drafts, key=lambda draft: draft.seconds)

@@ -13,7 +13,7 @@ Called by the planner, and by the executor before it agrees to a plan.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 
 import msgspec
@@ -103,6 +103,35 @@ def obstacle(
         f"{memory_bytes / 1e9:.3g} GB: {parts}; spares would take such places without state of their own, and a job "
         "that is started again from a checkpoint needs no room for both"
     )
+
+
+def layers_beside(
+    old: Sequence[HeldState | None],
+    model: ModelSpec,
+    room_bytes: int,
+    *,
+    first: bool,
+    last: bool,
+    sharing: tuple[int, int] | None = None,
+) -> int:
+    """Layers for which the ranks of a group have room beside what each of them held, at least; `first`, `last`: whether
+    its stage has the embedding, the head. What a rank held at the same place of as many ranks is taken to stay."""
+    tp, found = len(old), model.layers
+    units = frozenset(({"embedding"} if first else set()) | ({"final", "head"} if last else set()))
+    for t, held in enumerate(old):
+        if held is None or (held.t, held.tp) == (t, tp):
+            continue
+        was = _elements(held, held, model)
+        outside, one = (HeldState(chunks, units, t, tp) for chunks in ((), ((0, 0),)))
+        each = _elements(one, one, model) - _elements(outside, outside, model)
+        if sharing is None:
+            carried = CARRIED_BYTES[model.precision]
+            left = room_bytes - carried * was
+        else:
+            carried = memory.zero_1(sharing[1]) - GRADIENT_BYTES
+            left = room_bytes - VALUE_BYTES * was
+        found = min(found, (left - carried * _elements(outside, outside, model)) // (carried * each))
+    return max(0, found)
 
 
 def _changed(base: Layout, survivors: set[int], layout: Layout) -> Iterator[tuple[int, HeldState, HeldState]]:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from resihp.errors import PlanError
 from resihp.scheduler.cost.prices import Priced, Prices
+from resihp.scheduler.cost.transition_memory import HeldState
 from resihp.scheduler.layouts.groups import SIGNIFICANT, Group, Pipe, idle_groups, lay, regroup, untouched
 from resihp.scheduler.situation import Situation
 
@@ -23,16 +24,22 @@ class Draft:
     """`pipes` are the replicas, in order, with their layers and prices; `seconds` the predicted time of an iteration.
 
     Replicas of the base that are `given_up` leave their ranks to the others; so do those whose layers do not fit into
-    memory, the weakest first.
+    memory, the weakest first. `beside`: what ranks hold before the change, where layers are to have room beside that.
     """
 
     def __init__(
-        self, situation: Situation, prices: Prices, given_up: Iterable[int] = (), *, vacant_first: bool = True
+        self,
+        situation: Situation,
+        prices: Prices,
+        given_up: Iterable[int] = (),
+        *,
+        vacant_first: bool = True,
+        beside: Mapping[int, HeldState] | None = None,
     ) -> None:
         self._situation, self._prices = situation, prices
         self._laid: dict[tuple[Pipe, int | None], Priced | None] = {}
         """By the pipe, and what each parameter's state takes where so many replicas share it."""
-        self.given_up = set(given_up)
+        self.given_up, self._beside = set(given_up), beside
         while True:
             found = regroup(situation, self.given_up, vacant_first=vacant_first)
             unfit = self._unfit(found)
@@ -153,7 +160,7 @@ class Draft:
         key = pipe, self._situation.state_bytes_of(replicas)
         if key not in self._laid:
             try:
-                self._laid[key] = self._prices.priced(lay(self._situation, pipe, replicas))
+                self._laid[key] = self._prices.priced(lay(self._situation, pipe, replicas, self._beside))
             except PlanError:
                 self._laid[key] = None
         return self._laid[key]

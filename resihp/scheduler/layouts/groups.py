@@ -8,14 +8,15 @@ spread over what it has. Whether to add or give up whole stages and replicas is 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
 from resihp.errors import PlanError
 from resihp.parallelism.layout import LayerSpan, Replica, Stage
-from resihp.scheduler.cost import memory
+from resihp.scheduler.cost import memory, transition_memory
 from resihp.scheduler.cost.memory import Post
+from resihp.scheduler.cost.transition_memory import HeldState
 from resihp.scheduler.layouts import layers, tp_groups
 from resihp.scheduler.situation import Situation
 
@@ -110,9 +111,9 @@ def idle_groups(situation: Situation, idle: Collection[int]) -> tuple[Group, ...
     return tuple(sorted(found, key=lambda group: (-situation.speed(group.ranks), group.ranks)))
 
 
-def lay(situation: Situation, pipe: Pipe, replicas: int) -> Replica:
+def lay(situation: Situation, pipe: Pipe, replicas: int, holds: Mapping[int, HeldState] | None = None) -> Replica:
     """Give the groups of a replica, of so many in all, their layers. Raises PlanError if these do not fit the groups'
-    memory.
+    memory, beside what each rank `holds` before the change where that is said.
 
     A replica whose groups are as they were keeps its layers; if speeds of its ranks were measured, unless others
     make its slowest stage significantly faster, or it has no room for them any more. Where there are more virtual
@@ -132,6 +133,12 @@ def lay(situation: Situation, pipe: Pipe, replicas: int) -> Replica:
     if situation.room_bytes is not None:
         posts = [situation.post(s, len(groups), len(group.ranks), replicas) for s, group in enumerate(groups)]
         limits = [memory.capacity(model, post, situation.room_bytes, situation.tokens) for post in posts]
+        if holds is not None:
+            beside = [
+                _beside(situation, group.ranks, post, replicas, holds)
+                for group, post in zip(groups, posts, strict=True)
+            ]
+            limits = [min(both) for both in zip(limits, beside, strict=True)]
     held = tuple(group.held for group in groups)
     try:
         spans = layers.partition(model.layers, speeds, chunks=situation.chunks, ends=ends, before=held, limits=limits)
@@ -152,6 +159,21 @@ def untouched(situation: Situation, pipe: Pipe) -> bool:
         return False
     before = situation.base.replicas[pipe.base]
     return _same(pipe, before) and _unmeasured(situation, before.ranks)
+
+
+def _beside(
+    situation: Situation, ranks: tuple[int, ...], post: Post, replicas: int, holds: Mapping[int, HeldState]
+) -> int:
+    """Layers for which a group has room while what its ranks held is still there."""
+    assert situation.room_bytes is not None
+    return transition_memory.layers_beside(
+        [holds.get(rank) for rank in ranks],
+        situation.model,
+        situation.room_bytes,
+        first=post.stage == 0,
+        last=post.stage == post.stages - 1,
+        sharing=(len(situation.base.replicas), replicas) if situation.zero_1 else None,
+    )
 
 
 def _outgrown(situation: Situation, before: Replica, replicas: int) -> bool:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.model import ModelSpec
+from resihp.scheduler import decide
 from resihp.scheduler.cost import transition_memory
 from resihp.scheduler.cost.transition_memory import Both, beside, holdings
+from resihp.scheduler.what_if import catalogue
+from resihp.scheduler.what_if.question import Question, first_plan, pose
 
 MODEL = ModelSpec(layers=4, hidden=64, heads=4, kv_groups=4, ffn_hidden=256, vocab=64, sequence=64)
 
@@ -32,3 +37,27 @@ def test_optimizer_state_that_replicas_share_moves_piece_by_piece() -> None:
     assert own == Both(own.old, 0)
     both = beside(old, new, MODEL, (2, 1))
     assert both.old < both.total < beside(old, new, MODEL).total
+
+
+def test_a_plan_whose_transition_has_no_room_is_not_proposed() -> None:
+    """The fastest plan puts ranks of whole groups into smaller ones: what they hold leaves no room for that."""
+    question = Question(
+        model=catalogue.model("llama2-30b", 2048),
+        hardware=msgspec.structs.replace(catalogue.hardware("h100"), memory_bytes=52_500_000_000),
+        tp=4,
+        pp=5,
+        dp=2,
+        micro_batches=16,
+        gpus_per_node=8,
+        sequence_parallel=True,
+        failed=(1, 11, 23, 32),
+        slow={17: 0.7},
+    )
+    case = pose(question, first_plan(question))
+    assert case.memory_bytes is not None
+    decision = decide(case)
+    found = transition_memory.obstacle(
+        case.base, case.available, decision.plan.layout, case.model, case.memory_bytes, overhead=case.overhead
+    )
+    assert found is None
+    assert decision.reason.startswith("progressive, with room for what is there")

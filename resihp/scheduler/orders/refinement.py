@@ -5,8 +5,7 @@ A layout is chosen by what its replicas take in the order of the job's schedule.
 links without delay; where these are not, another warm-up, another place for W (under zero-bubble) and other turns may
 take less (`resihp.scheduler.orders.warm_up`), and so may the paper's migration of single stages
 (`resihp.scheduler.orders.migration`). Either is taken only if the timeline says that it is significantly faster, and if
-memory is known to suffice. Called by `resihp.scheduler.planner`
-and `anytime`.
+memory is known to suffice. Called by `resihp.scheduler.planner`; `anytime` asks for migrations alone.
 """
 
 from __future__ import annotations
@@ -38,22 +37,19 @@ class Refined(msgspec.Struct, frozen=True):
     """What was changed, in words; empty for nothing."""
 
 
-def refined(situation: Situation, plan: Plan, seconds: float, prices: Prices, *, thorough: bool = False) -> Refined:
-    """The same layout with a faster schedule, or as it was. `thorough`: also where little is to be gained for the time
-    that it takes to find it."""
+def refined(situation: Situation, plan: Plan, seconds: float, prices: Prices) -> Refined:
+    """The same layout with a faster schedule, or as it was."""
     if plan.migrations:
         return Refined(plan, seconds, "")  # and so it has orders of its own
-    shared = zip(plan.layout.replicas, plan.assignment, strict=True)
-    chunks = sum(len(replica.virtual_stages) * len(share) for replica, share in shared)
-    most = MOST_CHUNKS if thorough or situation.links or situation.schedule == "zero-bubble" else MOST_CHUNKS_EVEN
-    if situation.memory_bytes is None or chunks > most:
+    most = MOST_CHUNKS if situation.links or situation.schedule == "zero-bubble" else MOST_CHUNKS_EVEN
+    if situation.memory_bytes is None or _chunks(plan) > most:
         return Refined(plan, seconds, "")
     alike = {tuple((stage.tp, stage.chunks) for stage in replica.stages) for replica in plan.layout.replicas}
     degrees = {stage.tp for replica in plan.layout.replicas for stage in replica.stages}
     if not (situation.speeds or situation.links) and len(alike) == len(degrees) == 1:
         return Refined(plan, seconds, "")  # the schedule was made for it
     best = Refined(plan, seconds, "")
-    for change in (_reordered, _migrated):
+    for change in (_reordered, migrated):
         try:
             found = change(situation, plan, prices)
         except PlanError:
@@ -61,6 +57,11 @@ def refined(situation: Situation, plan: Plan, seconds: float, prices: Prices, *,
         if found.seconds < best.seconds * (1 - SIGNIFICANT):
             best = found
     return best
+
+
+def _chunks(plan: Plan) -> int:
+    shared = zip(plan.layout.replicas, plan.assignment, strict=True)
+    return sum(len(replica.virtual_stages) * len(share) for replica, share in shared)
 
 
 def _reordered(situation: Situation, plan: Plan, prices: Prices) -> Refined:
@@ -100,9 +101,12 @@ def _reordered(situation: Situation, plan: Plan, prices: Prices) -> Refined:
     return Refined(changed, max(ends) + after_backward_s(replicas, situation), "orders of their own")
 
 
-def _migrated(situation: Situation, plan: Plan, prices: Prices) -> Refined:
-    """With single stages of some micro-batches elsewhere, where other replicas hold the same layers."""
+def migrated(situation: Situation, plan: Plan, prices: Prices) -> Refined:
+    """With single stages of some micro-batches elsewhere, where other replicas hold the same layers; else as it was,
+    at an infinite time."""
     nothing = Refined(plan, float("inf"), "")
+    if _chunks(plan) > MOST_CHUNKS:
+        return nothing
     spans = [{stage.chunks for stage in replica.stages} for replica in plan.layout.replicas]
     if situation.chunks > 1 or not any(a & b for i, a in enumerate(spans) for b in spans[:i]):
         return nothing

@@ -15,7 +15,7 @@ from resihp.scheduler import decide
 from resihp.scheduler.anytime import Anytime
 from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.prices import iteration_seconds
-from resihp.scheduler.layouts.search import MORE_STAGES
+from resihp.scheduler.search.annealing import MORE_STAGES
 from resihp.scheduler.situation import Decision, Situation
 from resihp.scheduler.what_if import catalogue
 from resihp.scheduler.what_if.question import Question, first_plan, pose

@@ -3,6 +3,8 @@
     python -m benchmarks.planner best [--instances 200]    against all layouts there are, for up to 8 devices
     python -m benchmarks.planner time                      64, 256 and 16,384 devices
     python -m benchmarks.planner search [--seconds 1]      a search after the instant plan, against another program's
+    python -m benchmarks.planner anneal [--jobs 200] [--seconds 60] [--workers 2] [--resume FILE]
+                                                           random jobs, against an independent planner
 
 `benchmarks/idle_time.py` has the amplification of idle time, `benchmarks/pipelines.py` the tuner and slow links.
 """
@@ -17,12 +19,14 @@ import resource
 import statistics
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import near_best
 from benchmarks.exhaustive import Exhaustive
 from resihp.errors import LayoutError
 from resihp.parallelism.layout import Layout, validate
@@ -281,16 +285,29 @@ def search(seconds: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", nargs="?", choices=("best", "time", "search"), help="default: all")
+    choices = ("best", "time", "search", "anneal")
+    parser.add_argument("what", nargs="?", choices=choices, help="default: best, time and search")
     parser.add_argument("--instances", type=int, default=200)
-    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--seconds", type=float, help="of a search: 1; of anneal's reference, for each job: 60")
+    parser.add_argument("--jobs", type=int, default=200, help="anneal: how many")
+    parser.add_argument("--first", type=int, default=1, help="anneal: the first seed")
+    parser.add_argument("--large", action="store_true", help="anneal: jobs of 256 devices")
+    parser.add_argument("--workers", type=int, default=1, help="anneal: processes")
+    parser.add_argument("--resume", "--json", type=Path, help="anneal: results, a line for each job; those there stay")
+    parser.add_argument("--known", type=Path, help="anneal: results of an earlier run, whose plans count as known")
     args = parser.parse_args()
     if args.what in ("best", None):
         best(args.instances)
     if args.what in ("time", None):
         times()
     if args.what in ("search", None):
-        search(args.seconds)
+        search(args.seconds or 1.0)
+    if args.what == "anneal":
+        seeds = range(args.first, args.first + args.jobs)
+        seconds = 60.0 if args.seconds is None else args.seconds
+        near_best.report(
+            near_best.run(seeds, seconds, large=args.large, workers=args.workers, out=args.resume, known=args.known)
+        )
 
 
 if __name__ == "__main__":

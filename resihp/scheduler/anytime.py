@@ -19,7 +19,7 @@ from resihp.pipeline.schedules import orders_of
 from resihp.scheduler.cost.prices import Prices, iteration_seconds
 from resihp.scheduler.layouts.labels import relabelled
 from resihp.scheduler.orders import lanes, refinement
-from resihp.scheduler.planner import TIE, PricedPlan, candidate
+from resihp.scheduler.planner import TIE, PricedPlan, candidate, reachable, transition_obstacle
 from resihp.scheduler.search.annealing import Layouted, Search
 from resihp.scheduler.situation import Decision, Situation
 
@@ -45,14 +45,13 @@ class Anytime:
             return self._instant
         best = self._search.best()
         named = self._search.priced(relabelled(best.replicas, self._situation))
-        if named.seconds <= best.seconds * (1 + TIE):
-            best = named  # the same, for fewer bytes
         same = {*best.replicas} == {*self._instant.plan.layout.replicas}
-        found = [
-            self._planned("the same layout" if same else "searched", best),
-            self._migrated("searched", best.replicas),
-            self._migrated("the same layout", self._instant.plan.layout.replicas),
-        ]
+        name = "the same layout" if same else "searched"
+        found = [self._planned(name, named)]  # for fewer bytes
+        if found[0] is None or named.seconds > best.seconds * (1 + TIE):
+            found.append(self._planned(name, best))
+        found.append(self._migrated("searched", best.replicas))
+        found.append(self._migrated("the same layout", self._instant.plan.layout.replicas))
         chosen = min((one for one in found if one is not None), key=lambda one: one.seconds, default=None)
         seconds, unit = self._instant.seconds, self._situation.unit
         if chosen is None or chosen.seconds >= seconds * (1 - TIE):
@@ -65,7 +64,7 @@ class Anytime:
         )
 
     def _planned(self, name: str, found: Layouted) -> PricedPlan | None:
-        """With the orders that were found; None where there is no memory for it."""
+        """With the orders that were found; None where there is no memory for it, or for getting there."""
         if not found.shares:
             return None
         situation = self._situation
@@ -82,7 +81,7 @@ class Anytime:
             textbook = orders_of(plan)
             orders = tuple(own or other for own, other in zip(found.orders, textbook, strict=True))
             plan, name = msgspec.structs.replace(plan, orders=orders), f"{name}, with orders of their own"
-        if lanes.overfull(plan, situation) is not None:
+        if lanes.overfull(plan, situation) or transition_obstacle(situation, plan):
             return None
         return PricedPlan(name, plan, iteration_seconds(plan, situation))
 
@@ -90,6 +89,7 @@ class Anytime:
         """With micro-batches that pass single stages elsewhere; None where that cannot be."""
         with suppress(LayoutError):
             plain = candidate(name, self._situation, self._prices, [self._prices.priced(one) for one in replicas])
+            plain = reachable(self._situation, self._prices, plain)
             found = refinement.migrated(self._situation, plain.plan, self._prices)
             if found.plan.migrations:
                 return PricedPlan(f"{name}, with {found.how}", found.plan, found.seconds)

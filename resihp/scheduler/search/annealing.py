@@ -59,7 +59,7 @@ class Search:
         longest = max(len(replica.stages) for start in starts for replica in start)
         self._pipelines = Pipelines(situation, max(situation.pp + MORE_STAGES, longest))
         self._moves = Moves(situation, self._random)
-        self._zero_1 = False
+        self._zero_1 = situation.zero_1
         laid = [self._begun(start) for start in starts]
         scores = [self._pipelines.score(start) for start in laid]
         first = min(range(len(laid)), key=lambda i: (_rank(scores[i]), i))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,7 +18,9 @@ import numpy as np
 from resihp.parallelism.layout import Replica, Stage
 from resihp.parallelism.plan import Order, Primitive
 from resihp.pipeline.compiled import KINDS
+from resihp.pipeline.parts import PARTS
 from resihp.scheduler.cost import memory
+from resihp.scheduler.cost.gradient_sync import BUCKET_BYTES, GRADIENT_BYTES
 from resihp.scheduler.cost.prices import after_backward_s
 from resihp.scheduler.search import kernels
 from resihp.scheduler.situation import Situation
@@ -69,43 +70,22 @@ class Score(msgspec.Struct, frozen=True):
 WORST = Score(math.inf, math.inf, ())
 
 
-class _Kind(msgspec.Struct, frozen=True, eq=False):
-    degrees: tuple[int, ...]
-    speeds: kernels.Floats
-    late: kernels.Floats
-    """Seconds from each stage to the next, 0 from the last."""
-    each: kernels.Floats
-    """Seconds of synchronisation for each layer of a stage."""
-    homes: kernels.Ints
-    """Number of each stage's node, -1 for a group on several; 0 where nodes do not matter."""
-
-
-class _Synchronised(NamedTuple):
-    """By row: what decides how long gradients take."""
-
-    each: kernels.Floats
-    """Seconds of each stage."""
-    first: kernels.Ints
-    """First layer of each stage."""
-    homes: kernels.Ints
-    most: kernels.Floats
-    """Seconds of the slowest stage."""
-
-
 class Pipelines:
     """Kinds, rows and their times, of one situation. `most_stages`: of a replica."""
 
     def __init__(self, situation: Situation, most_stages: int) -> None:
         self._situation, self._most_stages = situation, most_stages
-        self._split = situation.schedule == "zero-bubble"
         times = situation.times
         columns = [(layer.f, layer.b, layer.w) for layer in times.layers]
-        self._sums = np.array([[0.0, *itertools.accumulate(column)] for column in zip(*columns, strict=True)])
-        self._ends = np.array([[t.f, t.b, t.w] for t in (times.embedding, times.head)])
+        self._costs = kernels.Costs(
+            np.array([[0.0, *itertools.accumulate(column)] for column in zip(*columns, strict=True)]),
+            np.array([[t.f, t.b, t.w] for t in (times.embedding, times.head)]),
+            situation.schedule == "zero-bubble",
+            PARTS,
+        )
         self._far = bool(times.transfer_s or times.inside_s)
         self._linked = bool(situation.links and times.gradient_s)
         self._own = situation.micro_batches * most_stages <= MOST_CHUNKS
-        self._free_s = -(-situation.model.layers // situation.pp) * times.gradient_s / situation.tp
         names = sorted(set(situation.nodes.values()))
         self._nodes = {name: i for i, name in enumerate(names)}
         self._links = np.ones((len(names), len(names)) if self._linked else (1, 1))
@@ -124,7 +104,8 @@ class Pipelines:
         """Forget all rows."""
         self._number: dict[Pipe, int] = {}
         self._kinds: dict[object, int] = {}
-        self._of_kind: list[_Kind] = []
+        self._of_kind: list[tuple[tuple[int, ...], kernels.PipeKind, list[int]]] = []
+        """Degree of each stage, what the machine code is told, and number of its node, where nodes matter."""
         self._cut: dict[tuple[int, int, int | None], tuple[int, ...] | None] = {}
         self._rows: dict[tuple[int, tuple[int, ...], int | None], int] = {}
         self._allot(64)
@@ -144,7 +125,7 @@ class Pipelines:
         state = self._state_bytes(replicas)
         key = (kind, micro_batches, state)
         if key not in self._cut:
-            self._cut[key] = self._partition(self._of_kind[kind], micro_batches, state)
+            self._cut[key] = self._partition(kind, micro_batches, state)
         counts = self._cut[key]
         return None if counts is None else Laid(groups, counts, self._row(kind, counts, state))
 
@@ -152,21 +133,11 @@ class Pipelines:
         """With these layers."""
         return Laid(groups, counts, self._row(self._kind_of(groups), counts, self._state_bytes(replicas)))
 
-    def _partition(self, kind: _Kind, micro_batches: int, state: int | None) -> tuple[int, ...] | None:
-        counts = np.empty(kind.speeds.size, np.int64)
-        found = kernels.partitioned(
-            micro_batches,
-            kind.speeds,
-            kind.late,
-            np.array(self._rooms(kind.degrees, micro_batches, state)),
-            kind.each,
-            self._free_s,
-            self._sums,
-            self._ends,
-            self._split,
-            OFFERS,
-            counts,
-        )
+    def _partition(self, kind: int, micro_batches: int, state: int | None) -> tuple[int, ...] | None:
+        degrees, told, _ = self._of_kind[kind]
+        counts = np.empty(len(degrees), np.int64)
+        limits = np.array(self._rooms(degrees, micro_batches, state))
+        found = kernels.partitioned(micro_batches, told, limits, self._costs, OFFERS, counts)
         return tuple(counts.tolist()) if math.isfinite(found) else None
 
     def _rooms(self, degrees: tuple[int, ...], micro_batches: int, state: int | None) -> list[int]:
@@ -179,7 +150,7 @@ class Pipelines:
             key = (s, stages, tp, min(micro_batches, stages), state)
             if key not in self._room:
                 post = msgspec.structs.replace(
-                    situation.post(s, stages, tp), micro_batches=micro_batches, state_bytes=state
+                    situation.post(s, stages, tp, 1), micro_batches=micro_batches, state_bytes=state
                 )
                 self._room[key] = memory.capacity(situation.model, post, self._room_bytes, situation.tokens)
             found.append(self._room[key])
@@ -191,7 +162,7 @@ class Pipelines:
         return self._situation.room_bytes
 
     def _state_bytes(self, replicas: int) -> int | None:
-        return self._situation.state_bytes
+        return self._situation.state_bytes_of(replicas)
 
     def _kind_of(self, groups: Pipe) -> int:
         found = self._number.get(groups)
@@ -204,15 +175,15 @@ class Pipelines:
             if found is None:
                 found = self._kinds[key] = len(self._of_kind)
                 gradient_s = self._situation.times.gradient_s
-                self._of_kind.append(
-                    _Kind(
-                        tuple(at[0] for at in known),
-                        np.array([at[1] for at in known]),
-                        np.array([*late, 0.0]),
-                        np.array([gradient_s / at[0] for at in known]),
-                        np.array(homes or [0] * len(known)),
-                    )
+                layer_bytes = GRADIENT_BYTES * self._situation.model.parameters_per_layer
+                degrees = tuple(at[0] for at in known)
+                told = kernels.PipeKind(
+                    np.array([at[1] for at in known]),
+                    np.array([*late, 0.0]),
+                    np.array([gradient_s / tp for tp in degrees]),
+                    np.array([-(-BUCKET_BYTES * tp // layer_bytes) for tp in degrees]),
                 )
+                self._of_kind.append((degrees, told, homes))
             self._number[groups] = found
         return found
 
@@ -235,23 +206,25 @@ class Pipelines:
     def _allot(self, rows: int) -> None:
         shape = (rows, self._most_stages)
         self._tables = kernels.Tables(
-            np.zeros(rows, np.int64),
-            np.zeros(rows, np.int64),
-            np.zeros(shape),
-            np.zeros(shape),
-            np.zeros(shape),
-            np.zeros(shape),
-            np.zeros(shape, np.int64),
-            np.full((rows, self._situation.micro_batches + 2), np.nan),
-        )
-        self._stages_sync = _Synchronised(
-            np.zeros(shape), np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(rows)
+            stages=np.zeros(rows, np.int64),
+            most=np.zeros(rows, np.int64),
+            f=np.zeros(shape),
+            b=np.zeros(shape),
+            w=np.zeros(shape),
+            late=np.zeros(shape),
+            caps=np.zeros(shape, np.int64),
+            held=np.zeros(shape, np.int64),
+            each=np.zeros(shape),
+            bucket=np.zeros(shape, np.int64),
+            homes=np.zeros(shape, np.int64),
+            exposed=np.zeros(rows),
+            times=np.full((rows, self._situation.micro_batches + 2), np.nan),
         )
 
     def _grow(self) -> None:
-        old = (*self._tables, *self._stages_sync)
-        self._allot(2 * self._tables.stages.size)
-        for values, before in zip((*self._tables, *self._stages_sync), old, strict=True):
+        old = self._tables
+        self._allot(2 * old.stages.size)
+        for values, before in zip(self._tables, old, strict=True):
             values[: len(before)] = before
 
     def _row(self, number: int, counts: tuple[int, ...], state: int | None) -> int:
@@ -261,25 +234,25 @@ class Pipelines:
             row = self._rows[key] = len(self._rows)
             if row == self._tables.stages.size:
                 self._grow()
-            kind, held, stages, tables = self._of_kind[number], np.array(counts), len(counts), self._tables
-            tables.stages[row], tables.most[row] = stages, self._most_micro_batches(kind, counts, state)
-            tables.late[row, :stages] = kind.late
+            (degrees, told, homes), stages, tables = self._of_kind[number], len(counts), self._tables
+            tables.stages[row], tables.most[row] = stages, self._most_micro_batches(degrees, counts, state)
             if self._own:
-                tables.caps[row, :stages] = self._caps(kind.degrees, counts, state)
-            kernels.price(
-                held, kind.speeds, self._sums, self._ends, self._split, tables.f[row], tables.b[row], tables.w[row]
-            )
-            sync = self._stages_sync
-            sync.homes[row, :stages] = kind.homes
-            sync.first[row, 1:stages] = np.cumsum(held)[:-1]
-            sync.each[row, :stages] = held * kind.each
-            sync.most[row] = sync.each[row, :stages].max()
+                tables.caps[row, :stages] = self._caps(degrees, counts, state)
+            held = tables.held[row, :stages]
+            held[:] = counts
+            kernels.price(held, told.speeds, self._costs, tables.f[row], tables.b[row], tables.w[row])
+            for values, given in ((tables.late, told.late), (tables.each, told.each), (tables.bucket, told.bucket)):
+                values[row, :stages] = given
+            tables.homes[row, :stages] = homes or 0
+            split, parts = self._costs.split, self._costs.parts
+            work = (tables.w if split else tables.b)[row, :stages]
+            tables.exposed[row] = kernels.exposed(held, work, told.each, told.bucket, np.ones(stages), split, parts)
         return row
 
-    def _most_micro_batches(self, kind: _Kind, counts: tuple[int, ...], state: int | None) -> int:
+    def _most_micro_batches(self, degrees: tuple[int, ...], counts: tuple[int, ...], state: int | None) -> int:
         """That there is memory for; as many as stages take as much as any number beyond."""
         for most in range(len(counts), 0, -1):
-            if all(n <= room for n, room in zip(counts, self._rooms(kind.degrees, most, state), strict=True)):
+            if all(n <= room for n, room in zip(counts, self._rooms(degrees, most, state), strict=True)):
                 return self._situation.micro_batches if most == len(counts) else most
         return 0
 
@@ -312,7 +285,7 @@ class Pipelines:
             return WORST
         rows = np.array([one.row for one in pipes])
         counts = np.empty(len(pipes), np.int64)
-        seconds, parts_s = kernels.shared(total, rows, self._tables, self._split, self._own, counts)
+        seconds, parts_s = kernels.shared(total, rows, self._tables, self._costs.split, self._own, counts)
         if not math.isfinite(seconds):
             return WORST
         after = self._after_s(pipes, rows)
@@ -322,15 +295,15 @@ class Pipelines:
         """Of a pipeline's own, for these micro-batches; None where those of the schedule are as good."""
         tables, row, stages, count = self._tables, pipe.row, len(pipe.counts), len(share)
         f, b, w, late = tables.f[row], tables.b[row], tables.w[row], tables.late[row]
-        best = kernels.played(stages, count, f, b, w, late, self._split) * (1.0 - kernels.WORTH)
+        best = kernels.played(stages, count, f, b, w, late, self._costs.split) * (1.0 - kernels.WORTH)
         if not self._own or stages == 1:
             return None
         found, limits = None, np.empty(stages, np.int64)
-        order = np.empty((stages, count * (3 if self._split else 2)), np.int64)
-        for further, patience in itertools.product(DEPTHS, PATIENCE if self._split else PATIENCE[:1]):
+        order = np.empty((stages, count * (3 if self._costs.split else 2)), np.int64)
+        for further, patience in itertools.product(DEPTHS, PATIENCE if self._costs.split else PATIENCE[:1]):
             kernels.limited(stages, count, further, limits)
             seconds = kernels.scheduled(
-                stages, count, f, b, w, late, self._split, limits, tables.caps[row], patience, order
+                stages, count, f, b, w, late, self._costs.split, limits, tables.caps[row], patience, order
             )
             if seconds < best:
                 best, found = seconds, order.tolist()
@@ -343,12 +316,9 @@ class Pipelines:
         times = self._situation.times
         if len(pipes) < 2 or not times.gradient_s:
             return times.step_s
-        sync = self._stages_sync
         if not self._linked:
-            return times.step_s + float(sync.most[rows].max())
-        found = kernels.synchronised_over_links(
-            rows, self._tables.stages, sync.first, sync.homes, sync.each, self._situation.model.layers, self._links
-        )
+            return times.step_s + float(self._tables.exposed[rows].max())
+        found = kernels.exposed_over_links(rows, self._tables, self._costs, self._links)
         if found < 0.0:  # a group is on several nodes
             return after_backward_s([one.replica for one in pipes], self._situation)
         return times.step_s + found

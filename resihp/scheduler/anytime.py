@@ -23,6 +23,9 @@ from resihp.scheduler.planner import TIE, PricedPlan, candidate, reachable, tran
 from resihp.scheduler.search.annealing import Layouted, Search
 from resihp.scheduler.situation import Decision, Situation
 
+MOST_DEVICES = 2048
+"""Beyond, a second is over before every damaged replica was looked at, and naming ranks takes longer than that."""
+
 
 class Anytime:
     """Begins with the instant `decision`; the same seed and number of trials come to the same one."""
@@ -102,4 +105,6 @@ def _obstacle(situation: Situation, decision: Decision) -> str | None:
         return "memory is not known, and layouts change as little as they can"
     if situation.chunks > 1 or any(len(stage.chunks) > 1 for stage in stages):
         return "stages have several chunks"
+    if len(situation.available) > MOST_DEVICES:
+        return f"{len(situation.available)} devices are more than a search gets round to"
     return "a stage has no ranks" if any(not stage.ranks for stage in stages) else None

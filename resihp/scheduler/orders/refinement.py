@@ -37,11 +37,12 @@ class Refined(msgspec.Struct, frozen=True):
     """What was changed, in words; empty for nothing."""
 
 
-def refined(situation: Situation, plan: Plan, seconds: float, prices: Prices) -> Refined:
-    """The same layout with a faster schedule, or as it was."""
+def refined(situation: Situation, plan: Plan, seconds: float, prices: Prices, *, thorough: bool = False) -> Refined:
+    """The same layout with a faster schedule, or as it was. `thorough`: also where little is to be gained for the time
+    that it takes to find it."""
     if plan.migrations:
         return Refined(plan, seconds, "")  # and so it has orders of its own
-    most = MOST_CHUNKS if situation.links or situation.schedule == "zero-bubble" else MOST_CHUNKS_EVEN
+    most = MOST_CHUNKS if thorough or situation.links or situation.schedule == "zero-bubble" else MOST_CHUNKS_EVEN
     if situation.memory_bytes is None or _chunks(plan) > most:
         return Refined(plan, seconds, "")
     alike = {tuple((stage.tp, stage.chunks) for stage in replica.stages) for replica in plan.layout.replicas}

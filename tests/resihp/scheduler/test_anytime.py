@@ -55,14 +55,12 @@ def searched(case: Situation, trials: int, seed: int = 0) -> tuple[Decision, Dec
         (asked(4, 2, 2, (15,), slow={11: 0.5}), 3750, 2.472),
         (asked(4, 2, 4, (1, 6, 9, 14)), 3750, 1.453),
         (asked(4, 2, 4, (5, 22)), 3750, 1.436),
-        (asked(4, 2, 4, (5, 22), model="llama2-30b", sequence=8192, micro_batches=3), 3000, 4.20),
+        (asked(4, 2, 4, (5, 22), model="llama2-30b", sequence=8192, micro_batches=3), 6000, 4.065),
         (asked(4, 1, 4, (5,), model="llama2-30b", sequence=12288, micro_batches=2), 750, 5.41),
     ],
     ids=["one dead, one slow", "four dead", "two dead", "little memory", "little memory, two micro-batches"],
 )
-def test_what_an_independent_search_found_is_found_within_two_percent(
-    case: Situation, trials: int, best: float
-) -> None:
+def test_what_long_searches_found_is_found_within_two_percent(case: Situation, trials: int, best: float) -> None:
     instant, found = searched(case, trials)
     assert instant.seconds > 1.03 * best
     assert found.seconds < 1.02 * best

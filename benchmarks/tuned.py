@@ -2,8 +2,9 @@
 
 Eight workers on this machine, TP1 PP4 DP2, emulate a device each (`resihp.executor.emulation`). Their head takes as
 long as three layers, where its operations say that it takes two thirds of one: what is planned before anything is
-measured cannot know. After 40 iterations the controller tunes the job with what it has learnt. Promised is the ratio of its two
-predictions, kept that of the medians of iteration times before and after, the first ones under each plan left out.
+measured cannot know. After 40 iterations the controller tunes the job with what it has learnt. Promised is the ratio
+of its two predictions, kept that of the medians of iteration times before and after, the first ones under each plan
+left out.
 
     python benchmarks/tuned.py [--runs 1] [--layer-ms 24]
 """

@@ -224,18 +224,19 @@ def _reachable(situation: Situation, prices: Prices, candidates: list[PricedPlan
 def reachable(situation: Situation, prices: Prices, one: PricedPlan) -> PricedPlan:
     """A plan whose transition every rank has memory for: this one, or the same with ranks that keep more of what they
     hold. Raises PlanError if there is none."""
-    obstacle = _transition_obstacle(situation, one.plan)
+    obstacle = transition_obstacle(situation, one.plan)
     if obstacle is None:
         return one
     if not one.plan.migrations and not one.plan.layout.vacant:
         labelled = relabelled(one.plan.layout.replicas, situation)
         other = candidate(one.name, situation, prices, [prices.priced(replica) for replica in labelled])
-        if _transition_obstacle(situation, other.plan) is None:
+        if transition_obstacle(situation, other.plan) is None:
             return other
     raise PlanError(obstacle)
 
 
-def _transition_obstacle(situation: Situation, plan: Plan) -> str | None:
+def transition_obstacle(situation: Situation, plan: Plan) -> str | None:
+    """Which rank has too little memory to get from what it holds to what it would hold; None if each has enough."""
     if situation.memory_bytes is None:
         return None
     return transition_memory.obstacle(

@@ -223,17 +223,42 @@ def most_alive(
     state_bytes: int | None = None,
 ) -> tuple[float, ...]:
     """For each stage, of how many micro-batches it can keep the activations at once; infinite where that is unknown."""
-    if memory_bytes is None or not tokens:
-        return (float("inf"),) * len(replica.stages)
     virtual = replica.virtual_stages
-    found: list[float] = []
-    for s, stage in enumerate(replica.stages):
-        first, last = virtual[0][0] == s, virtual[-1][0] == s
-        inside, per_layer = _layer_bytes(model, stage.tp, sequence_parallel, tokens, state_bytes)
-        state = _each(model, state_bytes) * _held(_outside(model, first, last), stage.tp) + len(stage.layers) * inside
-        outside = _outside_activations(model, first, last, stage.tp, tokens)
-        found.append((memory_bytes - state - outside) // (per_layer * len(stage.layers)))
-    return tuple(found)
+    return tuple(
+        alive(
+            model,
+            stage.tp,
+            len(stage.layers),
+            memory_bytes,
+            tokens,
+            first=virtual[0][0] == s,
+            last=virtual[-1][0] == s,
+            sequence_parallel=sequence_parallel,
+            state_bytes=state_bytes,
+        )
+        for s, stage in enumerate(replica.stages)
+    )
+
+
+def alive(
+    model: ModelSpec,
+    tp: int,
+    layers: int,
+    memory_bytes: int | None,
+    tokens: int,
+    *,
+    first: bool,
+    last: bool,
+    sequence_parallel: bool = False,
+    state_bytes: int | None = None,
+) -> float:
+    """Of how many micro-batches a stage of so many layers can keep the activations at once; infinite if unknown."""
+    if memory_bytes is None or not tokens:
+        return float("inf")
+    inside, per_layer = _layer_bytes(model, tp, sequence_parallel, tokens, state_bytes)
+    state = _each(model, state_bytes) * _held(_outside(model, first, last), tp) + layers * inside
+    outside = _outside_activations(model, first, last, tp, tokens)
+    return (memory_bytes - state - outside) // (per_layer * layers)
 
 
 @lru_cache(maxsize=1024)

@@ -7,7 +7,7 @@
 `swap_pipelines`                   other neighbours for stages that a slow link joins
 `vacant_stages`                    stages that lost all their ranks, whose work others do
 `exhaustive`                       all there is, for few devices
-`search`, `labels`                 whole layouts by annealing; which of equal ranks stand where
+`labels`                           which of equal ranks stand where
 `first_layout`                     what a job starts with
 =================================  =============================================================================
 

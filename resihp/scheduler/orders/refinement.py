@@ -5,8 +5,7 @@ A layout is chosen by what its replicas take in the order of the job's schedule.
 links without delay; where these are not, another warm-up, another place for W (under zero-bubble) and other turns may
 take less (`resihp.scheduler.orders.warm_up`), and so may the paper's migration of single stages
 (`resihp.scheduler.orders.migration`). Either is taken only if the timeline says that it is significantly faster, and if
-memory is known to suffice. Called by `resihp.scheduler.planner`
-and `anytime`.
+memory is known to suffice. Called by `resihp.scheduler.planner`; `anytime` asks for migrations alone.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ def refined(situation: Situation, plan: Plan, seconds: float, prices: Prices, *,
     that it takes to find it."""
     if plan.migrations:
         return Refined(plan, seconds, "")  # and so it has orders of its own
-    shared = zip(plan.layout.replicas, plan.assignment, strict=True)
-    chunks = sum(len(replica.virtual_stages) * len(share) for replica, share in shared)
+    chunks = _chunks(plan)
     if situation.memory_bytes is None or chunks > MOST_CHUNKS:
         return Refined(plan, seconds, "")
     alike = {tuple((stage.tp, stage.chunks) for stage in replica.stages) for replica in plan.layout.replicas}
@@ -61,7 +59,7 @@ def refined(situation: Situation, plan: Plan, seconds: float, prices: Prices, *,
     if thorough or situation.links or not plain:
         changes.append(_reordered)
     if thorough or situation.links or situation.schedule == "zero-bubble" or chunks <= MOST_CHUNKS_EVEN:
-        changes.append(_migrated)
+        changes.append(migrated)
     for change in changes:
         try:
             found = change(situation, plan, prices)
@@ -70,6 +68,11 @@ def refined(situation: Situation, plan: Plan, seconds: float, prices: Prices, *,
         if found.seconds < best.seconds * (1 - SIGNIFICANT):
             best = found
     return best
+
+
+def _chunks(plan: Plan) -> int:
+    shared = zip(plan.layout.replicas, plan.assignment, strict=True)
+    return sum(len(replica.virtual_stages) * len(share) for replica, share in shared)
 
 
 def _stages(plan: Plan) -> list[Stage]:
@@ -147,9 +150,12 @@ def _last_ones(
     return Refined(changed, max(ends) + after_backward_s(replicas, situation), how)
 
 
-def _migrated(situation: Situation, plan: Plan, prices: Prices) -> Refined:
-    """With single stages of some micro-batches elsewhere, where other replicas hold the same layers."""
+def migrated(situation: Situation, plan: Plan, prices: Prices) -> Refined:
+    """With single stages of some micro-batches elsewhere, where other replicas hold the same layers; else as it was,
+    at an infinite time."""
     nothing = Refined(plan, float("inf"), "")
+    if _chunks(plan) > MOST_CHUNKS:
+        return nothing
     spans = [{stage.chunks for stage in replica.stages} for replica in plan.layout.replicas]
     if situation.chunks > 1 or not any(a & b for i, a in enumerate(spans) for b in spans[:i]):
         return nothing

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from resihp.errors import PlanError
 from resihp.parallelism.layout import Layout
+from resihp.parallelism.plan import Plan, spread
+from resihp.pipeline import checker
 from resihp.scheduler import decide
 from resihp.scheduler.anytime import Anytime
 from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.prices import iteration_seconds
-from resihp.scheduler.layouts.search import MORE_STAGES
+from resihp.scheduler.search.annealing import MORE_STAGES
 from resihp.scheduler.situation import Decision, Situation
 from resihp.scheduler.what_if import catalogue
 from resihp.scheduler.what_if.question import Question, first_plan, pose
@@ -48,22 +50,20 @@ def searched(case: Situation, trials: int, seed: int = 0) -> tuple[Decision, Dec
 
 
 @pytest.mark.parametrize(
-    ("case", "trials", "best", "within"),
+    ("case", "trials", "best"),
     [
-        (asked(4, 2, 2, (15,), slow={11: 0.5}), 3750, 2.543, 1.02),
-        (asked(4, 2, 4, (1, 6, 9, 14)), 3750, 1.512, 1.07),
-        (asked(4, 2, 4, (5, 22)), 3750, 1.435, 1.07),
-        (asked(4, 2, 4, (5, 22), model="llama2-30b", sequence=8192, micro_batches=3), 750, 4.065, 1.02),
-        (asked(4, 1, 4, (5,), model="llama2-30b", sequence=12288, micro_batches=2), 750, 5.41, 1.02),
+        (asked(4, 2, 2, (15,), slow={11: 0.5}), 3750, 2.472),
+        (asked(4, 2, 4, (1, 6, 9, 14)), 3750, 1.453),
+        (asked(4, 2, 4, (5, 22)), 3750, 1.436),
+        (asked(4, 2, 4, (5, 22), model="llama2-30b", sequence=8192, micro_batches=3), 6000, 4.065),
+        (asked(4, 1, 4, (5,), model="llama2-30b", sequence=12288, micro_batches=2), 750, 5.41),
     ],
     ids=["one dead, one slow", "four dead", "two dead", "little memory", "little memory, two micro-batches"],
 )
-def test_what_an_independent_search_found_is_nearly_found(
-    case: Situation, trials: int, best: float, within: float
-) -> None:
+def test_what_long_searches_found_is_found_within_two_percent(case: Situation, trials: int, best: float) -> None:
     instant, found = searched(case, trials)
     assert found.seconds <= instant.seconds
-    assert found.seconds < within * best
+    assert found.seconds < 1.02 * best
     assert found.reason.startswith("searched")
     assert found.alternatives[0] == ("at once", instant.seconds)
 
@@ -82,6 +82,39 @@ def test_what_is_found_is_legal_and_as_fast_as_is_said(case: Situation, memory_b
         assert found.seconds == pytest.approx(iteration_seconds(found.plan, case))
         assert case.room_bytes is not None
         assert memory.obstacle(found.plan, case.model, case.room_bytes, case.tokens) is None
+
+
+def test_what_is_found_can_be_carried_out_also_with_orders_of_its_own() -> None:
+    case = asked(4, 2, 4, (1, 6, 9, 14), schedule="zero-bubble")
+    instant, found = searched(case, 1000)
+    assert found.plan.orders
+    assert found.seconds < 0.97 * instant.seconds
+    checker.check(found.plan)
+    assert found.seconds == pytest.approx(iteration_seconds(found.plan, case))
+
+
+def test_under_zero_1_a_layout_is_held_to_the_memory_that_its_number_of_replicas_leaves() -> None:
+    case = asked(4, 2, 2, (1,), model="llama2-30b", sequence=8192, zero_1=True)
+    instant, found = searched(case, 1000)
+    assert found.seconds <= instant.seconds
+    replicas = len(found.plan.layout.replicas)
+    obstacle = memory.obstacle(
+        found.plan,
+        case.model,
+        case.memory_bytes or 0,
+        case.tokens,
+        state_bytes=case.state_bytes_of(replicas),
+        overhead=case.overhead,
+    )
+    assert obstacle is None
+
+
+def test_more_devices_than_a_search_gets_round_to_are_told() -> None:
+    base = Layout.uniform(tp=4, pp=6, dp=100, layers=6)
+    nodes = cases.on_nodes(2400, 8)
+    case = cases.situation(base, nodes=nodes, tp=4, pp=6, memory_bytes=ROOM, micro_batches=100)
+    instant = Decision(plan=Plan(epoch=1, layout=base, assignment=spread(100, 100)), seconds=1.0, reason="")
+    assert Anytime(case, instant).obstacle == "2400 devices are more than a search gets round to"
 
 
 def test_the_same_seed_and_trials_find_the_same() -> None:

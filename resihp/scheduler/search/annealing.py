@@ -1,0 +1,207 @@
+"""A layout made better step by step, for as long as there is time: simulated annealing over whole layouts. Pure.
+
+The instant planner changes one thing at a time and stops where no single change gains. Here groups change their places,
+replicas and sizes, also where nothing is gained at once; layers follow, to what the timeline says is best for them.
+Trials are counted, not timed: the same seed and number of trials give the same layout. Kirkpatrick et al., 1983; cooled
+and heated again in cycles, each twice as long. What it takes to get there is not weighed.
+
+Called by `resihp.scheduler.anytime`. One chunk a stage, whose ranks are on one node.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from resihp.parallelism.layout import Replica
+from resihp.parallelism.plan import Order
+from resihp.scheduler.layouts.shares import contiguous
+from resihp.scheduler.search.moves import Changed, Moves
+from resihp.scheduler.search.pipelines import Laid, Pipelines, Score
+from resihp.scheduler.situation import Situation
+
+CYCLE = 250
+"""Trials of the first cycle."""
+HOT = 0.02
+"""Share of the best time by which a change may be worse at the beginning of a cycle, about."""
+MORE_STAGES = 2
+"""Of a replica than the job was started with."""
+SMOOTH = 0.5
+"""Weight of the time of micro-batches that could be shared out in parts."""
+TWICE = 0.25
+"""How often two changes are tried as one."""
+BY_HAND = 0.1
+"""How often a layer goes from one stage to another."""
+FEW_ALIKE = 4
+"""Replicas up to which it does not matter which are alike."""
+
+
+class Layouted(msgspec.Struct, frozen=True):
+    """A layout, about what it takes, and who computes what in which order."""
+
+    replicas: tuple[Replica, ...]
+    seconds: float
+    """Infinite where there is no memory for it; then the rest is empty."""
+    shares: tuple[tuple[int, ...], ...]
+    orders: tuple[tuple[Order, ...] | None, ...]
+    """Of each replica: its own, None for those of the schedule."""
+
+
+class Search:
+    """`starts`: layouts to begin with. `seconds` is what the best so far takes."""
+
+    def __init__(self, situation: Situation, starts: Sequence[Sequence[Replica]], seed: int = 0) -> None:
+        self._situation, self._random = situation, random.Random(seed)
+        longest = max(len(replica.stages) for start in starts for replica in start)
+        self._pipelines = Pipelines(situation, max(situation.pp + MORE_STAGES, longest))
+        self._moves = Moves(situation, self._random)
+        self._zero_1 = situation.zero_1
+        laid = [self._begun(start) for start in starts]
+        scores = [self._pipelines.score(start) for start in laid]
+        first = min(range(len(laid)), key=lambda i: (_rank(scores[i]), i))
+        self._best, self._best_score = laid[first], scores[first]
+        self._trial, self._cycle = 0, CYCLE
+        self._go_to(self._best, self._best_score)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted for an iteration."""
+        return self._best_score.seconds
+
+    def best(self) -> Layouted:
+        """The best so far."""
+        return self._told(self._best, self._best_score)
+
+    def priced(self, replicas: Sequence[Replica]) -> Layouted:
+        """Any layout, at what it would be here."""
+        pipes = self._begun(replicas)
+        return self._told(pipes, self._pipelines.score(pipes))
+
+    def _told(self, pipes: list[Laid], score: Score) -> Layouted:
+        shares = contiguous(score.counts)
+        orders = [self._pipelines.orders(pipe, share) for pipe, share in zip(pipes, shares, strict=False)]
+        return Layouted(tuple(pipe.replica for pipe in pipes), score.seconds, shares, tuple(orders))
+
+    def run(self, trials: int) -> bool:
+        """Try so many changes; whether something better was found."""
+        before = _rank(self._best_score)
+        for _ in range(trials):
+            if self._pipelines.full:
+                self._forget()
+            self._trial += 1
+            if self._trial >= self._cycle:
+                self._trial, self._cycle = 0, 2 * self._cycle
+                self._go_to(self._best, self._best_score)
+            self._try()
+        return _rank(self._best_score) < before
+
+    def _try(self) -> None:
+        found = self._shifted() if self._random.random() < BY_HAND else self._neighbour()
+        if found is None:
+            return
+        new, idle = found
+        score = self._pipelines.score(new)
+        if self._bears(_energy(score) - _energy(self._score)):
+            self._go_to(new, score, idle)
+            if _rank(score) < _rank(self._best_score):
+                self._best, self._best_score = new, score
+
+    def _bears(self, worse: float) -> bool:
+        heat = HOT * self._best_score.seconds * (1.0 - self._trial / self._cycle) ** 2
+        return worse <= 0.0 or (math.isfinite(worse) and self._random.random() < math.exp(-worse / max(heat, 1e-12)))
+
+    def _go_to(self, pipes: list[Laid], score: Score, idle: list[int] | None = None) -> None:
+        self._now, self._score = pipes, score
+        if idle is None:
+            used = {rank for pipe in pipes for ranks in pipe.groups for rank in ranks}
+            idle = [rank for rank in self._situation.available if rank not in used]
+        self._idle = idle
+        rows = [pipe.row for pipe in pipes]
+        usual = Counter(rows).most_common(1)[0] if len(rows) > FEW_ALIKE else (0, 0)
+        self._moves.odd = [d for d, row in enumerate(rows) if row != usual[0]] if usual[1] > FEW_ALIKE else ()
+
+    def _begun(self, replicas: Sequence[Replica]) -> list[Laid]:
+        return [
+            self._pipelines.kept(
+                tuple(stage.ranks for stage in one.stages),
+                tuple(len(stage.layers) for stage in one.stages),
+                len(replicas),
+            )
+            for one in replicas
+        ]
+
+    def _forget(self) -> None:
+        """Tables begun anew, with what is still needed."""
+        self._pipelines.clear()
+        self._now, self._best = (
+            [self._pipelines.kept(one.groups, one.counts, len(pipes)) for one in pipes]
+            for pipes in (self._now, self._best)
+        )
+
+    # --- what else it could be ------------------------------------------------------------------------------------
+
+    def _neighbour(self) -> tuple[list[Laid], list[int]] | None:
+        pipes = [laid.groups for laid in self._now]
+        found = self._moves.another(pipes, self._idle)
+        if found is None:
+            return None
+        changed, idle = found
+        if self._random.random() < TWICE:
+            pipes = _with(pipes, changed)
+            further = self._moves.another(pipes, idle) if all(pipes) else None
+            if further is not None:
+                more, idle = further
+                changed |= more
+        pipes = _with([laid.groups for laid in self._now], changed)
+        new: list[Laid] = []
+        replicas = sum(1 for groups in pipes if groups)
+        usual = max(1, self._situation.micro_batches // max(1, replicas))
+        anew = self._zero_1 and replicas != len(self._now)
+        for d, groups in enumerate(pipes):
+            if not groups:
+                continue
+            if d not in changed and not anew:
+                new.append(self._now[d])
+                continue
+            count = self._score.counts[d] if d < len(self._now) and replicas == len(self._now) else usual
+            laid = self._pipelines.cut(groups, count, replicas)
+            if laid is None:
+                return None
+            new.append(laid)
+        return (new, idle) if new else None
+
+    def _shifted(self) -> tuple[list[Laid], list[int]] | None:
+        """A layer from one stage to another."""
+        d = int(self._random.random() * len(self._now))
+        counts = [*self._now[d].counts]
+        a, b = (int(self._random.random() * len(counts)) for _ in range(2))
+        if a == b or counts[a] == 1:
+            return None
+        counts[a] -= 1
+        counts[b] += 1
+        laid = self._pipelines.kept(self._now[d].groups, tuple(counts), len(self._now))
+        return [*self._now[:d], laid, *self._now[d + 1 :]], self._idle
+
+
+def _with(pipes: list[tuple[tuple[int, ...], ...]], changed: Changed) -> list[tuple[tuple[int, ...], ...]]:
+    found = [*pipes]
+    for d in sorted(changed):
+        if d < len(found):
+            found[d] = changed[d]
+        else:
+            found.append(changed[d])
+    return found
+
+
+def _rank(score: Score) -> tuple[float, float]:
+    """Of two layouts the better one: by time, then by how soon all replicas are done."""
+    return round(score.seconds, 9), round(score.parts_s, 9)
+
+
+def _energy(score: Score) -> float:
+    """Of annealing: micro-batches are whole, but what makes replicas faster is a step even if none changes hands."""
+    return SMOOTH * score.parts_s + (1.0 - SMOOTH) * score.seconds

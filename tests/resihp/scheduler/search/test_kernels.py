@@ -1,0 +1,114 @@
+"""Inner loops of the search: what the timeline says, for any pipeline, compiled or not, and no bound above it."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resihp.parallelism.layout import Layout
+from resihp.parallelism.plan import Order, Plan, Primitive, Stop
+from resihp.pipeline.compiled import KINDS
+from resihp.pipeline.schedules import orders_of
+from resihp.pipeline.timeline import Orders, play
+from resihp.scheduler.search import kernels
+
+SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 20), st.booleans(), st.integers(0, 1_000_000))
+
+
+class Pipeline:
+    """Stages at random times, one in four of them without any."""
+
+    def __init__(self, stages: int, count: int, split: bool, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.stages, self.count, self.split = stages, count, split
+        self.f, self.b, self.w = (rng.uniform(0.1, 3.0, stages) for _ in range(3))
+        self.late = rng.uniform(0.0, 2.0, stages) * (rng.random() < 0.75)
+        self.late[-1] = 0.0
+        self.plan = Plan(
+            epoch=1,
+            layout=Layout.uniform(tp=1, pp=stages, dp=1, layers=stages),
+            assignment=(tuple(range(count)),),
+            schedule="zero-bubble" if split else "1f1b",
+        )
+
+    @property
+    def told(self) -> tuple[Any, ...]:
+        """As the kernels take it."""
+        b = self.b if self.split else self.b + self.w
+        return self.stages, self.count, self.f, b, self.w, self.late, self.split
+
+    def seconds(self, orders: Orders) -> float:
+        def cost(stop: Stop, primitive: Primitive) -> float:
+            s = stop.stage
+            whole = self.b[s] if self.split else self.b[s] + self.w[s]
+            return float({"F": self.f[s], "B": whole, "W": self.w[s]}[primitive.kind])
+
+        def late(sender: Stop, receiver: Stop) -> float:
+            return float(self.late[min(sender.stage, receiver.stage)])
+
+        return play(self.plan, orders, cost, late).makespan
+
+
+@settings(max_examples=60, deadline=None)
+@given(SHAPES)
+def test_a_pipeline_takes_what_the_timeline_says(shape: tuple[int, int, bool, int]) -> None:
+    pipeline = Pipeline(*shape)
+    expected = pipeline.seconds(orders_of(pipeline.plan))
+    assert kernels.played(*pipeline.told) == expected
+    assert kernels.least(*pipeline.told) <= expected * (1 + 1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SHAPES, st.integers(-1, 5), st.sampled_from([0.0, 0.5, 1.0]), st.integers(1, 6))
+def test_orders_that_are_made_take_no_longer_than_is_said_and_keep_to_memory(
+    shape: tuple[int, int, bool, int], further: int, patience: float, most: int
+) -> None:
+    pipeline = Pipeline(*shape)
+    stages, count, split = pipeline.stages, pipeline.count, pipeline.split
+    limits, caps = np.empty(stages, np.int64), np.full(stages, most)
+    kernels.limited(stages, count, further, limits)
+    rows = np.empty((stages, count * (3 if split else 2)), np.int64)
+    seconds = kernels.scheduled(*pipeline.told, limits, caps, patience, rows)
+    lanes: tuple[Order, ...] = tuple(tuple(Primitive(KINDS[at % 3], at // 3) for at in row) for row in rows.tolist())
+    assert pipeline.seconds((lanes,)) <= seconds * (1 + 1e-12)
+    assert kernels.eager_least(*pipeline.told) <= seconds * (1 + 1e-12)
+    for order in lanes:
+        alive = 0
+        for primitive in order:
+            alive += {"F": 1, "B": 0 if split else -1, "W": -1}[primitive.kind]
+            assert alive <= most
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_without_numba_the_numbers_are_the_same(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = Pipeline(5, 9, split, 7)
+    compiled = kernels.played(*pipeline.told)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    plain = kernels.machine_code(getattr(kernels.played, "py_func", kernels.played))
+    assert plain(*pipeline.told) == compiled
+
+
+def test_numba_is_loaded_by_a_search_alone() -> None:
+    probe = "import sys, wrapper.cli, resihp.scheduler, resihp.controller; print('numba' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
+def test_where_nothing_can_be_written_kernels_work_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+
+    def njit(cache: bool = False, **options: object) -> Any:
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return lambda function: function
+
+    monkeypatch.setattr("numba.njit", njit)
+    double = kernels.machine_code(lambda x: 2.0 * x)
+    assert math.isclose(double(1.5), 3.0)

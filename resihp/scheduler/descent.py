@@ -29,12 +29,12 @@ from resihp.scheduler.layouts import layers, tp_groups
 from resihp.scheduler.layouts.shares import lines_done, lines_split
 from resihp.scheduler.situation import Situation
 
-MOST_DEVICES = 256
+MOST_DEVICES = 96
 """More are not looked at: what fails is a small part of them."""
 MORE_STAGES = 2
 """Of a pipeline than the job was started with."""
-TRIALS = 400
-"""Sets of pipelines that are judged, from each beginning."""
+TRIALS = 8000
+"""Sets of pipelines that are judged from each beginning, times devices: larger ones take longer."""
 LAID_OUT = 3
 """Of the last sets of each way."""
 PARTITIONS = 3
@@ -199,7 +199,7 @@ class Descent:
         keys = [self._kinds(pipe) for pipe in pipes]
         least = self._energy(keys)
         way, seen, trials = [pipes], {tuple(sorted(keys))}, 0
-        while trials < TRIALS:
+        while trials * len(self._situation.available) < TRIALS:
             best: tuple[float, list[Pipe]] | None = None
             for changed in self._changes(pipes):
                 new = [changed.get(d, pipe) for d, pipe in enumerate(pipes)]

@@ -20,6 +20,8 @@ from resihp.scheduler.situation import Situation
 
 ROUNDS = 4
 """At most; two are usual."""
+MOST_TOGETHER = 512
+"""Ranks up to which all change places; in a larger job those of replicas that lack something, and those standing by."""
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -35,7 +37,13 @@ def relabelled(replicas: Sequence[Replica], situation: Situation) -> tuple[Repli
 
     Groups stay on one node each, but may be on another one: where links differ, the time may be another.
     """
-    return _Labels(situation).run(tuple(replicas))
+    labels = _Labels(situation)
+    if len(situation.available) <= MOST_TOGETHER:
+        return labels.run(tuple(replicas))
+    lacking = [d for d, one in enumerate(replicas) if labels.bytes_of((one,))]
+    labels.leave({rank for d, one in enumerate(replicas) if d not in lacking for rank in one.ranks})
+    named = dict(zip(lacking, labels.run(tuple(replicas[d] for d in lacking)), strict=True))
+    return tuple(named.get(d, one) for d, one in enumerate(replicas))
 
 
 class _Labels:
@@ -46,20 +54,25 @@ class _Labels:
         for rank in situation.available:
             self._at[self._kind(rank)].append(rank)
 
+    def leave(self, ranks: set[int]) -> None:
+        """These stay where they are."""
+        for kind, there in self._at.items():
+            self._at[kind] = [rank for rank in there if rank not in ranks]
+
     def _kind(self, rank: int) -> tuple[str, float]:
         return self._situation.nodes[rank], self._situation.speeds.get(rank, 1.0)
 
     def run(self, replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
-        bytes_now = self._bytes(replicas)
+        bytes_now = self.bytes_of(replicas)
         for _ in range(ROUNDS):
             found = self._within_nodes(self._between_groups(replicas))
-            bytes_then = self._bytes(found)
+            bytes_then = self.bytes_of(found)
             if bytes_then >= bytes_now:
                 break
             replicas, bytes_now = found, bytes_then
         return replicas
 
-    def _bytes(self, replicas: tuple[Replica, ...]) -> int:
+    def bytes_of(self, replicas: tuple[Replica, ...]) -> int:
         return sum(self._of(rank, place, t) for place, ranks in self._places(replicas) for t, rank in enumerate(ranks))
 
     def _of(self, rank: int, place: _Place, t: int) -> int:

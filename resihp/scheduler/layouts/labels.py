@@ -21,7 +21,7 @@ from resihp.scheduler.situation import Situation
 ROUNDS = 4
 """At most; two are usual."""
 MOST_TOGETHER = 512
-"""Ranks up to which all change places; in a larger job those of replicas that lack something, and those standing by."""
+"""Ranks up to which all change places; in a larger job those of a node whose replicas lack something, or that stand by."""
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -42,7 +42,8 @@ def relabelled(replicas: Sequence[Replica], situation: Situation) -> tuple[Repli
         return labels.run(tuple(replicas))
     lacking = [d for d, one in enumerate(replicas) if labels.bytes_of((one,))]
     labels.leave({rank for d, one in enumerate(replicas) if d not in lacking for rank in one.ranks})
-    named = dict(zip(lacking, labels.run(tuple(replicas[d] for d in lacking)), strict=True))
+    own = labels.run(tuple(replicas[d] for d in lacking), between=False)
+    named = dict(zip(lacking, own, strict=True))
     return tuple(named.get(d, one) for d, one in enumerate(replicas))
 
 
@@ -62,10 +63,11 @@ class _Labels:
     def _kind(self, rank: int) -> tuple[str, float]:
         return self._situation.nodes[rank], self._situation.speeds.get(rank, 1.0)
 
-    def run(self, replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
+    def run(self, replicas: tuple[Replica, ...], *, between: bool = True) -> tuple[Replica, ...]:
+        """`between`: also groups of different nodes change places."""
         bytes_now = self.bytes_of(replicas)
         for _ in range(ROUNDS):
-            found = self._within_nodes(self._between_groups(replicas))
+            found = self._within_nodes(self._between_groups(replicas) if between else replicas)
             bytes_then = self.bytes_of(found)
             if bytes_then >= bytes_now:
                 break

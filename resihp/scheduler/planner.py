@@ -22,6 +22,7 @@ from resihp.errors import LayoutError, PlanError
 from resihp.parallelism.layout import Layout, Replica, Stage, validate
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan, spread
+from resihp.scheduler import refusal
 from resihp.scheduler.cost import memory, transition_memory
 from resihp.scheduler.cost.device_memory import NOTHING, Overhead
 from resihp.scheduler.cost.prices import Priced, Prices, bytes_to_move
@@ -169,7 +170,8 @@ def _candidates(situation: Situation, prices: Prices) -> list[PricedPlan]:
         found += _crossed(found, situation, prices)
     if not found:
         ranks = situation.available
-        raise PlanError(f"nothing can run on {len(ranks)} ranks: {'; '.join(dict.fromkeys(obstacles))}")
+        tried = "; ".join(dict.fromkeys(obstacles))
+        raise PlanError(f"nothing can run on {len(ranks)} ranks: {refusal.reason(situation)}; tried: {tried}")
     return found
 
 

@@ -156,6 +156,13 @@ def capacity(model: ModelSpec, post: Post, memory_bytes: int, tokens: int) -> in
     return max(0, (memory_bytes - fixed) // per_layer)
 
 
+def layer_bytes(model: ModelSpec, post: Post, tokens: int) -> tuple[int, int]:
+    """What each layer of a stage takes: state, and the activations of all micro-batches that are alive at once."""
+    state, each = _layer_bytes(model, post.tp, post.sequence_parallel, tokens, post.state_bytes)
+    alive = _most_alive(post.schedule, post.stage, post.stages, post.chunks, post.micro_batches)
+    return state, -(-alive * each // post.chunks)
+
+
 def fits(
     replica: Replica,
     micro_batches: int,

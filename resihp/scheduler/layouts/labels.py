@@ -21,7 +21,7 @@ from resihp.scheduler.situation import Situation
 ROUNDS = 4
 """At most; two are usual."""
 MOST_TOGETHER = 512
-"""Ranks up to which all change places; in a larger job those of a node whose replicas lack something, or that stand by."""
+"""Ranks up to which all change places; in a larger job those of a node that lack something, or stand by."""
 
 
 class _Place(msgspec.Struct, frozen=True):

@@ -29,12 +29,12 @@ from resihp.scheduler.layouts import layers, tp_groups
 from resihp.scheduler.layouts.shares import lines_done, lines_split
 from resihp.scheduler.situation import Situation
 
-MOST_DEVICES = 256
+MOST_DEVICES = 96
 """More are not looked at: what fails is a small part of them."""
 MORE_STAGES = 2
 """Of a pipeline than the job was started with."""
-TRIALS = 400
-"""Sets of pipelines that are judged, from each beginning."""
+TRIALS = 5000
+"""Sets of pipelines that are judged from each beginning, times devices: larger ones take longer."""
 LAID_OUT = 3
 """Of the last sets of each way."""
 PARTITIONS = 3
@@ -74,6 +74,8 @@ class Descent:
         """Part of a stage's time that passes until the next one begins and after it ends."""
         self._sums = _sums(situation.times)
         self._anew: list[list[Priced]] | None = None
+        self._kinds_of: dict[Pipe, Kinds] = {}
+        self._speed_of: dict[Ranks, float] = {}
         self._lines: dict[tuple[Kinds, int | None], Line | None] = {}
         self._rooms: dict[tuple[int, int, int, int | None], int] = {}
         self._laid: dict[tuple[Kinds, tuple[float, ...], int, int], tuple[int, ...] | None] = {}
@@ -108,10 +110,17 @@ class Descent:
 
     def _kinds(self, pipe: Pipe) -> Kinds:
         """Strong groups first."""
-        return tuple(sorted(((len(ranks), self._speed(ranks)) for ranks in pipe), key=lambda kind: (-kind[1], kind)))
+        found = self._kinds_of.get(pipe)
+        if found is None:
+            kinds = [(len(ranks), self._speed(ranks)) for ranks in pipe]
+            found = self._kinds_of[pipe] = tuple(sorted(kinds, key=lambda kind: (-kind[1], kind)))
+        return found
 
     def _speed(self, ranks: Ranks) -> float:
-        return len(ranks) * min(self._speeds[rank] for rank in ranks)
+        found = self._speed_of.get(ranks)
+        if found is None:
+            found = self._speed_of[ranks] = len(ranks) * min(self._speeds[rank] for rank in ranks)
+        return found
 
     def _line(self, kinds: Kinds, replicas: int) -> Line | None:
         """None where memory does not suffice."""
@@ -199,18 +208,16 @@ class Descent:
         keys = [self._kinds(pipe) for pipe in pipes]
         least = self._energy(keys)
         way, seen, trials = [pipes], {tuple(sorted(keys))}, 0
-        while trials < TRIALS:
+        while trials * len(self._situation.available) < TRIALS:
             best: tuple[float, list[Pipe]] | None = None
             for changed in self._changes(pipes):
-                new = [changed.get(d, pipe) for d, pipe in enumerate(pipes)]
-                new = [pipe for pipe in new if pipe]
-                keys = [self._kinds(pipe) for pipe in new]
-                name = tuple(sorted(keys))
+                new = [pipe for d, old in enumerate(pipes) if (pipe := changed.get(d, old))]
+                name = tuple(sorted(map(self._kinds, new)))
                 if name in seen:
                     continue
                 seen.add(name)
                 trials += 1
-                energy = self._energy(keys)
+                energy = self._energy(name)
                 if energy < (least if best is None else best[0]) * (1.0 - 1e-6):
                     best = energy, new
             if best is None:

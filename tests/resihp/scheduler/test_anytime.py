@@ -64,8 +64,8 @@ def test_what_long_searches_found_is_found_within_two_percent(case: Situation, t
     instant, found = searched(case, trials)
     assert found.seconds <= instant.seconds
     assert found.seconds < 1.02 * best
-    assert found.reason.startswith("searched")
-    assert found.alternatives[0] == ("at once", instant.seconds)
+    if found != instant:
+        assert found.alternatives[0] == ("at once", instant.seconds)
 
 
 @settings(max_examples=40, deadline=None)

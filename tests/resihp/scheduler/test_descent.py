@@ -1,0 +1,72 @@
+"""The instant answer, made better within milliseconds."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from resihp.parallelism.layout import validate
+from resihp.scheduler import Situation, decide
+from resihp.scheduler.cost import memory
+from resihp.scheduler.cost.prices import Prices, iteration_seconds
+from resihp.scheduler.descent import Descent
+from resihp.scheduler.what_if import catalogue
+from resihp.scheduler.what_if.question import Question, first_plan, pose
+
+
+def asked(*failed: int, slow: dict[int, float] | None = None, schedule: str = "1f1b") -> Situation:
+    question = Question(
+        model=catalogue.model("llama2-13b", 4096),
+        hardware=catalogue.hardware("a100"),
+        tp=4,
+        dp=2,
+        pp=4,
+        micro_batches=8,
+        gpus_per_node=8,
+        sequence_parallel=True,
+        schedule=schedule,
+        failed=failed,
+        slow=slow or {},
+    )
+    return pose(question, first_plan(question))
+
+
+CASES = (asked(5, 22), asked(16, 28), asked(1, 6, 9, 14), asked(15, slow={11: 0.5}, schedule="zero-bubble"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_legal_as_fast_as_is_said_and_stable(case: Situation) -> None:
+    decision = decide(case)
+    plan = decision.plan
+    validate(plan.layout, case.model)
+    assert plan.layout.ranks == tuple(sorted(case.available))
+    assert case.memory_bytes is not None
+    told = memory.obstacle(
+        plan, case.model, case.memory_bytes, case.tokens, state_bytes=case.state_bytes_of(2), overhead=case.overhead
+    )
+    assert told is None
+    assert iteration_seconds(plan, case) == pytest.approx(decision.seconds, rel=1e-9)
+    again = decide(msgspec.structs.replace(case, base=plan.layout))
+    assert again.plan.layout == plan.layout
+
+
+@pytest.mark.parametrize("case", CASES[:2])
+def test_replicas_that_are_alike_damaged_are_mended_both(case: Situation) -> None:
+    """One of them alone gains nothing, for the other one is last."""
+    decision = decide(case)
+    damaged = dict(decision.alternatives)["progressive"]
+    assert decision.seconds < 0.97 * damaged
+    assert len(decision.plan.layout.standby) < 6, "what the progressive planner leaves idle"
+
+
+def test_ranks_are_dealt_out_anew_where_nothing_else_is_there() -> None:
+    case = asked(5, 22)
+    found = Descent(case, Prices(case)).improved(())
+    assert found is not None
+    layers = case.model.layers
+    assert all(sum(len(stage.layers) for stage in one.replica.stages) == layers for one in found)
+
+
+def test_where_memory_is_not_known_layouts_change_as_little_as_they_can() -> None:
+    case = msgspec.structs.replace(asked(5, 22), memory_bytes=None)
+    assert Descent(case, Prices(case)).improved(case.base.without(case.lost).replicas) is None

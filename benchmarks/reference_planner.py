@@ -34,11 +34,11 @@ from resihp.scheduler.situation import Situation
 MORE_STAGES = 4
 """Of a replica than the job was started with, at most."""
 MORE_REPLICAS = 3
-REFINED = 12
-"""Layouts that get orders of their own, the fastest ones."""
-SEARCHED = 0.8
-"""Part of the time for layouts; the rest is for orders."""
-RUNS = 14
+SEARCHED = 0.7
+"""Part of the time for layouts; the rest is for orders of their own, for the fastest layouts first."""
+HOPED = 1.06
+"""How much longer than the best known a layout may take before it gets orders of its own."""
+RUNS = 30
 """Annealings in the time, about."""
 HEAT = (0.01, 0.03, 0.02, 0.06, 0.005)
 SMOOTH = (0.5, 0.8, 0.2)
@@ -146,9 +146,9 @@ class ReferencePlanner:
         best: Found | None = None
         prices = Prices(self._s)
         won = {name: (int(n), round(float(gain), 4)) for name, (n, gain, _) in zip(MOVES, self._won, strict=True)}
-        ranked = sorted(self._layouts.items(), key=lambda item: item[1][0])[:REFINED]
+        ranked = sorted(self._layouts.items(), key=lambda item: item[1][0])
         for i, (replicas, (own_s, share, start)) in enumerate(ranked):
-            if i and time.process_time() > until:
+            if i and (time.process_time() > until or (best is not None and own_s > HOPED * best.seconds)):
                 break
             plan = self._plan(replicas, share)
             try:

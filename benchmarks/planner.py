@@ -214,15 +214,15 @@ def posed(model: str, tp: int, dp: int, pp: int, best: float, sequence: int = 40
 
 
 POSED = (
-    posed("llama2-13b", 4, 2, 2, 2.751, failed=(15,), slow={11: 0.5}),
-    posed("llama2-13b", 4, 4, 2, 2.977, failed=(1, 10, 19, 24)),
-    posed("llama2-13b", 4, 2, 4, 1.589, failed=(1, 6, 9, 14)),
-    posed("llama2-13b", 4, 2, 4, 1.379, failed=(1, 6, 9, 14), schedule="zero-bubble"),
-    posed("llama2-13b", 4, 2, 4, 1.604, failed=(16, 28)),
-    posed("llama2-13b", 4, 2, 4, 1.604, failed=(5, 22)),
-    posed("llama2-30b", 4, 2, 8, 2.480, failed=(5, 37)),
-    posed("llama2-30b", 4, 2, 8, 6.444, failed=(5, 37), micro_batches=32),
-    posed("llama2-30b", 4, 2, 8, 5.079, sequence=8192, zero_1=True, failed=(12, 13, 45)),
+    posed("llama2-13b", 4, 2, 2, 2.543, failed=(15,), slow={11: 0.5}),
+    posed("llama2-13b", 4, 4, 2, 2.903, failed=(1, 10, 19, 24)),
+    posed("llama2-13b", 4, 2, 4, 1.512, failed=(1, 6, 9, 14)),
+    posed("llama2-13b", 4, 2, 4, 1.326, failed=(1, 6, 9, 14), schedule="zero-bubble"),
+    posed("llama2-13b", 4, 2, 4, 1.435, failed=(16, 28)),
+    posed("llama2-13b", 4, 2, 4, 1.435, failed=(5, 22)),
+    posed("llama2-30b", 4, 2, 8, 2.358, failed=(5, 37)),
+    posed("llama2-30b", 4, 2, 8, 6.273, failed=(5, 37), micro_batches=32),
+    posed("llama2-30b", 4, 2, 8, 4.876, sequence=8192, zero_1=True, failed=(12, 13, 45)),
 )
 
 

@@ -41,6 +41,8 @@ class Job(NamedTuple):
     degrees: Any
     """Of tensor-parallel groups, ascending."""
     gradient_s: float
+    bucket_layers: float
+    """Layers, uncut, whose gradients fill a bucket."""
     step_s: float
     split: int
     """1 where W is apart from B."""
@@ -145,14 +147,13 @@ def room_of(job, pipes, stages, s, size, m):
 @jit
 def time_of(job, state, k, d, m):
     """The same, remembered; infinite where memory is lacking."""
+    n = state.stages[k, d]
+    for s in range(n):  # not remembered: with fewer pipes there may be less room
+        if state.layers[k, d, s] > room_of(job, state.pipes[k], n, s, state.size[k, d, s], m):
+            return math.inf
     found = state.times[k, d, m]
     if found >= 0.0:
         return found
-    n = state.stages[k, d]
-    for s in range(n):
-        if state.layers[k, d, s] > room_of(job, state.pipes[k], n, s, state.size[k, d, s], m):
-            state.times[k, d, m] = math.inf
-            return math.inf
     found = pipe_seconds(job, state, k, d, m)
     state.times[k, d, m] = found
     return found
@@ -273,19 +274,33 @@ def share_out(job, state, k):
 
 @jit
 def after_s(job, state, k):
-    """Gradient synchronisation and the step."""
+    """What is left of sums of gradients after the last backward, beside which they begin, and the step.
+
+    That backward is cut into parts of at least an eighth of the layers, and of what fills a bucket."""
     pipes = state.pipes[k]
     slowest = 0.0
     if pipes < 2 or job.gradient_s <= 0.0:
         return job.step_s
     for d in range(pipes):
-        first = 0
-        for s in range(state.stages[k, d]):
-            last = first + state.layers[k, d, s]
-            at = state.layers[k, d, s] * job.gradient_s / state.size[k, d, s]
+        first, earlier = 0, 0.0
+        n = state.stages[k, d]
+        for s in range(n):
+            size, layers = state.size[k, d, s], state.layers[k, d, s]
+            last = first + layers
+            sums = layers * job.gradient_s / size
             if job.slow_links:
-                at /= slowest_peer(job, state, k, d, state.ranks[k, d, s, 0], first, last)
-            slowest = max(slowest, at)
+                sums /= slowest_peer(job, state, k, d, state.ranks[k, d, s, 0], first, last)
+            work = job.sums[2, last] - job.sums[2, first]
+            if not job.split:
+                work += job.sums[1, last] - job.sums[1, first]
+            for end in range(2):
+                if (end == 0 and s == 0) or (end == 1 and s == n - 1):
+                    work += job.outside[end, 2] + (0.0 if job.split else job.outside[end, 1])
+            work /= group_speed(job, state.ranks[k, d, s], size)
+            parts = max(1, layers // max((layers + 7) // 8, math.ceil(size * job.bucket_layers)))
+            slowest = max(slowest, max(sums / parts, sums - work * (parts - 1) / parts) - earlier)
+            if not job.split:
+                earlier += work
             first = last
     return slowest + job.step_s
 

@@ -1,6 +1,6 @@
 """A planner to measure ours against: annealing of whole layouts with restarts, a program of its own.
 
-It shares no search with `resihp.scheduler.layouts`: moves and times are compiled (`reference_moves`,
+It shares no search with `resihp.scheduler`: moves and times are compiled (`reference_moves`,
 `reference_kernel`). It starts from the instant answer, from what is left of the layout in effect and from layouts drawn
 at random. What it finds is made a plan, given orders by the product's refinement, held to be legal (layout, programs,
 memory) and priced by the product's own `iteration_seconds`: what it reports is what the product would say of that plan.
@@ -26,14 +26,17 @@ from resihp.errors import LayoutError
 from resihp.parallelism.layout import Layout, Replica, Stage, validate
 from resihp.parallelism.plan import Plan
 from resihp.pipeline import checker
-from resihp.scheduler.cost import memory
+from resihp.scheduler.cost import memory, transition_memory
 from resihp.scheduler.cost.prices import Prices, iteration_seconds
+from resihp.scheduler.layouts.labels import relabelled
 from resihp.scheduler.orders import refinement
 from resihp.scheduler.situation import Situation
 
 MORE_STAGES = 4
 """Of a replica than the job was started with, at most."""
 MORE_REPLICAS = 3
+BUCKET_BYTES = 32 << 20
+"""Of gradients that the executor sums at once."""
 SEARCHED = 0.7
 """Part of the time for layouts; the rest is for orders of their own, for the fastest layouts first."""
 HOPED = 1.06
@@ -73,7 +76,16 @@ def legal_seconds(plan: Plan, situation: Situation) -> float:
             situation.model,
             situation.memory_bytes,
             situation.tokens,
-            state_bytes=situation.state_bytes,
+            state_bytes=situation.state_bytes_of(memory.sharing(plan.layout)),
+            overhead=situation.overhead,
+        )
+        lacking = lacking or transition_memory.obstacle(
+            situation.base,
+            known.difference(situation.stale),
+            plan.layout,
+            situation.model,
+            situation.memory_bytes,
+            zero_1=situation.zero_1,
             overhead=situation.overhead,
         )
         if lacking is not None:
@@ -150,9 +162,8 @@ class ReferencePlanner:
         for i, (replicas, (own_s, share, start)) in enumerate(ranked):
             if i and (time.process_time() > until or (best is not None and own_s > HOPED * best.seconds)):
                 break
-            plan = self._plan(replicas, share)
             try:
-                plain = legal_seconds(plan, self._s)
+                plan, plain = self._priced(replicas, share)
                 refined = refinement.refined(self._s, plan, plain, prices, thorough=True)
                 seconds = legal_seconds(refined.plan, self._s)
             except LayoutError:
@@ -161,6 +172,16 @@ class ReferencePlanner:
             if best is None or at < best.seconds:
                 best = Found(plan, at, plain, start, self._trials, own_s / plain - 1.0, won)
         return best
+
+    def _priced(self, replicas: tuple[Replica, ...], share: tuple[int, ...]) -> tuple[Plan, float]:
+        """A layout's plan; where there is no room on the way to it, that of ranks that receive less. Raises
+        LayoutError."""
+        plan = self._plan(replicas, share)
+        try:
+            return plan, legal_seconds(plan, self._s)
+        except LayoutError:
+            plan = self._plan(relabelled(replicas, self._s), share)
+            return plan, legal_seconds(plan, self._s)
 
     # --- layouts and arrays ---------------------------------------------------------------------------------------
 
@@ -272,6 +293,7 @@ def job_of(situation: Situation, ranks: Sequence[int]) -> Job:
     each = np.array([[layer.f, layer.b, layer.w] for layer in times.layers]).T
     degrees = [k for k in sorted({1, 2, 4, 8, situation.tp}) if k <= situation.tp and obstacle(k) is None]
     most = min(situation.model.layers, situation.pp + MORE_STAGES)
+    replicas = len(situation.base.replicas) + MORE_REPLICAS if situation.zero_1 else 0  # that share state
     return Job(
         speed=np.array([situation.speeds.get(rank, 1.0) for rank in ranks]),
         node=np.array([node[situation.nodes[rank]] for rank in ranks]),
@@ -280,9 +302,10 @@ def job_of(situation: Situation, ranks: Sequence[int]) -> Job:
         inside_s=times.inside_s,
         transfer_s=times.transfer_s,
         link=link,
-        room=np.stack([_rooms(situation, most, degrees)]),
+        room=np.stack([_rooms(situation, most, degrees, n) for n in range(replicas + 1)]),
         degrees=np.array(degrees),
         gradient_s=times.gradient_s,
+        bucket_layers=BUCKET_BYTES / (4.0 * situation.model.parameters_per_layer),
         step_s=times.step_s,
         split=int(situation.schedule == "zero-bubble"),
         micro_batches=situation.micro_batches,
@@ -291,15 +314,15 @@ def job_of(situation: Situation, ranks: Sequence[int]) -> Job:
     )
 
 
-def _rooms(situation: Situation, most: int, degrees: Sequence[int]) -> np.ndarray:
-    """Most layers of a stage, (stages, stage, degree, micro-batches up to the stages)."""
+def _rooms(situation: Situation, most: int, degrees: Sequence[int], replicas: int) -> np.ndarray:
+    """Most layers of a stage of so many replicas, (stages, stage, degree, micro-batches up to the stages)."""
     found = np.full((most + 1, most, 9, most + 1), situation.model.layers)
     if situation.room_bytes is None:
         return found
     for stages in range(1, most + 1):
         for stage in range(stages):
             for tp in degrees:
-                post = situation.post(stage, stages, tp)
+                post = situation.post(stage, stages, tp, replicas)
                 for m in range(1, stages + 1):
                     post = msgspec.structs.replace(post, micro_batches=m)
                     room = memory.capacity(situation.model, post, situation.room_bytes, situation.tokens)

@@ -54,7 +54,7 @@ from resihp.parallelism.workload import Dataset, Evaluation
 from resihp.pipeline import checker, program
 from resihp.pipeline.program import GroupSpec
 from resihp.protocol.messages import MeetingId, StepOutcome
-from resihp.scheduler.cost import device_memory, memory
+from resihp.scheduler.cost import device_memory, memory, transition_memory
 
 MEETING_S = 10.0
 """How long ranks that measure their links wait for each other."""
@@ -267,6 +267,10 @@ class Engine:
         if memory_bytes is not None:
             tokens = self._batches.longest
             obstacle = memory.obstacle(plan, self.model, memory_bytes, tokens, overhead=self._overhead)
+            if base is not None and obstacle is None:
+                obstacle = transition_memory.obstacle(
+                    base.layout, base.survivors, plan.layout, self.model, memory_bytes, overhead=self._overhead
+                )
             if obstacle:
                 raise PlanError(obstacle)
 

@@ -16,7 +16,7 @@ from resihp.scheduler.cost.prices import Prices
 from resihp.scheduler.layouts.labels import relabelled
 from resihp.scheduler.layouts.search import Search
 from resihp.scheduler.orders import refinement
-from resihp.scheduler.planner import TIE, PricedPlan, candidate
+from resihp.scheduler.planner import TIE, PricedPlan, candidate, reachable
 from resihp.scheduler.situation import Decision, Situation
 
 
@@ -64,7 +64,8 @@ class Anytime:
         )
 
     def _candidate(self, replicas: Sequence[Replica]) -> PricedPlan:
-        return candidate("searched", self._situation, self._prices, [self._prices.priced(one) for one in replicas])
+        found = candidate("searched", self._situation, self._prices, [self._prices.priced(one) for one in replicas])
+        return reachable(self._situation, self._prices, found)
 
     def _refined(self, plan: Plan, seconds: float) -> refinement.Refined:
         return refinement.refined(self._situation, plan, seconds, self._prices, thorough=True)

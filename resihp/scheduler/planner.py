@@ -22,12 +22,14 @@ from resihp.errors import LayoutError, PlanError
 from resihp.parallelism.layout import Layout, Replica, Stage, validate
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan, spread
-from resihp.scheduler.cost import memory
+from resihp.scheduler import refusal
+from resihp.scheduler.cost import memory, transition_memory
 from resihp.scheduler.cost.device_memory import NOTHING, Overhead
 from resihp.scheduler.cost.prices import Priced, Prices, bytes_to_move
 from resihp.scheduler.layouts import exhaustive, paper_planner, shares, swap_pipelines, vacant_stages
 from resihp.scheduler.layouts.draft import Draft
 from resihp.scheduler.layouts.groups import SIGNIFICANT
+from resihp.scheduler.layouts.labels import relabelled
 from resihp.scheduler.orders import refinement
 from resihp.scheduler.situation import Decision, Situation, check
 
@@ -100,14 +102,17 @@ def decide(situation: Situation) -> Decision:
     """
     check(situation)
     prices = Prices(situation)
-    first = _candidates(situation, prices)
+    first = _reachable(situation, prices, _candidates(situation, prices))
     chosen = _best(situation, first)
     while len(situation.available) <= MOST_ROUNDED:  # each round is faster than the one before, or the last
         after = msgspec.structs.replace(situation, base=chosen.plan.layout, stale=())
         better = _best(after, _candidates(after, prices))
         if better.plan.layout == chosen.plan.layout or better.seconds >= chosen.seconds:
             break
-        chosen = better
+        try:
+            chosen = reachable(situation, prices, better)
+        except PlanError:
+            break
     refined = refinement.refined(situation, chosen.plan, chosen.seconds, prices)
     name = chosen.name if not refined.how else f"{chosen.name}, with {refined.how}"
     others = tuple((candidate.name, candidate.seconds) for candidate in first if candidate.name != chosen.name)
@@ -163,8 +168,51 @@ def _candidates(situation: Situation, prices: Prices) -> list[PricedPlan]:
         found += _crossed(found, situation, prices)
     if not found:
         ranks = situation.available
-        raise PlanError(f"nothing can run on {len(ranks)} ranks: {'; '.join(dict.fromkeys(obstacles))}")
+        tried = "; ".join(dict.fromkeys(obstacles))
+        raise PlanError(f"nothing can run on {len(ranks)} ranks: {refusal.reason(situation)}; tried: {tried}")
     return found
+
+
+def _reachable(situation: Situation, prices: Prices, candidates: list[PricedPlan]) -> list[PricedPlan]:
+    """Those whose transition every rank has memory for. Raises PlanError if there are none."""
+    found: list[PricedPlan] = []
+    obstacles: list[str] = []
+    for one in candidates:
+        try:
+            found.append(reachable(situation, prices, one))
+        except LayoutError as error:
+            obstacles.append(f"{one.name}: {error}")
+    if not found:
+        raise PlanError(f"nothing can be changed to: {'; '.join(dict.fromkeys(obstacles))}")
+    return found
+
+
+def reachable(situation: Situation, prices: Prices, one: PricedPlan) -> PricedPlan:
+    """A plan whose transition every rank has memory for: this one, or the same with ranks that keep more of what they
+    hold. Raises PlanError if there is none."""
+    obstacle = _transition_obstacle(situation, one.plan)
+    if obstacle is None:
+        return one
+    if not one.plan.migrations and not one.plan.layout.vacant:
+        labelled = relabelled(one.plan.layout.replicas, situation)
+        other = candidate(one.name, situation, prices, [prices.priced(replica) for replica in labelled])
+        if _transition_obstacle(situation, other.plan) is None:
+            return other
+    raise PlanError(obstacle)
+
+
+def _transition_obstacle(situation: Situation, plan: Plan) -> str | None:
+    if situation.memory_bytes is None:
+        return None
+    return transition_memory.obstacle(
+        situation.base,
+        set(situation.available).difference(situation.stale),
+        plan.layout,
+        situation.model,
+        situation.memory_bytes,
+        zero_1=situation.zero_1,
+        overhead=situation.overhead,
+    )
 
 
 def _best(situation: Situation, candidates: list[PricedPlan]) -> PricedPlan:
@@ -269,7 +317,7 @@ def _obstacle(plan: Plan, situation: Situation) -> str:
             situation.model,
             situation.memory_bytes,
             situation.tokens,
-            state_bytes=situation.state_bytes,
+            state_bytes=situation.state_bytes_of(memory.sharing(plan.layout)),
             overhead=situation.overhead,
         )
         if lacking is not None:

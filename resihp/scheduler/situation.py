@@ -11,7 +11,7 @@ from resihp.errors import PlanError
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan
-from resihp.scheduler.cost import profile
+from resihp.scheduler.cost import memory, profile
 from resihp.scheduler.cost.device_memory import NOTHING, Overhead
 from resihp.scheduler.cost.memory import Post
 from resihp.scheduler.cost.profile import Profile, layer_units
@@ -44,9 +44,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """Of each device; None where it is not known, and then not checked."""
     overhead: Overhead = NOTHING
     """What of it is not for state and activations."""
-    state_bytes: int | None = None
-    """Of each parameter, gradient and optimizer included (`resihp.scheduler.cost.memory.zero_1`); None: what the
-    model's precision takes."""
+    zero_1: bool = False
+    """Whether replicas share the optimizer's state: those that a plan keeps (`state_bytes_of`)."""
     profile: Profile | None = None
     """Times of the model; None where nothing was measured, and then those of `layer_units`."""
     links: dict[tuple[str, str], float] = {}
@@ -71,8 +70,13 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
         """Of a tensor-parallel group, in healthy devices: k * min p."""
         return len(ranks) * min((self.speeds.get(rank, 1.0) for rank in ranks), default=0.0)
 
-    def post(self, stage: int, stages: int, tp: int) -> Post:
-        """What decides how much memory a stage of the job needs."""
+    def state_bytes_of(self, replicas: int) -> int | None:
+        """Of each parameter, gradient and optimizer included, where so many replicas hold it; None: what the model's
+        precision takes, whoever holds it."""
+        return memory.zero_1(replicas) if self.zero_1 else None
+
+    def post(self, stage: int, stages: int, tp: int, replicas: int) -> Post:
+        """What decides how much memory a stage needs in a job of so many replicas."""
         return Post(
             stage=stage,
             stages=stages,
@@ -81,7 +85,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
             schedule=self.schedule,
             micro_batches=self.micro_batches,
             sequence_parallel=self.sequence_parallel,
-            state_bytes=self.state_bytes,
+            state_bytes=self.state_bytes_of(replicas),
         )
 
     @property

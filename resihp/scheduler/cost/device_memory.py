@@ -4,7 +4,7 @@ Estimates on the careful side, none of them measured: no GPU was at hand. `bench
 whoever has its figures corrects the constants here, which are all that there are. On processors nothing is counted.
 What is not here: the buffer in which gradients add up, which is part of state (`memory.STATE_BYTES`); copies of those
 that cannot be summed where they lie, since replicas cut them differently (`executor.state.gradients`); and the second
-copy of state while a transition is under way, when there are no activations.
+copy of state while a transition is under way, when there are no activations (`transition_memory`).
 
 Called by the planner and by the executor, both of which have to come to the same (`overhead`).
 """

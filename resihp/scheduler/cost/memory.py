@@ -6,13 +6,14 @@ State is exact but for what `resihp.parallelism.parameter_outline` leaves out. A
 four times as wide and of as many key/value heads as heads, as wide as the hidden state together; here they follow from
 the model. Norms of queries and keys keep what goes into them, too. Attention scores are not kept (fused attention),
 recomputation is not counted. What CUDA, NCCL and gaps take besides is told by `device_memory`; the second copy of state
-while a transition is under way is not part of this.
+while a transition is under way by `transition_memory`.
 
 Called by the planner, and by the executor before it agrees to a plan.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 
 import msgspec
@@ -55,6 +56,16 @@ class Post(msgspec.Struct, frozen=True, kw_only=True):
 def zero_1(replicas: int) -> int:
     """Bytes of each parameter under mixed precision if so many replicas share the optimizer's state (ZeRO, stage 1)."""
     return 4 + -(-12 // max(1, replicas))
+
+
+def sharing(layout: Layout) -> int:
+    """How many replicas can share the optimizer's state: as many as hold the layer that the fewest hold."""
+    if not layout.vacant:
+        return len(layout.replicas)
+    holders = Counter(
+        layer for replica in layout.replicas for stage in replica.stages if stage.ranks for layer in stage.layers
+    )
+    return min(holders.values(), default=0)
 
 
 def needed_bytes(plan: Plan, rank: int, model: ModelSpec, tokens: int, *, state_bytes: int | None = None) -> int:
@@ -143,6 +154,13 @@ def capacity(model: ModelSpec, post: Post, memory_bytes: int, tokens: int) -> in
         fixed += _outside_activations(model, first, last, post.tp, tokens)
         per_layer += -(-alive * _layer_activations(model, post.tp, post.sequence_parallel, tokens) // post.chunks)
     return max(0, (memory_bytes - fixed) // per_layer)
+
+
+def layer_bytes(model: ModelSpec, post: Post, tokens: int) -> tuple[int, int]:
+    """What each layer of a stage takes: state, and the activations of all micro-batches that are alive at once."""
+    state, each = _layer_bytes(model, post.tp, post.sequence_parallel, tokens, post.state_bytes)
+    alive = _most_alive(post.schedule, post.stage, post.stages, post.chunks, post.micro_batches)
+    return state, -(-alive * each // post.chunks)
 
 
 def fits(

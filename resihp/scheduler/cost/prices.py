@@ -1,14 +1,15 @@
 """What a layout costs: predicted time of an iteration, and bytes that must move to get there. Pure.
 
 Times are those of `resihp.pipeline.timeline`: a chunk takes what its layers take (`Situation.times`) divided by the
-speed of its group, a transfer between two nodes what the slowest of their links takes; gradient synchronisation begins
-once the last replica has come. Replicas that exchange no micro-batches wait for each other only at the end, so each is
-played alone, and equal ones once.
+speed of its group, a transfer between two nodes what the slowest of their links takes; gradients are summed beside the
+last backward, and what is left of that after it. Replicas that exchange no micro-batches wait for each other only at
+the end, so each is played alone, and equal ones once.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -25,6 +26,7 @@ from resihp.pipeline.compiled import CompiledOrders, compile_orders
 from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Orders, Seconds, Transfers, play
 from resihp.scheduler.cost import memory
+from resihp.scheduler.cost.gradient_sync import exposed_s, peer_links
 from resihp.scheduler.cost.profile import Times
 from resihp.scheduler.layouts import shares
 from resihp.scheduler.layouts.layers import Chunks
@@ -65,8 +67,10 @@ class Prices:
         self._situation = situation
         self._shapes: dict[object, tuple[Shape, tuple[tuple[float, ...], ...]]] = {}
         self._clocks: dict[object, _Clock] = {}
+        self._played: defaultdict[object, dict[int, float]] = defaultdict(dict)
         self._priced: dict[int, Priced] = {}
         """By identity of the replica, which it keeps alive."""
+        self._exposed: dict[int, float] = {}
 
     def priced(self, replica: Replica) -> Priced:
         found = self._priced.get(id(replica))
@@ -90,9 +94,9 @@ class Prices:
             found = self._shapes[tuple(key)] = shape, _late(replica, situation)
         return Priced(replica, *found)
 
-    def seconds(self, priced: Priced, micro_batches: int) -> float:
-        """Time of one replica for so many micro-batches, played."""
-        return self._clock(priced)(micro_batches)
+    def seconds(self, priced: Priced, micro_batches: int, replicas: int) -> float:
+        """Time of one replica, of so many in all, for so many micro-batches, played."""
+        return self._clock(priced, replicas)(micro_batches)
 
     def shapes_seconds(self, shapes: Sequence[Sequence[Times]], micro_batches: int) -> list[float]:
         """Times of pipelines of equally many stages, one chunk each, without transfers; played together."""
@@ -134,37 +138,53 @@ class Prices:
 
     def iteration(self, replicas: Sequence[Priced]) -> tuple[tuple[int, ...], float]:
         """Micro-batches of each replica, and the time of the iteration. Raises PlanError if some would get none."""
-        played = [self._clock(priced) for priced in replicas]
+        played = [self._clock(priced, len(replicas)) for priced in replicas]
         usual = max(1, self._situation.micro_batches // max(1, len(played)))
         guess = shares.split(self._situation.micro_batches, [clock.line(usual) for clock in played])
         counts = shares.improved(guess, played)
         longest = max(seconds(m) for seconds, m in zip(played, counts, strict=True))
-        return counts, longest + after_backward_s([priced.replica for priced in replicas], self._situation)
+        return counts, longest + self._after_backward_s(replicas)
 
-    def _clock(self, priced: Priced) -> _Clock:
+    def _after_backward_s(self, replicas: Sequence[Priced]) -> float:
+        """As `after_backward_s`; where links are as they should be, each replica is looked at once."""
+        times = self._situation.times
+        if self._situation.links or len(replicas) < 2 or not times.gradient_s:
+            return after_backward_s([priced.replica for priced in replicas], self._situation)
+        for priced in replicas:
+            if id(priced.replica) not in self._exposed:
+                speeds = [self._situation.speed(stage.ranks) for stage in priced.replica.stages]
+                self._exposed[id(priced.replica)] = exposed_s(priced.replica, speeds, self._situation)
+                self._priced.setdefault(id(priced.replica), priced)  # keeps it alive
+        return max(self._exposed[id(priced.replica)] for priced in replicas) + times.step_s
+
+    def _clock(self, priced: Priced, replicas: int) -> _Clock:
         stages = priced.replica.stages
-        key = (priced.shape, priced.late, tuple((stage.tp, len(stage.layers)) for stage in stages))
-        found = self._clocks.get(key)
+        alike = (priced.shape, priced.late, tuple((stage.tp, len(stage.layers)) for stage in stages))
+        state_bytes = self._situation.state_bytes_of(replicas)
+        found = self._clocks.get((alike, state_bytes))
         if found is None:
-            found = self._clocks[key] = _Clock(priced, self._situation)
+            found = _Clock(priced, self._situation, state_bytes, self._played[alike])
+            self._clocks[alike, state_bytes] = found
         return found
 
 
 class _Clock:
     """Times of replicas of one shape, by their number of micro-batches; each is played once.
 
-    Infinite for more micro-batches than the replica has memory for.
+    Infinite for more micro-batches than the replica has memory for beside its state, of which each parameter takes
+    `state_bytes`. `played` are the times without this limit, of all clocks of the shape.
     """
 
-    def __init__(self, priced: Priced, situation: Situation) -> None:
+    def __init__(self, priced: Priced, situation: Situation, state_bytes: int | None, played: dict[int, float]) -> None:
         self.pace = priced.pace
         self._priced, self._situation, self._schedule = priced, situation, situation.schedule
-        self._played: dict[int, float] = {}
+        self._state_bytes, self._played = state_bytes, played
+        self._found: dict[int, float] = {}
 
     def __call__(self, micro_batches: int) -> float:
-        found = self._played.get(micro_batches)
+        found = self._found.get(micro_batches)
         if found is None:
-            found = self._played[micro_batches] = self._play(micro_batches)
+            found = self._found[micro_batches] = self._look(micro_batches)
         return found
 
     def line(self, usual: int) -> shares.Seconds:
@@ -175,7 +195,7 @@ class _Clock:
             return self.pace
         return lambda m: begin + (m - usual) * slope
 
-    def _play(self, micro_batches: int) -> float:
+    def _look(self, micro_batches: int) -> float:
         if not memory.fits(
             self._priced.replica,
             micro_batches,
@@ -184,9 +204,14 @@ class _Clock:
             self._situation.tokens,
             schedule=self._schedule,
             sequence_parallel=self._situation.sequence_parallel,
-            state_bytes=self._situation.state_bytes,
+            state_bytes=self._state_bytes,
         ):
             return math.inf
+        if micro_batches not in self._played:
+            self._played[micro_batches] = self._play(micro_batches)
+        return self._played[micro_batches]
+
+    def _play(self, micro_batches: int) -> float:
         shape, late = self._priced.shape, self._priced.late
         compiled, slots, edges = _compiled(self._schedule, _canonical(self._priced.replica), micro_batches)
         split = self._schedule == "zero-bubble"
@@ -254,24 +279,24 @@ def transfers(plan: Plan, situation: Situation) -> Transfers:
 
 
 def after_backward_s(replicas: Sequence[Replica], situation: Situation) -> float:
-    """Gradient synchronisation of the slowest group, and the step.
+    """What comes after the last backward: the sums of gradients that are still under way, and the step.
 
-    A stage synchronises with those that hold the same layers in other replicas, over the slowest link between them.
+    A stage sums its gradients with those that hold the same layers in other replicas, over the slowest link between
+    them, as far as it has not done so before (`exposed_s`).
     """
     times = situation.times
     if len(replicas) < 2 or not times.gradient_s:
         return times.step_s
-    working = [stage for replica in replicas for stage in replica.stages if stage.ranks]
-    slowest = max(len(stage.layers) * times.gradient_s / stage.tp for stage in working)
-    if situation.links:
-        for replica in replicas:
-            for stage in replica.stages:
-                mine = set(stage.layers)
-                peers = [s for r in replicas if r is not replica for s in r.stages if mine.intersection(s.layers)]
-                link = min((situation.link(stage.ranks, peer.ranks) for peer in peers), default=1.0)
-                if link < 1.0 and stage.ranks:
-                    slowest = max(slowest, len(mine) * times.gradient_s / stage.tp / link)
-    return slowest + times.step_s
+    known: dict[object, float] = {}
+    longest = 0.0
+    for replica in replicas:
+        links = peer_links(replica, replicas, situation) if situation.links else None
+        speeds = tuple(situation.speed(stage.ranks) for stage in replica.stages)
+        key = tuple((stage.chunks, stage.tp) for stage in replica.stages), speeds, links
+        if key not in known:
+            known[key] = exposed_s(replica, speeds, situation, links)
+        longest = max(longest, known[key])
+    return longest + times.step_s
 
 
 def _costs(shapes: tuple[Shape, ...], orders: Orders) -> Seconds:

@@ -8,7 +8,7 @@ work they take off the others are given up. Each change must be significantly be
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from resihp.errors import PlanError
 from resihp.scheduler.cost.prices import Priced, Prices
@@ -30,7 +30,8 @@ class Draft:
         self, situation: Situation, prices: Prices, given_up: Iterable[int] = (), *, vacant_first: bool = True
     ) -> None:
         self._situation, self._prices = situation, prices
-        self._laid: dict[Pipe, Priced | None] = {}
+        self._laid: dict[tuple[Pipe, int | None], Priced | None] = {}
+        """By the pipe, and what each parameter's state takes where so many replicas share it."""
         self.given_up = set(given_up)
         while True:
             found = regroup(situation, self.given_up, vacant_first=vacant_first)
@@ -38,7 +39,7 @@ class Draft:
             if unfit is None:
                 break
             self.given_up.add(unfit)
-        self.pipes: dict[Pipe, Priced] = {pipe: priced for pipe in found if (priced := self._priced(pipe)) is not None}
+        self.pipes: dict[Pipe, Priced] = self._all(found) or {}
         self.seconds = self._seconds(self.pipes)
 
     def improve(self) -> None:
@@ -78,9 +79,10 @@ class Draft:
                 question = (priced.shape, priced.late, len(now.groups), frozenset(unlike))
                 if question in settled:
                     break
-                seconds = self._prices.seconds(priced, share)
+                count = len(self.pipes)
+                seconds = self._prices.seconds(priced, share, count)
                 offers = [*self._changed(now, unlike)]
-                played = [self._prices.seconds(found, share) for _, found in offers]
+                played = [self._prices.seconds(found, share, count) for _, found in offers]
                 best = min(played, default=math.inf)
                 if best >= seconds * (1 - SIGNIFICANT):
                     settled.add(question)
@@ -121,7 +123,7 @@ class Draft:
             found += [self._longer(shrunk, left) for shrunk, left in self._shrunk(pipe)]
         found.append(self._without_drag(pipe))
         for other in found:
-            priced = None if other is None else self._priced(other)
+            priced = None if other is None else self._priced(other, len(self.pipes))
             if other is not None and priced is not None:
                 yield other, priced
 
@@ -146,23 +148,30 @@ class Draft:
     def _strength(self, pipe: Pipe) -> tuple[float, int]:
         return sum(self._situation.speed(group.ranks) for group in pipe.groups), -(pipe.base or 0)
 
-    def _priced(self, pipe: Pipe) -> Priced | None:
-        """A replica with its layers, None if these do not fit."""
-        if pipe not in self._laid:
+    def _priced(self, pipe: Pipe, replicas: int) -> Priced | None:
+        """A replica, of so many in all, with its layers; None if these do not fit."""
+        key = pipe, self._situation.state_bytes_of(replicas)
+        if key not in self._laid:
             try:
-                self._laid[pipe] = self._prices.priced(lay(self._situation, pipe))
+                self._laid[key] = self._prices.priced(lay(self._situation, pipe, replicas))
             except PlanError:
-                self._laid[pipe] = None
-        return self._laid[pipe]
+                self._laid[key] = None
+        return self._laid[key]
+
+    def _all(self, pipes: Collection[Pipe]) -> dict[Pipe, Priced] | None:
+        """These replicas and no others, with their layers; None if some do not fit."""
+        found = {pipe: self._priced(pipe, len(pipes)) for pipe in pipes}
+        laid = {pipe: priced for pipe, priced in found.items() if priced is not None}
+        return laid if len(laid) == len(found) else None
 
     def _seconds(self, pipes: dict[Pipe, Priced]) -> float:
         if not pipes or len(pipes) > self._situation.micro_batches:
             return math.inf
         return self._prices.iteration([*pipes.values()])[1]
 
-    def _unfit(self, pipes: Iterable[Pipe]) -> int | None:
+    def _unfit(self, pipes: Collection[Pipe]) -> int | None:
         """The replica of the base to give up next; None if all can run and there is work for each."""
-        laid = {pipe: self._priced(pipe) for pipe in pipes}
+        laid = {pipe: self._priced(pipe, len(pipes)) for pipe in pipes}
         unfit = [pipe for pipe, priced in laid.items() if priced is None]
         if not unfit and len(laid) > self._situation.micro_batches:
             unfit = [*laid]
@@ -179,14 +188,26 @@ class Draft:
             for pipe in reversed(alike.values()):
                 for other, laid in self._changed(pipe, self._unlike(idle, pipe)):
                     yield {(other if p == pipe else p): (laid if p == pipe else q) for p, q in self.pipes.items()}
-        for count in range(1, min(self._situation.pp, len(idle)) + 1):
+        yield from self._with_fresh(idle)
+        count = len(self.pipes)
+        if count > 1:
+            slowest = max(self.pipes, key=lambda pipe: self._prices.seconds(self.pipes[pipe], 1, count))
+            fewer = self._all([pipe for pipe in self.pipes if pipe != slowest])
+            if fewer is not None:
+                yield fewer
+
+    def _with_fresh(self, idle: Sequence[Group]) -> Iterator[dict[Pipe, Priced]]:
+        """With one more replica. The only one may be as weak as it likes, and longer than any was if it has to be."""
+        found = False
+        for count in range(1, len(idle) + 1):
+            if count > self._situation.pp and (self.pipes or found or self._situation.room_bytes is None):
+                return
             fresh = Pipe(tuple(sorted(idle[:count], key=self._position)))
-            priced = self._priced(fresh) if self._strength(fresh)[0] >= self._half else None
-            if priced is not None:
-                yield {**self.pipes, fresh: priced}
-        if len(self.pipes) > 1:
-            slowest = max(self.pipes, key=lambda pipe: self._prices.seconds(self.pipes[pipe], 1))
-            yield {pipe: priced for pipe, priced in self.pipes.items() if pipe != slowest}
+            if not self.pipes or self._strength(fresh)[0] >= self._half:
+                more = self._all([*self.pipes, fresh])
+                if more is not None:
+                    found = True
+                    yield more
 
     def _longer(self, pipe: Pipe, group: Group) -> Pipe | None:
         """With one more stage, where the slowest stage becomes fastest, then where the fewest layers move.
@@ -198,7 +219,7 @@ class Draft:
         beside = [i for i, g in enumerate(pipe.groups) if self._situation.nodes[g.ranks[0]] == home]
         for i in sorted({0, len(pipe.groups), *beside, *(i + 1 for i in beside)}):
             longer = Pipe((*pipe.groups[:i], group, *pipe.groups[i:]), pipe.base)
-            priced = self._priced(longer)
+            priced = self._priced(longer, len(self.pipes))
             if priced is not None:
                 held = {g.ranks: {x for a, b in g.held for x in range(a, b + 1)} for g in longer.groups}
                 moves = sum(len(set(stage.layers) - held[stage.ranks]) for stage in priced.replica.stages)

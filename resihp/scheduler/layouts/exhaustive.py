@@ -62,9 +62,9 @@ class _ExhaustiveSearch:
     def __init__(self, situation: Situation, prices: Prices) -> None:
         self._s, self._prices = situation, prices
         self._times = situation.times
-        self._pipelines: dict[tuple[tuple[Kind, ...], int], tuple[float, _Laid | None]] = {}
+        self._pipelines: dict[tuple[tuple[Kind, ...], int, int | None], tuple[float, _Laid | None]] = {}
         self._bottlenecks: dict[tuple[Kind, ...], float] = {}
-        self._limits: dict[tuple[int, int, int, int], int] = {}
+        self._limits: dict[tuple[int, int, int, int, int | None], int] = {}
         base = situation.base
         self._held = {
             rank: (d, s, stage)
@@ -106,7 +106,7 @@ class _ExhaustiveSearch:
         """Time of an iteration and micro-batches of each pipeline, if it takes less than `below`."""
         if sum(below // self._bottleneck(kinds) for kinds in parts) < self._s.micro_batches:
             return None
-        clocks = {kinds: (lambda m, kinds=kinds: self._pipeline(kinds, m)[0]) for kinds in set(parts)}
+        clocks = {kinds: (lambda m, kinds=kinds: self._pipeline(kinds, m, len(parts))[0]) for kinds in set(parts)}
         paces = {kinds: shares.estimate(len(kinds), self._bottleneck(kinds)) for kinds in set(parts)}
         guess = shares.split(self._s.micro_batches, [paces[kinds] for kinds in parts])
         counts = shares.improved(guess, [clocks[kinds] for kinds in parts])
@@ -121,13 +121,15 @@ class _ExhaustiveSearch:
             found = self._bottlenecks[kinds] = total / sum(k * p for k, p in kinds)
         return found
 
-    def _pipeline(self, kinds: tuple[Kind, ...], m: int) -> tuple[float, _Laid | None]:
-        """The best pipeline of these groups for so many micro-batches: every order, and the partitions worth it."""
-        found = self._pipelines.get((kinds, m))
+    def _pipeline(self, kinds: tuple[Kind, ...], m: int, replicas: int) -> tuple[float, _Laid | None]:
+        """The best pipeline of these groups, of so many in all, for so many micro-batches: every order, and the
+        partitions worth it."""
+        state_bytes = self._s.state_bytes_of(replicas)
+        found = self._pipelines.get((kinds, m, state_bytes))
         if found is None:
             found = (math.inf, None)
             tried: set[_Laid] = set()
-            offers = self._first_offers(kinds, m)
+            offers = self._first_offers(kinds, m, state_bytes)
             while offers:  # downhill, from the best of all to its neighbours
                 tried.update(offers)
                 seconds = self._prices.shapes_seconds([self._shape(laid) for laid in offers], m)
@@ -135,12 +137,12 @@ class _ExhaustiveSearch:
                 if seconds[ranked[0]] >= found[0]:
                     break
                 found = (seconds[ranked[0]], offers[ranked[0]])
-                near = {other for i in ranked for other in self._nearby(offers[i], m)}
+                near = {other for i in ranked for other in self._nearby(offers[i], m, state_bytes)}
                 offers = sorted(near - tried, key=lambda laid: (laid.kinds, laid.counts))
-            self._pipelines[kinds, m] = found
+            self._pipelines[kinds, m, state_bytes] = found
         return found
 
-    def _first_offers(self, kinds: tuple[Kind, ...], m: int) -> list[_Laid]:
+    def _first_offers(self, kinds: tuple[Kind, ...], m: int, state_bytes: int | None) -> list[_Laid]:
         """Each group last in turn, where the head is, the others by strength, strong ones first or last."""
         found: dict[_Laid, None] = {}
         for last in sorted(set(kinds)):
@@ -148,22 +150,22 @@ class _ExhaustiveSearch:
             rest.remove(last)
             for order in ((*rest, last), (*reversed(rest), last)):
                 speeds = [k * p for k, p in order]
-                for counts in layers.trade_offs(self._times, speeds, self._room(order, m)):
+                for counts in layers.trade_offs(self._times, speeds, self._room(order, m, state_bytes)):
                     found[_Laid(order, counts)] = None
         return list(found)
 
-    def _nearby(self, laid: _Laid, m: int) -> Iterator[_Laid]:
+    def _nearby(self, laid: _Laid, m: int, state_bytes: int | None) -> Iterator[_Laid]:
         """One layer elsewhere, or two neighbours in each other's place."""
-        for counts in layers.nearby(laid.counts, self._room(laid.kinds, m)):
+        for counts in layers.nearby(laid.counts, self._room(laid.kinds, m, state_bytes)):
             yield _Laid(laid.kinds, counts)
         for s in range(len(laid.kinds) - 1):
             order = [*range(s), s + 1, s, *range(s + 2, len(laid.kinds))]
             other = _Laid(tuple(laid.kinds[i] for i in order), tuple(laid.counts[i] for i in order))
-            if all(n <= most for n, most in zip(other.counts, self._room(other.kinds, m), strict=True)):
+            if all(n <= most for n, most in zip(other.counts, self._room(other.kinds, m, state_bytes), strict=True)):
                 yield other
 
-    def _room(self, order: tuple[Kind, ...], m: int) -> list[int]:
-        return [self._limit(s, len(order), k, m) for s, (k, _) in enumerate(order)]
+    def _room(self, order: tuple[Kind, ...], m: int, state_bytes: int | None) -> list[int]:
+        return [self._limit(s, len(order), k, m, state_bytes) for s, (k, _) in enumerate(order)]
 
     def _shape(self, laid: _Laid) -> list[Times]:
         return [
@@ -171,9 +173,9 @@ class _ExhaustiveSearch:
             for (k, p), (first, last) in zip(laid.kinds, _spans(laid.counts), strict=True)
         ]
 
-    def _limit(self, s: int, stages: int, k: int, m: int) -> int:
+    def _limit(self, s: int, stages: int, k: int, m: int, state_bytes: int | None) -> int:
         assert self._s.room_bytes is not None
-        key = (s, stages, k, min(m, stages))
+        key = (s, stages, k, min(m, stages), state_bytes)
         found = self._limits.get(key)
         if found is None:
             post = memory.Post(
@@ -183,7 +185,7 @@ class _ExhaustiveSearch:
                 schedule=self._s.schedule,
                 micro_batches=m,
                 sequence_parallel=self._s.sequence_parallel,
-                state_bytes=self._s.state_bytes,
+                state_bytes=state_bytes,
             )
             found = memory.capacity(self._s.model, post, self._s.room_bytes, self._s.tokens)
             self._limits[key] = found
@@ -193,7 +195,7 @@ class _ExhaustiveSearch:
 
     def _named(self, parts: tuple[tuple[Kind, ...], ...], counts: tuple[int, ...]) -> list[Priced]:
         """Replicas of real ranks: whoever holds most of what a place needs goes there."""
-        laid = [self._pipeline(kinds, m)[1] for kinds, m in zip(parts, counts, strict=True)]
+        laid = [self._pipeline(kinds, m, len(parts))[1] for kinds, m in zip(parts, counts, strict=True)]
         places = [
             (i, s, kind, span)
             for i, one in enumerate(laid)

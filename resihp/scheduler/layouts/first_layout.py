@@ -76,7 +76,7 @@ def _fitting(plan: Plan, situation: Situation, task: Task, evaluations: int) -> 
             situation.room_bytes,
             situation.tokens,
             sequence_parallel=situation.sequence_parallel,
-            state_bytes=situation.state_bytes,
+            state_bytes=situation.state_bytes_of(len(plan.layout.replicas)),
         )
         most = min(count * len(stage.layers) for count, stage in zip(room, plan.layout.replicas[0].stages, strict=True))
     for _ in range(4):
@@ -89,7 +89,7 @@ def _fitting(plan: Plan, situation: Situation, task: Task, evaluations: int) -> 
             situation.model,
             situation.memory_bytes,
             situation.tokens,
-            state_bytes=situation.state_bytes,
+            state_bytes=situation.state_bytes_of(len(plan.layout.replicas)),
             overhead=situation.overhead,
         ):
             return found

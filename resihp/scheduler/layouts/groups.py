@@ -15,6 +15,7 @@ import msgspec
 from resihp.errors import PlanError
 from resihp.parallelism.layout import LayerSpan, Replica, Stage
 from resihp.scheduler.cost import memory
+from resihp.scheduler.cost.memory import Post
 from resihp.scheduler.layouts import layers, tp_groups
 from resihp.scheduler.situation import Situation
 
@@ -67,6 +68,7 @@ def regroup(situation: Situation, given_up: Collection[int] = (), *, vacant_firs
     rank choose before all others, else after.
     """
     live = set(situation.available)
+    replicas = len(situation.base.replicas) - len(given_up)
     places = [
         (d, s, stage, tuple(rank for rank in stage.ranks if rank in live))
         for d, replica in enumerate(situation.base.replicas)
@@ -77,7 +79,8 @@ def regroup(situation: Situation, given_up: Collection[int] = (), *, vacant_firs
     places.sort(key=lambda place: (not place[3] and not vacant_first, _left(situation, place[2], place[3]), place[:2]))
     found: dict[tuple[int, int], tuple[int, ...]] = {}
     for d, s, stage, left in places:
-        group = _choice(situation, d, s, stage, left, pool)
+        post = situation.post(s, len(situation.base.replicas[d].stages), situation.tp, replicas)
+        group = _choice(situation, post, stage, left, pool)
         pool.add(set(left).difference(group))
         pool.take(set(group).difference(left))
         found[d, s] = group
@@ -107,16 +110,17 @@ def idle_groups(situation: Situation, idle: Collection[int]) -> tuple[Group, ...
     return tuple(sorted(found, key=lambda group: (-situation.speed(group.ranks), group.ranks)))
 
 
-def lay(situation: Situation, pipe: Pipe) -> Replica:
-    """Give the groups of a replica their layers. Raises PlanError if these do not fit the groups' memory.
+def lay(situation: Situation, pipe: Pipe, replicas: int) -> Replica:
+    """Give the groups of a replica, of so many in all, their layers. Raises PlanError if these do not fit the groups'
+    memory.
 
     A replica whose groups are as they were keeps its layers; if speeds of its ranks were measured, unless others
-    make its slowest stage significantly faster. Where there are more virtual stages than layers, the slowest groups
-    are left out.
+    make its slowest stage significantly faster, or it has no room for them any more. Where there are more virtual
+    stages than layers, the slowest groups are left out.
     """
     before = None if pipe.base is None else situation.base.replicas[pipe.base]
-    same = before is not None and _same(pipe, before)
-    if before is not None and untouched(situation, pipe):
+    same = before is not None and _same(pipe, before) and not _outgrown(situation, before, replicas)
+    if before is not None and same and _unmeasured(situation, before.ranks):
         return before
     model = situation.model
     every = [situation.speed(group.ranks) for group in pipe.groups]
@@ -126,7 +130,7 @@ def lay(situation: Situation, pipe: Pipe) -> Replica:
     ends = layers.ends_of(situation.times)
     limits = None
     if situation.room_bytes is not None:
-        posts = [situation.post(s, len(groups), len(group.ranks)) for s, group in enumerate(groups)]
+        posts = [situation.post(s, len(groups), len(group.ranks), replicas) for s, group in enumerate(groups)]
         limits = [memory.capacity(model, post, situation.room_bytes, situation.tokens) for post in posts]
     held = tuple(group.held for group in groups)
     try:
@@ -148,6 +152,18 @@ def untouched(situation: Situation, pipe: Pipe) -> bool:
         return False
     before = situation.base.replicas[pipe.base]
     return _same(pipe, before) and _unmeasured(situation, before.ranks)
+
+
+def _outgrown(situation: Situation, before: Replica, replicas: int) -> bool:
+    """Whether fewer replicas than there were share state, and one as it was has no room for its part any more."""
+    if situation.room_bytes is None or len(situation.base.replicas) <= replicas or not situation.zero_1:
+        return False
+    stages = len(before.stages)
+    posts = [situation.post(s, stages, stage.tp, replicas) for s, stage in enumerate(before.stages)]
+    return any(
+        len(stage.layers) > memory.capacity(situation.model, post, situation.room_bytes, situation.tokens)
+        for stage, post in zip(before.stages, posts, strict=True)
+    )
 
 
 def _same(pipe: Pipe, before: Replica) -> bool:
@@ -173,7 +189,7 @@ def _left(situation: Situation, stage: Stage, left: tuple[int, ...]) -> float:
     return situation.speed(left)
 
 
-def _choice(situation: Situation, d: int, s: int, stage: Stage, left: tuple[int, ...], pool: Pool) -> tuple[int, ...]:
+def _choice(situation: Situation, post: Post, stage: Stage, left: tuple[int, ...], pool: Pool) -> tuple[int, ...]:
     """The ranks of a stage: Eq. 3-4 on each node where it stands, or on any if nobody is left; the fastest group.
 
     Of groups that are equally fast, the one on a node of the stage, then on that which leaves the fewest idle.
@@ -182,12 +198,7 @@ def _choice(situation: Situation, d: int, s: int, stage: Stage, left: tuple[int,
     if left == stage.ranks and (crosses or (len(left) == situation.tp and _unmeasured(situation, left))):
         return left
     home = {situation.nodes[rank] for rank in (left or stage.ranks) if rank in situation.nodes}
-    k_min = memory.smallest_degree(
-        situation.model,
-        situation.post(s, len(situation.base.replicas[d].stages), situation.tp),
-        situation.room_bytes,
-        situation.tokens,
-    )
+    k_min = memory.smallest_degree(situation.model, post, situation.room_bytes, situation.tokens)
     found: list[tuple[tuple[float, bool, int, str], tuple[int, ...]]] = []
     for node in sorted(home) if left else pool.nodes:
         mine = [rank for rank in left if situation.nodes[rank] == node]

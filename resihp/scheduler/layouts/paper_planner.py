@@ -43,12 +43,11 @@ def progressive(situation: Situation, steps: Sequence[str] = STEPS, *, delta: in
     if tuple(steps) not in (STEPS[:1], STEPS[:2], STEPS):
         raise PlanError(f"steps {', '.join(steps) or 'none'}: choose the first one, two or all of {', '.join(STEPS)}")
     _check(situation)
-    groups = exclude(situation)
     plans: list[tuple[str, Plan, float]] = []
     obstacle: PlanError | None = None
     for n in range(1, len(steps) + 1):
         try:
-            plan = _plan(situation, groups, steps[:n], delta)
+            plan = _plan(situation, steps[:n], delta)
             plans.append((", ".join(steps[:n]), plan, iteration_seconds(plan, situation)))
         except PlanError as error:
             if n == len(steps):
@@ -66,15 +65,16 @@ def progressive(situation: Situation, steps: Sequence[str] = STEPS, *, delta: in
     return Decision(plan=plan, seconds=seconds, reason=reason, alternatives=fewer)
 
 
-def exclude(situation: Situation) -> Groups:
-    """Step 1, Eq. 3-4: the ranks of every stage, of its own live ones; the others stand by on their node.
+def exclude(situation: Situation, replicas: int) -> Groups:
+    """Step 1, Eq. 3-4: the ranks of every stage, of its own live ones; the others stand by on their node. `replicas`
+    share what state can be shared.
 
     G of Eq. 3 includes what a group left over before: a stage takes ranks that stand by on its node where they make it
     faster, the weakest stage first. A stage that was lost before has no node; it takes ranks that are idle on any.
     """
     live = set(situation.available).difference(situation.stale)
     posts = {
-        (d, s): (stage, _k_min(situation, s, len(replica.stages)))
+        (d, s): (stage, _k_min(situation, s, len(replica.stages), replicas))
         for d, replica in enumerate(situation.base.replicas)
         for s, stage in enumerate(replica.stages)
     }
@@ -156,11 +156,16 @@ def _check(situation: Situation) -> None:
         raise PlanError(f"{situation.micro_batches} micro-batches an iteration; at least 1 is needed")
 
 
-def _plan(situation: Situation, groups: Groups, steps: Sequence[str], delta: int) -> Plan:
+def _plan(situation: Situation, steps: Sequence[str], delta: int) -> Plan:
     """The plan after `steps`. Raises PlanError if there is none."""
-    groups = _within_memory(situation, groups) if "repartition" in steps else groups
-    kept = _kept(situation, groups, may_migrate="migrate" in steps)
-    partitions = _partitions(situation, groups, kept) if "repartition" in steps else {}
+    sharing, fewer = len(situation.base.replicas) + 1, len(situation.base.replicas)
+    while fewer < sharing:  # the more replicas share state, the less of it each has: with how many is seen by the end
+        sharing = fewer
+        groups = exclude(situation, sharing)
+        groups = _within_memory(situation, groups, sharing) if "repartition" in steps else groups
+        kept = _kept(situation, groups, may_migrate="migrate" in steps)
+        fewer = _holders(situation, groups, kept) if situation.zero_1 else sharing
+    partitions = _partitions(situation, groups, kept, sharing) if "repartition" in steps else {}
     replicas = []
     for d in kept:
         stages = situation.base.replicas[d].stages
@@ -219,7 +224,15 @@ def _kept(situation: Situation, groups: Groups, *, may_migrate: bool) -> list[in
     )
 
 
-def _within_memory(situation: Situation, groups: Groups) -> Groups:
+def _holders(situation: Situation, groups: Groups, kept: Sequence[int]) -> int:
+    """How many of the replicas that are kept hold the layer that the fewest hold, at least."""
+    return sum(
+        min(sum(bool(groups[d, s]) for d in alike) for s in range(depth))
+        for depth, alike in _depths(situation, kept).items()
+    )
+
+
+def _within_memory(situation: Situation, groups: Groups, replicas: int) -> Groups:
     """Without the stages that have so little memory that the layers of a replica fit nowhere, where others have more.
 
     One partition for all means that the smallest group decides how many layers a stage may have.
@@ -230,7 +243,7 @@ def _within_memory(situation: Situation, groups: Groups) -> Groups:
     for depth, alike in _depths(situation, range(len(situation.base.replicas))).items():
         while True:
             rooms = [
-                sorted((capacity(situation, s, depth, len(left[d, s])), d) for d in alike if left[d, s])
+                sorted((capacity(situation, s, depth, len(left[d, s]), replicas), d) for d in alike if left[d, s])
                 for s in range(depth)
             ]
             if not all(rooms) or sum(room[0][0] for room in rooms) >= situation.model.layers:
@@ -244,7 +257,7 @@ def _within_memory(situation: Situation, groups: Groups) -> Groups:
 
 
 def _partitions(
-    situation: Situation, groups: Groups, kept: Sequence[int]
+    situation: Situation, groups: Groups, kept: Sequence[int], replicas: int
 ) -> dict[int, tuple[tuple[LayerSpan, ...], ...]]:
     """The chunks of each stage, by the number of stages; by the slowest replica at each."""
     found: dict[int, tuple[tuple[LayerSpan, ...], ...]] = {}
@@ -253,7 +266,10 @@ def _partitions(
         speeds = [min(situation.speed(ranks) for ranks in held) for held in there]
         limits = None
         if situation.memory_bytes is not None:
-            limits = [min(capacity(situation, s, depth, len(ranks)) for ranks in held) for s, held in enumerate(there)]
+            limits = [
+                min(capacity(situation, s, depth, len(ranks), replicas) for ranks in held)
+                for s, held in enumerate(there)
+            ]
         counts = proportional(situation.model.layers, speeds, least=situation.chunks, limits=limits)
         found[depth] = spans(counts, situation.chunks)
     return found
@@ -271,14 +287,14 @@ def spans(counts: Sequence[int], chunks: int) -> tuple[tuple[LayerSpan, ...], ..
     return tuple(tuple(held) for held in found)
 
 
-def _k_min(situation: Situation, stage: int, stages: int) -> int:
-    post = situation.post(stage, stages, situation.tp)
+def _k_min(situation: Situation, stage: int, stages: int, replicas: int) -> int:
+    post = situation.post(stage, stages, situation.tp, replicas)
     return memory.smallest_degree(situation.model, post, situation.room_bytes, situation.tokens)
 
 
-def capacity(situation: Situation, stage: int, stages: int, tp: int) -> int:
-    """Layers that a group of `tp` ranks has memory for at a stage of a pipeline of so many."""
+def capacity(situation: Situation, stage: int, stages: int, tp: int, replicas: int) -> int:
+    """Layers that a group of `tp` ranks has memory for at a stage of a pipeline of so many, of so many replicas."""
     if situation.room_bytes is None:
         return situation.model.layers
-    post = situation.post(stage, stages, tp)
+    post = situation.post(stage, stages, tp, replicas)
     return memory.capacity(situation.model, post, situation.room_bytes, situation.tokens)

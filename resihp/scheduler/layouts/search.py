@@ -74,9 +74,9 @@ class Search:
             situation.tp, 1, started_with=situation.tp, obstacle=situation.model.tensor_parallel_obstacle
         )
         self._most = max(situation.pp + MORE_STAGES, *(len(replica.stages) for replica in replicas))
-        self._clocks: dict[tuple[Kind, tuple[int, ...], int], float] = {}
-        self._settled: dict[tuple[Kind, int], tuple[int, ...] | None] = {}
-        self._room: dict[tuple[int, int, int, int], int] = {}
+        self._clocks: dict[tuple[Kind, tuple[int, ...], int, int | None], float] = {}
+        self._settled: dict[tuple[Kind, int, int | None], tuple[int, ...] | None] = {}
+        self._room: dict[tuple[int, int, int, int, int | None], int] = {}
         self._moves: tuple[tuple[float, Callable[[list[Laid]], dict[int, Pipe] | None]], ...] = (
             (3.0, self._turned),
             (3.0, self._exchanged),
@@ -137,7 +137,7 @@ class Search:
         if not pipes or len(pipes) > total:
             return WORST
         keys = [(self._kind(one.groups), one.counts) for one in pipes]
-        clocks = {key: self._clock(*key) for key in keys}
+        clocks = {key: self._clock(*key, len(pipes)) for key in keys}
         played = [clocks[key] for key in keys]
         usual = max(1, total // len(pipes))
         begin = [clock(usual) for clock in played]
@@ -154,54 +154,59 @@ class Search:
         shared = (total + sum(at / slope - usual for at, slope in zip(begin, slopes, strict=True))) / pace
         return (round(times[0] + after, 9), shared + after, *(round(time, 9) for time in times[1:]))
 
-    def _clock(self, kind: Kind, counts: tuple[int, ...]) -> shares.Seconds:
+    def _clock(self, kind: Kind, counts: tuple[int, ...], replicas: int) -> shares.Seconds:
+        state_bytes = self._situation.state_bytes_of(replicas)
+
         def seconds(micro_batches: int) -> float:
-            found = self._clocks.get((kind, counts, micro_batches))
-            return self._play(kind, [counts], micro_batches)[0] if found is None else found
+            found = self._clocks.get((kind, counts, micro_batches, state_bytes))
+            return self._play(kind, [counts], micro_batches, replicas)[0] if found is None else found
 
         return seconds
 
-    def _play(self, kind: Kind, counts: Sequence[tuple[int, ...]], micro_batches: int) -> list[float]:
-        new = [one for one in counts if (kind, one, micro_batches) not in self._clocks]
-        room = self._rooms(kind, micro_batches)
+    def _play(self, kind: Kind, counts: Sequence[tuple[int, ...]], micro_batches: int, replicas: int) -> list[float]:
+        state = self._situation.state_bytes_of(replicas)
+        new = [one for one in counts if (kind, one, micro_batches, state) not in self._clocks]
+        room = self._rooms(kind, micro_batches, replicas)
         fits = [one for one in new if all(n <= most for n, most in zip(one, room, strict=True))]
-        self._clocks |= {(kind, one, micro_batches): math.inf for one in new}
+        self._clocks |= {(kind, one, micro_batches, state): math.inf for one in new}
         if fits:
             speeds = [speed for _, speed in kind[0]]
             seconds = self._prices.pipelines_seconds(speeds, fits, kind[1], micro_batches)
-            self._clocks |= {(kind, one, micro_batches): at for one, at in zip(fits, seconds, strict=True)}
-        return [self._clocks[kind, one, micro_batches] for one in counts]
+            self._clocks |= {(kind, one, micro_batches, state): at for one, at in zip(fits, seconds, strict=True)}
+        return [self._clocks[kind, one, micro_batches, state] for one in counts]
 
     def _kind(self, groups: Pipe) -> Kind:
         situation = self._situation
         late = tuple(situation.transfer_s(a, b) for a, b in itertools.pairwise(groups))
         return tuple((len(ranks), situation.speed(ranks)) for ranks in groups), late
 
-    def _rooms(self, kind: Kind, micro_batches: int) -> list[int]:
+    def _rooms(self, kind: Kind, micro_batches: int, replicas: int) -> list[int]:
         situation = self._situation
         if situation.room_bytes is None:
             return [situation.model.layers] * len(kind[0])
         found = []
+        state_bytes = situation.state_bytes_of(replicas)
         for s, (tp, _) in enumerate(kind[0]):
-            key = (s, len(kind[0]), tp, min(micro_batches, len(kind[0])))
+            key = (s, len(kind[0]), tp, min(micro_batches, len(kind[0])), state_bytes)
             if key not in self._room:
-                post = msgspec.structs.replace(situation.post(s, len(kind[0]), tp), micro_batches=micro_batches)
+                post = situation.post(s, len(kind[0]), tp, replicas)
+                post = msgspec.structs.replace(post, micro_batches=micro_batches)
                 self._room[key] = memory.capacity(situation.model, post, situation.room_bytes, situation.tokens)
             found.append(self._room[key])
         return found
 
-    def _settle(self, groups: Pipe, micro_batches: int) -> Laid | None:
+    def _settle(self, groups: Pipe, micro_batches: int, replicas: int) -> Laid | None:
         """With the layers that make it fastest; None where they do not fit, or a group stands still."""
         kind = self._kind(groups)
-        key = (kind, micro_batches)
+        key = (kind, micro_batches, self._situation.state_bytes_of(replicas))
         if key not in self._settled:
-            self._settled[key] = self._layers(kind, micro_batches)
+            self._settled[key] = self._layers(kind, micro_batches, replicas)
         counts = self._settled[key]
         return None if counts is None else Laid(groups, counts)
 
-    def _layers(self, kind: Kind, micro_batches: int) -> tuple[int, ...] | None:
+    def _layers(self, kind: Kind, micro_batches: int, replicas: int) -> tuple[int, ...] | None:
         speeds = [speed for _, speed in kind[0]]
-        room = self._rooms(kind, micro_batches)
+        room = self._rooms(kind, micro_batches, replicas)
         if min(speeds) <= 0.0:
             return None
         offers: list[tuple[int, ...]] = []
@@ -211,7 +216,7 @@ class Search:
                 break
         best, least = None, math.inf
         while offers:
-            played = self._play(kind, offers, micro_batches)
+            played = self._play(kind, offers, micro_batches, replicas)
             at = min(played)
             if at >= least * (1.0 - 1e-9):
                 break
@@ -230,12 +235,14 @@ class Search:
         if changed is None:
             return None
         found: list[Laid] = []
-        for d in range(max(len(self._now), *(d + 1 for d in changed))):
-            groups = changed.get(d)
-            if groups is None:
+        pipes = {d: one.groups for d, one in enumerate(self._now)} | changed
+        count = sum(bool(groups) for groups in pipes.values())
+        tighter = self._situation.zero_1 and count < len(self._now)
+        for d, groups in sorted(pipes.items()):
+            if d not in changed and not tighter:
                 found.append(self._now[d])
             elif groups:
-                laid = self._settle(groups, usual) if len(groups) <= self._most else None
+                laid = self._settle(groups, usual, count) if len(groups) <= self._most else None
                 if laid is None:
                     return None
                 found.append(laid)

@@ -42,7 +42,7 @@ def may_help(situation: Situation) -> bool:
 def best(situation: Situation, below: float = math.inf) -> tuple[Plan, float]:
     """The fastest plan that leaves stages without ranks, and its predicted time: looked for only where it could take
     less than `below`. Raises PlanError if none can run."""
-    groups = paper_planner.exclude(situation)
+    groups = paper_planner.exclude(situation, len(situation.base.replicas))
     found: list[tuple[float, int, Plan]] = []
     for spans in dict.fromkeys(_partitions(situation, groups)):
         if _hoped(situation, groups, spans) < below:
@@ -87,8 +87,10 @@ def _partitions(situation: Situation, groups: Groups) -> Iterator[tuple[tuple[La
     if not all(held):
         return
     speeds = [sum(situation.speed(ranks) for ranks in there) for there in held]
+    fewest = min(len(there) for there in held)  # that share state
     limits = [
-        min(paper_planner.capacity(situation, s, depth, len(ranks)) for ranks in there) for s, there in enumerate(held)
+        min(paper_planner.capacity(situation, s, depth, len(ranks), fewest) for ranks in there)
+        for s, there in enumerate(held)
     ]
     if not all(speeds):
         return

@@ -98,7 +98,7 @@ def overfull(plan: Plan, situation: Situation) -> str | None:
         situation.model,
         situation.memory_bytes,
         situation.tokens,
-        state_bytes=situation.state_bytes,
+        state_bytes=situation.state_bytes_of(memory.sharing(plan.layout)),
         overhead=situation.overhead,
     )
 
@@ -121,14 +121,13 @@ def _memories(plan: Plan, situation: Situation) -> dict[tuple[int, int], int]:
         )
         for n in (1, 2)
     )
+    state_bytes = situation.state_bytes_of(memory.sharing(plan.layout))
     found: dict[tuple[int, int], int] = {}
     for d, replica in enumerate(replicas):
         for s, stage in enumerate(replica.stages):
             if stage.ranks:
                 with_one, with_two = (
-                    memory.needed_bytes(
-                        p, stage.ranks[0], situation.model, situation.tokens, state_bytes=situation.state_bytes
-                    )
+                    memory.needed_bytes(p, stage.ranks[0], situation.model, situation.tokens, state_bytes=state_bytes)
                     for p in (one, two)
                 )
                 free = situation.room_bytes - with_one

@@ -68,7 +68,7 @@ def _reordered(situation: Situation, plan: Plan, prices: Prices) -> Refined:
     replicas = plan.layout.replicas
     orders = list(orders_of(plan))
     priced = [prices.priced(replica) for replica in replicas]
-    ends = [prices.seconds(one, len(share)) for one, share in zip(priced, plan.assignment, strict=True)]
+    ends = [prices.seconds(one, len(share), len(replicas)) for one, share in zip(priced, plan.assignment, strict=True)]
     left = set(range(len(replicas)))
     while left:
         last = max(range(len(ends)), key=lambda d: (ends[d], -d))
@@ -81,7 +81,7 @@ def _reordered(situation: Situation, plan: Plan, prices: Prices) -> Refined:
             situation.room_bytes,
             situation.tokens,
             sequence_parallel=situation.sequence_parallel,
-            state_bytes=situation.state_bytes,
+            state_bytes=situation.state_bytes_of(len(replicas)),
         )
         if min(room) < 1:
             break
@@ -113,7 +113,7 @@ def _migrated(situation: Situation, plan: Plan, prices: Prices) -> Refined:
         situation.model,
         situation.memory_bytes,
         situation.tokens,
-        state_bytes=situation.state_bytes,
+        state_bytes=situation.state_bytes_of(len(changed.layout.replicas)),
         overhead=situation.overhead,
     ):
         return nothing

@@ -55,12 +55,14 @@ def answer(question: Question, base: Plan, situation: Situation, decision: Decis
     remarks: list[str] = []
     before = _outlook(question, base, before_s)
     after = _outlook(question, decision.plan, decision.seconds)
-    if situation.memory_bytes is None:
-        more = "" if question.sequence_parallel else "; --sequence-parallel would need less"
-        remarks.append(
-            f"rank {before.worst_rank} needs {before.worst_bytes / 1e9:.1f} GB before anything fails, its device has "
-            f"{question.hardware.memory_bytes / 1e9:.1f} GB: memory is not checked{more}; it needs {before.worst_parts}"
-        )
+    limit = question.hardware.memory_bytes
+    for when, of in (("before anything fails", before), ("after it", after)):
+        if situation.memory_bytes is None and of.worst_bytes > limit and not remarks:
+            more = "" if question.sequence_parallel else "; --sequence-parallel would need less"
+            remarks.append(
+                f"rank {of.worst_rank} needs {of.worst_bytes / 1e9:.1f} GB {when}, its device has "
+                f"{limit / 1e9:.1f} GB: memory is not checked{more}; it needs {of.worst_parts}"
+            )
     lost_s = LOST_SHARE * before_s if as_it_is is None else 0.0
     rates = msgspec.structs.replace(transition_cost.DEFAULT, byte_s=1 / question.hardware.between_bytes_per_s)
     inside = question.hardware.between_bytes_per_s / question.hardware.inside_bytes_per_s

@@ -46,6 +46,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     sequence_parallel: bool = False
     zero_1: bool = False
     """Whether replicas share the optimizer's state."""
+    ignore_memory: bool = False
+    """Whether layouts are looked at as if devices had memory for any; so it is, too, where `first_plan` has no room."""
     spares: int = 0
     failed: tuple[int, ...] = ()
     failed_nodes: tuple[str, ...] = ()
@@ -268,7 +270,7 @@ def situation_of(
         dp=question.dp,
         gradients_inside=question.world <= question.gpus_per_node,
     )
-    fits = worst(question, base)[0] <= question.hardware.memory_bytes
+    fits = not question.ignore_memory and worst(question, base)[0] <= question.hardware.memory_bytes
     return Situation(
         epoch=base.epoch + 1,
         base=base.layout,
@@ -285,7 +287,7 @@ def situation_of(
         speeds={rank: speed for rank, speed in sorted(slow.items()) if speed < 1},
         memory_bytes=question.hardware.memory_bytes if fits else None,
         overhead=question.overhead,
-        state_bytes=state_bytes_of(question, gone),
+        zero_1=question.zero_1,
         profile=profile,
         links={pair: speed for pair, speed in sorted(slow_links.items()) if speed < 1},
     )
@@ -294,12 +296,11 @@ def situation_of(
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def state_bytes_of(question: Question, gone: Collection[int] = ()) -> int:
-    """Of a parameter. Under ZeRO-1 the replicas that have lost nothing share the optimizer's state: others may go."""
+def state_bytes_of(question: Question, layout: Layout) -> int:
+    """Of a parameter. Under ZeRO-1 the replicas share the optimizer's state."""
     if not question.zero_1:
         return memory.STATE_BYTES[question.model.precision]
-    size = question.tp * question.pp
-    return memory.zero_1(question.dp - len({rank // size for rank in gone if rank < question.dp * size}))
+    return memory.zero_1(memory.sharing(layout))
 
 
 def tokens_of(question: Question) -> int:
@@ -325,6 +326,7 @@ def stage_bytes(question: Question, plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 
 def _needs(question: Question, plan: Plan, d: int, replica: Replica, alone: bool) -> tuple[int, ...]:
+    tokens, state_bytes = tokens_of(question), state_bytes_of(question, plan.layout)
     if alone:
         plan = msgspec.structs.replace(
             plan,
@@ -332,10 +334,9 @@ def _needs(question: Question, plan: Plan, d: int, replica: Replica, alone: bool
             assignment=(plan.assignment[d],),
             orders=(plan.orders[d],) if plan.orders else (),
         )
-    tokens = tokens_of(question)
     return tuple(
         question.overhead.with_gaps(
-            memory.needed_bytes(plan, stage.ranks[0], question.model, tokens, state_bytes=state_bytes_of(question))
+            memory.needed_bytes(plan, stage.ranks[0], question.model, tokens, state_bytes=state_bytes)
         )
         if stage.ranks
         else 0
@@ -360,10 +361,24 @@ def worst(question: Question, plan: Plan) -> tuple[int, int]:
     )
 
 
+def check_memory(question: Question, base: Plan) -> None:
+    """Raises PlanError if devices have too little memory before anything fails, and that is not to be ignored."""
+    needed, rank = worst(question, base)
+    if question.ignore_memory or needed <= question.hardware.memory_bytes:
+        return
+    less = [] if question.sequence_parallel or question.tp == 1 else ["--sequence-parallel"]
+    less += [] if question.zero_1 or question.dp == 1 else ["--zero-1"]
+    raise PlanError(
+        f"rank {-rank}: needs {needed / 1e9:.1f} GB before anything fails, its device has "
+        f"{question.hardware.memory_bytes / 1e9:.1f} GB: {parts(question, base, -rank)}; less would be needed with "
+        f"{', '.join([*less, 'a larger tp or pp'])} or shorter sequences; --ignore-memory plans without any limit"
+    )
+
+
 def parts(question: Question, plan: Plan, rank: int) -> str:
     """What a rank's device must have memory for, in words."""
     state, whole = (
-        memory.needed_bytes(plan, rank, question.model, tokens, state_bytes=state_bytes_of(question))
+        memory.needed_bytes(plan, rank, question.model, tokens, state_bytes=state_bytes_of(question, plan.layout))
         for tokens in (0, tokens_of(question))
     )
     return question.overhead.told(state, whole - state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import random
 import signal
 import threading
 import time
@@ -44,6 +45,7 @@ from resihp.pipeline import program
 from resihp.pipeline.program import Compute, GroupSpec
 from resihp.protocol import messages as m
 from resihp.scheduler.cost import memory
+from resihp.scheduler.cost.transition_memory import beside, holdings
 from resihp.worker import checkpoints
 
 VOCAB, SEQUENCE, MICRO_BATCHES = 64, 32, 6
@@ -860,6 +862,45 @@ def allocated(rank: int, store: Line, *, kind: str) -> dict[str, int]:
         "checkpoint": sum(tensor.nbytes for tensor in stored),
         "written": sum(size_of(state.specs[piece.name], piece) for piece in counted(plan.layout, engine.specs)[rank]),
     }
+
+
+def held_in_a_transition(
+    rank: int, store: Line, *, kind: str, layouts: int, tied: bool = False
+) -> list[dict[str, int]]:
+    """Bytes of all tensors of a rank's state before, and of both states while it changes from one layout of 8 ranks to
+    another, drawn at random; and what the model of memory says of them."""
+    rng, found = random.Random(kind), []
+    for _ in range(layouts):
+        old, new = drawn_layout(rng), drawn_layout(rng)
+        before, after = dict(holdings(old.replicas)), dict(holdings(new.replicas))
+        own = rng.choice(sorted(before.keys() & after.keys()))
+        engine = engine_of(kind, hidden_size=64, tied=tied)
+        engine.adopt(plan_of(1, old), own)
+        one = bytes_of_all(engine.state)
+        engine.adopt(
+            plan_of(2, new), own, Base(epoch=1, layout=old, survivors=old.active), dict.fromkeys(range(8), "n1")
+        )
+        both = beside(before[own], after[own], engine.model)
+        held = {"old": one, "both": bytes_of_all(engine.state, engine.next)}
+        found.append({**held, "old_said": both.old, "both_said": both.total})
+    return found
+
+
+def drawn_layout(rng: random.Random) -> Layout:
+    ranks, replicas = rng.sample(range(8), 8), []
+    for _ in range(2):
+        degrees = rng.choice([(1,), (2,), (1, 1), (2, 2), (2, 1), (1, 2), (1, 1, 2)])
+        cuts = [0, *sorted(rng.sample(range(1, 4), len(degrees) - 1)), 4]
+        stages = [
+            Stage(tuple(ranks.pop() for _ in range(k)), ((cuts[s], cuts[s + 1] - 1),)) for s, k in enumerate(degrees)
+        ]
+        replicas.append(Replica(tuple(stages)))
+    return Layout(tuple(replicas), tuple(sorted(ranks)))
+
+
+def bytes_of_all(*states: Any) -> int:
+    """Of these states' tensors, each counted once."""
+    return sum({tensor.data_ptr(): tensor.nbytes for state in states for tensor in state.storages()}.values())
 
 
 def asked_at_the_end(rank: int, store: Line) -> dict[str, int]:

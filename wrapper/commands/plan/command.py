@@ -84,6 +84,9 @@ class PlanOptions:
         bool, typer.Option("--sequence-parallel", help="Split activations along the sequence.")
     ] = False
     zero_1: Annotated[bool, typer.Option("--zero-1", help="Replicas share the optimizer's state.")] = False
+    ignore_memory: Annotated[
+        bool, typer.Option("--ignore-memory", help="Plan as if devices had memory for any layout.")
+    ] = False
     tune: Annotated[
         bool, typer.Option("--tune", help="The first layout: layers spread by what they cost, orders of their own.")
     ] = False
@@ -134,7 +137,9 @@ def plan(options: PlanOptions) -> None:
 
 
 def _asked(options: PlanOptions) -> tuple[Question, Plan, str, str]:
-    """The question, the plan that it is about, and how model and hardware are called. Raises UsageError."""
+    """The question, the plan that it is about, and how model and hardware are called. Raises UsageError, PlanError."""
+    import msgspec
+
     from resihp.scheduler.what_if import catalogue, question
 
     happened: dict[str, Any] = {
@@ -151,7 +156,8 @@ def _asked(options: PlanOptions) -> tuple[Question, Plan, str, str]:
         of = of_job(options.job, options.ledger, options.hardware, **happened)
         for remark in of.remarks:
             print(f"resihp: {literal(remark)}", file=sys.stderr)
-        return of.question, of.base, of.model, of.hardware
+        asked = msgspec.structs.replace(of.question, ignore_memory=options.ignore_memory)
+        return asked, of.base, of.model, of.hardware
     if options.job is not None:
         raise UsageError(f"plan {options.job}: a job has its own model and layout; leave --model and --layout out")
     if options.model is None or options.layout is None:
@@ -173,10 +179,13 @@ def _asked(options: PlanOptions) -> tuple[Question, Plan, str, str]:
         schedule=options.schedule,
         sequence_parallel=options.sequence_parallel,
         zero_1=options.zero_1,
+        ignore_memory=options.ignore_memory,
         spares=options.spares,
         **happened,
     )
-    return asked, question.first_plan(asked), options.model, hardware
+    base = question.first_plan(asked)
+    question.check_memory(asked, base)
+    return asked, base, options.model, hardware
 
 
 def _decision(options: PlanOptions, asked: Question, base: Plan, situation: Situation) -> tuple[Decision, float]:

@@ -145,8 +145,12 @@ def test_a_slow_device_says_when_the_change_has_paid_for_itself() -> None:
     assert "paid back after" in run(*LLAMA, "--slow", "12:0.3").stdout
 
 
-def test_a_layout_that_does_not_fit_is_warned_about() -> None:
-    result = run("--model", "llama2-70b", "--layout", "tp=4,dp=1,pp=2", "--sequence-length", "8192", "--fail", "1")
+def test_a_layout_that_does_not_fit_is_refused_unless_that_is_to_be_ignored() -> None:
+    asked = ("--model", "llama2-70b", "--layout", "tp=4,dp=1,pp=2", "--sequence-length", "8192", "--fail", "1")
+    refused = refusal(*asked)
+    assert "before anything fails, its device has 80.0 GB" in refused
+    assert "--ignore-memory plans without any limit" in refused
+    result = run(*asked, "--ignore-memory")
     assert result.exit_code == 0
     assert "memory is not checked" in result.stderr
     assert "memory is not checked" not in result.stdout

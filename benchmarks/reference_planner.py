@@ -1,6 +1,6 @@
 """A planner to measure ours against: annealing of whole layouts with restarts, a program of its own.
 
-It shares no search with `resihp.scheduler.layouts`: moves and times are compiled (`reference_moves`,
+It shares no search with `resihp.scheduler`: moves and times are compiled (`reference_moves`,
 `reference_kernel`). It starts from the instant answer, from what is left of the layout in effect and from layouts drawn
 at random. What it finds is made a plan, given orders by the product's refinement, held to be legal (layout, programs,
 memory) and priced by the product's own `iteration_seconds`: what it reports is what the product would say of that plan.
@@ -28,6 +28,7 @@ from resihp.parallelism.plan import Plan
 from resihp.pipeline import checker
 from resihp.scheduler.cost import memory, transition_memory
 from resihp.scheduler.cost.prices import Prices, iteration_seconds
+from resihp.scheduler.layouts.labels import relabelled
 from resihp.scheduler.orders import refinement
 from resihp.scheduler.situation import Situation
 
@@ -36,11 +37,11 @@ MORE_STAGES = 4
 MORE_REPLICAS = 3
 BUCKET_BYTES = 32 << 20
 """Of gradients that the executor sums at once."""
-REFINED = 12
-"""Layouts that get orders of their own, the fastest ones."""
-SEARCHED = 0.8
-"""Part of the time for layouts; the rest is for orders."""
-RUNS = 14
+SEARCHED = 0.7
+"""Part of the time for layouts; the rest is for orders of their own, for the fastest layouts first."""
+HOPED = 1.06
+"""How much longer than the best known a layout may take before it gets orders of its own."""
+RUNS = 30
 """Annealings in the time, about."""
 HEAT = (0.01, 0.03, 0.02, 0.06, 0.005)
 SMOOTH = (0.5, 0.8, 0.2)
@@ -157,13 +158,12 @@ class ReferencePlanner:
         best: Found | None = None
         prices = Prices(self._s)
         won = {name: (int(n), round(float(gain), 4)) for name, (n, gain, _) in zip(MOVES, self._won, strict=True)}
-        ranked = sorted(self._layouts.items(), key=lambda item: item[1][0])[:REFINED]
+        ranked = sorted(self._layouts.items(), key=lambda item: item[1][0])
         for i, (replicas, (own_s, share, start)) in enumerate(ranked):
-            if i and time.process_time() > until:
+            if i and (time.process_time() > until or (best is not None and own_s > HOPED * best.seconds)):
                 break
-            plan = self._plan(replicas, share)
             try:
-                plain = legal_seconds(plan, self._s)
+                plan, plain = self._priced(replicas, share)
                 refined = refinement.refined(self._s, plan, plain, prices, thorough=True)
                 seconds = legal_seconds(refined.plan, self._s)
             except LayoutError:
@@ -172,6 +172,16 @@ class ReferencePlanner:
             if best is None or at < best.seconds:
                 best = Found(plan, at, plain, start, self._trials, own_s / plain - 1.0, won)
         return best
+
+    def _priced(self, replicas: tuple[Replica, ...], share: tuple[int, ...]) -> tuple[Plan, float]:
+        """A layout's plan; where there is no room on the way to it, that of ranks that receive less. Raises
+        LayoutError."""
+        plan = self._plan(replicas, share)
+        try:
+            return plan, legal_seconds(plan, self._s)
+        except LayoutError:
+            plan = self._plan(relabelled(replicas, self._s), share)
+            return plan, legal_seconds(plan, self._s)
 
     # --- layouts and arrays ---------------------------------------------------------------------------------------
 

@@ -84,5 +84,8 @@ def _fewest_ranks(situation: Situation) -> int:
     """Of a replica that has room for the model; 1 where memory is not known or a replica need not hold all."""
     if situation.room_bytes is None or vacant_stages.may_help(situation):
         return 1
-    least = memory.least_bytes(situation.model, situation.tokens, state_bytes=situation.state_bytes)
+    state_bytes = situation.state_bytes_of(
+        len(situation.available)
+    )  # as many replicas as ranks: no fewer bytes than that
+    least = memory.least_bytes(situation.model, situation.tokens, state_bytes=state_bytes)
     return max(1, math.ceil(least / max(1, situation.room_bytes)))

@@ -161,15 +161,15 @@ def when_tuned(plan: Plan, situation: Situation) -> Healthy | None:
     well = msgspec.structs.replace(situation, micro_batches=count, speeds={}, links={}, base=one.layout, stale=())
     rest_s = after_backward_s(replicas, well) - well.times.step_s
     plain_s = iteration_seconds(one, well)
-    spread_s = min(plain_s, _spread_s(one, well))
-    tuned_s = None
-    if len(first) * well.model.layers <= MOST_TUNED and len(first) * count <= MOST_TUNED:
+    spread_s = min(plain_s, _spread_s(one, well, len(replicas)))
+    tuned_s = None  # under ZeRO-1 one replica alone would hold what all share
+    if not well.zero_1 and len(first) * well.model.layers <= MOST_TUNED and len(first) * count <= MOST_TUNED:
         tuned_s = min(spread_s, first_layout.tuned(one, well, evaluations=EVALUATIONS).seconds) + rest_s
     return Healthy(plain_s + rest_s, spread_s + rest_s, tuned_s)
 
 
-def _spread_s(one: Plan, situation: Situation) -> float:
-    """Of one replica, its layers cut anew in any of the ways that may be best."""
+def _spread_s(one: Plan, situation: Situation, replicas: int) -> float:
+    """Of one replica of so many, its layers cut anew in any of the ways that may be best."""
     stages = one.layout.replicas[0].stages
     if any(len(stage.chunks) > 1 for stage in stages) or len(stages) == 1:
         return math.inf
@@ -177,7 +177,7 @@ def _spread_s(one: Plan, situation: Situation) -> float:
     layers_there = situation.model.layers
     limits = [layers_there] * len(stages)
     if situation.room_bytes is not None:
-        posts = [situation.post(s, len(stages), stage.tp) for s, stage in enumerate(stages)]
+        posts = [situation.post(s, len(stages), stage.tp, replicas) for s, stage in enumerate(stages)]
         limits = [memory.capacity(situation.model, p, situation.room_bytes, situation.tokens) for p in posts]
     prices, found = Prices(situation), math.inf
     for counts in layers.trade_offs(situation.times, speeds, limits):

@@ -208,7 +208,7 @@ class _Trial:
                 return
             self._left -= 1
             try:
-                priced = self._prices.priced(lay(situation, pipe))
+                priced = self._prices.priced(lay(situation, pipe, len(self._replicas) + 1))
             except LayoutError:
                 yield _Tried("replica", obstacle="memory")
                 continue
@@ -224,13 +224,14 @@ class _Trial:
             return _Tried(way, obstacle="untried")
         self._left -= 1
         try:
-            priced = self._prices.priced(lay(self._situation, pipe))
+            priced = self._prices.priced(lay(self._situation, pipe, len(self._replicas)))
         except LayoutError:
             return _Tried(way, obstacle="memory")
         if len(priced.replica.stages) < len(pipe.groups):
             return _Tried(way, obstacle="layers")
-        before = self._prices.seconds(self._prices.priced(self._replicas[d]), self._shares[d])
-        after = self._prices.seconds(priced, self._shares[d])
+        count = len(self._replicas)
+        before = self._prices.seconds(self._prices.priced(self._replicas[d]), self._shares[d], count)
+        after = self._prices.seconds(priced, self._shares[d], count)
         if math.isinf(after):
             return _Tried(way, obstacle="memory")
         if after > before or math.isinf(before):

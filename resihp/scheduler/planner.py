@@ -35,7 +35,11 @@ from resihp.scheduler.orders import refinement
 from resihp.scheduler.situation import Decision, Situation, check
 
 MOST_ROUNDED = 2048
-"""Devices up to which a plan is looked at as if it were in effect: what it left idle may improve it further."""
+"""Devices up to which a plan is looked at as if it were in effect: what it left idle may improve it further; and up to
+which, where the fastest has no room on the way, another is looked for although something runs."""
+
+MOST_RELABELLED = 64
+"""Groups that change places so that the old state has room beside the new one."""
 
 TIE = 0.002
 """Relative difference below which two predictions are the same, and what moves the fewest bytes is taken."""
@@ -213,7 +217,8 @@ def _reachable(situation: Situation, prices: Prices, candidates: list[PricedPlan
         except LayoutError as error:
             obstacles.append(f"{one.name}: {error}")
     names = {one.name for one in found}
-    if any(one.name == "progressive" and one.name not in names for one in candidates):
+    missed = any(one.name == "progressive" and one.name not in names for one in candidates)
+    if missed and (not found or len(situation.available) <= MOST_ROUNDED):
         with suppress(LayoutError):
             found.append(reachable(situation, prices, _progressive(situation, prices, beside=True)))
     if not found:
@@ -228,11 +233,25 @@ def reachable(situation: Situation, prices: Prices, one: PricedPlan) -> PricedPl
     if obstacle is None:
         return one
     if not one.plan.migrations and not one.plan.layout.vacant:
-        labelled = relabelled(one.plan.layout.replicas, situation)
-        other = candidate(one.name, situation, prices, [prices.priced(replica) for replica in labelled])
-        if transition_obstacle(situation, other.plan) is None:
-            return other
+        labelled = _relabelled(situation, one.plan.layout.replicas)
+        if labelled != one.plan.layout.replicas:
+            other = candidate(one.name, situation, prices, [prices.priced(replica) for replica in labelled])
+            if transition_obstacle(situation, other.plan) is None:
+                return other
     raise PlanError(obstacle)
+
+
+def _relabelled(situation: Situation, replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
+    """With ranks that keep more of what they hold, in those that are not as they were: these are few, or none do."""
+    before = {id(replica) for replica in situation.base.replicas}
+    changed = [d for d, replica in enumerate(replicas) if id(replica) not in before]
+    if sum(len(replicas[d].stages) for d in changed) > MOST_RELABELLED:
+        return replicas
+    busy = {rank for replica in replicas if id(replica) in before for rank in replica.ranks}
+    others = tuple(rank for rank in situation.available if rank not in busy)
+    found = relabelled([replicas[d] for d in changed], msgspec.structs.replace(situation, available=others))
+    anew = dict(zip(changed, found, strict=True))
+    return tuple(anew.get(d, replica) for d, replica in enumerate(replicas))
 
 
 def transition_obstacle(situation: Situation, plan: Plan) -> str | None:

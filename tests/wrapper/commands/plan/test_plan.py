@@ -59,7 +59,7 @@ def test_a_search_finds_a_better_plan_and_says_what_was_found_at_once() -> None:
         "11:0.5",
     )
     at_once, searched = found(*asked), found(*asked, "--search", "0.5")
-    assert searched["after"]["iteration_seconds"] < 0.95 * at_once["after"]["iteration_seconds"]
+    assert searched["after"]["iteration_seconds"] < 0.98 * at_once["after"]["iteration_seconds"]
     assert searched["alternatives"][0] == {
         "name": "at once",
         "iteration_seconds": at_once["after"]["iteration_seconds"],

@@ -193,7 +193,9 @@ def _with_downhill(
 ) -> list[PricedPlan]:
     """With what is downhill from the best of them."""
     best = _best(situation, candidates)
-    replicas = downhill.improved(() if best.plan.layout.vacant else best.plan.layout.replicas)
+    if best.plan.layout.vacant:
+        return candidates
+    replicas = downhill.improved(best.plan.layout.replicas)
     if replicas is None:
         return candidates
     with suppress(PlanError):

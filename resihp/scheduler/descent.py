@@ -48,7 +48,7 @@ Kind = tuple[int, float]
 Kinds = tuple[Kind, ...]
 
 
-class Line(msgspec.Struct, frozen=True):
+class PipelineTime(msgspec.Struct, frozen=True):
     """What a pipeline takes, about."""
 
     ramp: float
@@ -76,7 +76,7 @@ class Descent:
         self._anew: list[list[Priced]] | None = None
         self._kinds_of: dict[Pipe, Kinds] = {}
         self._speed_of: dict[Ranks, float] = {}
-        self._lines: dict[tuple[Kinds, int | None], Line | None] = {}
+        self._lines: dict[tuple[Kinds, int | None], PipelineTime | None] = {}
         self._rooms: dict[tuple[int, int, int, int | None], int] = {}
         self._laid: dict[tuple[Kinds, tuple[float, ...], int, int], tuple[int, ...] | None] = {}
         self._improved: dict[tuple[Replica, ...], list[Priced] | None] = {}
@@ -122,7 +122,7 @@ class Descent:
             found = self._speed_of[ranks] = len(ranks) * min(self._speeds[rank] for rank in ranks)
         return found
 
-    def _line(self, kinds: Kinds, replicas: int) -> Line | None:
+    def _line(self, kinds: Kinds, replicas: int) -> PipelineTime | None:
         """None where memory does not suffice."""
         key = kinds, self._situation.state_bytes_of(replicas)
         if key not in self._lines:
@@ -133,7 +133,7 @@ class Descent:
                 loads = [(n + x) * self._layer / v for n, x, (_, v) in zip(counts, extra, kinds, strict=True)]
                 pace = max(loads)
                 ramp = self._ramp * (sum(loads) - pace) + 2 * (len(kinds) - 1) * self._situation.times.transfer_s
-                self._lines[key] = Line(ramp, pace)
+                self._lines[key] = PipelineTime(ramp, pace)
         return self._lines[key]
 
     def _extra(self, stages: int) -> list[float]:
@@ -200,7 +200,7 @@ class Descent:
                 short = [pipe for pipe in dealt if len(pipe) < self._most]
                 if short:
                     min(short, key=lambda pipe: sum(map(self._speed, pipe))).append(ranks_of_one)
-            if all(dealt):
+            if dealt and all(dealt):
                 yield [tuple(pipe) for pipe in dealt]
 
     def _downhill(self, pipes: list[Pipe]) -> list[list[Priced]]:

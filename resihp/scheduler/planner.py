@@ -4,8 +4,9 @@ Progressive, as the paper has it: groups first, then layers, then micro-batches,
 could not (`resihp.scheduler.layouts.groups`, `layers`, `shares`). What that gives is compared, by predicted time of an
 iteration, with going on without the replicas that lost a rank, with leaving everything as it is, with leaving stages
 that lost all their ranks to other replicas (`resihp.scheduler.layouts.vacant_stages`), and where links are slow with
-the same stages in other pipelines (`resihp.scheduler.layouts.swap_pipelines`). Whether the transition itself is worth
-its time, and whether all state is still there, is the caller's question.
+the same stages in other pipelines (`resihp.scheduler.layouts.swap_pipelines`). The best of them goes on downhill
+(`resihp.scheduler.descent`). Whether the transition itself is worth its time, and whether all state is still there, is
+the caller's question.
 
 Called by the controller whenever ranks went or came.
 """
@@ -197,7 +198,9 @@ def _with_downhill(
 ) -> list[PricedPlan]:
     """With what is downhill from the best of them."""
     best = _best(situation, candidates)
-    replicas = downhill.improved(() if best.plan.layout.vacant else best.plan.layout.replicas)
+    if best.plan.layout.vacant:
+        return candidates
+    replicas = downhill.improved(best.plan.layout.replicas)
     if replicas is None:
         return candidates
     with suppress(PlanError):

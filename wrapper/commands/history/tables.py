@@ -259,6 +259,7 @@ _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
         _words("action"),
         _number("attempts", "tries"),
         *(_number(f"{name}_seconds", name, form="{:.2f}") for name in ("park", "plan", "groups", "state")),
+        _number("planning_seconds", "think", form="{:.3f}"),
         _number("first_iteration_seconds", "first", form="{:.2f}"),
         _number("seconds", "total s", form="{:.2f}"),
         _bytes("bytes_moved", "moved"),

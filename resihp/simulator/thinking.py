@@ -15,7 +15,8 @@ from resihp.errors import LayoutError
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan
 from resihp.scheduler.planners import named
-from resihp.scheduler.thinking import ENCODER, key_of, think
+from resihp.scheduler.questions import ENCODER, key_of
+from resihp.scheduler.thinking import think
 from resihp.simulator.rules import expect
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from resihp.parallelism.layout import Replica
+from resihp.scheduler.questions import answer_for, canonical, key_of
 from resihp.scheduler.situation import Decision, Situation
-from resihp.scheduler.thinking import answer_for, canonical, key_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ from resihp.controller import planning, replan_policy
 from resihp.controller.ahead.answers import Loss, OpenQuestion
 from resihp.controller.state import Job
 from resihp.parallelism.layout import Layout
+from resihp.scheduler.questions import canonical, key_of
 from resihp.scheduler.situation import Situation
-from resihp.scheduler.thinking import canonical, key_of
 from resihp.scheduler.transition_cost import DOUBT
 
 QUIET = 3

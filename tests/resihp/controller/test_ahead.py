@@ -7,7 +7,7 @@ import msgspec
 from resihp.controller import interface as api
 from resihp.record.journal import PlanDecided
 from resihp.scheduler import planner
-from resihp.scheduler.thinking import ENCODER, answer_for, canonical, key_of
+from resihp.scheduler.questions import ENCODER, answer_for, canonical, key_of
 from resihp.simulator.harness import Disturbance, Scenario, World
 
 

@@ -18,8 +18,9 @@ from resihp.controller import interface as api
 from resihp.errors import ResihpError
 from resihp.process import die_with_parent
 from resihp.scheduler import planners
+from resihp.scheduler.questions import ENCODER
 from resihp.scheduler.situation import Decision
-from resihp.scheduler.thinking import ENCODER, think
+from resihp.scheduler.thinking import think
 from resihp.settings import PlannerName
 from wrapper.supervisor.thinking.frames import LENGTH, QUESTIONS, frame, length_of
 

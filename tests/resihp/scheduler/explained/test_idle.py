@@ -91,9 +91,9 @@ def test_where_memory_is_not_known_a_further_stage_is_left_out_for_that() -> Non
 def test_a_large_job_takes_no_more_tries_than_a_small_one(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tries = []
 
-    def counted(case: Situation, pipe: groups.Pipe) -> Replica:
+    def counted(case: Situation, pipe: groups.Pipe, replicas: int) -> Replica:
         tries.append(pipe)
-        return groups.lay(case, pipe)
+        return groups.lay(case, pipe, replicas)
 
     monkeypatch.setattr("resihp.scheduler.explained.idle.lay", counted)
     asked = question.Question(

@@ -200,14 +200,14 @@ def _reachable(situation: Situation, prices: Prices, candidates: list[PricedPlan
 def reachable(situation: Situation, prices: Prices, one: PricedPlan) -> PricedPlan:
     """A plan whose transition every rank has memory for: this one, or the same with ranks that keep more of what they
     hold. Raises PlanError if there is none."""
-    obstacle = _transition_obstacle(situation, one.plan)
+    obstacle = transition_obstacle(situation, one.plan)
     if obstacle is None:
         return one
     if not one.plan.migrations and not one.plan.layout.vacant:
         labelled = _relabelled(situation, one.plan.layout.replicas)
         if labelled != one.plan.layout.replicas:
             other = candidate(one.name, situation, prices, [prices.priced(replica) for replica in labelled])
-            if _transition_obstacle(situation, other.plan) is None:
+            if transition_obstacle(situation, other.plan) is None:
                 return other
     raise PlanError(obstacle)
 
@@ -225,8 +225,9 @@ def _relabelled(situation: Situation, replicas: tuple[Replica, ...]) -> tuple[Re
     return tuple(anew.get(d, replica) for d, replica in enumerate(replicas))
 
 
-def _transition_obstacle(situation: Situation, plan: Plan) -> str | None:
-    if situation.memory_bytes is None:
+def transition_obstacle(situation: Situation, plan: Plan) -> str | None:
+    """Which rank has no room for its state to come beside that of before; None where all have."""
+    if situation.memory_bytes is None or situation.fresh:
         return None
     return transition_memory.obstacle(
         situation.base,

@@ -39,8 +39,9 @@ from resihp.parallelism.plan import Plan
 from resihp.parallelism.workload import MicroBatch
 from resihp.scheduler import decide
 from resihp.scheduler.anytime import Anytime
-from resihp.scheduler.cost import memory, transition_memory
+from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.transition_memory import beside, holdings
+from resihp.scheduler.planner import transition_obstacle
 from resihp.scheduler.situation import Situation
 from resihp.scheduler.what_if.question import Question, first_plan, pose
 
@@ -150,7 +151,6 @@ def measured(seed: int, question: Question, seconds: float, search_s: float) -> 
 def obstacles(case: Situation, plan: Plan) -> Iterator[str]:
     """Why a plan does not fit, in an iteration and on the way to it."""
     assert case.memory_bytes is not None
-    survivors = set(case.available).difference(case.stale)
     for obstacle in (
         memory.obstacle(
             plan,
@@ -160,15 +160,7 @@ def obstacles(case: Situation, plan: Plan) -> Iterator[str]:
             state_bytes=case.state_bytes_of(memory.sharing(plan.layout)),
             overhead=case.overhead,
         ),
-        transition_memory.obstacle(
-            case.base,
-            survivors,
-            plan.layout,
-            case.model,
-            case.memory_bytes,
-            zero_1=case.zero_1,
-            overhead=case.overhead,
-        ),
+        transition_obstacle(case, plan),
     ):
         if obstacle is not None:
             yield obstacle

@@ -73,6 +73,7 @@ def instance(seed: int) -> Situation:
         speeds={rank: round(rng.uniform(0.2, 0.95), 2) for rank in slow},
         memory_bytes=int(need * rng.choice(ROOM)),
         tokens=TINY.sequence,
+        fresh=True,  # all layouts are looked at, however much has to move
     )
 
 

@@ -26,10 +26,11 @@ from resihp.errors import LayoutError
 from resihp.parallelism.layout import Layout, Replica, Stage, validate
 from resihp.parallelism.plan import Plan
 from resihp.pipeline import checker
-from resihp.scheduler.cost import memory, transition_memory
+from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.prices import Prices, iteration_seconds
 from resihp.scheduler.layouts.labels import relabelled
 from resihp.scheduler.orders import refinement
+from resihp.scheduler.planner import transition_obstacle
 from resihp.scheduler.situation import Situation
 
 MORE_STAGES = 4
@@ -79,15 +80,7 @@ def legal_seconds(plan: Plan, situation: Situation) -> float:
             state_bytes=situation.state_bytes_of(memory.sharing(plan.layout)),
             overhead=situation.overhead,
         )
-        lacking = lacking or transition_memory.obstacle(
-            situation.base,
-            known.difference(situation.stale),
-            plan.layout,
-            situation.model,
-            situation.memory_bytes,
-            zero_1=situation.zero_1,
-            overhead=situation.overhead,
-        )
+        lacking = lacking or transition_obstacle(situation, plan)
         if lacking is not None:
             raise LayoutError(lacking)
     return iteration_seconds(plan, situation)

@@ -421,6 +421,7 @@ def _situation(
         profile=job.profile,
         links=learned_times.links(job) if minds else {},
         stale=tuple(sorted(stale)),
+        fresh=base is None,
     )
 
 

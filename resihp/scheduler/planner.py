@@ -258,8 +258,8 @@ def _relabelled(situation: Situation, replicas: tuple[Replica, ...]) -> tuple[Re
 
 
 def transition_obstacle(situation: Situation, plan: Plan) -> str | None:
-    """Which rank has too little memory to get from what it holds to what it would hold; None if each has enough."""
-    if situation.memory_bytes is None:
+    """Which rank has no room for its state to come beside that of before; None where all have."""
+    if situation.memory_bytes is None or situation.fresh:
         return None
     return transition_memory.obstacle(
         situation.base,

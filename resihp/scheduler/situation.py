@@ -52,6 +52,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """Slow links: speed, 1 a healthy one's, between two nodes, in ascending order."""
     stale: tuple[int, ...] = ()
     """Available ranks that have lost the state that `base` says they hold."""
+    fresh: bool = False
+    """Whether all state is drawn or comes from a checkpoint: then nothing is held beside it on the way."""
 
     @property
     def most_stages(self) -> int:

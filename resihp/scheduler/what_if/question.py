@@ -16,7 +16,9 @@ from resihp.errors import LayoutError, PlanError, UsageError
 from resihp.faults import ends
 from resihp.parallelism.layout import Layout, Replica, validate
 from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.parameter_outline import outline
 from resihp.parallelism.plan import Order, Plan, spread
+from resihp.parallelism.transfers import Base, missing
 from resihp.pipeline.schedules import SCHEDULES, orders_of
 from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.device_memory import Overhead, overhead
@@ -270,6 +272,8 @@ def situation_of(
         dp=question.dp,
         gradients_inside=question.world <= question.gpus_per_node,
     )
+    survivors = tuple(rank for rank in base.layout.active if rank not in gone)
+    held = Base(epoch=base.epoch, layout=base.layout, survivors=survivors)
     fits = not question.ignore_memory and worst(question, base)[0] <= question.hardware.memory_bytes
     return Situation(
         epoch=base.epoch + 1,
@@ -289,6 +293,7 @@ def situation_of(
         overhead=question.overhead,
         zero_1=question.zero_1,
         profile=profile,
+        fresh=len(survivors) < len(base.layout.active) and missing(held, outline(question.model)) is not None,
         links={pair: speed for pair, speed in sorted(slow_links.items()) if speed < 1},
     )
 

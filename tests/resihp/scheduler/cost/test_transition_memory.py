@@ -61,3 +61,5 @@ def test_a_plan_whose_transition_has_no_room_is_not_proposed() -> None:
     )
     assert found is None
     assert decision.reason.startswith("progressive, with room for what is there")
+    from_a_checkpoint = decide(msgspec.structs.replace(case, fresh=True))
+    assert from_a_checkpoint.seconds < decision.seconds, "nobody holds anything beside it"

@@ -227,6 +227,9 @@ def test_a_layout_that_does_not_fit_is_said_so_and_goes_on() -> None:
 
 def test_lost_state_is_said_so() -> None:
     """The only replica lost a node."""
+    given = asked(dp=1, pp=4, tp=4, failed_nodes=("n1",))
+    assert question.pose(given, question.first_plan(given)).fresh, "nothing is held beside what is loaded"
+    assert not question.pose(LLAMA, question.first_plan(LLAMA)).fresh
     found = answered(asked(dp=1, pp=4, tp=4, failed_nodes=("n1",)))
     assert "all state has to come from the last checkpoint" in found.remarks[-1]
     copies = found.cost.total_bytes / (12 * 13e9)

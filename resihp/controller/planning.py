@@ -421,7 +421,7 @@ def _situation(
         profile=job.profile,
         links=learned_times.links(job) if minds else {},
         stale=tuple(sorted(stale)),
-        fresh=base is None,
+        fresh=_is_fresh(job),
     )
 
 
@@ -437,10 +437,14 @@ def _memory_bytes(job: Job, plan: Plan, overhead: Overhead) -> int | None:
 
 def base(job: Job) -> Base | None:
     """Where the state is once all have parked; None while every rank draws it or loads it from the checkpoint."""
-    if job.record.plan is None or job.record.committed == job.declaration.resume_from:
+    if _is_fresh(job):
         return None
     survivors = tuple(rank for rank in job.record.active if job.members[rank].ready and can_go_on(job, rank))
     return Base(epoch=job.record.plan.epoch, layout=job.record.plan.layout, survivors=survivors)
+
+
+def _is_fresh(job: Job) -> bool:
+    return job.record.plan is None or job.record.committed == job.declaration.resume_from
 
 
 def can_go_on(job: Job, rank: int) -> bool:

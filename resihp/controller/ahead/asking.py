@@ -127,7 +127,8 @@ def _improvements(job: Job) -> Iterable[Loss]:
     assert record.first_plan is not None
     now, first = record.plan.layout.replicas, record.first_plan.layout
     as_asked = now == first.replicas and len(first.active) >= settings.ranks_asked
-    if settings.observes or not _search_s(job) or settings.memory_bytes is None:
+    unknown = settings.memory_bytes is None and job.declaration.memory_bytes is None
+    if settings.observes or not _search_s(job) or unknown:
         return
     if not as_asked and now != job.foresight.searched:
         yield Loss(ranks=(), what="a better plan than the one in effect")

@@ -12,8 +12,8 @@ Four reasons, each of which holds whatever the layout, the shares and the orders
   dearest layer has to compute it for all of them.
 - *One micro-batch.* It passes every layer forward and back, on groups of which none is faster than the fastest.
 
-On top come the optimizer's step and, where there is more than one replica, gradients: the replica with the fewest
-ranks has that many to hold its layers, however it spreads them. Transfers count as nothing.
+On top comes the optimizer's step. Transfers count as nothing, and so do sums of gradients, which may hide beside the last
+backward (`resihp.scheduler.cost.gradient_sync`).
 
 Called by `resihp.scheduler.explained.explanation`.
 """
@@ -46,9 +46,7 @@ def least_seconds(situation: Situation) -> float:
     for replicas in range(1, most + 1):
         busiest = -(-count // replicas) * max(layer.total for layer in layers) / fastest
         pipelines = max(_with_ramp(count * work, total, fastest, ramp, replicas), busiest, (forward + inputs) / fastest)
-        copies = 1 if shared else replicas
-        gradients = len(layers) * times.gradient_s * copies / len(speeds) if replicas > 1 else 0.0
-        found = min(found, pipelines + gradients)
+        found = min(found, pipelines)
     return found + times.step_s
 
 

@@ -26,7 +26,7 @@ from resihp.scheduler.situation import Situation
 
 CYCLE = 250
 """Trials of the first cycle."""
-HOT = 0.04
+HOT = 0.02
 """Share of the best time by which a change may be worse at the beginning of a cycle, about."""
 MORE_STAGES = 2
 """Of a replica than the job was started with."""

@@ -12,8 +12,8 @@ Four reasons, each of which holds whatever the layout, the shares and the orders
   dearest layer has to compute it for all of them.
 - *One micro-batch.* It passes every layer forward and back, on groups of which none is faster than the fastest.
 
-On top comes the optimizer's step. Transfers count as nothing, and so do sums of gradients, which may hide beside the last
-backward (`resihp.scheduler.cost.gradient_sync`).
+On top comes the optimizer's step. Transfers count as nothing, and so do sums of gradients, which may hide beside the
+last backward (`resihp.scheduler.cost.gradient_sync`).
 
 Called by `resihp.scheduler.explained.explanation`.
 """

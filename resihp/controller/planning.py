@@ -439,6 +439,7 @@ def base(job: Job) -> Base | None:
     """Where the state is once all have parked; None while every rank draws it or loads it from the checkpoint."""
     if _is_fresh(job):
         return None
+    assert job.record.plan is not None
     survivors = tuple(rank for rank in job.record.active if job.members[rank].ready and can_go_on(job, rank))
     return Base(epoch=job.record.plan.epoch, layout=job.record.plan.layout, survivors=survivors)
 

@@ -189,12 +189,13 @@ class Descent:
     # --- downhill -------------------------------------------------------------------------------------------------
 
     def _dealt(self) -> Iterator[list[Pipe]]:
-        """All ranks dealt out anew, over the pipelines that there are ranks for, and one that lacks some."""
+        """All ranks dealt out anew, over the pipelines that there are ranks and work for, and one that lacks some."""
         groups = [group for ranks in self._idle(()).values() for group in self._grouped(ranks)]
         groups.sort(key=lambda ranks: (-self._speed(ranks), ranks))
         size = self._situation.tp * self._situation.pp
         ranks = len(self._situation.available)
-        for count in sorted({max(1, ranks // size), -(-ranks // size)}):
+        most = self._situation.micro_batches
+        for count in sorted({min(most, max(1, ranks // size)), min(most, -(-ranks // size))}):
             dealt: list[list[Ranks]] = [[] for _ in range(count)]
             for ranks_of_one in groups:
                 short = [pipe for pipe in dealt if len(pipe) < self._most]

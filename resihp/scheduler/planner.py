@@ -46,6 +46,10 @@ TIE = 0.002
 """Relative difference below which two predictions are the same, and what moves the fewest bytes is taken."""
 
 
+ORDERS_GAIN = 0.06
+"""The most that orders of work were seen to gain: what is slower by more before it is not looked at with them."""
+
+
 class PricedPlan(msgspec.Struct, frozen=True):
     name: str
     plan: Plan
@@ -110,6 +114,7 @@ def decide(situation: Situation) -> Decision:
     prices = Prices(situation)
     downhill = Descent(situation, prices)
     first = _first(situation, prices, downhill)
+    plain = _best(situation, first)
     chosen = _best(situation, _with_downhill(situation, prices, downhill, first))
     while len(situation.available) <= MOST_ROUNDED:  # each round is faster than the one before, or the last
         after = msgspec.structs.replace(situation, base=chosen.plan.layout, stale=())
@@ -117,19 +122,31 @@ def decide(situation: Situation) -> Decision:
         if better.plan.layout == chosen.plan.layout or better.seconds >= chosen.seconds:
             break
         try:
-            chosen = reachable(situation, prices, better)
+            better = reachable(situation, prices, better)
         except PlanError:
             break
-    refined = refinement.refined(situation, chosen.plan, chosen.seconds, prices)
-    name = chosen.name if not refined.how else f"{chosen.name}, with {refined.how}"
-    others = tuple((candidate.name, candidate.seconds) for candidate in first if candidate.name != chosen.name)
+        if better.seconds >= chosen.seconds:
+            break  # other ranks, over slower links
+        chosen = better
+    finalists = [chosen]
+    if plain.plan.layout != chosen.plan.layout and plain.seconds < chosen.seconds * (1 + ORDERS_GAIN):
+        finalists.append(plain)
+    best = _best(situation, [_refined(situation, one, prices) for one in finalists])
+    chosen = next(one for one in finalists if one.plan.layout == best.plan.layout)
+    others = tuple((one.name, one.seconds) for one in first if one.name != chosen.name)
     against = "".join(f", against {seconds:.4g} {name}" for name, seconds in others)
     return Decision(
-        plan=refined.plan,
-        seconds=refined.seconds,
-        reason=f"{name}: predicted {refined.seconds:.4g} {situation.unit} an iteration{against}",
+        plan=best.plan,
+        seconds=best.seconds,
+        reason=f"{best.name}: predicted {best.seconds:.4g} {situation.unit} an iteration{against}",
         alternatives=others,
     )
+
+
+def _refined(situation: Situation, one: PricedPlan, prices: Prices) -> PricedPlan:
+    """With orders of its own, or migrations, where these pay."""
+    found = refinement.refined(situation, one.plan, one.seconds, prices)
+    return PricedPlan(f"{one.name}, with {found.how}" if found.how else one.name, found.plan, found.seconds)
 
 
 def without_lost_replicas(situation: Situation) -> Decision:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.planner import SIZES, compared, one_more, sized
+from benchmarks.random_jobs import random_job
 from resihp.parallelism.layout import validate
 from resihp.scheduler import decide
 
@@ -28,3 +29,10 @@ def test_sixteen_thousand_devices_are_planned_and_planned_again() -> None:
     assert second.plan.layout.ranks == again.available
     changed = set(second.plan.layout.replicas) - set(first.plan.layout.replicas)
     assert len(changed) <= 1, "only what the failure touched is solved again"
+
+
+@pytest.mark.parametrize("seed", [202, 203, 205, 212])
+def test_a_decision_is_no_slower_than_what_it_was_compared_with(seed: int) -> None:
+    """Also where links are slow, and only ranks over slower ones have room for the state that would come."""
+    decision = decide(random_job(seed))
+    assert all(decision.seconds <= seconds * 1.002 for _, seconds in decision.alternatives)

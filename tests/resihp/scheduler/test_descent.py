@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from resihp.parallelism.layout import validate
+from resihp.parallelism.layout import Layout, validate
+from resihp.parallelism.model import ModelSpec
 from resihp.scheduler import Situation, decide
 from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.prices import Prices, iteration_seconds
@@ -70,3 +71,22 @@ def test_ranks_are_dealt_out_anew_where_nothing_else_is_there() -> None:
 def test_where_memory_is_not_known_layouts_change_as_little_as_they_can() -> None:
     case = msgspec.structs.replace(asked(5, 22), memory_bytes=None)
     assert Descent(case, Prices(case)).improved(case.base.without(case.lost).replicas) is None
+
+
+def test_no_more_pipelines_than_there_are_micro_batches() -> None:
+    """Three devices, each of which could be a replica, and two micro-batches."""
+    grid = Layout.uniform(tp=1, pp=1, dp=2, layers=8)
+    model = ModelSpec(layers=8, hidden=64, heads=4, kv_groups=4, ffn_hidden=256, vocab=64, sequence=9)
+    nodes = {rank: f"n{rank}" for rank in range(3)}
+    case = Situation(
+        epoch=2,
+        base=grid,
+        available=(0, 1, 2),
+        nodes=nodes,
+        model=model,
+        micro_batches=2,
+        tp=1,
+        pp=1,
+        memory_bytes=10**9,
+    )
+    assert decide(case).plan.layout.replicas == grid.replicas

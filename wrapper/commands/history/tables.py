@@ -100,16 +100,6 @@ def _effect(row: dict[str, Any]) -> str:
     return f"{row['in_effect_at'].astimezone(UTC):%m-%d %H:%M:%S}" if row["in_effect_at"] else str(row["outcome"])
 
 
-def _limits(row: dict[str, Any]) -> str:
-    """Replica and stage that work longest, for which share of the iteration, and how far the plan is above the bound;
-    of many jobs it is not worked out."""
-    found = row.get("explanation")
-    if found is None:
-        return "-"
-    stage = found["limiting"]
-    return f"{stage['replica']}.{stage['stage']} works {stage['share']:.0%}\nbound +{found['above_bound']:.0%}"
-
-
 def _plan_reason(row: dict[str, Any]) -> str:
     if row["refused_reason"] is None:
         return str(row["reason"])
@@ -223,7 +213,6 @@ _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
         _number("next_iteration", "from"),
         _words("action"),
         Column("in effect (UTC)", _effect),
-        Column("limits", _limits),
         Column("reason", _plan_reason, wraps=True),
     ],
     "probes": [
@@ -261,7 +250,7 @@ _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
         *(_number(f"{name}_seconds", name, form="{:.2f}") for name in ("park", "plan", "groups", "state")),
         _number("planning_seconds", "think", form="{:.3f}"),
         _number("first_iteration_seconds", "first", form="{:.2f}"),
-        _number("seconds", "total s", form="{:.2f}"),
+        _number("seconds", "total", form="{:.2f}"),
         _bytes("bytes_moved", "moved"),
     ],
     "drains": [

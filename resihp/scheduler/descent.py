@@ -104,6 +104,8 @@ class Descent:
             seconds = self._prices.iteration(laid)[1]
             if seconds < best * (1.0 - 1e-9):
                 best, found = seconds, laid
+        if found is not None:
+            self._improved[tuple(priced.replica for priced in found)] = None  # further down there is nothing
         return found
 
     # --- judged roughly -------------------------------------------------------------------------------------------

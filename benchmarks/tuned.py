@@ -1,9 +1,10 @@
 """A tuned job that is tuned again by the times that it has measured: gain promised and kept, in one run.
 
 Eight workers on this machine, TP1 PP4 DP2, emulate a device each (`resihp.executor.emulation`). Their head takes as
-long as three layers, where its operations say that it takes two thirds of one: what is planned before anything is measured
-cannot know. After 40 iterations the controller tunes the job with what it has learnt. Promised is the ratio of its two
-predictions, kept that of the medians of iteration times before and after, the first ones under each plan left out.
+long as three layers, where its operations say that it takes two thirds of one: what is planned before anything is
+measured cannot know. After 40 iterations the controller tunes the job with what it has learnt. Promised is the ratio
+of its two predictions, kept that of the medians of iteration times before and after, the first ones under each plan
+left out.
 
     python benchmarks/tuned.py [--runs 1] [--layer-ms 24]
 """

@@ -78,6 +78,7 @@ Not configuration: they stand in no file.
 | `RESIHP_SHARE_GPUS` | `1`: workers share the GPUs that there are; for tests on a machine with few, with gloo |
 | `RESIHP_STRICT_ORDER` | `1`: gloo behaves as NCCL does at its strictest; for tests |
 | `RESIHP_EMULATED_LAYER_MS` | milliseconds of a layer's forward on an emulated device; without GPUs, for tests |
+| `RESIHP_EMULATED_HEAD_LAYERS` | layers that an emulated head takes as long as; by its operations if not set |
 | `RESIHP_EMULATED_LINK_MS` | milliseconds of a transfer between nodes over an emulated link; likewise |
 """
 

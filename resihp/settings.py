@@ -58,7 +58,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Layer chunks of each stage (Megatron's virtual pipeline stages)."""
     sequence_parallel: bool = False
     tune: bool = False
-    """Whether the first layout is tuned (`resihp.scheduler.layouts.first_layout`), where stages have one chunk each."""
+    """Whether the layout is tuned (`resihp.scheduler.layouts.first_layout`), first and by measured times, where the job
+    was asked to have one chunk a stage."""
     memory_bytes: int | None = None
     """What each device has for the job; None where it is not known, and then not checked."""
     come_backs: int = 3

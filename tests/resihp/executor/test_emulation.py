@@ -10,7 +10,7 @@ import torch
 from resihp.errors import ConfigurationError
 from resihp.executor import emulation
 from resihp.executor.compute import stopwatch
-from resihp.executor.emulation import LAYER_MS, Work, pace_of, wires_of
+from resihp.executor.emulation import HEAD_LAYERS, LAYER_MS, Work, pace_of, wires_of
 from resihp.executor.state.rank_state import HeldPart
 from resihp.faults import LINK_MS
 from resihp.parallelism.layout import Layout
@@ -169,3 +169,12 @@ def test_times_that_are_none_are_refused(
 def test_a_gpu_is_never_slowed_down(name: str, made: Callable[[dict[str, str], torch.device], object]) -> None:
     with pytest.raises(ConfigurationError, match="not on a GPU; unset it"):
         made({name: "40"}, torch.device("cuda"))
+
+
+def test_a_head_may_take_other_times_than_its_operations_say() -> None:
+    head = HeldPart(tp=1, t=0, chunks=((4, 5),), first=False, last=True)
+    pace = pace_of({LAYER_MS: "10", HEAD_LAYERS: "3"}, MODEL, CPU)
+    assert pace is not None
+    assert pace("F", head, 0) == pytest.approx(0.05)
+    with pytest.raises(ConfigurationError, match="must be a number above 0"):
+        pace_of({LAYER_MS: "10", HEAD_LAYERS: "none"}, MODEL, CPU)

@@ -38,7 +38,7 @@ CHANGED_SHOWN = 6
 """Replicas that are shown in full; `--json` has them all."""
 SLOW_SHOWN = 12
 TUNED_CHUNKS = 4
-"""Virtual stages of a stage that --tune tries at most. In a job, `[layout] tune` keeps to one."""
+"""Virtual stages of a stage that --tune tries at most. A job begins with one (`[layout] tune`)."""
 
 
 TRIALS = 20

@@ -122,7 +122,7 @@ class AdaptSection(Section):
     the supervisor, so that a recovery does not wait for a plan."""
     search_s: float = Field(default=1.0, ge=0, le=3600)
     """For how long that process looks for a better plan than the one that is found at once, where `planner` is
-    `resihp` and `job.memory_per_device` is given; also for one that was made in haste, which gives way to a better one
+    `resihp` and memory is known; also for one that was made in haste, which gives way to a better one
     if that is worth it. 0: not at all. Without `plans_ahead` nothing is looked for."""
     succession: bool | None = None
     """Agents keep copies of the journal and choose another supervisor when the first one's node is gone; by default

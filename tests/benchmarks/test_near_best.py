@@ -16,6 +16,7 @@ from benchmarks.reference_planner import ReferencePlanner, legal_seconds
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.scheduler import decide
+from resihp.scheduler.anytime import Anytime
 from resihp.scheduler.cost.prices import iteration_seconds
 from resihp.scheduler.what_if.question import first_plan, pose
 
@@ -80,3 +81,12 @@ def test_nothing_is_faster_than_the_bound_of_failing_gpus(setting: Setting) -> N
     left = case.available[: -question.world // 8]
     damaged = msgspec.structs.replace(case, available=left)
     assert least_seconds(case, len(left)) <= decide(damaged).seconds
+
+
+def test_a_search_comes_to_layouts_that_no_way_of_single_changes_leads_to() -> None:
+    """Tight memory, ZeRO-1: two replicas of many stages are best, and what is between them and three has no room."""
+    case = random_job(7011)
+    anytime = Anytime(case, decide(case))
+    assert anytime.decision().seconds > 5.6
+    anytime.run(5000)
+    assert anytime.decision().seconds < 4.9

@@ -1,9 +1,11 @@
 """A layout made better step by step, for as long as there is time: simulated annealing over whole layouts. Pure.
 
-The instant planner changes one thing at a time and stops where no single change gains. Here groups change their places,
-replicas and sizes, also where nothing is gained at once; layers follow, to what the timeline says is best for them.
-Trials are counted, not timed: the same seed and number of trials give the same layout. Kirkpatrick et al., 1983; cooled
-and heated again in cycles, each twice as long. What it takes to get there is not weighed.
+The instant planner changes one thing at a time and stops where no single change gains. Here groups change their
+places, replicas and sizes, also where nothing is gained at once; layers follow, to what the timeline says is best for
+them. Trials are counted, not timed: the same seed and number of trials give the same layout. Kirkpatrick et al.,
+1983; cooled and heated again in cycles, of which every other one begins elsewhere: in a layout of all ranks dealt out
+anew, over fewer or more replicas, or in the best one shaken. Where memory is tight, no way of single changes leads
+there. Two cycles are of one length, the next two twice as long. What it takes to get there is not weighed.
 
 Called by `resihp.scheduler.anytime`. One chunk a stage, whose ranks are on one node.
 """
@@ -28,7 +30,13 @@ CYCLE = 250
 """Trials of the first cycle."""
 HOT = 0.02
 """Share of the best time by which a change may be worse at the beginning of a cycle, about."""
-MORE_STAGES = 2
+HOTTER = 0.03
+"""The same where a cycle begins elsewhere."""
+SHAKEN = 15
+"""Changes that are made to the best layout, whatever they cost, before a cycle that begins elsewhere."""
+FEWER_REPLICAS = 3
+"""Than there are now, and one more: so many are all ranks dealt out over."""
+MORE_STAGES = 4
 """Of a replica than the job was started with."""
 SMOOTH = 0.5
 """Weight of the time of micro-batches that could be shared out in parts."""
@@ -64,7 +72,10 @@ class Search:
         scores = [self._pipelines.score(start) for start in laid]
         first = min(range(len(laid)), key=lambda i: (_rank(scores[i]), i))
         self._best, self._best_score = laid[first], scores[first]
-        self._trial, self._cycle = 0, CYCLE
+        self._trial, self._cycle, self._cycles = 0, CYCLE, 0
+        self._hot = HOT
+        self._elsewhere: list[list[Laid]] | None = None
+        """Where cycles are still to begin; None before the first of them."""
         self._go_to(self._best, self._best_score)
 
     @property
@@ -94,10 +105,46 @@ class Search:
                 self._forget()
             self._trial += 1
             if self._trial >= self._cycle:
-                self._trial, self._cycle = 0, 2 * self._cycle
-                self._go_to(self._best, self._best_score)
+                self._begin_cycle()
             self._try()
         return _rank(self._best_score) < before
+
+    def _begin_cycle(self) -> None:
+        self._cycles, self._trial = self._cycles + 1, 0
+        if self._cycles % 2 == 0:
+            self._cycle, self._hot = 2 * self._cycle, HOT
+            self._go_to(self._best, self._best_score)
+            return
+        self._hot = HOTTER
+        if self._elsewhere is None:
+            self._elsewhere = self._dealt()
+        if self._elsewhere:
+            pipes = self._elsewhere.pop(0)
+            self._go_to(pipes, self._pipelines.score(pipes))
+            return
+        self._go_to(self._best, self._best_score)
+        for _ in range(SHAKEN):
+            found = self._neighbour()
+            if found is not None and math.isfinite((score := self._pipelines.score(found[0])).seconds):
+                self._go_to(found[0], score, found[1])
+
+    def _dealt(self) -> list[list[Laid]]:
+        """All ranks over so many replicas, each of groups as large as they may be, as evenly as can be; those for which
+        there is memory, the fastest first."""
+        groups, most = self._moves.largest_groups(), self._pipelines.most_stages
+        found: list[tuple[tuple[float, float], int, list[Laid]]] = []
+        for count in range(max(1, len(self._best) - FEWER_REPLICAS), len(self._best) + 2):
+            usual = self._situation.micro_batches // count
+            dealt: list[list[tuple[int, ...]]] = [[] for _ in range(count)]
+            for group in groups:
+                short = [pipe for pipe in dealt if len(pipe) < most]
+                if short:
+                    min(short, key=len).append(group)
+            laid = [self._pipelines.cut(tuple(pipe), usual, count) for pipe in dealt] if usual and all(dealt) else []
+            pipes = [pipe for pipe in laid if pipe is not None]
+            if pipes and len(pipes) == count:
+                found.append((_rank(self._pipelines.score(pipes)), count, pipes))
+        return [pipes for rank, _, pipes in sorted(found, key=lambda one: one[:2]) if math.isfinite(rank[0])]
 
     def _try(self) -> None:
         found = self._shifted() if self._random.random() < BY_HAND else self._neighbour()
@@ -111,7 +158,7 @@ class Search:
                 self._best, self._best_score = new, score
 
     def _bears(self, worse: float) -> bool:
-        heat = HOT * self._best_score.seconds * (1.0 - self._trial / self._cycle) ** 2
+        heat = self._hot * self._best_score.seconds * (1.0 - self._trial / self._cycle) ** 2
         return worse <= 0.0 or (math.isfinite(worse) and self._random.random() < math.exp(-worse / max(heat, 1e-12)))
 
     def _go_to(self, pipes: list[Laid], score: Score, idle: list[int] | None = None) -> None:
@@ -137,10 +184,11 @@ class Search:
     def _forget(self) -> None:
         """Tables begun anew, with what is still needed."""
         self._pipelines.clear()
-        self._now, self._best = (
+        self._now, self._best, *elsewhere = (
             [self._pipelines.kept(one.groups, one.counts, len(pipes)) for one in pipes]
-            for pipes in (self._now, self._best)
+            for pipes in (self._now, self._best, *(self._elsewhere or ()))
         )
+        self._elsewhere = None if self._elsewhere is None else elsewhere
 
     # --- what else it could be ------------------------------------------------------------------------------------
 

@@ -63,6 +63,19 @@ class Moves:
             return changed, idle
         return changed, [*(rank for rank in idle if rank not in after), *sorted(before.difference(after))]
 
+    def largest_groups(self) -> list[Ranks]:
+        """Of all ranks, each node's in groups of their own, the strongest first."""
+        at: dict[str, list[int]] = {}
+        for rank in self._fastest(self._situation.available):
+            at.setdefault(self._nodes[rank], []).append(rank)
+        found: list[Ranks] = []
+        for ranks in at.values():
+            while ranks:
+                size = max(k for k in self._degrees if k <= len(ranks))
+                found.append(tuple(sorted(ranks[:size])))
+                ranks = ranks[size:]
+        return sorted(found, key=lambda ranks: (-self._situation.speed(ranks), ranks))
+
     def _below(self, n: int) -> int:
         return int(self._random.random() * n)
 

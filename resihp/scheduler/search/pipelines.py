@@ -74,7 +74,7 @@ class Pipelines:
     """Kinds, rows and their times, of one situation. `most_stages`: of a replica."""
 
     def __init__(self, situation: Situation, most_stages: int) -> None:
-        self._situation, self._most_stages = situation, most_stages
+        self._situation, self.most_stages = situation, most_stages
         times = situation.times
         columns = [(layer.f, layer.b, layer.w) for layer in times.layers]
         self._costs = kernels.Costs(
@@ -119,7 +119,7 @@ class Pipelines:
     def cut(self, groups: Pipe, micro_batches: int, replicas: int) -> Laid | None:
         """With the layers that make it fastest for so many micro-batches, one of so many replicas; None where they do
         not fit, or a group stands still."""
-        if len(groups) > self._most_stages:
+        if len(groups) > self.most_stages:
             return None
         kind = self._kind_of(groups)
         state = self._state_bytes(replicas)
@@ -204,7 +204,7 @@ class Pipelines:
     # --- rows -----------------------------------------------------------------------------------------------------
 
     def _allot(self, rows: int) -> None:
-        shape = (rows, self._most_stages)
+        shape = (rows, self.most_stages)
         self._tables = kernels.Tables(
             stages=np.zeros(rows, np.int64),
             most=np.zeros(rows, np.int64),

@@ -52,11 +52,11 @@ def searched(case: Situation, trials: int, seed: int = 0) -> tuple[Decision, Dec
 @pytest.mark.parametrize(
     ("case", "trials", "best"),
     [
-        (asked(4, 2, 2, (15,), slow={11: 0.5}), 3750, 2.472),
+        (asked(4, 2, 2, (15,), slow={11: 0.5}), 15000, 2.472),
         (asked(4, 2, 4, (1, 6, 9, 14)), 15000, 1.453),
-        (asked(4, 2, 4, (5, 22)), 3750, 1.436),
-        (asked(4, 2, 4, (5, 22), model="llama2-30b", sequence=8192, micro_batches=3), 6000, 4.065),
-        (asked(4, 1, 4, (5,), model="llama2-30b", sequence=12288, micro_batches=2), 750, 5.41),
+        (asked(4, 2, 4, (5, 22)), 15000, 1.436),
+        (asked(4, 2, 4, (5, 22), model="llama2-30b", sequence=8192, micro_batches=3), 15000, 4.065),
+        (asked(4, 1, 4, (5,), model="llama2-30b", sequence=12288, micro_batches=2), 5000, 5.41),
     ],
     ids=["one dead, one slow", "four dead", "two dead", "little memory", "little memory, two micro-batches"],
 )

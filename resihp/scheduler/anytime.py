@@ -36,7 +36,7 @@ class Anytime:
         self.obstacle = _obstacle(situation, decision)
         """Why nothing can be searched; None where it can."""
         if self.obstacle is None:
-            self._search = Search(situation, [decision.plan.layout.replicas], seed)
+            self._search = Search(situation, [_whole(decision)], seed)
 
     def run(self, trials: int) -> bool:
         """Try so many changes; whether a better layout was found."""
@@ -107,4 +107,9 @@ def _obstacle(situation: Situation, decision: Decision) -> str | None:
         return "stages have several chunks"
     if len(situation.available) > MOST_DEVICES:
         return f"{len(situation.available)} devices are more than a search gets round to"
-    return "a stage has no ranks" if any(not stage.ranks for stage in stages) else None
+    return None if _whole(decision) else "in each replica a stage has no ranks"
+
+
+def _whole(decision: Decision) -> list[Replica]:
+    """Replicas with ranks at every stage: what is searched for has no other ones."""
+    return [one for one in decision.plan.layout.replicas if all(stage.ranks for stage in one.stages)]

@@ -90,3 +90,14 @@ def test_a_search_comes_to_layouts_that_no_way_of_single_changes_leads_to() -> N
     assert anytime.decision().seconds > 5.6
     anytime.run(5000)
     assert anytime.decision().seconds < 4.9
+
+
+def test_where_the_instant_plan_leaves_a_stage_to_others_the_search_begins_with_whole_replicas() -> None:
+    case = random_job(9006)
+    instant = decide(case)
+    assert instant.plan.layout.vacant
+    anytime = Anytime(case, instant)
+    anytime.run(5000)
+    found = anytime.decision()
+    assert not found.plan.layout.vacant
+    assert found.seconds < 0.95 * instant.seconds

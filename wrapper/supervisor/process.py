@@ -185,7 +185,7 @@ def _desk(
 
 
 def _thinker(request: RunRequest, event: Callable[[AnyEvent], None]) -> Thinker:
-    return Thinker(event, command(request.settings.planner), request.of_job.logs / "supervisor.log")
+    return Thinker(event, command(request.settings.planner))
 
 
 def _end_slurm_job(request: RunRequest, status: int) -> None:

@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 
@@ -33,10 +32,10 @@ def command(planner: str) -> list[str]:
 
 
 class Thinker:
-    """`tell` hears the answers, in the loop in which questions are asked. `log`: what the process says beside them."""
+    """`tell` hears the answers, in the loop in which questions are asked."""
 
-    def __init__(self, tell: Callable[[api.AnyEvent], None], command: Sequence[str], log: Path) -> None:
-        self._tell, self._command, self._log_file = tell, command, log
+    def __init__(self, tell: Callable[[api.AnyEvent], None], command: Sequence[str]) -> None:
+        self._tell, self._command = tell, command
         self._next: api.Think | None = None
         self._starts = 0
         self._process: asyncio.subprocess.Process | None = None
@@ -89,15 +88,13 @@ class Thinker:
         return answer
 
     async def _start(self) -> asyncio.subprocess.Process:
-        with self._log_file.open("ab") as log:
-            return await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                env=os.environ | ONE_CORE,
-                start_new_session=True,  # Ctrl-C is the supervisor's to answer
-            )
+        return await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ | ONE_CORE,  # its stderr is ours: a file in the job's folder may hang, and all would wait
+            start_new_session=True,  # Ctrl-C is the supervisor's to answer
+        )
 
     async def _end(self) -> None:
         process, self._process = self._process, None

@@ -41,6 +41,7 @@ from resihp.scheduler import decide
 from resihp.scheduler.anytime import Anytime
 from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.transition_memory import beside, holdings
+from resihp.scheduler.orders.lanes import overfull
 from resihp.scheduler.planner import transition_obstacle
 from resihp.scheduler.situation import Situation
 from resihp.scheduler.what_if.question import Question, first_plan, pose
@@ -150,18 +151,7 @@ def measured(seed: int, question: Question, seconds: float, search_s: float) -> 
 
 def obstacles(case: Situation, plan: Plan) -> Iterator[str]:
     """Why a plan does not fit, in an iteration and on the way to it."""
-    assert case.memory_bytes is not None
-    for obstacle in (
-        memory.obstacle(
-            plan,
-            case.model,
-            case.memory_bytes,
-            case.tokens,
-            state_bytes=case.state_bytes_of(memory.sharing(plan.layout)),
-            overhead=case.overhead,
-        ),
-        transition_obstacle(case, plan),
-    ):
+    for obstacle in (overfull(plan, case), transition_obstacle(case, plan)):
         if obstacle is not None:
             yield obstacle
 

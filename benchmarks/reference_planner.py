@@ -30,6 +30,7 @@ from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.prices import Prices, iteration_seconds
 from resihp.scheduler.layouts.labels import relabelled
 from resihp.scheduler.orders import refinement
+from resihp.scheduler.orders.lanes import overfull
 from resihp.scheduler.planner import transition_obstacle
 from resihp.scheduler.situation import Situation
 
@@ -71,18 +72,9 @@ def legal_seconds(plan: Plan, situation: Situation) -> float:
     if plan.layout.ranks != tuple(sorted(known)):
         raise LayoutError("not all live ranks, or dead ones, have a place")
     checker.check(plan)
-    if situation.memory_bytes is not None:
-        lacking = memory.obstacle(
-            plan,
-            situation.model,
-            situation.memory_bytes,
-            situation.tokens,
-            state_bytes=situation.state_bytes_of(memory.sharing(plan.layout)),
-            overhead=situation.overhead,
-        )
-        lacking = lacking or transition_obstacle(situation, plan)
-        if lacking is not None:
-            raise LayoutError(lacking)
+    lacking = overfull(plan, situation) or transition_obstacle(situation, plan)
+    if lacking is not None:
+        raise LayoutError(lacking)
     return iteration_seconds(plan, situation)
 
 

@@ -56,7 +56,7 @@ def _explanation(
     from resihp.scheduler.explained.recorded import situation_of
 
     basis = msgspec.convert(row["basis"], PlanBasis)
-    layout, plan = configuration.get("layout", {}), _plan(row, configuration)
+    layout, plan = configuration.get("layout", {}), plan_of(row, configuration)
     situation = situation_of(
         basis,
         plan,
@@ -65,15 +65,16 @@ def _explanation(
         tp=job["tp"],
         pp=job["pp"],
         chunks=int(layout.get("virtual_stages", 1)),
-        memory_bytes=configuration.get("job", {}).get("memory_per_device"),
+        memory_bytes=configuration.get("job", {}).get("memory_per_device") or declared.memory_bytes,
     )
     untuned = first is not None and not layout.get("tune", False)
-    healthy = _plan(first, configuration) if first is not None and untuned else None
+    healthy = plan_of(first, configuration) if first is not None and untuned else None
     return explain(plan, row["predicted"], situation, unfit=basis.kept_out, healthy=healthy)
 
 
-def _plan(row: Row, configuration: Mapping[str, Any]) -> Plan:
-    """Without orders and migrations, which the ledger does not have; where stages have no ranks, dealt out evenly."""
+def plan_of(row: Row, configuration: Mapping[str, Any]) -> Plan:
+    """A plan from its row, without the orders and migrations that the ledger does not have; where stages have no ranks,
+    dealt out evenly."""
     layout = from_json(json.dumps(row["layout"]))
     plan = Plan(
         epoch=row["epoch"],

@@ -50,7 +50,7 @@ def consider_found(job: Job, question: str) -> None:
     """Look at a plan that was found for how things are, by somebody who had the time."""
     assert job.record.plan is not None
     since = job.foresight.since + 1
-    _consider(job, [Change(reason="a better plan was found", since=since, device=None, question=question)])
+    _consider(job, [Change(reason="a better plan was found", since=since, device="found", question=question)])
 
 
 def _consider(job: Job, changes: Sequence[Change]) -> None:
@@ -108,13 +108,17 @@ def _answer(job: Job, asked: list[Change], *, only_tell: bool = False) -> Replan
         job.say("notice", f"{reason}: another plan {found.reason}; observe mode, the plan stays")
         return None
     if found.go:
-        causes = {one.device for one in asked}
-        known = [cause for cause in causes if cause is not None]
-        links = sorted((a, b) for a, b in known if isinstance(a, int))
-        devices = sorted((node, index) for node, index in known if isinstance(node, str))
-        if None in causes:
-            job.foresight.found_at.append(job.now)
-        job.log(ChangeDecided(reason=found.reason, devices=tuple(devices), links=tuple(links)))
+        causes = {one.device for one in asked if not isinstance(one.device, str)}
+        links = sorted((a, b) for a, b in causes if isinstance(a, int))
+        devices = sorted((node, index) for node, index in causes if isinstance(node, str))
+        job.log(
+            ChangeDecided(
+                reason=found.reason,
+                devices=tuple(devices),
+                links=tuple(links),
+                found=any(one.device == "found" for one in asked),
+            )
+        )
         failures = tuple(one.failure for one in asked if one.failure is not None)
         return Replan(reason=f"{reason}: {found.reason}", failures=failures)
     job.say("notice", f"{reason}: the plan stays: {found.reason}")
@@ -164,13 +168,8 @@ def weigh(job: Job, choice: planning.Choice, asked: list[Change]) -> transition_
         remaining_s=remaining_s(job),
         duration_s=math.inf if lasts else None,
         elapsed_s=max(max(0, job.furthest + 1 - one.since) * job.usual_s for one in asked),
-        changes=max(transition_cost.recent(_changes(job, one), job.now) for one in asked),
+        changes=max(transition_cost.recent(job.changed_at.get(one.device, ()), job.now) for one in asked),
     )
-
-
-def _changes(job: Job, change: Change) -> Sequence[float]:
-    """When plans were changed for the same cause."""
-    return job.foresight.found_at if change.device is None else job.changed_at.get(change.device, ())
 
 
 def weigh_asking(job: Job, choice: planning.Choice, *, wait_s: float, joining_s: float) -> transition_cost.Verdict:

@@ -51,7 +51,7 @@ from resihp.record.journal import (
     ReplacementAsked,
     WorkerStarted,
 )
-from resihp.record.state import Device, HowLost, JobRecord, KnownNode, KnownWorker, Link
+from resihp.record.state import Device, HowLost, JobRecord, KnownNode, KnownWorker, Link, Occasion
 from resihp.scheduler import planners
 from resihp.scheduler.cost.profile import Profile
 from resihp.settings import Settings
@@ -303,8 +303,8 @@ class Change:
     reason: str
     since: int
     """First iteration in which things were as they are."""
-    device: Device | Link | None
-    """What is slower or faster, or new; None where a better plan was found."""
+    device: Occasion
+    """What is slower or faster, or new; or that a better plan was found."""
     failure: int | None = None
     rank: int | None = None
     """The newcomer that could be given work. Unlike a slow-down, it is not expected to pass."""
@@ -525,8 +525,6 @@ class Tuning:
     """With which times it was asked."""
     promise: Promise | None = None
     """That is still to be looked up."""
-    changed_at: list[float] = field(default_factory=list)
-    """When plans were changed for what it found."""
 
 
 @dataclass(frozen=True)
@@ -590,7 +588,7 @@ class Job:
         """Why another plan may be better now, and the verdicts behind it."""
         self.reconsider_at = 0.0
         """Not before then: when another plan begins to be worth it."""
-        self.changed_at: dict[Device | Link, list[float]] = {}
+        self.changed_at: dict[Occasion, list[float]] = {}
         """When plans were changed on account of which device or link; for a new supervisor, when it began to lead."""
         self.recheck_at = 0.0
         """When what stands by for being slow is measured next."""
@@ -669,8 +667,6 @@ class Job:
             case ChangeDecided():
                 for what in changed(entry):
                     self.changed_at.setdefault(what, []).append(self.now)
-                if entry.tuned:
-                    self.tuning.changed_at.append(self.now)
             case _:
                 pass
 

@@ -22,7 +22,6 @@ from resihp.controller.fail_stop import failures, incidents
 from resihp.controller.interface import AnyEvent, Dependencies
 from resihp.controller.nodes import drains, joins
 from resihp.controller.state import Job, Recovery, Transition
-from resihp.controller.tuning import retuning
 from resihp.errors import ProtocolError
 from resihp.protocol import messages as m
 from resihp.record.fold import apply
@@ -158,7 +157,6 @@ def _conclude(job: Job, recovery: Recovery) -> None:
     _order_again(job, told)
     joins.start_latecomers(job)
     replan_policy.resume(job)
-    retuning.resume(job)
     slowness.resume(job)
     drains.resume(job)
 

@@ -171,6 +171,7 @@ def _plan(entry: journal.AnyEntry) -> str | None:
             places = [f"{node} device {device}" for node, device in entry.devices]
             places += [f"link of ranks {a} and {b}" for a, b in entry.links]
             places += ["measured times"] if entry.tuned else []
+            places += ["a search"] if entry.found else []
             return f"change of plan because of {', '.join(places)}: {entry.reason}"
         case journal.Reconfigured():
             planned = entry.action == "between" and not entry.failures

@@ -52,14 +52,13 @@ from resihp.record.state import (
     RECENT,
     WRITERS_KEPT,
     ChangeCost,
-    Device,
     Drain,
     HowLost,
     JobRecord,
     KnownNode,
     KnownWorker,
-    Link,
     LostNode,
+    Occasion,
     Placement,
     Proposed,
     Replacement,
@@ -132,9 +131,14 @@ def how_lost(entry: NodeLost) -> HowLost:
     return "agent" if entry.reason.startswith("its agent ") else "silent"
 
 
-def changed(entry: ChangeDecided) -> list[Device | Link]:
+def changed(entry: ChangeDecided) -> list[Occasion]:
     """On account of what plans were changed."""
-    return [*entry.devices, *entry.links]
+    found: list[Occasion] = [*entry.devices, *entry.links]
+    if entry.tuned:
+        found.append("tuned")
+    if entry.found:
+        found.append("found")
+    return found
 
 
 # --- who is there -------------------------------------------------------------------------------------------------
@@ -227,7 +231,6 @@ def _plans(record: JobRecord, entry: ModelDeclared | PlanDecided | PlanRefused |
         case ChangeDecided():
             for what in changed(entry):
                 record.changes[what] = record.changes.get(what, 0) + 1
-            record.tunings += entry.tuned
 
 
 def voters_of(record: JobRecord, plan: Plan) -> frozenset[str]:

@@ -350,8 +350,8 @@ class PlanWithdrawn(Entry, frozen=True, kw_only=True):
 
 
 class ChangeDecided(Entry, frozen=True, kw_only=True):
-    """Training is interrupted for another plan, because of `devices` (node, device) or `links` (two ranks), or because
-    measured times ask for other layers and orders (`tuned`).
+    """Training is interrupted for another plan, because of `devices` (node, device) or `links` (two ranks), because
+    measured times ask for other layers and orders (`tuned`), or because a search `found` a better one.
 
     Each recent change on account of the same one makes the next one dearer.
     """
@@ -360,6 +360,7 @@ class ChangeDecided(Entry, frozen=True, kw_only=True):
     devices: tuple[tuple[str, int], ...] = ()
     links: tuple[tuple[int, int], ...] = ()
     tuned: bool = False
+    found: bool = False
 
 
 class PlanRefused(Entry, frozen=True, kw_only=True):

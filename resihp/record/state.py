@@ -19,6 +19,8 @@ Device = tuple[str, int]
 """(node, index)."""
 Link = tuple[int, int]
 """The ranks at its ends."""
+Occasion = Device | Link | Literal["tuned", "found"]
+"""What a plan is changed for: what became slow, fast or came; measured times; a better plan that was found."""
 Part = tuple[str, tuple[int, ...]]
 """Something ranks do together, or wait for: its component, and they, as in the failure's entry."""
 HowLost = Literal["silent", "agent", "useless", "vacated"]
@@ -231,10 +233,8 @@ class JobRecord:
     """What links took at the start, by the ranks at their ends in ascending order."""
     probes: int = 0
     """The highest number of a probe."""
-    changes: dict[Device | Link, int] = field(default_factory=dict)
-    """How often plans were changed on account of which device or link."""
-    tunings: int = 0
-    """How often plans were changed because of measured times."""
+    changes: dict[Occasion, int] = field(default_factory=dict)
+    """How often plans were changed on account of what."""
     costs: list[ChangeCost] = field(default_factory=list)
     """What changes of plans have taken."""
     fired: set[int] = field(default_factory=set)

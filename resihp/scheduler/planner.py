@@ -33,6 +33,7 @@ from resihp.scheduler.layouts.draft import Draft
 from resihp.scheduler.layouts.groups import SIGNIFICANT
 from resihp.scheduler.layouts.labels import relabelled
 from resihp.scheduler.orders import refinement
+from resihp.scheduler.orders.lanes import overfull
 from resihp.scheduler.situation import Decision, Situation, check
 
 MOST_ROUNDED = 2048
@@ -390,16 +391,8 @@ def candidate(name: str, situation: Situation, prices: Prices, replicas: list[Pr
 
 def _obstacle(plan: Plan, situation: Situation) -> str:
     """Why a plan takes for ever."""
-    if situation.memory_bytes is not None:
-        lacking = memory.obstacle(
-            plan,
-            situation.model,
-            situation.memory_bytes,
-            situation.tokens,
-            state_bytes=situation.state_bytes_of(memory.sharing(plan.layout)),
-            overhead=situation.overhead,
-        )
-        if lacking is not None:
-            return lacking
+    lacking = overfull(plan, situation)
+    if lacking is not None:
+        return lacking
     stopped = [rank for rank in plan.layout.active if not situation.speeds.get(rank, 1.0)]
     return f"ranks {stopped} have work and speed 0"

@@ -484,7 +484,8 @@ class Rules:
                 job = self.world.controller.job
                 at_work = {job.device_of(rank) for rank in job.record.active}
                 newcomers = not entry.links and at_work.isdisjoint(entry.devices)
-                expect(newcomers, f"{entry} on account of what is slow, where nothing is done about it")
+                allowed = newcomers and not entry.found
+                expect(allowed, f"{entry} on account of what is slow, where nothing is done about it")
             case WorkerEnded():
                 worker = self.world.workers[entry.rank]
                 if entry.exit is not None:

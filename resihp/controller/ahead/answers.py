@@ -51,8 +51,6 @@ class Foresight:
     losses: dict[str, Loss] = field(default_factory=dict)
     """All that was asked, by key."""
     answers: dict[str, bytes] = field(default_factory=dict)
-    found_at: list[float] = field(default_factory=list)
-    """When training was interrupted for a plan that was found; counts against the next one."""
     searched: tuple[Replica, ...] | None = None
     """The layout that the last answer used has, where it was searched for."""
 

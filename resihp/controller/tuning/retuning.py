@@ -117,7 +117,7 @@ def _answer(job: Job, plan: Plan) -> replan_policy.Replan | None:
         found.seconds,
         remaining_s=replan_policy.remaining_s(job),
         duration_s=math.inf,
-        changes=transition_cost.recent(job.tuning.changed_at, job.now),
+        changes=transition_cost.recent(job.changed_at.get("tuned", ()), job.now),
     )
     if not verdict.go:
         job.say("notice", f"tuned by measured times: the plan stays: {verdict.reason}")
@@ -138,8 +138,3 @@ def _check(job: Job, promise: Promise) -> None:
         job.say("warning", f"{told}, and takes {kept:.1%}: what was measured does not tell all")
     else:
         job.say("notice", f"{told}, and takes {kept:.1%}")
-
-
-def resume(job: Job) -> None:
-    """A new supervisor takes all former changes of this kind for recent, as `replan_policy.resume` does."""
-    job.tuning.changed_at = [job.now] * job.record.tunings

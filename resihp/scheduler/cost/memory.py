@@ -106,6 +106,7 @@ def obstacle(
 
 def most_needed(plan: Plan, model: ModelSpec, tokens: int, *, state_bytes: int | None = None) -> tuple[int, int]:
     """Bytes of state and activations that the fullest rank needs, and which one it is."""
+    plan = _one_of_each_kind(plan)
     orders = orders_of(plan) if tokens else ()
     needs: list[tuple[int, int]] = []
     for d, replica in enumerate(plan.layout.replicas):
@@ -117,6 +118,20 @@ def most_needed(plan: Plan, model: ModelSpec, tokens: int, *, state_bytes: int |
             needs.append((needed, -stage.ranks[0]))
     needed, rank = max(needs, default=(0, 0))
     return needed, -rank
+
+
+def _one_of_each_kind(plan: Plan) -> Plan:
+    """The first of all replicas that need the same; thousands are alike. All where orders are told."""
+    if plan.orders or plan.migrations or plan.layout.vacant or not plan.assignment:
+        return plan
+    first: dict[object, int] = {}
+    for d, (replica, share) in enumerate(zip(plan.layout.replicas, plan.assignment, strict=True)):
+        first.setdefault((tuple((stage.tp, stage.chunks) for stage in replica.stages), len(share)), d)
+    return msgspec.structs.replace(
+        plan,
+        layout=Layout(tuple(plan.layout.replicas[d] for d in first.values())),
+        assignment=tuple(plan.assignment[d] for d in first.values()),
+    )
 
 
 def lacking(

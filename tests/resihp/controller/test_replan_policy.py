@@ -79,6 +79,13 @@ def test_a_take_over_remembers_what_newcomers_were_taken_in_for() -> None:
     assert heir.job.changed_at["n1", 1] == [heir.job.now]
 
 
+def test_a_take_over_remembers_how_often_a_better_plan_was_found() -> None:
+    job = Direct().run(3)
+    job.actions.append(api.Log(entry=ChangeDecided(reason="saves 3 s", found=True)))
+    heir = TakenOver(job).all_back()
+    assert heir.job.changed_at["found"] == [heir.job.now]
+
+
 def test_a_newcomer_that_goes_again_is_no_reason_any_more() -> None:
     job = crashed(declare=msgspec.structs.replace(DECLARE, iterations=8))
     job.join(6)

@@ -55,3 +55,16 @@ def test_probes_name_what_is_not_fit() -> None:
 def test_probes_that_are_all_fit() -> None:
     entry = journal.ProbesTaken(probe=2, occasion="suspicion", devices=(device(0), device(1)), links=(), seconds=0.2)
     assert explain(entry) == "probe 2 (suspicion): 2 devices in 0.20 s, all fit"
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"tuned": True}, "measured times"),
+        ({"found": True}, "a search"),
+        ({"links": ((1, 4),)}, "link of ranks 1 and 4"),
+    ],
+)
+def test_every_change_of_plan_has_a_cause(change: dict[str, object], cause: str) -> None:
+    entry = msgspec.structs.replace(journal.ChangeDecided(reason="saves 3 s"), **change)
+    assert explain(entry) == f"change of plan because of {cause}: saves 3 s"

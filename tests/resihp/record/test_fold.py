@@ -154,8 +154,8 @@ def test_how_often_plans_were_changed_for_what_is_counted() -> None:
     """Each change makes the next one dearer, also for a supervisor that takes over."""
     change = ChangeDecided(reason="slow", devices=(("n2", 1),), links=((1, 2),))
     assert fold([change, change]).changes == {("n2", 1): 2, (1, 2): 2}
-    assert fold([change]).tunings == 0
-    assert fold([ChangeDecided(reason="saves", tuned=True)] * 2).tunings == 2
+    assert fold([ChangeDecided(reason="saves", tuned=True)] * 2).changes == {"tuned": 2}
+    assert fold([ChangeDecided(reason="saves", found=True)]).changes == {"found": 1}
 
 
 def test_numbers_of_probes_are_not_given_twice() -> None:

@@ -15,7 +15,6 @@ from resihp.errors import UsageError
 
 if TYPE_CHECKING:
     from db.reading.queries import Reader
-    from resihp.parallelism.layout import Layout
     from resihp.parallelism.plan import Plan
     from resihp.scheduler.what_if.catalogue import Hardware
     from resihp.scheduler.what_if.question import Question
@@ -68,6 +67,7 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
 
     from db.layouts import from_json
     from db.models import JobRow
+    from db.reading.explanations import plan_of
     from resihp.protocol.messages import Declare
     from resihp.scheduler.cost.device_memory import overhead
     from resihp.scheduler.what_if.question import Question
@@ -83,7 +83,7 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
     configuration = json.loads(own["configuration"])
     told = plans[0]
     layout = from_json(json.dumps(told["layout"]))
-    base = _plan(told, layout, configuration)
+    base = plan_of(told, configuration)
     places = {worker["rank"]: worker["node"] for worker in reader.rows("workers", row["id"])}
     places = {rank: places[rank] for rank in sorted(layout.ranks)}
     slow, links = _slow(reader, row["id"], places)
@@ -115,20 +115,6 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
             f"times before are those of schedule {told['schedule']}"
         )
     return asked, base, name, remarks
-
-
-def _plan(told: dict[str, Any], layout: Layout, configuration: dict[str, Any]) -> Plan:
-    """The plan in effect; where the ledger does not have what passes elsewhere, dealt out evenly."""
-    from resihp.parallelism.plan import Plan
-
-    plan = Plan(
-        epoch=told["epoch"],
-        layout=layout,
-        assignment=tuple(tuple(share) for share in told["assignment"]),
-        schedule=told["schedule"],
-        sequence_parallel=bool(configuration.get("layout", {}).get("sequence_parallel", False)),
-    )
-    return plan.dealing(plan.micro_batches) if layout.vacant else plan
 
 
 def _slow(reader: Reader, job_id: int, places: dict[int, str]) -> tuple[dict[int, float], dict[tuple[str, str], float]]:

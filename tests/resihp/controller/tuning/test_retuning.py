@@ -87,12 +87,12 @@ def test_it_is_asked_once_and_again_only_when_times_have_moved() -> None:
 
 def test_recent_changes_make_the_next_one_dearer_also_for_a_new_supervisor() -> None:
     job = job_of()
-    job.job.tuning.changed_at = [0.0] * 20
+    job.job.changed_at["tuned"] = [0.0] * 20
     job.run(AFTER)
     assert changes(job) == []
     assert any("tuned by measured times" in text and "after recent changes" in text for text in job.texts("notice"))
     other = job_of().run(AFTER)
-    assert (other.job.record.tunings, other.job.tuning.changed_at) == (1, [other.now])
+    assert (other.job.record.changes["tuned"], other.job.changed_at["tuned"]) == (1, [other.now])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from functools import lru_cache
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.ownership import ParameterSpec
@@ -359,17 +360,45 @@ class Lacking:
         self._each = TENSORS * element
         survivors = set(situation.available).difference(situation.stale)
         self._before = {rank: held for rank, held in _holdings(situation.base) if rank in survivors}
-        self._known: dict[tuple[_Holding | None, _Holding], Fraction] = {}
+        self._known: dict[tuple[Holding | None, Holding], Fraction] = {}
+        self._layers = situation.model.layers
 
-    def bytes_of(self, rank: int, chunks: Chunks, units: frozenset[str], t: int, tp: int) -> int:
-        """For a rank at index `t` of a group of `tp`, which holds these chunks of layers, and these units."""
-        return int(self._of(rank, _Holding(chunks, units, t, tp))) * self._each
+    def table(self, ranks: Sequence[int], seats: Sequence[Holding]) -> npt.NDArray[np.int64]:
+        """(ranks, seats): for each rank, to hold what each seat does."""
+        nobody = Holding((), frozenset(), 0, 1)
+        olds = [self._before.get(rank, nobody) for rank in ranks]
+        scale = math.lcm(*(one.tp for one in (*olds, *seats)))
+        part = np.array([scale // one.tp for one in seats])
+        low, high = (np.array([(one.t + i) * scale // one.tp for one in seats]) for i in (0, 1))
+        first, last = (np.array([(one.t + i) * scale // one.tp for one in olds])[:, None] for i in (0, 1))
+        lacking = part - np.maximum(0, np.minimum(last, high) - np.maximum(first, low))  # of what both cut
+        wanted = self._spans(seats)
+        kept = self._spans(olds) @ wanted.T
+        whole, cut = (
+            sum(spec.elements for spec in self._inside if (spec.axis is None) is one) for one in (True, False)
+        )
+        total = (wanted.sum(axis=1) - kept) * (whole * scale + cut * part) + kept * cut * lacking
+        for spec in self._outside:
+            here = np.array([bool(one.units.intersection(spec.units)) for one in seats])
+            has = np.array([bool(one.units.intersection(spec.units)) for one in olds])[:, None]
+            each = np.where(has, 0, scale) if spec.axis is None else np.where(has, lacking, part)
+            total += spec.elements * here * each
+        found: npt.NDArray[np.int64] = total // scale * self._each
+        return found
+
+    def _spans(self, holdings: Sequence[Holding]) -> npt.NDArray[np.int64]:
+        """(holdings, layers): 1 for what each holds."""
+        found = np.zeros((len(holdings), self._layers), np.int64)
+        for row, one in zip(found, holdings, strict=True):
+            for first, last in one.chunks:
+                row[first : last + 1] = 1
+        return found
 
     def total(self, layout: Layout) -> int:
         """For all ranks of a layout."""
         return int(sum(self._of(rank, now) for rank, now in _holdings(layout))) * self._each
 
-    def _of(self, rank: int, now: _Holding) -> Fraction:
+    def _of(self, rank: int, now: Holding) -> Fraction:
         """Elements of one tensor of each parameter."""
         case = self._before.get(rank), now
         found = self._known.get(case)
@@ -377,7 +406,7 @@ class Lacking:
             found = self._known[case] = self._work_out(*case)
         return found
 
-    def _work_out(self, old: _Holding | None, now: _Holding) -> Fraction:
+    def _work_out(self, old: Holding | None, now: Holding) -> Fraction:
         total = Fraction(0)
         if old == now:
             return total
@@ -398,7 +427,7 @@ def bytes_to_move(situation: Situation, layout: Layout, element: int = 4) -> int
     return Lacking(situation, element).total(layout)
 
 
-class _Holding(msgspec.Struct, frozen=True):
+class Holding(msgspec.Struct, frozen=True):
     """What a rank holds: chunks of layers and what is outside of these, as index `t` of a group of `tp`."""
 
     chunks: Chunks
@@ -411,12 +440,12 @@ class _Holding(msgspec.Struct, frozen=True):
         return frozenset(layer for first, last in self.chunks for layer in range(first, last + 1))
 
 
-def _holdings(layout: Layout) -> Iterator[tuple[int, _Holding]]:
+def _holdings(layout: Layout) -> Iterator[tuple[int, Holding]]:
     for replica in layout.replicas:
         for s, stage in enumerate(replica.stages):
             units = units_outside(replica, s)
             for t, rank in enumerate(stage.ranks):
-                yield rank, _Holding(stage.chunks, units, t, stage.tp)
+                yield rank, Holding(stage.chunks, units, t, stage.tp)
 
 
 def units_outside(replica: Replica, stage: int) -> frozenset[str]:
@@ -426,7 +455,7 @@ def units_outside(replica: Replica, stage: int) -> frozenset[str]:
     return frozenset(first | ({"final", "head"} if stage == virtual[-1][0] else set()))
 
 
-def _lacking(spec: ParameterSpec, now: _Holding, shared: Fraction | None) -> Fraction:
+def _lacking(spec: ParameterSpec, now: Holding, shared: Fraction | None) -> Fraction:
     """Elements of a parameter that a rank needs; `shared` is the part that it has already, None for a new one."""
     if spec.axis is None:
         return Fraction(spec.elements if shared is None else 0)

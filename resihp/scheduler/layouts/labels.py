@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from resihp.parallelism.layout import LayerSpan, Replica, Stage
-from resihp.scheduler.cost.prices import Lacking, units_outside
+from resihp.parallelism.layout import Layout, Replica, Stage
+from resihp.scheduler.cost.prices import Holding, Lacking, units_outside
 from resihp.scheduler.situation import Situation
 
 ROUNDS = 4
@@ -30,10 +30,11 @@ MOST_NODES = 32
 
 
 class _Place(msgspec.Struct, frozen=True):
+    """A stage. Its ranks have the seats from `first` on."""
+
     replica: int
     stage: int
-    chunks: tuple[LayerSpan, ...]
-    units: frozenset[str]
+    first: int
     tp: int
 
 
@@ -42,28 +43,38 @@ def relabelled(replicas: Sequence[Replica], situation: Situation) -> tuple[Repli
 
     Groups stay on one node each, but may be on another one: where links differ, the time may be another.
     """
-    labels = _Labels(situation)
+    if not replicas:
+        return ()
     if len(situation.available) <= MOST_TOGETHER:
-        return labels.run(tuple(replicas))
-    lacking = [d for d, one in enumerate(replicas) if labels.bytes_of((one,))]
-    labels.leave({rank for d, one in enumerate(replicas) if d not in lacking for rank in one.ranks})
-    own = labels.run(tuple(replicas[d] for d in lacking), between=False)
+        return _Labels(situation, replicas, situation.available).run(tuple(replicas))
+    needs = Lacking(situation)
+    lacking = [d for d, one in enumerate(replicas) if needs.total(Layout((one,)))]
+    busy = {rank for d, one in enumerate(replicas) if d not in lacking for rank in one.ranks}
+    anew = tuple(replicas[d] for d in lacking)
+    own = _Labels(situation, anew, [rank for rank in situation.available if rank not in busy]).run(anew, between=False)
     named = dict(zip(lacking, own, strict=True))
     return tuple(named.get(d, one) for d, one in enumerate(replicas))
 
 
 class _Labels:
-    def __init__(self, situation: Situation) -> None:
-        self._situation, self._lacking = situation, Lacking(situation)
+    """Of the places of `replicas`, for `ranks`."""
+
+    def __init__(self, situation: Situation, replicas: Sequence[Replica], ranks: Sequence[int]) -> None:
+        self._situation, self._ranks = situation, ranks
+        self._places: list[_Place] = []
+        seats: list[Holding] = []
+        for d, replica in enumerate(replicas):
+            for s, stage in enumerate(replica.stages):
+                if stage.ranks:
+                    self._places.append(_Place(d, s, len(seats), stage.tp))
+                    units = units_outside(replica, s)
+                    seats += (Holding(stage.chunks, units, t, stage.tp) for t in range(stage.tp))
+        self._row = {rank: i for i, rank in enumerate(ranks)}
+        self._bytes = Lacking(situation).table(ranks, seats)
         self._at: defaultdict[tuple[str, float], list[int]] = defaultdict(list)
         """Ranks by node and speed."""
-        for rank in situation.available:
+        for rank in ranks:
             self._at[self._kind(rank)].append(rank)
-
-    def leave(self, ranks: set[int]) -> None:
-        """These stay where they are."""
-        for kind, there in self._at.items():
-            self._at[kind] = [rank for rank in there if rank not in ranks]
 
     def _kind(self, rank: int) -> tuple[str, float]:
         return self._situation.nodes[rank], self._situation.speeds.get(rank, 1.0)
@@ -82,29 +93,27 @@ class _Labels:
         return replicas
 
     def bytes_of(self, replicas: tuple[Replica, ...]) -> int:
-        return sum(self._of(rank, place, t) for place, ranks in self._places(replicas) for t, rank in enumerate(ranks))
+        seated = [rank for _, ranks in self._seated(replicas) for rank in ranks]
+        return int(self._bytes[[self._row[rank] for rank in seated], range(len(seated))].sum())
 
-    def _of(self, rank: int, place: _Place, t: int) -> int:
-        return self._lacking.bytes_of(rank, place.chunks, place.units, t, place.tp)
+    def _seated(self, replicas: tuple[Replica, ...]) -> list[tuple[_Place, tuple[int, ...]]]:
+        return [(place, replicas[place.replica].stages[place.stage].ranks) for place in self._places]
 
-    def _places(self, replicas: tuple[Replica, ...]) -> list[tuple[_Place, tuple[int, ...]]]:
-        found: list[tuple[_Place, tuple[int, ...]]] = []
-        for d, replica in enumerate(replicas):
-            for s, stage in enumerate(replica.stages):
-                if stage.ranks:
-                    place = _Place(d, s, stage.chunks, units_outside(replica, s), stage.tp)
-                    found.append((place, stage.ranks))
-        return found
+    def _assigned(self, seats: Sequence[int], pool: Sequence[int]) -> tuple[int, list[int]]:
+        """Who of these ranks takes which seat, for the fewest bytes; and these."""
+        cost = self._bytes[np.ix_([self._row[rank] for rank in pool], seats)].T
+        at, which = linear_sum_assignment(cost)
+        return int(cost[at, which].sum()), [pool[j] for j in which.tolist()]
 
     def _between_nodes(self, replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
         """All groups of a node, whatever their widths, to a node that has ranks of their speeds for them."""
-        seats: defaultdict[str, defaultdict[float, list[tuple[_Place, int]]]] = defaultdict(lambda: defaultdict(list))
-        taken: dict[tuple[int, int], list[int]] = {}
-        for place, ranks in self._places(replicas):
-            taken[place.replica, place.stage] = list(ranks)
+        seats: defaultdict[str, defaultdict[float, list[int]]] = defaultdict(lambda: defaultdict(list))
+        taken: list[int] = []
+        for place, ranks in self._seated(replicas):
             for t, rank in enumerate(ranks):
                 node, speed = self._kind(rank)
-                seats[node][speed].append((place, t))
+                seats[node][speed].append(place.first + t)
+                taken.append(rank)
         nodes = sorted({node for node, _ in self._at})
         if len(nodes) > MOST_NODES:
             return replicas
@@ -115,42 +124,45 @@ class _Labels:
             one = named[a][b]
             if one is None:
                 return replicas
-            for place, t, rank in one[1]:
-                taken[place.replica, place.stage][t] = rank
-        return _with(replicas, {where: tuple(ranks) for where, ranks in taken.items()})
+            for seat, rank in one[1]:
+                taken[seat] = rank
+        return self._with(replicas, taken)
 
-    def _named(
-        self, seats: dict[float, list[tuple[_Place, int]]], node: str
-    ) -> tuple[int, list[tuple[_Place, int, int]]] | None:
+    def _named(self, seats: dict[float, list[int]], node: str) -> tuple[int, list[tuple[int, int]]] | None:
         """Bytes that these seats lack if ranks of a node take them, and which; None if it has not enough of a speed."""
-        total, found = 0, []
+        total: int = 0
+        found: list[tuple[int, int]] = []
         for speed, asked in seats.items():
             pool = self._at.get((node, speed), [])
             if len(pool) < len(asked):
                 return None
-            cost = np.array([[self._of(rank, place, t) for rank in pool] for place, t in asked])
-            at, which = linear_sum_assignment(cost)
-            total += int(cost[at, which].sum())
-            found += [(*asked[i], pool[j]) for i, j in zip(at.tolist(), which.tolist(), strict=True)]
+            bytes_lacking, which = self._assigned(asked, pool)
+            total += bytes_lacking
+            found += zip(asked, which, strict=True)
         return total, found
 
     def _between_groups(self, replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
         """Groups of one width and speeds, each to a place of such a group."""
         alike: defaultdict[tuple[float, ...], list[tuple[_Place, tuple[int, ...]]]] = defaultdict(list)
-        for place, ranks in self._places(replicas):
+        for place, ranks in self._seated(replicas):
             alike[tuple(sorted(self._kind(rank)[1] for rank in ranks))].append((place, ranks))
         idle = set(self._situation.available).difference(*(replica.ranks for replica in replicas))
-        taken: dict[tuple[int, int], tuple[int, ...]] = {}
+        taken = [0] * self._bytes.shape[1]
+        least: dict[tuple[tuple[int, ...], int], int] = {}
         for speeds, members in alike.items():
             groups = [ranks for _, ranks in members] + self._idle_groups(speeds, idle)
-            cost = np.array([[self._least(ranks, place) for ranks in groups] for place, _ in members])
+            pools = [self._like(ranks) for ranks in groups]
+            for pool in dict.fromkeys(pools):
+                for place, _ in members:
+                    least[pool, place.first] = self._assigned(self._seats(place), pool)[0]
+            cost = np.array([[least[pool, place.first] for pool in pools] for place, _ in members])
             at, which = linear_sum_assignment(cost)
             for i, j in zip(at.tolist(), which.tolist(), strict=True):
                 place = members[i][0]
-                taken[place.replica, place.stage] = groups[j]
+                taken[place.first : place.first + place.tp] = groups[j]
             idle.update(*(ranks for _, ranks in members))
             idle.difference_update(*(groups[j] for j in which.tolist()))
-        return _with(replicas, taken)
+        return self._with(replicas, taken)
 
     def _idle_groups(self, speeds: tuple[float, ...], idle: set[int]) -> list[tuple[int, ...]]:
         """Groups of ranks that stand by, of these speeds, as many as each node has."""
@@ -169,38 +181,34 @@ class _Labels:
 
     def _within_groups(self, replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
         """The order of each group's ranks."""
-        taken: dict[tuple[int, int], tuple[int, ...]] = {}
-        for place, ranks in self._places(replicas):
-            cost = np.array([[self._of(rank, place, t) for rank in ranks] for t in range(place.tp)])
-            taken[place.replica, place.stage] = tuple(ranks[j] for j in linear_sum_assignment(cost)[1].tolist())
-        return _with(replicas, taken)
+        taken: list[int] = []
+        for place, ranks in self._seated(replicas):
+            taken += ranks if place.tp == 1 else self._assigned(self._seats(place), ranks)[1]
+        return self._with(replicas, taken)
 
-    def _least(self, ranks: tuple[int, ...], place: _Place) -> int:
-        """Bytes that a group's place needs at least, were it for ranks like these of their nodes alone."""
-        pool = list(dict.fromkeys(rank for own in ranks for rank in self._at[self._kind(own)]))
-        cost = np.array([[self._of(rank, place, t) for rank in pool] for t in range(place.tp)])
-        at, which = linear_sum_assignment(cost)
-        return int(cost[at, which].sum())
+    def _seats(self, place: _Place) -> range:
+        return range(place.first, place.first + place.tp)
+
+    def _like(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """All ranks of their nodes and speeds."""
+        return tuple(dict.fromkeys(rank for own in ranks for rank in self._at[self._kind(own)]))
 
     def _within_nodes(self, replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
         """Ranks of one node and speed, each to a seat of one of them."""
-        seats: defaultdict[tuple[str, float], list[tuple[_Place, int]]] = defaultdict(list)
-        taken: dict[tuple[int, int], list[int]] = {}
-        for place, ranks in self._places(replicas):
-            taken[place.replica, place.stage] = list(ranks)
+        seats: defaultdict[tuple[str, float], list[int]] = defaultdict(list)
+        taken = [0] * self._bytes.shape[1]
+        for place, ranks in self._seated(replicas):
             for t, rank in enumerate(ranks):
-                seats[self._kind(rank)].append((place, t))
+                seats[self._kind(rank)].append(place.first + t)
         for kind, asked in seats.items():
-            pool = self._at[kind]
-            cost = np.array([[self._of(rank, place, t) for rank in pool] for place, t in asked])
-            for i, j in zip(*(found.tolist() for found in linear_sum_assignment(cost)), strict=True):
-                place, t = asked[i]
-                taken[place.replica, place.stage][t] = pool[j]
-        return _with(replicas, {where: tuple(ranks) for where, ranks in taken.items()})
+            for seat, rank in zip(asked, self._assigned(asked, self._at[kind])[1], strict=True):
+                taken[seat] = rank
+        return self._with(replicas, taken)
 
-
-def _with(replicas: tuple[Replica, ...], taken: dict[tuple[int, int], tuple[int, ...]]) -> tuple[Replica, ...]:
-    return tuple(
-        Replica(tuple(Stage(taken.get((d, s), ()), stage.chunks) for s, stage in enumerate(replica.stages)))
-        for d, replica in enumerate(replicas)
-    )
+    def _with(self, replicas: tuple[Replica, ...], taken: list[int]) -> tuple[Replica, ...]:
+        """These ranks in the seats."""
+        ranks = {(at.replica, at.stage): tuple(taken[at.first : at.first + at.tp]) for at in self._places}
+        return tuple(
+            Replica(tuple(Stage(ranks.get((d, s), ()), stage.chunks) for s, stage in enumerate(replica.stages)))
+            for d, replica in enumerate(replicas)
+        )

@@ -39,10 +39,11 @@ from resihp.parallelism.plan import Plan
 from resihp.parallelism.workload import MicroBatch
 from resihp.scheduler import decide
 from resihp.scheduler.anytime import Anytime
+from resihp.scheduler.candidates import transition_obstacle
 from resihp.scheduler.cost import memory
-from resihp.scheduler.cost.transition_memory import beside, holdings
+from resihp.scheduler.cost.held_state import holdings
+from resihp.scheduler.cost.transition_memory import beside
 from resihp.scheduler.orders.lanes import overfull
-from resihp.scheduler.planner import transition_obstacle
 from resihp.scheduler.situation import Situation
 from resihp.scheduler.what_if.question import Question, first_plan, pose
 

@@ -26,12 +26,12 @@ from resihp.errors import LayoutError
 from resihp.parallelism.layout import Layout, Replica, Stage, validate
 from resihp.parallelism.plan import Plan
 from resihp.pipeline import checker
+from resihp.scheduler.candidates import transition_obstacle
 from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.prices import Prices, iteration_seconds
 from resihp.scheduler.layouts.labels import relabelled
 from resihp.scheduler.orders import refinement
 from resihp.scheduler.orders.lanes import overfull
-from resihp.scheduler.planner import transition_obstacle
 from resihp.scheduler.situation import Situation
 
 MORE_STAGES = 4

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 
@@ -29,6 +29,7 @@ from resihp.pipeline.schedules import orders_of
 from resihp.pipeline.timeline import Orders, Seconds, Transfers, play
 from resihp.scheduler.cost import memory, steady_state
 from resihp.scheduler.cost.gradient_sync import exposed_s, peer_links
+from resihp.scheduler.cost.held_state import HeldState, holdings
 from resihp.scheduler.cost.profile import Times
 from resihp.scheduler.layouts import shares
 from resihp.scheduler.layouts.layers import Chunks
@@ -359,13 +360,13 @@ class Lacking:
         self._outside = outline(msgspec.structs.replace(situation.model, layers=0))
         self._each = TENSORS * element
         survivors = set(situation.available).difference(situation.stale)
-        self._before = {rank: held for rank, held in _holdings(situation.base) if rank in survivors}
-        self._known: dict[tuple[Holding | None, Holding], Fraction] = {}
+        self._before = {rank: held for rank, held in holdings(situation.base.replicas) if rank in survivors}
+        self._known: dict[tuple[HeldState | None, HeldState], Fraction] = {}
         self._layers = situation.model.layers
 
-    def table(self, ranks: Sequence[int], seats: Sequence[Holding]) -> npt.NDArray[np.int64]:
+    def table(self, ranks: Sequence[int], seats: Sequence[HeldState]) -> npt.NDArray[np.int64]:
         """(ranks, seats): for each rank, to hold what each seat does."""
-        nobody = Holding((), frozenset(), 0, 1)
+        nobody = HeldState((), frozenset(), 0, 1)
         olds = [self._before.get(rank, nobody) for rank in ranks]
         scale = math.lcm(*(one.tp for one in (*olds, *seats)))
         part = np.array([scale // one.tp for one in seats])
@@ -386,7 +387,7 @@ class Lacking:
         found: npt.NDArray[np.int64] = total // scale * self._each
         return found
 
-    def _spans(self, holdings: Sequence[Holding]) -> npt.NDArray[np.int64]:
+    def _spans(self, holdings: Sequence[HeldState]) -> npt.NDArray[np.int64]:
         """(holdings, layers): 1 for what each holds."""
         found = np.zeros((len(holdings), self._layers), np.int64)
         for row, one in zip(found, holdings, strict=True):
@@ -396,9 +397,9 @@ class Lacking:
 
     def total(self, layout: Layout) -> int:
         """For all ranks of a layout."""
-        return int(sum(self._of(rank, now) for rank, now in _holdings(layout))) * self._each
+        return int(sum(self._of(rank, now) for rank, now in holdings(layout.replicas))) * self._each
 
-    def _of(self, rank: int, now: Holding) -> Fraction:
+    def _of(self, rank: int, now: HeldState) -> Fraction:
         """Elements of one tensor of each parameter."""
         case = self._before.get(rank), now
         found = self._known.get(case)
@@ -406,7 +407,7 @@ class Lacking:
             found = self._known[case] = self._work_out(*case)
         return found
 
-    def _work_out(self, old: Holding | None, now: Holding) -> Fraction:
+    def _work_out(self, old: HeldState | None, now: HeldState) -> Fraction:
         total = Fraction(0)
         if old == now:
             return total
@@ -427,35 +428,7 @@ def bytes_to_move(situation: Situation, layout: Layout, element: int = 4) -> int
     return Lacking(situation, element).total(layout)
 
 
-class Holding(msgspec.Struct, frozen=True):
-    """What a rank holds: chunks of layers and what is outside of these, as index `t` of a group of `tp`."""
-
-    chunks: Chunks
-    units: frozenset[str]
-    t: int
-    tp: int
-
-    @property
-    def layers(self) -> frozenset[int]:
-        return frozenset(layer for first, last in self.chunks for layer in range(first, last + 1))
-
-
-def _holdings(layout: Layout) -> Iterator[tuple[int, Holding]]:
-    for replica in layout.replicas:
-        for s, stage in enumerate(replica.stages):
-            units = units_outside(replica, s)
-            for t, rank in enumerate(stage.ranks):
-                yield rank, Holding(stage.chunks, units, t, stage.tp)
-
-
-def units_outside(replica: Replica, stage: int) -> frozenset[str]:
-    """What a stage holds beside its layers."""
-    virtual = replica.virtual_stages
-    first = {"embedding"} if stage == virtual[0][0] else set()
-    return frozenset(first | ({"final", "head"} if stage == virtual[-1][0] else set()))
-
-
-def _lacking(spec: ParameterSpec, now: Holding, shared: Fraction | None) -> Fraction:
+def _lacking(spec: ParameterSpec, now: HeldState, shared: Fraction | None) -> Fraction:
     """Elements of a parameter that a rank needs; `shared` is the part that it has already, None for a new one."""
     if spec.axis is None:
         return Fraction(spec.elements if shared is None else 0)

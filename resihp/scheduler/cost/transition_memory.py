@@ -13,36 +13,23 @@ Called by the planner, and by the executor before it agrees to a plan.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 
 import msgspec
 
-from resihp.parallelism.layout import LayerSpan, Layout, Replica
+from resihp.parallelism.layout import Layout
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.ownership import ParameterSpec
 from resihp.parallelism.parameter_outline import layer_outline, outline
 from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.device_memory import NOTHING, Overhead
-from resihp.scheduler.cost.prices import units_outside
+from resihp.scheduler.cost.held_state import HeldState, holdings
 
 CARRIED_BYTES = {"fp32": 12, "bf16": 14}
 """Of each parameter, by precision: all of `memory.STATE_BYTES` but the gradient in 32 bits."""
 VALUE_BYTES = GRADIENT_BYTES = 2
 """Of each parameter under ZeRO-1 (`memory.zero_1`): what is not the optimizer's state, which replicas share."""
-
-
-class HeldState(msgspec.Struct, frozen=True):
-    """What a rank holds: chunks of layers and what is outside of these, as index `t` of a group of `tp`."""
-
-    chunks: tuple[LayerSpan, ...]
-    units: frozenset[str]
-    t: int
-    tp: int
-
-    @property
-    def layers(self) -> frozenset[int]:
-        return frozenset(layer for first, last in self.chunks for layer in range(first, last + 1))
 
 
 class Both(msgspec.Struct, frozen=True):
@@ -142,15 +129,6 @@ def _changed(base: Layout, survivors: set[int], layout: Layout) -> Iterator[tupl
         new = changed.get(rank)
         if new is not None and rank in survivors and new != old:
             yield rank, old, new
-
-
-def holdings(replicas: Iterable[Replica]) -> Iterator[tuple[int, HeldState]]:
-    """What each rank of these holds."""
-    for replica in replicas:
-        for s, stage in enumerate(replica.stages):
-            units = units_outside(replica, s)
-            for t, rank in enumerate(stage.ranks):
-                yield rank, HeldState(stage.chunks, units, t, stage.tp)
 
 
 @lru_cache(maxsize=4096)

@@ -11,8 +11,8 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from resihp.errors import PlanError
+from resihp.scheduler.cost.held_state import HeldState
 from resihp.scheduler.cost.prices import Priced, Prices
-from resihp.scheduler.cost.transition_memory import HeldState
 from resihp.scheduler.layouts.groups import SIGNIFICANT, Group, Pipe, idle_groups, lay, regroup, untouched
 from resihp.scheduler.situation import Situation
 

@@ -15,8 +15,8 @@ import msgspec
 from resihp.errors import PlanError
 from resihp.parallelism.layout import LayerSpan, Replica, Stage
 from resihp.scheduler.cost import memory, transition_memory
+from resihp.scheduler.cost.held_state import HeldState
 from resihp.scheduler.cost.memory import Post
-from resihp.scheduler.cost.transition_memory import HeldState
 from resihp.scheduler.layouts import layers, tp_groups
 from resihp.scheduler.situation import Situation
 

@@ -17,7 +17,8 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from resihp.parallelism.layout import Layout, Replica, Stage
-from resihp.scheduler.cost.prices import Holding, Lacking, units_outside
+from resihp.scheduler.cost.held_state import HeldState, units_outside
+from resihp.scheduler.cost.prices import Lacking
 from resihp.scheduler.situation import Situation
 
 ROUNDS = 4
@@ -62,13 +63,13 @@ class _Labels:
     def __init__(self, situation: Situation, replicas: Sequence[Replica], ranks: Sequence[int]) -> None:
         self._situation, self._ranks = situation, ranks
         self._places: list[_Place] = []
-        seats: list[Holding] = []
+        seats: list[HeldState] = []
         for d, replica in enumerate(replicas):
             for s, stage in enumerate(replica.stages):
                 if stage.ranks:
                     self._places.append(_Place(d, s, len(seats), stage.tp))
                     units = units_outside(replica, s)
-                    seats += (Holding(stage.chunks, units, t, stage.tp) for t in range(stage.tp))
+                    seats += (HeldState(stage.chunks, units, t, stage.tp) for t in range(stage.tp))
         self._row = {rank: i for i, rank in enumerate(ranks)}
         self._bytes = Lacking(situation).table(ranks, seats)
         self._at: defaultdict[tuple[str, float], list[int]] = defaultdict(list)
@@ -101,9 +102,15 @@ class _Labels:
 
     def _assigned(self, seats: Sequence[int], pool: Sequence[int]) -> tuple[int, list[int]]:
         """Who of these ranks takes which seat, for the fewest bytes; and these."""
-        cost = self._bytes[np.ix_([self._row[rank] for rank in pool], seats)].T
+        cost = self._bytes[np.array([self._row[rank] for rank in pool]), np.array(seats)[:, None]]
         at, which = linear_sum_assignment(cost)
         return int(cost[at, which].sum()), [pool[j] for j in which.tolist()]
+
+    def _least(self, place: _Place, pool: Sequence[int]) -> int:
+        """Bytes that a place needs at least, were it for these ranks alone."""
+        if place.tp == 1:
+            return int(self._bytes[[self._row[rank] for rank in pool], place.first].min())
+        return self._assigned(self._seats(place), pool)[0]
 
     def _between_nodes(self, replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
         """All groups of a node, whatever their widths, to a node that has ranks of their speeds for them."""
@@ -154,7 +161,7 @@ class _Labels:
             pools = [self._like(ranks) for ranks in groups]
             for pool in dict.fromkeys(pools):
                 for place, _ in members:
-                    least[pool, place.first] = self._assigned(self._seats(place), pool)[0]
+                    least[pool, place.first] = self._least(place, pool)
             cost = np.array([[least[pool, place.first] for pool in pools] for place, _ in members])
             at, which = linear_sum_assignment(cost)
             for i, j in zip(at.tolist(), which.tolist(), strict=True):

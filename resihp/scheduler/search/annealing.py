@@ -23,15 +23,15 @@ from resihp.parallelism.layout import Replica
 from resihp.parallelism.plan import Order
 from resihp.scheduler.layouts.shares import contiguous
 from resihp.scheduler.search.moves import Changed, Moves
-from resihp.scheduler.search.pipelines import Laid, Pipelines, Score
+from resihp.scheduler.search.pipelines import WORST, Laid, Pipelines, Score
 from resihp.scheduler.situation import Situation
 
 CYCLE = 250
 """Trials of the first cycle."""
 HOT = 0.02
 """Share of the best time by which a change may be worse at the beginning of a cycle, about."""
-HOTTER = 0.03
-"""The same where a cycle begins elsewhere."""
+HOTTER = 1.5
+"""So many times that where a cycle begins elsewhere."""
 SHAKEN = 15
 """Changes that are made to the best layout, whatever they cost, before a cycle that begins elsewhere."""
 FEWER_REPLICAS = 3
@@ -49,7 +49,7 @@ FEW_ALIKE = 4
 
 
 class Layouted(msgspec.Struct, frozen=True):
-    """A layout, about what it takes, and who computes what in which order."""
+    """A layout, what it takes, and who computes what in which order."""
 
     replicas: tuple[Replica, ...]
     seconds: float
@@ -60,20 +60,33 @@ class Layouted(msgspec.Struct, frozen=True):
 
 
 class Search:
-    """`starts`: layouts to begin with. `seconds` is what the best so far takes."""
+    """`starts`: layouts to begin with; ranks dealt out anew if there are none. `seconds` is what the best so far takes.
 
-    def __init__(self, situation: Situation, starts: Sequence[Sequence[Replica]], seed: int = 0) -> None:
+    `cycle`: trials of the first one; `hot`: by how much a change may be worse at its beginning.
+    """
+
+    def __init__(
+        self,
+        situation: Situation,
+        starts: Sequence[Sequence[Replica]],
+        seed: int = 0,
+        *,
+        cycle: int = CYCLE,
+        hot: float = HOT,
+    ) -> None:
         self._situation, self._random = situation, random.Random(seed)
-        longest = max(len(replica.stages) for start in starts for replica in start)
+        longest = max((len(replica.stages) for start in starts for replica in start), default=0)
         self._pipelines = Pipelines(situation, max(situation.pp + MORE_STAGES, longest))
         self._moves = Moves(situation, self._random)
         self._zero_1 = situation.zero_1
-        laid = [self._begun(start) for start in starts]
+        self._trial, self._cycle, self._cycles = 0, cycle, 0
+        self._hot = self._least_hot = hot
+        around = situation.tp * situation.pp
+        self._best: list[Laid] = []
+        laid = [self._begun(start) for start in starts] or self._dealt(max(1, len(situation.available) // around))
         scores = [self._pipelines.score(start) for start in laid]
-        first = min(range(len(laid)), key=lambda i: (_rank(scores[i]), i))
-        self._best, self._best_score = laid[first], scores[first]
-        self._trial, self._cycle, self._cycles = 0, CYCLE, 0
-        self._hot = HOT
+        first = min(range(len(laid)), key=lambda i: (_rank(scores[i]), i), default=None)
+        self._best, self._best_score = ([], WORST) if first is None else (laid[first], scores[first])
         self._elsewhere: list[list[Laid]] | None = None
         """Where cycles are still to begin; None before the first of them."""
         self._go_to(self._best, self._best_score)
@@ -94,8 +107,11 @@ class Search:
 
     def _told(self, pipes: list[Laid], score: Score) -> Layouted:
         shares = contiguous(score.counts)
-        orders = [self._pipelines.orders(pipe, share) for pipe, share in zip(pipes, shares, strict=False)]
-        return Layouted(tuple(pipe.replica for pipe in pipes), score.seconds, shares, tuple(orders))
+        replicas = tuple(pipe.replica for pipe in pipes)
+        if not shares:
+            return Layouted(replicas, math.inf, (), ())
+        orders, ends = zip(*map(self._pipelines.orders, pipes, shares), strict=True)
+        return Layouted(replicas, self._pipelines.seconds(pipes, ends), shares, orders)
 
     def run(self, trials: int) -> bool:
         """Try so many changes; whether something better was found."""
@@ -112,12 +128,12 @@ class Search:
     def _begin_cycle(self) -> None:
         self._cycles, self._trial = self._cycles + 1, 0
         if self._cycles % 2 == 0:
-            self._cycle, self._hot = 2 * self._cycle, HOT
+            self._cycle, self._hot = 2 * self._cycle, self._least_hot
             self._go_to(self._best, self._best_score)
             return
-        self._hot = HOTTER
+        self._hot = self._least_hot * HOTTER
         if self._elsewhere is None:
-            self._elsewhere = self._dealt()
+            self._elsewhere = self._dealt(len(self._best))
         if self._elsewhere:
             pipes = self._elsewhere.pop(0)
             self._go_to(pipes, self._pipelines.score(pipes))
@@ -128,12 +144,12 @@ class Search:
             if found is not None and math.isfinite((score := self._pipelines.score(found[0])).seconds):
                 self._go_to(found[0], score, found[1])
 
-    def _dealt(self) -> list[list[Laid]]:
-        """All ranks over so many replicas, each of groups as large as they may be, as evenly as can be; those for which
-        there is memory, the fastest first."""
+    def _dealt(self, replicas: int) -> list[list[Laid]]:
+        """All ranks over about so many replicas, each of groups as large as they may be, as evenly as can be; those for
+        which there is memory, the fastest first."""
         groups, most = self._moves.largest_groups(), self._pipelines.most_stages
         found: list[tuple[tuple[float, float], int, list[Laid]]] = []
-        for count in range(max(1, len(self._best) - FEWER_REPLICAS), len(self._best) + 2):
+        for count in range(max(1, replicas - FEWER_REPLICAS), replicas + 2):
             usual = self._situation.micro_batches // count
             dealt: list[list[tuple[int, ...]]] = [[] for _ in range(count)]
             for group in groups:
@@ -151,15 +167,17 @@ class Search:
         if found is None:
             return
         new, idle = found
-        score = self._pipelines.score(new)
-        if self._bears(_energy(score) - _energy(self._score)):
+        borne = _energy(self._score) + self._heat() * -math.log(1.0 - self._random.random())
+        score = self._pipelines.score(new, borne)
+        if math.isfinite(score.seconds) and _energy(score) <= borne:
             self._go_to(new, score, idle)
             if _rank(score) < _rank(self._best_score):
                 self._best, self._best_score = new, score
 
-    def _bears(self, worse: float) -> bool:
-        heat = self._hot * self._best_score.seconds * (1.0 - self._trial / self._cycle) ** 2
-        return worse <= 0.0 or (math.isfinite(worse) and self._random.random() < math.exp(-worse / max(heat, 1e-12)))
+    def _heat(self) -> float:
+        """By how much a change may be worse, on average: then chance bears it as Metropolis has it."""
+        best_s = self._best_score.seconds
+        return self._hot * best_s * (1.0 - self._trial / self._cycle) ** 2 if math.isfinite(best_s) else 0.0
 
     def _go_to(self, pipes: list[Laid], score: Score, idle: list[int] | None = None) -> None:
         self._now, self._score = pipes, score

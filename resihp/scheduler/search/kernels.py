@@ -79,6 +79,9 @@ class Tables(NamedTuple):
     """Number of the node, -1 for several."""
     exposed: Floats
     """By row: seconds of the sums of gradients after the last backward, over healthy links."""
+    ramp: Floats
+    """By row: with so many times `pace`, no number of micro-batches takes less, whatever the orders."""
+    pace: Floats
     times: Floats
     """(rows, micro-batches): what was played, NaN where nothing was."""
 
@@ -389,6 +392,21 @@ def eager_least(stages: int, count: int, f: Floats, b: Floats, w: Floats, late: 
 
 
 @machine_code
+def line(stages: int, f: Floats, b: Floats, w: Floats, late: Floats, split: bool) -> tuple[float, float]:
+    """`eager_least` of the stage that has the most to do for each micro-batch: of none, and of one more."""
+    forth = both = ramp = pace = 0.0
+    for s in range(stages):
+        work, before = f[s] + b[s], both
+        if split:
+            work, before = work + w[s], forth
+        if work > pace:
+            ramp, pace = before, work
+        forth += f[s] + late[s]
+        both += f[s] + b[s] + 2.0 * late[s]
+    return ramp, pace
+
+
+@machine_code
 def at(row: int, count: int, tables: Tables, split: bool, own: bool) -> float:
     """Seconds of a pipeline for so many micro-batches, played unless they are known."""
     if count > tables.most[row] or count >= tables.times.shape[1]:
@@ -412,14 +430,22 @@ def at(row: int, count: int, tables: Tables, split: bool, own: bool) -> float:
 
 
 @machine_code
-def shared(total: int, rows: Ints, tables: Tables, split: bool, own: bool, counts: Ints) -> tuple[float, float]:
+def shared(
+    total: int, rows: Ints, tables: Tables, split: bool, own: bool, below: float, counts: Ints
+) -> tuple[float, float]:
     """Into `counts`: micro-batches of each pipeline, `total` in all, so that the last one is done as early as it can
     be. When that is, and when all would be done if micro-batches could be shared out in parts; infinite where there is
-    no memory for it.
+    no memory for it, and where that is clearly not `below`.
 
     `rows`: the pipelines, of the tables; `own`: in orders of their own where these are faster.
     """
     pipes, most = rows.size, tables.most
+    done, paces = float(total), 0.0
+    for d in range(pipes):
+        done += tables.ramp[rows[d]] / tables.pace[rows[d]]
+        paces += 1.0 / tables.pace[rows[d]]
+    if done / paces > below:
+        return np.inf, np.inf
     usual, begin, slope = np.empty(pipes, np.int64), np.empty(pipes), np.empty(pipes)
     for d in range(pipes):  # a line through two times that were played
         r = rows[d]

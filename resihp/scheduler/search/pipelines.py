@@ -97,6 +97,7 @@ class Pipelines:
         self._groups: dict[Ranks, tuple[int, float, tuple[str, ...]]] = {}
         self._ways: dict[tuple[tuple[str, ...], tuple[str, ...]], float] = {}
         self._room: dict[tuple[int, int, int, int, int | None], int] = {}
+        self._rooms_of: dict[tuple[tuple[int, ...], int, int | None], list[int]] = {}
         self._alive: dict[tuple[bool, bool, int, int, int | None], int] = {}
         self.clear()
 
@@ -145,7 +146,10 @@ class Pipelines:
         stages, situation = len(degrees), self._situation
         if situation.room_bytes is None:
             return [situation.model.layers] * stages
-        found = []
+        all_of = (degrees, min(micro_batches, stages), state)
+        if all_of in self._rooms_of:
+            return self._rooms_of[all_of]
+        found = self._rooms_of[all_of] = []
         for s, tp in enumerate(degrees):
             key = (s, stages, tp, min(micro_batches, stages), state)
             if key not in self._room:
@@ -218,6 +222,8 @@ class Pipelines:
             bucket=np.zeros(shape, np.int64),
             homes=np.zeros(shape, np.int64),
             exposed=np.zeros(rows),
+            ramp=np.zeros(rows),
+            pace=np.ones(rows),
             times=np.full((rows, self._situation.micro_batches + 2), np.nan),
         )
 
@@ -247,6 +253,8 @@ class Pipelines:
             split, parts = self._costs.split, self._costs.parts
             work = (tables.w if split else tables.b)[row, :stages]
             tables.exposed[row] = kernels.exposed(held, work, told.each, told.bucket, np.ones(stages), split, parts)
+            f, b, w, late = tables.f[row], tables.b[row], tables.w[row], tables.late[row]
+            tables.ramp[row], tables.pace[row] = kernels.line(stages, f, b, w, late, split)
         return row
 
     def _most_micro_batches(self, degrees: tuple[int, ...], counts: tuple[int, ...], state: int | None) -> int:
@@ -279,25 +287,28 @@ class Pipelines:
 
     # --- a layout -------------------------------------------------------------------------------------------------
 
-    def score(self, pipes: Sequence[Laid]) -> Score:
+    def score(self, pipes: Sequence[Laid], below: float = math.inf) -> Score:
+        """`below`: what clearly takes more is not looked at any further."""
         total = self._situation.micro_batches
         if not pipes or len(pipes) > total:
             return WORST
         rows = np.array([one.row for one in pipes])
         counts = np.empty(len(pipes), np.int64)
-        seconds, parts_s = kernels.shared(total, rows, self._tables, self._costs.split, self._own, counts)
+        below -= self._situation.times.step_s
+        seconds, parts_s = kernels.shared(total, rows, self._tables, self._costs.split, self._own, below, counts)
         if not math.isfinite(seconds):
             return WORST
         after = self._after_s(pipes, rows)
         return Score(seconds + after, parts_s + after, tuple(counts.tolist()))
 
-    def orders(self, pipe: Laid, share: Sequence[int]) -> tuple[Order, ...] | None:
-        """Of a pipeline's own, for these micro-batches; None where those of the schedule are as good."""
+    def orders(self, pipe: Laid, share: Sequence[int]) -> tuple[tuple[Order, ...] | None, float]:
+        """Of a pipeline's own, for these micro-batches, None where those of the schedule are as good; what it takes."""
         tables, row, stages, count = self._tables, pipe.row, len(pipe.counts), len(share)
         f, b, w, late = tables.f[row], tables.b[row], tables.w[row], tables.late[row]
-        best = kernels.played(stages, count, f, b, w, late, self._costs.split) * (1.0 - kernels.WORTH)
+        usual = kernels.played(stages, count, f, b, w, late, self._costs.split)
         if not self._own or stages == 1:
-            return None
+            return None, usual
+        best = usual * (1.0 - kernels.WORTH)
         found, limits = None, np.empty(stages, np.int64)
         order = np.empty((stages, count * (3 if self._costs.split else 2)), np.int64)
         for further, patience in itertools.product(DEPTHS, PATIENCE if self._costs.split else PATIENCE[:1]):
@@ -308,8 +319,12 @@ class Pipelines:
             if seconds < best:
                 best, found = seconds, order.tolist()
         if found is None:
-            return None
-        return tuple(tuple(Primitive(KINDS[at % 3], share[at // 3]) for at in lane) for lane in found)
+            return None, usual
+        return tuple(tuple(Primitive(KINDS[at % 3], share[at // 3]) for at in lane) for lane in found), best
+
+    def seconds(self, pipes: Sequence[Laid], ends: Sequence[float]) -> float:
+        """Of an iteration whose pipelines take so long."""
+        return max(ends) + self._after_s(pipes, np.array([one.row for one in pipes]))
 
     def _after_s(self, pipes: Sequence[Laid], rows: kernels.Ints) -> float:
         """What `prices.after_backward_s` says."""

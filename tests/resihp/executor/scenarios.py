@@ -45,7 +45,8 @@ from resihp.pipeline import program
 from resihp.pipeline.program import Compute, GroupSpec
 from resihp.protocol import messages as m
 from resihp.scheduler.cost import memory
-from resihp.scheduler.cost.transition_memory import beside, holdings
+from resihp.scheduler.cost.held_state import holdings
+from resihp.scheduler.cost.transition_memory import beside
 from resihp.worker import checkpoints
 
 VOCAB, SEQUENCE, MICRO_BATCHES = 64, 32, 6

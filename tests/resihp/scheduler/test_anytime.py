@@ -87,8 +87,9 @@ def test_what_is_found_is_legal_and_as_fast_as_is_said(case: Situation, memory_b
 def test_what_is_found_can_be_carried_out_also_with_orders_of_its_own() -> None:
     case = asked(4, 2, 4, (1, 6, 9, 14), schedule="zero-bubble")
     instant, found = searched(case, 1000)
+    assert instant.plan.orders
     assert found.plan.orders
-    assert found.seconds < instant.seconds
+    assert found.seconds <= instant.seconds < 0.95 * dict(instant.alternatives)["progressive"]
     checker.check(found.plan)
     assert found.seconds == pytest.approx(iteration_seconds(found.plan, case))
 

@@ -8,7 +8,8 @@ from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.model import ModelSpec
 from resihp.scheduler import decide
 from resihp.scheduler.cost import transition_memory
-from resihp.scheduler.cost.transition_memory import Both, beside, holdings
+from resihp.scheduler.cost.held_state import holdings
+from resihp.scheduler.cost.transition_memory import Both, beside
 from resihp.scheduler.what_if import catalogue
 from resihp.scheduler.what_if.question import Question, first_plan, pose
 

@@ -49,11 +49,12 @@ def test_the_one_replica_that_is_left_is_longer_because_it_holds_all_of_the_stat
     asked, case = posed(8192, (1,))
     decision = decide(case)
     assert len(decision.plan.layout.replicas) == 1
+    assert decision.seconds < 14.1
     assert worst(asked, decision) <= asked.hardware.memory_bytes
     anytime = Anytime(case, decision)
     anytime.run(300)
     found = anytime.decision()
-    assert found.seconds < decision.seconds
+    assert found.seconds <= decision.seconds
     assert worst(asked, found) <= asked.hardware.memory_bytes
 
 

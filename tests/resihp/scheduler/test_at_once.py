@@ -1,4 +1,4 @@
-"""The instant answer, made better within milliseconds."""
+"""The instant answer: searched for within milliseconds, from what is known to run."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import pytest
 
 from resihp.parallelism.layout import Layout, validate
 from resihp.parallelism.model import ModelSpec
-from resihp.scheduler import Situation, decide
+from resihp.scheduler import Situation, anytime, decide
+from resihp.scheduler.candidates import TIE
 from resihp.scheduler.cost import memory
-from resihp.scheduler.cost.prices import Prices, iteration_seconds
-from resihp.scheduler.descent import Descent
+from resihp.scheduler.cost.prices import iteration_seconds
 from resihp.scheduler.what_if import catalogue
 from resihp.scheduler.what_if.question import Question, first_plan, pose
 
@@ -36,7 +36,7 @@ CASES = (asked(5, 22), asked(16, 28), asked(1, 6, 9, 14), asked(15, slow={11: 0.
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_legal_as_fast_as_is_said_and_stable(case: Situation) -> None:
+def test_legal_as_fast_as_is_said_and_asked_again_no_slower(case: Situation) -> None:
     decision = decide(case)
     plan = decision.plan
     validate(plan.layout, case.model)
@@ -48,7 +48,10 @@ def test_legal_as_fast_as_is_said_and_stable(case: Situation) -> None:
     assert told is None
     assert iteration_seconds(plan, case) == pytest.approx(decision.seconds, rel=1e-9)
     again = decide(msgspec.structs.replace(case, base=plan.layout))
-    assert again.plan.layout == plan.layout
+    assert again.seconds <= decision.seconds
+    if again.seconds >= decision.seconds * (1 - TIE):
+        assert again.plan.layout == plan.layout
+    assert decide(case) == decision
 
 
 @pytest.mark.parametrize("case", CASES[:2])
@@ -62,15 +65,17 @@ def test_replicas_that_are_alike_damaged_are_mended_both(case: Situation) -> Non
 
 def test_ranks_are_dealt_out_anew_where_nothing_else_is_there() -> None:
     case = asked(5, 22)
-    found = Descent(case, Prices(case)).improved(())
+    found = anytime.at_once(case, [])
     assert found is not None
-    layers = case.model.layers
-    assert all(sum(len(stage.layers) for stage in one.replica.stages) == layers for one in found)
+    validate(found.plan.layout, case.model)
+    assert found.plan.layout.ranks == tuple(sorted(case.available))
+    assert found.seconds == pytest.approx(iteration_seconds(found.plan, case))
 
 
 def test_where_memory_is_not_known_layouts_change_as_little_as_they_can() -> None:
     case = msgspec.structs.replace(asked(5, 22), memory_bytes=None)
-    assert Descent(case, Prices(case)).improved(case.base.without(case.lost).replicas) is None
+    assert anytime.at_once(case, []) is None
+    assert decide(case).reason.startswith("progressive: predicted")
 
 
 def test_no_more_pipelines_than_there_are_micro_batches() -> None:

@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from resihp.controller import interface as api
 from resihp.controller import iterations, planning
+from resihp.controller.ahead import last_copies
 from resihp.controller.fail_stop import incidents
 from resihp.controller.state import Job, Member, Outlook, Pause, Transition
 from resihp.errors import LayoutError, NotEnoughDevicesError
@@ -313,7 +314,7 @@ def acknowledged(job: Job, member: Member, ready: m.Ready) -> None:
 def _take_effect(job: Job, transition: Transition) -> None:
     """The commit of the transaction: from here on, state is where the new plan's layout says."""
     assert transition.plan is not None
-    plan = transition.plan
+    before, plan = job.record.plan, transition.plan
     # What the start tells of changes: groups are built as ever; its state comes from a checkpoint, or from nowhere.
     state_s = 0.0 if transition.initial else transition.state_s
     job.log(
@@ -332,6 +333,7 @@ def _take_effect(job: Job, transition: Transition) -> None:
     job.progress_at = job.now
     verb = "started" if transition.initial else "resumed"
     job.say("notice", f"{verb}: {plan.layout.describe()}, epoch {job.epoch}, iteration {job.record.committed + 1}")
+    last_copies.tell(job, before, plan)
     if job.record.committed >= job.record.goal:
         iterations.transition_done(job)
     iterations.halt_when_finished(job)

@@ -10,7 +10,7 @@ replicas (ResiHP, Algorithm 1). This module validates and identifies layouts; it
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -176,6 +176,17 @@ class Layout(msgspec.Struct, frozen=True):
         words = {shape: "TP" + ",".join(map(str, shape)) for shape in shapes}  # in order of their first replica
         counts = {shape: shapes.count(shape) for shape in words}
         return " | ".join(f"{n}x {words[shape]}" if n > 1 else words[shape] for shape, n in counts.items()) + tail
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """`0-3 6 8`: of ranks, stages or layers, in order, neighbours as a range."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def validate(layout: Layout, model: ModelSpec) -> None:

@@ -9,6 +9,7 @@ Called by `resihp.executor.state.rank_state`, and by the scheduler for the price
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -76,14 +77,31 @@ def moves(base: Base, layout: Layout, specs: Sequence[ParameterSpec], nodes: Map
 
 def missing(base: Base, specs: Sequence[ParameterSpec]) -> str | None:
     """Why the state cannot be put together from what survived, or None when it can."""
+    for spec, piece, sources in _sources(base, specs):
+        if next(sources, None) is None:
+            return _lost(base, spec, piece)
+    return None
+
+
+def sole_holders(base: Base, specs: Sequence[ParameterSpec]) -> dict[int, frozenset[str]]:
+    """Ranks that hold what no other survivor does, ascending, each with the units of it ("layer.7"): were one of them
+    lost, `missing` would tell so."""
+    found: dict[int, set[str]] = defaultdict(set)
+    for spec, _, sources in _sources(base, specs):
+        some = tuple(itertools.islice(sources, 2))
+        if len(some) == 1:
+            found[some[0]].update(spec.units)
+    return {rank: frozenset(found[rank]) for rank in sorted(found)}
+
+
+def _sources(base: Base, specs: Sequence[ParameterSpec]) -> Iterator[tuple[ParameterSpec, Slice, Iterator[int]]]:
+    """Every piece of state, with the survivors that hold all of it."""
     survivors, stages_of = set(base.survivors), _Stages(base.layout)
     for spec in specs:
         stages = stages_of.of(spec)
         for piece in cuts(ends(stages, spec), spec):
             owners = _owners(stages, spec, survivors)
-            if not any(has.start <= piece.start and piece.stop <= has.stop for _, has in owners):
-                return _lost(base, spec, piece)
-    return None
+            yield spec, piece, (rank for rank, has in owners if has.start <= piece.start and piece.stop <= has.stop)
 
 
 def bytes_of(move: Move, specs: Mapping[str, ParameterSpec], element: int = 4) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from wrapper.output.render import duration, spans
+from resihp.parallelism.layout import spans
+from wrapper.output.render import duration
 
 if TYPE_CHECKING:
     from resihp.scheduler.explained.explanation import Explanation, Healthy, Limiting

@@ -242,17 +242,6 @@ def _wrapped(label: str, words: Sequence[tuple[str, Health]], width: int) -> lis
     return lines
 
 
-def spans(numbers: Iterable[int]) -> str:
-    """`0-3 6 8`: in order, neighbours as a range."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
 def hours(gpu_hours: float) -> str:
     """`1,234 GPU-h`, `8.21 GPU-h`; of little, `12.3 GPU-min` or `4.56 GPU-s`."""
     if gpu_hours >= 99.95:

@@ -2,31 +2,30 @@
 
 One question at a time, to whoever thinks (`interface.Think`); nobody waits for an answer. Under a plan that was made
 in haste the first question is whether there is a better one (`replan_policy` weighs it then, as any other change). Then
-each device with work and each node is asked for, in the largest jobs one of each kind of place. A question is exactly
-what `planning.best` will ask, so that its answer is used if and only if that comes; what makes another question of it
-(a plan, a slow device, a newcomer, learned times) makes all answers void.
+each device with work and each node is asked for, in the largest jobs one of each kind of place
+(`resihp.scheduler.losses`). A question is exactly what `planning.best` will ask, so that its answer is used if and only
+if that comes; what makes another question of it (a plan, a slow device, a newcomer, learned times) makes all answers
+void.
 
 Called by `controller`.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable
 
 from resihp.controller import interface as api
 from resihp.controller import planning, replan_policy
 from resihp.controller.ahead.answers import Loss, OpenQuestion
 from resihp.controller.state import Job
-from resihp.parallelism.layout import Layout
+from resihp.scheduler import losses
 from resihp.scheduler.questions import canonical, key_of
 from resihp.scheduler.situation import Situation
 from resihp.scheduler.transition_cost import DOUBT
 
 QUIET = 3
 """Iterations for which nothing has changed before anything is asked: where one thing goes, others often follow."""
-MOST_ASKED = 256
-"""Questions under one plan: where there are more losses than that, one of each kind of place is asked for."""
 PATIENCE_S = 60.0
 """After what time beyond the search's own a question counts as not answered."""
 MOST_UNANSWERED = 3
@@ -149,27 +148,7 @@ def _weigh(job: Job, key: str) -> None:
 
 def _losses(job: Job) -> list[Loss]:
     """Each device that has work, then each node that has such; of large jobs, one for each kind of place."""
-    plan = job.record.plan
-    assert plan is not None
-    on: dict[str, list[int]] = defaultdict(list)
-    for rank in job.ready:
-        on[job.members[rank].node].append(rank)
-    active = plan.layout.active
-    nodes = {job.members[rank].node: None for rank in active}
-    if len(active) + len(nodes) > MOST_ASKED:
-        active = places(plan.layout)
-        nodes = {job.members[rank].node: None for rank in active}
-    devices = [Loss(ranks=(rank,), what=f"the loss of {job.where(rank)}") for rank in active]
-    return [*devices, *(Loss(ranks=tuple(on[node]), what=f"the loss of node {node}") for node in nodes)][:MOST_ASKED]
-
-
-def places(layout: Layout) -> tuple[int, ...]:
-    """One rank for each stage of each shape of replica: the first of the first replica that has that shape."""
-    seen: set[object] = set()
-    found: list[int] = []
-    for replica in layout.replicas:
-        shape = tuple((stage.tp, stage.chunks) for stage in replica.stages)
-        if shape not in seen:
-            seen.add(shape)
-            found += [stage.ranks[0] for stage in replica.stages if stage.ranks]
-    return tuple(found)
+    return [
+        Loss(ranks=one.ranks, what=f"the loss of {f'node {one.node}' if one.node else job.where(one.ranks[0])}")
+        for one in losses.to_ask(planning.situation_now(job))
+    ]

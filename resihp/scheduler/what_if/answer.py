@@ -12,10 +12,12 @@ import msgspec
 
 from resihp.errors import LayoutError
 from resihp.parallelism.layout import Layout
+from resihp.parallelism.parameter_outline import outline
 from resihp.parallelism.plan import Plan
 from resihp.scheduler import transition_cost
 from resihp.scheduler.cost.layout_change import movement, state_bytes
 from resihp.scheduler.cost.prices import iteration_seconds
+from resihp.scheduler.losses import sole_holders
 from resihp.scheduler.situation import Decision, Situation
 from resihp.scheduler.what_if.question import Question, parts, situation_of, worst
 
@@ -35,7 +37,8 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WhatIfAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """`unmitigated_s`: with the layout as it was, None where that cannot run. `remarks`: what one should know of it."""
+    """`unmitigated_s`: with the layout as it was, None where that cannot run. `sole_holders`: ranks of the plan that
+    hold state alone (`resihp.scheduler.losses`). `remarks`: what one should know of it."""
 
     before: Outlook
     after: Outlook
@@ -44,6 +47,7 @@ class WhatIfAnswer(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     alternatives: tuple[tuple[str, float], ...]
     remarks: tuple[str, ...]
+    sole_holders: dict[int, frozenset[str]]
 
 
 def answer(question: Question, base: Plan, situation: Situation, decision: Decision) -> WhatIfAnswer:
@@ -81,6 +85,7 @@ def answer(question: Question, base: Plan, situation: Situation, decision: Decis
         reason=decision.reason,
         alternatives=decision.alternatives,
         remarks=tuple(remarks),
+        sole_holders=sole_holders(decision.plan.layout, outline(question.model)),
     )
 
 
@@ -102,6 +107,7 @@ def as_json(found: WhatIfAnswer, planning_s: float) -> dict[str, object]:
         },
         "unmitigated_seconds": found.unmitigated_s,
         "transition": {"seconds": found.cost.seconds, "bytes": found.cost.total_bytes},
+        "sole_holders": [*found.sole_holders],
         "alternatives": [
             {"name": name, "iteration_seconds": seconds if math.isfinite(seconds) else None}
             for name, seconds in found.alternatives

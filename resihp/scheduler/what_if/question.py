@@ -57,6 +57,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     slow_links: dict[Link, float] = {}
     places: dict[int, str] = {}
     """Node of each rank of a job; where it is empty, ranks fill n1, n2, ... in order."""
+    devices: dict[int, int] = {}
+    """Index of each rank's device on its node, of a job."""
     overhead: Overhead = overhead("cuda", "nccl")
     """What of a device's memory is not for state and activations."""
 
@@ -246,6 +248,13 @@ def check_failures(question: Question) -> None:
     for what, speed in (*question.slow.items(), *question.slow_links.items()):
         if not (0 < speed <= 1):
             raise UsageError(f"speed of {what}: {speed}, must be more than 0 and at most 1")
+
+
+def device_of(question: Question, rank: int) -> int:
+    """Index of a rank's device on its node."""
+    if question.places:
+        return question.devices[rank]
+    return (rank if rank < question.world else rank - question.world) % question.gpus_per_node
 
 
 def gone(question: Question) -> set[int]:

@@ -14,7 +14,7 @@ from resihp.errors import LayoutError
 from resihp.parallelism import transfers
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.parallelism.ownership import ParameterSpec, Slice, holders, share, size_of
-from resihp.parallelism.transfers import TENSORS, Base, Move, bytes_of, missing, moves
+from resihp.parallelism.transfers import TENSORS, Base, Move, bytes_of, missing, moves, sole_holders
 
 LAYERS = 5
 RANKS = 24
@@ -233,3 +233,18 @@ def test_lost_state_is_named_with_those_who_held_it() -> None:
     assert missing(base, parameters(False)) == expected
     with pytest.raises(LayoutError, match=expected):
         moves(base, Layout((Replica((Stage((0,), ((0, LAYERS - 1),)),)),)), parameters(False), {0: "n1", 2: "n1"})
+
+
+@settings(max_examples=100)
+@given(transitions())
+def test_sole_holders_are_those_with_whom_state_would_be_lost(
+    transition: tuple[Base, Layout, dict[int, str], tuple[ParameterSpec, ...]],
+) -> None:
+    base, _, _, specs = transition
+    if missing(base, specs) is not None:
+        return
+    found = sole_holders(base, specs)
+    for rank in base.survivors:
+        less = Base(epoch=1, layout=base.layout, survivors=tuple(other for other in base.survivors if other != rank))
+        lost = {unit for spec in specs if missing(less, (spec,)) is not None for unit in spec.units}
+        assert found.get(rank, frozenset()) == lost

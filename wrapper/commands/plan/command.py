@@ -22,21 +22,15 @@ import typer
 
 from resihp.errors import PlanError, UsageError
 from wrapper.commands.options import command_of
-from wrapper.output.render import duration, literal, spans
+from wrapper.output.render import duration, literal
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from resihp.parallelism.layout import Layout, Replica
     from resihp.parallelism.plan import Plan
     from resihp.scheduler.explained.explanation import Explanation
     from resihp.scheduler.situation import Decision, Situation
-    from resihp.scheduler.what_if.answer import Outlook, WhatIfAnswer
+    from resihp.scheduler.what_if.answer import WhatIfAnswer
     from resihp.scheduler.what_if.question import Question
 
-CHANGED_SHOWN = 6
-"""Replicas that are shown in full; `--json` has them all."""
-SLOW_SHOWN = 12
 TUNED_CHUNKS = 4
 """Virtual stages of a stage that --tune tries at most. A job begins with one (`[layout] tune`)."""
 
@@ -94,6 +88,9 @@ class PlanOptions:
     search: Annotated[
         float, typer.Option(min=0.0, max=86400.0, help="Seconds to look for a better plan than the one found at once.")
     ] = 0.0
+    hurts: Annotated[
+        bool, typer.Option("--hurts", help="Which single loss would hurt most, of what --fail and the like leave.")
+    ] = False
     planner: Annotated[PlannerChoice, typer.Option(help="Ours, or one to compare it with.")] = PlannerChoice.resihp
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False
     plot: Annotated[Path | None, typer.Option(help="Draw the pipelines into this file.", show_default=False)] = None
@@ -113,6 +110,8 @@ def plan(options: PlanOptions) -> None:
     -70b, qwen2.5-7b, -14b, -32b, -72b, llama3-405b. Times are estimates from
     operations and bytes. Options that name ranks, nodes and links take several,
     with commas, and may be repeated.
+
+    Which single loss would hurt most: resihp plan 4711 --hurts
     """
     import msgspec
 
@@ -120,8 +119,13 @@ def plan(options: PlanOptions) -> None:
     from resihp.scheduler.transition_cost import NOTHING
     from resihp.scheduler.what_if import answer, question
 
+    if options.hurts and (options.search or options.plot is not None):
+        raise UsageError("plan --hurts: asks about many plans; leave --search and --plot out")
     asked, base, model, hardware = _asked(options)
     situation = question.pose(asked, base)
+    if options.hurts:
+        _hurts(options, asked, base, model, hardware, situation)
+        return
     decision, planning_s = _decision(options, asked, base, situation)
     found = answer.answer(asked, base, situation, decision)
     explained = explain(decision.plan, decision.seconds, situation, healthy=None if options.tune else base)
@@ -138,6 +142,31 @@ def plan(options: PlanOptions) -> None:
         from wrapper.commands.plan.picture import draw
 
         draw(options.plot, asked, found, situation)
+
+
+def _hurts(options: PlanOptions, asked: Question, base: Plan, model: str, hardware: str, situation: Situation) -> None:
+    """Which single loss would hurt most: of the plan in effect, or where something was asked, of what answers it."""
+    from rich.console import Console
+
+    from resihp.scheduler.what_if import losses
+    from wrapper.commands.plan import hurts
+
+    happened = options.fail or options.fail_node or options.slow or options.slow_link
+    decide = _decider(options.planner)
+    _warm(decide)
+    plan = _decision(options, asked, base, situation)[0].plan if happened or options.tune else base
+    began = time.perf_counter()
+    with Console(stderr=True).status("") as status:  # only on a terminal
+        found = losses.after_each(
+            situation, plan, decide, lambda done, of: status.update(f"{done} of {of} losses asked about")
+        )
+    planning_s = time.perf_counter() - began
+    if asked.zero_1:
+        print(f"resihp: {hurts.SHARED}", file=sys.stderr)
+    if options.as_json:
+        print(json.dumps(hurts.as_json(asked, found, planning_s), allow_nan=False))
+    else:
+        hurts.show(asked, model, hardware, found, planning_s)
 
 
 def _asked(options: PlanOptions) -> tuple[Question, Plan, str, str]:
@@ -209,7 +238,9 @@ def _decision(options: PlanOptions, asked: Question, base: Plan, situation: Situ
             decision = _searched(situation, decision, options.search)
         return decision, time.perf_counter() - began
     except PlanError as error:
-        raise PlanError(f"{_happened(asked)}: {error}; try fewer failures, --spares, or a smaller pp") from None
+        from wrapper.commands.plan.tables import happened
+
+        raise PlanError(f"{happened(asked)}: {error}; try fewer failures, --spares, or a smaller pp") from None
 
 
 def _searched(situation: Situation, decision: Decision, seconds: float) -> Decision:
@@ -269,18 +300,14 @@ def _show(
 ) -> None:
     from rich.console import Console
 
+    from wrapper.commands.plan import tables
     from wrapper.output.explanations import sentences as explanations
 
     console = Console(highlight=False, markup=False, emoji=False)
-    nodes = len(set(asked.nodes.values()))
-    title = (
-        f"{Path(model).stem}, {asked.model.sequence} tokens a sequence, on {len(asked.nodes)} {Path(hardware).stem} "
-        f"of {nodes} {'node' if nodes == 1 else 'nodes'}; {_happened(asked)}"
-    )
-    console.print(literal(title), soft_wrap=True)
-    console.print(_times_table(found))
-    console.print(_layout_table(asked, found))
-    lines = _table(("", False), ("", False))
+    console.print(literal(tables.title(asked, model, hardware)), soft_wrap=True)
+    console.print(tables.times_table(found))
+    console.print(tables.layout_table(asked, found))
+    lines = tables.empty(("", False), ("", False))
     lines.show_header, lines.columns[1].no_wrap = False, False
     lines.columns[1].overflow = "fold"
     before = ""
@@ -295,7 +322,9 @@ def _show(
 
 def sentences(found: WhatIfAnswer, planning_s: float, first: bool = False) -> list[str]:
     """Transfers, cost, when it has paid for itself (not of a `first` layout), the alternatives, and why this one."""
+    from resihp.scheduler.losses import held_alone
     from resihp.scheduler.transition_cost import NOTHING, pays_back_s
+    from wrapper.commands.plan.tables import gigabytes
 
     said: list[str] = []
     cost = found.cost
@@ -311,13 +340,15 @@ def sentences(found: WhatIfAnswer, planning_s: float, first: bool = False) -> li
             "work done again": cost.lost_s,
         }
         listed = ", ".join(f"{name} {duration(s)}" for name, s in parts.items() if s >= 0.005)
-        moved = _bytes(cost.total_bytes) if cost.total_bytes else "no bytes"
+        moved = gigabytes(cost.total_bytes) if cost.total_bytes else "no bytes"
         said.append(
             f"Transition: {moved} of state to move; {duration(cost.seconds)} ({listed}); "
             + _paid_back(pays_back_s(cost, found.unmitigated_s or math.inf, found.after.seconds))
         )
         if found.after.plan.migrations:
             said.append(_migrated(len(found.after.plan.migrations)))
+    if found.sole_holders:
+        said.append(f"One holder left: {held_alone(found.sole_holders)}.")
     said.append(f"Memory of rank {found.after.worst_rank}, the most: {found.after.worst_parts}.")
     said.append(f"Why: {found.reason} (decided in {planning_s * 1e3:.1f} ms).")
     if found.alternatives:
@@ -339,120 +370,3 @@ def _paid_back(seconds: float) -> str:
     if seconds == 0:
         return "without it nothing runs."
     return f"paid back after {duration(seconds)} of what it mends."
-
-
-def _happened(asked: Question) -> str:
-    from resihp.scheduler.what_if.question import gone
-
-    lost = sorted(gone(asked))
-    said = [f"{_ranks(lost)} gone"] if lost else []
-    slow = [f"{rank} at {speed:g}" for rank, speed in sorted(asked.slow.items())]
-    if slow:
-        more = f" and {len(slow) - SLOW_SHOWN} more" if len(slow) > SLOW_SHOWN else ""
-        said.append(f"slow: rank {', '.join(slow[:SLOW_SHOWN])}{more}")
-    said += [f"link {a}-{b} at {speed:g}" for (a, b), speed in sorted(asked.slow_links.items())]
-    return "; ".join(said) or "nothing has failed"
-
-
-def _ranks(ranks: list[int]) -> str:
-    words = spans(ranks)
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {words}"
-
-
-def _bytes(count: float) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 5e7 else f"{count / 1e6:.1f} MB"
-
-
-def _times_table(found: WhatIfAnswer) -> Table:
-    table = _table(("", False), ("iteration", True), ("", True), ("worst memory", True), ("layout", False))
-
-    def row(name: str, seconds: float | None, outlook: Outlook | None) -> None:
-        usable = seconds is not None and math.isfinite(seconds)
-        slower = f"{seconds / found.before.seconds:.2f} x" if usable and seconds is not None else ""
-        memory = "" if outlook is None else f"{outlook.worst_bytes / 1e9:.1f} GB"
-        shape = "" if outlook is None else _shape(outlook.plan.layout)
-        table.add_row(name, duration(seconds) if usable else "cannot run", slower, memory, shape)
-
-    row("before", found.before.seconds, found.before)
-    row("as it is", found.unmitigated_s, None)
-    row("after", found.after.seconds, found.after)
-    return table
-
-
-def _shape(layout: Layout) -> str:
-    """`DP2 x PP4 x TP4`; of a layout that is not uniform, who works."""
-    words = layout.describe()
-    if "|" not in words and len(words) <= 30:
-        return words
-    idle = f", {len(layout.standby)} standing by" if layout.standby else ""
-    return f"{len(layout.active)} ranks work{idle}"
-
-
-def _layout_table(asked: Question, found: WhatIfAnswer) -> Table:
-    """Equal replicas once, with how many ranks and layers their stages have; changed ones in full."""
-    from resihp.scheduler.what_if.question import stage_bytes
-
-    table = _table(
-        *(("", False), ("replicas", False), ("micro-batches", True), ("stages", False)),
-        *(("ranks", False), ("layers", False), ("memory", True)),
-    )
-    old = set(found.before.plan.layout.replicas)
-    for name, outlook in (("before", found.before), ("after", found.after)):
-        plan = outlook.plan
-        needs = stage_bytes(asked, plan)
-        alike: dict[object, list[int]] = {}
-        for d, replica in enumerate(plan.layout.replicas):
-            shape = tuple((stage.tp, stage.chunks) for stage in replica.stages)
-            same = replica in old
-            alike.setdefault((same, len(plan.assignment[d]), shape if same else d), []).append(d)
-        changed = [group for group in alike.values() if plan.layout.replicas[group[0]] not in old]
-        hidden = {d for group in changed[CHANGED_SHOWN:] for d in group}
-        first = name
-        for group in alike.values():
-            if hidden.intersection(group):
-                continue
-            replica = plan.layout.replicas[group[0]]
-            label = [first, spans(group), str(len(plan.assignment[group[0]]))]
-            full = replica not in old
-            for stages, ranks, layers, need in _stage_rows(replica, needs[group[0]], full):
-                table.add_row(*label, stages, ranks, layers, f"{need / 1e9:.1f} GB")
-                label = ["", "", ""]
-            first = ""
-        if hidden:
-            table.add_row("", f"{len(hidden)} more changed: --json has them all")
-        if plan.layout.standby:
-            table.add_row("", "standby", "", "", spans(plan.layout.standby))
-    return table
-
-
-def _stage_rows(replica: Replica, needs: tuple[int, ...], full: bool) -> list[tuple[str, str, str, int]]:
-    """(stages, ranks, layers, bytes) of each stage, or of each run of stages that are alike."""
-    if full:
-        return [
-            (
-                str(s),
-                spans(stage.ranks) or "none",
-                ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in stage.chunks),
-                need,
-            )
-            for s, (stage, need) in enumerate(zip(replica.stages, needs, strict=True))
-        ]
-    rows: list[tuple[list[int], str, str, int]] = []
-    for s, (stage, need) in enumerate(zip(replica.stages, needs, strict=True)):
-        ranks, layers = f"{stage.tp} each", f"{len(stage.layers)} each"
-        if rows and rows[-1][1:3] == (ranks, layers):
-            rows[-1] = ([*rows[-1][0], s], ranks, layers, max(need, rows[-1][3]))
-        else:
-            rows.append(([s], ranks, layers, need))
-    return [(spans(stages), ranks, layers, need) for stages, ranks, layers, need in rows]
-
-
-def _table(*headings: tuple[str, bool]) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1))
-    for heading, right in headings:
-        table.add_column(Text(heading), justify="right" if right else "left", overflow="fold")
-    return table

@@ -84,8 +84,8 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
     told = plans[0]
     layout = from_json(json.dumps(told["layout"]))
     base = plan_of(told, configuration)
-    places = {worker["rank"]: worker["node"] for worker in reader.rows("workers", row["id"])}
-    places = {rank: places[rank] for rank in sorted(layout.ranks)}
+    workers = {worker["rank"]: worker for worker in reader.rows("workers", row["id"])}
+    places = {rank: workers[rank]["node"] for rank in sorted(layout.ranks)}
     slow, links = _slow(reader, row["id"], places)
     name, device, remark = _hardware(reader, row["id"], hardware)
     memory_bytes = configuration.get("job", {}).get("memory_per_device") or declared.memory_bytes
@@ -106,6 +106,7 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
         slow=slow,
         slow_links=links,
         places=places,
+        devices={rank: workers[rank]["device"] for rank in places},
         overhead=overhead(declared.device, declared.back_end),
     )
     remarks = [remark] if remark else []

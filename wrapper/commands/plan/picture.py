@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from resihp.errors import UsageError
+from resihp.parallelism.layout import spans
 from resihp.parallelism.plan import Order, Plan
 from resihp.scheduler.situation import Situation
-from wrapper.output.render import spans
 
 if TYPE_CHECKING:
     from resihp.scheduler.what_if.answer import WhatIfAnswer

@@ -279,7 +279,7 @@ def test_json_has_the_keys_that_were_agreed() -> None:
     found = as_json(answer(given, base, situation, without_lost_replicas(situation)), 0.25)
     assert list(found) == [
         *("schema", "planning_seconds", "before", "after", "unmitigated_seconds", "transition"),
-        *("alternatives", "reason"),
+        *("sole_holders", "alternatives", "reason"),
     ]
     assert found["planning_seconds"] == 0.25
     after = found["after"]

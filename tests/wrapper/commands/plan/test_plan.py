@@ -75,7 +75,7 @@ def test_json_of_the_example() -> None:
     content = found(*EXAMPLE)
     assert list(content) == [
         *("schema", "planning_seconds", "before", "after", "unmitigated_seconds", "transition"),
-        *("alternatives", "reason", "explanation"),
+        *("sole_holders", "alternatives", "reason", "explanation"),
     ]
     assert content["schema"] == 1
     assert 0 < content["planning_seconds"] < 5

@@ -1,0 +1,27 @@
+"""Which state the next loss would take with it: said when a plan takes effect under which fewer hold it than before.
+
+Decides nothing. Called by `transition`.
+"""
+
+from __future__ import annotations
+
+from resihp.controller import planning
+from resihp.controller.state import Job
+from resihp.parallelism.plan import Plan
+from resihp.scheduler.losses import held_alone, sole_holders
+
+
+def tell(job: Job, before: Plan | None, plan: Plan) -> None:
+    """What has one holder under `plan` that had more under the plan `before`. A job that was asked to have one replica
+    is told once, at its start, and not warned."""
+    specs = planning.specs(job)
+    known = set() if before is None else _units(sole_holders(before.layout, specs))
+    anew = {rank: held - known for rank, held in sole_holders(plan.layout, specs).items() if held - known}
+    if not anew:
+        return
+    asked_so = before is None and job.settings.ranks_asked == job.settings.tp * job.settings.pp
+    job.say("notice" if asked_so else "warning", held_alone(anew))
+
+
+def _units(holders: dict[int, frozenset[str]]) -> frozenset[str]:
+    return frozenset().union(*holders.values())

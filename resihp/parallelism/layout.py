@@ -118,6 +118,11 @@ class Layout(msgspec.Struct, frozen=True):
         return tuple(sorted((*self.active, *self.standby)))
 
     @property
+    def whole(self) -> int:
+        """Replicas that have ranks at each stage: each holds all of the model's state."""
+        return sum(not replica.vacant for replica in self.replicas)
+
+    @property
     def vacant(self) -> tuple[tuple[int, int], ...]:
         """(replica, stage) of every stage without ranks."""
         return tuple((d, s) for d, r in enumerate(self.replicas) for s, stage in enumerate(r.stages) if not stage.ranks)

@@ -147,17 +147,18 @@ def transition_obstacle(situation: Situation, plan: Plan) -> str | None:
 
 
 def best_of(situation: Situation, plans: list[PricedPlan]) -> PricedPlan:
-    """The fastest; of equally fast ones that which moves the fewest bytes, then changes the fewest stages."""
+    """The fastest; of equally fast ones one whose state has more than one holder, so that the next loss takes none with
+    it; then that which moves the fewest bytes, then changes the fewest stages."""
     fastest = min(one.seconds for one in plans)
     equal = [one for one in plans if one.seconds <= fastest * (1 + TIE)]
     if len(equal) == 1:
         return equal[0]
     present = {stage for replica in situation.base.replicas for stage in replica.stages}
 
-    def unrest(one: PricedPlan) -> tuple[int, int]:
+    def unrest(one: PricedPlan) -> tuple[bool, int, int]:
         layout = one.plan.layout
         stages = {stage for replica in layout.replicas for stage in replica.stages}
-        return bytes_to_move(situation, layout), len(stages.symmetric_difference(present))
+        return layout.whole < 2, bytes_to_move(situation, layout), len(stages.symmetric_difference(present))
 
     return min(equal, key=unrest)
 

@@ -86,6 +86,8 @@ def kinds(possible: Iterable[PossibleLoss], situation: Situation) -> tuple[tuple
 
 def sole_holders(layout: Layout, specs: Sequence[ParameterSpec]) -> dict[int, frozenset[str]]:
     """Ranks of a layout in effect that hold state alone, each with the units of it ("layer.7")."""
+    if layout.whole > 1:
+        return {}
     return transfers.sole_holders(Base(epoch=0, layout=layout, survivors=layout.active), specs)
 
 

@@ -15,8 +15,11 @@ def tell(job: Job, before: Plan | None, plan: Plan) -> None:
     """What has one holder under `plan` that had more under the plan `before`. A job that was asked to have one replica
     is told once, at its start, and not warned."""
     specs = planning.specs(job)
-    known = set() if before is None else _units(sole_holders(before.layout, specs))
-    anew = {rank: held - known for rank, held in sole_holders(plan.layout, specs).items() if held - known}
+    alone = sole_holders(plan.layout, specs)
+    if not alone:
+        return
+    known = frozenset() if before is None else _units(sole_holders(before.layout, specs))
+    anew = {rank: held - known for rank, held in alone.items() if held - known}
     if not anew:
         return
     asked_so = before is None and job.settings.ranks_asked == job.settings.tp * job.settings.pp

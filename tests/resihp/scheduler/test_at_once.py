@@ -7,8 +7,9 @@ import pytest
 
 from resihp.parallelism.layout import Layout, validate
 from resihp.parallelism.model import ModelSpec
+from resihp.parallelism.plan import Plan, spread
 from resihp.scheduler import Situation, anytime, decide
-from resihp.scheduler.candidates import TIE
+from resihp.scheduler.candidates import TIE, PricedPlan, best_of
 from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.prices import iteration_seconds
 from resihp.scheduler.what_if import catalogue
@@ -95,3 +96,26 @@ def test_no_more_pipelines_than_there_are_micro_batches() -> None:
         memory_bytes=10**9,
     )
     assert decide(case).plan.layout.replicas == grid.replicas
+
+
+def test_of_equally_fast_plans_the_one_whose_state_has_two_holders() -> None:
+    """Although what is there is one long pipeline, so that two short ones move bytes."""
+    long, short = Layout.uniform(tp=1, pp=4, dp=1, layers=8), Layout.uniform(tp=1, pp=2, dp=2, layers=8)
+    model = ModelSpec(layers=8, hidden=64, heads=4, kv_groups=4, ffn_hidden=256, vocab=64, sequence=9)
+    case = Situation(
+        epoch=2,
+        base=long,
+        available=(0, 1, 2, 3),
+        nodes={rank: "n1" for rank in range(4)},
+        model=model,
+        micro_batches=2,
+        tp=1,
+        pp=4,
+    )
+    plans = [
+        PricedPlan(name, Plan(epoch=2, layout=layout, assignment=spread(2, len(layout.replicas))), seconds)
+        for name, layout, seconds in (("long", long, 1.0), ("short", short, 1.0 + TIE / 2))
+    ]
+    assert best_of(case, plans).name == "short"
+    slower = msgspec.structs.replace(plans[1], seconds=1.0 + 2 * TIE)
+    assert best_of(case, [plans[0], slower]).name == "long"

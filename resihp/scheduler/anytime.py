@@ -7,6 +7,7 @@ answer (`Anytime`). Called by `resihp.scheduler.planner`, `resihp.scheduler.thin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -34,6 +35,9 @@ AT_ONCE = 800
 """Changes that are tried then: of 58 random jobs seven of eight came to within 3 % of the best of seven searches of a
 second, with 400 three of four."""
 
+TURN = 20
+"""Changes that one of two searches tries before it is the other's turn."""
+
 
 def obstacle(situation: Situation, plans: Sequence[PricedPlan]) -> str | None:
     """Why nothing is searched for at once from these; None where something is."""
@@ -47,13 +51,17 @@ def at_once(situation: Situation, plans: Sequence[PricedPlan]) -> PricedPlan | N
     looked for."""
     if obstacle(situation, plans) is not None:
         return None
-    search = _search(situation, [one.plan for one in plans])
-    if search is None:
-        return None
-    search.run(AT_ONCE)
-    found = _found(situation, search, plans)
-    below = min((one.seconds for one in plans), default=float("inf"))
-    return found if found is not None and found.seconds < below * (1 - TIE) else None
+    below = min((one.seconds for one in plans), default=math.inf)
+    found: list[PricedPlan] = []
+    for beside in (False, True):
+        search = _search(situation, [one.plan for one in plans], beside=beside)
+        if search is not None:
+            search.run(AT_ONCE)
+            found += filter(None, (_found(situation, search, plans),))
+            if found and found[-1].seconds <= search.seconds * (1 + TIE):
+                break  # else memory is in the way: a search of its own among what has room beside what is there
+    best = best_of(situation, found) if found else None
+    return best if best is not None and best.seconds < below * (1 - TIE) else None
 
 
 def load(situation: Situation) -> None:
@@ -70,26 +78,42 @@ class Anytime:
     """Begins with the instant `decision`; the same seed and number of trials come to the same one."""
 
     def __init__(self, situation: Situation, decision: Decision, seed: int = 0) -> None:
-        self._situation, self._instant, self._prices = situation, decision, Prices(situation)
-        self._search: Search | None = None
+        self._situation, self._instant, self._seed = situation, decision, seed
+        self._prices = Prices(situation)
+        self._searches: list[Search] = []
+        """The second one, if there is no way to what the first one found: among what has room beside what is there."""
+        self._tried, self._looked_at = 0, math.inf
         self.obstacle = _obstacle(situation, [decision.plan])
         """Why nothing can be searched; None where it can."""
-        if self.obstacle is None:
-            self._search = _search(situation, [decision.plan], seed)
-            if self._search is None:
-                self.obstacle = "no replica that has ranks at each stage fits"
+        if self.obstacle is None and not self._add():
+            self.obstacle = "no replica that has ranks at each stage fits"
+
+    def _add(self) -> bool:
+        found = _search(self._situation, [self._instant.plan], self._seed, beside=bool(self._searches))
+        if found is not None:
+            self._searches.append(found)
+        return found is not None
 
     def run(self, trials: int) -> bool:
         """Try so many changes; whether a better layout was found."""
-        return self._search is not None and self._search.run(trials)
+        found = False
+        for _ in range(trials if self._searches else 0):
+            first, search = self._searches[0], self._searches[self._tried // TURN % len(self._searches)]
+            found |= search.run(1)
+            self._tried += 1
+            if self._tried % TURN == 0 and len(self._searches) == 1 and first.seconds < self._looked_at:
+                self._looked_at = first.seconds
+                if _planned(self._situation, "", first.best()) is None:
+                    self._add()
+        return found
 
     def decision(self) -> Decision:
         """The best so far, with orders of its own where these pay; the instant one where nothing is better."""
-        if self._search is None:
+        if not self._searches:
             return self._instant
         present = PricedPlan("the same layout", self._instant.plan, self._instant.seconds)
-        found = [_found(self._situation, self._search, [present])]
-        found.append(self._migrated("searched", self._search.best().replicas))
+        found = [_found(self._situation, search, [present]) for search in self._searches]
+        found += (self._migrated("searched", search.best().replicas) for search in self._searches)
         found.append(self._migrated("the same layout", self._instant.plan.layout.replicas))
         chosen = min((one for one in found if one is not None), key=lambda one: one.seconds, default=None)
         seconds, unit = self._instant.seconds, self._situation.unit
@@ -124,18 +148,18 @@ def _obstacle(situation: Situation, plans: Sequence[Plan]) -> str | None:
     return None
 
 
-def _search(situation: Situation, plans: Sequence[Plan], seed: int = 0) -> Search | None:
+def _search(situation: Situation, plans: Sequence[Plan], seed: int = 0, *, beside: bool = False) -> Search | None:
     """From the whole replicas of each plan, or from ranks dealt out anew; None where these do not fit either."""
     from resihp.scheduler.search import annealing  # loads what compiles
 
     starts = [[one for one in plan.layout.replicas if not one.vacant] for plan in plans]
-    search = annealing.Search(situation, [start for start in starts if start], seed)
+    search = annealing.Search(situation, [start for start in starts if start], seed, beside=beside)
     return search if search.best().replicas else None
 
 
 def _found(situation: Situation, search: Search, plans: Sequence[PricedPlan]) -> PricedPlan | None:
-    """The best of a search, of ranks that keep the most of what they hold, or one of `plans` where that is as fast in
-    orders of its own; None where there is no way to get there."""
+    """The best of a search to which there is a way, of ranks that keep the most of what they hold, or one of `plans`
+    where that is as fast in orders of its own; None where there is a way to none."""
     best = search.best()
     same = [
         one
@@ -143,11 +167,13 @@ def _found(situation: Situation, search: Search, plans: Sequence[PricedPlan]) ->
         if not one.plan.layout.vacant and search.seconds_of(one.plan.layout.replicas) <= best.seconds * (1 + TIE)
     ]
     found = [_planned(situation, one.name, search.priced(one.plan.layout.replicas)) for one in same]
-    if not any(found):
-        named = search.priced(relabelled(best.replicas, situation))  # for fewer bytes
+    for layout in (best, *search.former()):
+        if any(found):
+            break
+        named = search.priced(relabelled(layout.replicas, situation))  # for fewer bytes
         found = [_planned(situation, "searched", named)]
-        if found[0] is None or named.seconds > best.seconds * (1 + TIE):
-            found.append(_planned(situation, "searched", best))
+        if found[0] is None or named.seconds > layout.seconds * (1 + TIE):
+            found.append(_planned(situation, "searched", layout))
     known = [one for one in found if one is not None]
     return best_of(situation, known) if known else None
 

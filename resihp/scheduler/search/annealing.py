@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -45,6 +45,8 @@ TWICE = 0.25
 """How often two changes are tried as one."""
 BY_HAND = 0.1
 """How often a layer goes from one stage to another."""
+FORMER = 12
+"""Layouts that were the best before and are remembered, for where there is no way to the best one."""
 FEW_ALIKE = 4
 """Replicas up to which it does not matter which are alike."""
 
@@ -61,14 +63,18 @@ class Layouted(msgspec.Struct, frozen=True):
 
 
 class Search:
-    """`starts`: layouts to begin with; ranks dealt out anew if there are none. `seconds`: of the best so far."""
+    """`starts`: layouts to begin with; ranks dealt out anew if there are none. `beside`: only layouts for which ranks
+    have room beside what they hold. `seconds`: of the best so far."""
 
-    def __init__(self, situation: Situation, starts: Sequence[Sequence[Replica]], seed: int = 0) -> None:
+    def __init__(
+        self, situation: Situation, starts: Sequence[Sequence[Replica]], seed: int = 0, *, beside: bool = False
+    ) -> None:
         self._situation, self._random = situation, random.Random(seed)
         longest = max((len(replica.stages) for start in starts for replica in start), default=0)
-        self._pipelines = Pipelines(situation, max(situation.pp + MORE_STAGES, longest))
+        self._pipelines = Pipelines(situation, max(situation.pp + MORE_STAGES, longest), beside=beside)
         self._moves = Moves(situation, self._random)
         self._zero_1 = situation.zero_1
+        self._former: deque[tuple[list[Laid], Score]] = deque(maxlen=FORMER)
         self._trial, self._cycle, self._cycles = 0, CYCLE, 0
         self._hot = HOT
         around = situation.tp * situation.pp
@@ -89,6 +95,11 @@ class Search:
     def best(self) -> Layouted:
         """The best so far."""
         return self._told(self._best, self._best_score)
+
+    def former(self) -> Iterator[Layouted]:
+        """Those that were the best before, the last one first."""
+        for pipes, score in reversed(self._former):
+            yield self._told(pipes, score)
 
     def priced(self, replicas: Sequence[Replica]) -> Layouted:
         """Any layout, at what it would be here."""
@@ -166,6 +177,8 @@ class Search:
         if math.isfinite(score.seconds) and _energy(score) <= borne:
             self._go_to(new, score, idle)
             if _rank(score) < _rank(self._best_score):
+                if math.isfinite(self._best_score.seconds):
+                    self._former.append((self._best, self._best_score))
                 self._best, self._best_score = new, score
 
     def _heat(self) -> float:
@@ -196,6 +209,7 @@ class Search:
     def _forget(self) -> None:
         """Tables begun anew, with what is still needed."""
         self._pipelines.clear()
+        self._former.clear()
         self._now, self._best, *elsewhere = (
             [self._pipelines.kept(one.groups, one.counts, len(pipes)) for one in pipes]
             for pipes in (self._now, self._best, *(self._elsewhere or ()))

@@ -21,7 +21,9 @@ from resihp.pipeline.compiled import KINDS
 from resihp.pipeline.parts import PARTS
 from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.gradient_sync import BUCKET_BYTES, GRADIENT_BYTES
+from resihp.scheduler.cost.held_state import holdings
 from resihp.scheduler.cost.prices import after_backward_s
+from resihp.scheduler.cost.transition_memory import layers_beside
 from resihp.scheduler.search import kernels
 from resihp.scheduler.situation import Situation
 
@@ -71,10 +73,15 @@ WORST = Score(math.inf, math.inf, ())
 
 
 class Pipelines:
-    """Kinds, rows and their times, of one situation. `most_stages`: of a replica."""
+    """Kinds, rows and their times, of one situation. `most_stages`: of a replica; `beside`: each rank has room for its
+    state as it is beside that to come, about (`transition_memory.layers_beside`)."""
 
-    def __init__(self, situation: Situation, most_stages: int) -> None:
+    def __init__(self, situation: Situation, most_stages: int, *, beside: bool = False) -> None:
         self._situation, self.most_stages = situation, most_stages
+        survivors = set(situation.available).difference(situation.stale)
+        held = holdings(situation.base.replicas) if beside else ()
+        self._held = {rank: state for rank, state in held if rank in survivors}
+        self._layers_beside: dict[tuple[Ranks, bool, bool], int] = {}
         times = situation.times
         columns = [(layer.f, layer.b, layer.w) for layer in times.layers]
         self._costs = kernels.Costs(
@@ -105,8 +112,9 @@ class Pipelines:
         """Forget all rows."""
         self._number: dict[Pipe, int] = {}
         self._kinds: dict[object, int] = {}
-        self._of_kind: list[tuple[tuple[int, ...], kernels.PipeKind, list[int]]] = []
-        """Degree of each stage, what the machine code is told, and number of its node, where nodes matter."""
+        self._of_kind: list[tuple[tuple[int, ...], kernels.PipeKind, list[int], list[int]]] = []
+        """Degree of each stage, what the machine code is told, number of its node, where nodes matter, and most layers
+        beside what its ranks hold, where that matters."""
         self._cut: dict[tuple[int, int, int | None], tuple[int, ...] | None] = {}
         self._rows: dict[tuple[int, tuple[int, ...], int | None], int] = {}
         self._allot(64)
@@ -135,9 +143,11 @@ class Pipelines:
         return Laid(groups, counts, self._row(self._kind_of(groups), counts, self._state_bytes(replicas)))
 
     def _partition(self, kind: int, micro_batches: int, state: int | None) -> tuple[int, ...] | None:
-        degrees, told, _ = self._of_kind[kind]
+        degrees, told, _, beside = self._of_kind[kind]
         counts = np.empty(len(degrees), np.int64)
         limits = np.array(self._rooms(degrees, micro_batches, state))
+        if beside:
+            limits = np.minimum(limits, beside)
         found = kernels.partitioned(micro_batches, told, limits, self._costs, OFFERS, counts)
         return tuple(counts.tolist()) if math.isfinite(found) else None
 
@@ -174,7 +184,8 @@ class Pipelines:
             known = [self._groups.get(ranks) or self._group(ranks) for ranks in groups]
             late = [self._way(a[2], b[2], i, groups) for i, (a, b) in enumerate(itertools.pairwise(known))]
             homes = [self._nodes[at[2][0]] if len(at[2]) == 1 else -1 for at in known] if self._linked else []
-            key = (tuple(at[:2] for at in known), tuple(late) if self._far else (), tuple(homes))
+            beside = [self._beside(groups, s) for s in range(len(groups))] if self._held else []
+            key = (tuple(at[:2] for at in known), tuple(late) if self._far else (), tuple(homes), tuple(beside))
             found = self._kinds.get(key)
             if found is None:
                 found = self._kinds[key] = len(self._of_kind)
@@ -187,8 +198,24 @@ class Pipelines:
                     np.array([gradient_s / tp for tp in degrees]),
                     np.array([-(-BUCKET_BYTES * tp // layer_bytes) for tp in degrees]),
                 )
-                self._of_kind.append((degrees, told, homes))
+                self._of_kind.append((degrees, told, homes, beside))
             self._number[groups] = found
+        return found
+
+    def _beside(self, groups: Pipe, s: int) -> int:
+        situation, ranks, first, last = self._situation, groups[s], s == 0, s == len(groups) - 1
+        found = self._layers_beside.get((ranks, first, last))
+        if found is None:
+            assert situation.room_bytes is not None
+            replicas = len(situation.base.replicas)
+            found = self._layers_beside[ranks, first, last] = layers_beside(
+                [self._held.get(rank) for rank in ranks],
+                situation.model,
+                situation.room_bytes,
+                first=first,
+                last=last,
+                sharing=(replicas, replicas) if situation.zero_1 else None,
+            )
         return found
 
     def _group(self, ranks: Ranks) -> tuple[int, float, tuple[str, ...]]:
@@ -240,8 +267,10 @@ class Pipelines:
             row = self._rows[key] = len(self._rows)
             if row == self._tables.stages.size:
                 self._grow()
-            (degrees, told, homes), stages, tables = self._of_kind[number], len(counts), self._tables
+            (degrees, told, homes, beside), stages, tables = self._of_kind[number], len(counts), self._tables
             tables.stages[row], tables.most[row] = stages, self._most_micro_batches(degrees, counts, state)
+            if any(count > most for count, most in zip(counts, beside, strict=False)):
+                tables.most[row] = 0
             if self._own:
                 tables.caps[row, :stages] = self._caps(degrees, counts, state)
             held = tables.held[row, :stages]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, case, func, select
@@ -18,7 +18,7 @@ from db.models import DrainRow, FailureRow, IterationRow, JobRow, NodeRow, Recon
 from db.reading import health
 from db.reading.cost_accounts import CAUSES, OF_FAILURES, Account
 from db.reading.reader import TABLES, Reader, Row, no_collection
-from resihp.detector.lemons import HALF_LIFE_S, NodeFailure, Service, node_health
+from resihp.detector.lemons import NodeFailure, Service, node_health
 from resihp.errors import UsageError
 
 By = Literal["node", "component", "cause", "kind", "job"]
@@ -224,12 +224,12 @@ class NodeRecord:
 
 
 def lemons(record: NodeRecord, now: datetime | None = None) -> list[Row]:
-    """All nodes that served lately, the one most to be distrusted first.
+    """All nodes that served in the last 180 days, the one most to be distrusted first.
 
     `node`, `jobs`, `device_hours` (of service), `failures` (root causes that name it) and those of each kind, `drains`,
-    `mtbf_hours` (of the node's service), `confidence` that its rate of failures is above the fleet's (gamma-Poisson
-    posterior, faded and weighed as `resihp.detector.lemons` says: the same figure as `resihp node health`), `lemon`
-    (it is at least 0.95, after two failures), `last` failure.
+    `mtbf_hours` (of the node's service); whether it is a `lemon`, and by what: `observed` outages where `expected`
+    were, in `window_days`, `p`, `q`, `lemon_devices`, `devices`, as `health.health_frame` says, and the same figures as
+    `resihp node health`; `last` verdict.
     """
     now = now or datetime.now(UTC)
     device_s: dict[str, float] = {}
@@ -253,8 +253,7 @@ def lemons(record: NodeRecord, now: datetime | None = None) -> list[Row]:
                 **{kind.replace("-", "_"): kinds.get(kind, 0) for kind in KINDS},
                 "drains": record.drains.get(one.node, 0),
                 "mtbf_hours": node_s.get(one.node, 0.0) / 3600.0 / failures if failures else None,
-                "confidence": one.probability,
-                "lemon": one.lemon,
+                **health.tally_row(one),
                 "last": None if one.last is None else datetime.fromtimestamp(one.last, UTC),
             }
         )
@@ -263,7 +262,7 @@ def lemons(record: NodeRecord, now: datetime | None = None) -> list[Row]:
 
 def horizon(now: datetime | None = None) -> datetime:
     """Before this nothing says anything of a node any more."""
-    return (now or datetime.now(UTC)) - health.HORIZON * timedelta(seconds=HALF_LIFE_S)
+    return (now or datetime.now(UTC)) - health.HORIZON
 
 
 # --- iterations -----------------------------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 """Which nodes fail again and again, and what their devices usually give, over all jobs of a ledger. Reads only;
 `resihp.detector.lemons` and `resihp.detector.probes` judge.
 
-What counts against a node: verdicts that name it (a process, device, node or link of it failed or was slow), and
+What is held against a node: verdicts that name it (a process, device, node or link of it failed or was slow), and
 devices found unfit before they were given work, in jobs of whom we believe (`Reader.believed`); not what was injected
-on purpose, nor programs' failures or broken communication. How much a verdict counts depends on its component
-(`CERTAINTY`; a process may die of anything) and, of what was slow, on the detector's confidence. A node's service is
-the time that it spent in jobs, times its devices.
+on purpose, nor programs' failures or broken communication. How sure a verdict is depends on its component
+(`CERTAINTY`; a process may die of anything) and, of what was slow, on the detector's confidence. Those on devices and
+nodes that are more likely true than not make whole outages that count; the others only move a node up in the list. A
+node's service is the time that it spent in jobs, times its devices.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sqlalchemy import ColumnElement, case, select
 
 from db.models import DrainRow, FailureRow, JobRow, LedgerTable, NodeRow, ProbeRow
 from db.reading.reader import Reader
-from resihp.detector.lemons import HALF_LIFE_S, NodeFailure, NodeHealth, Service, node_health
+from resihp.detector.lemons import HALF_LIFE_S, HORIZON_S, NodeFailure, NodeHealth, Service, node_health
 from resihp.detector.probes import Former, Place
 from resihp.detector.probes import usual_speeds as former_speeds
 from resihp.protocol.messages import Speed
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 CERTAINTY: Mapping[str, float] = {"device": 0.9, "node": 0.9, "link": 0.5, "process": 0.3}
 """That a verdict on such a component is the node's fault."""
 UNFIT_CERTAINTY = 0.7
-HORIZON = 10
-"""Half-lives after which nothing counts any more."""
+HORIZON = timedelta(seconds=HORIZON_S)
+"""After it nothing says anything of a node any more."""
 MEMORY = timedelta(days=90)
 """Older measurements say nothing of a node any more."""
 SHOWN = 3
@@ -45,14 +46,15 @@ def nodes_by_health(
     afresh: bool = False,
     injected: bool = False,
 ) -> list[NodeHealth]:
-    """All nodes that were in a job lately, the most probable lemon first.
+    """All nodes that were in a job in the last 180 days: lemons first, then whoever is expected to fail most.
 
-    `afresh`: a node that Slurm uses again after a drain counts as mended. It may merely have been undrained, so not by
-    default. `injected`: count failures that were injected, too. Raises LedgerError when the ledger cannot be read,
+    `half_life`: for that order; it does not decide who is a lemon. `afresh`: a node that Slurm uses again after a drain
+    counts as mended. It may merely have been undrained, so not by default. `injected`: count failures that were
+    injected, too. Raises LedgerError when the ledger cannot be read,
     ValueError for a half-life that is not positive.
     """
     now = now or datetime.now(UTC)
-    since = now - HORIZON * half_life
+    since = now - HORIZON
     return node_health(
         verdicts(reader, since, injected),
         services(reader, since),
@@ -65,21 +67,32 @@ def nodes_by_health(
 def health_frame(reader: Reader, now: datetime | None = None, **options: Any) -> pd.DataFrame:
     """`nodes_by_health` as a pandas frame, one row for each node; options as there.
 
-    Columns: `node`, `failures` (outages), `last` (UTC), `device_days` of service (faded), `rate` (failures per 1000
-    device-days to be expected), `probability` that the rate is above the fleet's, `lemon`, `evidence` (the last
-    verdicts in words, newest first).
+    Columns: `node`; `lemon`: the node as a whole stands out, or a device of it; `observed` outages against hardware of
+    it where `expected` were, by the rate of all others, in the last `window_days` (30, 90 or 180, whichever tells
+    most); `p`: how probable so many are by chance; `q`: the share of false ones among all that stand out at least as
+    much; `lemon_devices` by number, and `devices`: the same of them in words; `failures`: outages in 180 days,
+    `unsure`: more, of which there is no evidence against hardware, so that they do not count; `last` verdict (UTC);
+    `device_days` of service; `rate`: failures per 1000 device-days to be expected, newer ones weighing more, by which
+    the others are ranked; `evidence`: the last verdicts in words, newest first.
     """
     import pandas as pd
 
     rows = health_rows(reader, now, **options)
     types = {
         "node": "string",
+        "lemon": "boolean",
+        "observed": "Int64",
+        "expected": "float64",
+        "window_days": "Int64",
+        "p": "float64",
+        "q": "float64",
+        "lemon_devices": "string",
+        "devices": "string",
         "failures": "Int64",
+        "unsure": "Int64",
         "last": "datetime64[ns, UTC]",
         "device_days": "float64",
         "rate": "float64",
-        "probability": "float64",
-        "lemon": "boolean",
         "evidence": "string",
     }
     return pd.DataFrame(rows, columns=list(types)).astype(types)
@@ -90,16 +103,30 @@ def health_rows(reader: Reader, now: datetime | None = None, **options: Any) -> 
     return [
         {
             "node": one.node,
+            **tally_row(one),
             "failures": one.failures,
+            "unsure": one.unsure,
             "last": None if one.last is None else datetime.fromtimestamp(one.last, UTC),
             "device_days": one.device_hours / 24.0,
             "rate": one.rate * 24.0 * 1000.0,
-            "probability": one.probability,
-            "lemon": one.lemon,
             "evidence": "; ".join(_told(verdict) for verdict in one.verdicts[: -SHOWN - 1 : -1]),
         }
         for one in nodes_by_health(reader, now, **options)
     ]
+
+
+def tally_row(one: NodeHealth) -> dict[str, Any]:
+    """How a node and its devices stand, as columns of `health_frame`."""
+    return {
+        "lemon": one.lemon,
+        "observed": one.tally.observed,
+        "expected": one.tally.expected,
+        "window_days": one.tally.window_days,
+        "p": one.tally.p,
+        "q": one.tally.q,
+        "lemon_devices": ", ".join(str(device) for device in one.lemon_devices),
+        "devices": "; ".join(f"device {device}: {one.devices[device].told}" for device in one.lemon_devices),
+    }
 
 
 def usual_speeds(reader: Reader, nodes: Sequence[str], now: datetime | None = None) -> dict[Place, Speed]:
@@ -148,7 +175,7 @@ def verdicts(reader: Reader, since: datetime, injected: bool = False, *, told: b
 def _failures(reader: Reader, since: datetime, injected: bool, told: bool) -> list[NodeFailure]:
     failures = FailureRow.__table__.c
     query = select(
-        *_columns(FailureRow, "node", "kind", "component", "confidence"),
+        *_columns(FailureRow, "node", "device", "kind", "component", "confidence"),
         failures.noticed_at if told else reader.seconds(failures.noticed_at).label("at"),
     ).where(failures.node.is_not(None), failures.noticed_at >= since)
     if told:
@@ -162,6 +189,7 @@ def _failures(reader: Reader, since: datetime, injected: bool, told: bool) -> li
             at=row["noticed_at"].timestamp() if told else row["at"],
             kind=row["kind"],
             component=row["component"],
+            device=row["device"],
             certainty=CERTAINTY.get(row["component"], 0.0) * (1.0 if row["confidence"] is None else row["confidence"]),
             job=row.get("job", ""),
             cause=row.get("cause", ""),
@@ -185,6 +213,7 @@ def _probes(reader: Reader, since: datetime) -> list[NodeFailure]:
             at=row["measured_at"].timestamp(),
             kind="fail-slow",
             component="device",
+            device=row["device"],
             certainty=UNFIT_CERTAINTY,
             job=row["job"],
             cause=f"device {row['device']} found unfit, {row['evidence']}",

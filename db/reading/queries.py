@@ -9,7 +9,7 @@
     queries.failures_by(ledger, "node")         # over all jobs; or component, cause, kind, job; node=, since=, until=
     queries.cost(ledger, job)                   # where the time went, by cause: seconds, GPU-hours; also of all jobs
     queries.reliability(ledger)                 # one row for each job: goodput, ETTR, MTBF, MTTR, seconds lost by cause
-    queries.lemons(ledger)                      # nodes to distrust, with the confidence that they fail more than others
+    queries.lemons(ledger)                      # nodes to distrust: outages observed and expected, and who stands out
     queries.predictions(ledger, job)            # iteration times: observed, predicted, their ratio
     queries.promises(ledger, job)               # what plans promised, and what they kept
     queries.frame(ledger, "plans", job)         # any table of `resihp history`; filters as of `Reader.rows`
@@ -61,7 +61,10 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "promises": (
         *("epoch", "reason", "promised", "kept", "verdict", "before", "after", "predicted", "present", "unit"),
     ),
-    "lemons": (*("node", "jobs", "device_hours", *_COUNTS, "drains", "mtbf_hours", "confidence", "lemon", "last"),),
+    "lemons": (
+        *("node", "jobs", "device_hours", *_COUNTS, "drains", "mtbf_hours"),
+        *("lemon", "observed", "expected", "window_days", "p", "q", "lemon_devices", "devices", "last"),
+    ),
 }
 """Of every view of `resihp history`."""
 

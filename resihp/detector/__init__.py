@@ -4,7 +4,7 @@
 `observation`           what was measured of an iteration
 `findings`              what is said of it
 `probes`                what measurements of devices and links say, against peers and the past
-`lemons`                which nodes fail again and again
+`lemons`, `excess`      which nodes and devices fail again and again; which counts are more than chance
 `online`                fail-slow while a job runs: what the controller asks after each iteration
 `sequential`            the statistics behind it: change points, noise, one series against its peers
 `diagnosis`             why a process ended

@@ -232,9 +232,9 @@ def slandered(name: str, node: str, at: float) -> Told:
                 evidence="forged",
                 detect_s=None,
             ),
-            at + 10 * number + 3600 * number,
+            at + 10 * number + 13 * 3600 * (number - 1),  # outages of their own
         )
-    yield journal.JobEnded(exit_code=0, state="completed", reason=""), at + 3600 * 8
+    yield journal.JobEnded(exit_code=0, state="completed", reason=""), at + 3600 * 20
 
 
 def told_of(url: str, node: str, now: datetime) -> tuple[bool, int, bool]:

@@ -129,9 +129,11 @@ def health(
 ) -> None:
     """Which nodes fail more often than the others, over all jobs of a ledger.
 
-    `probability`: that the node's rate of failures is above the fleet's. Faults
-    injected on purpose do not count. Suspected: in how many jobs a device of it
-    was suspected of being slow and not convicted, which counts for nothing.
+    A lemon has had more outages than chance explains, by the rate of all others:
+    the node as a whole, or a device of it. q: share of false ones among all that
+    stand out as much. Only evidence against hardware counts; faults injected on
+    purpose do not. Suspected: in how many jobs a device of it was suspected of
+    being slow and not convicted, which counts for nothing.
 
     Example: resihp node health --ledger postgresql+psycopg://cluster/resihp
     """
@@ -349,11 +351,13 @@ def _rows(exclusions: Exclusions, slurm: Slurm | None) -> list[dict[str, Any]]:
 def _health_table(rows: Sequence[dict[str, Any]]) -> Table:
     cells = []
     for row in rows:
-        last = "-" if row["last"] is None else f"{row['last']:%Y-%m-%d %H:%M}"
-        sure = f"{'yes' if row['lemon'] else 'no'}, {row['probability']:.0%}"
+        lemon = "no" if not row["lemon"] else f"device {row['lemon_devices']}" if row["lemon_devices"] else "yes"
+        outages = f"{row['observed']} in {row['window_days']} d"
         suspected = f"{row['suspected_jobs']} of {row['jobs']}" if row["suspected_jobs"] else "-"
-        cells.append((row["node"], str(row["failures"]), last, sure, suspected, row["evidence"]))
-    return _table(("node", "failures", "last (UTC)", "a lemon?", "suspected", "evidence"), cells)
+        evidence = "; ".join(filter(None, (row["devices"], row["evidence"])))
+        figures = (outages, f"{row['expected']:.2g}", f"{row['q']:.2g}")
+        cells.append((row["node"], lemon, *figures, suspected, evidence))
+    return _table(("node", "a lemon?", "outages", "expected", "q", "suspected", "evidence"), cells)
 
 
 def _list_table(rows: Sequence[dict[str, Any]]) -> Table:

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import msgspec
 import pytest
 from sqlalchemy import update
 
 from db import models
 from db.engine import make_engine, resolve
 from db.migrate import upgrade
-from db.reading import fleet, queries
+from db.reading import fleet, health, queries
 from db.reading.reader import Reader
 from db.writer import Ledger
 from resihp.record import journal
@@ -172,14 +173,45 @@ def test_lemons(tmp_path: Path, ledger_url: str, open_ledger: Callable[..., Ledg
         clean = queries.lemons(reader)
     worst = frame.iloc[0]
     assert (worst["node"], worst["jobs"], worst["failures"], worst["fail_stop"]) == ("n2", 7, 7, 7)
-    assert worst["confidence"] > 0.9
+    assert (worst["observed"], worst["lemon"]) == (0, False)  # a process was killed, of which nobody knows why
     assert worst["device_hours"] == pytest.approx(7 * 4 * 13.9 / 3600, rel=0.05)
     assert worst["mtbf_hours"] == pytest.approx(13.9 / 3600, rel=0.05)
     assert set(frame["node"]) == {"n1", "n2", "n3"}
-    assert frame["confidence"].is_monotonic_decreasing
     # What was injected says nothing of a node.
     assert clean["failures"].tolist() == [0, 0, 0]
     assert not clean["lemon"].any()
+
+
+def test_a_device_that_fails_in_job_after_job_is_a_lemon(tmp_path: Path, ledger_url: str) -> None:
+    def broken() -> Iterator[tuple[journal.AnyEntry, float]]:
+        for entry, at in story():
+            yield (
+                (
+                    msgspec.structs.replace(entry, component="device", detect_s=None)
+                    if isinstance(entry, journal.FailureFound)
+                    else entry
+                ),
+                at,
+            )
+
+    day = 86_400.0
+    for number in range(5):
+        place = tmp_path / f"j{number}"
+        place.mkdir()
+        with Ledger.open(ledger_url, place) as ledger:
+            for record in write_journal(place / "journal", retold(f"j{number}", broken(), 7 * number * day)):
+                ledger.submit(record)
+            assert ledger.close()
+    with Reader.open(ledger_url) as reader:
+        now = datetime.fromtimestamp(BEGAN + 30 * day, UTC)
+        [worst, *others] = queries.lemons(reader, now).to_dict("records")
+        [first, *_] = health.health_rows(reader, now)
+    assert (worst["node"], worst["lemon"], worst["observed"]) == ("n2", True, 5)
+    assert worst["expected"] < 1e-3
+    assert worst["q"] < 1e-6
+    assert not any(row["lemon"] for row in others)
+    shared = ("node", "lemon", "observed", "expected", "window_days", "p", "q", "lemon_devices", "devices")
+    assert {name: worst[name] for name in shared} == pytest.approx({name: first[name] for name in shared})
 
 
 def test_frames(reader: Reader) -> None:

@@ -72,20 +72,26 @@ def test_a_node_that_fails_in_job_after_job_comes_first(ledger_of: Callable[...,
     )
     found = health_frame(reader, NOW)
     assert list(found.columns) == [
-        *("node", "failures", "last", "device_days", "rate", "probability", "lemon", "evidence"),
+        *("node", "lemon", "observed", "expected", "window_days", "p", "q", "lemon_devices", "devices"),
+        *("failures", "unsure", "last", "device_days", "rate", "evidence"),
     ]
     assert found["node"].tolist() == ["n2", "n1", "n3"]
     assert found["failures"].tolist() == [4, 1, 0]
     assert found["lemon"].tolist() == [True, False, False]
-    assert found["probability"].is_monotonic_decreasing
+    assert found["observed"].tolist() == [4, 1, 0]
+    assert 0 < found["expected"][0] < 0.1
+    assert found["q"][0] < 0.01 < found["q"][1]
+    assert found["p"].is_monotonic_increasing
+    assert found["devices"].tolist()[1:] == ["", ""]
+    assert found["lemon_devices"][0] == "1"
+    assert found["devices"][0].startswith("device 1: 4 outages in 180 days, 0.0")
     assert found["rate"].is_monotonic_decreasing
     assert found["last"][0] == pd.Timestamp(BEGAN + 95 * DAY_S + 3600, unit="s", tz="UTC")
     assert found["last"].isna().tolist() == [False, False, True]
     assert found["evidence"][0].split("; ")[0].endswith("job j95: rank 5: GPU has fallen off the bus (Xid 79)")
     assert len(found["evidence"][0].split("; ")) == 3
     assert found["evidence"][2] == ""
-    # Five jobs of 20 hours on 4 devices, faded.
-    assert 0.5 * 5 * 20 * 4 / 24 < found["device_days"][2] < 5 * 20 * 4 / 24
+    assert found["device_days"][2] == pytest.approx(5 * 20 * 4 / 24)
 
 
 @pytest.mark.parametrize(
@@ -109,11 +115,11 @@ def _rest(what: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_injected_failures_count_when_asked_for(ledger_of: Callable[..., Reader]) -> None:
-    reader = ledger_of(story())
-    now = datetime.fromtimestamp(BEGAN, UTC) + timedelta(days=1)
-    assert [one.failures for one in nodes_by_health(reader, now)] == [0, 0, 0]
-    worst = nodes_by_health(reader, now, injected=True)[0]
-    assert (worst.node, worst.failures) == ("n2", 1)
+    reader = ledger_of(story(), job(0.5, failed(1, "n3", detect_s=0.02), name="j"))
+    now = datetime.fromtimestamp(BEGAN, UTC) + timedelta(days=1.5)
+    assert [(one.failures, one.unsure) for one in nodes_by_health(reader, now)] == [(0, 0)] * 3
+    counted = {one.node: (one.failures, one.unsure) for one in nodes_by_health(reader, now, injected=True)}
+    assert counted == {"n1": (0, 0), "n2": (0, 1), "n3": (1, 0)}  # a process of n2 was killed, a device of n3 failed
 
 
 def test_a_process_that_died_of_anything_weighs_less_than_a_device(ledger_of: Callable[..., Reader]) -> None:
@@ -121,12 +127,38 @@ def test_a_process_that_died_of_anything_weighs_less_than_a_device(ledger_of: Ca
     assert [one.node for one in nodes_by_health(reader, NOW)] == ["n2", "n1", "n3"]
 
 
-def test_the_past_fades(ledger_of: Callable[..., Reader]) -> None:
+def test_processes_that_die_in_job_after_job_make_no_lemon_and_are_told(ledger_of: Callable[..., Reader]) -> None:
+    dead = {"component": "process", "cause": "rank 5 killed by signal 9 (SIGKILL)"}
+    found = health_frame(
+        ledger_of(*(job(day, failed(1, "n2", **dead), name=f"j{day}") for day in range(40, 99, 7))), NOW
+    )
+    assert (found["node"][0], found["failures"][0], found["unsure"][0]) == ("n2", 0, 9)
+    assert found["evidence"][0].endswith("rank 5 killed by signal 9 (SIGKILL)")
+    assert not found["lemon"].any()
+
+
+def test_what_was_long_ago_counts_as_much_and_ranks_less(ledger_of: Callable[..., Reader]) -> None:
     reader = ledger_of(*(job(day, failed(1, "n2"), name=f"j{day}") for day in (1, 5, 9)), job(99, name="now"))
-    worst = nodes_by_health(reader, NOW)[0]
-    assert (worst.node, worst.lemon) == ("n2", False)
-    assert nodes_by_health(reader, NOW, half_life=timedelta(days=3650))[0].lemon
-    assert nodes_by_health(reader, NOW, half_life=timedelta(days=1))[0].failures == 0
+    for half_life in (1, 30, 3650):
+        worst = nodes_by_health(reader, NOW, half_life=timedelta(days=half_life))[0]
+        assert (worst.node, worst.failures, worst.lemon) == ("n2", 3, True)
+    assert nodes_by_health(reader, NOW + timedelta(days=100))[0].failures == 0
+
+
+def test_a_device_and_a_node_fail_on_their_own_account(ledger_of: Callable[..., Reader]) -> None:
+    def told(day: int) -> Told:
+        broken = (
+            failed(1, "n1", device=3),
+            failed(2, "n2", component="node", device=None),
+            failed(3, "n3", device=day % 4),
+        )
+        yield from job(day, *broken, name=f"j{day}")
+
+    frame = health_frame(ledger_of(*(told(day) for day in (60, 67, 74, 82, 89))), NOW).set_index("node")
+    assert frame["failures"].tolist() == [5, 5, 5]
+    # All three fail as often as each other, which is no reason to distrust one; but one device of n1 does all of it.
+    assert frame["lemon_devices"].to_dict() == {"n1": "3", "n2": "", "n3": ""}
+    assert frame["observed"].tolist() == [5, 5, 5]
 
 
 def test_a_node_undrained_since_starts_afresh_when_asked_for(ledger_of: Callable[..., Reader]) -> None:

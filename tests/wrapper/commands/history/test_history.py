@@ -200,7 +200,9 @@ def test_which_nodes_to_distrust() -> None:
         told()
     found = rows("lemons", "--injected")
     assert [(row["node"], row["failures"], row["jobs"]) for row in found] == [("n2", 4, 4), ("n1", 4, 4)]
-    assert all(0.0 < row["confidence"] < 1.0 for row in found)
+    # Four jobs at the same time: to each node it is one outage, which makes no lemon.
+    assert [(row["observed"], row["lemon"], row["lemon_devices"]) for row in found] == [(1, False, "")] * 2
+    assert all(row["expected"] < row["p"] < row["q"] == 1.0 for row in found)
     assert [row["node"] for row in rows("lemons", "--node", "n1")] == ["n1"]
     assert "n2" in text_of("history", "lemons", "--injected")
 

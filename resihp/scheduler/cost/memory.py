@@ -168,8 +168,8 @@ def capacity(model: ModelSpec, post: Post, memory_bytes: int, tokens: int) -> in
     """Most layers that a stage can hold; with several chunks about that, as they may not be of one size."""
     first, last = post.stage == 0, post.stage == post.stages - 1
     each = _each(model, post.state_bytes)
-    fixed = each * _held(_outside(model, first, last), post.tp)
-    per_layer = each * _held(layer_outline(model, 0), post.tp)
+    fixed = each * _outside_elements(model, first, last, post.tp)
+    per_layer = each * _layer_elements(model, post.tp)
     if tokens:
         alive = _most_alive(post.schedule, post.stage, post.stages, post.chunks, post.micro_batches)
         fixed += _outside_activations(model, first, last, post.tp, tokens)
@@ -216,7 +216,8 @@ def fits(
     for s, stage in enumerate(replica.stages):
         first, last = virtual[0][0] == s, virtual[-1][0] == s
         inside, per_layer = _layer_bytes(model, stage.tp, sequence_parallel, tokens, state_bytes)
-        needed = _each(model, state_bytes) * _held(_outside(model, first, last), stage.tp) + len(stage.layers) * inside
+        outside = _each(model, state_bytes) * _outside_elements(model, first, last, stage.tp)
+        needed = outside + len(stage.layers) * inside
         if tokens:
             needed += _outside_activations(model, first, last, stage.tp, tokens)
             if orders:
@@ -271,7 +272,7 @@ def alive(
     if memory_bytes is None or not tokens:
         return float("inf")
     inside, per_layer = _layer_bytes(model, tp, sequence_parallel, tokens, state_bytes)
-    state = _each(model, state_bytes) * _held(_outside(model, first, last), tp) + layers * inside
+    state = _each(model, state_bytes) * _outside_elements(model, first, last, tp) + layers * inside
     outside = _outside_activations(model, first, last, tp, tokens)
     return (memory_bytes - state - outside) // (per_layer * layers)
 
@@ -281,7 +282,7 @@ def _layer_bytes(
     model: ModelSpec, tp: int, sequence_parallel: bool, tokens: int, state_bytes: int | None
 ) -> tuple[int, int]:
     """Of one rank: a layer's state, and its activations of one micro-batch."""
-    state = _each(model, state_bytes) * _held(layer_outline(model, 0), tp)
+    state = _each(model, state_bytes) * _layer_elements(model, tp)
     return state, _layer_activations(model, tp, sequence_parallel, tokens)
 
 
@@ -321,7 +322,8 @@ def _stage_bytes(
     stage = replica.stages[s]
     virtual = replica.virtual_stages
     first, last = virtual[0][0] == s, virtual[-1][0] == s
-    state = _held(_outside(model, first, last), stage.tp) + len(stage.layers) * _held(layer_outline(model, 0), stage.tp)
+    outside = _outside_elements(model, first, last, stage.tp)
+    state = outside + len(stage.layers) * _layer_elements(model, stage.tp)
     if not order:
         return _each(model, state_bytes) * state
     per_layer = _layer_activations(model, stage.tp, sequence_parallel, tokens)
@@ -360,6 +362,16 @@ def _outside(model: ModelSpec, first: bool, last: bool) -> tuple[ParameterSpec, 
     units |= {"final", "head"} if last else set()
     bare = msgspec.structs.replace(model, layers=0)
     return tuple(spec for spec in outline(bare) if units.intersection(spec.units))
+
+
+@lru_cache(maxsize=512)
+def _outside_elements(model: ModelSpec, first: bool, last: bool, tp: int) -> int:
+    return _held(_outside(model, first, last), tp)
+
+
+@lru_cache(maxsize=512)
+def _layer_elements(model: ModelSpec, tp: int) -> int:
+    return _held(layer_outline(model, 0), tp)
 
 
 def _each(model: ModelSpec, told: int | None) -> int:

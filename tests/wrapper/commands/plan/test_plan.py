@@ -51,15 +51,13 @@ def test_a_search_finds_a_better_plan_and_says_what_was_found_at_once() -> None:
         "--model",
         "llama2-13b",
         "--layout",
-        "tp=4,dp=2,pp=2",
+        "tp=4,dp=2,pp=4",
         "--sequence-parallel",
         "--fail",
-        "15",
-        "--slow",
-        "11:0.5",
+        "16,28",
     )
     at_once, searched = found(*asked), found(*asked, "--search", "0.5")
-    assert searched["after"]["iteration_seconds"] < 0.98 * at_once["after"]["iteration_seconds"]
+    assert searched["after"]["iteration_seconds"] < 0.99 * at_once["after"]["iteration_seconds"]
     assert searched["alternatives"][0] == {
         "name": "at once",
         "iteration_seconds": at_once["after"]["iteration_seconds"],

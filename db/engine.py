@@ -15,13 +15,15 @@ from typing import Any
 from sqlalchemy import URL, Engine, create_engine, event
 from sqlalchemy.engine import Connection, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
-from sqlalchemy.pool import ConnectionPoolEntry
+from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 
 from resihp.errors import LedgerError
 
 LEDGER_FILE = "ledger.db"
 BUSY_TIMEOUT_S = 5.0
 SILENCE_S = 30.0
+MIGRATION_LOCK_S = 3.0
+"""How long a change of a server's schema waits for a table at a time: whoever comes after it waits as long."""
 EXAMPLES = "use sqlite:///PATH or postgresql+psycopg://USER@HOST/DATABASE"
 NETWORK_FILE_SYSTEMS = frozenset(
     """
@@ -98,8 +100,9 @@ def make_engine(url: URL, *, write: bool, migrate: bool = False) -> Engine:
     """An engine whose transactions are real ones on SQLite too (pysqlite's own begin too late for migrations).
 
     Nothing is opened yet. Writers take SQLite's lock when a transaction begins, so that it cannot fail half-way, and
-    wait for a lock of either database for `BUSY_TIMEOUT_S`; who migrates PostgreSQL waits as long as it takes. A server
-    that vanished without a word is given up after `SILENCE_S`. With `migrate`, SQLite does not enforce foreign keys, so
+    wait for a lock of either database for `BUSY_TIMEOUT_S`; who migrates PostgreSQL waits for `MIGRATION_LOCK_S`. A
+    server's connection ends with its use: a server has a hundred, and hundreds of jobs. A server that vanished
+    without a word is given up after `SILENCE_S`. With `migrate`, SQLite does not enforce foreign keys, so
     that tables can be remade (sqlite.org, "Making Other Kinds Of Table Schema Changes"); who migrates checks them
     before the commit.
     Raises LedgerError if the driver is not installed.
@@ -124,25 +127,45 @@ def make_engine(url: URL, *, write: bool, migrate: bool = False) -> Engine:
         event.listen(engine, "begin", begun)
         return engine
     try:
-        usual = {"connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4}
-        usual["tcp_user_timeout"] = round(SILENCE_S * 1000)
-        arguments: dict[str, Any] = {name: value for name, value in usual.items() if name not in url.query}
-        engine = create_engine(url, connect_args=arguments, pool_pre_ping=True)
+        engine = create_engine(url, connect_args=_connect_arguments(url), poolclass=NullPool)
     except (ModuleNotFoundError, NoSuchModuleError):
         raise LedgerError(
             f"ledger {masked(url)}: Python package psycopg is not installed; pip install 'psycopg[binary]', "
             "or use sqlite"
         ) from None
-    if write and not migrate:
-        wait_ms = round(BUSY_TIMEOUT_S * 1000)
+    if write:
+        wait_ms = round((MIGRATION_LOCK_S if migrate else BUSY_TIMEOUT_S) * 1000)
 
-        def limited(connection: Any, _: ConnectionPoolEntry) -> None:
-            with connection.cursor() as cursor:
-                cursor.execute(f"SET lock_timeout = {wait_ms}")
-            connection.commit()
+        def limited(connection: Connection) -> None:
+            connection.exec_driver_sql(f"SET LOCAL lock_timeout = {wait_ms}")
 
-        event.listen(engine, "connect", limited)
+        event.listen(engine, "begin", limited)
     return engine
+
+
+def _connect_arguments(url: URL) -> dict[str, Any]:
+    """What a server is connected with unless its URL says otherwise. Nothing that pgbouncer would refuse, or keep for
+    the next who comes: no `options`, and no prepared statements, whose names are a connection's own."""
+    usual = {"connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4}
+    usual["tcp_user_timeout"] = round(SILENCE_S * 1000)
+    return {"prepare_threshold": None, **{name: value for name, value in usual.items() if name not in url.query}}
+
+
+def check(url: URL) -> None:
+    """Raises LedgerError for a URL that can never be opened, as far as can be told without connecting."""
+    engine = make_engine(url, write=True)
+    if file_of(url) is None:
+        from psycopg import Error
+        from psycopg.conninfo import make_conninfo
+
+        _, arguments = engine.dialect.create_connect_args(url)
+        arguments.pop("context", None)  # SQLAlchemy's, for psycopg alone
+        try:
+            make_conninfo(**arguments)
+        except (Error, UnicodeError) as error:
+            words = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise LedgerError(f"ledger {masked(url)}: {words}; {EXAMPLES}") from None
+    engine.dispose()
 
 
 def refusal(url: URL, error: DBAPIError | OSError) -> LedgerError:
@@ -170,6 +193,8 @@ def refusal(url: URL, error: DBAPIError | OSError) -> LedgerError:
         advice = "rows of a job that another database user wrote are not changed; name another with --ledger"
     elif file_of(url) is not None:
         advice = "is its folder writable? name another with --ledger sqlite:///PATH"
+    elif "too many c" in words or "remaining connection slots" in words:
+        advice = "all its connections are in use: try again, or raise its max_connections, or use a pooler"
     else:
         advice = "is the server up, and may this user connect? name another with --ledger"
     return LedgerError(f"ledger {name}: {words}; {advice}")

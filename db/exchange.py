@@ -224,10 +224,10 @@ def _journal_seq(url: str, uuid: str) -> int | None:
 
 
 def merge(source: Source, url: str) -> list[Merged]:
-    """Merge all jobs of `source` into the ledger at `url`, which is made or upgraded if need be. Raises LedgerError."""
+    """Merge all jobs of `source` into the ledger at `url`, which is made if need be. Raises LedgerError."""
     parsed = resolve(url)
     prepare_folder(parsed)
-    migrate.upgrade(parsed.render_as_string(hide_password=False))
+    migrate.make_ready(parsed.render_as_string(hide_password=False))
     engine = make_engine(parsed, write=True)
     try:
         merged = []

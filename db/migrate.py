@@ -1,27 +1,36 @@
 """The ledger's schema version: which one a database has, which one we know, and the way from one to the other.
 
 Alembic without an alembic.ini. A new ledger is made by the same migrations that upgrade an old one. Used by the writer
-when it opens a ledger, by `resihp db upgrade`, and by readers, which only check.
+when it opens a ledger, by `resihp db upgrade`, and by readers, which only check. A server's ledger is many users': its
+schema is changed by `resihp db upgrade` alone, which waits for others in short turns.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, inspect, text
+from sqlalchemy import URL, Connection, Engine, inspect, text
 from sqlalchemy.exc import DBAPIError
 
-from db.engine import make_engine, masked, prepare_folder, refusal, resolve
+from db.engine import file_of, make_engine, masked, prepare_folder, refusal, resolve
 from db.models import LedgerTable
 from resihp.errors import LedgerError
 
 VERSION_TABLE = "resihp_version"
 _LOCK_NUMBER = 0x7E51
 """PostgreSQL advisory lock: jobs that start together must not migrate at once."""
+TURNS = 20
+"""How often a change of a server's schema is tried while others hold what it needs."""
+BETWEEN_TURNS_S = 2.0
+"""Meanwhile those who waited for us write."""
 
 
 def _config() -> Config:
@@ -31,11 +40,15 @@ def _config() -> Config:
     return config
 
 
+@cache
+def _revisions() -> tuple[str, ...]:
+    """All schemas, newest first."""
+    return tuple(script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions())
+
+
 def head() -> str:
     """The newest schema that this version of resihp knows."""
-    revision = ScriptDirectory.from_config(_config()).get_current_head()
-    assert revision is not None
-    return revision
+    return _revisions()[0]
 
 
 def current(url: str) -> str | None:
@@ -51,18 +64,18 @@ def current(url: str) -> str | None:
         engine.dispose()
 
 
-def upgrade(url: str) -> str:
+def upgrade(url: str, say: Callable[[str], None] = lambda text: None) -> str:
     """Bring the ledger at `url` to the schema we know, making it if need be; returns that schema's version.
 
-    One transaction: it happens as a whole or not at all. Raises LedgerError if it cannot be opened, belongs to
-    another program, or is newer than we know.
+    One transaction: it happens as a whole or not at all. A server's tables are waited for in turns, between which
+    others write; `say` hears for whom. Raises LedgerError if it cannot be opened, belongs to another program, is newer
+    than we know, or its tables could not be had.
     """
     parsed = resolve(url)
     prepare_folder(parsed)
     engine = make_engine(parsed, write=True, migrate=True)
     try:
-        with engine.begin() as connection:
-            upgrade_connection(connection, masked(parsed))
+        _in_turns(engine, parsed, say)
     except (DBAPIError, OSError) as error:
         raise refusal(parsed, error) from error
     finally:
@@ -70,15 +83,90 @@ def upgrade(url: str) -> str:
     return head()
 
 
+def _in_turns(engine: Engine, url: URL, say: Callable[[str], None]) -> None:
+    told: list[int] = []
+    for turn in range(TURNS):
+        try:
+            with engine.begin() as connection:
+                upgrade_connection(connection, masked(url))
+            return
+        except DBAPIError as error:
+            if not _is_locked(error):
+                raise
+        pids, waits = _who_is_waited_for(engine)
+        if pids != told or turn == 0:
+            told = pids
+            say(f"ledger {masked(url)}: waiting for {waits}")
+        if turn < TURNS - 1:
+            time.sleep(BETWEEN_TURNS_S)
+    raise LedgerError(
+        f"ledger {masked(url)}: unchanged, its tables are held by {waits}; try again when that has ended, or end it "
+        "with SELECT pg_terminate_backend(PID)"
+    )
+
+
+def _is_locked(error: DBAPIError) -> bool:
+    """PostgreSQL's lock_not_available, and a deadlock that it ended: both pass."""
+    state: Any = getattr(error.orig, "sqlstate", None)
+    return state in ("55P03", "40P01")
+
+
+def _who_is_waited_for(engine: Engine) -> tuple[list[int], str]:
+    """Who has had locks on tables of this database, or its schema's change, for longest: the likeliest cause."""
+    query = text(
+        "SELECT activity.pid, activity.usename, activity.state, "
+        "round(extract(epoch FROM now() - activity.xact_start)) AS seconds FROM pg_stat_activity activity "
+        "WHERE activity.datname = current_database() AND activity.pid <> pg_backend_pid() AND EXISTS "
+        "(SELECT 1 FROM pg_locks held WHERE held.pid = activity.pid AND held.granted "
+        "AND (held.relation >= 16384 OR held.locktype = 'advisory')) AND NOT EXISTS "
+        "(SELECT 1 FROM pg_locks wanted WHERE wanted.pid = activity.pid AND NOT wanted.granted) "
+        "ORDER BY activity.xact_start NULLS LAST LIMIT 3"
+    )
+    with engine.connect() as connection:
+        found = connection.execute(query).all()
+    told = [f"database user {row.usename} (pid {row.pid}, {row.state} for {row.seconds or 0} s)" for row in found]
+    return [row.pid for row in found], " and ".join(told) or "others who write"
+
+
+def make_ready(url: str) -> None:
+    """See to it that the ledger at `url` can be written: a file is made or upgraded, an empty database made.
+
+    Raises LedgerError as `upgrade` does, and for a server's ledger of an older schema, which is not touched.
+    """
+    parsed = resolve(url)
+    if file_of(parsed) is not None:
+        upgrade(url)
+        return
+    engine = make_engine(parsed, write=True)
+    try:
+        with engine.begin() as connection:
+            if version_of(connection) is None:
+                _lock(connection)
+            version = version_of(connection)
+            if version is None:
+                upgrade_connection(connection, masked(parsed))
+            else:
+                check_same(version, masked(parsed))
+    except (DBAPIError, OSError) as error:
+        raise refusal(parsed, error) from error
+    finally:
+        engine.dispose()
+
+
 def version_of(connection: Connection) -> str | None:
     context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
     return context.get_current_revision()
 
 
-def upgrade_connection(connection: Connection, name: str) -> None:
-    """Upgrade within the caller's transaction; `name` is the ledger's, for messages. Raises LedgerError."""
+def _lock(connection: Connection) -> None:
+    """Until the transaction ends nobody else changes a server's schema; may be taken twice."""
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:number)"), {"number": _LOCK_NUMBER})
+
+
+def upgrade_connection(connection: Connection, name: str) -> None:
+    """Upgrade within the caller's transaction; `name` is the ledger's, for messages. Raises LedgerError."""
+    _lock(connection)
     version = version_of(connection)
     if version == head():
         return
@@ -105,8 +193,7 @@ def upgrade_connection(connection: Connection, name: str) -> None:
 
 def check_known(version: str, name: str) -> None:
     """Raises LedgerError if `version` is none of ours: the ledger was written by a newer resihp."""
-    known = {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
-    if version not in known:
+    if version not in _revisions():
         raise LedgerError(
             f"ledger {name}: its schema {version} is newer than {head()}, the newest that this resihp knows; "
             "upgrade resihp, or name another ledger with --ledger"
@@ -127,6 +214,11 @@ def check_readable(connection: Connection, name: str) -> None:
     version = version_of(connection)
     if version is None:
         raise LedgerError(f"ledger {name}: holds no ledger of resihp; name another with --ledger")
+    check_same(version, name)
+
+
+def check_same(version: str, name: str) -> None:
+    """Raises LedgerError unless `version` is the schema that we write and read."""
     if version != head():
         check_known(version, name)
         raise LedgerError(

@@ -105,6 +105,9 @@ class Waiting:
     def __bool__(self) -> bool:
         return bool(self._parts)
 
+    def __len__(self) -> int:
+        return self._count
+
     def put(self, reports: list[Report]) -> int:
         """Take in as many as there is room for; returns how many there was none for."""
         kept = reports[: max(self._most - self._count, 0)]

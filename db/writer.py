@@ -9,6 +9,7 @@ Telemetry is dropped when its queue is full, and counted. Decides nothing about 
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections import deque
@@ -29,6 +30,12 @@ from resihp.record import journal, journal_file
 from resihp.record.packing import unpack
 
 BATCH_S = 0.2
+SERVER_BATCH_S = (2.0, 5.0)
+"""Between two batches of a job to a server, which is connected to for each: at random, for hundreds of jobs begin at
+once and would come at once for ever. Who flushes or closes waits for none of it."""
+SERVER_SHARE = 0.04
+"""Of its time, at most, a job is connected to a server: one that is slow because hundreds write is asked less often."""
+LONGEST_GATHER_S = 30.0
 BATCH_RECORDS = 500
 TELEMETRY_ROWS = 50_000
 RECORDS_IN_MEMORY = 20_000
@@ -54,6 +61,8 @@ class Ledger:
         """Absolute, with its password: for `resihp.errors` messages use `name`."""
         self.name = masked(url)
         self._url = url
+        self._took_s = 0.0
+        """How long the last batches took."""
         self._opened: tuple[int, int] | None = None
         self._lacks_tables = False
         self._say_to = say
@@ -93,7 +102,8 @@ class Ledger:
         telemetry_rows: int = TELEMETRY_ROWS,
         records_in_memory: int = RECORDS_IN_MEMORY,
     ) -> Ledger:
-        """Open the ledger at `url` (`sqlite` alone: in the job's folder), making or upgrading it, and start writing.
+        """Open the ledger at `url` (`sqlite` alone: in the job's folder), and start writing. It is made if need be; a
+        file is upgraded, a server's is not (`db.migrate.make_ready`).
 
         `say` takes one-line warnings, from the writer's thread; without it they are logged. With `journal_path`,
         records that pile up while the database is away are read again from there instead of kept in memory.
@@ -101,7 +111,7 @@ class Ledger:
         """
         parsed = resolve(url, job_folder)
         prepare_folder(parsed)
-        migrate.upgrade(parsed.render_as_string(hide_password=False))
+        migrate.make_ready(parsed.render_as_string(hide_password=False))
         ledger = cls(
             parsed,
             say=say,
@@ -110,8 +120,9 @@ class Ledger:
             records_in_memory=records_in_memory,
         )
         try:
-            with ledger._engine.connect():
-                ledger._opened = _identity(parsed)
+            if file_of(parsed) is not None:
+                with ledger._engine.connect():
+                    ledger._opened = _identity(parsed)
         except (DBAPIError, OSError) as error:
             raise refusal(parsed, error) from error
         if is_on_network(parsed):
@@ -138,7 +149,7 @@ class Ledger:
                 self._reread = True
             self._records.append(record)
             self._last_submitted = max(self._last_submitted, record.seq)
-        self._wake.set()
+        self._come()
 
     def telemetry(self, rows: Iterable[Mapping[str, Any]] | Iterable[report_rows.Report]) -> None:
         """Hand over rank reports: mappings, or tuples, of iteration, epoch, rank, seconds, compute_seconds.
@@ -148,7 +159,7 @@ class Ledger:
         reports = report_rows.as_reports(rows)
         with self._lock:
             self._dropped += self._reports.put(reports)
-        self._wake.set()
+        self._come()
 
     def scores(self, iteration: int, scores: Iterable[tuple[int, float | None, float]]) -> None:
         """Hand over how ranks stood with the detector after an iteration: rank, level, evidence. Telemetry, too."""
@@ -157,6 +168,17 @@ class Ledger:
             room = max(self._most_scores - len(self._scores), 0)
             self._scores += rows[:room]
             self._dropped += max(len(rows) - room, 0)
+        self._come()
+
+    def _come(self) -> None:
+        """There is something to write: in a while, or at once where half of what has room waits already."""
+        with self._lock:
+            crowded = (
+                2 * len(self._records) > self._most_records
+                or 2 * max(len(self._reports), len(self._scores)) > self._most_scores
+            )
+        if crowded and not self._failing:
+            self._hurry.set()
         self._wake.set()
 
     def catch_up(self, journal_path: Path) -> None:
@@ -272,39 +294,51 @@ class Ledger:
 
     def _write_until_closed(self) -> None:
         pause_s = FIRST_PAUSE_S
+        said: set[str] = set()
         while True:
             self._wake.wait()
-            self._rest(BATCH_S)  # let a batch gather, unless somebody waits for it
+            self._rest(self._gather_s())  # let a batch gather, unless somebody waits for it
             self._wake.clear()
+            began = time.monotonic()
             try:
                 while self._write_batch():
                     pause_s = FIRST_PAUSE_S
+                self._took_s = time.monotonic() - began
             except Exception as error:  # noqa: BLE001 - whatever it is, training goes on and the records are kept
                 self._engine.dispose()
                 with self._lock:
                     self._hopeless = _lies_in_the_rows(error)
                     self._written.notify_all()
                 self._lacks_tables = isinstance(error, ProgrammingError) or "no such table" in str(error)
-                if not self._failing:
+                words = _first_line(error)
+                if not self._failing or (isinstance(error, LedgerError) and words not in said):
                     self._failing = True
-                    what = f"cannot be written, {_first_line(error)}; trying again, the job goes on"
-                    self._say(f"ledger {self.name}: {what}")
+                    said.add(words)
+                    words = words.removeprefix(f"ledger {self.name}: ")
+                    self._say(f"ledger {self.name}: cannot be written, {words}; trying again, the job goes on")
                 left_s = self._deadline - time.monotonic()
                 if left_s <= 0:
                     return
                 if self._closing.is_set():
-                    time.sleep(min(FIRST_PAUSE_S, left_s))
+                    time.sleep(min(random.uniform(0.5, 1.0) * FIRST_PAUSE_S, left_s))
                 else:
-                    self._rest(pause_s)
+                    self._rest(random.uniform(0.5, 1.0) * pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 self._wake.set()
                 continue
             self._hopeless = False
             if self._failing:
                 self._failing = False
+                said.clear()
                 self._say(f"ledger {self.name}: written again, nothing of the journal is missing")
             if self._closing.is_set() and not self._wake.is_set():
                 return
+
+    def _gather_s(self) -> float:
+        if file_of(self._url) is not None:
+            return BATCH_S
+        slow_s = random.uniform(0.5, 1.5) * min(self._took_s / SERVER_SHARE, LONGEST_GATHER_S)
+        return max(random.uniform(*SERVER_BATCH_S), slow_s)
 
     def _rest(self, pause_s: float) -> None:
         self._hurry.wait(pause_s)
@@ -318,7 +352,7 @@ class Ledger:
         if not (gone or self._lacks_tables):
             return
         self._engine.dispose()
-        migrate.upgrade(self.url)
+        migrate.make_ready(self.url)
         self._opened = _identity(self._url)
         self._lacks_tables = False
         with self._lock:

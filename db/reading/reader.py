@@ -186,11 +186,15 @@ def no_collection() -> Iterator[None]:
 
 
 class Reader:
-    """An open ledger, for reading."""
+    """An open ledger, for reading. A server's connection ends with each question: a notebook that stays open has none.
+
+    Within a `with` it lasts from the first question to the end, for those who ask many.
+    """
 
     def __init__(self, connection: Connection, name: str, *, borrowed: bool = False) -> None:
         """Use `Reader.open`, or `Reader.within`."""
         self._connection, self._borrowed = connection, borrowed
+        self._lasts = connection.dialect.name == "sqlite"
         self.name = name
 
     @classmethod
@@ -218,7 +222,9 @@ class Reader:
             connection.close()
             engine.dispose()
             raise error if isinstance(error, LedgerError) else refusal(parsed, error) from error
-        return cls(connection, masked(parsed))
+        reader = cls(connection, masked(parsed))
+        reader._part()
+        return reader
 
     def close(self) -> None:
         if self._borrowed:
@@ -228,7 +234,12 @@ class Reader:
         engine.dispose()
 
     def __enter__(self) -> Reader:
+        self._lasts = True
         return self
+
+    def _part(self) -> None:
+        if not self._lasts:
+            self._connection.close()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -263,11 +274,15 @@ class Reader:
         if self._borrowed:
             return self._dicts(query)
         try:
+            if self._connection.closed:
+                self._connection = self._connection.engine.connect()
             found = self._dicts(query)
             self._connection.rollback()
         except DBAPIError as error:
             self._connection.rollback()
             raise refusal(self._connection.engine.url, error) from error
+        finally:
+            self._part()
         return found
 
     def _dicts(self, query: Select[Any]) -> list[Row]:

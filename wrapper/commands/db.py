@@ -32,7 +32,10 @@ def register(app: typer.Typer) -> None:
 
 
 def upgrade(job: JobArgument = None, ledger: LedgerOption = None) -> None:
-    """Bring a ledger to this version's schema; makes it if it is not there."""
+    """Bring a ledger to this version's schema; makes it if it is not there.
+
+    On a server nobody else does this to a ledger that is there. Jobs go on meanwhile: it waits for tables in turns.
+    """
     from db import migrate
     from db.engine import masked, resolve
     from wrapper.output.ledgers import exists, url_of
@@ -43,7 +46,7 @@ def upgrade(job: JobArgument = None, ledger: LedgerOption = None) -> None:
         found = find_job(job)
         ledger = url_of(found) if ledger is None else str(resolve("sqlite", found.folder))
     before = migrate.current(ledger) if exists(ledger) else None
-    after = migrate.upgrade(ledger)
+    after = migrate.upgrade(ledger, message)
     what = "is up to date" if before == after else "made" if before is None else f"upgraded from {before}"
     message(f"ledger {masked(ledger)}: schema {after}, {what}")
 

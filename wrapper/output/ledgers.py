@@ -42,7 +42,16 @@ def opened(job: str | None, ledger: str | None) -> Iterator[tuple[Reader, dict[s
         raise LedgerError(f"job {found.name}: its ledger is not there yet; has it begun? logs are in {found.logs}")
     file = found.read()
     with Reader.open(url) as reader:
-        yield reader, reader.job(found.name, host=file.host, started=datetime.fromtimestamp(file.created_at, UTC))
+        try:
+            row = reader.job(found.name, host=file.host, started=datetime.fromtimestamp(file.created_at, UTC))
+        except JobNotFoundError:
+            if found.supervisor() is None:
+                raise
+            raise LedgerError(
+                f"job {found.name}: runs, and ledger {reader.name} does not have it yet; try again in a few seconds, "
+                f"logs are in {found.logs}"
+            ) from None
+        yield reader, row
 
 
 def _own_url(job: Job) -> str:

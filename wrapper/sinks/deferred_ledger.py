@@ -1,11 +1,12 @@
-"""A ledger that is opened behind the job's back: a job that is under way does not wait for a database.
+"""A ledger that is opened behind the job's back: a job does not wait for a database.
 
-For a supervisor that takes over. Until the database can be opened, which is tried as long as the job runs, the journal
-alone holds what happens; then the ledger catches up with it. Decides nothing.
+For a server's ledger, and for a supervisor that takes over. Until the database can be opened, which is tried as long
+as the job runs, the journal alone holds what happens; then the ledger catches up with it. Decides nothing.
 """
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,16 +23,29 @@ if TYPE_CHECKING:
 FIRST_S = 3.0
 """How long a new leader is left alone before the ledger is opened: until then it gathers its agents."""
 AGAIN_S = 1.0
+LONGEST_AGAIN_S = 15.0
+"""Between tries at last: a server that is down for hours is not to be asked by hundreds of jobs each second."""
 CLOSE_S = 10.0
 
 
 class LateLedger:
-    """`db.writer.Ledger`, as soon as there is one. `opened` opens it; `warn` may be called from another thread."""
+    """`db.writer.Ledger`, as soon as there is one. `opened` opens it; `warn` may be called from another thread.
 
-    def __init__(self, opened: Callable[[], Ledger], journal: Path, warn: Callable[[str], None]) -> None:
+    It is opened after `pause_s`, `FIRST_S` unless it is given.
+    """
+
+    def __init__(
+        self,
+        opened: Callable[[], Ledger],
+        journal: Path,
+        warn: Callable[[str], None],
+        *,
+        pause_s: float | None = None,
+    ) -> None:
         self._opened = opened
         self._journal = journal
         self._warn = warn
+        self._pause_s = FIRST_S if pause_s is None else pause_s
         self._ledger: Ledger | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._open, name="late ledger", daemon=True)
@@ -69,25 +83,37 @@ class LateLedger:
         return self._ledger.close()
 
     def _open(self) -> None:
-        told = False
-        self._closing.wait(FIRST_S)
-        while True:
-            last = self._closing.is_set()
-            try:
-                ledger = self._opened()
-                break
-            except (ResihpError, OSError) as error:
-                if not told:
-                    self._say(f"{error}; tried again while the job goes on")
-                told = True
-            if last:
-                return
-            self._closing.wait(AGAIN_S)
+        ledger = self._first_that_opens()
+        if ledger is None:
+            return
         self._ledger = ledger
         try:
             ledger.catch_up(self._journal)  # after it is there for others: nothing falls between
+        except FileNotFoundError:
+            pass  # at a first start the journal is made at the same time: nothing was written on it, nor missed
         except (ResihpError, OSError) as error:
             self._say(f"ledger: incomplete: {error}")
+
+    def _first_that_opens(self) -> Ledger | None:
+        """None if none did before the end. Each trouble is told once: another one may come after it."""
+        told: set[str] = set()
+        again_s = AGAIN_S
+        self._closing.wait(self._pause_s)
+        while True:
+            last = self._closing.is_set()
+            try:
+                return self._opened()
+            except (ResihpError, OSError) as error:
+                if str(error) not in told:
+                    self._say(f"{error}; tried again while the job goes on")
+                told.add(str(error))
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is not to be silent, and the job goes on
+                self._say(f"ledger: cannot be opened: {type(error).__name__}: {error}")
+                return None
+            if last:
+                return None
+            self._closing.wait(random.uniform(0.5, 1.0) * again_s)
+            again_s = min(2 * again_s, LONGEST_AGAIN_S)
 
     def _say(self, text: str) -> None:
         with suppress(RuntimeError):  # whoever would tell it is gone

@@ -20,8 +20,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ import psutil
 
 import resihp
 from resihp.controller.interface import AnyEvent
-from resihp.errors import ProtocolError, ResihpError
+from resihp.errors import LedgerError, ProtocolError, ResihpError
 from resihp.process import die_with_parent, inherited_socket, raise_open_files
 from resihp.protocol.messages import Lead
 from resihp.record.journal import AnyEntry, JobEnded, JobStarted, LeaderChosen, NodeJoined, Record
@@ -104,11 +104,14 @@ async def supervise(
         return Ledger.open(request.ledger_url, job.folder, say=warn, journal_path=journal)
 
     ledger: LedgerLike
-    if heir is None:
+    if heir is not None:
+        ledger = LateLedger(open_ledger, journal, warn)
+    elif (server := _server(request)) is not None:
+        job.set_ledger(server)
+        ledger = LateLedger(open_ledger, journal, warn, pause_s=0.0)
+    else:
         ledger = opened = open_ledger()
         job.set_ledger(opened.url)
-    else:
-        ledger = LateLedger(open_ledger, journal, warn)
     console = Console(stderr=True)
     if not sys.stderr.isatty():
         console = Console(stderr=True, width=120, height=25)  # asking a hung file for its size would wait, too
@@ -120,6 +123,18 @@ async def supervise(
     return await supervise_with(
         request, controller, ledger, view, listener=listener, heir=heir, journal=journal, forks=forks
     )
+
+
+def _server(request: RunRequest) -> str | None:
+    """The ledger's absolute URL if it is a server's, which is opened behind: it may be down, full, hung, or wait for
+    its administrator. Raises LedgerError for one that can never be opened."""
+    from db.engine import check, file_of, resolve
+
+    url = resolve(request.ledger_url, request.of_job.folder)
+    if file_of(url) is not None:
+        return None
+    check(url)
+    return url.render_as_string(hide_password=False)
 
 
 async def supervise_with(
@@ -293,7 +308,9 @@ def bury(request: RunRequest, how: str, listener: socket.socket) -> int:
     """Write the end of a job whose supervisor died, unless it did; wait until its agents are gone. Its exit code."""
     listener.shutdown(socket.SHUT_RDWR)  # whoever else has it open: nobody is to wait there any more
     job = request.of_job
-    finished = finish_dead_job(job, f"the supervisor {how}", locked=True)
+    finished = True
+    with _told_of_ledger(job):
+        finished = finish_dead_job(job, f"the supervisor {how}", locked=True)
     ended = next((record.entry for record in job.records() if isinstance(record.entry, JobEnded)), None)
     status = 1 if ended is None or ended.exit_code is None else ended.exit_code
     text = "the job ended abnormally"
@@ -303,7 +320,8 @@ def bury(request: RunRequest, how: str, listener: socket.socket) -> int:
         if (url := job.read().ledger) is not None and job.journal_file.exists():
             from db.writer import catch_up
 
-            catch_up(url, job.folder, job.journal_file)
+            with _told_of_ledger(job):
+                catch_up(url, job.folder, job.journal_file)
     print(f"resihp: job {job.name}: the supervisor {how}; {text}, logs in {job.logs}", file=sys.stderr)
     tell_of_the_end(request, job.records(), lambda text: print(f"resihp: job {job.name}: {text}", file=sys.stderr))
     if request.slurm is not None:
@@ -317,6 +335,16 @@ def bury(request: RunRequest, how: str, listener: socket.socket) -> int:
             with suppress(psutil.NoSuchProcess):
                 each.kill()
     return status
+
+
+@contextmanager
+def _told_of_ledger(job: Job) -> Iterator[None]:
+    """A ledger that cannot be written changes nothing of the job's end, which the journal has."""
+    try:
+        yield
+    except LedgerError as error:
+        text = f"resihp: job {job.name}: {error}; the next resihp status brings in what it lacks"
+        print(text, file=sys.stderr)
 
 
 def _say_at_last(request: RunRequest) -> None:

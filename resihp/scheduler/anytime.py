@@ -16,10 +16,12 @@ import msgspec
 
 from resihp.errors import LayoutError
 from resihp.parallelism.layout import Layout, Replica, validate
+from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan
 from resihp.pipeline.schedules import orders_of
 from resihp.scheduler.candidates import TIE, PricedPlan, best_of, candidate, reachable, transition_obstacle
 from resihp.scheduler.cost.prices import Prices
+from resihp.scheduler.cost.profile import layer_units
 from resihp.scheduler.layouts.labels import relabelled
 from resihp.scheduler.orders import lanes, refinement
 from resihp.scheduler.situation import Decision, Situation
@@ -64,14 +66,26 @@ def at_once(situation: Situation, plans: Sequence[PricedPlan]) -> PricedPlan | N
     return best if best is not None and best.seconds < below * (1 - TIE) else None
 
 
-def load(situation: Situation) -> None:
-    """Read, or compile, what a search in such a job needs, so that the first one does not wait for it."""
-    plan = Plan(epoch=situation.epoch, layout=situation.base, assignment=())
-    if _obstacle(situation, [plan]) is None:
-        search = _search(situation, [])
-        if search is not None:
-            search.run(1)
-            search.best()
+def load() -> None:
+    """Read, or compile, all that a search needs, by one of a small job, so that the first real one is not kept waiting.
+
+    Takes a second, or several the first time on a machine.
+    """
+    model = ModelSpec(layers=4, hidden=64, heads=4, kv_groups=4, ffn_hidden=128, vocab=64, sequence=8)
+    case = Situation(
+        epoch=1,
+        base=Layout.uniform(tp=1, pp=2, dp=2, layers=model.layers),
+        available=(0, 1, 2, 3),
+        nodes={0: "a", 1: "a", 2: "b", 3: "b"},
+        model=model,
+        micro_batches=4,
+        tp=1,
+        pp=2,
+        memory_bytes=1 << 40,
+        profile=msgspec.structs.replace(layer_units(model), transfer_s=0.1, gradient_s=0.1),
+        links={("a", "b"): 0.5},
+    )
+    at_once(case, [])
 
 
 class Anytime:

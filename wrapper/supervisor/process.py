@@ -49,6 +49,7 @@ from wrapper.supervisor.collaborators import ControllerLike, SlurmDeskLike, View
 from wrapper.supervisor.node_history import NodeMemory
 from wrapper.supervisor.nonblocking_stderr import never_wait_for_stderr
 from wrapper.supervisor.shell import Supervisor
+from wrapper.supervisor.thinking.loading import SearchLoader
 from wrapper.supervisor.thinking.thinker import Thinker, command
 
 if TYPE_CHECKING:
@@ -158,7 +159,8 @@ async def supervise_with(
 
     past = heir.records if heir else ()
     comment = JobComment(request, past)
-    ledger = Listeners(ledger, [*listeners(request, ledger, warn, past), comment])
+    loader = SearchLoader(request.settings, past)
+    ledger = Listeners(ledger, [*listeners(request, ledger, warn, past), comment, loader])
     supervisor = Supervisor(
         request,
         controller=controller,

@@ -10,15 +10,12 @@ import asyncio
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import msgspec
 
 from resihp.controller import interface as api
-from resihp.scheduler import anytime
-from resihp.scheduler.situation import Situation
 from wrapper.supervisor.thinking.frames import ANSWERS, LENGTH, frame, length_of
 
 MOST_STARTS = 4
@@ -43,7 +40,6 @@ class Thinker:
         self._starts = 0
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
-        self._loaded = False
 
     def ask(self, question: api.Think) -> None:
         """Have it answered after the one under way; one that was not begun yet is given up for it."""
@@ -72,16 +68,6 @@ class Thinker:
                 continue
             if answer is not None:
                 self._tell(answer)
-                self._load(question.situation)
-
-    def _load(self, situation: Situation) -> None:
-        """What searches, here as well: a loss that nobody thought of is decided in this process, and waits for that.
-
-        It was compiled by who answered, and is now read from the disk; in a thread, since that may hang.
-        """
-        if not self._loaded:
-            self._loaded = True
-            threading.Thread(target=anytime.load, args=(situation,), daemon=True, name="loads what searches").start()
 
     async def _answer(self, question: api.Think) -> api.Thought | None:
         """None where it was started too often. Raises OSError, EOFError, ValueError where the process fails."""

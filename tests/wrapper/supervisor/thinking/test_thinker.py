@@ -154,18 +154,3 @@ def test_of_questions_that_wait_the_last_one_is_asked() -> None:
         await heard.thinker.close()
 
     asyncio.run(run())
-
-
-def test_what_searches_is_loaded_here_once_somebody_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[Situation] = []
-    monkeypatch.setattr("resihp.scheduler.anytime.load", loaded.append)
-
-    async def run() -> None:
-        heard = Heard(command("resihp"))
-        for number in range(2):
-            heard.thinker.ask(question(number))
-            await heard.next()
-        await heard.thinker.close()
-
-    asyncio.run(run())
-    assert loaded == [case()]

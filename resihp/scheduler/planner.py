@@ -84,10 +84,11 @@ def first_plan(
     return plan
 
 
-def decide(situation: Situation) -> Decision:
+def decide(situation: Situation, *, search: bool = True) -> Decision:
     """The best plan for a situation. Raises PlanError if nothing can run.
 
-    Deterministic. Asked again with its own layout in effect and nothing changed, it answers the same or better.
+    `search`: whether a better one may be searched for, which loads what that needs. Deterministic. Asked again with its
+    own layout in effect and nothing changed, it answers the same or better.
     """
     check(situation)
     prices = Prices(situation)
@@ -95,13 +96,13 @@ def decide(situation: Situation) -> Decision:
     try:
         first = all_reachable(situation, prices, runnable(situation, prices))
         chosen = best_of(situation, first)
-        if anytime.obstacle(situation, first) is None:
+        if search and anytime.obstacle(situation, first) is None:
             found = anytime.at_once(situation, first)
             chosen = chosen if found is None else best_of(situation, [chosen, found])
         else:
             chosen = _refined(situation, _rounded(situation, prices, chosen), prices)
     except PlanError:
-        found = anytime.at_once(situation, first)
+        found = anytime.at_once(situation, first) if search else None
         if found is None:
             raise
         chosen = found

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Literal
 import psutil
 
 import resihp
-from resihp.controller.interface import AnyEvent
+from resihp.controller.interface import AnyEvent, Dependencies
 from resihp.errors import LedgerError, ProtocolError, ResihpError
 from resihp.process import die_with_parent, inherited_socket, raise_open_files
 from resihp.protocol.messages import Lead
@@ -117,12 +117,14 @@ async def supervise(
     if not sys.stderr.isatty():
         console = Console(stderr=True, width=120, height=25)  # asking a hung file for its size would wait, too
     view: ViewLike = LiveView(console, request.settings)
+    loader = SearchLoader(request.settings, heir.records if heir else ())
+    asks = Dependencies(planner=loader.planner)
     if heir is None:
-        controller = Controller(request.settings)
+        controller = Controller(request.settings, asks)
     else:
-        controller = Controller.recover(request.settings, (record.entry for record in heir.records))
+        controller = Controller.recover(request.settings, (record.entry for record in heir.records), asks)
     return await supervise_with(
-        request, controller, ledger, view, listener=listener, heir=heir, journal=journal, forks=forks
+        request, controller, ledger, view, listener=listener, heir=heir, journal=journal, forks=forks, loader=loader
     )
 
 
@@ -148,6 +150,7 @@ async def supervise_with(
     heir: Heir | None = None,
     journal: Path | None = None,
     forks: socket.socket | None = None,
+    loader: SearchLoader | None = None,
 ) -> int:
     """`supervise` with its parts given."""
     job = request.of_job
@@ -159,8 +162,7 @@ async def supervise_with(
 
     past = heir.records if heir else ()
     comment = JobComment(request, past)
-    loader = SearchLoader(request.settings, past)
-    ledger = Listeners(ledger, [*listeners(request, ledger, warn, past), comment, loader])
+    ledger = Listeners(ledger, [*listeners(request, ledger, warn, past), comment, *([loader] if loader else [])])
     supervisor = Supervisor(
         request,
         controller=controller,

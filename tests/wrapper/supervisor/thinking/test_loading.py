@@ -9,7 +9,10 @@ import threading
 import msgspec
 import pytest
 
+from benchmarks.random_jobs import random_question
 from resihp.record.journal import ModelDeclared, PlanWithdrawn, Record
+from resihp.scheduler import decide
+from resihp.scheduler.what_if.question import first_plan, pose
 from resihp.settings import Settings
 from tests.resihp.controller.direct import DECLARE
 from wrapper.supervisor.thinking.loading import SearchLoader
@@ -57,6 +60,35 @@ def test_a_supervisor_that_takes_over_knows_from_the_journal() -> None:
     loads = Loads()
     SearchLoader(settings(), [declared(1 << 36)], loads)
     assert loads.came.wait(10)
+
+
+def test_until_it_is_there_plans_are_made_without_a_search() -> None:
+    """Whoever waits for a compiler in the supervisor is taken for dead by its agents."""
+    go = threading.Event()
+
+    def load() -> None:
+        assert go.wait(10)
+
+    loader = SearchLoader(settings(), [declared(1 << 36)], load)
+    assert loader.planner is not None
+    question = random_question(30016)
+    case = pose(question, first_plan(question))
+    assert not loader.planner.decide(case).reason.startswith("searched")
+    go.set()
+    assert loader.ready.wait(10)
+    assert loader.planner.decide(case) == decide(case)
+    assert decide(case).reason.startswith("searched")
+
+
+def test_what_cannot_be_loaded_is_done_without(caplog: pytest.LogCaptureFixture) -> None:
+    def load() -> None:
+        raise OSError("no space left on device")
+
+    with caplog.at_level("ERROR"):
+        loader = SearchLoader(settings(), [declared(1 << 36)], load)
+        while not caplog.records:
+            assert not loader.ready.wait(0.01)
+    assert not loader.ready.is_set()
 
 
 def test_all_that_is_compiled_is_loaded() -> None:

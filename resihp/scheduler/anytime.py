@@ -22,6 +22,7 @@ from resihp.pipeline.schedules import orders_of
 from resihp.scheduler.candidates import TIE, PricedPlan, best_of, candidate, reachable, transition_obstacle
 from resihp.scheduler.cost.prices import Prices
 from resihp.scheduler.cost.profile import layer_units
+from resihp.scheduler.layouts import exhaustive
 from resihp.scheduler.layouts.labels import relabelled
 from resihp.scheduler.orders import lanes, refinement
 from resihp.scheduler.situation import Decision, Situation
@@ -36,7 +37,8 @@ MOST_AT_ONCE = 96
 AT_ONCE = 800
 """Changes that are tried then: of 58 random jobs seven of eight came to within 3 % of the best of seven searches of a
 second, with 400 three of four."""
-
+AT_ONCE_FEW = 100
+"""The same where almost every layout was looked at already (`resihp.scheduler.layouts.exhaustive`)."""
 TURN = 20
 """Changes that one of two searches tries before it is the other's turn."""
 
@@ -58,7 +60,7 @@ def at_once(situation: Situation, plans: Sequence[PricedPlan]) -> PricedPlan | N
     for beside in (False, True):
         search = _search(situation, [one.plan for one in plans], beside=beside)
         if search is not None:
-            search.run(AT_ONCE)
+            search.run(AT_ONCE if len(situation.available) > exhaustive.MOST_DEVICES else AT_ONCE_FEW)
             found += filter(None, (_found(situation, search, plans),))
             if found and found[-1].seconds <= search.seconds * (1 + TIE):
                 break  # else memory is in the way: a search of its own among what has room beside what is there

@@ -2,7 +2,8 @@
 
 Whole layouts are searched (`resihp.scheduler.search`) from what is known to run, and what is found is given its
 schedule: at once, within milliseconds, for the planner; then, for as long as somebody can wait, from the planner's
-answer (`Anytime`). Called by `resihp.scheduler.planner`, `resihp.scheduler.thinking` and `resihp plan --search`.
+answer (`Anytime`). Called by `resihp.scheduler.planner`, `resihp.scheduler.thinking` and `resihp plan --search`; the
+supervisor has it loaded beforehand (`load`).
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ def _found(situation: Situation, search: Search, plans: Sequence[PricedPlan]) ->
             break
         named = search.priced(relabelled(layout.replicas, situation))  # for fewer bytes
         found = [_planned(situation, "searched", named)]
-        if found[0] is None or named.seconds > layout.seconds * (1 + TIE):
+        if not any(found) or named.seconds > layout.seconds * (1 + TIE):
             found.append(_planned(situation, "searched", layout))
     known = [one for one in found if one is not None]
     return best_of(situation, known) if known else None

@@ -92,20 +92,20 @@ def decide(situation: Situation, *, search: bool = True) -> Decision:
     """
     check(situation)
     prices = Prices(situation)
-    first: list[PricedPlan] = []
     try:
         first = all_reachable(situation, prices, runnable(situation, prices))
+    except PlanError:
+        dealt_anew = anytime.at_once(situation, []) if search else None
+        if dealt_anew is None:
+            raise
+        first, chosen = [], dealt_anew
+    else:
         chosen = best_of(situation, first)
         if search and anytime.obstacle(situation, first) is None:
             found = anytime.at_once(situation, first)
             chosen = chosen if found is None else best_of(situation, [chosen, found])
         else:
             chosen = _refined(situation, _rounded(situation, prices, chosen), prices)
-    except PlanError:
-        found = anytime.at_once(situation, first) if search else None
-        if found is None:
-            raise
-        chosen = found
     others = tuple((one.name, one.seconds) for one in first if not chosen.name.startswith(one.name))
     against = "".join(f", against {seconds:.4g} {name}" for name, seconds in others)
     return Decision(

@@ -3,7 +3,8 @@
 Every row belongs to a job by its surrogate id, because several jobs may share one PostgreSQL. A job is recognised by
 its uuid, which follows from the first record of its journal: `local-1` of two users are two jobs. Times are UTC.
 Where many users share one, PostgreSQL says who wrote a job, and lets nobody else change it (`db.migrations`, 0009).
-Layouts, assignments and lists of ranks are JSON text (layouts in the form of interface.md's LAYOUT).
+Layouts, assignments and lists of ranks are JSON text (layouts in the form of interface.md's LAYOUT). What kinds of
+failures, components and outcomes there are is the journal's to say: a new one needs no migration.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from sqlalchemy import (
     String,
     Text,
     TypeDecorator,
+    text,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -77,6 +79,10 @@ class JobRow(LedgerTable):
         CheckConstraint("journal_seq >= 0", name="journal_seq"),
         Index(None, "name", "host"),
         Index(None, "started_at"),
+        Index(None, "last_entry_at"),
+        Index(None, "owner", "started_at"),
+        Index(None, "slurm_job"),
+        Index(None, "run"),
     )
 
     id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
@@ -114,6 +120,25 @@ class JobRow(LedgerTable):
     written_by: Mapped[str | None] = mapped_column(Text, FetchedValue())
     """The database role whose job it is, which PostgreSQL sets and we never do; null in SQLite. (`owner` is whom the
     job itself says it belongs to.)"""
+    run: Mapped[str] = mapped_column(String(36), server_default=text("''"))
+    """What attempts have in common that go on from each other's checkpoints, or that Slurm requeued: the uuid of the
+    first, where that is known. Of one that stands alone its own."""
+    cluster: Mapped[str | None] = mapped_column(Text)
+    """This and the next seven as Slurm has them, null outside of it. `slurm_job` is sacct's JobIDRaw, which is used
+    again some day: with `cluster` and `submitted_at` it is unique."""
+    slurm_job: Mapped[int | None] = mapped_column(BigInteger)
+    array_job: Mapped[int | None] = mapped_column(BigInteger)
+    array_task: Mapped[int | None] = mapped_column(BigInteger)
+    submitted_at: Mapped[datetime | None]
+    slurm_account: Mapped[str | None] = mapped_column(Text)
+    partition: Mapped[str | None] = mapped_column(Text)
+    qos: Mapped[str | None] = mapped_column(Text)
+    torch: Mapped[str | None] = mapped_column(Text)
+    """This and the next four: versions of what trained, as rank 0 said; null until then."""
+    megatron_core: Mapped[str | None] = mapped_column(Text)
+    cuda: Mapped[str | None] = mapped_column(Text)
+    nccl: Mapped[str | None] = mapped_column(Text)
+    script_commit: Mapped[str | None] = mapped_column(Text)
 
 
 class NodeRow(LedgerTable):
@@ -122,6 +147,7 @@ class NodeRow(LedgerTable):
     given up."""
 
     __tablename__ = "nodes"
+    __table_args__ = (Index(None, "node", "joined_at"),)
 
     job_id: Mapped[int] = _of_job(primary_key=True)
     node: Mapped[str] = mapped_column(Text, primary_key=True)
@@ -132,6 +158,106 @@ class NodeRow(LedgerTable):
     lost_reason: Mapped[str | None] = mapped_column(Text)
     replacement: Mapped[int | None] = mapped_column(Integer)
     released_at: Mapped[datetime | None]
+
+
+class MembershipRow(LedgerTable):
+    """A node's time in a job, from one joining to the loss that ended it; a node that came back has several.
+
+    `how` it was lost: as in `journal.NodeLost`. What it was meanwhile, empty where that was not told: the `serial` of
+    the machine, its `kernel`, `image` (the operating system's name and version), GPU `driver`, and `nic_firmware`, by
+    adapter, as JSON.
+    """
+
+    __tablename__ = "memberships"
+    __table_args__ = (
+        Index(None, "node", "joined_at"),
+        Index(None, "host", "joined_at"),
+    )
+
+    job_id: Mapped[int] = _of_job(primary_key=True)
+    node: Mapped[str] = mapped_column(Text, primary_key=True)
+    joined_at: Mapped[datetime] = mapped_column(primary_key=True)
+    host: Mapped[str] = mapped_column(Text)
+    devices: Mapped[int] = mapped_column(Integer)
+    lost_at: Mapped[datetime | None]
+    lost_reason: Mapped[str | None] = mapped_column(Text)
+    how: Mapped[str | None] = mapped_column(Text)
+    serial: Mapped[str] = mapped_column(Text)
+    kernel: Mapped[str] = mapped_column(Text)
+    image: Mapped[str] = mapped_column(Text)
+    driver: Mapped[str] = mapped_column(Text)
+    nic_firmware: Mapped[str] = mapped_column(Text)
+
+
+class DeviceRow(LedgerTable):
+    """What was in a slot of a node while it was in a job. `device`: its number there; `serial`, `board`: of the device
+    and of what it is mounted on. Empty where nobody could tell."""
+
+    __tablename__ = "devices"
+    __table_args__ = (
+        ForeignKeyConstraint(
+            ["job_id", "node", "joined_at"],
+            ["memberships.job_id", "memberships.node", "memberships.joined_at"],
+            ondelete="CASCADE",
+        ),
+        Index(None, "uuid", "joined_at"),
+    )
+
+    job_id: Mapped[int] = _of_job(primary_key=True)
+    node: Mapped[str] = mapped_column(Text, primary_key=True)
+    joined_at: Mapped[datetime] = mapped_column(primary_key=True)
+    device: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    name: Mapped[str] = mapped_column(Text)
+    uuid: Mapped[str] = mapped_column(Text)
+    serial: Mapped[str] = mapped_column(Text)
+    board: Mapped[str] = mapped_column(Text)
+    vbios: Mapped[str] = mapped_column(Text)
+    bus: Mapped[str] = mapped_column(Text)
+
+
+class CheckpointRow(LedgerTable):
+    """One that is complete. Null where only the event was kept, in ledgers of before."""
+
+    __tablename__ = "checkpoints"
+    __table_args__ = (Index(None, "job_id", "committed_at"),)
+
+    job_id: Mapped[int] = _of_job(primary_key=True)
+    iteration: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    folder: Mapped[str | None] = mapped_column(Text)
+    bytes: Mapped[int | None] = mapped_column(BigInteger)
+    seconds: Mapped[float | None]
+    committed_at: Mapped[datetime]
+
+
+class MaintenanceRow(LedgerTable):
+    """What somebody did to a node, or to a device of it: what had failed before says nothing of it any more.
+
+    `device_uuid`: null where it was the node as a whole. `kind`: `repaired`, `replaced`, `firmware`, or whatever a site
+    calls it. `written_by`: as in `jobs`.
+    """
+
+    __tablename__ = "maintenance"
+    __table_args__ = (Index(None, "node", "at"),)
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
+    cluster: Mapped[str] = mapped_column(Text)
+    node: Mapped[str] = mapped_column(Text)
+    device_uuid: Mapped[str | None] = mapped_column(Text)
+    kind: Mapped[str] = mapped_column(Text)
+    text: Mapped[str] = mapped_column(Text)
+    at: Mapped[datetime]
+    recorded_at: Mapped[datetime]
+    written_by: Mapped[str | None] = mapped_column(Text, FetchedValue())
+
+
+class CompatibilityRow(LedgerTable):
+    """One row: the oldest schemas whose clients may still read this ledger, and write it."""
+
+    __tablename__ = "compatibility"
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    min_reader: Mapped[str] = mapped_column(String(8))
+    min_writer: Mapped[str] = mapped_column(String(8))
 
 
 class WorkerRow(LedgerTable):
@@ -296,15 +422,11 @@ class FailureRow(LedgerTable):
 
     __tablename__ = "failures"
     __table_args__ = (
-        CheckConstraint("kind IN ('fail-stop', 'fail-slow', 'communication', 'program')", name="kind"),
         CheckConstraint("speed > 0 AND speed <= 1", name="speed"),
         CheckConstraint("confidence >= 0 AND confidence <= 1", name="confidence"),
-        CheckConstraint(
-            "component IN ('process', 'device', 'node', 'link', 'script', 'job', 'collective', 'reduction', 'data')",
-            name="component",
-        ),
         ForeignKeyConstraint(["job_id", "recovered_epoch"], ["reconfigurations.job_id", "reconfigurations.epoch"]),
         Index(None, "job_id", "node"),
+        Index(None, "node", "noticed_at"),
         Index(None, "noticed_at"),
     )
 
@@ -326,6 +448,16 @@ class FailureRow(LedgerTable):
     confidence: Mapped[float | None]
     ended_iteration: Mapped[int | None] = mapped_column(BigInteger)
     ended_at: Mapped[datetime | None]
+    code: Mapped[str | None] = mapped_column(Text)
+    """What the logs say of it (`journal.Diagnosed`), an Xid as `xid 79`; null where they say nothing."""
+    category: Mapped[str | None] = mapped_column(Text)
+    hardware: Mapped[bool | None]
+    """Whether it says something of hardware; null in journals that do not tell."""
+    intermittent: Mapped[bool] = mapped_column(server_default=text("false"))
+    link_from: Mapped[int | None] = mapped_column(Integer)
+    """Ranks at the ends of a link, and the other one's node (`node` is the first's); null of other components."""
+    link_to: Mapped[int | None] = mapped_column(Integer)
+    peer_node: Mapped[str | None] = mapped_column(Text)
 
 
 class SuspicionRow(LedgerTable):
@@ -338,11 +470,6 @@ class SuspicionRow(LedgerTable):
 
     __tablename__ = "suspicions"
     __table_args__ = (
-        CheckConstraint(
-            "component IN ('process', 'device', 'node', 'link', 'script', 'job', 'collective', 'reduction', 'data')",
-            name="component",
-        ),
-        CheckConstraint("outcome IN ('slow', 'fine', 'unconfirmed', 'passed', 'dropped')", name="outcome"),
         CheckConstraint("confidence >= 0 AND confidence <= 1", name="confidence"),
         Index(None, "node", "raised_at"),
     )
@@ -413,6 +540,7 @@ class DrainRow(LedgerTable):
         CheckConstraint("step IN ('slurm', 'spool', 'exclusion')", name="step"),
         CheckConstraint("outcome IN ('done', 'refused', 'unknown')", name="outcome"),
         Index(None, "job_id", "node"),
+        Index(None, "node", "drained_at"),
     )
 
     job_id: Mapped[int] = _of_job(primary_key=True)

@@ -26,7 +26,7 @@ FORMAT = "resihp ledger"
 MANIFEST = "manifest.json"
 ROWS_AT_ONCE = 20_000
 JOBS = cast(Table, JobRow.__table__)
-OF_JOBS = tuple(table for table in LedgerTable.metadata.sorted_tables if table is not JOBS)
+OF_JOBS = tuple(table for table in LedgerTable.metadata.sorted_tables if "job_id" in table.c)
 """Every table whose rows are a job's, those referred to first."""
 
 

@@ -29,6 +29,7 @@ from resihp.record.packing import unpack
 
 _NAMESPACE = uuid.UUID("5b1f6a38-7c0e-4b8e-9d55-6a1d2a9c4f10")
 MAX_TEXT = 8192
+RUN_LENGTH = 36
 
 
 def moment(at: float) -> datetime:
@@ -205,6 +206,17 @@ def _describe_job(job: models.JobRow, entry: journal.JobStarted, at: float) -> N
     job.state = "running"
     job.exit_code = job.reason = job.ended_at = job.account = job.detector = job.unwatched = None
     job.last_entry_at = moment(at)
+    job.run = _text(entry.run)[:RUN_LENGTH] or job.uuid
+    job.torch = job.megatron_core = job.cuda = job.nccl = job.script_commit = None
+    slurm = entry.slurm
+    job.cluster = None if slurm is None else _text(slurm.cluster)
+    job.slurm_job = None if slurm is None else slurm.job
+    job.array_job = None if slurm is None else slurm.array_job
+    job.array_task = None if slurm is None else slurm.array_task
+    job.submitted_at = None if slurm is None or slurm.submitted_at is None else moment(slurm.submitted_at)
+    job.slurm_account = None if slurm is None else _text(slurm.account)
+    job.partition = None if slurm is None else _text(slurm.partition)
+    job.qos = None if slurm is None else _text(slurm.qos)
 
 
 def _job_started(session: Session, job: models.JobRow, entry: journal.JobStarted, at: float) -> None:
@@ -231,6 +243,31 @@ def _join_nodes(session: Session, job: models.JobRow, joined: Sequence[tuple[jou
         for entry, at in joined
     ]
     _put(session, models.NodeRow, rows, ("job_id", "node"))
+    found = [entry.inventory or journal.Inventory() for entry, _ in joined]
+    served = [_membership(row, inventory) for row, inventory in zip(rows, found, strict=True)]
+    _put(session, models.MembershipRow, served, ("job_id", "node", "joined_at"))
+    devices = [
+        {**{name: row[name] for name in ("job_id", "node", "joined_at")}, **_described(device)}
+        for row, inventory in zip(rows, found, strict=True)
+        for device in inventory.devices
+    ]
+    if devices:
+        _put(session, models.DeviceRow, devices, ("job_id", "node", "joined_at", "device"))
+
+
+def _membership(node: Mapping[str, Any], found: journal.Inventory) -> dict[str, Any]:
+    """Columns of a `MembershipRow` that begins."""
+    return {
+        **{name: node[name] for name in ("job_id", "node", "joined_at", "host", "devices", "lost_at", "lost_reason")},
+        "how": None,
+        **{name: _text(getattr(found, name)) for name in ("serial", "kernel", "image", "driver")},
+        "nic_firmware": _text(json.dumps(dict(found.nic_firmware))),
+    }
+
+
+def _described(device: journal.DeviceInventory) -> dict[str, Any]:
+    words = {name: _text(getattr(device, name)) for name in ("name", "uuid", "serial", "board", "vbios", "bus")}
+    return {"device": device.device, **words}
 
 
 def _node_lost(session: Session, job: models.JobRow, entry: journal.NodeLost, at: float) -> None:
@@ -240,6 +277,12 @@ def _node_lost(session: Session, job: models.JobRow, entry: journal.NodeLost, at
         session.add(node)
     node.lost_at = moment(at)
     node.lost_reason = _text(entry.reason)
+    served = models.MembershipRow.__table__.c
+    session.execute(
+        update(models.MembershipRow)
+        .where(served.job_id == job.id, served.node == node.node, served.lost_at.is_(None))
+        .values(lost_at=node.lost_at, lost_reason=node.lost_reason, how=entry.how or None)
+    )
 
 
 def _worker_started(session: Session, job: models.JobRow, entry: journal.WorkerStarted, at: float) -> None:
@@ -325,6 +368,9 @@ def _plan_decided(session: Session, job: models.JobRow, entry: journal.PlanDecid
 
 def _model_declared(session: Session, job: models.JobRow, entry: journal.ModelDeclared, at: float) -> None:
     job.model = msgspec.json.encode(entry.declare).decode()
+    if entry.software is not None:
+        for name, version in msgspec.structs.asdict(entry.software).items():
+            setattr(job, name, _text(version) or None)
 
 
 def _iteration_committed(session: Session, job: models.JobRow, entry: journal.IterationCommitted, at: float) -> None:
@@ -462,10 +508,25 @@ def _failure_found(session: Session, job: models.JobRow, entry: journal.FailureF
             evidence=_text(entry.evidence),
             speed=_number(entry.speed),
             confidence=_number(entry.confidence),
+            code=None if entry.diagnosed is None else _text(entry.diagnosed.code),
+            category=None if entry.diagnosed is None else _text(entry.diagnosed.category),
+            hardware=entry.hardware,
+            intermittent=entry.intermittent,
+            link_from=None if entry.link is None else entry.link[0],
+            link_to=None if entry.link is None else entry.link[1],
+            peer_node=None if entry.link is None else _node_of(session, job, entry.link, entry.node),
         )
     )
     if entry.kind == "fail-slow":
         _suspicion_confirmed(session, job, entry, at)
+
+
+def _node_of(session: Session, job: models.JobRow, link: tuple[int, int], node: str | None) -> str | None:
+    """The node at the other end of a link; the same one of a link inside a node."""
+    ends = [session.get(models.WorkerRow, (job.id, rank)) for rank in link]
+    nodes = [end.node for end in ends if end is not None]
+    others = [each for each in nodes if each != node]
+    return next(iter((*others, *nodes)), None)
 
 
 def _failure_ended(session: Session, job: models.JobRow, entry: journal.FailureEnded, at: float) -> None:
@@ -546,7 +607,16 @@ def _fault_injected(session: Session, job: models.JobRow, entry: journal.FaultIn
 
 
 def _checkpoint_committed(session: Session, job: models.JobRow, entry: journal.CheckpointCommitted, at: float) -> None:
-    """Events only."""
+    session.merge(
+        models.CheckpointRow(
+            job_id=job.id,
+            iteration=entry.iteration,
+            folder=_text(entry.folder),
+            bytes=entry.bytes,
+            seconds=_number(entry.seconds),
+            committed_at=moment(at),
+        )
+    )
 
 
 RUNGS = ("slurm", "spool", "exclusion")

@@ -50,6 +50,8 @@ Row = dict[str, Any]
 JOB_COLUMNS = (
     *("id", "name", "host", "owner", "state", "exit_code", "reason", "started_at", "ended_at", "last_entry_at"),
     *("restart_count", "nodes", "gpus_per_node", "tp", "pp", "schedule", "version", "telemetry_dropped"),
+    *("uuid", "run", "cluster", "slurm_job", "array_job", "array_task", "submitted_at", "slurm_account", "partition"),
+    *("qos", "torch", "megatron_core", "cuda", "nccl", "script_commit"),
 )
 
 
@@ -140,6 +142,9 @@ TABLES: Mapping[str, Table] = {
         select(*_failure_columns).select_from(_recovery), FailureRow.__table__, "failure", "noticed_at", ("ranks",)
     ),
     "nodes": Table(select(*_node_columns_told), models.NodeRow.__table__, "node", "joined_at"),
+    "memberships": _table(models.MembershipRow, "joined_at", "joined_at", ("nic_firmware",)),
+    "devices": _table(models.DeviceRow, "device", "joined_at"),
+    "checkpoints": _table(models.CheckpointRow, "iteration", "committed_at"),
     "workers": _table(WorkerRow, "rank", "started_at"),
     "iterations": _table(IterationRow, "iteration", "finished_at"),
     "plans": Table(select(*_plan_columns), PlanRow.__table__, "epoch", "decided_at", ("layout", "assignment", "basis")),

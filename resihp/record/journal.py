@@ -20,10 +20,27 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all entries."""
 
 
+class SlurmIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """What Slurm's own records call a job. `job`: its number, which is used again some day (sacct's JobIDRaw);
+    `array_job`, `array_task`: None of what is no element of an array; `submitted_at`: UTC, seconds since 1970, None
+    where Slurm did not tell."""
+
+    cluster: str
+    job: int
+    array_job: int | None = None
+    array_task: int | None = None
+    submitted_at: float | None = None
+    account: str = ""
+    partition: str = ""
+    qos: str = ""
+
+
 class JobStarted(Entry, frozen=True, kw_only=True):
     """First entry. `configuration` is the effective configuration as TOML-like plain data.
 
-    `leader` is the node on which the supervisor runs; empty where it runs on none of the job's (`--local`).
+    `leader` is the node on which the supervisor runs; empty where it runs on none of the job's (`--local`). `run`: what
+    attempts have in common that go on from each other's checkpoints; empty in journals of before. `slurm`: None outside
+    of Slurm, and there.
     """
 
     job: str
@@ -39,6 +56,43 @@ class JobStarted(Entry, frozen=True, kw_only=True):
     version: str
     configuration: dict[str, object]
     leader: str = ""
+    run: str = ""
+    slurm: SlurmIdentity | None = None
+
+
+class DeviceInventory(msgspec.Struct, frozen=True, kw_only=True):
+    """What is in a slot. `uuid`, `serial`, `board`: of the device, and of what it is mounted on; `bus`: its address.
+    Empty where nobody can tell."""
+
+    device: int
+    name: str = ""
+    uuid: str = ""
+    serial: str = ""
+    board: str = ""
+    vbios: str = ""
+    bus: str = ""
+
+
+class Inventory(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node is, as its agent found it. `serial`: the machine's; `kernel`, `image`: of the operating system;
+    `driver`: of its GPUs; `nic_firmware`: (adapter, version). Empty where it cannot be read."""
+
+    serial: str = ""
+    kernel: str = ""
+    image: str = ""
+    driver: str = ""
+    nic_firmware: tuple[tuple[str, str], ...] = ()
+    devices: tuple[DeviceInventory, ...] = ()
+
+
+class Software(msgspec.Struct, frozen=True, kw_only=True):
+    """Versions of what trains; empty where it is not there. `script_commit`: of the folder that the script is in."""
+
+    torch: str = ""
+    megatron_core: str = ""
+    cuda: str = ""
+    nccl: str = ""
+    script_commit: str = ""
 
 
 class NodeJoined(Entry, frozen=True, kw_only=True):
@@ -53,6 +107,7 @@ class NodeJoined(Entry, frozen=True, kw_only=True):
     devices: int
     hardware: str = ""
     incarnation: str = ""
+    inventory: Inventory | None = None
 
 
 class NodeLost(Entry, frozen=True, kw_only=True):
@@ -411,6 +466,7 @@ class ModelDeclared(Entry, frozen=True, kw_only=True):
     """What the job trains, once all ranks have declared the same: what a later supervisor needs to know of it."""
 
     declare: Declare
+    software: Software | None = None
 
 
 class LeaderChosen(Entry, frozen=True, kw_only=True):

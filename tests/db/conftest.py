@@ -62,6 +62,20 @@ def started(name: str = "local-1", user: str = "me", restart: int = 0) -> journa
     )
 
 
+def inventory(node: str, driver: str = "570.86.15", devices: int = 4) -> journal.Inventory:
+    return journal.Inventory(
+        serial=f"S-{node}",
+        kernel="6.1.0-30",
+        image="Rocky Linux 9.5",
+        driver=driver,
+        nic_firmware=(("mlx5_0", "28.41.1000"),),
+        devices=tuple(
+            journal.DeviceInventory(device=i, name="NVIDIA H100", uuid=f"GPU-{node}-{i}", vbios="96.00.89")
+            for i in range(devices)
+        ),
+    )
+
+
 def story(ended: bool = True) -> Iterator[tuple[journal.AnyEntry, float]]:
     """(entry, time). Iterations take 0.5 s; the failure is noticed 0.3 s into the 12th and costs 1.0 s more."""
     at = BEGAN
@@ -249,7 +263,7 @@ def node_story() -> Iterator[tuple[journal.AnyEntry, float]]:
     yield changed(2, "pending"), BEGAN + 17
     yield changed(2, "running", "n9"), BEGAN + 18
     yield journal.NodeReleased(node="n3", outcome="done", text=""), BEGAN + 19
-    yield journal.NodeJoined(node="n9", host="there", devices=4), BEGAN + 20
+    yield journal.NodeJoined(node="n9", host="there", devices=4, inventory=inventory("n9")), BEGAN + 20
     yield changed(2, "joined", "n9"), BEGAN + 20
     yield journal.DrainDecided(drain=2, node="n2", failure=2, reason="job local-1 lost rank 5: killed"), BEGAN + 30
     yield answered(2, "n2", "slurm", "refused", "Invalid user id"), BEGAN + 30.1

@@ -4,13 +4,15 @@ What Slurm starts again goes on where it was, asked or not. A job whose runs fai
 checkpoint is not run for ever: it ends with the exit code of a spent budget. A run that was stopped (preempted, warned,
 at its time limit, requeued by an administrator) has not failed, and is passed over. How a run ended stands in its
 journal; one that left none, or no end in it, failed unless it was being stopped: its node died, or somebody killed it.
-A job that has completed already, and which Slurm starts once more, is not run at all. Reads files, writes none. Used by
-`resihp run`.
+A job that has completed already, and which Slurm starts once more, is not run at all. Writes nothing but the name of
+what attempts have in common, beside their checkpoints. Used by `resihp run`.
 """
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -27,7 +29,9 @@ from resihp.errors import (
 from resihp.record.journal import JobEnded, JobSignalled
 from resihp.worker.checkpoints import iteration_of, newest_complete
 from wrapper.config.run_spec import RunRequest, load
-from wrapper.job_folder import Job, all_jobs, find_job, home, runs_of
+from wrapper.job_folder import Job, all_jobs, find_job, home, runs_of, write_private
+
+RUN_FILE = ".run"
 
 
 class CompletedError(ResihpError):
@@ -77,10 +81,11 @@ def if_there_is_one(folder: Path | None, notice: Callable[[str], None]) -> Resum
 @dataclass(frozen=True)
 class Restart:
     """What follows from earlier runs. `resumption`: None to start afresh; `failed`: runs in a row, without a checkpoint
-    in between."""
+    in between; `run`: what they have in common, empty if that is not known."""
 
     resumption: Resumption | None
     failed: int
+    run: str = ""
 
 
 def after_restart(
@@ -113,7 +118,22 @@ def after_restart(
         )
     if found is None:
         notice(f"job {job_id}: restarted, and {earlier[0].job} left no complete checkpoint; starting afresh")
-    return Restart(found, failed)
+    return Restart(found, failed, earlier[0].run)
+
+
+def run_of(folder: Path, *, resumed: bool, earlier: str) -> str:
+    """What this attempt has in common with those whose checkpoints it goes on from, or that Slurm requeued: `earlier`,
+    or what stands beside the checkpoints; of one that begins afresh its own, which is left there. Where nothing can be
+    read or written, attempts are merely not known to belong together."""
+    beside = folder / RUN_FILE
+    if not earlier and resumed:
+        with suppress(OSError, UnicodeError, ValueError):
+            earlier = str(uuid.UUID(beside.read_text()))
+    run = earlier or str(uuid.uuid4())
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_private(beside, run.encode())
+    return run
 
 
 def _completed(run: Job) -> bool:

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +18,13 @@ import msgspec
 from resihp import faults
 from resihp.errors import ResihpError, UsageError
 from resihp.faults import Fault
+from resihp.record.journal import SlurmIdentity
 from resihp.settings import Detection, Settings, Thresholds
 from slurm import releases
 from slurm.client import Slurm
 from slurm.errors import SlurmError
 from wrapper.commands import earlier_runs
-from wrapper.commands.resume import CompletedError, Resumption, after_restart, asked_for, if_there_is_one
+from wrapper.commands.resume import CompletedError, Restart, after_restart, asked_for, if_there_is_one, run_of
 from wrapper.config import container, values
 from wrapper.config.program import resolve
 from wrapper.config.run_spec import Program, RunRequest, SlurmRequest
@@ -123,8 +124,9 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
     saved = _checkpoint_folder(options, configuration, found)
     if options.resume_or_start and found and slurm and saved:
         _check_chain(saved, found, slurm)
-    resumption, failed = _resumption(options, configuration, found, saved)
-    of_slurm = _of_slurm(configuration, found, slurm, failed) if found and slurm else None
+    restart = _resumption(options, configuration, found, saved)
+    resumption = restart.resumption
+    of_slurm = _of_slurm(configuration, found, slurm, restart.failed) if found and slurm else None
 
     job = create_slurm_job(found.job_id, found.restart_count) if found else create_local_job()
     checkpoints = resumption.folder if resumption else saved or job.checkpoints.absolute()
@@ -140,6 +142,7 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
         resume=resumption is not None,
         chained=options.resume_or_start and found is not None,
         begins_at=resumption.iteration if resumption else 0,
+        run=run_of(checkpoints, resumed=resumption is not None, earlier=restart.run),
         ledger_url=configuration.ledger.url,
         restart_count=found.restart_count if found else 0,
         host=of_slurm.address if of_slurm else "127.0.0.1",
@@ -215,22 +218,18 @@ def _check_chain(folder: Path, found: Allocation, slurm: Slurm) -> None:
 
 def _resumption(
     options: Options, configuration: Configuration, found: Allocation | None, saved: Path | None
-) -> tuple[Resumption | None, int]:
-    """What Slurm starts again goes on by itself; what the command line asks for counts for a first start.
-
-    With the number of runs in a row that have failed without a checkpoint.
-    """
+) -> Restart:
+    """What Slurm starts again goes on by itself; what the command line asks for counts for a first start."""
     close_home()  # before anything that is found in it is believed
-    failed = 0
+    restart = Restart(None, 0)
     if found is not None and found.restart_count:
         job, most = configuration.job, configuration.slurm.restarts
         restart = after_restart(found.job_id, found.restart_count, job.command, most, _notice)
         if restart.resumption is not None:
-            return restart.resumption, restart.failed
-        failed = restart.failed
+            return restart
     if options.resume is not None:
-        return asked_for(saved, options.resume), failed
-    return if_there_is_one(saved, _notice) if options.resume_or_start else None, failed
+        return replace(restart, resumption=asked_for(saved, options.resume))
+    return replace(restart, resumption=if_there_is_one(saved, _notice)) if options.resume_or_start else restart
 
 
 class _InSlurm(NamedTuple):
@@ -337,6 +336,7 @@ def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm, fai
         job_id=found.job_id,
         number=found.number,
         cluster=os.environ.get("SLURM_CLUSTER_NAME") or slurm.cluster(),
+        identity=_identity(found, slurm),
         batch_node=found.batch_node,
         host_names=host_names,
         cpus=found.cpus_per_node,
@@ -359,6 +359,26 @@ def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm, fai
         died_before=earlier.died,
         may_requeue=section.on_warning == "requeue" if asked is None else asked,
         restarts_left=section.restarts - failed - 1,
+    )
+
+
+def _identity(found: Allocation, slurm: Slurm) -> SlurmIdentity | None:
+    """For the ledger alone: a Slurm that does not say when the job was submitted holds up nothing."""
+    if not found.number.isdigit():
+        return None
+    try:
+        view = slurm.job(found.job_id)
+    except SlurmError:
+        view = None
+    return SlurmIdentity(
+        cluster=os.environ.get("SLURM_CLUSTER_NAME") or slurm.cluster(),
+        job=int(found.number),
+        array_job=found.array_job,
+        array_task=found.array_task,
+        submitted_at=None if view is None else view.submitted_at,
+        account=found.account,
+        partition=found.partition,
+        qos=found.qos,
     )
 
 

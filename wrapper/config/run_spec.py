@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from resihp.errors import UsageError
+from resihp.record.journal import SlurmIdentity
 from resihp.settings import Settings
 from resihp.worker.forkserver import PRELOAD
 from wrapper.job_folder import Job, write_private
@@ -36,6 +37,7 @@ class SlurmRequest(msgspec.Struct, frozen=True, kw_only=True):
     job_id: str
     number: str = ""
     cluster: str
+    identity: SlurmIdentity | None = None
     batch_node: str
     host_names: dict[str, str]
     cpus: int | None
@@ -104,6 +106,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the job is one of a chain, whose jobs go on from each other's checkpoints."""
     begins_at: int = 0
     """Iteration of the newest checkpoint that there was; 0 for none."""
+    run: str = ""
+    """What attempts have in common that go on from each other's checkpoints."""
     slurm: SlurmRequest | None = None
     container: Container | None = None
     listening: ListenerSettings = ListenerSettings()

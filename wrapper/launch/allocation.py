@@ -36,6 +36,9 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     """As Slurm is told of it, and our job is called: an element of an array is `12_3`."""
     task: str
     """Which element of an array it is; empty for other jobs."""
+    array_job: int | None
+    array_task: int | None
+    """Numbers of the array that it is an element of, and of the element; None of other jobs."""
     number: str
     """As srun is: 22.05 takes nothing but numbers. That of an array's last element is the array's own."""
     restart_count: int
@@ -93,6 +96,11 @@ def _number(environment: Mapping[str, str]) -> str:
     return environment.get("SLURM_JOB_ID") or environment.get("SLURM_JOBID") or ""
 
 
+def _numbered(name: str, environment: Mapping[str, str]) -> int | None:
+    said = environment.get(name, "")
+    return int(said) if said.isdigit() else None
+
+
 def find(environment: Mapping[str, str], slurm: Slurm) -> Allocation:
     """The allocation that this environment is in. Raises UsageError where there is none, SlurmError."""
     if not job_id(environment):
@@ -122,6 +130,8 @@ def find(environment: Mapping[str, str], slurm: Slurm) -> Allocation:
     return Allocation(
         job_id=job,
         task=task,
+        array_job=_numbered("SLURM_ARRAY_JOB_ID", environment) if task else None,
+        array_task=_numbered("SLURM_ARRAY_TASK_ID", environment) if task else None,
         number=_number(environment),
         restart_count=int(restarts) if restarts.isdigit() else 0,
         nodes=nodes,

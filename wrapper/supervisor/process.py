@@ -263,6 +263,8 @@ def _first_entry(request: RunRequest, heir: Heir | None) -> AnyEntry:
         version=resihp.__version__,
         configuration=request.configuration,
         leader=settings.batch_node,
+        run=request.run,
+        slurm=None if request.slurm is None else request.slurm.identity,
     )
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import gc
+import getpass
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -163,6 +165,13 @@ TRUSTED = "resihp_trusted"
 in it (`resihp db grant --trusted`)."""
 NEAR = 3
 """Names told when one is not known."""
+UUID_PREFIX = 4
+"""Letters of a uuid by which a job may be named, at least; and those told of it."""
+UUID_SHOWN = 8
+CHOICES = 6
+"""Jobs told where several are meant."""
+DIGITS = 19
+"""A number of so many is none of Slurm's."""
 NAMES = 20_000
 """Names looked through for near ones."""
 
@@ -188,6 +197,63 @@ def no_collection() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which job a name means: `1234`, also `1234_5`, `1234-r1`; `user/1234`; the beginning of a uuid."""
+
+    name: str
+    user: str | None
+
+    @classmethod
+    def of(cls, text: str) -> Wanted:
+        user, slash, name = text.rpartition("/")
+        return cls(name, user if slash else None)
+
+    def _of_user(self, condition: ColumnElement[bool]) -> ColumnElement[bool]:
+        return condition if self.user is None else condition & (JobRow.__table__.c.owner == self.user)
+
+    @property
+    def named(self) -> ColumnElement[bool]:
+        return self._of_user(JobRow.__table__.c.name == self.name)
+
+    @property
+    def numbered(self) -> ColumnElement[bool]:
+        """Runs again of a Slurm job, and what is called otherwise and has its number."""
+        columns = JobRow.__table__.c
+        again = columns.name.like(f"{_plain(self.name)}-r%", escape="\\")
+        number = int(self.name) if self.name.isdigit() and len(self.name) < DIGITS else None
+        return self._of_user(again if number is None else again | (columns.slurm_job == number))
+
+    @property
+    def prefix(self) -> ColumnElement[bool] | None:
+        """None where it cannot be the beginning of a uuid that somebody meant."""
+        if len(self.name) < UUID_PREFIX or not set(self.name) <= set("0123456789abcdef-"):
+            return None
+        return self._of_user(JobRow.__table__.c.uuid.startswith(self.name))
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"([\\%_])", r"\\\1", name)
+
+
+def _me() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container has no name for us
+        return ""
+
+
+def _choices(name: str, found: Sequence[Row]) -> str:
+    told = [
+        f"{job['uuid'][:UUID_SHOWN]} ({job['owner']}, {job['cluster'] or job['host']}, began "
+        f"{job['started_at']:%Y-%m-%d %H:%M}, {job['state']})"
+        for job in found[:CHOICES]
+    ]
+    more = f", and {len(found) - CHOICES} older ones" if len(found) > CHOICES else ""
+    how = f"{found[0]['owner']}/{name} or its id" if len({job["owner"] for job in found}) > 1 else "its id"
+    return f"job {name}: {len(found)} jobs have that name; name one by {how}: {', '.join(told)}{more}"
 
 
 class Reader:
@@ -302,20 +368,38 @@ class Reader:
         return self.fetch(select(*columns).order_by(JobRow.started_at.desc(), JobRow.id.desc()))
 
     def job(self, name: str | None = None, *, host: str | None = None, started: datetime | None = None) -> Row:
-        """The newest job, or the newest of that name; with `host` and `started`, the one that began there nearest then.
+        """The job of that name (`Wanted`), the reader's newest one without a name; with `host` and `started`, the one
+        that began there nearest then. All columns of its row.
 
-        All columns of its row. Raises JobNotFoundError naming near ones, or those that there are.
+        Names are a user's own: where several users have that name, the reader's own job is meant, if he has one. Of
+        attempts of one run the newest is meant. Raises JobNotFoundError naming near ones, or those that there are, and
+        UsageError with the choices where several are meant.
         """
         query = select(*JobRow.__table__.columns).order_by(JobRow.started_at.desc(), JobRow.id.desc())
-        if name is not None:
-            query = query.where(JobRow.name == name)
-        found = self.fetch(query.limit(1) if started is None and host is None else query)
+        if name is None and host is None:
+            found = self.fetch(query.where(JobRow.owner == _me()).limit(1)) or self.fetch(query.limit(1))
+            if not found:
+                raise JobNotFoundError(f"ledger {self.name}: holds no job yet")
+            return found[0]
+        if host is not None or started is not None:
+            return self._job_of_folder(self.fetch(query.where(JobRow.name == name)), name or "", host, started)
+        wanted = Wanted.of(name or "")
+        found = self.fetch(query.where(wanted.named)) or self.fetch(query.where(wanted.numbered))
+        if not found and wanted.prefix is not None:
+            found = self.fetch(query.where(wanted.prefix))
+        if not found:
+            raise JobNotFoundError(f"job {name}: not in ledger {self.name}{nearest(wanted.name, self._names())}")
+        mine = [job for job in found if job["owner"] == _me()]
+        candidates = mine if mine and wanted.user is None else found
+        newest = {job["run"] or job["uuid"]: job for job in reversed(candidates)}
+        if len(newest) > 1:
+            raise UsageError(_choices(name or "", [*newest.values()][::-1]))
+        return candidates[0]
+
+    def _job_of_folder(self, found: list[Row], name: str, host: str | None, started: datetime | None) -> Row:
         found = [job for job in found if job["host"] == host] or found if host is not None else found
         if not found:
-            names = self._names()
-            if not names or name is None:
-                raise JobNotFoundError(f"ledger {self.name}: holds no job yet")
-            raise JobNotFoundError(f"job {name}: not in ledger {self.name}{nearest(name, names)}")
+            raise JobNotFoundError(f"job {name}: not in ledger {self.name}{nearest(name, self._names())}")
         if started is not None:
             return min(found, key=lambda job: abs((job["started_at"] - started).total_seconds()))
         return found[0]

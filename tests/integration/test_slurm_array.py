@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from resihp.record.journal import JobEnded, JobSignalled, NodeReleased
+from resihp.record.journal import JobEnded, JobSignalled, JobStarted, NodeReleased
 from tests.integration.slurm_jobs import ITERATIONS, Desk, MakeCluster, Reference
 
 pytestmark = pytest.mark.timeout(400)
@@ -69,3 +69,12 @@ def check(desk: Desk, reference: Reference, *roles: str) -> None:
     assert desk.status(elements["warned"])["job"] == again, "as typed, it is the newest run"
     reference.check(desk.rows("iterations", again), first=done + 1)
     assert sorted(os.listdir(desk.folder / "home" / "jobs")) == sorted([*elements.values(), again])
+    begun = {name: desk.of(name, JobStarted)[0] for name in (*elements.values(), again)}
+    assert begun[again].run == begun[elements["warned"]].run, "attempts of one run"
+    assert len({each.run for each in begun.values()}) == len(elements)
+    for number, role in enumerate(roles, start=1):
+        identity = begun[elements[role]].slurm
+        assert identity is not None
+        assert identity.submitted_at is not None
+        assert (identity.array_job, identity.array_task) == (int(array), number)
+        assert str(identity.job) == desk.shown(elements[role])["JobId"], "sacct's JobIDRaw"

@@ -149,6 +149,48 @@ def test_what_slurm_starts_again_goes_on_unasked(batch: Path) -> None:
     assert start(2).begins_at == 80
 
 
+def test_attempts_of_one_job_are_one_run_whether_there_is_a_checkpoint_or_not(batch: Path) -> None:
+    first, again = start(), start(1)
+    assert first.run == again.run != ""
+    checkpoint(again, 5)
+    assert start(2).run == first.run
+
+
+def test_jobs_that_go_on_from_each_other_s_checkpoints_are_one_run(
+    batch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = {"folder": str(batch / "saved")}
+    first = start(checkpoint=saved)
+    checkpoint(first, 5)
+    monkeypatch.setenv("SLURM_JOB_ID", "78")
+    assert start(checkpoint=saved, resume="").run == first.run
+    assert start(checkpoint=saved, resume_or_start=True).run == first.run
+    afresh = start(checkpoint=saved)
+    assert afresh.run != first.run, "it was not asked to go on"
+
+
+def test_a_damaged_name_of_a_run_is_replaced(batch: Path) -> None:
+    saved = {"folder": str(batch / "saved")}
+    first = start(checkpoint=saved)
+    checkpoint(first, 5)
+    (batch / "saved" / ".run").write_bytes(b"\xff" * 40)
+    again = start(checkpoint=saved, resume="")
+    assert again.run not in ("", first.run)
+    assert start(checkpoint=saved, resume="").run == again.run
+
+
+def test_what_slurm_s_own_records_call_it_is_journaled(batch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ACCOUNT", "ml")
+    monkeypatch.setenv("RESIHP_SLURM__PARTITION", "spot")
+    request = start()
+    assert request.slurm is not None
+    assert request.slurm.identity is not None
+    identity = request.slurm.identity
+    assert (identity.cluster, identity.job, identity.account) == ("fake", 77, "ml")
+    assert identity.partition == "gpu", "its own; replacements may be asked for elsewhere"
+    assert (identity.array_job, identity.submitted_at) == (None, None)
+
+
 def test_without_a_checkpoint_it_starts_afresh_with_a_notice(batch: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start()
     again = start(1)

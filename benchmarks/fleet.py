@@ -1,159 +1,477 @@
-"""16,384 healthy ranks past the detector, with noise that is independent, and with noise that nodes have in common.
+"""A fleet's ledger with its truth: jobs of many users, failures, lemons, repairs, attempts, for as long as one likes.
 
-Called by `worlds` (section `fleet`). TP8 PP16 DP128, 64 micro-batches a replica; ranks report sums
-(`Monitor.observe_stacked`), a few of them chunks while healthy times are learnt. Each alarm is followed by a probe that
-finds nothing, as it would be.
+    python -m benchmarks.fleet make URL [--jobs 300] [--days 182] [--nodes 500] [--seed 1]
+    python -m benchmarks.fleet questions URL [--limit 2]
+
+`make` fills an empty ledger through the projection, as a job's journal does, and writes the truth beside it, as JSON on
+stdout. `questions` asks all of docs/questions.md of the ledger with the commands that stand there, and times them; it
+fails where one takes longer than the limit, or ends with an error.
+
+A job holds its nodes from its start to its end. Devices fail by their rate, lemons' by `LEMON` times that; the replica
+of a device that failed is left out, and a job without a whole replica dies, and is submitted again by its user: it goes
+on from its last checkpoint, so that what came after that is done twice.
 """
 
 from __future__ import annotations
 
-import statistics
+import argparse
+import json
+import random
+import re
+import shlex
+import subprocess
+import sys
 import time
-from collections.abc import Callable
-from typing import Any
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
+from sqlalchemy.orm import Session
 
-from resihp.detector.findings import Finding
-from resihp.detector.observation import Floats, Observation, RankTimes
-from resihp.detector.online.monitor import Monitor
-from resihp.detector.online.plan_arrays import Stacked, Sums
+from db import migrate, projection
+from db.engine import make_engine, resolve
 from resihp.parallelism.layout import Layout
-from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan, spread
-from resihp.pipeline.compiled import KINDS
-from resihp.pipeline.schedules import orders_of
-from resihp.settings import Detection
+from resihp.protocol.messages import StepOutcome
+from resihp.record import journal
 
-MODEL = ModelSpec(layers=64, hidden=8192, heads=64, kv_groups=8, ffn_hidden=28672, vocab=128_000, sequence=8192)
-LAWS = {"F": (0.002, 1e-6, 1e-11), "B": (0.003, 2e-6, 2.5e-11), "W": (0.0, 0.0, 0.0)}
-"""c, alpha, beta of a chunk."""
+ENDED = datetime(2026, 11, 22, tzinfo=UTC).timestamp()
 DEVICES = 8
-"""Of a node."""
-WARM_UP = 40
-CHUNK_NOISE, SUM_NOISE, ITERATION_NOISE = 0.015, 0.002, 0.03
-CORRELATION, DEVIATION, SWING, PERIODS = 0.98, 0.01, 0.015, (120, 480)
-"""Of a node's AR(1) level; and of the thermal swing of each device, its amplitude and its period in iterations."""
-Levels = Callable[[int], Floats]
-"""(ranks,): how long each rank takes over healthy, in an iteration; asked for one after the other."""
+USERS, ACCOUNTS, PARTITIONS, CLUSTERS = 40, 8, ("h100", "h200"), ("blue", "green")
+RATE = 3e-4
+"""Failures of a healthy device an hour: 7 in 1,000 GPU-days."""
+LEMON = 25.0
+LEMONS = 0.02
+"""Of all nodes."""
+ITERATION_S = 120.0
+CHECKPOINT_EVERY = 50
+RECOVERY_S = 45.0
+SIZES = ((1, 6), (2, 8), (4, 8), (8, 6), (16, 3), (32, 1))
+"""Nodes of a job, and how often."""
+PROGRAM, START_FAILED, INJECTED, SLOW = 0.08, 0.03, 0.02, 0.1
+"""Shares of attempts: that end by an error of the script; before the first iteration; with an injected fault; in which
+a device is slow for a while."""
+SOFTWARE = (
+    journal.Software(torch="2.11.0", megatron_core="0.15.0", cuda="12.8", nccl="2.26.2", script_commit="3f2c1aa"),
+    journal.Software(torch="2.13.0", megatron_core="0.16.1", cuda="13.0", nccl="2.28.3", script_commit="9bd07e4"),
+)
+DRIVERS = ("570.86.15", "580.65.06")
+"""Before and after the middle of the time."""
 
 
-def independent(ranks: int) -> Levels:
-    ones = np.ones(ranks)
-    return lambda _: ones
+@dataclass
+class Truth:
+    """What the ledger must tell. Hours are GPU-hours; `held`: from each attempt's start to its end."""
+
+    seed: int
+    jobs: int = 0
+    attempts: int = 0
+    iterations: int = 0
+    lemons: list[str] = field(default_factory=list)
+    held: float = 0.0
+    start: float = 0.0
+    rolled_back: float = 0.0
+    hardware: int = 0
+    program: int = 0
+    injected: int = 0
+    slow: int = 0
+    by_owner: dict[str, float] = field(default_factory=dict)
 
 
-def correlated(ranks: int) -> Levels:
-    """Nodes wander, devices swing."""
-    rng = np.random.default_rng(1)
-    node = DEVIATION * rng.standard_normal(ranks // DEVICES)
-    period, phase = rng.uniform(*PERIODS, ranks), rng.uniform(0.0, 2.0 * np.pi, ranks)
-
-    def levels(i: int) -> Floats:
-        nonlocal node
-        node = CORRELATION * node + DEVIATION * np.sqrt(1 - CORRELATION**2) * rng.standard_normal(node.size)
-        swing = 1.0 + SWING * np.sin(2.0 * np.pi * i / period + phase)
-        return np.asarray(np.exp(np.repeat(node, DEVICES)) * swing)
-
-    return levels
+@dataclass(frozen=True)
+class _Node:
+    name: str
+    rate: float
+    """Failures of a device an hour."""
 
 
-def fleet(console: Console, iterations: int, dp: int = 128) -> list[dict[str, Any]]:
-    """Alarms, and milliseconds that judging takes, in `iterations` healthy ones after the warm-up; a table of both."""
-    layout = Layout.uniform(tp=8, pp=16, dp=dp, layers=MODEL.layers)
-    plan = Plan(epoch=1, layout=layout, assignment=spread(64 * dp, dp))
-    count = len(layout.active)
-    shown = Table(title=f"{count:,} healthy ranks, {iterations} iterations")
-    for name in ("noise", "alarms", "per 10,000", "ranks named", "ms, median"):
-        shown.add_column(name, justify="left" if name == "noise" else "right")
-    rows = []
-    for name, levels in (("independent", independent(count)), ("nodes AR(.98) 1 %, swing 1.5 %", correlated(count))):
-        found, times = watch(plan, levels, iterations)
-        rate = 1e4 * len(found) / iterations
-        named = len({rank for finding in found for rank in finding.ranks})
-        shown.add_row(name, str(len(found)), f"{rate:.0f}", str(named), f"{statistics.median(times):.1f}")
-        rows.append({"noise": name, "alarms": len(found), "per 10,000": rate, "median_ms": statistics.median(times)})
-    console.print(shown)
-    return rows
+class _Fleet:
+    def __init__(self, jobs: int, days: float, nodes: int, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._jobs, self._began, self._days = jobs, ENDED - days * 86400.0, days
+        lemons = set(self._rng.sample(range(nodes), max(1, round(LEMONS * nodes))))
+        self.nodes = [_Node(f"gpu{n + 1:04}", RATE * (LEMON if n in lemons else 1.0)) for n in range(nodes)]
+        self.truth = Truth(seed, lemons=[self.nodes[n].name for n in sorted(lemons)])
 
+    def attempts(self) -> Iterator[list[journal.Record]]:
+        """Journals, one attempt after the other."""
+        starts = sorted(self._rng.random() * 0.98 for _ in range(self._jobs))
+        for number, start in enumerate(starts):
+            yield from self._job(number, self._began + start * self._days * 86400.0)
 
-def watch(plan: Plan, levels: Levels, iterations: int) -> tuple[list[Finding], list[float]]:
-    """What the detector finds, and the milliseconds of each iteration."""
-    monitor = Monitor(patience=Detection().patience)
-    nodes = {rank: rank // DEVICES for rank in plan.layout.active}
-    monitor.adopt(plan, MODEL, orders_of(plan), nodes)
-    stacked, links = monitor.stacked, monitor.links
-    assert stacked is not None
-    assert links is not None
-    rng = np.random.default_rng(0)
-    compiled = stacked.compiled
-    law = np.array([LAWS[kind] for kind in KINDS])[compiled.kind]
-    of_slot = np.empty(compiled.size, dtype=np.intp)  # the first row of a slot's group
-    for i, place in enumerate(stacked.places):
-        of_slot[compiled.slots(*place)] = stacked.first_row[i]
-    found: list[Finding] = []
-    times = []
-    for i in range(WARM_UP + iterations):
-        tokens = rng.integers(6000, 8193, compiled.micro_batches).astype(np.float64)
-        squares = tokens * rng.uniform(500, 4000, compiled.micro_batches)
-        at = compiled.micro_batch
-        seconds = law[:, 0] + law[:, 1] * tokens[at] + law[:, 2] * squares[at]
-        seconds *= float(np.exp(ITERATION_NOISE * rng.standard_normal()))
-        level = levels(i)
-        if i < WARM_UP:
-            monitor.learn(
-                Observation(
-                    iteration=i,
-                    epoch=1,
-                    seconds=1.0,
-                    times=_reports(rng, plan, stacked, level, seconds, tokens, squares),
-                )
+    def _job(self, number: int, at: float) -> Iterator[list[journal.Record]]:
+        """A job until it is done: attempts in a row. Slurm's numbers wrap round, so that some are used twice."""
+        rng = self._rng
+        self.truth.jobs += 1
+        size = rng.choices([n for n, _ in SIZES], [share for _, share in SIZES])[0]
+        user, cluster = f"user{rng.randrange(USERS):02}", rng.choice(CLUSTERS)
+        run = str(uuid.UUID(int=rng.getrandbits(128), version=4))
+        target = max(20, round(rng.lognormvariate(6.0, 0.7)))
+        done, restarts = 0, 0
+        while done < target and at < ENDED and restarts < 4:
+            slurm = journal.SlurmIdentity(
+                cluster=cluster,
+                job=1000 + (7 * number + restarts) % (5 * self._jobs // 6 * 7),
+                submitted_at=at - rng.expovariate(1 / 1800.0),
+                account=f"team{int(user[4:]) % ACCOUNTS}",
+                partition=PARTITIONS[number % 2],
+                qos="normal",
             )
-        slowest = level[of_slot[:, None] + np.arange(plan.layout.replicas[0].stages[0].tp)].max(axis=1)
-        busy_s = float(compiled.iteration_seconds(seconds * slowest, 0.001))
-        sums = Sums(
-            tokens=tokens,
-            squares=squares,
-            compute=stacked.totals(seconds) * level * np.exp(SUM_NOISE * rng.standard_normal(level.size)),
-            delays=0.001 * np.exp(0.01 * rng.standard_normal(links.size)),
-            delay_tokens=np.full(links.size, 8000.0),
-            delay_counts=np.full(links.size, 4.0),
-            busy_s=busy_s,
+            records, done, at = _Attempt(self, rng, size, user, run, slurm, restarts).play(at, done, target)
+            yield records
+            at += rng.expovariate(1 / 3600.0)
+            restarts += 1
+
+    def late(self, at: float) -> int:
+        """1 in the second half of the time, 0 before."""
+        return int(at > ENDED - self._days * 43200.0)
+
+
+class _Attempt:
+    """One start of a job: its journal."""
+
+    def __init__(
+        self,
+        fleet: _Fleet,
+        rng: random.Random,
+        size: int,
+        user: str,
+        run: str,
+        slurm: journal.SlurmIdentity,
+        restarts: int,
+    ) -> None:
+        self._fleet, self._rng, self._run, self._slurm, self._user = fleet, rng, run, slurm, user
+        self._nodes = rng.sample(fleet.nodes, size)
+        self._pp = 2 if size > 1 else 1
+        self._restarts = restarts
+        self._records: list[journal.Record] = []
+
+    def play(self, at: float, done: int, target: int) -> tuple[list[journal.Record], int, float]:
+        """The journal from `at` on, the iteration of the last checkpoint or of the end, and when it ended."""
+        rng, truth = self._rng, self._fleet.truth
+        devices, began = len(self._nodes) * DEVICES, at
+        truth.attempts += 1
+        self._write(at, self._started())
+        for n, node in enumerate(self._nodes):
+            self._write(at + 20.0, self._joined(node))
+            for d in range(DEVICES):
+                rank = n * DEVICES + d
+                self._write(at + 40, journal.WorkerStarted(rank=rank, node=node.name, device=d, pid=9 + rank, epoch=1))
+        ready = at + rng.uniform(120.0, 900.0)
+        fate = rng.random()
+        if fate < START_FAILED:
+            ended = ready + rng.uniform(600.0, 2400.0)
+            self._write(ended, journal.JobEnded(exit_code=1, state="failed", reason="did not start"))
+            self._account(began, ended, devices, ended - began)
+            return self._records, done, ended
+        pipes = len(self._nodes) // self._pp
+        layout = Layout.uniform(tp=DEVICES, pp=self._pp, dp=pipes, layers=32)
+        self._plan(ready, 1, layout, "start", done + 1)
+        program = done + rng.randrange(1, target) if fate < START_FAILED + PROGRAM else None
+        injected = fate > 1.0 - INJECTED
+        slow = rng.random() < SLOW
+        dead: set[int] = set()
+        rank, failing = self._next_failure(ready, dead, injected)
+        i, at, epoch, failures, saved = done, ready, 1, 0, done
+        usual = ITERATION_S * rng.lognormvariate(0.0, 0.3)
+        slow_from, slow_to = (i + 10, i + 10 + rng.randrange(5, 60)) if slow else (0, 0)
+        while i < target:
+            seconds = usual * rng.lognormvariate(0.0, 0.05) * pipes / (pipes - len(dead) / self._pp)
+            if i + 1 == program or at + seconds > ENDED:
+                break
+            if at + seconds > failing:
+                failures += 1
+                gone = self._failed(failing, rank, i + 1, epoch, failures, injected)
+                if injected:
+                    truth.injected += 1
+                    injected = False
+                else:
+                    truth.hardware += 1
+                replica = rank // DEVICES // self._pp
+                lost = {replica * self._pp + s for s in range(self._pp)}
+                at = gone
+                dead |= lost
+                if len(dead) == len(self._nodes):
+                    break
+                epoch += 1
+                self._recovered(at, epoch, layout, dead, failures, i + 1)
+                at += RECOVERY_S
+                rank, failing = self._next_failure(at, dead, injected)
+                continue
+            i += 1
+            if slow and slow_from <= i < slow_to:
+                seconds *= 1.4
+            at += seconds
+            self._committed(at, i, epoch, seconds, usual)
+            if slow and i == slow_from:
+                failures += 1
+                truth.slow += 1
+                self._slow(at, i, epoch, failures)
+                slow_failure = failures
+            if slow and i == slow_to:
+                self._write(
+                    at,
+                    journal.FailureEnded(
+                        failure=slow_failure, node=self._nodes[0].name, device=0, iteration=i, evidence="as before"
+                    ),
+                )
+            if i % CHECKPOINT_EVERY == 0:
+                saved = i
+                self._write(at, journal.CheckpointCommitted(iteration=i, folder="/saved", bytes=10**11, seconds=9.0))
+        ended = at + 5.0
+        self._end(ended, i, target, program, failures, epoch)
+        self._account(began, ended, devices, ready - began)
+        truth.iterations += i - done
+        if i >= target:
+            return self._records, target, ended
+        truth.rolled_back += (i - saved) * usual * devices / 3600.0
+        return self._records, saved, ended
+
+    # --- entries ------------------------------------------------------------------------------------------------------
+
+    def _write(self, at: float, entry: journal.AnyEntry) -> None:
+        self._records.append(journal.Record(len(self._records) + 1, at, entry))
+
+    def _started(self) -> journal.JobStarted:
+        again = f"-r{self._restarts}" if self._restarts else ""
+        return journal.JobStarted(
+            job=f"{self._slurm.job}{again}",
+            command=("python", "train.py"),
+            nodes=len(self._nodes),
+            gpus_per_node=DEVICES,
+            tp=DEVICES,
+            pp=self._pp,
+            schedule="1f1b",
+            host=self._nodes[0].name,
+            user=self._user,
+            restart_count=self._restarts,
+            version="0.1.0",
+            configuration={},
+            run=self._run,
+            slurm=self._slurm,
         )
-        began = time.perf_counter()
-        assessment = monitor.observe_stacked(i, 1, busy_s + 0.1, sums)
-        if i < WARM_UP:
-            continue
-        times.append((time.perf_counter() - began) * 1e3)
-        for finding in assessment.findings:
-            if finding.kind == "fail-slow":
-                found.append(finding)
-                for rank in finding.ranks:
-                    monitor.cleared(rank)
-    return found, times
+
+    def _joined(self, node: _Node) -> journal.NodeJoined:
+        devices = tuple(
+            journal.DeviceInventory(device=d, name="NVIDIA H100", uuid=f"GPU-{node.name}-{d}", vbios="96.00.89")
+            for d in range(DEVICES)
+        )
+        found = journal.Inventory(
+            serial=f"S-{node.name}",
+            kernel="5.14.0-503",
+            image="Rocky Linux 9.5",
+            driver=DRIVERS[self._fleet.late(self._records[0].at)],
+            devices=devices,
+        )
+        return journal.NodeJoined(node=node.name, host=node.name, devices=DEVICES, inventory=found)
+
+    def _plan(self, at: float, epoch: int, layout: Layout, action: str, following: int) -> None:
+        plan = Plan(epoch=epoch, layout=layout, assignment=spread(32, len(layout.replicas)))
+        reason = "first plan" if epoch == 1 else "a device failed"
+        decided = journal.PlanDecided(
+            plan=plan,
+            next_iteration=following,
+            action=action,
+            finish=None,
+            reason=reason,  # type: ignore[arg-type]
+        )
+        self._write(at, decided)
+        self._write(at, journal.PlanInEffect(epoch=epoch))
+
+    def _next_failure(self, at: float, dead: set[int], injected: bool) -> tuple[int, float]:
+        """The rank that fails next, and when."""
+        alive = [n for n in range(len(self._nodes)) if n not in dead]
+        rates = [self._nodes[n].rate * DEVICES for n in alive]
+        when = at + self._rng.expovariate(sum(rates)) * 3600.0
+        n = self._rng.choices(alive, rates)[0]
+        if injected:
+            when = min(when, at + 7200.0)
+        return n * DEVICES + self._rng.randrange(DEVICES), when
+
+    def _failed(self, at: float, rank: int, i: int, epoch: int, failure: int, injected: bool) -> float:
+        node, device = self._nodes[rank // DEVICES].name, rank % DEVICES
+        self._write(at + 3.0, journal.WorkerEnded(rank=rank, exit=-6, epoch=epoch))
+        found = journal.FailureFound(
+            failure=failure,
+            kind="fail-stop",
+            component="device",
+            cause=f"rank {rank} lost its device: Xid 79",
+            ranks=(rank,),
+            node=node,
+            device=device,
+            iteration=i,
+            epoch=epoch,
+            evidence="NVRM: Xid 79, GPU has fallen off the bus",
+            detect_s=3.0 if injected else None,
+            hardware=True,
+            diagnosed=journal.Diagnosed(code="xid 79", category="device", ranks=(rank,), node=node, device=device),
+        )
+        self._write(at + 4.0, found)
+        if not injected:
+            self._write(at + 5.0, journal.DrainDecided(drain=failure, node=node, failure=failure, reason="Xid 79"))
+            answer = journal.DrainAnswered(drain=failure, node=node, step="slurm", outcome="done", text="drained")
+            self._write(at + 6.0, answer)
+        return at + 6.0
+
+    def _recovered(self, at: float, epoch: int, layout: Layout, dead: set[int], failure: int, following: int) -> None:
+        left = tuple(
+            replica
+            for r, replica in enumerate(layout.replicas)
+            if not dead & {r * self._pp + s for s in range(self._pp)}
+        )
+        standby = tuple(rank for n in sorted(dead) for rank in range(n * DEVICES, (n + 1) * DEVICES))
+        self._plan(at + 1.0, epoch, Layout(left, standby), "redo", following)
+        done = journal.Reconfigured(
+            epoch=epoch,
+            failures=(failure,),
+            attempts=1,
+            action="redo",
+            park_s=2.0,
+            plan_s=0.5,
+            groups_s=12.0,
+            state_s=20.0,
+            first_iteration_s=8.0,
+            seconds=RECOVERY_S,
+            bytes_moved=10**10,
+        )
+        self._write(at + RECOVERY_S, done)
+
+    def _committed(self, at: float, i: int, epoch: int, seconds: float, usual: float) -> None:
+        outcome = StepOutcome(
+            iteration=i,
+            clip=1.0,
+            skip=False,
+            learning_rate=1e-4,
+            gradient_norm=1.0,
+            loss=2.0,
+            tokens=2**22,
+            sum_squared_lengths=2**40,
+            samples=512,
+            samples_digest="0" * 16,
+        )
+        entry = journal.IterationCommitted(epoch=epoch, outcome=outcome, seconds=seconds, predicted_seconds=usual)
+        self._write(at, entry)
+
+    def _slow(self, at: float, i: int, epoch: int, failure: int) -> None:
+        node = self._nodes[0].name
+        found = journal.FailureFound(
+            failure=failure,
+            kind="fail-slow",
+            component="device",
+            cause=f"device 0 of {node} at 71 % of its speed",
+            ranks=(0,),
+            node=node,
+            device=0,
+            iteration=i,
+            epoch=epoch,
+            evidence="probe: 71 % of its peers",
+            detect_s=None,
+            speed=0.71,
+            confidence=0.97,
+        )
+        self._write(at, found)
+
+    def _end(self, at: float, i: int, target: int, program: int | None, failures: int, epoch: int) -> None:
+        if i >= target:
+            ended = journal.JobEnded(exit_code=0, state="completed", reason="trained to its end")
+        elif i + 1 == program:
+            self._fleet.truth.program += 1
+            found = journal.FailureFound(
+                failure=failures + 1,
+                kind="program",
+                component="script",
+                cause="ValueError: loss is not finite",
+                ranks=(0,),
+                node=None,
+                device=None,
+                iteration=i + 1,
+                epoch=epoch,
+                evidence="Traceback",
+                detect_s=None,
+                hardware=False,
+            )
+            self._write(at - 1.0, found)
+            ended = journal.JobEnded(exit_code=1, state="failed", reason="the script failed")
+        elif at > ENDED - 2 * ITERATION_S:
+            ended = journal.JobEnded(exit_code=None, state="cancelled", reason="the end of time")
+        else:
+            ended = journal.JobEnded(exit_code=75, state="failed", reason="no whole replica is left")
+        self._write(at, ended)
+
+    def _account(self, began: float, ended: float, devices: int, start_s: float) -> None:
+        truth = self._fleet.truth
+        hours = (ended - began) * devices / 3600.0
+        truth.held += hours
+        truth.start += start_s * devices / 3600.0
+        truth.by_owner[self._user] = truth.by_owner.get(self._user, 0.0) + hours
 
 
-def _reports(
-    rng: np.random.Generator,
-    plan: Plan,
-    stacked: Stacked,
-    level: Floats,
-    seconds: Floats,
-    tokens: Floats,
-    squares: Floats,
-) -> dict[int, RankTimes]:
-    """Chunks of the first four replicas."""
-    compiled, reports = stacked.compiled, {}
-    for d in range(min(4, len(plan.layout.replicas))):
-        for s, stage in enumerate(plan.layout.replicas[d].stages):
-            slots = compiled.slots(d, s)
-            own = compiled.micro_batch[slots]
-            for rank in stage.ranks:
-                noise = np.exp(CHUNK_NOISE * rng.standard_normal(slots.size))
-                compute = seconds[slots] * level[stacked.row[rank]] * noise
-                ends = np.cumsum(compute)
-                rows = np.stack([ends - compute, compute, compute, tokens[own], squares[own]])
-                reports[rank] = RankTimes(rank=rank, seconds=1.0, chunks=rows, reduced=1.0)
-    return reports
+def make(url: str, jobs: int, days: float, nodes: int, seed: int) -> Truth:
+    """Fill the ledger at `url`, which must be empty or not there."""
+    migrate.upgrade(url)
+    engine = make_engine(resolve(url), write=True)
+    fleet = _Fleet(jobs, days, nodes, seed)
+    for records in fleet.attempts():
+        with Session(engine) as session, session.begin():
+            projection.apply_all(session, projection.job_of(session, records[0]), records)
+    engine.dispose()
+    return fleet.truth
+
+
+# --- questions ------------------------------------------------------------------------------------------------------
+
+QUESTIONS = Path(__file__).parents[1] / "docs" / "questions.md"
+_ROW = re.compile(r"^\| (?P<number>\d+) \| (?P<question>[^|]+) \| `(?P<command>[^`]+)` \|")
+
+
+def questions() -> list[tuple[int, str, list[str]]]:
+    """Number, question and command of each row of docs/questions.md."""
+    rows = [_ROW.match(line) for line in QUESTIONS.read_text().splitlines()]
+    return [(int(row["number"]), row["question"], shlex.split(row["command"])) for row in rows if row is not None]
+
+
+def ask(url: str, limit_s: float, names: dict[str, str]) -> bool:
+    """Each question, as somebody types it; whether all were answered in time."""
+    table = Table("", "question", "s", "answer begins")
+    fine = True
+    for number, question, command in questions():
+        words = [re.sub(r"[A-Z]+(_[A-Z]+)*$", lambda found: names.get(found[0], found[0]), word) for word in command]
+        began = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "wrapper", *words[1:], "--ledger", url], capture_output=True, text=True, check=False
+        )
+        took = time.monotonic() - began
+        answer = done.stdout.strip().splitlines()
+        shown = next((line.strip() for line in answer[2:] if line.strip()), "") if done.returncode == 0 else done.stderr
+        slow = took > limit_s or done.returncode != 0
+        fine &= not slow
+        table.add_row(str(number), question, f"[{'red' if slow else 'green'}]{took:.2f}", shown.strip()[:80])
+    Console(width=160).print(table)
+    return fine
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    making = commands.add_parser("make")
+    making.add_argument("url")
+    making.add_argument("--jobs", type=int, default=300)
+    making.add_argument("--days", type=float, default=182.0)
+    making.add_argument("--nodes", type=int, default=500)
+    making.add_argument("--seed", type=int, default=1)
+    asking = commands.add_parser("questions")
+    asking.add_argument("url")
+    asking.add_argument("--limit", type=float, default=2.0)
+    given = parser.parse_args()
+    if given.command == "make":
+        print(json.dumps(asdict(make(given.url, given.jobs, given.days, given.nodes, given.seed)), indent=1))
+        return
+    sys.exit(0 if ask(given.url, given.limit, {}) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -36,7 +36,7 @@ from rich.table import Table
 from benchmarks import disturbances as d
 from benchmarks.closed_loop import Loop
 from benchmarks.disturbances import Scene
-from benchmarks.fleet import fleet
+from benchmarks.many_ranks import fleet
 from benchmarks.simulated_jobs import NoLengths, Setting, Timeline, simulate
 from benchmarks.truth import Judged, judge, reliability
 from resihp.record.journal import FailureEnded, FailureFound

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from resihp.errors import ResihpError
-from wrapper.commands import analyze, db, init, node, why_not
+from wrapper.commands import analyze, compare, db, init, node, why_not
 from wrapper.commands.doctor import command as doctor
 from wrapper.commands.history import command as history
 from wrapper.commands.options import command_of
@@ -24,7 +24,7 @@ from wrapper.commands.status import command as status
 from wrapper.exit_codes import exit_code_of
 from wrapper.output.answers import message
 
-OTHERS = (status, history, why_not, db, node, analyze, plan, doctor, init, report)
+OTHERS = (status, history, why_not, compare, db, node, analyze, plan, doctor, init, report)
 """Commands that say themselves how they are called, in the order of the help."""
 
 app = typer.Typer(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from sqlalchemy import ColumnElement, case, func, select
 
@@ -21,7 +21,28 @@ from db.reading.reader import TABLES, Reader, Row, no_collection
 from resihp.detector.lemons import NodeFailure, Service, node_health
 from resihp.errors import UsageError
 
-By = Literal["node", "component", "cause", "kind", "job"]
+By = Literal[
+    "node",
+    "component",
+    "cause",
+    "kind",
+    "job",
+    "owner",
+    "account",
+    "partition",
+    "cluster",
+    "version",
+    "torch",
+    "hardware",
+    "week",
+    "month",
+]
+GROUPS: tuple[By, ...] = get_args(By)
+"""`version` is resihp's; `hardware`: whether it is to blame; a `week` is named by its Monday."""
+OF_JOBS = {"job": "name", "account": "slurm_account"} | {
+    name: name for name in ("owner", "partition", "cluster", "version", "torch")
+}
+"""Columns of jobs that failures are counted by."""
 KINDS = ("fail-stop", "fail-slow", "communication", "program")
 UNNAMED = "-"
 """For failures of no node."""
@@ -39,17 +60,18 @@ def failures_by(
     job_id: int | None = None,
     *,
     node: str | None = None,
+    user: str | None = None,
     since: datetime | None = None,
     until: datetime | None = None,
 ) -> list[Row]:
-    """Counts and sums of one ledger's failures, for `joined`; of all jobs, or one."""
+    """Counts and sums of one ledger's failures, for `joined`; of all jobs, or one; of one `user`'s."""
     failures, transitions = FailureRow.__table__, ReconfigurationRow.__table__
-    column: ColumnElement[Any] = JobRow.__table__.c.name if by == "job" else failures.c[by]
+    column = _group(reader, by)
     source = failures.outerjoin(
         transitions,
         (transitions.c.job_id == failures.c.job_id) & (transitions.c.epoch == failures.c.recovered_epoch),
     )
-    if by == "job":
+    if by in OF_JOBS or user is not None:
         source = source.join(JobRow.__table__, JobRow.__table__.c.id == failures.c.job_id)
     query = select(
         column.label("key"),
@@ -66,18 +88,32 @@ def failures_by(
         query = query.where(failures.c.job_id == job_id)
     if node is not None:
         query = query.where(failures.c.node == node)
+    if user is not None:
+        query = query.where(JobRow.__table__.c.owner == user)
     if since is not None:
         query = query.where(failures.c.noticed_at >= since)
     if until is not None:
         query = query.where(failures.c.noticed_at <= until)
     found = reader.fetch(query.group_by(column))
     for row in found:
-        row["key"] = kind_of_cause(row["key"]) if by == "cause" else row["key"] or UNNAMED
+        row["key"] = kind_of_cause(row["key"]) if by == "cause" else _words(row["key"])
     return found
 
 
+def _group(reader: Reader, by: By) -> ColumnElement[Any]:
+    if by in OF_JOBS:
+        return JobRow.__table__.c[OF_JOBS[by]]
+    failures = FailureRow.__table__.c
+    return reader.period(failures.noticed_at, by) if by in ("week", "month") else failures[by]
+
+
+def _words(key: object) -> str:
+    """Of a group: `-` for what has no name, and whether hardware is to blame in words."""
+    return {True: "hardware", False: "other", None: UNNAMED}[key] if key in (None, True, False) else str(key) or UNNAMED
+
+
 def joined(by: By, parts: Iterable[Row]) -> list[Row]:
-    """What `failures_by` found in all ledgers, most failures first.
+    """What `failures_by` found in all ledgers, most failures first, of weeks and months the newest first.
 
     Columns: the key by its name, `failures`, those of each kind, `jobs`, `detect_seconds` and `recover_seconds`
     (means, None where unknown), `last` (when the last one was noticed). A job of two ledgers counts twice.
@@ -104,6 +140,8 @@ def joined(by: By, parts: Iterable[Row]) -> list[Row]:
         }
         for total in sums.values()
     ]
+    if by in ("week", "month"):
+        return sorted(rows, key=lambda row: row[by], reverse=True)
     return sorted(rows, key=lambda row: (-row["failures"], row[by]))
 
 

@@ -53,11 +53,11 @@ def promises(plans: Sequence[Row], iterations: Sequence[Row], failures: Sequence
             continue
         promised, against_present = _promised(plan, former)
         before: list[float] = []
-        after = _rates(_first(by_epoch.get(plan["epoch"], []), changes))
+        after = rates(first_ones(by_epoch.get(plan["epoch"], []), changes))
         if former is not None and promised is not None:
             theirs = by_epoch.get(former["epoch"], [])
-            before = _rates(_last(theirs, changes) if against_present else _first(theirs, changes))
-        kept, error = _ratio(after, before)
+            before = rates(_last(theirs, changes) if against_present else first_ones(theirs, changes))
+        kept, error = ratio(after, before)
         found.append(
             {
                 "epoch": plan["epoch"],
@@ -87,7 +87,7 @@ def _promised(plan: Row, former: Row | None) -> tuple[float | None, bool]:
     return None, False
 
 
-def _first(rows: Sequence[Row], changes: Sequence[int]) -> list[Row]:
+def first_ones(rows: Sequence[Row], changes: Sequence[int]) -> list[Row]:
     """Iterations of a plan before anything became slow, or healthy again; without the very first."""
     if not rows:
         return []
@@ -104,12 +104,12 @@ def _last(rows: Sequence[Row], changes: Sequence[int]) -> list[Row]:
     return [row for row in rows[1:] if row["iteration"] >= since][-MOST:]
 
 
-def _rates(rows: Sequence[Row]) -> list[float]:
+def rates(rows: Sequence[Row]) -> list[float]:
     """Seconds per token."""
     return [row["seconds"] / row["tokens"] for row in rows if row["seconds"] and row["tokens"]]
 
 
-def _ratio(after: Sequence[float], before: Sequence[float]) -> tuple[float | None, float]:
+def ratio(after: Sequence[float], before: Sequence[float]) -> tuple[float | None, float]:
     """Of the medians, and its relative standard error; None where there are too few."""
     if min(len(after), len(before)) < LEAST:
         return None, 0.0

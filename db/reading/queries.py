@@ -32,7 +32,7 @@ from sqlalchemy import BigInteger, Boolean, Float, Integer, String, func, select
 
 from db import models
 from db.models import EventRow, IterationRow
-from db.reading import fleet
+from db.reading import comparison, fleet, rates
 from db.reading import promises as promised
 from db.reading.cost_accounts import CAUSES, summarise
 from db.reading.fleet import By
@@ -49,10 +49,11 @@ __all__ = ["JOB_COLUMNS", "TABLES", "Reader", "Row", "Table", "frame", "summaris
 _COUNTS = ("failures", *(kind.replace("-", "_") for kind in fleet.KINDS))
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     **{name: tuple(str(column.key) for column in table.query.selected_columns) for name, table in TABLES.items()},
-    **{
-        f"failures by {by}": (by, *_COUNTS, "jobs", "detect_seconds", "recover_seconds", "last")
-        for by in ("node", "component", "cause", "kind", "job")
-    },
+    **{f"failures by {by}": (by, *_COUNTS, "jobs", "detect_seconds", "recover_seconds", "last") for by in fleet.GROUPS},
+    "jobs": JOB_COLUMNS,
+    "repairs": ("node", "device", "uuid", "failures", "codes", "last", "cause", "drained", "maintained_at"),
+    "rate": ("when", "which", "failures", "device_days", "rate", "ratio", "p"),
+    "compare": ("what", "first", "second", "difference"),
     "cost": ("cause", "seconds", "share", "gpu_hours", "of_failures"),
     "cost by job": (
         *("job", "state", "started_at", "wall_seconds", "goodput", "ettr", "failures", "mtbf_seconds", "mttr_seconds"),
@@ -76,6 +77,26 @@ def promises_rows(reader: Reader, job_id: int) -> list[Row]:
     """What each plan of a job promised and kept, as `db.reading.promises` tells."""
     rates = reader.narrow("iterations", job_id, ("iteration", "epoch", "seconds", "tokens"))
     return promised.promises(reader.narrow("plans", job_id), rates, reader.narrow("failures", job_id))
+
+
+def promises_of_all(
+    reader: Reader, jobs: int, *, since: datetime | None = None, until: datetime | None = None
+) -> list[Row]:
+    """The same of the newest so many jobs whose plan was changed, with `job` and `started_at` of each."""
+    plans, of = models.PlanRow.__table__.c, models.JobRow.__table__.c
+    changed = select(plans.job_id).where(plans.in_effect_at.is_not(None))
+    changed = changed.group_by(plans.job_id).having(func.count() > 1)
+    query = select(of.id, of.name, of.started_at).where(of.id.in_(changed)).order_by(of.started_at.desc()).limit(jobs)
+    if since is not None:
+        query = query.where(of.last_entry_at >= since)
+    if until is not None:
+        query = query.where(of.started_at <= until)
+    return [
+        {"job": job["name"], "started_at": job["started_at"], **row}
+        for job in reader.fetch(query)
+        for row in promises_rows(reader, job["id"])
+        if row["promised"] is not None
+    ]
 
 
 def plans_until(reader: Reader, job_id: int, epoch: int) -> list[Row]:
@@ -107,6 +128,34 @@ def why(reader: Reader, job: Row, iteration: int) -> Why:
         reader.narrow("plans", job["id"]),
         reader.fetch(touching.where(events.iteration.between(iteration - NEAR, iteration)).order_by(events.seq)),
     )
+
+
+def jobs(
+    reader: Reader, user: str | None = None, since: datetime | None = None, until: datetime | None = None
+) -> pd.DataFrame:
+    """One row for each job, or each of a `user`'s, that was alive meanwhile, newest first."""
+    return as_frame(reader.jobs(user=user, since=since, until=until), JOB_COLUMNS)
+
+
+def rate_around(reader: Reader, at: datetime, days: float = rates.DAYS, user: str | None = None) -> pd.DataFrame:
+    """Failures in 1,000 device-days before and after a time; columns as of `db.reading.rates.rate_around`."""
+    return as_frame(rates.rate_around(reader, at, days, user), COLUMNS["rate"])
+
+
+def rate_with(reader: Reader, trait: str, value: str, now: datetime, days: float = rates.DAYS) -> pd.DataFrame:
+    """The same of stays that have `value` of a trait (`driver`, `vbios`, `torch`, ...) against all others."""
+    return as_frame(rates.rate_with(reader, trait, value, days, now), COLUMNS["rate"])
+
+
+def repairs(reader: Reader, since: datetime | None = None, until: datetime | None = None) -> pd.DataFrame:
+    """What failed in the last week, or since then, and was not mended; columns as of `db.reading.rates.repairs`."""
+    return as_frame(rates.repairs(reader, since, until), COLUMNS["repairs"])
+
+
+def compare(reader: Reader, first: str, second: str) -> pd.DataFrame:
+    """What differs between two jobs, and what iterations take at equal work; columns as of
+    `db.reading.comparison.compare`."""
+    return as_frame(comparison.compare(reader, reader.job(first), reader, reader.job(second)), COLUMNS["compare"])
 
 
 # --- frames ---------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from sqlalchemy import (
     exists,
     extract,
     func,
+    literal_column,
     or_,
     select,
     text,
@@ -323,6 +324,18 @@ class Reader:
             return (func.julianday(time, type_=Float) - 2440587.5) * 86400.0
         return cast(extract("epoch", time), Float)
 
+    def period(self, time: ColumnElement[Any], by: str) -> ColumnElement[str]:
+        """The month of a time, `2026-11`, or its week, by its Monday, `2026-11-16`; UTC."""
+        if self._connection.dialect.name == "sqlite":
+            words = ("'%Y-%m'",) if by == "month" else ()
+            steps = () if by == "month" else ("'-6 days'", "'weekday 1'")
+            call = func.strftime if by == "month" else func.date
+            return call(*map(literal_column, words), time, *map(literal_column, steps))
+        here = func.timezone(literal_column("'UTC'"), time)
+        if by == "month":
+            return func.to_char(here, literal_column("'YYYY-MM'"))
+        return func.to_char(func.date_trunc(literal_column("'week'"), here), literal_column("'YYYY-MM-DD'"))
+
     def believed(self, query: Select[Any], job: ColumnElement[int]) -> Select[Any]:
         """A query over rows of many jobs, of those that may count against a node, or for it: `job` is their `job_id`.
 
@@ -362,10 +375,24 @@ class Reader:
         with no_collection():
             return [dict(zip(names, row, strict=True)) for row in result.all()]
 
-    def jobs(self) -> list[Row]:
-        """All jobs of this ledger, newest first, columns `JOB_COLUMNS`."""
+    def jobs(
+        self,
+        *,
+        user: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        last: int | None = None,
+    ) -> list[Row]:
+        """All jobs of this ledger, or of a `user`, that were alive meanwhile; newest first, columns `JOB_COLUMNS`."""
         columns = [JobRow.__table__.columns[name] for name in JOB_COLUMNS]
-        return self.fetch(select(*columns).order_by(JobRow.started_at.desc(), JobRow.id.desc()))
+        query = select(*columns).order_by(JobRow.started_at.desc(), JobRow.id.desc()).limit(last)
+        if user is not None:
+            query = query.where(JobRow.owner == user)
+        if since is not None:
+            query = query.where(JobRow.last_entry_at >= since)
+        if until is not None:
+            query = query.where(JobRow.started_at <= until)
+        return self.fetch(query)
 
     def job(self, name: str | None = None, *, host: str | None = None, started: datetime | None = None) -> Row:
         """The job of that name (`Wanted`), the reader's newest one without a name; with `host` and `started`, the one
@@ -419,14 +446,16 @@ class Reader:
         *,
         node: str | None = None,
         rank: int | None = None,
+        user: str | None = None,
+        kind: str | None = None,
         since: datetime | None = None,
         until: datetime | None = None,
         last: int | None = None,
     ) -> list[Row]:
         """Rows of one of `TABLES` in order, the `last` of them at most; JSON columns decoded. Scores have no time.
 
-        With `job_id` None of all jobs, in order of time, each with its `job` as the first column. Raises UsageError
-        when the table has no nodes to ask for.
+        With `job_id` None of all jobs, or of a `user`'s, in order of time, each with its `job` as the first column.
+        `kind`: of that kind alone. Raises UsageError when the table has no nodes, or no kinds, to ask for.
         """
         asked = TABLES[table]
         columns = asked.source.c
@@ -444,6 +473,12 @@ class Reader:
             query = query.where(or_(*(columns[name] == node for name in _node_columns(table))))
         if rank is not None:
             query = query.where(columns.rank == rank)
+        if kind is not None:
+            if "kind" not in columns:
+                raise UsageError(f"history {table}: has no kinds; leave --kind out")
+            query = query.where(columns.kind == kind)
+        if user is not None:
+            query = query.where(columns.job_id.in_(select(JobRow.id).where(JobRow.owner == user)))
         if since is not None:
             query = query.where(columns[asked.time] >= since)
         if until is not None:

@@ -15,7 +15,7 @@ from benchmarks import disturbances as d
 from benchmarks import worlds
 from benchmarks.closed_loop import Played, Told
 from benchmarks.disturbances import Expected, Scene
-from benchmarks.fleet import independent, watch
+from benchmarks.many_ranks import independent, watch
 from benchmarks.simulated_jobs import QUANTILES, Job, Setting, Timeline, simulate
 from benchmarks.truth import Judged, judge, true_finding
 from benchmarks.worlds import FAILING, HEALTHY, World

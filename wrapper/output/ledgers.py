@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from wrapper.job_folder import Job
 
 Found = TypeVar("Found")
+Row = dict[str, Any]
 
 
 @contextmanager
@@ -52,6 +53,13 @@ def opened(job: str | None, ledger: str | None) -> Iterator[tuple[Reader, dict[s
                 f"logs are in {found.logs}"
             ) from None
         yield reader, row
+
+
+@contextmanager
+def both(first: str, second: str, ledger: str | None) -> Iterator[tuple[tuple[Reader, Row], tuple[Reader, Row]]]:
+    """Two jobs, each with its ledger."""
+    with opened(first, ledger) as one, opened(second, ledger) as other:
+        yield one, other
 
 
 def _own_url(job: Job) -> str:

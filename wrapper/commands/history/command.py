@@ -46,6 +46,7 @@ SHOWN = 50
 class History(str, Enum):  # noqa: UP042 - StrEnum's help text shows differently in older Typer
     """Views of `resihp history`."""
 
+    jobs = "jobs"
     failures = "failures"
     nodes = "nodes"
     workers = "workers"
@@ -57,9 +58,19 @@ class History(str, Enum):  # noqa: UP042 - StrEnum's help text shows differently
     probes = "probes"
     suspicions = "suspicions"
     scores = "scores"
+    checkpoints = "checkpoints"
+    events = "events"
     cost = "cost"
     promises = "promises"
     lemons = "lemons"
+    repairs = "repairs"
+    rate = "rate"
+
+
+OF_ALL = frozenset({History.jobs, History.lemons, History.repairs, History.rate})
+"""Views that are of many jobs by themselves."""
+RECKONED = frozenset({"jobs", "cost", "promises", "lemons", "repairs", "rate"})
+"""Those that are no table of the ledger's."""
 
 
 class By(str, Enum):  # noqa: UP042 - as above
@@ -70,6 +81,15 @@ class By(str, Enum):  # noqa: UP042 - as above
     cause = "cause"
     kind = "kind"
     job = "job"
+    owner = "owner"
+    account = "account"
+    of_partition = "partition"  # str has a method of that name
+    cluster = "cluster"
+    version = "version"
+    torch = "torch"
+    hardware = "hardware"
+    week = "week"
+    month = "month"
 
 
 @dataclass(frozen=True)
@@ -85,12 +105,18 @@ class Asked:
     limit: int | None
     """Rows at most: the newest, or the first of those that are ranked."""
     injected: bool
+    user: str | None = None
+    kind: str | None = None
+    around: datetime | None = None
+    having: str | None = None
+    """`driver=580.65.06`, whose rate is asked for against all others'."""
+    days: float | None = None
     flat: bool = False
     """As a table of the ledger's columns alone, with nothing worked out."""
 
     @property
     def is_table(self) -> bool:
-        return self.by is None and self.view not in ("cost", "promises", "lemons")
+        return self.by is None and self.view not in RECKONED
 
     @property
     def shape(self) -> str:
@@ -134,6 +160,13 @@ class HistoryOptions:
     limit: Annotated[
         int | None, typer.Option(help="Rows at most, the newest.", show_default="50 on a terminal", min=1)
     ] = None
+    user: Annotated[str | None, typer.Option(help="With --all: only this user's jobs.", show_default=False)] = None
+    kind: Annotated[str | None, typer.Option(help="Events or failures of this kind.", show_default=False)] = None
+    around: Annotated[str | None, typer.Option(help="Rate: before and after this time.", show_default=False)] = None
+    having: Annotated[
+        str | None, typer.Option(help="Rate: with TRAIT=VALUE and without, as driver=580.65.06.", show_default=False)
+    ] = None
+    days: Annotated[float | None, typer.Option(help="Rate: days looked at.", show_default="30", min=0.01)] = None
     injected: Annotated[bool, typer.Option("--injected", help="Lemons: count faults on purpose, too.")] = False
     as_json: JsonOption = False
     as_csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False
@@ -144,11 +177,13 @@ class HistoryOptions:
 def history(options: HistoryOptions) -> None:
     """List what the ledger holds of a job, or of all.
 
-    VIEW: failures, nodes, workers, iterations, plans, reconfigurations, drains,
+    VIEW: jobs, failures, nodes, workers, iterations, plans, reconfigurations, drains,
     replacements, probes, suspicions (of being slow, also those that came to
     nothing), scores (each rank's time over its healthy time, and the evidence
     against it, now and then); cost (where the time went, in GPU-hours), promises (what plans
-    promised and kept), lemons (nodes that fail more than others).
+    promised and kept), lemons (nodes that fail more than others), repairs (what
+    failed this week and was not mended since), rate (failures in 1,000
+    GPU-days, --around a date or --having something), checkpoints, events.
 
     Example: resihp history failures --all --by node --since 30d
     """
@@ -170,9 +205,14 @@ def history(options: HistoryOptions) -> None:
         until=moment(options.until),
         limit=SHOWN if options.limit is None and not outputs else options.limit,
         injected=options.injected,
+        user=options.user,
+        kind=options.kind,
+        around=moment(options.around),
+        having=options.having,
+        days=options.days,
         flat=options.as_csv or options.parquet is not None,
     )
-    every = options.every or options.view is History.lemons
+    every = options.every or options.view in OF_ALL
     _check(asked, every)
     if every:
         answer = _of_all(asked, job, options.ledger)
@@ -246,16 +286,22 @@ def _check(asked: Asked, every: bool) -> None:
     view = asked.view
     if asked.by is not None and view != "failures" and (view, asked.by) != ("cost", "job"):
         raise UsageError(f"history {view}: --by is for failures, and --by job for cost; leave it out")
-    if view == "promises" and every:
-        raise UsageError("history promises: of one job at a time; name it instead of --all")
-    if view in ("cost", "promises", "lemons") and asked.node is not None and view != "lemons":
+    if view == "rate" and (asked.around is None) == (asked.having is None):
+        raise UsageError("history rate: give --around TIME, or --having TRAIT=VALUE")
+    if view != "rate" and (asked.around, asked.having, asked.days) != (None, None, None):
+        raise UsageError(f"history {view}: --around, --having and --days are for rate; leave them out")
+    if asked.user is not None and (not every or view in ("lemons", "repairs", "promises")):
+        raise UsageError(f"history {view}: --user is for what is of many jobs; give it with --all, or leave it out")
+    if asked.kind is not None and (not asked.is_table or asked.by is not None):
+        raise UsageError(f"history {view}: has no kinds; leave --kind out")
+    if view in RECKONED and asked.node is not None and view not in ("lemons", "repairs"):
         raise UsageError(f"history {view}: has no nodes; leave --node out")
     if asked.rank is not None and view != "scores":
         raise UsageError(f"history {view}: --rank is for scores; leave it out")
     if view == "scores" and every:
         raise UsageError("history scores: of one job at a time; name it instead of --all")
     timed = asked.since is not None or asked.until is not None
-    if timed and (view in ("promises", "lemons", "scores") or (view == "cost" and not every)):
+    if timed and (view in ("lemons", "scores", "rate") or (view in ("promises", "cost") and not every)):
         raise UsageError(f"history {view}: is of all the time; leave --since and --until out")
     if asked.injected and view != "lemons":
         raise UsageError(f"history {view}: --injected is for lemons; leave it out")
@@ -266,7 +312,8 @@ def _check(asked: Asked, every: bool) -> None:
 def _of_one(asked: Asked, reader: Reader, job: Row) -> Listing:
     from db.reading import fleet, queries
 
-    whose, times = f"job {job['name']}", {"since": asked.since, "until": asked.until}
+    whose = f"job {job['name']}"
+    times: dict[str, Any] = {"since": asked.since, "until": asked.until}
     known = reader.nodes(job["id"]) if asked.node is not None else []
     if asked.view == "cost":
         found = reader.account(job)
@@ -280,12 +327,14 @@ def _of_one(asked: Asked, reader: Reader, job: Row) -> Listing:
         counted = fleet.failures_by(reader, asked.by, job["id"], node=asked.node, **times)  # type: ignore[arg-type]
         rows = fleet.joined(asked.by, counted)  # type: ignore[arg-type]
         return Listing(queries.COLUMNS[asked.shape], rows[: asked.limit], whose, len(rows), known)
-    rows = reader.rows(asked.view, job["id"], node=asked.node, rank=asked.rank, last=asked.limit, **times)
+    rows = reader.rows(
+        asked.view, job["id"], node=asked.node, rank=asked.rank, kind=asked.kind, last=asked.limit, **times
+    )
     if asked.view == "plans" and not asked.flat:
         explained = reader.explanations(job["id"], rows)
         rows = [row | {"explanation": _explanation(explained.get(row["epoch"]))} for row in rows]
     total = None
-    if asked.node is None and asked.rank is None and len(rows) == asked.limit:
+    if asked.node is None and asked.rank is None and asked.kind is None and len(rows) == asked.limit:
         total = reader.count(asked.view, job["id"], **times)
     return Listing(queries.COLUMNS[asked.view], rows, whose, total, known)
 
@@ -335,9 +384,13 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
         ask(read)
         rows = [row for row in fleet.lemons(record, now) if asked.node in (None, row["node"])]
         return Listing(queries.COLUMNS["lemons"], rows[: asked.limit], whose, len(rows), names)
+    if asked.view in ("jobs", "repairs", "rate", "promises"):
+        rows = _reckoned(asked, ask)
+        return Listing(queries.COLUMNS[asked.view], rows[: asked.limit], whose, len(rows), names)
     if asked.by is not None:
         by: Any = asked.by
-        rows = fleet.joined(by, ask(lambda reader: fleet.failures_by(reader, by, node=asked.node, **times)))
+        asks = {"node": asked.node, "user": asked.user, **times}
+        rows = fleet.joined(by, ask(lambda reader: fleet.failures_by(reader, by, **asks)))
         return Listing(queries.COLUMNS[asked.shape], rows[: asked.limit], whose, len(rows), names)
     if asked.view == "iterations":
         if asked.node is not None:
@@ -345,12 +398,38 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
         limit = asked.limit or SHOWN
         rows = ask(lambda reader: fleet.newest_iterations(reader, limit, **times))
     else:
-        rows = ask(lambda reader: reader.rows(asked.view, None, node=asked.node, last=asked.limit, **times))
+        asks = {"node": asked.node, "user": asked.user, "kind": asked.kind, **times}
+        rows = ask(lambda reader: reader.rows(asked.view, None, last=asked.limit, **asks))
     time = TABLES[asked.view].time
     rows = sorted(rows, key=lambda row: row[time])
     return Listing(
         ("job", *queries.COLUMNS[asked.view]), rows[-asked.limit :] if asked.limit else rows, whose, None, names
     )
+
+
+def _reckoned(asked: Asked, ask: Callable[[Callable[[Reader], list[Any]]], list[Any]]) -> list[Row]:
+    """What is reckoned of many jobs. Raises UsageError for a trait that there is not."""
+    from db.reading import queries, rates
+
+    if asked.view == "promises":
+        most = asked.limit or SHOWN
+        rows = ask(lambda reader: queries.promises_of_all(reader, most, since=asked.since, until=asked.until))
+        return sorted(rows, key=lambda row: (row["started_at"], row["epoch"]), reverse=True)
+    if asked.view == "jobs":
+        limits: dict[str, Any] = {"user": asked.user, "since": asked.since, "until": asked.until, "last": asked.limit}
+        return sorted(ask(lambda reader: reader.jobs(**limits)), key=lambda row: row["started_at"], reverse=True)
+    if asked.view == "repairs":
+        found = ask(lambda reader: rates.repairs(reader, asked.since, asked.until))
+        return [row for row in found if asked.node in (None, row["node"])]
+    days = asked.days or rates.DAYS
+    if asked.around is not None:
+        around = asked.around
+        return ask(lambda reader: rates.rate_around(reader, around, days, asked.user))
+    trait, _, value = (asked.having or "").partition("=")
+    if trait not in rates.TRAITS or not value:
+        known = ", ".join(rates.TRAITS)
+        raise UsageError(f"history rate: --having {asked.having}: give TRAIT=VALUE; traits are {known}")
+    return ask(lambda reader: rates.rate_with(reader, trait, value, days, datetime.now(UTC)))
 
 
 # --- terminal -------------------------------------------------------------------------------------------------------

@@ -17,6 +17,13 @@ from rich.text import Text
 from resihp.record.describe import size
 from wrapper.output.render import duration, one_line, percent, suspects
 
+GROUPS = (
+    *("node", "component", "cause", "kind", "job", "owner", "account", "partition", "cluster", "version", "torch"),
+    *("hardware", "week", "month"),
+)
+"""What failures are counted by; `db.reading.fleet.GROUPS`, which takes time to import."""
+TIGHT = frozenset({"plans", "reconfigurations", "suspicions", "lemons", "jobs", "repairs"})
+"""Views whose columns stand close together."""
 LEAST_WIDTH = 6
 """Of a column that wraps."""
 COST_WORDS = {
@@ -69,7 +76,7 @@ def _share(name: str, heading: str | None = None) -> Column:
 
 
 def _bytes(name: str, heading: str) -> Column:
-    return Column(heading, lambda row: size(row[name]), right=True)
+    return Column(heading, lambda row: "-" if row[name] is None else size(row[name]), right=True)
 
 
 def _time(name: str, heading: str) -> Column:
@@ -125,7 +132,7 @@ def _last_words(row: dict[str, Any]) -> str:
 
 def _counted(by: str) -> list[Column]:
     return [
-        _words(by, wraps=True),
+        _words(by, "week of" if by == "week" else None, wraps=True),
         _number("failures"),
         *(() if by in ("cause", "kind") else (_number("fail_stop", "stop"), _number("fail_slow", "slow"))),
         *(() if by == "job" else (_number("jobs"),)),
@@ -136,7 +143,50 @@ def _counted(by: str) -> list[Column]:
 
 
 _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
-    **{f"failures by {by}": _counted(by) for by in ("node", "component", "cause", "kind", "job")},
+    **{f"failures by {by}": _counted(by) for by in GROUPS},
+    "jobs": [
+        _words("name", "job", wraps=True),
+        Column("id", lambda row: row["uuid"][:8]),
+        _words("owner", wraps=True),
+        _words("state"),
+        Column("GPUs", lambda row: str(row["nodes"] * row["gpus_per_node"]), right=True),
+        _time("started_at", "began (UTC)"),
+        Column("took", lambda row: duration((row["last_entry_at"] - row["started_at"]).total_seconds()), right=True),
+        _words("reason", wraps=True),
+    ],
+    "repairs": [
+        _words("node", wraps=True),
+        _number("device", "GPU"),
+        _words("uuid", "UUID", wraps=True),
+        _number("failures"),
+        _words("codes", "logs say", wraps=True),
+        _time("last", "last (UTC)"),
+        _words("drained"),
+        _words("cause", wraps=True),
+    ],
+    "rate": [
+        _words("which"),
+        _words("when"),
+        _number("failures"),
+        _amount("device_days", "GPU-days"),
+        _number("rate", "in 1,000", form="{:.3g}"),
+        _number("ratio", form="{:.2f}"),
+        _number("p", form="{:.2g}"),
+    ],
+    "checkpoints": [
+        _number("iteration"),
+        _bytes("bytes", "size"),
+        _seconds("seconds", "took"),
+        _time("committed_at", "complete (UTC)"),
+        _words("folder", wraps=True),
+    ],
+    "events": [
+        _time("at", "at (UTC)"),
+        _words("kind", wraps=True),
+        _number("iteration"),
+        _words("node", wraps=True),
+        _words("text", wraps=True),
+    ],
     "cost": [
         Column("where the time went", lambda row: COST_WORDS[row["cause"]]),
         _seconds("seconds", "time"),
@@ -279,7 +329,7 @@ _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
 def history_table(table: str, rows: list[dict[str, Any]], *, with_jobs: bool = False) -> Table:
     """Rows of a view of `resihp history`, or `failures by node`, as a Rich table; cells are shown literally."""
     columns = [*([_words("job", wraps=True)] if with_jobs else []), *_TERMINAL_COLUMNS[table]]
-    tight = with_jobs or table in ("plans", "reconfigurations", "suspicions", "lemons") or " by " in table
+    tight = with_jobs or table in TIGHT or " by " in table
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0) if tight else (0, 1))
     cells = [[one_line(column.cell(row)) for column in columns] for row in rows]
     for number, column in enumerate(columns):

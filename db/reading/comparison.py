@@ -1,0 +1,123 @@
+"""Two jobs side by side: what differs between them, and what an iteration takes at equal work. Reads only.
+
+Called by `resihp compare` and `db.reading.queries`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sqlalchemy import select
+
+from db.models import DeviceRow, MembershipRow
+from db.reading import promises
+from db.reading.reader import Reader, Row
+
+SURE = 2.0
+"""Standard errors."""
+FROM_JOBS = {
+    **{"nodes": "nodes", "GPUs a node": "gpus_per_node", "TP": "tp", "PP": "pp", "schedule": "schedule"},
+    **{"cluster": "cluster", "partition": "partition", "resihp": "version", "torch": "torch"},
+    **{"megatron-core": "megatron_core", "CUDA": "cuda", "NCCL": "nccl", "commit of the script": "script_commit"},
+}
+"""Column of each thing that is compared."""
+
+
+def compare(reader: Reader, first: Row, others: Reader, second: Row) -> list[Row]:
+    """What differs between two jobs, rows of `Reader.job` of one ledger or of two; then what iterations take.
+
+    `what`, `first`, `second` (texts), `difference` (of a figure, relative to the first job; else None). The last row is
+    the verdict: seconds of a device for a million tokens, medians of iterations under each job's first plan before
+    anything was slow; a difference of less than twice its standard error is none.
+    """
+    jobs = ((reader, first), (others, second))
+    found = [row for row in _facts(*jobs) if row["first"] != row["second"]]
+    one, other = (_iterations(*job) for job in jobs)
+    found.append(_figure("iterations compared", len(one), len(other), "{:.0f}"))
+    if min(len(one), len(other)) < promises.LEAST:
+        return found
+    same = _work(first) == _work(second)
+    found.append(_figure("tokens of an iteration", _median(one, "tokens"), _median(other, "tokens"), "{:,.0f}"))
+    found.append(_figure("seconds of an iteration", _median(one, "seconds"), _median(other, "seconds"), "{:.4g}"))
+    ratio, error = promises.ratio(_rates(other), _rates(one))
+    assert ratio is not None
+    sure = abs(ratio - 1.0) > SURE * error * ratio
+    how = "slower" if ratio > 1.0 else "faster"
+    change = f"{abs(ratio - 1.0):.1%} {how}, give or take {SURE * error * ratio:.1%}" if sure else "no difference"
+    what = "device-seconds for a million tokens" + ("" if same else ", of models that differ")
+    found.append({**_figure(what, _middle(one), _middle(other), "{:.4g}"), "difference": change})
+    return found
+
+
+def _facts(*jobs: tuple[Reader, Row]) -> Iterator[Row]:
+    for what, column in FROM_JOBS.items():
+        yield _row(what, *(job[column] for _, job in jobs))
+    for what, model, column in (
+        ("hardware", DeviceRow, "name"),
+        ("GPU driver", MembershipRow, "driver"),
+        ("VBIOS", DeviceRow, "vbios"),
+        ("kernel", MembershipRow, "kernel"),
+        ("operating system", MembershipRow, "image"),
+        ("NIC firmware", MembershipRow, "nic_firmware"),
+    ):
+        yield _row(what, *(_kinds(reader, model, column, job) for reader, job in jobs))
+    mine, theirs = (dict(_flat(json.loads(job["configuration"]))) for _, job in jobs)
+    for name in sorted({*mine, *theirs}):
+        yield _row(name, mine.get(name), theirs.get(name))
+
+
+def _row(what: str, first: object = None, second: object = None) -> Row:
+    def text(value: object) -> str:
+        return "-" if value in (None, "", []) else str(value)
+
+    return {"what": what, "first": text(first), "second": text(second), "difference": None}
+
+
+def _figure(what: str, first: float, second: float, form: str) -> Row:
+    change = f"{second / first - 1.0:+.1%}" if first else None
+    return {"what": what, "first": form.format(first), "second": form.format(second), "difference": change}
+
+
+def _kinds(reader: Reader, model: type[Any], column: str, job: Row) -> str:
+    columns = model.__table__.c
+    query = select(columns[column].label("name")).where(columns.job_id == job["id"]).distinct()
+    return ", ".join(sorted(row["name"] for row in reader.fetch(query) if row["name"] not in ("", "{}")))
+
+
+def _flat(content: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def _work(job: Row) -> object:
+    declared = json.loads(job["model"] or "{}")
+    return declared.get("model")
+
+
+def _iterations(reader: Reader, job: Row) -> list[Row]:
+    """Of the first plan that took effect, before anything was slow, each with its `devices`."""
+    plans = [row for row in reader.narrow("plans", job["id"]) if row["in_effect_at"] is not None]
+    if not plans:
+        return []
+    began = min(plans, key=lambda row: int(row["epoch"]))
+    rows = reader.narrow("iterations", job["id"], ("iteration", "epoch", "seconds", "tokens"))
+    slow = sorted(row["iteration"] for row in reader.narrow("failures", job["id"]) if row["kind"] == "fail-slow")
+    under = promises.first_ones([row for row in rows if row["epoch"] == began["epoch"]], slow)
+    return [{**row, "devices": began["active"]} for row in under if row["seconds"] and row["tokens"]]
+
+
+def _rates(rows: list[Row]) -> list[float]:
+    return [row["seconds"] / row["tokens"] * row["devices"] * 1e6 for row in rows]
+
+
+def _middle(rows: list[Row]) -> float:
+    return sorted(_rates(rows))[len(rows) // 2]
+
+
+def _median(rows: list[Row], column: str) -> float:
+    return float(sorted(row[column] for row in rows)[len(rows) // 2])

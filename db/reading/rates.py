@@ -1,0 +1,230 @@
+"""Failures in a given time of service: before and after a date, with and without a driver; and what to repair.
+
+Reads only. *Device-days* are those that devices spent in jobs, from joining to the node's loss or the job's end.
+Injected faults do not count. Called by `resihp history` and `db.reading.queries`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import ColumnElement, Select, case, func, select
+
+from db.models import DeviceRow, DrainRow, FailureRow, JobRow, MaintenanceRow, MembershipRow
+from db.reading.reader import Reader, Row
+
+DAYS = 30.0
+"""Looked at on either side of a date."""
+WEEK = timedelta(days=7)
+DAY_S = 86400.0
+OF_STAYS = ("driver", "kernel", "image", "host")
+OF_DEVICES = ("vbios", "name", "board")
+OF_JOBS = ("torch", "megatron_core", "cuda", "nccl", "version", "partition", "cluster")
+TRAITS = (*OF_STAYS, *OF_DEVICES, *OF_JOBS)
+"""What service is told apart by."""
+
+
+def rate_around(reader: Reader, at: datetime, days: float = DAYS, user: str | None = None) -> list[Row]:
+    """Failures for 1,000 device-days in the `days` before `at` and after it.
+
+    One row for each `which` (`all`, `hardware`, each kind that there is) and `when` (`before`, `after`): `failures`,
+    `device_days`, `rate`; with `after`, `ratio` of the rates and `p`, how probable so unequal counts are if the rate
+    was the same (exact, conditional on their sum).
+    """
+    since, until = at - timedelta(days=days), at + timedelta(days=days)
+    stays, failures = _stays(reader, since, until, user), _failures(reader, since, until, user)
+    split = at.timestamp()
+    exposure = {"before": 0.0, "after": 0.0}
+    for stay in stays:
+        begin, end = max(stay["since"], since.timestamp()), min(stay["until"], until.timestamp())
+        exposure["before"] += max(min(end, split) - begin, 0.0) * stay["devices"]
+        exposure["after"] += max(end - max(begin, split), 0.0) * stay["devices"]
+    counts: dict[str, dict[str, int]] = {}
+    for row in failures:
+        _count(counts, row, "before" if row["at"] < split else "after")
+    return _compared(counts, exposure, ("before", "after"))
+
+
+def rate_with(reader: Reader, trait: str, value: str, days: float, now: datetime) -> list[Row]:
+    """The same of stays that have `value` of a trait (`TRAITS`) against all others, in the last `days`; `when` is
+    `without`, `with`. Stays of which the trait is not known are left out."""
+    since = now - timedelta(days=days)
+    exposure = {"without": 0.0, "with": 0.0}
+    held: dict[tuple[int, str], list[tuple[float, str]]] = {}
+    for stay in _stays(reader, since, now, None, trait):
+        if not stay["trait"]:
+            continue
+        when = "with" if stay["trait"] == value else "without"
+        exposure[when] += max(stay["until"] - max(stay["since"], since.timestamp()), 0.0) * stay["devices"]
+        held.setdefault((stay["job_id"], stay["node"]), []).append((stay["since"], when))
+    counts: dict[str, dict[str, int]] = {}
+    for row in _failures(reader, since, now, None):
+        stays = held.get((row["job_id"], row["node"]), [])
+        found = next((name for begin, name in reversed(stays) if begin <= row["at"]), None)
+        if found is not None:
+            _count(counts, row, found)
+    return _compared(counts, exposure, ("without", "with"))
+
+
+def _count(counts: dict[str, dict[str, int]], failure: Row, when: str) -> None:
+    hardware = failure["hardware"]
+    broken = hardware if hardware is not None else failure["kind"] in ("fail-stop", "fail-slow")
+    for which in ("all", *(("hardware",) if broken else ()), failure["kind"]):
+        of = counts.setdefault(which, {})
+        of[when] = of.get(when, 0) + 1
+
+
+def _compared(
+    counts: Mapping[str, Mapping[str, int]], exposure: Mapping[str, float], names: tuple[str, str]
+) -> list[Row]:
+    from scipy import stats
+
+    found: list[Row] = []
+    one, other = names
+    total = exposure[one] + exposure[other]
+    for which in sorted(counts, key=lambda name: (name != "all", name != "hardware", name)) or ["all"]:
+        of = counts.get(which, {})
+        seen = {name: of.get(name, 0) for name in names}
+        rates = {name: seen[name] * 1000.0 * DAY_S / exposure[name] if exposure[name] > 0.0 else None for name in names}
+        both = sum(seen.values())
+        p = stats.binomtest(seen[other], both, exposure[other] / total).pvalue if both and total > 0.0 else None
+        before, after = rates[one], rates[other]
+        for name in names:
+            last = name == other
+            found.append(
+                {
+                    "when": name,
+                    "which": which,
+                    "failures": seen[name],
+                    "device_days": exposure[name] / DAY_S,
+                    "rate": rates[name],
+                    "ratio": after / before if last and before and after is not None else None,
+                    "p": float(p) if last and p is not None else None,
+                }
+            )
+    return found
+
+
+def _stays(reader: Reader, since: datetime, until: datetime, user: str | None, trait: str | None = None) -> list[Row]:
+    stays, jobs = MembershipRow.__table__.c, JobRow.__table__.c
+    over = case((jobs.ended_at.is_(None) | (jobs.state == "abnormal"), jobs.last_entry_at), else_=jobs.ended_at)
+    end = func.coalesce(stays.lost_at, over)
+    query = (
+        select(
+            stays.job_id,
+            stays.node,
+            stays.devices,
+            reader.seconds(stays.joined_at).label("since"),
+            reader.seconds(end).label("until"),
+            *((_trait(trait).label("trait"),) if trait is not None else ()),
+        )
+        .join(JobRow, jobs.id == stays.job_id)
+        .where(stays.joined_at <= until, jobs.last_entry_at >= since)
+        .order_by(stays.job_id, stays.node, stays.joined_at)
+    )
+    return reader.fetch(_of(query, user))
+
+
+def _trait(name: str) -> ColumnElement[Any]:
+    stays, devices = MembershipRow.__table__.c, DeviceRow.__table__.c
+    if name in OF_STAYS:
+        return stays[name]
+    if name in OF_JOBS:
+        return JobRow.__table__.c[name]
+    here = (devices.job_id == stays.job_id) & (devices.node == stays.node) & (devices.joined_at == stays.joined_at)
+    return select(func.max(devices[name])).where(here).scalar_subquery()
+
+
+def _failures(reader: Reader, since: datetime, until: datetime, user: str | None) -> list[Row]:
+    failures = FailureRow.__table__.c
+    query = (
+        select(
+            failures.job_id,
+            failures.node,
+            failures.kind,
+            failures.hardware,
+            reader.seconds(failures.noticed_at).label("at"),
+        )
+        .join(JobRow, JobRow.__table__.c.id == failures.job_id)
+        .where(failures.noticed_at >= since, failures.noticed_at <= until, failures.detect_seconds.is_(None))
+    )
+    return reader.fetch(_of(query, user))
+
+
+def _of(query: Select[Any], user: str | None) -> Select[Any]:
+    return query if user is None else query.where(JobRow.__table__.c.owner == user)
+
+
+# --- repairs --------------------------------------------------------------------------------------------------------
+
+
+def repairs(reader: Reader, since: datetime | None = None, until: datetime | None = None) -> list[Row]:
+    """Nodes and devices with failures of hardware lately (a week, unless `since` says otherwise) and no maintenance
+    since, the ones with most first.
+
+    `node`, `device` (None of the node as a whole), `uuid`, `failures`, `codes` (what logs said), `last` and `cause` of
+    the last one, `drained` (by which rung of the ladder, None if not), `maintained_at` (before).
+    """
+    since = since or datetime.now(UTC) - WEEK
+    failures, devices = FailureRow.__table__.c, DeviceRow.__table__.c
+    uuid = (
+        select(devices.uuid)
+        .where(devices.job_id == failures.job_id, devices.node == failures.node, devices.device == failures.device)
+        .where(devices.joined_at <= failures.noticed_at)
+        .order_by(devices.joined_at.desc())
+        .limit(1)
+        .scalar_subquery()
+    )
+    query = select(
+        failures.job_id,
+        failures.node,
+        failures.device,
+        failures.noticed_at,
+        failures.cause,
+        failures.code,
+        uuid.label("uuid"),
+    ).where(
+        failures.node.is_not(None),
+        failures.noticed_at >= since,
+        failures.detect_seconds.is_(None),
+        failures.kind.in_(("fail-stop", "fail-slow")),
+        failures.hardware.is_not(False),
+        failures.component.in_(("device", "node", "link")),
+    )
+    if until is not None:
+        query = query.where(failures.noticed_at <= until)
+    rows = reader.fetch(reader.believed(query, failures.job_id).order_by(failures.noticed_at))
+    done, drained = _maintained(reader), _drained(reader, since)
+    found: dict[tuple[str, int | None], Row] = {}
+    for row in rows:
+        mended = max((at for uuid_, at in done.get(row["node"], ()) if uuid_ in (None, row["uuid"])), default=None)
+        if mended is not None and mended >= row["noticed_at"]:
+            continue
+        one = found.setdefault(
+            (row["node"], row["device"]),
+            {"node": row["node"], "device": row["device"], "failures": 0, "codes": set(), "maintained_at": mended},
+        )
+        one["failures"] += 1
+        one["codes"] |= {row["code"]} - {None}
+        one |= {"uuid": row["uuid"] or None, "last": row["noticed_at"], "cause": row["cause"]}
+        one["drained"] = drained.get(row["node"])
+    listed = [{**one, "codes": ", ".join(sorted(one["codes"])) or None} for one in found.values()]
+    return sorted(listed, key=lambda one: (-one["failures"], one["node"], one["device"] or 0))
+
+
+def _maintained(reader: Reader) -> dict[str, list[tuple[str | None, datetime]]]:
+    columns = MaintenanceRow.__table__.c
+    found: dict[str, list[tuple[str | None, datetime]]] = {}
+    for row in reader.fetch(select(columns.node, columns.device_uuid, columns.at)):
+        found.setdefault(row["node"], []).append((row["device_uuid"], row["at"]))
+    return found
+
+
+def _drained(reader: Reader, since: datetime) -> dict[str, str]:
+    drains = DrainRow.__table__.c
+    query = select(drains.node, drains.step).where(
+        drains.drained_at >= since, drains.outcome == "done", drains.undrained_at.is_(None)
+    )
+    return {row["node"]: row["step"] for row in reader.fetch(query.order_by(drains.drained_at))}

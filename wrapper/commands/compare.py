@@ -1,0 +1,52 @@
+"""`resihp compare`: two jobs of one ledger, or of this home, side by side. Only asks and shows."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from wrapper.output.answers import SCHEMA, JsonOption, LedgerOption, console, message, to_json
+
+
+def register(app: typer.Typer) -> None:
+    """Add `resihp compare` to the command line."""
+    app.command()(compare)
+
+
+def compare(
+    first: Annotated[str, typer.Argument(help="The job that the other one is compared with.")],
+    second: Annotated[str, typer.Argument(help="The other one.")],
+    as_json: JsonOption = False,
+    ledger: LedgerOption = None,
+) -> None:
+    """Compare two jobs: what differs between them, and what iterations take at equal work.
+
+    Iterations of each one's first plan, before anything was slow.
+
+    Example: resihp compare 4711 4805
+    """
+    from db.reading.comparison import compare as compared
+    from wrapper.output.ledgers import both
+
+    with both(first, second, ledger) as (one, other):
+        rows = compared(*one, *other)
+    if as_json:
+        print(to_json({"schema": SCHEMA, "rows": rows}))
+    elif not rows:
+        message(f"jobs {first} and {second}: nothing differs, and nothing was trained")
+    else:
+        console().print(_table(first, second, rows))
+
+
+def _table(first: str, second: str, rows: list[dict[str, Any]]) -> Any:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for heading in ("", first, second, "difference"):
+        shown.add_column(Text(heading), overflow="fold")
+    for row in rows:
+        shown.add_row(*(Text(str(row[name] or "")) for name in ("what", "first", "second", "difference")))
+    return shown

@@ -34,6 +34,7 @@ from sqlalchemy.orm import Session
 
 from db import migrate, projection
 from db.engine import make_engine, resolve
+from db.reading.reader import Reader
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.protocol.messages import StepOutcome
@@ -59,6 +60,7 @@ SOFTWARE = (
     journal.Software(torch="2.11.0", megatron_core="0.15.0", cuda="12.8", nccl="2.26.2", script_commit="3f2c1aa"),
     journal.Software(torch="2.13.0", megatron_core="0.16.1", cuda="13.0", nccl="2.28.3", script_commit="9bd07e4"),
 )
+UUID_LETTERS = 12
 DRIVERS = ("570.86.15", "580.65.06")
 """Before and after the middle of the time."""
 
@@ -434,23 +436,38 @@ def questions() -> list[tuple[int, str, list[str]]]:
     return [(int(row["number"]), row["question"], shlex.split(row["command"])) for row in rows if row is not None]
 
 
-def ask(url: str, limit_s: float, names: dict[str, str]) -> bool:
+def names_in(url: str) -> dict[str, str]:
+    """What stands for JOB, OTHER, NODE and the rest: newest jobs that ended well, the last failure."""
+    with Reader.open(url) as reader:
+        done = [job for job in reader.jobs(last=200) if job["state"] == "completed"]
+        failures = reader.rows("failures", None, last=1)
+    middle = done[len(done) // 2]["started_at"]
+    return {
+        "JOB": done[0]["uuid"][:UUID_LETTERS],
+        "OTHER": done[1]["uuid"][:UUID_LETTERS],
+        "USER": done[0]["owner"],
+        "NODE": failures[0]["node"] or "gpu0001",
+        "DRIVER": DRIVERS[1],
+        "DAY": f"{middle:%Y-%m-%d}",
+    }
+
+
+def ask(url: str, limit_s: float) -> bool:
     """Each question, as somebody types it; whether all were answered in time."""
     table = Table("", "question", "s", "answer begins")
-    fine = True
+    fine, names = True, names_in(url)
     for number, question, command in questions():
-        words = [re.sub(r"[A-Z]+(_[A-Z]+)*$", lambda found: names.get(found[0], found[0]), word) for word in command]
+        words = [re.sub("|".join(names), lambda found: names[found[0]], word) for word in command[1:]]
         began = time.monotonic()
         done = subprocess.run(
-            [sys.executable, "-m", "wrapper", *words[1:], "--ledger", url], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "wrapper", *words, "--ledger", url], capture_output=True, text=True, check=False
         )
         took = time.monotonic() - began
-        answer = done.stdout.strip().splitlines()
-        shown = next((line.strip() for line in answer[2:] if line.strip()), "") if done.returncode == 0 else done.stderr
-        slow = took > limit_s or done.returncode != 0
-        fine &= not slow
-        table.add_row(str(number), question, f"[{'red' if slow else 'green'}]{took:.2f}", shown.strip()[:80])
-    Console(width=160).print(table)
+        answer = [line.strip() for line in (done.stdout or done.stderr).splitlines() if line.strip(" ─")]
+        right = done.returncode == 0 and took <= limit_s
+        fine &= right
+        table.add_row(str(number), question, f"[{'green' if right else 'red'}]{took:.2f}", " / ".join(answer[:2])[:90])
+    Console(width=200).print(table)
     return fine
 
 
@@ -470,7 +487,7 @@ def main() -> None:
     if given.command == "make":
         print(json.dumps(asdict(make(given.url, given.jobs, given.days, given.nodes, given.seed)), indent=1))
         return
-    sys.exit(0 if ask(given.url, given.limit, {}) else 1)
+    sys.exit(0 if ask(given.url, given.limit) else 1)
 
 
 if __name__ == "__main__":

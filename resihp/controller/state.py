@@ -19,7 +19,7 @@ from resihp.controller.interface import AnyAction, AnyEvent, Dependencies, Log, 
 from resihp.controller.lifecycle import CHANGES, TRAINING, Lifecycle, Stage
 from resihp.detector.diagnosis.diagnosis import Diagnosis
 from resihp.detector.findings import Finding
-from resihp.detector.probes import Judged, Place
+from resihp.detector.probes import Judged, JudgedLink, Place
 from resihp.faults import Fault
 from resihp.parallelism.ownership import ParameterSpec
 from resihp.parallelism.plan import Plan
@@ -235,6 +235,8 @@ class Examination:
     """Of what devices in doubt and their witnesses gave in all looks but the first."""
     settled: dict[int, Judged] = field(default_factory=dict)
     """Devices that were in doubt: what these looks found."""
+    slow_looks: tuple[JudgedLink, ...] = ()
+    """Of a link: what former looks found, all of them that it is slow."""
     _settled: int = 0
     """So many of `asked` have answered or died."""
 

@@ -38,6 +38,9 @@ ALIKE = 0.9
 LOOKS = (3, 5)
 """At a device in doubt: before it is found unfit, and after which the doubt is in its favour."""
 
+LINK_LOOKS = 3
+"""At a link between ranks that share their machine's processors with others: each of them has to find it slow."""
+
 Place = tuple[str, str, str]
 """A node, its host's name, and what its devices are: names of nodes recur in other clusters, and nodes are refitted."""
 Pair = tuple[int, int]
@@ -286,6 +289,20 @@ def judge_link(
         evidence = f"transfers at {share:.0%} of those at the start"
         return JudgedLink(speed=share, slow=share < wanted.link_fit, evidence=evidence)
     return JudgedLink(speed=None, slow=False, evidence="nothing to compare it with")
+
+
+def judge_link_again(looks: Sequence[JudgedLink], *, shared: bool) -> JudgedLink | None:
+    """A link that each of these `looks` found slow, by the middle one; None: look once more.
+
+    A look is short. Whom the processors' scheduler favours meanwhile, where others share them (`shared`), is fast in
+    all of it, and a healthy link at half of that or less: in one look of eight on two busy cores.
+    """
+    if not shared:
+        return looks[-1]
+    if len(looks) < LINK_LOOKS:
+        return None
+    middle = sorted(looks, key=lambda look: look.speed or 0.0)[len(looks) // 2]
+    return msgspec.structs.replace(middle, evidence=f"{middle.evidence}, slow in each of {len(looks)} looks")
 
 
 def beside(link: Pair, ranks: Iterable[int], nodes: Mapping[int, str]) -> tuple[Pair, ...]:

@@ -181,7 +181,13 @@ def measure_links(
         transfers = link_times(asked, rank, engine, rendezvous, ANNOUNCED_S, called_off)
     except (CommunicatorError, DeviceFullError) as trouble:
         missed = str(trouble)
-    return m.Probed(probe=asked.probe, transfers=transfers, seconds=time.perf_counter() - began, missed=missed)
+    return m.Probed(
+        probe=asked.probe,
+        transfers=transfers,
+        seconds=time.perf_counter() - began,
+        missed=missed,
+        shared=is_shared(engine.device),
+    )
 
 
 def link_times(
@@ -212,8 +218,8 @@ def link_times(
 
 
 def _transfer_s(channel: Channel, buffer: torch.Tensor) -> float:
-    """Seconds of a buffer there and back, the lower quartile of several: the rest is others' doing. Of fewer where it
-    takes long; both ends agree on how many."""
+    """Seconds of a buffer there and back, the lower quartile of several: the rest is others' doing. On processors that
+    others share, the fastest: most of the rest may be. Of fewer where it takes long; both ends agree on how many."""
     device = buffer.device
 
     def exchange(tensor: torch.Tensor) -> float:
@@ -229,4 +235,5 @@ def _transfer_s(channel: Channel, buffer: torch.Tensor) -> float:
     exchange(sum_s)
     least, most = LINK_REPEATS
     repeats = min(max(int(2 * LINK_S / max(float(sum_s), 1e-9)), least), most)
-    return statistics.quantiles([exchange(buffer) for _ in range(repeats)], n=4)[0]
+    times = [exchange(buffer) for _ in range(repeats)]
+    return min(times) if is_shared(device) else statistics.quantiles(times, n=4)[0]

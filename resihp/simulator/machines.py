@@ -322,6 +322,7 @@ class Worker:
                 transfers=tuple(m.Transfer(peer=peer, seconds=rng.uniform(0.9, 1.1)) for peer in peers),
                 seconds=0.1,
                 error="the device fails" if rng.random() < unfit / 4 else "",
+                shared=self.world.scenario.shared,
             )
         )
 
@@ -353,7 +354,7 @@ class Worker:
         share = 3.0 if self.world.rng.random() < self.world.scenario.unfit else 1.0
         transfers = tuple(m.Transfer(peer=peer, seconds=share * self.world.rng.uniform(0.9, 1.1)) for peer in peers)
         told: dict[str, Any] = {"transfers": transfers} if came else {"missed": "not all came in time"}
-        self.say(m.Probed(probe=order.probe, seconds=0.1, **told))
+        self.say(m.Probed(probe=order.probe, seconds=0.1, shared=self.world.scenario.shared, **told))
         self.meet()
 
     def _let_go(self, epoch: int) -> None:

@@ -170,6 +170,8 @@ class Scenario:
     """Steps of the batch ramp-up, up to `micro_batches`."""
     evaluate_every: int = 0
     """Iterations from one evaluation to the next; there is one after the last, too. 0: none."""
+    shared: bool = False
+    """Workers share their machines' processors."""
     unfit: float = 0.0
     """Chance that a probe comes out badly; half as often it fails, or is not answered."""
 
@@ -222,6 +224,7 @@ class Scenario:
             examine=rng.random() < 0.6,
             slow=rng.choice([0.1, 0.3, 0.6]),
             unfit=rng.choice([0.05, 0.2, 0.5]),
+            shared=seed % 3 == 0,
             observes=rng.random() < 0.2,
         )
 

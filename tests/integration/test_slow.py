@@ -104,13 +104,11 @@ from wrapper.supervisor import guardian, process
 honest_guard, honest_observe = guardian.guard, monitor.Monitor.observe
 
 def observe(self, observation):
-    found = honest_observe(self, observation)
-    if observation.iteration != 8:
-        return found
     link = monitor.Finding(
         kind="fail-slow", iteration=7, detected=8, change=1.0, confidence=0.99, ranks=(), link=(1, 2), evidence="a lie"
     )
-    return msgspec.structs.replace(found, findings=(link,))
+    seen = honest_observe(self, observation)
+    return msgspec.structs.replace(seen, findings=(link,) if observation.iteration == 8 else ())
 
 def command(run_file, options):
     return [sys.executable, __file__, "--run", str(run_file), *options]
@@ -119,7 +117,7 @@ monitor.Monitor.observe = observe
 guardian.guard = lambda run_file: honest_guard(run_file, command)
 process.main() if "--run" in sys.argv else cli.main()
 """
-"""`resihp`, with a supervisor whose detector sees one slow link, which is none."""
+"""`resihp`, with a supervisor whose detector sees one slow link, which is none, and nothing else."""
 
 
 def test_a_link_under_suspicion_is_measured_while_training_goes_on(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,11 +134,18 @@ def test_a_link_under_suspicion_is_measured_while_training_goes_on(job: Job, mon
     links = [row for row in job.history("probes") if (row["occasion"], row["kind"]) == ("suspicion", "link")]
     assert {(row["rank"], row["peer"]) for row in links} == {(1, 2), (4, 6)}, job.stderr
     told = [line for line in job.stderr.splitlines() if "link n1-n2 (ranks 1 and 2)" in line]
-    assert len(told) == 2, "suspected; then cleared, or as slow as it was measured"
+    assert len(told) == 2, f"suspected, then cleared: {told}"
+    assert "no longer suspected to be slow, " in told[1]
+    assert job.history("failures") == [], "no link is slow for having been measured where processors are busy"
     with Reader.open(f"sqlite:///{job.folder / 'home' / 'jobs' / 'local-1' / 'ledger.db'}") as reader:
         events = reader.rows("events", reader.job()["id"])
+        finished = [row["finished_at"] for row in reader.rows("iterations", reader.job()["id"])]
     suspicion = [row for row in events if row["kind"] in ("Suspected", "SuspicionCleared", "FailureFound")]
+    assert len(suspicion) == 2
     assert "a lie" in suspicion[0]["text"]
-    took_s = (suspicion[1]["at"] - suspicion[0]["at"]).total_seconds()
-    print(f"{took_s:.2f} s from the suspicion to the verdict: {told}; {[row['evidence'] for row in links]}")
-    assert took_s < 10.0
+    began, ended = (row["at"] for row in suspicion)
+    meanwhile = sum(began < at <= ended for at in finished)
+    took_s = (ended - began).total_seconds()
+    print(f"{meanwhile} iterations and {took_s:.2f} s until it was cleared: {told}; {[r['evidence'] for r in links]}")
+    assert meanwhile > 0, "training goes on"
+    assert any(at > ended for at in finished), "and nobody has waited for the end to measure"

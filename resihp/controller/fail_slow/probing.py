@@ -51,7 +51,9 @@ def begin(
     job.order(asked, m.Probe(probe=job.probes, pairs=rounds))
 
 
-def begin_link(job: Job, finding: Finding, after_iteration: int) -> None:
+def begin_link(
+    job: Job, finding: Finding, after_iteration: int, slow_looks: tuple[probes.JudgedLink, ...] = ()
+) -> None:
     """Announce that a link under suspicion is measured, and others of its kind, at the end of that iteration."""
     assert finding.link is not None
     slow = {rank for link in job.record.slow_links for rank in link}
@@ -66,6 +68,7 @@ def begin_link(job: Job, finding: Finding, after_iteration: int) -> None:
         asked_at=job.now,
         findings=[finding],
         ahead_s=(after_iteration - job.furthest) * job.predicted_s,
+        slow_looks=slow_looks,
     )
     job.order(asked, m.Probe(probe=job.probes, pairs=(round_,), after_iteration=after_iteration))
 

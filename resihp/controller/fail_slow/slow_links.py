@@ -1,7 +1,7 @@
 """Links under suspicion: measured beside others of their kind, after an iteration that is announced to both ends.
 
 A link's verdict rests on its measurement; what was seen in training is it only where there is nothing to compare with.
-Called by `slowness`.
+Where processors are shared it rests on several, each at a moment of its own. Called by `slowness`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from resihp.controller import replan_policy
 from resihp.controller.fail_slow import probing, slow_parts
 from resihp.controller.fail_slow.suspicions import change, dropped, ended, opened, possible, speed_of
 from resihp.controller.state import Examination, Job
+from resihp.detector import probes
 from resihp.detector.findings import Finding
 from resihp.record.journal import FailureEnded, FailureFound, Outcome
 from resihp.record.state import Link
@@ -28,13 +29,11 @@ def suspected(job: Job, finding: Finding, link: Link) -> None:
     if link in job.record.slow_links:
         dropped(job, finding, f"{job.where_link(link)}: known, see failure {job.record.slow_links[link].failure}")
         return
-    if not all(rank in job.record.working and job.members[rank].alive for rank in link):
+    if not _in_use(job, link):
         dropped(job, finding, f"{job.where_link(link)}: not in use any more")
         return
-    takes_s = max(job.predicted_s, 1e-3)
-    unheard = int((job.now - job.progress_at) / max(job.usual_s, 1e-3))  # reports are held back, while training goes on
-    after = job.furthest + unheard + max(LEAST_AHEAD, math.ceil(ANNOUNCED_S / takes_s))
-    if after >= job.record.goal:
+    after = _moment(job)
+    if after is None:
         job.monitor.cleared_link(a, b)
         told = f"{job.where_link(link)}: may be slow, {change(finding)}; training ends before it could be measured"
         dropped(job, finding, told, "unconfirmed")
@@ -44,6 +43,18 @@ def suspected(job: Job, finding: Finding, link: Link) -> None:
     told = f"{job.where_link(link)}: suspected to be slow, {change(finding)}; measuring after iteration {after}"
     job.say("notice", told)
     probing.begin_link(job, finding, after)
+
+
+def _in_use(job: Job, link: Link) -> bool:
+    return all(rank in job.record.working and job.members[rank].alive for rank in link)
+
+
+def _moment(job: Job) -> int | None:
+    """The next iteration that can be announced; None if training ends before."""
+    takes_s = max(job.predicted_s, 1e-3)
+    unheard = int((job.now - job.progress_at) / max(job.usual_s, 1e-3))  # reports are held back, while training goes on
+    after = job.furthest + unheard + max(LEAST_AHEAD, math.ceil(ANNOUNCED_S / takes_s))
+    return after if after < job.record.goal else None
 
 
 def measured(job: Job, done: Examination, finding: Finding, link: Link) -> None:
@@ -59,9 +70,27 @@ def measured(job: Job, done: Examination, finding: Finding, link: Link) -> None:
         told = f"measured, but there is {judged.evidence}; {finding.evidence}"
         _verdict(job, finding, link, speed_of(finding), told, done.probe)
     elif judged.slow:
-        _verdict(job, finding, link, judged.speed, f"{judged.evidence}; {finding.evidence}", done.probe)
+        looks = (*done.slow_looks, judged)
+        sure = probes.judge_link_again(looks, shared=any(answer.shared for answer in done.answers.values()))
+        if sure is None:
+            _look_again(job, done, finding, link, looks)
+        else:
+            speed = judged.speed if sure.speed is None else sure.speed
+            _verdict(job, finding, link, speed, f"{sure.evidence}; {finding.evidence}", done.probe)
     else:
         _acquit(job, link, "fine", judged.evidence, done.probe)
+
+
+def _look_again(
+    job: Job, done: Examination, finding: Finding, link: Link, looks: tuple[probes.JudgedLink, ...]
+) -> None:
+    after = _moment(job)
+    if after is not None and job.may_interrupt and _in_use(job, link):
+        probing.begin_link(job, finding, after, looks)
+        return
+    why = "training ends before it could be measured again" if after is None else "it could not be measured again"
+    many = "1 look" if len(looks) == 1 else f"{len(looks)} looks"
+    _acquit(job, link, "unconfirmed", f"slow in {many}, {why}", done.probe)
 
 
 def _acquit(job: Job, link: Link, outcome: Outcome, why: str, probe: int) -> None:

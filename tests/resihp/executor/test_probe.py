@@ -120,6 +120,26 @@ def test_who_competes_with_others_on_its_machine_says_so(
     monkeypatch.setattr(probe, "device_speed", lambda device, speed: m.Speed(flops=1.0))
     engine: Any = SimpleNamespace(device=torch.device(device), speed=full_speed)
     assert probe.measure(m.Probe(probe=3), 0, engine, None).shared is shared  # type: ignore[arg-type]
+    links = probe.measure_links(m.Probe(probe=3, after_iteration=5), 0, engine, None, lambda: False)  # type: ignore[arg-type]
+    assert links.shared is shared
+
+
+@pytest.mark.parametrize(("shared", "seconds"), [(True, 1e-3), (False, 3e-3)])
+def test_a_link_between_ranks_that_wait_for_processors_is_what_it_is_when_they_get_them(
+    monkeypatch: pytest.MonkeyPatch, shared: bool, seconds: float
+) -> None:
+    """They get them for one transfer of five; where nobody else is on them, such a link is slow."""
+    clock, begun = [0.0], [0]
+
+    def allreduce(tensors: Any) -> Any:
+        begun[0] += 1
+        clock[0] += 1e-3 if begun[0] % 5 == 0 else 3e-3
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(probe, "is_shared", lambda device: shared)
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: clock[0])
+    channel: Any = SimpleNamespace(allreduce=allreduce)
+    assert probe._transfer_s(channel, torch.zeros(1)) == pytest.approx(seconds)
 
 
 def test_numbers_that_are_multiplied_are_random(monkeypatch: pytest.MonkeyPatch) -> None:

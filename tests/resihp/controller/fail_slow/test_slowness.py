@@ -547,7 +547,9 @@ def announced(job: Job) -> tuple[tuple[int, ...], m.Probe]:
     return ranks, probe
 
 
-def measure_links(job: Job, slow: dict[tuple[int, int], float] | None = None, silent: tuple[int, ...] = ()) -> None:
+def measure_links(
+    job: Job, slow: dict[tuple[int, int], float] | None = None, silent: tuple[int, ...] = (), shared: bool = False
+) -> None:
     """Train up to the moment that was announced, and answer: 1 ms, unless `slow` has more for a pair."""
     ranks, probe = announced(job)
     assert probe.after_iteration is not None
@@ -556,7 +558,7 @@ def measure_links(job: Job, slow: dict[tuple[int, int], float] | None = None, si
     seconds = {pair: (slow or {}).get(pair, 1e-3) for round_ in probe.pairs for pair in round_}
     for rank in (rank for rank in ranks if rank not in silent):
         transfers = tuple(m.Transfer(peer=a + b - rank, seconds=s) for (a, b), s in seconds.items() if rank in (a, b))
-        job.say(rank, m.Probed(probe=probe.probe, transfers=transfers, seconds=0.05))
+        job.say(rank, m.Probed(probe=probe.probe, transfers=transfers, seconds=0.05, shared=shared))
 
 
 def test_a_link_under_suspicion_is_measured_beside_others_at_a_moment_announced_to_all_of_them() -> None:
@@ -605,6 +607,39 @@ def test_a_link_that_measures_healthy_is_cleared() -> None:
     assert suspected(job) == [(None, False), (None, True)]
     assert job.monitor.heard == [("cleared link", 1, 2)]
     assert any("no longer suspected to be slow, transfers at 91%" in text for text in job.texts("notice"))
+
+
+def test_on_shared_processors_a_link_is_slow_if_it_is_in_each_of_three_looks() -> None:
+    """Which pair of ranks gets the processors stays so for as long as one look takes."""
+    job = linked(finding(link=(1, 2), change=3.0))
+    for look, seconds in enumerate((5e-3, 1e-2, 4e-3), start=1):
+        assert slow_ones(job) == []
+        assert suspected(job) == [(None, False)], "one suspicion, however often it is looked at"
+        assert announced(job)[1].probe == look
+        measure_links(job, {(1, 2): seconds}, shared=True)
+    (entry,) = slow_ones(job)
+    assert entry.speed == pytest.approx(0.2), "the middle one"
+    assert entry.evidence.startswith("transfers at 20% of another link's, slow in each of 3 looks; ")
+    assert [[(link.ranks, link.fit) for link in taken.links] for taken in job.all(ProbesTaken)] == [
+        [((1, 2), False), ((4, 6), True)]
+    ] * 3
+    assert suspected(job) == [(None, False), (None, True)]
+
+
+@pytest.mark.parametrize("well", [1, 2, 3])
+def test_on_shared_processors_one_look_that_finds_a_link_well_acquits_it(well: int) -> None:
+    job = linked(finding(link=(1, 2), change=3.0))
+    for look in range(1, well + 1):
+        measure_links(job, {(1, 2): 1.1e-3 if look == well else 5e-3}, shared=True)
+    assert (slow_ones(job), suspected(job)) == ([], [(None, False), (None, True)])
+    assert job.monitor.heard == [("cleared link", 1, 2)]
+
+
+def test_a_link_that_cannot_be_looked_at_again_is_not_slow() -> None:
+    job = Job(finding(link=(1, 2)), nodes=4, declare=msgspec.structs.replace(DECLARE, iterations=9)).run(5)
+    measure_links(job, {(1, 2): 5e-3}, shared=True)
+    assert (slow_ones(job), suspected(job)) == ([], [(None, False), (None, True)])
+    assert any("no longer suspected to be slow, slow in 1 look, training ends before" in t for t in job.texts("notice"))
 
 
 def test_a_link_is_measured_again_each_time_it_is_found() -> None:

@@ -164,6 +164,23 @@ def expected(plan: Plan, rank: int, model: ModelSpec, tokens: int, overhead: Ove
     )
 
 
+def stage_bytes(
+    model: ModelSpec,
+    tp: int,
+    tokens: int,
+    *,
+    first: bool,
+    last: bool,
+    sequence_parallel: bool = False,
+    state_bytes: int | None = None,
+) -> tuple[int, int, int]:
+    """What a stage takes, as `capacity` and `alive` have it: beside its layers, of each layer's state, and of each
+    layer's activations for each micro-batch that is alive."""
+    state, activations = _layer_bytes(model, tp, sequence_parallel, tokens, state_bytes)
+    outside = _each(model, state_bytes) * _outside_elements(model, first, last, tp)
+    return outside + _outside_activations(model, first, last, tp, tokens), state, activations
+
+
 def capacity(model: ModelSpec, post: Post, memory_bytes: int, tokens: int) -> int:
     """Most layers that a stage can hold; with several chunks about that, as they may not be of one size."""
     first, last = post.stage == 0, post.stage == post.stages - 1

@@ -104,21 +104,29 @@ def layers_beside(
     """Layers for which the ranks of a group have room beside what each of them held, at least; `first`, `last`: whether
     its stage has the embedding, the head. What a rank held at the same place of as many ranks is taken to stay."""
     tp, found = len(old), model.layers
-    units = frozenset(({"embedding"} if first else set()) | ({"final", "head"} if last else set()))
     for t, held in enumerate(old):
         if held is None or (held.t, held.tp) == (t, tp):
             continue
-        was = _elements(held, held, model)
-        outside, one = (HeldState(chunks, units, t, tp) for chunks in ((), ((0, 0),)))
-        each = _elements(one, one, model) - _elements(outside, outside, model)
-        if sharing is None:
-            carried = CARRIED_BYTES[model.precision]
-            left = room_bytes - carried * was
-        else:
-            carried = memory.zero_1(sharing[1]) - GRADIENT_BYTES
-            left = room_bytes - VALUE_BYTES * was
-        found = min(found, (left - carried * _elements(outside, outside, model)) // (carried * each))
+        outside, each = carried_bytes(model, tp, first=first, last=last, sharing=sharing)
+        found = min(found, (left_bytes(held, model, room_bytes, sharing) - outside) // each)
     return max(0, found)
+
+
+def left_bytes(old: HeldState, model: ModelSpec, room_bytes: int, sharing: tuple[int, int] | None = None) -> int:
+    """Of a rank, beside what it held."""
+    each = CARRIED_BYTES[model.precision] if sharing is None else VALUE_BYTES
+    return room_bytes - each * _elements(old, old, model)
+
+
+def carried_bytes(
+    model: ModelSpec, tp: int, *, first: bool, last: bool, sharing: tuple[int, int] | None = None
+) -> tuple[int, int]:
+    """What comes beside that for a stage: outside of its layers, and for each of them."""
+    units = frozenset(({"embedding"} if first else set()) | ({"final", "head"} if last else set()))
+    outside, one = (HeldState(chunks, units, 0, tp) for chunks in ((), ((0, 0),)))
+    each = CARRIED_BYTES[model.precision] if sharing is None else memory.zero_1(sharing[1]) - GRADIENT_BYTES
+    without = _elements(outside, outside, model)
+    return each * without, each * (_elements(one, one, model) - without)
 
 
 def _changed(base: Layout, survivors: set[int], layout: Layout) -> Iterator[tuple[int, HeldState, HeldState]]:

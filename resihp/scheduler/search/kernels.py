@@ -1,11 +1,12 @@
-"""Pipelines played and cut, micro-batches shared out, as machine code: the inner loops of the search. Pure.
+"""Layouts changed, cut, played and kept or not, as machine code: all that a search does again and again. Pure.
 
 What an order means is said by `resihp.pipeline.timeline`, and a pipeline takes here, to rounding, what it takes there:
 `played` walks the orders of 1F1B and zero-bubble (`resihp.pipeline.schedules`) in a sequence in which whatever a
 primitive needs has been done before. Numba compiles the functions when they are first called and keeps the result on
 disk, beside this file or in the user's cache; where neither can be written, it compiles again in each process. Without
 numba, everything works as plain Python, a hundred times slower. All of it is in one module, as that cache notices a
-change of a function's own file, and of no other.
+change of a function's own file, and of no other. In this order: pipelines played and cut, what is known of them
+(`Tables`), layouts, moves, annealing.
 
 Called by `resihp.scheduler.search.pipelines`. Nothing else may import this module: numba takes a quarter of a second.
 """
@@ -30,6 +31,55 @@ WORTH = 1e-3
 RULES = ((-1, 0.0), (1, 0.5), (2, 0.5))
 """How these are made: see `limited`, and `patience` of `scheduled`. Measured: a third of a promille is left on average
 to what many more rules find."""
+OFFERS = 5
+"""Partitions of a pipeline whose neighbours are looked at."""
+DEPTHS = (-1, 0, 1, 2, 3, 4, 5, 6, 7)
+PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Of a plan's orders, instead of `RULES`."""
+
+HOT = 0.005
+"""Share of the best time by which a change may be worse at the beginning of a cycle, about. Of 58 random jobs, in a
+second: 0.4 % off the best of five searches on average, and 0.8 % with 0.02."""
+HOTTER = 0.0075
+"""The same where a cycle begins elsewhere."""
+SHAKEN = 15
+"""Changes that are made to the best layout, whatever they cost, where a cycle begins elsewhere."""
+SMOOTH = 0.5
+"""Weight of the time of micro-batches that could be shared out in parts."""
+TWICE = 0.25
+"""How often two changes are tried as one."""
+BY_HAND = 0.1
+"""How often a layer goes from one stage to another."""
+FEW_ALIKE = 4
+"""Replicas up to which it does not matter which are alike."""
+ODD = 0.7
+"""How often a replica that is not as most are is chosen, where most are alike."""
+MOVES = (3.0, 3.0, 2.0, 3.0, 1.5, 2.5, 1.0, 0.7, 0.5, 0.7, 0.5, 0.3, 0.3)
+"""How often each is tried, see `moved`."""
+
+# Columns, by what they belong to.
+STAGES, ROW, SHARE = range(3)
+"""Of a pipeline: how many; its row in the tables; its micro-batches."""
+SIZE, SLOWEST, HOME, BESIDE = range(4)
+"""Of a group: ranks, number of the lowest speed, number of the node or -1 for several, and from there on most layers
+beside what its ranks hold, of a stage that is neither first nor last, last, first, or both."""
+MOST, RULE = 1, 2
+"""Of a row, beside `STAGES`: micro-batches that there is memory for; which of `RULES` is best, from 1 on, 0 where that
+is not known yet and -1 where none is worth it."""
+EXPOSED, RAMP, PACE = range(3)
+"""Of a row: seconds of the sums of gradients after the last backward, over healthy links; and with so many times `PACE`
+beside `RAMP` no number of micro-batches takes less, whatever the orders."""
+F, B, W, LATE, EACH = range(5)
+"""Of a stage, in seconds: a micro-batch, `B` with `W` in it where they are not apart; the way to the next stage, or
+back; the sums of a layer's gradients."""
+CAP, HELD, BUCKET = range(3)
+"""Of a stage: micro-batches that there is memory for at once, layers, layers of a part of the sums at least."""
+NOW, TRIED, BEST, ASKED, FORMER = range(5)
+"""Layouts: where the search is, one beside it, the best one, one that is asked about, and the first of those that were
+the best before; beyond them those where cycles are still to begin."""
+TRIAL, CYCLE, CYCLES, SHAKE, BEFORE, KEPT, ELSEWHERE, LEFT = range(8)
+"""Of a search: trials of this cycle, and how many it has; cycles; trials that are left to shake; how many were the best
+before, and how many of them are kept; where the next cycle begins elsewhere, and in how many places after that."""
 
 
 class Costs(NamedTuple):
@@ -57,33 +107,85 @@ class PipeKind(NamedTuple):
     """Layers of a part at least."""
 
 
-class Tables(NamedTuple):
-    """What is known of pipelines, by row; by row and stage unless it says otherwise."""
+class Job(NamedTuple):
+    """A situation. Ranks, nodes and speeds by their number: the higher a speed's, the lower it is."""
 
-    stages: Ints
-    """By row: how many."""
-    most: Ints
-    """By row: micro-batches that there is memory for."""
-    f: Floats
-    """Seconds of a micro-batch; `b` has those of `w` in it where they are not apart."""
-    b: Floats
-    w: Floats
+    costs: Costs
+    speed: Ints
+    """By rank: the number of its speed."""
+    speeds: Floats
+    node: Ints
+    """By rank."""
+    links: Floats
+    """Speeds between nodes."""
+    ways: Ints
+    """Between nodes: the number of what a way takes."""
     late: Floats
-    caps: Ints
-    """Micro-batches that there is memory for at once."""
-    held: Ints
-    """Layers."""
+    """By that: seconds."""
+    degrees: Ints
+    """Of groups, ascending."""
     each: Floats
+    """By degree: seconds in which a layer's gradients are summed."""
     bucket: Ints
-    homes: Ints
-    """Number of the node, -1 for several."""
-    exposed: Floats
-    """By row: seconds of the sums of gradients after the last backward, over healthy links."""
-    ramp: Floats
-    """By row: with so many times `pace`, no number of micro-batches takes less, whatever the orders."""
-    pace: Floats
+    """By degree: layers of a part at least."""
+    state: Ints
+    """By replicas: the number of what a parameter's state takes."""
+    needs: Ints
+    """By that, degree and 1 for a last stage, 2 for a first one, 3 for both: bytes beside the layers, of a layer's
+    state, and of its activations of a micro-batch."""
+    left: Ints
+    """By rank: bytes beside what it holds."""
+    seat: Ints
+    """By rank: its place in the group that it was in, and of how many ranks that was, 0 where it holds nothing."""
+    carried: Ints
+    """By degree and kind of stage, as `needs`: bytes that come beside that, without layers and for each."""
+    room: int
+    """Bytes of a device."""
+    micro_batches: int
+    step_s: float
+    linked: bool
+    """Whether sums of gradients go over slow links."""
+    beside: bool
+    """Whether there must be room beside what is held."""
+    own: bool
+    """Whether pipelines may have orders of their own."""
+
+
+class Tables(NamedTuple):
+    """What is known of groups, of pipelines that are to be cut, and of those that are: rows."""
+
+    used: Ints
+    """How many of each."""
+    group_index: Ints
+    ranks: Ints
+    """(groups, ranks), in ascending order; -1 beyond the last."""
+    group: Ints
+    cut_index: Ints
+    cut_keys: Ints
+    cut_row: Ints
+    """-1 for what does not fit."""
+    row_index: Ints
+    row_keys: Ints
+    row: Ints
+    row_s: Floats
+    stage: Ints
+    """(rows, columns, stages), as `stage_s`."""
+    stage_s: Floats
     times: Floats
-    """(rows, micro-batches): what was played, NaN where nothing was."""
+    """(rows, micro-batches): what was played, 0 where nothing was."""
+
+
+class Layouts(NamedTuple):
+    """Several, side by side: the first index is the layout's."""
+
+    pipes: Ints
+    """How many."""
+    pipe: Ints
+    """(layouts, pipes, columns)."""
+    groups: Ints
+    """(layouts, pipes, stages): numbers of groups."""
+    score: Floats
+    """(layouts, 2): seconds of an iteration, and what they were if micro-batches could be shared out in parts."""
 
 
 def machine_code(function: Callable[P, R]) -> Callable[P, R]:
@@ -93,9 +195,9 @@ def machine_code(function: Callable[P, R]) -> Callable[P, R]:
     except ImportError:
         return function
     try:
-        compiled: Callable[P, R] = njit(cache=True, error_model="numpy")(function)
+        compiled: Callable[P, R] = njit(cache=True, error_model="numpy", nogil=True)(function)
     except RuntimeError:  # there is no place for its cache
-        compiled = njit(error_model="numpy")(function)
+        compiled = njit(error_model="numpy", nogil=True)(function)
     return compiled
 
 
@@ -245,9 +347,10 @@ def partitioned(count: int, kind: PipeKind, limits: Ints, costs: Costs, offers: 
     now = np.empty(stages, np.int64)
     bound = even(layers, speeds, extra, limits, now)
     found = np.inf
+    times = np.ones((4, stages))
     for _ in range(offers):
         if offered(bound, layers, speeds, extra, limits, now):
-            seconds = taken(now, count, kind, costs, found)
+            seconds = taken(now, count, kind, costs, found, times)
             if seconds < found:
                 found = seconds
                 counts[:] = now
@@ -263,12 +366,21 @@ def partitioned(count: int, kind: PipeKind, limits: Ints, costs: Costs, offers: 
     while better:
         better = False
         now[:] = counts
+        slowest = 0
+        for s in range(1, stages):
+            if (now[s] + extra[s]) * speeds[slowest] > (now[slowest] + extra[slowest]) * speeds[s]:
+                slowest = s
+        hopeless = count * whole * (now[slowest] + extra[slowest]) / speeds[slowest] >= found * (1.0 - SLACK)
         for i in range(stages * stages):
             give, take = i // stages, i % stages
+            if hopeless and give != slowest:
+                continue
+            if count * whole * (now[take] + 1 + extra[take]) / speeds[take] >= found:
+                continue
             if give != take and now[give] > 1 and now[take] < limits[take]:
                 now[give] -= 1
                 now[take] += 1
-                seconds = taken(now, count, kind, costs, found * (1.0 - SLACK))
+                seconds = taken(now, count, kind, costs, found * (1.0 - SLACK), times)
                 if seconds < found * (1.0 - SLACK):
                     found, better = seconds, True
                     counts[:] = now
@@ -297,12 +409,13 @@ def even(layers: int, speeds: Floats, extra: Floats, limits: Ints, counts: Ints)
 
 
 @machine_code
-def taken(counts: Ints, count: int, kind: PipeKind, costs: Costs, below: float) -> float:
-    """Seconds of a pipeline, the sums of its gradients included; infinite if it cannot be less than `below`."""
+def taken(counts: Ints, count: int, kind: PipeKind, costs: Costs, below: float, times: Floats) -> float:
+    """Seconds of a pipeline, the sums of its gradients included; infinite if it cannot be less than `below`. `times`:
+    room for those of its stages, and ones."""
     stages, split = counts.size, costs.split
-    f, b, w = np.empty(stages), np.empty(stages), np.empty(stages)
+    f, b, w = times[0], times[1], times[2]
     price(counts, kind.speeds, costs, f, b, w)
-    after = exposed(counts, w if split else b, kind.each, kind.bucket, np.ones(stages), split, costs.parts)
+    after = exposed(counts, w if split else b, kind.each, kind.bucket, times[3], split, costs.parts)
     if least(stages, count, f, b, w, kind.late, split) + after >= below:
         return np.inf
     return played(stages, count, f, b, w, kind.late, split) + after
@@ -320,10 +433,11 @@ def scheduled(
     limits: Ints,
     caps: Ints,
     patience: float,
+    goal: float,
     order: Ints,
 ) -> float:
-    """Seconds of a pipeline whose stages take what is ready, a B before an F before a W; into `order` (stages,
-    primitives), unless it is empty, 3 times the micro-batch and 0, 1, 2 for F, B, W.
+    """Seconds of a pipeline whose stages take what is ready, a B before an F before a W, infinite if that is not less
+    than `goal`; into `order` (stages, primitives), unless it is empty, 3 times the micro-batch and 0, 1, 2 for F, B, W.
 
     `limits`: most micro-batches of each stage between F and B; `caps`: most between F and W. A W does not begin if
     something else comes before `patience` of it has passed. Whoever can begin first does: so all that may come to a
@@ -332,6 +446,12 @@ def scheduled(
     forth, back = np.full((stages, count + 1), np.inf), np.full((stages, count + 1), np.inf)
     done = np.zeros((stages, 3), np.int64)
     end, start, what = np.zeros(stages), np.full(stages, np.inf), np.zeros(stages, np.int64)
+    left = np.empty(stages)
+    """What a stage has to do, and for what is not apart from B, those before it after that."""
+    before = 0.0
+    for s in range(stages):
+        left[s] = count * (f[s] + b[s] + (w[s] if split else 0.0)) + before
+        before += 0.0 if split else b[s] + late[s]
     forth[0, :count] = 0.0
     start[0] = 0.0
     last = 0.0
@@ -341,7 +461,11 @@ def scheduled(
             if start[i] < start[s]:
                 s = i
         kind, m = what[s], done[s, what[s]]
-        at = start[s] + (f[s] if kind == 0 else b[s] if kind == 1 else w[s])
+        took = f[s] if kind == 0 else b[s] if kind == 1 else w[s]
+        at = start[s] + took
+        left[s] -= took
+        if at + left[s] >= goal:
+            return np.inf
         if order.size:
             order[s, done[s].sum()] = 3 * m + kind
         done[s, kind] += 1
@@ -409,24 +533,53 @@ def line(stages: int, f: Floats, b: Floats, w: Floats, late: Floats, split: bool
 @machine_code
 def at(row: int, count: int, tables: Tables, split: bool, own: bool) -> float:
     """Seconds of a pipeline for so many micro-batches, played unless they are known."""
-    if count > tables.most[row] or count >= tables.times.shape[1]:
+    if count > tables.row[row, MOST] or count >= tables.times.shape[1]:
         return np.inf
     found: float = tables.times[row, count]
-    if np.isnan(found):
-        stages, f, b, w, late = tables.stages[row], tables.f[row], tables.b[row], tables.w[row], tables.late[row]
-        found = played(stages, count, f, b, w, late, split)
-        if own and stages > 1:
-            goal = found * (1.0 - WORTH)
-            if eager_least(stages, count, f, b, w, late, split) < goal:
-                none = np.empty((0, 0), np.int64)
-                limits = np.empty(stages, np.int64)
-                for further, patience in RULES:
+    if found > 0.0:
+        return found
+    stages, f, b, w = tables.row[row, STAGES], tables.stage_s[row, F], tables.stage_s[row, B], tables.stage_s[row, W]
+    late = tables.stage_s[row, LATE]
+    found = played(stages, count, f, b, w, late, split)
+    best = tables.row[row, RULE]
+    if own and stages > 1 and best >= 0:
+        goal = found * (1.0 - WORTH)
+        if eager_least(stages, count, f, b, w, late, split) < goal:
+            none = np.empty((0, 0), np.int64)
+            limits = np.empty(stages, np.int64)
+            caps = tables.stage[row, CAP]
+            for i, (further, patience) in enumerate(RULES):
+                if best == 0 or best == i + 1:
                     limited(stages, count, further, limits)
-                    seconds = scheduled(stages, count, f, b, w, late, split, limits, tables.caps[row], patience, none)
+                    seconds = scheduled(stages, count, f, b, w, late, split, limits, caps, patience, goal, none)
                     if seconds < goal:
                         found = goal = seconds
-        tables.times[row, count] = found
+                        tables.row[row, RULE] = i + 1
+        if tables.row[row, RULE] == 0:
+            tables.row[row, RULE] = -1
+    tables.times[row, count] = found
     return found
+
+
+@machine_code
+def ordered(row: int, count: int, tables: Tables, split: bool, own: bool, order: Ints) -> tuple[float, bool]:
+    """Seconds of a pipeline in the best orders of its own, into `order` as `scheduled` has it; in those of the
+    schedule where these are as good, and False."""
+    stages, f, b, w = tables.row[row, STAGES], tables.stage_s[row, F], tables.stage_s[row, B], tables.stage_s[row, W]
+    late = tables.stage_s[row, LATE]
+    usual = played(stages, count, f, b, w, late, split)
+    best, found = usual * (1.0 - WORTH), False
+    tried, limits = np.empty_like(order), np.empty(stages, np.int64)
+    for further in DEPTHS:
+        limited(stages, count, further, limits)
+        for patience in PATIENCE:
+            if own and stages > 1 and (split or patience == 0.0):
+                caps = tables.stage[row, CAP]
+                seconds = scheduled(stages, count, f, b, w, late, split, limits, caps, patience, best, tried)
+                if seconds < best:
+                    best, found = seconds, True
+                    order[:] = tried
+    return (best if found else usual), found
 
 
 @machine_code
@@ -439,31 +592,25 @@ def shared(
 
     `rows`: the pipelines, of the tables; `own`: in orders of their own where these are faster.
     """
-    pipes, most = rows.size, tables.most
+    pipes, most = rows.size, tables.row[:, MOST]
     done, paces = float(total), 0.0
+    usual, begin, slope = np.empty(pipes, np.int64), np.empty(pipes), np.empty(pipes)
     for d in range(pipes):
-        done += tables.ramp[rows[d]] / tables.pace[rows[d]]
-        paces += 1.0 / tables.pace[rows[d]]
+        usual[d] = min(max(1, total // pipes), most[rows[d]])
+        slope[d] = tables.row_s[rows[d], PACE]
+        if usual[d] < 1 or not (np.isfinite(slope[d]) and slope[d] > 0.0):
+            return np.inf, np.inf
+        done += tables.row_s[rows[d], RAMP] / slope[d]
+        paces += 1.0 / slope[d]
+    for d in range(pipes):  # a line through a time that was played, instead of what is no time less
+        if done / paces > below:
+            return np.inf, np.inf
+        begin[d] = at(rows[d], usual[d], tables, split, own)
+        done += begin[d] / slope[d] - usual[d] - tables.row_s[rows[d], RAMP] / slope[d]
     if done / paces > below:
         return np.inf, np.inf
-    usual, begin, slope = np.empty(pipes, np.int64), np.empty(pipes), np.empty(pipes)
-    for d in range(pipes):  # a line through two times that were played
-        r = rows[d]
-        usual[d] = min(max(1, total // pipes), most[r])
-        if usual[d] < 1:
-            return np.inf, np.inf
-        begin[d] = at(r, usual[d], tables, split, own)
-        further = at(r, usual[d] + 1, tables, split, own)
-        if further < np.inf:
-            slope[d] = further - begin[d]
-        elif usual[d] > 1:
-            slope[d] = begin[d] - at(r, usual[d] - 1, tables, split, own)
-        else:
-            slope[d] = begin[d]
-        if not (np.isfinite(slope[d]) and slope[d] > 0.0):
-            return np.inf, np.inf
     parts = in_parts(total, rows, most, usual, begin, slope)
-    if parts == np.inf or not guessed(total, parts, rows, most, usual, begin, slope, counts):
+    if parts == np.inf or parts > below or not guessed(total, parts, rows, most, usual, begin, slope, counts):
         return np.inf, np.inf
     ends = np.empty(pipes)
     for d in range(pipes):
@@ -473,13 +620,13 @@ def shared(
         for d in range(1, pipes):
             if ends[d] >= ends[last]:
                 last = d
-        to, first = -1, np.inf
+        to, first = -1, ends[last] * (1.0 - 1e-12)
         for d in range(pipes):
-            if d != last:
+            if d != last and tables.row_s[rows[d], RAMP] + (counts[d] + 1) * slope[d] < first:
                 then = at(rows[d], counts[d] + 1, tables, split, own)
                 if then < first:
                     to, first = d, then
-        if counts[last] == 1 or to < 0 or first >= ends[last] * (1.0 - 1e-12):
+        if counts[last] == 1 or to < 0:
             return ends[last], max(parts, 0.0)
         counts[last] -= 1
         counts[to] += 1
@@ -540,33 +687,784 @@ def guessed(
     return True
 
 
+# --- what is known ----------------------------------------------------------------------------------------------------
+
+
 @machine_code
-def exposed_over_links(rows: Ints, tables: Tables, costs: Costs, links: Floats) -> float:
+def lookup(index: Ints, keys: Ints, key: Ints, length: int) -> tuple[int, int]:
+    """Where a key is in a hash table, or would be; and its number, -1 where it is not there."""
+    prime = 2147483647
+    mixed = 0
+    for i in range(length):
+        mixed = (mixed * 69069 + key[i] % prime + 1) % prime
+    place = mixed % index.size
+    while index[place] > 0:
+        number = index[place] - 1
+        same = True
+        for i in range(length):
+            if keys[number, i] != key[i]:
+                same = False
+                break
+        if same:
+            return place, number
+        place = (place + 1) % index.size
+    return place, -1
+
+
+@machine_code
+def full(tables: Tables, pipes: int) -> bool:
+    """Whether another trial may have no place."""
+    rows = tables.used[2] + 2 * pipes + 8 > tables.row.shape[0] or tables.used[1] + pipes + 8 > tables.cut_row.size
+    return bool(rows or tables.used[0] + pipes + 8 > tables.group.shape[0])
+
+
+@machine_code
+def group_of(job: Job, tables: Tables, ranks: Ints, size: int) -> int:
+    """The number of a group."""
+    key = np.full(tables.ranks.shape[1], -1, np.int64)
+    for t in range(size):
+        key[t] = ranks[t]
+    place, number = lookup(tables.group_index, tables.ranks, key, key.size)
+    if number >= 0:
+        return number
+    number = tables.used[0]
+    tables.used[0] += 1
+    tables.group_index[place] = number + 1
+    tables.ranks[number] = key
+    tables.group[number, SIZE] = size
+    tables.group[number, SLOWEST] = 0
+    tables.group[number, HOME] = job.node[ranks[0]]
+    for kind in range(4):
+        tables.group[number, BESIDE + kind] = job.costs.sums.shape[1] - 1
+    for t in range(size):
+        rank = ranks[t]
+        tables.group[number, SLOWEST] = max(tables.group[number, SLOWEST], job.speed[rank])
+        if job.node[rank] != job.node[ranks[0]]:
+            tables.group[number, HOME] = -1
+        if job.beside and job.seat[rank, 1] > 0 and not (job.seat[rank, 0] == t and job.seat[rank, 1] == size):
+            for kind in range(4):
+                without, each = job.carried[size, kind, 0], job.carried[size, kind, 1]
+                fits = max(0, (job.left[rank] - without) // each)
+                tables.group[number, BESIDE + kind] = min(tables.group[number, BESIDE + kind], fits)
+    return int(number)
+
+
+@machine_code
+def link(job: Job, tables: Tables, a: int, b: int) -> float:
+    """Speed of the slowest link between two groups."""
+    mine, theirs = tables.group[a, HOME], tables.group[b, HOME]
+    if mine >= 0 and theirs >= 0:
+        return float(job.links[mine, theirs])
+    found = 1.0
+    for t in range(tables.group[a, SIZE]):
+        for u in range(tables.group[b, SIZE]):
+            found = min(found, job.links[job.node[tables.ranks[a, t]], job.node[tables.ranks[b, u]]])
+    return found
+
+
+@machine_code
+def on_nodes_of(job: Job, tables: Tables, a: int, b: int) -> bool:
+    """Whether a group is on no other nodes than another one."""
+    for t in range(tables.group[a, SIZE]):
+        here = False
+        for u in range(tables.group[b, SIZE]):
+            here |= job.node[tables.ranks[a, t]] == job.node[tables.ranks[b, u]]
+        if not here:
+            return False
+    return True
+
+
+@machine_code
+def way(job: Job, tables: Tables, a: int, b: int) -> int:
+    """Number of what the way between two groups takes."""
+    mine, theirs = tables.group[a, HOME], tables.group[b, HOME]
+    if mine >= 0 and theirs >= 0:
+        return int(job.ways[mine, theirs])
+    node = job.node[tables.ranks[a, 0]]
+    found = job.ways[node, node]
+    if on_nodes_of(job, tables, a, b) and on_nodes_of(job, tables, b, a):
+        return int(found)
+    longest = -1.0
+    for t in range(tables.group[a, SIZE]):
+        for u in range(tables.group[b, SIZE]):
+            mine, theirs = job.node[tables.ranks[a, t]], job.node[tables.ranks[b, u]]
+            if mine != theirs and job.late[job.ways[mine, theirs]] > longest:
+                found = job.ways[mine, theirs]
+                longest = job.late[found]
+    return int(found)
+
+
+@machine_code
+def described(job: Job, tables: Tables, groups: Ints, stages: int, key: Ints) -> None:
+    """Into `key`, from 1 on: a number for each stage, the same for pipelines that take the same time and memory."""
+    for s in range(stages):
+        g = groups[s]
+        number = tables.group[g, SIZE] * 4096 + tables.group[g, SLOWEST]
+        number = number * 16384 + (way(job, tables, g, groups[s + 1]) if s + 1 < stages else 0)
+        number = number * 8192 + (tables.group[g, HOME] + 1 if job.linked else 0)
+        kind = 2 * (s == 0) + (s == stages - 1)
+        key[1 + s] = number * 65536 + (tables.group[g, BESIDE + kind] if job.beside else 0)
+
+
+@machine_code
+def kind_of(job: Job, tables: Tables, groups: Ints, stages: int) -> PipeKind:
+    speeds, late, each = np.empty(stages), np.zeros(stages), np.empty(stages)
+    bucket = np.empty(stages, np.int64)
+    for s in range(stages):
+        g = groups[s]
+        size = tables.group[g, SIZE]
+        speeds[s] = size * job.speeds[tables.group[g, SLOWEST]]
+        each[s], bucket[s] = job.each[size], job.bucket[size]
+        if s + 1 < stages:
+            late[s] = job.late[way(job, tables, g, groups[s + 1])]
+    return PipeKind(speeds, late, each, bucket)
+
+
+@machine_code
+def capacity(job: Job, s: int, stages: int, size: int, count: int, state: int) -> int:
+    """Most layers of a stage (`cost.memory.capacity`)."""
+    alive = min(count, stages if job.costs.split else stages - s)
+    needs = job.needs[state, size, 2 * (s == 0) + (s == stages - 1)]
+    return int(max(0, (job.room - needs[0]) // (needs[1] + alive * needs[2])))
+
+
+@machine_code
+def cut(job: Job, tables: Tables, groups: Ints, stages: int, count: int, replicas: int) -> int:
+    """The row of a pipeline with the layers that make it fastest for about so many micro-batches, one of so many
+    replicas; -1 where they do not fit, or a group stands still."""
+    step = 1
+    while count >= 8 * step:
+        step *= 2
+    count = max(count // step * step, min(count, stages))
+    state = job.state[replicas]
+    key = np.empty(stages + 1, np.int64)
+    key[0] = (state * (job.micro_batches + 2) + count) * (tables.stage.shape[2] + 1) + stages
+    described(job, tables, groups, stages, key)
+    place, number = lookup(tables.cut_index, tables.cut_keys, key, stages + 1)
+    if number >= 0:
+        return int(tables.cut_row[number])
+    number = tables.used[1]
+    tables.used[1] += 1
+    tables.cut_index[place] = number + 1
+    for i in range(stages + 1):
+        tables.cut_keys[number, i] = key[i]
+    kind = kind_of(job, tables, groups, stages)
+    limits, counts = np.empty(stages, np.int64), np.empty(stages, np.int64)
+    for s in range(stages):
+        limits[s] = capacity(job, s, stages, tables.group[groups[s], SIZE], min(count, stages), state)
+        beside = tables.group[groups[s], BESIDE + 2 * (s == 0) + (s == stages - 1)]
+        limits[s] = min(limits[s], beside if job.beside else limits[s])
+    row = -1
+    if np.isfinite(partitioned(count, kind, limits, job.costs, OFFERS, counts)):
+        row = row_of(job, tables, groups, stages, counts, replicas)
+    tables.cut_row[number] = row
+    return row
+
+
+@machine_code
+def row_of(job: Job, tables: Tables, groups: Ints, stages: int, counts: Ints, replicas: int) -> int:
+    """The row of a pipeline with so many layers on each stage."""
+    state = job.state[replicas]
+    key = np.empty(2 * stages + 1, np.int64)
+    key[0] = state * (tables.stage.shape[2] + 1) + stages
+    described(job, tables, groups, stages, key)
+    for s in range(stages):
+        key[1 + stages + s] = counts[s]
+    place, row = lookup(tables.row_index, tables.row_keys, key, key.size)
+    if row >= 0:
+        return row
+    row = tables.used[2]
+    tables.used[2] += 1
+    tables.row_index[place] = row + 1
+    for i in range(key.size):
+        tables.row_keys[row, i] = key[i]
+    kind = kind_of(job, tables, groups, stages)
+    most = stages
+    for s in range(stages):
+        g = groups[s]
+        size, held = tables.group[g, SIZE], counts[s]
+        while most > 0 and held > capacity(job, s, stages, size, most, state):
+            most -= 1
+        if job.beside and held > tables.group[g, BESIDE + 2 * (s == 0) + (s == stages - 1)]:
+            most = 0
+        needs = job.needs[state, size, 2 * (s == 0) + (s == stages - 1)]
+        alive = job.micro_batches
+        if needs[2] > 0:
+            alive = min(alive, max(0, (job.room - needs[0] - held * needs[1]) // (needs[2] * held)))
+        tables.stage[row, CAP, s], tables.stage[row, HELD, s] = alive, held
+        tables.stage[row, BUCKET, s] = kind.bucket[s]
+        tables.stage_s[row, LATE, s], tables.stage_s[row, EACH, s] = kind.late[s], kind.each[s]
+    f, b, w = tables.stage_s[row, F], tables.stage_s[row, B], tables.stage_s[row, W]
+    split = job.costs.split
+    price(counts, kind.speeds, job.costs, f, b, w)
+    tables.row[row, STAGES], tables.row[row, RULE] = stages, 0
+    tables.row[row, MOST] = job.micro_batches if most == stages else most
+    work = w if split else b
+    tables.row_s[row, EXPOSED] = exposed(counts, work, kind.each, kind.bucket, np.ones(stages), split, job.costs.parts)
+    tables.row_s[row, RAMP], tables.row_s[row, PACE] = line(stages, f, b, w, kind.late, split)
+    tables.times[row] = 0.0
+    return int(row)
+
+
+# --- a layout ---------------------------------------------------------------------------------------------------------
+
+
+@machine_code
+def exposed_over_links(job: Job, tables: Tables, layouts: Layouts, k: int) -> float:
     """Seconds of the sums of gradients after the last backward, of the pipeline that has the most: each stage over its
-    slowest link to one of another pipeline that holds some of its layers. `links`: speeds between nodes. Negative if a
-    stage is on several nodes."""
+    slowest link to one of another pipeline that holds some of its layers."""
     longest = 0.0
-    for d in range(rows.size):
-        r = rows[d]
-        stages = tables.stages[r]
+    for d in range(layouts.pipes[k]):
+        r, stages = layouts.pipe[k, d, ROW], layouts.pipe[k, d, STAGES]
         slowed = np.ones(stages)
         first = 0
         for s in range(stages):
-            if tables.homes[r, s] < 0:
-                return -1.0
-            after = first + tables.held[r, s]
-            link = 1.0
-            for e in range(rows.size):
-                q = rows[e]
+            after = first + tables.stage[r, HELD, s]
+            slowest = 1.0
+            for e in range(layouts.pipes[k]):
+                q = layouts.pipe[k, e, ROW]
                 begin = 0
-                for u in range(tables.stages[q] if e != d else 0):
-                    end = begin + tables.held[q, u]
-                    if begin < after and first < end and tables.homes[q, u] >= 0:
-                        link = min(link, links[tables.homes[r, s], tables.homes[q, u]])
+                for u in range(layouts.pipe[k, e, STAGES] if e != d else 0):
+                    end = begin + tables.stage[q, HELD, u]
+                    if begin < after and first < end:
+                        slowest = min(slowest, link(job, tables, layouts.groups[k, d, s], layouts.groups[k, e, u]))
                     begin = end
-            slowed[s] = 1.0 / link
+            slowed[s] = 1.0 / slowest
             first = after
-        work = tables.w[r, :stages] if costs.split else tables.b[r, :stages]
-        held, each, bucket = tables.held[r, :stages], tables.each[r, :stages], tables.bucket[r, :stages]
-        longest = max(longest, exposed(held, work, each, bucket, slowed, costs.split, costs.parts))
+        held, bucket = tables.stage[r, HELD, :stages], tables.stage[r, BUCKET, :stages]
+        work, each = tables.stage_s[r, W if job.costs.split else B], tables.stage_s[r, EACH]
+        longest = max(longest, exposed(held, work, each, bucket, slowed, job.costs.split, job.costs.parts))
     return longest
+
+
+@machine_code
+def after_s(job: Job, tables: Tables, layouts: Layouts, k: int) -> float:
+    """Seconds after the last backward: of sums of gradients, and of the step."""
+    longest = 0.0
+    if job.linked and layouts.pipes[k] > 1:
+        longest = exposed_over_links(job, tables, layouts, k)
+    for d in range(layouts.pipes[k] if layouts.pipes[k] > 1 else 0):
+        longest = max(longest, tables.row_s[layouts.pipe[k, d, ROW], EXPOSED])
+    return longest + job.step_s
+
+
+@machine_code
+def score(job: Job, tables: Tables, layouts: Layouts, k: int, below: float, counts: Ints) -> None:
+    """Into `layouts.score`, infinite where there is no memory for it; into `counts`: micro-batches of each replica.
+    `below`: what clearly takes more is not looked at any further, and infinite."""
+    pipes = layouts.pipes[k]
+    layouts.score[k] = np.inf
+    if pipes == 0 or pipes > job.micro_batches:
+        return
+    rows = layouts.pipe[k, :pipes, ROW]
+    after = after_s(job, tables, layouts, k)
+    seconds, parts_s = shared(job.micro_batches, rows, tables, job.costs.split, job.own, below - after, counts)
+    layouts.score[k, 0], layouts.score[k, 1] = seconds + after, parts_s + after
+
+
+@machine_code
+def energy(layouts: Layouts, k: int) -> float:
+    """Of annealing: micro-batches are whole, but what makes replicas faster is a step even if none changes hands."""
+    return float(SMOOTH * layouts.score[k, 1] + (1.0 - SMOOTH) * layouts.score[k, 0])
+
+
+@machine_code
+def better(layouts: Layouts, k: int, than: int) -> bool:
+    """By time, then by how soon all replicas are done."""
+    seconds, other = layouts.score[k, 0], layouts.score[than, 0]
+    if seconds < other * (1.0 - SLACK):
+        return True
+    return bool(seconds <= other and layouts.score[k, 1] < layouts.score[than, 1] * (1.0 - SLACK))
+
+
+@machine_code
+def copied(layouts: Layouts, a: int, d: int, b: int, e: int) -> None:
+    """Pipeline `d` of layout `a` to `e` of `b`."""
+    for column in range(3):
+        layouts.pipe[b, e, column] = layouts.pipe[a, d, column]
+    for s in range(layouts.pipe[a, d, STAGES]):
+        layouts.groups[b, e, s] = layouts.groups[a, d, s]
+
+
+@machine_code
+def copy(layouts: Layouts, a: int, b: int) -> None:
+    layouts.pipes[b] = layouts.pipes[a]
+    layouts.score[b] = layouts.score[a]
+    for d in range(layouts.pipes[a]):
+        copied(layouts, a, d, b, d)
+
+
+@machine_code
+def laid(job: Job, tables: Tables, layouts: Layouts, k: int, sizes: Ints, ranks: Ints, held: Ints) -> bool:
+    """Layout `k`, of groups of so many ranks (pipelines, stages), 0 beyond the last, with so many layers: as many as
+    make it fastest where that is 0. Whether it is one, and has its score."""
+    replicas = sizes.shape[0]
+    counts = np.zeros(replicas, np.int64)
+    layouts.pipes[k] = replicas
+    usual = max(1, job.micro_batches // max(1, replicas))
+    for d in range(replicas):
+        stages = 0
+        while stages < sizes.shape[1] and sizes[d, stages] > 0:
+            layouts.groups[k, d, stages] = group_of(job, tables, ranks[d, stages], sizes[d, stages])
+            stages += 1
+        groups = layouts.groups[k, d]
+        if held[d, 0] > 0:
+            row = row_of(job, tables, groups, stages, held[d, :stages], replicas)
+        else:
+            row = cut(job, tables, groups, stages, usual, replicas)
+        layouts.pipe[k, d, STAGES], layouts.pipe[k, d, ROW] = stages, row
+        if row < 0:
+            return False
+    score(job, tables, layouts, k, np.inf, counts)
+    layouts.pipe[k, :replicas, SHARE] = counts
+    return True
+
+
+# --- moves: groups change places, replicas and sizes ------------------------------------------------------------------
+
+
+@machine_code
+def chance(drawn: Ints) -> float:
+    """From 0 to 1, the next one of a sequence (L'Ecuyer, 1988, two generators combined)."""
+    drawn[0] = 40014 * drawn[0] % 2147483563
+    drawn[1] = 40692 * drawn[1] % 2147483399
+    return float((drawn[0] - drawn[1]) % 2147483562 / 2147483562.0)
+
+
+@machine_code
+def one_of(n: int, drawn: Ints) -> int:
+    return int(chance(drawn) * n)
+
+
+@machine_code
+def a_replica(layouts: Layouts, odd: Ints, drawn: Ints) -> int:
+    """Of the layout that is tried; rather one that is not as most are."""
+    if odd[0] > 0 and chance(drawn) < ODD:
+        d = odd[1 + one_of(odd[0], drawn)]
+        if d < layouts.pipes[TRIED]:
+            return int(d)
+    return one_of(layouts.pipes[TRIED], drawn)
+
+
+@machine_code
+def sort(job: Job, pool: Ints, count: int, by_speed: bool) -> None:
+    """Ranks in ascending order, or the fastest first."""
+    for i in range(1, count):
+        rank = pool[i]
+        key = job.speed[rank] if by_speed else 0
+        j = i
+        while j > 0 and (
+            (by_speed and job.speed[pool[j - 1]] > key)
+            or ((not by_speed or job.speed[pool[j - 1]] == key) and pool[j - 1] > rank)
+        ):
+            pool[j] = pool[j - 1]
+            j -= 1
+        pool[j] = rank
+
+
+@machine_code
+def new_group(job: Job, tables: Tables, pool: Ints, size: int) -> int:
+    ranks = pool[:size].copy()
+    sort(job, ranks, size, False)
+    return group_of(job, tables, ranks, size)
+
+
+@machine_code
+def add_idle(job: Job, tables: Tables, layouts: Layouts, node: int, pool: Ints, count: int) -> int:
+    """Ranks of a node, or of any where it is negative, that the layout that is tried has no use for, after those that
+    are in the pool; how many it has then."""
+    busy = np.zeros(job.node.size, np.bool_)
+    for d in range(layouts.pipes[TRIED]):
+        for s in range(layouts.pipe[TRIED, d, STAGES]):
+            g = layouts.groups[TRIED, d, s]
+            for t in range(tables.group[g, SIZE]):
+                busy[tables.ranks[g, t]] = True
+    for rank in range(busy.size):
+        if not busy[rank] and (node < 0 or job.node[rank] == node):
+            pool[count] = rank
+            count += 1
+    return count
+
+
+@machine_code
+def able(job: Job, most: int) -> int:
+    """How many degrees there are of at most so many ranks."""
+    found = 0
+    for size in job.degrees:
+        found += size <= most
+    return found
+
+
+@machine_code
+def is_degree(job: Job, size: int) -> bool:
+    found = able(job, size)
+    return found > 0 and job.degrees[found - 1] == size
+
+
+@machine_code
+def idle_group(job: Job, tables: Tables, layouts: Layouts, drawn: Ints) -> int:
+    """The fastest idle ranks of a node, as many as can be or the next smaller degree; -1 where there are none."""
+    pool = np.empty(job.node.size, np.int64)
+    count = add_idle(job, tables, layouts, -1, pool, 0)
+    if count == 0:
+        return -1
+    node = job.node[pool[one_of(count, drawn)]]
+    mine = 0
+    for i in range(count):
+        if job.node[pool[i]] == node:
+            pool[mine] = pool[i]
+            mine += 1
+    sort(job, pool, mine, True)
+    sizes = able(job, mine)
+    if sizes == 0:
+        return -1
+    fewest = max(0, sizes - 2)
+    return new_group(job, tables, pool, job.degrees[fewest + one_of(sizes - fewest, drawn)])
+
+
+@machine_code
+def insert(layouts: Layouts, d: int, s: int, group: int) -> None:
+    """A further stage of a replica that is tried."""
+    stages, groups = layouts.pipe[TRIED, d, STAGES], layouts.groups[TRIED, d]
+    for i in range(stages, s, -1):
+        groups[i] = groups[i - 1]
+    groups[s] = group
+    layouts.pipe[TRIED, d, STAGES] = stages + 1
+
+
+@machine_code
+def remove(layouts: Layouts, d: int, s: int) -> int:
+    """A stage less; returns its group."""
+    stages, groups = layouts.pipe[TRIED, d, STAGES], layouts.groups[TRIED, d]
+    found = groups[s]
+    for i in range(s, stages - 1):
+        groups[i] = groups[i + 1]
+    layouts.pipe[TRIED, d, STAGES] = stages - 1
+    return int(found)
+
+
+@machine_code
+def at_home(tables: Tables, layouts: Layouts, home: int, which: int) -> tuple[int, int, int]:
+    """How many groups are on a node and on no other; replica and stage of one of them, by its number."""
+    found, replica, stage = 0, -1, -1
+    for d in range(layouts.pipes[TRIED]):
+        for s in range(layouts.pipe[TRIED, d, STAGES]):
+            if tables.group[layouts.groups[TRIED, d, s], HOME] == home:
+                if found == which:
+                    replica, stage = d, s
+                found += 1
+    return found, replica, stage
+
+
+@machine_code
+def placed(layouts: Layouts, move: int, most: int, d: int, a: int, odd: Ints, drawn: Ints) -> int:
+    """Groups get other places, in a replica or in two: which other one is changed, -1 if nothing is."""
+    n, mine = layouts.pipe[TRIED, d, STAGES], layouts.groups[TRIED, d]
+    if move == 0:  # two groups of a replica in each other's places, or one in another place
+        b = one_of(n, drawn)
+        if a == b:
+            return -1
+        if chance(drawn) < 0.5:
+            mine[a], mine[b] = mine[b], mine[a]
+        else:
+            insert(layouts, d, b, remove(layouts, d, a))
+        return d
+    e = a_replica(layouts, odd, drawn)
+    theirs, m = layouts.groups[TRIED, e], layouts.pipe[TRIED, e, STAGES]
+    if d == e:
+        return -1
+    if move == 1:  # groups of two replicas
+        b = one_of(m, drawn)
+        mine[a], theirs[b] = theirs[b], mine[a]
+    else:  # a group goes to another replica
+        if m == most:
+            return -1
+        insert(layouts, e, one_of(m + 1, drawn), remove(layouts, d, a))
+    return e
+
+
+@machine_code
+def alike(tables: Tables, layouts: Layouts, d: int, e: int) -> bool:
+    """A replica's groups in the order of those of another one, as far as they are alike."""
+    n, mine = layouts.pipe[TRIED, d, STAGES], layouts.groups[TRIED, d]
+    left, order, changed = mine[:n].copy(), np.full(n, -1, np.int64), False
+    for s in range(min(n, layouts.pipe[TRIED, e, STAGES])):
+        other = layouts.groups[TRIED, e, s]
+        for i in range(n):
+            same = left[i] >= 0 and tables.group[left[i], SIZE] == tables.group[other, SIZE]
+            if same and tables.group[left[i], SLOWEST] == tables.group[other, SLOWEST]:
+                order[s], left[i] = left[i], -1
+                break
+    i = 0
+    for s in range(n):
+        if order[s] < 0:
+            while left[i] < 0:
+                i += 1
+            order[s], left[i] = left[i], -1
+        changed |= order[s] != mine[s]
+        mine[s] = order[s]
+    return changed
+
+
+@machine_code
+def resized(job: Job, tables: Tables, layouts: Layouts, move: int, d: int, a: int, drawn: Ints) -> int:
+    """Groups of a node become other ones: the other replica that is changed, -1 if nothing is."""
+    mine = layouts.groups[TRIED, d, a]
+    size, home = tables.group[mine, SIZE], tables.group[mine, HOME]
+    if home < 0:
+        return -1
+    pool = np.empty(job.node.size, np.int64)
+    for t in range(size):
+        pool[t] = tables.ranks[mine, t]
+    if move == 9:  # a group becomes two stages: its faster ranks, and the others
+        half = size // 2
+        if not is_degree(job, half) or layouts.pipe[TRIED, d, STAGES] == layouts.groups.shape[2]:
+            return -1
+        sort(job, pool, size, True)
+        layouts.groups[TRIED, d, a] = new_group(job, tables, pool, half)
+        insert(layouts, d, a + 1, new_group(job, tables, pool[half:], half))
+        return d
+    places, _, _ = at_home(tables, layouts, home, -1)
+    _, e, b = at_home(tables, layouts, home, one_of(places, drawn))
+    same = d == e and a == b
+    if not same:
+        theirs = layouts.groups[TRIED, e, b]
+        for t in range(tables.group[theirs, SIZE]):
+            pool[size] = tables.ranks[theirs, t]
+            size += 1
+    if move == 6:  # two groups become one
+        if same or not is_degree(job, size):
+            return -1
+        layouts.groups[TRIED, d, a] = new_group(job, tables, pool, size)
+        remove(layouts, e, b)
+        return e
+    # Ranks of a node change between a group, those that are idle, and another group.
+    count = add_idle(job, tables, layouts, home, pool, size)
+    sort(job, pool, count, True)
+    if able(job, count) == 0:
+        return -1
+    first = job.degrees[one_of(able(job, count), drawn)]
+    sizes = able(job, count - first)
+    second, late = 0, False
+    if not same and sizes > 0:
+        fewest = max(0, sizes - 2)
+        second = job.degrees[fewest + one_of(sizes - fewest, drawn)]
+        late = chance(drawn) < 0.5
+    one = new_group(job, tables, pool, first)
+    other = new_group(job, tables, pool[first:], second) if second > 0 else -1
+    if late:
+        one, other = other, one
+    changed = one != mine or (not same and other != layouts.groups[TRIED, e, b])
+    layouts.groups[TRIED, d, a] = one
+    if not same:
+        layouts.groups[TRIED, e, b] = other
+        if other < 0:
+            remove(layouts, e, b)
+    return e if changed else -1
+
+
+@machine_code
+def moved(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints, flags: Ints) -> bool:
+    """Something is changed in the layout that is tried, whose replicas may be left without groups then; by `flags`,
+    which of them are not what they were. Whether anything is."""
+    move, left = 0, chance(drawn) * sum(MOVES)
+    while move < len(MOVES) - 1 and left >= MOVES[move]:
+        left -= MOVES[move]
+        move += 1
+    most = layouts.groups.shape[2]
+    pipes = layouts.pipes[TRIED]
+    d = a_replica(layouts, odd, drawn)
+    e, n = d, layouts.pipe[TRIED, d, STAGES]
+    a = one_of(n, drawn)
+    if move in (0, 1, 4):
+        e = placed(layouts, move, most, d, a, odd, drawn)
+    elif move in (5, 6, 9):
+        e = resized(job, tables, layouts, move, d, a, drawn)
+    elif move == 2:  # without one of its groups
+        if n == 1:
+            return False
+        remove(layouts, d, a)
+    elif move == 3:  # with a group of idle ranks
+        group = idle_group(job, tables, layouts, drawn)
+        if group < 0 or n == most:
+            return False
+        insert(layouts, d, one_of(n + 1, drawn), group)
+    elif move == 7:
+        e = one_of(pipes, drawn)
+        if d == e or not alike(tables, layouts, d, e):
+            return False
+        e = d
+    elif move == 8:  # without a replica
+        if pipes == 1:
+            return False
+        layouts.pipe[TRIED, d, STAGES] = 0
+    elif move == 12:  # one replica of two's groups
+        e = one_of(pipes, drawn)
+        if d == e or n + layouts.pipe[TRIED, e, STAGES] > most:
+            return False
+        for s in range(layouts.pipe[TRIED, e, STAGES]):
+            layouts.groups[TRIED, d, n + s] = layouts.groups[TRIED, e, s]
+        layouts.pipe[TRIED, d, STAGES] += layouts.pipe[TRIED, e, STAGES]
+        layouts.pipe[TRIED, e, STAGES] = 0
+    else:  # a replica of idle ranks, or of some of the groups of one
+        group = idle_group(job, tables, layouts, drawn) if move == 10 else -1
+        if pipes == layouts.pipe.shape[1] or (move == 10 and group < 0):
+            return False
+        e = pipes
+        layouts.pipes[TRIED], layouts.pipe[TRIED, e, STAGES] = pipes + 1, 0
+        layouts.pipe[TRIED, e, SHARE] = max(1, job.micro_batches // (pipes + 1))
+        if move == 10:
+            insert(layouts, e, 0, group)
+            d = e
+        for s in range(n - 1 if move == 11 else -1, -1, -1):
+            if chance(drawn) < 0.5:
+                insert(layouts, e, 0, remove(layouts, d, s))
+    if e < 0:
+        return False
+    flags[d] = flags[e] = 2
+    return True
+
+
+@machine_code
+def neighbour(job: Job, tables: Tables, layouts: Layouts, odd: Ints, drawn: Ints, flags: Ints) -> bool:
+    """The layout that is tried becomes another one: one change, or two, and layers that follow. Whether it is one.
+    By `flags`, 1 or 2 for replicas that are not what they are in the present layout."""
+    if not moved(job, tables, layouts, odd, drawn, flags):
+        return False
+    whole = True
+    for d in range(layouts.pipes[TRIED]):
+        whole &= layouts.pipe[TRIED, d, STAGES] > 0
+    if chance(drawn) < TWICE and whole:
+        moved(job, tables, layouts, odd, drawn, flags)
+    for d in range(layouts.pipes[TRIED] - 1, -1, -1):
+        if layouts.pipe[TRIED, d, STAGES] == 0:
+            last = layouts.pipes[TRIED] - 1
+            if d != last:
+                copied(layouts, TRIED, last, TRIED, d)
+                flags[d], flags[last] = max(1, flags[last]), 1
+            layouts.pipes[TRIED] = last
+    replicas = layouts.pipes[TRIED]
+    if replicas == 0 or replicas > job.micro_batches:
+        return False
+    same = replicas == layouts.pipes[NOW]
+    anew = job.state[replicas] != job.state[layouts.pipes[NOW]]
+    for d in range(replicas):
+        if flags[d] == 2 or anew:
+            flags[d] = 2
+            count = layouts.pipe[TRIED, d, SHARE] if same else job.micro_batches // replicas
+            stages = layouts.pipe[TRIED, d, STAGES]
+            row = cut(job, tables, layouts.groups[TRIED, d], stages, max(1, count), replicas)
+            if row < 0:
+                return False
+            layouts.pipe[TRIED, d, ROW] = row
+    return True
+
+
+@machine_code
+def shifted(job: Job, tables: Tables, layouts: Layouts, drawn: Ints, flags: Ints) -> bool:
+    """A layer of a replica from one stage to another."""
+    d = one_of(layouts.pipes[TRIED], drawn)
+    stages, row = layouts.pipe[TRIED, d, STAGES], layouts.pipe[TRIED, d, ROW]
+    a, b = one_of(stages, drawn), one_of(stages, drawn)
+    if a == b or tables.stage[row, HELD, a] == 1:
+        return False
+    counts = tables.stage[row, HELD, :stages].copy()
+    counts[a] -= 1
+    counts[b] += 1
+    flags[d] = 2
+    groups, replicas = layouts.groups[TRIED, d], layouts.pipes[TRIED]
+    layouts.pipe[TRIED, d, ROW] = row_of(job, tables, groups, stages, counts, replicas)
+    return True
+
+
+# --- annealing --------------------------------------------------------------------------------------------------------
+
+
+@machine_code
+def settle(layouts: Layouts, flags: Ints, odd: Ints) -> None:
+    """What was tried is where the search is. `flags`: replicas that are not what they were."""
+    pipes = layouts.pipes[TRIED]
+    layouts.pipes[NOW] = pipes
+    layouts.score[NOW] = layouts.score[TRIED]
+    for d in range(pipes):
+        if flags[d]:
+            copied(layouts, TRIED, d, NOW, d)
+        layouts.pipe[NOW, d, SHARE] = layouts.pipe[TRIED, d, SHARE]
+    odd[0] = 0
+    if pipes > FEW_ALIKE:  # what most are, if most are alike (Boyer and Moore)
+        usual, votes = -1, 0
+        for d in range(pipes):
+            row = layouts.pipe[NOW, d, ROW]
+            if votes == 0:
+                usual = row
+            votes += 1 if row == usual else -1
+        others = 0
+        for d in range(pipes):
+            if layouts.pipe[NOW, d, ROW] != usual:
+                others += 1
+                odd[others] = d
+        if pipes - others > FEW_ALIKE:
+            odd[0] = others
+
+
+@machine_code
+def begin_cycle(layouts: Layouts, turn: Ints) -> None:
+    """The layout to begin with is that to be tried: every other time the best one, else one elsewhere."""
+    turn[CYCLES] += 1
+    turn[TRIAL] = turn[SHAKE] = 0
+    begin = BEST
+    if turn[CYCLES] % 2 == 0:
+        turn[CYCLE] *= 2
+    elif turn[LEFT] > 0:
+        begin = turn[ELSEWHERE]
+        turn[ELSEWHERE] += 1
+        turn[LEFT] -= 1
+    else:
+        turn[SHAKE] = SHAKEN
+    copy(layouts, begin, TRIED)
+
+
+@machine_code
+def anneal(job: Job, tables: Tables, layouts: Layouts, turn: Ints, odd: Ints, drawn: Ints, trials: int) -> int:
+    """So many changes tried; how many are left where the tables are full."""
+    most = layouts.pipe.shape[1]
+    flags, counts = np.zeros(most, np.int64), np.empty(most, np.int64)
+    for done in range(trials):
+        if full(tables, most):
+            return trials - done
+        turn[TRIAL] += 1
+        if turn[TRIAL] >= turn[CYCLE]:
+            begin_cycle(layouts, turn)
+            flags[:] = 1
+            settle(layouts, flags, odd)
+        flags[:] = 0
+        shaking = turn[SHAKE] > 0
+        turn[SHAKE] -= shaking
+        if not shaking and chance(drawn) < BY_HAND:
+            found = shifted(job, tables, layouts, drawn, flags)
+        else:
+            found = neighbour(job, tables, layouts, odd, drawn, flags)
+        if found:
+            borne, best_s = energy(layouts, NOW), layouts.score[BEST, 0]
+            if best_s < np.inf:  # by how much more, on average: then chance bears it as Metropolis has it
+                hot = HOTTER if turn[CYCLES] % 2 else HOT
+                borne += hot * best_s * (1.0 - turn[TRIAL] / turn[CYCLE]) ** 2 * -np.log(1.0 - chance(drawn))
+            if shaking:
+                borne = np.inf
+            score(job, tables, layouts, TRIED, borne, counts)
+            found = layouts.score[TRIED, 0] < np.inf and energy(layouts, TRIED) <= borne
+        if found:
+            for d in range(layouts.pipes[TRIED]):
+                layouts.pipe[TRIED, d, SHARE] = counts[d]
+            settle(layouts, flags, odd)
+            if better(layouts, NOW, BEST):
+                if layouts.score[BEST, 0] < np.inf:
+                    copy(layouts, BEST, FORMER + turn[BEFORE] % turn[KEPT])
+                    turn[BEFORE] += 1
+                copy(layouts, NOW, BEST)
+        else:
+            layouts.pipes[TRIED] = layouts.pipes[NOW]
+            for d in range(layouts.pipes[NOW]):
+                if flags[d]:
+                    copied(layouts, NOW, d, TRIED, d)
+    return 0

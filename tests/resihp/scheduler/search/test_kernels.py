@@ -75,7 +75,7 @@ def test_orders_that_are_made_take_no_longer_than_is_said_and_keep_to_memory(
     limits, caps = np.empty(stages, np.int64), np.full(stages, most)
     kernels.limited(stages, count, further, limits)
     rows = np.empty((stages, count * (3 if split else 2)), np.int64)
-    seconds = kernels.scheduled(*pipeline.told, limits, caps, patience, rows)
+    seconds = kernels.scheduled(*pipeline.told, limits, caps, patience, math.inf, rows)
     lanes: tuple[Order, ...] = tuple(tuple(Primitive(KINDS[at % 3], at // 3) for at in row) for row in rows.tolist())
     assert pipeline.seconds((lanes,)) <= seconds * (1 + 1e-12)
     assert kernels.eager_least(*pipeline.told) <= seconds * (1 + 1e-12)

@@ -40,7 +40,7 @@ AT_ONCE = 800
 second, with 400 three of four."""
 AT_ONCE_FEW = 100
 """The same where almost every layout was looked at already (`resihp.scheduler.layouts.exhaustive`)."""
-TURN = 20
+TURN = 100
 """Changes that one of two searches tries before it is the other's turn."""
 
 
@@ -113,11 +113,12 @@ class Anytime:
 
     def run(self, trials: int) -> bool:
         """Try so many changes; whether a better layout was found."""
-        found = False
-        for _ in range(trials if self._searches else 0):
+        found, until = False, self._tried + (trials if self._searches else 0)
+        while self._tried < until:
             first, search = self._searches[0], self._searches[self._tried // TURN % len(self._searches)]
-            found |= search.run(1)
-            self._tried += 1
+            some = min(until - self._tried, TURN - self._tried % TURN)
+            found |= search.run(some)
+            self._tried += some
             if self._tried % TURN == 0 and len(self._searches) == 1 and first.seconds < self._looked_at:
                 self._looked_at = first.seconds
                 if _planned(self._situation, "", first.best()) is None:

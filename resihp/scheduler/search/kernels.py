@@ -207,10 +207,13 @@ def played(stages: int, count: int, f: Floats, b: Floats, w: Floats, late: Float
     to the next one and back. All by stage; without `split`, `b` has the gradients of weights in it.
 
     In turn t stage s begins the forward of micro-batch t and the backward that follows it there, of micro-batch
-    t - (stages - 1 - s): what that needs of stage s + 1 was done in the turn before.
+    t - (stages - 1 - s): what that needs of stage s + 1 was done in the turn before. Where a turn puts all stages off
+    by the same, so do those that follow, as long as there are further forwards.
     """
-    end, sent = np.zeros(stages), np.zeros(stages)
-    for t in range(count + stages - 1):
+    end, sent, before = np.zeros(stages), np.zeros(stages), np.zeros(stages)
+    t = -1
+    while t + 1 < count + stages - 1:
+        t += 1
         arrived = 0.0
         for s in range(stages):
             at = end[s]
@@ -226,6 +229,20 @@ def played(stages: int, count: int, f: Floats, b: Floats, w: Floats, late: Float
                 if split and m >= s:
                     at += w[s]
             end[s] = at
+        if stages <= t < count - 1:
+            pace = end[0] - before[0]
+            steady = True
+            for s in range(1, stages):
+                if abs(end[s] - before[s] - pace) > 1e-12 * end[s]:
+                    steady = False
+                    break
+            if steady:
+                for s in range(stages):
+                    end[s] += (count - 1 - t) * pace
+                    sent[s] += (count - 1 - t) * pace
+                t = count - 1
+        for s in range(stages):
+            before[s] = end[s]
     last = 0.0
     for s in range(stages):
         at = end[s]
@@ -328,8 +345,8 @@ def partitioned(count: int, kind: PipeKind, limits: Ints, costs: Costs, offers: 
     """Into `counts`: how many layers each stage holds, so that the pipeline is fast for `count` micro-batches; what it
     takes, infinite where memory does not suffice. `limits`: most layers of each stage.
 
-    The best of some partitions that may be best for some number of micro-batches (`layouts.layers.trade_offs`), then
-    layers from one stage to another as long as that helps.
+    The best of some partitions that may be best for some number of micro-batches (`layouts.layers.trade_offs`), then a
+    layer from one stage to another, where that promises the most, as long as it helps.
     """
     speeds = kind.speeds
     stages, layers = speeds.size, costs.sums.shape[1] - 1
@@ -350,7 +367,7 @@ def partitioned(count: int, kind: PipeKind, limits: Ints, costs: Costs, offers: 
     times = np.ones((4, stages))
     for _ in range(offers):
         if offered(bound, layers, speeds, extra, limits, now):
-            seconds = taken(now, count, kind, costs, found, times)
+            seconds = taken(now, count, kind, costs, found, times, True)
             if seconds < found:
                 found = seconds
                 counts[:] = now
@@ -362,31 +379,37 @@ def partitioned(count: int, kind: PipeKind, limits: Ints, costs: Costs, offers: 
         if further == np.inf:
             break
         bound = further
-    better = True
-    while better:
-        better = False
+    if found == np.inf:
+        return found
+    while True:
         now[:] = counts
         slowest = 0
         for s in range(1, stages):
             if (now[s] + extra[s]) * speeds[slowest] > (now[slowest] + extra[slowest]) * speeds[s]:
                 slowest = s
-        hopeless = count * whole * (now[slowest] + extra[slowest]) / speeds[slowest] >= found * (1.0 - SLACK)
+        best, below = -1, found * (1.0 - SLACK)
+        hopeless = count * whole * (now[slowest] + extra[slowest]) / speeds[slowest] >= below
         for i in range(stages * stages):
             give, take = i // stages, i % stages
-            if hopeless and give != slowest:
+            if give == take or now[give] == 1 or now[take] >= limits[take] or (hopeless and give != slowest):
                 continue
-            if count * whole * (now[take] + 1 + extra[take]) / speeds[take] >= found:
-                continue
-            if give != take and now[give] > 1 and now[take] < limits[take]:
+            if count * whole * (now[take] + 1 + extra[take]) / speeds[take] < below:
                 now[give] -= 1
                 now[take] += 1
-                seconds = taken(now, count, kind, costs, found * (1.0 - SLACK), times)
-                if seconds < found * (1.0 - SLACK):
-                    found, better = seconds, True
-                    counts[:] = now
+                bound = taken(now, count, kind, costs, below, times, False)
+                if bound < below:
+                    best, below = i, bound
                 now[give] += 1
                 now[take] -= 1
-    return found
+        if best < 0:
+            return found
+        now[best // stages] -= 1
+        now[best % stages] += 1
+        seconds = taken(now, count, kind, costs, found, times, True)
+        if seconds >= found * (1.0 - SLACK):
+            return found
+        found = seconds
+        counts[:] = now
 
 
 @machine_code
@@ -409,16 +432,19 @@ def even(layers: int, speeds: Floats, extra: Floats, limits: Ints, counts: Ints)
 
 
 @machine_code
-def taken(counts: Ints, count: int, kind: PipeKind, costs: Costs, below: float, times: Floats) -> float:
-    """Seconds of a pipeline, the sums of its gradients included; infinite if it cannot be less than `below`. `times`:
-    room for those of its stages, and ones."""
+def taken(counts: Ints, count: int, kind: PipeKind, costs: Costs, below: float, times: Floats, exactly: bool) -> float:
+    """Seconds of a pipeline, the sums of its gradients included, or a bound of that; infinite if it cannot be less than
+    `below`. `times`: room for those of its stages, and ones."""
     stages, split = counts.size, costs.split
     f, b, w = times[0], times[1], times[2]
     price(counts, kind.speeds, costs, f, b, w)
-    after = exposed(counts, w if split else b, kind.each, kind.bucket, times[3], split, costs.parts)
-    if least(stages, count, f, b, w, kind.late, split) + after >= below:
+    bound = least(stages, count, f, b, w, kind.late, split)
+    if bound >= below:
         return np.inf
-    return played(stages, count, f, b, w, kind.late, split) + after
+    after = exposed(counts, w if split else b, kind.each, kind.bucket, times[3], split, costs.parts)
+    if bound + after >= below:
+        return np.inf
+    return (played(stages, count, f, b, w, kind.late, split) if exactly else bound) + after
 
 
 @machine_code
@@ -544,12 +570,13 @@ def at(row: int, count: int, tables: Tables, split: bool, own: bool) -> float:
     best = tables.row[row, RULE]
     if own and stages > 1 and best >= 0:
         goal = found * (1.0 - WORTH)
-        if eager_least(stages, count, f, b, w, late, split) < goal:
+        enough = eager_least(stages, count, f, b, w, late, split) * (1.0 + WORTH)
+        if enough < goal:
             none = np.empty((0, 0), np.int64)
             limits = np.empty(stages, np.int64)
             caps = tables.stage[row, CAP]
             for i, (further, patience) in enumerate(RULES):
-                if best == 0 or best == i + 1:
+                if goal > enough and (best == 0 or best == i + 1):
                     limited(stages, count, further, limits)
                     seconds = scheduled(stages, count, f, b, w, late, split, limits, caps, patience, goal, none)
                     if seconds < goal:

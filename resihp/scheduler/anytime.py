@@ -8,6 +8,7 @@ supervisor has it loaded beforehand (`load`).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -185,7 +186,7 @@ def _found(situation: Situation, search: Search, plans: Sequence[PricedPlan]) ->
         if not one.plan.layout.vacant and search.seconds_of(one.plan.layout.replicas) <= best.seconds * (1 + TIE)
     ]
     found = [_planned(situation, one.name, search.priced(one.plan.layout.replicas)) for one in same]
-    for layout in (best, *search.former()):
+    for layout in itertools.chain((best,), search.former()):
         if any(found):
             break
         named = search.priced(relabelled(layout.replicas, situation))  # for fewer bytes

@@ -8,6 +8,8 @@ where they are full they are begun anew. Called by `resihp.scheduler.search.anne
 from __future__ import annotations
 
 import itertools
+import math
+import mmap
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -28,7 +30,7 @@ MOST_CHUNKS = 4000
 MOST_BYTES = 64_000_000
 """Of the table of rows, about."""
 MOST_ROWS = 32_768
-MOST_GROUPS = 65_536
+MOST_GROUPS = 32_768
 MORE_REPLICAS = 64
 """Than the layouts that a search begins with have."""
 
@@ -155,22 +157,30 @@ class Pipelines:
         stages, times = self.most_stages, self._situation.micro_batches + 2
         rows = min(MOST_ROWS, MOST_BYTES // (8 * (times + 10 * stages + 8)))
         rows = max(rows, 16 * self.most_pipes + 64)
-        return kernels.Tables(
-            used=np.zeros(3, np.int64),
-            group_index=np.zeros(2 * MOST_GROUPS + 1, np.int64),
-            ranks=np.zeros((MOST_GROUPS, largest), np.int64),
-            group=np.zeros((MOST_GROUPS, kernels.BESIDE + 4), np.int64),
-            cut_index=np.zeros(4 * rows + 1, np.int64),
-            cut_keys=np.zeros((2 * rows, stages + 1), np.int64),
-            cut_row=np.zeros(2 * rows, np.int64),
-            row_index=np.zeros(2 * rows + 1, np.int64),
-            row_keys=np.zeros((rows, 2 * stages + 1), np.int64),
-            row=np.zeros((rows, 3), np.int64),
-            row_s=np.zeros((rows, 3)),
-            stage=np.zeros((rows, 3, stages), np.int64),
-            stage_s=np.zeros((rows, 5, stages)),
-            times=np.zeros((rows, times)),
-        )
+        shapes = {
+            "used": (3,),
+            "group_index": (2 * MOST_GROUPS + 1,),
+            "ranks": (MOST_GROUPS, largest),
+            "group": (MOST_GROUPS, kernels.BESIDE + 4),
+            "cut_index": (4 * rows + 1,),
+            "cut_keys": (2 * rows, stages + 1),
+            "cut_row": (2 * rows,),
+            "row_index": (2 * rows + 1,),
+            "row_keys": (rows, 2 * stages + 1),
+            "row": (rows, 3),
+            "row_s": (rows, 3),
+            "stage": (rows, 3, stages),
+            "stage_s": (rows, 5, stages),
+            "times": (rows, times),
+        }
+        # Pages that nobody writes to take neither memory nor time, whatever the allocator does with what it has.
+        pages = mmap.mmap(-1, 8 * sum(map(math.prod, shapes.values())))
+        arrays, begin = {}, 0
+        for name, shape in shapes.items():
+            kind = np.float64 if name in ("row_s", "stage_s", "times") else np.int64
+            arrays[name] = np.ndarray(shape, kind, pages, begin)
+            begin += arrays[name].nbytes
+        return kernels.Tables(**arrays)
 
     # --- layouts --------------------------------------------------------------------------------------------------
 

@@ -315,29 +315,24 @@ def exposed(counts: Ints, work: Floats, each: Floats, bucket: Ints, slowed: Floa
 def offered(bound: float, layers: int, speeds: Floats, extra: Floats, limits: Ints, counts: Ints) -> bool:
     """Into `counts`: as many layers as the slowest stage may take on the fastest ones; False where they do not fit."""
     stages = speeds.size
-    left = layers - stages
+    most = np.empty(stages, np.int64)
     room = 0
     for s in range(stages):
-        most = min(limits[s], int(bound * speeds[s] * (1.0 + SLACK) - extra[s]))
-        if most < 1:
+        most[s] = min(limits[s], int(bound * speeds[s] * (1.0 + SLACK) - extra[s]))
+        if most[s] < 1:
             return False
-        room += most
+        room += most[s]
         counts[s] = 1
-    if room < layers:
-        return False
-    while left > 0:
+    left = layers - stages
+    while left > 0 and room >= layers:
         best = -1
         for s in range(stages):
-            most = min(limits[s], int(bound * speeds[s] * (1.0 + SLACK) - extra[s]))
-            if counts[s] == 1 and most > 1 and (best < 0 or speeds[s] > speeds[best]):
+            if counts[s] < most[s] and (best < 0 or speeds[s] > speeds[best]):
                 best = s
-        if best < 0:
-            return False
-        most = min(limits[best], int(bound * speeds[best] * (1.0 + SLACK) - extra[best]))
-        more = min(left, most - 1)
+        more = min(left, most[best] - 1)
         counts[best] += more
         left -= more
-    return True
+    return left == 0
 
 
 @machine_code
@@ -393,7 +388,10 @@ def partitioned(count: int, kind: PipeKind, limits: Ints, costs: Costs, offers: 
             give, take = i // stages, i % stages
             if give == take or now[give] == 1 or now[take] >= limits[take] or (hopeless and give != slowest):
                 continue
-            if count * whole * (now[take] + 1 + extra[take]) / speeds[take] < below:
+            then = (now[take] + 1 + extra[take]) / speeds[take]
+            if speeds[take] <= speeds[give] and then > (now[give] + extra[give]) / speeds[give]:
+                continue  # a stage that is no faster has more to do then than this one has now
+            if count * whole * then < below:
                 now[give] -= 1
                 now[take] += 1
                 bound = taken(now, count, kind, costs, below, times, False)
@@ -416,11 +414,18 @@ def partitioned(count: int, kind: PipeKind, limits: Ints, costs: Costs, offers: 
 def even(layers: int, speeds: Floats, extra: Floats, limits: Ints, counts: Ints) -> float:
     """Time of the slowest stage if that is as short as it can be: one layer after the other goes where it is done
     first. `extra`: what stages do besides, in layers."""
-    bound = 0.0
+    bound = paces = 0.0
+    outside, left = float(layers), layers
     for s in range(speeds.size):
-        counts[s] = 1
-        bound = max(bound, (1 + extra[s]) / speeds[s])
-    for _ in range(layers - speeds.size):
+        outside += extra[s]
+        paces += speeds[s]
+    for s in range(speeds.size):  # what is done before the last one can be, if layers could be cut
+        counts[s] = max(1, min(limits[s], int(outside / paces * speeds[s] * (1.0 - SLACK) - extra[s])))
+        left -= counts[s]
+    for s in range(speeds.size):
+        counts[s] = counts[s] if left >= 0 else 1
+        bound = max(bound, (counts[s] + extra[s]) / speeds[s])
+    for _ in range(left if left >= 0 else layers - speeds.size):
         best, first = -1, np.inf
         for s in range(speeds.size):
             then = (counts[s] + 1 + extra[s]) / speeds[s]

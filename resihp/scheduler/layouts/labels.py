@@ -76,6 +76,7 @@ class _Labels:
         """Ranks by node and speed."""
         for rank in ranks:
             self._at[self._kind(rank)].append(rank)
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, list[int]]] = {}
 
     def _kind(self, rank: int) -> tuple[str, float]:
         return self._situation.nodes[rank], self._situation.speeds.get(rank, 1.0)
@@ -102,9 +103,12 @@ class _Labels:
 
     def _assigned(self, seats: Sequence[int], pool: Sequence[int]) -> tuple[int, list[int]]:
         """Who of these ranks takes which seat, for the fewest bytes; and these."""
-        cost = self._bytes[np.array([self._row[rank] for rank in pool]), np.array(seats)[:, None]]
-        at, which = linear_sum_assignment(cost)
-        return int(cost[at, which].sum()), [pool[j] for j in which.tolist()]
+        key = tuple(seats), tuple(pool)
+        if key not in self._known:
+            cost = self._bytes[np.array([self._row[rank] for rank in pool]), np.array(seats)[:, None]]
+            at, which = linear_sum_assignment(cost)
+            self._known[key] = int(cost[at, which].sum()), [pool[j] for j in which.tolist()]
+        return self._known[key]
 
     def _least(self, place: _Place, pool: Sequence[int]) -> int:
         """Bytes that a place needs at least, were it for these ranks alone."""

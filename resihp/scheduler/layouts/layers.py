@@ -159,15 +159,18 @@ def _nearest(
     """Counts within `bound` that move the fewest layers, by dynamic programming from the last stage to the first."""
     held = [set(itertools.chain.from_iterable(range(a, b + 1) for a, b in chunk)) for chunk in before]
     held += [set()] * (len(speeds) - len(held))
-    times = [[_seconds(s, n, speeds, ends) for n in range(1, layers + 1)] for s in range(len(speeds))]
-    room = [sum(time <= bound and n <= most[s] for n, time in enumerate(times[s], 1)) for s in range(len(speeds))]
+    times = [
+        [*itertools.takewhile(bound.__ge__, (_seconds(s, n, speeds, ends) for n in range(1, min(layers, limit) + 1)))]
+        for s, limit in enumerate(most)
+    ]
+    room = [*map(len, times)]
     reach = [0, *itertools.accumulate(room)]
     best: list[dict[int, tuple[int, int, int]]] = [{} for _ in speeds]
     after: dict[int, tuple[int, int]] = {layers: (0, 0)}
     for s in reversed(range(len(speeds))):
         here = best[s]
         # Whole numbers, so that equal sums are equal in whatever order they are added.
-        uneven = [round((time / bound) ** 2 * 1e9) for time in times[s][: room[s]]]
+        uneven = [round((time / bound) ** 2 * 1e9) for time in times[s]]
         # Earlier stages hold at least one layer each and no more than they have room for; so do this and later ones.
         for first in range(max(s, layers - (reach[-1] - reach[s])), min(reach[s], layers - (len(speeds) - s)) + 1):
             moves = 0

@@ -1,8 +1,8 @@
 """A situation and its layouts as the machine code takes them, and back: arrays, in which ranks are numbers. Pure.
 
 Times are those of `resihp.scheduler.cost.prices`, to rounding, limits those of `resihp.scheduler.cost.memory` and
-`transition_memory`. What is known of pipelines lies in tables of one size, of which only what is used takes memory;
-where they are full they are begun anew. Called by `resihp.scheduler.search.annealing`.
+`transition_memory`. What is known of pipelines lies in tables; where they are full they are begun anew, once larger.
+Called by `resihp.scheduler.search.annealing`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MOST_CHUNKS = 4000
 """Of all micro-batches, up to which pipelines may have orders of their own, as these are part of a plan."""
 MOST_BYTES = 64_000_000
 """Of the table of rows, about."""
-MOST_ROWS = 32_768
-MOST_GROUPS = 32_768
+FIRST_ROWS, MOST_ROWS = 2048, 32_768
+"""Of the tables at first, and once these were full; as many groups."""
 MORE_REPLICAS = 64
 """Than the layouts that a search begins with have."""
 
@@ -60,7 +60,7 @@ class Pipelines:
         self.most_pipes = max([pipes, *(len(start) for start in starts)])
         sizes = sorted({*self.degrees, *(stage.tp for stage in stages)})
         self.job = self._told(sizes, largest, beside)
-        self.tables = self._empty(largest)
+        self.tables = self._empty(largest, FIRST_ROWS)
         shape = (kernels.FORMER + slots, self.most_pipes)
         self.layouts = kernels.Layouts(
             pipes=np.zeros(shape[0], np.int64),
@@ -153,15 +153,15 @@ class Pipelines:
             )
         return left, seat, carried
 
-    def _empty(self, largest: int) -> kernels.Tables:
+    def _empty(self, largest: int, rows: int) -> kernels.Tables:
         stages, times = self.most_stages, self._situation.micro_batches + 2
-        rows = min(MOST_ROWS, MOST_BYTES // (8 * (times + 10 * stages + 8)))
+        rows = min(rows, MOST_BYTES // (8 * (times + 10 * stages + 8)))
         rows = max(rows, 16 * self.most_pipes + 64)
         shapes = {
             "used": (3,),
-            "group_index": (2 * MOST_GROUPS + 1,),
-            "ranks": (MOST_GROUPS, largest),
-            "group": (MOST_GROUPS, kernels.BESIDE + 4),
+            "group_index": (2 * rows + 1,),
+            "ranks": (rows, largest),
+            "group": (rows, kernels.BESIDE + 4),
             "cut_index": (4 * rows + 1,),
             "cut_keys": (2 * rows, stages + 1),
             "cut_row": (2 * rows,),
@@ -219,8 +219,7 @@ class Pipelines:
         """Tables with what some layouts need, and nothing else."""
         pipes = {k: self.read(k) for k in kept}
         self._orders.clear()
-        for values in (self.tables.used, self.tables.group_index, self.tables.cut_index, self.tables.row_index):
-            values[:] = 0
+        self.tables = self._empty(self.tables.ranks.shape[1], MOST_ROWS)
         for k, layout in pipes.items():
             self.write(k, layout)
 

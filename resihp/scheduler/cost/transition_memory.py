@@ -124,9 +124,14 @@ def carried_bytes(
     """What comes beside that for a stage: outside of its layers, and for each of them."""
     units = frozenset(({"embedding"} if first else set()) | ({"final", "head"} if last else set()))
     outside, one = (HeldState(chunks, units, 0, tp) for chunks in ((), ((0, 0),)))
-    each = CARRIED_BYTES[model.precision] if sharing is None else memory.zero_1(sharing[1]) - GRADIENT_BYTES
+    each = carried_each(model, sharing)
     without = _elements(outside, outside, model)
     return each * without, each * (_elements(one, one, model) - without)
+
+
+def carried_each(model: ModelSpec, sharing: tuple[int, int] | None = None) -> int:
+    """Bytes of each parameter that comes."""
+    return CARRIED_BYTES[model.precision] if sharing is None else memory.zero_1(sharing[1]) - GRADIENT_BYTES
 
 
 def _changed(base: Layout, survivors: set[int], layout: Layout) -> Iterator[tuple[int, HeldState, HeldState]]:

@@ -30,7 +30,10 @@ from resihp.scheduler.situation import Situation
 CYCLE = 150
 """Trials of the first cycle."""
 FEWER_REPLICAS = 3
-"""Than there are now, and one more: so many are all ranks dealt out over."""
+"""Than there are now, and one more: so many are all ranks dealt out over, or"""
+MANY = (2, 3, 4, 6)
+"""times as many, or each group is one."""
+MOST_ELSEWHERE = 6
 MORE_STAGES = 4
 """Of a replica than the job was started with."""
 MOST_FORMER = 12
@@ -57,7 +60,7 @@ class Search:
         self, situation: Situation, starts: Sequence[Sequence[Replica]], seed: int = 0, *, beside: bool = False
     ) -> None:
         self._situation = situation
-        slots = MOST_FORMER + FEWER_REPLICAS + 2
+        slots = MOST_FORMER + MOST_ELSEWHERE
         self._pipelines = Pipelines(situation, starts, situation.pp + MORE_STAGES, slots, beside=beside)
         self._layouts = self._pipelines.layouts
         self._odd = np.zeros(self._pipelines.most_pipes + 1, np.int64)
@@ -143,8 +146,9 @@ class Search:
         """All ranks over about so many replicas, each of groups as large as they may be, as evenly as can be; those for
         which there is memory, the fastest first."""
         groups, most = self._largest_groups(), self._pipelines.most_stages
+        counts = {*range(max(1, replicas - FEWER_REPLICAS), replicas + 2), *(n * replicas for n in MANY), len(groups)}
         found: list[tuple[list[float], int, list[Pipe]]] = []
-        for count in range(max(1, replicas - FEWER_REPLICAS), min(replicas + 1, self._pipelines.most_pipes) + 1):
+        for count in sorted(count for count in counts if count <= min(len(groups), self._pipelines.most_pipes)):
             dealt: list[list[tuple[Ranks, int]]] = [[] for _ in range(count)]
             for group in groups:
                 short = [pipe for pipe in dealt if len(pipe) < most]
@@ -152,7 +156,7 @@ class Search:
                     min(short, key=len).append((group, 0))
             if all(dealt) and self._write(ASKED, dealt) and math.isfinite(self._layouts.score[ASKED, 0]):
                 found.append((self._layouts.score[ASKED].tolist(), count, [*dealt]))
-        return [pipes for _, _, pipes in sorted(found, key=lambda one: one[:2])]
+        return [pipes for _, _, pipes in sorted(found, key=lambda one: one[:2])][:MOST_ELSEWHERE]
 
     def _largest_groups(self) -> list[Ranks]:
         """Of all ranks, each node's in groups of their own, the strongest first."""

@@ -136,9 +136,12 @@ class Job(NamedTuple):
     left: Ints
     """By rank: bytes beside what it holds."""
     seat: Ints
-    """By rank: its place in the group that it was in, and of how many ranks that was, 0 where it holds nothing."""
+    """By rank: its place in the group that it was in, and of how many ranks that was, 0 where it holds nothing; first
+    and last layer; whether it holds what is before and after the layers."""
     carried: Ints
     """By degree and kind of stage, as `needs`: bytes that come beside that, without layers and for each."""
+    stays: float
+    """How much less they are for what is there already."""
     room: int
     """Bytes of a device."""
     micro_batches: int
@@ -938,6 +941,29 @@ def row_of(job: Job, tables: Tables, groups: Ints, stages: int, counts: Ints, re
     return int(row)
 
 
+@machine_code
+def has_room(job: Job, tables: Tables, groups: Ints, row: int) -> bool:
+    """Whether the ranks of a pipeline have room beside what each of them held (`cost.transition_memory.beside`)."""
+    first, stages = 0, tables.row[row, STAGES]
+    for s in range(stages):
+        size, held = tables.group[groups[s], SIZE], tables.stage[row, HELD, s]
+        carried = job.carried[size, 2 * (s == 0) + (s == stages - 1)]
+        comes = carried[0] + held * carried[1]
+        for t in range(size):
+            rank = tables.ranks[groups[s], t]
+            seat = job.seat[rank]
+            stays = 0
+            if seat[0] == t and seat[1] == size:
+                stays = max(0, min(first + held, seat[3] + 1) - max(first, seat[2])) * carried[1]
+                stays += job.carried[size, 2, 0] if s == 0 and seat[4] else 0
+                stays += job.carried[size, 1, 0] if s == stages - 1 and seat[5] else 0
+            changed = stays < comes or seat[3] - seat[2] + 1 != held
+            if seat[1] > 0 and changed and comes - job.stays * stays > job.left[rank]:
+                return False
+        first += held
+    return True
+
+
 # --- a layout ---------------------------------------------------------------------------------------------------------
 
 
@@ -1485,11 +1511,17 @@ def anneal(job: Job, tables: Tables, layouts: Layouts, turn: Ints, odd: Ints, dr
                 borne = np.inf
             score(job, tables, layouts, TRIED, borne, counts)
             found = layouts.score[TRIED, 0] < np.inf and energy(layouts, TRIED) <= borne
+            for d in range(layouts.pipes[TRIED] if job.beside and found else 0):
+                if flags[d] == 2:
+                    found &= has_room(job, tables, layouts.groups[TRIED, d], layouts.pipe[TRIED, d, ROW])
         if found:
             for d in range(layouts.pipes[TRIED]):
                 layouts.pipe[TRIED, d, SHARE] = counts[d]
             settle(layouts, flags, odd)
-            if better(layouts, NOW, BEST):
+            best = better(layouts, NOW, BEST)
+            for d in range(layouts.pipes[NOW] if job.beside and best else 0):
+                best &= has_room(job, tables, layouts.groups[NOW, d], layouts.pipe[NOW, d, ROW])
+            if best:
                 if layouts.score[BEST, 0] < np.inf:
                     copy(layouts, BEST, FORMER + turn[BEFORE] % turn[KEPT])
                     turn[BEFORE] += 1

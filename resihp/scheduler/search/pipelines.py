@@ -105,7 +105,7 @@ class Pipelines:
                     sequence_parallel=situation.sequence_parallel,
                     state_bytes=state,
                 )
-        left, seat, carried = self._held(sizes, largest, room) if beside else self._held((), largest, room)
+        left, seat, carried, stays = self._held(sizes if beside else (), largest, room)
         return kernels.Job(
             costs=kernels.Costs(
                 np.array([[0.0, *itertools.accumulate(column)] for column in zip(*columns, strict=True)]),
@@ -127,6 +127,7 @@ class Pipelines:
             left=left,
             seat=seat,
             carried=carried,
+            stays=stays,
             room=room,
             micro_batches=situation.micro_batches,
             step_s=float(times.step_s),
@@ -135,23 +136,28 @@ class Pipelines:
             own=situation.micro_batches * self.most_stages <= MOST_CHUNKS,
         )
 
-    def _held(self, sizes: Sequence[int], largest: int, room: int) -> tuple[kernels.Ints, kernels.Ints, kernels.Ints]:
-        """`left`, `seat` and `carried` of a job; `sizes`: none where they do not matter."""
-        situation = self._situation
-        left, seat = np.zeros(len(self._ranks), np.int64), np.zeros((len(self._ranks), 2), np.int64)
+    def _held(
+        self, sizes: Sequence[int], largest: int, room: int
+    ) -> tuple[kernels.Ints, kernels.Ints, kernels.Ints, float]:
+        """`left`, `seat`, `carried` and `stays` of a job; `sizes`: none where they do not matter."""
+        situation, model = self._situation, self._situation.model
+        left, seat = np.zeros(len(self._ranks), np.int64), np.zeros((len(self._ranks), 6), np.int64)
         carried = np.ones((largest + 1, 4, 2), np.int64)
         replicas = len(situation.base.replicas)
         sharing = (replicas, replicas) if situation.zero_1 else None
         for rank, held in holdings(situation.base.replicas) if sizes else ():
             if rank in self._number and rank not in situation.stale:
                 i = self._number[rank]
-                left[i] = transition_memory.left_bytes(held, situation.model, room, sharing)
-                seat[i] = held.t, held.tp
+                left[i] = transition_memory.left_bytes(held, model, room, sharing)
+                seat[i] = held.t, held.tp, *held.chunks[0], "embedding" in held.units, "head" in held.units
         for size, kind in itertools.product(sizes, range(4)):
             carried[size, kind] = transition_memory.carried_bytes(
-                situation.model, size, first=kind >= 2, last=kind % 2 == 1, sharing=sharing
+                model, size, first=kind >= 2, last=kind % 2 == 1, sharing=sharing
             )
-        return left, seat, carried
+        stays = (
+            1.0 if sharing is None else transition_memory.VALUE_BYTES / transition_memory.carried_each(model, sharing)
+        )
+        return left, seat, carried, stays
 
     def _empty(self, largest: int, rows: int) -> kernels.Tables:
         stages, times = self.most_stages, self._situation.micro_batches + 2

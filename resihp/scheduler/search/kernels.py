@@ -379,33 +379,32 @@ def partitioned(count: int, kind: PipeKind, limits: Ints, costs: Costs, offers: 
         bound = further
     if found == np.inf:
         return found
+    load, more = np.empty(stages), np.empty(stages)
     while True:
         now[:] = counts
         slowest = 0
-        for s in range(1, stages):
-            if (now[s] + extra[s]) * speeds[slowest] > (now[slowest] + extra[slowest]) * speeds[s]:
-                slowest = s
-        best, below = -1, found * (1.0 - SLACK)
-        hopeless = count * whole * (now[slowest] + extra[slowest]) / speeds[slowest] >= below
-        for i in range(stages * stages):
-            give, take = i // stages, i % stages
-            if give == take or now[give] == 1 or now[take] >= limits[take] or (hopeless and give != slowest):
-                continue
-            then = (now[take] + 1 + extra[take]) / speeds[take]
-            if speeds[take] <= speeds[give] and then > (now[give] + extra[give]) / speeds[give]:
-                continue  # a stage that is no faster has more to do then than this one has now
-            if count * whole * then < below:
+        for s in range(stages):
+            load[s], more[s] = (now[s] + extra[s]) / speeds[s], (now[s] + 1 + extra[s]) / speeds[s]
+            slowest = s if load[s] > load[slowest] else slowest
+        best, to, below = -1, -1, found * (1.0 - SLACK)
+        only = slowest if count * whole * load[slowest] >= below else -1
+        for give in range(stages):
+            for take in range(stages if now[give] > 1 and (only < 0 or give == only) else 0):
+                if give == take or now[take] >= limits[take] or count * whole * more[take] >= below:
+                    continue
+                if speeds[take] <= speeds[give] and more[take] > load[give]:
+                    continue  # a stage that is no faster has more to do then than this one has now
                 now[give] -= 1
                 now[take] += 1
                 bound = taken(now, count, kind, costs, below, times, False)
                 if bound < below:
-                    best, below = i, bound
+                    best, to, below = give, take, bound
                 now[give] += 1
                 now[take] -= 1
         if best < 0:
             return found
-        now[best // stages] -= 1
-        now[best % stages] += 1
+        now[best] -= 1
+        now[to] += 1
         seconds = taken(now, count, kind, costs, found, times, True)
         if seconds >= found * (1.0 - SLACK):
             return found

@@ -249,7 +249,7 @@ def _join_nodes(session: Session, job: models.JobRow, joined: Sequence[tuple[jou
     devices = [
         {**{name: row[name] for name in ("job_id", "node", "joined_at")}, **_described(device)}
         for row, inventory in zip(rows, found, strict=True)
-        for device in inventory.devices
+        for device in {each.device: each for each in inventory.devices}.values()
     ]
     if devices:
         _put(session, models.DeviceRow, devices, ("job_id", "node", "joined_at", "device"))

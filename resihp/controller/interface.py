@@ -23,6 +23,7 @@ from resihp.parallelism.parameter_outline import outline
 from resihp.parallelism.plan import Plan
 from resihp.parallelism.transfers import Move, moves
 from resihp.pipeline import checker
+from resihp.protocol.inventory import Inventory as Machine
 from resihp.protocol.messages import Beat, Clue, Inventory, Speed, WorkerMessage, WorkerOrder
 from resihp.record.journal import AnyEntry
 from resihp.scheduler.situation import Decision, Situation
@@ -63,7 +64,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class AgentJoined(Event, frozen=True, kw_only=True):
     """`inventory` is what runs there already, under a supervisor that took over. `lease`, `hardware`,
-    `incarnation`: see `messages.Join`."""
+    `incarnation`, `machine`: see `messages.Join`."""
 
     node: str
     host: str
@@ -72,6 +73,7 @@ class AgentJoined(Event, frozen=True, kw_only=True):
     hardware: str = ""
     incarnation: str = ""
     inventory: Inventory | None = None
+    machine: Machine | None = None
 
 
 class AgentLost(Event, frozen=True, kw_only=True):

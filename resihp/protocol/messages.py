@@ -32,6 +32,7 @@ from resihp.parallelism.batch_sizes import BatchSizes, Ramp
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan
 from resihp.parallelism.transfers import Base
+from resihp.protocol.inventory import Inventory as Machine
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -474,6 +475,7 @@ class Join(Message, frozen=True, kw_only=True):
     the number of the last record in its copy of the journal. `peer_port`: where it listens to other agents, on `host`'s
     address as seen by the supervisor. `lease`: the number of the replacement request that it answers, 0 for a node
     of the job's own allocation. `hardware`: its devices' name by their maker, empty where that is not known.
+    `machine`: what the node is made of.
     `incarnation`: drawn by the agent's process as it starts. Process ids come again, in a container at each start, and
     an agent that was started again knows nothing of what it has promised.
     """
@@ -489,6 +491,7 @@ class Join(Message, frozen=True, kw_only=True):
     lease: int = 0
     hardware: str = ""
     incarnation: str = ""
+    machine: Machine | None = None
 
 
 class RunningWorker(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,8 @@ from typing import Literal
 import msgspec
 
 from resihp.parallelism.plan import Plan
+from resihp.protocol.inventory import DeviceInventory as DeviceInventory
+from resihp.protocol.inventory import Inventory as Inventory
 from resihp.protocol.messages import Declare, Speed, StepOutcome
 
 
@@ -58,31 +60,6 @@ class JobStarted(Entry, frozen=True, kw_only=True):
     leader: str = ""
     run: str = ""
     slurm: SlurmIdentity | None = None
-
-
-class DeviceInventory(msgspec.Struct, frozen=True, kw_only=True):
-    """What is in a slot. `uuid`, `serial`, `board`: of the device, and of what it is mounted on; `bus`: its address.
-    Empty where nobody can tell."""
-
-    device: int
-    name: str = ""
-    uuid: str = ""
-    serial: str = ""
-    board: str = ""
-    vbios: str = ""
-    bus: str = ""
-
-
-class Inventory(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node is, as its agent found it. `serial`: the machine's; `kernel`, `image`: of the operating system;
-    `driver`: of its GPUs; `nic_firmware`: (adapter, version). Empty where it cannot be read."""
-
-    serial: str = ""
-    kernel: str = ""
-    image: str = ""
-    driver: str = ""
-    nic_firmware: tuple[tuple[str, str], ...] = ()
-    devices: tuple[DeviceInventory, ...] = ()
 
 
 class Software(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,11 +27,13 @@ import psutil
 from resihp.errors import ConfigurationError, OwnershipError, ResihpError, UsageError
 from resihp.process import Orphans, adopt_orphans, inherited_socket, raise_open_files
 from resihp.protocol import messages as m
+from wrapper.agent import inventory
 from wrapper.agent.journal_copy import Replica, local_place
 from wrapper.agent.log_mirror import LogMirror, print_to
 from wrapper.agent.peers import Peers
 from wrapper.agent.supervisor_link import LeaderLink
 from wrapper.agent.workers import Workers
+from wrapper.config import container
 from wrapper.config.run_spec import RunRequest, load
 from wrapper.job_folder import SupervisorFile
 from wrapper.launch.interfaces import of_workers
@@ -66,6 +68,9 @@ class Agent:
         self._node = node
         self._lease = lease
         self._incarnation = secrets.token_hex(8)
+        self._machine = inventory.read(
+            request.settings.gpus_per_node, container.of_workers(request.container, os.environ)
+        )
         self._link = LeaderLink((host, port), job.key, self, succession=request.succession)
         self._replica: Replica | None = None
         self._peers: Peers | None = None
@@ -130,6 +135,7 @@ class Agent:
             devices=self._request.settings.gpus_per_node,
             lease=self._lease,
             hardware=hardware(),
+            machine=self._machine,
             incarnation=self._incarnation,
             epoch=max(1, self._workers.epoch) if self._link.welcome else 0,
         )

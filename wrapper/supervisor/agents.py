@@ -378,6 +378,7 @@ class AgentLinks:
                 hardware=link.join.hardware,
                 incarnation=link.join.incarnation,
                 inventory=inventory,
+                machine=link.join.machine,
             )
         )
         if self._rosters is not None and link.peer is not None:

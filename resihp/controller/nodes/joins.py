@@ -83,6 +83,7 @@ def take_in(job: Job, event: api.AgentJoined) -> None:
             devices=event.devices,
             hardware=event.hardware,
             incarnation=event.incarnation,
+            inventory=event.machine,
         )
     )
 

@@ -250,7 +250,7 @@ def test_newcomers_get_ranks_of_their_own_and_logs_of_their_own(job: Job) -> Non
     assert (job.logs / "n1.rank5.log").read_text() == f"5 6 1 True {('n1',) * 6}\n"
 
 
-def test_an_agent_may_open_many_files_and_its_workers_what_they_could(job: Job) -> None:
+def test_an_agent_tells_what_it_is_on_may_open_many_files_and_its_workers_what_they_could(job: Job) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     async def scene(supervisor: PretendedSupervisor) -> None:
@@ -259,6 +259,8 @@ def test_an_agent_may_open_many_files_and_its_workers_what_they_could(job: Job) 
         agent, worker = psutil.Process(supervisor.joins[0].pid), psutil.Process(supervisor.of(m.Spawned)[0].pid)
         assert agent.rlimit(psutil.RLIMIT_NOFILE) == (min(hard, MOST_OPEN_FILES), hard)
         assert worker.rlimit(psutil.RLIMIT_NOFILE) == (600, hard)
+        assert (machine := supervisor.joins[0].machine) is not None
+        assert machine.kernel == os.uname().release
         supervisor.order(halt(0))
         await supervisor.until(lambda: supervisor.of(m.Exited))
 

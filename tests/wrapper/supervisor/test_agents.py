@@ -15,6 +15,7 @@ from resihp.errors import ProtocolError
 from resihp.protocol import messages as m
 from resihp.protocol.forwarding import label_of, order_in
 from resihp.protocol.framing import Envelope, encode
+from resihp.protocol.inventory import DeviceInventory, Inventory
 from resihp.protocol.resumable import Conversation
 from wrapper.supervisor.agents import HERD_S, AgentLinks
 
@@ -277,14 +278,16 @@ def running(rank: int, pid: int = 70) -> m.RunningWorker:
 def test_the_term_comes_first_and_the_agent_is_part_of_the_job_with_its_inventory() -> None:
     async def scene(it: Scene) -> None:
         agent = PretendedAgent(inventory=m.Inventory(workers=(running(3),), epoch=4))
-        join = agent.join()
+        machine = Inventory(serial="S1", devices=(DeviceInventory(device=0, uuid="GPU-0"),))
+        join = msgspec.structs.replace(agent.join(), machine=machine)
         channel = await it.arrive(join)
         assert channel.posted == [Envelope(message=m.Lead(term=2, node="n2", log=17))]
         assert it.events == []
         assert it.joined == []
         agent.connected(channel)
         await asyncio.sleep(0)
-        assert it.events == [api.AgentJoined(node="n1", host="h", devices=2, inventory=agent.inventory)]
+        told = api.AgentJoined(node="n1", host="h", devices=2, inventory=agent.inventory, machine=machine)
+        assert it.events == [told]
         assert it.joined == [join]
         assert it.links.connected(it.links._links) == {"n1"}
         agent.channel.abort()

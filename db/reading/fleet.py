@@ -15,10 +15,11 @@ from typing import Any, Literal, get_args
 from sqlalchemy import ColumnElement, case, func, select
 
 from db.models import DrainRow, FailureRow, IterationRow, JobRow, NodeRow, ReconfigurationRow
-from db.reading import health
+from db.reading import hardware, health
 from db.reading.cost_accounts import CAUSES, OF_FAILURES, Account
 from db.reading.reader import TABLES, Reader, Row, no_collection
 from resihp.detector.lemons import NodeFailure, Service, node_health
+from resihp.detector.moved import Machine, Placement, Renewal, follow
 from resihp.errors import UsageError
 
 By = Literal[
@@ -230,6 +231,9 @@ class NodeRecord:
     def __init__(self) -> None:
         self.verdicts: list[NodeFailure] = []
         self.services: list[Service] = []
+        self.placements: list[Placement] = []
+        self.renewals: list[Renewal] = []
+        self.machines: list[Machine] = []
         self.jobs: dict[str, int] = {}
         self.drains: dict[str, int] = {}
         self.kinds: dict[str, dict[str, int]] = {}
@@ -242,6 +246,9 @@ class NodeRecord:
     def _read(self, reader: Reader, since: datetime, injected: bool) -> None:
         self.verdicts += health.verdicts(reader, since, injected, told=False)
         self.services += health.services(reader, since)
+        self.placements += hardware.placements(reader, since)
+        self.renewals += hardware.renewals(reader, since)
+        self.machines += hardware.machines(reader, since)
         nodes, drains, failures = NodeRow.__table__.c, DrainRow.__table__.c, FailureRow.__table__.c
         counted = func.count().label("n")
         joined = select(nodes.node, counted).where(nodes.joined_at >= since, nodes.host != "")
@@ -278,7 +285,8 @@ def lemons(record: NodeRecord, now: datetime | None = None) -> list[Row]:
         device_s[service.node] = device_s.get(service.node, 0.0) + seconds * service.devices
     rows = []
     with no_collection():
-        judged = node_health(record.verdicts, record.services, now.timestamp())
+        counted = follow(record.verdicts, record.services, record.placements, record.renewals, record.machines)
+        judged = node_health(*counted, now.timestamp())
     for one in judged:
         kinds = record.kinds.get(one.node, {})
         failures = sum(kinds.values())

@@ -6,7 +6,8 @@ devices found unfit before they were given work, in jobs of whom we believe (`Re
 on purpose, nor programs' failures or broken communication. How sure a verdict is depends on its component
 (`CERTAINTY`; a process may die of anything) and, of what was slow, on the detector's confidence. Those on devices and
 nodes that are more likely true than not make whole outages that count; the others only move a node up in the list. A
-node's service is the time that it spent in jobs, times its devices.
+node's service is the time that it spent in jobs, times its devices. Devices that are known by their UUID take their
+record along when they move, and what was repaired or replaced starts anew (`db.reading.hardware`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import ColumnElement, case, select
 
-from db.models import DrainRow, FailureRow, JobRow, LedgerTable, NodeRow, ProbeRow
+from db.models import FailureRow, JobRow, LedgerTable, NodeRow, ProbeRow
+from db.reading import hardware
 from db.reading.reader import Reader
 from resihp.detector.lemons import HALF_LIFE_S, HORIZON_S, NodeFailure, NodeHealth, Service, node_health
+from resihp.detector.moved import follow
 from resihp.detector.probes import Former, Place
 from resihp.detector.probes import usual_speeds as former_speeds
 from resihp.protocol.messages import Speed
@@ -55,13 +58,14 @@ def nodes_by_health(
     """
     now = now or datetime.now(UTC)
     since = now - HORIZON
-    return node_health(
+    counted = follow(
         verdicts(reader, since, injected),
         services(reader, since),
-        now.timestamp(),
-        half_life_s=half_life.total_seconds(),
-        mended=_undrained(reader) if afresh else None,
+        hardware.placements(reader, since),
+        hardware.renewals(reader, since, afresh=afresh),
+        hardware.machines(reader, since),
     )
+    return node_health(*counted, now.timestamp(), half_life_s=half_life.total_seconds())
 
 
 def health_frame(reader: Reader, now: datetime | None = None, **options: Any) -> pd.DataFrame:
@@ -244,9 +248,3 @@ def services(reader: Reader, since: datetime) -> list[Service]:
         )
         for row in reader.fetch(reader.believed(query, nodes.job_id))
     ]
-
-
-def _undrained(reader: Reader) -> dict[str, float]:
-    query = select(*_columns(DrainRow, "node", "undrained_at")).where(DrainRow.undrained_at.is_not(None))
-    query = reader.believed(query.order_by(DrainRow.undrained_at), DrainRow.__table__.c.job_id)
-    return {row["node"]: row["undrained_at"].timestamp() for row in reader.fetch(query)}

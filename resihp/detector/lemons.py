@@ -17,10 +17,11 @@ that counts. A process may have died of anything, and of a slow link the other e
 there is nothing else (`NodeHealth.unsure`) are told and rank, and never make a lemon. Suspicions, programs' failures,
 broken connections and secondary errors say nothing of a node at all.
 
-What is mended starts anew, if somebody says so (`mended`). On the InfiniteHBD trace (400 nodes, 175 days, in which
-nodes were repaired and nobody told when) few stand out, because so many fail in bursts: they fail 4.9 times as often
-as others in the next two weeks, 7 failures of 18 lemons (`tests/resihp/detector/test_lemons.py` measures this; the
-twelve hours and `excess.MOST_SPREAD` were chosen with a look at it, so it is no prediction).
+What is mended starts anew, if somebody says so (`mended`), and devices that moved take their records along (`moved`).
+On the InfiniteHBD trace (400 nodes, 175 days, in which nodes were repaired and nobody told when) few stand out, because
+so many fail in bursts: they fail 4.9 times as often as others in the next two weeks, 7 failures of 18 lemons
+(`tests/resihp/detector/test_lemons.py` measures this; the twelve hours and `excess.MOST_SPREAD` were chosen with a look
+at it, so it is no prediction).
 
 Called by `db.reading.health` and `db.reading.fleet` with a ledger's verdicts. Times in seconds since 1970; pure.
 """
@@ -88,12 +89,14 @@ class NodeFailure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
-    """A time in which `devices` of a node were at work: the first ones, by number."""
+    """A time in which `devices` of a node were at work: those from number `first` on; None: the first ones, which is
+    all that the node had at work then."""
 
     node: str
     since: float
     until: float
     devices: int = 1
+    first: int | None = None
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,14 +167,15 @@ class _Outage(msgspec.Struct):
 
 class _Served(msgspec.Struct):
     """Services in order of their node's row (`rows`), those of row i from `first[i]` to `first[i + 1]`; times cut to
-    what counts. `hours`: device-hours by node and window, and `wall`: those that each of its first `fewest` devices
-    served, by now as good as new or not."""
+    what counts. `lowest`: number of the first device. `hours`: device-hours by node and window, and `wall`: those that
+    each of its first `fewest` devices served, by now as good as new or not."""
 
     rows: Whole
     first: Whole
     since: Floats
     until: Floats
     devices: Floats
+    lowest: Floats
     hours: Floats
     wall: Floats
     fewest: Floats
@@ -269,9 +273,10 @@ def _outages(verdicts: Sequence[NodeFailure]) -> list[_Outage]:
 def _served(services: Sequence[Service], names: Sequence[str], now: float, fresh: Mapping[str, float]) -> _Served:
     row = {name: i for i, name in enumerate(names)}
     where = np.array([row[one.node] for one in services], dtype=np.intp)
-    given = np.array([(one.since, one.until, one.devices) for one in services], dtype=np.float64).reshape(-1, 3)
+    numbers = [(one.since, one.until, one.devices, -1 if one.first is None else one.first) for one in services]
+    given = np.array(numbers, dtype=np.float64).reshape(-1, 4)
     order = np.lexsort((*given.T, where))
-    where, (since, until, devices) = where[order], given[order].T
+    where, (since, until, devices, lowest) = where[order], given[order].T
     renewed = np.array([fresh.get(name, -np.inf) for name in names], dtype=np.float64)
     since, until = np.maximum(since, renewed[where]), np.minimum(until, now)
     over = _overlap_h(since, until, now)
@@ -279,13 +284,14 @@ def _served(services: Sequence[Service], names: Sequence[str], now: float, fresh
     fewest = np.full(len(names), np.inf)
     np.add.at(wall, where, over)
     np.add.at(hours, where, devices[:, None] * over)
-    np.minimum.at(fewest, where, devices)
+    np.minimum.at(fewest, where, np.where(lowest < 0.0, devices, 0.0))
     served = _Served(
         rows=where,
         first=np.searchsorted(where, np.arange(len(names) + 1)),
         since=since,
         until=np.maximum(since, until),
         devices=devices,
+        lowest=np.maximum(lowest, 0.0),
         hours=hours,
         wall=wall,
         fewest=fewest,
@@ -303,7 +309,8 @@ def _device_hours(
 ) -> Floats:
     """(windows,): hours that a device of a node served in a time."""
     own = slice(served.first[row], served.first[row + 1])
-    there = served.devices[own] > device
+    number = device - served.lowest[own]
+    there = (number >= 0.0) & (number < served.devices[own])
     begun, over = served.since[own][there], served.until[own][there]
     hours = _overlap_h(np.maximum(begun, since), np.minimum(over, until), now).sum(axis=0)
     return np.asarray(hours, dtype=np.float64)
@@ -338,7 +345,7 @@ def _tallies(
         always = device < served.fewest[i] and renewed == -np.inf
         hours[n] = served.wall[i] if always else _device_hours(served, i, device, now, since=renewed)
     most = np.zeros(len(names))
-    np.maximum.at(most, served.rows, served.devices)
+    np.maximum.at(most, served.rows, served.lowest + served.devices)
     devices = excess(
         of_devices,
         hours,

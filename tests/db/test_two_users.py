@@ -17,8 +17,10 @@ from db import migrate
 from db.engine import make_engine, resolve
 from db.exchange import export, import_from
 from db.grants import statements
+from db.maintenance import record
 from db.models import LedgerTable
 from db.reading import fleet
+from db.reading.hardware import maintenance_rows
 from db.reading.health import nodes_by_health, usual_speeds
 from db.reading.reader import TRUSTED, Reader
 from db.retention import prune
@@ -269,6 +271,23 @@ def test_what_the_owner_of_the_tables_wrote_counts_for_everybody(shared: Shared,
     at = BEGAN + 86400
     slander(shared.owner, tmp_path, "n5", at)
     assert told_of(shared.alice, "n5", datetime.fromtimestamp(at + 86400, UTC))[:2] == (True, 2)
+
+
+def test_a_repair_counts_only_from_whom_jobs_count(shared: Shared, tmp_path: Path) -> None:
+    """Else anybody could clear a bad node of his own."""
+    at = BEGAN + 86400
+    now = datetime.fromtimestamp(at + 2 * 86400, UTC)
+    slander(shared.owner, tmp_path, "n5", at)
+    record(shared.mallory, "n5", at=datetime.fromtimestamp(at + 86400 * 1.5, UTC), now=now)
+    assert told_of(shared.alice, "n5", now)[1] == 2
+    assert told_of(shared.mallory, "n5", now)[1] == 0, "his own he may believe"
+    with Reader.open(shared.alice) as reader:
+        [row] = maintenance_rows(reader, "n5")
+    assert (row["written_by"], row["counts"]) == (THEIRS, False)
+    with pytest.raises(DBAPIError, match="row-level security"):
+        execute(shared.mallory, f"UPDATE maintenance SET written_by = '{MINE}'")
+    shared.trust(THEIRS)
+    assert told_of(shared.alice, "n5", now)[1] == 0
 
 
 # --- administration -------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""`resihp node drain|undrain|exclude|list|health`: the drain ladder by hand, for nodes of one's own jobs.
+"""`resihp node drain|undrain|exclude|list|health`: the drain ladder by hand, for nodes of one's own jobs; what was
+repaired is in `node_maintenance`.
 
 What a job does by itself after a verdict (`slurm.drains.drain`), with the same rules: only nodes that one of the user's
 jobs holds or has held, never a batch host, never another owner's reason. Data goes to stdout, messages to stderr.
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from resihp.errors import UsageError
+from wrapper.commands import node_maintenance
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,6 +52,7 @@ def register(app: typer.Typer) -> None:
     nodes.command("exclude")(exclude)
     nodes.command("list")(show)
     nodes.command("health")(health)
+    node_maintenance.register(nodes)
     app.add_typer(nodes, name="node")
 
 
@@ -304,11 +307,15 @@ def _reached(outcomes: dict[str, str]) -> bool:
 
 def _print(steps: Iterator[Step], as_json: bool) -> dict[str, str]:
     """Show how each rung went; the outcomes by rung."""
+    from wrapper.output.render import table_of
+
     rows = [{"step": step.step, "outcome": step.outcome, "text": step.text} for step in steps]
     if as_json:
         print(json.dumps({"schema": SCHEMA, "rows": rows}))
     else:
-        _print_table(_table(("step", "outcome", "what"), [(row["step"], row["outcome"], row["text"]) for row in rows]))
+        _print_table(
+            table_of(("step", "outcome", "what"), [(row["step"], row["outcome"], row["text"]) for row in rows])
+        )
     return {row["step"]: row["outcome"] for row in rows}
 
 
@@ -349,6 +356,8 @@ def _rows(exclusions: Exclusions, slurm: Slurm | None) -> list[dict[str, Any]]:
 
 
 def _health_table(rows: Sequence[dict[str, Any]]) -> Table:
+    from wrapper.output.render import table_of
+
     cells = []
     for row in rows:
         lemon = "no" if not row["lemon"] else f"device {row['lemon_devices']}" if row["lemon_devices"] else "yes"
@@ -357,32 +366,19 @@ def _health_table(rows: Sequence[dict[str, Any]]) -> Table:
         evidence = "; ".join(filter(None, (row["devices"], row["evidence"])))
         figures = (outages, f"{row['expected']:.2g}", f"{row['q']:.2g}")
         cells.append((row["node"], lemon, *figures, suspected, evidence))
-    return _table(("node", "a lemon?", "outages", "expected", "q", "suspected", "evidence"), cells)
+    return table_of(("node", "a lemon?", "outages", "expected", "q", "suspected", "evidence"), cells)
 
 
 def _list_table(rows: Sequence[dict[str, Any]]) -> Table:
+    from wrapper.output.render import table_of
+
     cells = []
     for row in rows:
         until = "-" if row["excluded_until"] is None else row["excluded_until"][:16].replace("T", " ")
         why = row["reason"] or row["excluded_because"]
         drained = "yes" if row["drained_by_us"] else "no"
         cells.append((row["node"], row["measure"], until, row["state"] or "-", drained, why))
-    return _table(("node", "measure", "kept out until (UTC)", "state", "drained by us", "reason"), cells)
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    from wrapper.output.render import literal
-
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for number, heading in enumerate(headings):
-        shown.add_column(Text(heading), overflow="fold", no_wrap=number == 0)
-    for row in rows:
-        shown.add_row(*(Text(literal(cell)) for cell in row))
-    return shown
+    return table_of(("node", "measure", "kept out until (UTC)", "state", "drained by us", "reason"), cells)
 
 
 def _print_table(table: Table) -> None:

@@ -1,0 +1,80 @@
+"""Writes down what somebody did to a node or a device of it: from then on it starts anew (`db.reading.hardware`).
+
+Called by `resihp node repaired`. Never changes what jobs have said.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import insert, select
+from sqlalchemy.exc import DBAPIError
+
+from db.engine import make_engine, masked, refusal, resolve
+from db.models import DeviceRow, MaintenanceRow
+from db.reading.reader import Reader, nearest
+from resihp.errors import UsageError
+
+
+def record(
+    url: str,
+    node: str,
+    *,
+    device: str | None = None,
+    at: datetime | None = None,
+    kind: str = "repaired",
+    note: str = "",
+    cluster: str = "",
+    now: datetime | None = None,
+) -> dict[str, Any]:
+    """Add a row; its columns.
+
+    `device`: its UUID, or its number, by which the ledger knows what was there `at` that time: where it does not, the
+    number is kept instead of a UUID. Raises UsageError for a node or device that the ledger has never seen and for what
+    is to come, LedgerError if it cannot be written.
+    """
+    now = now or datetime.now(UTC)
+    at = at or now
+    if at > now:
+        raise UsageError(f"time {at.isoformat()}: is yet to come; write down what is done, --at 2h for two hours ago")
+    with Reader.open(url) as reader:
+        known = reader.nodes(None)
+        if node not in known:
+            raise UsageError(f"node {node[:80]!a}: not in ledger {masked(resolve(url))}{nearest(node, known)}")
+        uuid = None if device is None else _device(reader, node, device, at)
+    row = {
+        "cluster": cluster,
+        "node": node,
+        "device_uuid": uuid,
+        "kind": kind,
+        "text": note,
+        "at": at,
+        "recorded_at": now,
+    }
+    parsed = resolve(url)
+    engine = make_engine(parsed, write=True)
+    try:
+        with engine.begin() as connection:
+            connection.execute(insert(MaintenanceRow.__table__).values(row))  # type: ignore[arg-type]
+    except (DBAPIError, OSError) as error:
+        raise refusal(parsed, error) from error
+    finally:
+        engine.dispose()
+    return row
+
+
+def _device(reader: Reader, node: str, device: str, at: datetime) -> str:
+    """What is written down of a device: its UUID, or its number where nobody can tell more."""
+    columns = DeviceRow.__table__.c
+    if not device.isdecimal():
+        if not reader.fetch(select(columns.uuid).where(columns.uuid == device).limit(1)):
+            raise UsageError(
+                f"device {device[:80]!a}: this ledger has never seen it; resihp history devices --all --node {node} "
+                "lists those that it has"
+            )
+        return device
+    number = int(device)
+    here = select(columns.uuid).where(columns.node == node, columns.uuid != "", columns.joined_at <= at)
+    found = reader.fetch(here.where(columns.device == number).order_by(columns.joined_at.desc()).limit(1))
+    return str(found[0]["uuid"]) if found else str(number)

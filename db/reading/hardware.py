@@ -1,0 +1,107 @@
+"""What nodes are made of, over time: where devices were seen, what was repaired, and what else changed. Reads only.
+
+For `health` and `fleet`, who judge nodes and devices: only what those say of whom we believe (`Reader.believed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Select, String, cast, func, or_, select
+
+from db.models import DeviceRow, DrainRow, LedgerTable, MaintenanceRow, MembershipRow
+from db.reading.reader import Reader, Row
+from resihp.detector.lemons import HORIZON_S
+from resihp.detector.moved import Machine, Placement, Renewal
+
+BEFORE = timedelta(seconds=HORIZON_S)
+"""How much longer ago than what is judged devices are looked for: who has been in place all the time was seen then."""
+MANY = 500
+"""Names asked for at a time."""
+
+
+def placements(reader: Reader, since: datetime) -> list[Placement]:
+    """When devices were first seen where they are, of what has been seen since a bit before.
+
+    Left out are devices that several ranks, or virtual nodes, of one job have in common: their places tell nothing.
+    """
+    devices = DeviceRow.__table__.c
+    known = reader.believed(select().where(devices.uuid != "", devices.joined_at >= since - BEFORE), devices.job_id)
+    rows = reader.fetch(_changes(known, DeviceRow, ("node", "device"), "uuid", "bus"))
+    slots: dict[str, set[tuple[str, int]]] = {}
+    for row in rows:
+        slots.setdefault(row["uuid"], set()).add((row["node"], row["device"]))
+    several = sorted(uuid for uuid, places in slots.items() if len(places) > 1)
+    shared: set[str] = set()
+    place = devices.node + "/" + cast(devices.device, String)
+    for i in range(0, len(several), MANY):
+        common = known.add_columns(devices.uuid).where(devices.uuid.in_(several[i : i + MANY]))
+        common = common.group_by(devices.uuid, devices.job_id).having(func.count(place.distinct()) > 1)
+        shared |= {row["uuid"] for row in reader.fetch(common)}
+    return [
+        Placement(node=row["node"], device=row["device"], uuid=row["uuid"], bus=row["bus"], since=row["at"].timestamp())
+        for row in rows
+        if row["uuid"] not in shared
+    ]
+
+
+def machines(reader: Reader, since: datetime) -> list[Machine]:
+    """When machines were first seen under a node's name, by their serial numbers."""
+    stays = MembershipRow.__table__.c
+    known = reader.believed(select().where(stays.serial != "", stays.joined_at >= since - BEFORE), stays.job_id)
+    return [
+        Machine(node=row["node"], serial=row["serial"], since=row["at"].timestamp())
+        for row in reader.fetch(_changes(known, MembershipRow, ("node",), "serial"))
+    ]
+
+
+def renewals(reader: Reader, since: datetime, *, afresh: bool = False) -> list[Renewal]:
+    """What was repaired or replaced since then, as somebody wrote down.
+
+    `afresh`: and nodes that Slurm uses again after a drain.
+    """
+    found = []
+    for row in maintenance_rows(reader, since=since):
+        if not row["counts"]:
+            continue
+        device, kind = row["device_uuid"], row["kind"]
+        number = int(device) if device is not None and device.isdecimal() else None
+        found.append(
+            Renewal(
+                node=row["node"],
+                since=row["at"].timestamp(),
+                uuid=device if number is None else None,
+                device=number,
+                kind="replaced" if kind == "replaced" else "mended",
+            )
+        )
+    if afresh:
+        drains = DrainRow.__table__.c
+        undrained = select(drains.node, drains.undrained_at).where(drains.undrained_at.is_not(None))
+        rows = reader.fetch(reader.believed(undrained, drains.job_id))
+        found += [Renewal(node=row["node"], since=row["undrained_at"].timestamp()) for row in rows]
+    return found
+
+
+def _changes(known: Select[Any], model: type[LedgerTable], of: Sequence[str], what: str, *told: str) -> Select[Any]:
+    """Of rows that are known, those where `what` is another than at the last joining."""
+    columns = model.__table__.c
+    keys = [columns[name] for name in of]
+    before = func.lag(columns[what]).over(partition_by=keys, order_by=(columns.joined_at, columns.job_id))
+    others = [columns[name] for name in (what, *told)]
+    seen = known.add_columns(*keys, *others, columns.joined_at.label("at"), before.label("before")).subquery().c
+    changed = or_(seen.before.is_(None), seen.before != seen[what])
+    return select(*seen).where(changed).order_by(seen.at, *(seen[name] for name in of))
+
+
+def maintenance_rows(reader: Reader, node: str | None = None, since: datetime | None = None) -> list[Row]:
+    """What somebody did to nodes, oldest first: columns of `MaintenanceRow`, and whether it `counts` (`believed`)."""
+    columns = MaintenanceRow.__table__.c
+    query = select(*columns, reader.is_believed(columns.written_by).label("counts")).order_by(columns.at, columns.id)
+    if node is not None:
+        query = query.where(columns.node == node)
+    if since is not None:
+        query = query.where(columns.at >= since)
+    return [{**row, "counts": bool(row["counts"])} for row in reader.fetch(query)]

@@ -160,9 +160,11 @@ def propose(job: Job) -> None:
         return
     sizes = [declare.memory_bytes for declare in declares.values() if declare is not None]
     smallest = min((size for size in sizes if size is not None), default=None)
-    first = msgspec.structs.replace(first, memory_bytes=None if None in sizes else smallest)
+    told = (declare.software for _, declare in sorted(declares.items()) if declare is not None)
+    software = next((each for each in told if each is not None), None)
+    first = msgspec.structs.replace(first, memory_bytes=None if None in sizes else smallest, software=None)
     if job.record.trains != first:
-        job.log(ModelDeclared(declare=first))
+        job.log(ModelDeclared(declare=first, software=software))
     if job.settings.examine and not job.start.examined:
         order = sorted(job.ready)
         probing.begin(job, "start", order, probes.ring(order))

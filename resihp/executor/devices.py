@@ -47,6 +47,11 @@ def visible() -> int:
     return 0
 
 
+def is_first() -> bool:
+    """Whether this worker has its node's first device."""
+    return int(os.environ.get(LOCAL_RANK) or 0) == 0
+
+
 def own_device(gpus: int) -> torch.device:
     """The GPU of this worker, of so many that are visible. Raises ModelError if there is none, or it is taken."""
     local = int(os.environ.get(LOCAL_RANK) or 0)

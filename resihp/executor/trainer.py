@@ -19,7 +19,7 @@ from megatron.core.transformer import TransformerConfig
 
 from resihp.detector.observation import CHUNKS, pack
 from resihp.errors import CheckpointError, CommunicatorError, LayoutError, ResihpError
-from resihp.executor import devices, emulation, probe
+from resihp.executor import devices, emulation, probe, versions
 from resihp.executor.compute.device_waits import Asking, DeviceWaits, mark_on
 from resihp.executor.compute.rotary import Rotary
 from resihp.executor.compute.stage import PositionEmbedding
@@ -291,6 +291,7 @@ class _Supervised:
                 back_end=engine.back_end,
                 memory_bytes=devices.memory_bytes(engine.device),
                 evaluates=engine.evaluation is not None,
+                software=versions.software() if devices.is_first() else None,
             )
         )
         while True:

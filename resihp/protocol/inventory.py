@@ -1,7 +1,7 @@
-"""What a node is made of, as its agent tells on joining and as the journal keeps it.
+"""What a node is made of, as its agent tells as it joins; what trains there, as workers tell. The journal keeps both.
 
 Texts and their number are bounded, and what exceeds them is no message: they come from another machine and end in a
-database. Filled in by `wrapper.agent.inventory`.
+database. Filled in by `wrapper.agent.inventory` and `resihp.executor.versions`.
 """
 
 from __future__ import annotations
@@ -40,3 +40,13 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     driver: Word = ""
     nic_firmware: Annotated[tuple[tuple[Word, Word], ...], msgspec.Meta(max_length=MOST_ADAPTERS)] = ()
     devices: Annotated[tuple[DeviceInventory, ...], msgspec.Meta(max_length=MOST_DEVICES)] = ()
+
+
+class Software(msgspec.Struct, frozen=True, kw_only=True):
+    """Versions of what trains; empty where it is not there. `script_commit`: of the folder that the script is in."""
+
+    torch: Word = ""
+    megatron_core: Word = ""
+    cuda: Word = ""
+    nccl: Word = ""
+    script_commit: Word = ""

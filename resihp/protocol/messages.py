@@ -33,6 +33,7 @@ from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan
 from resihp.parallelism.transfers import Base
 from resihp.protocol.inventory import Inventory as Machine
+from resihp.protocol.inventory import Software
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -115,7 +116,8 @@ MeetingMessage = Attend | Publish
 
 
 class Declare(Message, frozen=True, kw_only=True, dict=True):
-    """The training script is ready: what it trains. All ranks of a job must declare the same but for `memory_bytes`."""
+    """The training script is ready: what it trains. All ranks of a job must declare the same but for `memory_bytes` and
+    `software`."""
 
     model: ModelSpec
     micro_batches: int
@@ -134,10 +136,12 @@ class Declare(Message, frozen=True, kw_only=True, dict=True):
     """What this rank's device has in all; None for one that is shared, or a processor. Ranks need not agree on it."""
     evaluates: bool = False
     """After the last step comes an evaluation: all ranks with work are needed until they say `Finished`."""
+    software: Software | None = None
+    """For the record; which versions must be equal is in `fingerprint`. None: others of its node tell."""
 
     def trains_as(self, other: Declare) -> bool:
         """Whether both declare the same, on whatever devices."""
-        return msgspec.structs.replace(self, memory_bytes=other.memory_bytes) == other
+        return msgspec.structs.replace(self, memory_bytes=other.memory_bytes, software=other.software) == other
 
     @cached_property
     def batch_sizes(self) -> BatchSizes:

@@ -15,6 +15,7 @@ import msgspec
 from resihp.parallelism.plan import Plan
 from resihp.protocol.inventory import DeviceInventory as DeviceInventory
 from resihp.protocol.inventory import Inventory as Inventory
+from resihp.protocol.inventory import Software as Software
 from resihp.protocol.messages import Declare, Speed, StepOutcome
 
 
@@ -60,16 +61,6 @@ class JobStarted(Entry, frozen=True, kw_only=True):
     leader: str = ""
     run: str = ""
     slurm: SlurmIdentity | None = None
-
-
-class Software(msgspec.Struct, frozen=True, kw_only=True):
-    """Versions of what trains; empty where it is not there. `script_commit`: of the folder that the script is in."""
-
-    torch: str = ""
-    megatron_core: str = ""
-    cuda: str = ""
-    nccl: str = ""
-    script_commit: str = ""
 
 
 class NodeJoined(Entry, frozen=True, kw_only=True):

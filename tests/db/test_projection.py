@@ -13,9 +13,11 @@ import pytest
 from db import projection
 from db.reading.queries import Reader
 from db.writer import Ledger
+from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan, spread
+from resihp.protocol.messages import Declare
 from resihp.record import journal
-from tests.db.conftest import BEGAN, DP3, outcome, started, write_journal
+from tests.db.conftest import BEGAN, DP3, inventory, outcome, started, write_journal
 from tests.db.test_writer import everything
 
 Told = Iterator[tuple[journal.AnyEntry, float]]
@@ -230,6 +232,26 @@ def test_an_evaluation_stands_beside_its_iteration_and_with_the_events(project: 
         (20, "iteration 20: validation loss 2.0000"),
         (22, "iteration 22: validation loss 2.2000"),
     ]
+
+
+def test_a_job_has_the_versions_that_it_told_and_a_node_what_it_was_made_of(
+    project: Callable[[Told], Ledger],
+) -> None:
+    size = ModelSpec(layers=4, hidden=32, heads=4, kv_groups=4, ffn_hidden=128, vocab=256, sequence=64)
+    declare = Declare(model=size, micro_batches=8, iterations=12, resume_from=0, fingerprint="abcd")
+    software = journal.Software(torch="2.8.0", megatron_core="0.14.0", script_commit="1" * 40)
+    twice = msgspec.structs.replace(made := inventory("n1"), devices=(*made.devices, made.devices[0]))
+    told: list[tuple[journal.AnyEntry, float]] = [
+        (started(), BEGAN),
+        (journal.NodeJoined(node="n1", host="here", devices=4, inventory=twice), BEGAN),
+        (journal.ModelDeclared(declare=declare, software=software), BEGAN + 1),
+    ]
+    found = everything(project(iter(told)))
+    names = ("torch", "megatron_core", "cuda", "nccl", "script_commit")
+    assert [found["job"][name] for name in names] == ["2.8.0", "0.14.0", None, None, "1" * 40]
+    [stay] = found["memberships"]
+    assert (stay["serial"], stay["driver"], stay["nic_firmware"]) == ("S-n1", "570.86.15", {"mlx5_0": "28.41.1000"})
+    assert [row["uuid"] for row in found["devices"]] == [f"GPU-n1-{i}" for i in range(4)]
 
 
 def test_the_end_of_a_failure_that_nobody_knows_is_an_event(project: Callable[[Told], Ledger]) -> None:

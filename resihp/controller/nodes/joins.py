@@ -148,7 +148,7 @@ def declared(job: Job, member: Member, declare: m.Declare) -> None:
     odd = [
         name
         for name in m.Declare.__struct_fields__
-        if name != "resume_from" and getattr(declare, name) != getattr(first, name)
+        if name not in ("resume_from", "software") and getattr(declare, name) != getattr(first, name)
     ]
     if odd:
         turn_away(job, member, f"declares another {' and '.join(name.replace('_', ' ') for name in odd)} than the job")

@@ -13,11 +13,12 @@ from resihp.faults import parse
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import spread
 from resihp.protocol import messages as m
-from resihp.protocol.inventory import DeviceInventory, Inventory
+from resihp.protocol.inventory import DeviceInventory, Inventory, Software
 from resihp.record.journal import (
     FaultInjected,
     IterationCommitted,
     JobEnded,
+    ModelDeclared,
     NodeJoined,
     NodeLost,
     PlanDecided,
@@ -182,6 +183,24 @@ def test_what_a_node_is_made_of_is_on_record_from_its_joining() -> None:
     actions = controller.handle(api.AgentJoined(node="n1", host="h", devices=1, machine=machine), 0.0)
     joined = NodeJoined(node="n1", host="h", devices=1, inventory=machine)
     assert joined in [action.entry for action in actions if isinstance(action, api.Log)]
+
+
+def test_the_record_has_the_versions_that_the_first_rank_told_and_ranks_need_not_tell_the_same() -> None:
+    controller = Controller(Settings(job="local-1", nodes=2, gpus_per_node=2, tp=1, pp=2))
+    actions: list[api.AnyAction] = []
+    for node in ("n1", "n2"):
+        actions += controller.handle(api.AgentJoined(node=node, host="h", devices=2), 0.0)
+    told = {0: None, 1: None, 2: Software(torch="2.8.0", script_commit="1" * 40), 3: Software(torch="2.8.0")}
+    for rank, software in told.items():
+        where = {"node": f"n{rank // 2 + 1}", "device": rank % 2}
+        actions += controller.handle(api.WorkerSpawned(rank=rank, pid=1000 + rank, **where), 0.1)
+        declare = msgspec.structs.replace(DECLARE, software=software)
+        actions += controller.handle(api.WorkerSaid(rank=rank, message=declare), 0.2)
+    entries = [action.entry for action in actions if isinstance(action, api.Log)]
+    assert [entry for entry in entries if isinstance(entry, ModelDeclared)] == [
+        ModelDeclared(declare=DECLARE, software=told[2])
+    ]
+    assert any(isinstance(entry, PlanDecided) for entry in entries)
 
 
 def test_a_spawn_that_is_refused_ends_the_run() -> None:

@@ -12,6 +12,7 @@ from resihp.controller import planning
 from resihp.controller.interface import Dependencies
 from resihp.errors import NotEnoughDevicesError
 from resihp.protocol import messages as m
+from resihp.protocol.inventory import Software
 from resihp.record.journal import (
     FailureFound,
     JoinRefused,
@@ -215,6 +216,15 @@ def test_a_newcomer_that_trains_something_else_is_turned_away(changes: dict[str,
     job.crash(6)
     assert job.all(WorkerEnded)[-1] == WorkerEnded(rank=6, exit=-9, epoch=2)
     assert (len(started(job)), len(job.all(FailureFound)), job.end) == (1, 1, None)
+
+
+def test_a_newcomer_may_tell_other_versions_for_the_record() -> None:
+    """What must be equal of them is in the fingerprint."""
+    job = crashed()
+    job.spawn(6)
+    job.say(6, msgspec.structs.replace(DECLARE, software=Software(script_commit="2" * 40)))
+    assert job.all(JoinRefused) == []
+    assert job.job.pause is not None
 
 
 def test_a_newcomer_that_objects_is_turned_away_and_the_plan_is_made_without_it() -> None:

@@ -5,13 +5,14 @@ For `health` and `fleet`, who judge nodes and devices: only what those say of wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Select, String, cast, func, or_, select
+import msgspec
+from sqlalchemy import Select, String, and_, cast, func, or_, select
 
-from db.models import DeviceRow, DrainRow, LedgerTable, MaintenanceRow, MembershipRow
+from db.models import DeviceRow, DrainRow, JobRow, LedgerTable, MaintenanceRow, MembershipRow
 from db.reading.reader import Reader, Row
 from resihp.detector.lemons import HORIZON_S
 from resihp.detector.moved import Machine, Placement, Renewal
@@ -105,3 +106,92 @@ def maintenance_rows(reader: Reader, node: str | None = None, since: datetime | 
     if since is not None:
         query = query.where(columns.at >= since)
     return [{**row, "counts": bool(row["counts"])} for row in reader.fetch(query)]
+
+
+# --- views ----------------------------------------------------------------------------------------------------------
+
+FACTS = {"serial": "serial number", "kernel": "kernel", "image": "image", "driver": "driver"}
+"""Columns of a stay that are compared with the one before, in words."""
+STAY = (
+    *("job", "node", "host", "devices", "joined_at", "lost_at", "how", "serial", "kernel", "image", "driver"),
+    "nic_firmware",
+)
+PLACED = (*("uuid", "name", "node", "device", "bus", "serial", "board", "vbios", "first_seen", "last_seen", "jobs"),)
+OF_STAY = ("job_id", "node", "joined_at")
+UUID_SHOWN = 12
+"""Characters of a UUID that tell it from others well enough."""
+
+
+def placed(rows: Iterable[Row]) -> list[Row]:
+    """Where devices were, one row for each stay of a device in a slot, over all jobs: by UUID, then by time.
+
+    `rows` of the table `devices` of all jobs. Columns: `uuid` (empty: of whatever was in that slot while nobody could
+    tell), `name`, `node`, `device`, `bus`, `serial`, `board`, `vbios`, `first_seen`, `last_seen` (when jobs joined) and
+    `jobs`.
+    """
+    found: list[Row] = []
+    of_device: dict[object, Row] = {}
+    for row in sorted(rows, key=lambda row: (row["joined_at"], row["node"], row["device"])):
+        key = row["uuid"] or (row["node"], row["device"])
+        same = {name: row[name] for name in PLACED[:8]}
+        last = of_device.get(key)
+        if last is None or any(last[name] != value for name, value in same.items()):
+            last = of_device[key] = {**same, "first_seen": row["joined_at"], "jobs": 0}
+            found.append(last)
+        last["last_seen"] = row["joined_at"]
+        last["jobs"] += 1
+    rows = [{name: row[name] for name in PLACED} for row in found]
+    return sorted(rows, key=lambda row: (row["uuid"], row["first_seen"], row["node"], row["device"]))
+
+
+def stays(reader: Reader, job_id: int | None = None, node: str | None = None) -> list[Row]:
+    """All stays on the hosts of a job, or that bore a node's name, or on all: for `told_changes`."""
+    served, jobs, devices = MembershipRow.__table__.c, JobRow.__table__.c, DeviceRow.__table__.c
+    query = select(jobs.name.label("job"), *served).join(JobRow, jobs.id == served.job_id)
+    parts = select(devices.job_id, devices.node, devices.joined_at, devices.device, devices.uuid, devices.vbios)
+    if job_id is not None or node is not None:
+        asked = served.job_id == job_id if job_id is not None else served.node == node
+        there = select(served.host).where(asked)
+        query = query.where(served.host.in_(there))
+        parts = parts.join(MembershipRow, and_(*(devices[name] == served[name] for name in OF_STAY)))
+        parts = parts.where(served.host.in_(there))
+    made: dict[object, dict[int, Row]] = {}
+    for row in reader.fetch(parts):
+        made.setdefault(tuple(row[name] for name in OF_STAY), {})[row["device"]] = row
+    rows = reader.fetch(query)
+    for row in rows:
+        row["nic_firmware"] = _firmware(row["nic_firmware"])
+        row["made_of"] = made.get(tuple(row[name] for name in OF_STAY), {})
+    return rows
+
+
+def told_changes(rows: Iterable[Row]) -> list[Row]:
+    """Stays in order of time, of one ledger or several, with what `changed` on the host since it was last told, in
+    words; empty where nothing did, or nobody knows. Columns: `job_id`, `STAY`, `vbios` of its devices, `changed`."""
+    found = []
+    known: dict[str, dict[str, str]] = {}
+    for row in sorted(rows, key=lambda row: (row["joined_at"], row["host"], row["node"])):
+        facts = {words: row[name] for name, words in FACTS.items()}
+        facts |= {f"firmware of {name}": version for name, version in row["nic_firmware"].items()}
+        for number, part in sorted(row["made_of"].items()):
+            facts |= {f"device {number}": part["uuid"][:UUID_SHOWN], f"VBIOS of device {number}": part["vbios"]}
+        before = known.setdefault(row["host"], {})
+        changed = [
+            f"{words} {before[words]} -> {value}"
+            for words, value in facts.items()
+            if value and before.get(words, value) != value
+        ]
+        before.update({words: value for words, value in facts.items() if value})
+        vbios = ", ".join(sorted({part["vbios"] for part in row["made_of"].values()} - {""}))
+        stay = {name: row[name] for name in ("job_id", *STAY)}
+        stay["nic_firmware"] = ", ".join(" ".join(each) for each in row["nic_firmware"].items())
+        found.append({**stay, "vbios": vbios, "changed": "; ".join(changed)})
+    return found
+
+
+def _firmware(content: str) -> dict[str, str]:
+    """What was imported may hold anything."""
+    try:
+        return msgspec.json.decode(content, type=dict[str, str])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return {}

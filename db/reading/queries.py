@@ -12,6 +12,7 @@
     queries.lemons(ledger)                      # nodes to distrust: outages observed and expected, and who stands out
     queries.predictions(ledger, job)            # iteration times: observed, predicted, their ratio
     queries.promises(ledger, job)               # what plans promised, and what they kept
+    queries.hosts(ledger, job)                  # what nodes were made of when, and what changed; also of all jobs
     queries.frame(ledger, "plans", job)         # any table of `resihp history`; filters as of `Reader.rows`
 
     by_node = queries.failures_by(ledger, "node", since=datetime.now(UTC) - timedelta(days=30))
@@ -32,7 +33,7 @@ from sqlalchemy import BigInteger, Boolean, Float, Integer, String, func, select
 
 from db import models
 from db.models import EventRow, IterationRow
-from db.reading import comparison, fleet, rates
+from db.reading import comparison, fleet, hardware, rates
 from db.reading import promises as promised
 from db.reading.cost_accounts import CAUSES, summarise
 from db.reading.fleet import By
@@ -59,6 +60,8 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
         *("job", "state", "started_at", "wall_seconds", "goodput", "ettr", "failures", "mtbf_seconds", "mttr_seconds"),
         *("gpu_hours", "failure_gpu_hours", "useful_seconds", *(f"{cause}_seconds" for cause in CAUSES)),
     ),
+    "placements": hardware.PLACED,
+    "hosts": (*hardware.STAY, "vbios", "changed"),
     "promises": (
         *("epoch", "reason", "promised", "kept", "verdict", "before", "after", "predicted", "present", "unit"),
     ),
@@ -237,6 +240,14 @@ def lemons(readers: Reader | Iterable[Reader], now: datetime | None = None, *, i
     for reader in (readers,) if isinstance(readers, Reader) else readers:
         record.read(reader, fleet.horizon(now), injected)
     return as_frame(fleet.lemons(record, now), COLUMNS["lemons"])
+
+
+def hosts(reader: Reader, job_id: int | None = None) -> pd.DataFrame:
+    """One row for each stay of a node in a job, with what `changed` on its host since a stay before."""
+    rows = hardware.told_changes(hardware.stays(reader, job_id))
+    if job_id is not None:
+        rows = [row for row in rows if row["job_id"] == job_id]
+    return as_frame(rows, COLUMNS["hosts"])
 
 
 def promises(reader: Reader, job_id: int) -> pd.DataFrame:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -244,3 +245,90 @@ def test_horizon_of_a_reading(told: Callable[..., str]) -> None:
         assert hardware.renewals(reader, NOW - timedelta(days=29)) == []
         assert len(hardware.renewals(reader, NOW - timedelta(days=31))) == 1
         assert fleet.lemons(fleet.NodeRecord(), NOW) == []
+
+
+# --- views ----------------------------------------------------------------------------------------------------------
+
+
+def history(view: str, url: str, *argv: str) -> list[dict[str, Any]]:
+    result = CliRunner().invoke(app, ["history", view, *argv, "--ledger", url, "--json"])
+    assert result.exit_code == 0, result.exception
+    return list(json.loads(result.stdout)["rows"])
+
+
+def updated(node: str, **facts: Any) -> journal.Inventory:
+    return msgspec.structs.replace(machine(node), **facts)
+
+
+def test_hosts_tell_what_changed_on_them_since_the_stay_before(told: Callable[..., str]) -> None:
+    other = tuple(
+        msgspec.structs.replace(one, vbios="96.00.99" if one.device == 2 else one.vbios)
+        for one in machine("n1").devices
+    )
+    after: Machines = {
+        "n1": updated(
+            "n1", driver="580.1.2", kernel="6.1.0-31", devices=tuple(other), nic_firmware=(("mlx5_0", "28.43"),)
+        ),
+        "n2": machine("n2", d1="GPU-n3-7"),
+        "n3": None,  # told nothing, which is no change
+    }
+    url = told(job(80, machines=after), job(81, machines={**after, "n3": updated("n3", image="Rocky Linux 9.6")}))
+    rows = history("hosts", url, "--all")
+    assert len(rows) == 6 * 3
+    changed = {(row["job"], row["node"]): row["changed"] for row in rows if row["changed"]}
+    assert changed == {
+        ("j80", "n1"): "kernel 6.1.0-30 -> 6.1.0-31; driver 570.86.15 -> 580.1.2; firmware of mlx5_0 28.41.1000 -> "
+        "28.43; VBIOS of device 2 96.00.89 -> 96.00.99",
+        ("j80", "n2"): "device 1 GPU-n2-1 -> GPU-n3-7",
+        ("j81", "n3"): "image Rocky Linux 9.5 -> Rocky Linux 9.6",
+    }
+    assert [row["changed"] for row in history("hosts", url, "j80")] == [*list(changed.values())[:2], ""]
+    [last, *_] = history("hosts", url, "--all", "--node", "n1", "--since", "2025-09-03", "--until", "2025-09-04")
+    assert (last["job"], last["changed"], last["vbios"]) == ("j80", changed[("j80", "n1")], "96.00.89, 96.00.99")
+    assert [row["job"] for row in history("hosts", url, "--all", "--node", "n1", "--limit", "2")] == ["j80", "j81"]
+    with Reader.open(url) as reader:
+        assert queries.hosts(reader)["changed"].tolist() == [row["changed"] for row in rows]
+        assert len(queries.hosts(reader, reader.job("j80")["id"])) == 3
+
+
+def test_a_machine_that_was_renamed_is_still_the_same_host(told: Callable[..., str]) -> None:
+    def renamed() -> Told:
+        for entry, at in job(80):
+            if isinstance(entry, journal.NodeJoined) and entry.node == "n1":
+                entry = msgspec.structs.replace(entry, node="x1", inventory=updated("n1", kernel="6.2"))
+            yield entry, at
+
+    rows = history("hosts", told(renamed()), "--all", "--node", "x1")
+    assert [(row["host"], row["changed"]) for row in rows] == [("host-n1", "kernel 6.1.0-30 -> 6.2")]
+
+
+def test_devices_of_all_jobs_are_told_by_where_they_were(told: Callable[..., str]) -> None:
+    moved: Machines = {"n2": machine("n2", d1="GPU-new"), "n3": machine("n3", d0="GPU-n2-1")}
+    url = told(job(80, machines=moved), job(81, machines=moved), job(82, machines={"n1": None, "n2": None, "n3": None}))
+    rows = history("devices", url, "--all")
+    assert len(rows) == 12 + 2
+    where = [(row["node"], row["device"], row["jobs"]) for row in rows if row["uuid"] == "GPU-n2-1"]
+    assert where == [("n2", 1, 4), ("n3", 0, 2)]
+    [new] = history("devices", url, "--all", "--node", "n2", "--since", "2025-09-01", "--limit", "1")
+    assert {row["uuid"] for row in history("devices", url, "--all", "--node", "n2")} >= {"GPU-new", "GPU-n2-1"}
+    assert new["last_seen"] > new["first_seen"]
+    of_job = history("devices", url, "j80", "--node", "n3")
+    assert [(row["device"], row["uuid"]) for row in of_job] == [
+        (0, "GPU-n2-1"),
+        *((i, f"GPU-n3-{i}") for i in range(1, 4)),
+    ]
+    assert history("devices", url, "j82") == []
+
+
+def test_they_can_be_read_on_a_terminal(told: Callable[..., str]) -> None:
+    url = told(job(80, machines={"n1": updated("n1", driver="580.1.2")}))
+    for argv, words in (
+        (("hosts", "--all"), "580.1.2"),
+        (("hosts", "j80"), "host-n1"),
+        (("devices", "j80"), "NVIDIA H100"),
+        (("devices", "--all"), "GPU-n1-0"),
+    ):
+        shown = CliRunner().invoke(app, ["history", *argv, "--ledger", url])
+        assert shown.exit_code == 0, shown.exception
+        assert words in shown.stdout
+        assert max(map(len, shown.stdout.splitlines())) <= 80

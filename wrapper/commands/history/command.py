@@ -49,6 +49,8 @@ class History(str, Enum):  # noqa: UP042 - StrEnum's help text shows differently
     jobs = "jobs"
     failures = "failures"
     nodes = "nodes"
+    hosts = "hosts"
+    devices = "devices"
     workers = "workers"
     iterations = "iterations"
     plans = "plans"
@@ -69,7 +71,7 @@ class History(str, Enum):  # noqa: UP042 - StrEnum's help text shows differently
 
 OF_ALL = frozenset({History.jobs, History.lemons, History.repairs, History.rate})
 """Views that are of many jobs by themselves."""
-RECKONED = frozenset({"jobs", "cost", "promises", "lemons", "repairs", "rate"})
+RECKONED = frozenset({"jobs", "cost", "promises", "lemons", "repairs", "rate", "hosts", "placements"})
 """Those that are no table of the ledger's."""
 
 
@@ -111,16 +113,20 @@ class Asked:
     having: str | None = None
     """`driver=580.65.06`, whose rate is asked for against all others'."""
     days: float | None = None
+    every: bool = False
+    """Of all jobs."""
     flat: bool = False
     """As a table of the ledger's columns alone, with nothing worked out."""
 
     @property
     def is_table(self) -> bool:
-        return self.by is None and self.view not in RECKONED
+        return self.by is None and self.shape not in RECKONED
 
     @property
     def shape(self) -> str:
-        """The name of its columns: of a table's rows, or `failures by node`."""
+        """The name of its columns: of a table's rows, or `failures by node`; `placements` of devices of all jobs."""
+        if self.view == "devices" and self.every:
+            return "placements"
         return self.view if self.by is None else f"{self.view} by {self.by}"
 
 
@@ -177,13 +183,15 @@ class HistoryOptions:
 def history(options: HistoryOptions) -> None:
     """List what the ledger holds of a job, or of all.
 
-    VIEW: jobs, failures, nodes, workers, iterations, plans, reconfigurations, drains,
-    replacements, probes, suspicions (of being slow, also those that came to
-    nothing), scores (each rank's time over its healthy time, and the evidence
-    against it, now and then); cost (where the time went, in GPU-hours), promises (what plans
-    promised and kept), lemons (nodes that fail more than others), repairs (what
-    failed this week and was not mended since), rate (failures in 1,000
-    GPU-days, --around a date or --having something), checkpoints, events.
+    VIEW: jobs, failures, nodes, hosts (what nodes were made of, and what changed
+    on them), devices (with --all: where each one was), workers, iterations,
+    plans, reconfigurations, drains, replacements, probes, suspicions (of being
+    slow, also those that came to nothing), scores (each rank's time over its
+    healthy time, and the evidence against it, now and then), checkpoints, events;
+    cost (where the time went, in GPU-hours), promises (what plans promised and
+    kept), lemons (nodes that fail more than others), repairs (what failed this
+    week and was not mended since), rate (failures in 1,000 GPU-days, --around a
+    date or --having something).
 
     Example: resihp history failures --all --by node --since 30d
     """
@@ -210,6 +218,7 @@ def history(options: HistoryOptions) -> None:
         around=moment(options.around),
         having=options.having,
         days=options.days,
+        every=options.every,
         flat=options.as_csv or options.parquet is not None,
     )
     every = options.every or options.view in OF_ALL
@@ -294,7 +303,7 @@ def _check(asked: Asked, every: bool) -> None:
         raise UsageError(f"history {view}: --user is for what is of many jobs; give it with --all, or leave it out")
     if asked.kind is not None and (not asked.is_table or asked.by is not None):
         raise UsageError(f"history {view}: has no kinds; leave --kind out")
-    if view in RECKONED and asked.node is not None and view not in ("lemons", "repairs"):
+    if view in ("jobs", "cost", "promises", "rate") and asked.node is not None:
         raise UsageError(f"history {view}: has no nodes; leave --node out")
     if asked.rank is not None and view != "scores":
         raise UsageError(f"history {view}: --rank is for scores; leave it out")
@@ -310,7 +319,7 @@ def _check(asked: Asked, every: bool) -> None:
 
 
 def _of_one(asked: Asked, reader: Reader, job: Row) -> Listing:
-    from db.reading import fleet, queries
+    from db.reading import fleet, hardware, queries
 
     whose = f"job {job['name']}"
     times: dict[str, Any] = {"since": asked.since, "until": asked.until}
@@ -327,6 +336,9 @@ def _of_one(asked: Asked, reader: Reader, job: Row) -> Listing:
         counted = fleet.failures_by(reader, asked.by, job["id"], node=asked.node, **times)  # type: ignore[arg-type]
         rows = fleet.joined(asked.by, counted)  # type: ignore[arg-type]
         return Listing(queries.COLUMNS[asked.shape], rows[: asked.limit], whose, len(rows), known)
+    if asked.view == "hosts":
+        rows = _stays(asked, hardware.stays(reader, job["id"]), job["id"])
+        return Listing(queries.COLUMNS["hosts"], rows[-asked.limit :] if asked.limit else rows, whose, len(rows), known)
     rows = reader.rows(
         asked.view, job["id"], node=asked.node, rank=asked.rank, kind=asked.kind, last=asked.limit, **times
     )
@@ -339,6 +351,21 @@ def _of_one(asked: Asked, reader: Reader, job: Row) -> Listing:
     return Listing(queries.COLUMNS[asked.view], rows, whose, total, known)
 
 
+def _stays(asked: Asked, rows: list[Row], job_id: int | None = None) -> list[Row]:
+    """Those asked for, with what changed since the stay before, whether that was asked for or not."""
+    from db.reading import hardware
+
+    found = hardware.told_changes(rows)
+    if job_id is not None:
+        found = [row for row in found if row["job_id"] == job_id]
+    since, until = asked.since or datetime.min.replace(tzinfo=UTC), asked.until or datetime.max.replace(tzinfo=UTC)
+    return [
+        {name: value for name, value in row.items() if name != "job_id"}
+        for row in found
+        if since <= row["joined_at"] <= until and asked.node in (None, row["node"])
+    ]
+
+
 def _explanation(found: Explanation | None) -> Row | None:
     from resihp.scheduler.explained.explanation import as_json
 
@@ -347,7 +374,7 @@ def _explanation(found: Explanation | None) -> Row | None:
 
 def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
     """Of all jobs of the ledger named, or of that of `job`, or of every ledger here."""
-    from db.reading import fleet, queries
+    from db.reading import fleet, hardware, queries
     from db.reading.reader import TABLES
 
     times: dict[str, Any] = {"since": asked.since, "until": asked.until}
@@ -392,6 +419,15 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
         asks = {"node": asked.node, "user": asked.user, **times}
         rows = fleet.joined(by, ask(lambda reader: fleet.failures_by(reader, by, **asks)))
         return Listing(queries.COLUMNS[asked.shape], rows[: asked.limit], whose, len(rows), names)
+    if asked.view == "hosts":
+        rows = _stays(asked, ask(lambda reader: hardware.stays(reader, node=asked.node)))
+        return Listing(queries.COLUMNS["hosts"], rows[-asked.limit :] if asked.limit else rows, whose, len(rows), names)
+    if asked.view == "devices":
+        seen = ask(lambda reader: reader.rows("devices", None, node=asked.node, **times))
+        rows = hardware.placed(seen)
+        newest = sorted(rows, key=lambda row: row["last_seen"])[-asked.limit :] if asked.limit else rows
+        shown = sorted(newest, key=lambda row: (row["uuid"], row["first_seen"], row["node"], row["device"]))
+        return Listing(queries.COLUMNS["placements"], shown, whose, len(rows), names)
     if asked.view == "iterations":
         if asked.node is not None:
             raise UsageError("history iterations: has no nodes; leave --node out")
@@ -442,7 +478,7 @@ def _show(asked: Asked, answer: Listing, every: bool) -> None:
     if answer.closing:
         sys.stdout.write(answer.closing + "\n")
     if asked.limit is not None and len(answer.rows) == asked.limit and answer.total != len(answer.rows):
-        which = "newest" if asked.is_table or asked.view == "promises" else "first"
+        which = "newest" if asked.is_table or asked.view in ("promises", "hosts", "devices") else "first"
         of = "" if answer.total is None else f" of {answer.total:,}"
         message(f"{answer.whose}: the {which} {asked.limit}{of} {asked.view}; more with --limit, all with --json")
 

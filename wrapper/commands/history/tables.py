@@ -22,7 +22,7 @@ GROUPS = (
     *("hardware", "week", "month"),
 )
 """What failures are counted by; `db.reading.fleet.GROUPS`, which takes time to import."""
-TIGHT = frozenset({"plans", "reconfigurations", "suspicions", "lemons", "jobs", "repairs"})
+TIGHT = frozenset({"plans", "reconfigurations", "suspicions", "lemons", "jobs", "repairs", "hosts", "placements"})
 """Views whose columns stand close together."""
 LEAST_WIDTH = 6
 """Of a column that wraps."""
@@ -50,6 +50,11 @@ class Column:
 
 def _words(name: str, heading: str | None = None, *, wraps: bool = False) -> Column:
     return Column(heading or name, lambda row: "-" if row[name] is None else str(row[name]), wraps=wraps)
+
+
+def _told(name: str, heading: str | None = None) -> Column:
+    """Words that nobody may have been able to tell."""
+    return Column(heading or name, lambda row: str(row[name]) or "-", wraps=True)
 
 
 def _number(name: str, heading: str | None = None, form: str = "{}") -> Column:
@@ -239,6 +244,29 @@ _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
         _time("lost_at", "lost (UTC)"),
         _words("lost_reason", "reason", wraps=True),
         _words("replaced_by", "replaced by", wraps=True),
+    ],
+    "hosts": [
+        _words("node", wraps=True),
+        _words("host", wraps=True),
+        _time("joined_at", "joined (UTC)"),
+        _told("driver"),
+        _told("kernel"),
+        _told("changed"),
+    ],
+    "devices": [
+        _words("node"),
+        _number("device"),
+        _told("name"),
+        _told("uuid", "UUID"),
+        _told("vbios", "VBIOS"),
+    ],
+    "placements": [
+        _told("uuid", "UUID"),
+        _words("node", wraps=True),
+        _number("device"),
+        _time("first_seen", "first seen"),
+        _time("last_seen", "last (UTC)"),
+        _number("jobs"),
     ],
     "workers": [
         _number("rank"),

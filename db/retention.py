@@ -19,6 +19,7 @@ from sqlalchemy.exc import DBAPIError
 from db import migrate
 from db.engine import file_of, make_engine, masked, refusal, resolve
 from db.models import FailureRow, IterationRow, JobRow, PlanRow, RankReportRow, RankScoreRow
+from db.reading.cost_accounts import kept
 from db.reading.reader import Reader
 from resihp.errors import LedgerError, UsageError
 
@@ -89,7 +90,7 @@ def _prune_job(connection: Connection, job_id: int, before: datetime, keep_every
             for table, which in ((IterationRow, gone), *telemetry)
         ]
         return Pruned(job.name, job.owner, counts[0], sum(counts[1:]))
-    if job.state != "running" and job.account is None:
+    if job.state != "running" and kept({"state": job.state, "account": job.account}) is None:
         account = Reader.within(connection).settled(job_id)
         connection.execute(JobRow.__table__.update().where(JobRow.id == job_id).values(account=account))  # type: ignore[attr-defined]
     iterations = connection.execute(delete(IterationRow).where(gone)).rowcount

@@ -1,10 +1,11 @@
 """Where the time of a job went, in seconds and GPU-hours, from the rows of its ledger. Pure; reads nothing.
 
-*Wall time* runs from the start of the first committed iteration to the end (now, while the job runs; of a completed
-one to its last commit: winding down is as little training as starting up). It is the sum of
+A job *holds* its GPUs from its start to its end (now, while it runs; its last sign of life, of one that died). That is
+the sum of
 
 =============  ========================================================================================================
-`useful`       committed iterations, less what `slow` and `capacity` take of them
+`useful`       committed iterations, less what `slow`, `capacity` and `rollback` take of them
+`start`        from the job's start until the first committed iteration begins; all of it where none was committed
 `detect`       from a fault to its being noticed. The moment of the fault is known of injected ones only; of others it
                is what went by since the last commit beyond a usual iteration's time, in which nothing can have been
                computed
@@ -12,6 +13,8 @@ one to its last commit: winding down is as little training as starting up). It i
                the iteration counted, or none was under way
 `reconfigure`  from there to the first commit after it, less the iterations committed meanwhile: park, plan, groups,
                state. Of a failure that nobody mended, until the end
+`rollback`     committed iterations that a later attempt of the same run committed again: what would be `useful` of
+               them. Known only once that attempt is there, so never in an account that was kept when its job ended
 `slow`         while something was slow (a `fail-slow` failure, from its first slow iteration to its end): iterations'
                time beyond what they take where all is well. That is the detector's prediction, which knows the plan and
                the workload; under a plan made since, which already makes do with the slow device, it is the time per
@@ -19,38 +22,52 @@ one to its last commit: winding down is as little training as starting up). It i
 `capacity`     iterations' time on fewer devices than the first plan's: the share that these are fewer, in which the
                missing ones would have done their part. What waiting for nodes costs
 `checkpoint`   between a checkpointed iteration and the next one, beyond what usually lies between two
-`other`        the rest: the usual pauses between iterations, clocks, and what nobody noted
+`other`        the rest: the usual pauses between iterations, winding down after the last one, clocks, and what nobody
+               noted
 =============  ========================================================================================================
 
-*Goodput* = committed iterations / wall time, which therefore counts slow iterations as work done; ETTR has the same
-numerator and counts from the job's start (Kokolis et al., "Revisiting reliability in large-scale ML clusters").
-*GPU-hours* are the same times by the devices held meanwhile, on average: a lost node is paid until it is given back.
-*MTBF* is wall time per root cause, *MTTR* the mean from noticing to the first commit after it.
-`db.reading.goodput` says how commits are put on one clock.
+*Wall time* begins with the first committed iteration (with the first plan where none is committed) and ends with the
+job, of a completed one with its last commit. *Goodput* = committed iterations / wall time, which therefore counts slow
+iterations, and those that were committed again, as work done; *ETTR* has the same numerator and is over the time held
+(Kokolis et al., "Revisiting reliability in large-scale ML clusters"). *GPU-hours* are times by the devices held just
+then: the allocation's from the job's start, a lost node until it is given back. *Useful share* = useful GPU-hours /
+GPU-hours held. *MTBF* is time held per root cause, the hardware's per one that says something of hardware, both also
+as failures in 1,000 GPU-days held; *MTTR* the mean from noticing to the first commit after it.
+
+`db.reading.goodput` says how commits are put on one clock, `db.reading.timeline` what happens within it.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from heapq import heappop, heappush
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from db.reading.goodput import RECENT, Course, Interruption, course, interruptions
+from db.reading.goodput import RECENT, Course, Floats, Interruption, course, interruptions
+from db.reading.rollbacks import Again
+from db.reading.timeline import CAUSES, SHARES, WORK, Timeline, held_devices, laid_out, spread_evenly
 
 Row = dict[str, Any]
 
-CAUSES = ("detect", "reconfigure", "redo", "slow", "capacity", "checkpoint", "other")
-OF_FAILURES = frozenset({"detect", "reconfigure", "redo", "slow", "capacity"})
+OF_FAILURES = frozenset({"detect", "reconfigure", "redo", "rollback", "slow", "capacity"})
 """What failures cost, and the changes of plan that they lead to."""
+OF_HARDWARE = frozenset({"device", "node", "link", "process"})
+"""Components that may have failed for their hardware, where a failure does not say whether it was that: those of
+`db.reading.health`."""
+GPU_DAYS = 1000.0
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
-    """See the module's docstring. `lost_s`, `lost_gpu_hours`: by `CAUSES`; with `useful_s` they add up to `wall_s`."""
+    """See the module's docstring. `lost_s`, `lost_gpu_hours`: by `CAUSES`; with `useful_s` they add up to `held_s`,
+    with `useful_gpu_hours` to `gpu_hours`. What has a default is not in accounts of before, which told the wall time
+    only."""
 
     wall_s: float
     useful_s: float
@@ -62,19 +79,64 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     gpu_hours: float
     lost_gpu_hours: dict[str, float]
     devices: float
-    """Held, on average over the wall time."""
+    """Held, on average."""
     failures: int
     mtbf_s: float | None
     mttr_s: float | None
+    held_s: float = 0.0
+    useful_gpu_hours: float = 0.0
+    hardware_failures: int = 0
+    repairs: int = 0
+    """Failures that were mended: `mttr_s` is their mean."""
+    in_proportion: int = 0
+    """Jobs that were cut, and whose rows had been thinned: of their wall time, causes are taken in proportion."""
 
     @property
     def failure_gpu_hours(self) -> float:
         """What failures cost."""
         return sum(self.lost_gpu_hours[cause] for cause in OF_FAILURES)
 
+    @property
+    def useful_share(self) -> float | None:
+        """Of the GPU-hours held."""
+        return self.useful_gpu_hours / self.gpu_hours if self.gpu_hours > 0 else None
+
+    @property
+    def hardware_mtbf_s(self) -> float | None:
+        return self.held_s / self.hardware_failures if self.hardware_failures and self.held_s > 0 else None
+
+    @property
+    def failure_rate(self) -> float | None:
+        """In 1,000 GPU-days."""
+        return _in_gpu_days(self.failures, self.gpu_hours)
+
+    @property
+    def hardware_failure_rate(self) -> float | None:
+        """In 1,000 GPU-days."""
+        return _in_gpu_days(self.hardware_failures, self.gpu_hours)
+
+
+def _in_gpu_days(number: int, gpu_hours: float) -> float | None:
+    return GPU_DAYS * number / (gpu_hours / 24.0) if gpu_hours > 0 else None
+
+
+def of_hardware(failure: Row) -> bool:
+    """Whether a failure says something of hardware; what was injected on purpose never does."""
+    if failure["detect_seconds"] is not None:  # known of injected ones only
+        return False
+    if failure["hardware"] is not None:
+        return bool(failure["hardware"])
+    return failure["kind"] in ("fail-stop", "fail-slow") and failure["component"] in OF_HARDWARE
+
 
 def kept(job: Row) -> Account | None:
-    """The account in the row of a job that is over; None while it runs, in ledgers of before, and where it is none."""
+    """The account in the row of a job that is over; None while it runs, and where it is none, or not of all causes."""
+    found = kept_once(job)
+    return found if found is not None and found.lost_s.keys() >= set(CAUSES) else None
+
+
+def kept_once(job: Row) -> Account | None:
+    """The same, also as it was kept by versions that knew of fewer causes, of the wall time only."""
     if job["state"] == "running" or not job.get("account"):
         return None
     try:
@@ -89,61 +151,149 @@ def account(
     failures: Sequence[Row],
     reconfigurations: Sequence[Row],
     plans: Sequence[Row],
-    events: Sequence[Row],
+    checkpoints: Iterable[int],
     nodes: Sequence[Row],
     now: datetime,
+    again: Again = (),
 ) -> Account:
-    """Rows of one job, iterations in order; of `events` only those of kind `CheckpointCommitted` are looked at."""
+    """Of a whole job; arguments as of `timeline`."""
+    return between(timeline(job, iterations, failures, reconfigurations, plans, checkpoints, nodes, now, again))
+
+
+def timeline(
+    job: Row,
+    iterations: Sequence[Row],
+    failures: Sequence[Row],
+    reconfigurations: Sequence[Row],
+    plans: Sequence[Row],
+    checkpoints: Iterable[int],
+    nodes: Sequence[Row],
+    now: datetime,
+    again: Again = (),
+) -> Timeline:
+    """Rows of one job, iterations in order; `checkpoints`: iterations that were saved; `again`: what later attempts
+    committed again. Of a job that is over and whose rows were thinned, what was kept of it counts."""
     clock = course(job, iterations, plans, now)
-    lost = dict.fromkeys(CAUSES, 0.0)
     spans = interruptions(job, clock, failures, reconfigurations)
-    for one in spans:
-        lost["detect"] += one.detect_s
-        lost["redo"] += one.redo_s
-        lost["reconfigure"] += one.reconfigure_s
-    lost["checkpoint"] = _checkpointing(clock, spans, events)
-    between = max(clock.wall_s - clock.committed_s, 0.0)
-    explained = sum(lost.values())
-    if explained > between:  # rounded times, or commits that came late: never more than there is
-        lost = {cause: seconds * between / explained for cause, seconds in lost.items()}
-        explained = between
-    lost["other"] = between - explained
-    scale = clock.committed_s / total if (total := sum(clock.took_s)) > 0 else 0.0
-    lost["slow"], lost["capacity"] = (scale * seconds for seconds in _within(clock, iterations, failures, plans))
-    devices = _devices(job, nodes, clock)
     mended = {row["epoch"]: row["seconds"] for row in reconfigurations}
-    repairs = [mended[row["recovered_epoch"]] for row in failures if row["recovered_epoch"] in mended]
+
+    held_s = clock.before_s + clock.wall_s + clock.after_s
+
+    def at(row: Row) -> float:
+        return float(np.clip((row["noticed_at"] - job["started_at"]).total_seconds(), 0.0, held_s))
+
+    found = laid_out(
+        clock,
+        spans,
+        _pauses(clock, spans, checkpoints),
+        _work(clock, iterations, failures, plans, again),
+        held_devices(job, nodes, held_s),
+        failures=tuple((at(row), of_hardware(row)) for row in failures),
+        repairs=tuple(
+            (at(row), mended[row["recovered_epoch"]]) for row in failures if row["recovered_epoch"] in mended
+        ),
+    )
+    if (before := kept_once(job)) is None or not _is_thinned(clock):
+        return found
+    lost_s = dict(before.lost_s)
+    if kept(job) is None:
+        return spread_evenly(found, before.wall_s, before.useful_s, lost_s)
+    lost_s |= {"start": 0.0, "other": max(lost_s["other"] - clock.after_s, 0.0)}
+    evenly = spread_evenly(found, before.wall_s, before.useful_s, lost_s)
+    _, hours = evenly.between(-np.inf, np.inf)
+    told = np.array([before.useful_gpu_hours, *(before.lost_gpu_hours[cause] for cause in CAUSES)])
+    rollback = SHARES.index("rollback")
+    both = hours[0] + hours[rollback]
+    told[rollback] = told[0] * (hours[rollback] / both if both > 0.0 else 0.0)
+    told[0] -= told[rollback]
+    scale = np.divide(told, hours, out=np.ones_like(hours), where=hours > 0.0)
+    return replace(evenly, hours_scale=scale)
+
+
+def between(of: Timeline, since_s: float = -np.inf, until_s: float = np.inf) -> Account:
+    """The account of a part of a job, from `since_s` on and before `until_s`, since the job's start."""
+    every_s, every_h = (each.tolist() for each in of.between(since_s, until_s))
+    seconds, hours = dict(zip(SHARES, every_s, strict=True)), dict(zip(SHARES, every_h, strict=True))
+    held_s, gpu_hours = sum(every_s), sum(every_h)
+    wall_s = max(min(of.wall[1], until_s) - max(of.wall[0], since_s), 0.0)
+    committed_s = min(sum(seconds[share] for share in WORK), wall_s)
+    failures = [hardware for at, hardware in of.failures if since_s <= at < until_s]
+    repairs = [took for at, took in of.repairs if since_s <= at < until_s]
+    cut = since_s > 0.0 or until_s < of.held_s
     return Account(
-        wall_s=clock.wall_s,
-        useful_s=max(clock.committed_s - lost["slow"] - lost["capacity"], 0.0),
-        committed_s=clock.committed_s,
-        goodput=clock.goodput,
-        ettr=clock.ettr,
-        lost_s=lost,
-        gpu_hours=clock.wall_s * devices / 3600.0,
-        lost_gpu_hours={cause: seconds * devices / 3600.0 for cause, seconds in lost.items()},
-        devices=devices,
+        wall_s=wall_s,
+        useful_s=seconds.pop("useful"),
+        committed_s=committed_s,
+        goodput=committed_s / wall_s if of.trained and wall_s > 0 else None,
+        ettr=min(committed_s / held_s, 1.0) if of.trained and held_s > 0 else None,
+        lost_s=seconds,
+        gpu_hours=gpu_hours,
+        lost_gpu_hours={cause: hours[cause] for cause in CAUSES},
+        devices=gpu_hours * 3600.0 / held_s if held_s > 0 else 0.0,
         failures=len(failures),
-        mtbf_s=clock.wall_s / len(failures) if failures and clock.wall_s > 0 else None,
+        mtbf_s=held_s / len(failures) if failures and held_s > 0 else None,
         mttr_s=statistics.fmean(repairs) if repairs else None,
+        held_s=held_s,
+        useful_gpu_hours=hours["useful"],
+        hardware_failures=sum(failures),
+        repairs=len(repairs),
+        in_proportion=int(of.in_proportion and cut),
     )
 
 
-def _checkpointing(clock: Course, spans: Sequence[Interruption], events: Sequence[Row]) -> float:
-    """Pauses after checkpointed iterations, beyond the usual ones."""
-    taken = {row["iteration"] for row in events if row["kind"] == "CheckpointCommitted"}
+def added(found: Iterable[Account]) -> Account:
+    """Of many jobs, or parts of them, together."""
+    each = list(found)
+
+    def total(name: str) -> Any:
+        return sum(getattr(one, name) for one in each)
+
+    wall_s, held_s, committed_s, gpu_hours = map(total, ("wall_s", "held_s", "committed_s", "gpu_hours"))
+    failures, repairs = total("failures"), total("repairs")
+    trained = any(one.goodput is not None for one in each)
+    return Account(
+        wall_s=wall_s,
+        useful_s=total("useful_s"),
+        committed_s=committed_s,
+        goodput=committed_s / wall_s if trained and wall_s > 0 else None,
+        ettr=committed_s / held_s if trained and held_s > 0 else None,
+        lost_s={cause: sum(one.lost_s[cause] for one in each) for cause in CAUSES},
+        gpu_hours=gpu_hours,
+        lost_gpu_hours={cause: sum(one.lost_gpu_hours[cause] for one in each) for cause in CAUSES},
+        devices=gpu_hours * 3600.0 / held_s if held_s > 0 else 0.0,
+        failures=failures,
+        mtbf_s=held_s / failures if failures and held_s > 0 else None,
+        mttr_s=sum((one.mttr_s or 0.0) * one.repairs for one in each) / repairs if repairs else None,
+        held_s=held_s,
+        useful_gpu_hours=total("useful_gpu_hours"),
+        hardware_failures=total("hardware_failures"),
+        repairs=repairs,
+        in_proportion=total("in_proportion"),
+    )
+
+
+def _is_thinned(clock: Course) -> bool:
+    return bool(clock.iterations) and clock.iterations[-1] - clock.iterations[0] >= len(clock.iterations)
+
+
+def _pauses(clock: Course, spans: Sequence[Interruption], checkpoints: Iterable[int]) -> dict[int, float]:
+    """Pauses after checkpointed iterations beyond the usual ones, by the index of the commit after them."""
+    taken = set(checkpoints)
     if not taken or len(clock.ends_s) < 2:
-        return 0.0
+        return {}
     interrupted = {index for one in spans for index in range(one.before + 1, one.after + 1)}
     usual: list[float] = []
-    after: list[float] = []
+    after: dict[int, float] = {}
     for index in range(1, len(clock.ends_s)):
         if index in interrupted:
             continue
         pause = max(clock.ends_s[index] - clock.ends_s[index - 1] - clock.took_s[index], 0.0)
-        (after if clock.iterations[index - 1] in taken else usual).append(pause)
+        if clock.iterations[index - 1] in taken:
+            after[index] = pause
+        else:
+            usual.append(pause)
     typical = statistics.median(usual) if usual else 0.0
-    return sum(max(pause - typical, 0.0) for pause in after)
+    return {index: pause - typical for index, pause in after.items() if pause > typical}
 
 
 def _onsets(iterations: Sequence[Row], failures: Sequence[Row]) -> list[int | None]:
@@ -196,34 +346,28 @@ def first_devices(plans: Sequence[Row]) -> int | None:
     return int(min(taken, key=lambda row: row["epoch"])["active"]) if taken else None
 
 
-def _within(
-    clock: Course, iterations: Sequence[Row], failures: Sequence[Row], plans: Sequence[Row]
-) -> tuple[float, float]:
-    """Seconds of committed iterations that were lost to something slow, and to missing devices."""
+def _work(
+    clock: Course, iterations: Sequence[Row], failures: Sequence[Row], plans: Sequence[Row], again: Again
+) -> Floats:
+    """Seconds of each committed iteration, by `WORK`: useful, lost to something slow, to missing devices, and those
+    that would be useful if nobody had committed the iteration again."""
     healthy = healthy_seconds(iterations, failures, plans)
     full = first_devices(plans)
-    missing: Mapping[int, float] = {row["epoch"]: max(1.0 - row["active"] / full, 0.0) for row in plans if full}
-    slow = capacity = 0.0
-    for i, epoch, took in zip(clock.iterations, clock.epochs, clock.took_s, strict=True):
-        excess = took - healthy[i] if i in healthy else 0.0
-        slow += excess
-        capacity += missing.get(epoch, 0.0) * (took - min(max(excess, 0.0), took))
-    return max(slow, 0.0), capacity
-
-
-def _devices(job: Row, nodes: Sequence[Row], clock: Course) -> float:
-    """Held on average over the wall time; a node until it was given back, lost or not."""
-    if not nodes or clock.begin is None or clock.wall_s <= 0:
-        return float(job["nodes"] * job["gpus_per_node"])
-    held = 0.0
-    for node in nodes:
-        if node["joined_at"] is None:
-            continue  # it never came, and nobody knows what it has
-        since = max((node["joined_at"] - clock.begin).total_seconds(), 0.0)
-        back = node["released_at"]
-        until = clock.wall_s if back is None else min((back - clock.begin).total_seconds(), clock.wall_s)
-        held += node["devices"] * max(until - since, 0.0)
-    return held / clock.wall_s
+    missing = {row["epoch"]: max(1.0 - row["active"] / full, 0.0) for row in plans if full}
+    took = np.array(clock.took_s)
+    excess = took - np.array([healthy.get(i, each) for i, each in zip(clock.iterations, clock.took_s, strict=True)])
+    slower = np.clip(excess, 0.0, took)
+    some = float(slower.sum())
+    slow = slower * (max(float(excess.sum()), 0.0) / some if some > 0.0 else 0.0)  # some were faster than healthy
+    capacity = np.array([missing.get(epoch, 0.0) for epoch in clock.epochs]) * (took - slower)
+    useful = np.maximum(took - slow - capacity, 0.0)
+    last = np.array(clock.iterations, dtype=np.int64)
+    former = np.concatenate((last[:1] - 1, last[:-1]))  # a row stands for all since the one before
+    repeated = np.zeros(len(took))
+    for low, high in again:
+        repeated += np.maximum(np.minimum(last, high) - np.maximum(former, low - 1), 0)
+    rollback = useful * repeated / np.maximum(last - former, 1)
+    return np.stack((useful - rollback, slow, capacity, rollback), axis=1)
 
 
 def summarise(

@@ -8,16 +8,18 @@ ledgers said: a cluster's PostgreSQL is one, a home of jobs with a SQLite file e
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, get_args
 
-from sqlalchemy import ColumnElement, case, func, select
+from sqlalchemy import ColumnElement, case, func, or_, select
 
 from db.models import DrainRow, FailureRow, IterationRow, JobRow, NodeRow, ReconfigurationRow
 from db.reading import hardware, health
-from db.reading.cost_accounts import CAUSES, OF_FAILURES, Account
+from db.reading.cost_accounts import OF_FAILURES, Account, added, between, kept
 from db.reading.reader import TABLES, Reader, Row, no_collection
+from db.reading.rollbacks import Again, committed_again
+from db.reading.timeline import CAUSES, SHARES
 from resihp.detector.lemons import NodeFailure, Service, node_health
 from resihp.detector.moved import Machine, Placement, Renewal, follow
 from resihp.errors import UsageError
@@ -44,9 +46,14 @@ OF_JOBS = {"job": "name", "account": "slurm_account"} | {
     name: name for name in ("owner", "partition", "cluster", "version", "torch")
 }
 """Columns of jobs that failures are counted by."""
+CostBy = Literal["job", "owner", "account", "partition", "cluster", "week", "month"]
+Period = Literal["week", "month"]
+COST_BY: tuple[str, ...] = get_args(CostBy)
 KINDS = ("fail-stop", "fail-slow", "communication", "program")
 UNNAMED = "-"
-"""For failures of no node."""
+"""For failures of no node, jobs of no account."""
+CLOCKS = timedelta(days=1)
+"""How far a clock may have been set back in a job, whose end then is not its last entry's time."""
 
 _NUMBERED = re.compile(r"\b(ranks?|nodes?|device|pid|iteration|step) [^\s:;,()]*[\w.-]+(?:, \d+(?:-\d+)?)*")
 _FIGURE = re.compile(r"\b\d+(?:\.\d+)? ?(s|ms|%|GB|MB|iterations)(?!\w)")
@@ -160,66 +167,176 @@ def _mean(total: float | None, count: int) -> float | None:
 
 
 def accounts(
-    reader: Reader, *, since: datetime | None = None, until: datetime | None = None, now: datetime | None = None
+    reader: Reader,
+    *,
+    user: str | None = None,
+    since: datetime | None = None,
+    until: datetime | None = None,
+    now: datetime | None = None,
+    period: Period | None = None,
+    others: Sequence[Row] = (),
 ) -> list[tuple[Row, Account]]:
-    """Every job of a ledger that was alive between `since` and `until`, newest first, and where its time went."""
+    """Every job of a ledger, or of a `user`, that held devices from `since` on and before `until`, newest first, and where its time
+    between these went: jobs are cut there.
+
+    With a `period`, once for each that a job was in, by its name in the row: weeks begin on Mondays, all times are UTC.
+    `others`: attempts in other ledgers, as of `Reader.attempts`.
+    """
+    now = now or datetime.now(UTC)
     columns = JobRow.__table__.c
     query = select(*columns).order_by(columns.started_at.desc(), columns.id.desc())
+    if user is not None:
+        query = query.where(columns.owner == user)
     if since is not None:
-        query = query.where(columns.last_entry_at >= since)
+        query = query.where(or_(columns.last_entry_at >= since - CLOCKS, columns.state == "running"))
     if until is not None:
-        query = query.where(columns.started_at <= until)
-    return [(job, reader.account(job, now)) for job in reader.fetch(query)]
+        query = query.where(columns.started_at < until)
+    again = committed_again(reader.attempts(None, others))
+    return [
+        (job if name is None else {**job, str(period): name}, part)
+        for job in reader.fetch(query)
+        for name, part in _parts(reader, job, since, until, now, period, again.get(job["uuid"], ()))
+    ]
 
 
-def cost_rows(found: Sequence[Account]) -> list[Row]:
-    """`cause` (`useful` first), `seconds`, `share` of the wall time, `gpu_hours`, `of_failures`; sums over jobs."""
-    wall = sum(one.wall_s for one in found)
-    useful: Row = {
-        "cause": "useful",
-        "seconds": sum(one.useful_s for one in found),
-        "gpu_hours": sum(one.gpu_hours - sum(one.lost_gpu_hours.values()) for one in found),
-    }
-    lost: list[Row] = [
+def costs_of(
+    reader: Reader,
+    job: Row,
+    *,
+    now: datetime | None = None,
+    period: Period | None = None,
+    others: Sequence[Row] = (),
+) -> list[tuple[Row, Account]]:
+    """The same of one job, all of it; `job` is its row."""
+    again = reader.committed_again(job, others)
+    parts = _parts(reader, job, None, None, now or datetime.now(UTC), period, again)
+    return [(job if name is None else {**job, str(period): name}, part) for name, part in parts]
+
+
+def _parts(
+    reader: Reader,
+    job: Row,
+    since: datetime | None,
+    until: datetime | None,
+    now: datetime,
+    period: Period | None,
+    again: Again,
+) -> Iterator[tuple[str | None, Account]]:
+    """What a job cost between `since` and `until`, by period if one is asked for; what was kept of it where that is all
+    of one part."""
+    began: datetime = job["started_at"]
+    before = None if again else kept(job)
+    if period is None and since is None and until is None:
+        yield None, before or between(reader.timeline(job, now, again))
+        return
+    timeline = None if before else reader.timeline(job, now, again)
+    held_s = before.held_s if before is not None else timeline.held_s if timeline is not None else 0.0
+    end = began + timedelta(seconds=held_s)
+    for name, first, last in _windows(began, end, since, until, period):
+        if before is not None and first <= began and end < last:
+            yield name, before
+            return
+        timeline = timeline or reader.timeline(job, now, again)
+        part = between(timeline, (first - began).total_seconds(), (last - began).total_seconds())
+        if part.held_s > 0.0 or part.failures:
+            yield name, part
+
+
+def _windows(
+    began: datetime, end: datetime, since: datetime | None, until: datetime | None, period: Period | None
+) -> Iterator[tuple[str | None, datetime, datetime]]:
+    """Parts of the time around a job's: name, since, until."""
+    first, last = since or began, until or end + timedelta(seconds=1)
+    if period is None:
+        yield None, first, last
+        return
+    at = max(first, began)
+    at = at.replace(hour=0, minute=0, second=0, microsecond=0)
+    at = at.replace(day=1) if period == "month" else at - timedelta(days=at.weekday())
+    while at < last and at <= end:
+        following = at + timedelta(days=7) if period == "week" else (at + timedelta(days=32)).replace(day=1)
+        yield f"{at:%Y-%m}" if period == "month" else f"{at:%Y-%m-%d}", max(at, first), min(following, last)
+        at = following
+
+
+def cost_rows(found: Sequence[Account], price: float | None = None) -> list[Row]:
+    """`cause` (`useful` first), `seconds`, `share` of the time held, `gpu_hours`, `of_failures`; sums over jobs. With
+    the `price` of a GPU-hour, `money`."""
+    total = added(found)
+    seconds = {"useful": total.useful_s, **total.lost_s}
+    hours = {"useful": total.useful_gpu_hours, **total.lost_gpu_hours}
+    return [
         {
             "cause": cause,
-            "seconds": sum(one.lost_s[cause] for one in found),
-            "gpu_hours": sum(one.lost_gpu_hours[cause] for one in found),
+            "seconds": seconds[cause],
+            "share": seconds[cause] / total.held_s if total.held_s > 0 else None,
+            "gpu_hours": hours[cause],
+            "of_failures": cause in OF_FAILURES,
+            **({} if price is None else {"money": hours[cause] * price}),
         }
-        for cause in CAUSES
-    ]
-    return [
-        {
-            "cause": row["cause"],
-            "seconds": row["seconds"],
-            "share": row["seconds"] / wall if wall > 0 else None,
-            "gpu_hours": row["gpu_hours"],
-            "of_failures": row["cause"] in OF_FAILURES,
-        }
-        for row in (useful, *lost)
+        for cause in SHARES
     ]
 
 
-def cost_by_job(found: Iterable[tuple[Row, Account]]) -> list[Row]:
-    """One row for each job: `job`, `state`, `started_at`, figures of its `Account`; lost seconds by cause."""
+def cost_by_job(found: Iterable[tuple[Row, Account]], price: float | None = None) -> list[Row]:
+    """One row for each job: `job`, `state`, `started_at`, and the columns of `figures`."""
     return [
-        {
-            "job": job["name"],
-            "state": job["state"],
-            "started_at": job["started_at"],
-            "wall_seconds": one.wall_s,
-            "goodput": one.goodput,
-            "ettr": one.ettr,
-            "failures": one.failures,
-            "mtbf_seconds": one.mtbf_s,
-            "mttr_seconds": one.mttr_s,
-            "gpu_hours": one.gpu_hours,
-            "failure_gpu_hours": one.failure_gpu_hours,
-            "useful_seconds": one.useful_s,
-            **{f"{cause}_seconds": one.lost_s[cause] for cause in CAUSES},
-        }
+        {"job": job["name"], "state": job["state"], "started_at": job["started_at"], **figures(one, price)}
         for job, one in found
     ]
+
+
+def cost_by(by: CostBy, found: Iterable[tuple[Row, Account]], price: float | None = None) -> list[Row]:
+    """One row for each owner, (Slurm) account, partition, cluster, week or month: its name, `jobs`, and the columns of
+    `figures`. Most GPU-hours first, but periods in their order. For periods, `accounts` must have been asked for them.
+    """
+    if by == "job":
+        return cost_by_job(found, price)
+    groups: dict[str, list[tuple[Row, Account]]] = {}
+    for job, one in found:
+        groups.setdefault(job["slurm_account" if by == "account" else by] or UNNAMED, []).append((job, one))
+    rows = [
+        {by: name, "jobs": len({job["uuid"] for job, _ in of}), **figures(added(one for _, one in of), price)}
+        for name, of in groups.items()
+    ]
+    if by in ("week", "month"):
+        return sorted(rows, key=lambda row: str(row[by]))
+    return sorted(rows, key=lambda row: (-row["gpu_hours"], row[by]))
+
+
+def figures(one: Account, price: float | None = None) -> Row:
+    """An account as columns `FIGURES`; with the `price` of a GPU-hour also `money` and `failure_money`."""
+    row = {
+        "wall_seconds": one.wall_s,
+        "goodput": one.goodput,
+        "ettr": one.ettr,
+        "failures": one.failures,
+        "mtbf_seconds": one.mtbf_s,
+        "mttr_seconds": one.mttr_s,
+        "gpu_hours": one.gpu_hours,
+        "failure_gpu_hours": one.failure_gpu_hours,
+        "useful_seconds": one.useful_s,
+        **{f"{cause}_seconds": one.lost_s[cause] for cause in CAUSES},
+        "held_seconds": one.held_s,
+        "useful_share": one.useful_share,
+        "hardware_failures": one.hardware_failures,
+        "hardware_mtbf_seconds": one.hardware_mtbf_s,
+        "failure_rate": one.failure_rate,
+        "hardware_failure_rate": one.hardware_failure_rate,
+        "useful_gpu_hours": one.useful_gpu_hours,
+        **{f"{cause}_gpu_hours": one.lost_gpu_hours[cause] for cause in CAUSES},
+    }
+    money = {} if price is None else {"money": one.gpu_hours * price, "failure_money": one.failure_gpu_hours * price}
+    return {**row, **money}
+
+
+FIGURES = (
+    *("wall_seconds", "goodput", "ettr", "failures", "mtbf_seconds", "mttr_seconds", "gpu_hours", "failure_gpu_hours"),
+    *("useful_seconds", *(f"{cause}_seconds" for cause in CAUSES), "held_seconds", "useful_share"),
+    *("hardware_failures", "hardware_mtbf_seconds", "failure_rate", "hardware_failure_rate"),
+    *("useful_gpu_hours", *(f"{cause}_gpu_hours" for cause in CAUSES)),
+)
+"""`failure_rate`, `hardware_failure_rate`: in 1,000 GPU-days. The rest as in `Account`."""
 
 
 # --- nodes ----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@
     queries.failures(ledger, job)               # root causes: detect_seconds, seconds_to_recover, node, cause, ...
     queries.failures_by(ledger, "node")         # over all jobs; or component, cause, kind, job; node=, since=, until=
     queries.cost(ledger, job)                   # where the time went, by cause: seconds, GPU-hours; also of all jobs
+    queries.cost_by(ledger, "week")             # of all jobs; or job, owner, account, partition, cluster, month
     queries.reliability(ledger)                 # one row for each job: goodput, ETTR, MTBF, MTTR, seconds lost by cause
     queries.lemons(ledger)                      # nodes to distrust: outages observed and expected, and who stands out
     queries.predictions(ledger, job)            # iteration times: observed, predicted, their ratio
@@ -32,11 +33,11 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import BigInteger, Boolean, Float, Integer, String, func, select
 
 from db import models
-from db.models import EventRow, IterationRow
+from db.models import EventRow, IterationRow, JobRow
 from db.reading import comparison, fleet, hardware, rates
 from db.reading import promises as promised
-from db.reading.cost_accounts import CAUSES, summarise
-from db.reading.fleet import By
+from db.reading.cost_accounts import summarise
+from db.reading.fleet import FIGURES, By, CostBy
 from db.reading.reader import JOB_COLUMNS, TABLES, Reader, Row, Table
 from db.reading.why import NEAR, Why
 from db.reading.why import why as explain_iteration
@@ -56,10 +57,8 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "rate": ("when", "which", "failures", "device_days", "rate", "ratio", "p"),
     "compare": ("what", "first", "second", "difference"),
     "cost": ("cause", "seconds", "share", "gpu_hours", "of_failures"),
-    "cost by job": (
-        *("job", "state", "started_at", "wall_seconds", "goodput", "ettr", "failures", "mtbf_seconds", "mttr_seconds"),
-        *("gpu_hours", "failure_gpu_hours", "useful_seconds", *(f"{cause}_seconds" for cause in CAUSES)),
-    ),
+    "cost by job": ("job", "state", "started_at", *FIGURES),
+    **{f"cost by {by}": (by, "jobs", *FIGURES) for by in fleet.COST_BY if by != "job"},
     "placements": hardware.PLACED,
     "hosts": (*hardware.STAY, "vbios", "changed"),
     "promises": (
@@ -221,16 +220,50 @@ def failures_by(reader: Reader, by: By, job_id: int | None = None, **filters: da
     return as_frame(rows, COLUMNS[f"failures by {by}"])
 
 
-def cost(reader: Reader, job_id: int | None = None) -> pd.DataFrame:
+def priced(view: str, price: float | None) -> tuple[str, ...]:
+    """Columns of a view of costs; with the price of a GPU-hour those of money, too."""
+    money = ("money",) if view == "cost" else ("money", "failure_money")
+    return COLUMNS[view] if price is None else (*COLUMNS[view], *money)
+
+
+def cost(
+    reader: Reader,
+    job_id: int | None = None,
+    *,
+    since: datetime | None = None,
+    until: datetime | None = None,
+    price: float | None = None,
+) -> pd.DataFrame:
     """Where the time of a job went, or of all: seconds, share and GPU-hours by cause, which `db.reading.cost_accounts`
-    defines."""
-    found = [account for job, account in fleet.accounts(reader) if job_id in (None, job["id"])]
-    return as_frame(fleet.cost_rows(found), COLUMNS["cost"])
+    defines. Of all jobs, between `since` and `until` only: jobs are cut there. `price`: of a GPU-hour."""
+    if job_id is None:
+        found = [account for _, account in fleet.accounts(reader, since=since, until=until)]
+    elif since is not None or until is not None:
+        raise UsageError(f"cost of job {job_id}: is of all its time; leave since and until out")
+    else:
+        jobs = JobRow.__table__
+        found = [reader.account(job) for job in reader.fetch(select(*jobs.columns).where(jobs.c.id == job_id))]
+    return as_frame(fleet.cost_rows(found, price), priced("cost", price))
+
+
+def cost_by(
+    reader: Reader,
+    by: CostBy,
+    *,
+    since: datetime | None = None,
+    until: datetime | None = None,
+    price: float | None = None,
+) -> pd.DataFrame:
+    """What all jobs cost between `since` and `until`, where jobs are cut, by job, owner, (Slurm) account, partition,
+    cluster, week or month; columns as of `db.reading.fleet.cost_by`. `price`: of a GPU-hour."""
+    period = by if by in ("week", "month") else None
+    found = fleet.accounts(reader, since=since, until=until, period=period)
+    return as_frame(fleet.cost_by(by, found, price), priced(f"cost by {by}", price))
 
 
 def reliability(reader: Reader) -> pd.DataFrame:
-    """One row for each job: goodput, ETTR, MTBF, MTTR, GPU-hours, and the lost seconds by cause."""
-    return as_frame(fleet.cost_by_job(fleet.accounts(reader)), COLUMNS["cost by job"])
+    """One row for each job: goodput, ETTR, MTBF (of hardware, too), MTTR, GPU-hours, and the lost seconds by cause."""
+    return cost_by(reader, "job")
 
 
 def lemons(readers: Reader | Iterable[Reader], now: datetime | None = None, *, injected: bool = False) -> pd.DataFrame:

@@ -44,6 +44,8 @@ from db.migrate import check_readable
 from db.models import EventRow, FailureRow, IterationRow, JobRow, PlanRow, ReconfigurationRow, WorkerRow
 from db.reading import cost_accounts
 from db.reading.explanations import explanations
+from db.reading.rollbacks import Again, committed_again
+from db.reading.timeline import Timeline
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
 
 if TYPE_CHECKING:
@@ -63,14 +65,13 @@ _ACCOUNT_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "iterations": ("iteration", "epoch", "seconds", "predicted_seconds", "tokens", "loss", "finished_at"),
     "failures": (
         *("failure", "kind", "node", "iteration", "noticed_at", "detect_seconds", "recovered_epoch"),
-        *("ended_iteration", "speed"),
+        *("ended_iteration", "speed", "component", "hardware"),
     ),
     "reconfigurations": ("epoch", "action", "seconds", "finished_at"),
     "plans": (
         *("epoch", "active", "decided_at", "in_effect_at", "reason", "description"),
         *("predicted", "present", "unit"),
     ),
-    "nodes": ("node", "devices", "joined_at", "released_at"),
 }
 """What is reckoned with of each table: no layouts, which take longer than all else."""
 
@@ -556,27 +557,70 @@ class Reader:
         query = select(*(columns[name] for name in names or _ACCOUNT_COLUMNS[table])).where(columns.job_id == job_id)
         return self.fetch(query.order_by(columns[asked.order]))
 
-    def account(self, job: Row, now: datetime | None = None) -> cost_accounts.Account:
-        """Where the time of a job went; `job` is its row. Of one that is over it was kept when it ended."""
-        if (kept := cost_accounts.kept(job)) is not None:
+    def attempts(self, run: str | None = None, others: Sequence[Row] = ()) -> list[Row]:
+        """Jobs of a run, or of all runs that have several, here or with `others`: `uuid`, `run`, `started_at`, and the
+        `first` and `last` iterations that they committed, null where there are none. With `others`."""
+        jobs, iterations = JobRow.__table__.c, IterationRow.__table__.c
+        of_job = iterations.job_id == jobs.id
+        ends = [
+            select(end(iterations.iteration)).where(of_job).scalar_subquery().label(name)
+            for name, end in (("first", func.min), ("last", func.max))
+        ]
+        query = select(jobs.uuid, jobs.run, jobs.started_at, *ends)
+        several = select(jobs.run).where(jobs.run != "").group_by(jobs.run).having(func.count() > 1)
+        which = or_(jobs.run.in_(several), jobs.run.in_({row["run"] for row in others}))
+        return [*self.fetch(query.where(which if run is None else jobs.run == run)), *others]
+
+    def account(self, job: Row, now: datetime | None = None, again: Again | None = None) -> cost_accounts.Account:
+        """Where the time of a job went; `job` is its row. Of one that is over, and of which nothing was committed
+        again, it was kept when it ended. `again`: what was, by attempts of other ledgers, too; None for those of this
+        one."""
+        if again is None:
+            again = self.committed_again(job)
+        if not again and (kept := cost_accounts.kept(job)) is not None:
             return kept
-        events = EventRow.__table__.c
-        checkpoints = select(events.kind, events.iteration).where(events.job_id == job["id"])
-        return cost_accounts.account(
+        return cost_accounts.between(self.timeline(job, now, again))
+
+    def committed_again(self, job: Row, others: Sequence[Row] = ()) -> Again:
+        """What later attempts of the job's run committed again: those of this ledger, and `others`."""
+        attempts = self.attempts(job["run"], others) if job["run"] else []
+        return committed_again(attempts).get(job["uuid"], ())
+
+    def timeline(self, job: Row, now: datetime | None = None, again: Again = ()) -> Timeline:
+        """Where the time of a job went, moment by moment; `job` is its row, `again` as of `account`."""
+        checkpoints = models.CheckpointRow.__table__.c
+        saved = self.fetch(select(checkpoints.iteration).where(checkpoints.job_id == job["id"]))
+        return cost_accounts.timeline(
             job,
             self.narrow("iterations", job["id"]),
             self.narrow("failures", job["id"]),
             self.narrow("reconfigurations", job["id"]),
             self.narrow("plans", job["id"]),
-            self.fetch(checkpoints.where(events.kind == "CheckpointCommitted")),
-            self.narrow("nodes", job["id"]),
+            [row["iteration"] for row in saved],
+            self.holdings(job["id"]),
             now or datetime.now(UTC),
+            again,
         )
 
+    def holdings(self, job_id: int) -> list[Row]:
+        """Nodes of a job, for what they cost: `node`, `devices`, `joined_at` (the first time, of one that came back),
+        `released_at`, and the number of the request that it answered (`replacement`), null of the job's own."""
+        nodes, served, asked = (m.__table__.c for m in (models.NodeRow, models.MembershipRow, models.ReplacementRow))
+        first = select(func.min(served.joined_at)).where(served.job_id == nodes.job_id, served.node == nodes.node)
+        answered = select(func.min(asked.replacement)).where(
+            asked.job_id == nodes.job_id, asked.node == nodes.node, asked.joined_at.is_not(None)
+        )
+        query = select(
+            *(nodes.node, nodes.devices, nodes.released_at),
+            func.coalesce(first.scalar_subquery(), nodes.joined_at).label("joined_at"),
+            func.coalesce(answered.scalar_subquery(), nodes.replacement).label("replacement"),
+        )
+        return self.fetch(query.where(nodes.job_id == job_id).order_by(nodes.node))
+
     def settled(self, job_id: int) -> str:
-        """The account of a job that is over, to be kept in its row."""
+        """The account of a job that is over, to be kept in its row: without what later attempts made of it."""
         [job] = self.fetch(select(*JobRow.__table__.columns).where(JobRow.id == job_id))
-        return msgspec.json.encode(self.account(job)).decode()
+        return msgspec.json.encode(self.account(job, again=())).decode()
 
     def summary(self, job_id: int, now: datetime | None = None) -> Row:
         """The job in figures, as `db.reading.cost_accounts.summarise` tells them."""

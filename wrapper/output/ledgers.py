@@ -7,9 +7,11 @@ the journal of a job that is over is brought up to it. Used by the commands that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from resihp.errors import JobNotFoundError, LedgerError, ResihpError
 
@@ -136,6 +138,34 @@ def from_all(ledger: str | None, ask: Callable[[Reader], Found]) -> list[Found]:
                 found.append(ask(reader))
         except (ResihpError, OSError) as error:
             message(f"warning: job {job.name}: left out: {error}")
+    return found
+
+
+class _Run(msgspec.Struct):
+    """Of a job's run file, what its attempts have in common."""
+
+    run: str = ""
+
+
+def attempts_here(ledger: str | None, run: str | None = None) -> list[dict[str, Any]]:
+    """Attempts of runs that several jobs of this home share, or of this `run`, as `Reader.attempts`, from the ledgers
+    that they write to. None where one `ledger` was named, which has its own. One that cannot be read is left out."""
+    from db.reading.queries import Reader
+    from wrapper.job_folder import all_jobs
+
+    if ledger is not None and ledger != "sqlite":
+        return []
+    runs: dict[str, list[Job]] = {}
+    for job in all_jobs():
+        with suppress(OSError, msgspec.DecodeError, UnicodeError):
+            runs.setdefault(msgspec.json.decode(job.run_file.read_bytes(), type=_Run).run, []).append(job)
+    found: list[dict[str, Any]] = []
+    for name, jobs in runs.items():
+        if not name or len(jobs) < 2 or run not in (None, name):
+            continue
+        for job in jobs:
+            with suppress(ResihpError, OSError), Reader.open(_caught_up(job, own=ledger == "sqlite")) as reader:
+                found += reader.attempts(name)
     return found
 
 

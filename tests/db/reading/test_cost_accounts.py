@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -10,8 +11,11 @@ from typing import Any
 
 import pytest
 
-from db.reading.cost_accounts import CAUSES, Account, account, summarise
+from db.reading.cost_accounts import OF_HARDWARE, Account, account, added, between, summarise, timeline
+from db.reading.health import CERTAINTY
 from db.reading.reader import Reader
+from db.reading.rollbacks import Again, committed_again
+from db.reading.timeline import CAUSES
 from db.writer import Ledger
 from tests.db.conftest import any_layout_story, story, write_journal
 
@@ -57,6 +61,8 @@ def failure(number: int, noticed: float, iteration: int, **more: Any) -> Row:
     return {
         "failure": number,
         "kind": "fail-stop",
+        "component": "device",
+        "hardware": None,
         "node": "n1",
         "noticed_at": at(noticed),
         "iteration": iteration,
@@ -78,27 +84,47 @@ def told(
     failures: Sequence[Row] = (),
     transitions: Sequence[Row] = (),
     plans: Sequence[Row] | None = None,
-    events: Sequence[Row] = (),
+    checkpoints: Sequence[int] = (),
     nodes: Sequence[Row] = (),
     now: float = 0.0,
+    again: Again = (),
 ) -> Account:
     plans = [plan(1, 8)] if plans is None else plans
-    found = account(of, iterations, failures, transitions, plans, events, nodes, at(now))
+    rows: Any = (of, iterations, failures, transitions, plans, checkpoints, nodes, at(now), again)
+    found = account(*rows)
     assert set(found.lost_s) == set(found.lost_gpu_hours) == set(CAUSES)
     assert min(found.lost_s.values()) >= 0.0
-    assert found.useful_s + sum(found.lost_s.values()) == pytest.approx(found.wall_s)
-    hours = found.useful_s * found.devices / 3600.0 + sum(found.lost_gpu_hours.values())
-    assert hours == pytest.approx(found.gpu_hours)
+    assert found.useful_s + sum(found.lost_s.values()) == pytest.approx(found.held_s)
+    assert found.useful_gpu_hours + sum(found.lost_gpu_hours.values()) == pytest.approx(found.gpu_hours)
+    assert found.devices * found.held_s / 3600.0 == pytest.approx(found.gpu_hours)
+    start_s = found.held_s
+    if iterations:
+        seconds = statistics.median([row["seconds"] for row in iterations if row["seconds"]])
+        seconds = iterations[0]["seconds"] or seconds
+        start_s = (iterations[0]["finished_at"] - of["started_at"]).total_seconds() - seconds
+    assert found.lost_s["start"] == pytest.approx(start_s)
     figures = summarise(of, iterations, failures, transitions, plans, at(now))
-    assert figures["goodput"] == found.goodput
-    assert figures["ettr"] == found.ettr
+    assert (figures["goodput"], figures["ettr"]) == pytest.approx((found.goodput, found.ettr))
     assert figures["useful_seconds"] + sum(figures["lost_seconds"].values()) == pytest.approx(found.wall_s)
+    for cut in (0.0, 3.3, found.held_s / 2, found.held_s):  # parts add up to the whole
+        parts = added([between(timeline(*rows), until_s=cut), between(timeline(*rows), since_s=cut)])
+        for whole, part in zip(figures_of(found), figures_of(parts), strict=True):
+            assert part == pytest.approx(whole, abs=1e-6)
     return found
 
 
+def figures_of(found: Account) -> list[float]:
+    return [
+        *(found.held_s, found.wall_s, found.useful_s, found.committed_s, found.gpu_hours, found.useful_gpu_hours),
+        *found.lost_s.values(),
+        *found.lost_gpu_hours.values(),
+        *(float(found.failures), float(found.hardware_failures), float(found.repairs)),
+    ]
+
+
 def lost(found: Account) -> dict[str, float]:
-    """What is not zero, in milliseconds' precision."""
-    return {cause: round(seconds, 3) for cause, seconds in found.lost_s.items() if seconds >= 5e-4}
+    """What is not zero beside the start, in milliseconds' precision."""
+    return {c: round(seconds, 3) for c, seconds in found.lost_s.items() if seconds >= 5e-4 and c != "start"}
 
 
 def of_journal(folder: Path, url: str, entries: Any) -> Account:
@@ -120,12 +146,18 @@ def test_a_killed_rank(tmp_path: Path, ledger_url: str) -> None:
     # Noticed 0.3 s into the iteration, 0.02 s after the kill; 1.0 s to the next commit, 0.6 s of which count. From then
     # on 8 of 12 devices work, 9 iterations of 0.6 s: a third of them.
     assert found.wall_s == pytest.approx(5.5 + 1.3 + 8 * 0.6, abs=1e-3)
-    assert lost(found) == {"detect": 0.02, "redo": 0.28, "reconfigure": 0.4, "capacity": 1.8}
+    # It took 2.0 s to start and 0.3 s to wind down.
+    assert lost(found) == {"detect": 0.02, "redo": 0.28, "reconfigure": 0.4, "capacity": 1.8, "other": 0.3}
+    assert found.lost_s["start"] == pytest.approx(2.0, abs=1e-3)
     assert found.goodput == pytest.approx(10.9 / 11.6, abs=1e-4)
-    assert found.gpu_hours == pytest.approx(11.6 * 12 / 3600, abs=1e-4)
+    assert found.ettr == pytest.approx(10.9 / 13.9, abs=1e-4)
+    assert found.gpu_hours == pytest.approx(13.9 * 12 / 3600, abs=1e-4)
+    assert found.useful_share == pytest.approx((10.9 - 1.8) / 13.9, abs=1e-4)
     assert found.lost_gpu_hours["capacity"] == pytest.approx(1.8 * 12 / 3600, abs=1e-4)
     assert (found.failures, found.mttr_s) == (1, 1.0)
-    assert found.mtbf_s == pytest.approx(11.6, abs=1e-3)
+    assert found.mtbf_s == pytest.approx(13.9, abs=1e-3)
+    assert (found.hardware_failures, found.hardware_mtbf_s) == (0, None)  # it was injected
+    assert found.failure_rate == pytest.approx(1000 / (13.9 * 12 / 86400), rel=1e-4)
 
 
 def test_a_change_of_layout_is_no_work_redone(tmp_path: Path, ledger_url: str) -> None:
@@ -167,8 +199,68 @@ def test_a_failure_that_ended_the_job_costs_until_the_end() -> None:
 def test_a_failure_before_the_first_iteration() -> None:
     found = told(job(30, "failed"), [], [failure(1, 5.0, 1, detect_seconds=1.0)])
     assert found.goodput is None
-    assert found.wall_s == 35.0
-    assert lost(found) == {"detect": 1.0, "redo": 9.0, "reconfigure": 25.0}
+    assert (found.wall_s, found.held_s, found.lost_s["start"]) == (35.0, 40.0, 40.0)
+    assert (found.useful_share, found.mtbf_s) == (0.0, 40.0)
+
+
+def test_a_start_that_failed_costs_what_it_held() -> None:
+    """64 nodes of 8 for 40 minutes, of which two never came: nothing was planned, let alone trained."""
+    of = {**job(40 * 60 - 10, "failed"), "nodes": 64, "gpus_per_node": 8}
+    nodes = [{"node": f"n{i}", "devices": 8, "joined_at": at(30 + i), "released_at": None} for i in range(62)]
+    nodes.append({"node": "n62", "devices": 0, "joined_at": at(2000), "released_at": None})  # given up
+    for known in ([], nodes):
+        found = told(of, [], plans=[], nodes=known)
+        assert found.gpu_hours == found.lost_gpu_hours["start"] == pytest.approx(64 * 8 * 40 / 60)
+        assert found.useful_share == 0.0
+
+
+def test_iterations_that_a_later_attempt_committed_again_are_rolled_back() -> None:
+    """100 iterations of 2 s; the checkpoint was of the 20th, so 80 of them were of no use."""
+    iterations = [iteration(i, 2.0 * i, 2.0) for i in range(1, 101)]
+    found = told(job(200), iterations, again=[(21, 100)])
+    assert lost(found) == {"rollback": 160.0}
+    assert (found.useful_s, found.goodput) == (40.0, 1.0)
+    assert found.lost_gpu_hours["rollback"] == pytest.approx(160 * 8 / 3600)
+    # What was slow in them is put down to that.
+    slow = failure(1, 180.0, 91, kind="fail-slow", speed=0.5)
+    iterations[90:] = [iteration(i, 180.0 + 4.0 * (i - 90), 4.0, predicted=2.0) for i in range(91, 101)]
+    assert lost(told(job(220), iterations, [slow], again=[(21, 100)])) == {"rollback": 160.0, "slow": 20.0}
+    # Rows that were thinned stand for those before them.
+    assert lost(told(job(200), [iterations[0], iteration(100, 200.0, 2.0)], again=[(21, 100)])) == {
+        "rollback": pytest.approx(198 * 80 / 99, abs=1e-3)
+    }
+
+
+def test_what_is_committed_again_is_told_by_attempts_of_the_same_run() -> None:
+    def attempt(uuid: str, first: int | None, last: int | None, run: str = "r") -> Row:
+        return {"uuid": uuid, "run": run, "started_at": at(ord(uuid)), "first": first, "last": last}
+
+    found = committed_again([attempt("a", 1, 100), attempt("b", 21, 50), attempt("c", None, None)])
+    assert found == {"a": [(21, 50)]}
+    later = [attempt("d", 41, 90), attempt("d", 41, 90), attempt("e", 95, 97), attempt("f", 98, 200)]
+    found = committed_again([attempt("a", 1, 100), attempt("b", 21, 50), *later])
+    assert found == {"a": [(21, 90), (95, 100)], "b": [(41, 50)]}
+    assert committed_again([attempt("a", 1, 9, "q"), attempt("b", 1, 9, "r")]) == {}
+    assert committed_again([attempt("a", 1, 9, ""), attempt("b", 1, 9, "")]) == {}
+
+
+def test_the_hardware_fails_less_often_than_the_job() -> None:
+    iterations = [iteration(i, i) for i in range(1, 91)]
+    failures = [
+        failure(1, 10.0, 11, hardware=True, kind="program"),  # its log names an Xid
+        failure(2, 20.0, 21, hardware=False),  # out of memory, says its log
+        failure(3, 30.0, 31, component="node"),
+        failure(4, 40.0, 41, detect_seconds=0.5, hardware=True),  # injected
+        failure(5, 50.0, 51, component="program", kind="program"),
+        failure(6, 60.0, 61, component="process", kind="fail-slow"),
+        failure(7, 70.0, 71, component="link", kind="communication"),
+    ]
+    found = told(job(90), iterations, failures)
+    assert (found.failures, found.hardware_failures) == (7, 3)
+    assert found.mtbf_s == pytest.approx(100 / 7)
+    assert found.hardware_mtbf_s == pytest.approx(100 / 3)
+    assert found.hardware_failure_rate == pytest.approx(3 / (100 * 8 / 86400) * 1000)
+    assert set(CERTAINTY) == OF_HARDWARE
 
 
 def test_slow_iterations_cost_what_goes_beyond_the_prediction() -> None:
@@ -201,8 +293,7 @@ def test_under_a_plan_that_makes_do_with_the_slow_device_healthy_iterations_are_
 
 def test_checkpoints_cost_the_pause_behind_them() -> None:
     iterations = [iteration(1, 1), iteration(2, 2.01), iteration(3, 5.01), iteration(4, 6.02), iteration(5, 7.03)]
-    events = [{"kind": "CheckpointCommitted", "iteration": 2}, {"kind": "JobEnded", "iteration": None}]
-    assert lost(told(job(7.03), iterations, events=events)) == {"checkpoint": 1.99, "other": 0.04}
+    assert lost(told(job(7.03), iterations, checkpoints=[2])) == {"checkpoint": 1.99, "other": 0.04}
 
 
 def test_nodes_are_paid_until_they_are_given_back() -> None:
@@ -214,8 +305,11 @@ def test_nodes_are_paid_until_they_are_given_back() -> None:
         {"node": "n4", "devices": 0, "joined_at": None, "released_at": None},  # never came
     ]
     found = told(job(60), iterations, nodes=nodes)
-    assert found.devices == pytest.approx(4 + 2 + 1)
-    assert found.gpu_hours == pytest.approx(70 / 3600)
+    assert found.gpu_hours == pytest.approx((4 * 70 + 4 * 15 + 4 * 52.5) / 3600)
+    assert found.useful_gpu_hours == pytest.approx((4 * 10 + 4 * 5 + 4 * 2.5) / 3600)
+    # Agents that came late, or again, were on nodes that were there all the time; replacements were not.
+    nodes[0]["joined_at"], nodes[2] = at(3), nodes[2] | {"replacement": 1}
+    assert told(job(60), iterations, nodes=nodes).gpu_hours == found.gpu_hours
 
 
 def test_a_clock_that_went_back_costs_nothing() -> None:
@@ -277,6 +371,7 @@ def test_iterations_committed_at_once_share_the_time_before() -> None:
 def test_a_job_of_which_nothing_is_known() -> None:
     found = told(job(5), [], plans=[])
     assert (found.wall_s, found.goodput, found.mtbf_s, found.mttr_s) == (0.0, None, None, None)
+    assert found.held_s == 15.0
 
 
 def test_many_failures_and_iterations_take_no_longer_than_their_number() -> None:

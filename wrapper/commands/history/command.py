@@ -31,7 +31,7 @@ from wrapper.output.answers import (
     write_csv,
     write_parquet,
 )
-from wrapper.output.ledgers import from_all, opened
+from wrapper.output.ledgers import attempts_here, from_all, opened
 
 if TYPE_CHECKING:
     from db.reading.queries import Reader
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
+COST_BY = ("job", "owner", "account", "partition", "cluster", "week", "month")
 SHOWN = 50
 """Rows on a terminal, if no --limit says otherwise."""
 
@@ -76,7 +77,7 @@ RECKONED = frozenset({"jobs", "cost", "promises", "lemons", "repairs", "rate", "
 
 
 class By(str, Enum):  # noqa: UP042 - as above
-    """What failures are counted by; `cost` is told by job, too."""
+    """What failures are counted by (up to `job`), and what costs are told by (from there on)."""
 
     node = "node"
     component = "component"
@@ -115,6 +116,8 @@ class Asked:
     days: float | None = None
     every: bool = False
     """Of all jobs."""
+    price: float | None = None
+    """Of a GPU-hour, in whatever money."""
     flat: bool = False
     """As a table of the ledger's columns alone, with nothing worked out."""
 
@@ -158,7 +161,14 @@ class HistoryOptions:
     job: JobArgument = None
     job_option: Annotated[str | None, typer.Option("--job", help="The same as JOB.", show_default=False)] = None
     every: Annotated[bool, typer.Option("--all", help="Of all jobs: of --ledger, or of every job here.")] = False
-    by: Annotated[By | None, typer.Option(help="Count failures by this; cost by job.", show_default=False)] = None
+    by: Annotated[
+        By | None,
+        typer.Option(
+            help="Count failures by node, component, cause, kind, job; cost by job, owner, (Slurm) account, "
+            "partition, cluster, week, month.",
+            show_default=False,
+        ),
+    ] = None
     node: Annotated[str | None, typer.Option(help="Only this node's.", show_default=False)] = None
     rank: Annotated[int | None, typer.Option(help="Of scores, only this rank's.", show_default=False)] = None
     since: Annotated[str | None, typer.Option(help="Time (ISO, UTC) or age (30m, 2h, 1d).", show_default=False)] = None
@@ -174,6 +184,9 @@ class HistoryOptions:
     ] = None
     days: Annotated[float | None, typer.Option(help="Rate: days looked at.", show_default="30", min=0.01)] = None
     injected: Annotated[bool, typer.Option("--injected", help="Lemons: count faults on purpose, too.")] = False
+    price: Annotated[
+        float | None, typer.Option(help="Cost: of a GPU-hour, for a column of money.", show_default=False, min=0.0)
+    ] = None
     as_json: JsonOption = False
     as_csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False
     parquet: Annotated[Path | None, typer.Option(help="Write a Parquet file.", show_default=False)] = None
@@ -219,6 +232,7 @@ def history(options: HistoryOptions) -> None:
         having=options.having,
         days=options.days,
         every=options.every,
+        price=options.price,
         flat=options.as_csv or options.parquet is not None,
     )
     every = options.every or options.view in OF_ALL
@@ -227,7 +241,8 @@ def history(options: HistoryOptions) -> None:
         answer = _of_all(asked, job, options.ledger)
     else:
         with opened(job, options.ledger) as (reader, row):
-            answer = _of_one(asked, reader, row)
+            others = attempts_here(options.ledger, row["run"]) if asked.view == "cost" else []
+            answer = _of_one(asked, reader, row, others)
     if options.node is not None and not answer.rows and options.node not in answer.nodes:
         from db.reading.reader import nearest
 
@@ -293,8 +308,13 @@ def why(
 def _check(asked: Asked, every: bool) -> None:
     """Raises UsageError for what the view cannot tell."""
     view = asked.view
-    if asked.by is not None and view != "failures" and (view, asked.by) != ("cost", "job"):
-        raise UsageError(f"history {view}: --by is for failures, and --by job for cost; leave it out")
+    if asked.by is not None:
+        if view not in ("failures", "cost"):
+            raise UsageError(f"history {view}: --by is for failures and cost; leave it out")
+        if view == "cost" and asked.by not in COST_BY:
+            raise UsageError(f"history {view}: --by {asked.by}: has no such; give one of {', '.join(COST_BY)}")
+    if asked.price is not None and view != "cost":
+        raise UsageError(f"history {view}: --price is for cost; leave it out")
     if view == "rate" and (asked.around is None) == (asked.having is None):
         raise UsageError("history rate: give --around TIME, or --having TRAIT=VALUE")
     if view != "rate" and (asked.around, asked.having, asked.days) != (None, None, None):
@@ -318,17 +338,29 @@ def _check(asked: Asked, every: bool) -> None:
         raise UsageError("history iterations --all: may be millions; say how many with --limit")
 
 
-def _of_one(asked: Asked, reader: Reader, job: Row) -> Listing:
+def _period(asked: Asked) -> Any:
+    return asked.by if asked.by in ("week", "month") else None
+
+
+def _costs(asked: Asked, found: Sequence[tuple[Row, Any]], whose: str) -> Listing:
+    """Costs by cause, or by whatever was asked for; what they came to in all beneath."""
+    from db.reading import fleet, queries
+
+    sums = [account for _, account in found]
+    by: Any = asked.by
+    rows = fleet.cost_rows(sums, asked.price) if by is None else fleet.cost_by(by, found, asked.price)
+    columns, closing = queries.priced(asked.shape, asked.price), _cost_lines(sums, asked.price)
+    return Listing(columns, rows[: asked.limit], whose, len(rows), closing=closing)
+
+
+def _of_one(asked: Asked, reader: Reader, job: Row, others: Sequence[Row]) -> Listing:
     from db.reading import fleet, hardware, queries
 
     whose = f"job {job['name']}"
     times: dict[str, Any] = {"since": asked.since, "until": asked.until}
     known = reader.nodes(job["id"]) if asked.node is not None else []
     if asked.view == "cost":
-        found = reader.account(job)
-        if asked.by is not None:
-            return Listing(queries.COLUMNS["cost by job"], fleet.cost_by_job([(job, found)]), whose)
-        return Listing(queries.COLUMNS["cost"], fleet.cost_rows([found]), whose, closing=_cost_line([found]))
+        return _costs(asked, fleet.costs_of(reader, job, period=_period(asked), others=others), whose)
     if asked.view == "promises":
         rows = queries.promises_rows(reader, job["id"])
         return Listing(queries.COLUMNS["promises"], rows[-asked.limit :] if asked.limit else rows, whose, len(rows))
@@ -394,12 +426,11 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
 
     whose = "all jobs"
     if asked.view == "cost":
-        found = ask(lambda reader: fleet.accounts(reader, **times))
-        if asked.by is not None:
-            rows = fleet.cost_by_job(sorted(found, key=lambda pair: pair[0]["started_at"], reverse=True))
-            return Listing(queries.COLUMNS["cost by job"], rows[: asked.limit], whose, len(rows))
-        sums = [account for _, account in found]
-        return Listing(queries.COLUMNS["cost"], fleet.cost_rows(sums), whose, closing=_cost_line(sums))
+        others = attempts_here(ledger)
+        found = ask(
+            lambda reader: fleet.accounts(reader, user=asked.user, **times, period=_period(asked), others=others)
+        )
+        return _costs(asked, sorted(found, key=lambda pair: pair[0]["started_at"], reverse=True), whose)
     if asked.view == "lemons":
         now = datetime.now(UTC)
         record = fleet.NodeRecord()
@@ -483,20 +514,29 @@ def _show(asked: Asked, answer: Listing, every: bool) -> None:
         message(f"{answer.whose}: the {which} {asked.limit}{of} {asked.view}; more with --limit, all with --json")
 
 
-def _cost_line(found: Sequence[Any]) -> str:
-    """`failures cost 3.1 of 41.8 GPU-hours (7.4 %)`, and `goodput 95.2 %, MTBF 3 h 10 min, MTTR 4.20 s` beneath."""
+def _cost_lines(found: Sequence[Any], price: float | None) -> str:
+    """What failures cost, of how much; shares of the time; how often something failed, and of that, hardware."""
+    from db.reading.cost_accounts import added
     from wrapper.commands.history.tables import amount
     from wrapper.output.render import duration, percent
 
-    hours = sum(one.gpu_hours for one in found)
-    cost = sum(one.failure_gpu_hours for one in found)
-    wall = sum(one.wall_s for one in found)
-    failures = sum(one.failures for one in found)
-    share = percent(cost / hours) if hours > 0 else "-"
-    goodput = percent(sum(one.committed_s for one in found) / wall) if wall > 0 else "-"
-    line = f"failures cost {amount(cost)} of {amount(hours)} GPU-hours ({share})\ngoodput {goodput}"
-    if failures:
-        line += f", MTBF {duration(wall / failures)}"
-    if len(found) == 1 and found[0].mttr_s is not None:
-        line += f", MTTR {duration(found[0].mttr_s)}"
+    one = added(found)
+    share = percent(one.failure_gpu_hours / one.gpu_hours) if one.gpu_hours > 0 else "-"
+    line = f"failures cost {amount(one.failure_gpu_hours)} of {amount(one.gpu_hours)} GPU-hours ({share})"
+    if price is not None:
+        line += f", {amount(one.failure_gpu_hours * price)} of {amount(one.gpu_hours * price)} in money"
+    line += f"\ngoodput {percent(one.goodput)}, useful share {percent(one.useful_share)}"
+    if one.mttr_s is not None:
+        line += f", MTTR {duration(one.mttr_s)}"
+    for what, failures, mtbf_s, rate in (
+        ("failures", one.failures, one.mtbf_s, one.failure_rate),
+        ("of hardware", one.hardware_failures, one.hardware_mtbf_s, one.hardware_failure_rate),
+    ):
+        if one.failures:
+            each = (
+                f": MTBF {duration(mtbf_s)}, {amount(rate)} in 1,000 GPU-days" if failures and rate is not None else ""
+            )
+            line += f"\n{what} {failures:,}{each}"
+    if one.in_proportion:
+        line += f"\ncut in proportion, as their rows had been thinned: parts of {one.in_proportion:,} jobs"
     return line

@@ -28,9 +28,11 @@ LEAST_WIDTH = 6
 """Of a column that wraps."""
 COST_WORDS = {
     "useful": "training",
+    "start": "until the first iteration",
     "detect": "until failures were noticed",
     "reconfigure": "reconfiguring",
     "redo": "work thrown away",
+    "rollback": "iterations repeated by a later attempt",
     "slow": "slow devices and links",
     "capacity": "fewer devices than at first",
     "checkpoint": "waiting for checkpoints",
@@ -147,6 +149,19 @@ def _counted(by: str) -> list[Column]:
     ]
 
 
+def _costs(by: str) -> list[Column]:
+    return [
+        _words(by, wraps=True),
+        _number("jobs"),
+        _share("goodput"),
+        _share("useful_share", "useful"),
+        _number("failures"),
+        _seconds("hardware_mtbf_seconds", "HW MTBF"),
+        _amount("gpu_hours", "GPU-h"),
+        _amount("failure_gpu_hours", "lost GPU-h"),
+    ]
+
+
 _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
     **{f"failures by {by}": _counted(by) for by in GROUPS},
     "jobs": [
@@ -206,8 +221,10 @@ _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
         _share("ettr", "ETTR"),
         _number("failures"),
         _seconds("mtbf_seconds", "MTBF"),
+        _amount("gpu_hours", "GPU-h"),
         _amount("failure_gpu_hours", "lost GPU-h"),
     ],
+    **{f"cost by {by}": _costs(by) for by in ("owner", "account", "partition", "cluster", "week", "month")},
     "promises": [
         _number("epoch"),
         _change("promised"),
@@ -357,6 +374,8 @@ _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
 def history_table(table: str, rows: list[dict[str, Any]], *, with_jobs: bool = False) -> Table:
     """Rows of a view of `resihp history`, or `failures by node`, as a Rich table; cells are shown literally."""
     columns = [*([_words("job", wraps=True)] if with_jobs else []), *_TERMINAL_COLUMNS[table]]
+    if any("money" in row for row in rows):
+        columns.append(_amount("money", "money"))
     tight = with_jobs or table in TIGHT or " by " in table
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0) if tight else (0, 1))
     cells = [[one_line(column.cell(row)) for column in columns] for row in rows]

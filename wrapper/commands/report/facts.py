@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from db.reading.cost_accounts import Account, account
+from db.reading.cost_accounts import Account
 from db.reading.promises import promises
 from db.reading.scores import Scores, scores
 from wrapper.commands.report.runs import Total
@@ -81,7 +81,7 @@ def read(reader: Reader, job: Row, now: datetime, slurm: Total | None = None) ->
         drains=reader.rows("drains", number),
         replacements=reader.rows("replacements", number),
         checkpoints=checkpoints,
-        account=account(job, iterations, failures, reconfigurations, plans, checkpoints, nodes, now),
+        account=reader.account(job, now),
         promises=promises(plans, iterations, failures),
         explanations=reader.explanations(number, _to_explain(plans)),
         suspicions=suspicions,

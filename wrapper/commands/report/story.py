@@ -11,20 +11,22 @@ from typing import Any
 import msgspec
 
 from db.engine import masked
-from db.reading.cost_accounts import CAUSES
+from db.reading.timeline import CAUSES
 from wrapper.commands.report.facts import Facts
 from wrapper.output.render import count, duration, hours, percent
 
 CAUSE_WORDS: Mapping[str, tuple[str, str]] = {
+    "start": ("starting", "from the job's start until the first iteration began"),
     "detect": ("noticing failures", "from the fault until it was noticed"),
     "reconfigure": ("changing the plan", "parking, planning, groups, moving state"),
     "redo": ("redone work", "work on an interrupted iteration that was thrown away"),
+    "rollback": ("repeated iterations", "committed iterations that a later attempt committed again"),
     "slow": ("slow devices", "iterations beyond their healthy time"),
     "capacity": ("missing devices", "iterations on fewer devices than at first"),
     "checkpoint": ("checkpoints", "pauses after checkpointed iterations"),
-    "other": ("other", "usual pauses between iterations, and what nobody noted"),
+    "other": ("other", "usual pauses between iterations, winding down, and what nobody noted"),
 }
-"""For each cause of `db.reading.cost_accounts`: its name, and what counts."""
+"""For each cause of `db.reading.timeline`: its name, and what counts."""
 SECRET_NAME = re.compile(r"(password|passwd|secret|token|api_?key|authorization|credential)s?$", re.IGNORECASE)
 MASK = "***"
 

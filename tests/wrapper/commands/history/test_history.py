@@ -13,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from db.migrate import upgrade
@@ -35,7 +36,7 @@ def hurt(job: Job, *, killed: str = "n2", slow_until: int | None = None) -> Iter
     """40 iterations of 1 s. Rank 1 of n1 is at half its speed from iteration 31 on, rank 3 dies in iteration 21."""
     began = job.read().created_at - 3600.0
     at = began
-    yield started(job.name), at
+    yield msgspec.structs.replace(started(job.name), nodes=2, gpus_per_node=2), at
     for rank in range(4):
         node = "n1" if rank < 2 else killed
         if rank % 2 == 0:
@@ -176,12 +177,54 @@ def test_how_many_gpu_hours_did_failures_cost() -> None:
         assert found[cause]["of_failures"]
     assert found["useful"]["seconds"] == pytest.approx(40.0, abs=1e-3)
     text = text_of("history", "cost")
-    assert "failures cost 0.0472 of 0.0917 GPU-hours (51.5 %)" in text
+    assert "failures cost 0.0472 of 0.0928 GPU-hours (50.9 %)" in text
     told()
     both = {row["cause"]: row for row in rows("cost", "--all")}
     assert both["slow"]["seconds"] == pytest.approx(40.0, abs=1e-3)
     assert [row["job"] for row in rows("cost", "--all", "--by", "job")] == ["local-2", "local-1"]
     assert rows("cost", "--by", "job")[0]["mttr_seconds"] == 4.0
+
+
+def test_what_did_it_cost_in_money_whom_and_when() -> None:
+    first = told()
+    told()
+    for by, name in (("owner", "me"), ("account", "-")):
+        [row] = rows("cost", "--all", "--by", by, "--price", "3600")
+        assert (row[by], row["jobs"], row["failures"], row["hardware_failures"]) == (name, 2, 4, 2)
+        assert row["money"] == pytest.approx(row["gpu_hours"] * 3600)
+    weeks = rows("cost", "--all", "--by", "week")
+    assert sum(row["gpu_hours"] for row in weeks) == pytest.approx(row["gpu_hours"])
+    assert all("money" not in row for row in weeks)
+    began = first.read().created_at - 3600.0
+    cut = datetime.fromtimestamp(began + 6.0, UTC).isoformat()  # 1 s of start, 5 iterations
+    early = {row["cause"]: row["seconds"] for row in rows("cost", "--all", "--until", cut)}
+    assert 5.0 <= early["useful"] <= 10.0
+    assert early["start"] + early["useful"] == pytest.approx(sum(early.values()))
+    told_text = text_of("history", "cost", "--price", "3600")
+    assert re.search(r"until the first iteration 1\.00 s \S+ % 0\.0011 4 ", told_text)  # 1 s of 4 devices
+    assert re.search(r"failures cost 0\.0472 of \S+ GPU-hours \(\S+ %\), 170 of \S+ in money", told_text)
+    assert re.search(r"useful share \S+ %, MTTR 4\.00 s failures 2: MTBF .* of hardware 1: MTBF", told_text)
+    assert "in 1,000 GPU-days" in text_of("history", "cost")
+    assert "lab" not in text_of("history", "cost", "--all", "--by", "account")
+
+
+def test_iterations_that_a_later_job_of_this_home_repeated() -> None:
+    """Each has a ledger of its own."""
+    run = "00000000-0000-0000-0000-00000000000a"
+    for _ in range(2):
+        job = create_local_job()
+        job.run_file.write_text(json.dumps({"run": run}))
+        job.exit_code_file.write_text("0\n")
+        of_run = (
+            (msgspec.structs.replace(entry, run=run) if isinstance(entry, journal.JobStarted) else entry, at)
+            for entry, at in hurt(job)
+        )
+        write_journal(job.journal_file, of_run)
+    first, second = ({row["cause"]: row["seconds"] for row in rows("cost", name)} for name in ("local-1", "local-2"))
+    assert (first["useful"], first["rollback"]) == pytest.approx((0.0, 40.0), abs=1e-3)
+    assert (second["useful"], second["rollback"]) == pytest.approx((40.0, 0.0), abs=1e-3)
+    both = {row["cause"]: row["seconds"] for row in rows("cost", "--all")}
+    assert (both["useful"], both["rollback"]) == pytest.approx((40.0, 40.0), abs=1e-3)
 
 
 def test_did_the_last_plan_keep_its_promise() -> None:
@@ -289,7 +332,8 @@ def test_every_table_can_be_of_all_jobs(view: str, tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (("plans", "--by", "node"), "--by is for failures"),
-        (("cost", "--by", "node"), "--by job for cost"),
+        (("cost", "--by", "node"), "--by node: has no such; give one of job, owner, account"),
+        (("failures", "--price", "2"), "--price is for cost"),
         (("promises", "--since", "1d"), "leave --since and --until out"),
         (("rate",), "give --around TIME, or --having TRAIT=VALUE"),
         (("rate", "--having", "colour=red"), "traits are driver"),

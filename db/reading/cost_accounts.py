@@ -51,8 +51,7 @@ import msgspec
 import numpy as np
 
 from db.reading.goodput import RECENT, Course, Floats, Interruption, course, interruptions
-from db.reading.rollbacks import Again
-from db.reading.timeline import CAUSES, SHARES, WORK, Timeline, held_devices, laid_out, spread_evenly
+from db.reading.timeline import CAUSES, SHARES, WORK, Again, HeldTime, held_devices, laid_out, spread_evenly
 
 Row = dict[str, Any]
 
@@ -170,7 +169,7 @@ def timeline(
     nodes: Sequence[Row],
     now: datetime,
     again: Again = (),
-) -> Timeline:
+) -> HeldTime:
     """Rows of one job, iterations in order; `checkpoints`: iterations that were saved; `again`: what later attempts
     committed again. Of a job that is over and whose rows were thinned, what was kept of it counts."""
     clock = course(job, iterations, plans, now)
@@ -210,7 +209,7 @@ def timeline(
     return replace(evenly, hours_scale=scale)
 
 
-def between(of: Timeline, since_s: float = -np.inf, until_s: float = np.inf) -> Account:
+def between(of: HeldTime, since_s: float = -np.inf, until_s: float = np.inf) -> Account:
     """The account of a part of a job, from `since_s` on and before `until_s`, since the job's start."""
     every_s, every_h = (each.tolist() for each in of.between(since_s, until_s))
     seconds, hours = dict(zip(SHARES, every_s, strict=True)), dict(zip(SHARES, every_h, strict=True))

@@ -18,8 +18,7 @@ from db.models import DrainRow, FailureRow, IterationRow, JobRow, NodeRow, Recon
 from db.reading import hardware, health
 from db.reading.cost_accounts import OF_FAILURES, Account, added, between, kept
 from db.reading.reader import TABLES, Reader, Row, no_collection
-from db.reading.rollbacks import Again, committed_again
-from db.reading.timeline import CAUSES, SHARES
+from db.reading.timeline import CAUSES, SHARES, Again, committed_again
 from resihp.detector.lemons import NodeFailure, Service, node_health
 from resihp.detector.moved import Machine, Placement, Renewal, follow
 from resihp.errors import UsageError

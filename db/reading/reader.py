@@ -44,8 +44,7 @@ from db.migrate import check_readable
 from db.models import EventRow, FailureRow, IterationRow, JobRow, PlanRow, ReconfigurationRow, WorkerRow
 from db.reading import cost_accounts
 from db.reading.explanations import explanations
-from db.reading.rollbacks import Again, committed_again
-from db.reading.timeline import Timeline
+from db.reading.timeline import Again, HeldTime, committed_again
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
 
 if TYPE_CHECKING:
@@ -586,7 +585,7 @@ class Reader:
         attempts = self.attempts(job["run"], others) if job["run"] else []
         return committed_again(attempts).get(job["uuid"], ())
 
-    def timeline(self, job: Row, now: datetime | None = None, again: Again = ()) -> Timeline:
+    def timeline(self, job: Row, now: datetime | None = None, again: Again = ()) -> HeldTime:
         """Where the time of a job went, moment by moment; `job` is its row, `again` as of `account`."""
         checkpoints = models.CheckpointRow.__table__.c
         saved = self.fetch(select(checkpoints.iteration).where(checkpoints.job_id == job["id"]))

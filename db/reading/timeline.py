@@ -7,7 +7,7 @@ away, until it was noticed, reconfiguring), then the iteration, mixed with the p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -22,13 +22,15 @@ CAUSES = ("start", "detect", "reconfigure", "redo", "rollback", "slow", "capacit
 SHARES = ("useful", *CAUSES)
 WORK = ("useful", "slow", "capacity", "rollback")
 """What committed iterations are shared out among."""
+Again = Sequence[tuple[int, int]]
+"""First and last iterations of what later attempts of a run committed again; in order, and apart from each other."""
 _AT = {name: place for place, name in enumerate(SHARES)}
 _OF_WORK = [_AT[name] for name in WORK]
 _LEAST_S = 1e-9
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldDevices:
     """Devices held: `at_s` since the job's start, ascending, and the device-seconds up to each."""
 
     at_s: Floats
@@ -40,13 +42,13 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline:
+class HeldTime:
     """Stretches of time, seconds since the job's start, and what the seconds of each went to: (stretches, `SHARES`)."""
 
     begin_s: Floats
     end_s: Floats
     seconds: Floats
-    held: Held
+    held: HeldDevices
     held_s: float
     """From the job's start to its end."""
     wall: tuple[float, float]
@@ -75,7 +77,7 @@ class Timeline:
         return share @ self.seconds, hours if self.hours_scale is None else hours * self.hours_scale
 
 
-def held_devices(job: Row, nodes: Sequence[Row], held_s: float) -> Held:
+def held_devices(job: Row, nodes: Sequence[Row], held_s: float) -> HeldDevices:
     """Devices that the job held. Its allocation's from its start, whether their agents came or not; a replacement's
     from when it joined; a node, lost or not, until it was given back."""
     joined = [row for row in nodes if row["joined_at"] is not None and row["devices"] > 0]
@@ -102,18 +104,23 @@ def held_devices(job: Row, nodes: Sequence[Row], held_s: float) -> Held:
             steps[end] = steps.get(end, 0) - devices
     at_s = np.array(sorted(steps))
     at_work = np.cumsum([float(steps[each]) for each in at_s.tolist()])
-    return Held(at_s, np.cumsum(np.diff(at_s, prepend=0.0) * np.append(0.0, at_work[:-1])))
+    return HeldDevices(at_s, np.cumsum(np.diff(at_s, prepend=0.0) * np.append(0.0, at_work[:-1])))
 
 
 def laid_out(
-    clock: Course, spans: Sequence[Interruption], pauses: Mapping[int, float], work: Floats, held: Held, **told: Any
-) -> Timeline:
+    clock: Course,
+    spans: Sequence[Interruption],
+    pauses: Mapping[int, float],
+    work: Floats,
+    held: HeldDevices,
+    **told: Any,
+) -> HeldTime:
     """The timeline of a job. `pauses`: for checkpoints, by the index of the commit that they came before; `work`: of
-    each commit, by `WORK`; `told`: fields of `Timeline` that are kept as they are."""
+    each commit, by `WORK`; `told`: fields of `HeldTime` that are kept as they are."""
     start_s, held_s = clock.before_s, clock.before_s + clock.wall_s + clock.after_s
     told |= {"held": held, "held_s": held_s, "wall": (start_s, start_s + clock.wall_s)}
     if not clock.ends_s:
-        return Timeline(
+        return HeldTime(
             begin_s=np.zeros(1), end_s=np.array([held_s]), seconds=_only("start", held_s), trained=False, **told
         )
     ends = np.array((0.0, *clock.ends_s, max(clock.wall_s + clock.after_s, clock.ends_s[-1])))
@@ -133,7 +140,7 @@ def laid_out(
             begin = start_s + float(begins[index])
             parts.append((begin, begin + seconds, _only(cause, seconds)))
             begins[index] += seconds
-    return Timeline(
+    return HeldTime(
         begin_s=np.concatenate(([begin for begin, _, _ in parts], start_s + begins)),
         end_s=np.concatenate(([end for _, end, _ in parts], start_s + ends[1:])),
         seconds=np.concatenate((*(each for _, _, each in parts), shares)),
@@ -141,7 +148,7 @@ def laid_out(
     )
 
 
-def spread_evenly(of: Timeline, wall_s: float, useful_s: float, lost_s: Mapping[str, float]) -> Timeline:
+def spread_evenly(of: HeldTime, wall_s: float, useful_s: float, lost_s: Mapping[str, float]) -> HeldTime:
     """The timeline of a job whose rows were thinned, from what they told while they were all there: of its wall time.
 
     What other attempts made useless since then is the same share of the useful time as of what is left.
@@ -154,7 +161,7 @@ def spread_evenly(of: Timeline, wall_s: float, useful_s: float, lost_s: Mapping[
     wall[0, 1:] = [lost_s.get(cause, 0.0) for cause in CAUSES]
     wall[0, _AT["useful"]], wall[0, _AT["rollback"]] = useful_s * (1.0 - lost), useful_s * lost
     edges = np.cumsum([0.0, start_s, wall_s, after_s])
-    return Timeline(
+    return HeldTime(
         begin_s=edges[:-1],
         end_s=edges[1:],
         seconds=np.concatenate((_only("start", start_s), wall, _only("other", after_s))),
@@ -208,3 +215,35 @@ def _interrupted(spans: Sequence[Interruption], free: Floats) -> dict[int, list[
                 if left > _LEAST_S:
                     index += 1
     return pieces
+
+
+# --- what later attempts did again ---------------------------------------------------------------------------------
+
+
+def committed_again(attempts: Iterable[Row]) -> dict[str, Again]:
+    """By `uuid`, what later attempts of the same run committed again. Attempts: `uuid`, `run`, `started_at`, and their
+    `first` and `last` iterations; each once, however often it is told."""
+    runs: dict[str, dict[str, Row]] = {}
+    for row in attempts:
+        if row["run"] and row["first"] is not None:
+            runs.setdefault(row["run"], {})[row["uuid"]] = row
+    found: dict[str, Again] = {}
+    for of_run in runs.values():
+        later: list[tuple[int, int]] = []
+        for row in sorted(of_run.values(), key=lambda row: (row["started_at"], row["uuid"]), reverse=True):
+            mine = row["first"], row["last"]
+            if both := [(max(a, mine[0]), min(b, mine[1])) for a, b in later if a <= mine[1] and b >= mine[0]]:
+                found[row["uuid"]] = both
+            later = _joined([*later, mine])
+    return found
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same iterations, in order, in ranges that do not touch."""
+    found: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = found[-1][0], max(found[-1][1], last)
+        else:
+            found.append((first, last))
+    return found

@@ -141,7 +141,7 @@ def from_all(ledger: str | None, ask: Callable[[Reader], Found]) -> list[Found]:
     return found
 
 
-class _Run(msgspec.Struct):
+class _RunName(msgspec.Struct):
     """Of a job's run file, what its attempts have in common."""
 
     run: str = ""
@@ -158,7 +158,7 @@ def attempts_here(ledger: str | None, run: str | None = None) -> list[dict[str, 
     runs: dict[str, list[Job]] = {}
     for job in all_jobs():
         with suppress(OSError, msgspec.DecodeError, UnicodeError):
-            runs.setdefault(msgspec.json.decode(job.run_file.read_bytes(), type=_Run).run, []).append(job)
+            runs.setdefault(msgspec.json.decode(job.run_file.read_bytes(), type=_RunName).run, []).append(job)
     found: list[dict[str, Any]] = []
     for name, jobs in runs.items():
         if not name or len(jobs) < 2 or run not in (None, name):

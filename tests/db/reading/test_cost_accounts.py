@@ -14,8 +14,7 @@ import pytest
 from db.reading.cost_accounts import OF_HARDWARE, Account, account, added, between, summarise, timeline
 from db.reading.health import CERTAINTY
 from db.reading.reader import Reader
-from db.reading.rollbacks import Again, committed_again
-from db.reading.timeline import CAUSES
+from db.reading.timeline import CAUSES, Again, committed_again
 from db.writer import Ledger
 from tests.db.conftest import any_layout_story, story, write_journal
 

@@ -143,7 +143,7 @@ def test_the_sentences_of_a_job_that_has_barely_begun(tmp_path: Path) -> None:
     assert sentences(nothing) == (
         "Job local-1 on 3 nodes with 4 devices each has committed no iteration in 1 min 40 s; it is running.",
         "No failure was noticed.",
-        "There is no goodput to tell yet.",
+        "There is no goodput to tell yet: 20 GPU-min went to starting.",
     )
     words = seen(nothing)
     assert "No iteration time is known yet." in words

@@ -203,7 +203,8 @@ def _failures(facts: Facts) -> str:
 def _cost(facts: Facts) -> str:
     account = facts.account
     if account.goodput is None:
-        return "There is no goodput to tell yet."
+        held = f"{hours(account.gpu_hours)} went to starting" if account.gpu_hours > 0 else "nothing was held"
+        return f"There is no goodput to tell yet: {held}."
     goodput = f"Goodput was {percent(account.goodput)} (committed iterations over wall time)"
     lost = sum(account.lost_s.values())
     if lost < 0.005:

@@ -1,8 +1,9 @@
 """Jobs from one ledger into another: as Parquet files, from another ledger, or from a journal.
 
 A job is recognised by its uuid, and the copy that has more of the journal (`journal_seq`) is the newer one: it takes
-the place of an older one as a whole, and an older or equal one changes nothing but rank reports that were missing. One
-transaction for each job. Called by `resihp db export|import`; `db.writer` brings journals in.
+the place of an older one as a whole, and an older or equal one changes nothing but rank reports that were missing. Of a
+source that is newer than we know what we do not know is left out, and named. One transaction for each job. Called by
+`resihp db export|import`; `db.writer` brings journals in.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
@@ -50,6 +51,9 @@ class Merged:
 class _Ledger:
     connection: Connection
 
+    def left_out(self) -> list[str]:
+        return migrate.unknown_parts(self.connection)
+
     def jobs(self) -> list[Row]:
         query = select(*(JOBS.c[name] for name in columns_of(JOBS))).order_by(JOBS.c.started_at, JOBS.c.id)
         return [dict(row) for row in self.connection.execute(query).mappings()]
@@ -82,7 +86,9 @@ def export(url: str, folder: Path, uuids: Sequence[str] | None = None) -> Manife
         part = folder.with_name(f".{folder.name}.{os.getpid()}")
         try:
             part.mkdir(parents=True)
-            manifest = parquet.write(source, jobs, part)
+            oldest = migrate.oldest_client(connection, "read")
+            # A newer ledger's own may be newer than what is in the files, which is ours.
+            manifest = parquet.write(source, jobs, part, min(oldest or migrate.head(), migrate.head()))
             if folder.exists():
                 folder.rmdir()
             part.rename(folder)
@@ -217,7 +223,10 @@ def _torn(path: Path) -> str:
 def _journal_seq(url: str, uuid: str) -> int | None:
     parsed = resolve(url)
     file = file_of(parsed)
-    if (file is not None and not file.exists()) or migrate.current(url) != migrate.head():
+    if file is not None and not file.exists():
+        return None
+    version = migrate.current(url)
+    if version is None or migrate.is_older(version):
         return None
     with _reading(url) as connection:
         return connection.execute(select(JOBS.c.journal_seq).where(JOBS.c.uuid == uuid)).scalar_one_or_none()
@@ -231,9 +240,12 @@ def merge(source: Source, url: str) -> list[Merged]:
     engine = make_engine(parsed, write=True)
     try:
         merged = []
+        unknown = source.left_out()
+        note = f"left out, newer than this resihp: {', '.join(unknown)}" if unknown else ""
         for job in source.jobs():
             with Session(engine) as session, session.begin():
-                merged.append(_merge_job(session, source, job))
+                one = _merge_job(session, source, job)
+                merged.append(one if one.outcome == "unchanged" else replace(one, note=note))
         return merged
     except (DBAPIError, OSError) as error:
         raise refusal(parsed, error) from error
@@ -295,7 +307,7 @@ def _merge_telemetry(connection: Connection, number: int, table: Table, parts: I
 
 @contextmanager
 def _reading(url: str, name: str | None = None) -> Iterator[Connection]:
-    """A ledger of our schema as it is at one moment. Raises LedgerError."""
+    """A ledger that we can read as it is at one moment. Raises LedgerError."""
     parsed = resolve(url)
     name = name or masked(parsed)
     file = file_of(parsed)

@@ -2,7 +2,8 @@
 
 Alembic without an alembic.ini. A new ledger is made by the same migrations that upgrade an old one. Used by the writer
 when it opens a ledger, by `resihp db upgrade`, and by readers, which only check. A server's ledger is many users': its
-schema is changed by `resihp db upgrade` alone, which waits for others in short turns.
+schema is changed by `resihp db upgrade` alone, which waits for others in short turns. A ledger that is newer than we
+know says itself whether we may go on with it (table `compatibility`): a migration that only adds leaves that as it is.
 """
 
 from __future__ import annotations
@@ -11,20 +12,21 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Connection, Engine, inspect, text
+from sqlalchemy import URL, Connection, Engine, inspect, select, text
 from sqlalchemy.exc import DBAPIError
 
 from db.engine import file_of, make_engine, masked, prepare_folder, refusal, resolve
-from db.models import LedgerTable
+from db.models import CompatibilityRow, LedgerTable
 from resihp.errors import LedgerError
 
 VERSION_TABLE = "resihp_version"
+Purpose = Literal["read", "write"]
 _LOCK_NUMBER = 0x7E51
 """PostgreSQL advisory lock: jobs that start together must not migrate at once."""
 TURNS = 20
@@ -65,31 +67,33 @@ def current(url: str) -> str | None:
 
 
 def upgrade(url: str, say: Callable[[str], None] = lambda text: None) -> str:
-    """Bring the ledger at `url` to the schema we know, making it if need be; returns that schema's version.
+    """Bring the ledger at `url` to the schema we know, making it if need be; returns the version that it has then.
 
     One transaction: it happens as a whole or not at all. A server's tables are waited for in turns, between which
-    others write; `say` hears for whom. Raises LedgerError if it cannot be opened, belongs to another program, is newer
-    than we know, or its tables could not be had.
+    others write; `say` hears for whom. A newer one that we may read is left as it is. Raises LedgerError if it cannot
+    be opened, belongs to another program, is too new for us, or its tables could not be had.
     """
+    return _upgrade(url, say, "read")
+
+
+def _upgrade(url: str, say: Callable[[str], None], purpose: Purpose) -> str:
     parsed = resolve(url)
     prepare_folder(parsed)
     engine = make_engine(parsed, write=True, migrate=True)
     try:
-        _in_turns(engine, parsed, say)
+        return _in_turns(engine, parsed, say, purpose)
     except (DBAPIError, OSError) as error:
         raise refusal(parsed, error) from error
     finally:
         engine.dispose()
-    return head()
 
 
-def _in_turns(engine: Engine, url: URL, say: Callable[[str], None]) -> None:
+def _in_turns(engine: Engine, url: URL, say: Callable[[str], None], purpose: Purpose) -> str:
     told: list[int] = []
     for turn in range(TURNS):
         try:
             with engine.begin() as connection:
-                upgrade_connection(connection, masked(url))
-            return
+                return upgrade_connection(connection, masked(url), purpose)
         except DBAPIError as error:
             if not _is_locked(error):
                 raise
@@ -131,11 +135,12 @@ def _who_is_waited_for(engine: Engine) -> tuple[list[int], str]:
 def make_ready(url: str) -> None:
     """See to it that the ledger at `url` can be written: a file is made or upgraded, an empty database made.
 
-    Raises LedgerError as `upgrade` does, and for a server's ledger of an older schema, which is not touched.
+    Raises LedgerError as `upgrade` does, for a newer ledger that we may only read, and for a server's of an older
+    schema, which is not touched.
     """
     parsed = resolve(url)
     if file_of(parsed) is not None:
-        upgrade(url)
+        _upgrade(url, lambda text: None, "write")
         return
     engine = make_engine(parsed, write=True)
     try:
@@ -144,9 +149,9 @@ def make_ready(url: str) -> None:
                 _lock(connection)
             version = version_of(connection)
             if version is None:
-                upgrade_connection(connection, masked(parsed))
+                upgrade_connection(connection, masked(parsed), "write")
             else:
-                check_same(version, masked(parsed))
+                check_schema(connection, version, masked(parsed), "write")
     except (DBAPIError, OSError) as error:
         raise refusal(parsed, error) from error
     finally:
@@ -164,12 +169,14 @@ def _lock(connection: Connection) -> None:
         connection.execute(text("SELECT pg_advisory_xact_lock(:number)"), {"number": _LOCK_NUMBER})
 
 
-def upgrade_connection(connection: Connection, name: str) -> None:
-    """Upgrade within the caller's transaction; `name` is the ledger's, for messages. Raises LedgerError."""
+def upgrade_connection(connection: Connection, name: str, purpose: Purpose = "read") -> str:
+    """Upgrade within the caller's transaction; `name` is the ledger's, for messages. Returns the version that it has
+    then. Raises LedgerError, also for a newer one that may not be used for that purpose."""
     _lock(connection)
     version = version_of(connection)
-    if version == head():
-        return
+    if version is not None and not is_older(version):
+        check_schema(connection, version, name, purpose)
+        return version
     if version is None:
         foreign = set(inspect(connection).get_table_names()) & set(LedgerTable.metadata.tables)
         if foreign:
@@ -177,8 +184,6 @@ def upgrade_connection(connection: Connection, name: str) -> None:
                 f"ledger {name}: holds tables of another program ({', '.join(sorted(foreign))}); "
                 "name an empty database with --ledger"
             )
-    else:
-        check_known(version, name)
     config = _config()
     config.attributes["connection"] = connection
     command.upgrade(config, "head")
@@ -189,15 +194,38 @@ def upgrade_connection(connection: Connection, name: str) -> None:
                 f"ledger {name}: table {broken[0]} refers to rows of {broken[2]} that are not there; it was damaged "
                 "before, and is left as it is: move the file away, or name another with --ledger"
             )
+    return head()
 
 
-def check_known(version: str, name: str) -> None:
-    """Raises LedgerError if `version` is none of ours: the ledger was written by a newer resihp."""
-    if version not in _revisions():
-        raise LedgerError(
-            f"ledger {name}: its schema {version} is newer than {head()}, the newest that this resihp knows; "
-            "upgrade resihp, or name another ledger with --ledger"
-        )
+def is_older(version: str) -> bool:
+    """Whether it is a schema that we know, and not the newest."""
+    return version in _revisions()[1:]
+
+
+def is_newer(version: str) -> bool:
+    """Whether it is a schema that we do not know."""
+    return version not in _revisions()
+
+
+def check_compatible(version: str, oldest: str | None, name: str, purpose: Purpose) -> None:
+    """Raises LedgerError unless a client of our schema may use what is of schema `version`, which is newer: `oldest`
+    is the oldest schema whose clients may, None where nothing is said of it. A number of four digits, both."""
+    if oldest is not None and oldest <= head() < version:
+        return
+    to_use = "upgrade resihp, or name another ledger with --ledger"
+    if purpose == "write" and oldest is not None and version > head():
+        to_use = f"clients of {oldest} and later write it, older ones at most read it; {to_use}"
+    raise LedgerError(
+        f"ledger {name}: its schema {version} is newer than {head()}, the newest that this resihp knows; {to_use}"
+    )
+
+
+def oldest_client(connection: Connection, purpose: Purpose) -> str | None:
+    """The oldest schema whose clients may read, or write, this ledger; None in those from before 0015."""
+    if not inspect(connection).has_table(CompatibilityRow.__tablename__):
+        return None
+    column = CompatibilityRow.min_reader if purpose == "read" else CompatibilityRow.min_writer
+    return connection.execute(select(column).where(CompatibilityRow.id == 1)).scalar()
 
 
 def check_plain(connection: Connection, name: str) -> None:
@@ -209,18 +237,66 @@ def check_plain(connection: Connection, name: str) -> None:
 
 
 def check_readable(connection: Connection, name: str) -> None:
-    """Raises LedgerError unless the ledger has exactly the schema that we read."""
+    """Raises LedgerError unless the ledger has the schema that we read, or a newer one that we may read."""
     check_plain(connection, name)
     version = version_of(connection)
     if version is None:
         raise LedgerError(f"ledger {name}: holds no ledger of resihp; name another with --ledger")
-    check_same(version, name)
+    check_schema(connection, version, name, "read")
 
 
-def check_same(version: str, name: str) -> None:
-    """Raises LedgerError unless `version` is the schema that we write and read."""
-    if version != head():
-        check_known(version, name)
+def check_writable(connection: Connection, name: str, accepted: str | None = None) -> str | None:
+    """The ledger's schema, which others may have changed since it was opened: `accepted` is looked at no further.
+
+    One short query. Raises LedgerError for one that we may not write, and what SQLAlchemy raises where there is none.
+    """
+    version: str | None = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()
+    if version is not None and version != accepted:
+        check_schema(connection, version, name, "write")
+    return version
+
+
+def only_readable(url: str) -> str:
+    """Why the ledger at `url`, newer than we know, may be read and not written; empty where that is not so.
+
+    Raises LedgerError for one that may not be read either."""
+    parsed = resolve(url)
+    engine = make_engine(parsed, write=False)
+    try:
+        with engine.connect() as connection:
+            version = version_of(connection)
+            if version is None or not is_newer(version):
+                return ""
+            check_schema(connection, version, masked(parsed), "read")
+            try:
+                check_schema(connection, version, masked(parsed), "write")
+            except LedgerError as error:
+                return str(error)
+            return ""
+    except (DBAPIError, OSError) as error:
+        raise refusal(parsed, error) from error
+    finally:
+        engine.dispose()
+
+
+def check_schema(connection: Connection, version: str, name: str, purpose: Purpose) -> None:
+    """Raises LedgerError unless `version` is the schema that we know, or a newer one that lets us."""
+    if is_older(version):
         raise LedgerError(
             f"ledger {name}: its schema {version} is older than {head()}; run resihp db upgrade --ledger {name}"
         )
+    if is_newer(version):
+        check_compatible(version, oldest_client(connection, purpose), name, purpose)
+
+
+def unknown_parts(connection: Connection) -> list[str]:
+    """Tables and columns that a newer ledger has and we do not know, sorted; what we copy lacks them."""
+    version = version_of(connection)
+    if version is None or not is_newer(version):
+        return []
+    inspector = inspect(connection)
+    known = LedgerTable.metadata.tables
+    found = [table for table in inspector.get_table_names() if table not in known and table != VERSION_TABLE]
+    for name, table in known.items():
+        found += [f"{name}.{each['name']}" for each in inspector.get_columns(name) if each["name"] not in table.c]
+    return sorted(found)

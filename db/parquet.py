@@ -31,13 +31,19 @@ OF_JOBS = tuple(table for table in LedgerTable.metadata.sorted_tables if "job_id
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What `manifest.json` tells of a folder: the ledger's schema, rows of each table, the jobs' uuids."""
+    """What `manifest.json` tells of a folder: the schema of what is in it, rows of each table, the jobs' uuids.
+
+    `min_reader`: the oldest schema whose clients may read it; empty in exports from before. `left_out`: tables and
+    columns of a newer ledger that the client that wrote this did not know.
+    """
 
     format: str
     schema: str
     version: str
     rows: dict[str, int]
     jobs: tuple[str, ...]
+    min_reader: str = ""
+    left_out: tuple[str, ...] = ()
 
 
 def columns_of(table: Table) -> tuple[str, ...]:
@@ -46,7 +52,10 @@ def columns_of(table: Table) -> tuple[str, ...]:
 
 
 class Source(Protocol):
-    """Where jobs come from; of the newest schema."""
+    """Where jobs come from; of the newest schema, or of a newer one that lets us read it."""
+
+    def left_out(self) -> list[str]:
+        """Tables and columns of it that we do not know, and do not hand on."""
 
     def jobs(self) -> list[Row]:
         """Rows of `jobs`, without their number."""
@@ -58,6 +67,23 @@ class Source(Protocol):
 @dataclass(frozen=True)
 class Folder:
     path: Path
+
+    def left_out(self) -> list[str]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        found: list[str] = []
+        for file in sorted(self.path.glob("*.parquet")):
+            table = LedgerTable.metadata.tables.get(file.stem)
+            if table is None:
+                found.append(file.stem)
+                continue
+            try:
+                names = pq.read_schema(file).names
+            except (OSError, pa.ArrowException) as error:
+                raise _unreadable(self.path, file, error) from error
+            found += [f"{file.stem}.{name}" for name in names if name not in (*columns_of(table), "job_uuid")]
+        return found
 
     def jobs(self) -> list[Row]:
         return [row for rows in self._read(JOBS, None) for row in rows]
@@ -77,8 +103,12 @@ class Folder:
                 if batch.num_rows:
                     yield batch.to_pylist()
         except (OSError, pa.ArrowException) as error:
-            reason = str(error).splitlines()[0]
-            raise LedgerError(f"export {self.path}: {file.name} cannot be read: {reason}; export it again") from error
+            raise _unreadable(self.path, file, error) from error
+
+
+def _unreadable(folder: Path, file: Path, error: Exception) -> LedgerError:
+    reason = str(error).splitlines()[0]
+    return LedgerError(f"export {folder}: {file.name} cannot be read: {reason}; export it again")
 
 
 def _arrow(table: Table) -> pa.Schema:
@@ -102,7 +132,8 @@ def _arrow(table: Table) -> pa.Schema:
 
 
 def check_manifest(folder: Path) -> Manifest:
-    """Raises LedgerError unless the folder is an export of our schema, of plain files alone."""
+    """Raises LedgerError unless the folder is an export of our schema, or of a newer one that we may read, of plain
+    files alone."""
     for file in folder.iterdir():
         if not file.is_file():  # a pipe is never waited for
             raise LedgerError(f"export {folder}: {file.name!a} is no plain file; name a folder of resihp db export")
@@ -112,8 +143,9 @@ def check_manifest(folder: Path) -> Manifest:
         raise LedgerError(f"export {folder}: {MANIFEST} cannot be read: {error}; export it again") from error
     if manifest.format != FORMAT:
         raise LedgerError(f"export {folder}: {MANIFEST} is of another program; name a folder of resihp db export")
-    if manifest.schema != migrate.head():
-        migrate.check_known(manifest.schema, str(folder))
+    if migrate.is_newer(manifest.schema):
+        migrate.check_compatible(manifest.schema, manifest.min_reader or None, str(folder), "read")
+    elif manifest.schema != migrate.head():
         raise LedgerError(
             f"export {folder}: its schema {manifest.schema} is older than {migrate.head()}; run resihp db upgrade on "
             "the ledger that it came from, and resihp db export again"
@@ -121,7 +153,8 @@ def check_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def write(source: Source, jobs: list[Row], folder: Path) -> Manifest:
+def write(source: Source, jobs: list[Row], folder: Path, min_reader: str) -> Manifest:
+    """Files and manifest. What is in them is of our schema, whichever the source's: what we do not know is left out."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -137,6 +170,8 @@ def write(source: Source, jobs: list[Row], folder: Path) -> Manifest:
                     named = [{"job_uuid": job["uuid"], **row} for row in part]
                     writer.write_table(pa.Table.from_pylist(named, _arrow(table)))
                     rows[table.name] += len(part)
-    manifest = Manifest(FORMAT, migrate.head(), __version__, rows, tuple(job["uuid"] for job in jobs))
+    uuids = tuple(job["uuid"] for job in jobs)
+    left_out = tuple(source.left_out())
+    manifest = Manifest(FORMAT, migrate.head(), __version__, rows, uuids, min_reader, left_out)
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
     return manifest

@@ -50,6 +50,8 @@ def prune(url: str, before: datetime, keep_every: int | None = None, *, dry_run:
     try:
         with engine.connect() as connection:
             migrate.check_readable(connection, masked(parsed))
+            if not dry_run:
+                migrate.check_writable(connection, masked(parsed))
             query = select(JobRow.id).order_by(JobRow.started_at, JobRow.id)
             changeable = query.with_for_update(read=True, key_share=True)  # PostgreSQL locks for those who may change
             jobs = connection.execute(changeable).scalars().all()

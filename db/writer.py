@@ -65,6 +65,8 @@ class Ledger:
         """How long the last batches took."""
         self._opened: tuple[int, int] | None = None
         self._lacks_tables = False
+        self._schema: str | None = None
+        """Of the ledger as it was written last: somebody may upgrade it while we write."""
         self._say_to = say
         self._engine: Engine = make_engine(url, write=True)
         self._journal_path = journal_path
@@ -103,7 +105,7 @@ class Ledger:
         records_in_memory: int = RECORDS_IN_MEMORY,
     ) -> Ledger:
         """Open the ledger at `url` (`sqlite` alone: in the job's folder), and start writing. It is made if need be; a
-        file is upgraded, a server's is not (`db.migrate.make_ready`).
+        file is upgraded, a server's is not (`db.migrate.make_ready`), and a newer one is written if it lets us.
 
         `say` takes one-line warnings, from the writer's thread; without it they are logged. With `journal_path`,
         records that pile up while the database is away are read again from there instead of kept in memory.
@@ -427,6 +429,7 @@ class Ledger:
     ) -> int:
         """One batch, as a whole or not at all; returns the ledger's `journal_seq` after it."""
         with Session(self._engine) as session, session.begin():
+            self._schema = migrate.check_writable(session.connection(), self.name, self._schema)
             job = projection.job_of(session, first)
             ready: list[journal.Record] = []
             seq = job.journal_seq

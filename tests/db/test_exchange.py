@@ -32,7 +32,7 @@ from tests.db.conftest import (
     story,
     write_journal,
 )
-from tests.db.test_migrate import execute, old_ledger
+from tests.db.test_migrate import NEWER, execute, old_ledger
 from tests.db.test_projection import slow_story
 from tests.db.test_suspicions import suspicious_story
 
@@ -294,7 +294,7 @@ def test_exports_of_other_schemas_say_which_command(ledger_urls: Urls, tmp_path:
     file = tmp_path / "out" / "manifest.json"
     manifest = json.loads(file.read_text())
     for schema, words in (("9999", "newer than .*upgrade resihp"), ("0006", "run resihp db upgrade on the ledger")):
-        file.write_text(json.dumps(manifest | {"schema": schema}))
+        file.write_text(json.dumps(manifest | {"schema": schema, "min_reader": schema}))
         with pytest.raises(LedgerError, match=words):
             import_from(str(tmp_path / "out"), target)
     file.write_text("{}")
@@ -311,7 +311,7 @@ def test_exports_of_other_schemas_say_which_command(ledger_urls: Urls, tmp_path:
 def test_a_newer_source_and_one_that_is_no_ledger(ledger_url: str, tmp_path: Path) -> None:
     file = tmp_path / "source.db"
     ledger_with(f"sqlite:///{file}", tmp_path / "job", story())
-    execute(f"sqlite:///{file}", f"UPDATE {migrate.VERSION_TABLE} SET version_num = '9999'")
+    execute(f"sqlite:///{file}", *NEWER)
     assert "newer than" in refused(file, ledger_url)
     sqlite3.connect(tmp_path / "other.db").execute("CREATE TABLE x (y)").connection.close()
     assert "holds no ledger of resihp" in refused(tmp_path / "other.db", ledger_url)

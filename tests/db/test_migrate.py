@@ -30,6 +30,13 @@ OLD = Path(__file__).parent / "old"
 """Written by resihp 0.1.0 of schema 0001: a job that lost ranks 5 and, on the way back, 0."""
 
 
+NEWER = (
+    f"UPDATE {migrate.VERSION_TABLE} SET version_num = '9999'",
+    "UPDATE compatibility SET min_reader = '9998', min_writer = '9998'",
+)
+"""What makes of a ledger one that we may neither read nor write."""
+
+
 def url_of(path: Path) -> str:
     return f"sqlite:///{path}"
 
@@ -80,7 +87,7 @@ def test_upgrading_again_changes_nothing(tmp_path: Path) -> None:
 def test_newer_schema_is_refused(ledger_url: str, tmp_path: Path, opener: str) -> None:
     url = ledger_url
     migrate.upgrade(url)
-    execute(url, f"UPDATE {migrate.VERSION_TABLE} SET version_num = '9999'")
+    execute(url, *NEWER)
     with pytest.raises(LedgerError, match=rf"schema 9999 is newer than {migrate.head()}.*upgrade resihp"):
         {
             "writer": lambda: Ledger.open(url, tmp_path),

@@ -48,6 +48,8 @@ def upgrade(job: JobArgument = None, ledger: LedgerOption = None) -> None:
     before = migrate.current(ledger) if exists(ledger) else None
     after = migrate.upgrade(ledger, message)
     what = "is up to date" if before == after else "made" if before is None else f"upgraded from {before}"
+    if migrate.is_newer(after):
+        what += ", newer than this resihp" + (", which may only read it" if migrate.only_readable(ledger) else "")
     message(f"ledger {masked(ledger)}: schema {after}, {what}")
 
 
@@ -78,6 +80,8 @@ def export_jobs(
         print(to_json({"schema": SCHEMA, "folder": str(folder), "jobs": list(manifest.jobs), "tables": manifest.rows}))
     counted = f"{len(manifest.jobs)} job{'s' * (len(manifest.jobs) != 1)}, {sum(manifest.rows.values())} rows"
     message(f"{counted} written to {folder} (ledger schema {manifest.schema})")
+    if manifest.left_out:
+        message(f"warning: left out, newer than this resihp: {', '.join(manifest.left_out)}")
 
 
 def _of_job(job: str | None, ledger: str | None, folder: Path) -> tuple[str, Path, list[str]]:

@@ -84,7 +84,10 @@ def exists(url: str) -> bool:
 
 
 def _bring_up_to_date(job: Job, url: str) -> None:
-    """Bring in what the journal of a job that is over has and its ledger lacks."""
+    """Bring in what the journal of a job that is over has and its ledger lacks.
+
+    A ledger that a newer resihp made may be one to read alone: then it is read as it is, with a warning.
+    """
     from db.reading.queries import Reader
 
     path = next((path for path in (job.journal_file, job.journal_copy) if path.exists()), None)
@@ -102,8 +105,13 @@ def _bring_up_to_date(job: Job, url: str) -> None:
                     return
             except JobNotFoundError:
                 pass
+    from db.migrate import only_readable
     from db.writer import catch_up
+    from wrapper.output.answers import message
 
+    if exists(url) and (why := only_readable(url)):
+        message(f"warning: {why}; job {job.name} is shown as far as it was written")
+        return
     catch_up(url, job.folder, path)
 
 

@@ -23,7 +23,7 @@ from resihp.errors import LedgerError
 from resihp.record import journal_file
 from tests.db.conftest import story
 from tests.db.postgres import Server, missing
-from tests.db.test_migrate import execute, moved_to
+from tests.db.test_migrate import NEWER, execute, moved_to
 from tests.wrapper.run_requests import run_request
 from wrapper.job_folder import Job, create_local_job
 from wrapper.sinks import deferred_ledger
@@ -165,7 +165,7 @@ def test_a_schema_that_is_newer_ends_no_job(
 ) -> None:
     url = server.new_database()
     migrate.upgrade(url)
-    execute(url, f"UPDATE {migrate.VERSION_TABLE} SET version_num = '9999'")
+    execute(url, *NEWER)
     begun = Begun(until(lambda: "schema 9999 is newer" in told()))
     assert begun.run(job, url, monkeypatch) == 0
     assert not begun.complete

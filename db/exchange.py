@@ -281,7 +281,7 @@ def _merge_job(session: Session, source: Source, row: Row) -> Merged:
             connection.execute(update(JOBS).where(JOBS.c.id == number).values(values))
             outcome = "brought forward"
     for table in OF_JOBS:
-        if table.name in ("rank_reports", "scores"):
+        if table.name in projection.TELEMETRY:
             rows += _merge_telemetry(connection, number, table, source.rows(table, row["uuid"]))
         elif outcome != "unchanged":
             for part in source.rows(table, row["uuid"]):
@@ -293,12 +293,15 @@ def _merge_job(session: Session, source: Source, row: Row) -> Merged:
 
 
 def _merge_telemetry(connection: Connection, number: int, table: Table, parts: Iterator[list[Row]]) -> int:
-    """How many rows of rank reports, or of scores, were missing."""
+    """How many rows of a table of telemetry were missing."""
     count = select(func.count()).select_from(table).where(table.c.job_id == number)
     before = connection.execute(count).scalar_one()
     for part in parts:
         if table.name == "rank_reports":
             report_rows.insert_reports(connection, number, report_rows.sound(report_rows.as_reports(part)))
+        elif table.name == "rank_quantiles":
+            rows = [tuple(row[name] for name in report_rows.QUANTILE_COLUMNS) for row in part]
+            report_rows.insert_quantiles(connection, number, rows)
         else:
             scores = (tuple(row[name] for name in report_rows.SCORE_COLUMNS) for row in part)
             report_rows.insert_scores(connection, number, report_rows.sound_scores(cast(Any, scores)))

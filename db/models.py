@@ -356,7 +356,8 @@ class IterationRow(LedgerTable):
 
 
 class RankReportRow(LedgerTable):
-    """Telemetry: thinned or lost without harm. Many: its key is all that is indexed, and on SQLite the table itself."""
+    """Telemetry: thinned or lost without harm; of more than 1,024 ranks not every row is kept (`db.condensed`).
+    Many: its key is all that is indexed, and on SQLite the table itself."""
 
     __tablename__ = "rank_reports"
     __table_args__ = ({"sqlite_with_rowid": False},)
@@ -367,6 +368,29 @@ class RankReportRow(LedgerTable):
     epoch: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
     seconds: Mapped[float | None]
     compute_seconds: Mapped[float | None]
+
+
+class RankQuantilesRow(LedgerTable):
+    """How the ranks of an iteration did together, in a job of so many that not each one's report is kept
+    (`db.condensed`). `ranks`: how many reported. Telemetry as `rank_reports`, over the same two figures."""
+
+    __tablename__ = "rank_quantiles"
+    __table_args__ = ({"sqlite_with_rowid": False},)
+
+    job_id: Mapped[int] = _of_job(primary_key=True)
+    iteration: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    epoch: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    ranks: Mapped[int] = mapped_column(Integer)
+    seconds_min: Mapped[float | None]
+    seconds_p5: Mapped[float | None]
+    seconds_p50: Mapped[float | None]
+    seconds_p95: Mapped[float | None]
+    seconds_max: Mapped[float | None]
+    compute_seconds_min: Mapped[float | None]
+    compute_seconds_p5: Mapped[float | None]
+    compute_seconds_p50: Mapped[float | None]
+    compute_seconds_p95: Mapped[float | None]
+    compute_seconds_max: Mapped[float | None]
 
 
 class RankScoreRow(LedgerTable):

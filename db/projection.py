@@ -100,13 +100,14 @@ def overtakes(record: journal.Record, seq: int) -> bool:
 def forget(session: Session, job: models.JobRow) -> None:
     """Take out all that came from the journal, to be brought in again."""
     for table in reversed(models.LedgerTable.metadata.sorted_tables):
-        if "job_id" in table.c and table.name not in _NOT_OF_THE_JOURNAL:
+        if "job_id" in table.c and table.name not in TELEMETRY:
             session.execute(delete(table).where(table.c.job_id == job.id))
     session.expire_all()
     job.journal_seq = 0
 
 
-_NOT_OF_THE_JOURNAL = (models.RankReportRow.__tablename__, models.RankScoreRow.__tablename__)
+TELEMETRY = tuple(row.__tablename__ for row in (models.RankReportRow, models.RankQuantilesRow, models.RankScoreRow))
+"""Tables that do not follow from the journal."""
 
 
 def apply(session: Session, job: models.JobRow, record: journal.Record) -> None:

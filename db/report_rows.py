@@ -1,9 +1,9 @@
 """Rank reports into their table, many at once: COPY on PostgreSQL, statements of many rows on SQLite. Ranks' scores,
-of which there are few, as well.
+and an iteration's quantiles, of which there are few, as well.
 
 Called by `db.writer` within its transaction, and by `db.exchange`. A report is known by job, iteration, rank and epoch,
-a score by job, iteration and rank: one that is in already changes nothing. Decides only which fit the table; telemetry
-may be lost.
+a score by job, iteration and rank, quantiles by job, iteration and epoch: one that is in already changes nothing.
+Decides only which fit the table; telemetry may be lost.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from math import isfinite
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from sqlalchemy import Connection, Table
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from db.models import RankScoreRow
+from db.models import RankQuantilesRow, RankScoreRow
 
 Report = tuple[int, int, int, float | None, float | None]
 """iteration, epoch, rank, seconds, compute_seconds."""
@@ -28,6 +28,9 @@ COLUMNS = ("iteration", "epoch", "rank", "seconds", "compute_seconds")
 Score = tuple[int, int, float | None, float]
 """iteration, rank, level, evidence."""
 SCORE_COLUMNS = ("iteration", "rank", "level", "evidence")
+Quantiles = tuple[Any, ...]
+"""In the order of `QUANTILE_COLUMNS`."""
+QUANTILE_COLUMNS = tuple(column.name for column in RankQuantilesRow.__table__.columns if column.name != "job_id")
 ROWS_IN_STATEMENT = 64
 """On SQLite, where each statement costs a switch between Python and the database."""
 ROWS_IN_MESSAGE = 512
@@ -86,12 +89,38 @@ def sound_scores(scores: Iterable[Score]) -> list[Score]:
     ]
 
 
+class Telemetry(NamedTuple):
+    """What is written together; all of it sound."""
+
+    reports: Sequence[Report] = ()
+    scores: Sequence[Score] = ()
+    quantiles: Sequence[Quantiles] = ()
+
+
+def insert_all(connection: Connection, job_id: int, telemetry: Telemetry) -> None:
+    """Raises what SQLAlchemy raises."""
+    insert_reports(connection, job_id, telemetry.reports)
+    insert_scores(connection, job_id, telemetry.scores)
+    insert_quantiles(connection, job_id, telemetry.quantiles)
+
+
 def insert_scores(connection: Connection, job_id: int, scores: Sequence[Score]) -> None:
     """Write scores that are sound. Raises what SQLAlchemy raises."""
-    if scores:
-        rows = [{"job_id": job_id, **dict(zip(SCORE_COLUMNS, score, strict=True))} for score in scores]
+    _insert(connection, job_id, cast(Table, RankScoreRow.__table__), SCORE_COLUMNS, scores)
+
+
+def insert_quantiles(connection: Connection, job_id: int, quantiles: Sequence[Quantiles]) -> None:
+    """Write quantiles of iterations. Raises what SQLAlchemy raises."""
+    _insert(connection, job_id, cast(Table, RankQuantilesRow.__table__), QUANTILE_COLUMNS, quantiles)
+
+
+def _insert(
+    connection: Connection, job_id: int, table: Table, columns: tuple[str, ...], rows: Sequence[tuple[Any, ...]]
+) -> None:
+    if rows:
+        named = [{"job_id": job_id, **dict(zip(columns, row, strict=True))} for row in rows]
         into = postgresql if connection.dialect.name == "postgresql" else sqlite
-        connection.execute(into.insert(cast(Table, RankScoreRow.__table__)).on_conflict_do_nothing(), rows)
+        connection.execute(into.insert(table).on_conflict_do_nothing(), named)
 
 
 class Waiting:
@@ -127,6 +156,13 @@ class Waiting:
             parts.append(part)
         return parts
 
+    def take(self) -> list[list[Report]]:
+        """All of it, which waits here no longer."""
+        parts = list(self._parts)
+        self._parts.clear()
+        self._count = 0
+        return parts
+
     def remove(self, parts: list[list[Report]]) -> None:
         for _ in parts:
             self._count -= len(self._parts.popleft())
@@ -134,6 +170,8 @@ class Waiting:
 
 def insert_reports(connection: Connection, job_id: int, reports: Sequence[Report]) -> None:
     """Write reports that are `sound`. Raises what SQLAlchemy raises."""
+    if not reports:
+        return
     if connection.dialect.name != "postgresql":
         _by_statement(connection, job_id, reports, "?", "")
         return

@@ -71,7 +71,7 @@ def test_the_design_s_tables_are_there() -> None:
     assert set(LedgerTable.metadata.tables) == {
         *("jobs", "nodes", "workers", "iterations", "rank_reports", "failures", "probes", "plans"),
         *("reconfigurations", "drains", "replacements", "events", "suspicions", "scores"),
-        *("memberships", "devices", "checkpoints", "maintenance", "compatibility"),
+        *("memberships", "devices", "checkpoints", "maintenance", "compatibility", "rank_quantiles"),
     }
 
 

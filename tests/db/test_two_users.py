@@ -16,7 +16,7 @@ from sqlalchemy.exc import DBAPIError
 from db import migrate
 from db.engine import make_engine, resolve
 from db.exchange import export, import_from
-from db.grants import statements
+from db.grants import VIEWS, statements
 from db.maintenance import record
 from db.models import LedgerTable
 from db.reading import fleet
@@ -32,7 +32,7 @@ from tests.db.postgres import SUPERUSER, Server
 from tests.db.test_migrate import execute, moved_to
 
 JOBS = 5
-MINE, THEIRS = "alice", 'mallory "the" role'
+MINE, THEIRS, BOARD, ADMIN = "alice", 'mallory "the" role', "board's $$ :x", "ledger_admin"
 """A role may be called anything."""
 Told = Iterator[tuple[journal.AnyEntry, float]]
 
@@ -44,10 +44,14 @@ class Shared:
     owner: str
     alice: str
     mallory: str
+    board: str
+    """Of one who only reads."""
+    admin: str
+    """Of one who may own the tables, and does not yet."""
     name: str
 
     def trust(self, role: str) -> None:
-        execute(self.owner, *statements(role, self.name, trusted=True))
+        as_psql(self.owner, *statements(role, self.name, trusted=True))
 
 
 @pytest.fixture
@@ -57,15 +61,28 @@ def shared(postgres_server: Server) -> Iterator[Shared]:
     name = url.partition("?")[0].rpartition("/")[2]
     migrate.upgrade(url)
     urls = {}
-    for role in (MINE, THEIRS):
-        quoted = role.replace('"', '""')
-        execute(url, f'DROP ROLE IF EXISTS "{quoted}"', f'CREATE ROLE "{quoted}" LOGIN', *statements(role, name))
+    for role, kind in ((MINE, "writer"), (THEIRS, "writer"), (BOARD, "reader"), (ADMIN, None)):
+        as_psql(url, f"DROP ROLE IF EXISTS {quoted(role)}", f"CREATE ROLE {quoted(role)} LOGIN")
+        if kind is not None:
+            as_psql(url, *statements(role, name, kind=kind))
         urls[role] = resolve(url).set(username=role).render_as_string(hide_password=False)
-    yield Shared(url, urls[MINE], urls[THEIRS], name)
+    yield Shared(url, urls[MINE], urls[THEIRS], urls[BOARD], urls[ADMIN], name)
     postgres_server.drop_database(url)
-    postgres = postgres_server.url("postgres")
-    for role in (MINE, THEIRS, TRUSTED):
-        execute(postgres, 'DROP ROLE IF EXISTS "{}"'.format(role.replace('"', '""')))
+    for role in (MINE, THEIRS, BOARD, ADMIN, TRUSTED):
+        as_psql(postgres_server.url("postgres"), f"DROP ROLE IF EXISTS {quoted(role)}")
+
+
+def quoted(role: str) -> str:
+    return '"{}"'.format(role.replace('"', '""'))
+
+
+def as_psql(url: str, *lines: str) -> None:
+    """Runs them as they stand, in one transaction."""
+    engine = make_engine(resolve(url), write=True)
+    with engine.begin() as connection:
+        for line in lines:
+            connection.exec_driver_sql(line, execution_options={"no_parameters": True})
+    engine.dispose()
 
 
 def written(url: str, folder: Path, name: str = "local-1", told: Told | None = None) -> Path:
@@ -120,17 +137,162 @@ def test_nobody_writes_in_anothers_name(shared: Shared, tmp_path: Path) -> None:
         execute(shared.mallory, f"INSERT INTO jobs ({', '.join(columns)}) SELECT {taken} FROM jobs")
 
 
-@pytest.mark.parametrize("table", sorted(LedgerTable.metadata.tables))
-def test_rows_of_anothers_job_can_neither_be_changed_nor_removed(shared: Shared, tmp_path: Path, table: str) -> None:
+REPAIRED = (
+    "INSERT INTO maintenance (cluster, node, kind, text, at, recorded_at) VALUES ('', 'n1', 'x', '', now(), now())"
+)
+WRITTEN = sorted(set(LedgerTable.metadata.tables) - {"compatibility"})
+
+
+@pytest.mark.parametrize("table", WRITTEN)
+def test_rows_of_another_can_neither_be_changed_nor_removed(shared: Shared, tmp_path: Path, table: str) -> None:
     written(shared.alice, tmp_path, "hers")
+    execute(shared.alice, REPAIRED)
     before = rows(shared.owner)
-    column = "name" if table == "jobs" else "job_id"
+    column = LedgerTable.metadata.tables[table].columns.values()[1].name
     execute(shared.mallory, f"DELETE FROM {table}", f"UPDATE {table} SET {column} = {column}")
     assert rows(shared.owner) == before
     with pytest.raises(DBAPIError, match="permission denied"):
         execute(shared.mallory, f"TRUNCATE {table} CASCADE")
     with pytest.raises(DBAPIError, match="must be owner"):
         execute(shared.mallory, f"ALTER TABLE {table} DISABLE ROW LEVEL SECURITY")
+
+
+OF_ANOTHER = sorted(name for name, table in LedgerTable.metadata.tables.items() if "job_id" in table.columns)
+
+
+@pytest.mark.parametrize("table", OF_ANOTHER)
+def test_not_a_row_of_any_table_is_put_under_anothers_job(shared: Shared, tmp_path: Path, table: str) -> None:
+    """As a copy of what the intruder has, or of what she has; the policy is asked before any key is."""
+    written(shared.alice, tmp_path, "hers")
+    columns = LedgerTable.metadata.tables[table].columns
+    job = "(SELECT id FROM jobs WHERE name = 'hers')"
+    wanted = [column for column in columns if not column.nullable and column.name != "id"]
+    kinds = {"job_id": job, "VARCHAR": "''", "TEXT": "''", "BOOLEAN": "false", "DATETIME": "now()"}
+    values = [kinds["job_id"] if c.name == "job_id" else kinds.get(_kind(c.type), "1") for c in wanted]
+    names = ", ".join(column.name for column in wanted)
+    with pytest.raises(DBAPIError, match="row-level security"):
+        execute(shared.mallory, f"INSERT INTO {table} ({names}) VALUES ({', '.join(values)})")
+
+
+def _kind(of: object) -> str:
+    name = type(of).__name__.upper()
+    return {"STRING": "TEXT", "UTCDATETIME": "DATETIME"}.get(name, name)
+
+
+def test_what_was_repaired_each_writes_in_his_own_name(shared: Shared) -> None:
+    for url in (shared.alice, shared.mallory):
+        execute(url, REPAIRED)
+    execute(shared.mallory, "UPDATE maintenance SET kind = 'forged'")
+    execute(shared.alice, "UPDATE maintenance SET kind = 'hers'")
+    assert asked(shared.board, "SELECT written_by, kind FROM maintenance ORDER BY id") == [
+        (MINE, "hers"),
+        (THEIRS, "forged"),
+    ]
+    with pytest.raises(DBAPIError, match="row-level security"):
+        execute(shared.mallory, f"UPDATE maintenance SET written_by = '{MINE}'")
+
+
+@pytest.mark.parametrize(
+    "statement", ["UPDATE compatibility SET min_reader = '9999'", "DELETE FROM compatibility"], ids=["update", "delete"]
+)
+def test_no_writer_says_who_may_use_the_ledger(shared: Shared, statement: str) -> None:
+    with pytest.raises(DBAPIError, match="permission denied"):
+        execute(shared.mallory, statement)
+
+
+# --- dashboards -----------------------------------------------------------------------------------------------------
+
+
+def asked(url: str, query: str) -> list[tuple[object, ...]]:
+    engine = make_engine(resolve(url), write=False)
+    with engine.connect() as connection:
+        found = [tuple(row) for row in connection.execute(text(query))]
+    engine.dispose()
+    return found
+
+
+@pytest.mark.parametrize("table", [*sorted(LedgerTable.metadata.tables), migrate.VERSION_TABLE])
+def test_a_reader_reads_everything_and_writes_nothing(shared: Shared, tmp_path: Path, table: str) -> None:
+    written(shared.alice, tmp_path, "hers")
+    asked(shared.board, f"SELECT * FROM {table}")
+    column = "version_num" if table == migrate.VERSION_TABLE else next(iter(LedgerTable.metadata.tables[table].c)).name
+    for statement in (
+        f"DELETE FROM {table}",
+        f"UPDATE {table} SET {column} = {column}",
+        f"INSERT INTO {table} SELECT * FROM {table}",
+        f"LOCK TABLE {table} IN EXCLUSIVE MODE",
+    ):
+        with pytest.raises(DBAPIError, match="permission denied"):
+            execute(shared.board, statement)
+
+
+def test_a_job_of_a_reader_says_who_helps(shared: Shared, tmp_path: Path) -> None:
+    with Reader.open(shared.board) as reader:
+        assert reader.jobs() == []
+    listener = Listener()
+    with Ledger.open(shared.board, tmp_path, say=listener) as ledger:
+        ledger.submit(journal.Record(1, BEGAN, started()))
+        assert not ledger.flush(1.0)
+        ledger.close(0.0)
+    assert "permission denied" in listener.heard[0]
+
+
+COLUMNS = {
+    "resihp_jobs": (
+        *("job_id", "uuid", "name", "host", "owner", "written_by", "run", "cluster", "slurm_job", "slurm_account"),
+        *("partition", "qos", "nodes", "gpus_per_node", "state", "exit_code", "reason", "started_at", "ended_at"),
+        *("last_entry_at", "seconds", "version", "torch", "cuda", "nccl"),
+    ),
+    "resihp_failures": (
+        *("job_id", "job", "owner", "written_by", "cluster", "failure", "kind", "component", "cause", "node"),
+        *("device", "iteration", "epoch", "noticed_at", "detect_seconds", "action", "seconds_to_recover", "speed"),
+        *("ended_at", "code", "category", "hardware", "intermittent"),
+    ),
+    "resihp_node_failures": ("cluster", "node", "day", "failures", "slow", "hardware", "jobs", "last_at"),
+    "resihp_iterations_hourly": (
+        *("job_id", "job", "owner", "hour", "iterations", "first_iteration", "last_iteration", "tokens", "seconds"),
+        *("mean_seconds", "max_seconds", "mean_loss"),
+    ),
+}
+
+
+def test_views_keep_their_names_and_columns(shared: Shared) -> None:
+    """Others' dashboards ask for them: columns may be added at the end."""
+    query = "SELECT table_name, column_name FROM information_schema.columns WHERE table_name LIKE 'resihp_%' "
+    found: dict[str, list[str]] = {}
+    for view, column in asked(shared.owner, query + "ORDER BY table_name, ordinal_position"):
+        found.setdefault(str(view), []).append(str(column))
+    found.pop(migrate.VERSION_TABLE)
+    assert set(found) == set(COLUMNS) == set(VIEWS)
+    for view, columns in COLUMNS.items():
+        assert tuple(found[view][: len(columns)]) == columns
+
+
+def test_views_tell_what_the_tables_do_to_a_reader(shared: Shared, tmp_path: Path) -> None:
+    written(shared.alice, tmp_path, "hers")
+    written(shared.mallory, tmp_path, "his")
+    with Reader.open(shared.board) as reader:
+        job = reader.job("hers")
+        failures = reader.rows("failures", job["id"])
+    mine = "WHERE job = 'hers'"
+    assert asked(shared.board, "SELECT name, written_by FROM resihp_jobs ORDER BY name") == [
+        ("hers", MINE),
+        ("his", THEIRS),
+    ]
+    assert asked(shared.board, f"SELECT failure, seconds_to_recover FROM resihp_failures {mine} ORDER BY 1") == [
+        (row["failure"], row["seconds_to_recover"]) for row in failures
+    ]
+    assert asked(shared.board, f"SELECT sum(iterations) FROM resihp_iterations_hourly {mine}") == [(20,)]
+    counted = asked(shared.board, "SELECT sum(failures), max(jobs) FROM resihp_node_failures")
+    assert counted == [(2 * len([row for row in failures if row["node"]]), 2)]
+
+
+def test_a_view_shows_nobody_more_than_its_tables(shared: Shared) -> None:
+    as_psql(shared.owner, f"REVOKE SELECT ON jobs FROM {quoted(BOARD)}")
+    with pytest.raises(DBAPIError, match="permission denied for table jobs"):
+        asked(shared.board, "SELECT * FROM resihp_jobs")
+    with pytest.raises(DBAPIError, match="permission denied"):
+        execute(shared.mallory, "DELETE FROM resihp_jobs")
 
 
 def test_no_rows_are_put_under_anothers_job(shared: Shared, tmp_path: Path) -> None:
@@ -328,6 +490,45 @@ def test_jobs_from_before_belong_to_who_migrates_and_those_that_run_to_their_use
     assert writers(shared.owner) == {"over": SUPERUSER, "runs": MINE, "nobodys": SUPERUSER}
 
 
+def test_an_owner_upgrades_and_prunes_everybodys_rows(shared: Shared, tmp_path: Path) -> None:
+    """No policy hides a row from him: an upgrade that passed over some would be worse than none."""
+    path = written(shared.alice, tmp_path, "hers")
+    as_psql(shared.owner, *statements(ADMIN, shared.name, kind="owner"))
+    moved_to(shared.admin, "0008")
+    with pytest.raises(LedgerError, match="run resihp db upgrade"):
+        Reader.open(shared.alice)
+    migrate.upgrade(shared.admin)
+    assert writers(shared.admin) == {"hers": ADMIN}
+    execute(shared.admin, "UPDATE jobs SET written_by = 'alice'")
+    as_psql(shared.admin, *statements(MINE, shared.name))
+    assert [merged.outcome for merged in import_from(str(path), shared.alice)] == ["unchanged"]
+    assert [each.job for each in prune(shared.admin, datetime.fromtimestamp(BEGAN + 86400, UTC))] == ["hers"]
+
+
+def test_a_role_that_owns_nothing_upgrades_nothing(shared: Shared) -> None:
+    moved_to(shared.owner, "0015")
+    for url in (shared.alice, shared.board):
+        with pytest.raises(LedgerError, match=r"permission denied|must be owner"):
+            migrate.upgrade(url)
+    assert migrate.current(shared.owner) == "0015"
+
+
+def test_a_writer_is_made_a_reader(shared: Shared, tmp_path: Path) -> None:
+    written(shared.alice, tmp_path, "hers")
+    as_psql(shared.owner, *statements(MINE, shared.name, kind="reader"))
+    for statement in ("DELETE FROM jobs", REPAIRED, "SELECT nextval('jobs_id_seq')"):
+        with pytest.raises(DBAPIError, match="permission denied"):
+            execute(shared.alice, statement)
+    assert len(asked(shared.alice, "SELECT * FROM resihp_jobs")) == 1
+
+
+def test_what_is_no_kind_of_role_is_refused() -> None:
+    with pytest.raises(UsageError, match="--as king: not one of owner, writer, reader"):
+        statements("alice", "ledger", kind="king")
+    with pytest.raises(UsageError, match="exclude each other"):
+        statements("alice", "ledger", kind="reader", trusted=True)
+
+
 @pytest.mark.parametrize("role", ["", "a\nb", "x" * 64, "nul\0"])
 def test_what_is_no_role_is_refused(role: str) -> None:
     with pytest.raises(UsageError, match="not a name"):
@@ -338,4 +539,8 @@ def test_who_was_granted_the_ledger_may_use_the_tables_that_an_upgrade_brings(sh
     moved_to(shared.owner, "0011")
     migrate.upgrade(shared.owner)
     for url in (shared.alice, shared.mallory):
-        execute(url, "SELECT * FROM scores", "DELETE FROM scores", "UPDATE suspicions SET probe = 1")
+        execute(url, "SELECT * FROM scores", "DELETE FROM scores", "UPDATE suspicions SET probe = 1", REPAIRED)
+    for view in VIEWS:
+        assert asked(shared.board, f"SELECT * FROM {view}") == []
+    with pytest.raises(DBAPIError, match="permission denied"):
+        execute(shared.board, REPAIRED)

@@ -208,6 +208,10 @@ def prune(
 
 def grant(
     role: Annotated[str, typer.Argument(help="A database user (role) of PostgreSQL.")],
+    kind: Annotated[
+        str,
+        typer.Option("--as", metavar="KIND", help="owner (of the tables), writer (of its own jobs), reader."),
+    ] = "writer",
     trusted: Annotated[
         bool, typer.Option("--trusted", help="What its jobs tell of nodes counts for everybody's.")
     ] = False,
@@ -217,7 +221,8 @@ def grant(
 
     Example: resihp db grant alice --ledger postgresql://admin@host/ledger | psql postgresql://admin@host/ledger
 
-    Who owns the tables runs it, after resihp db upgrade. Nobody but him can change what another user wrote.
+    Who owns the tables runs it, after resihp db upgrade. Nobody but him can change what another user wrote. A reader,
+    for dashboards, writes nothing; an owner upgrades the ledger and prunes it. What the role had before is taken.
     """
     from db.engine import masked, resolve
     from db.grants import statements
@@ -230,4 +235,5 @@ def grant(
     parsed = resolve(ledger)
     if parsed.get_backend_name() != "postgresql" or not parsed.database:
         raise UsageError(f"ledger {masked(ledger)}: has no users of its own; chmod says who may read a SQLite file")
-    print("\n".join(statements(role, parsed.database, trusted=trusted)))
+    lines = statements(role, parsed.database, kind=kind, trusted=trusted)
+    print("\n".join(["BEGIN;", *lines, "COMMIT;"]))

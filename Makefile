@@ -109,6 +109,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.ledger_ingest reports
 	$(BIN)/python -m benchmarks.ledger_ingest sustained
 	$(BIN)/python -m benchmarks.ledger_ingest records
+	$(BIN)/python -m benchmarks.ledger_size
 	$(BIN)/python -m benchmarks.lemons
 	$(BIN)/python -m benchmarks.ledger_queries
 	$(BIN)/python benchmarks/report.py

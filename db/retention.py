@@ -1,5 +1,5 @@
-"""How long what there is most of stays in a ledger: rows of iterations, rank reports and scores. Called by `resihp db
-prune`.
+"""How long what there is most of stays in a ledger: rows of iterations, rank reports, their quantiles and scores.
+Called by `resihp db prune`, and by a job's own writer where `[ledger] keep` is set.
 
 Everything else stays: jobs, failures, plans, reconfigurations, events, nodes. So does what a thinned job is understood
 by: its first and last iteration, each one at which a failure began or a plan took over with the one before it, and,
@@ -13,15 +13,18 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Select, and_, delete, func, or_, select, union
+from sqlalchemy import ColumnElement, Connection, Engine, Select, and_, delete, func, or_, select, union
 from sqlalchemy.exc import DBAPIError
 
 from db import migrate
 from db.engine import file_of, make_engine, masked, refusal, resolve
-from db.models import FailureRow, IterationRow, JobRow, PlanRow, RankReportRow, RankScoreRow
+from db.models import FailureRow, IterationRow, JobRow, PlanRow, RankQuantilesRow, RankReportRow, RankScoreRow
 from db.reading.cost_accounts import kept
 from db.reading.reader import Reader
 from resihp.errors import LedgerError, UsageError
+
+TELEMETRY = (RankReportRow, RankQuantilesRow, RankScoreRow)
+ROWS_AT_ONCE = 200_000
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Pruned:
     owner: str
     iterations: int
     rank_reports: int
-    """Scores of ranks included."""
+    """Scores and quantiles of ranks included."""
 
 
 def prune(url: str, before: datetime, keep_every: int | None = None, *, dry_run: bool = False) -> list[Pruned]:
@@ -70,6 +73,31 @@ def prune(url: str, before: datetime, keep_every: int | None = None, *, dry_run:
         engine.dispose()
 
 
+def prune_telemetry(engine: Engine, owner: str, before: datetime) -> int:
+    """Remove some of the telemetry of iterations that finished before a moment: of one job, of those that `owner`
+    started and that this database user may change. `ROWS_AT_ONCE` at most if all its ranks reported; returns how many,
+    0 when nothing is left to remove. Raises what SQLAlchemy raises.
+    """
+    query = select(JobRow.id, JobRow.nodes * JobRow.gpus_per_node).where(JobRow.owner == owner).order_by(JobRow.id)
+    with engine.begin() as connection:  # locks for those who may change, and not for longer than it takes to ask
+        jobs = connection.execute(query.with_for_update(read=True, key_share=True)).all()
+    for job_id, ranks in jobs:
+        with engine.begin() as connection:
+            of_old = and_(IterationRow.job_id == job_id, IterationRow.finished_at < before)
+            last_old = connection.execute(select(func.max(IterationRow.iteration)).where(of_old)).scalar_one()
+            firsts = [
+                connection.execute(select(func.min(table.iteration)).where(table.job_id == job_id)).scalar_one()
+                for table in TELEMETRY
+            ]
+            first = min((each for each in firsts if each is not None), default=None)
+            if last_old is None or first is None or first > last_old:
+                continue
+            until = min(last_old, first + ROWS_AT_ONCE // max(ranks, 1))
+            gone = [delete(table).where(table.job_id == job_id, table.iteration <= until) for table in TELEMETRY]
+            return sum(connection.execute(each).rowcount for each in gone)
+    return 0
+
+
 def _prune_job(connection: Connection, job_id: int, before: datetime, keep_every: int | None, dry_run: bool) -> Pruned:
     job = connection.execute(
         select(JobRow.name, JobRow.owner, JobRow.state, JobRow.account).where(JobRow.id == job_id)
@@ -84,7 +112,7 @@ def _prune_job(connection: Connection, job_id: int, before: datetime, keep_every
             table,
             and_(table.job_id == job_id, table.iteration <= last_old, _is_not_nth(table.iteration, keep_every)),
         )
-        for table in (RankReportRow, RankScoreRow)
+        for table in TELEMETRY
     ]
     if dry_run:
         counts = [

@@ -14,10 +14,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime, timedelta
 from itertools import chain, islice, takewhile
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import URL, Engine
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingError
@@ -25,9 +26,13 @@ from sqlalchemy.orm import Session
 
 from db import migrate, projection, report_rows
 from db.engine import file_of, file_system, is_on_network, make_engine, masked, prepare_folder, refusal, resolve
+from db.retention import prune_telemetry
 from resihp.errors import LedgerError, ResihpError
 from resihp.record import journal, journal_file
 from resihp.record.packing import unpack
+
+if TYPE_CHECKING:
+    from db.condensed import Condensed
 
 BATCH_S = 0.2
 SERVER_BATCH_S = (2.0, 5.0)
@@ -38,6 +43,9 @@ SERVER_SHARE = 0.04
 LONGEST_GATHER_S = 30.0
 BATCH_RECORDS = 500
 TELEMETRY_ROWS = 50_000
+PRUNED_EVERY_S = 86400.0
+MOST_WHOLE = 1024
+"""Ranks of a job of which every report is kept; of more, what `db.condensed` says."""
 RECORDS_IN_MEMORY = 20_000
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
@@ -55,6 +63,7 @@ class Ledger:
         journal_path: Path | None = None,
         telemetry_rows: int = TELEMETRY_ROWS,
         records_in_memory: int = RECORDS_IN_MEMORY,
+        keep_s: float | None = None,
     ) -> None:
         """Use `Ledger.open`, which checks and migrates first."""
         self.url = url.render_as_string(hide_password=False)
@@ -75,6 +84,11 @@ class Ledger:
         self._reports = report_rows.Waiting(telemetry_rows)
         self._scores: list[report_rows.Score] = []
         self._most_scores = telemetry_rows
+        self._keep_s = keep_s
+        self._prune_at = time.monotonic() if keep_s else float("inf")
+        self._condensed: Condensed | None = None
+        """Of a job of more ranks than all reports are kept of; only the writer's thread changes it."""
+        self._finding = False
         self._most_records = records_in_memory
         self._reread = False
         self._last_submitted = 0
@@ -103,12 +117,14 @@ class Ledger:
         journal_path: Path | None = None,
         telemetry_rows: int = TELEMETRY_ROWS,
         records_in_memory: int = RECORDS_IN_MEMORY,
+        keep_s: float | None = None,
     ) -> Ledger:
         """Open the ledger at `url` (`sqlite` alone: in the job's folder), and start writing. It is made if need be; a
         file is upgraded, a server's is not (`db.migrate.make_ready`), and a newer one is written if it lets us.
 
         `say` takes one-line warnings, from the writer's thread; without it they are logged. With `journal_path`,
-        records that pile up while the database is away are read again from there instead of kept in memory.
+        records that pile up while the database is away are read again from there instead of kept in memory. With
+        `keep_s`, telemetry that is older goes: of the user's jobs, once a day (`db.retention.prune_telemetry`).
         Raises LedgerError of one line, the URL's password masked, when the ledger cannot be written.
         """
         parsed = resolve(url, job_folder)
@@ -120,6 +136,7 @@ class Ledger:
             journal_path=journal_path,
             telemetry_rows=telemetry_rows,
             records_in_memory=records_in_memory,
+            keep_s=keep_s,
         )
         try:
             if file_of(parsed) is not None:
@@ -151,6 +168,7 @@ class Ledger:
                 self._reread = True
             self._records.append(record)
             self._last_submitted = max(self._last_submitted, record.seq)
+            self._finding |= _is_finding(record.entry)
         self._come()
 
     def telemetry(self, rows: Iterable[Mapping[str, Any]] | Iterable[report_rows.Report]) -> None:
@@ -263,7 +281,7 @@ class Ledger:
             return self._is_written(seq)
 
     def _is_written(self, seq: int) -> bool:
-        return self._applied >= seq and not (self._reports or self._scores)
+        return self._applied >= seq and not (self._reports or self._scores or self._condensed)
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Write what waits, for at most `timeout_s`, and stop; False if something was left (the journal has it)."""
@@ -305,6 +323,7 @@ class Ledger:
             try:
                 while self._write_batch():
                     pause_s = FIRST_PAUSE_S
+                self._prune()
                 self._took_s = time.monotonic() - began
             except Exception as error:  # noqa: BLE001 - whatever it is, training goes on and the records are kept
                 self._engine.dispose()
@@ -364,6 +383,7 @@ class Ledger:
 
     def _write_batch(self) -> bool:
         """Write one batch; True if more may wait. Raises what the database raises; nothing is forgotten then."""
+        self._condense()
         self._make_anew_if_gone()
         with self._lock:
             reread, path, applied = self._reread, self._journal_path, self._applied
@@ -380,16 +400,21 @@ class Ledger:
             first = self._first
             self._unpack_next()
             records = list(takewhile(_is_unpacked, islice(self._records, BATCH_RECORDS)))
-            parts = self._reports.batch()
+            parts = self._reports.batch() if self._condensed is None else []
             scores = self._scores[: report_rows.ROWS_IN_BATCH]
             dropped = self._dropped
-        if first is None or not (records or parts or scores or dropped != self._dropped_written):
+        if first is None or not (records or parts or scores or self._condensed or dropped != self._dropped_written):
             return False  # without the journal's first record nobody knows whose records these are
         given = sum(map(len, parts))
         reports = report_rows.sound(list(chain.from_iterable(parts)))
         unsound = given - len(reports)
+        quantiles: list[report_rows.Quantiles] = []
+        if self._condensed is not None:
+            reports, quantiles = self._condensed.batch()
+            given = len(reports)
+        telemetry = report_rows.Telemetry(reports, scores, quantiles)
         try:
-            seq = self._transaction(first, records, reports, dropped + unsound, scores)
+            seq = self._transaction(first, records, telemetry, dropped + unsound)
             written = dropped + unsound
         except Exception as error:
             if not _lies_in_the_rows(error):
@@ -404,6 +429,8 @@ class Ledger:
                 self._records.popleft()
                 gone += 1
             self._reports.remove(parts)
+            if self._condensed is not None:
+                self._condensed.remove()
             del self._scores[: len(scores)]
             self._dropped += unsound
             went_back, self._applied = seq < self._applied, seq
@@ -413,19 +440,69 @@ class Ledger:
                 self._reread, stalled = True, False
             self._dropped_written = written
             more = (
-                bool(self._reread or self._records or self._reports or self._scores or written != self._dropped)
+                bool(
+                    self._reread
+                    or self._records
+                    or self._reports
+                    or self._condensed
+                    or self._scores
+                    or written != self._dropped
+                )
                 and not stalled
             )
             self._written.notify_all()
         return more
 
+    def _prune(self) -> None:
+        """Some of what is too old goes, and more at the next batch: what is new does not wait for it."""
+        with self._lock:
+            first = self._first
+        if time.monotonic() < self._prune_at or self._closing.is_set() or first is None or self._keep_s is None:
+            return
+        before = datetime.now(UTC) - timedelta(seconds=self._keep_s)
+        try:
+            if not isinstance(first.entry, journal.JobStarted) or not prune_telemetry(
+                self._engine, first.entry.user, before
+            ):
+                self._prune_at = time.monotonic() + PRUNED_EVERY_S
+        except (DBAPIError, OSError) as error:
+            self._prune_at = time.monotonic() + PRUNED_EVERY_S
+            self._say(f"ledger {self.name}: old rank reports stay, {_first_line(error)}; tried again in a day")
+
+    def _condense(self) -> None:
+        """Of a job of many ranks, what came of telemetry goes where it is condensed."""
+        with self._lock:
+            first = self._first
+        if self._condensed is None:
+            if first is None or not _has_many_ranks(first.entry):
+                return
+            from db.condensed import Condensed  # with numpy
+
+            self._condensed = Condensed()
+        condensed = self._condensed
+        with self._lock:
+            parts, finding, self._finding = self._reports.take(), self._finding, False
+        given = list(chain.from_iterable(parts))
+        reports = report_rows.sound(given)
+        condensed.put(reports)
+        if finding:
+            condensed.finding()
+        if self._closing.is_set():
+            condensed.finish()
+        if condensed.spent:
+            condensed.spent = False
+            self._say(f"ledger {self.name}: rank reports around findings fill it; today no more of them are kept")
+        with self._lock:
+            self._dropped += len(given) - len(reports) + condensed.lost
+            condensed.lost = 0
+            self._written.notify_all()
+
     def _transaction(
         self,
         first: journal.Record,
         records: list[journal.Record],
-        reports: list[report_rows.Report],
+        telemetry: report_rows.Telemetry,
         dropped: int,
-        scores: list[report_rows.Score],
     ) -> int:
         """One batch, as a whole or not at all; returns the ledger's `journal_seq` after it."""
         with Session(self._engine) as session, session.begin():
@@ -443,10 +520,9 @@ class Ledger:
                 ready.append(record)
                 seq = max(seq, record.seq)
             projection.apply_all(session, job, ready)
-            if reports or scores:
+            if any(telemetry):
                 session.flush()
-                report_rows.insert_reports(session.connection(), job.id, reports)
-                report_rows.insert_scores(session.connection(), job.id, scores)
+                report_rows.insert_all(session.connection(), job.id, telemetry)
             job.telemetry_dropped = max(job.telemetry_dropped, dropped)
             return job.journal_seq
 
@@ -454,7 +530,7 @@ class Ledger:
         seq = self._applied
         for record in records:
             try:
-                seq = self._transaction(first, [record], [], 0, [])
+                seq = self._transaction(first, [record], report_rows.Telemetry(), 0)
             except Exception as error:
                 if not _lies_in_the_rows(error):
                     raise
@@ -464,6 +540,17 @@ class Ledger:
                     projection.apply_as_event(session, job, record, _first_line(error))
                     seq = job.journal_seq
         return seq
+
+
+def _has_many_ranks(entry: journal.Entry) -> bool:
+    return isinstance(entry, journal.JobStarted) and entry.nodes * entry.gpus_per_node > MOST_WHOLE
+
+
+def _is_finding(entry: journal.Entry) -> bool:
+    """Whether rank reports around it are wanted later: a failure, or a suspicion that something is slow."""
+    if isinstance(entry, journal.Suspected):
+        return entry.kind == "slow" and not entry.cleared
+    return isinstance(entry, journal.FailureFound)
 
 
 def _is_unpacked(record: journal.Record) -> bool:

@@ -490,6 +490,47 @@ def test_jobs_from_before_belong_to_who_migrates_and_those_that_run_to_their_use
     assert writers(shared.owner) == {"over": SUPERUSER, "runs": MINE, "nobodys": SUPERUSER}
 
 
+def test_a_job_removes_old_telemetry_of_its_own_role_alone(shared: Shared, tmp_path: Path) -> None:
+    """Whatever user a job says it is of."""
+    told = [journal.Record(number, at, entry) for number, (entry, at) in enumerate(story(), 1)]
+    for url, name in ((shared.mallory, "his"), (shared.alice, "hers")):
+        with Ledger.open(url, tmp_path) as ledger:
+            for record in told:
+                entry = record.entry
+                if isinstance(entry, journal.JobStarted):
+                    entry = msgspec.structs.replace(entry, job=name)
+                ledger.submit(journal.Record(record.seq, record.at, entry))
+            ledger.telemetry([(1, 1, rank, 0.5, None) for rank in range(12)])
+            assert ledger.flush(30)
+    with Ledger.open(shared.alice, tmp_path, keep_s=90 * 86400.0) as ledger:
+        ledger.submit(journal.Record(1, time.time(), started("new")))
+        assert ledger.flush(30)
+        deadline = time.monotonic() + 30
+        query = "SELECT name FROM rank_reports JOIN jobs ON jobs.id = job_id GROUP BY name"
+        while len(asked(shared.board, query)) > 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    assert asked(shared.board, query) == [("his",)]
+
+
+def test_a_job_that_may_not_remove_says_so_and_writes_on(shared: Shared, tmp_path: Path) -> None:
+    path = written(shared.alice, tmp_path, "hers")
+    execute(shared.owner, f'REVOKE DELETE ON rank_reports FROM "{MINE}"')
+    listener = Listener()
+    with Ledger.open(shared.alice, tmp_path, say=listener, keep_s=90 * 86400.0) as ledger:
+        for record in journal_file.read(path):
+            ledger.submit(record)
+        ledger.telemetry([(1, 1, 0, 0.5, None)])
+        assert ledger.flush(30)
+        deadline = time.monotonic() + 30
+        while not listener.heard:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        ledger.telemetry([(2, 1, 0, 0.5, None)])
+        assert ledger.flush(30)
+    assert [line for line in listener.heard if "old rank reports stay, permission denied" in line] == listener.heard
+
+
 def test_an_owner_upgrades_and_prunes_everybodys_rows(shared: Shared, tmp_path: Path) -> None:
     """No policy hides a row from him: an upgrade that passed over some would be worse than none."""
     path = written(shared.alice, tmp_path, "hers")

@@ -144,6 +144,7 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
         begins_at=resumption.iteration if resumption else 0,
         run=run_of(checkpoints, resumed=resumption is not None, earlier=restart.run),
         ledger_url=configuration.ledger.url,
+        ledger_keep_s=configuration.ledger.keep,
         restart_count=found.restart_count if found else 0,
         host=of_slurm.address if of_slurm else "127.0.0.1",
         ports=values.ports_of(configuration.slurm.ports) if of_slurm else None,

@@ -94,6 +94,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     resume: bool
     ledger_url: str
     restart_count: int
+    ledger_keep_s: float | None = None
+    """As `[ledger] keep` has it."""
     host: str = "127.0.0.1"
     """Address that the supervisor listens on: never all of a machine's."""
     ports: Ports | None = None

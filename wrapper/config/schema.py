@@ -170,6 +170,9 @@ class LedgerSection(Section):
 
     url: str = "sqlite"
     """`sqlite` for a file in the job's folder, or a SQLAlchemy URL."""
+    keep: Annotated[Duration, Field(ge=3600)] | None = None
+    """How long rank reports, their quantiles and scores are kept, as `90d`: a job's writer removes older ones of your
+    own jobs in that ledger, once a day. For ever if left out."""
 
 
 class SlurmSection(Section):

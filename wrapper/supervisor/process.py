@@ -102,7 +102,8 @@ async def supervise(
     def open_ledger() -> Ledger:
         from db.writer import Ledger
 
-        return Ledger.open(request.ledger_url, job.folder, say=warn, journal_path=journal)
+        keep_s = request.ledger_keep_s
+        return Ledger.open(request.ledger_url, job.folder, say=warn, journal_path=journal, keep_s=keep_s)
 
     ledger: LedgerLike
     if heir is not None:

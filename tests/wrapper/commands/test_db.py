@@ -128,9 +128,16 @@ def test_grant_prints_what_a_user_needs_for_psql(resihp: Resihp) -> None:
     url = "postgresql://admin:secret@host/ledger"
     result = resihp("grant", 'o"hara', "--ledger", url)
     assert result.exit_code == 0, result.output
-    assert all(line.startswith("GRANT ") and line.endswith(' TO "o""hara";') for line in result.stdout.splitlines())
+    begin, *lines, commit = result.stdout.splitlines()
+    assert (begin, commit) == ("BEGIN;", "COMMIT;"), "a job that writes meanwhile misses nothing"
+    assert all(line.startswith(("GRANT ", "REVOKE ALL ON ")) and line.endswith(' "o""hara";') for line in lines)
     assert "secret" not in result.output
     assert "resihp_trusted" not in result.stdout
+    reader = resihp("grant", "o", "--as", "reader", "--ledger", url).stdout
+    assert "GRANT SELECT ON" in reader
+    assert "INSERT" not in reader
+    king = refusal(resihp("grant", "o", "--as", "king", "--ledger", url))
+    assert "--as king: not one of owner, writer, reader" in king
     assert "GRANT resihp_trusted TO" in resihp("grant", "o", "--trusted", "--ledger", url).stdout
 
 

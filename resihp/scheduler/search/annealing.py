@@ -67,7 +67,8 @@ class Search:
         self._drawn = np.array([1 + seed % SEEDS, 1 + (seed * 7919 + 12345) % SEEDS])
         for start in starts:
             self._write(ASKED, [pipe_of(replica) for replica in start])
-            if not self._layouts.pipes[BEST] or kernels.better(self._layouts, ASKED, BEST):
+            scores = self._layouts.score
+            if not self._layouts.pipes[BEST] or scores[ASKED].tolist() < scores[BEST].tolist():
                 kernels.copy(self._layouts, ASKED, BEST)
         around = situation.tp * situation.pp
         dealt = self._dealt(int(self._layouts.pipes[BEST]) or max(1, len(situation.available) // around))

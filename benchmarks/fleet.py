@@ -262,7 +262,7 @@ class _Attempt:
             journal.DeviceInventory(device=d, name="NVIDIA H100", uuid=f"GPU-{node.name}-{d}", vbios="96.00.89")
             for d in range(DEVICES)
         )
-        found = journal.Inventory(
+        found = journal.NodeInventory(
             serial=f"S-{node.name}",
             kernel="5.14.0-503",
             image="Rocky Linux 9.5",

@@ -27,9 +27,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from db import report_rows
-from db.condensed import BEHIND
 from db.engine import file_of, make_engine, resolve
+from db.telemetry import report_rows
+from db.telemetry.condensed import BEHIND
 from db.writer import Ledger
 from resihp.protocol.messages import StepOutcome
 from resihp.record import journal

@@ -24,7 +24,7 @@ from rich.table import Table
 import db.writer
 from benchmarks.ledger_ingest import begin
 from db.engine import make_engine, resolve
-from db.report_rows import Report
+from db.telemetry.report_rows import Report
 from db.writer import Ledger
 from resihp.record import journal
 from tests.db.postgres import FAST, Server

@@ -24,9 +24,10 @@ from sqlalchemy import Connection, Table, func, insert, select, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from db import migrate, parquet, projection, report_rows
+from db import migrate, parquet, projection
 from db.engine import file_of, make_engine, masked, prepare_folder, refusal, resolve
 from db.parquet import JOBS, MANIFEST, OF_JOBS, ROWS_AT_ONCE, Manifest, Row, Source, columns_of
+from db.telemetry import report_rows
 from db.writer import catch_up
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
 from resihp.record import journal, journal_file

@@ -111,8 +111,8 @@ class JobRow(LedgerTable):
     model: Mapped[str | None] = mapped_column(Text)
     """What it trains, as the script declared it, in JSON; null until then."""
     account: Mapped[str | None] = mapped_column(Text)
-    """Where its time went (`db.reading.cost_accounts.Account` in JSON), once it is over; null until then, and in older
-    ledgers."""
+    """Where its time went (`db.reading.costs.cost_accounts.Account` in JSON), once it is over; null until then, and in
+    older ledgers."""
     detector: Mapped[str | None] = mapped_column(Text)
     """What the detector judged by last, as in `journal.CoverageChanged`; null while it warms up or is off."""
     unwatched: Mapped[str | None] = mapped_column(Text)
@@ -356,8 +356,8 @@ class IterationRow(LedgerTable):
 
 
 class RankReportRow(LedgerTable):
-    """Telemetry: thinned or lost without harm; of more than 1,024 ranks not every row is kept (`db.condensed`).
-    Many: its key is all that is indexed, and on SQLite the table itself."""
+    """Telemetry: thinned or lost without harm; of more than 1,024 ranks not every row is kept
+    (`db.telemetry.condensed`). Many: its key is all that is indexed, and on SQLite the table itself."""
 
     __tablename__ = "rank_reports"
     __table_args__ = ({"sqlite_with_rowid": False},)
@@ -372,7 +372,7 @@ class RankReportRow(LedgerTable):
 
 class RankQuantilesRow(LedgerTable):
     """How the ranks of an iteration did together, in a job of so many that not each one's report is kept
-    (`db.condensed`). `ranks`: how many reported. Telemetry as `rank_reports`, over the same two figures."""
+    (`db.telemetry.condensed`). `ranks`: how many reported. Telemetry as `rank_reports`, over the same two figures."""
 
     __tablename__ = "rank_quantiles"
     __table_args__ = ({"sqlite_with_rowid": False},)

@@ -244,7 +244,7 @@ def _join_nodes(session: Session, job: models.JobRow, joined: Sequence[tuple[jou
         for entry, at in joined
     ]
     _put(session, models.NodeRow, rows, ("job_id", "node"))
-    found = [entry.inventory or journal.Inventory() for entry, _ in joined]
+    found = [entry.inventory or journal.NodeInventory() for entry, _ in joined]
     served = [_membership(row, inventory) for row, inventory in zip(rows, found, strict=True)]
     _put(session, models.MembershipRow, served, ("job_id", "node", "joined_at"))
     devices = [
@@ -256,7 +256,7 @@ def _join_nodes(session: Session, job: models.JobRow, joined: Sequence[tuple[jou
         _put(session, models.DeviceRow, devices, ("job_id", "node", "joined_at", "device"))
 
 
-def _membership(node: Mapping[str, Any], found: journal.Inventory) -> dict[str, Any]:
+def _membership(node: Mapping[str, Any], found: journal.NodeInventory) -> dict[str, Any]:
     """Columns of a `MembershipRow` that begins."""
     return {
         **{name: node[name] for name in ("job_id", "node", "joined_at", "host", "devices", "lost_at", "lost_reason")},

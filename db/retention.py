@@ -19,7 +19,7 @@ from sqlalchemy.exc import DBAPIError
 from db import migrate
 from db.engine import file_of, make_engine, masked, refusal, resolve
 from db.models import FailureRow, IterationRow, JobRow, PlanRow, RankQuantilesRow, RankReportRow, RankScoreRow
-from db.reading.cost_accounts import kept
+from db.reading.costs.cost_accounts import kept
 from db.reading.reader import Reader
 from resihp.errors import LedgerError, UsageError
 

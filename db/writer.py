@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import chain, islice, takewhile
 from pathlib import Path
@@ -24,15 +24,16 @@ from sqlalchemy import URL, Engine
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingError
 from sqlalchemy.orm import Session
 
-from db import migrate, projection, report_rows
+from db import migrate, projection
 from db.engine import file_of, file_system, is_on_network, make_engine, masked, prepare_folder, refusal, resolve
 from db.retention import prune_telemetry
+from db.telemetry import report_rows
 from resihp.errors import LedgerError, ResihpError
 from resihp.record import journal, journal_file
 from resihp.record.packing import unpack
 
 if TYPE_CHECKING:
-    from db.condensed import Condensed
+    from db.telemetry.condensed import Condensed
 
 BATCH_S = 0.2
 SERVER_BATCH_S = (2.0, 5.0)
@@ -45,7 +46,7 @@ BATCH_RECORDS = 500
 TELEMETRY_ROWS = 50_000
 PRUNED_EVERY_S = 86400.0
 MOST_WHOLE = 1024
-"""Ranks of a job of which every report is kept; of more, what `db.condensed` says."""
+"""Ranks of a job of which every report is kept; of more, what `db.telemetry.condensed` says."""
 RECORDS_IN_MEMORY = 20_000
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
@@ -423,7 +424,22 @@ class Ledger:
             unsound, written = given, self._dropped_written
             if reports:
                 self._say(f"ledger {self.name}: {len(reports)} rank reports dropped: {_first_line(error)}")
+        return self._account_for(records, parts, scores, seq, unsound, written, known is None)
+
+    def _account_for(
+        self,
+        records: Sequence[journal.Record],
+        parts: list[list[report_rows.Report]],
+        scores: Sequence[Any],
+        seq: int,
+        unsound: int,
+        written: int,
+        handed_over: bool,
+    ) -> bool:
+        """Forget what is written, up to record `seq`; True if more may wait. `handed_over`: records were not read from
+        the journal."""
         with self._lock:
+            path = self._journal_path
             gone = 0
             while self._records and gone < len(records) and self._records[0].seq <= seq:
                 self._records.popleft()
@@ -435,7 +451,7 @@ class Ledger:
             self._dropped += unsound
             went_back, self._applied = seq < self._applied, seq
             stalled = bool(records) and not gone
-            if path is not None and (went_back or (stalled and known is None)):
+            if path is not None and (went_back or (stalled and handed_over)):
                 # A gap, or a ledger that lost what it had: what was not handed over, or no longer, is in the journal.
                 self._reread, stalled = True, False
             self._dropped_written = written
@@ -476,7 +492,7 @@ class Ledger:
         if self._condensed is None:
             if first is None or not _has_many_ranks(first.entry):
                 return
-            from db.condensed import Condensed  # with numpy
+            from db.telemetry.condensed import Condensed  # with numpy
 
             self._condensed = Condensed()
         condensed = self._condensed

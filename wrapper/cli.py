@@ -14,9 +14,10 @@ from typing import Annotated
 import typer
 
 from resihp.errors import ResihpError
-from wrapper.commands import analyze, compare, db, init, node, why_not
+from wrapper.commands import analyze, compare, db, init, why_not
 from wrapper.commands.doctor import command as doctor
 from wrapper.commands.history import command as history
+from wrapper.commands.node import command as node
 from wrapper.commands.options import command_of
 from wrapper.commands.plan import command as plan
 from wrapper.commands.report import command as report

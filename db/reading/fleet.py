@@ -16,11 +16,11 @@ from sqlalchemy import ColumnElement, case, func, or_, select
 
 from db.models import DrainRow, FailureRow, IterationRow, JobRow, NodeRow, ReconfigurationRow
 from db.reading import hardware, health
-from db.reading.cost_accounts import OF_FAILURES, Account, added, between, kept
+from db.reading.costs.cost_accounts import OF_FAILURES, Account, added, between, kept
+from db.reading.costs.timeline import CAUSES, SHARES, Again, committed_again
 from db.reading.reader import TABLES, Reader, Row, no_collection
-from db.reading.timeline import CAUSES, SHARES, Again, committed_again
 from resihp.detector.lemons import NodeFailure, Service, node_health
-from resihp.detector.moved import Machine, Placement, Renewal, follow
+from resihp.detector.moved import Machine, Renewal, SeenDevice, follow
 from resihp.errors import UsageError
 
 By = Literal[
@@ -175,8 +175,8 @@ def accounts(
     period: Period | None = None,
     others: Sequence[Row] = (),
 ) -> list[tuple[Row, Account]]:
-    """Every job of a ledger, or of a `user`, that held devices from `since` on and before `until`, newest first, and where its time
-    between these went: jobs are cut there.
+    """Every job of a ledger, or of a `user`, that held devices from `since` on and before `until`, newest first, and
+    where its time between these went: jobs are cut there.
 
     With a `period`, once for each that a job was in, by its name in the row: weeks begin on Mondays, all times are UTC.
     `others`: attempts in other ledgers, as of `Reader.attempts`.
@@ -347,7 +347,7 @@ class NodeRecord:
     def __init__(self) -> None:
         self.verdicts: list[NodeFailure] = []
         self.services: list[Service] = []
-        self.placements: list[Placement] = []
+        self.placements: list[SeenDevice] = []
         self.renewals: list[Renewal] = []
         self.machines: list[Machine] = []
         self.jobs: dict[str, int] = {}

@@ -15,7 +15,7 @@ from sqlalchemy import Select, String, and_, cast, func, or_, select
 from db.models import DeviceRow, DrainRow, JobRow, LedgerTable, MaintenanceRow, MembershipRow
 from db.reading.reader import Reader, Row
 from resihp.detector.lemons import HORIZON_S
-from resihp.detector.moved import Machine, Placement, Renewal
+from resihp.detector.moved import Machine, Renewal, SeenDevice
 
 BEFORE = timedelta(seconds=HORIZON_S)
 """How much longer ago than what is judged devices are looked for: who has been in place all the time was seen then."""
@@ -23,7 +23,7 @@ MANY = 500
 """Names asked for at a time."""
 
 
-def placements(reader: Reader, since: datetime) -> list[Placement]:
+def placements(reader: Reader, since: datetime) -> list[SeenDevice]:
     """When devices were first seen where they are, of what has been seen since a bit before.
 
     Left out are devices that several ranks, or virtual nodes, of one job have in common: their places tell nothing.
@@ -42,7 +42,9 @@ def placements(reader: Reader, since: datetime) -> list[Placement]:
         common = common.group_by(devices.uuid, devices.job_id).having(func.count(place.distinct()) > 1)
         shared |= {row["uuid"] for row in reader.fetch(common)}
     return [
-        Placement(node=row["node"], device=row["device"], uuid=row["uuid"], bus=row["bus"], since=row["at"].timestamp())
+        SeenDevice(
+            node=row["node"], device=row["device"], uuid=row["uuid"], bus=row["bus"], since=row["at"].timestamp()
+        )
         for row in rows
         if row["uuid"] not in shared
     ]

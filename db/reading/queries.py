@@ -21,7 +21,7 @@
     queries.cost(ledger).set_index("cause")["gpu_hours"]                    # what it all cost
 
 Whole numbers that may be missing are `Int64`, times are UTC, JSON columns (ranks, layouts) are lists and dicts. What
-the figures mean: `db.reading.cost_accounts`, `db.reading.promises`, `db.reading.fleet`.
+the figures mean: `db.reading.costs.cost_accounts`, `db.reading.promises`, `db.reading.fleet`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from db import models
 from db.models import EventRow, IterationRow, JobRow
 from db.reading import comparison, fleet, hardware, rates
 from db.reading import promises as promised
-from db.reading.cost_accounts import summarise
+from db.reading.costs.cost_accounts import summarise
 from db.reading.fleet import FIGURES, By, CostBy
 from db.reading.reader import JOB_COLUMNS, TABLES, Reader, Row, Table
 from db.reading.why import NEAR, Why
@@ -234,8 +234,9 @@ def cost(
     until: datetime | None = None,
     price: float | None = None,
 ) -> pd.DataFrame:
-    """Where the time of a job went, or of all: seconds, share and GPU-hours by cause, which `db.reading.cost_accounts`
-    defines. Of all jobs, between `since` and `until` only: jobs are cut there. `price`: of a GPU-hour."""
+    """Where the time of a job went, or of all: seconds, share and GPU-hours by cause, which
+    `db.reading.costs.cost_accounts` defines. Of all jobs, between `since` and `until` only: jobs are cut there.
+    `price`: of a GPU-hour."""
     if job_id is None:
         found = [account for _, account in fleet.accounts(reader, since=since, until=until)]
     elif since is not None or until is not None:

@@ -42,9 +42,9 @@ from db import models
 from db.engine import file_of, make_engine, masked, refusal, resolve
 from db.migrate import check_readable
 from db.models import EventRow, FailureRow, IterationRow, JobRow, PlanRow, ReconfigurationRow, WorkerRow
-from db.reading import cost_accounts
+from db.reading.costs import cost_accounts
+from db.reading.costs.timeline import Again, HeldTime, committed_again
 from db.reading.explanations import explanations
-from db.reading.timeline import Again, HeldTime, committed_again
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
 
 if TYPE_CHECKING:
@@ -202,14 +202,14 @@ def no_collection() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class NamedJob:
     """Which job a name means: `1234`, also `1234_5`, `1234-r1`; `user/1234`; the beginning of a uuid."""
 
     name: str
     user: str | None
 
     @classmethod
-    def of(cls, text: str) -> Wanted:
+    def of(cls, text: str) -> NamedJob:
         user, slash, name = text.rpartition("/")
         return cls(name, user if slash else None)
 
@@ -400,7 +400,7 @@ class Reader:
         return self.fetch(query)
 
     def job(self, name: str | None = None, *, host: str | None = None, started: datetime | None = None) -> Row:
-        """The job of that name (`Wanted`), the reader's newest one without a name; with `host` and `started`, the one
+        """The job of that name (`NamedJob`), the reader's newest one without a name; with `host` and `started`, the one
         that began there nearest then. All columns of its row.
 
         Names are a user's own: where several users have that name, the reader's own job is meant, if he has one. Of
@@ -415,8 +415,12 @@ class Reader:
             return found[0]
         if host is not None or started is not None:
             return self._job_of_folder(self.fetch(query.where(JobRow.name == name)), name or "", host, started)
-        wanted = Wanted.of(name or "")
-        found = self.fetch(query.where(wanted.named)) or self.fetch(query.where(wanted.numbered))
+        wanted = NamedJob.of(name or "")
+        found = (
+            self.fetch(query.where(JobRow.name == name))
+            or self.fetch(query.where(wanted.named))
+            or self.fetch(query.where(wanted.numbered))
+        )
         if not found and wanted.prefix is not None:
             found = self.fetch(query.where(wanted.prefix))
         if not found:
@@ -622,7 +626,7 @@ class Reader:
         return msgspec.json.encode(self.account(job, again=())).decode()
 
     def summary(self, job_id: int, now: datetime | None = None) -> Row:
-        """The job in figures, as `db.reading.cost_accounts.summarise` tells them."""
+        """The job in figures, as `db.reading.costs.cost_accounts.summarise` tells them."""
         [job] = self.fetch(select(*JobRow.__table__.columns).where(JobRow.id == job_id))
         return cost_accounts.summarise(
             job,

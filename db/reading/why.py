@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from db.reading.goodput import Interruption, course, interruptions
+from db.reading.costs.goodput import Interruption, course, interruptions
 
 Row = dict[str, Any]
 

@@ -23,7 +23,7 @@ from resihp.parallelism.parameter_outline import outline
 from resihp.parallelism.plan import Plan
 from resihp.parallelism.transfers import Move, moves
 from resihp.pipeline import checker
-from resihp.protocol.inventory import Inventory as Machine
+from resihp.protocol.inventory import NodeInventory as Machine
 from resihp.protocol.messages import Beat, Clue, Inventory, Speed, WorkerMessage, WorkerOrder
 from resihp.record.journal import AnyEntry
 from resihp.scheduler.situation import Decision, Situation

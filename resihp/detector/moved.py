@@ -23,7 +23,7 @@ ALWAYS, NEVER = float("-inf"), float("inf")
 Slot = tuple[str, int]
 
 
-class Placement(msgspec.Struct, frozen=True, kw_only=True):
+class SeenDevice(msgspec.Struct, frozen=True, kw_only=True):
     """From `since` on, this device was seen at that number of the node, and at `bus`, its address there."""
 
     node: str
@@ -67,9 +67,9 @@ class _Places:
     """Where devices were, and are; nothing of nodes that number them otherwise from job to job, as where jobs share a
     node."""
 
-    def __init__(self, placements: Iterable[Placement]) -> None:
-        self._stays: dict[str, list[Placement]] = {}
-        slots: dict[Slot, list[Placement]] = {}
+    def __init__(self, placements: Iterable[SeenDevice]) -> None:
+        self._stays: dict[str, list[SeenDevice]] = {}
+        slots: dict[Slot, list[SeenDevice]] = {}
         given = sorted(placements, key=lambda one: (one.since, one.node, one.device, one.uuid))
         buses: dict[Slot, str] = {}
         renumbered = {
@@ -86,7 +86,7 @@ class _Places:
         self.moved = moved
         """Names of nodes where something came or went."""
 
-    def _occupancy(self, slot: Slot, seen: Sequence[Placement]) -> _Occupancy:
+    def _occupancy(self, slot: Slot, seen: Sequence[SeenDevice]) -> _Occupancy:
         first = seen[0]
         found = _Occupancy()
         if self._stays[first.uuid][0] is first:  # it was nowhere else before: it was here before it was seen
@@ -117,7 +117,7 @@ class _Places:
         return place if self._last[place] == uuid else None
 
 
-def _slots_of(stays: Iterable[Placement]) -> set[Slot]:
+def _slots_of(stays: Iterable[SeenDevice]) -> set[Slot]:
     return {(one.node, one.device) for one in stays}
 
 
@@ -153,7 +153,7 @@ class _Renewals:
 def follow(
     verdicts: Iterable[NodeFailure],
     services: Iterable[Service],
-    placements: Iterable[Placement] = (),
+    placements: Iterable[SeenDevice] = (),
     renewals: Iterable[Renewal] = (),
     machines: Iterable[Machine] = (),
 ) -> tuple[list[NodeFailure], list[Service]]:

@@ -30,7 +30,7 @@ class DeviceInventory(msgspec.Struct, frozen=True, kw_only=True):
     bus: Word = ""
 
 
-class Inventory(msgspec.Struct, frozen=True, kw_only=True):
+class NodeInventory(msgspec.Struct, frozen=True, kw_only=True):
     """What a node is, as its agent found it. `serial`: the machine's; `kernel`, `image`: of the operating system;
     `driver`: of its GPUs; `nic_firmware`: (adapter, version). Empty where it cannot be read."""
 

@@ -32,7 +32,7 @@ from resihp.parallelism.batch_sizes import BatchSizes, Ramp
 from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan
 from resihp.parallelism.transfers import Base
-from resihp.protocol.inventory import Inventory as Machine
+from resihp.protocol.inventory import NodeInventory as Machine
 from resihp.protocol.inventory import Software
 
 

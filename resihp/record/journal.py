@@ -14,7 +14,7 @@ import msgspec
 
 from resihp.parallelism.plan import Plan
 from resihp.protocol.inventory import DeviceInventory as DeviceInventory
-from resihp.protocol.inventory import Inventory as Inventory
+from resihp.protocol.inventory import NodeInventory as NodeInventory
 from resihp.protocol.inventory import Software as Software
 from resihp.protocol.messages import Declare, Speed, StepOutcome
 
@@ -75,7 +75,7 @@ class NodeJoined(Entry, frozen=True, kw_only=True):
     devices: int
     hardware: str = ""
     incarnation: str = ""
-    inventory: Inventory | None = None
+    inventory: NodeInventory | None = None
 
 
 class NodeLost(Entry, frozen=True, kw_only=True):

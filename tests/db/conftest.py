@@ -62,8 +62,8 @@ def started(name: str = "local-1", user: str = "me", restart: int = 0) -> journa
     )
 
 
-def inventory(node: str, driver: str = "570.86.15", devices: int = 4) -> journal.Inventory:
-    return journal.Inventory(
+def inventory(node: str, driver: str = "570.86.15", devices: int = 4) -> journal.NodeInventory:
+    return journal.NodeInventory(
         serial=f"S-{node}",
         kernel="6.1.0-30",
         image="Rocky Linux 9.5",

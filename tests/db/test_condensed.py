@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from sqlalchemy import select
 
-from db import condensed, models
-from db.condensed import AROUND, BEHIND, EVERY, FASTEST, MOST_OUTLYING, SLOWEST, Condensed
+from db import models
 from db.exchange import export, import_from
 from db.reading.queries import Reader
-from db.report_rows import QUANTILE_COLUMNS, Quantiles, Report
 from db.retention import prune
+from db.telemetry import condensed
+from db.telemetry.condensed import AROUND, BEHIND, EVERY, FASTEST, MOST_OUTLYING, SLOWEST, Condensed
+from db.telemetry.report_rows import QUANTILE_COLUMNS, Quantiles, Report
 from db.writer import Ledger
 from resihp.record import journal
 from tests.db.conftest import BEGAN, Listener, outcome, rank_reports, started, story

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from resihp.protocol.inventory import LONGEST, MOST_ADAPTERS, MOST_DEVICES, DeviceInventory, Inventory
+from resihp.protocol.inventory import LONGEST, MOST_ADAPTERS, MOST_DEVICES, DeviceInventory, NodeInventory
 
 MOST_BYTES = 1 << 16
 """Read of a file."""
@@ -36,12 +36,12 @@ class _Gpu:
     minor: int | None
 
 
-def read(devices: int, environment: Mapping[str, str], root: Path = Path("/")) -> Inventory:
+def read(devices: int, environment: Mapping[str, str], root: Path = Path("/")) -> NodeInventory:
     """The inventory of a node that gives so many devices to ranks; `environment`: of its workers."""
     gpus = [*_gpus(root)]
     serial = _line(root / "sys/class/dmi/id/product_serial")
     found = _DRIVER.search(_text(root / "proc/driver/nvidia/version"))
-    return Inventory(
+    return NodeInventory(
         serial="" if serial.lower() in NO_SERIAL else serial,
         kernel=_word(os.uname().release),
         image=_image(_text(root / "etc/os-release")),

@@ -1,7 +1,8 @@
 """An agent among its peers: it answers candidates, stands as one when it is time, and starts a successor.
 
-The rules are `wrapper.agent.election`'s. Agents ask each other over authenticated connections of one question and one
-answer each. A supervisor that a quorum would follow is started here as a child (`wrapper.agent.successor`), on a socket
+The rules are `wrapper.agent.succession.election`'s. Agents ask each other over authenticated connections of one
+question and one answer each. A supervisor that a quorum would follow is started here as a child
+(`wrapper.agent.succession.successor`), on a socket
 bound to this node's own address; all peers are told where it listens until they have noted it. Owned by
 `wrapper.agent.process`.
 """
@@ -18,9 +19,9 @@ from resihp.process import most_open_files
 from resihp.protocol import messages as m
 from resihp.protocol.framing import SecureChannel
 from resihp.protocol.serving import Refusals, serve
-from wrapper.agent.election import AGAIN_S, ASK_S, Election, Standing, turn
-from wrapper.agent.journal_copy import Replica
-from wrapper.agent.successor import Successor
+from wrapper.agent.succession.election import AGAIN_S, ASK_S, Election, Standing, turn
+from wrapper.agent.succession.journal_copy import Replica
+from wrapper.agent.succession.successor import Successor
 from wrapper.agent.supervisor_link import LeaderLink
 from wrapper.launch.ports import Ports, listen
 

@@ -5,7 +5,7 @@ node, or with `-`, it is the one that Slurm names. With `--lease N` it comes lat
 node, and looks itself where the supervisor is. It decides nothing but this: when nobody leads for too long
 (`wrapper.agent.supervisor_link`), it ends its workers and itself, so that nothing of a job outlives both. Where the job
 asks for it, agents keep copies of the journal, and one of them starts a successor when the supervisor is gone
-(`wrapper.agent.election`). A signal from outside is told to the supervisor, and ends nothing by itself.
+(`wrapper.agent.succession.election`). A signal from outside is told to the supervisor, and ends nothing by itself.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from resihp.errors import ConfigurationError, OwnershipError, ResihpError, Usage
 from resihp.process import Orphans, adopt_orphans, inherited_socket, raise_open_files
 from resihp.protocol import messages as m
 from wrapper.agent import inventory
-from wrapper.agent.journal_copy import Replica, local_place
 from wrapper.agent.log_mirror import LogMirror, print_to
 from wrapper.agent.peers import Peers
+from wrapper.agent.succession.journal_copy import Replica, local_place
 from wrapper.agent.supervisor_link import LeaderLink
 from wrapper.agent.workers import Workers
 from wrapper.config import container

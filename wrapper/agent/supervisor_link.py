@@ -5,7 +5,7 @@ first which term it leads. The agent promises itself to one leader of a term, an
 a later term of somebody who knows at least as much as its own copy of the journal, or whom a quorum has accepted. Then
 what it had said to the leader before counts no more, and the new one is told what there is (`messages.Inventory`).
 
-It decides nothing else; who could lead when nobody does is `wrapper.agent.election`'s. Owned by
+It decides nothing else; who could lead when nobody does is `wrapper.agent.succession.election`'s. Owned by
 `wrapper.agent.process`.
 """
 
@@ -23,7 +23,7 @@ from resihp.errors import ProtocolError
 from resihp.protocol import messages as m
 from resihp.protocol.framing import Envelope, NoAnswerError, SecureChannel
 from resihp.protocol.resumable import Conversation
-from wrapper.agent.election import accepts
+from wrapper.agent.succession.election import accepts
 
 RETRY_S = 3.0
 """How long one attempt to connect may take; without succession, how long to look for one where nobody listens."""

@@ -125,10 +125,9 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
     if options.resume_or_start and found and slurm and saved:
         _check_chain(saved, found, slurm)
     restart = _resumption(options, configuration, found, saved)
-    resumption = restart.resumption
+    resumption, again = restart.resumption, found.restart_count if found else 0
     of_slurm = _of_slurm(configuration, found, slurm, restart.failed) if found and slurm else None
-
-    job = create_slurm_job(found.job_id, found.restart_count) if found else create_local_job()
+    job = create_slurm_job(found.job_id, again) if found else create_local_job()
     checkpoints = resumption.folder if resumption else saved or job.checkpoints.absolute()
     return RunRequest(
         settings=_settings(configuration, job.name, shape, planned, of_slurm, program),
@@ -145,7 +144,7 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
         run=run_of(checkpoints, resumed=resumption is not None, earlier=restart.run),
         ledger_url=configuration.ledger.url,
         ledger_keep_s=configuration.ledger.keep,
-        restart_count=found.restart_count if found else 0,
+        restart_count=again,
         host=of_slurm.address if of_slurm else "127.0.0.1",
         ports=values.ports_of(configuration.slurm.ports) if of_slurm else None,
         interface=configuration.network.interface if of_slurm else "",

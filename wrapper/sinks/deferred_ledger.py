@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from resihp.errors import ResihpError
 
 if TYPE_CHECKING:
-    from db import report_rows
+    from db.telemetry import report_rows
     from db.writer import Ledger
     from resihp.record.journal import Record
 

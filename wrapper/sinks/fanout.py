@@ -21,7 +21,7 @@ from resihp.errors import ConfigurationError
 from wrapper.config.run_spec import ListenerSettings, RunRequest
 
 if TYPE_CHECKING:
-    from db import report_rows
+    from db.telemetry import report_rows
     from resihp.record.journal import Record
     from wrapper.config.schema import Configuration
     from wrapper.sinks.figures import Figures

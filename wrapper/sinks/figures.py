@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from db.reading.goodput import Counting
+from db.reading.costs.goodput import Counting
 from resihp.record import journal
 from resihp.record.packing import column
 from wrapper.output.rank_health import RankHealth

@@ -56,7 +56,7 @@ from wrapper.supervisor.journaling.writer import JournalWriter
 from wrapper.supervisor.operators import Operators
 
 if TYPE_CHECKING:
-    from db import report_rows
+    from db.telemetry import report_rows
 
 LEAVE_GRACE_S = 60.0
 """After training is done: how long scripts may take to end by themselves."""

@@ -72,12 +72,21 @@ class Pipelines:
 
     # --- a situation ----------------------------------------------------------------------------------------------
 
+    def _costs(self) -> kernels.Costs:
+        times = self._situation.times
+        columns = [(layer.f, layer.b, layer.w) for layer in times.layers]
+        return kernels.Costs(
+            np.array([[0.0, *itertools.accumulate(column)] for column in zip(*columns, strict=True)]),
+            np.array([[t.f, t.b, t.w] for t in (times.embedding, times.head)]),
+            self._situation.schedule == "zero-bubble",
+            PARTS,
+        )
+
     def _told(self, sizes: Sequence[int], largest: int, beside: bool) -> kernels.Job:
         situation = self._situation
         times, model, room = situation.times, situation.model, situation.room_bytes
         assert room is not None
-        columns = [(layer.f, layer.b, layer.w) for layer in times.layers]
-        speed = np.array([situation.speeds.get(rank, 1.0) for rank in self._ranks])
+        speed = np.array([situation.speeds.get(rank, 1.0) for rank in self._ranks], np.float64)
         speeds = np.unique(speed)[::-1]
         names = sorted(set(map(situation.nodes.__getitem__, self._ranks)))
         node = {name: i for i, name in enumerate(names)}
@@ -107,22 +116,17 @@ class Pipelines:
                 )
         left, seat, carried, stays = self._held(sizes if beside else (), largest, room)
         return kernels.Job(
-            costs=kernels.Costs(
-                np.array([[0.0, *itertools.accumulate(column)] for column in zip(*columns, strict=True)]),
-                np.array([[t.f, t.b, t.w] for t in (times.embedding, times.head)]),
-                situation.schedule == "zero-bubble",
-                PARTS,
-            ),
+            costs=self._costs(),
             speed=np.searchsorted(-speeds, -speed).astype(np.int64),
             speeds=speeds.copy(),
-            node=np.array([node[situation.nodes[rank]] for rank in self._ranks]),
+            node=np.array([node[situation.nodes[rank]] for rank in self._ranks], np.int64),
             links=links,
             ways=ways.reshape(way_s.shape).astype(np.int64),
             late=late,
-            degrees=np.array(self.degrees),
+            degrees=np.array(self.degrees, np.int64),
             each=each,
             bucket=bucket,
-            state=np.array([states.index(state) for state in state_bytes]),
+            state=np.array([states.index(state) for state in state_bytes], np.int64),
             needs=needs,
             left=left,
             seat=seat,

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from db.reading.cost_accounts import OF_HARDWARE, Account, account, added, between, summarise, timeline
+from db.reading.costs.cost_accounts import OF_HARDWARE, Account, account, added, between, summarise, timeline
+from db.reading.costs.timeline import CAUSES, Again, committed_again
 from db.reading.health import CERTAINTY
 from db.reading.reader import Reader
-from db.reading.timeline import CAUSES, Again, committed_again
 from db.writer import Ledger
 from tests.db.conftest import any_layout_story, story, write_journal
 

@@ -14,9 +14,9 @@ from sqlalchemy import delete, update
 from db import models
 from db.engine import make_engine, resolve
 from db.reading import fleet, queries
-from db.reading.cost_accounts import Account, added
+from db.reading.costs.cost_accounts import Account, added
+from db.reading.costs.timeline import CAUSES
 from db.reading.reader import Reader
-from db.reading.timeline import CAUSES
 from db.retention import prune
 from db.writer import Ledger
 from resihp.parallelism.plan import Plan, spread

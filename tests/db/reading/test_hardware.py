@@ -23,15 +23,15 @@ from slurm.errors import SlurmUnavailableError
 from tests.db.conftest import BEGAN, inventory, started, write_journal
 from tests.slurm.fake_slurm import FakeSlurm
 from wrapper.cli import app
-from wrapper.commands import node as node_commands
+from wrapper.commands.node import maintenance as node_commands
 
 DAY_S = 86_400.0
 NOW = datetime.fromtimestamp(BEGAN + 100 * DAY_S, UTC)
 Told = Iterator[tuple[journal.AnyEntry, float]]
-Machines = dict[str, journal.Inventory | None]
+Machines = dict[str, journal.NodeInventory | None]
 
 
-def machine(node: str, **devices: str) -> journal.Inventory:
+def machine(node: str, **devices: str) -> journal.NodeInventory:
     """Of four devices; `d3="GPU-x"`: another than its own in that slot."""
     own = inventory(node)
     changed = tuple(
@@ -256,7 +256,7 @@ def history(view: str, url: str, *argv: str) -> list[dict[str, Any]]:
     return list(json.loads(result.stdout)["rows"])
 
 
-def updated(node: str, **facts: Any) -> journal.Inventory:
+def updated(node: str, **facts: Any) -> journal.NodeInventory:
     return msgspec.structs.replace(machine(node), **facts)
 
 

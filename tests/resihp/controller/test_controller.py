@@ -13,7 +13,7 @@ from resihp.faults import parse
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import spread
 from resihp.protocol import messages as m
-from resihp.protocol.inventory import DeviceInventory, Inventory, Software
+from resihp.protocol.inventory import DeviceInventory, NodeInventory, Software
 from resihp.record.journal import (
     FaultInjected,
     IterationCommitted,
@@ -179,7 +179,7 @@ def test_a_rank_that_computes_another_digest_is_never_told_to_go(seed: int) -> N
 
 def test_what_a_node_is_made_of_is_on_record_from_its_joining() -> None:
     controller = Controller(Settings(job="local-1", nodes=1, gpus_per_node=1, tp=1, pp=1))
-    machine = Inventory(serial="S1", devices=(DeviceInventory(device=0, uuid="GPU-0"),))
+    machine = NodeInventory(serial="S1", devices=(DeviceInventory(device=0, uuid="GPU-0"),))
     actions = controller.handle(api.AgentJoined(node="n1", host="h", devices=1, machine=machine), 0.0)
     joined = NodeJoined(node="n1", host="h", devices=1, inventory=machine)
     assert joined in [action.entry for action in actions if isinstance(action, api.Log)]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resihp.detector.lemons import DAY_S, NodeFailure, NodeHealth, Service, node_health, part
-from resihp.detector.moved import Machine, Placement, Renewal, follow
+from resihp.detector.moved import Machine, Renewal, SeenDevice, follow
 
 NOW = 200 * DAY_S
 FLEET = [Service(node=f"n{i}", since=20 * DAY_S, until=NOW, devices=8) for i in range(500)]
@@ -22,7 +22,7 @@ USUAL = [
 BAD = [30.0, 40.0, 50.0, 60.0, 70.0, 80.0]
 """Days on which device 3 of n1 fails."""
 FIRST = [
-    Placement(node=f"n{i}", device=d, uuid=f"GPU-{i}-{d}", since=20 * DAY_S, bus=f"{d:02}")
+    SeenDevice(node=f"n{i}", device=d, uuid=f"GPU-{i}-{d}", since=20 * DAY_S, bus=f"{d:02}")
     for i in range(500)
     for d in range(8)
 ]
@@ -35,11 +35,11 @@ def failures(*days: float, node: str = "n1", device: int | None = 3) -> list[Nod
     ]
 
 
-def seen(node: str, device: int, uuid: str, day: float, **more: Any) -> Placement:
-    return Placement(node=node, device=device, uuid=uuid, since=day * DAY_S, **more)
+def seen(node: str, device: int, uuid: str, day: float, **more: Any) -> SeenDevice:
+    return SeenDevice(node=node, device=device, uuid=uuid, since=day * DAY_S, **more)
 
 
-def judged(*given: NodeFailure, then: Sequence[Placement] = (), **what: Any) -> dict[str, NodeHealth]:
+def judged(*given: NodeFailure, then: Sequence[SeenDevice] = (), **what: Any) -> dict[str, NodeHealth]:
     counted = follow([*USUAL, *given], FLEET, [*FIRST, *then], **what)
     return {one.node: one for one in node_health(*counted, NOW)}
 

@@ -33,7 +33,7 @@ from resihp.record.journal import (
     term_of,
 )
 from resihp.record.quorum import Membership
-from wrapper.agent.election import (
+from wrapper.agent.succession.election import (
     AGAIN_S,
     LEADER_PATIENCE_S,
     PLEDGE_S,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from resihp.errors import ProtocolError
 from resihp.protocol import messages as m
 from resihp.protocol.framing import decode, encode
-from resihp.protocol.inventory import LONGEST, DeviceInventory, Inventory
+from resihp.protocol.inventory import LONGEST, DeviceInventory, NodeInventory
 from wrapper.agent import inventory
 
 INFORMATION = """\
@@ -83,7 +83,7 @@ def numbers(root: Path, devices: int = 4, **environment: str) -> list[str]:
 
 def test_a_machine_tells_what_it_is_made_of(root: Path) -> None:
     found = inventory.read(2, {}, root)
-    assert found == Inventory(
+    assert found == NodeInventory(
         serial="S212345X0123456",
         kernel=os.uname().release,
         image="Rocky Linux 9.5 (Blue)",
@@ -97,7 +97,7 @@ def test_a_machine_tells_what_it_is_made_of(root: Path) -> None:
 
 
 def test_a_machine_without_gpus_or_any_of_these_files_tells_its_kernel(tmp_path: Path) -> None:
-    assert inventory.read(8, {}, tmp_path) == Inventory(kernel=os.uname().release)
+    assert inventory.read(8, {}, tmp_path) == NodeInventory(kernel=os.uname().release)
 
 
 def test_other_spellings(root: Path) -> None:
@@ -190,15 +190,15 @@ def test_whatever_files_hold_it_can_be_told(
 @pytest.mark.parametrize(
     "machine",
     [
-        Inventory(serial="x" * (LONGEST + 1)),
-        Inventory(nic_firmware=(("mlx5_0", "1"),) * 65),
-        Inventory(devices=(DeviceInventory(device=0, uuid="x" * 1000),)),
-        Inventory(devices=(DeviceInventory(device=1 << 40),)),
-        Inventory(devices=tuple(DeviceInventory(device=i % 8) for i in range(2000))),
+        NodeInventory(serial="x" * (LONGEST + 1)),
+        NodeInventory(nic_firmware=(("mlx5_0", "1"),) * 65),
+        NodeInventory(devices=(DeviceInventory(device=0, uuid="x" * 1000),)),
+        NodeInventory(devices=(DeviceInventory(device=1 << 40),)),
+        NodeInventory(devices=tuple(DeviceInventory(device=i % 8) for i in range(2000))),
     ],
     ids=["text", "adapters", "uuid", "number", "devices"],
 )
-def test_what_is_too_much_is_no_message(machine: Inventory) -> None:
+def test_what_is_too_much_is_no_message(machine: NodeInventory) -> None:
     join = m.Join(node="n1", host="h", pid=1, devices=2, epoch=0, machine=machine)
     with pytest.raises(ProtocolError, match="malformed message"):
         decode(msgspec.msgpack.Decoder(m.Join), encode(join))

@@ -14,7 +14,7 @@ from resihp.record import journal_file
 from resihp.record.journal import IterationCommitted, LeaderChosen, NodeJoined, Record, first_seq
 from resihp.record.journal_file import encode
 from tests.wrapper.agent.test_agent import outcome
-from wrapper.agent.journal_copy import Replica, local_place
+from wrapper.agent.succession.journal_copy import Replica, local_place
 from wrapper.job_folder import Job
 
 

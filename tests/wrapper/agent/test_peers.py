@@ -18,8 +18,8 @@ from resihp.record.journal import Record
 from resihp.record.journal_file import encode
 from tests.wrapper.agent.test_election import beginning
 from wrapper.agent import peers as peers_module
-from wrapper.agent.journal_copy import Replica
 from wrapper.agent.peers import Peers
+from wrapper.agent.succession.journal_copy import Replica
 from wrapper.agent.supervisor_link import Address
 
 KEY = os.urandom(32)

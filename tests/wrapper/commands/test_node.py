@@ -19,7 +19,7 @@ from slurm.drains.exclusions import Exclusions
 from slurm.errors import SlurmRefusedError
 from tests.slurm.fake_slurm import FakeSlurm
 from wrapper.cli import app
-from wrapper.commands import node as node_commands
+from wrapper.commands.node import command as node_commands
 from wrapper.job_folder import JobFile, home, write_private
 
 ME = pwd.getpwuid(os.getuid()).pw_name

@@ -14,7 +14,7 @@ import pytest
 
 import wrapper.sinks.fanout
 import wrapper.sinks.tensorboard
-from db.report_rows import Report
+from db.telemetry.report_rows import Report
 from resihp.errors import ConfigurationError
 from resihp.record import journal, packing
 from resihp.record.journal import Record

@@ -15,7 +15,7 @@ from resihp.errors import ProtocolError
 from resihp.protocol import messages as m
 from resihp.protocol.forwarding import label_of, order_in
 from resihp.protocol.framing import Envelope, encode
-from resihp.protocol.inventory import DeviceInventory, Inventory
+from resihp.protocol.inventory import DeviceInventory, NodeInventory
 from resihp.protocol.resumable import Conversation
 from wrapper.supervisor.agents import HERD_S, AgentLinks
 
@@ -278,7 +278,7 @@ def running(rank: int, pid: int = 70) -> m.RunningWorker:
 def test_the_term_comes_first_and_the_agent_is_part_of_the_job_with_its_inventory() -> None:
     async def scene(it: Scene) -> None:
         agent = PretendedAgent(inventory=m.Inventory(workers=(running(3),), epoch=4))
-        machine = Inventory(serial="S1", devices=(DeviceInventory(device=0, uuid="GPU-0"),))
+        machine = NodeInventory(serial="S1", devices=(DeviceInventory(device=0, uuid="GPU-0"),))
         join = msgspec.structs.replace(agent.join(), machine=machine)
         channel = await it.arrive(join)
         assert channel.posted == [Envelope(message=m.Lead(term=2, node="n2", log=17))]
@@ -361,7 +361,7 @@ def test_an_inventory_counts_once() -> None:
         agent.say(m.Inventory())
         await it.settle()
         assert it.told().count(api.AgentJoined) == len(it.joined) == 1
-        assert it.refusals() == ["agent of node n1: Inventory is not for now"]
+        assert it.refusals() == ["agent of node n1: NodeInventory is not for now"]
 
     play(scene)
 

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from resihp.protocol import messages as m
-from wrapper.agent.journal_copy import Replica
 from wrapper.agent.peers import Peers
+from wrapper.agent.succession.journal_copy import Replica
 from wrapper.supervisor.roster import Rosters
 
 

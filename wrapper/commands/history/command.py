@@ -431,18 +431,7 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
             lambda reader: fleet.accounts(reader, user=asked.user, **times, period=_period(asked), others=others)
         )
         return _costs(asked, sorted(found, key=lambda pair: pair[0]["started_at"], reverse=True), whose)
-    if asked.view == "lemons":
-        now = datetime.now(UTC)
-        record = fleet.NodeRecord()
-
-        def read(reader: Reader) -> list[Row]:
-            record.read(reader, fleet.horizon(now), asked.injected)
-            return []
-
-        ask(read)
-        rows = [row for row in fleet.lemons(record, now) if asked.node in (None, row["node"])]
-        return Listing(queries.COLUMNS["lemons"], rows[: asked.limit], whose, len(rows), names)
-    if asked.view in ("jobs", "repairs", "rate", "promises"):
+    if asked.view in ("jobs", "lemons", "repairs", "rate", "promises"):
         rows = _reckoned(asked, ask)
         return Listing(queries.COLUMNS[asked.view], rows[: asked.limit], whose, len(rows), names)
     if asked.by is not None:
@@ -476,8 +465,18 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
 
 def _reckoned(asked: Asked, ask: Callable[[Callable[[Reader], list[Any]]], list[Any]]) -> list[Row]:
     """What is reckoned of many jobs. Raises UsageError for a trait that there is not."""
-    from db.reading import queries, rates
+    from db.reading import fleet, queries, rates
 
+    if asked.view == "lemons":
+        now = datetime.now(UTC)
+        record = fleet.NodeRecord()
+
+        def read(reader: Reader) -> list[Row]:
+            record.read(reader, fleet.horizon(now), asked.injected)
+            return []
+
+        ask(read)
+        return [row for row in fleet.lemons(record, now) if asked.node in (None, row["node"])]
     if asked.view == "promises":
         most = asked.limit or SHOWN
         rows = ask(lambda reader: queries.promises_of_all(reader, most, since=asked.since, until=asked.until))
@@ -516,7 +515,7 @@ def _show(asked: Asked, answer: Listing, every: bool) -> None:
 
 def _cost_lines(found: Sequence[Any], price: float | None) -> str:
     """What failures cost, of how much; shares of the time; how often something failed, and of that, hardware."""
-    from db.reading.cost_accounts import added
+    from db.reading.costs.cost_accounts import added
     from wrapper.commands.history.tables import amount
     from wrapper.output.render import duration, percent
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from db.engine import masked
-from db.reading.timeline import CAUSES
+from db.reading.costs.timeline import CAUSES
 from wrapper.commands.report.facts import Facts
 from wrapper.output.render import count, duration, hours, percent
 
@@ -26,7 +26,7 @@ CAUSE_WORDS: Mapping[str, tuple[str, str]] = {
     "checkpoint": ("checkpoints", "pauses after checkpointed iterations"),
     "other": ("other", "usual pauses between iterations, winding down, and what nobody noted"),
 }
-"""For each cause of `db.reading.timeline`: its name, and what counts."""
+"""For each cause of `db.reading.costs.timeline`: its name, and what counts."""
 SECRET_NAME = re.compile(r"(password|passwd|secret|token|api_?key|authorization|credential)s?$", re.IGNORECASE)
 MASK = "***"
 

@@ -37,9 +37,10 @@ def without(lost: list[int], room: float) -> Situation:
 
 
 def test_where_half_a_pipeline_has_no_room_for_the_model_it_does_its_part() -> None:
-    """The node that is left would stand by; as first stage of both pipelines it may hold more of the layers."""
+    """The node that is left would stand by; as first stage of both pipelines it may hold more of the layers. (A search
+    finds two pipelines that are faster by a fiftieth.)"""
     case = without([4, 5, 6, 7], 1.35)
-    decision = decide(case)
+    decision = decide(case, search=False)
     plan = decision.plan
     assert plan.layout.vacant == ((0, 1),), decision.reason
     assert "lost stages passed elsewhere" in decision.reason
@@ -49,7 +50,8 @@ def test_where_half_a_pipeline_has_no_room_for_the_model_it_does_its_part() -> N
     assert memory.obstacle(plan, case.model, case.memory_bytes, case.tokens) is None
     assert decision.seconds == pytest.approx(iteration_seconds(plan, case))
     assert decision.seconds * 1.4 < dict(decision.alternatives)["without lost replicas"]
-    after = decide(msgspec.structs.replace(case, base=plan.layout))
+    assert decide(case).seconds <= decision.seconds
+    after = decide(msgspec.structs.replace(case, base=plan.layout), search=False)
     assert after.plan.layout == plan.layout, "asked again, it stays"
 
 
@@ -68,7 +70,7 @@ def test_else_ranks_are_put_together_anew_or_stand_by(room: float) -> None:
 
 def test_slow_links_beside_it_are_no_matter() -> None:
     case = msgspec.structs.replace(without([4, 5, 6, 7], 1.35), links={("n1", "n3"): 0.3})
-    assert decide(case).plan.layout.vacant == ((0, 1),)
+    assert decide(case, search=False).plan.layout.vacant == ((0, 1),)
 
 
 def test_it_is_looked_for_where_it_may_be_the_best() -> None:

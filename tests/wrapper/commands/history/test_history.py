@@ -303,6 +303,7 @@ def test_all_jobs_of_a_home_and_what_cannot_be_read_is_left_out(tmp_path: Path) 
     connection = sqlite3.connect(first.folder / "ledger.db")
     with connection:
         connection.execute("UPDATE resihp_version SET version_num = '0999'")
+        connection.execute("UPDATE compatibility SET min_reader = '0999', min_writer = '0999'")
     connection.close()
     result = resihp("history", "failures", "--all", "--json")
     assert {row["job"] for row in json.loads(result.stdout)["rows"]} == {third.name}

@@ -52,7 +52,7 @@ def needed(records: list[Record], at: int) -> list[tuple[frozenset[str], str]]:
 
 
 class Agents:
-    """The other ends: each takes in what was posted to it in order, as `wrapper.agent.journal_copy` does."""
+    """The other ends: each takes in what was posted to it in order, as `wrapper.agent.succession.journal_copy` does."""
 
     def __init__(self, copies: dict[str, list[Record]]) -> None:
         self.copies = copies

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from db.report_rows import ROWS_IN_BATCH, Quantiles, Report
+from db.telemetry.report_rows import ROWS_IN_BATCH, Quantiles, Report
 
 BEHIND = 8
 """Iterations under way at a time, as far as reports come late; the oldest is closed when another begins."""

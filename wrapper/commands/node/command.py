@@ -1,5 +1,5 @@
 """`resihp node drain|undrain|exclude|list|health`: the drain ladder by hand, for nodes of one's own jobs; what was
-repaired is in `node_maintenance`.
+repaired is in `maintenance`.
 
 What a job does by itself after a verdict (`slurm.drains.drain`), with the same rules: only nodes that one of the user's
 jobs holds or has held, never a batch host, never another owner's reason. Data goes to stdout, messages to stderr.
@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from resihp.errors import UsageError
-from wrapper.commands import node_maintenance
+from wrapper.commands.node import maintenance
+from wrapper.commands.node.maintenance import connect
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,15 +53,8 @@ def register(app: typer.Typer) -> None:
     nodes.command("exclude")(exclude)
     nodes.command("list")(show)
     nodes.command("health")(health)
-    node_maintenance.register(nodes)
+    maintenance.register(nodes)
     app.add_typer(nodes, name="node")
-
-
-def connect() -> Slurm:
-    """The Slurm of this machine."""
-    from slurm.commands import CommandLine
-
-    return CommandLine()
 
 
 # --- commands -------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ then: the allocation's from the job's start, a lost node until it is given back.
 GPU-hours held. *MTBF* is time held per root cause, the hardware's per one that says something of hardware, both also
 as failures in 1,000 GPU-days held; *MTTR* the mean from noticing to the first commit after it.
 
-`db.reading.goodput` says how commits are put on one clock, `db.reading.timeline` what happens within it.
+`db.reading.costs.goodput` says how commits are put on one clock, `db.reading.costs.timeline` what happens within it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from db.reading.goodput import RECENT, Course, Floats, Interruption, course, interruptions
-from db.reading.timeline import CAUSES, SHARES, WORK, Again, HeldTime, held_devices, laid_out, spread_evenly
+from db.reading.costs.goodput import RECENT, Course, Floats, Interruption, course, interruptions
+from db.reading.costs.timeline import CAUSES, SHARES, WORK, Again, HeldTime, held_devices, laid_out, spread_evenly
 
 Row = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Where the time of a job went, moment by moment: what `db.reading.cost_accounts` adds up, over all of it or a part.
+"""Where the time of a job went, moment by moment: what `cost_accounts` adds up, over all of it or a part.
 
 A timeline runs from the job's start to its end, and every second of it is shared out among `SHARES`; so parts that join
 without a gap add up to the whole. Between two commits, what an interruption took comes first, in its order (work thrown
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from db.reading.goodput import Course, Floats, Interruption
+from db.reading.costs.goodput import Course, Floats, Interruption
 
 Row = dict[str, Any]
 

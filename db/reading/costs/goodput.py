@@ -1,5 +1,4 @@
-"""A job's commits on one clock, and what interrupted them: what `db.reading.cost_accounts` reckons with. Pure; reads
-nothing.
+"""A job's commits on one clock, and what interrupted them: what `cost_accounts` reckons with. Pure; reads nothing.
 
 The clock starts with the first committed iteration and never goes back: where the ledger's did, between two commits,
 the later iteration counts as if it had followed at once. An iteration of unknown seconds counts as the median. Where

@@ -6,12 +6,15 @@ import is imported in the functions.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from resihp.errors import UsageError
 from wrapper.output.answers import JsonOption, message, moment, to_json
+
+if TYPE_CHECKING:
+    from slurm.client import Slurm
 
 SCHEMA = 1
 LONGEST_NOTE, LONGEST_KIND = 2000, 40
@@ -82,10 +85,16 @@ def maintenance(
         message(f"nothing was written down{'' if node is None else f' of node {node}'}; try: resihp node repaired")
 
 
+def connect() -> Slurm:
+    """The Slurm of this machine."""
+    from slurm.commands import CommandLine
+
+    return CommandLine()
+
+
 def _cluster() -> str:
     """Empty where there is no Slurm to tell."""
     from slurm.errors import SlurmError
-    from wrapper.commands.node import connect
 
     try:
         return connect().cluster()

@@ -439,7 +439,7 @@ def questions() -> list[tuple[int, str, list[str]]]:
 def names_in(url: str) -> dict[str, str]:
     """What stands for JOB, OTHER, NODE and the rest: newest jobs that ended well, the last failure."""
     with Reader.open(url) as reader:
-        done = [job for job in reader.jobs(last=200) if job["state"] == "completed"]
+        done = [job for job in reader.jobs(last=200) if job["state"] == "completed" and not job["restart_count"]]
         failures = reader.rows("failures", None, last=1)
     middle = done[len(done) // 2]["started_at"]
     return {

@@ -65,6 +65,8 @@ class Search:
         self._layouts = self._pipelines.layouts
         self._odd = np.zeros(self._pipelines.most_pipes + 1, np.int64)
         self._drawn = np.array([1 + seed % SEEDS, 1 + (seed * 7919 + 12345) % SEEDS])
+        elsewhere = FORMER + MOST_FORMER
+        self._turn = np.array([0, CYCLE, 0, 0, 0, MOST_FORMER, elsewhere, 0])
         for start in starts:
             self._write(ASKED, [pipe_of(replica) for replica in start])
             scores = self._layouts.score
@@ -72,12 +74,11 @@ class Search:
                 kernels.copy(self._layouts, ASKED, BEST)
         around = situation.tp * situation.pp
         dealt = self._dealt(int(self._layouts.pipes[BEST]) or max(1, len(situation.available) // around))
-        elsewhere = FORMER + MOST_FORMER
         for i, pipes in enumerate(dealt):
             self._write(elsewhere + i, pipes)
+            self._turn[kernels.LEFT] = i + 1
         if dealt and not starts:
             kernels.copy(self._layouts, elsewhere, BEST)
-        self._turn = np.array([0, CYCLE, 0, 0, 0, MOST_FORMER, elsewhere, len(dealt)])
         kernels.copy(self._layouts, BEST, TRIED)
         kernels.settle(self._layouts, np.ones(self._pipelines.most_pipes, np.int64), self._odd)
 
@@ -91,9 +92,11 @@ class Search:
         return self._told(BEST)
 
     def former(self) -> Iterator[Layouted]:
-        """Those that were the best before, the last one first."""
+        """Those that were the best before, the last one first, as far as they are not forgotten meanwhile."""
         before, kept = int(self._turn[kernels.BEFORE]), int(self._turn[kernels.KEPT])
         for i in range(before - 1, max(0, before - kept) - 1, -1):
+            if self._turn[kernels.BEFORE] < before:
+                return  # tables were begun anew for a layout that was asked about
             yield self._told(FORMER + i % kept)
 
     def priced(self, replicas: Sequence[Replica]) -> Layouted:

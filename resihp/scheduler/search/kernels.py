@@ -54,6 +54,8 @@ FEW_ALIKE = 4
 """Replicas up to which it does not matter which are alike."""
 ODD = 0.7
 """How often a replica that is not as most are is chosen, where most are alike."""
+MOST_NEW = 8
+"""Groups that a trial may be the first to have."""
 MOVES = (3.0, 3.0, 2.0, 3.0, 1.5, 2.5, 1.0, 0.7, 0.5, 0.7, 0.5, 0.3, 0.3)
 """How often each is tried, see `moved`."""
 
@@ -746,10 +748,10 @@ def lookup(index: Ints, keys: Ints, key: Ints, length: int) -> tuple[int, int]:
 
 
 @machine_code
-def full(tables: Tables, pipes: int) -> bool:
-    """Whether another trial may have no place."""
+def full(tables: Tables, pipes: int, groups: int) -> bool:
+    """Whether another trial, or layout, of so many pipelines and new groups may have no place."""
     rows = tables.used[2] + 2 * pipes + 8 > tables.row.shape[0] or tables.used[1] + pipes + 8 > tables.cut_row.size
-    return bool(rows or tables.used[0] + pipes + 8 > tables.group.shape[0])
+    return bool(rows or tables.used[0] + groups > tables.group.shape[0])
 
 
 @machine_code
@@ -931,6 +933,9 @@ def row_of(job: Job, tables: Tables, groups: Ints, stages: int, counts: Ints, re
     f, b, w = tables.stage_s[row, F], tables.stage_s[row, B], tables.stage_s[row, W]
     split = job.costs.split
     price(counts, kind.speeds, job.costs, f, b, w)
+    for s in range(stages):
+        if not np.isfinite(f[s] + b[s] + w[s]):  # it stands still
+            most = 0
     tables.row[row, STAGES], tables.row[row, RULE] = stages, 0
     tables.row[row, MOST] = job.micro_batches if most == stages else most
     work = w if split else b
@@ -1058,6 +1063,7 @@ def laid(job: Job, tables: Tables, layouts: Layouts, k: int, sizes: Ints, ranks:
     replicas = sizes.shape[0]
     counts = np.zeros(replicas, np.int64)
     layouts.pipes[k] = replicas
+    layouts.score[k] = np.inf
     usual = max(1, job.micro_batches // max(1, replicas))
     for d in range(replicas):
         stages = 0
@@ -1487,7 +1493,7 @@ def anneal(job: Job, tables: Tables, layouts: Layouts, turn: Ints, odd: Ints, dr
     most = layouts.pipe.shape[1]
     flags, counts = np.zeros(most, np.int64), np.empty(most, np.int64)
     for done in range(trials):
-        if full(tables, most):
+        if full(tables, most, MOST_NEW):
             return trials - done
         turn[TRIAL] += 1
         if turn[TRIAL] >= turn[CYCLE]:

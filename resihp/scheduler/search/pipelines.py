@@ -31,6 +31,8 @@ MOST_BYTES = 64_000_000
 """Of the table of rows, about."""
 FIRST_ROWS, MOST_ROWS = 2048, 32_768
 """Of the tables at first, and once these were full; as many groups."""
+MOST_KEPT = 10
+"""Layouts for which there is a place in tables begun anew, and for one more."""
 MORE_REPLICAS = 64
 """Than the layouts that a search begins with have."""
 
@@ -166,12 +168,13 @@ class Pipelines:
     def _empty(self, largest: int, rows: int) -> kernels.Tables:
         stages, times = self.most_stages, self._situation.micro_batches + 2
         rows = min(rows, MOST_BYTES // (8 * (times + 10 * stages + 8)))
-        rows = max(rows, 16 * self.most_pipes + 64)
+        rows = max(rows, (MOST_KEPT + 6) * self.most_pipes + 64)
+        groups = max(rows, (MOST_KEPT + 1) * len(self._ranks) + 64)
         shapes = {
             "used": (3,),
-            "group_index": (2 * rows + 1,),
-            "ranks": (rows, largest),
-            "group": (rows, kernels.BESIDE + 4),
+            "group_index": (2 * groups + 1,),
+            "ranks": (groups, largest),
+            "group": (groups, kernels.BESIDE + 4),
             "cut_index": (4 * rows + 1,),
             "cut_keys": (2 * rows, stages + 1),
             "cut_row": (2 * rows,),
@@ -226,7 +229,7 @@ class Pipelines:
         return found
 
     def begin_anew(self, kept: Iterable[int]) -> None:
-        """Tables with what some layouts need, and nothing else."""
+        """Tables with what some layouts need, and nothing else: at most `MOST_KEPT` of them."""
         pipes = {k: self.read(k) for k in kept}
         self._orders.clear()
         self.tables = self._empty(self.tables.ranks.shape[1], MOST_ROWS)
@@ -235,7 +238,7 @@ class Pipelines:
 
     @property
     def full(self) -> bool:
-        return kernels.full(self.tables, self.most_pipes)
+        return kernels.full(self.tables, self.most_pipes, len(self._ranks))
 
     def orders(self, k: int, d: int, share: Sequence[int]) -> tuple[tuple[Order, ...] | None, float]:
         """Of a replica's own, for these micro-batches, None where those of the schedule are as good; what it takes."""

@@ -13,8 +13,10 @@ Called by `resihp.scheduler.search.pipelines`. Nothing else may import this modu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, ParamSpec, TypeVar
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -197,13 +199,24 @@ def machine_code(function: Callable[P, R]) -> Callable[P, R]:
     """The same function, compiled when it is first called."""
     try:
         from numba import njit
+        from numba.core.caching import FunctionCache
     except ImportError:
         return function
-    try:
-        compiled: Callable[P, R] = njit(cache=True, error_model="numpy", nogil=True)(function)
-    except RuntimeError:  # there is no place for its cache
-        compiled = njit(error_model="numpy", nogil=True)(function)
-    return compiled
+
+    class Cache(FunctionCache):  # type: ignore[misc]
+        @contextmanager
+        def _guard_against_spurious_io_errors(self) -> Iterator[None]:
+            """Where a disk is full, or a crash left half a file: compiled here, and kept if it can be."""
+            try:
+                yield
+            except (OSError, EOFError, ValueError, pickle.UnpicklingError):
+                with suppress(OSError):
+                    self.flush()
+
+    compiled = njit(error_model="numpy", nogil=True)(function)
+    with suppress(RuntimeError):  # there is no place for its cache
+        compiled._cache = Cache(function)
+    return cast("Callable[P, R]", compiled)
 
 
 @machine_code

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -102,13 +104,40 @@ def test_numba_is_loaded_by_a_search_alone() -> None:
 
 
 def test_where_nothing_can_be_written_kernels_work_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("numba")
+    caching = pytest.importorskip("numba.core.caching")
 
-    def njit(cache: bool = False, **options: object) -> Any:
-        if cache:
-            raise RuntimeError("cannot cache function: no locator available")
-        return lambda function: function
+    def nowhere(self: object, function: object) -> None:
+        raise RuntimeError("cannot cache function: no locator available")
 
-    monkeypatch.setattr("numba.njit", njit)
+    monkeypatch.setattr(caching.FunctionCache, "__init__", nowhere)
     double = kernels.machine_code(lambda x: 2.0 * x)
     assert math.isclose(double(1.5), 3.0)
+
+
+def twice(x: float) -> float:
+    return 2.0 * x
+
+
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+def test_a_cache_that_a_crash_left_half_is_compiled_anew(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numba = pytest.importorskip("numba")
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert math.isclose(kernels.machine_code(twice)(1.5), 3.0)
+    (kept,) = tmp_path.rglob(f"*.{kind}")
+    kept.write_bytes(b"")
+    assert math.isclose(kernels.machine_code(twice)(1.5), 3.0)
+    assert kept.stat().st_size > 0
+
+
+def test_a_disk_that_is_full_keeps_nobody_from_computing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numba = pytest.importorskip("numba")
+    caching = pytest.importorskip("numba.core.caching")
+
+    def write(self: object, name: str, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(caching.IndexDataCacheFile, "_save_data", write)
+    assert math.isclose(kernels.machine_code(twice)(1.5), 3.0)

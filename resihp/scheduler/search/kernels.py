@@ -16,7 +16,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -203,7 +203,7 @@ def machine_code(function: Callable[P, R]) -> Callable[P, R]:
     except ImportError:
         return function
 
-    class Cache(FunctionCache):  # type: ignore[misc]
+    class Cache(FunctionCache):
         @contextmanager
         def _guard_against_spurious_io_errors(self) -> Iterator[None]:
             """Where a disk is full, or a crash left half a file: compiled here, and kept if it can be."""
@@ -211,11 +211,11 @@ def machine_code(function: Callable[P, R]) -> Callable[P, R]:
                 yield
             except (OSError, EOFError, ValueError, pickle.UnpicklingError):
                 with suppress(OSError):
-                    self.flush()
+                    self.flush()  # type: ignore[no-untyped-call]
 
-    compiled = njit(error_model="numpy", nogil=True)(function)
+    compiled: Any = njit(error_model="numpy", nogil=True)(function)
     with suppress(RuntimeError):  # there is no place for its cache
-        compiled._cache = Cache(function)
+        compiled._cache = Cache(function)  # type: ignore[no-untyped-call]
     return cast("Callable[P, R]", compiled)
 
 

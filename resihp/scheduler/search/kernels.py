@@ -677,10 +677,12 @@ def shared(
                     to, first = d, then
         if counts[last] == 1 or to < 0:
             return ends[last], max(parts, 0.0)
+        fewer = at(rows[last], counts[last] - 1, tables, split, own)
+        if fewer >= ends[last]:  # orders of its own may be worse for fewer: who takes turns at that would not end
+            return ends[last], max(parts, 0.0)
         counts[last] -= 1
         counts[to] += 1
-        ends[to] = first
-        ends[last] = at(rows[last], counts[last], tables, split, own)
+        ends[to], ends[last] = first, fewer
 
 
 @machine_code

@@ -79,7 +79,7 @@ class Pipelines:
         columns = [(layer.f, layer.b, layer.w) for layer in times.layers]
         return kernels.Costs(
             np.array([[0.0, *itertools.accumulate(column)] for column in zip(*columns, strict=True)]),
-            np.array([[t.f, t.b, t.w] for t in (times.embedding, times.head)]),
+            np.array([[t.f, t.b, t.w] for t in (times.embedding, times.head)], np.float64),
             self._situation.schedule == "zero-bubble",
             PARTS,
         )

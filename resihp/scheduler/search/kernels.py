@@ -199,24 +199,33 @@ def machine_code(function: Callable[P, R]) -> Callable[P, R]:
     """The same function, compiled when it is first called."""
     try:
         from numba import njit
-        from numba.core.caching import FunctionCache
     except ImportError:
         return function
+    compiled: Any = njit(error_model="numpy", nogil=True)(function)
+    try:
+        compiled._cache = _lasting_cache()(function)
+    except (ImportError, AttributeError):  # another numba, whose cache is made otherwise
+        compiled = njit(cache=True, error_model="numpy", nogil=True)(function)
+    except RuntimeError:  # there is no place for it
+        pass
+    return cast("Callable[P, R]", compiled)
+
+
+def _lasting_cache() -> Callable[..., Any]:
+    """Numba's, which a full disk does not end, nor half a file that a crash left: what cannot be read is compiled, and
+    kept if it can be. Numba ignores such errors on Windows alone. Raises ImportError."""
+    from numba.core.caching import FunctionCache
 
     class Cache(FunctionCache):
         @contextmanager
         def _guard_against_spurious_io_errors(self) -> Iterator[None]:
-            """Where a disk is full, or a crash left half a file: compiled here, and kept if it can be."""
             try:
                 yield
             except (OSError, EOFError, ValueError, pickle.UnpicklingError):
                 with suppress(OSError):
                     self.flush()  # type: ignore[no-untyped-call]
 
-    compiled: Any = njit(error_model="numpy", nogil=True)(function)
-    with suppress(RuntimeError):  # there is no place for its cache
-        compiled._cache = Cache(function)  # type: ignore[no-untyped-call]
-    return cast("Callable[P, R]", compiled)
+    return cast("Callable[..., Any]", Cache)
 
 
 @machine_code

@@ -361,7 +361,7 @@ def test_an_inventory_counts_once() -> None:
         agent.say(m.Inventory())
         await it.settle()
         assert it.told().count(api.AgentJoined) == len(it.joined) == 1
-        assert it.refusals() == ["agent of node n1: NodeInventory is not for now"]
+        assert it.refusals() == ["agent of node n1: Inventory is not for now"]
 
     play(scene)
 

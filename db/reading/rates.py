@@ -12,7 +12,8 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Select, case, func, select
 
-from db.models import DeviceRow, DrainRow, FailureRow, JobRow, MaintenanceRow, MembershipRow
+from db.models import DeviceRow, DrainRow, FailureRow, JobRow, MembershipRow
+from db.reading import hardware
 from db.reading.reader import Reader, Row
 
 DAYS = 30.0
@@ -199,7 +200,8 @@ def repairs(reader: Reader, since: datetime | None = None, until: datetime | Non
     done, drained = _maintained(reader), _drained(reader, since)
     found: dict[tuple[str, int | None], Row] = {}
     for row in rows:
-        mended = max((at for uuid_, at in done.get(row["node"], ()) if uuid_ in (None, row["uuid"])), default=None)
+        meant = (None, row["uuid"], str(row["device"]))  # a number is kept of a device that has no UUID
+        mended = max((at for of, at in done.get(row["node"], ()) if of in meant), default=None)
         if mended is not None and mended >= row["noticed_at"]:
             continue
         one = found.setdefault(
@@ -215,10 +217,11 @@ def repairs(reader: Reader, since: datetime | None = None, until: datetime | Non
 
 
 def _maintained(reader: Reader) -> dict[str, list[tuple[str | None, datetime]]]:
-    columns = MaintenanceRow.__table__.c
+    """What was done to nodes, as far as it counts."""
     found: dict[str, list[tuple[str | None, datetime]]] = {}
-    for row in reader.fetch(select(columns.node, columns.device_uuid, columns.at)):
-        found.setdefault(row["node"], []).append((row["device_uuid"], row["at"]))
+    for row in hardware.maintenance_rows(reader):
+        if row["counts"]:
+            found.setdefault(row["node"], []).append((row["device_uuid"], row["at"]))
     return found
 
 
@@ -227,4 +230,5 @@ def _drained(reader: Reader, since: datetime) -> dict[str, str]:
     query = select(drains.node, drains.step).where(
         drains.drained_at >= since, drains.outcome == "done", drains.undrained_at.is_(None)
     )
-    return {row["node"]: row["step"] for row in reader.fetch(query.order_by(drains.drained_at))}
+    found = reader.fetch(reader.believed(query, drains.job_id).order_by(drains.drained_at))
+    return {row["node"]: row["step"] for row in found}

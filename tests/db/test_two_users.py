@@ -22,6 +22,7 @@ from db.models import LedgerTable
 from db.reading import fleet
 from db.reading.hardware import maintenance_rows
 from db.reading.health import nodes_by_health, usual_speeds
+from db.reading.rates import repairs
 from db.reading.reader import TRUSTED, Reader
 from db.retention import prune
 from db.writer import Ledger, catch_up
@@ -445,6 +446,7 @@ def test_a_repair_counts_only_from_whom_jobs_count(shared: Shared, tmp_path: Pat
     assert told_of(shared.mallory, "n5", now)[1] == 0, "his own he may believe"
     with Reader.open(shared.alice) as reader:
         [row] = maintenance_rows(reader, "n5")
+        assert "n5" in {row["node"] for row in repairs(reader, datetime.fromtimestamp(BEGAN, UTC))}
     assert (row["written_by"], row["counts"]) == (THEIRS, False)
     with pytest.raises(DBAPIError, match="row-level security"):
         execute(shared.mallory, f"UPDATE maintenance SET written_by = '{MINE}'")

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from db.maintenance import record
-from db.reading import fleet, hardware, queries
+from db.reading import fleet, hardware, queries, rates
 from db.reading.health import health_frame
 from db.reading.reader import Reader
 from db.writer import Ledger
@@ -178,6 +178,21 @@ def test_where_no_uuid_is_known_a_repair_is_of_the_number(told: Callable[..., st
     assert record(url, "n1", device="2", at=NOW - timedelta(days=55), now=NOW)["device_uuid"] == "2"
     with Reader.open(url) as reader:
         assert health_frame(reader, NOW).set_index("node")["failures"]["n1"] == 0
+
+
+def test_what_was_repaired_is_not_to_be_repaired_any_more(told: Callable[..., str]) -> None:
+    blind: Machines = {"n1": None, "n2": None, "n3": None}
+    url = told(job(20, ("n1", 2), ("n1", 3), machines=blind))
+
+    def to_do() -> set[tuple[str, int]]:
+        with Reader.open(url) as reader:
+            return {(row["node"], row["device"]) for row in rates.repairs(reader, NOW - timedelta(days=100))}
+
+    assert to_do() == {("n1", 2), ("n1", 3), ("n2", 1)}
+    record(url, "n1", device="2", at=NOW - timedelta(days=55), now=NOW)  # by number, as nobody knows more
+    assert to_do() == {("n1", 3), ("n2", 1)}
+    record(url, "n2", device="GPU-n2-1", at=NOW - timedelta(days=20), now=NOW)
+    assert to_do() == {("n1", 3)}
 
 
 def test_what_cannot_be_written_down(told: Callable[..., str]) -> None:

@@ -431,9 +431,15 @@ def horizon(now: datetime | None = None) -> datetime:
 
 
 def newest_iterations(
-    reader: Reader, last: int, *, since: datetime | None = None, until: datetime | None = None
+    reader: Reader,
+    last: int,
+    *,
+    user: str | None = None,
+    since: datetime | None = None,
+    until: datetime | None = None,
 ) -> list[Row]:
-    """The `last` committed iterations of all jobs, in order of time; as `Reader.rows` of all jobs, without a scan.
+    """The `last` committed iterations of all jobs, or of a `user`'s, in order of time; as `Reader.rows` of all jobs,
+    without a scan.
 
     From the newest jobs, job by job, until those that remain were all over before. Raises UsageError when `last` is
     not positive.
@@ -442,6 +448,8 @@ def newest_iterations(
         raise UsageError(f"history: --last {last}: give 1 or more")
     jobs = JobRow.__table__.c
     query = select(jobs.id, jobs.name, jobs.last_entry_at).order_by(jobs.last_entry_at.desc())
+    if user is not None:
+        query = query.where(jobs.owner == user)
     if since is not None:
         query = query.where(jobs.last_entry_at >= since)
     if until is not None:

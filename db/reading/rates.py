@@ -48,20 +48,20 @@ def rate_around(reader: Reader, at: datetime, days: float = DAYS, user: str | No
     return _compared(counts, exposure, ("before", "after"))
 
 
-def rate_with(reader: Reader, trait: str, value: str, days: float, now: datetime) -> list[Row]:
+def rate_with(reader: Reader, trait: str, value: str, days: float, now: datetime, user: str | None = None) -> list[Row]:
     """The same of stays that have `value` of a trait (`TRAITS`) against all others, in the last `days`; `when` is
     `without`, `with`. Stays of which the trait is not known are left out."""
     since = now - timedelta(days=days)
     exposure = {"without": 0.0, "with": 0.0}
     held: dict[tuple[int, str], list[tuple[float, str]]] = {}
-    for stay in _stays(reader, since, now, None, trait):
+    for stay in _stays(reader, since, now, user, trait):
         if not stay["trait"]:
             continue
         when = "with" if stay["trait"] == value else "without"
         exposure[when] += max(stay["until"] - max(stay["since"], since.timestamp()), 0.0) * stay["devices"]
         held.setdefault((stay["job_id"], stay["node"]), []).append((stay["since"], when))
     counts: dict[str, dict[str, int]] = {}
-    for row in _failures(reader, since, now, None):
+    for row in _failures(reader, since, now, user):
         stays = held.get((row["job_id"], row["node"]), [])
         found = next((name for begin, name in reversed(stays) if begin <= row["at"]), None)
         if found is not None:

@@ -319,9 +319,9 @@ def _check(asked: Asked, every: bool) -> None:
         raise UsageError("history rate: give --around TIME, or --having TRAIT=VALUE")
     if view != "rate" and (asked.around, asked.having, asked.days) != (None, None, None):
         raise UsageError(f"history {view}: --around, --having and --days are for rate; leave them out")
-    if asked.user is not None and (not every or view in ("lemons", "repairs", "promises")):
+    if asked.user is not None and (not every or view in ("lemons", "repairs", "promises", "hosts")):
         raise UsageError(f"history {view}: --user is for what is of many jobs; give it with --all, or leave it out")
-    if asked.kind is not None and (not asked.is_table or asked.by is not None):
+    if asked.kind is not None and (not asked.is_table or asked.by is not None or view == "iterations"):
         raise UsageError(f"history {view}: has no kinds; leave --kind out")
     if view in ("jobs", "cost", "promises", "rate") and asked.node is not None:
         raise UsageError(f"history {view}: has no nodes; leave --node out")
@@ -443,7 +443,7 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
         rows = _stays(asked, ask(lambda reader: hardware.stays(reader, node=asked.node)))
         return Listing(queries.COLUMNS["hosts"], rows[-asked.limit :] if asked.limit else rows, whose, len(rows), names)
     if asked.view == "devices":
-        seen = ask(lambda reader: reader.rows("devices", None, node=asked.node, **times))
+        seen = ask(lambda reader: reader.rows("devices", None, node=asked.node, user=asked.user, **times))
         rows = hardware.placed(seen)
         newest = sorted(rows, key=lambda row: row["last_seen"])[-asked.limit :] if asked.limit else rows
         shown = sorted(newest, key=lambda row: (row["uuid"], row["first_seen"], row["node"], row["device"]))
@@ -452,7 +452,7 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
         if asked.node is not None:
             raise UsageError("history iterations: has no nodes; leave --node out")
         limit = asked.limit or SHOWN
-        rows = ask(lambda reader: fleet.newest_iterations(reader, limit, **times))
+        rows = ask(lambda reader: fleet.newest_iterations(reader, limit, user=asked.user, **times))
     else:
         asks = {"node": asked.node, "user": asked.user, "kind": asked.kind, **times}
         rows = ask(lambda reader: reader.rows(asked.view, None, last=asked.limit, **asks))
@@ -495,7 +495,7 @@ def _reckoned(asked: Asked, ask: Callable[[Callable[[Reader], list[Any]]], list[
     if trait not in rates.TRAITS or not value:
         known = ", ".join(rates.TRAITS)
         raise UsageError(f"history rate: --having {asked.having}: give TRAIT=VALUE; traits are {known}")
-    return ask(lambda reader: rates.rate_with(reader, trait, value, days, datetime.now(UTC)))
+    return ask(lambda reader: rates.rate_with(reader, trait, value, days, datetime.now(UTC), asked.user))
 
 
 # --- terminal -------------------------------------------------------------------------------------------------------

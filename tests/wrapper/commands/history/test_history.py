@@ -22,7 +22,7 @@ from resihp.errors import JobNotFoundError, UsageError
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
-from tests.db.conftest import absent_story, outcome, started, write_journal
+from tests.db.conftest import absent_story, inventory, outcome, started, write_journal
 from tests.wrapper.commands.status.test_status import home, resihp, rows
 from wrapper.job_folder import Job, create_local_job
 
@@ -326,6 +326,37 @@ def test_every_table_can_be_of_all_jobs(view: str, tmp_path: Path) -> None:
     text_of("history", view, "--all")
 
 
+@pytest.mark.parametrize(
+    ("view", "counted"),
+    [
+        (("iterations", "--all"), 40),
+        (("devices", "--all"), 4),
+        (("failures", "--all"), 2),
+        (("rate", "--having", "driver=570.86.15"), 6),
+    ],
+)
+def test_of_one_user_alone(view: tuple[str, ...], counted: int) -> None:
+    job = create_local_job()
+    made = [
+        (msgspec.structs.replace(one, inventory=inventory(one.node, devices=2)), at)
+        if isinstance(one, journal.NodeJoined)
+        else (one, at)
+        for one, at in hurt(job)
+    ]
+    write_journal(job.journal_file, iter(made))
+    job.exit_code_file.write_text("0\n")
+
+    def exposed(found: list[dict[str, Any]]) -> int:
+        return len([row for row in found if row.get("device_days") != 0.0])
+
+    asked = ("history", *view, "--limit", "100", "--json")
+    found = json.loads(resihp(*asked).stdout)["rows"]
+    assert len(found) == counted
+    of_owner = json.loads(resihp(*asked, "--user", "me").stdout)["rows"]
+    assert of_owner == found
+    assert exposed(json.loads(resihp(*asked, "--user", "nobody").stdout)["rows"]) == 0
+
+
 # --- bad input ------------------------------------------------------------------------------------------------------
 
 
@@ -342,6 +373,8 @@ def test_every_table_can_be_of_all_jobs(view: str, tmp_path: Path) -> None:
         (("failures", "--around", "1d"), "are for rate"),
         (("failures", "--user", "me"), "give it with --all"),
         (("nodes", "--kind", "fail-stop"), "has no kinds"),
+        (("iterations", "--all", "--kind", "fail-stop"), "has no kinds"),
+        (("hosts", "--all", "--user", "me"), "leave it out"),
         (("cost", "--node", "n1"), "has no nodes"),
         (("cost", "--since", "1d"), "leave --since and --until out"),
         (("failures", "--injected"), "--injected is for lemons"),

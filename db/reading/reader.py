@@ -225,7 +225,7 @@ class NamedJob:
         """Runs again of a Slurm job, and what is called otherwise and has its number."""
         columns = JobRow.__table__.c
         again = columns.name.like(f"{_plain(self.name)}-r%", escape="\\")
-        number = int(self.name) if self.name.isdigit() and len(self.name) < DIGITS else None
+        number = int(self.name) if self.name.isdecimal() and len(self.name) < DIGITS else None
         return self._of_user(again if number is None else again | (columns.slurm_job == number))
 
     @property

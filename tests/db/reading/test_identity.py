@@ -81,6 +81,11 @@ def test_a_slurm_number_that_was_used_again_is_refused_and_both_are_reachable(le
         assert len({reader.job(each["uuid"][:8])["id"] for each in reader.jobs()}) == 2
 
 
+def test_digits_that_are_no_number_are_a_name_like_others(ledger: Callable[..., str]) -> None:
+    with Reader.open(ledger(job("4711", "ann", slurm=slurm(4711)))) as reader, pytest.raises(JobNotFoundError):
+        reader.job("47\u00b9\u00b9")
+
+
 def test_attempts_of_one_run_are_one_job_the_newest(ledger: Callable[..., str]) -> None:
     both: dict[str, Any] = {"run": "a" * 36, "slurm": slurm(4711)}
     url = ledger(job("4711", "ann", **both), job("4711-r1", "ann", restart_count=1, **both))

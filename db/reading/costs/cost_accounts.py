@@ -61,6 +61,8 @@ OF_HARDWARE = frozenset({"device", "node", "link", "process"})
 """Components that may have failed for their hardware, where a failure does not say whether it was that: those of
 `db.reading.health`."""
 GPU_DAYS = 1000.0
+LONGEST_S = 1e9
+"""No job holds devices for longer: what was imported may say anything."""
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +133,8 @@ def of_hardware(failure: Row) -> bool:
 def kept(job: Row) -> Account | None:
     """The account in the row of a job that is over; None while it runs, and where it is none, or not of all causes."""
     found = kept_once(job)
-    return found if found is not None and found.lost_s.keys() >= set(CAUSES) else None
+    whole = found is not None and all(told.keys() >= set(CAUSES) for told in (found.lost_s, found.lost_gpu_hours))
+    return found if whole and found is not None and 0.0 <= found.held_s <= LONGEST_S else None
 
 
 def kept_once(job: Row) -> Account | None:

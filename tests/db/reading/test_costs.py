@@ -27,6 +27,7 @@ from tests.db.reading.made_fleet import MONDAY, raw, reckoned, write_fleet
 JOBS = 24
 NOW = MONDAY + timedelta(days=50)
 WEEK = timedelta(days=7)
+PERIODS: tuple[fleet.Period | None, ...] = (None, "week")
 
 
 def change(url: str, *statements: Any) -> None:
@@ -278,6 +279,21 @@ def test_accounts_that_were_kept_before_there_was_a_start_are_reckoned_anew(url:
             after = reader.account(reader.job(f"j{number}"))
             assert after.lost_s == pytest.approx(found[number].lost_s, abs=1e-2)
             assert after.gpu_hours == pytest.approx(found[number].gpu_hours)
+
+
+@pytest.mark.parametrize("odd", [{"lost_gpu_hours": {}}, {"held_s": 1e300}, {"held_s": -1.0}], ids=str)
+def test_an_account_that_was_imported_may_say_anything(url: str, odd: dict[str, Any]) -> None:
+    settle(url, range(JOBS + 1))
+    with Reader.open(url) as reader:
+        job = next(job for job in reader.jobs() if job["state"] != "running")
+        whole = reader.account(reader.job(job["name"]))
+        before = [fleet.accounts(reader, period=period, now=NOW) for period in PERIODS]
+    account = msgspec.json.encode(msgspec.to_builtins(whole) | odd).decode()
+    change(url, update(models.JobRow).where(models.JobRow.id == job["id"]).values(account=account))
+    with Reader.open(url) as reader:
+        after = [fleet.accounts(reader, period=period, now=NOW) for period in PERIODS]
+    for one, other in zip(before, after, strict=True):
+        assert sums([part for _, part in other]) == pytest.approx(sums([part for _, part in one]))
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ Called by `resihp compare` and `db.reading.queries`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import msgspec
 from sqlalchemy import select
 
 from db.models import DeviceRow, MembershipRow
@@ -63,7 +63,7 @@ def _facts(*jobs: tuple[Reader, Row]) -> Iterator[Row]:
         ("NIC firmware", MembershipRow, "nic_firmware"),
     ):
         yield _row(what, *(_kinds(reader, model, column, job) for reader, job in jobs))
-    mine, theirs = (dict(_flat(json.loads(job["configuration"]))) for _, job in jobs)
+    mine, theirs = (dict(_flat(_decoded(job["configuration"]))) for _, job in jobs)
     for name in sorted({*mine, *theirs}):
         yield _row(name, mine.get(name), theirs.get(name))
 
@@ -95,8 +95,15 @@ def _flat(content: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 
 
 def _work(job: Row) -> object:
-    declared = json.loads(job["model"] or "{}")
-    return declared.get("model")
+    return _decoded(job["model"]).get("model")
+
+
+def _decoded(content: str | None) -> dict[str, Any]:
+    """What was imported may hold anything."""
+    try:
+        return msgspec.json.decode(content or "{}", type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return {}
 
 
 def _iterations(reader: Reader, job: Row) -> list[Row]:

@@ -30,13 +30,21 @@ def compare(
     from wrapper.output.ledgers import both
 
     with both(first, second, ledger) as (one, other):
-        rows = compared(*one, *other)
+        rows = [_without_secrets(row) for row in compared(*one, *other)]
     if as_json:
         print(to_json({"schema": SCHEMA, "rows": rows}))
     elif not rows:
         message(f"jobs {first} and {second}: nothing differs, and nothing was trained")
     else:
         console().print(_table(first, second, rows))
+
+
+def _without_secrets(row: dict[str, Any]) -> dict[str, Any]:
+    """As a report shows them: what differs may be a web hook."""
+    from wrapper.commands.report.story import MASK, SECRET_NAME, safe
+
+    hidden = bool(SECRET_NAME.search(row["what"]))
+    return row | {name: MASK if hidden else safe(row[name]) for name in ("first", "second")}
 
 
 def _table(first: str, second: str, rows: list[dict[str, Any]]) -> Any:

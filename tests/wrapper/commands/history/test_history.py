@@ -9,6 +9,7 @@ import re
 import shutil
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -355,6 +356,31 @@ def test_of_one_user_alone(view: tuple[str, ...], counted: int) -> None:
     of_owner = json.loads(resihp(*asked, "--user", "me").stdout)["rows"]
     assert of_owner == found
     assert exposed(json.loads(resihp(*asked, "--user", "nobody").stdout)["rows"]) == 0
+
+
+def test_two_jobs_that_differ_in_a_secret_do_not_tell_it() -> None:
+    for secret in ("B0ssKey", "B1ssKey"):
+        job = create_local_job()
+        [(first, at), *rest] = hurt(job)
+        assert isinstance(first, journal.JobStarted)
+        hooks = {"hooks": {"webhook": f"https://hooks.example/{secret}", "token": secret}}
+        first = msgspec.structs.replace(first, configuration=hooks)
+        write_journal(job.journal_file, iter([(first, at), *rest]))
+        job.exit_code_file.write_text("0\n")
+    for form in ((), ("--json",)):
+        shown = resihp("compare", "local-1", "local-2", *form).stdout
+        assert "hooks.webhook" in shown
+        assert "ssKey" not in shown
+
+
+@pytest.mark.parametrize("odd", ["", "[1]", "{", '"text"'])
+def test_a_job_whose_configuration_is_none_is_compared_all_the_same(odd: str, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/shared.db"
+    for job in (told(), told()):
+        catch_up(url, job.folder, job.journal_file)
+    with closing(sqlite3.connect(tmp_path / "shared.db")) as ledger, ledger:
+        ledger.execute("UPDATE jobs SET configuration = ?, model = ? WHERE name = 'local-2'", (odd, odd))
+    assert "iterations compared" in resihp("compare", "local-1", "local-2", "--ledger", url).stdout
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------

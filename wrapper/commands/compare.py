@@ -52,9 +52,11 @@ def _table(first: str, second: str, rows: list[dict[str, Any]]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
+    from wrapper.output.render import one_line
+
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for heading in ("", first, second, "difference"):
-        shown.add_column(Text(heading), overflow="fold")
+        shown.add_column(Text(one_line(heading)), overflow="fold")
     for row in rows:
-        shown.add_row(*(Text(str(row[name] or "")) for name in ("what", "first", "second", "difference")))
+        shown.add_row(*(Text(one_line(row[name] or "")) for name in ("what", "first", "second", "difference")))
     return shown

@@ -373,6 +373,17 @@ def test_two_jobs_that_differ_in_a_secret_do_not_tell_it() -> None:
         assert "ssKey" not in shown
 
 
+def test_what_differs_is_shown_literally(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/shared.db"
+    for job in (told(), told()):
+        catch_up(url, job.folder, job.journal_file)
+    with closing(sqlite3.connect(tmp_path / "shared.db")) as ledger, ledger:
+        ledger.execute("UPDATE jobs SET torch = '\x1b]0;taken over\x07' WHERE name = 'local-2'")
+    shown = resihp("compare", "local-1", "local-2", "--ledger", url).stdout
+    assert "taken over" in shown
+    assert "\x1b" not in shown
+
+
 @pytest.mark.parametrize("odd", ["", "[1]", "{", '"text"'])
 def test_a_job_whose_configuration_is_none_is_compared_all_the_same(odd: str, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/shared.db"

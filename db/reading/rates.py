@@ -6,7 +6,7 @@ Injected faults do not count. Called by `resihp history` and `db.reading.queries
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -67,6 +67,19 @@ def rate_with(reader: Reader, trait: str, value: str, days: float, now: datetime
         if found is not None:
             _count(counts, row, found)
     return _compared(counts, exposure, ("without", "with"))
+
+
+def together(rows: Sequence[Row]) -> list[Row]:
+    """What several ledgers said of the same, by `rate_around` or `rate_with`, as one would."""
+    names = tuple(dict.fromkeys(row["when"] for row in rows))
+    exposure = dict.fromkeys(names, 0.0)
+    counts: dict[str, dict[str, int]] = {}
+    for row in rows:
+        if row["which"] == "all":
+            exposure[row["when"]] += row["device_days"] * DAY_S
+        of = counts.setdefault(row["which"], {})
+        of[row["when"]] = of.get(row["when"], 0) + row["failures"]
+    return _compared(counts, exposure, (names[0], names[1])) if names else []
 
 
 def _count(counts: dict[str, dict[str, int]], failure: Row, when: str) -> None:
@@ -214,6 +227,18 @@ def repairs(reader: Reader, since: datetime | None = None, until: datetime | Non
         one["drained"] = drained.get(row["node"])
     listed = [{**one, "codes": ", ".join(sorted(one["codes"])) or None} for one in found.values()]
     return sorted(listed, key=lambda one: (-one["failures"], one["node"], one["device"] or 0))
+
+
+def repairs_together(rows: Iterable[Row]) -> list[Row]:
+    """What several ledgers said, by `repairs`, each node and device once."""
+    found: dict[tuple[str, int | None], Row] = {}
+    for row in sorted(rows, key=lambda row: row["last"]):
+        before = found.get((row["node"], row["device"]), row)
+        codes = {code for each in (before, row) for code in (each["codes"] or "").split(", ")} - {""}
+        number = row["failures"] + (before["failures"] if before is not row else 0)
+        told = {name: row[name] or before[name] for name in ("uuid", "drained", "maintained_at")}
+        found[row["node"], row["device"]] = row | told | {"failures": number, "codes": ", ".join(sorted(codes)) or None}
+    return sorted(found.values(), key=lambda one: (-one["failures"], one["node"], one["device"] or 0))
 
 
 def _maintained(reader: Reader) -> dict[str, list[tuple[str | None, datetime]]]:

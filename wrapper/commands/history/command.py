@@ -485,17 +485,18 @@ def _reckoned(asked: Asked, ask: Callable[[Callable[[Reader], list[Any]]], list[
         limits: dict[str, Any] = {"user": asked.user, "since": asked.since, "until": asked.until, "last": asked.limit}
         return sorted(ask(lambda reader: reader.jobs(**limits)), key=lambda row: row["started_at"], reverse=True)
     if asked.view == "repairs":
-        found = ask(lambda reader: rates.repairs(reader, asked.since, asked.until))
+        found = rates.repairs_together(ask(lambda reader: rates.repairs(reader, asked.since, asked.until)))
         return [row for row in found if asked.node in (None, row["node"])]
     days = asked.days or rates.DAYS
     if asked.around is not None:
         around = asked.around
-        return ask(lambda reader: rates.rate_around(reader, around, days, asked.user))
+        return rates.together(ask(lambda reader: rates.rate_around(reader, around, days, asked.user)))
     trait, _, value = (asked.having or "").partition("=")
     if trait not in rates.TRAITS or not value:
         known = ", ".join(rates.TRAITS)
         raise UsageError(f"history rate: --having {asked.having}: give TRAIT=VALUE; traits are {known}")
-    return ask(lambda reader: rates.rate_with(reader, trait, value, days, datetime.now(UTC), asked.user))
+    now = datetime.now(UTC)
+    return rates.together(ask(lambda reader: rates.rate_with(reader, trait, value, days, now, asked.user)))
 
 
 # --- terminal -------------------------------------------------------------------------------------------------------

@@ -394,6 +394,23 @@ def test_a_job_whose_configuration_is_none_is_compared_all_the_same(odd: str, tm
     assert "iterations compared" in resihp("compare", "local-1", "local-2", "--ledger", url).stdout
 
 
+def test_ledgers_of_a_home_tell_of_rates_and_repairs_together(tmp_path: Path) -> None:
+    """As one ledger does that holds the same jobs."""
+    url = f"sqlite:///{tmp_path}/shared.db"
+    for job in (told(), told()):
+        catch_up(url, job.folder, job.journal_file)
+    for view in (("rate", "--around", "30m"), ("repairs",)):
+        shared, here = (
+            json.loads(resihp("history", *view, *where, "--json").stdout)["rows"] for where in (("--ledger", url), ())
+        )
+        keys = [(row.get("which"), row.get("when"), row.get("node"), row.get("device")) for row in here]
+        assert len(keys) == len(set(keys)) > 0
+        assert [row["failures"] for row in here] == [row["failures"] for row in shared]
+        rates_here, rates_there = ([row.get("rate") or 0.0 for row in each] for each in (here, shared))
+        assert rates_here == pytest.approx(rates_there, rel=1e-3)
+        assert sum(row["failures"] for row in here) > 0
+
+
 # --- bad input ------------------------------------------------------------------------------------------------------
 
 

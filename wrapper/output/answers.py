@@ -45,6 +45,10 @@ def to_json(value: Any) -> str:
     return json.dumps(plain(value), allow_nan=False)
 
 
+YEARS = range(1900, 2900)
+"""In which something may have happened that is asked for."""
+
+
 def moment(text: str | None, now: datetime | None = None) -> datetime | None:
     """`2026-01-31`, `2026-01-31T12:00`, or an age: `90s`, `30m`, `2h`, `1d`. Raises UsageError."""
     if text is None:
@@ -52,9 +56,13 @@ def moment(text: str | None, now: datetime | None = None) -> datetime | None:
     seconds = {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(text[-1:])
     try:
         if seconds is not None:
-            return (now or datetime.now(UTC)) - timedelta(seconds=float(text[:-1]) * seconds)
-        time = datetime.fromisoformat(text)
-        return (time.replace(tzinfo=UTC) if time.tzinfo is None else time).astimezone(UTC)
+            found = (now or datetime.now(UTC)) - timedelta(seconds=float(text[:-1]) * seconds)
+        else:
+            time = datetime.fromisoformat(text)
+            found = (time.replace(tzinfo=UTC) if time.tzinfo is None else time).astimezone(UTC)
+        if found.year not in YEARS:  # others reckon with it, days and weeks before and after
+            raise ValueError
+        return found
     except (ValueError, OverflowError):
         raise UsageError(f"time {text!r}: not a time; examples: 2026-01-31T12:00, 30m, 2h, 1d") from None
 

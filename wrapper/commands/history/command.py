@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 COST_BY = ("job", "owner", "account", "partition", "cluster", "week", "month")
+MOST_DAYS = 36_500
 SHOWN = 50
 """Rows on a terminal, if no --limit says otherwise."""
 
@@ -319,6 +320,8 @@ def _check(asked: Asked, every: bool) -> None:
         raise UsageError("history rate: give --around TIME, or --having TRAIT=VALUE")
     if view != "rate" and (asked.around, asked.having, asked.days) != (None, None, None):
         raise UsageError(f"history {view}: --around, --having and --days are for rate; leave them out")
+    if asked.days is not None and not 0.0 < asked.days <= MOST_DAYS:
+        raise UsageError(f"history rate: --days {asked.days:g}: at most {MOST_DAYS:,}")
     if asked.user is not None and (not every or view in ("lemons", "repairs", "promises", "hosts")):
         raise UsageError(f"history {view}: --user is for what is of many jobs; give it with --all, or leave it out")
     if asked.kind is not None and (not asked.is_table or asked.by is not None or view == "iterations"):

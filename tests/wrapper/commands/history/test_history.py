@@ -440,6 +440,9 @@ def test_ledgers_of_a_home_tell_of_rates_and_repairs_together(tmp_path: Path) ->
         (("workers", "--all", "--node", "gpu-17"), "node gpu-17: not in all jobs, which holds n1, n2"),
         (("failures", "local-l"), r"job local-l: .*did you mean local-1"),
         (("failures", "--since", "9999-12-31T23:59-10:00"), "not a time"),
+        (("cost", "--all", "--since", "0001-01-01"), "not a time"),
+        (("rate", "--around", "0001-01-02"), "not a time"),
+        (("rate", "--around", "1d", "--days", "1e12"), "at most 36,500"),
     ],
 )
 def test_what_cannot_be_answered_says_what_can(arguments: tuple[str, ...], words: str) -> None:

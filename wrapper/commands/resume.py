@@ -30,8 +30,11 @@ from resihp.record.journal import JobEnded, JobSignalled
 from resihp.worker.checkpoints import iteration_of, newest_complete
 from wrapper.config.run_spec import RunRequest, load
 from wrapper.job_folder import Job, all_jobs, find_job, home, runs_of, write_private
+from wrapper.strict_modes import read_plain
 
 RUN_FILE = ".run"
+MOST_BYTES = 64
+"""Of that file, which others may have written."""
 
 
 class CompletedError(ResihpError):
@@ -128,7 +131,7 @@ def run_of(folder: Path, *, resumed: bool, earlier: str) -> str:
     beside = folder / RUN_FILE
     if not earlier and resumed:
         with suppress(OSError, UnicodeError, ValueError):
-            earlier = str(uuid.UUID(beside.read_text()))
+            earlier = str(uuid.UUID(read_plain(beside, MOST_BYTES).decode()))
     run = earlier or str(uuid.uuid4())
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)

@@ -332,11 +332,12 @@ def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm, fai
     here = host_names.get(found.batch_node) or socket.gethostname()
     earlier = earlier_runs.of(found.job_id, _notice)
     others = [name for node, name in host_names.items() if node != found.batch_node]
+    cluster = os.environ.get("SLURM_CLUSTER_NAME") or slurm.cluster()
     request = SlurmRequest(
         job_id=found.job_id,
         number=found.number,
-        cluster=os.environ.get("SLURM_CLUSTER_NAME") or slurm.cluster(),
-        identity=_identity(found, slurm),
+        cluster=cluster,
+        identity=_identity(found, slurm, cluster),
         batch_node=found.batch_node,
         host_names=host_names,
         cpus=found.cpus_per_node,
@@ -362,7 +363,7 @@ def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm, fai
     )
 
 
-def _identity(found: Allocation, slurm: Slurm) -> SlurmIdentity | None:
+def _identity(found: Allocation, slurm: Slurm, cluster: str) -> SlurmIdentity | None:
     """For the ledger alone: a Slurm that does not say when the job was submitted holds up nothing."""
     if not found.number.isdigit():
         return None
@@ -371,7 +372,7 @@ def _identity(found: Allocation, slurm: Slurm) -> SlurmIdentity | None:
     except SlurmError:
         view = None
     return SlurmIdentity(
-        cluster=os.environ.get("SLURM_CLUSTER_NAME") or slurm.cluster(),
+        cluster=cluster,
         job=int(found.number),
         array_job=found.array_job,
         array_task=found.array_task,

@@ -14,9 +14,9 @@ from resihp.record.journal import JobEnded, JobSignalled, JobStarted
 from resihp.record.journal_file import Journal
 from resihp.worker.checkpoints import write_manifest
 from slurm.client import JobView, NodeView
-from slurm.errors import SlurmOutputError
+from slurm.errors import SlurmOutputError, SlurmUnavailableError
 from tests.slurm.fake_slurm import FakeSlurm
-from wrapper.commands.resume import CompletedError
+from wrapper.commands.resume import RUN_FILE, CompletedError, run_of
 from wrapper.commands.run import Options, prepare
 from wrapper.config.run_spec import RunRequest
 from wrapper.exit_codes import exit_code_of
@@ -84,6 +84,31 @@ def test_a_run_is_named_by_slurms_job_and_found_by_it(batch: Path) -> None:
     assert start(2).job == "77-r2-2", "a second one in the same allocation"
     with pytest.raises(JobNotFoundError):
         find_job("7")
+
+
+def test_what_attempts_have_in_common_is_read_from_a_plain_file_alone(tmp_path: Path) -> None:
+    """Others may write beside the checkpoints; nobody waits for a pipe."""
+    os.mkfifo(tmp_path / RUN_FILE)
+    named = run_of(tmp_path, resumed=True, earlier="")
+    assert run_of(tmp_path, resumed=True, earlier="") == named
+    (tmp_path / RUN_FILE).write_text(named + "\n" * 1000)
+    assert run_of(tmp_path, resumed=True, earlier="") != named
+
+
+def test_a_job_starts_though_slurm_tells_its_cluster_only_once(batch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_CLUSTER_NAME")
+    answers = iter(["blue"])
+
+    def cluster(slurm: FakeSlurm) -> str:
+        for answer in answers:
+            return answer
+        raise SlurmUnavailableError("scontrol: no answer")
+
+    monkeypatch.setattr(FakeSlurm, "cluster", cluster)
+    told = start().slurm
+    assert told is not None
+    assert told.identity is not None
+    assert told.cluster == told.identity.cluster == "blue"
 
 
 def test_elements_of_an_array_are_runs_of_their_own(

@@ -11,10 +11,14 @@ from typing import Any
 from sqlalchemy import insert, select
 from sqlalchemy.exc import DBAPIError
 
+from db import migrate
 from db.engine import make_engine, masked, refusal, resolve
 from db.models import DeviceRow, MaintenanceRow
 from db.reading.reader import Reader, nearest
 from resihp.errors import UsageError
+
+DIGITS = 9
+"""Of a device's number, at most."""
 
 
 def record(
@@ -56,6 +60,7 @@ def record(
     engine = make_engine(parsed, write=True)
     try:
         with engine.begin() as connection:
+            migrate.check_writable(connection, masked(parsed))
             connection.execute(insert(MaintenanceRow.__table__).values(row))  # type: ignore[arg-type]
     except (DBAPIError, OSError) as error:
         raise refusal(parsed, error) from error
@@ -67,7 +72,7 @@ def record(
 def _device(reader: Reader, node: str, device: str, at: datetime) -> str:
     """What is written down of a device: its UUID, or its number where nobody can tell more."""
     columns = DeviceRow.__table__.c
-    if not device.isdecimal():
+    if not device.isdecimal() or len(device) > DIGITS:
         if not reader.fetch(select(columns.uuid).where(columns.uuid == device).limit(1)):
             raise UsageError(
                 f"device {device[:80]!a}: this ledger has never seen it; resihp history devices --all --node {node} "

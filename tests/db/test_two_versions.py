@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from sqlalchemy import inspect
 
-from db import migrate
+from db import maintenance, migrate
 from db.engine import make_engine, resolve
 from db.exchange import export, import_from
 from db.reading.queries import Reader
@@ -84,6 +84,7 @@ def test_one_that_may_only_be_read(ledger_url: str, tmp_path: Path, capsys: pyte
     for write in (
         lambda: Ledger.open(url, tmp_path),
         lambda: prune(url, after),
+        lambda: maintenance.record(url, "n1"),
         lambda: import_from(str(tmp_path / "journal"), newer(f"sqlite:///{tmp_path / 'other.db'}", min_writer="0098")),
     ):
         with pytest.raises(LedgerError, match=words):

@@ -201,6 +201,8 @@ def test_what_cannot_be_written_down(told: Callable[..., str]) -> None:
         record(url, "n22")
     with pytest.raises(UsageError, match=r"device 'GPU-x': this ledger has never seen it; resihp history devices"):
         record(url, "n2", device="GPU-x")
+    with pytest.raises(UsageError, match=r"device '9{20}': this ledger has never seen it"):
+        record(url, "n2", device="9" * 20)
     with pytest.raises(UsageError, match="is yet to come"):
         record(url, "n2", at=NOW + timedelta(days=1), now=NOW)
     with Reader.open(url) as reader:

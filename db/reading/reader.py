@@ -561,15 +561,16 @@ class Reader:
         return self.fetch(query.order_by(columns[asked.order]))
 
     def attempts(self, run: str | None = None, others: Sequence[Row] = ()) -> list[Row]:
-        """Jobs of a run, or of all runs that have several, here or with `others`: `uuid`, `run`, `started_at`, and the
-        `first` and `last` iterations that they committed, null where there are none. With `others`."""
+        """Jobs of a run, or of all runs that have several, here or with `others`: `uuid`, `run`, `started_at`,
+        `written_by`, and the `first` and `last` iterations that they committed, null where there are none. With
+        `others`."""
         jobs, iterations = JobRow.__table__.c, IterationRow.__table__.c
         of_job = iterations.job_id == jobs.id
         ends = [
             select(end(iterations.iteration)).where(of_job).scalar_subquery().label(name)
             for name, end in (("first", func.min), ("last", func.max))
         ]
-        query = select(jobs.uuid, jobs.run, jobs.started_at, *ends)
+        query = select(jobs.uuid, jobs.run, jobs.started_at, jobs.written_by, *ends)
         several = select(jobs.run).where(jobs.run != "").group_by(jobs.run).having(func.count() > 1)
         which = or_(jobs.run.in_(several), jobs.run.in_({row["run"] for row in others}))
         return [*self.fetch(query.where(which if run is None else jobs.run == run)), *others]

@@ -454,6 +454,27 @@ def test_a_repair_counts_only_from_whom_jobs_count(shared: Shared, tmp_path: Pat
     assert told_of(shared.alice, "n5", now)[1] == 0
 
 
+def test_nobody_makes_anothers_iterations_useless(shared: Shared, tmp_path: Path) -> None:
+    """As if his job were a later attempt of hers, that committed them again."""
+
+    def attempt(run: str, began: float) -> Told:
+        for entry, at in story():
+            is_first = isinstance(entry, journal.JobStarted)
+            yield msgspec.structs.replace(entry, run=run) if is_first else entry, at + began
+
+    written(shared.alice, tmp_path, "hers")
+    with Reader.open(shared.board) as reader:
+        hers = reader.job("hers")
+        before = reader.account(hers)
+    written(shared.mallory, tmp_path, "his", attempt(hers["run"], 86400.0))
+    with Reader.open(shared.board) as reader:
+        assert reader.account(hers) == before
+        assert fleet.accounts(reader)[-1][1] == before
+    written(shared.alice, tmp_path, "again", attempt(hers["run"], 2 * 86400.0))
+    with Reader.open(shared.board) as reader:
+        assert reader.account(hers).lost_s["rollback"] > 0.0
+
+
 # --- administration -------------------------------------------------------------------------------------------------
 
 

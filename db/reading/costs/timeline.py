@@ -222,11 +222,12 @@ def _interrupted(spans: Sequence[Interruption], free: Floats) -> dict[int, list[
 
 def committed_again(attempts: Iterable[Row]) -> dict[str, Again]:
     """By `uuid`, what later attempts of the same run committed again. Attempts: `uuid`, `run`, `started_at`, and their
-    `first` and `last` iterations; each once, however often it is told."""
-    runs: dict[str, dict[str, Row]] = {}
+    `first` and `last` iterations; each once, however often it is told. What another database user wrote (`written_by`)
+    makes nothing of ours useless: a run's name is no secret."""
+    runs: dict[tuple[str, str | None], dict[str, Row]] = {}
     for row in attempts:
         if row["run"] and row["first"] is not None:
-            runs.setdefault(row["run"], {})[row["uuid"]] = row
+            runs.setdefault((row["run"], row.get("written_by")), {})[row["uuid"]] = row
     found: dict[str, Again] = {}
     for of_run in runs.values():
         later: list[tuple[int, int]] = []

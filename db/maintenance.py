@@ -13,7 +13,7 @@ from sqlalchemy.exc import DBAPIError
 
 from db import migrate
 from db.engine import make_engine, masked, refusal, resolve
-from db.models import DeviceRow, MaintenanceRow
+from db.models import DeviceRow, MaintenanceRow, NodeRow
 from db.reading.reader import Reader, nearest
 from resihp.errors import UsageError
 
@@ -43,9 +43,10 @@ def record(
     if at > now:
         raise UsageError(f"time {at.isoformat()}: is yet to come; write down what is done, --at 2h for two hours ago")
     with Reader.open(url) as reader:
-        known = reader.nodes(None)
-        if node not in known:
-            raise UsageError(f"node {node[:80]!a}: not in ledger {masked(resolve(url))}{nearest(node, known)}")
+        columns = NodeRow.__table__.c
+        if not reader.fetch(select(columns.node).where(columns.node == node).limit(1)):
+            words = nearest(node, reader.nodes(None))
+            raise UsageError(f"node {node[:80]!a}: not in ledger {masked(resolve(url))}{words}")
         uuid = None if device is None else _device(reader, node, device, at)
     row = {
         "cluster": cluster,

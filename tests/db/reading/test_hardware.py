@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from db.maintenance import record
 from db.reading import fleet, hardware, queries, rates
+from db.reading import reader as ledger_reader
 from db.reading.health import health_frame
 from db.reading.reader import Reader
 from db.writer import Ledger
@@ -178,6 +179,12 @@ def test_where_no_uuid_is_known_a_repair_is_of_the_number(told: Callable[..., st
     assert record(url, "n1", device="2", at=NOW - timedelta(days=55), now=NOW)["device_uuid"] == "2"
     with Reader.open(url) as reader:
         assert health_frame(reader, NOW).set_index("node")["failures"]["n1"] == 0
+
+
+def test_a_node_is_known_however_many_there_are(told: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    url = told()
+    monkeypatch.setattr(ledger_reader, "NAMES", 1)
+    assert record(url, "n3", at=NOW, now=NOW)["node"] == "n3"
 
 
 def test_what_was_repaired_is_not_to_be_repaired_any_more(told: Callable[..., str]) -> None:

@@ -65,6 +65,8 @@ END $$
 
 def upgrade() -> None:
     postgresql = op.get_bind().dialect.name == "postgresql"
+    _new_tables()
+    _filled()  # looks through all events: before anything is locked that readers need
     _unconstrained()
     for name, kind in JOBS.items():
         op.add_column("jobs", sa.Column(name, kind()))
@@ -74,8 +76,6 @@ def upgrade() -> None:
     for name, kind in FAILURES.items():
         op.add_column("failures", sa.Column(name, kind()))
     op.add_column("failures", sa.Column("intermittent", sa.Boolean(), nullable=False, server_default=sa.text("false")))
-    _new_tables()
-    _filled()
     for table, columns in INDEXES:
         op.create_index(op.f(f"ix_{table}_{'_'.join(columns)}"), table, columns)
     if postgresql:

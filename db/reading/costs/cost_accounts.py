@@ -1,7 +1,7 @@
 """Where the time of a job went, in seconds and GPU-hours, from the rows of its ledger. Pure; reads nothing.
 
-A job *holds* its GPUs from its start to its end (now, while it runs; its last sign of life, of one that died). That is
-the sum of
+A job *holds* its GPUs from its start to its end (now, while it runs; its last sign of life, of one that died; a day
+after it, of one of which nobody has said so). That is the sum of
 
 =============  ========================================================================================================
 `useful`       committed iterations, less what `slow`, `capacity` and `rollback` take of them
@@ -43,7 +43,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from heapq import heappop, heappush
 from typing import Any
 
@@ -61,6 +61,9 @@ OF_HARDWARE = frozenset({"device", "node", "link", "process"})
 """Components that may have failed for their hardware, where a failure does not say whether it was that: those of
 `db.reading.health`."""
 GPU_DAYS = 1000.0
+SILENCE = timedelta(days=1)
+"""After its last entry a job that is said to run has died, and nobody has looked: a server's ledger is told by those
+who ask in its home."""
 LONGEST_S = 1e9
 """No job holds devices for longer: what was imported may say anything."""
 
@@ -175,7 +178,7 @@ def timeline(
 ) -> HeldTime:
     """Rows of one job, iterations in order; `checkpoints`: iterations that were saved; `again`: what later attempts
     committed again. Of a job that is over and whose rows were thinned, what was kept of it counts."""
-    clock = course(job, iterations, plans, now)
+    clock = course(job, iterations, plans, min(now, job["last_entry_at"] + SILENCE))
     spans = interruptions(job, clock, failures, reconfigurations)
     mended = {row["epoch"]: row["seconds"] for row in reconfigurations}
 

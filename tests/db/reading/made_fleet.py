@@ -164,7 +164,8 @@ def reckoned(rows: dict[str, list[Row]], now: datetime, again: range = range(0))
     """Seconds and GPU-hours (`h:...`) by cause, and other figures of `history cost --by job`, from the rows alone."""
     [job] = rows["jobs"]
     zero: datetime = job["started_at"]
-    end = now if job["state"] == "running" else job["ended_at"]
+    silent = job["last_entry_at"] + timedelta(days=1)
+    end = min(now, silent) if job["state"] == "running" else job["ended_at"]
 
     def at(moment: datetime) -> float:
         return (moment - zero).total_seconds()

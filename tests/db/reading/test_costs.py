@@ -114,7 +114,7 @@ def test_weeks_and_months_add_up_to_the_whole(url: str) -> None:
         for by, found in periods.items():
             assert sums([one for _, one in found])[name] == pytest.approx(value, rel=1e-6), (name, by)
     assert added([one for found in each for _, one in found]).in_proportion > 0
-    assert [row["week"] for row in rows["week"]] == [f"{MONDAY + n * WEEK:%Y-%m-%d}" for n in range(8)]
+    assert [row["week"] for row in rows["week"]] == [f"{MONDAY + n * WEEK:%Y-%m-%d}" for n in range(6)]
     assert [row["month"] for row in rows["month"]] == ["2026-03", "2026-04"]
     # Nobody holds more than the GPUs that there were in a week, and who runs all week holds them all week.
     for found in each[1:3]:
@@ -316,3 +316,13 @@ def test_whose_it_was(url: str, by: Any, names: set[str]) -> None:
     assert sum(row["money"] for row in rows) == pytest.approx(2.0 * whole["gpu_hours"].sum())
     assert sum(row["jobs"] for row in rows) == len(jobs) < JOBS
     assert [row["gpu_hours"] for row in rows] == sorted((row["gpu_hours"] for row in rows), reverse=True)
+
+
+def test_a_job_that_fell_silent_costs_a_day_more_whatever_its_row_says(url: str) -> None:
+    with Reader.open(url) as reader:
+        silent = next(job for job in reader.jobs() if job["state"] == "running")
+        soon, late = (
+            reader.account(reader.job(silent["uuid"]), silent["last_entry_at"] + timedelta(days=days)).gpu_hours
+            for days in (1, 300)
+        )
+    assert soon == late

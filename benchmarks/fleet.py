@@ -150,6 +150,7 @@ class _Attempt:
         self._nodes = rng.sample(fleet.nodes, size)
         self._pp = 2 if size > 1 else 1
         self._restarts = restarts
+        self._recovering: tuple[int, int] | None = None
         self._records: list[journal.Record] = []
 
     def play(self, at: float, done: int, target: int) -> tuple[list[journal.Record], int, float]:
@@ -186,6 +187,7 @@ class _Attempt:
             if i + 1 == program or at + seconds > ENDED:
                 break
             if at + seconds > failing:
+                self._recovering = None
                 failures += 1
                 gone = self._failed(failing, rank, i + 1, epoch, failures, injected)
                 if injected:
@@ -209,6 +211,7 @@ class _Attempt:
                 seconds *= 1.4
             at += seconds
             self._committed(at, i, epoch, seconds, usual)
+            self._reconfigured(at, seconds)
             if slow and i == slow_from:
                 failures += 1
                 truth.slow += 1
@@ -327,6 +330,13 @@ class _Attempt:
         )
         standby = tuple(rank for n in sorted(dead) for rank in range(n * DEVICES, (n + 1) * DEVICES))
         self._plan(at + 1.0, epoch, Layout(left, standby), "redo", following)
+        self._recovering = (epoch, failure)
+
+    def _reconfigured(self, at: float, seconds: float) -> None:
+        """With the first iteration that is committed after it."""
+        if self._recovering is None:
+            return
+        (epoch, failure), self._recovering = self._recovering, None
         done = journal.Reconfigured(
             epoch=epoch,
             failures=(failure,),
@@ -335,12 +345,12 @@ class _Attempt:
             park_s=2.0,
             plan_s=0.5,
             groups_s=12.0,
-            state_s=20.0,
-            first_iteration_s=8.0,
-            seconds=RECOVERY_S,
+            state_s=RECOVERY_S - 14.5,
+            first_iteration_s=seconds,
+            seconds=RECOVERY_S + seconds,
             bytes_moved=10**10,
         )
-        self._write(at + RECOVERY_S, done)
+        self._write(at, done)
 
     def _committed(self, at: float, i: int, epoch: int, seconds: float, usual: float) -> None:
         outcome = StepOutcome(

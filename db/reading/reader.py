@@ -591,7 +591,7 @@ class Reader:
         return committed_again(attempts).get(job["uuid"], ())
 
     def timeline(self, job: Row, now: datetime | None = None, again: Again = ()) -> HeldTime:
-        """Where the time of a job went, moment by moment; `job` is its row, `again` as of `account`."""
+        """Where the time of a job went, moment by moment; `job` is its row, `again` as of `timeline`."""
         checkpoints = models.CheckpointRow.__table__.c
         saved = self.fetch(select(checkpoints.iteration).where(checkpoints.job_id == job["id"]))
         return cost_accounts.timeline(

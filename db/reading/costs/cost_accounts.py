@@ -136,8 +136,9 @@ def of_hardware(failure: Row) -> bool:
 def kept(job: Row) -> Account | None:
     """The account in the row of a job that is over; None while it runs, and where it is none, or not of all causes."""
     found = kept_once(job)
-    whole = found is not None and all(told.keys() >= set(CAUSES) for told in (found.lost_s, found.lost_gpu_hours))
-    return found if whole and found is not None and 0.0 <= found.held_s <= LONGEST_S else None
+    if found is None or not 0.0 <= found.held_s <= LONGEST_S:
+        return None
+    return found if all(told.keys() >= set(CAUSES) for told in (found.lost_s, found.lost_gpu_hours)) else None
 
 
 def kept_once(job: Row) -> Account | None:
@@ -148,21 +149,6 @@ def kept_once(job: Row) -> Account | None:
         return msgspec.json.decode(job["account"], type=Account)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
-
-
-def account(
-    job: Row,
-    iterations: Sequence[Row],
-    failures: Sequence[Row],
-    reconfigurations: Sequence[Row],
-    plans: Sequence[Row],
-    checkpoints: Iterable[int],
-    nodes: Sequence[Row],
-    now: datetime,
-    again: Again = (),
-) -> Account:
-    """Of a whole job; arguments as of `timeline`."""
-    return between(timeline(job, iterations, failures, reconfigurations, plans, checkpoints, nodes, now, again))
 
 
 def timeline(
@@ -383,7 +369,7 @@ def summarise(
     plans: Sequence[Row],
     now: datetime,
 ) -> Row:
-    """Figures of a job from its rows. Times and shares as of `account`, but `useful_seconds` counts slow iterations,
+    """Figures of a job from its rows. Times and shares as of `between`, but `useful_seconds` counts slow iterations,
     too, and `lost_seconds` is by the kind of the failure that interrupted training. What was kept of a job that is
     over holds: its rows may have been thinned since."""
     clock = course(job, iterations, plans, now)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from db.reading.costs.cost_accounts import OF_HARDWARE, Account, account, added, between, summarise, timeline
+from db.reading.costs.cost_accounts import OF_HARDWARE, Account, added, between, summarise, timeline
 from db.reading.costs.timeline import CAUSES, Again, committed_again
 from db.reading.health import CERTAINTY
 from db.reading.reader import Reader
@@ -90,7 +90,7 @@ def told(
 ) -> Account:
     plans = [plan(1, 8)] if plans is None else plans
     rows: Any = (of, iterations, failures, transitions, plans, checkpoints, nodes, at(now), again)
-    found = account(*rows)
+    found = between(timeline(*rows))
     assert set(found.lost_s) == set(found.lost_gpu_hours) == set(CAUSES)
     assert min(found.lost_s.values()) >= 0.0
     assert found.useful_s + sum(found.lost_s.values()) == pytest.approx(found.held_s)

@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 from db.migrate import upgrade
+from db.reading import fleet
 from db.writer import catch_up
 from resihp.errors import JobNotFoundError, UsageError
 from resihp.parallelism.layout import Layout
@@ -25,6 +26,7 @@ from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
 from tests.db.conftest import absent_story, inventory, outcome, started, write_journal
 from tests.wrapper.commands.status.test_status import home, resihp, rows
+from wrapper.commands.history import command, tables
 from wrapper.job_folder import Job, create_local_job
 
 __all__ = ["home"]  # a fixture that every test of this module uses
@@ -502,3 +504,9 @@ def shifted(time: datetime, hours: float) -> datetime:
     from datetime import timezone
 
     return time.astimezone(timezone(timedelta(hours=hours)))
+
+
+def test_what_the_command_offers_is_what_the_ledger_knows() -> None:
+    """Both are written down where they are offered, too: the ledger's module takes time to import."""
+    assert tables.GROUPS == fleet.GROUPS
+    assert command.COST_BY == fleet.COST_BY

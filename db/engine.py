@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def make_engine(url: URL, *, write: bool, migrate: bool = False) -> Engine:
             connection.isolation_level = None
             connection.execute(f"PRAGMA foreign_keys={'OFF' if migrate else 'ON'}")
             if write:
-                connection.execute(f"PRAGMA journal_mode={'WAL' if wal else 'DELETE'}")
+                _set_journal_mode(connection, "WAL" if wal else "DELETE")
                 connection.execute(f"PRAGMA synchronous={'NORMAL' if wal else 'FULL'}")
 
         def begun(connection: Connection) -> None:
@@ -141,6 +142,19 @@ def make_engine(url: URL, *, write: bool, migrate: bool = False) -> Engine:
 
         event.listen(engine, "begin", limited)
     return engine
+
+
+def _set_journal_mode(connection: sqlite3.Connection, mode: str) -> None:
+    """Set it, waiting for who writes: SQLite itself does not wait when it changes the mode of a file."""
+    end = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            connection.execute(f"PRAGMA journal_mode={mode}")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > end:
+                raise
+        time.sleep(0.01)
 
 
 def _connect_arguments(url: URL) -> dict[str, Any]:

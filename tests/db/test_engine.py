@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sqlite3
+import threading
 from pathlib import Path
 
 import pytest
 
+from db import migrate
 from db.engine import default_url, file_system, masked, resolve
 from db.reading.queries import Reader
 from db.writer import Ledger
@@ -96,3 +99,15 @@ def test_reader_makes_no_ledger(tmp_path: Path) -> None:
 def test_new_folder_is_the_owner_s_alone(tmp_path: Path) -> None:
     Ledger.open(f"sqlite:///{tmp_path}/new/ledger.db", tmp_path).close()
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_file_that_another_job_writes_is_waited_for_when_it_is_first_opened(tmp_path: Path) -> None:
+    """SQLite refuses at once to change the mode of a file that somebody writes: two jobs that make one ledger."""
+    other = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    done = threading.Timer(0.3, other.execute, ("COMMIT",))
+    done.start()
+    migrate.make_ready(f"sqlite:///{tmp_path / 'ledger.db'}")
+    done.join()
+    other.close()
+    assert migrate.current(f"sqlite:///{tmp_path / 'ledger.db'}") == migrate.head()

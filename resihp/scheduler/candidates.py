@@ -45,12 +45,15 @@ class PricedPlan(msgspec.Struct, frozen=True):
     seconds: float
 
 
-def runnable(situation: Situation, prices: Prices) -> list[PricedPlan]:
-    """Everything that can run, at most one of each name. Raises PlanError if there is nothing."""
+def runnable(situation: Situation, prices: Prices, *, improve: bool = True) -> list[PricedPlan]:
+    """Everything that can run, at most one of each name. Raises PlanError if there is nothing.
+
+    `improve`: whether the progressive one is made better by single changes, which a search does faster and better.
+    """
     makers: list[Callable[[Situation, Prices], PricedPlan]] = [without_lost]
     if not situation.lost and not situation.base.vacant:
         makers.insert(0, _keep)
-    makers += [_progressive]
+    makers += [lambda situation, prices: _progressive(situation, prices, improve=improve)]
     found: list[PricedPlan] = []
     obstacles: list[str] = []
 
@@ -83,9 +86,11 @@ def runnable(situation: Situation, prices: Prices) -> list[PricedPlan]:
     return found
 
 
-def all_reachable(situation: Situation, prices: Prices, plans: list[PricedPlan]) -> list[PricedPlan]:
+def all_reachable(
+    situation: Situation, prices: Prices, plans: list[PricedPlan], *, improve: bool = True
+) -> list[PricedPlan]:
     """Those whose transition every rank has memory for; where the progressive one is none of them, as it is with room
-    for the old state beside the new one. Raises PlanError if there are none."""
+    for the old state beside the new one. `improve` as for `runnable`. Raises PlanError if there are none."""
     found: list[PricedPlan] = []
     obstacles: list[str] = []
     for one in plans:
@@ -97,7 +102,7 @@ def all_reachable(situation: Situation, prices: Prices, plans: list[PricedPlan])
     missed = any(one.name == "progressive" and one.name not in names for one in plans)
     if missed and (not found or len(situation.available) <= MOST_ROUNDED):
         with suppress(LayoutError):
-            found.append(reachable(situation, prices, _progressive(situation, prices, beside=True)))
+            found.append(reachable(situation, prices, _progressive(situation, prices, beside=True, improve=improve)))
     if not found:
         raise PlanError(f"nothing can be changed to: {'; '.join(dict.fromkeys(obstacles))}")
     return found
@@ -182,11 +187,11 @@ def _one_partition(situation: Situation, prices: Prices) -> PricedPlan:
     return candidate("one partition for all", situation, prices, [prices.priced(replica) for replica in replicas])
 
 
-def _progressive(situation: Situation, prices: Prices, *, beside: bool = False) -> PricedPlan:
+def _progressive(situation: Situation, prices: Prices, *, beside: bool = False, improve: bool = True) -> PricedPlan:
     """`beside`: with room for what ranks hold before the change."""
-    best = _draft(situation, prices, (), beside)
+    best = _draft(situation, prices, (), beside, improve)
     while best.weak is not None:  # its ranks may serve better elsewhere
-        other = _draft(situation, prices, {*best.given_up, best.weak}, beside)
+        other = _draft(situation, prices, {*best.given_up, best.weak}, beside, improve)
         if other.seconds >= best.seconds * (1 - SIGNIFICANT):
             break
         best = other
@@ -210,7 +215,7 @@ def _crossed(plans: list[PricedPlan], situation: Situation, prices: Prices) -> l
     return [*found.values()]
 
 
-def _draft(situation: Situation, prices: Prices, given_up: Collection[int], beside: bool) -> Draft:
+def _draft(situation: Situation, prices: Prices, given_up: Collection[int], beside: bool, improve: bool) -> Draft:
     live = set(situation.available)
     survivors = live.difference(situation.stale)
     held = holdings(situation.base.replicas) if beside else ()
@@ -219,7 +224,7 @@ def _draft(situation: Situation, prices: Prices, given_up: Collection[int], besi
     stages = [stage for replica in situation.base.replicas for stage in replica.stages]
     if any(live.isdisjoint(stage.ranks) for stage in stages):
         drafts.append(Draft(situation, prices, given_up, vacant_first=False, beside=holds))
-    for draft in drafts:
+    for draft in drafts if improve else ():
         draft.improve()
     return min(drafts, key=lambda draft: draft.seconds)
 

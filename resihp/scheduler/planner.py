@@ -92,10 +92,14 @@ def decide(situation: Situation, *, search: bool = True) -> Decision:
     """
     check(situation)
     prices = Prices(situation)
+    thorough = search and anytime.is_thorough(situation)
     try:
-        first = all_reachable(situation, prices, runnable(situation, prices))
+        plans = runnable(situation, prices, improve=not thorough)
+        first = all_reachable(situation, prices, plans, improve=not thorough)
     except PlanError:
         dealt_anew = anytime.at_once(situation, []) if search else None
+        if dealt_anew is None and thorough:
+            return decide(situation, search=False)
         if dealt_anew is None:
             raise
         first, chosen = [], dealt_anew
@@ -104,6 +108,8 @@ def decide(situation: Situation, *, search: bool = True) -> Decision:
         if search and anytime.obstacle(situation, first) is None:
             found = anytime.at_once(situation, first)
             chosen = chosen if found is None else best_of(situation, [chosen, found])
+        elif thorough:
+            return decide(situation, search=False)
         else:
             chosen = _refined(situation, _rounded(situation, prices, chosen), prices)
     others = tuple((one.name, one.seconds) for one in first if not chosen.name.startswith(one.name))

@@ -73,6 +73,27 @@ def test_ranks_are_dealt_out_anew_where_nothing_else_is_there() -> None:
     assert found.seconds == pytest.approx(iteration_seconds(found.plan, case))
 
 
+def test_without_what_a_search_would_find_the_plan_is_the_one_made_without_searching(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing that can run is found with room on the way to it until single changes are looked for."""
+    question = Question(
+        model=catalogue.model("llama2-30b", 2048),
+        hardware=msgspec.structs.replace(catalogue.hardware("h100"), memory_bytes=52_500_000_000),
+        tp=4,
+        pp=5,
+        dp=2,
+        micro_batches=16,
+        gpus_per_node=8,
+        sequence_parallel=True,
+        failed=(1, 11, 23, 32),
+        slow={17: 0.7},
+    )
+    case = pose(question, first_plan(question))
+    monkeypatch.setattr(anytime, "at_once", lambda *_: None)
+    assert decide(case) == decide(case, search=False)
+
+
 def test_where_memory_is_not_known_layouts_change_as_little_as_they_can() -> None:
     case = msgspec.structs.replace(asked(5, 22), memory_bytes=None)
     assert anytime.at_once(case, []) is None

@@ -1,9 +1,10 @@
 """The ledger's schema version: which one a database has, which one we know, and the way from one to the other.
 
-Alembic without an alembic.ini. A new ledger is made by the same migrations that upgrade an old one. Used by the writer
-when it opens a ledger, by `resihp db upgrade`, and by readers, which only check. A server's ledger is many users': its
-schema is changed by `resihp db upgrade` alone, which waits for others in short turns. A ledger that is newer than we
-know says itself whether we may go on with it (table `compatibility`): a migration that only adds leaves that as it is.
+Alembic without an alembic.ini, imported only where a schema is changed: who asks a ledger has no need of it. A new
+ledger is made by the same migrations that upgrade an old one. Used by the writer when it opens a ledger, by `resihp db
+upgrade`, and by readers, which only check. A server's ledger is many users': its schema is changed by `resihp db
+upgrade` alone, which waits for others in short turns. A ledger that is newer than we know says itself whether we may go
+on with it (table `compatibility`): a migration that only adds leaves that as it is.
 """
 
 from __future__ import annotations
@@ -12,12 +13,8 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Connection, Engine, inspect, select, text
 from sqlalchemy.exc import DBAPIError
 
@@ -25,7 +22,11 @@ from db.engine import file_of, make_engine, masked, prepare_folder, refusal, res
 from db.models import CompatibilityRow, LedgerTable
 from resihp.errors import LedgerError
 
+if TYPE_CHECKING:
+    from alembic.config import Config
+
 VERSION_TABLE = "resihp_version"
+MIGRATIONS = Path(__file__).parent / "migrations"
 Purpose = Literal["read", "write"]
 _LOCK_NUMBER = 0x7E51
 """PostgreSQL advisory lock: jobs that start together must not migrate at once."""
@@ -36,16 +37,18 @@ BETWEEN_TURNS_S = 2.0
 
 
 def _config() -> Config:
+    from alembic.config import Config
+
     config = Config()
-    folder = str(Path(__file__).parent / "migrations")
-    config.set_main_option("script_location", folder.replace("%", "%%"))
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     return config
 
 
 @cache
 def _revisions() -> tuple[str, ...]:
-    """All schemas, newest first."""
-    return tuple(script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions())
+    """All schemas, newest first: the numbers that the files of migrations begin with."""
+    files = (MIGRATIONS / "versions").glob("[0-9][0-9][0-9][0-9]_*.py")
+    return tuple(sorted((file.name.partition("_")[0] for file in files), reverse=True))
 
 
 def head() -> str:
@@ -159,8 +162,11 @@ def make_ready(url: str) -> None:
 
 
 def version_of(connection: Connection) -> str | None:
-    context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
-    return context.get_current_revision()
+    """The ledger's schema; None where there is no ledger."""
+    if not inspect(connection).has_table(VERSION_TABLE):
+        return None
+    version: str | None = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()
+    return version
 
 
 def _lock(connection: Connection) -> None:
@@ -184,6 +190,8 @@ def upgrade_connection(connection: Connection, name: str, purpose: Purpose = "re
                 f"ledger {name}: holds tables of another program ({', '.join(sorted(foreign))}); "
                 "name an empty database with --ledger"
             )
+    from alembic import command
+
     config = _config()
     config.attributes["connection"] = connection
     command.upgrade(config, "head")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize, special
+from scipy import special
 
 Floats = npt.NDArray[np.float64]
 Whole = npt.NDArray[np.intp]
@@ -131,6 +131,8 @@ def dispersion(counts: Floats, exposure: Floats) -> float:
     counts, exposure = counts[served], exposure[served]
     if len(counts) < FEW or counts.sum() < FEW:
         return EVEN
+    from scipy import optimize  # takes as long to import as all else
+
     mean = counts.sum() / exposure.sum()
     groups = [part for part in np.array_split(np.argsort(exposure, kind="stable"), GROUPS) if len(part)]
     over = np.array([exposure[part].mean() for part in groups])

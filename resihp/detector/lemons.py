@@ -29,11 +29,13 @@ Called by `db.reading.health` and `db.reading.fleet` with a ledger's verdicts. T
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from resihp.detector.excess import Excess, Floats, Whole, dispersion, excess
+if TYPE_CHECKING:
+    from resihp.detector.excess import Excess, Floats, Whole
 
 DAY_S = 86_400.0
 WINDOWS: Mapping[int, float] = {30: 0.04, 90: 0.06, 180: 0.9}
@@ -329,6 +331,8 @@ def _tallies(
     names: Sequence[str], outages: Sequence[Sequence[_Outage]], served: _Served, now: float, fresh: Mapping[str, float]
 ) -> tuple[list[Tally], list[dict[int, Tally]]]:
     """Of every node, and of its devices that failed."""
+    from resihp.detector.excess import dispersion, excess  # scipy: who asks for costs has no need of it
+
     counting = [(i, outage) for i, each in enumerate(outages) for outage in each if outage.counts]
     counts = _counts([i for i, _ in counting], [outage.at for _, outage in counting], len(names), now)
     shape = dispersion(counts[:, -1], served.hours[:, -1])

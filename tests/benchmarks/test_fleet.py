@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from scipy import stats
 from sqlalchemy import insert
 
 from benchmarks import fleet as made
@@ -101,7 +104,19 @@ def test_rates_before_and_after_a_date_count_every_failure_and_every_device_day(
     served = sum(rows["all", when]["device_days"] for when in ("before", "after")) * 24.0
     assert served == pytest.approx(truth.held, rel=0.01)
     assert rows["all", "before"]["ratio"] is None
-    assert 0.0 < rows["all", "after"]["p"] <= 1.0
+    after = rows["all", "after"]
+    share = after["device_days"] / (after["device_days"] + rows["all", "before"]["device_days"])
+    both = after["failures"] + rows["all", "before"]["failures"]
+    assert after["p"] == pytest.approx(stats.binomtest(after["failures"], both, share).pvalue, rel=1e-9)
+    assert 0.0 < after["p"] <= 1.0
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.03, 0.5, 0.97, 1.0])
+@pytest.mark.parametrize("of", [1, 10, 700])
+def test_how_probable_counts_are_is_what_the_exact_test_says(of: int, chance: float) -> None:
+    for count in {0, 1, of // 3, of // 2, of - 1, of}:
+        expected = stats.binomtest(count, of, chance).pvalue
+        assert rates.two_sided(count, of, chance) == pytest.approx(expected, rel=1e-9, abs=1e-300), count
 
 
 def test_a_driver_is_compared_with_all_others(reader: Reader, truth: made.Truth) -> None:
@@ -148,3 +163,26 @@ def test_frames_have_the_columns_that_are_told_of_them(reader: Reader) -> None:
     assert tuple(queries.jobs(reader).columns) == queries.COLUMNS["jobs"]
     assert tuple(queries.rate_around(reader, NOW - timedelta(days=20)).columns) == queries.COLUMNS["rate"]
     assert tuple(queries.repairs(reader).columns) == queries.COLUMNS["repairs"]
+
+
+@pytest.mark.parametrize(
+    ("question", "heavy"),
+    [
+        ("cost --all", ("scipy", "alembic", "pandas")),
+        ("jobs", ("scipy", "alembic", "pandas")),
+        ("lemons", ("scipy.stats", "alembic", "pandas")),
+        ("rate --around 2026-11-01", ("scipy.optimize", "scipy.stats", "alembic", "pandas")),
+    ],
+)
+def test_a_question_loads_no_library_that_its_answer_has_no_need_of(
+    fleet_of_20: tuple[str, made.Truth], question: str, heavy: tuple[str, ...]
+) -> None:
+    code = (
+        "import atexit, sys\n"
+        f"atexit.register(lambda: print('loaded', [each for each in {heavy!r} if each in sys.modules]))\n"
+        "from wrapper.__main__ import main\n"
+        "main()"
+    )
+    words = ["history", *question.split(), "--ledger", fleet_of_20[0]]
+    asked = subprocess.run([sys.executable, "-P", "-c", code, *words], capture_output=True, text=True, check=False)
+    assert (asked.returncode, asked.stdout.splitlines()[-1:]) == (0, ["loaded []"]), asked.stderr

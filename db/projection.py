@@ -20,7 +20,7 @@ from sqlalchemy import Table, delete, insert, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from db import layouts, models
+from db import layouts, models, settling
 from db.reading import reader
 from resihp.errors import LedgerError
 from resihp.record import journal
@@ -724,6 +724,7 @@ def _job_ended(session: Session, job: models.JobRow, entry: journal.JobEnded, at
     job.account = None
     session.flush()
     job.account = reader.Reader.within(session.connection()).settled(job.id)
+    settling.settle_earlier(session.connection(), job.id)
 
 
 _APPLY_MANY: dict[type, Callable[[Session, models.JobRow, Sequence[Any]], None]] = {

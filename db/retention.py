@@ -4,7 +4,7 @@ Called by `resihp db prune`, and by a job's own writer where `[ledger] keep` is 
 Everything else stays: jobs, failures, plans, reconfigurations, events, nodes. So does what a thinned job is understood
 by: its first and last iteration, each one at which a failure began or a plan took over with the one before it, and,
 where asked for, every N-th. A row then stands for those left out before it. The account of a job that is over is
-reckoned from all rows before they go.
+reckoned from all rows before they go, with what later attempts made of it (`db.settling`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Engine, Select, and_, delete, func, or_, select, union
 from sqlalchemy.exc import DBAPIError
 
-from db import migrate
+from db import migrate, settling
 from db.engine import file_of, make_engine, masked, refusal, resolve
 from db.models import FailureRow, IterationRow, JobRow, PlanRow, RankQuantilesRow, RankReportRow, RankScoreRow
-from db.reading.costs.cost_accounts import kept
 from db.reading.reader import Reader
 from resihp.errors import LedgerError, UsageError
 
@@ -60,8 +59,12 @@ def prune(url: str, before: datetime, keep_every: int | None = None, *, dry_run:
             jobs = connection.execute(changeable).scalars().all()
             connection.rollback()
             found = []
+            with connection.begin():
+                unsettled = {row["id"] for row in Reader.within(connection).unsettled()}
             for job_id in jobs:
                 with connection.begin():
+                    if job_id in unsettled and not dry_run:
+                        settling.settle_job(connection, job_id)
                     found.append(_prune_job(connection, job_id, before, keep_every, dry_run))
         removed = [each for each in found if each.iterations or each.rank_reports]
         if removed and file is not None and not dry_run:
@@ -99,9 +102,7 @@ def prune_telemetry(engine: Engine, owner: str, before: datetime) -> int:
 
 
 def _prune_job(connection: Connection, job_id: int, before: datetime, keep_every: int | None, dry_run: bool) -> Pruned:
-    job = connection.execute(
-        select(JobRow.name, JobRow.owner, JobRow.state, JobRow.account).where(JobRow.id == job_id)
-    ).one()
+    job = connection.execute(select(JobRow.name, JobRow.owner).where(JobRow.id == job_id)).one()
     old = and_(IterationRow.job_id == job_id, IterationRow.finished_at < before)
     last_old = connection.execute(select(func.max(IterationRow.iteration)).where(old)).scalar_one()
     if last_old is None:
@@ -120,9 +121,6 @@ def _prune_job(connection: Connection, job_id: int, before: datetime, keep_every
             for table, which in ((IterationRow, gone), *telemetry)
         ]
         return Pruned(job.name, job.owner, counts[0], sum(counts[1:]))
-    if job.state != "running" and kept({"state": job.state, "account": job.account}) is None:
-        account = Reader.within(connection).settled(job_id)
-        connection.execute(JobRow.__table__.update().where(JobRow.id == job_id).values(account=account))  # type: ignore[attr-defined]
     iterations = connection.execute(delete(IterationRow).where(gone)).rowcount
     removed = sum(connection.execute(delete(table).where(which)).rowcount for table, which in telemetry)
     return Pruned(job.name, job.owner, iterations, removed)

@@ -16,7 +16,7 @@ from sqlalchemy import ColumnElement, case, func, or_, select
 
 from db.models import DrainRow, FailureRow, IterationRow, JobRow, NodeRow, ReconfigurationRow
 from db.reading import hardware, health
-from db.reading.costs.cost_accounts import OF_FAILURES, Account, added, between, kept
+from db.reading.costs.cost_accounts import OF_FAILURES, Account, added, between, kept_with
 from db.reading.costs.timeline import CAUSES, SHARES, Again, committed_again
 from db.reading.reader import TABLES, Reader, Row, no_collection
 from resihp.detector.lemons import NodeFailure, Service, node_health
@@ -222,9 +222,9 @@ def _parts(
     again: Again,
 ) -> Iterator[tuple[str | None, Account]]:
     """What a job cost between `since` and `until`, by period if one is asked for; what was kept of it where that is all
-    of one part."""
+    of one part. Its tables are read once at most, however many periods there are."""
     began: datetime = job["started_at"]
-    before = None if again else kept(job)
+    before = kept_with(job, again)
     if period is None and since is None and until is None:
         yield None, before or between(reader.timeline(job, now, again))
         return

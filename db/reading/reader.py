@@ -10,10 +10,11 @@ import difflib
 import gc
 import getpass
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -576,12 +577,11 @@ class Reader:
         return [*self.fetch(query.where(which if run is None else jobs.run == run)), *others]
 
     def account(self, job: Row, now: datetime | None = None, again: Again | None = None) -> cost_accounts.Account:
-        """Where the time of a job went; `job` is its row. Of one that is over, and of which nothing was committed
-        again, it was kept when it ended. `again`: what was, by attempts of other ledgers, too; None for those of this
-        one."""
+        """Where the time of a job went; `job` is its row. Of one that is over it was kept. `again`: what was committed
+        again, by attempts of other ledgers, too; None for those of this one."""
         if again is None:
             again = self.committed_again(job)
-        if not again and (kept := cost_accounts.kept(job)) is not None:
+        if (kept := cost_accounts.kept_with(job, again)) is not None:
             return kept
         return cost_accounts.between(self.timeline(job, now, again))
 
@@ -592,9 +592,14 @@ class Reader:
 
     def timeline(self, job: Row, now: datetime | None = None, again: Again = ()) -> HeldTime:
         """Where the time of a job went, moment by moment; `job` is its row, `again` as of `timeline`."""
+        return self._timelines(job, now)(again)
+
+    def _timelines(self, job: Row, now: datetime | None = None) -> Callable[[Again], HeldTime]:
+        """The same, of rows that are read once."""
         checkpoints = models.CheckpointRow.__table__.c
         saved = self.fetch(select(checkpoints.iteration).where(checkpoints.job_id == job["id"]))
-        return cost_accounts.timeline(
+        return partial(
+            cost_accounts.timeline,
             job,
             self.narrow("iterations", job["id"]),
             self.narrow("failures", job["id"]),
@@ -603,7 +608,6 @@ class Reader:
             [row["iteration"] for row in saved],
             self.holdings(job["id"]),
             now or datetime.now(UTC),
-            again,
         )
 
     def holdings(self, job_id: int) -> list[Row]:
@@ -622,9 +626,30 @@ class Reader:
         return self.fetch(query.where(nodes.job_id == job_id).order_by(nodes.node))
 
     def settled(self, job_id: int) -> str:
-        """The account of a job that is over, to be kept in its row: without what later attempts made of it."""
+        """The account of a job that is over, to be kept in its row, with what later attempts made of it."""
         [job] = self.fetch(select(*JobRow.__table__.columns).where(JobRow.id == job_id))
-        return msgspec.json.encode(self.account(job, again=())).decode()
+        again, alone = self.committed_again(job), cost_accounts.kept_with(job, ())
+        if alone is None or again:
+            timelines = self._timelines(job)
+            alone = alone or cost_accounts.between(timelines(()))
+            whole = cost_accounts.between(timelines(again)) if again else alone
+        else:
+            whole = alone
+        return msgspec.json.encode(cost_accounts.to_keep(alone, whole, again)).decode()
+
+    def unsettled(self, run: str | None = None) -> list[Row]:
+        """Jobs that are over, of a run or all, whose row lacks their account, or what later attempts committed again of
+        it: `id`, `written_by`."""
+        again = committed_again(self.attempts(run))
+        jobs = JobRow.__table__.c
+        query = select(jobs.id, jobs.uuid, jobs.state, jobs.account, jobs.written_by).where(jobs.state != "running")
+        if run is not None:
+            query = query.where(jobs.run == run)
+        return [
+            {"id": job["id"], "written_by": job["written_by"]}
+            for job in self.fetch(query.order_by(jobs.started_at, jobs.id))
+            if cost_accounts.kept_with(job, again.get(job["uuid"], ())) is None
+        ]
 
     def summary(self, job_id: int, now: datetime | None = None) -> Row:
         """The job in figures, as `db.reading.costs.cost_accounts.summarise` tells them."""

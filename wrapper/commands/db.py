@@ -35,9 +35,11 @@ def upgrade(job: JobArgument = None, ledger: LedgerOption = None) -> None:
     """Bring a ledger to this version's schema; makes it if it is not there.
 
     On a server nobody else does this to a ledger that is there. Jobs go on meanwhile: it waits for tables in turns.
+    Then it keeps what jobs cost that are over, where that has yet to be reckoned.
     """
     from db import migrate
     from db.engine import masked, resolve
+    from db.settling import settle
     from wrapper.output.ledgers import exists, url_of
 
     if ledger is None or ledger == "sqlite":
@@ -50,6 +52,8 @@ def upgrade(job: JobArgument = None, ledger: LedgerOption = None) -> None:
     what = "is up to date" if before == after else "made" if before is None else f"upgraded from {before}"
     if migrate.is_newer(after):
         what += ", newer than this resihp" + (", which may only read it" if migrate.only_readable(ledger) else "")
+    elif settled := settle(ledger):
+        what += f"; accounts of {settled} job{'s' * (settled != 1)} settled"
     message(f"ledger {masked(ledger)}: schema {after}, {what}")
 
 

@@ -14,7 +14,8 @@ after it, of one of which nobody has said so). That is the sum of
 `reconfigure`  from there to the first commit after it, less the iterations committed meanwhile: park, plan, groups,
                state. Of a failure that nobody mended, until the end
 `rollback`     committed iterations that a later attempt of the same run committed again: what would be `useful` of
-               them. Known only once that attempt is there, so never in an account that was kept when its job ended
+               them. Known only once that attempt is there: an account that was kept has it apart (`RolledBack`), with
+               the iterations that it is of, and where these are others by now it is reckoned anew
 `slow`         while something was slow (a `fail-slow` failure, from its first slow iteration to its end): iterations'
                time beyond what they take where all is well. That is the detector's prediction, which knows the plan and
                the workload; under a plan made since, which already makes do with the slow device, it is the time per
@@ -68,6 +69,14 @@ LONGEST_S = 1e9
 """No job holds devices for longer: what was imported may say anything."""
 
 
+class RolledBack(msgspec.Struct, frozen=True, kw_only=True):
+    """Useful time of a job that is over which was done again by later attempts: that of the iterations `again`."""
+
+    again: tuple[tuple[int, int], ...]
+    seconds: float
+    gpu_hours: float
+
+
 class Account(msgspec.Struct, frozen=True, kw_only=True):
     """See the module's docstring. `lost_s`, `lost_gpu_hours`: by `CAUSES`; with `useful_s` they add up to `held_s`,
     with `useful_gpu_hours` to `gpu_hours`. What has a default is not in accounts of before, which told the wall time
@@ -94,6 +103,9 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     """Failures that were mended: `mttr_s` is their mean."""
     in_proportion: int = 0
     """Jobs that were cut, and whose rows had been thinned: of their wall time, causes are taken in proportion."""
+    rolled_back: RolledBack | None = None
+    """Of one that is kept in a job's row, whose own figures are those without later attempts; None of none, and where
+    it has yet to be reckoned."""
 
     @property
     def failure_gpu_hours(self) -> float:
@@ -139,6 +151,48 @@ def kept(job: Row) -> Account | None:
     if found is None or not 0.0 <= found.held_s <= LONGEST_S:
         return None
     return found if all(told.keys() >= set(CAUSES) for told in (found.lost_s, found.lost_gpu_hours)) else None
+
+
+def kept_with(job: Row, again: Again) -> Account | None:
+    """The same, with what later attempts committed again; None where that has yet to be reckoned, or was of other
+    iterations."""
+    found = kept(job)
+    if found is None:
+        return None
+    before, found = _rolled_back(found, again), msgspec.structs.replace(found, rolled_back=None)
+    if before is None:
+        return None if again else found
+    lost_s = found.lost_s | {"rollback": found.lost_s["rollback"] + before.seconds}
+    hours = found.lost_gpu_hours | {"rollback": found.lost_gpu_hours["rollback"] + before.gpu_hours}
+    return msgspec.structs.replace(
+        found,
+        useful_s=found.useful_s - before.seconds,
+        lost_s=lost_s,
+        useful_gpu_hours=found.useful_gpu_hours - before.gpu_hours,
+        lost_gpu_hours=hours,
+    )
+
+
+def _rolled_back(of: Account, again: Again) -> RolledBack | None:
+    """What was kept of these iterations, if it is a part of what was useful."""
+    found = of.rolled_back
+    if found is None or not again or found.again != tuple(again):
+        return None
+    fits = 0.0 <= found.seconds <= of.useful_s and 0.0 <= found.gpu_hours <= of.useful_gpu_hours
+    return found if fits else None
+
+
+def to_keep(alone: Account, whole: Account, again: Again) -> Account:
+    """What is kept of a job that is over: its account without later attempts, and what `whole`, with them, has more of
+    what was rolled back."""
+    if not again:
+        return msgspec.structs.replace(alone, rolled_back=None)
+    rolled = RolledBack(
+        again=tuple(again),
+        seconds=min(max(whole.lost_s["rollback"], 0.0), alone.useful_s),
+        gpu_hours=min(max(whole.lost_gpu_hours["rollback"], 0.0), alone.useful_gpu_hours),
+    )
+    return msgspec.structs.replace(alone, rolled_back=rolled)
 
 
 def kept_once(job: Row) -> Account | None:
@@ -190,12 +244,15 @@ def timeline(
     if kept(job) is None:
         return spread_evenly(found, before.wall_s, before.useful_s, lost_s)
     lost_s |= {"start": 0.0, "other": max(lost_s["other"] - clock.after_s, 0.0)}
-    evenly = spread_evenly(found, before.wall_s, before.useful_s, lost_s)
+    rolled = _rolled_back(before, again)
+    evenly = spread_evenly(found, before.wall_s, before.useful_s, lost_s, None if rolled is None else rolled.seconds)
     _, hours = evenly.between(-np.inf, np.inf)
     told = np.array([before.useful_gpu_hours, *(before.lost_gpu_hours[cause] for cause in CAUSES)])
     rollback = SHARES.index("rollback")
     both = hours[0] + hours[rollback]
     told[rollback] = told[0] * (hours[rollback] / both if both > 0.0 else 0.0)
+    if rolled is not None:
+        told[rollback] = rolled.gpu_hours
     told[0] -= told[rollback]
     scale = np.divide(told, hours, out=np.ones_like(hours), where=hours > 0.0)
     return replace(evenly, hours_scale=scale)

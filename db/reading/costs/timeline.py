@@ -148,18 +148,22 @@ def laid_out(
     )
 
 
-def spread_evenly(of: HeldTime, wall_s: float, useful_s: float, lost_s: Mapping[str, float]) -> HeldTime:
+def spread_evenly(
+    of: HeldTime, wall_s: float, useful_s: float, lost_s: Mapping[str, float], rolled_s: float | None = None
+) -> HeldTime:
     """The timeline of a job whose rows were thinned, from what they told while they were all there: of its wall time.
 
-    What other attempts made useless since then is the same share of the useful time as of what is left.
+    What other attempts made useless is `rolled_s`, or, where that was not reckoned before, the same share of the useful
+    time as of what is left.
     """
     start_s, after_s = of.wall[0], max(of.held_s - of.wall[1], 0.0)
     seconds, _ = of.between(-np.inf, np.inf)
     useful, rolled = seconds[_AT["useful"]], seconds[_AT["rollback"]]
     lost = rolled / (useful + rolled) if rolled > 0.0 else 0.0
+    rolled_s = useful_s * lost if rolled_s is None else rolled_s
     wall = np.zeros((1, len(SHARES)))
     wall[0, 1:] = [lost_s.get(cause, 0.0) for cause in CAUSES]
-    wall[0, _AT["useful"]], wall[0, _AT["rollback"]] = useful_s * (1.0 - lost), useful_s * lost
+    wall[0, _AT["useful"]], wall[0, _AT["rollback"]] = useful_s - rolled_s, rolled_s
     edges = np.cumsum([0.0, start_s, wall_s, after_s])
     return HeldTime(
         begin_s=edges[:-1],

@@ -25,6 +25,7 @@ from db.reading.health import nodes_by_health, usual_speeds
 from db.reading.rates import repairs
 from db.reading.reader import TRUSTED, Reader
 from db.retention import prune
+from db.settling import settle
 from db.writer import Ledger, catch_up
 from resihp.errors import LedgerError, UsageError
 from resihp.record import journal, journal_file
@@ -473,6 +474,45 @@ def test_nobody_makes_anothers_iterations_useless(shared: Shared, tmp_path: Path
     written(shared.alice, tmp_path, "again", attempt(hers["run"], 2 * 86400.0))
     with Reader.open(shared.board) as reader:
         assert reader.account(hers).lost_s["rollback"] > 0.0
+
+
+def test_what_was_rolled_back_is_kept_by_those_who_may_change_the_job(shared: Shared, tmp_path: Path) -> None:
+    """Of attempts of one run that different users wrote, none settles another's."""
+
+    def attempt(run: str, began: float) -> Told:
+        for entry, at in story():
+            is_first = isinstance(entry, journal.JobStarted)
+            yield msgspec.structs.replace(entry, run=run) if is_first else entry, at + began
+
+    def accounts() -> dict[str, str]:
+        with Reader.open(shared.board) as reader:
+            return {name: reader.job(name)["account"] for name in ("hers", "again", "his", "his again")}
+
+    run = "00000000-0000-0000-0000-00000000000a"
+    for day, (url, name) in enumerate(
+        [(shared.alice, "hers"), (shared.mallory, "his"), (shared.alice, "again"), (shared.mallory, "his again")]
+    ):
+        written(url, tmp_path, name, attempt(run, 86400.0 * day))
+    told = accounts()
+    rolled = {name: msgspec.json.decode(account)["rolled_back"] for name, account in told.items()}
+    assert [name for name, found in rolled.items() if found] == ["hers", "his"]
+    old = "UPDATE jobs SET account = (account::jsonb - 'rolled_back')::text WHERE name IN ('hers', 'his')"
+    execute(shared.owner, old)
+    left = accounts()
+    with Reader.open(shared.board) as reader:
+        assert len(reader.unsettled()) == 2
+        before = {name: reader.account(reader.job(name)) for name in told}
+    assert settle(shared.board) == 0
+    assert accounts() == left
+    assert settle(shared.mallory) == 1
+    assert {name for name, account in accounts().items() if account != left[name]} == {"his"}
+    prune(shared.mallory, datetime.fromtimestamp(BEGAN - 1, UTC))
+    assert accounts()["hers"] == left["hers"]
+    assert settle(shared.owner) == 1
+    with Reader.open(shared.board) as reader:
+        assert reader.unsettled() == []
+        for name, account in before.items():
+            assert reader.account(reader.job(name)).lost_s == pytest.approx(account.lost_s)
 
 
 # --- administration -------------------------------------------------------------------------------------------------

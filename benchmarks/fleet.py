@@ -1,11 +1,13 @@
 """A fleet's ledger with its truth: jobs of many users, failures, lemons, repairs, attempts, for as long as one likes.
 
     python -m benchmarks.fleet make URL [--jobs 300] [--days 182] [--nodes 500] [--seed 1]
-    python -m benchmarks.fleet questions URL [--limit 2]
+    python -m benchmarks.fleet questions URL [--limit 2] [--again 1] [--postgresql]
 
 `make` fills an empty ledger through the projection, as a job's journal does, and writes the truth beside it, as JSON on
-stdout. `questions` asks all of docs/questions.md of the ledger with the commands that stand there, and times them; it
-fails where one takes longer than the limit, or ends with an error.
+stdout. `questions` asks all of docs/questions.md of the ledger with the commands that stand there, and times them, each
+`--again` so often, of which the fastest counts; it fails where one takes longer than the limit, or ends with an error.
+With `--postgresql` the ledger at URL, a SQLite file, is imported into a private PostgreSQL (tests/db/postgres.py) and
+that is asked. A fleet of a year: `--jobs 3000 --days 365`.
 
 A job holds its nodes from its start to its end. Devices fail by their rate, lemons' by `LEMON` times that; the replica
 of a device that failed is left out, and a job without a whole replica dies, and is submitted again by its user: it goes
@@ -24,6 +26,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,7 +36,8 @@ from rich.table import Table
 from sqlalchemy.orm import Session
 
 from db import migrate, projection
-from db.engine import make_engine, resolve
+from db.engine import file_of, make_engine, resolve
+from db.exchange import import_from
 from db.reading.reader import Reader
 from resihp.parallelism.layout import Layout
 from resihp.parallelism.plan import Plan, spread
@@ -462,21 +466,38 @@ def names_in(url: str) -> dict[str, str]:
     }
 
 
-def ask(url: str, limit_s: float) -> bool:
+@contextmanager
+def on_postgresql(url: str) -> Iterator[str]:
+    """The URL of a copy of the SQLite ledger at `url` in a PostgreSQL of its own."""
+    from tests.db.postgres import Server
+
+    with Server() as server:
+        copy = server.new_database()
+        import_from(str(file_of(resolve(url))), copy)
+        with make_engine(resolve(copy), write=True).connect().execution_options(isolation_level="AUTOCOMMIT") as to:
+            to.exec_driver_sql("VACUUM ANALYZE")  # as a server does by itself after a while
+        yield copy
+
+
+def ask(url: str, limit_s: float, again: int) -> bool:
     """Each question, as somebody types it; whether all were answered in time."""
-    table = Table("", "question", "s", "answer begins")
+    table = Table("", "question", "s", f"over {limit_s:g} s", "answer begins")
     fine, names = True, names_in(url)
     for number, question, command in questions():
         words = [re.sub("|".join(names), lambda found: names[found[0]], word) for word in command[1:]]
-        began = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "-m", "wrapper", *words, "--ledger", url], capture_output=True, text=True, check=False
-        )
-        took = time.monotonic() - began
+        times = []
+        for _ in range(again):
+            began = time.monotonic()
+            done = subprocess.run(
+                [sys.executable, "-m", "wrapper", *words, "--ledger", url], capture_output=True, text=True, check=False
+            )
+            times.append(time.monotonic() - began)
+        took = min(times)
         answer = [line.strip() for line in (done.stdout or done.stderr).splitlines() if line.strip(" ─")]
         right = done.returncode == 0 and took <= limit_s
         fine &= right
-        table.add_row(str(number), question, f"[{'green' if right else 'red'}]{took:.2f}", " / ".join(answer[:2])[:90])
+        seconds = f"[{'green' if right else 'red'}]{took:.2f}"
+        table.add_row(str(number), question, seconds, "yes" if took > limit_s else "no", " / ".join(answer[:2])[:90])
     Console(width=200).print(table)
     return fine
 
@@ -493,11 +514,15 @@ def main() -> None:
     asking = commands.add_parser("questions")
     asking.add_argument("url")
     asking.add_argument("--limit", type=float, default=2.0)
+    asking.add_argument("--again", type=int, default=1)
+    asking.add_argument("--postgresql", action="store_true")
     given = parser.parse_args()
     if given.command == "make":
         print(json.dumps(asdict(make(given.url, given.jobs, given.days, given.nodes, given.seed)), indent=1))
         return
-    sys.exit(0 if ask(given.url, given.limit) else 1)
+    with on_postgresql(given.url) if given.postgresql else nullcontext(given.url) as url:
+        fine = ask(url, given.limit, max(given.again, 1))
+    sys.exit(0 if fine else 1)
 
 
 if __name__ == "__main__":

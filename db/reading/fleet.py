@@ -8,7 +8,8 @@ ledgers said: a cluster's PostgreSQL is one, a home of jobs with a SQLite file e
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, get_args
 
@@ -17,8 +18,8 @@ from sqlalchemy import ColumnElement, case, func, or_, select
 from db.models import DrainRow, FailureRow, IterationRow, JobRow, NodeRow, ReconfigurationRow
 from db.reading import hardware, health
 from db.reading.costs.cost_accounts import OF_FAILURES, Account, added, between, kept_with
-from db.reading.costs.timeline import CAUSES, SHARES, Again, committed_again
-from db.reading.reader import TABLES, Reader, Row, no_collection
+from db.reading.costs.timeline import CAUSES, SHARES, Again, HeldTime, committed_again
+from db.reading.reader import JOB_COLUMNS, TABLES, Reader, Row, no_collection
 from resihp.detector.lemons import NodeFailure, Service, node_health
 from resihp.detector.moved import Machine, Renewal, SeenDevice, follow
 from resihp.errors import UsageError
@@ -183,7 +184,8 @@ def accounts(
     """
     now = now or datetime.now(UTC)
     columns = JobRow.__table__.c
-    query = select(*columns).order_by(columns.started_at.desc(), columns.id.desc())
+    query = select(*(columns[name] for name in (*JOB_COLUMNS, "account")))
+    query = query.order_by(columns.started_at.desc(), columns.id.desc())
     if user is not None:
         query = query.where(columns.owner == user)
     if since is not None:
@@ -191,11 +193,7 @@ def accounts(
     if until is not None:
         query = query.where(columns.started_at < until)
     again = committed_again(reader.attempts(None, others))
-    return [
-        (job if name is None else {**job, str(period): name}, part)
-        for job in reader.fetch(query)
-        for name, part in _parts(reader, job, since, until, now, period, again.get(job["uuid"], ()))
-    ]
+    return _costs(reader, reader.fetch(query), again, now, _Cut(since, until, period))
 
 
 def costs_of(
@@ -207,55 +205,70 @@ def costs_of(
     others: Sequence[Row] = (),
 ) -> list[tuple[Row, Account]]:
     """The same of one job, all of it; `job` is its row."""
-    again = reader.committed_again(job, others)
-    parts = _parts(reader, job, None, None, now or datetime.now(UTC), period, again)
-    return [(job if name is None else {**job, str(period): name}, part) for name, part in parts]
+    again = {job["uuid"]: reader.committed_again(job, others)}
+    return _costs(reader, [job], again, now or datetime.now(UTC), _Cut(None, None, period))
 
 
-def _parts(
-    reader: Reader,
-    job: Row,
-    since: datetime | None,
-    until: datetime | None,
-    now: datetime,
-    period: Period | None,
-    again: Again,
-) -> Iterator[tuple[str | None, Account]]:
-    """What a job cost between `since` and `until`, by period if one is asked for; what was kept of it where that is all
-    of one part. Its tables are read once at most, however many periods there are."""
-    began: datetime = job["started_at"]
-    before = kept_with(job, again)
-    if period is None and since is None and until is None:
-        yield None, before or between(reader.timeline(job, now, again))
-        return
-    timeline = None if before else reader.timeline(job, now, again)
-    held_s = before.held_s if before is not None else timeline.held_s if timeline is not None else 0.0
-    end = began + timedelta(seconds=held_s)
-    for name, first, last in _windows(began, end, since, until, period):
-        if before is not None and first <= began and end < last:
-            yield name, before
+@dataclass(frozen=True)
+class _Cut:
+    """The time that costs are asked for: between two moments, and by periods if any."""
+
+    since: datetime | None
+    until: datetime | None
+    period: Period | None
+
+    def whole(self, job: Row, one: Account) -> list[tuple[str | None, Account]] | None:
+        """What all of a job cost, where that is all of one part; nothing of one that was over before; None where it is
+        cut."""
+        began: datetime = job["started_at"]
+        end = began + timedelta(seconds=one.held_s)
+        if self.since is not None and end < self.since:
+            return []
+        for name, first, last in self._windows(began, end):
+            return [(name, one)] if first <= began and end < last else None
+        return []
+
+    def parts(self, job: Row, timeline: HeldTime) -> list[tuple[str | None, Account]]:
+        """What a job cost, by parts."""
+        began: datetime = job["started_at"]
+        if self.since is None and self.until is None and self.period is None:
+            return [(None, between(timeline))]
+        found = []
+        for name, first, last in self._windows(began, began + timedelta(seconds=timeline.held_s)):
+            part = between(timeline, (first - began).total_seconds(), (last - began).total_seconds())
+            if part.held_s > 0.0 or part.failures:
+                found.append((name, part))
+        return found
+
+    def _windows(self, began: datetime, end: datetime) -> Iterator[tuple[str | None, datetime, datetime]]:
+        """Parts of the time around a job's: name, since, until."""
+        first, last = self.since or began, self.until or end + timedelta(seconds=1)
+        if self.period is None:
+            yield None, first, last
             return
-        timeline = timeline or reader.timeline(job, now, again)
-        part = between(timeline, (first - began).total_seconds(), (last - began).total_seconds())
-        if part.held_s > 0.0 or part.failures:
-            yield name, part
+        at = max(first, began)
+        at = at.replace(hour=0, minute=0, second=0, microsecond=0)
+        at = at.replace(day=1) if self.period == "month" else at - timedelta(days=at.weekday())
+        while at < last and at <= end:
+            week = self.period == "week"
+            following = at + timedelta(days=7) if week else (at + timedelta(days=32)).replace(day=1)
+            yield f"{at:%Y-%m-%d}" if week else f"{at:%Y-%m}", max(at, first), min(following, last)
+            at = following
 
 
-def _windows(
-    began: datetime, end: datetime, since: datetime | None, until: datetime | None, period: Period | None
-) -> Iterator[tuple[str | None, datetime, datetime]]:
-    """Parts of the time around a job's: name, since, until."""
-    first, last = since or began, until or end + timedelta(seconds=1)
-    if period is None:
-        yield None, first, last
-        return
-    at = max(first, began)
-    at = at.replace(hour=0, minute=0, second=0, microsecond=0)
-    at = at.replace(day=1) if period == "month" else at - timedelta(days=at.weekday())
-    while at < last and at <= end:
-        following = at + timedelta(days=7) if period == "week" else (at + timedelta(days=32)).replace(day=1)
-        yield f"{at:%Y-%m}" if period == "month" else f"{at:%Y-%m-%d}", max(at, first), min(following, last)
-        at = following
+def _costs(
+    reader: Reader, jobs: Sequence[Row], again: Mapping[str, Again], now: datetime, cut: _Cut
+) -> list[tuple[Row, Account]]:
+    """What jobs cost, by parts: what was kept of a job where that is all of one part. Rows of the others are read once,
+    however many parts there are, and job after job."""
+    kept = [kept_with(job, again.get(job["uuid"], ())) for job in jobs]
+    whole = [None if one is None else cut.whole(job, one) for job, one in zip(jobs, kept, strict=True)]
+    timelines = reader.timelines([job for job, told in zip(jobs, whole, strict=True) if told is None], now)
+    found: list[tuple[Row, Account]] = []
+    for job, told in zip(jobs, whole, strict=True):
+        parts = cut.parts(job, next(timelines)(again.get(job["uuid"], ()))) if told is None else told
+        found += [(job if name is None else {**job, str(cut.period): name}, part) for name, part in parts]
+    return found
 
 
 def cost_rows(found: Sequence[Account], price: float | None = None) -> list[Row]:

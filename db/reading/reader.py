@@ -177,6 +177,8 @@ DIGITS = 19
 """A number of so many is none of Slurm's."""
 NAMES = 20_000
 """Names looked through for near ones."""
+JOBS_AT_ONCE = 100
+"""Whose rows are read together: of tables of which a job has few."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -235,6 +237,13 @@ class NamedJob:
         if len(self.name) < UUID_PREFIX or not set(self.name) <= set("0123456789abcdef-"):
             return None
         return self._of_user(JobRow.__table__.c.uuid.startswith(self.name))
+
+
+def _by_job(rows: Iterable[Row]) -> dict[int, list[Row]]:
+    found: dict[int, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["job_id"], []).append(row)
+    return found
 
 
 def _plain(name: str) -> str:
@@ -561,6 +570,13 @@ class Reader:
         query = select(*(columns[name] for name in names or _ACCOUNT_COLUMNS[table])).where(columns.job_id == job_id)
         return self.fetch(query.order_by(columns[asked.order]))
 
+    def _narrow_of(self, table: str, job_ids: Sequence[int]) -> dict[int, list[Row]]:
+        """The same of several jobs, with their `job_id`."""
+        asked = TABLES[table]
+        columns = asked.source.c
+        query = select(columns.job_id, *(columns[name] for name in _ACCOUNT_COLUMNS[table]))
+        return _by_job(self.fetch(query.where(columns.job_id.in_(job_ids)).order_by(columns[asked.order])))
+
     def attempts(self, run: str | None = None, others: Sequence[Row] = ()) -> list[Row]:
         """Jobs of a run, or of all runs that have several, here or with `others`: `uuid`, `run`, `started_at`,
         `written_by`, and the `first` and `last` iterations that they committed, null where there are none. With
@@ -592,26 +608,36 @@ class Reader:
 
     def timeline(self, job: Row, now: datetime | None = None, again: Again = ()) -> HeldTime:
         """Where the time of a job went, moment by moment; `job` is its row, `again` as of `timeline`."""
-        return self._timelines(job, now)(again)
+        [found] = self.timelines([job], now)
+        return found(again)
 
-    def _timelines(self, job: Row, now: datetime | None = None) -> Callable[[Again], HeldTime]:
-        """The same, of rows that are read once."""
+    def timelines(self, jobs: Sequence[Row], now: datetime | None = None) -> Iterator[Callable[[Again], HeldTime]]:
+        """The same of many jobs, in their order: rows are read once, those that a job has few of for `JOBS_AT_ONCE`."""
         checkpoints = models.CheckpointRow.__table__.c
-        saved = self.fetch(select(checkpoints.iteration).where(checkpoints.job_id == job["id"]))
-        return partial(
-            cost_accounts.timeline,
-            job,
-            self.narrow("iterations", job["id"]),
-            self.narrow("failures", job["id"]),
-            self.narrow("reconfigurations", job["id"]),
-            self.narrow("plans", job["id"]),
-            [row["iteration"] for row in saved],
-            self.holdings(job["id"]),
-            now or datetime.now(UTC),
-        )
+        now = now or datetime.now(UTC)
+        for begin in range(0, len(jobs), JOBS_AT_ONCE):
+            part = jobs[begin : begin + JOBS_AT_ONCE]
+            ids = [job["id"] for job in part]
+            few = [self._narrow_of(table, ids) for table in ("failures", "reconfigurations", "plans")]
+            query = select(checkpoints.job_id, checkpoints.iteration).where(checkpoints.job_id.in_(ids))
+            saved, held = _by_job(self.fetch(query)), self._holdings(ids)
+            for job in part:
+                number = job["id"]
+                failures, reconfigurations, plans = (of.get(number, []) for of in few)
+                yield partial(
+                    cost_accounts.timeline,
+                    job,
+                    self.narrow("iterations", number),
+                    failures,
+                    reconfigurations,
+                    plans,
+                    [row["iteration"] for row in saved.get(number, [])],
+                    held.get(number, []),
+                    now,
+                )
 
-    def holdings(self, job_id: int) -> list[Row]:
-        """Nodes of a job, for what they cost: `node`, `devices`, `joined_at` (the first time, of one that came back),
+    def _holdings(self, job_ids: Sequence[int]) -> dict[int, list[Row]]:
+        """Nodes of jobs, for what they cost: `node`, `devices`, `joined_at` (the first time, of one that came back),
         `released_at`, and the number of the request that it answered (`replacement`), null of the job's own."""
         nodes, served, asked = (m.__table__.c for m in (models.NodeRow, models.MembershipRow, models.ReplacementRow))
         first = select(func.min(served.joined_at)).where(served.job_id == nodes.job_id, served.node == nodes.node)
@@ -619,20 +645,20 @@ class Reader:
             asked.job_id == nodes.job_id, asked.node == nodes.node, asked.joined_at.is_not(None)
         )
         query = select(
-            *(nodes.node, nodes.devices, nodes.released_at),
+            *(nodes.job_id, nodes.node, nodes.devices, nodes.released_at),
             func.coalesce(first.scalar_subquery(), nodes.joined_at).label("joined_at"),
             func.coalesce(answered.scalar_subquery(), nodes.replacement).label("replacement"),
         )
-        return self.fetch(query.where(nodes.job_id == job_id).order_by(nodes.node))
+        return _by_job(self.fetch(query.where(nodes.job_id.in_(job_ids)).order_by(nodes.node)))
 
     def settled(self, job_id: int) -> str:
         """The account of a job that is over, to be kept in its row, with what later attempts made of it."""
         [job] = self.fetch(select(*JobRow.__table__.columns).where(JobRow.id == job_id))
         again, alone = self.committed_again(job), cost_accounts.kept_with(job, ())
         if alone is None or again:
-            timelines = self._timelines(job)
-            alone = alone or cost_accounts.between(timelines(()))
-            whole = cost_accounts.between(timelines(again)) if again else alone
+            [timeline] = self.timelines([job])
+            alone = alone or cost_accounts.between(timeline(()))
+            whole = cost_accounts.between(timeline(again)) if again else alone
         else:
             whole = alone
         return msgspec.json.encode(cost_accounts.to_keep(alone, whole, again)).decode()

@@ -121,6 +121,34 @@ def test_weeks_and_months_add_up_to_the_whole(url: str) -> None:
         assert max(one.held_s for _, one in found) == pytest.approx(WEEK.total_seconds())
 
 
+def test_however_many_periods_there_are_rows_are_read_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not at all of jobs that are over and whole: what was kept of them is what they cost."""
+    settle(url, range(1, JOBS + 1))
+    read: list[int] = []
+    usual = Reader.narrow
+
+    def narrow(self: Reader, table: str, job_id: int, *names: Any) -> Any:
+        read.append(job_id)
+        return usual(self, table, job_id, *names)
+
+    monkeypatch.setattr(Reader, "narrow", narrow)
+    for period in ("week", "month"):
+        with Reader.open(url) as reader:
+            found = fleet.accounts(reader, now=NOW, period=period)  # type: ignore[arg-type]
+            read.clear()
+            monkeypatch.setattr("db.reading.reader.JOBS_AT_ONCE", 3)
+            assert fleet.accounts(reader, now=NOW, period=period) == found  # type: ignore[arg-type]
+            monkeypatch.setattr("db.reading.reader.JOBS_AT_ONCE", 100)
+        parts = [job["id"] for job, _ in found]
+        running = {job["id"] for job, _ in found if job["state"] == "running"}
+        assert sorted(read) == sorted(running | {each for each in parts if parts.count(each) > 1})
+        assert 0 < len(read) < len(set(parts)) or period == "week"
+    with Reader.open(url) as reader:
+        read.clear()
+        after = fleet.accounts(reader, now=NOW, since=NOW)
+        assert (after, {*read} <= running) == ([], True)
+
+
 def test_a_job_is_cut_to_the_moment(tmp_path: Path, ledger_url: str) -> None:
     """20 iterations of 10 s from 100 s on; the 11th was redone: 4 s of work, 1 s to notice, 15 s of reconfiguring."""
 

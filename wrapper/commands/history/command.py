@@ -402,9 +402,11 @@ def _stays(asked: Asked, rows: list[Row], job_id: int | None = None) -> list[Row
 
 
 def _explanation(found: Explanation | None) -> Row | None:
+    if found is None:
+        return None
     from resihp.scheduler.explained.explanation import as_json
 
-    return None if found is None else as_json(found)
+    return as_json(found)
 
 
 def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:

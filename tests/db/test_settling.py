@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from sqlalchemy import delete, select, text, update
+from typer.testing import CliRunner
 
 from db import models
 from db.engine import make_engine, resolve
@@ -25,6 +26,7 @@ from db.writer import Ledger
 from resihp.record import journal
 from tests.db.conftest import BEGAN, write_journal
 from tests.db.reading.test_costs import attempt, change, commit, sums, write
+from wrapper.cli import app
 
 RUN = "00000000-0000-0000-0000-00000000000a"
 PLACES = {"a": (0, 1, 100), "b": (1000, 21, 120), "c": (2000, 51, 60), "d": (3000, 55, 200)}
@@ -146,6 +148,15 @@ def test_what_was_left_is_settled_once(tmp_path: Path, ledger_url: str, how: str
     assert unsettled(ledger_url) == (3 if how == "prune, dry run" else 0)
     for name, account in before.items():
         same(told(ledger_url, name), account)
+
+
+def test_db_upgrade_says_how_many_it_settled(tmp_path: Path, ledger_url: str) -> None:
+    bring(tmp_path, ledger_url, "a", "b")
+    put(ledger_url, "a", None)
+    words = ["db", "upgrade", "--ledger", ledger_url]
+    told = [CliRunner().invoke(app, words).stderr for _ in range(2)]
+    assert told[0].endswith("is up to date; accounts of 1 job settled\n")
+    assert told[1].endswith("is up to date\n")
 
 
 def test_attempts_of_two_ledgers_are_settled_where_they_meet(tmp_path: Path, ledger_urls: Callable[[], str]) -> None:

@@ -130,7 +130,7 @@ def listeners(
     ways: dict[str, Callable[[], list[Listener]]] = {
         "hooks": lambda: _hooks(request, say, past),
         "tensorboard": lambda: _tensorboard(request, say, figures),
-        "metrics": lambda: _metrics(request, say, figures, lambda: standing(ledger, found)),
+        "metrics": lambda: _metrics(request, say, figures, past, lambda: standing(ledger, found)),
     }
     for name, opened in ways.items():
         try:
@@ -194,14 +194,18 @@ def _tensorboard(request: RunRequest, say: Callable[[str], None], past: Callable
 
 
 def _metrics(
-    request: RunRequest, say: Callable[[str], None], past: Callable[[], Figures], outside: Outside
+    request: RunRequest,
+    say: Callable[[str], None],
+    past: Callable[[], Figures],
+    records: Sequence[Record],
+    outside: Outside,
 ) -> list[Listener]:
     wanted = request.listening
     if not (wanted.metrics_port or wanted.textfile):
         return []
     from wrapper.sinks.metrics import Metrics
 
-    metrics = Metrics(request.job, past(), say=say, outside=outside)
+    metrics = Metrics(request.job, past(), say=say, records=records, outside=outside)
     if wanted.metrics_port:
         metrics.serve(wanted.metrics_port)
     if wanted.textfile:

@@ -9,18 +9,21 @@ state when the job has ended; node_exporter's own `node_textfile_mtime_seconds` 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from http.server import ThreadingHTTPServer
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from resihp.record import journal
-from wrapper.sinks.figures import Figures, follow, snapshot
+from wrapper.sinks.figures import BUCKETS_S, Figures, follow, snapshot
+from wrapper.sinks.lost_time import LostTime
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -34,9 +37,16 @@ MOST_AT_ONCE = 8
 PATIENCE_S = 5.0
 """How long who connects to the page may say nothing."""
 MAX_LABEL = 128
+MOST_WAITING = 1024
+"""Records whose lost time is reckoned with when somebody asks; more of them are by a thread of its own."""
+BREATH_S = 0.005
+"""How long that thread rests after each few milliseconds of work."""
 STATES = ("running", "completed", "failed", "cancelled", "abnormal")
 DETECTOR_STATES = ("warming up", "workload", "iterations", "plain times")
 REPLACEMENT_STATES = ("asked", "pending", "running", "joined", "refused", "cancelled", "ended")
+
+
+_log = logging.getLogger("resihp.listeners")
 
 
 # --- as metrics -----------------------------------------------------------------------------------------------------
@@ -50,10 +60,11 @@ class _Families:
     """Makes families of one job's metrics; a value that is not known gives none."""
 
     def __init__(self, job: str) -> None:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         self._job = label(job)
         self._gauge, self._counter = GaugeMetricFamily, CounterMetricFamily
+        self._histogram = HistogramMetricFamily
 
     def gauge(self, name: str, text: str, value: float | None) -> Iterator[Metric]:
         if value is not None:
@@ -69,6 +80,15 @@ class _Families:
     def counters(self, name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]) -> Iterator[Metric]:
         return self._by(self._counter, name, text, labels, values)
 
+    def histogram(
+        self, name: str, text: str, bounds: Sequence[float], taken: Sequence[int], sum_: float
+    ) -> Iterator[Metric]:
+        """`taken`: by the upper `bounds`, and one more for all above. Nothing before there is one."""
+        family = self._histogram(f"resihp_{name}", text, labels=[JOB])
+        counted = list(zip([*map(str, bounds), "+Inf"], accumulate(taken), strict=True))
+        family.add_metric([self._job], counted, sum_)
+        yield family
+
     def _by(
         self, kind: type[Any], name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]
     ) -> Iterator[Metric]:
@@ -80,10 +100,19 @@ class _Families:
         yield family
 
 
-def families(figures: Figures, now: float, outside: Mapping[str, float]) -> Iterator[Metric]:
-    """All metrics of a job; those that are not known yet are left out."""
+def families(
+    figures: Figures, now: float, outside: Mapping[str, float], lost_s: Mapping[str, float] | None = None
+) -> Iterator[Metric]:
+    """All metrics of a job; those that are not known yet are left out. `lost_s`: by cause."""
     of = _Families(figures.job)
     yield from _progress(of, figures, now)
+    if lost_s is not None:
+        yield from of.counters(
+            "lost_seconds",
+            "Seconds lost, by the causes of `resihp history cost`; some iterations behind.",
+            ("cause",),
+            lost_s,
+        )
     yield from _disturbances(of, figures)
     dropped = outside.get("telemetry_dropped")
     yield from of.counter("telemetry_dropped", "Rank reports that the ledger did not take.", dropped)
@@ -104,16 +133,21 @@ def _progress(of: _Families, figures: Figures, now: float) -> Iterator[Metric]:
     yield from of.gauge("epoch", "Epoch of the newest plan.", figures.epoch)
     yield from of.gauge("iteration", "Last committed iteration.", figures.iteration)
     yield from of.gauge("last_commit_timestamp_seconds", "When it was committed.", figures.committed_at)
-    yield from of.gauge("iteration_seconds", "How long it took, by the slowest rank.", figures.last_seconds)
+    yield from of.gauge("last_iteration_seconds", "How long it took, by the slowest rank.", figures.last_seconds)
     yield from of.gauge("iteration_predicted_seconds", "How long it was to take.", figures.predicted_seconds)
+    yield from of.histogram(
+        "iteration_seconds",
+        "How long committed iterations took, by the slowest rank.",
+        *(BUCKETS_S, figures.buckets, figures.seconds_us / 1e6),
+    )
     yield from of.gauge("loss", "Its loss.", figures.loss)
     yield from of.gauge("validation_loss", "Of the last evaluation.", figures.validation_loss)
     yield from of.counter("iterations", "Committed iterations.", figures.iterations)
     yield from of.counter("tokens", "Tokens of committed iterations.", figures.tokens)
-    useful_s = figures.useful_s()
-    yield from of.counter("useful_seconds", "Seconds of committed iterations.", useful_s)
-    lost_s = max(figures.wall_s(now) - useful_s, 0.0)
-    yield from of.gauge("lost_seconds", "Wall time since the first iteration began, less what was useful.", lost_s)
+    # Not those that nobody timed: they count as the median, which falls as well.
+    yield from of.counter("useful_seconds", "Seconds of committed iterations.", figures.known_us / 1e6)
+    lost_s = max(figures.wall_s(now) - figures.useful_s(), 0.0)
+    yield from of.gauge("wall_lost_seconds", "Wall time since the first iteration began, less what was useful.", lost_s)
     yield from of.gauge("goodput_ratio", "Useful share of the wall time since then.", figures.goodput(now))
 
 
@@ -165,8 +199,8 @@ def label(text: str) -> str:
 class Metrics:
     """A listener of the journal (`wrapper.sinks.fanout`) that Prometheus can ask. Safe to use from several threads.
 
-    `past`: what the job had come to under those who led before us. Nothing is served or written before `serve` and
-    `write_to`.
+    `past`: what the job had come to under those who led before us, `records` what tells so. Nothing is served or
+    written before `serve` and `write_to`.
     """
 
     def __init__(
@@ -175,6 +209,7 @@ class Metrics:
         past: Figures | None = None,
         *,
         say: Callable[[str], None],
+        records: Iterable[journal.Record] = (),
         outside: Outside = dict,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -186,10 +221,12 @@ class Metrics:
         self._clock = clock
         self._server: _Page | None = None
         self._textfile: _Textfile | None = None
+        self._lost = _LostBehind(records)
 
     def submit(self, record: journal.Record) -> None:
         with self._lock:
             follow(self._figures, record)
+        self._lost.submit(record)
         if self._textfile is not None:
             self._textfile.changed.set()
 
@@ -206,7 +243,7 @@ class Metrics:
         outside = self._outside()
         with self._lock:  # not for long: `submit` waits for it
             figures = snapshot(self._figures)
-        return list(families(figures, self._clock(), outside))
+        return list(families(figures, self._clock(), outside, self._lost.by_cause()))
 
     def text(self) -> bytes:
         """All of it in Prometheus's text format."""
@@ -234,6 +271,55 @@ class Metrics:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         return registry
+
+
+class _LostBehind:
+    """`LostTime`, which takes a while for many records: whoever submits them does not wait for it.
+
+    Until it has come to the end of a long past, nothing is told of it: counters that went up by all of that at once
+    would look like a loss of just now.
+    """
+
+    def __init__(self, past: Iterable[journal.Record]) -> None:
+        self._lost = LostTime(past)
+        self._at_work = threading.Lock()
+        self._busy = False
+        self._told: dict[str, float] | None = None
+        if self._lost.waiting:
+            self._catch_up()
+
+    def submit(self, record: journal.Record) -> None:
+        self._lost.submit(record)
+        if self._lost.waiting > MOST_WAITING and not self._busy:
+            self._catch_up()
+
+    def by_cause(self) -> dict[str, float] | None:
+        """Seconds by cause; None while they are not known yet."""
+        if not self._busy and self._at_work.acquire(blocking=False):
+            try:
+                self._work(rest_s=0.0)
+            finally:
+                self._at_work.release()
+        return self._told
+
+    def _catch_up(self) -> None:
+        def run() -> None:
+            with self._at_work:
+                self._work(rest_s=BREATH_S)
+            self._busy = False
+
+        self._busy = True
+        threading.Thread(target=run, name="metrics lost time", daemon=True).start()
+
+    def _work(self, rest_s: float) -> None:
+        try:
+            while self._lost.step():
+                if rest_s:
+                    time.sleep(rest_s)
+            self._told = self._lost.by_cause()
+        except Exception:  # noqa: BLE001 - logged; the other figures are told all the same
+            _log.exception("lost seconds are told no more")
+            self._lost, self._told = LostTime(), None
 
 
 class _Page(ThreadingHTTPServer):

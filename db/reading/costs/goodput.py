@@ -71,10 +71,10 @@ class Counting:
             self._spare_s = max(passed_s - seconds, 0.0) if same_plan else 0.0  # else it was a transition
         return counted
 
-    def of_many(self, seconds: Floats, passed_s: Floats, *, same_plan: bool) -> float:
-        """What they count in all, one after the other; `same_plan`: of the first, the others follow under its plan."""
+    def of_many(self, seconds: Floats, passed_s: Floats, *, same_plan: bool) -> Floats:
+        """What each counts, one after the other; `same_plan`: of the first, the others follow under its plan."""
         if not seconds.size:
-            return 0.0
+            return np.zeros(0)
         late = np.maximum(passed_s - seconds, 0.0)
         if not same_plan:
             late[0] = 0.0
@@ -82,7 +82,7 @@ class Counting:
         for i in np.flatnonzero(passed_s < 0.5 * seconds):
             spare[i + 1] = spare[i] + passed_s[i] - min(seconds[i], passed_s[i] + spare[i])
         self._spare_s = float(spare[-1])
-        return float(np.minimum(seconds, passed_s + spare[:-1]).sum())
+        return np.asarray(np.minimum(seconds, passed_s + spare[:-1]), dtype=np.float64)
 
 
 class Course(msgspec.Struct, frozen=True, kw_only=True):

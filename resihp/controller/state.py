@@ -63,7 +63,6 @@ class Node:
 
     known: KnownNode
     last_beat: float = 0.0
-    suspected: bool = False
 
     @property
     def name(self) -> str:
@@ -551,8 +550,6 @@ class Job:
         self.lifecycle = Lifecycle()
         self.nodes = {name: Node(known) for name, known in self.record.nodes.items()}
         self.members = {rank: self._member(known) for rank, known in self.record.workers.items()}
-        self.suspected: set[int] = set()
-        """Ranks that are thought to hang."""
         self.still: set[int] = set()
         """Ranks whose last beat told of a stopped process, or of a checkpoint that is being written."""
         self.starting: set[int] = set()

@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from resihp.detector.sequential.shifts import Alarm
+
 Known = Literal["warming up", "workload", "plain times"]
 Component = Literal["device", "link", "job", "collective", "reduction", "data"]
 """What is slow. "device": a rank's own work. "link": transfers from one rank to another. "job": whole iterations, and
@@ -42,6 +44,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     is the job's."""
     intermittent: Intermittent | None = None
     """Where it is not slow all the time; `change` is then what it costs on average."""
+    alarm: Alarm | None = None
+    """What the test had come to; None where none raised it."""
 
 
 class RankStanding(msgspec.Struct, frozen=True, kw_only=True):

@@ -78,7 +78,7 @@ def _suspicion(entry: journal.Suspected) -> str:
     number = f"suspicion {entry.suspicion}: " if entry.suspicion else ""
     if not entry.cleared:
         return f"{number}{subject}: suspected, {entry.evidence}"
-    words = {"slow": "found slow", "dropped": "not looked into", "": "no longer suspected"}
+    words = {"slow": "found slow", "dropped": "not looked into", "lost": "lost", "": "no longer suspected"}
     return f"{number}{subject}: {words.get(entry.outcome, words[''])}, {entry.evidence}"
 
 

@@ -101,8 +101,7 @@ def apply(record: JobRecord, entry: AnyEntry) -> None:
         case CoverageChanged():
             record.detector, record.unwatched = entry.detector, entry.unwatched
         case Suspected():
-            if entry.kind == "slow":
-                _suspicion(record, entry)
+            _suspicion(record, entry)
         case FailureFound():
             _failure(record, entry)
         case FaultInjected():
@@ -302,8 +301,17 @@ def _fault(record: JobRecord, entry: FaultInjected) -> None:
 
 
 def _suspicion(record: JobRecord, entry: Suspected) -> None:
-    """One is open at a time; others end as they begin."""
+    """Of those to be slow one is open at a time, others end as they begin; of silence one of each rank and node."""
     record.suspicions = max(record.suspicions, entry.suspicion)
+    if entry.kind == "silent":
+        who = entry.node if entry.rank is None else entry.rank
+        if who is None:
+            return
+        if entry.cleared:
+            record.suspects_silent.pop(who, None)
+        elif entry.suspicion:
+            record.suspects_silent[who] = entry
+        return
     known = record.suspects_slow
     if not entry.cleared:
         record.suspects_slow = entry

@@ -186,17 +186,18 @@ class EvaluationDone(Entry, frozen=True, kw_only=True):
 Component = Literal["process", "device", "node", "link", "script", "job", "collective", "reduction", "data"]
 """What failed. The last four are only ever slow: whole iterations, tensor-parallel collectives of a stage's group, the
 sums of gradients, the wait for a stage's first micro-batch."""
-Outcome = Literal["", "slow", "fine", "unconfirmed", "passed", "dropped"]
-"""What a suspicion came to. "slow": a verdict. "fine": the probe found all well, which pardons what was seen for a
-while. "unconfirmed": nothing could be measured. "passed": it was over before. "dropped": others of the same suspicion
-explain it, or the plan it was seen under is gone."""
+Outcome = Literal["", "slow", "lost", "fine", "unconfirmed", "passed", "dropped"]
+"""What a suspicion came to. "slow": a verdict. "lost": what was silent ended, or was given up. "fine": the probe found
+all well, which pardons what was seen for a while. "unconfirmed": nothing could be measured. "passed": it was over
+before. "dropped": others of the same suspicion explain it, or the plan it was seen under is gone."""
 
 
 class Suspected(Entry, frozen=True, kw_only=True):
     """Silence or lack of progress, or being slow. Not a failure.
 
     `cleared` True when it has ended. A suspicion to be slow, of nobody in particular where rank and node are None, also
-    ends with a failure that is found.
+    ends with a failure that is found. Of silence, `iteration` and `detected` are the first one not committed, and
+    `change` and `confidence` say nothing.
     """
 
     rank: int | None
@@ -205,7 +206,8 @@ class Suspected(Entry, frozen=True, kw_only=True):
     cleared: bool = False
     kind: Literal["silent", "slow"] = "silent"
     suspicion: int = 0
-    """Numbers the job's suspicions to be slow from 1; the entry that ends one bears its number."""
+    """Numbers the job's suspicions from 1, of slowness and of silence together; the entry that ends one bears its
+    number. 0 in journals of before: there those of silence had none."""
     component: Component = "device"
     ranks: tuple[int, ...] = ()
     """All suspects, the most likely first; of a link its ends."""
@@ -218,6 +220,22 @@ class Suspected(Entry, frozen=True, kw_only=True):
     probe: int = 0
     """The probe that was taken for it; 0 for none."""
     outcome: Outcome = ""
+    sign: str = ""
+    """What silence shows itself by: "silent" (a node's beats do not come), "stopped" (the process is), "mute" (its
+    interpreter does not answer), "unanswered" (its device does not), "stalled" (its peers wait for it)."""
+    test: str = ""
+    """What was tested when it was raised, and its unit: "s without a beat", "s without progress", or as
+    `resihp.detector.sequential.shifts.Alarm` has it; empty where nothing was, or in journals of before."""
+    statistic: float | None = None
+    """What the test came to, and what it has to reach to be a suspicion."""
+    threshold: float | None = None
+
+    @property
+    def sort(self) -> str:
+        """One word for what is suspected: "slow-compute", "slow-link", "silent", and whatever else is to come."""
+        if self.kind == "silent":
+            return self.sign or ("silent" if self.rank is None else "stalled")
+        return "slow-compute" if self.component == "device" else f"slow-{self.component}"
 
 
 class CoverageChanged(Entry, frozen=True, kw_only=True):

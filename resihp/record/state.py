@@ -216,13 +216,15 @@ class JobRecord:
     slow_parts: dict[Part, Slow] = field(default_factory=dict)
     """What a group of ranks does together, or waits for."""
     suspicions: int = 0
-    """To be slow, so far."""
+    """So far, to be slow or silent."""
     detector: str = "warming up"
     """What the detector judges by, as in `CoverageChanged`."""
     unwatched: tuple[int, ...] = ()
     """Ranks with work of which it has not been told anything for long."""
     suspects_slow: Suspected | None = None
     """The suspicion to be slow that is neither cleared nor a failure yet."""
+    suspects_silent: dict[int | str, Suspected] = field(default_factory=dict)
+    """Those of silence that have not ended, by rank or by the name of a node; of journals that number them."""
     unfit: set[Device] = field(default_factory=set)
     """That failed the probe before they were given work: they stand by."""
     reference: dict[Device, Speed] = field(default_factory=dict)

@@ -104,7 +104,7 @@ class Rules:
         self.failures = 0
         self.fired: dict[int, FaultInjected] = {}
         self.injected_now: list[FaultInjected] = []
-        self.suspected: set[tuple[int | None, str | None]] = set()
+        self.suspected: set[int | str] = set()
         self.pending_blame: list[FailureFound] = []
         self.proofs: dict[str, float] = {}
         self.signalled: int | None = None
@@ -116,8 +116,8 @@ class Rules:
         self.checkpoints: dict[str, set[str]] = {}
 
     def took_over(self) -> None:
-        """Another supervisor knows what is in the journal, and remembers no suspicions, orders or answers."""
-        self.suspected.clear()
+        """Another supervisor knows what is in the journal, suspicions too, and remembers no orders or answers."""
+        self.suspected = set(self.world.record.suspects_silent)
         self.pending_blame.clear()
         self.underway = False
         self.last_order.clear()
@@ -598,10 +598,21 @@ class Rules:
         expect(unused, f"ranks {sorted(idle)} have no work, though {better.layout} has some for them")
 
     def check_suspicion(self, entry: Suspected) -> None:
+        """Silence and slowness are numbered in one sequence, and each suspicion ends with what it came to."""
+        before = [one for one in self.entries_before(entry) if isinstance(one, Suspected)]
+        last = max((one.suspicion for one in before), default=0)
+        about = [one for one in before if one.suspicion == entry.suspicion]
+        expect(entry.cleared == bool(entry.outcome), f"{entry} does not tell what it came to")
+        if not entry.cleared or not about:
+            expect(entry.suspicion == last + 1, f"{entry} after suspicion {last}")
+        else:
+            expect(not any(one.cleared for one in about), f"{entry} has ended before")
         if entry.kind == "slow":
-            self.check_slow(entry)
+            self.check_slow(entry, [one for one in before if one.kind == "slow"])
             return
-        key = (entry.rank, None if entry.rank is not None else entry.node)
+        expect(entry.statistic is not None and entry.threshold is not None, f"{entry} was not tested")
+        expect((entry.statistic or 0.0) > (entry.threshold or 0.0), f"{entry} has not come to what it takes")
+        key = entry.node or "" if entry.rank is None else entry.rank
         if entry.cleared:
             expect(key in self.suspected, f"{entry} was not suspected")
             self.suspected.discard(key)
@@ -618,18 +629,11 @@ class Rules:
             quiet_s = self.world.now - self.world.nodes[entry.node].last_beat
             expect(quiet_s >= least, f"{entry} only {quiet_s:.1f} s after its last beat")
 
-    def check_slow(self, entry: Suspected) -> None:
-        """Suspicions to be slow are numbered, one is open at a time, and each ends with what it came to."""
-        before = [one for one in self.entries_before(entry) if isinstance(one, Suspected) and one.kind == "slow"]
-        last = max((one.suspicion for one in before), default=0)
-        about = [one for one in before if one.suspicion == entry.suspicion]
-        expect(entry.cleared == bool(entry.outcome), f"{entry} does not tell what it came to")
-        if not entry.cleared or not about:
-            expect(entry.suspicion == last + 1, f"{entry} after suspicion {last}")
+    def check_slow(self, entry: Suspected, before: list[Suspected]) -> None:
+        """Of suspicions to be slow one is open at a time. `before`: those that were told before."""
+        if all(one.suspicion != entry.suspicion for one in before):
             at_once = ("dropped", "passed", "unconfirmed", "fine")
             expect(not entry.cleared or entry.outcome in at_once, f"{entry} was never looked into")
-        else:
-            expect(not any(one.cleared for one in about), f"{entry} has ended before")
         closed = {one.suspicion for one in before if one.cleared}
         is_open = {one.suspicion for one in before} - closed - {entry.suspicion}
         expect(entry.cleared or not is_open, f"{entry} beside suspicions {is_open}")

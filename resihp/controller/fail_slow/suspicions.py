@@ -1,6 +1,7 @@
 """Suspicions to be slow, as they stand in the journal: numbered, told whole, one open at a time, each with an outcome.
 
-Decides nothing. Called by `slow_devices`, `slow_links`, `slow_parts` and `slowness`.
+The numbers are those of silence as well (`fail_stop.silence`). Decides nothing. Called by `slow_devices`, `slow_links`,
+`slow_parts` and `slowness`.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def dropped(job: Job, finding: Finding, why: str, outcome: Outcome = "dropped") 
 
 
 def _entry(job: Job, finding: Finding, ranks: tuple[int, ...], evidence: str) -> Suspected:
-    about = component(finding)
+    about, alarm = component(finding), finding.alarm
     suspect = ranks[0] if ranks and about == "device" else None  # neither end of a link is it by itself
     return Suspected(
         rank=suspect,
@@ -87,4 +88,7 @@ def _entry(job: Job, finding: Finding, ranks: tuple[int, ...], evidence: str) ->
         detected=finding.detected,
         change=finding.change,
         confidence=finding.confidence,
+        test="" if alarm is None else alarm.test,
+        statistic=None if alarm is None else alarm.statistic,
+        threshold=None if alarm is None else alarm.threshold,
     )

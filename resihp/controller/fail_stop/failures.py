@@ -7,7 +7,7 @@ import signal as signals
 from resihp.controller import interface as api
 from resihp.controller import iterations, startup
 from resihp.controller import transition as transitions
-from resihp.controller.fail_stop import incidents, root_causes
+from resihp.controller.fail_stop import incidents, root_causes, silence
 from resihp.controller.nodes import joins
 from resihp.controller.state import Incident, Job, Member
 from resihp.protocol import messages as m
@@ -180,6 +180,7 @@ def node_lost_early(job: Job, name: str, reason: str, *, cannot_start: bool = Fa
 def leave_node(job: Job, entry: NodeLost) -> list[int]:
     """From here on the node is none of the job's; returns the ranks that lived there."""
     ranks = sorted(rank for rank, member in job.members.items() if member.node == entry.node and member.alive)
+    silence.ended(job, entry.node, "unconfirmed" if entry.how == "vacated" else "lost", entry.reason)
     job.log(entry)
     job.do(api.DropNode(node=entry.node))
     job.starting -= {rank for rank in job.starting if job.record.placements[rank].node == entry.node}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 from resihp.controller import interface as api
-from resihp.controller.fail_stop import root_causes
+from resihp.controller.fail_stop import root_causes, silence
 from resihp.controller.nodes import replacements
 from resihp.controller.state import COINCIDENCE_S, Incident, Job, Member
-from resihp.record.journal import Diagnosed, FailureFound, JobEnded, Suspected, WorkerEnded
+from resihp.record.journal import Diagnosed, FailureFound, JobEnded, WorkerEnded
 
 
 def traceback_of(job: Job, rank: int) -> str:
@@ -55,8 +55,8 @@ def same_error_everywhere(job: Job) -> bool:
 
 
 def bury(job: Job, member: Member, status: int | None) -> None:
+    silence.ended(job, member.rank, "lost", member.fenced or "it ended" if status is not None else "its node is lost")
     job.log(WorkerEnded(rank=member.rank, exit=status, epoch=job.epoch))
-    clear_suspicion(job, member)
     if job.transition is not None:
         job.transition.waiting.discard(member.rank)
 
@@ -102,14 +102,6 @@ def _diagnosed(incident: Incident) -> Diagnosed | None:
     if found is None:
         return None
     return Diagnosed(code=found.code, category=found.category, ranks=found.ranks, node=found.node, device=found.device)
-
-
-def clear_suspicion(job: Job, member: Member) -> None:
-    if member.rank in job.suspected:
-        job.suspected.discard(member.rank)
-        if member.alive:
-            entry = Suspected(rank=member.rank, node=member.node, evidence="progress again", cleared=True)
-            job.log(entry)
 
 
 def too_few(job: Job, reason: str) -> None:

@@ -7,10 +7,10 @@ import signal as signals
 from resihp.controller import interface as api
 from resihp.controller import iterations
 from resihp.controller import transition as transitions
-from resihp.controller.fail_stop import early_losses, failures, incidents, liveness
+from resihp.controller.fail_stop import early_losses, failures, incidents, liveness, silence
 from resihp.controller.nodes import joins
 from resihp.controller.state import Job, Member, Node
-from resihp.record.journal import NodeLost, Suspected
+from resihp.record.journal import NodeLost
 
 LATECOMERS_S = 60.0
 """How long nodes that can be spared are waited for, once all others have joined."""
@@ -23,9 +23,7 @@ def beat(job: Job, event: api.AgentBeat) -> None:
     if node is None or not node.alive:
         return
     node.last_beat = job.now
-    if node.suspected:
-        node.suspected = False
-        job.log(Suspected(rank=None, node=node.name, evidence="beats again", cleared=True))
+    silence.ended(job, node.name, "passed", "beats again")
     for beat in event.beat.workers:
         member = job.members.get(beat.rank)
         if member is None or not member.alive:
@@ -121,12 +119,9 @@ def judge_nodes(job: Job) -> None:
     for node in list(job.nodes.values()):
         if not node.alive or job.stage == "ended":
             continue
-        if job.now - node.last_beat > limit_s and not node.suspected:
-            node.suspected = True
-            text = f"{job.settings.silent_beats} missed beats, last {job.now - node.last_beat:.1f} s ago"
-            job.log(Suspected(rank=None, node=node.name, evidence=text))
-            job.say("notice", f"node {node.name}: suspected, {text}")
-        if not (node.suspected and given_up(job, node)):
+        if job.now - node.last_beat > limit_s:
+            silence.of_node(job, node, limit_s)
+        if not (silence.is_suspected(job, node.name) and given_up(job, node)):
             continue
         awaited = nodes_awaited(job) if awaited is None else awaited
         if node.name in awaited:
@@ -154,21 +149,24 @@ def judge_progress(job: Job) -> None:
     still = [job.members[rank] for rank in sorted(job.still & job.record.working) if job.members[rank].alive]
     stopped = [member for member in still if stopped_for_long(job, member)]
     if stopped:
-        suspect(job, stopped)
+        for member in stopped:
+            silence.of_rank(job, member, job.now - member.progress_at, liveness.silence_limit_s(job.settings))
         fence(job, stopped)
         return
     if any(is_saving(job, member) for member in still):
         return  # its peers wait for it, and rightly so
     idle_s = job.now - job.progress_at
-    if idle_s <= liveness.hang_suspected_s(job.settings, job.predicted_s):
-        for rank in sorted(job.suspected):  # those as well that another plan has stand by
-            if job.members[rank].alive:
-                incidents.clear_suspicion(job, job.members[rank])
+    limit_s = liveness.hang_suspected_s(job.settings, job.predicted_s)
+    if idle_s <= limit_s:
+        for who in list(job.record.suspects_silent):  # those as well that another plan has stand by
+            if isinstance(who, int):
+                silence.ended(job, who, "passed", "progress again")
         return
     active = [job.members[rank] for rank in job.record.active if job.members[rank].alive]
     busy = (m for m in active if not (m.finished or awaits_plan(job, m)))
     suspects = liveness.culprits(busy, job.now, job.settings)
-    suspect(job, suspects)
+    for member in suspects:
+        silence.of_rank(job, member, idle_s, limit_s)
     budget_s = liveness.hang_given_up_s(job.settings, job.predicted_s)
     if not job.record.recent:
         budget_s = job.settings.start_budget_s
@@ -225,30 +223,10 @@ def judge_transition(job: Job) -> None:
         failures.communication_failed(job, f"communicators of epoch {job.epoch} were not built within {budget_s:.0f} s")
 
 
-def suspect(job: Job, members: list[Member]) -> None:
-    for member in members:
-        if member.rank not in job.suspected:
-            job.suspected.add(member.rank)
-            found = evidence(job, member)
-            job.log(Suspected(rank=member.rank, node=member.node, evidence=found))
-            job.say("notice", f"{job.where(member.rank)}: suspected, {found}")
-
-
-def evidence(job: Job, member: Member) -> str:
-    idle_s = job.now - member.progress_at
-    if liveness.is_stopped(member, job.now, job.settings):
-        return f"process {member.pid} is stopped, no progress for {idle_s:.1f} s"
-    if liveness.is_mute(member, job.now, job.settings):
-        return f"its interpreter does not answer, no progress for {idle_s:.1f} s"
-    if (unanswered_s := liveness.device_unanswered_s(member)) > 0.0:
-        return f"its device has not answered for {unanswered_s:.1f} s, no progress for {idle_s:.1f} s"
-    return f"no progress for {idle_s:.1f} s while its peers wait for it"
-
-
 def fence(job: Job, members: list[Member]) -> None:
     """Kill what is given up, so that it cannot come back; its exit starts the transition."""
     for member in members:
         if member.fenced is None:
-            member.fenced = "hung: " + evidence(job, member)
+            member.fenced = "hung: " + silence.evidence(job, member)
             job.say("warning", f"{job.where(member.rank)}: given up, {member.fenced}")
             job.do(api.SignalWorker(rank=member.rank, signal=int(signals.SIGKILL)))

@@ -173,6 +173,7 @@ class Beside:
             detected=iteration,
             change=0.0 if well else one.cost,
             confidence=one.confidence,
+            alarm=one.alarm,
             ranks=ranks,
             link=None,
             intermittent=Intermittent(share=one.share, factor=one.factor),

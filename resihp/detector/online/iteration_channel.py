@@ -10,6 +10,7 @@ import math
 
 from resihp.detector.findings import Finding
 from resihp.detector.sequential.changes import ChangeDetector, ChangePoint
+from resihp.detector.sequential.shifts import Alarm
 
 CORRELATION = 0.5
 """Of values from one iteration to the next, until they have shown it themselves."""
@@ -105,7 +106,7 @@ class WholeTest:
         if not self._slow or not abs(away) < self._least / 2:  # NaN where nobody can tell
             return []
         self._slow = False
-        return [self._finding(iteration, iteration, away, CERTAIN, slow=False)]
+        return [self._finding(iteration, iteration, away, CERTAIN, None, slow=False)]
 
     def _told(self, iteration: int, change: ChangePoint) -> list[Finding]:
         """That iterations became faster than ever is no finding."""
@@ -118,15 +119,18 @@ class WholeTest:
         if slow and not self._slow:
             self._well = self._detector.healthy
         self._slow = slow
-        return [self._finding(iteration, change.onset, shift, change.confidence, slow=slow)]
+        return [self._finding(iteration, change.onset, shift, change.confidence, change.alarm, slow=slow)]
 
-    def _finding(self, iteration: int, onset: int, shift: float, confidence: float, *, slow: bool) -> Finding:
+    def _finding(
+        self, iteration: int, onset: int, shift: float, confidence: float, alarm: Alarm | None, *, slow: bool
+    ) -> Finding:
         return Finding(
             kind="fail-slow" if slow else "recovered",
             iteration=onset,
             detected=iteration,
             change=math.expm1(shift),
             confidence=confidence,
+            alarm=alarm,
             ranks=(),
             link=None,
             component="job",

@@ -21,6 +21,7 @@ from resihp.detector.findings import Component, Finding
 from resihp.detector.observation import Floats
 from resihp.detector.online.plan_arrays import LONGEST_S, LaneTimes, Stacked
 from resihp.detector.sequential.peer_cusum import PeerTest, Shift
+from resihp.detector.sequential.shifts import Alarm
 from resihp.detector.sequential.window import low_median
 from resihp.pipeline.compiled import Ints
 
@@ -76,6 +77,7 @@ class _Raised(msgspec.Struct):
     onset: int
     before: float
     confidence: float
+    alarm: Alarm | None
     together: int
     """Those of one number shifted together."""
     waits: int
@@ -244,6 +246,7 @@ class LaneTests:
                 onset=onset,
                 before=shift.before,
                 confidence=shift.confidence,
+                alarm=shift.alarm,
                 together=self._number,
                 waits=shift.onset + LASTING,
                 told=former is not None and former.told,
@@ -343,6 +346,7 @@ class LaneTests:
             detected=iteration,
             change=cost,
             confidence=CERTAIN if of is None else of.confidence,
+            alarm=None if of is None else of.alarm,
             ranks=ranks,
             link=None,
             component=kind.component,

@@ -321,6 +321,7 @@ class LinkTest:
             detected=iteration,
             change=math.expm1(shift.after),
             confidence=shift.confidence,
+            alarm=shift.alarm,
             ranks=tuple(shared) if len(shared) == 1 else (),
             link=(sender, receiver),
             evidence=(

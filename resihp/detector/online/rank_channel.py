@@ -162,6 +162,7 @@ class RankTest:
             detected=iteration,
             change=math.expm1(shift.after),
             confidence=shift.confidence,
+            alarm=shift.alarm,
             ranks=ranks,
             link=None,
             evidence=(

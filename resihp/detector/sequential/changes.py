@@ -37,6 +37,7 @@ from resihp.detector.sequential.densities import (
     robust,
     settled,
 )
+from resihp.detector.sequential.shifts import Alarm
 
 WARM_UP = 12
 """Values that a level and its noise are first estimated from; slow first iterations are not counted."""
@@ -74,6 +75,7 @@ class ChangePoint(msgspec.Struct, frozen=True, kw_only=True):
     after: float
     confidence: float
     """Posterior probability that it changed, where one value in a thousand begins a change."""
+    alarm: Alarm | None = None
 
 
 class _Level:
@@ -222,7 +224,7 @@ class ChangeDetector:
 
         evidence = float(self._evidence[self._seen > LEAST_VALUES - 0.5].sum())
         if evidence >= self._threshold():
-            return self._change(index, evidence)
+            return self._change(index, evidence, self._threshold())
         self._learn(value, rho)
         return self._drifted(index)
 
@@ -389,7 +391,7 @@ class ChangeDetector:
         # Where a change is to be found at once, alarms are not spent on those that noise hides for long.
         self._dull = 0.0 if self._aim is None else 4 * self._spread(self._healthy) ** 2
 
-    def _change(self, index: int, evidence: float) -> ChangePoint | None:
+    def _change(self, index: int, evidence: float, threshold: float) -> ChangePoint | None:
         assert self._now is not None
         assert self._healthy is not None
         before, healthy = self._now, self._healthy
@@ -417,6 +419,7 @@ class ChangeDetector:
             before=before.level,
             after=after,
             confidence=min(evidence / (evidence + 1000), 1 - 1e-9),
+            alarm=Alarm(test="log evidence", statistic=math.log(evidence), threshold=math.log(threshold)),
         )
 
     def _locate(self, before: _Level) -> tuple[int, float, int]:
@@ -451,7 +454,8 @@ class ChangeDetector:
         if abs(drift) < self._least / 3:
             self._calm_at = index
         error = math.sqrt(self._uncertain(healthy) * (1 + healthy.count / self._anchor.count))
-        if abs(drift) < max(DRIFT * self._least, 4.5 * error):
+        needed = max(DRIFT * self._least, 4.5 * error)
+        if abs(drift) < needed:
             return None
         anchor = self._anchor
         change = ChangePoint(
@@ -460,6 +464,7 @@ class ChangeDetector:
             before=anchor.level,
             after=healthy.level,
             confidence=math.erf(abs(drift) / error / 2),
+            alarm=Alarm(test="shift", statistic=abs(drift), threshold=needed),
         )
         if drift > 0:
             self._now = _Level(healthy.level, healthy.count, healthy.variance, healthy.worth)

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from resihp.detector.sequential.noise import Bools, Floats, Ints
+from resihp.detector.sequential.shifts import Alarm
 
 RATES = (0.03, 0.1)
 """Bursts per iteration that are looked for."""
@@ -64,6 +65,7 @@ class Flickering(msgspec.Struct, frozen=True, kw_only=True):
     patience: int
     """Iterations without any after which it has ceased."""
     confidence: float
+    alarm: Alarm | None = None
 
     @property
     def cost(self) -> float:
@@ -197,6 +199,8 @@ class Flicker:
         for series in np.flatnonzero(over).tolist():
             weight = min(float(best[series]) - self._prior, 60.0)
             one = self._standing(series, min(1 / (1 + float(np.exp(-weight))), 1 - 1e-9))
+            alarm = Alarm(test="log evidence", statistic=float(best[series]), threshold=self._threshold)
+            one = msgspec.structs.replace(one, alarm=alarm)
             known = self.told[series].cost if series in self.told else self._pardoned.get(series)
             if one.cost >= (LEAST_COST if known is None else WORSE * known):
                 found.append(one)

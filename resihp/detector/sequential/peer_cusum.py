@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from resihp.detector.sequential.drift import FEWEST, Drift, variance
 from resihp.detector.sequential.noise import ADAPTING, SPARE, SPARSE, Bools, Floats, Noise
-from resihp.detector.sequential.shifts import Pardon, SeriesStanding, Shift
+from resihp.detector.sequential.shifts import Alarm, Pardon, SeriesStanding, Shift
 from resihp.detector.sequential.window import Window, low_median, medians
 
 __all__ = ["Pardon", "PeerTest", "SeriesStanding", "Shift"]
@@ -432,7 +432,8 @@ class PeerTest:
             return self._most_moved(over, index, first, moved)
         shifts = []
         for series, (onset, level) in estimates.items():
-            shift = self._judged(series, index, onset, level)
+            alarm = Alarm(test="log evidence", statistic=float(best[:, series].max()), threshold=self._threshold)
+            shift = self._judged(series, index, onset, level, alarm)
             if shift is not None:
                 shifts.append(shift)
         return shifts
@@ -454,15 +455,24 @@ class PeerTest:
             shifts.append(self._slower(series, onset, index, float(before[series]), float(before[series]) + moved))
         return shifts
 
-    def _slower(self, series: int, onset: int, index: int, before: float, after: float) -> Shift:
+    def _slower(
+        self, series: int, onset: int, index: int, before: float, after: float, alarm: Alarm | None = None
+    ) -> Shift:
         """From now on `series` is slow; that this is so is as sure as a level can make it."""
         self._mark(series, True)
         self._told[series] = after
         return Shift(
-            series=series, kind="slow", onset=onset, detected=index, before=before, after=after, confidence=CREPT
+            series=series,
+            kind="slow",
+            onset=onset,
+            detected=index,
+            before=before,
+            after=after,
+            confidence=CREPT,
+            alarm=alarm,
         )
 
-    def _judged(self, series: int, index: int, onset: int, level: float) -> Shift | None:
+    def _judged(self, series: int, index: int, onset: int, level: float, alarm: Alarm) -> Shift | None:
         """What an alarm means, given what was known of the series. Its level is the new one from now on."""
         centre = float(self._centre[series])
         if self._counts[series] < SETTLED and level > self._base[series] > centre + self._spread[series] / 2:
@@ -490,7 +500,14 @@ class PeerTest:
                 self._pardons.pop(series, None)
             return None
         return Shift(
-            series=series, kind=kind, onset=onset, detected=index, before=before, after=after, confidence=confidence
+            series=series,
+            kind=kind,
+            onset=onset,
+            detected=index,
+            before=before,
+            after=after,
+            confidence=confidence,
+            alarm=alarm,
         )
 
     def _news(self, series: int, after: float, confidence: float) -> bool:
@@ -504,11 +521,14 @@ class PeerTest:
         away = self._level - self._base
         least = np.where(self._slow, self._told + np.maximum(SLOWER_STILL, self._floor), self._floor)
         certain = 4 * self._sigma / np.sqrt(np.clip(self._since, 1, SETTLED))
-        crept = (away >= np.maximum(least, certain)) & ~self._explained & (self._counts >= SETTLED)
+        needed = np.maximum(least, certain)
+        crept = (away >= needed) & ~self._explained & (self._counts >= SETTLED)
         shifts = []
         for series in np.flatnonzero(crept).tolist():
             before = float(self._told[series]) if self._slow[series] else 0.0
-            shifts.append(self._slower(series, self._window.first, index, before, float(away[series])))
+            shift, threshold = float(away[series]), float(needed[series])
+            alarm = Alarm(test="shift", statistic=shift, threshold=threshold)
+            shifts.append(self._slower(series, self._window.first, index, before, shift, alarm))
         return shifts
 
     def _forget(self, index: int) -> None:

@@ -7,6 +7,18 @@ from typing import Literal
 import msgspec
 
 
+class Alarm(msgspec.Struct, frozen=True, kw_only=True):
+    """What a test had come to when it raised an alarm: `statistic` against the `threshold` that it has to reach.
+
+    `test`: "log evidence", natural logarithm of how much more likely what was seen is after a change, or "shift", log
+    units by which a level is away from the healthy one.
+    """
+
+    test: str
+    statistic: float
+    threshold: float
+
+
 class Shift(msgspec.Struct, frozen=True, kw_only=True):
     """Series `series` left its level at `onset`. Levels are log ratios to its healthy level: 0 healthy, > 0 slower."""
 
@@ -18,6 +30,8 @@ class Shift(msgspec.Struct, frozen=True, kw_only=True):
     after: float
     confidence: float
     """Posterior probability in (0, 1), a shift of any series once in 10,000 iterations being usual."""
+    alarm: Alarm | None = None
+    """None where others' alarms show it."""
 
 
 class SeriesStanding(msgspec.Struct, frozen=True, kw_only=True):

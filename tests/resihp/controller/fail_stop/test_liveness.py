@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from resihp.controller.fail_stop import watchdog
+from resihp.controller.fail_stop import silence
 from resihp.controller.fail_stop.liveness import culprits
 from resihp.controller.state import Member
 from resihp.protocol import messages as m
@@ -40,6 +40,6 @@ def test_a_device_that_does_not_answer_is_given_up_unless_another_one_is_seen_at
     assert culprits([silent, member(4, activity="compute", unanswered_s=9.0), waits], 0.0, SETTINGS) == [], (
         "each may wait for the other: it is the communication"
     )
-    assert watchdog.evidence(SimpleNamespace(now=0.0, settings=SETTINGS), silent) == (  # type: ignore[arg-type]
+    assert silence.evidence(SimpleNamespace(now=0.0, settings=SETTINGS), silent) == (  # type: ignore[arg-type]
         "its device has not answered for 9.0 s, no progress for 0.0 s"
     )

@@ -29,6 +29,7 @@ from resihp.record.journal import (
     ReplacementAsked,
     ReplacementChanged,
     SlurmSaw,
+    Suspected,
     WorkerStarted,
 )
 from resihp.simulator.scenario import SIGTERM
@@ -189,7 +190,7 @@ def test_a_suspicion_drains_nobody() -> None:
     job = trained()
     for _ in range(20):
         job.feed(api.Tick(), 0.25)
-    assert job.job.nodes["n3"].suspected
+    assert "n3" in [entry.node for entry in job.all(Suspected)]
     assert job.asked(api.DrainNode) == []
 
 

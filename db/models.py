@@ -484,12 +484,24 @@ class FailureRow(LedgerTable):
     peer_node: Mapped[str | None] = mapped_column(Text)
 
 
+class SuspicionKindRow(LedgerTable):
+    """A kind of suspicion, and what it means. One that a newer client writes of is added by it."""
+
+    __tablename__ = "suspicion_kinds"
+
+    kind: Mapped[str] = mapped_column(Text, primary_key=True)
+    meaning: Mapped[str] = mapped_column(Text)
+
+
 class SuspicionRow(LedgerTable):
-    """One suspicion that something is slow, whatever became of it.
+    """One suspicion that something is slow or silent, whatever became of it.
 
     `iteration`: the first slow one, `detected`: the one it was raised in; `change`: time over healthy, less 1. `probe`:
     the measurement taken for it. `outcome`: as in `journal.Suspected`, null while it is open, or where the job ended
-    first; `failure`: the first verdict that it led to.
+    first; `failure`: the first verdict that it led to, or the loss. `kind`: as `journal.Suspected.sort` and
+    `suspicion_kinds` have it, null where an older client wrote. `test`: what was tested when it was raised, and its
+    unit, which came to `statistic` and takes `threshold`; null in journals of before. Of silence `change` and
+    `confidence` are null.
     """
 
     __tablename__ = "suspicions"
@@ -515,6 +527,10 @@ class SuspicionRow(LedgerTable):
     outcome_evidence: Mapped[str | None] = mapped_column(Text)
     raised_at: Mapped[datetime]
     ended_at: Mapped[datetime | None]
+    kind: Mapped[str | None] = mapped_column(Text)
+    test: Mapped[str | None] = mapped_column(Text)
+    statistic: Mapped[float | None]
+    threshold: Mapped[float | None]
 
 
 class ProbeRow(LedgerTable):

@@ -437,9 +437,10 @@ def _evaluation_done(session: Session, job: models.JobRow, entry: journal.Evalua
 
 
 def _suspected(session: Session, job: models.JobRow, entry: journal.Suspected, at: float) -> None:
-    """A suspicion to be slow; of others, and of those of journals that do not number them, there is the event alone."""
-    if entry.kind != "slow" or entry.suspicion == 0:
+    """Of those that the journal does not number, as that of before has no silence, there is the event alone."""
+    if entry.suspicion == 0:
         return
+    slow = entry.kind == "slow"
     row = session.get(models.SuspicionRow, (job.id, entry.suspicion))
     if row is None:
         worker = None if entry.rank is None else session.get(models.WorkerRow, (job.id, entry.rank))
@@ -454,14 +455,36 @@ def _suspected(session: Session, job: models.JobRow, entry: journal.Suspected, a
             detected=entry.detected,
             evidence=_text(entry.evidence),
             raised_at=moment(at),
+            kind=_kind_known(session, entry),
+            test=_text(entry.test) or None,
+            statistic=_number(entry.statistic),
+            threshold=_number(entry.threshold),
         )
         session.add(row)
-    row.change, row.confidence, row.probe = _number(entry.change), _number(entry.confidence), entry.probe or None
+    row.probe = entry.probe or None
+    row.change, row.confidence = (_number(entry.change), _number(entry.confidence)) if slow else (None, None)
     if entry.cleared:
         row.ranks = json.dumps(entry.ranks)  # some may have joined it
         row.outcome, row.outcome_evidence, row.ended_at = entry.outcome or None, _text(entry.evidence), moment(at)
         if entry.outcome != "slow":
             row.failure = None
+
+
+def _kind_known(session: Session, entry: journal.Suspected) -> str:
+    """The kind of a suspicion, which is in the table of kinds from now on."""
+    kind = _text(entry.sort)
+    if session.get(models.SuspicionKindRow, kind) is None:
+        _add_if_missing(session, models.SuspicionKindRow, {"kind": kind, "meaning": kind.replace("-", " ")})
+    return kind
+
+
+def _add_if_missing(session: Session, row: type[models.LedgerTable], values: Mapping[str, Any]) -> None:
+    """One row, which another client may add at the same time."""
+    connection = session.connection()
+    table = row.__table__
+    assert isinstance(table, Table)
+    insert = (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
+    connection.execute(insert.values(values).on_conflict_do_nothing())
 
 
 def _coverage_changed(session: Session, job: models.JobRow, entry: journal.CoverageChanged, at: float) -> None:
@@ -482,6 +505,20 @@ def _suspicion_confirmed(session: Session, job: models.JobRow, entry: journal.Fa
         if alike and (not suspects or set(suspects) & set(entry.ranks)):
             row.outcome, row.failure = "slow", entry.failure
             row.ended_at = row.ended_at or moment(at)
+
+
+def _loss_explained(session: Session, job: models.JobRow, entry: journal.FailureFound) -> None:
+    """What was silent and is lost led to this failure, where the failure names it."""
+    found = select(models.SuspicionRow).where(
+        models.SuspicionRow.job_id == job.id,
+        models.SuspicionRow.failure.is_(None),
+        models.SuspicionRow.outcome == "lost",
+    )
+    for row in session.scalars(found):
+        if set(json.loads(row.ranks)) & set(entry.ranks) or (
+            row.component == entry.component == "node" and entry.node is not None and row.node == _text(entry.node)
+        ):
+            row.failure = entry.failure
 
 
 def _failure_found(session: Session, job: models.JobRow, entry: journal.FailureFound, at: float) -> None:
@@ -520,6 +557,8 @@ def _failure_found(session: Session, job: models.JobRow, entry: journal.FailureF
     )
     if entry.kind == "fail-slow":
         _suspicion_confirmed(session, job, entry, at)
+    else:
+        _loss_explained(session, job, entry)
 
 
 def _node_of(session: Session, job: models.JobRow, link: tuple[int, int], node: str | None) -> str | None:

@@ -142,6 +142,19 @@ _plan_columns = (
 """`outcome`: it took effect, at `in_effect_at`; it was refused; the next one was decided before it took effect; or it
 is on its way."""
 
+_suspicion_kind = func.coalesce(
+    models.SuspicionRow.kind,
+    case((models.SuspicionRow.component == "device", "slow-compute"), else_="slow-" + models.SuspicionRow.component),
+)
+_suspicion_columns = (
+    *(_suspicion_kind.label("kind") if column.key == "kind" else column for column in _columns(models.SuspicionRow)),
+    select(models.SuspicionKindRow.meaning)
+    .where(models.SuspicionKindRow.kind == _suspicion_kind)
+    .scalar_subquery()
+    .label("meaning"),
+)
+"""Older clients knew of slowness alone, and of no kinds."""
+
 TABLES: Mapping[str, Table] = {
     "failures": Table(
         select(*_failure_columns).select_from(_recovery), FailureRow.__table__, "failure", "noticed_at", ("ranks",)
@@ -157,7 +170,9 @@ TABLES: Mapping[str, Table] = {
     "drains": _table(models.DrainRow, "drain", "drained_at", ("answers",)),
     "replacements": _table(models.ReplacementRow, "replacement", "asked_at", ("excluded",)),
     "probes": _table(models.ProbeRow, "id", "measured_at", left_out=("id",)),
-    "suspicions": _table(models.SuspicionRow, "suspicion", "raised_at", ("ranks",)),
+    "suspicions": Table(
+        select(*_suspicion_columns), models.SuspicionRow.__table__, "suspicion", "raised_at", ("ranks",)
+    ),
     "scores": _table(models.RankScoreRow, "iteration", "iteration"),
     "events": _table(EventRow, "seq", "at"),
 }
@@ -495,7 +510,7 @@ class Reader:
         if kind is not None:
             if "kind" not in columns:
                 raise UsageError(f"history {table}: has no kinds; leave --kind out")
-            query = query.where(columns.kind == kind)
+            query = query.where(asked.query.selected_columns.kind == kind)
         if user is not None:
             query = query.where(columns.job_id.in_(select(JobRow.id).where(JobRow.owner == user)))
         if since is not None:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from sqlalchemy import text
 
+from db.engine import make_engine, resolve
 from db.reading.queries import Reader
 from db.writer import Ledger
 from resihp.record import journal
@@ -113,6 +115,122 @@ def test_a_slow_device_is_no_verdict_on_what_its_group_does_together(open_ledger
 
     rows = written(open_ledger, tmp_path, told())
     assert [(row["outcome"], row["failure"]) for row in rows] == [(None, None), ("slow", 1)]
+
+
+def silent(number: int, node: str, rank: int | None = None, **changes: Any) -> journal.Suspected:
+    given: dict[str, Any] = {
+        "rank": rank,
+        "node": node,
+        "evidence": "3 missed beats, last 3.2 s ago",
+        "suspicion": number,
+        "component": "node" if rank is None else "process",
+        "ranks": () if rank is None else (rank,),
+        "iteration": 12,
+        "detected": 12,
+        "sign": "silent" if rank is None else "mute",
+        "test": "s without a beat" if rank is None else "s without progress",
+        "statistic": 3.2,
+        "threshold": 3.0,
+    }
+    return journal.Suspected(**given | changes)
+
+
+def loss(failure: int, component: journal.Component, ranks: tuple[int, ...], node: str) -> journal.FailureFound:
+    return journal.FailureFound(
+        failure=failure,
+        kind="fail-stop",
+        component=component,
+        cause=f"{component} of {node} lost",
+        ranks=ranks,
+        node=node,
+        device=None,
+        iteration=12,
+        epoch=2,
+        evidence="",
+        detect_s=None,
+    )
+
+
+def test_silence_has_rows_as_slowness_has_in_one_sequence(open_ledger: Opener, tmp_path: Path) -> None:
+    """Node n2 beats again, then is lost with rank 5; rank 2 hangs and is given up; rank 3 is slow meanwhile."""
+
+    def told() -> Told:
+        yield from beginning()
+        yield silent(1, "n2"), BEGAN + 8
+        yield ended(silent(1, "n2"), "passed", "beats again"), BEGAN + 9
+        yield suspected(2, 3, test="log evidence", statistic=15.25, threshold=14.5), BEGAN + 10
+        yield silent(3, "n1", 2), BEGAN + 11
+        yield ended(silent(3, "n1", 2), "lost", "hung: its interpreter does not answer"), BEGAN + 12
+        yield loss(1, "process", (2,), "n1"), BEGAN + 13
+        yield silent(4, "n2"), BEGAN + 14
+        yield ended(silent(4, "n2"), "lost", "silent for 6.2 s"), BEGAN + 15
+        yield loss(2, "node", (4, 5, 6, 7), "n2"), BEGAN + 16
+        yield silent(5, "n1"), BEGAN + 17
+
+    rows = written(open_ledger, tmp_path, told())
+    assert [(row["suspicion"], row["kind"], row["outcome"], row["failure"]) for row in rows] == [
+        (1, "silent", "passed", None),
+        (2, "slow-compute", None, None),
+        (3, "mute", "lost", 1),
+        (4, "silent", "lost", 2),
+        (5, "silent", None, None),
+    ]
+    assert [(row["test"], row["statistic"], row["threshold"]) for row in rows[1:4]] == [
+        ("log evidence", 15.25, 14.5),
+        ("s without progress", 3.2, 3.0),
+        ("s without a beat", 3.2, 3.0),
+    ]
+    mute = rows[2]
+    assert (mute["node"], mute["device"], mute["ranks"], mute["change"], mute["confidence"]) == (
+        "n1",
+        2,
+        [2],
+        None,
+        None,
+    )
+    assert (mute["evidence"], mute["outcome_evidence"]) == (
+        "3 missed beats, last 3.2 s ago",
+        "hung: its interpreter does not answer",
+    )
+    assert mute["meaning"] == "a process's interpreter does not answer"
+    assert [(row["ended_at"] - row["raised_at"]).total_seconds() for row in (rows[0], *rows[2:4])] == [1.0, 1.0, 1.0]
+
+
+def test_a_kind_that_is_new_is_a_row_more_and_can_be_asked_for(open_ledger: Opener, tmp_path: Path) -> None:
+    def told() -> Told:
+        yield from beginning()
+        yield silent(1, "n1", 2, sign="too-hot", test="degrees", statistic=91.0, threshold=90.0), BEGAN + 8
+        yield silent(2, "n1", 3, sign="too-hot", test="degrees", statistic=92.0, threshold=90.0), BEGAN + 8
+        yield suspected(3, 3), BEGAN + 9
+
+    ledger = open_ledger()
+    for record in write_journal(tmp_path / "journal", told()):
+        ledger.submit(record)
+    assert ledger.close(30)
+    with Reader.open(ledger.url) as reader:
+        job = reader.job()["id"]
+        rows = reader.rows("suspicions", job, kind="too-hot")
+        assert [(row["suspicion"], row["kind"], row["meaning"]) for row in rows] == [
+            (1, "too-hot", "too hot"),
+            (2, "too-hot", "too hot"),
+        ]
+        assert [row["suspicion"] for row in reader.rows("suspicions", job, kind="slow-compute")] == [3]
+
+
+def test_what_an_older_client_wrote_has_a_kind(open_ledger: Opener, tmp_path: Path) -> None:
+    ledger = open_ledger()
+    for record in write_journal(tmp_path / "journal", suspicious_story()):
+        ledger.submit(record)
+    assert ledger.close(30)
+    engine = make_engine(resolve(ledger.url), write=True)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE suspicions SET kind = NULL"))
+    engine.dispose()
+    with Reader.open(ledger.url) as reader:
+        job = reader.job()["id"]
+        kinds = [row["kind"] for row in reader.rows("suspicions", job)]
+        assert kinds == ["slow-compute", "slow-compute", "slow-link", "slow-compute", "slow-compute"]
+        assert [row["suspicion"] for row in reader.rows("suspicions", job, kind="slow-link")] == [3]
 
 
 def test_of_journals_that_do_not_number_them_and_of_silence_there_are_events_alone(

@@ -84,13 +84,15 @@ def percent(share: float | None) -> str:
 
 
 def suspects(row: dict[str, Any]) -> str:
-    """Of a suspicion's row: `rank 5`, `link 3-4`, `data 0, 1`; `everybody` where nobody stands out."""
+    """Of a suspicion's row: `rank 5`, `link 3-4`, `data 0, 1`, `node n1`; `everybody` where nobody stands out."""
+    if row["component"] == "node":
+        return f"node {row['node']}"
     numbers = ", ".join(map(str, row["ranks"][:FEW])) + ("..." if len(row["ranks"]) > FEW else "")
     if not numbers:
         return "everybody"
     if row["component"] == "link":
         return "link " + "-".join(map(str, row["ranks"]))
-    return f"{'rank' if row['component'] == 'device' else row['component']} {numbers}"
+    return f"{'rank' if row['component'] in ('device', 'process') else row['component']} {numbers}"
 
 
 def _runs(ranks: Iterable[int], health: Mapping[int, Health], default: Health) -> list[tuple[str, Health]]:

@@ -105,6 +105,13 @@ def _outcome(row: dict[str, Any]) -> str:
     )
 
 
+def _tested(row: dict[str, Any]) -> str:
+    """What the test came to against what it takes: `14.9 / 12.1 log evidence`."""
+    if row["statistic"] is None or row["threshold"] is None:
+        return "-"
+    return f"{row['statistic']:.3g} / {row['threshold']:.3g} {row['test']}"
+
+
 def _joined(row: dict[str, Any]) -> str:
     return f"{row['joined_at'].astimezone(UTC):%m-%d %H:%M:%S}" if row["joined_at"] else "never came"
 
@@ -324,12 +331,11 @@ _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
     ],
     "suspicions": [
         _number("suspicion", "#"),
+        _words("kind"),
         Column("what", suspects, wraps=True),
         _number("iteration", "since"),
-        _number("detected", "found"),
         _number("change", form="{:+.1%}"),
-        _number("confidence", "sure", form="{:.2f}"),
-        _number("probe"),
+        Column("test", _tested, wraps=True),
         Column("outcome", _outcome),
         Column("evidence", lambda row: str(row["outcome_evidence"] or row["evidence"]), wraps=True),
     ],

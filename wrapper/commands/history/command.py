@@ -178,7 +178,7 @@ class HistoryOptions:
         int | None, typer.Option(help="Rows at most, the newest.", show_default="50 on a terminal", min=1)
     ] = None
     user: Annotated[str | None, typer.Option(help="With --all: only this user's jobs.", show_default=False)] = None
-    kind: Annotated[str | None, typer.Option(help="Events or failures of this kind.", show_default=False)] = None
+    kind: Annotated[str | None, typer.Option(help="Events, failures or suspicions of this kind.", show_default=False)] = None
     around: Annotated[str | None, typer.Option(help="Rate: before and after this time.", show_default=False)] = None
     having: Annotated[
         str | None, typer.Option(help="Rate: with TRAIT=VALUE and without, as driver=580.65.06.", show_default=False)
@@ -199,8 +199,8 @@ def history(options: HistoryOptions) -> None:
 
     VIEW: jobs, failures, nodes, hosts (what nodes were made of, and what changed
     on them), devices (with --all: where each one was), workers, iterations,
-    plans, reconfigurations, drains, replacements, probes, suspicions (of being
-    slow, also those that came to nothing), scores (each rank's time over its
+    plans, reconfigurations, drains, replacements, probes, suspicions (of slowness
+    and silence, also those that came to nothing), scores (each rank's time over its
     healthy time, and the evidence against it, now and then), checkpoints, events;
     cost (where the time went, in GPU-hours), promises (what plans promised and
     kept), lemons (nodes that fail more than others), repairs (what failed this

@@ -325,6 +325,32 @@ class PlanRow(LedgerTable):
     present: Mapped[float | None]
     unit: Mapped[str] = mapped_column(String(16), server_default="layer times")
     basis: Mapped[str | None] = mapped_column(Text)
+    considered: Mapped[str | None] = mapped_column(Text)
+    """What else was possible, as JSON (`resihp.record.journal.OtherPlan`), in `unit`; null where that was not told."""
+
+
+class DeclinedChangeRow(LedgerTable):
+    """Another plan, or another node, that was thought of, and nothing was changed (`journal.ChangeDeclined`).
+
+    `about`: `plan` or `node`. `failures`, `considered`: as JSON. `description`, `predicted` and `present` of what was
+    thought of, as in `plans`; null where there was no other.
+    """
+
+    __tablename__ = "declined_changes"
+
+    job_id: Mapped[int] = _of_job(primary_key=True)
+    declined: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    about: Mapped[str] = mapped_column(Text)
+    iteration: Mapped[int] = mapped_column(BigInteger)
+    reason: Mapped[str] = mapped_column(Text)
+    why: Mapped[str] = mapped_column(Text)
+    failures: Mapped[str] = mapped_column(Text)
+    description: Mapped[str | None] = mapped_column(Text)
+    predicted: Mapped[float | None]
+    present: Mapped[float | None]
+    unit: Mapped[str] = mapped_column(Text)
+    considered: Mapped[str] = mapped_column(Text)
+    declined_at: Mapped[datetime]
 
 
 class IterationRow(LedgerTable):

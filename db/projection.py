@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Any, cast
 
 import msgspec
-from sqlalchemy import Table, delete, insert, or_, select, update
+from sqlalchemy import Table, delete, func, insert, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -363,6 +363,34 @@ def _plan_decided(session: Session, job: models.JobRow, entry: journal.PlanDecid
             present=_number(entry.present),
             unit=entry.unit,
             basis=None if entry.basis is None else msgspec.json.encode(entry.basis).decode(),
+            considered=_candidates(entry.considered) if entry.considered else None,
+        )
+    )
+
+
+def _candidates(considered: Sequence[journal.OtherPlan]) -> str:
+    return msgspec.json.encode([one for one in considered if math.isfinite(one.predicted)]).decode()
+
+
+def _change_declined(session: Session, job: models.JobRow, entry: journal.ChangeDeclined, at: float) -> None:
+    of = models.DeclinedChangeRow
+    session.flush()
+    last = session.scalar(select(func.max(of.declined)).where(of.job_id == job.id)) or 0
+    session.add(
+        of(
+            job_id=job.id,
+            declined=last + 1,
+            about=entry.about,
+            iteration=entry.iteration,
+            reason=_text(entry.reason),
+            why=_text(entry.why),
+            failures=json.dumps(entry.failures),
+            description=_text(entry.layout) or None,
+            predicted=_number(entry.predicted),
+            present=_number(entry.present),
+            unit=entry.unit,
+            considered=_candidates(entry.considered),
+            declined_at=moment(at),
         )
     )
 
@@ -797,6 +825,7 @@ _APPLY: dict[type, Callable[[Session, models.JobRow, Any, float], None]] = {
     journal.WorkersOrdered: _event_only,
     journal.PlanWithdrawn: _event_only,
     journal.ChangeDecided: _event_only,
+    journal.ChangeDeclined: _change_declined,
     journal.IterationsUnreported: _event_only,
     journal.DrainWaived: _event_only,
     journal.DrainDecided: _drain_decided,

@@ -12,7 +12,7 @@ import msgspec
 from sqlalchemy import select
 
 from db.models import DeviceRow, MembershipRow
-from db.reading import promises
+from db.reading.plans import promises
 from db.reading.reader import Reader, Row
 
 SURE = 2.0

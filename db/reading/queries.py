@@ -21,7 +21,7 @@
     queries.cost(ledger).set_index("cause")["gpu_hours"]                    # what it all cost
 
 Whole numbers that may be missing are `Int64`, times are UTC, JSON columns (ranks, layouts) are lists and dicts. What
-the figures mean: `db.reading.costs.cost_accounts`, `db.reading.promises`, `db.reading.fleet`.
+the figures mean: `db.reading.costs.cost_accounts`, `db.reading.plans.promises`, `db.reading.fleet`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from sqlalchemy import BigInteger, Boolean, Float, Integer, String, func, select
 from db import models
 from db.models import EventRow, IterationRow, JobRow
 from db.reading import comparison, fleet, hardware, rates
-from db.reading import promises as promised
 from db.reading.costs.cost_accounts import summarise
 from db.reading.fleet import FIGURES, By, CostBy
+from db.reading.plans import decisions as taken
+from db.reading.plans import promises as promised
 from db.reading.reader import JOB_COLUMNS, TABLES, Reader, Row, Table
 from db.reading.why import NEAR, Why
 from db.reading.why import why as explain_iteration
@@ -64,6 +65,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "promises": (
         *("epoch", "reason", "promised", "kept", "verdict", "before", "after", "predicted", "present", "unit"),
     ),
+    "decisions": taken.COLUMNS,
     "lemons": (
         *("node", "jobs", "device_hours", *_COUNTS, "drains", "mtbf_hours"),
         *("lemon", "observed", "expected", "window_days", "p", "q", "lemon_devices", "devices", "last"),
@@ -76,9 +78,40 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 
 
 def promises_rows(reader: Reader, job_id: int) -> list[Row]:
-    """What each plan of a job promised and kept, as `db.reading.promises` tells."""
+    """What each plan of a job promised and kept, as `db.reading.plans.promises` tells."""
     rates = reader.narrow("iterations", job_id, ("iteration", "epoch", "seconds", "tokens"))
     return promised.promises(reader.narrow("plans", job_id), rates, reader.narrow("failures", job_id))
+
+
+def decisions_rows(
+    reader: Reader, job_id: int, *, since: datetime | None = None, until: datetime | None = None
+) -> list[Row]:
+    """Every decision of a job, as `db.reading.plans.decisions` tells; those of a period, where it is given."""
+    rows = taken.decisions(
+        plans=reader.rows("plans", job_id),
+        declined=reader.rows("declined_changes", job_id),
+        replacements=reader.rows("replacements", job_id),
+        promised=promises_rows(reader, job_id),
+        failures=reader.narrow("failures", job_id, ("failure", "recovered_epoch")),
+        iterations=reader.narrow("iterations", job_id, ("epoch", "seconds")),
+        withdrawn={event["epoch"] for event in reader.rows("events", job_id, kind="PlanWithdrawn")},
+    )
+    return [row for row in rows if (since is None or row["at"] >= since) and (until is None or row["at"] <= until)]
+
+
+def decisions(
+    reader: Reader, job_id: int, since: datetime | None = None, until: datetime | None = None
+) -> pd.DataFrame:
+    """Every decision of a job, one row each; columns as of `db.reading.plans.decisions.decisions`."""
+    import pandas as pd
+
+    found = as_frame(decisions_rows(reader, job_id, since=since, until=until), COLUMNS["decisions"])
+    found["at"] = pd.to_datetime(found["at"], utc=True)
+    for name in ("epoch", "iteration"):
+        found[name] = found[name].astype("Int64")
+    for name in ("predicted", "present", "promised", "kept", "measured"):
+        found[name] = found[name].astype("float64")
+    return found
 
 
 def promises_of_all(
@@ -285,7 +318,7 @@ def hosts(reader: Reader, job_id: int | None = None) -> pd.DataFrame:
 
 
 def promises(reader: Reader, job_id: int) -> pd.DataFrame:
-    """What each plan that took effect promised and kept; columns as of `db.reading.promises.promises`."""
+    """What each plan that took effect promised and kept; columns as of `db.reading.plans.promises.promises`."""
     return as_frame(promises_rows(reader, job_id), COLUMNS["promises"])
 
 

@@ -45,7 +45,7 @@ from db.migrate import check_readable
 from db.models import EventRow, FailureRow, IterationRow, JobRow, PlanRow, ReconfigurationRow, WorkerRow
 from db.reading.costs import cost_accounts
 from db.reading.costs.timeline import Again, HeldTime, committed_again
-from db.reading.explanations import explanations
+from db.reading.plans.explanations import explanations
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
 
 if TYPE_CHECKING:
@@ -165,9 +165,16 @@ TABLES: Mapping[str, Table] = {
     "checkpoints": _table(models.CheckpointRow, "iteration", "committed_at"),
     "workers": _table(WorkerRow, "rank", "started_at"),
     "iterations": _table(IterationRow, "iteration", "finished_at"),
-    "plans": Table(select(*_plan_columns), PlanRow.__table__, "epoch", "decided_at", ("layout", "assignment", "basis")),
+    "plans": Table(
+        select(*_plan_columns),
+        PlanRow.__table__,
+        "epoch",
+        "decided_at",
+        ("layout", "assignment", "basis", "considered"),
+    ),
     "reconfigurations": _table(ReconfigurationRow, "epoch", "finished_at"),
     "drains": _table(models.DrainRow, "drain", "drained_at", ("answers",)),
+    "declined_changes": _table(models.DeclinedChangeRow, "declined", "declined_at", ("failures", "considered")),
     "replacements": _table(models.ReplacementRow, "replacement", "asked_at", ("excluded",)),
     "probes": _table(models.ProbeRow, "id", "measured_at", left_out=("id",)),
     "suspicions": Table(

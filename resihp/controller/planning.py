@@ -22,13 +22,14 @@ from resihp.parallelism.layout import Layout, Replica, Stage, validate
 from resihp.parallelism.ownership import ParameterSpec
 from resihp.parallelism.plan import Plan
 from resihp.parallelism.transfers import Base, bytes_of, missing
+from resihp.record.journal import OtherPlan
 from resihp.scheduler.cost import device_memory, memory
 from resihp.scheduler.cost.device_memory import Overhead
 from resihp.scheduler.cost.layout_change import movement
 from resihp.scheduler.cost.prices import iteration_seconds
 from resihp.scheduler.layouts import first_layout
 from resihp.scheduler.orders.lanes import overfull
-from resihp.scheduler.situation import Situation
+from resihp.scheduler.situation import Decision, Situation
 from resihp.scheduler.transition_cost import Movement
 
 
@@ -54,6 +55,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     present: float | None = None
     kept_out: tuple[int, ...] = ()
     """Ranks of the plan that were not to get work."""
+    considered: tuple[OtherPlan, ...] = ()
+    """What else was possible."""
 
     @property
     def movement(self) -> Movement:
@@ -181,7 +184,9 @@ def _first_with_less(job: Job, grid: Plan, absent: Collection[int]) -> Choice:
             obstacle = error
             continue
         situation = _situation(job, grid.epoch, ready, None, plan)
-        return _choice(job, plan, situation, f"{shares} devices are missing; {decision.reason}", decision.seconds)
+        return _choice(
+            job, plan, situation, f"{shares} devices are missing; {decision.reason}", decision.seconds, decision
+        )
     raise NotEnoughDevicesError(f"{shares} devices are missing, and no layout fits the others: {obstacle}")
 
 
@@ -199,7 +204,7 @@ def best(job: Job, epoch: int, available: set[int], base: Base | None, *, minds_
         if unfit:
             job.dependencies.check(plan)  # as it is, it was checked with its answer
         job.foresight.searched = plan.layout.replicas if job.settings.search_s else None
-        return _choice(job, plan, situation, f"{ready.reason}; planned ahead", ready.seconds)
+        return _choice(job, plan, situation, f"{ready.reason}; planned ahead", ready.seconds, ready)
     try:
         decision = job.planner.decide(question.fit)
     except LayoutError:
@@ -209,7 +214,7 @@ def best(job: Job, epoch: int, available: set[int], base: Base | None, *, minds_
         decision = job.planner.decide(situation)
     plan = with_standby(decision.plan, unfit)
     job.dependencies.check(plan)
-    return _choice(job, plan, situation, decision.reason, decision.seconds)
+    return _choice(job, plan, situation, decision.reason, decision.seconds, decision)
 
 
 def asked(job: Job, epoch: int, available: set[int], base: Base | None, *, minds_slowness: bool | None = None) -> Posed:
@@ -289,8 +294,16 @@ def first_again(job: Job) -> Choice:
     return _choice(job, plan, situation, "the first plan", iteration_seconds(plan, situation))
 
 
-def _choice(job: Job, plan: Plan, situation: Situation, reason: str = "", predicted: float | None = None) -> Choice:
-    """`predicted` where it is known already."""
+def _choice(
+    job: Job,
+    plan: Plan,
+    situation: Situation,
+    reason: str = "",
+    predicted: float | None = None,
+    decision: Decision | None = None,
+) -> Choice:
+    """`predicted` where it is known already; `decision` where others were compared with it."""
+    others = () if decision is None else decision.alternatives
     return Choice(
         plan=plan,
         reason=reason,
@@ -298,6 +311,7 @@ def _choice(job: Job, plan: Plan, situation: Situation, reason: str = "", predic
         present=present(job, situation),
         situation=situation,
         kept_out=tuple(sorted(_kept_out(job, set(plan.layout.standby).intersection(situation.available)))),
+        considered=tuple(OtherPlan(name=name, predicted=s) for name, s in others if math.isfinite(s)),
     )
 
 

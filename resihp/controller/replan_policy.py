@@ -18,7 +18,7 @@ from resihp.controller import planning
 from resihp.controller.state import Change, Job
 from resihp.errors import LayoutError, NotEnoughDevicesError
 from resihp.parallelism.plan import Plan
-from resihp.record.journal import ChangeDecided
+from resihp.record.journal import ChangeDecided, ChangeDeclined
 from resihp.record.state import Device, Link
 from resihp.scheduler import transition_cost
 
@@ -99,13 +99,16 @@ def _answer(job: Job, asked: list[Change], *, only_tell: bool = False) -> Replan
         choice = planning.best_while_running(job, minds_slowness=only_tell or None)
         if _is_in_effect(job, choice.plan):
             job.say("notice", f"{reason}: the plan stays, no other is faster")
+            declined(job, reason, "no other is faster", choice, asked)
             return None
         found = weigh(job, choice, asked)
     except (LayoutError, NotEnoughDevicesError) as error:
         job.say("notice", f"{reason}: no other plan: {error}")
+        declined(job, reason, f"no other plan: {error}", None, asked)
         return None
     if found.go and only_tell:
         job.say("notice", f"{reason}: another plan {found.reason}; observe mode, the plan stays")
+        declined(job, reason, f"observe mode: another {found.reason}", choice, asked)
         return None
     if found.go:
         causes = {one.device for one in asked if not isinstance(one.device, str)}
@@ -122,6 +125,7 @@ def _answer(job: Job, asked: list[Change], *, only_tell: bool = False) -> Replan
         failures = tuple(one.failure for one in asked if one.failure is not None)
         return Replan(reason=f"{reason}: {found.reason}", failures=failures)
     job.say("notice", f"{reason}: the plan stays: {found.reason}")
+    declined(job, reason, found.reason, choice, asked)
     again_in_s = found.again_in_s
     if again_in_s is None and any(one.rank in choice.plan.layout.active for one in asked):
         again_in_s = AGAIN_S
@@ -130,6 +134,29 @@ def _answer(job: Job, asked: list[Change], *, only_tell: bool = False) -> Replan
         job.reconsider_at = min(job.reconsider_at, again_at) if job.reconsider else again_at
         job.reconsider += asked
     return None
+
+
+def declined(
+    job: Job, reason: str, why: str, choice: planning.Choice | None = None, asked: Sequence[Change] = ()
+) -> None:
+    """Put on record that the plan in effect stays, and what was thought of instead, if anything could be."""
+    entry = ChangeDeclined(
+        about="plan",
+        reason=reason,
+        why=why,
+        iteration=job.furthest + 1,
+        failures=tuple(dict.fromkeys(one.failure for one in asked if one.failure is not None)),
+    )
+    if choice is not None:
+        entry = msgspec.structs.replace(
+            entry,
+            layout=choice.plan.layout.describe(),
+            predicted=choice.predicted,
+            present=choice.present,
+            unit=choice.situation.unit,
+            considered=choice.considered,
+        )
+    job.log(entry)
 
 
 def _stands(job: Job, change: Change) -> bool:

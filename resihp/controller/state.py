@@ -454,6 +454,8 @@ class Upkeep:
     """When each node was asked for that this supervisor asked for."""
     ask_after: float = 0.0
     """No node is asked for before: the last request was refused, or ended."""
+    declined: tuple[str, ...] = ()
+    """Lost nodes for which nobody was asked for, as was told last."""
     waits_s: list[float] = field(default_factory=list)
     """How long nodes took to come that this supervisor asked for."""
     kept: dict[str, tuple[str, str]] = field(default_factory=dict)

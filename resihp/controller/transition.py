@@ -261,6 +261,7 @@ def propose(job: Job, choice: planning.Choice) -> None:
             present=choice.present,
             unit=choice.situation.unit,
             basis=basis_of(choice.situation, choice.kept_out),
+            considered=choice.considered,
         )
     )
     job.order(

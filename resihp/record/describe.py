@@ -167,6 +167,9 @@ def _plan(entry: journal.AnyEntry) -> str | None:
             return f"epoch {entry.epoch}: plan refused by {who}: {entry.reason}"
         case journal.PlanWithdrawn():
             return f"epoch {entry.epoch}: plan withdrawn, {entry.reason}"
+        case journal.ChangeDeclined():
+            stays = "the plan stays" if entry.about == "plan" else "no other node is asked for"
+            return f"{entry.reason}: {stays}: {entry.why}"
         case journal.ChangeDecided():
             places = [f"{node} device {device}" for node, device in entry.devices]
             places += [f"link of ranks {a} and {b}" for a, b in entry.links]

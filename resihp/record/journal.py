@@ -145,6 +145,13 @@ class PlanBasis(msgspec.Struct, frozen=True, kw_only=True):
     """None where nothing was measured."""
 
 
+class OtherPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan that was possible, and was not taken: what it would have been called, and its time of an iteration."""
+
+    name: str
+    predicted: float
+
+
 class PlanDecided(Entry, frozen=True, kw_only=True):
     """`action` tells what becomes of the iteration that was under way: none was, it is redone, or it counts."""
 
@@ -163,6 +170,8 @@ class PlanDecided(Entry, frozen=True, kw_only=True):
     """Of the two predictions. A layer time is the forward of one layer on a healthy device; only ratios tell then."""
     basis: PlanBasis | None = None
     """None in journals that do not tell."""
+    considered: tuple[OtherPlan, ...] = ()
+    """What else was possible, in `unit`; empty where nothing else was priced, and in journals of before."""
 
 
 class IterationCommitted(Entry, frozen=True, kw_only=True):
@@ -404,6 +413,26 @@ class ChangeDecided(Entry, frozen=True, kw_only=True):
     found: bool = False
 
 
+class ChangeDeclined(Entry, frozen=True, kw_only=True):
+    """Another plan, or another node, was thought of, and nothing was changed. Of nodes told once for those missing.
+
+    `reason`: what called for it; `why` nothing was changed. What was thought of: its `layout`, with the prediction for
+    it and for the plan in effect, where there are any, as in `PlanDecided`.
+    """
+
+    about: Literal["plan", "node"]
+    reason: str
+    why: str
+    iteration: int
+    failures: tuple[int, ...] = ()
+    """Verdicts that called for it."""
+    layout: str = ""
+    predicted: float | None = None
+    present: float | None = None
+    unit: Literal["s", "layer times"] = "layer times"
+    considered: tuple[OtherPlan, ...] = ()
+
+
 class PlanRefused(Entry, frozen=True, kw_only=True):
     """A plan that no rank acted on: `rank` objected, or the controller's own check failed (`rank` None)."""
 
@@ -594,6 +623,7 @@ AnyEntry = (
     | PlanInEffect
     | PlanWithdrawn
     | ChangeDecided
+    | ChangeDeclined
     | PlanRefused
     | JoinRefused
     | IterationsUnreported

@@ -32,6 +32,7 @@ from tests.db.conftest import (
     story,
     write_journal,
 )
+from tests.db.reading.test_decisions import decided_story
 from tests.db.test_migrate import NEWER, execute, old_ledger
 from tests.db.test_projection import slow_story
 from tests.db.test_suspicions import suspicious_story
@@ -79,8 +80,8 @@ def everything_in(url: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def full(ledger_urls: Urls, tmp_path: Path) -> str:
-    """A ledger of five jobs, among which are rows of every table."""
-    told = (story(), any_layout_story(), node_story(), slow_story(), suspicious_story())
+    """A ledger of six jobs, among which are rows of every table."""
+    told = (story(), any_layout_story(), node_story(), slow_story(), suspicious_story(), decided_story())
     stories = (told_by(f"user {n}", each) for n, each in enumerate(told))
     url = ledger_with(ledger_urls(), tmp_path / "full", *stories)
     execute(
@@ -92,18 +93,18 @@ def full(ledger_urls: Urls, tmp_path: Path) -> str:
 
 def test_every_table_is_in_the_full_ledger(full: str) -> None:
     found = everything_in(full)
-    assert len(found) == 5
+    assert len(found) == 6
     assert [table.name for table in OF_JOBS if not any(job[table.name] for job in found)] == []
 
 
 def test_out_and_in_again_is_the_same_ledger(full: str, ledger_urls: Urls, tmp_path: Path) -> None:
     manifest = export(full, tmp_path / "out")
-    assert manifest.rows["jobs"] == 5
+    assert manifest.rows["jobs"] == 6
     other = ledger_urls()
-    assert [each.outcome for each in import_from(str(tmp_path / "out"), other)] == ["new"] * 5
+    assert [each.outcome for each in import_from(str(tmp_path / "out"), other)] == ["new"] * 6
     assert everything_in(other) == everything_in(full)
     again = import_from(str(tmp_path / "out"), other)
-    assert [(each.outcome, each.rows) for each in again] == [("unchanged", 0)] * 5
+    assert [(each.outcome, each.rows) for each in again] == [("unchanged", 0)] * 6
     assert everything_in(other) == everything_in(full)
 
 

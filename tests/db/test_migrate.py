@@ -72,7 +72,7 @@ def test_the_design_s_tables_are_there() -> None:
         *("jobs", "nodes", "workers", "iterations", "rank_reports", "failures", "probes", "plans"),
         *("reconfigurations", "drains", "replacements", "events", "suspicions", "scores"),
         *("memberships", "devices", "checkpoints", "maintenance", "compatibility", "rank_quantiles"),
-        "suspicion_kinds",
+        *("suspicion_kinds", "declined_changes"),
     }
 
 

@@ -8,13 +8,14 @@ that is known of a request, so that a new supervisor knows the same. Called by `
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from typing import Literal
 
 from resihp.controller import interface as api
 from resihp.controller import planning, replan_policy
 from resihp.controller.state import COINCIDENCE_S, Job
 from resihp.errors import LayoutError
-from resihp.record.journal import ReplacementAsked, ReplacementChanged
+from resihp.record.journal import ChangeDeclined, ReplacementAsked, ReplacementChanged
 from resihp.record.state import Replacement
 from resihp.scheduler import transition_cost
 
@@ -55,7 +56,9 @@ def _compare(job: Job) -> None:
         found = _worth(job)
         if found is None or not found.go:
             job.upkeep.ask_after = job.now + AGAIN_AFTER_S
+            _decline(job, names, "it cannot be told" if found is None else found.reason)
             return
+        job.upkeep.declined = ()
         for name in names:
             _ask(job, name, found.reason)
 
@@ -113,6 +116,15 @@ def _worth(job: Job) -> transition_cost.Verdict | None:
         return replan_policy.weigh_asking(job, planning.first_again(job), wait_s=wait_s, joining_s=JOINING_S)
     except LayoutError:
         return None
+
+
+def _decline(job: Job, names: Sequence[str], why: str) -> None:
+    """Put on record that nobody comes in for these nodes, once for as long as they are the same."""
+    if job.upkeep.declined == tuple(names):
+        return
+    job.upkeep.declined = tuple(names)
+    reason = f"node {', '.join(names)} lost"
+    job.log(ChangeDeclined(about="node", reason=reason, why=why, iteration=job.furthest + 1))
 
 
 def _ask(job: Job, instead: str, why: str) -> None:

@@ -104,12 +104,14 @@ def _answer(job: Job, plan: Plan) -> replan_policy.Replan | None:
     )
     if not found.alternatives:
         job.say("notice", f"tuned by measured times: the plan stays: {found.reason}")
+        replan_policy.declined(job, "tuned by measured times", found.reason)
         return None
     present_s = found.alternatives[0][1]
     try:
         change = movement(situation, found.plan.layout)
     except LayoutError as error:
         job.say("notice", f"tuned by measured times: the plan stays: {error}")
+        replan_policy.declined(job, "tuned by measured times", str(error))
         return None
     verdict = transition_cost.verdict(
         transition_cost.cost(change, transition_cost.calibrated(job.record.costs)),
@@ -121,6 +123,7 @@ def _answer(job: Job, plan: Plan) -> replan_policy.Replan | None:
     )
     if not verdict.go:
         job.say("notice", f"tuned by measured times: the plan stays: {verdict.reason}")
+        replan_policy.declined(job, "tuned by measured times", verdict.reason)
         return None
     job.log(ChangeDecided(reason=verdict.reason, tuned=True))
     job.tuning.settled = (found.plan.layout.replicas, found.plan.assignment, found.plan.orders)

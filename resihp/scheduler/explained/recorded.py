@@ -2,7 +2,7 @@
 
 The controller keeps what nothing else tells (`resihp.record.journal.PlanBasis`) with each plan; whoever explains the
 plan later makes the situation of it again, with the job's model and layout. Called by the controller when it proposes,
-and by `db.reading.explanations`.
+and by `db.reading.plans.explanations`.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def test_plans_are_explained_where_it_was_kept_what_they_were_decided_from(ledge
 
 
 def test_what_was_imported_and_makes_no_plan_is_not_explained() -> None:
-    from db.reading.explanations import explanations
+    from db.reading.plans.explanations import explanations
 
     job = {"model": msgspec.json.encode(DECLARE).decode(), "configuration": "{}", "tp": 2, "pp": 2}
     row = {"epoch": 1, "action": "start", "basis": {}, "predicted": 1.0, "schedule": "1f1b"}
@@ -148,7 +148,7 @@ def test_what_was_imported_and_makes_no_plan_is_not_explained() -> None:
 def test_a_stage_without_ranks_is_explained_by_what_passes_elsewhere() -> None:
     """The ledger does not have what migrates: it is dealt out as the plan deals it."""
     from db.layouts import to_plain
-    from db.reading.explanations import explanations
+    from db.reading.plans.explanations import explanations
 
     one, two = GRID.replicas
     layout = Layout((one, Replica((two.stages[0], Stage((), two.stages[1].chunks)))))

@@ -8,7 +8,7 @@ import msgspec
 
 from resihp.controller import interface as api
 from resihp.controller import replan_policy
-from resihp.record.journal import ChangeDecided
+from resihp.record.journal import ChangeDecided, ChangeDeclined, PlanDecided
 from resihp.scheduler.transition_cost import FLICKER_WINDOW_S
 from tests.resihp.controller.direct import DECLARE, Direct
 from tests.resihp.controller.test_takeover import TakenOver
@@ -46,9 +46,21 @@ def test_near_the_end_a_newcomer_interrupts_nobody_and_the_next_plan_has_work_fo
     (why,) = [text for text in told(job) if text.startswith("rank 6 joined")]
     assert "the plan stays: saves" in why
     assert "until the job's end, and costs" in why
+    (declined,) = job.all(ChangeDeclined)
+    assert (declined.about, declined.reason) == ("plan", "rank 6 joined")
+    assert why == f"rank 6 joined: the plan stays: {declined.why}"
+    assert declined.predicted < declined.present
+    assert declined.layout
     job.crash(4)
     job.park(stepped=2)
     assert 6 in job.plan.layout.active
+
+
+def test_what_else_was_possible_is_on_record_with_a_plan() -> None:
+    job = crashed()
+    plan = job.all(PlanDecided)[-1]
+    assert plan.considered
+    assert all(one.predicted >= plan.predicted for one in plan.considered)
 
 
 def test_a_device_that_comes_and_goes_has_to_gain_more_each_time() -> None:

@@ -56,6 +56,7 @@ class History(str, Enum):  # noqa: UP042 - StrEnum's help text shows differently
     workers = "workers"
     iterations = "iterations"
     plans = "plans"
+    decisions = "decisions"
     reconfigurations = "reconfigurations"
     drains = "drains"
     replacements = "replacements"
@@ -73,7 +74,7 @@ class History(str, Enum):  # noqa: UP042 - StrEnum's help text shows differently
 
 OF_ALL = frozenset({History.jobs, History.lemons, History.repairs, History.rate})
 """Views that are of many jobs by themselves."""
-RECKONED = frozenset({"jobs", "cost", "promises", "lemons", "repairs", "rate", "hosts", "placements"})
+RECKONED = frozenset({"jobs", "cost", "decisions", "promises", "lemons", "repairs", "rate", "hosts", "placements"})
 """Those that are no table of the ledger's."""
 
 
@@ -178,7 +179,9 @@ class HistoryOptions:
         int | None, typer.Option(help="Rows at most, the newest.", show_default="50 on a terminal", min=1)
     ] = None
     user: Annotated[str | None, typer.Option(help="With --all: only this user's jobs.", show_default=False)] = None
-    kind: Annotated[str | None, typer.Option(help="Events, failures or suspicions of this kind.", show_default=False)] = None
+    kind: Annotated[
+        str | None, typer.Option(help="Events, failures or suspicions of this kind.", show_default=False)
+    ] = None
     around: Annotated[str | None, typer.Option(help="Rate: before and after this time.", show_default=False)] = None
     having: Annotated[
         str | None, typer.Option(help="Rate: with TRAIT=VALUE and without, as driver=580.65.06.", show_default=False)
@@ -202,6 +205,7 @@ def history(options: HistoryOptions) -> None:
     plans, reconfigurations, drains, replacements, probes, suspicions (of slowness
     and silence, also those that came to nothing), scores (each rank's time over its
     healthy time, and the evidence against it, now and then), checkpoints, events;
+    decisions (what called for each, what was possible, what came of it);
     cost (where the time went, in GPU-hours), promises (what plans promised and
     kept), lemons (nodes that fail more than others), repairs (what failed this
     week and was not mended since), rate (failures in 1,000 GPU-days, --around a
@@ -326,12 +330,12 @@ def _check(asked: Asked, every: bool) -> None:
         raise UsageError(f"history {view}: --user is for what is of many jobs; give it with --all, or leave it out")
     if asked.kind is not None and (not asked.is_table or asked.by is not None or view == "iterations"):
         raise UsageError(f"history {view}: has no kinds; leave --kind out")
-    if view in ("jobs", "cost", "promises", "rate") and asked.node is not None:
+    if view in ("jobs", "cost", "decisions", "promises", "rate") and asked.node is not None:
         raise UsageError(f"history {view}: has no nodes; leave --node out")
     if asked.rank is not None and view != "scores":
         raise UsageError(f"history {view}: --rank is for scores; leave it out")
-    if view == "scores" and every:
-        raise UsageError("history scores: of one job at a time; name it instead of --all")
+    if view in ("scores", "decisions") and every:
+        raise UsageError(f"history {view}: of one job at a time; name it instead of --all")
     timed = asked.since is not None or asked.until is not None
     if timed and (view in ("lemons", "scores", "rate") or (view in ("promises", "cost") and not every)):
         raise UsageError(f"history {view}: is of all the time; leave --since and --until out")
@@ -367,6 +371,9 @@ def _of_one(asked: Asked, reader: Reader, job: Row, others: Sequence[Row]) -> Li
     if asked.view == "promises":
         rows = queries.promises_rows(reader, job["id"])
         return Listing(queries.COLUMNS["promises"], rows[-asked.limit :] if asked.limit else rows, whose, len(rows))
+    if asked.view == "decisions":
+        rows = queries.decisions_rows(reader, job["id"], **times)
+        return Listing(queries.COLUMNS["decisions"], rows[-asked.limit :] if asked.limit else rows, whose, len(rows))
     if asked.by is not None:
         counted = fleet.failures_by(reader, asked.by, job["id"], node=asked.node, **times)  # type: ignore[arg-type]
         rows = fleet.joined(asked.by, counted)  # type: ignore[arg-type]
@@ -514,7 +521,7 @@ def _show(asked: Asked, answer: Listing, every: bool) -> None:
     if answer.closing:
         sys.stdout.write(answer.closing + "\n")
     if asked.limit is not None and len(answer.rows) == asked.limit and answer.total != len(answer.rows):
-        which = "newest" if asked.is_table or asked.view in ("promises", "hosts", "devices") else "first"
+        which = "newest" if asked.is_table or asked.view in ("decisions", "promises", "hosts", "devices") else "first"
         of = "" if answer.total is None else f" of {answer.total:,}"
         message(f"{answer.whose}: the {which} {asked.limit}{of} {asked.view}; more with --limit, all with --json")
 

@@ -22,7 +22,9 @@ GROUPS = (
     *("hardware", "week", "month"),
 )
 """What failures are counted by; `db.reading.fleet.GROUPS`, which takes time to import."""
-TIGHT = frozenset({"plans", "reconfigurations", "suspicions", "lemons", "jobs", "repairs", "hosts", "placements"})
+TIGHT = frozenset(
+    {"plans", "decisions", "reconfigurations", "suspicions", "lemons", "jobs", "repairs", "hosts", "placements"}
+)
 """Views whose columns stand close together."""
 LEAST_WIDTH = 6
 """Of a column that wraps."""
@@ -126,6 +128,22 @@ def _plan_reason(row: dict[str, Any]) -> str:
         return str(row["reason"])
     who = "our own check" if row["refused_by"] is None else f"rank {row['refused_by']}"
     return f"{row['reason']}; {who}: {row['refused_reason']}"
+
+
+def _candidates(row: dict[str, Any]) -> str:
+    """Candidates that were not taken, and why: `without replica 1 0.61 s (12.0% slower)`."""
+    unit = "" if row["unit"] is None else f" {row['unit']}"
+    told = (
+        f"{one['name']} {'-' if one['predicted'] is None else format(one['predicted'], '.3g')}{unit} ({one['why']})"
+        for one in row["refused"]
+    )
+    return "; ".join(told) or "-"
+
+
+def _predicted(row: dict[str, Any]) -> str:
+    """Of an iteration: what it was to take, and what it took."""
+    words = "-" if row["predicted"] is None else f"{row['predicted']:.3g} {row['unit']}"
+    return words if row["measured"] is None else f"{words}, {row['measured']:.3g} s"
 
 
 def _rung(row: dict[str, Any]) -> str:
@@ -317,6 +335,14 @@ _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
         _words("action"),
         Column("in effect (UTC)", _effect),
         Column("reason", _plan_reason, wraps=True),
+    ],
+    "decisions": [
+        _time("at", "decided (UTC)"),
+        _words("advice", wraps=True),
+        _words("action", wraps=True),
+        Column("refused", _candidates, wraps=True),
+        Column("predicted, measured", _predicted, wraps=True),
+        _words("outcome", wraps=True),
     ],
     "probes": [
         _number("probe", "#"),

@@ -67,7 +67,7 @@ def _read(reader: Reader, row: dict[str, Any], hardware: str | None) -> tuple[Qu
 
     from db.layouts import from_json
     from db.models import JobRow
-    from db.reading.explanations import plan_of
+    from db.reading.plans.explanations import plan_of
     from resihp.protocol.messages import Declare
     from resihp.scheduler.cost.device_memory import overhead
     from resihp.scheduler.what_if.question import Question

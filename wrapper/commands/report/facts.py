@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from db.reading.costs.cost_accounts import Account
-from db.reading.promises import promises
+from db.reading.plans.promises import promises
 from db.reading.scores import Scores, scores
 from wrapper.commands.report.runs import Total
 

@@ -19,6 +19,7 @@ from resihp.faults import parse
 from resihp.protocol import messages as m
 from resihp.record.journal import (
     AnyEntry,
+    ChangeDeclined,
     DrainAnswered,
     DrainDecided,
     DrainWaived,
@@ -622,6 +623,8 @@ def test_no_node_is_asked_for_that_would_come_too_late() -> None:
         job.lose("n3")
         job.train(20)
         assert len(job.all(ReplacementAsked)) == asked
+        told = [(entry.about, entry.reason) for entry in job.all(ChangeDeclined) if entry.about == "node"]
+        assert told == ([] if asked else [("node", "node n3 lost")]), "once, however often it is weighed"
 
 
 def test_how_long_nodes_took_to_come_tells_whether_to_ask_for_the_next_one() -> None:

@@ -241,6 +241,82 @@ def test_did_the_last_plan_keep_its_promise() -> None:
     assert "2 +100.0 % +100.0 % kept" in text_of("history", "promises")
 
 
+def doubted(job: Job) -> Iterator[tuple[journal.AnyEntry, float]]:
+    """Node n2 is silent for a while, rank 1 is found slow; its plan stays."""
+    *entries, (end, at) = hurt(job)
+    yield from entries
+    silence = journal.Suspected(
+        rank=None,
+        node="n2",
+        evidence="3 missed beats, last 3.2 s ago",
+        suspicion=1,
+        component="node",
+        iteration=41,
+        detected=41,
+        sign="silent",
+        test="s without a beat",
+        statistic=3.25,
+        threshold=3.0,
+    )
+    yield silence, at
+    yield msgspec.structs.replace(silence, cleared=True, outcome="passed", evidence="beats again"), at
+    slow = msgspec.structs.replace(silence, rank=1, node="n1", kind="slow", suspicion=2, component="device", ranks=(1,))
+    yield msgspec.structs.replace(slow, sign="", test="log evidence", statistic=15.3, threshold=14.5), at
+    yield (
+        journal.ChangeDeclined(
+            about="plan",
+            reason="rank 1 is slow",
+            why="the job ends first",
+            iteration=41,
+            failures=(2,),
+            layout="another",
+            predicted=3.5,
+            present=4.0,
+            unit="s",
+            considered=(journal.OtherPlan(name="all devices", predicted=7.0),),
+        ),
+        at,
+    )
+    yield end, at
+
+
+def test_what_was_suspected_and_against_which_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = create_local_job()
+    write_journal(job.journal_file, doubted(job))
+    job.exit_code_file.write_text("0\n")
+    assert text_of("history", "suspicions"), "of 80 columns"
+    monkeypatch.setenv("COLUMNS", "300")
+    told = resihp("history", "suspicions").stdout
+    assert re.search(r"1 +silent +node n2 .* 3.25 / 3 s without a beat +passed", told), told
+    assert re.search(r"2 +slow-compute +rank 1 .* 15.3 / 14.5 log evidence +open", told), told
+    of_kind = json.loads(resihp("history", "suspicions", "--kind", "silent", "--json").stdout)["rows"]
+    assert [(row["suspicion"], row["meaning"]) for row in of_kind] == [(1, "a node's beats do not come")]
+    assert resihp("history", "suspicions", "--all", "--kind", "silent", "--csv").stdout.count("\n") == 2
+
+
+def test_what_was_decided_and_what_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = create_local_job()
+    write_journal(job.journal_file, doubted(job))
+    job.exit_code_file.write_text("0\n")
+    found = json.loads(resihp("history", "decisions", "--json").stdout)["rows"]
+    assert [(row["kind"], row["epoch"], row["outcome"]) for row in found] == [
+        ("plan", 1, "promised nothing"),
+        ("plan", 2, "kept its promise"),
+        ("plan stays", None, "in effect to the end, or still"),
+    ]
+    assert found[1]["failures"] == [1]
+    assert found[2]["refused"] == [
+        {"name": "another", "predicted": 3.5, "why": "the job ends first"},
+        {"name": "all devices", "predicted": 7.0, "why": "100.0% slower"},
+    ]
+    assert text_of("history", "decisions"), "of 80 columns"
+    monkeypatch.setenv("COLUMNS", "300")
+    told = resihp("history", "decisions").stdout
+    assert "all devices 7 s (100.0% slower)" in told
+    assert "kept its promise" in told
+    assert resihp("history", "decisions", "--limit", "1", "--csv").stdout.count("rank 1 is slow") == 1
+
+
 def test_which_nodes_to_distrust() -> None:
     for _ in range(4):
         told()

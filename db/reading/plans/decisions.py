@@ -1,0 +1,149 @@
+"""Every decision of a job: what called for it, what was done, what was possible instead, and what came of it. Pure;
+reads nothing. Called by `db.reading.queries` for `history decisions`.
+
+A plan that was decided is one, and so is one that was thought of and not taken; a node that was asked for, and one that
+was not. What came of a plan that took effect is whether it kept its promise (`db.reading.plans.promises`), and what
+iterations took under it; what came of a plan that stayed, how long it did.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from db.reading.plans.promises import MOST
+
+Row = dict[str, Any]
+
+COLUMNS = (
+    *("at", "kind", "advice", "failures", "action", "epoch", "iteration", "predicted", "present", "unit", "refused"),
+    *("outcome", "promised", "kept", "measured"),
+)
+
+
+def decisions(
+    *,
+    plans: Sequence[Row],
+    declined: Sequence[Row],
+    replacements: Sequence[Row],
+    promised: Sequence[Row],
+    failures: Sequence[Row],
+    iterations: Sequence[Row],
+    withdrawn: Collection[int] = (),
+) -> list[Row]:
+    """One row for each, in order of time, of the rows of one job. `withdrawn`: epochs of plans that were taken back.
+
+    `kind`: `plan`, `plan stays`, `node`, `no node`. `advice`: what called for it, with the numbers of `failures`.
+    `predicted`, `present`: of what was chosen, or thought of, and of the plan in effect, in `unit`, as in `plans`.
+    `refused`: candidates that were not taken, each with `name`, `predicted` (in `unit`) and `why`. `outcome`, in words;
+    of a plan that took effect with the ratios `promised` and `kept`, and `measured`, the median seconds of its
+    iterations, without the first.
+    """
+    by_epoch = {row["epoch"]: row for row in promised}
+    answered: dict[int, list[int]] = {}
+    for row in failures:
+        if row["recovered_epoch"] is not None:
+            answered.setdefault(row["recovered_epoch"], []).append(row["failure"])
+    seconds: dict[int, list[float]] = {}
+    for row in iterations:
+        if row["seconds"] is not None:
+            seconds.setdefault(row["epoch"], []).append(row["seconds"])
+    begun = sorted((row["decided_at"], row["epoch"]) for row in plans)
+    found = [
+        *(_plan(row, by_epoch, answered, seconds, withdrawn) for row in plans),
+        *(_declined(row, begun) for row in declined),
+        *(_replacement(row) for row in replacements),
+    ]
+    return sorted(found, key=lambda row: row["at"])
+
+
+def _plan(
+    row: Row,
+    promised: Mapping[int, Row],
+    answered: Mapping[int, list[int]],
+    seconds: Mapping[int, list[float]],
+    withdrawn: Collection[int],
+) -> Row:
+    promise = promised.get(row["epoch"])
+    took = seconds.get(row["epoch"], [])[1 : MOST + 1]
+    return _row(
+        at=row["decided_at"],
+        kind="plan",
+        advice=row["reason"],
+        failures=answered.get(row["epoch"], []),
+        action=row["description"],
+        epoch=row["epoch"],
+        iteration=row["next_iteration"],
+        predicted=row["predicted"],
+        present=row["present"],
+        unit=row["unit"],
+        refused=_slower(row["considered"], row["predicted"]),
+        outcome=_outcome(row, promise, withdrawn),
+        promised=None if promise is None else promise["promised"],
+        kept=None if promise is None else promise["kept"],
+        measured=statistics.median(took) if took else None,
+    )
+
+
+def _outcome(row: Row, promise: Row | None, withdrawn: Collection[int]) -> str:
+    """What came of a plan."""
+    if promise is not None:
+        return str(promise["verdict"]).replace("kept", "kept its promise").replace("broken", "broke its promise")
+    if row["epoch"] in withdrawn:
+        return "rolled back: the job was to stop"
+    if row["refused_reason"] is not None:
+        who = "our own check" if row["refused_by"] is None else f"rank {row['refused_by']}"
+        return f"refused by {who}: {row['refused_reason']}"
+    return str(row["outcome"])
+
+
+def _slower(considered: Sequence[Row] | None, predicted: float | None) -> list[Row]:
+    """Candidates beside the one that was chosen, and by how much they are predicted to be slower."""
+    return [
+        {
+            "name": one["name"],
+            "predicted": one["predicted"],
+            "why": "not the fastest" if not predicted else f"{one['predicted'] / predicted - 1:.1%} slower",
+        }
+        for one in considered or ()
+    ]
+
+
+def _declined(row: Row, begun: Sequence[tuple[datetime, int]]) -> Row:
+    refused = _slower(row["considered"], row["predicted"])
+    if row["description"] is not None:
+        refused.insert(0, {"name": row["description"], "predicted": row["predicted"], "why": row["why"]})
+    until = next((epoch for at, epoch in begun if at > row["declined_at"]), None)
+    is_plan = row["about"] == "plan"
+    stayed = "in effect to the end, or still" if until is None else f"in effect until epoch {until}"
+    return _row(
+        at=row["declined_at"],
+        kind="plan stays" if is_plan else "no node",
+        advice=row["reason"],
+        failures=row["failures"],
+        action=f"{'the plan stays' if is_plan else 'no other node is asked for'}: {row['why']}",
+        iteration=row["iteration"],
+        predicted=row["predicted"],
+        present=row["present"],
+        unit=row["unit"],
+        refused=refused,
+        outcome=stayed if is_plan else "nobody came in",
+    )
+
+
+def _replacement(row: Row) -> Row:
+    came = f" after {(row['joined_at'] - row['asked_at']).total_seconds():.0f} s" if row["joined_at"] else ""
+    node = f", node {row['node']}" if row["node"] else ""
+    return _row(
+        at=row["asked_at"],
+        kind="node",
+        advice=row["reason"],
+        action=f"a node is asked for in place of {row['instead']}",
+        outcome=f"{row['outcome']}{node}{came}{f': {text}' if (text := row['text']) else ''}",
+    )
+
+
+def _row(**told: Any) -> Row:
+    return {name: told.get(name, [] if name in ("failures", "refused") else None) for name in COLUMNS}

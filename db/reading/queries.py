@@ -39,6 +39,7 @@ from db.reading.costs.cost_accounts import summarise
 from db.reading.fleet import FIGURES, By, CostBy
 from db.reading.plans import decisions as taken
 from db.reading.plans import promises as promised
+from db.reading.plans import spares as spares_saved
 from db.reading.reader import JOB_COLUMNS, TABLES, Reader, Row, Table
 from db.reading.why import NEAR, Why
 from db.reading.why import why as explain_iteration
@@ -66,6 +67,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
         *("epoch", "reason", "promised", "kept", "verdict", "before", "after", "predicted", "present", "unit"),
     ),
     "decisions": taken.COLUMNS,
+    "spares": spares_saved.COLUMNS,
     "lemons": (
         *("node", "jobs", "device_hours", *_COUNTS, "drains", "mtbf_hours"),
         *("lemon", "observed", "expected", "window_days", "p", "q", "lemon_devices", "devices", "last"),
@@ -97,6 +99,42 @@ def decisions_rows(
         withdrawn={event["epoch"] for event in reader.rows("events", job_id, kind="PlanWithdrawn")},
     )
     return [row for row in rows if (since is None or row["at"] >= since) and (until is None or row["at"] <= until)]
+
+
+def spares_rows(
+    reader: Reader, job: Row | None = None, *, since: datetime | None = None, until: datetime | None = None
+) -> list[Row]:
+    """What one more spare node would have saved a job (its row), or all that were alive meanwhile and whose plan was
+    changed, as `db.reading.plans.spares` tells; most first."""
+    if job is not None:
+        return [_spare_of(reader, job)]
+    plans, of = models.PlanRow.__table__.c, models.JobRow.__table__.c
+    changed = select(plans.job_id).group_by(plans.job_id).having(func.count() > 1)
+    query = select(models.JobRow.__table__).where(of.id.in_(changed))
+    if since is not None:
+        query = query.where(of.last_entry_at >= since)
+    if until is not None:
+        query = query.where(of.started_at <= until)
+    rows = [_spare_of(reader, each) for each in reader.fetch(query)]
+    return sorted(rows, key=lambda row: (-row["saved_gpu_hours"], row["started_at"]))
+
+
+def _spare_of(reader: Reader, job: Row) -> Row:
+    workers = reader.rows("workers", job["id"])
+    return spares_saved.saved(
+        job,
+        reader.rows("plans", job["id"]),
+        {row["rank"]: row["node"] for row in workers},
+        reader.narrow("iterations", job["id"], ("epoch", "seconds")),
+        ((job["ended_at"] or job["last_entry_at"]) - job["started_at"]).total_seconds(),
+    )
+
+
+def spares(
+    reader: Reader, job: Row | None = None, since: datetime | None = None, until: datetime | None = None
+) -> pd.DataFrame:
+    """The same as a frame; columns as of `db.reading.plans.spares.saved`."""
+    return as_frame(spares_rows(reader, job, since=since, until=until), COLUMNS["spares"])
 
 
 def decisions(

@@ -21,6 +21,7 @@ from resihp.record.journal import PlanBasis
 
 if TYPE_CHECKING:
     from resihp.scheduler.explained.explanation import Explanation
+    from resihp.scheduler.situation import Situation
 
 Row = dict[str, Any]
 
@@ -53,6 +54,18 @@ def _explanation(
     nodes: Mapping[int, str],
 ) -> Explanation:
     from resihp.scheduler.explained.explanation import explain
+
+    plan, situation, basis = situation_at(job, row, declared, configuration, nodes)
+    untuned = first is not None and not configuration.get("layout", {}).get("tune", False)
+    healthy = plan_of(first, configuration) if first is not None and untuned else None
+    return explain(plan, row["predicted"], situation, unfit=basis.kept_out, healthy=healthy)
+
+
+def situation_at(
+    job: Row, row: Row, declared: Declare, configuration: Mapping[str, Any], nodes: Mapping[int, str]
+) -> tuple[Plan, Situation, PlanBasis]:
+    """A plan, the situation that it was decided in, as if its own layout had been there before, and what is on record
+    of that. Raises what its row gives reason to: it may be imported."""
     from resihp.scheduler.explained.recorded import situation_of
 
     basis = msgspec.convert(row["basis"], PlanBasis)
@@ -67,9 +80,7 @@ def _explanation(
         chunks=int(layout.get("virtual_stages", 1)),
         memory_bytes=configuration.get("job", {}).get("memory_per_device") or declared.memory_bytes,
     )
-    untuned = first is not None and not layout.get("tune", False)
-    healthy = plan_of(first, configuration) if first is not None and untuned else None
-    return explain(plan, row["predicted"], situation, unfit=basis.kept_out, healthy=healthy)
+    return plan, situation, basis
 
 
 def plan_of(row: Row, configuration: Mapping[str, Any]) -> Plan:

@@ -45,6 +45,13 @@ SHOWN = 50
 """Rows on a terminal, if no --limit says otherwise."""
 
 
+SPARES = (
+    "assumed: one healthy spare node more at each change of plan, the same losses and times of changes; the planner's "
+    "share of measured seconds, never faster than the first plan when all is well; jobs that ended for want of nodes "
+    "are not counted"
+)
+
+
 class History(str, Enum):  # noqa: UP042 - StrEnum's help text shows differently in older Typer
     """Views of `resihp history`."""
 
@@ -57,6 +64,7 @@ class History(str, Enum):  # noqa: UP042 - StrEnum's help text shows differently
     iterations = "iterations"
     plans = "plans"
     decisions = "decisions"
+    spares = "spares"
     reconfigurations = "reconfigurations"
     drains = "drains"
     replacements = "replacements"
@@ -74,7 +82,9 @@ class History(str, Enum):  # noqa: UP042 - StrEnum's help text shows differently
 
 OF_ALL = frozenset({History.jobs, History.lemons, History.repairs, History.rate})
 """Views that are of many jobs by themselves."""
-RECKONED = frozenset({"jobs", "cost", "decisions", "promises", "lemons", "repairs", "rate", "hosts", "placements"})
+RECKONED = frozenset(
+    {"jobs", "cost", "decisions", "spares", "promises", "lemons", "repairs", "rate", "hosts", "placements"}
+)
 """Those that are no table of the ledger's."""
 
 
@@ -205,7 +215,8 @@ def history(options: HistoryOptions) -> None:
     plans, reconfigurations, drains, replacements, probes, suspicions (of slowness
     and silence, also those that came to nothing), scores (each rank's time over its
     healthy time, and the evidence against it, now and then), checkpoints, events;
-    decisions (what called for each, what was possible, what came of it);
+    decisions (what called for each, what was possible, what came of it); spares
+    (what one more spare node would have saved, by the planner);
     cost (where the time went, in GPU-hours), promises (what plans promised and
     kept), lemons (nodes that fail more than others), repairs (what failed this
     week and was not mended since), rate (failures in 1,000 GPU-days, --around a
@@ -326,18 +337,18 @@ def _check(asked: Asked, every: bool) -> None:
         raise UsageError(f"history {view}: --around, --having and --days are for rate; leave them out")
     if asked.days is not None and not 0.0 < asked.days <= MOST_DAYS:
         raise UsageError(f"history rate: --days {asked.days:g}: at most {MOST_DAYS:,}")
-    if asked.user is not None and (not every or view in ("lemons", "repairs", "promises", "hosts")):
+    if asked.user is not None and (not every or view in ("lemons", "repairs", "promises", "spares", "hosts")):
         raise UsageError(f"history {view}: --user is for what is of many jobs; give it with --all, or leave it out")
     if asked.kind is not None and (not asked.is_table or asked.by is not None or view == "iterations"):
         raise UsageError(f"history {view}: has no kinds; leave --kind out")
-    if view in ("jobs", "cost", "decisions", "promises", "rate") and asked.node is not None:
+    if view in ("jobs", "cost", "decisions", "spares", "promises", "rate") and asked.node is not None:
         raise UsageError(f"history {view}: has no nodes; leave --node out")
     if asked.rank is not None and view != "scores":
         raise UsageError(f"history {view}: --rank is for scores; leave it out")
     if view in ("scores", "decisions") and every:
         raise UsageError(f"history {view}: of one job at a time; name it instead of --all")
     timed = asked.since is not None or asked.until is not None
-    if timed and (view in ("lemons", "scores", "rate") or (view in ("promises", "cost") and not every)):
+    if timed and (view in ("lemons", "scores", "rate") or (view in ("promises", "cost", "spares") and not every)):
         raise UsageError(f"history {view}: is of all the time; leave --since and --until out")
     if asked.injected and view != "lemons":
         raise UsageError(f"history {view}: --injected is for lemons; leave it out")
@@ -371,6 +382,8 @@ def _of_one(asked: Asked, reader: Reader, job: Row, others: Sequence[Row]) -> Li
     if asked.view == "promises":
         rows = queries.promises_rows(reader, job["id"])
         return Listing(queries.COLUMNS["promises"], rows[-asked.limit :] if asked.limit else rows, whose, len(rows))
+    if asked.view == "spares":
+        return Listing(queries.COLUMNS["spares"], queries.spares_rows(reader, job), whose, 1, closing=SPARES)
     if asked.view == "decisions":
         rows = queries.decisions_rows(reader, job["id"], **times)
         return Listing(queries.COLUMNS["decisions"], rows[-asked.limit :] if asked.limit else rows, whose, len(rows))
@@ -443,9 +456,10 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
             lambda reader: fleet.accounts(reader, user=asked.user, **times, period=_period(asked), others=others)
         )
         return _costs(asked, sorted(found, key=lambda pair: pair[0]["started_at"], reverse=True), whose)
-    if asked.view in ("jobs", "lemons", "repairs", "rate", "promises"):
+    if asked.view in ("jobs", "lemons", "repairs", "rate", "promises", "spares"):
         rows = _reckoned(asked, ask)
-        return Listing(queries.COLUMNS[asked.view], rows[: asked.limit], whose, len(rows), names)
+        closing = SPARES if asked.view == "spares" else ""
+        return Listing(queries.COLUMNS[asked.view], rows[: asked.limit], whose, len(rows), names, closing)
     if asked.by is not None:
         by: Any = asked.by
         asks = {"node": asked.node, "user": asked.user, **times}
@@ -493,6 +507,9 @@ def _reckoned(asked: Asked, ask: Callable[[Callable[[Reader], list[Any]]], list[
         most = asked.limit or SHOWN
         rows = ask(lambda reader: queries.promises_of_all(reader, most, since=asked.since, until=asked.until))
         return sorted(rows, key=lambda row: (row["started_at"], row["epoch"]), reverse=True)
+    if asked.view == "spares":
+        found = ask(lambda reader: queries.spares_rows(reader, since=asked.since, until=asked.until))
+        return sorted(found, key=lambda row: (-row["saved_gpu_hours"], row["started_at"]))
     if asked.view == "jobs":
         limits: dict[str, Any] = {"user": asked.user, "since": asked.since, "until": asked.until, "last": asked.limit}
         return sorted(ask(lambda reader: reader.jobs(**limits)), key=lambda row: row["started_at"], reverse=True)

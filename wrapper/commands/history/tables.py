@@ -23,8 +23,8 @@ GROUPS = (
 )
 """What failures are counted by; `db.reading.fleet.GROUPS`, which takes time to import."""
 TIGHT = frozenset(
-    {"plans", "decisions", "reconfigurations", "suspicions", "lemons", "jobs", "repairs", "hosts", "placements"}
-)
+    ("plans", "decisions", "spares", "reconfigurations", "suspicions", "lemons", "jobs", "repairs", "hosts")
+) | {"placements"}
 """Views whose columns stand close together."""
 LEAST_WIDTH = 6
 """Of a column that wraps."""
@@ -335,6 +335,16 @@ _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
         _words("action"),
         Column("in effect (UTC)", _effect),
         Column("reason", _plan_reason, wraps=True),
+    ],
+    "spares": [
+        _words("job", wraps=True),
+        _number("decisions", "changes"),
+        _number("untold"),
+        _number("iterations"),
+        _seconds("measured_seconds", "measured"),
+        _seconds("saved_seconds", "saved"),
+        _amount("saved_gpu_hours", "GPU-hours saved"),
+        _amount("spare_gpu_hours", "of the spare"),
     ],
     "decisions": [
         _time("at", "decided (UTC)"),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, get_args
 
-from sqlalchemy import ColumnElement, case, func, or_, select
+from sqlalchemy import ColumnElement, Select, case, func, or_, select
 
 from db.models import DrainRow, FailureRow, IterationRow, JobRow, NodeRow, ReconfigurationRow
 from db.reading import hardware, health
@@ -74,7 +74,7 @@ def failures_by(
 ) -> list[Row]:
     """Counts and sums of one ledger's failures, for `joined`; of all jobs, or one; of one `user`'s."""
     failures, transitions = FailureRow.__table__, ReconfigurationRow.__table__
-    column = _group(reader, by)
+    column = _group(reader, by, job_id)
     source = failures.outerjoin(
         transitions,
         (transitions.c.job_id == failures.c.job_id) & (transitions.c.epoch == failures.c.recovered_epoch),
@@ -95,7 +95,8 @@ def failures_by(
     if job_id is not None:
         query = query.where(failures.c.job_id == job_id)
     if node is not None:
-        query = query.where(failures.c.node == node)
+        name = reader.node_name(failures.c.node, failures.c.job_id) if job_id is None and "/" in node else None
+        query = query.where((failures.c.node == node) if name is None else (failures.c.node == node) | (name == node))
     if user is not None:
         query = query.where(JobRow.__table__.c.owner == user)
     if since is not None:
@@ -108,10 +109,12 @@ def failures_by(
     return found
 
 
-def _group(reader: Reader, by: By) -> ColumnElement[Any]:
+def _group(reader: Reader, by: By, job_id: int | None) -> ColumnElement[Any]:
     if by in OF_JOBS:
         return JobRow.__table__.c[OF_JOBS[by]]
     failures = FailureRow.__table__.c
+    if by == "node" and job_id is None:
+        return reader.node_name(failures.node, failures.job_id)
     return reader.period(failures.noticed_at, by) if by in ("week", "month") else failures[by]
 
 
@@ -379,22 +382,30 @@ class NodeRecord:
         self.renewals += hardware.renewals(reader, since)
         self.machines += hardware.machines(reader, since)
         nodes, drains, failures = NodeRow.__table__.c, DrainRow.__table__.c, FailureRow.__table__.c
-        counted = func.count().label("n")
-        joined = select(nodes.node, counted).where(nodes.joined_at >= since, nodes.host != "")
-        joined = reader.believed(joined, nodes.job_id)
-        for row in reader.fetch(joined.group_by(nodes.node)):
+        joined: Select[Any] = select(reader.node_name(nodes.node, nodes.job_id).label("node")).where(
+            nodes.joined_at >= since, nodes.host != ""
+        )
+        for row in reader.fetch(_counted(reader.believed(joined, nodes.job_id))):
             self.jobs[row["node"]] = self.jobs.get(row["node"], 0) + row["n"]
-        drained = select(drains.node, counted).where(drains.drained_at >= since, drains.step != "exclusion")
-        for row in reader.fetch(reader.believed(drained, drains.job_id).group_by(drains.node)):
+        drained: Select[Any] = select(reader.node_name(drains.node, drains.job_id).label("node")).where(
+            drains.drained_at >= since, drains.step != "exclusion"
+        )
+        for row in reader.fetch(_counted(reader.believed(drained, drains.job_id))):
             self.drains[row["node"]] = self.drains.get(row["node"], 0) + row["n"]
-        query = select(failures.node, failures.kind, counted).where(failures.noticed_at >= since)
+        name = reader.node_name(failures.node, failures.job_id).label("node")
+        query: Select[Any] = select(name, failures.kind).where(failures.noticed_at >= since)
         query = reader.believed(query.where(failures.node.is_not(None)), failures.job_id)
-        query = query.group_by(failures.node, failures.kind)
         if not injected:
             query = query.where(failures.detect_seconds.is_(None))
-        for row in reader.fetch(query):
+        for row in reader.fetch(_counted(query)):
             kinds = self.kinds.setdefault(row["node"], {})
             kinds[row["kind"]] = kinds.get(row["kind"], 0) + row["n"]
+
+
+def _counted(query: Select[Any]) -> Select[Any]:
+    """How often each row of a query is there, as `n`."""
+    rows = query.subquery().c
+    return select(*rows, func.count().label("n")).group_by(*rows)
 
 
 def lemons(record: NodeRecord, now: datetime | None = None) -> list[Row]:

@@ -30,13 +30,13 @@ def placements(reader: Reader, since: datetime) -> list[SeenDevice]:
     """
     devices = DeviceRow.__table__.c
     known = reader.believed(select().where(devices.uuid != "", devices.joined_at >= since - BEFORE), devices.job_id)
-    rows = reader.fetch(_changes(known, DeviceRow, ("node", "device"), "uuid", "bus"))
+    rows = reader.fetch(_changes(reader, known, DeviceRow, ("node", "device"), "uuid", "bus"))
     slots: dict[str, set[tuple[str, int]]] = {}
     for row in rows:
         slots.setdefault(row["uuid"], set()).add((row["node"], row["device"]))
     several = sorted(uuid for uuid, places in slots.items() if len(places) > 1)
     shared: set[str] = set()
-    place = devices.node + "/" + cast(devices.device, String)
+    place = devices.node + "#" + cast(devices.device, String)
     for i in range(0, len(several), MANY):
         common = known.add_columns(devices.uuid).where(devices.uuid.in_(several[i : i + MANY]))
         common = common.group_by(devices.uuid, devices.job_id).having(func.count(place.distinct()) > 1)
@@ -56,7 +56,7 @@ def machines(reader: Reader, since: datetime) -> list[Machine]:
     known = reader.believed(select().where(stays.serial != "", stays.joined_at >= since - BEFORE), stays.job_id)
     return [
         Machine(node=row["node"], serial=row["serial"], since=row["at"].timestamp())
-        for row in reader.fetch(_changes(known, MembershipRow, ("node",), "serial"))
+        for row in reader.fetch(_changes(reader, known, MembershipRow, ("node",), "serial"))
     ]
 
 
@@ -66,6 +66,7 @@ def renewals(reader: Reader, since: datetime, *, afresh: bool = False) -> list[R
     `afresh`: and nodes that Slurm uses again after a drain.
     """
     found = []
+    several = len(reader.clusters()) > 1
     for row in maintenance_rows(reader, since=since):
         if not row["counts"]:
             continue
@@ -73,7 +74,7 @@ def renewals(reader: Reader, since: datetime, *, afresh: bool = False) -> list[R
         number = int(device) if device is not None and device.isdecimal() else None
         found.append(
             Renewal(
-                node=row["node"],
+                node=named(row, several),
                 since=row["at"].timestamp(),
                 uuid=device if number is None else None,
                 device=number,
@@ -82,16 +83,26 @@ def renewals(reader: Reader, since: datetime, *, afresh: bool = False) -> list[R
         )
     if afresh:
         drains = DrainRow.__table__.c
-        undrained = select(drains.node, drains.undrained_at).where(drains.undrained_at.is_not(None))
+        name = reader.node_name(drains.node, drains.job_id).label("node")
+        undrained = select(name, drains.undrained_at).where(drains.undrained_at.is_not(None))
         rows = reader.fetch(reader.believed(undrained, drains.job_id))
         found += [Renewal(node=row["node"], since=row["undrained_at"].timestamp()) for row in rows]
     return found
 
 
-def _changes(known: Select[Any], model: type[LedgerTable], of: Sequence[str], what: str, *told: str) -> Select[Any]:
+def named(row: Row, several: bool) -> str:
+    """What a node that somebody wrote of is called, as `Reader.node_name` has it: among nodes of several clusters."""
+    return f"{row['cluster']}/{row['node']}" if several and row["cluster"] else str(row["node"])
+
+
+def _changes(
+    reader: Reader, known: Select[Any], model: type[LedgerTable], of: Sequence[str], what: str, *told: str
+) -> Select[Any]:
     """Of rows that are known, those where `what` is another than at the last joining."""
     columns = model.__table__.c
-    keys = [columns[name] for name in of]
+    keys = [
+        reader.node_name(columns.node, columns.job_id).label("node") if name == "node" else columns[name] for name in of
+    ]
     before = func.lag(columns[what]).over(partition_by=keys, order_by=(columns.joined_at, columns.job_id))
     others = [columns[name] for name in (what, *told)]
     seen = known.add_columns(*keys, *others, columns.joined_at.label("at"), before.label("before")).subquery().c
@@ -147,16 +158,21 @@ def placed(rows: Iterable[Row]) -> list[Row]:
 
 
 def stays(reader: Reader, job_id: int | None = None, node: str | None = None) -> list[Row]:
-    """All stays on the hosts of a job, or that bore a node's name, or on all: for `told_changes`."""
+    """All stays on the hosts of a job, or that bore a node's name, or on all: for `told_changes`. Those of a job with
+    its own names of nodes and hosts, others as `Reader.node_name` has them, which is `host_name` of all."""
     served, jobs, devices = MembershipRow.__table__.c, JobRow.__table__.c, DeviceRow.__table__.c
-    query = select(jobs.name.label("job"), *served).join(JobRow, jobs.id == served.job_id)
+    host_name = reader.node_name(served.host, served.job_id)
+    query = select(jobs.name.label("job"), *served, host_name.label("host_name")).join(JobRow, jobs.id == served.job_id)
+    node_name = reader.node_name(served.node, served.job_id)
+    if job_id is None:
+        query = query.add_columns(node_name.label("node_name"))
     parts = select(devices.job_id, devices.node, devices.joined_at, devices.device, devices.uuid, devices.vbios)
     if job_id is not None or node is not None:
-        asked = served.job_id == job_id if job_id is not None else served.node == node
-        there = select(served.host).where(asked)
-        query = query.where(served.host.in_(there))
+        asked = served.job_id == job_id if job_id is not None else or_(served.node == node, node_name == node)
+        there = select(host_name).where(asked)
+        query = query.where(host_name.in_(there))
         parts = parts.join(MembershipRow, and_(*(devices[name] == served[name] for name in OF_STAY)))
-        parts = parts.where(served.host.in_(there))
+        parts = parts.where(host_name.in_(there))
     made: dict[object, dict[int, Row]] = {}
     for row in reader.fetch(parts):
         made.setdefault(tuple(row[name] for name in OF_STAY), {})[row["device"]] = row
@@ -164,6 +180,8 @@ def stays(reader: Reader, job_id: int | None = None, node: str | None = None) ->
     for row in rows:
         row["nic_firmware"] = _firmware(row["nic_firmware"])
         row["made_of"] = made.get(tuple(row[name] for name in OF_STAY), {})
+        if job_id is None:
+            row["node"], row["host"] = row.pop("node_name"), row["host_name"]
     return rows
 
 
@@ -172,12 +190,12 @@ def told_changes(rows: Iterable[Row]) -> list[Row]:
     words; empty where nothing did, or nobody knows. Columns: `job_id`, `STAY`, `vbios` of its devices, `changed`."""
     found = []
     known: dict[str, dict[str, str]] = {}
-    for row in sorted(rows, key=lambda row: (row["joined_at"], row["host"], row["node"])):
+    for row in sorted(rows, key=lambda row: (row["joined_at"], row["host_name"], row["node"])):
         facts = {words: row[name] for name, words in FACTS.items()}
         facts |= {f"firmware of {name}": version for name, version in row["nic_firmware"].items()}
         for number, part in sorted(row["made_of"].items()):
             facts |= {f"device {number}": part["uuid"][:UUID_SHOWN], f"VBIOS of device {number}": part["vbios"]}
-        before = known.setdefault(row["host"], {})
+        before = known.setdefault(row["host_name"], {})
         changed = [
             f"{words} {before[words]} -> {value}"
             for words, value in facts.items()

@@ -133,10 +133,13 @@ def tally_row(one: NodeHealth) -> dict[str, Any]:
     }
 
 
-def usual_speeds(reader: Reader, nodes: Sequence[str], now: datetime | None = None) -> dict[Place, Speed]:
+def usual_speeds(
+    reader: Reader, nodes: Sequence[str], now: datetime | None = None, cluster: str = ""
+) -> dict[Place, Speed]:
     """What the devices of these nodes usually gave before they were given work, while they were found fit.
 
-    Measurements of the last `MEMORY`. Raises LedgerError when the ledger cannot be read.
+    Measurements of the last `MEMORY`; with `cluster`, of its jobs alone, where the ledger has several. Raises
+    LedgerError when the ledger cannot be read.
     """
     query = (
         select(*_columns(ProbeRow, "job_id", "node", "hardware", "flops", "memory_bytes"), *_columns(NodeRow, "host"))
@@ -147,6 +150,8 @@ def usual_speeds(reader: Reader, nodes: Sequence[str], now: datetime | None = No
         .order_by(ProbeRow.measured_at.desc(), ProbeRow.id.desc())
     )
     query = reader.believed(query, ProbeRow.__table__.c.job_id)
+    if cluster and len(reader.clusters()) > 1:
+        query = query.where(ProbeRow.__table__.c.job_id.in_(select(JobRow.id).where(JobRow.cluster == cluster)))
     former = (
         Former(
             place=(row["node"], row["host"], row["hardware"]),
@@ -179,7 +184,8 @@ def verdicts(reader: Reader, since: datetime, injected: bool = False, *, told: b
 def _failures(reader: Reader, since: datetime, injected: bool, told: bool) -> list[NodeFailure]:
     failures = FailureRow.__table__.c
     query = select(
-        *_columns(FailureRow, "node", "device", "kind", "component", "confidence"),
+        reader.node_name(failures.node, failures.job_id).label("node"),
+        *_columns(FailureRow, "device", "kind", "component", "confidence"),
         failures.noticed_at if told else reader.seconds(failures.noticed_at).label("at"),
     ).where(failures.node.is_not(None), failures.noticed_at >= since)
     if told:
@@ -205,7 +211,11 @@ def _failures(reader: Reader, since: datetime, injected: bool, told: bool) -> li
 def _probes(reader: Reader, since: datetime) -> list[NodeFailure]:
     """Devices found unfit at the start or on joining; on a suspicion there is a verdict, too."""
     query = (
-        select(*_columns(ProbeRow, "node", "device", "measured_at", "evidence"), *_JOB)
+        select(
+            reader.node_name(ProbeRow.__table__.c.node, ProbeRow.__table__.c.job_id).label("node"),
+            *_columns(ProbeRow, "device", "measured_at", "evidence"),
+            *_JOB,
+        )
         .join(JobRow, JobRow.id == ProbeRow.job_id)
         .where(ProbeRow.passed.is_(False), ProbeRow.kind == "device", ProbeRow.occasion != "suspicion")
         .where(ProbeRow.measured_at >= since)
@@ -234,7 +244,11 @@ def services(reader: Reader, since: datetime) -> list[Service]:
     over = case((jobs.ended_at.is_(None) | (jobs.state == "abnormal"), jobs.last_entry_at), else_=jobs.ended_at)
     times = {"joined": nodes.joined_at, "lost": nodes.lost_at, "released": nodes.released_at, "over": over}
     query = (
-        select(nodes.node, nodes.devices, *(seconds(time).label(name) for name, time in times.items()))
+        select(
+            reader.node_name(nodes.node, nodes.job_id).label("node"),
+            nodes.devices,
+            *(seconds(time).label(name) for name, time in times.items()),
+        )
         .join(JobRow, jobs.id == nodes.job_id)
         .where(jobs.last_entry_at >= since, nodes.host != "")
         .order_by(nodes.job_id, nodes.node)

@@ -15,7 +15,8 @@ from sqlalchemy import ColumnElement, Select, case, func, select
 
 from db.models import DeviceRow, DrainRow, FailureRow, JobRow, MembershipRow
 from db.reading import hardware
-from db.reading.reader import Reader, Row
+from db.reading.reader import Reader, Row, is_node
+from resihp.errors import UsageError
 
 DAYS = 30.0
 """Looked at on either side of a date."""
@@ -57,7 +58,10 @@ def rate_with(reader: Reader, trait: str, value: str, days: float, now: datetime
     since = now - timedelta(days=days)
     exposure = {"without": 0.0, "with": 0.0}
     held: dict[tuple[int, str], list[tuple[float, str]]] = {}
-    for stay in _stays(reader, since, now, user, trait):
+    there = _stays(reader, since, now, user, trait)
+    if trait == "host":
+        value = _meant(value, {stay["trait"] for stay in there})
+    for stay in there:
         if not stay["trait"]:
             continue
         when = "with" if stay["trait"] == value else "without"
@@ -70,6 +74,15 @@ def rate_with(reader: Reader, trait: str, value: str, days: float, now: datetime
         if found is not None:
             _count(counts, row, found)
     return _compared(counts, exposure, ("without", "with"))
+
+
+def _meant(host: str, known: set[str]) -> str:
+    """A host by its name, with the cluster's where hosts of several are known. Raises UsageError where several are
+    meant."""
+    found = sorted(name for name in known if is_node(host, name))
+    if len(found) > 1 and host not in known:
+        raise UsageError(f"history rate: --having host={host}: there are {', '.join(found)}; name one")
+    return found[0] if len(found) == 1 else host
 
 
 def together(rows: Sequence[Row]) -> list[Row]:
@@ -144,7 +157,7 @@ def _stays(reader: Reader, since: datetime, until: datetime, user: str | None, t
             stays.devices,
             reader.seconds(stays.joined_at).label("since"),
             reader.seconds(end).label("until"),
-            *((_trait(trait).label("trait"),) if trait is not None else ()),
+            *((_trait(reader, trait).label("trait"),) if trait is not None else ()),
         )
         .join(JobRow, jobs.id == stays.job_id)
         .where(stays.joined_at <= until, jobs.last_entry_at >= since)
@@ -153,8 +166,10 @@ def _stays(reader: Reader, since: datetime, until: datetime, user: str | None, t
     return reader.fetch(_of(query, user))
 
 
-def _trait(name: str) -> ColumnElement[Any]:
+def _trait(reader: Reader, name: str) -> ColumnElement[Any]:
     stays, devices = MembershipRow.__table__.c, DeviceRow.__table__.c
+    if name == "host":
+        return reader.node_name(stays.host, stays.job_id)
     if name in OF_STAYS:
         return stays[name]
     if name in OF_JOBS:
@@ -205,7 +220,7 @@ def repairs(reader: Reader, since: datetime | None = None, until: datetime | Non
     )
     query = select(
         failures.job_id,
-        failures.node,
+        reader.node_name(failures.node, failures.job_id).label("node"),
         failures.device,
         failures.noticed_at,
         failures.cause,
@@ -256,15 +271,16 @@ def repairs_together(rows: Iterable[Row]) -> list[Row]:
 def _maintained(reader: Reader) -> dict[str, list[tuple[str | None, datetime]]]:
     """What was done to nodes, as far as it counts."""
     found: dict[str, list[tuple[str | None, datetime]]] = {}
+    several = len(reader.clusters()) > 1
     for row in hardware.maintenance_rows(reader):
         if row["counts"]:
-            found.setdefault(row["node"], []).append((row["device_uuid"], row["at"]))
+            found.setdefault(hardware.named(row, several), []).append((row["device_uuid"], row["at"]))
     return found
 
 
 def _drained(reader: Reader, since: datetime) -> dict[str, str]:
     drains = DrainRow.__table__.c
-    query = select(drains.node, drains.step).where(
+    query = select(reader.node_name(drains.node, drains.job_id).label("node"), drains.step).where(
         drains.drained_at >= since, drains.outcome == "done", drains.undrained_at.is_(None)
     )
     found = reader.fetch(reader.believed(query, drains.job_id).order_by(drains.drained_at))

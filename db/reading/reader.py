@@ -30,6 +30,7 @@ from sqlalchemy import (
     exists,
     extract,
     func,
+    literal,
     literal_column,
     or_,
     select,
@@ -390,6 +391,31 @@ class Reader:
         ).bindparams(trusted=TRUSTED)
         return or_(writer == func.current_user(), writer == owner, writer.in_(trusted))
 
+    def clusters(self) -> list[str]:
+        """Clusters whose jobs are here, of those that we believe."""
+        columns = JobRow.__table__.c
+        query = select(columns.cluster).distinct().where(columns.cluster.is_not(None), columns.cluster != "")
+        return sorted(row["cluster"] for row in self.fetch(self.believed(query, columns.id)))
+
+    def node_name(self, node: ColumnElement[Any], job: ColumnElement[int]) -> ColumnElement[Any]:
+        """What a node, or a host, of a job is called among those of all jobs: `node`, or `cluster/node` where jobs of
+        several clusters are here, whose nodes may have the same names. `job` is their `job_id`."""
+        clusters = self.clusters()
+        if len(clusters) < 2:
+            return node
+        of = JobRow.__table__.c
+        return case(
+            *((job.in_(select(of.id).where(of.cluster == name)), literal(f"{name}/") + node) for name in clusters),
+            else_=node,
+        )
+
+    def _naming(self, node: str, among: Sequence[ColumnElement[Any]], job_id: int | None) -> list[ColumnElement[bool]]:
+        """That these columns name a node; among all jobs' also with its cluster."""
+        asks = [column == node for column in among]
+        if job_id is None and "/" in node:
+            asks += [self.node_name(column, column.table.c.job_id) == node for column in among]
+        return asks
+
     def fetch(self, query: Select[Any]) -> list[Row]:
         """All rows of one query, in a transaction that ends with it (a reader must not hold up the writer)."""
         if self._borrowed:
@@ -505,13 +531,17 @@ class Reader:
         if job_id is not None:
             query = query.where(columns.job_id == job_id)
         else:
+            if table == "devices":  # the same device is looked for in all of them
+                there = self.node_name(columns.node, columns.job_id).label("node")
+                told = (there if column.key == "node" else column for column in query.selected_columns)
+                query = query.with_only_columns(*told)
             query = query.add_columns(JobRow.name.label("job"))
             query = query.outerjoin(
                 JobRow, JobRow.id == columns.job_id
             )  # an inner join SQLite would begin with the jobs
             order = [columns[asked.time], columns.job_id, *order]
         if node is not None:
-            query = query.where(or_(*(columns[name] == node for name in _node_columns(table))))
+            query = query.where(or_(*self._naming(node, [columns[name] for name in _node_columns(table)], job_id)))
         if rank is not None:
             query = query.where(columns.rank == rank)
         if kind is not None:
@@ -710,6 +740,11 @@ class Reader:
             self.shown_plan(job_id),
             now or datetime.now(UTC),
         )
+
+
+def is_node(asked: str | None, name: str) -> bool:
+    """Whether a node of this name (`Reader.node_name`) is asked for, with its cluster or without; None asks for all."""
+    return asked is None or name == asked or name.endswith(f"/{asked}")
 
 
 def _node_columns(table: str) -> list[str]:

@@ -99,12 +99,13 @@ def _places(reader: Reader, nodes: Collection[str] | None, since: datetime) -> d
         .where(probes.job_id == columns.job_id, probes.node == columns.node, probes.kind == "device")
         .scalar_subquery()
     )
-    query = select(columns.job_id, columns.node, columns.host, hardware.label("hardware"))
+    name = reader.node_name(columns.node, columns.job_id)
+    query = select(columns.job_id, columns.node, name.label("name"), columns.host, hardware.label("hardware"))
     query = query.where(columns.host != "", columns.joined_at >= since)
     if nodes is not None:
         query = query.where(columns.node.in_(nodes))
     rows = reader.fetch(reader.believed(query, columns.job_id))
-    return {(row["job_id"], row["node"]): (row["node"], row["host"], row["hardware"] or "") for row in rows}
+    return {(row["job_id"], row["node"]): (row["name"], row["host"], row["hardware"] or "") for row in rows}
 
 
 def _suspects(reader: Reader, since: datetime) -> set[JobDevice]:

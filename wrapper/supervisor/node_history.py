@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from resihp.detector.probes import Place
 from resihp.errors import ResihpError
@@ -22,11 +23,14 @@ _log = logging.getLogger("ledger")
 
 
 class NodeMemory:
-    """Of the ledger at `url`. `read`: how it is read, given the URL and nodes; that may take as long as it likes."""
+    """Of the ledger at `url`, of nodes of this cluster. `read`: how it is read, given the URL and nodes; that may take
+    as long as it likes."""
 
-    def __init__(self, url: str, read: Callable[[str, Sequence[str]], Usual] | None = None) -> None:
+    def __init__(
+        self, url: str, read: Callable[[str, Sequence[str]], Usual] | None = None, *, cluster: str = ""
+    ) -> None:
         self._url = url
-        self._read = read or _from_ledger
+        self._read = read or partial(_from_ledger, cluster=cluster)
 
     def recall(self, nodes: Sequence[str], tell: Callable[[Usual], None]) -> None:
         """Ask in a thread; `tell` is called in this event loop, if there is anything to tell, or never."""
@@ -45,9 +49,9 @@ class NodeMemory:
         threading.Thread(target=ask, name="node memory", daemon=True).start()
 
 
-def _from_ledger(url: str, nodes: Sequence[str]) -> Usual:
+def _from_ledger(url: str, nodes: Sequence[str], cluster: str) -> Usual:
     from db.reading.health import usual_speeds
     from db.reading.queries import Reader
 
     with Reader.open(url) as reader:
-        return usual_speeds(reader, nodes)
+        return usual_speeds(reader, nodes, cluster=cluster)

@@ -172,7 +172,7 @@ async def supervise_with(
         ledger=ledger,
         view=view,
         slurm=_desk(request, heir, comment),
-        memory=NodeMemory(request.ledger_url) if request.settings.examine and request.ledger_url != "sqlite" else None,
+        memory=_memory(request),
         thinker=partial(_thinker, request) if request.settings.plans_ahead else None,
         listener=listener,
         lead=heir.lead if heir else None,
@@ -202,6 +202,12 @@ def _desk(
 
     said = end_time(os.environ, time.time()) if heir is None else None  # it may have been changed since
     return lambda event: SlurmDesk(request, event, comment=comment, end_time=said)
+
+
+def _memory(request: RunRequest) -> NodeMemory | None:
+    if not request.settings.examine or request.ledger_url == "sqlite":
+        return None
+    return NodeMemory(request.ledger_url, cluster=request.slurm.cluster if request.slurm else "")
 
 
 def _thinker(request: RunRequest, event: Callable[[AnyEvent], None]) -> Thinker:

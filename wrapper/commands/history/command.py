@@ -409,6 +409,7 @@ def _of_one(asked: Asked, reader: Reader, job: Row, others: Sequence[Row]) -> Li
 def _stays(asked: Asked, rows: list[Row], job_id: int | None = None) -> list[Row]:
     """Those asked for, with what changed since the stay before, whether that was asked for or not."""
     from db.reading import hardware
+    from db.reading.reader import is_node
 
     found = hardware.told_changes(rows)
     if job_id is not None:
@@ -417,7 +418,7 @@ def _stays(asked: Asked, rows: list[Row], job_id: int | None = None) -> list[Row
     return [
         {name: value for name, value in row.items() if name != "job_id"}
         for row in found
-        if since <= row["joined_at"] <= until and asked.node in (None, row["node"])
+        if since <= row["joined_at"] <= until and is_node(asked.node, row["node"])
     ]
 
 
@@ -492,6 +493,7 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
 def _reckoned(asked: Asked, ask: Callable[[Callable[[Reader], list[Any]]], list[Any]]) -> list[Row]:
     """What is reckoned of many jobs. Raises UsageError for a trait that there is not."""
     from db.reading import fleet, queries, rates
+    from db.reading.reader import is_node
 
     if asked.view == "lemons":
         now = datetime.now(UTC)
@@ -502,7 +504,7 @@ def _reckoned(asked: Asked, ask: Callable[[Callable[[Reader], list[Any]]], list[
             return []
 
         ask(read)
-        return [row for row in fleet.lemons(record, now) if asked.node in (None, row["node"])]
+        return [row for row in fleet.lemons(record, now) if is_node(asked.node, row["node"])]
     if asked.view == "promises":
         most = asked.limit or SHOWN
         rows = ask(lambda reader: queries.promises_of_all(reader, most, since=asked.since, until=asked.until))
@@ -515,7 +517,7 @@ def _reckoned(asked: Asked, ask: Callable[[Callable[[Reader], list[Any]]], list[
         return sorted(ask(lambda reader: reader.jobs(**limits)), key=lambda row: row["started_at"], reverse=True)
     if asked.view == "repairs":
         found = rates.repairs_together(ask(lambda reader: rates.repairs(reader, asked.since, asked.until)))
-        return [row for row in found if asked.node in (None, row["node"])]
+        return [row for row in found if is_node(asked.node, row["node"])]
     days = asked.days or rates.DAYS
     if asked.around is not None:
         around = asked.around

@@ -133,11 +133,12 @@ def test_what_failed_is_to_be_repaired_until_somebody_has_done_so(
     found = rates.repairs(reader, since)
     assert sum(row["failures"] for row in found) == truth.hardware + truth.slow
     worst = found[0]
-    assert worst["uuid"] == f"GPU-{worst['node']}-{worst['device']}"
+    cluster, node = worst["node"].split("/")
+    assert worst["uuid"] == f"GPU-{node}-{worst['device']}"
     own = shutil.copy(fleet_of_20[0].removeprefix("sqlite:///"), tmp_path)
     engine = make_engine(resolve(f"sqlite:///{own}"), write=True)
     with engine.begin() as connection:
-        done = {"cluster": "", "node": worst["node"], "device_uuid": worst["uuid"], "kind": "replaced", "text": ""}
+        done = {"cluster": cluster, "node": node, "device_uuid": worst["uuid"], "kind": "replaced", "text": ""}
         connection.execute(insert(MaintenanceRow).values(**done, at=NOW, recorded_at=NOW))
     engine.dispose()
     with Reader.open(f"sqlite:///{own}") as after:

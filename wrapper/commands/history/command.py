@@ -45,11 +45,10 @@ SHOWN = 50
 """Rows on a terminal, if no --limit says otherwise."""
 
 
-SPARES = (
-    "assumed: one healthy spare node more at each change of plan, the same losses and times of changes; the planner's "
-    "share of measured seconds, never faster than the first plan when all is well; jobs that ended for want of nodes "
-    "are not counted"
-)
+SPARES = """\
+assumed: one healthy spare node more at each change of plan, the same losses and
+times of changes; the planner's share of measured seconds, never faster than the
+first plan when all is well; jobs that ended for want of nodes are not counted"""
 
 
 class History(str, Enum):  # noqa: UP042 - StrEnum's help text shows differently in older Typer

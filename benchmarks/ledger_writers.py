@@ -5,7 +5,7 @@
 Each writer is a job's ledger as a supervisor has it, opened behind its back, which is handed a journal of its own as
 time goes by; the writers are threads of a few processes, and begin one after the other. Then every job's rows are
 counted. The reader does what `resihp status` asks of the ledger. Exits with 1 where a record is missing, or an answer
-took longer than a second.
+took longer than a second, or the reader was refused.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,6 +43,7 @@ DEFAULTS = "-c max_connections=100 -c shared_buffers=128MB"
 """As PostgreSQL comes; `Server` asks for less."""
 LONGEST_ANSWER_S = 1.0
 CLOSE_S = 60.0
+PRIORITY = 10
 
 
 @dataclass(frozen=True)
@@ -91,9 +94,18 @@ def one_job(name: str, url: str, folder: Path, load: Load, begin: Any, said: lis
         lacking.append(name)
 
 
+def _stand_back() -> None:
+    """Lower priority, also where the kernel shares processors among sessions first (sched_autogroup, sched(7))."""
+    os.setsid()
+    os.nice(PRIORITY)
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(PRIORITY))
+
+
 def jobs_of(names: list[str], url: str, folder: str, load: Load, begin: Any, result: Connection) -> None:
     """One process's part. Its threads stand for jobs on machines of their own: none is to keep the interpreter for long
-    while another one has a transaction open."""
+    while another one has a transaction open, and none takes a processor from the server and the reader."""
+    _stand_back()
     sys.setswitchinterval(0.0005)
     said: list[str] = []
     lacking: list[str] = []
@@ -223,7 +235,11 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
     slowest = found["answer, slowest s"]
-    return int(bool(found["jobs that lack something"]) or slowest is None or slowest > LONGEST_ANSWER_S)
+    return int(
+        bool(found["jobs that lack something"] or found["reader refused"])
+        or slowest is None
+        or slowest > LONGEST_ANSWER_S
+    )
 
 
 if __name__ == "__main__":

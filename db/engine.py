@@ -6,6 +6,7 @@ password masked, and what to do.
 
 from __future__ import annotations
 
+import random
 import re
 import sqlite3
 import time
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Engine, create_engine, event
-from sqlalchemy.engine import Connection, make_url
+from sqlalchemy.engine import Connection, Dialect, make_url
+from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 
@@ -22,6 +24,8 @@ from resihp.errors import LedgerError
 
 LEDGER_FILE = "ledger.db"
 BUSY_TIMEOUT_S = 5.0
+FULL_PAUSE_S = 0.1
+"""After the first try to connect to a server that is full; then twice as long each time."""
 SILENCE_S = 30.0
 MIGRATION_LOCK_S = 3.0
 """How long a change of a server's schema waits for a table at a time: whoever comes after it waits as long."""
@@ -101,11 +105,11 @@ def make_engine(url: URL, *, write: bool, migrate: bool = False) -> Engine:
     """An engine whose transactions are real ones on SQLite too (pysqlite's own begin too late for migrations).
 
     Nothing is opened yet. Writers take SQLite's lock when a transaction begins, so that it cannot fail half-way, and
-    wait for a lock of either database for `BUSY_TIMEOUT_S`; who migrates PostgreSQL waits for `MIGRATION_LOCK_S`. A
-    server's connection ends with its use: a server has a hundred, and hundreds of jobs. A server that vanished
-    without a word is given up after `SILENCE_S`. With `migrate`, SQLite does not enforce foreign keys, so
-    that tables can be remade (sqlite.org, "Making Other Kinds Of Table Schema Changes"); who migrates checks them
-    before the commit.
+    wait for a lock of either database for `BUSY_TIMEOUT_S`, as readers do for a connection to a server that is full;
+    who migrates PostgreSQL waits for `MIGRATION_LOCK_S`. A server's connection ends with its use: a server has a
+    hundred, and hundreds of jobs. A server that vanished without a word is given up after `SILENCE_S`. With `migrate`,
+    SQLite does not enforce foreign keys, so that tables can be remade (sqlite.org, "Making Other Kinds Of Table Schema
+    Changes"); who migrates checks them before the commit.
     Raises LedgerError if the driver is not installed.
     """
     if url.get_backend_name() == "sqlite":
@@ -134,7 +138,9 @@ def make_engine(url: URL, *, write: bool, migrate: bool = False) -> Engine:
             f"ledger {masked(url)}: Python package psycopg is not installed; pip install 'psycopg[binary]', "
             "or use sqlite"
         ) from None
-    if write:
+    if not write:
+        event.listen(engine, "do_connect", _connect_patiently)
+    else:
         wait_ms = round((MIGRATION_LOCK_S if migrate else BUSY_TIMEOUT_S) * 1000)
 
         def limited(connection: Connection) -> None:
@@ -163,6 +169,27 @@ def _connect_arguments(url: URL) -> dict[str, Any]:
     usual = {"connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4}
     usual["tcp_user_timeout"] = round(SILENCE_S * 1000)
     return {"prepare_threshold": None, **{name: value for name, value in usual.items() if name not in url.query}}
+
+
+def _connect_patiently(
+    dialect: Dialect, _: ConnectionPoolEntry, arguments: list[Any], named: dict[str, Any]
+) -> DBAPIConnection:
+    """A server whose connections are all in use has one free in a moment, since ours are held for a batch only. Writers
+    have pauses of their own (`db.writer`), for being refused costs a server as much as being let in."""
+    until = time.monotonic() + BUSY_TIMEOUT_S
+    pause_s = FULL_PAUSE_S
+    while True:
+        try:
+            return dialect.connect(*arguments, **named)
+        except dialect.loaded_dbapi.Error as error:
+            if not _all_in_use(str(error)) or time.monotonic() > until:
+                raise
+        time.sleep(random.uniform(0.5, 1.0) * pause_s)
+        pause_s *= 2
+
+
+def _all_in_use(words: str) -> bool:
+    return any(said in words for said in ("too many c", "remaining connection slots", "temporarily unavailable"))
 
 
 def check(url: URL) -> None:
@@ -207,7 +234,7 @@ def refusal(url: URL, error: DBAPIError | OSError) -> LedgerError:
         advice = "rows of a job that another database user wrote are not changed; name another with --ledger"
     elif file_of(url) is not None:
         advice = "is its folder writable? name another with --ledger sqlite:///PATH"
-    elif "too many c" in words or "remaining connection slots" in words:
+    elif _all_in_use(words):
         advice = "all its connections are in use: try again, or raise its max_connections, or use a pooler"
     else:
         advice = "is the server up, and may this user connect? name another with --ledger"

@@ -7,17 +7,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import psycopg
 import pytest
 from sqlalchemy import text
 
+import db.engine
 import db.writer
 from db import migrate
 from db.engine import make_engine, resolve
 from db.reading.queries import Reader
 from db.writer import Ledger
+from resihp.errors import LedgerError
 from resihp.record import journal
 from tests.db.conftest import Listener, held, rank_reports, story, write_journal
 from tests.db.postgres import FAST, Server, missing
@@ -144,6 +147,33 @@ def test_more_writers_than_connections(tmp_path: Path, monkeypatch: pytest.Monke
             assert len(jobs) == WRITERS
             assert {len(reader.rows("iterations", job["id"])) for job in jobs} == {20}
         assert all("too many clients" in line or "written again" in line for line in listener.heard), listener.heard
+
+
+def test_a_reader_that_finds_a_server_full_waits_for_a_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if why := missing():
+        pytest.skip(why)
+    with Server(f"{FAST} -c max_connections=3 -c superuser_reserved_connections=0 -c max_wal_senders=0") as server:
+        url = server.new_database()
+        migrate.upgrade(url)
+        taken = [psycopg.connect(server.conninfo()) for _ in range(3)]
+        monkeypatch.setattr(db.engine, "BUSY_TIMEOUT_S", 0.0)
+        with pytest.raises(LedgerError, match=r"too many clients already; .* try again, or raise its max_connections"):
+            Reader.open(url)
+        monkeypatch.setattr(db.engine, "BUSY_TIMEOUT_S", 60.0)
+        waited = threading.Event()
+
+        def until_one_is_free(_: float) -> None:
+            if not waited.is_set():
+                taken.pop().close()
+                waited.set()
+
+        monkeypatch.setattr(db.engine, "time", SimpleNamespace(monotonic=time.monotonic, sleep=until_one_is_free))
+        Reader.open(url).close()
+        assert waited.is_set()
+        for connection in taken:
+            connection.close()
 
 
 def test_a_reader_has_a_connection_while_it_asks(

@@ -1,6 +1,6 @@
 """A fleet's ledger with its truth: jobs of many users, failures, lemons, repairs, attempts, for as long as one likes.
 
-    python -m benchmarks.fleet make URL [--jobs 300] [--days 182] [--nodes 500] [--seed 1]
+    python -m benchmarks.fleet make URL [--jobs 300] [--days 182] [--nodes 500] [--seed 1] [--length 400]
     python -m benchmarks.fleet questions URL [--limit 2] [--again 1] [--postgresql]
 
 `make` fills an empty ledger through the projection, as a job's journal does, and writes the truth beside it, as JSON on
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import re
 import shlex
@@ -53,6 +54,7 @@ LEMON = 25.0
 LEMONS = 0.02
 """Of all nodes."""
 ITERATION_S = 120.0
+LENGTH = 400
 CHECKPOINT_EVERY = 50
 RECOVERY_S = 45.0
 SIZES = ((1, 6), (2, 8), (4, 8), (8, 6), (16, 3), (32, 1))
@@ -90,18 +92,25 @@ class Truth:
 
 @dataclass(frozen=True)
 class _Node:
+    cluster: str
     name: str
+    """Nodes of the clusters are called alike."""
     rate: float
     """Failures of a device an hour."""
 
 
 class _Fleet:
-    def __init__(self, jobs: int, days: float, nodes: int, seed: int) -> None:
+    def __init__(self, jobs: int, days: float, nodes: int, seed: int, length: int) -> None:
+        self._length = length
         self._rng = random.Random(seed)
         self._jobs, self._began, self._days = jobs, ENDED - days * 86400.0, days
         lemons = set(self._rng.sample(range(nodes), max(1, round(LEMONS * nodes))))
-        self.nodes = [_Node(f"gpu{n + 1:04}", RATE * (LEMON if n in lemons else 1.0)) for n in range(nodes)]
-        self.truth = Truth(seed, lemons=[self.nodes[n].name for n in sorted(lemons)])
+        nodes_of = [(CLUSTERS[n % len(CLUSTERS)], f"gpu{n // len(CLUSTERS) + 1:04}") for n in range(nodes)]
+        self.nodes = [_Node(*of, RATE * (LEMON if n in lemons else 1.0)) for n, of in enumerate(nodes_of)]
+        self.truth = Truth(seed, lemons=["/".join(nodes_of[n]) for n in sorted(lemons)])
+
+    def nodes_of(self, cluster: str) -> list[_Node]:
+        return [node for node in self.nodes if node.cluster == cluster]
 
     def attempts(self) -> Iterator[list[journal.Record]]:
         """Journals, one attempt after the other."""
@@ -116,8 +125,9 @@ class _Fleet:
         size = rng.choices([n for n, _ in SIZES], [share for _, share in SIZES])[0]
         user, cluster = f"user{rng.randrange(USERS):02}", rng.choice(CLUSTERS)
         run = str(uuid.UUID(int=rng.getrandbits(128), version=4))
-        target = max(20, round(rng.lognormvariate(6.0, 0.7)))
+        target = max(20, round(rng.lognormvariate(math.log(self._length), 0.7)))
         done, restarts = 0, 0
+        hours: dict[int, float] = {}
         while done < target and at < ENDED and restarts < 4:
             slurm = journal.SlurmIdentity(
                 cluster=cluster,
@@ -127,7 +137,10 @@ class _Fleet:
                 partition=PARTITIONS[number % 2],
                 qos="normal",
             )
-            records, done, at = _Attempt(self, rng, size, user, run, slurm, restarts).play(at, done, target)
+            attempt = _Attempt(self, rng, size, user, run, slurm, restarts)
+            records, done, at = attempt.play(at, done, target)
+            self.truth.rolled_back += sum(hours[i] for i in attempt.hours.keys() & hours.keys())
+            hours |= attempt.hours
             yield records
             at += rng.expovariate(1 / 3600.0)
             restarts += 1
@@ -151,11 +164,13 @@ class _Attempt:
         restarts: int,
     ) -> None:
         self._fleet, self._rng, self._run, self._slurm, self._user = fleet, rng, run, slurm, user
-        self._nodes = rng.sample(fleet.nodes, size)
+        self._nodes = rng.sample(fleet.nodes_of(slurm.cluster), size)
         self._pp = 2 if size > 1 else 1
         self._restarts = restarts
         self._recovering: tuple[int, int] | None = None
         self._records: list[journal.Record] = []
+        self.hours: dict[int, float] = {}
+        """GPU-hours of each iteration, of those that worked."""
 
     def play(self, at: float, done: int, target: int) -> tuple[list[journal.Record], int, float]:
         """The journal from `at` on, the iteration of the last checkpoint or of the end, and when it ended."""
@@ -214,6 +229,7 @@ class _Attempt:
             if slow and slow_from <= i < slow_to:
                 seconds *= 1.4
             at += seconds
+            self.hours[i] = seconds * (len(self._nodes) - len(dead)) * DEVICES / 3600.0
             self._committed(at, i, epoch, seconds, usual)
             self._reconfigured(at, seconds)
             if slow and i == slow_from:
@@ -237,7 +253,6 @@ class _Attempt:
         truth.iterations += i - done
         if i >= target:
             return self._records, target, ended
-        truth.rolled_back += (i - saved) * usual * devices / 3600.0
         return self._records, saved, ended
 
     # --- entries ------------------------------------------------------------------------------------------------------
@@ -266,11 +281,13 @@ class _Attempt:
 
     def _joined(self, node: _Node) -> journal.NodeJoined:
         devices = tuple(
-            journal.DeviceInventory(device=d, name="NVIDIA H100", uuid=f"GPU-{node.name}-{d}", vbios="96.00.89")
+            journal.DeviceInventory(
+                device=d, name="NVIDIA H100", uuid=f"GPU-{node.cluster}-{node.name}-{d}", vbios="96.00.89"
+            )
             for d in range(DEVICES)
         )
         found = journal.NodeInventory(
-            serial=f"S-{node.name}",
+            serial=f"S-{node.cluster}-{node.name}",
             kernel="5.14.0-503",
             image="Rocky Linux 9.5",
             driver=DRIVERS[self._fleet.late(self._records[0].at)],
@@ -426,11 +443,11 @@ class _Attempt:
         truth.by_owner[self._user] = truth.by_owner.get(self._user, 0.0) + hours
 
 
-def make(url: str, jobs: int, days: float, nodes: int, seed: int) -> Truth:
-    """Fill the ledger at `url`, which must be empty or not there."""
+def make(url: str, jobs: int, days: float, nodes: int, seed: int, length: int = LENGTH) -> Truth:
+    """Fill the ledger at `url`, which must be empty or not there. `length`: iterations of half of the jobs, at most."""
     migrate.upgrade(url)
     engine = make_engine(resolve(url), write=True)
-    fleet = _Fleet(jobs, days, nodes, seed)
+    fleet = _Fleet(jobs, days, nodes, seed, length)
     for records in fleet.attempts():
         with Session(engine) as session, session.begin():
             projection.apply_all(session, projection.job_of(session, records[0]), records)
@@ -479,10 +496,19 @@ def on_postgresql(url: str) -> Iterator[str]:
         yield copy
 
 
-def ask(url: str, limit_s: float, again: int) -> bool:
-    """Each question, as somebody types it; whether all were answered in time."""
-    table = Table("", "question", "s", f"over {limit_s:g} s", "answer begins")
-    fine, names = True, names_in(url)
+@dataclass(frozen=True)
+class Answer:
+    number: int
+    question: str
+    seconds: float
+    right: bool
+    """It ended well."""
+    begins: str
+
+
+def answers(url: str, again: int) -> Iterator[Answer]:
+    """Each question, as somebody types it, and the fastest of so many times."""
+    names = names_in(url)
     for number, question, command in questions():
         words = [re.sub("|".join(names), lambda found: names[found[0]], word) for word in command[1:]]
         times = []
@@ -492,12 +518,19 @@ def ask(url: str, limit_s: float, again: int) -> bool:
                 [sys.executable, "-m", "wrapper", *words, "--ledger", url], capture_output=True, text=True, check=False
             )
             times.append(time.monotonic() - began)
-        took = min(times)
-        answer = [line.strip() for line in (done.stdout or done.stderr).splitlines() if line.strip(" ─")]
-        right = done.returncode == 0 and took <= limit_s
-        fine &= right
-        seconds = f"[{'green' if right else 'red'}]{took:.2f}"
-        table.add_row(str(number), question, seconds, "yes" if took > limit_s else "no", " / ".join(answer[:2])[:90])
+        lines = [line.strip() for line in (done.stdout or done.stderr).splitlines() if line.strip(" ─")]
+        yield Answer(number, question, min(times), done.returncode == 0, " / ".join(lines[:2])[:90])
+
+
+def ask(url: str, limit_s: float, again: int) -> bool:
+    """Print what is answered, and in what time; whether all were in time."""
+    table = Table("", "question", "s", f"over {limit_s:g} s", "answer begins")
+    fine = True
+    for answer in answers(url, again):
+        late = answer.seconds > limit_s
+        fine &= answer.right and not late
+        seconds = f"[{'green' if answer.right and not late else 'red'}]{answer.seconds:.2f}"
+        table.add_row(str(answer.number), answer.question, seconds, "yes" if late else "no", answer.begins)
     Console(width=200).print(table)
     return fine
 
@@ -511,6 +544,7 @@ def main() -> None:
     making.add_argument("--days", type=float, default=182.0)
     making.add_argument("--nodes", type=int, default=500)
     making.add_argument("--seed", type=int, default=1)
+    making.add_argument("--length", type=int, default=LENGTH, help="iterations of half of the jobs, at most")
     asking = commands.add_parser("questions")
     asking.add_argument("url")
     asking.add_argument("--limit", type=float, default=2.0)
@@ -518,7 +552,9 @@ def main() -> None:
     asking.add_argument("--postgresql", action="store_true")
     given = parser.parse_args()
     if given.command == "make":
-        print(json.dumps(asdict(make(given.url, given.jobs, given.days, given.nodes, given.seed)), indent=1))
+        print(
+            json.dumps(asdict(make(given.url, given.jobs, given.days, given.nodes, given.seed, given.length)), indent=1)
+        )
         return
     with on_postgresql(given.url) if given.postgresql else nullcontext(given.url) as url:
         fine = ask(url, given.limit, max(given.again, 1))

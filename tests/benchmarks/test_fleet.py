@@ -14,6 +14,7 @@ from scipy import stats
 from sqlalchemy import insert
 
 from benchmarks import fleet as made
+from benchmarks import fleet_numbers
 from db.engine import make_engine, resolve
 from db.models import MaintenanceRow
 from db.reading import fleet, queries, rates
@@ -25,7 +26,7 @@ NOW = datetime.fromtimestamp(made.ENDED, UTC)
 DAYS = 60.0
 
 
-JOBS, NODES, SEED = 20, 30, 3
+JOBS, NODES, SEED = 20, 64, 3
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def test_postgresql_tells_the_same(reader: Reader, postgres_url: str) -> None:  
         first, second = (of.job(uuid) for uuid in jobs[:2])
         return [
             jobs,
-            [fleet.joined(by, fleet.failures_by(of, by)) for by in fleet.GROUPS],
+            [_rounded(fleet.joined(by, fleet.failures_by(of, by))) for by in fleet.GROUPS],
             _rounded(rates.rate_around(of, NOW - timedelta(days=30))),
             _rounded(rates.rate_with(of, "vbios", "96.00.89", 100.0, NOW)),
             rates.repairs(of, NOW - timedelta(days=200)),
@@ -134,7 +135,7 @@ def test_what_failed_is_to_be_repaired_until_somebody_has_done_so(
     assert sum(row["failures"] for row in found) == truth.hardware + truth.slow
     worst = found[0]
     cluster, node = worst["node"].split("/")
-    assert worst["uuid"] == f"GPU-{node}-{worst['device']}"
+    assert worst["uuid"] == f"GPU-{cluster}-{node}-{worst['device']}"
     own = shutil.copy(fleet_of_20[0].removeprefix("sqlite:///"), tmp_path)
     engine = make_engine(resolve(f"sqlite:///{own}"), write=True)
     with engine.begin() as connection:
@@ -187,3 +188,9 @@ def test_a_question_loads_no_library_that_its_answer_has_no_need_of(
     words = ["history", *question.split(), "--ledger", fleet_of_20[0]]
     asked = subprocess.run([sys.executable, "-P", "-c", code, *words], capture_output=True, text=True, check=False)
     assert (asked.returncode, asked.stdout.splitlines()[-1:]) == (0, ["loaded []"]), asked.stderr
+
+
+@pytest.mark.parametrize("which", [0, 1, 2, 3])
+def test_the_cost_of_a_fleet_is_what_happened(reader: Reader, truth: made.Truth, which: int) -> None:
+    number = list(fleet_numbers.costs(reader, truth))[which]
+    assert number.fine, number

@@ -27,7 +27,7 @@ def _filled_in(query: str, names: dict[str, list[str]]) -> str:
 
 
 def test_every_panel_has_an_answer(postgres_url: str) -> None:  # noqa: F811
-    truth = made.make(postgres_url, jobs=12, days=30.0, nodes=20, seed=4)
+    truth = made.make(postgres_url, jobs=12, days=30.0, nodes=64, seed=4)
     engine = make_engine(resolve(postgres_url), write=False)
     names: dict[str, list[str]] = {}
     answers: dict[str, list[dict[str, Any]]] = {}

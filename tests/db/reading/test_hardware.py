@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from wrapper.commands.node import maintenance as node_commands
 DAY_S = 86_400.0
 NOW = datetime.fromtimestamp(BEGAN + 100 * DAY_S, UTC)
 Told = Iterator[tuple[journal.AnyEntry, float]]
-Machines = dict[str, journal.NodeInventory | None]
+Machines = Mapping[str, journal.NodeInventory | None]
 
 
 def machine(node: str, **devices: str) -> journal.NodeInventory:

@@ -1,6 +1,7 @@
 """What `resihp run` shows while training runs: a panel on a terminal, plain lines elsewhere, on stderr.
 
-Fed by the supervisor with everything that it journals and hears. Only shows; whatever goes wrong here (odd input, a
+Each line begins with its time (UTC, as in the ledger); a message comes after the iterations that were committed before
+it. Fed by the supervisor with everything that it journals and hears. Only shows; whatever goes wrong here (odd input, a
 terminal that is gone) is counted and never reaches the supervisor.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec
 
 from rich.console import Console, Group
@@ -32,6 +34,8 @@ BETWEEN_FRAMES_S = 0.2
 ROOM_FOR_ECHO = 6
 """Columns left free beside the panel: a terminal that echoes ^C there does not begin a new line, and Rich, which
 counts lines, takes all of the panel off the screen."""
+BETWEEN_WORDS_S = 15.0
+"""Of those that tell how far the start has come."""
 SHOWN_AFTER_FAILURE = 3
 """Iterations that are told one by one after a failure, however fast they are."""
 _STYLES: Mapping[Level, str] = {"progress": "", "notice": "cyan", "warning": "yellow", "error": "bold red"}
@@ -57,13 +61,21 @@ def _quiet(
 class LiveView:
     """Call `entry`, `say`, `report`, `beats` as things happen, `tick` a few times a second, `close` at the end."""
 
-    def __init__(self, console: Console, settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`console` writes to stderr; `clock` gives monotonic seconds."""
+    def __init__(
+        self,
+        console: Console,
+        settings: Settings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`console` writes to stderr; `clock` gives monotonic seconds, `wall_clock` those since 1970."""
         self.errors = 0
         """Calls whose showing failed."""
         self._console = console
         self._settings = settings
         self._clock = clock
+        self._wall_clock = wall_clock
         self._ranks = RankHealth()
         self._layout: Layout | None = None
         self._in_effect: Layout | None = None
@@ -72,6 +84,8 @@ class LiveView:
         self._event = ""
         self._printed = 0
         self._printed_at = float("-inf")
+        self._waited_since = clock()
+        self._nodes: set[str] = set()
         self._always = 1
         self._reports: dict[int, int] = {}
         self._drawn_at = float("-inf")
@@ -89,6 +103,7 @@ class LiveView:
     @_quiet
     def say(self, level: Level, text: str) -> None:
         """A line from the controller or the supervisor."""
+        self._show_last()
         self._line(text, _STYLES.get(level, ""))
 
     @_quiet
@@ -98,6 +113,8 @@ class LiveView:
         self._dirty = True
         self._ranks.follow(entry)
         match entry:
+            case journal.NodeJoined():
+                self._nodes.add(entry.node)
             case journal.ModelDeclared():
                 self._goal = entry.declare.iterations
             case journal.PlanDecided():
@@ -111,10 +128,12 @@ class LiveView:
                 self._committed(entry)
             case journal.FailureFound():
                 self._always = SHOWN_AFTER_FAILURE
+                self._show_last()
                 self._line(explain(entry), _STYLES["warning"])
             case journal.Reconfigured():
                 self._line(self._recovered(entry), _STYLES["notice"])
             case journal.FaultInjected() | journal.CheckpointCommitted() | journal.EvaluationDone():
+                self._show_last()
                 self._line(explain(entry), "")
             case journal.JobEnded():
                 self._show_last()
@@ -140,6 +159,7 @@ class LiveView:
     @_quiet
     def tick(self) -> None:
         """Time has passed."""
+        self._tell_of_the_start()
         self._draw()
 
     @_quiet
@@ -156,7 +176,24 @@ class LiveView:
         """One message: above the panel, or a line."""
         shown = literal(text)
         self._event = shown.splitlines()[0] if shown else ""
-        self._console.print(Text(shown, style=style), soft_wrap=True)
+        self._print(Text(shown, style=style))
+
+    def _print(self, text: Text) -> None:
+        at = datetime.fromtimestamp(self._wall_clock(), UTC)
+        self._console.print(Text(f"{at:%m-%d %H:%M:%S} ").append_text(text), soft_wrap=True)
+
+    def _tell_of_the_start(self) -> None:
+        """Now and then, until there is an iteration, who is there: nodes and models may take minutes."""
+        now = self._clock()
+        if self._live is not None or self._last is not None or now - self._waited_since < BETWEEN_WORDS_S:
+            return
+        self._waited_since = now
+        nodes = f"{len(self._nodes)} of {self._settings.nodes} nodes have joined"
+        self._line(f"waiting for the first iteration: {nodes}, {self._started()}", "")
+
+    def _started(self) -> str:
+        of = self._settings.nodes * self._settings.gpus_per_node
+        return f"{len(self._ranks.running)} of {of} workers have started"
 
     def _recovered(self, entry: journal.Reconfigured) -> str:
         layout = self._layout.describe() if self._layout is not None else f"epoch {entry.epoch}"
@@ -184,7 +221,7 @@ class LiveView:
     def _print_iteration(self, entry: journal.IterationCommitted, now: float) -> None:
         self._printed = entry.outcome.iteration
         self._printed_at = now
-        self._console.print(Text(iteration_line(entry)), soft_wrap=True)
+        self._print(Text(iteration_line(entry)))
 
     def _show_last(self) -> None:
         if self._last is not None and self._printed != self._last.outcome.iteration:
@@ -202,9 +239,7 @@ class LiveView:
         width = max(self._console.width - ROOM_FOR_ECHO, 24)
         parts: list[Text] = []
         if self._last is None:
-            there = len(self._ranks.running)
-            of = self._settings.nodes * self._settings.gpus_per_node
-            started = f", {there} of {of} workers have started" if self._layout is None else ""
+            started = f", {self._started()}" if self._layout is None else ""
             parts.append(Text(f"waiting for the first iteration{started}", style="dim"))
         else:
             parts.append(Text(iteration_line(self._last), style="bold"))

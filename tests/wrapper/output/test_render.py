@@ -231,6 +231,9 @@ def entries() -> Iterator[journal.AnyEntry]:
         yield committed(i)
 
 
+BEGAN = 1e9
+
+
 class Shown:
     """A live view on a console of 80 columns and a clock of its own, 0.1 s for each entry."""
 
@@ -238,7 +241,7 @@ class Shown:
         self.file = io.StringIO()
         self.now = 0.0
         console = Console(file=self.file, force_terminal=terminal, width=80, _environ={"TERM": "xterm"})
-        self.view = LiveView(console, SETTINGS, clock=lambda: self.now)
+        self.view = LiveView(console, SETTINGS, clock=lambda: self.now, wall_clock=lambda: BEGAN + self.now)
 
     def play(self) -> None:
         for seq, entry in enumerate(entries(), 1):
@@ -255,7 +258,10 @@ def test_plain_lines() -> None:
     shown = Shown(terminal=False)
     shown.play()
     shown.view.close()
-    lines = shown.text.splitlines()
+    stamped = shown.text.splitlines()
+    assert stamped[0].startswith("09-09 01:46:41 iteration 1 ")
+    assert sorted(line[:14] for line in stamped) == [line[:14] for line in stamped]
+    lines = [line[len("09-09 01:46:41 ") :] for line in stamped]
     assert lines[0] == "iteration 1  loss 4.0312  18.2k tokens/s  0.45 s"
     failure = lines.index("failure 1: rank 5 (n2 device 1) killed by signal 9, noticed in iteration 31")
     assert failure <= 6  # 30 iterations in 3 s: one line a second
@@ -268,6 +274,37 @@ def test_plain_lines() -> None:
     assert lines[-1].startswith("iteration 60 ")
     assert "\x1b" not in shown.text
     assert shown.view.errors == 0
+
+
+def test_a_message_comes_after_the_iterations_before_it() -> None:
+    shown = Shown(terminal=False)
+    shown.view.entry(journal.Record(1, BEGAN, committed(1)))
+    shown.view.entry(journal.Record(2, BEGAN, committed(2)))
+    shown.view.say("progress", "done: 2 iterations")
+    shown.view.close()
+    assert [line.split("  ")[0] for line in shown.text.splitlines()] == [
+        "09-09 01:46:40 iteration 1",
+        "09-09 01:46:40 iteration 2",
+        "09-09 01:46:40 done: 2 iterations",
+    ]
+
+
+def test_a_start_that_takes_long_is_not_silent() -> None:
+    shown = Shown(terminal=False)
+    shown.view.entry(journal.Record(1, BEGAN, journal.NodeJoined(node="n1", host="h", devices=4)))
+    for rank in range(3):
+        started = journal.WorkerStarted(rank=rank, node="n1", device=rank, pid=1, epoch=0)
+        shown.view.entry(journal.Record(rank + 2, BEGAN, started))
+    for _ in range(40):
+        shown.now += 1.0
+        shown.view.tick()
+    shown.view.entry(journal.Record(9, BEGAN, committed(1)))
+    for _ in range(40):
+        shown.now += 1.0
+        shown.view.tick()
+    words = "waiting for the first iteration: 1 of 2 nodes have joined, 3 of 8 workers have started"
+    assert [line[len("09-09 01:46:41 ") :] for line in shown.text.splitlines()[:-1]] == [words, words]
+    assert shown.text.startswith("09-09 01:46:55 ")
 
 
 def test_panel() -> None:

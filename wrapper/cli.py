@@ -17,6 +17,7 @@ from resihp.errors import ResihpError
 from wrapper.commands import analyze, compare, db, init, why_not
 from wrapper.commands.doctor import command as doctor
 from wrapper.commands.history import command as history
+from wrapper.commands.logs import command as logs
 from wrapper.commands.node import command as node
 from wrapper.commands.options import command_of
 from wrapper.commands.plan import command as plan
@@ -25,7 +26,7 @@ from wrapper.commands.status import command as status
 from wrapper.exit_codes import exit_code_of
 from wrapper.output.answers import message
 
-OTHERS = (status, history, why_not, compare, db, node, analyze, plan, doctor, init, report)
+OTHERS = (status, logs, history, why_not, compare, db, node, analyze, plan, doctor, init, report)
 """Commands that say themselves how they are called, in the order of the help."""
 
 app = typer.Typer(

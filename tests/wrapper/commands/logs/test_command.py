@@ -1,0 +1,128 @@
+"""`resihp logs`, as it is typed, of a job's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from wrapper.cli import app
+from wrapper.commands.logs import command
+from wrapper.exit_codes import exit_code_of
+from wrapper.job_folder import Job, create_local_job
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """Of two nodes with two workers each; nothing runs."""
+    monkeypatch.setenv("RESIHP_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("RESIHP_LOCAL", str(tmp_path / "local"))
+    made = create_local_job()
+    (made.logs / "supervisor.log").write_text("")
+    for rank in range(4):
+        node = f"n{1 + rank // 2}"
+        (made.logs / f"{node}.agent.log").write_text("fork server ready\n")
+        path = made.logs / f"{node}.rank{rank}.log"
+        path.write_text("".join(f"rank {rank} line {i}\n" for i in range(100)))
+        os.utime(path, (1e9 + rank, 1e9 + rank))
+    return made
+
+
+def run(*argv: str) -> Result:
+    return CliRunner().invoke(app, ["logs", *argv])
+
+
+def refused(*argv: str) -> str:
+    result = run(*argv)
+    assert result.exception is not None
+    assert exit_code_of(result.exception) == 2
+    return str(result.exception)
+
+
+def test_the_end_of_a_rank(job: Job) -> None:
+    lines = run("--rank", "3").stdout.splitlines()
+    assert (len(lines), lines[0], lines[-1]) == (50, "rank 3 line 50", "rank 3 line 99")
+    assert run(job.name, "--rank", "3", "-n", "2").stdout == "rank 3 line 98\nrank 3 line 99\n"
+
+
+def test_of_a_node_and_of_all_each_has_its_name(job: Job) -> None:
+    found = run("--node", "n2", "-n", "1").stdout
+    assert found.splitlines() == [
+        *("==> n2.rank2.log <==", "rank 2 line 99", "==> n2.rank3.log <==", "rank 3 line 99"),
+        *("==> n2.agent.log <==", "fork server ready"),
+    ]
+    every = run().stdout
+    assert every.count("==> ") == 6, "nothing was printed by the supervisor"
+    assert every.count("rank 0 line") == 10
+
+
+def test_of_many_those_that_wrote_last(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "MOST_FILES", 2)
+    result = run("-n", "1")
+    assert [line for line in result.stdout.splitlines() if "==>" in line] == [
+        "==> n1.agent.log <==",
+        "==> n2.agent.log <==",
+    ]
+    assert "job local-1: 4 more logs in" in result.stderr
+
+
+def test_as_json(job: Job) -> None:
+    told = json.loads(run("--rank", "0", "-n", "1", "--json").stdout)
+    assert (told["schema"], told["job"], told["logs"][0]["lines"]) == (1, "local-1", ["rank 0 line 99"])
+    assert Path(told["logs"][0]["path"]).exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--rank", "9"), "job local-1: no log of rank 9 in .*; there are ranks 0 to 3, nodes n1, n2"),
+        (("--node", "n9"), "no log of node n9 in"),
+        (("--rank", "0", "--node", "n2"), "no log of rank 0 on node n2 in"),
+        (("--supervisor", "--rank", "0"), "name one of --supervisor, --rank and --node"),
+        (("-f", "--json"), "leave -f out"),
+    ],
+)
+def test_what_there_is_not(job: Job, argv: tuple[str, ...], words: str) -> None:
+    assert re.search(words, refused(*argv))
+
+
+def test_nothing_has_begun(job: Job) -> None:
+    for path in job.logs.iterdir():
+        path.unlink()
+    assert "its workers have not begun; resihp status local-1 tells more" in refused()
+
+
+def test_what_comes_is_followed_until_the_job_ends(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(command, "FIND_EVERY_S", 0.0)
+    looks = 0
+
+    def trains(of: Job) -> bool:
+        """What happens between two looks."""
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            with (of.logs / "n2.rank3.log").open("a") as file:
+                file.write("more\nand an end")
+        if looks == 4:
+            (of.logs / "n2.rank4.log").write_text("a new process\n")
+        return looks == 6
+
+    monkeypatch.setattr(command, "_is_over", trains)
+    result = run("--node", "n2", "-f", "-n", "0")
+    assert [line for line in result.stdout.splitlines() if "==>" not in line] == [
+        "n2.rank3| more",
+        "n2.rank4| a new process",
+        "n2.rank3| and an end",
+    ]
+    assert "job local-1: has ended; resihp status local-1 tells how" in result.stderr
+
+
+def test_a_job_without_a_supervisor_is_not_followed_for_ever(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(command, "GONE_S", 0.02)
+    assert "has had no supervisor for" in run("--rank", "0", "-f").stderr

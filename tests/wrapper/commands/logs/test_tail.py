@@ -1,0 +1,89 @@
+"""Ends of files that grow, shrink, go, and have no ends of lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from wrapper.commands.logs import tail
+from wrapper.commands.logs.tail import Follower, last_lines
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "n1.rank0.log"
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted", "found"),
+    [
+        (b"", 5, []),
+        (b"one", 5, ["one"]),
+        (b"one\n", 5, ["one"]),
+        (b"one\ntwo\nthree\n", 2, ["two", "three"]),
+        (b"one\ntwo\nthr", 2, ["two", "thr"]),
+        (b"one\n\n\n", 2, ["", ""]),
+        (b"one\r\ntwo\r\n", 5, ["one", "two"]),
+        (b"one\xff\n", 5, ["one\ufffd"]),
+        (b"a\x0bb\x1cc\n", 5, ["a\x0bb\x1cc"]),
+        (b"one\n", 0, []),
+    ],
+)
+def test_last_lines(log: Path, content: bytes, wanted: int, found: list[str]) -> None:
+    log.write_bytes(content)
+    assert last_lines(log, wanted) == (found, len(content))
+
+
+def test_a_long_file_is_read_from_its_end(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tail, "CHUNK_BYTES", 64)
+    lines = [f"line {i} " + "x" * (i % 90) for i in range(5000)]
+    log.write_text("\n".join(lines) + "\n")
+    for wanted in (1, 2, 7, 100):
+        assert last_lines(log, wanted)[0] == lines[-wanted:]
+    assert last_lines(log, 10_000)[0] == lines
+
+
+def test_lines_are_told_once_and_when_they_are_whole(log: Path) -> None:
+    log.write_text("old\nhalf")
+    follower = Follower()
+    follower.begin(log, 4)
+    assert log in follower
+    assert [*follower.new()] == []
+    with log.open("a") as file:
+        file.write(" a line\nnext\nno e")
+    assert [*follower.new()] == [(log, "half a line"), (log, "next")]
+    assert [*follower.new()] == []
+    with log.open("a") as file:
+        file.write("nd")
+    assert [*follower.new()] == []
+    assert [*follower.rest()] == [(log, "no end")]
+
+
+def test_a_file_that_begins_anew_is_read_from_its_beginning(log: Path) -> None:
+    log.write_text("a long first line\nand ha")
+    follower = Follower()
+    follower.begin(log, 0)
+    assert [*follower.new()] == [(log, "a long first line")]
+    log.write_text("anew\n")
+    assert [*follower.new()] == [(log, "anew")]
+
+
+def test_a_file_that_is_gone_is_passed_over(log: Path, tmp_path: Path) -> None:
+    other = tmp_path / "n2.rank1.log"
+    follower = Follower()
+    for path in (log, other):
+        path.write_text("")
+        follower.begin(path, 0)
+    log.unlink()
+    other.write_text("still here\n")
+    assert [*follower.new()] == [(other, "still here")]
+
+
+def test_a_line_without_an_end_does_not_fill_the_memory(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tail, "LONGEST_LINE_BYTES", 100)
+    log.write_text("x" * 250)
+    follower = Follower()
+    follower.begin(log, 0)
+    assert [*follower.new()] == [(log, "x" * 250)]
+    assert [*follower.rest()] == []

@@ -1,0 +1,207 @@
+"""`resihp logs`: the ends of a job's logs, of all its processes or of one, and what is added to them.
+
+Reads files in the job's folder, where agents bring what their processes print about once a second; never speaks to the
+job. What the supervisor printed is in its log and, where the job's host has died, in the log of the agent whose node
+leads since then.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from resihp.errors import ResihpError, UsageError
+from wrapper.commands.logs.tail import Follower, last_lines
+from wrapper.output.answers import SCHEMA, JobArgument, JsonOption, message, to_json
+
+if TYPE_CHECKING:
+    from wrapper.job_folder import Job
+
+LINES, LINES_OF_EACH = 50, 10
+MOST_FILES = 16
+"""Of which the ends are shown at once, those that were written last."""
+LOOK_EVERY_S = 0.5
+FIND_EVERY_S = 5.0
+"""New processes, and whoever leads the job now."""
+GONE_S = 60.0
+"""Without a supervisor, after which there is nothing more to come."""
+MOST_LEADERS = 100
+_OF_RANK = re.compile(r"\.rank(\d+)\.log$")
+
+
+class Wanted(NamedTuple):
+    """Whose logs; all where nothing is said."""
+
+    rank: int | None = None
+    node: str | None = None
+    supervisor: bool = False
+
+    def __str__(self) -> str:
+        if self.supervisor:
+            return "the supervisor"
+        of_rank = "" if self.rank is None else f"rank {self.rank}"
+        return " on ".join(part for part in (of_rank, f"node {self.node}" if self.node else "") if part)
+
+
+def register(app: typer.Typer) -> None:
+    """Add `resihp logs` to the command line."""
+    app.command()(logs)
+
+
+def logs(
+    job: JobArgument = None,
+    rank: Annotated[int | None, typer.Option(help="This worker's.", min=0, show_default=False)] = None,
+    node: Annotated[str | None, typer.Option(help="Those of this node's processes.", show_default=False)] = None,
+    supervisor: Annotated[
+        bool, typer.Option("--supervisor", help="The supervisor's, and those of whoever led the job after it.")
+    ] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until the job ends.")] = False,
+    lines: Annotated[
+        int | None, typer.Option("--lines", "-n", help="Of each.", min=0, show_default="50; of many, 10")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the ends of a job's logs: of one process, of a node, or of those that printed last.
+
+    Example: resihp logs 4711 --rank 5 -f
+    """
+    from wrapper.job_folder import find_job
+
+    if supervisor and (rank is not None or node is not None):
+        raise UsageError("logs: name one of --supervisor, --rank and --node; a rank on a node is --rank R --node N")
+    if follow and as_json:
+        raise UsageError("logs: --json is what there is now; leave -f out")
+    found, wanted = find_job(job), Wanted(rank, node, supervisor)
+    paths = files_of(found, wanted)
+    if not paths:
+        raise UsageError(_nothing(found, wanted))
+    written = [path for path in paths if _size(path)] or paths[:1]
+    shown = sorted(written, key=_written_at)[-MOST_FILES:]
+    many = len(paths) > 1
+    each = (LINES_OF_EACH if many else LINES) if lines is None else lines
+    follower = Follower()
+    for path in paths:
+        follower.begin(path, _size(path))
+    ends = {}
+    for path in shown:
+        with suppress(OSError):
+            ends[path], at = last_lines(path, each)
+            follower.begin(path, at)
+    if as_json:
+        print(to_json({"schema": SCHEMA, "job": found.name, "folder": str(found.logs), "logs": _rows(ends)}))
+        return
+    for path, told in ends.items():
+        if many:
+            print(f"==> {path.name} <==")
+        for line in told:
+            print(_shown(line))
+    if left := len(written) - len(shown):
+        message(f"job {found.name}: {left} more logs in {found.logs}; choose with --rank R, --node N or --supervisor")
+    if supervisor and not follow:
+        message(f"what it did and why: resihp history events {found.name}")
+    if follow:
+        with suppress(KeyboardInterrupt):
+            _follow(found, wanted, follower, many)
+
+
+def files_of(job: Job, wanted: Wanted) -> list[Path]:
+    """Logs of these processes that are there."""
+    try:
+        every = [path for path in job.logs.iterdir() if path.suffix == ".log"]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ResihpError(f"job {job.name}: {job.logs}: {error.strerror}") from error
+    if wanted.supervisor:
+        names = {"supervisor.log", *(f"{node}.agent.log" for node in _leaders(job))}
+        return sorted(path for path in every if path.name in names)
+    if wanted.node is not None:
+        every = [path for path in every if path.name.startswith(f"{wanted.node}.")]
+    if wanted.rank is not None:
+        every = [path for path in every if (of := _OF_RANK.search(path.name)) and int(of[1]) == wanted.rank]
+    return sorted(every)
+
+
+def _leaders(job: Job) -> set[str]:
+    """Nodes whose agents have led the job since its first supervisor, as far as its ledger tells."""
+    from wrapper.output.ledgers import opened
+
+    with suppress(ResihpError), opened(str(job.folder), None) as (reader, row):
+        return {event["node"] for event in reader.events(row["id"], ["LeaderChosen"], MOST_LEADERS) if event["node"]}
+    return set()
+
+
+def _nothing(job: Job, wanted: Wanted) -> str:
+    """Whose logs there are instead."""
+    there = files_of(job, Wanted())
+    ranks = sorted({int(of[1]) for path in there if (of := _OF_RANK.search(path.name))})
+    nodes = sorted({path.name.partition(".")[0] for path in there} - {"supervisor", "forkserver"})
+    if not there:
+        return f"job {job.name}: no logs in {job.logs}, its workers have not begun; resihp status {job.name} tells more"
+    some = ", ".join(nodes[:8]) + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")
+    of_ranks = f"ranks {ranks[0]} to {ranks[-1]}" if ranks else "no rank"
+    return f"job {job.name}: no log of {wanted} in {job.logs}; there are {of_ranks}, nodes {some}"
+
+
+def _follow(job: Job, wanted: Wanted, follower: Follower, many: bool) -> None:
+    pause_s = LOOK_EVERY_S if len(files_of(job, wanted)) <= MOST_FILES else FIND_EVERY_S
+    find_at, gone_at = time.monotonic() + FIND_EVERY_S, None
+    while True:
+        over, gone = _is_over(job), job.supervisor() is None
+        if time.monotonic() >= find_at or over:
+            find_at = time.monotonic() + FIND_EVERY_S
+            for path in files_of(job, wanted):
+                if path not in follower:
+                    follower.begin(path, 0)
+                    many = True
+        for path, line in follower.new():
+            _print(path, line, many)
+        if over:
+            for path, line in follower.rest():
+                _print(path, line, many)
+            message(f"job {job.name}: has ended; resihp status {job.name} tells how")
+            return
+        gone_at = (gone_at or time.monotonic()) if gone else None
+        if gone_at is not None and time.monotonic() - gone_at > GONE_S:
+            message(f"job {job.name}: has had no supervisor for {GONE_S:.0f} s; resihp status {job.name} tells more")
+            return
+        time.sleep(pause_s)
+
+
+def _is_over(job: Job) -> bool:
+    return job.exit_code_file.exists() and job.supervisor() is None
+
+
+def _print(path: Path, line: str, many: bool) -> None:
+    print(f"{path.stem}| {_shown(line)}" if many else _shown(line), flush=True)
+
+
+def _shown(line: str) -> str:
+    """What a process printed must not steer the terminal; elsewhere it is left as it is."""
+    from wrapper.output.render import literal
+
+    return literal(line.replace("\t", "    ")) if sys.stdout.isatty() else line
+
+
+def _rows(ends: dict[Path, list[str]]) -> list[dict[str, object]]:
+    return [{"log": path.name, "path": str(path), "lines": lines} for path, lines in ends.items()]
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,9 +1,10 @@
-"""Jobs from one ledger into another: as Parquet files, from another ledger, or from a journal.
+"""Jobs from one ledger into another: as Parquet files, from another ledger, or from a journal; and what was repaired.
 
 A job is recognised by its uuid, and the copy that has more of the journal (`journal_seq`) is the newer one: it takes
 the place of an older one as a whole, and an older or equal one changes nothing but rank reports that were missing. Of a
-source that is newer than we know what we do not know is left out, and named. One transaction for each job. Called by
-`resihp db export|import`; `db.writer` brings journals in.
+source that is newer than we know what we do not know is left out, and named. One transaction for each job. Records of
+maintenance are no job's: they come along with all of a ledger (`db.maintenance`). Called by `resihp db export|import`;
+`db.writer` brings journals in.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import shutil
 import sqlite3
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
@@ -24,9 +26,13 @@ from sqlalchemy import Connection, Table, func, insert, select, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from db import migrate, parquet, projection
+from db import maintenance, migrate, projection
 from db.engine import file_of, make_engine, masked, prepare_folder, refusal, resolve
-from db.parquet import JOBS, MANIFEST, OF_JOBS, ROWS_AT_ONCE, Manifest, Row, Source, columns_of
+from db.parquet.manifest import MANIFEST
+from db.parquet.place import export_of_before, put_in_place
+from db.parquet.reading import opened
+from db.parquet.tables import JOBS, MONTHLY, OF_JOBS, Row, Source, Values, columns_of, in_files
+from db.parquet.writing import Exported, write
 from db.telemetry import report_rows
 from db.writer import catch_up
 from resihp.errors import JobNotFoundError, LedgerError, UsageError
@@ -34,12 +40,13 @@ from resihp.record import journal, journal_file
 from resihp.record.packing import first_of
 
 SQLITE_MAGIC = b"SQLite format 3\x00"
+ROWS_AT_ONCE = 20_000
 
 
 @dataclass(frozen=True)
 class Merged:
     """What became of one job: `new`, `brought forward` (an older copy was there), or `unchanged`. `rows`: brought in,
-    of a journal its records."""
+    of a journal its records. `job` and `uuid` are empty for records of maintenance, where some are new."""
 
     job: str
     uuid: str
@@ -59,45 +66,70 @@ class _Ledger:
         query = select(*(JOBS.c[name] for name in columns_of(JOBS))).order_by(JOBS.c.started_at, JOBS.c.id)
         return [dict(row) for row in self.connection.execute(query).mappings()]
 
-    def rows(self, table: Table, uuid: str) -> Iterator[list[Row]]:
+    def rows(self, table: Table, uuid: str) -> Iterator[Sequence[Values]]:
         columns = [table.c[name] for name in columns_of(table)]
         query = select(*columns).join(JOBS, JOBS.c.id == table.c.job_id).where(JOBS.c.uuid == uuid)
         query = query.order_by(*table.primary_key.columns)
-        found = self.connection.execution_options(yield_per=ROWS_AT_ONCE).execute(query).mappings()
-        for part in found.partitions(ROWS_AT_ONCE):
-            yield [dict(row) for row in part]
+        found = self.connection.execution_options(yield_per=ROWS_AT_ONCE).execute(query)
+        return cast(Iterator[Sequence[Values]], found.partitions(ROWS_AT_ONCE))
+
+    def maintenance(self) -> list[Row]:
+        return maintenance.carried(self.connection)
+
+    def states(self) -> Mapping[str, Sequence[Any]]:
+        """How many rows of `MONTHLY` there are of each job, the first and the last: what the journal brings changes
+        `journal_seq` as well, telemetry is never changed, only added and thinned."""
+        uuids = {row.id: row.uuid for row in self.connection.execute(select(JOBS.c.id, JOBS.c.uuid))}
+        found: dict[str, list[Any]] = {uuid: [] for uuid in uuids.values()}
+        for table in MONTHLY:
+            job, key = table.c.job_id, next(column for column in table.primary_key if column.name != "job_id")
+            query = select(job, func.count(), func.min(key), func.max(key)).group_by(job).order_by(job)
+            for number, *told in self.connection.execute(query):
+                found[uuids[number]].append((str(table.name), *told))
+        return found
 
 
 # --- out ------------------------------------------------------------------------------------------------------------
 
 
-def export(url: str, folder: Path, uuids: Sequence[str] | None = None) -> Manifest:
-    """Write jobs, all of them where `uuids` is left out, to Parquet files in a new folder.
+def export(url: str, folder: Path, uuids: Sequence[str] | None = None) -> Exported:
+    """Write jobs, all of them where `uuids` is left out, to Parquet files in a new folder, or in that of an export of
+    before, of which what would be the same stays.
 
-    Of one moment, also while jobs write. Raises LedgerError if there is no ledger of our schema at `url`,
-    JobNotFoundError if it holds no such job, UsageError if the folder cannot be made.
+    Of one moment, also while jobs write. The folder is made beside its place: what stands there is whole at any time,
+    of before or of now. Raises LedgerError if there is no ledger of our schema at `url`, JobNotFoundError if it holds
+    no such job, UsageError if the folder cannot be made, or has what would be lost.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder}: is there already; name a new folder with -o")
+    folder = folder.resolve()
+    before = export_of_before(folder)
     with _reading(url) as connection:
         source = _Ledger(connection)
         jobs = [row for row in source.jobs() if uuids is None or row["uuid"] in uuids]
         if not jobs:
             raise JobNotFoundError(f"ledger {masked(resolve(url))}: holds no such job")
+        if before is not None and (lost := set(before.jobs) - {row["uuid"] for row in jobs}):
+            raise UsageError(
+                f"{folder}: is there already, and has {len(lost)} job{'s' * (len(lost) != 1)} that would not be in it "
+                "any more; name a new folder with -o"
+            )
         part = folder.with_name(f".{folder.name}.{os.getpid()}")
         try:
             part.mkdir(parents=True)
             oldest = migrate.oldest_client(connection, "read")
-            # A newer ledger's own may be newer than what is in the files, which is ours.
-            manifest = parquet.write(source, jobs, part, min(oldest or migrate.head(), migrate.head()))
-            if folder.exists():
-                folder.rmdir()
-            part.rename(folder)
+            exported = write(
+                source,
+                jobs,
+                source.maintenance() if uuids is None else [],
+                part,
+                min(oldest or migrate.head(), migrate.head()),  # a newer ledger's own may be newer than the files
+                None if before is None else (folder, before),
+            )
+            put_in_place(part, folder)
         except OSError as error:
             raise UsageError(f"{folder}: cannot be written: {error.strerror or error}; name another with -o") from error
         finally:
             shutil.rmtree(part, ignore_errors=True)
-    return manifest
+    return exported
 
 
 # --- in -------------------------------------------------------------------------------------------------------------
@@ -134,8 +166,7 @@ def import_from(path: str, url: str) -> list[Merged]:
 
 def _import_folder(folder: Path, url: str) -> list[Merged]:
     if (folder / MANIFEST).exists():
-        parquet.check_manifest(folder)
-        return merge(parquet.Folder(folder), url)
+        return merge(opened(folder), url)
     kept, own = folder / "journal", folder / "ledger.db"
     found: list[Merged] = []
     if own.exists():  # first: it alone has rank reports
@@ -234,8 +265,11 @@ def _journal_seq(url: str, uuid: str) -> int | None:
 
 
 def merge(source: Source, url: str) -> list[Merged]:
-    """Merge all jobs of `source` into the ledger at `url`, which is made if need be. Raises LedgerError."""
+    """Merge all jobs of `source` into the ledger at `url`, which is made if need be, and what was repaired. Raises
+    LedgerError."""
     parsed = resolve(url)
+    jobs, repairs = source.jobs(), source.maintenance()
+    maintenance.check(repairs)
     prepare_folder(parsed)
     migrate.make_ready(parsed.render_as_string(hide_password=False))
     engine = make_engine(parsed, write=True)
@@ -243,10 +277,13 @@ def merge(source: Source, url: str) -> list[Merged]:
         merged = []
         unknown = source.left_out()
         note = f"left out, newer than this resihp: {', '.join(unknown)}" if unknown else ""
-        for job in source.jobs():
+        for job in sorted(jobs, key=in_files):
             with Session(engine) as session, session.begin():
                 one = _merge_job(session, source, job)
                 merged.append(one if one.outcome == "unchanged" else replace(one, note=note))
+        with engine.begin() as connection:
+            if brought := maintenance.bring_in(connection, repairs):
+                merged.append(Merged("", "", "new", brought))
         return merged
     except (DBAPIError, OSError) as error:
         raise refusal(parsed, error) from error
@@ -285,27 +322,31 @@ def _merge_job(session: Session, source: Source, row: Row) -> Merged:
         if table.name in projection.TELEMETRY:
             rows += _merge_telemetry(connection, number, table, source.rows(table, row["uuid"]))
         elif outcome != "unchanged":
+            names = columns_of(table)
             for part in source.rows(table, row["uuid"]):
-                connection.execute(insert(table), [{"job_id": number, **each} for each in part])
+                named = [{"job_id": number, **dict(zip(names, each, strict=True))} for each in part]
+                if named:
+                    connection.execute(insert(table), named)
                 rows += len(part)
     if outcome == "unchanged" and rows:
         outcome = "brought forward"
     return Merged(row["name"], row["uuid"], outcome, rows)
 
 
-def _merge_telemetry(connection: Connection, number: int, table: Table, parts: Iterator[list[Row]]) -> int:
+def _merge_telemetry(connection: Connection, number: int, table: Table, parts: Iterator[Sequence[Values]]) -> int:
     """How many rows of a table of telemetry were missing."""
     count = select(func.count()).select_from(table).where(table.c.job_id == number)
     before = connection.execute(count).scalar_one()
+    wanted = {"rank_reports": report_rows.COLUMNS, "rank_quantiles": report_rows.QUANTILE_COLUMNS}
+    in_order = itemgetter(*map(columns_of(table).index, wanted.get(table.name, report_rows.SCORE_COLUMNS)))
     for part in parts:
+        rows: list[Any] = [in_order(row) for row in part]
         if table.name == "rank_reports":
-            report_rows.insert_reports(connection, number, report_rows.sound(report_rows.as_reports(part)))
+            report_rows.insert_reports(connection, number, report_rows.sound(rows))
         elif table.name == "rank_quantiles":
-            rows = [tuple(row[name] for name in report_rows.QUANTILE_COLUMNS) for row in part]
             report_rows.insert_quantiles(connection, number, rows)
         else:
-            scores = (tuple(row[name] for name in report_rows.SCORE_COLUMNS) for row in part)
-            report_rows.insert_scores(connection, number, report_rows.sound_scores(cast(Any, scores)))
+            report_rows.insert_scores(connection, number, report_rows.sound_scores(rows))
     return int(connection.execute(count).scalar_one() - before)
 
 

@@ -1,24 +1,36 @@
 """Writes down what somebody did to a node or a device of it: from then on it starts anew (`db.reading.hardware`).
 
-Called by `resihp node repaired`. Never changes what jobs have said.
+Called by `resihp node repaired`, and by `db.exchange` with records of another ledger. A record is known by all that it
+says: one that is in already changes nothing. Who brings one in has written it, whoever did so elsewhere; so nobody
+takes along what does not count for himself. Never changes what jobs have said.
 """
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import insert, select
+from sqlalchemy import Connection, insert, select, text
 from sqlalchemy.exc import DBAPIError
 
 from db import migrate
 from db.engine import make_engine, masked, refusal, resolve
 from db.models import DeviceRow, JobRow, MaintenanceRow, NodeRow
+from db.reading.hardware import maintenance_rows
 from db.reading.reader import Reader, nearest
-from resihp.errors import UsageError
+from resihp.errors import LedgerError, UsageError
 
 DIGITS = 9
 """Of a device's number, at most."""
+TOLD = ("cluster", "node", "device_uuid", "kind", "text", "at", "recorded_at")
+"""Columns that say what was done, by which a record is known; in `recorded_at` to the microsecond."""
+LONGEST = 4096
+"""Characters of a text that is brought in."""
+CLOCKS_APART = timedelta(hours=1)
+"""By how much a record may be of the future where it is brought in."""
+_LOCK_NUMBER = 0x7E52
+"""PostgreSQL advisory lock: of two who bring in the same records at once, one finds them there."""
 
 
 def record(
@@ -70,6 +82,53 @@ def record(
     finally:
         engine.dispose()
     return row
+
+
+# --- from one ledger to another -------------------------------------------------------------------------------------
+
+
+def carried(connection: Connection) -> list[dict[str, Any]]:
+    """Records that go along with a ledger's jobs, oldest first: those that count for who asks. Whoever brings them in
+    does so in his own name, so that what others have written of their own accord would count for the first time."""
+    rows = maintenance_rows(Reader.within(connection))
+    return [{name: row[name] for name in TOLD} for row in rows if row["counts"]]
+
+
+def check(rows: Iterable[dict[str, Any]], now: datetime | None = None) -> None:
+    """Raises LedgerError for a record that `record` would not have made."""
+    latest = (now or datetime.now(UTC)) + CLOCKS_APART
+    for row in rows:
+        texts = [row[name] for name in TOLD[:5] if name != "device_uuid" or row[name] is not None]
+        times = [row["at"], row["recorded_at"]]
+        if None in texts or None in times:
+            raise LedgerError("maintenance: a record lacks what was done, or where, or when; nothing is brought in")
+        if any(len(each) > LONGEST or not each.isprintable() for each in texts):
+            raise LedgerError(
+                f"maintenance of node {row['node'][:80]!a}: has texts that no record has; nothing is brought in"
+            )
+        if not row["at"] <= row["recorded_at"] <= latest:
+            raise LedgerError(
+                f"maintenance of node {row['node'][:80]!a}: at {row['at'].isoformat()} is yet to come, or was when it "
+                "was written down; nothing is brought in"
+            )
+
+
+def bring_in(connection: Connection, rows: Sequence[dict[str, Any]]) -> int:
+    """Add records that are not there, within the caller's transaction; how many. One that is there and does not count
+    for the caller, as somebody else's, is as good as not there."""
+    if not rows:
+        return 0
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("SELECT pg_advisory_xact_lock(:number)"), {"number": _LOCK_NUMBER})
+    there = {tuple(row.values()) for row in carried(connection)}
+    new = {tuple(row[name] for name in TOLD): row for row in rows}
+    missing = [{name: row[name] for name in TOLD} for known, row in new.items() if known not in there]
+    if missing:
+        connection.execute(insert(MaintenanceRow), missing)
+    return len(missing)
+
+
+# --- who and where --------------------------------------------------------------------------------------------------
 
 
 def _place(reader: Reader, cluster: str, node: str) -> tuple[str, str]:

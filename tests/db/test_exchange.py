@@ -14,9 +14,9 @@ import pytest
 from sqlalchemy import text
 
 from db import migrate
-from db.engine import make_engine, resolve
+from db.engine import file_of, make_engine, resolve
 from db.exchange import export, import_from
-from db.parquet import JOBS, OF_JOBS
+from db.parquet.tables import JOBS, MONTHLY, OF_JOBS
 from db.reading.queries import TABLES, Reader
 from db.writer import Ledger, catch_up
 from resihp.errors import JobNotFoundError, LedgerError, ResihpError, UsageError
@@ -32,6 +32,7 @@ from tests.db.conftest import (
     story,
     write_journal,
 )
+from tests.db.exports import former
 from tests.db.reading.test_decisions import decided_story
 from tests.db.test_migrate import NEWER, execute, old_ledger
 from tests.db.test_projection import slow_story
@@ -98,7 +99,7 @@ def test_every_table_is_in_the_full_ledger(full: str) -> None:
 
 
 def test_out_and_in_again_is_the_same_ledger(full: str, ledger_urls: Urls, tmp_path: Path) -> None:
-    manifest = export(full, tmp_path / "out")
+    manifest = export(full, tmp_path / "out").manifest
     assert manifest.rows["jobs"] == 6
     other = ledger_urls()
     assert [each.outcome for each in import_from(str(tmp_path / "out"), other)] == ["new"] * 6
@@ -110,15 +111,26 @@ def test_out_and_in_again_is_the_same_ledger(full: str, ledger_urls: Urls, tmp_p
 
 def test_an_export_is_plain_parquet(full: str, tmp_path: Path) -> None:
     export(full, tmp_path / "out")
-    files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert files == {"manifest.json", *(f"{table.name}.parquet" for table in (JOBS, *OF_JOBS))}
-    iterations = pd.read_parquet(tmp_path / "out" / "iterations.parquet")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    split = {table.name for table in MONTHLY}
+    whole = {f"{table.name}.parquet" for table in (JOBS, *OF_JOBS)} - {f"{name}.parquet" for name in split}
+    assert names == {"manifest.json", "maintenance.parquet"} | split | whole
+    iterations = pd.read_parquet(tmp_path / "out" / "iterations")
     jobs = pd.read_parquet(tmp_path / "out" / "jobs.parquet")
     assert set(iterations["job_uuid"]) <= set(jobs["uuid"])
     assert str(iterations["finished_at"].dt.tz) == "UTC"
+    assert set(iterations["month"]) == {"2025-06"}
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert (manifest["format"], manifest["schema"]) == ("resihp ledger", migrate.head())
     assert manifest["rows"]["iterations"] == len(iterations)
+
+
+def test_an_export_of_before_is_still_brought_in(full: str, ledger_urls: Urls, tmp_path: Path) -> None:
+    """One file for each table, in a folder without others."""
+    export(full, tmp_path / "out")
+    other = ledger_urls()
+    assert [each.outcome for each in import_from(str(former(tmp_path / "out")), other)] == ["new"] * 6
+    assert everything_in(other) == everything_in(full)
 
 
 def test_one_job_of_many(full: str, ledger_urls: Urls, tmp_path: Path) -> None:
@@ -306,12 +318,18 @@ def test_exports_of_other_schemas_say_which_command(ledger_urls: Urls, tmp_path:
     file.write_text("{}")
     assert "cannot be read" in refused(tmp_path / "out", target)
     file.write_text(json.dumps(manifest))
+    former(tmp_path / "out")
     (tmp_path / "out" / "plans.parquet").write_bytes(b"PAR1 not really")
     assert "plans.parquet cannot be read" in refused(tmp_path / "out", target)
     (tmp_path / "out" / "plans.parquet").unlink()
     assert "plans.parquet cannot be read" in refused(tmp_path / "out", target)
-    with Reader.open(target) as reader:
-        assert reader.jobs() == [], "a job comes as a whole or not at all"
+    assert not made(target), "a job comes as a whole or not at all"
+
+
+def made(url: str) -> bool:
+    """Whether there is a ledger."""
+    file = file_of(resolve(url))
+    return (file is None or file.exists()) and migrate.current(url) is not None
 
 
 def test_a_newer_source_and_one_that_is_no_ledger(ledger_url: str, tmp_path: Path) -> None:

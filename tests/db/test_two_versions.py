@@ -22,6 +22,7 @@ from db.writer import Ledger, catch_up
 from resihp.errors import LedgerError
 from resihp.record import journal
 from tests.db.conftest import BEGAN, Listener, story, write_journal
+from tests.db.exports import files_of, sealed
 from tests.db.test_migrate import contents, execute, moved_to, steps
 from wrapper.commands import db as commands
 from wrapper.sinks.deferred_ledger import LateLedger
@@ -180,9 +181,9 @@ def test_a_job_that_begins_on_one_that_it_may_not_write(
 def test_an_export_leaves_out_what_is_not_known_and_says_so(ledger_urls: Urls, tmp_path: Path) -> None:
     url, other = newer(ledger_urls()), ledger_urls()
     job_in(url, tmp_path)
-    manifest = export(url, tmp_path / "out")
+    manifest = export(url, tmp_path / "out").manifest
     assert (manifest.schema, manifest.left_out) == (migrate.head(), ("iterations.joules", "jobs.region", "racks"))
-    assert "joules" not in pd.read_parquet(tmp_path / "out" / "iterations.parquet").columns
+    assert "joules" not in pd.read_parquet(tmp_path / "out" / "iterations").columns
     [merged] = import_from(str(tmp_path / "out"), other)
     assert (merged.outcome, merged.note) == ("new", "")
     assert iterations(other) == 20
@@ -194,9 +195,11 @@ def exported_by_a_newer(folder: Path, min_reader: str) -> None:
     text = manifest.read_text().replace(f'"schema": "{migrate.head()}"', f'"schema": "{NEWER}"')
     manifest.write_text(text.replace('"min_reader": "0015"', f'"min_reader": "{min_reader}"'))
     assert NEWER in text
-    table = pq.read_table(folder / "iterations.parquet")
-    pq.write_table(table.append_column("joules", pa.array([1.0] * len(table))), folder / "iterations.parquet")
+    for path in files_of(folder, "iterations"):
+        table = pq.read_table(path, partitioning=None)
+        pq.write_table(table.append_column("joules", pa.array([1.0] * len(table))), path)
     pq.write_table(pa.table({"job_uuid": ["x"]}), folder / "racks.parquet")
+    sealed(folder)
 
 
 def test_an_export_of_a_newer_version_is_brought_in_without_what_is_not_known(

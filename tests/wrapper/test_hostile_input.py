@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -25,6 +23,7 @@ from resihp.errors import ProtocolError, ResihpError
 from resihp.record import journal
 from resihp.record.journal_file import MAGIC, read, read_packed
 from tests.db.conftest import started, story, write_journal
+from tests.db.exports import files_of, former, sealed, set_column
 from wrapper.cli import app, main
 from wrapper.commands.run import Options, prepare
 from wrapper.job_folder import create_local_job
@@ -220,10 +219,7 @@ def become_link(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-def set_column(path: Path, column: str, value: object) -> None:
-    rows = pq.read_table(path).to_pylist()
-    table = pa.Table.from_pylist([{**row, column: value} for row in rows], pq.read_schema(path))
-    pq.write_table(table, path)
+NO_PARQUET = b"PAR1" + bytes(5000) + b"PAR1"
 
 
 @pytest.mark.parametrize(
@@ -233,15 +229,22 @@ def set_column(path: Path, column: str, value: object) -> None:
         ("manifest.json", lambda path: path.write_bytes(b'{"x":' + b"[" * 500_000)),
         ("jobs.parquet", become_pipe),
         ("jobs.parquet", become_link),
-        ("jobs.parquet", lambda path: path.write_bytes(b"PAR1" + bytes(5000) + b"PAR1")),
+        ("jobs.parquet", lambda path: path.write_bytes(NO_PARQUET)),
         ("jobs.parquet", lambda path: set_column(path, "uuid", None)),
         ("jobs.parquet", lambda path: set_column(path, "state", "\x1b[31m")),
         ("jobs.parquet", lambda path: set_column(path, "journal_seq", -5)),
-        ("events.parquet", Path.unlink),
+        ("plans.parquet", Path.unlink),
     ],
 )
-def test_hostile_export_is_refused(exported: Path, fresh_home: Path, file: str, spoil: Callable[[Path], Any]) -> None:
+@pytest.mark.parametrize("layout", ["as it is", "sealed again", "former"])
+def test_hostile_export_is_refused(
+    exported: Path, fresh_home: Path, file: str, spoil: Callable[[Path], Any], layout: str
+) -> None:
+    if layout == "former":
+        former(exported)
     spoil(exported / file)
+    if layout == "sealed again" and spoil not in (become_pipe, become_link) and file != "manifest.json":
+        sealed(exported)
     said = refusal(resihp("db", "import", str(exported), "--ledger", f"sqlite:///{fresh_home}/target.db"))
     assert "folder writable" not in said, "that is not what is wrong"
 
@@ -258,10 +261,16 @@ def test_hostile_export_is_refused(exported: Path, fresh_home: Path, file: str, 
         ("iterations.parquet", "seconds", float("nan")),
     ],
 )
+@pytest.mark.parametrize("is_former", [False, True])
 def test_rows_that_make_no_sense_end_no_command_with_a_traceback(
-    exported: Path, fresh_home: Path, file: str, column: str, value: object
+    exported: Path, fresh_home: Path, file: str, column: str, value: object, is_former: bool
 ) -> None:
-    set_column(exported / file, column, value)
+    if is_former:
+        former(exported)
+    for path in files_of(exported, file.removesuffix(".parquet")):
+        set_column(path, column, value)
+    if not is_former:
+        sealed(exported)
     ledger = ("--ledger", f"sqlite:///{fresh_home}/target.db")
     for words in (
         ("db", "import", str(exported)),

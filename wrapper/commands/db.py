@@ -17,7 +17,7 @@ from resihp.errors import UsageError
 from wrapper.output.answers import SCHEMA, JobArgument, JsonOption, LedgerOption, message, moment, to_json
 
 if TYPE_CHECKING:
-    from db.parquet import Manifest
+    from db.parquet.writing import Exported
 
 
 def register(app: typer.Typer) -> None:
@@ -59,7 +59,9 @@ def upgrade(job: JobArgument = None, ledger: LedgerOption = None) -> None:
 
 def export_jobs(
     job: JobArgument = None,
-    folder: Annotated[Path, typer.Option("--output", "-o", help="A new folder.", show_default=False)] = Path(),
+    folder: Annotated[
+        Path, typer.Option("--output", "-o", help="A new folder, or an export's.", show_default=False)
+    ] = Path(),
     every: Annotated[bool, typer.Option("--all", help="All jobs of the ledger, or of all ledgers here.")] = False,
     as_json: JsonOption = False,
     ledger: LedgerOption = None,
@@ -67,6 +69,9 @@ def export_jobs(
     """Write a job, or all of a ledger, to Parquet files, which `resihp db import` and pandas read.
 
     Example: resihp db export --all --ledger postgresql://me@host/ledger -o october
+
+    Into the folder of an export of before, it writes anew only the months of
+    jobs that have changed since. All of a ledger has what was repaired, too.
     """
     if folder == Path():
         raise UsageError("db export: no folder; name a new one with -o FOLDER")
@@ -75,15 +80,20 @@ def export_jobs(
     from db.exchange import export
 
     if not every:
-        manifest = export(*_of_job(job, ledger, folder))
+        exported = export(*_of_job(job, ledger, folder))
     elif ledger is not None and ledger != "sqlite":
-        manifest = export(ledger, folder)
+        exported = export(ledger, folder)
     else:
-        manifest = _export_home(folder)
+        exported = _export_home(folder)
+    manifest = exported.manifest
     if as_json:
-        print(to_json({"schema": SCHEMA, "folder": str(folder), "jobs": list(manifest.jobs), "tables": manifest.rows}))
+        told = {"folder": str(folder), "jobs": list(manifest.jobs), "tables": manifest.rows}
+        print(to_json({"schema": SCHEMA, **told, "months": {"written": exported.written, "kept": exported.kept}}))
     counted = f"{len(manifest.jobs)} job{'s' * (len(manifest.jobs) != 1)}, {sum(manifest.rows.values())} rows"
-    message(f"{counted} written to {folder} (ledger schema {manifest.schema})")
+    message(f"{counted} in {folder} (ledger schema {manifest.schema})")
+    for what, months in (("written", exported.written), ("kept as they were", exported.kept)):
+        if months:
+            message(f"months {what}: {', '.join(months)}")
     if manifest.left_out:
         message(f"warning: left out, newer than this resihp: {', '.join(manifest.left_out)}")
 
@@ -105,7 +115,7 @@ def _of_job(job: str | None, ledger: str | None, folder: Path) -> tuple[str, Pat
     return url_of(found) if ledger is None else default_url(found.folder), folder, uuids
 
 
-def _export_home(folder: Path) -> Manifest:
+def _export_home(folder: Path) -> Exported:
     """All jobs of the ledgers that the jobs of this home write to."""
     from tempfile import TemporaryDirectory
 
@@ -131,6 +141,7 @@ def import_jobs(
     ledger: LedgerOption = None,
 ) -> None:
     """Bring jobs into a ledger, which is made if need be; importing again changes nothing, an older copy neither.
+    What was repaired comes along, in the name of who imports it.
 
     Example: resihp db import .resihp/jobs/* --ledger postgresql://me@host/ledger
 
@@ -145,7 +156,8 @@ def import_jobs(
         for each in import_from(path, url):
             merged.append({"path": path, "ledger": masked(url), **asdict(each)})
             what = each.outcome if each.outcome == "unchanged" else f"{each.outcome}, {each.rows} rows"
-            message(f"job {each.job}: {what}" + (f"; {each.note}" if each.note else ""))
+            whose = f"job {each.job}" if each.uuid else "maintenance"
+            message(f"{whose}: {what}" + (f"; {each.note}" if each.note else ""))
     if as_json:
         print(to_json({"schema": SCHEMA, "rows": merged}))
 

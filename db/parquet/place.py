@@ -1,0 +1,48 @@
+"""Where an export is put: in a new place, or in that of an export of before, and in no other.
+
+It is made beside its place, by a name that begins with a dot, and put there as a whole. What another export has there
+is moved aside for that moment, and removed afterwards: nobody finds half of one and half of the other.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from db import migrate
+from db.parquet.manifest import MANIFEST, Manifest, foreign, read_manifest
+from resihp.errors import UsageError
+
+
+def export_of_before(folder: Path) -> Manifest | None:
+    """What stands where one is to be written, whole or not; None where nothing does. Raises UsageError where anything
+    is there that is no export's."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return None
+    if not (folder / MANIFEST).is_file():
+        raise UsageError(f"{folder}: is there already; name a new folder with -o")
+    manifest = read_manifest(folder)
+    if migrate.is_newer(manifest.schema):
+        raise UsageError(f"{folder}: is there already, of a newer resihp; upgrade, or name a new folder with -o")
+    former = [f"{table}.parquet" for table in manifest.rows if not manifest.files]
+    for path in foreign(folder, manifest, [MANIFEST, *former]):
+        if (folder / path).exists():
+            raise UsageError(
+                f"{folder}: is there already, and has {path!a}, which no export has; name a new folder with -o"
+            )
+    return manifest
+
+
+def put_in_place(part: Path, folder: Path) -> None:
+    """A folder that is complete, where another may stand."""
+    if not folder.exists():
+        part.rename(folder)
+        return
+    old = part.with_name(f"{part.name}.old")
+    folder.rename(old)
+    try:
+        part.rename(folder)
+    except OSError:
+        old.rename(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

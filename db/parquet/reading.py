@@ -1,0 +1,205 @@
+"""Reads a folder that `db.parquet.writing` wrote, or one of before, whose tables are a file each.
+
+Both were looked through first (`manifest.check_manifest`). Nothing in them is believed for that: rows go through the
+ledger's constraints, and what is not in the order that an export has is refused, not searched for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Table
+
+from db.models import LedgerTable
+from db.parquet.manifest import MANIFEST, Manifest, check_manifest, unreadable
+from db.parquet.tables import JOBS, MAINTENANCE, Row, Source, Values, arrow_schema, columns_of
+from resihp.errors import LedgerError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+ROWS_AT_ONCE = 20_000
+
+
+def opened(folder: Path) -> Source:
+    """Raises LedgerError unless all of it can be read, and is as it was written."""
+    manifest = check_manifest(folder)
+    return Folder(folder, manifest) if manifest.files else FormerFolder(folder)
+
+
+@dataclass
+class _Run:
+    """A job's rows in a row group of a file."""
+
+    file: pq.ParquetFile
+    path: str
+    group: int
+    start: int
+    rows: int
+
+
+@dataclass
+class Folder:
+    """Reads what is asked for in the order of the files once: the last row group of each table is kept."""
+
+    path: Path
+    manifest: Manifest
+    _runs: dict[str, dict[str, list[_Run]]] = field(default_factory=dict)
+    _last: dict[str, tuple[pq.ParquetFile, int, pa.Table]] = field(default_factory=dict)
+
+    def left_out(self) -> list[str]:
+        """Also where a table is in several files."""
+        return _left_out(self.path, [file.path for file in self.manifest.files])
+
+    def jobs(self) -> list[Row]:
+        rows = self._all(JOBS)
+        if sorted(str(row["uuid"]) for row in rows) != sorted(self.manifest.jobs):
+            raise LedgerError(f"export {self.path}: jobs.parquet has other jobs than {MANIFEST}; export it again")
+        return rows
+
+    def maintenance(self) -> list[Row]:
+        return self._all(MAINTENANCE)
+
+    def rows(self, table: Table, uuid: str) -> Iterator[Sequence[Values]]:
+        if table.name not in self._runs:
+            self._runs[table.name] = self._found(table)
+        for run in self._runs[table.name].get(uuid, ()):
+            try:
+                part = self._group(table, run).slice(run.start, run.rows)
+                for start in range(0, run.rows, ROWS_AT_ONCE):
+                    yield _values(part.slice(start, ROWS_AT_ONCE))
+            except (OSError, pa_errors()) as error:
+                raise unreadable(self.path, run.path, error) from error
+
+    def _all(self, table: Table) -> list[Row]:
+        import pyarrow.parquet as pq
+
+        found: list[Row] = []
+        for file in self.manifest.of(table.name):
+            try:
+                found += _fitted(pq.ParquetFile(self.path / file.path).read(), table).to_pylist()
+            except (OSError, pa_errors()) as error:
+                raise unreadable(self.path, file.path, error) from error
+        return found
+
+    def _group(self, table: Table, run: _Run) -> pa.Table:
+        last = self._last.get(table.name)
+        if last is None or last[0] is not run.file or last[1] != run.group:
+            self._last.pop(table.name, None)  # never two at once
+            names = [name for name in run.file.schema_arrow.names if name in table.c]
+            group = run.file.read_row_group(run.group, columns=names)
+            last = self._last[table.name] = (run.file, run.group, _fitted(group, table))
+        return last[2]
+
+    def _found(self, table: Table) -> dict[str, list[_Run]]:
+        """Where each job's rows are: one column of each file is looked through."""
+        import pyarrow.parquet as pq
+
+        found: dict[str, list[_Run]] = {}
+        for each in self.manifest.of(table.name):
+            try:
+                file = pq.ParquetFile(self.path / each.path, read_dictionary=["job_uuid"])
+                for group in range(file.num_row_groups):
+                    column = file.read_row_group(group, columns=["job_uuid"]).column("job_uuid")
+                    for uuid, start, rows in self._runs_in(column, each.path):
+                        found.setdefault(uuid, []).append(_Run(file, each.path, group, start, rows))
+            except (OSError, KeyError, pa_errors()) as error:
+                raise unreadable(self.path, each.path, error) from error
+        return found
+
+    def _runs_in(self, column: pa.ChunkedArray, path: str) -> Iterator[tuple[str, int, int]]:
+        """Which job's rows begin where in a row group, and how many they are. Raises LedgerError where a job's are not
+        all in a row, which they are in every export: one made so that it takes long to read has them anywhere."""
+        import numpy as np
+        import pyarrow as pa
+
+        if not pa.types.is_dictionary(column.type):
+            column = column.dictionary_encode()
+        joined = column.combine_chunks()
+        codes = joined.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+        starts = np.flatnonzero(np.diff(codes, prepend=-2))
+        ends = [*starts[1:].tolist(), len(codes)]
+        if len(starts) > len(joined.dictionary):
+            raise LedgerError(f"export {self.path}: {path} has rows of a job in several places; export it again")
+        for start, end in zip(starts.tolist(), ends, strict=True):
+            yield str(joined[start].as_py()), start, end - start
+
+
+@dataclass(frozen=True)
+class FormerFolder:
+    """One of before: no files in its manifest, no record of maintenance, a row group for each job."""
+
+    path: Path
+
+    def left_out(self) -> list[str]:
+        return _left_out(self.path, sorted(file.name for file in self.path.glob("*.parquet")))
+
+    def jobs(self) -> list[Row]:
+        names = columns_of(JOBS)
+        return [dict(zip(names, row, strict=True)) for rows in self._read(JOBS, None) for row in rows]
+
+    def maintenance(self) -> list[Row]:
+        return []
+
+    def rows(self, table: Table, uuid: str) -> Iterator[Sequence[Values]]:
+        return self._read(table, uuid)
+
+    def _read(self, table: Table, uuid: str | None) -> Iterator[Sequence[Values]]:
+        import pyarrow.dataset as ds
+
+        name = f"{table.name}.parquet"
+        try:
+            found = ds.dataset(self.path / name, schema=arrow_schema(table), format="parquet")
+            only = None if uuid is None else ds.field("job_uuid") == uuid
+            for batch in found.to_batches(columns=list(columns_of(table)), filter=only, batch_size=ROWS_AT_ONCE):
+                if batch.num_rows:
+                    yield _values(batch)
+        except (OSError, pa_errors()) as error:
+            raise unreadable(self.path, name, error) from error
+
+
+def pa_errors() -> type[Exception]:
+    import pyarrow as pa
+
+    error: type[Exception] = pa.ArrowException
+    return error
+
+
+def _values(part: Any) -> list[Values]:
+    """Rows of a table, or of a batch."""
+    return list(zip(*(column.to_pylist() for column in part.columns), strict=True))
+
+
+def _fitted(found: pa.Table, table: Table) -> pa.Table:
+    """What was read, as `columns_of` its table. Raises what pyarrow raises for what does not fit."""
+    import pyarrow as pa
+
+    names = columns_of(table)
+    schema = pa.schema([field for field in arrow_schema(table) if field.name in names])
+    columns = [
+        found.column(each.name).cast(each.type) if each.name in found.column_names else pa.nulls(len(found), each.type)
+        for each in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _left_out(folder: Path, paths: Sequence[str]) -> list[str]:
+    import pyarrow.parquet as pq
+
+    found: dict[str, None] = {}
+    for path in paths:
+        name = path.partition("/")[0].removesuffix(".parquet")
+        table = LedgerTable.metadata.tables.get(name)
+        if table is None:
+            found[name] = None
+            continue
+        try:
+            names = pq.read_schema(folder / path).names
+        except (OSError, pa_errors()) as error:
+            raise unreadable(folder, path, error) from error
+        found |= {f"{name}.{each}": None for each in names if each not in (*columns_of(table), "job_uuid")}
+    return list(found)

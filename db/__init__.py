@@ -4,7 +4,7 @@
 `models`, `engine`, `migrate`      tables, databases that we speak to, versions of the schema
 `projection`, `layouts`            a journal's entries as rows
 `writer`, `report_rows`            the one writer of a job's ledger
-`exchange`, `parquet`              jobs from one ledger into another
+`exchange`, `parquet`              jobs from one ledger into another, what was repaired as well
 `retention`                        how long rows of iterations stay
 `reading`                          what is asked of a ledger
 =================================  ============================================================================

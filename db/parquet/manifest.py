@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from db import migrate
+from db.parquet.tables import JOBS, MAINTENANCE, OF_JOBS
 from resihp.errors import LedgerError
 
 FORMAT = "resihp ledger"
@@ -151,7 +152,10 @@ def _check_schema(folder: Path, manifest: Manifest) -> None:
 
 
 def _check_months(folder: Path, manifest: Manifest) -> None:
-    """A table that is split has a file for each month."""
+    """No table is missing, and one that is split has a file for each month."""
+    for each in (JOBS, MAINTENANCE, *OF_JOBS):
+        if not manifest.of(each.name):
+            raise LedgerError(f"export {folder}: {MANIFEST} has no {each.name}; export it again")
     split = {file.table for file in manifest.files if file.month is not None}
     there = {(file.table, file.month) for file in manifest.files}
     for table in sorted(split):

@@ -26,10 +26,9 @@ def export_of_before(folder: Path) -> Manifest | None:
         raise UsageError(f"{folder}: is there already, of a newer resihp; upgrade, or name a new folder with -o")
     former = [f"{table}.parquet" for table in manifest.rows if not manifest.files]
     for path in foreign(folder, manifest, [MANIFEST, *former]):
-        if (folder / path).exists():
-            raise UsageError(
-                f"{folder}: is there already, and has {path!a}, which no export has; name a new folder with -o"
-            )
+        raise UsageError(
+            f"{folder}: is there already, and has {path!a}, which no export has; name a new folder with -o"
+        )
     return manifest
 
 

@@ -72,7 +72,7 @@ class Folder:
                 part = self._group(table, run).slice(run.start, run.rows)
                 for start in range(0, run.rows, ROWS_AT_ONCE):
                     yield _values(part.slice(start, ROWS_AT_ONCE))
-            except (OSError, pa_errors()) as error:
+            except read_errors() as error:
                 raise unreadable(self.path, run.path, error) from error
 
     def _all(self, table: Table) -> list[Row]:
@@ -82,7 +82,7 @@ class Folder:
         for file in self.manifest.of(table.name):
             try:
                 found += _fitted(pq.ParquetFile(self.path / file.path).read(), table).to_pylist()
-            except (OSError, pa_errors()) as error:
+            except read_errors() as error:
                 raise unreadable(self.path, file.path, error) from error
         return found
 
@@ -107,7 +107,7 @@ class Folder:
                     column = file.read_row_group(group, columns=["job_uuid"]).column("job_uuid")
                     for uuid, start, rows in self._runs_in(column, each.path):
                         found.setdefault(uuid, []).append(_Run(file, each.path, group, start, rows))
-            except (OSError, KeyError, pa_errors()) as error:
+            except read_errors() as error:
                 raise unreadable(self.path, each.path, error) from error
         return found
 
@@ -158,15 +158,15 @@ class FormerFolder:
             for batch in found.to_batches(columns=list(columns_of(table)), filter=only, batch_size=ROWS_AT_ONCE):
                 if batch.num_rows:
                     yield _values(batch)
-        except (OSError, pa_errors()) as error:
+        except read_errors() as error:
             raise unreadable(self.path, name, error) from error
 
 
-def pa_errors() -> type[Exception]:
+def read_errors() -> tuple[type[Exception], ...]:
+    """What reading a file raises that was made to hurt: times that no calendar has and texts that are none included."""
     import pyarrow as pa
 
-    error: type[Exception] = pa.ArrowException
-    return error
+    return OSError, KeyError, ValueError, OverflowError, pa.ArrowException
 
 
 def _values(part: Any) -> list[Values]:
@@ -199,7 +199,7 @@ def _left_out(folder: Path, paths: Sequence[str]) -> list[str]:
             continue
         try:
             names = pq.read_schema(folder / path).names
-        except (OSError, pa_errors()) as error:
+        except read_errors() as error:
             raise unreadable(folder, path, error) from error
         found |= {f"{name}.{each}": None for each in names if each not in (*columns_of(table), "job_uuid")}
     return list(found)

@@ -89,7 +89,10 @@ def sound_scores(scores: Iterable[Score]) -> list[Score]:
     return [
         (iteration, rank, _finite(level), evidence)
         for iteration, rank, level, evidence in scores
-        if 0 <= iteration <= MOST_BIG_INTEGER and 0 <= rank <= MOST_INTEGER and isfinite(evidence)
+        if None not in (iteration, rank, evidence)
+        and 0 <= iteration <= MOST_BIG_INTEGER
+        and 0 <= rank <= MOST_INTEGER
+        and isfinite(evidence)
     ]
 
 

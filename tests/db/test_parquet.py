@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 import msgspec
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
@@ -25,7 +26,7 @@ from db.writer import Ledger
 from resihp.errors import LedgerError, UsageError
 from resihp.record import journal
 from tests.db.conftest import BEGAN, on_sqlite, story, write_journal
-from tests.db.exports import former, sealed, set_column
+from tests.db.exports import files_of, former, sealed, set_column
 from tests.db.test_exchange import everything_in
 from tests.db.test_migrate import contents, execute
 
@@ -380,6 +381,37 @@ def test_rows_of_a_job_in_several_places_are_not_searched_for(year: str, tmp_pat
     scattered(out / JULYS)
     with pytest.raises(LedgerError, match=r"month=2025-06/part-0.parquet has rows of a job in several places"):
         import_from(str(out), f"sqlite:///{tmp_path}/target.db")
+
+
+@on_sqlite
+@pytest.mark.parametrize("table", ["iterations", "jobs", "maintenance"])
+def test_times_that_no_calendar_has_are_refused(year: str, tmp_path: Path, table: str) -> None:
+    repaired(year)
+    out = tmp_path / "out"
+    export(year, out)
+    for path in files_of(out, table):
+        found = pq.read_table(path, partitioning=None)
+        for number, field in enumerate(found.schema):
+            if pa.types.is_timestamp(field.type) and field.name != "ended_at":
+                far = pa.array([2**62] * len(found), pa.int64()).cast(field.type)
+                found = found.set_column(number, field, far)
+        pq.write_table(found, path)
+    sealed(out)
+    with pytest.raises(LedgerError, match=rf"{table}.*\.parquet cannot be read"):
+        import_from(str(out), f"sqlite:///{tmp_path}/target.db")
+
+
+@on_sqlite
+def test_scores_of_no_rank_are_left_out(year: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    execute(year, "INSERT INTO scores (job_id, iteration, rank, level, evidence) SELECT id, 9, 0, 1.0, 0.5 FROM jobs")
+    export(year, out)
+    for path in files_of(out, "scores"):
+        set_column(path, "rank", None)
+    sealed(out)
+    target = f"sqlite:///{tmp_path}/target.db"
+    import_from(str(out), target)
+    assert contents(target)["scores"] == []
 
 
 @on_sqlite

@@ -30,6 +30,7 @@ from db.writer import Ledger, catch_up
 from resihp.errors import LedgerError, UsageError
 from resihp.record import journal, journal_file
 from tests.db.conftest import BEGAN, Listener, started, story, write_journal
+from tests.db.exports import sealed, set_column
 from tests.db.postgres import SUPERUSER, Server
 from tests.db.test_migrate import execute, moved_to
 
@@ -453,6 +454,50 @@ def test_a_repair_counts_only_from_whom_jobs_count(shared: Shared, tmp_path: Pat
         execute(shared.mallory, f"UPDATE maintenance SET written_by = '{MINE}'")
     shared.trust(THEIRS)
     assert told_of(shared.alice, "n5", now)[1] == 0
+
+
+def test_a_repair_that_is_brought_in_counts_as_one_of_who_brings_it(shared: Shared, tmp_path: Path) -> None:
+    """Whoever the file says wrote it: else an export could clear a bad node in anybody's name."""
+    at = BEGAN + 86400
+    now = datetime.fromtimestamp(at + 2 * 86400, UTC)
+    slander(shared.owner, tmp_path, "n5", at)
+    own = f"sqlite:///{tmp_path}/own.db"
+    told = [
+        (msgspec.structs.replace(started("elsewhere"), nodes=1), at),
+        (journal.NodeJoined(node="n5", host="here", devices=8), at),
+        (journal.JobEnded(exit_code=0, state="completed", reason=""), at + 60),
+    ]
+    written(own, tmp_path, "elsewhere", iter(told))
+    record(own, "n5", at=datetime.fromtimestamp(at + 86400 * 1.5, UTC), now=now)
+    export(own, tmp_path / "out")
+    set_column(tmp_path / "out" / "maintenance.parquet", "written_by", MINE)
+    sealed(tmp_path / "out")
+    for _ in range(2):
+        import_from(str(tmp_path / "out"), shared.mallory)
+        assert asked(shared.board, "SELECT written_by FROM maintenance") == [(THEIRS,)]
+    assert told_of(shared.alice, "n5", now)[1] == 2
+    import_from(str(tmp_path / "out"), shared.alice)
+    assert told_of(shared.alice, "n5", now)[1] == 0, "that he has the same does not keep hers out"
+    assert asked(shared.board, "SELECT written_by FROM maintenance ORDER BY id") == [(THEIRS,), (MINE,)]
+    import_from(str(tmp_path / "out"), shared.alice)
+    assert len(asked(shared.board, "SELECT 1 FROM maintenance")) == 2
+
+
+def test_repairs_of_others_are_not_taken_along_where_they_would_count(shared: Shared, tmp_path: Path) -> None:
+    """In the name of who exports, or of the owner, who moves a ledger."""
+    at = BEGAN + 86400
+    now = datetime.fromtimestamp(at + 2 * 86400, UTC)
+    slander(shared.owner, tmp_path, "n5", at)
+    for url, days in ((shared.mallory, 1.5), (shared.alice, 0.5)):
+        record(url, "n5", at=datetime.fromtimestamp(at + 86400 * days, UTC), now=now)
+    for number, (url, counted) in enumerate(((shared.alice, 1), (shared.owner, 0))):
+        out = tmp_path / f"out-{number}"
+        assert export(url, out).manifest.rows["maintenance"] == counted
+        import_from(str(out), f"sqlite:///{tmp_path}/other-{number}.db")
+        with Reader.open(f"sqlite:///{tmp_path}/other-{number}.db") as reader:
+            assert len(maintenance_rows(reader)) == counted
+    shared.trust(THEIRS)
+    assert export(shared.owner, tmp_path / "trusted").manifest.rows["maintenance"] == 1
 
 
 def test_nobody_makes_anothers_iterations_useless(shared: Shared, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def opened(folder: Path) -> Source:
 
 
 @dataclass
-class _Run:
+class JobRows:
     """A job's rows in a row group of a file."""
 
     file: pq.ParquetFile
@@ -48,7 +48,7 @@ class Folder:
 
     path: Path
     manifest: Manifest
-    _runs: dict[str, dict[str, list[_Run]]] = field(default_factory=dict)
+    _runs: dict[str, dict[str, list[JobRows]]] = field(default_factory=dict)
     _last: dict[str, tuple[pq.ParquetFile, int, pa.Table]] = field(default_factory=dict)
 
     def left_out(self) -> list[str]:
@@ -86,7 +86,7 @@ class Folder:
                 raise unreadable(self.path, file.path, error) from error
         return found
 
-    def _group(self, table: Table, run: _Run) -> pa.Table:
+    def _group(self, table: Table, run: JobRows) -> pa.Table:
         last = self._last.get(table.name)
         if last is None or last[0] is not run.file or last[1] != run.group:
             self._last.pop(table.name, None)  # never two at once
@@ -95,18 +95,18 @@ class Folder:
             last = self._last[table.name] = (run.file, run.group, _fitted(group, table))
         return last[2]
 
-    def _found(self, table: Table) -> dict[str, list[_Run]]:
+    def _found(self, table: Table) -> dict[str, list[JobRows]]:
         """Where each job's rows are: one column of each file is looked through."""
         import pyarrow.parquet as pq
 
-        found: dict[str, list[_Run]] = {}
+        found: dict[str, list[JobRows]] = {}
         for each in self.manifest.of(table.name):
             try:
                 file = pq.ParquetFile(self.path / each.path, read_dictionary=["job_uuid"])
                 for group in range(file.num_row_groups):
                     column = file.read_row_group(group, columns=["job_uuid"]).column("job_uuid")
                     for uuid, start, rows in self._runs_in(column, each.path):
-                        found.setdefault(uuid, []).append(_Run(file, each.path, group, start, rows))
+                        found.setdefault(uuid, []).append(JobRows(file, each.path, group, start, rows))
             except read_errors() as error:
                 raise unreadable(self.path, each.path, error) from error
         return found

@@ -155,7 +155,11 @@ def import_jobs(
         url = _own_ledger(Path(path)) if ledger is None or ledger == "sqlite" else ledger
         for each in import_from(path, url):
             merged.append({"path": path, "ledger": masked(url), **asdict(each)})
-            what = each.outcome if each.outcome == "unchanged" else f"{each.outcome}, {each.rows} rows"
+            what = (
+                each.outcome
+                if each.outcome == "unchanged"
+                else f"{each.outcome}, {each.rows} row{'s' * (each.rows != 1)}"
+            )
             whose = f"job {each.job}" if each.uuid else "maintenance"
             message(f"{whose}: {what}" + (f"; {each.note}" if each.note else ""))
     if as_json:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from db.maintenance import record
 from db.migrate import head
 from db.reading.queries import Reader
 from db.writer import Ledger, catch_up
@@ -63,6 +65,25 @@ def test_out_of_one_ledger_and_into_another(resihp: Resihp, job: Job, tmp_path: 
     assert result.stderr.splitlines() == ["resihp: job local-1: unchanged"] * 3
     with Reader.open(url) as reader:
         assert len(reader.jobs()) == 1
+
+
+def test_an_export_again_says_what_was_kept(resihp: Resihp, job: Job) -> None:
+    first = resihp("export", job.name, "-o", "out").stderr
+    assert "months written: 2025-06\n" in first
+    assert "kept" not in first
+    again = resihp("export", job.name, "-o", "out", "--json")
+    assert answer(again)["months"] == {"written": [], "kept": ["2025-06"]}
+    assert "months kept as they were: 2025-06\n" in again.stderr
+    assert "written" not in again.stderr
+
+
+def test_what_was_repaired_is_said_beside_the_jobs(resihp: Resihp, job: Job, tmp_path: Path) -> None:
+    source, target = f"sqlite:///{job.folder}/ledger.db", f"sqlite:///{tmp_path}/other.db"
+    record(source, "n1", at=datetime(2025, 7, 1, tzinfo=UTC))
+    assert resihp("export", "--all", "-o", "out").exit_code == 0
+    said = resihp("import", "out", "--ledger", target).stderr.splitlines()
+    assert said[1:] == ["resihp: maintenance: new, 1 row"]
+    assert resihp("import", "out", "--ledger", target).stderr.splitlines() == ["resihp: job local-1: unchanged"]
 
 
 def test_all_jobs_of_this_home(resihp: Resihp, job: Job) -> None:

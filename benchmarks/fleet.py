@@ -41,8 +41,9 @@ from db.engine import file_of, make_engine, resolve
 from db.exchange import import_from
 from db.reading.reader import Reader
 from resihp.parallelism.layout import Layout
+from resihp.parallelism.model import ModelSpec
 from resihp.parallelism.plan import Plan, spread
-from resihp.protocol.messages import StepOutcome
+from resihp.protocol.messages import Declare, StepOutcome
 from resihp.record import journal
 
 ENDED = datetime(2026, 11, 22, tzinfo=UTC).timestamp()
@@ -65,6 +66,13 @@ a device is slow for a while."""
 SOFTWARE = (
     journal.Software(torch="2.11.0", megatron_core="0.15.0", cuda="12.8", nccl="2.26.2", script_commit="3f2c1aa"),
     journal.Software(torch="2.13.0", megatron_core="0.16.1", cuda="13.0", nccl="2.28.3", script_commit="9bd07e4"),
+)
+MICRO_BATCHES = 32
+MODEL = ModelSpec(
+    layers=32, hidden=4096, heads=32, kv_groups=8, ffn_hidden=14336, vocab=128_000, sequence=4096, precision="bf16"
+)
+DECLARED = Declare(
+    model=MODEL, micro_batches=MICRO_BATCHES, iterations=10**6, resume_from=0, fingerprint="same", device="cuda"
 )
 UUID_LETTERS = 12
 DRIVERS = ("570.86.15", "580.65.06")
@@ -168,6 +176,8 @@ class _Attempt:
         self._pp = 2 if size > 1 else 1
         self._restarts = restarts
         self._recovering: tuple[int, int] | None = None
+        self._usual = ITERATION_S
+        """Seconds of an iteration while all is well."""
         self._records: list[journal.Record] = []
         self.hours: dict[int, float] = {}
         """GPU-hours of each iteration, of those that worked."""
@@ -183,6 +193,7 @@ class _Attempt:
             for d in range(DEVICES):
                 rank = n * DEVICES + d
                 self._write(at + 40, journal.WorkerStarted(rank=rank, node=node.name, device=d, pid=9 + rank, epoch=1))
+        self._write(at + 60.0, journal.ModelDeclared(declare=DECLARED))
         ready = at + rng.uniform(120.0, 900.0)
         fate = rng.random()
         if fate < START_FAILED:
@@ -191,6 +202,7 @@ class _Attempt:
             self._account(began, ended, devices, ended - began)
             return self._records, done, ended
         pipes = len(self._nodes) // self._pp
+        self._usual = usual = ITERATION_S * rng.lognormvariate(0.0, 0.3)
         layout = Layout.uniform(tp=DEVICES, pp=self._pp, dp=pipes, layers=32)
         self._plan(ready, 1, layout, "start", done + 1)
         program = done + rng.randrange(1, target) if fate < START_FAILED + PROGRAM else None
@@ -199,7 +211,6 @@ class _Attempt:
         dead: set[int] = set()
         rank, failing = self._next_failure(ready, dead, injected)
         i, at, epoch, failures, saved = done, ready, 1, 0, done
-        usual = ITERATION_S * rng.lognormvariate(0.0, 0.3)
         slow_from, slow_to = (i + 10, i + 10 + rng.randrange(5, 60)) if slow else (0, 0)
         while i < target:
             seconds = usual * rng.lognormvariate(0.0, 0.05) * pipes / (pipes - len(dead) / self._pp)
@@ -296,17 +307,27 @@ class _Attempt:
         return journal.NodeJoined(node=node.name, host=node.name, devices=DEVICES, inventory=found)
 
     def _plan(self, at: float, epoch: int, layout: Layout, action: str, following: int) -> None:
-        plan = Plan(epoch=epoch, layout=layout, assignment=spread(32, len(layout.replicas)))
+        plan = Plan(epoch=epoch, layout=layout, assignment=spread(MICRO_BATCHES, len(layout.replicas)))
         reason = "first plan" if epoch == 1 else "a device failed"
+        seconds = self._usual * len(self._nodes) / self._pp / len(layout.replicas)
         decided = journal.PlanDecided(
             plan=plan,
             next_iteration=following,
-            action=action,
+            action=action,  # type: ignore[arg-type]
             finish=None,
-            reason=reason,  # type: ignore[arg-type]
+            reason=reason,
+            predicted=seconds,
+            unit="s",
+            basis=journal.PlanBasis(times=self._times()),
+            considered=(journal.OtherPlan(name="narrower replicas", predicted=1.2 * seconds),) if epoch > 1 else (),
         )
         self._write(at, decided)
         self._write(at, journal.PlanInEffect(epoch=epoch))
+
+    def _times(self) -> journal.LearnedTimes:
+        """Of a micro-batch in a layer, by which all of them take as long as iterations do."""
+        each = self._usual / MICRO_BATCHES / MODEL.layers / 3.0
+        return journal.LearnedTimes(layers=((each,) * 3,), embedding=(0.0,) * 3, head=(each,) * 3)
 
     def _next_failure(self, at: float, dead: set[int], injected: bool) -> tuple[int, float]:
         """The rank that fails next, and when."""
@@ -406,7 +427,35 @@ class _Attempt:
             speed=0.71,
             confidence=0.97,
         )
+        suspected = journal.Suspected(
+            rank=0,
+            node=node,
+            evidence="probe: 71 % of its peers",
+            kind="slow",
+            suspicion=1,
+            ranks=(0,),
+            iteration=i,
+            detected=i,
+            change=0.4,
+            confidence=0.97,
+            test="log evidence",
+            statistic=14.9,
+            threshold=12.1,
+        )
+        self._write(at - 1.0, suspected)
+        declined = journal.ChangeDeclined(
+            about="plan",
+            reason=found.cause,
+            why="would save 0.8% of the time",
+            iteration=i,
+            failures=(failure,),
+            layout="without replica 0",
+            predicted=1.39 * self._usual,
+            present=1.4 * self._usual,
+            unit="s",
+        )
         self._write(at, found)
+        self._write(at + 1.0, declined)
 
     def _end(self, at: float, i: int, target: int, program: int | None, failures: int, epoch: int) -> None:
         if i >= target:

@@ -533,9 +533,9 @@ def _reckoned(asked: Asked, ask: Callable[[Callable[[Reader], list[Any]]], list[
 
 
 def _show(asked: Asked, answer: Listing, every: bool) -> None:
-    from wrapper.commands.history.tables import history_table
+    from wrapper.commands.history.tables import history_table, show
 
-    console().print(history_table(asked.shape, answer.rows, with_jobs=every and asked.is_table))
+    show(console(), history_table(asked.shape, answer.rows, with_jobs=every and asked.is_table))
     if answer.closing:
         sys.stdout.write(answer.closing + "\n")
     if asked.limit is not None and len(answer.rows) == asked.limit and answer.total != len(answer.rows):

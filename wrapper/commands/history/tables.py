@@ -11,6 +11,7 @@ from datetime import UTC
 from typing import Any
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -26,6 +27,8 @@ TIGHT = frozenset(
     ("plans", "decisions", "spares", "reconfigurations", "suspicions", "lemons", "jobs", "repairs", "hosts")
 ) | {"placements"}
 """Views whose columns stand close together."""
+OF_ONE_JOB = frozenset(("tries", "think"))
+"""Headings for which there is no room beside jobs' names."""
 LEAST_WIDTH = 6
 """Of a column that wraps."""
 COST_WORDS = {
@@ -340,11 +343,10 @@ _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
         _words("job", wraps=True),
         _number("decisions", "changes"),
         _number("untold"),
-        _number("iterations"),
         _seconds("measured_seconds", "measured"),
         _seconds("saved_seconds", "saved"),
-        _amount("saved_gpu_hours", "GPU-hours saved"),
-        _amount("spare_gpu_hours", "of the spare"),
+        _amount("saved_gpu_hours", "GPU-h saved"),
+        _amount("spare_gpu_hours", "of spare"),
     ],
     "decisions": [
         _time("at", "decided (UTC)"),
@@ -413,22 +415,35 @@ _TERMINAL_COLUMNS: Mapping[str, list[Column]] = {
 """What fits 80 columns; `--json` has the rest."""
 
 
+def show(screen: Console, table: Table) -> None:
+    """Print a table, as wide as it has to be on a narrow terminal: a number that is cut is another number."""
+    _, right, _, left = table.padding
+    least = 1 + sum((column.min_width or 0) + left + right + 1 for column in table.columns)
+    if least > screen.width:
+        screen.width = least
+        for column in table.columns:  # which Rich would rather leave out
+            column.width = column.min_width
+    screen.print(table, crop=False)
+
+
 def history_table(table: str, rows: list[dict[str, Any]], *, with_jobs: bool = False) -> Table:
     """Rows of a view of `resihp history`, or `failures by node`, as a Rich table; cells are shown literally."""
-    columns = [*([_words("job", wraps=True)] if with_jobs else []), *_TERMINAL_COLUMNS[table]]
+    columns = list(_TERMINAL_COLUMNS[table])
+    if with_jobs:
+        columns = [_words("job", wraps=True), *(each for each in columns if each.heading not in OF_ONE_JOB)]
     if any("money" in row for row in rows):
         columns.append(_amount("money", "money"))
     tight = with_jobs or table in TIGHT or " by " in table
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0) if tight else (0, 1))
     cells = [[one_line(column.cell(row)) for column in columns] for row in rows]
     for number, column in enumerate(columns):
-        longest = max((len(line[number]) for line in cells), default=0)
+        longest = max((len(words) for words in (column.heading, *(line[number] for line in cells))), default=0)
         shown.add_column(
             Text(column.heading),
             justify="right" if column.right else "left",
             no_wrap=not column.wraps,
             overflow="fold",
-            min_width=min(longest, LEAST_WIDTH) if column.wraps else None,
+            min_width=min(longest, LEAST_WIDTH) if column.wraps else longest,
         )
     for line in cells:
         shown.add_row(*map(Text, line))

@@ -318,7 +318,7 @@ class _Attempt:
             reason=reason,
             predicted=seconds,
             unit="s",
-            basis=journal.PlanBasis(times=self._times()),
+            basis=journal.PlanBasis(kept_out=layout.standby, times=self._times()),
             considered=(journal.OtherPlan(name="narrower replicas", predicted=1.2 * seconds),) if epoch > 1 else (),
         )
         self._write(at, decided)

@@ -102,30 +102,36 @@ def decisions_rows(
 
 
 def spares_rows(
-    reader: Reader, job: Row | None = None, *, since: datetime | None = None, until: datetime | None = None
+    reader: Reader,
+    job: Row | None = None,
+    *,
+    since: datetime | None = None,
+    until: datetime | None = None,
+    jobs: int | None = None,
 ) -> list[Row]:
-    """What one more spare node would have saved a job (its row), or all that were alive meanwhile and whose plan was
-    changed, as `db.reading.plans.spares` tells; most first."""
+    """What one more spare node would have saved a job (its row), or the newest so many `jobs`, or all, that were alive
+    meanwhile and whose plan was changed, as `db.reading.plans.spares` tells; most first."""
     if job is not None:
         return [_spare_of(reader, job)]
     plans, of = models.PlanRow.__table__.c, models.JobRow.__table__.c
     changed = select(plans.job_id).group_by(plans.job_id).having(func.count() > 1)
     query = select(models.JobRow.__table__).where(of.id.in_(changed))
+    query = query.order_by(of.started_at.desc(), of.id.desc()).limit(jobs)
     if since is not None:
         query = query.where(of.last_entry_at >= since)
     if until is not None:
-        query = query.where(of.started_at <= until)
+        query = query.where(of.started_at < until)
     rows = [_spare_of(reader, each) for each in reader.fetch(query)]
     return sorted(rows, key=lambda row: (-row["saved_gpu_hours"], row["started_at"]))
 
 
 def _spare_of(reader: Reader, job: Row) -> Row:
-    workers = reader.rows("workers", job["id"])
+    workers = reader.narrow("workers", job["id"], ("rank", "node"))
     return spares_saved.saved(
         job,
         reader.rows("plans", job["id"]),
         {row["rank"]: row["node"] for row in workers},
-        reader.narrow("iterations", job["id"], ("epoch", "seconds")),
+        reader.narrow("iterations", job["id"], ("iteration", "epoch", "seconds")),
         ((job["ended_at"] or job["last_entry_at"]) - job["started_at"]).total_seconds(),
     )
 

@@ -84,11 +84,12 @@ def first_plan(
     return plan
 
 
-def decide(situation: Situation, *, search: bool = True) -> Decision:
+def decide(situation: Situation, *, search: bool = True, enough: float = 0.0) -> Decision:
     """The best plan for a situation. Raises PlanError if nothing can run.
 
-    `search`: whether a better one may be searched for, which loads what that needs. Deterministic. Asked again with its
-    own layout in effect and nothing changed, it answers the same or better.
+    `search`: whether a better one may be searched for, which loads what that needs. `enough`: without a search, a plan
+    that takes no longer than this is not made better. Deterministic. Asked again with its own layout in effect and
+    nothing changed, it answers the same or better.
     """
     check(situation)
     prices = Prices(situation)
@@ -110,7 +111,7 @@ def decide(situation: Situation, *, search: bool = True) -> Decision:
             chosen = chosen if found is None else best_of(situation, [chosen, found])
         elif thorough:
             return decide(situation, search=False)
-        else:
+        elif chosen.seconds > enough:
             chosen = _refined(situation, _rounded(situation, prices, chosen), prices)
     others = tuple((one.name, one.seconds) for one in first if not chosen.name.startswith(one.name))
     against = "".join(f", against {seconds:.4g} {name}" for name, seconds in others)

@@ -41,16 +41,20 @@ SPARE = "one more spare"
 
 def saved(job: Row, plans: Sequence[Row], nodes: Mapping[int, str], iterations: Sequence[Row], held_s: float) -> Row:
     """A row of `COLUMNS` of one job. `job`: as `Reader.job`; `plans` in order, their JSON decoded; `nodes` of ranks;
-    `iterations` with `epoch` and `seconds`; `held_s`: for how long the job held its devices.
+    `iterations` in order with `iteration`, `epoch` and `seconds`, of which one stands for all since the one before, as
+    where rows were thinned; `held_s`: for how long the job held its devices.
 
     `decisions`: changes of plan that were put to the planner again, `untold` those of which the ledger does not tell
     what they were decided from; `iterations` and `measured_seconds` under the former; `saved_seconds` of these, and in
     GPU-hours of all devices that the job was given; `spare_gpu_hours`: what the spare node would have been held.
     """
-    seconds: dict[int, list[float]] = {}
+    seconds: dict[int, list[tuple[int, float]]] = {}
+    former = None
     for row in iterations:
+        count = 1 if former is None else max(row["iteration"] - former, 1)
+        former = row["iteration"]
         if row["seconds"] is not None:
-            seconds.setdefault(row["epoch"], []).append(row["seconds"])
+            seconds.setdefault(row["epoch"], []).append((count, row["seconds"]))
     found = dict.fromkeys(("decisions", "untold", "iterations"), 0)
     measured_s = saved_s = 0.0
     took_effect = [row for row in plans if row["in_effect_at"] is not None or row["epoch"] in seconds]
@@ -58,14 +62,15 @@ def saved(job: Row, plans: Sequence[Row], nodes: Mapping[int, str], iterations: 
         times = seconds.get(row["epoch"], [])
         if not times:
             continue
+        took_s = sum(count * each for count, each in times)
         share = _share(job, took_effect[0], before, row, nodes)
         if share is None:
             found["untold"] += 1
             continue
         found["decisions"] += 1
-        found["iterations"] += len(times)
-        measured_s += sum(times)
-        saved_s += share * sum(times)
+        found["iterations"] += sum(count for count, _ in times)
+        measured_s += took_s
+        saved_s += share * took_s
     return {
         "job": job["name"],
         "started_at": job["started_at"],
@@ -73,7 +78,7 @@ def saved(job: Row, plans: Sequence[Row], nodes: Mapping[int, str], iterations: 
         "measured_seconds": measured_s,
         "saved_seconds": saved_s,
         "saved_gpu_hours": saved_s * job["nodes"] * job["gpus_per_node"] / HOUR_S,
-        "spare_gpu_hours": held_s * job["gpus_per_node"] / HOUR_S,
+        "spare_gpu_hours": max(held_s, 0.0) * job["gpus_per_node"] / HOUR_S,
     }
 
 
@@ -92,7 +97,7 @@ def _share(job: Row, first: Row, before: Row, row: Row, nodes: Mapping[int, str]
         at_best = iteration_seconds(_dealt(healthy, plan.micro_batches), _all_well(now, healthy, nodes))
         then = _with_one_more(now, plan_of(before, configuration).layout, job["gpus_per_node"])
         if math.isfinite(present) and present > 0.0:
-            return max(0.0, 1.0 - max(_decided(then), at_best) / present)
+            return 0.0 if at_best >= present else max(0.0, 1.0 - max(_decided(then, at_best), at_best) / present)
     return None
 
 
@@ -116,8 +121,9 @@ def _with_one_more(now: Situation, base: Layout, devices: int) -> Situation:
     )
 
 
-def _decided(situation: Situation) -> float:
-    """Seconds of an iteration, or layer times, of what the planner would have decided, without a search."""
+def _decided(situation: Situation, enough: float) -> float:
+    """Seconds of an iteration, or layer times, of what the planner would have decided, without a search; or of what it
+    thinks of first, if that is `enough`."""
     from resihp.scheduler.planner import decide
 
-    return decide(situation, search=False).seconds
+    return decide(situation, search=False, enough=enough).seconds

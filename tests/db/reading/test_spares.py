@@ -4,6 +4,7 @@ measured."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from db.reading import queries
 from db.reading.queries import Reader
+from db.retention import prune
 from db.writer import Ledger
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
@@ -101,12 +103,16 @@ def lost_story(now: Situation, *, told: bool = True, name: str = "7") -> Told:
     yield journal.JobEnded(exit_code=0, state="completed", reason="done"), at
 
 
-def found(url: str, folder: Path, told: Told) -> dict[str, Any]:
+def found_of(url: str, folder: Path, told: Told) -> None:
     folder.mkdir(exist_ok=True)
     with Ledger.open(url, folder) as ledger:
         for record in write_journal(folder / "journal", told):
             ledger.submit(record)
         assert ledger.flush(30)
+
+
+def found(url: str, folder: Path, told: Told) -> dict[str, Any]:
+    found_of(url, folder, told)
     with Reader.open(url) as reader:
         (row,) = queries.spares_rows(reader, reader.job())
         frame = queries.spares(reader)
@@ -149,8 +155,34 @@ def test_a_layout_that_makes_no_sense_is_counted_as_such() -> None:
 
     job = {"name": "x", "started_at": None, "nodes": 1, "gpus_per_node": 1, "model": "{", "configuration": "{"}
     row = {"epoch": 2, "basis": {}, "layout": {}, "assignment": [], "in_effect_at": None}
-    told = spares.saved(job, [row | {"epoch": 1}, row], {}, [{"epoch": e, "seconds": 1.0} for e in (1, 2)], 2.0)
+    times = [{"iteration": e, "epoch": e, "seconds": 1.0} for e in (1, 2)]
+    told = spares.saved(job, [row | {"epoch": 1}, row], {}, times, 2.0)
     assert (told["decisions"], told["untold"]) == (0, 1)
+
+
+def test_rows_that_were_thinned_tell_the_same(ledger_url: str, tmp_path: Path) -> None:
+    before = found(ledger_url, tmp_path, lost_story(situation(0, 1, 2, 3)))
+    assert prune(ledger_url, datetime.fromtimestamp(BEGAN, UTC) + timedelta(days=1))
+    with Reader.open(ledger_url) as reader:
+        job = reader.job()
+        assert len(reader.narrow("iterations", job["id"])) < 20
+        (after,) = queries.spares_rows(reader, job)
+    assert after == before
+
+
+def test_an_end_before_the_start_holds_no_spare() -> None:
+    from db.reading.plans import spares
+
+    job = {"name": "x", "started_at": None, "nodes": 1, "gpus_per_node": 1, "model": None, "configuration": "{}"}
+    assert spares.saved(job, [], {}, [], -7200.0)["spare_gpu_hours"] == 0.0
+
+
+def test_the_newest_jobs_may_be_asked_for_alone(ledger_url: str, tmp_path: Path) -> None:
+    for number in ("7", "8"):
+        found_of(ledger_url, tmp_path / number, lost_story(situation(0, 1, 2, 3), name=number))
+    with Reader.open(ledger_url) as reader:
+        assert len(queries.spares_rows(reader)) == 2
+        assert [row["job"] for row in queries.spares_rows(reader, jobs=1)] == ["8"]
 
 
 def test_the_command_says_what_is_assumed() -> None:

@@ -45,6 +45,8 @@ SHOWN = 50
 """Rows on a terminal, if no --limit says otherwise."""
 
 
+SPARES_OF = 100
+"""Jobs at least whose spares are reckoned for a terminal, the newest."""
 SPARES = """\
 assumed: one healthy spare node more at each change of plan, the same losses and
 times of changes; the planner's share of measured seconds, never faster than the
@@ -459,6 +461,8 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
     if asked.view in ("jobs", "lemons", "repairs", "rate", "promises", "spares"):
         rows = _reckoned(asked, ask)
         closing = SPARES if asked.view == "spares" else ""
+        if asked.view == "spares" and (most := _jobs_with_spares(asked)) is not None and len(rows) >= most:
+            closing += f"\nthe newest {most} jobs whose plan was changed; more with --limit, all with --json"
         return Listing(queries.COLUMNS[asked.view], rows[: asked.limit], whose, len(rows), names, closing)
     if asked.by is not None:
         by: Any = asked.by
@@ -489,6 +493,11 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
     )
 
 
+def _jobs_with_spares(asked: Asked) -> int | None:
+    """Of how many jobs: of each the planner decides anew."""
+    return None if asked.limit is None else max(asked.limit, SPARES_OF)
+
+
 def _reckoned(asked: Asked, ask: Callable[[Callable[[Reader], list[Any]]], list[Any]]) -> list[Row]:
     """What is reckoned of many jobs. Raises UsageError for a trait that there is not."""
     from db.reading import fleet, queries, rates
@@ -509,7 +518,11 @@ def _reckoned(asked: Asked, ask: Callable[[Callable[[Reader], list[Any]]], list[
         rows = ask(lambda reader: queries.promises_of_all(reader, most, since=asked.since, until=asked.until))
         return sorted(rows, key=lambda row: (row["started_at"], row["epoch"]), reverse=True)
     if asked.view == "spares":
-        found = ask(lambda reader: queries.spares_rows(reader, since=asked.since, until=asked.until))
+        found = ask(
+            lambda reader: queries.spares_rows(
+                reader, since=asked.since, until=asked.until, jobs=_jobs_with_spares(asked)
+            )
+        )
         return sorted(found, key=lambda row: (-row["saved_gpu_hours"], row["started_at"]))
     if asked.view == "jobs":
         limits: dict[str, Any] = {"user": asked.user, "since": asked.since, "until": asked.until, "last": asked.limit}

@@ -102,7 +102,7 @@ def failures_by(
     if since is not None:
         query = query.where(failures.c.noticed_at >= since)
     if until is not None:
-        query = query.where(failures.c.noticed_at <= until)
+        query = query.where(failures.c.noticed_at < until)
     found = reader.fetch(query.group_by(column))
     for row in found:
         row["key"] = kind_of_cause(row["key"]) if by == "cause" else _words(row["key"])
@@ -477,7 +477,7 @@ def newest_iterations(
     if since is not None:
         query = query.where(jobs.last_entry_at >= since)
     if until is not None:
-        query = query.where(jobs.started_at <= until)
+        query = query.where(jobs.started_at < until)
     found: list[Row] = []
     columns = IterationRow.__table__.c
     for job in reader.fetch(query):
@@ -487,7 +487,7 @@ def newest_iterations(
         if since is not None:
             newest = newest.where(columns.finished_at >= since)
         if until is not None:
-            newest = newest.where(columns.finished_at <= until)
+            newest = newest.where(columns.finished_at < until)
         rows = reader.fetch(newest.order_by(columns.finished_at.desc()).limit(last))
         found += [{"job": job["name"], **row} for row in rows]
         found = sorted(found, key=lambda row: (row["finished_at"], row["job"], row["iteration"]))[-last:]

@@ -98,7 +98,7 @@ def decisions_rows(
         iterations=reader.narrow("iterations", job_id, ("epoch", "seconds")),
         withdrawn={event["epoch"] for event in reader.rows("events", job_id, kind="PlanWithdrawn")},
     )
-    return [row for row in rows if (since is None or row["at"] >= since) and (until is None or row["at"] <= until)]
+    return [row for row in rows if (since is None or row["at"] >= since) and (until is None or row["at"] < until)]
 
 
 def spares_rows(
@@ -169,7 +169,7 @@ def promises_of_all(
     if since is not None:
         query = query.where(of.last_entry_at >= since)
     if until is not None:
-        query = query.where(of.started_at <= until)
+        query = query.where(of.started_at < until)
     return [
         {"job": job["name"], "started_at": job["started_at"], **row}
         for job in reader.fetch(query)

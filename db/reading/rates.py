@@ -235,7 +235,7 @@ def repairs(reader: Reader, since: datetime | None = None, until: datetime | Non
         failures.component.in_(("device", "node", "link")),
     )
     if until is not None:
-        query = query.where(failures.noticed_at <= until)
+        query = query.where(failures.noticed_at < until)
     rows = reader.fetch(reader.believed(query, failures.job_id).order_by(failures.noticed_at))
     done, drained = _maintained(reader), _drained(reader, since)
     found: dict[tuple[str, int | None], Row] = {}

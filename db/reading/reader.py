@@ -454,7 +454,7 @@ class Reader:
         if since is not None:
             query = query.where(JobRow.last_entry_at >= since)
         if until is not None:
-            query = query.where(JobRow.started_at <= until)
+            query = query.where(JobRow.started_at < until)
         return self.fetch(query)
 
     def job(self, name: str | None = None, *, host: str | None = None, started: datetime | None = None) -> Row:
@@ -522,6 +522,7 @@ class Reader:
         """Rows of one of `TABLES` in order, the `last` of them at most; JSON columns decoded. Scores have no time.
 
         With `job_id` None of all jobs, or of a `user`'s, in order of time, each with its `job` as the first column.
+        From `since` on and before `until`, as everywhere: of two times that follow one another nothing counts twice.
         `kind`: of that kind alone. Raises UsageError when the table has no nodes, or no kinds, to ask for.
         """
         asked = TABLES[table]
@@ -553,7 +554,7 @@ class Reader:
         if since is not None:
             query = query.where(columns[asked.time] >= since)
         if until is not None:
-            query = query.where(columns[asked.time] <= until)
+            query = query.where(columns[asked.time] < until)
         if last is None:
             found = self.fetch(query.order_by(*order))
         else:
@@ -581,7 +582,7 @@ class Reader:
         if since is not None:
             query = query.where(columns[asked.time] >= since)
         if until is not None:
-            query = query.where(columns[asked.time] <= until)
+            query = query.where(columns[asked.time] < until)
         return int(self.fetch(query)[0]["rows"])
 
     def nodes(self, job_id: int | None) -> list[str]:

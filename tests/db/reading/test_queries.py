@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 
-from db.reading import queries
+from db.reading import fleet, queries
 from db.reading.queries import Reader
 from db.writer import Ledger
 from resihp.errors import JobNotFoundError, UsageError
@@ -139,3 +140,28 @@ def test_filters(reader: Reader) -> None:
 def test_unknown_job(reader: Reader) -> None:
     with pytest.raises(JobNotFoundError, match=r"job nix: not in ledger .* which holds local-1"):
         reader.job("nix")
+
+
+def test_what_happened_at_the_end_of_a_time_is_in_the_next_one(reader: Reader) -> None:
+    """As costs are cut: of two times that follow one another nothing counts twice."""
+    job = reader.job()
+    [failure] = reader.rows("failures", job["id"])
+    at, began = failure["noticed_at"], job["started_at"]
+    asked: dict[str, tuple[datetime, Callable[..., Any]]] = {
+        "failures": (at, lambda **when: reader.rows("failures", None, **when)),
+        "failures of a job": (at, lambda **when: reader.rows("failures", job["id"], **when)),
+        "by node": (at, lambda **when: fleet.failures_by(reader, "node", **when)),
+        "counted": (at, lambda **when: range(reader.count("failures", job["id"], **when))),
+        "iterations": (
+            reader.rows("iterations", job["id"])[0]["finished_at"],
+            lambda **when: fleet.newest_iterations(reader, 100, **when),
+        ),
+        "decisions": (
+            reader.rows("plans", job["id"])[0]["decided_at"],
+            lambda **when: queries.decisions_rows(reader, job["id"], **when),
+        ),
+        "jobs": (began, lambda **when: reader.jobs(**when)),
+        "spares": (began, lambda **when: queries.spares_rows(reader, **when)),
+    }
+    counts = {name: (len(of(until=end)), len(of(since=end)) > 0) for name, (end, of) in asked.items()}
+    assert counts == {name: (0, True) for name in asked}

@@ -185,7 +185,7 @@ class HistoryOptions:
     node: Annotated[str | None, typer.Option(help="Only this node's.", show_default=False)] = None
     rank: Annotated[int | None, typer.Option(help="Of scores, only this rank's.", show_default=False)] = None
     since: Annotated[str | None, typer.Option(help="Time (ISO, UTC) or age (30m, 2h, 1d).", show_default=False)] = None
-    until: Annotated[str | None, typer.Option(help="The same, as the end.", show_default=False)] = None
+    until: Annotated[str | None, typer.Option(help="The same, as the end, which is not in it.", show_default=False)] = None
     limit: Annotated[
         int | None, typer.Option(help="Rows at most, the newest.", show_default="50 on a terminal", min=1)
     ] = None
@@ -419,7 +419,7 @@ def _stays(asked: Asked, rows: list[Row], job_id: int | None = None) -> list[Row
     return [
         {name: value for name, value in row.items() if name != "job_id"}
         for row in found
-        if since <= row["joined_at"] <= until and is_node(asked.node, row["node"])
+        if since <= row["joined_at"] < until and is_node(asked.node, row["node"])
     ]
 
 

@@ -95,8 +95,8 @@ def failures_by(
     if job_id is not None:
         query = query.where(failures.c.job_id == job_id)
     if node is not None:
-        name = reader.node_name(failures.c.node, failures.c.job_id) if job_id is None and "/" in node else None
-        query = query.where((failures.c.node == node) if name is None else (failures.c.node == node) | (name == node))
+        here = failures.c.node == node
+        query = query.where(here if job_id is not None else reader.is_asked(node, failures.c.node, failures.c.job_id))
     if user is not None:
         query = query.where(JobRow.__table__.c.owner == user)
     if since is not None:

@@ -168,7 +168,8 @@ def stays(reader: Reader, job_id: int | None = None, node: str | None = None) ->
         query = query.add_columns(node_name.label("node_name"))
     parts = select(devices.job_id, devices.node, devices.joined_at, devices.device, devices.uuid, devices.vbios)
     if job_id is not None or node is not None:
-        asked = served.job_id == job_id if job_id is not None else or_(served.node == node, node_name == node)
+        of_job = served.job_id == job_id
+        asked = of_job if node is None or job_id is not None else reader.is_asked(node, served.node, served.job_id)
         there = select(host_name).where(asked)
         query = query.where(host_name.in_(there))
         parts = parts.join(MembershipRow, and_(*(devices[name] == served[name] for name in OF_STAY)))

@@ -60,7 +60,7 @@ def rate_with(reader: Reader, trait: str, value: str, days: float, now: datetime
     held: dict[tuple[int, str], list[tuple[float, str]]] = {}
     there = _stays(reader, since, now, user, trait)
     if trait == "host":
-        value = _meant(value, {stay["trait"] for stay in there})
+        value = _meant(value, {stay["trait"] for stay in there}, reader.clusters())
     for stay in there:
         if not stay["trait"]:
             continue
@@ -76,10 +76,10 @@ def rate_with(reader: Reader, trait: str, value: str, days: float, now: datetime
     return _compared(counts, exposure, ("without", "with"))
 
 
-def _meant(host: str, known: set[str]) -> str:
+def _meant(host: str, known: set[str], clusters: Sequence[str]) -> str:
     """A host by its name, with the cluster's where hosts of several are known. Raises UsageError where several are
     meant."""
-    found = sorted(name for name in known if is_node(host, name))
+    found = sorted(name for name in known if is_node(host, name, clusters))
     if len(found) > 1 and host not in known:
         raise UsageError(f"history rate: --having host={host}: there are {', '.join(found)}; name one")
     return found[0] if len(found) == 1 else host

@@ -409,12 +409,16 @@ class Reader:
             else_=node,
         )
 
-    def _naming(self, node: str, among: Sequence[ColumnElement[Any]], job_id: int | None) -> list[ColumnElement[bool]]:
-        """That these columns name a node; among all jobs' also with its cluster."""
-        asks = [column == node for column in among]
-        if job_id is None and "/" in node:
-            asks += [self.node_name(column, column.table.c.job_id) == node for column in among]
-        return asks
+    def is_asked(self, asked: str, node: ColumnElement[Any], job: ColumnElement[int]) -> ColumnElement[bool]:
+        """That a node of a job is the one asked for among those of all jobs, as `is_node`; `job` is its `job_id`."""
+        of = JobRow.__table__.c
+        named = [node == asked]
+        clusters = self.clusters() if "/" in asked else []
+        for cluster in clusters if len(clusters) > 1 else ():
+            if asked.startswith(f"{cluster}/"):  # not `node_name`, for which every row would be looked at
+                own = job.in_(select(of.id).where(of.cluster == cluster))
+                named.append((node == asked[len(cluster) + 1 :]) & own)
+        return or_(*named)
 
     def fetch(self, query: Select[Any]) -> list[Row]:
         """All rows of one query, in a transaction that ends with it (a reader must not hold up the writer)."""
@@ -542,7 +546,11 @@ class Reader:
             )  # an inner join SQLite would begin with the jobs
             order = [columns[asked.time], columns.job_id, *order]
         if node is not None:
-            query = query.where(or_(*self._naming(node, [columns[name] for name in _node_columns(table)], job_id)))
+            named = [columns[name] for name in _node_columns(table)]
+            if job_id is None:
+                query = query.where(or_(*(self.is_asked(node, column, columns.job_id) for column in named)))
+            else:
+                query = query.where(or_(*(column == node for column in named)))
         if rank is not None:
             query = query.where(columns.rank == rank)
         if kind is not None:
@@ -586,11 +594,13 @@ class Reader:
         return int(self.fetch(query)[0]["rows"])
 
     def nodes(self, job_id: int | None) -> list[str]:
-        """Names of the nodes of a job, or of all jobs."""
-        query = select(models.NodeRow.__table__.c.node).distinct().order_by(models.NodeRow.__table__.c.node)
+        """Names of the nodes of a job, or of all jobs, as `node_name` has them."""
+        columns = models.NodeRow.__table__.c
         if job_id is not None:
-            query = query.where(models.NodeRow.job_id == job_id)
-        return [row["node"] for row in self.fetch(query.limit(NAMES))]
+            query = select(columns.node).distinct().where(columns.job_id == job_id)
+        else:
+            query = select(self.node_name(columns.node, columns.job_id).label("node")).distinct()
+        return [row["node"] for row in self.fetch(query.order_by("node").limit(NAMES))]
 
     def events(self, job_id: int, kinds: Sequence[str], last: int) -> list[Row]:
         """The `last` events of these kinds (names of journal entries), oldest first."""
@@ -743,9 +753,10 @@ class Reader:
         )
 
 
-def is_node(asked: str | None, name: str) -> bool:
-    """Whether a node of this name (`Reader.node_name`) is asked for, with its cluster or without; None asks for all."""
-    return asked is None or name == asked or name.endswith(f"/{asked}")
+def is_node(asked: str | None, name: str, clusters: Iterable[str]) -> bool:
+    """Whether a node of this name (`Reader.node_name`) is asked for, with its cluster or without; None asks for all.
+    A node's own name may have a slash, too."""
+    return asked is None or name == asked or any(name == f"{cluster}/{asked}" for cluster in clusters)
 
 
 def _node_columns(table: str) -> list[str]:

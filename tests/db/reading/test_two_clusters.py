@@ -9,15 +9,17 @@ from typing import Any
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
 from db.maintenance import record
 from db.reading import fleet, hardware, queries, rates, suspicions
 from db.reading.health import health_frame, usual_speeds
-from db.reading.reader import Reader
+from db.reading.reader import Reader, is_node
 from db.writer import Ledger
 from resihp.errors import UsageError
 from resihp.record import journal
 from tests.db.conftest import BEGAN, inventory, started, write_journal
+from wrapper.cli import app
 
 DAY_S = 86_400.0
 NOW = datetime.fromtimestamp(BEGAN + 100 * DAY_S, UTC)
@@ -25,7 +27,9 @@ NODES = tuple(f"node00{n}" for n in range(1, 9))
 Told = Iterator[tuple[journal.AnyEntry, float]]
 
 
-def job(cluster: str | None, day: float, *broken: tuple[str, int], driver: str = "570") -> Told:
+def job(
+    cluster: str | None, day: float, *broken: tuple[str, int], driver: str = "570", nodes: tuple[str, ...] = NODES
+) -> Told:
     """A job of a cluster's eight nodes, whose devices fail one after the other."""
     at = BEGAN + day * DAY_S
     name = f"{cluster}-{day}"
@@ -34,12 +38,12 @@ def job(cluster: str | None, day: float, *broken: tuple[str, int], driver: str =
         slurm = journal.SlurmIdentity(job=int(day), cluster=cluster)
         first = msgspec.structs.replace(first, slurm=slurm)
     yield first, at
-    for node in NODES:
+    for node in nodes:
         made = inventory(node, driver=driver)
         own = tuple(msgspec.structs.replace(one, uuid=f"{cluster}-{one.uuid}") for one in made.devices)
         made = msgspec.structs.replace(made, serial=f"{cluster}-{node}", devices=own)
         yield journal.NodeJoined(node=node, host=node, devices=4, inventory=made), at
-    for rank, node in enumerate(NODES):
+    for rank, node in enumerate(nodes):
         yield journal.WorkerStarted(rank=rank, node=node, device=0, pid=rank, epoch=0), at
     for i, (node, device) in enumerate(broken):
         yield (
@@ -208,3 +212,34 @@ def test_of_one_cluster_nodes_keep_their_names_also_from_before_it_was_known(rea
     assert {*found} == {*NODES}
     assert found["node001"]["failures"] == 4
     assert list(queries.frame(ledger, "devices")["node"].unique()) == [*NODES]
+
+
+def asked(url: str, *words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["history", *words, "--ledger", url], env={"COLUMNS": "100"})
+    return result.exit_code, f"{result.output}{result.exception or ''}"
+
+
+def test_a_node_of_which_there_is_nothing_is_known_by_its_cluster_s_name(
+    reader: Callable[..., Reader], ledger_url: str
+) -> None:
+    ledger = reader(*both((60,)))
+    assert ledger.nodes(None) == [f"{cluster}/{node}" for cluster in ("alpha", "beta") for node in NODES]
+    for node in ("beta/node003", "node003"):
+        for view in ("failures", "drains", "replacements"):
+            assert asked(ledger_url, view, "--all", "--node", node)[0] == 0, (node, view)
+    code, said = asked(ledger_url, "drains", "--all", "--node", "gamma/node003")
+    assert code != 0
+    assert "did you mean" in said
+    assert "beta/node003" in said
+
+
+def test_a_slash_in_a_node_s_own_name_is_no_cluster_s(reader: Callable[..., Reader], ledger_url: str) -> None:
+    """What was imported may have such names."""
+    odd = (*NODES[:7], "rack/node001")
+    ledger = reader(job("alpha", 60, nodes=odd), job("beta", 61, nodes=odd), job("gamma", 62))
+    assert is_node("node001", "alpha/node001", ["alpha"])
+    assert not is_node("node001", "rack/node001", ["alpha"])
+    assert is_node("rack/node001", "alpha/rack/node001", ["alpha"])
+    assert {row["job"] for row in ledger.rows("nodes", None, node="beta/rack/node001")} == {"beta-61"}
+    assert len(ledger.rows("nodes", None, node="rack/node001")) == 2
+    assert "rack/" not in asked(ledger_url, "lemons", "--node", "node001")[1]

@@ -158,6 +158,13 @@ class Listing:
     nodes: list[str] = field(default_factory=list)
     """Known ones, where one was asked for of which there is nothing."""
     closing: str = ""
+    clusters: list[str] = field(default_factory=list)
+    """By which nodes are named."""
+
+    def knows(self, node: str) -> bool:
+        from db.reading.reader import is_node
+
+        return any(is_node(node, name, self.clusters) for name in self.nodes)
 
 
 def register(app: typer.Typer) -> None:
@@ -260,7 +267,7 @@ def history(options: HistoryOptions) -> None:
         with opened(job, options.ledger) as (reader, row):
             others = attempts_here(options.ledger, row["run"]) if asked.view == "cost" else []
             answer = _of_one(asked, reader, row, others)
-    if options.node is not None and not answer.rows and options.node not in answer.nodes:
+    if options.node is not None and not answer.rows and not answer.knows(options.node):
         from db.reading.reader import nearest
 
         raise UsageError(f"node {options.node}: not in {answer.whose}{nearest(options.node, answer.nodes)}")
@@ -407,7 +414,7 @@ def _of_one(asked: Asked, reader: Reader, job: Row, others: Sequence[Row]) -> Li
     return Listing(queries.COLUMNS[asked.view], rows, whose, total, known)
 
 
-def _stays(asked: Asked, rows: list[Row], job_id: int | None = None) -> list[Row]:
+def _stays(asked: Asked, rows: list[Row], job_id: int | None = None, clusters: Sequence[str] = ()) -> list[Row]:
     """Those asked for, with what changed since the stay before, whether that was asked for or not."""
     from db.reading import hardware
     from db.reading.reader import is_node
@@ -419,7 +426,7 @@ def _stays(asked: Asked, rows: list[Row], job_id: int | None = None) -> list[Row
     return [
         {name: value for name, value in row.items() if name != "job_id"}
         for row in found
-        if since <= row["joined_at"] < until and is_node(asked.node, row["node"])
+        if since <= row["joined_at"] < until and is_node(asked.node, row["node"], clusters)
     ]
 
 
@@ -438,12 +445,15 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
 
     times: dict[str, Any] = {"since": asked.since, "until": asked.until}
     names: list[str] = []
+    clusters: list[str] = []
 
     def ask(of: Callable[[Reader], list[Any]]) -> list[Any]:
         """What all ledgers answer."""
 
         def one(reader: Reader) -> list[Any]:
-            names.extend(reader.nodes(None) if asked.node is not None else ())
+            if asked.node is not None:
+                names.extend(reader.nodes(None))
+                clusters.extend(reader.clusters())
             return of(reader)
 
         if job is not None:
@@ -459,25 +469,26 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
         )
         return _costs(asked, sorted(found, key=lambda pair: pair[0]["started_at"], reverse=True), whose)
     if asked.view in ("jobs", "lemons", "repairs", "rate", "promises", "spares"):
-        rows = _reckoned(asked, ask)
+        rows = _reckoned(asked, ask, clusters)
         closing = SPARES if asked.view == "spares" else ""
         if asked.view == "spares" and (most := _jobs_with_spares(asked)) is not None and len(rows) >= most:
             closing += f"\nthe newest {most} jobs whose plan was changed; more with --limit, all with --json"
-        return Listing(queries.COLUMNS[asked.view], rows[: asked.limit], whose, len(rows), names, closing)
+        return Listing(queries.COLUMNS[asked.view], rows[: asked.limit], whose, len(rows), names, closing, clusters)
     if asked.by is not None:
         by: Any = asked.by
         asks = {"node": asked.node, "user": asked.user, **times}
         rows = fleet.joined(by, ask(lambda reader: fleet.failures_by(reader, by, **asks)))
-        return Listing(queries.COLUMNS[asked.shape], rows[: asked.limit], whose, len(rows), names)
+        return Listing(queries.COLUMNS[asked.shape], rows[: asked.limit], whose, len(rows), names, "", clusters)
     if asked.view == "hosts":
-        rows = _stays(asked, ask(lambda reader: hardware.stays(reader, node=asked.node)))
-        return Listing(queries.COLUMNS["hosts"], rows[-asked.limit :] if asked.limit else rows, whose, len(rows), names)
+        rows = _stays(asked, ask(lambda reader: hardware.stays(reader, node=asked.node)), clusters=clusters)
+        shown = rows[-asked.limit :] if asked.limit else rows
+        return Listing(queries.COLUMNS["hosts"], shown, whose, len(rows), names, "", clusters)
     if asked.view == "devices":
         seen = ask(lambda reader: reader.rows("devices", None, node=asked.node, user=asked.user, **times))
         rows = hardware.placed(seen)
         newest = sorted(rows, key=lambda row: row["last_seen"])[-asked.limit :] if asked.limit else rows
         shown = sorted(newest, key=lambda row: (row["uuid"], row["first_seen"], row["node"], row["device"]))
-        return Listing(queries.COLUMNS["placements"], shown, whose, len(rows), names)
+        return Listing(queries.COLUMNS["placements"], shown, whose, len(rows), names, "", clusters)
     if asked.view == "iterations":
         if asked.node is not None:
             raise UsageError("history iterations: has no nodes; leave --node out")
@@ -488,9 +499,8 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
         rows = ask(lambda reader: reader.rows(asked.view, None, last=asked.limit, **asks))
     time = TABLES[asked.view].time
     rows = sorted(rows, key=lambda row: row[time])
-    return Listing(
-        ("job", *queries.COLUMNS[asked.view]), rows[-asked.limit :] if asked.limit else rows, whose, None, names
-    )
+    shown = rows[-asked.limit :] if asked.limit else rows
+    return Listing(("job", *queries.COLUMNS[asked.view]), shown, whose, None, names, "", clusters)
 
 
 def _jobs_with_spares(asked: Asked) -> int | None:
@@ -498,8 +508,11 @@ def _jobs_with_spares(asked: Asked) -> int | None:
     return None if asked.limit is None else max(asked.limit, SPARES_OF)
 
 
-def _reckoned(asked: Asked, ask: Callable[[Callable[[Reader], list[Any]]], list[Any]]) -> list[Row]:
-    """What is reckoned of many jobs. Raises UsageError for a trait that there is not."""
+def _reckoned(
+    asked: Asked, ask: Callable[[Callable[[Reader], list[Any]]], list[Any]], clusters: Sequence[str]
+) -> list[Row]:
+    """What is reckoned of many jobs; `clusters` are those of the ledgers that were asked. Raises UsageError for a trait
+    that there is not."""
     from db.reading import fleet, queries, rates
     from db.reading.reader import is_node
 
@@ -512,7 +525,7 @@ def _reckoned(asked: Asked, ask: Callable[[Callable[[Reader], list[Any]]], list[
             return []
 
         ask(read)
-        return [row for row in fleet.lemons(record, now) if is_node(asked.node, row["node"])]
+        return [row for row in fleet.lemons(record, now) if is_node(asked.node, row["node"], clusters)]
     if asked.view == "promises":
         most = asked.limit or SHOWN
         rows = ask(lambda reader: queries.promises_of_all(reader, most, since=asked.since, until=asked.until))
@@ -529,7 +542,7 @@ def _reckoned(asked: Asked, ask: Callable[[Callable[[Reader], list[Any]]], list[
         return sorted(ask(lambda reader: reader.jobs(**limits)), key=lambda row: row["started_at"], reverse=True)
     if asked.view == "repairs":
         found = rates.repairs_together(ask(lambda reader: rates.repairs(reader, asked.since, asked.until)))
-        return [row for row in found if is_node(asked.node, row["node"])]
+        return [row for row in found if is_node(asked.node, row["node"], clusters)]
     days = asked.days or rates.DAYS
     if asked.around is not None:
         around = asked.around

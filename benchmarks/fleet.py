@@ -521,12 +521,15 @@ def names_in(url: str) -> dict[str, str]:
     with Reader.open(url) as reader:
         done = [job for job in reader.jobs(last=200) if job["state"] == "completed" and not job["restart_count"]]
         failures = reader.rows("failures", None, last=1)
+        node = failures[0]["node"] or "gpu0001"
+        cluster = next((name.split("/")[0] for name in reader.nodes(None) if name.endswith(f"/{node}")), CLUSTERS[0])
     middle = done[len(done) // 2]["started_at"]
     return {
         "JOB": done[0]["uuid"][:UUID_LETTERS],
         "OTHER": done[1]["uuid"][:UUID_LETTERS],
         "USER": done[0]["owner"],
-        "NODE": failures[0]["node"] or "gpu0001",
+        "NODE": node,
+        "CLUSTER": cluster,
         "DRIVER": DRIVERS[1],
         "DAY": f"{middle:%Y-%m-%d}",
     }

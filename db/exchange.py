@@ -26,7 +26,7 @@ from sqlalchemy import Connection, Table, func, insert, select, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from db import maintenance, migrate, projection
+from db import maintenance, migrate, projection, settling
 from db.engine import file_of, make_engine, masked, prepare_folder, refusal, resolve
 from db.parquet.manifest import MANIFEST
 from db.parquet.place import export_of_before, put_in_place
@@ -281,6 +281,8 @@ def merge(source: Source, url: str) -> list[Merged]:
             with Session(engine) as session, session.begin():
                 one = _merge_job(session, source, job)
                 merged.append(one if one.outcome == "unchanged" else replace(one, note=note))
+        if changed := {one.uuid for one in merged if one.outcome != "unchanged"}:
+            settling.settle_imported(engine, changed)
         with engine.begin() as connection:
             if brought := maintenance.bring_in(connection, repairs):
                 merged.append(Merged("", "", "new", brought))

@@ -1,16 +1,17 @@
 """Keeps in the row of a job that is over what it cost, with what later attempts of its run made useless: reckoned once,
 not anew from all its rows each time that somebody asks (`db.reading.costs.cost_accounts`).
 
-Called by the fold as a job ends, for itself and the attempts before it, and for what is left, as after an import or of
-an older version, by `resihp db upgrade` and `db prune`. Changes nothing but `jobs.account`, and only of jobs that this
+Called by the fold as a job ends, for itself and the attempts before it, by `resihp db import` for runs of which it
+brought a job, and for what is left, as of an older version, by `resihp db upgrade` and `db prune`. Changes nothing but `jobs.account`, and only of jobs that this
 database user may change.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import suppress
 
-from sqlalchemy import Connection, select, update
+from sqlalchemy import Connection, Engine, select, update
 from sqlalchemy.exc import DBAPIError
 
 from db.engine import file_of, make_engine, masked, refusal, resolve
@@ -35,6 +36,22 @@ def settle_earlier(connection: Connection, job_id: int) -> None:
         if row["id"] != job_id and row["written_by"] == own.written_by:
             with suppress(ArithmeticError, TypeError, ValueError):
                 settle_job(connection, row["id"], wait=False)
+
+
+def settle_imported(engine: Engine, uuids: Collection[str]) -> None:
+    """After an import of these jobs: they and all attempts of their runs that are over and that this database user may
+    change, one transaction for each. Left as they are whoever `settle_earlier` leaves. Raises what SQLAlchemy raises.
+    """
+    with engine.connect() as connection:
+        with connection.begin():
+            rows = connection.execute(select(_JOBS.c.uuid, _JOBS.c.run).where(_JOBS.c.run != "")).all()
+            runs = {row.run for row in rows if row.uuid in uuids}
+            reader = Reader.within(connection)
+            unsettled = reader.unsettled(*runs) if len(runs) == len(uuids) == 1 else reader.unsettled()
+        for row in unsettled:
+            if row["uuid"] in uuids or row["run"] in runs:
+                with suppress(ArithmeticError, TypeError, ValueError), connection.begin():
+                    settle_job(connection, row["id"], wait=False)
 
 
 def settle_job(connection: Connection, job_id: int, *, wait: bool = True) -> bool:

@@ -728,14 +728,15 @@ class Reader:
 
     def unsettled(self, run: str | None = None) -> list[Row]:
         """Jobs that are over, of a run or all, whose row lacks their account, or what later attempts committed again of
-        it: `id`, `written_by`."""
+        it: `id`, `uuid`, `run`, `written_by`."""
         again = committed_again(self.attempts(run))
         jobs = JobRow.__table__.c
-        query = select(jobs.id, jobs.uuid, jobs.state, jobs.account, jobs.written_by).where(jobs.state != "running")
+        query = select(jobs.id, jobs.uuid, jobs.run, jobs.state, jobs.account, jobs.written_by)
+        query = query.where(jobs.state != "running")
         if run is not None:
             query = query.where(jobs.run == run)
         return [
-            {"id": job["id"], "written_by": job["written_by"]}
+            {name: job[name] for name in ("id", "uuid", "run", "written_by")}
             for job in self.fetch(query.order_by(jobs.started_at, jobs.id))
             if cost_accounts.kept_with(job, again.get(job["uuid"], ())) is None
         ]

@@ -171,9 +171,9 @@ def test_attempts_of_two_ledgers_are_settled_where_they_meet(tmp_path: Path, led
     import_from(str(tmp_path / "out"), one)
     for name in PLACES:
         same(told(one, name), told(whole, name))
-    assert settle(one) == 3
     for name in PLACES:
         assert kept(one, name) == kept(whole, name)
+    assert settle(one) == 0
 
 
 def test_of_a_job_whose_rows_were_thinned_the_parts_still_add_up(tmp_path: Path, ledger_url: str) -> None:
@@ -245,11 +245,15 @@ def test_what_an_export_says_was_rolled_back_counts_only_where_it_can_be(
     bring(tmp_path, source, "a", "b")
     with Reader.open(source) as reader:
         account = msgspec.json.decode(reader.job("a")["account"])
-    put(source, "a", msgspec.json.encode({**account, "rolled_back": odd}).decode())
+    forged = msgspec.json.encode({**account, "rolled_back": odd}).decode()
+    put(source, "a", forged)
     export(source, tmp_path / "out")
     import_from(str(tmp_path / "out"), url)
+    assert unsettled(url) == 0
     for name in "ab":
         same(told(url, name), reckoned(url, name))
+    put(url, "a", forged)
+    same(told(url, "a"), reckoned(url, "a"))
     assert unsettled(url) == 1
     assert settle(url) == 1
     same(told(url, "a"), reckoned(url, "a"))
@@ -302,3 +306,53 @@ def test_a_job_that_goes_on_after_all_is_settled_anew(tmp_path: Path, ledger_url
     assert (settle(ledger_url), unsettled(ledger_url)) == (0, 0)
     found: Any = told(ledger_url, "a")
     assert found.lost_s["rollback"] == pytest.approx(160.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_an_import_settles_attempts_that_come_from_several_ledgers(
+    tmp_path: Path, ledger_urls: Callable[[], str], order: str
+) -> None:
+    url = ledger_urls()
+    for name in order:
+        own = f"sqlite:///{tmp_path / f'{name}.db'}"
+        bring(tmp_path, own, name)
+        import_from(str(tmp_path / f"{name}.db"), url)
+    assert unsettled(url) == 0
+    assert kept(url, "a") is not None
+    same(told(url, "a"), reckoned(url, "a"))
+
+
+def test_an_import_goes_on_where_what_is_there_cannot_be_reckoned_with(
+    tmp_path: Path, ledger_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bring(tmp_path, ledger_url, "a")
+    with Reader.open(ledger_url) as reader:
+        first = reader.job("a")["id"]
+    usual = Reader.settled
+
+    def settled(self: Reader, job_id: int) -> str:
+        if job_id == first:
+            raise OverflowError("an iteration's number")
+        return usual(self, job_id)
+
+    bring(tmp_path, f"sqlite:///{tmp_path / 'b.db'}", "b")
+    monkeypatch.setattr(Reader, "settled", settled)
+    assert [one.outcome for one in import_from(str(tmp_path / "b.db"), ledger_url)] == ["new"]
+    assert unsettled(ledger_url) == 1
+
+
+@pytest.mark.parametrize("odd", ["{", "[]", '{"wall_s": 1.0}', None], ids=str)
+def test_a_kept_figure_that_is_none_is_named_with_what_mends_it(tmp_path: Path, odd: str | None) -> None:
+    url = f"sqlite:///{tmp_path / 'ledger.db'}"
+    bring(tmp_path, url, "a", "b")
+    with Reader.open(url) as reader:
+        account = msgspec.json.decode(reader.job("a")["account"])
+    beyond = {**account, "rolled_back": {"again": [[21, 100]], "seconds": -1.0, "gpu_hours": 0.0}}
+    put(url, "a", odd or msgspec.json.encode(beyond).decode())
+    for words in (["a"], ["--all"], ["--all", "--by", "owner", "--json"]):
+        said = CliRunner().invoke(app, ["history", "cost", *words, "--ledger", url])
+        assert said.exit_code == 0
+        assert "job a: what was kept of the cost is no account" in " ".join(said.stderr.split())
+        assert f"resihp db upgrade --ledger {url}" in " ".join(said.stderr.split())
+    assert settle(url) == 1
+    assert CliRunner().invoke(app, ["history", "cost", "--all", "--ledger", url]).stderr == ""

@@ -178,8 +178,23 @@ def _rolled_back(of: Account, again: Again) -> RolledBack | None:
     found = of.rolled_back
     if found is None or not again or found.again != tuple(again):
         return None
-    fits = 0.0 <= found.seconds <= of.useful_s and 0.0 <= found.gpu_hours <= of.useful_gpu_hours
-    return found if fits else None
+    return found if _fits(of, found) else None
+
+
+def _fits(of: Account, rolled: RolledBack) -> bool:
+    return 0.0 <= rolled.seconds <= of.useful_s and 0.0 <= rolled.gpu_hours <= of.useful_gpu_hours
+
+
+def is_malformed(job: Row) -> bool:
+    """Whether what stands in the row of a job that is over is no account, or one of what cannot be: it is left out, and
+    reckoned anew from the rows that there are. What versions of before kept is none of these."""
+    if job["state"] == "running" or not job.get("account"):
+        return False
+    found = kept_once(job)
+    if found is None or not 0.0 <= found.held_s <= LONGEST_S:
+        return True
+    rolled = found.rolled_back
+    return rolled is not None and not _fits(found, rolled)
 
 
 def to_keep(alone: Account, whole: Account, again: Again) -> Account:

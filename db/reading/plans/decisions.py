@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 from db.reading.plans.promises import MOST
@@ -50,10 +49,10 @@ def decisions(
     for row in iterations:
         if row["seconds"] is not None:
             seconds.setdefault(row["epoch"], []).append(row["seconds"])
-    begun = sorted((row["decided_at"], row["epoch"]) for row in plans)
+    in_effect = sorted((row for row in plans if row["in_effect_at"] is not None), key=lambda row: row["epoch"])
     found = [
         *(_plan(row, by_epoch, answered, seconds, withdrawn) for row in plans),
-        *(_declined(row, begun) for row in declined),
+        *(_declined(row, in_effect) for row in declined),
         *(_replacement(row) for row in replacements),
     ]
     return sorted(found, key=lambda row: row["at"])
@@ -100,22 +99,23 @@ def _outcome(row: Row, promise: Row | None, withdrawn: Collection[int]) -> str:
 
 
 def _slower(considered: Sequence[Row] | None, predicted: float | None) -> list[Row]:
-    """Candidates beside the one that was chosen, and by how much they are predicted to be slower."""
-    return [
-        {
-            "name": one["name"],
-            "predicted": one["predicted"],
-            "why": "not the fastest" if not predicted else f"{one['predicted'] / predicted - 1:.1%} slower",
-        }
-        for one in considered or ()
-    ]
+    """Candidates beside the one that was chosen, and by how much they are predicted to be slower, or faster: less had
+    to be moved for another. What was imported may hold anything: what is no candidate is left out."""
+    found = []
+    for one in considered if isinstance(considered, list) else ():
+        if isinstance(one, dict) and isinstance(one.get("predicted"), int | float):
+            change = one["predicted"] / predicted - 1.0 if predicted else None
+            why = f"{abs(change):.1%} {'faster' if change < 0.0 else 'slower'}" if change is not None else "not taken"
+            found.append({"name": str(one.get("name")), "predicted": one["predicted"], "why": why})
+    return found
 
 
-def _declined(row: Row, begun: Sequence[tuple[datetime, int]]) -> Row:
+def _declined(row: Row, in_effect: Sequence[Row]) -> Row:
     refused = _slower(row["considered"], row["predicted"])
     if row["description"] is not None:
         refused.insert(0, {"name": row["description"], "predicted": row["predicted"], "why": row["why"]})
-    until = next((epoch for at, epoch in begun if at > row["declined_at"]), None)
+    now = row["iteration"], row["declined_at"]  # a clock may have been set back between two iterations
+    until = next((one["epoch"] for one in in_effect if (one["next_iteration"], one["in_effect_at"]) > now), None)
     is_plan = row["about"] == "plan"
     stayed = "in effect to the end, or still" if until is None else f"in effect until epoch {until}"
     return _row(
@@ -134,7 +134,8 @@ def _declined(row: Row, begun: Sequence[tuple[datetime, int]]) -> Row:
 
 
 def _replacement(row: Row) -> Row:
-    came = f" after {(row['joined_at'] - row['asked_at']).total_seconds():.0f} s" if row["joined_at"] else ""
+    took_s = (row["joined_at"] - row["asked_at"]).total_seconds() if row["joined_at"] else -1.0
+    came = f" after {took_s:.0f} s" if took_s >= 0.0 else ""  # not where a clock was set back
     node = f", node {row['node']}" if row["node"] else ""
     return _row(
         at=row["asked_at"],

@@ -6,12 +6,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+from sqlalchemy import update
+
+from db import models
 from db.reading import queries
 from db.reading.queries import Reader
 from db.writer import Ledger
 from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
 from tests.db.conftest import BEGAN, DP3, outcome, started, write_journal
+from tests.db.reading.test_costs import change
 
 Told = Iterator[tuple[journal.AnyEntry, float]]
 Opener = Callable[..., Ledger]
@@ -118,7 +123,7 @@ def test_every_decision_has_a_row(open_ledger: Opener, tmp_path: Path) -> None:
         {"name": "all devices", "predicted": 0.56, "why": "14.3% slower"},
         {"name": "odd", "predicted": 1.0, "why": "104.1% slower"},
     ]
-    assert stays["outcome"] == "in effect until epoch 2"
+    assert stays["outcome"] == "in effect until epoch 3", "epoch 2 was refused"
     assert refused["outcome"] == "refused by rank 3: its shapes differ"
     assert refused["refused"] == [{"name": "without replica 1", "predicted": 0.75, "why": "25.0% slower"}]
     assert (taken["outcome"], taken["promised"], taken["measured"]) == ("kept its promise", 1.2, 0.62)
@@ -146,3 +151,48 @@ def test_journals_of_before_tell_plans_alone(open_ledger: Opener, tmp_path: Path
 
     (row,) = rows(open_ledger, tmp_path, told())
     assert (row["predicted"], row["refused"], row["measured"]) == (None, [], 0.5)
+
+
+def test_clocks_that_were_set_back_and_odd_candidates(open_ledger: Opener, tmp_path: Path) -> None:
+    """Another supervisor's clock is two hours behind; a candidate was faster, and more would have had to be moved."""
+
+    def told() -> Told:
+        yield started(), BEGAN
+        yield plan(1), BEGAN + 1
+        yield journal.PlanInEffect(epoch=1), BEGAN + 2
+        yield (
+            journal.ChangeDeclined(about="plan", reason="n2 is slow", why="may pass", iteration=11, predicted=0.5),
+            BEGAN + 8,
+        )
+        asked = journal.ReplacementAsked(replacement=1, node="n2", excluded=(), reason="lost")
+        yield asked, BEGAN + 9
+        back = BEGAN - 7200
+        joined = journal.ReplacementChanged(replacement=1, state="joined", slurm_job="77", node="n9", text="")
+        yield joined, back + 10
+        others = (journal.OtherPlan(name="wide", predicted=0.45), journal.OtherPlan(name="same", predicted=0.5))
+        yield plan(2, next_iteration=15, considered=others), back + 11
+        yield journal.PlanInEffect(epoch=2), back + 12
+
+    found = {row["kind"]: row for row in rows(open_ledger, tmp_path, told()) if row["epoch"] != 1}
+    assert found["plan stays"]["outcome"] == "in effect until epoch 2"
+    assert found["node"]["outcome"] == "joined, node n9"
+    assert [one["why"] for one in found["plan"]["refused"]] == ["10.0% faster", "0.0% slower"]
+
+
+@pytest.mark.parametrize("odd", ["{}", '"x"', "[1]", '[{"name": "x"}]', '[{"predicted": "x"}]', "[[]]", "null"])
+def test_what_an_import_calls_candidates(open_ledger: Opener, tmp_path: Path, odd: str) -> None:
+    ledger = open_ledger()
+    for record in write_journal(tmp_path / "journal", decided_story()):
+        ledger.submit(record)
+    assert ledger.close(30)
+    change(
+        ledger.url,
+        update(models.PlanRow).values(considered=odd),
+        update(models.DeclinedChangeRow).values(considered=odd),
+    )
+    with Reader.open(ledger.url) as reader:
+        found = queries.decisions_rows(reader, reader.job()["id"])
+    assert len(found) == 7
+    assert [
+        one for row in found for one in row["refused"] if one["why"] != "would save 3.0% of the time, but may pass"
+    ] == []

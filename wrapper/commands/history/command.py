@@ -41,6 +41,8 @@ Row = dict[str, Any]
 
 COST_BY = ("job", "owner", "account", "partition", "cluster", "week", "month")
 MOST_DAYS = 36_500
+MOST_NAMED = 5
+"""Jobs in a warning."""
 SHOWN = 50
 """Rows on a terminal, if no --limit says otherwise."""
 
@@ -266,7 +268,7 @@ def history(options: HistoryOptions) -> None:
     else:
         with opened(job, options.ledger) as (reader, row):
             others = attempts_here(options.ledger, row["run"]) if asked.view == "cost" else []
-            answer = _of_one(asked, reader, row, others)
+            answer = _of_one(asked, reader, row, others, options.ledger)
     if options.node is not None and not answer.rows and not answer.knows(options.node):
         from db.reading.reader import nearest
 
@@ -368,10 +370,23 @@ def _period(asked: Asked) -> Any:
     return asked.by if asked.by in ("week", "month") else None
 
 
-def _costs(asked: Asked, found: Sequence[tuple[Row, Any]], whose: str) -> Listing:
-    """Costs by cause, or by whatever was asked for; what they came to in all beneath."""
+def _costs(asked: Asked, found: Sequence[tuple[Row, Any]], whose: str, ledger: str | None) -> Listing:
+    """Costs by cause, or by whatever was asked for; what they came to in all beneath. Who has a kept figure that is
+    none is named on stderr."""
     from db.reading import fleet, queries
+    from db.reading.costs.cost_accounts import is_malformed
 
+    odd = list(dict.fromkeys(job["name"] for job, _ in found if is_malformed(job)))
+    if odd:
+        from db.engine import masked
+
+        where = "" if ledger is None or ledger == "sqlite" else f" --ledger {masked(ledger)}"
+        mends = f"resihp db upgrade{where}" if where else f"resihp db upgrade {odd[0]}"
+        names = f"{', '.join(odd[:MOST_NAMED])}{', ...' if len(odd) > MOST_NAMED else ''}"
+        message(
+            f"warning: job{'s' * (len(odd) > 1)} {names}: what was kept of the cost is no account; left out, and "
+            f"reckoned from the rows; {mends} keeps it anew"
+        )
     sums = [account for _, account in found]
     by: Any = asked.by
     rows = fleet.cost_rows(sums, asked.price) if by is None else fleet.cost_by(by, found, asked.price)
@@ -379,14 +394,15 @@ def _costs(asked: Asked, found: Sequence[tuple[Row, Any]], whose: str) -> Listin
     return Listing(columns, rows[: asked.limit], whose, len(rows), closing=closing)
 
 
-def _of_one(asked: Asked, reader: Reader, job: Row, others: Sequence[Row]) -> Listing:
+def _of_one(asked: Asked, reader: Reader, job: Row, others: Sequence[Row], ledger: str | None) -> Listing:
     from db.reading import fleet, hardware, queries
 
     whose = f"job {job['name']}"
     times: dict[str, Any] = {"since": asked.since, "until": asked.until}
     known = reader.nodes(job["id"]) if asked.node is not None else []
     if asked.view == "cost":
-        return _costs(asked, fleet.costs_of(reader, job, period=_period(asked), others=others), whose)
+        found = fleet.costs_of(reader, job, period=_period(asked), others=others)
+        return _costs(asked, found, whose, ledger)
     if asked.view == "promises":
         rows = queries.promises_rows(reader, job["id"])
         return Listing(queries.COLUMNS["promises"], rows[-asked.limit :] if asked.limit else rows, whose, len(rows))
@@ -467,7 +483,7 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
         found = ask(
             lambda reader: fleet.accounts(reader, user=asked.user, **times, period=_period(asked), others=others)
         )
-        return _costs(asked, sorted(found, key=lambda pair: pair[0]["started_at"], reverse=True), whose)
+        return _costs(asked, sorted(found, key=lambda pair: pair[0]["started_at"], reverse=True), whose, ledger)
     if asked.view in ("jobs", "lemons", "repairs", "rate", "promises", "spares"):
         rows = _reckoned(asked, ask, clusters)
         closing = SPARES if asked.view == "spares" else ""

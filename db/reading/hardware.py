@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
+from operator import itemgetter
 from typing import Any
 
 import msgspec
 from sqlalchemy import Select, String, and_, cast, func, or_, select
 
 from db.models import DeviceRow, DrainRow, JobRow, LedgerTable, MaintenanceRow, MembershipRow
-from db.reading.reader import Reader, Row
+from db.reading.reader import Reader, Row, no_collection
 from resihp.detector.lemons import HORIZON_S
 from resihp.detector.moved import Machine, Renewal, SeenDevice
 
@@ -142,19 +143,22 @@ def placed(rows: Iterable[Row]) -> list[Row]:
     tell), `name`, `node`, `device`, `bus`, `serial`, `board`, `vbios`, `first_seen`, `last_seen` (when jobs joined) and
     `jobs`.
     """
-    found: list[Row] = []
-    of_device: dict[object, Row] = {}
-    for row in sorted(rows, key=lambda row: (row["joined_at"], row["node"], row["device"])):
-        key = row["uuid"] or (row["node"], row["device"])
-        same = {name: row[name] for name in PLACED[:8]}
-        last = of_device.get(key)
-        if last is None or any(last[name] != value for name, value in same.items()):
-            last = of_device[key] = {**same, "first_seen": row["joined_at"], "jobs": 0}
-            found.append(last)
-        last["last_seen"] = row["joined_at"]
-        last["jobs"] += 1
-    rows = [{name: row[name] for name in PLACED} for row in found]
-    return sorted(rows, key=lambda row: (row["uuid"], row["first_seen"], row["node"], row["device"]))
+    found: list[tuple[tuple[Any, ...], list[Any]]] = []
+    of_device: dict[object, tuple[tuple[Any, ...], list[Any]]] = {}
+    same_of, order = itemgetter(*PLACED[:8]), itemgetter("joined_at", "node", "device")
+    with no_collection():
+        for row in sorted(rows, key=order):
+            key = row["uuid"] or (row["node"], row["device"])
+            same, at = same_of(row), row["joined_at"]
+            last = of_device.get(key)
+            if last is None or last[0] != same:
+                last = of_device[key] = (same, [at, at, 0])
+                found.append(last)
+            seen = last[1]
+            seen[1] = at
+            seen[2] += 1
+        stays = [dict(zip(PLACED, (*same, *seen), strict=True)) for same, seen in found]
+        return sorted(stays, key=itemgetter("uuid", "first_seen", "node", "device"))
 
 
 def stays(reader: Reader, job_id: int | None = None, node: str | None = None) -> list[Row]:

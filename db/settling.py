@@ -8,7 +8,7 @@ database user may change.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from sqlalchemy import Connection, Engine, select, update
@@ -65,9 +65,9 @@ def settle_job(connection: Connection, job_id: int, *, wait: bool = True) -> boo
     return True
 
 
-def settle(url: str) -> int:
+def settle(url: str, tell: Callable[[str], None] = lambda text: None) -> int:
     """All jobs of the ledger at `url` that are over, and that this database user may change; one transaction for each.
-    How many were settled. Raises LedgerError."""
+    How many were settled; of one whose rows cannot be reckoned with, `tell` is told. Raises LedgerError."""
     parsed = resolve(url)
     file = file_of(parsed)
     if file is not None and not file.exists():
@@ -77,10 +77,13 @@ def settle(url: str) -> int:
     try:
         with engine.connect() as connection:
             with connection.begin():
-                jobs = [row["id"] for row in Reader.within(connection).unsettled()]
-            for job_id in jobs:
-                with connection.begin():
-                    number += settle_job(connection, job_id)
+                jobs = Reader.within(connection).unsettled()
+            for job in jobs:
+                try:
+                    with connection.begin():
+                        number += settle_job(connection, job["id"])
+                except (ArithmeticError, TypeError, ValueError) as error:
+                    tell(f"warning: job {job['uuid']}: its rows tell no cost: {error}; import it again")
     except (DBAPIError, OSError) as error:
         if getattr(getattr(error, "orig", None), "sqlstate", None) != _NO_PRIVILEGE:
             raise refusal(parsed, error) from error

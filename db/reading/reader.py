@@ -10,7 +10,7 @@ import difflib
 import gc
 import getpass
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -302,6 +302,8 @@ class Reader:
         self._connection, self._borrowed = connection, borrowed
         self._lasts = connection.dialect.name == "sqlite"
         self.name = name
+        self.other_clusters: Collection[str] = ()
+        """Of ledgers that are asked beside this one: nodes are named as if all were in one."""
 
     @classmethod
     def within(cls, connection: Connection) -> Reader:
@@ -392,10 +394,11 @@ class Reader:
         return or_(writer == func.current_user(), writer == owner, writer.in_(trusted))
 
     def clusters(self) -> list[str]:
-        """Clusters whose jobs are here, of those that we believe."""
+        """Clusters whose jobs are here, of those that we believe, and `other_clusters`."""
         columns = JobRow.__table__.c
         query = select(columns.cluster).distinct().where(columns.cluster.is_not(None), columns.cluster != "")
-        return sorted(row["cluster"] for row in self.fetch(self.believed(query, columns.id)))
+        here = (row["cluster"] for row in self.fetch(self.believed(query, columns.id)))
+        return sorted({*here, *self.other_clusters})
 
     def node_name(self, node: ColumnElement[Any], job: ColumnElement[int]) -> ColumnElement[Any]:
         """What a node, or a host, of a job is called among those of all jobs: `node`, or `cluster/node` where jobs of

@@ -8,7 +8,6 @@ Of suspicions that others explain ("dropped") none counts.
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from datetime import UTC, datetime
@@ -115,9 +114,7 @@ def _suspects(reader: Reader, since: datetime) -> set[JobDevice]:
         columns.component == "device", columns.raised_at >= since
     )
     rows = reader.fetch(reader.believed(query, columns.job_id))
-    suspects = {
-        (row["job_id"], rank) for row in rows if row["outcome"] != "dropped" for rank in json.loads(row["ranks"])
-    }
+    suspects = {(row["job_id"], rank) for row in rows if row["outcome"] != "dropped" for rank in _ranks(row["ranks"])}
     workers = WorkerRow.__table__.c
     seats = select(workers.job_id, workers.rank, workers.node, workers.device).where(
         workers.job_id.in_({job_id for job_id, _ in suspects}), workers.rank.in_({rank for _, rank in suspects})
@@ -127,6 +124,14 @@ def _suspects(reader: Reader, since: datetime) -> set[JobDevice]:
         for row in reader.fetch(seats)
         if (row["job_id"], row["rank"]) in suspects
     }
+
+
+def _ranks(content: str) -> list[int]:
+    """What was imported may hold anything."""
+    try:
+        return msgspec.json.decode(content, type=list[int])
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return []
 
 
 def _convicted(reader: Reader, since: datetime) -> set[JobDevice]:

@@ -339,6 +339,9 @@ def test_an_import_goes_on_where_what_is_there_cannot_be_reckoned_with(
     monkeypatch.setattr(Reader, "settled", settled)
     assert [one.outcome for one in import_from(str(tmp_path / "b.db"), ledger_url)] == ["new"]
     assert unsettled(ledger_url) == 1
+    said: list[str] = []
+    assert settle(ledger_url, said.append) == 0
+    assert [text.partition("its rows")[2] for text in said] == [" tell no cost: an iteration's number; import it again"]
 
 
 @pytest.mark.parametrize("odd", ["{", "[]", '{"wall_s": 1.0}', None], ids=str)

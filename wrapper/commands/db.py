@@ -52,7 +52,7 @@ def upgrade(job: JobArgument = None, ledger: LedgerOption = None) -> None:
     what = "is up to date" if before == after else "made" if before is None else f"upgraded from {before}"
     if migrate.is_newer(after):
         what += ", newer than this resihp" + (", which may only read it" if migrate.only_readable(ledger) else "")
-    elif settled := settle(ledger):
+    elif settled := settle(ledger, message):
         what += f"; accounts of {settled} job{'s' * (settled != 1)} settled"
     message(f"ledger {masked(ledger)}: schema {after}, {what}")
 

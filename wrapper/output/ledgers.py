@@ -119,10 +119,10 @@ def _is_over(job: Job) -> bool:
     return job.exit_code_file.exists() and job.supervisor() is None
 
 
-def from_all(ledger: str | None, ask: Callable[[Reader], Found]) -> list[Found]:
+def from_all(ledger: str | None, ask: Callable[[Reader], Found], *, quiet: bool = False) -> list[Found]:
     """What `ask` finds in the ledger named, or in every ledger that a job of this home writes to.
 
-    Of a home, a ledger that cannot be read is left out, with a warning on stderr. Raises JobNotFoundError where the
+    Of a home, a ledger that cannot be read is left out, with a warning on stderr unless `quiet`. Raises JobNotFoundError where the
     home has no job, LedgerError where the ledger named cannot be read.
     """
     from db.reading.queries import Reader
@@ -145,7 +145,8 @@ def from_all(ledger: str | None, ask: Callable[[Reader], Found]) -> list[Found]:
             with Reader.open(url) as reader:
                 found.append(ask(reader))
         except (ResihpError, OSError) as error:
-            message(f"warning: job {job.name}: left out: {error}")
+            if not quiet:
+                message(f"warning: job {job.name}: left out: {error}")
     return found
 
 

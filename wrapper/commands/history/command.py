@@ -91,6 +91,10 @@ RECKONED = frozenset(
 """Those that are no table of the ledger's."""
 
 
+OF_NODES = frozenset({"lemons", "repairs", "hosts", "devices"})
+"""Views that join what several ledgers tell of a node."""
+
+
 class By(str, Enum):  # noqa: UP042 - as above
     """What failures are counted by (up to `job`), and what costs are told by (from there on)."""
 
@@ -462,11 +466,16 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
     times: dict[str, Any] = {"since": asked.since, "until": asked.until}
     names: list[str] = []
     clusters: list[str] = []
+    others: set[str] = set()
+    if job is None and ledger in (None, "sqlite") and _tells_nodes(asked):
+        here = from_all(ledger, lambda reader: reader.clusters(), quiet=True)
+        others.update(name for found in here for name in found)
 
     def ask(of: Callable[[Reader], list[Any]]) -> list[Any]:
         """What all ledgers answer."""
 
         def one(reader: Reader) -> list[Any]:
+            reader.other_clusters = others
             if asked.node is not None:
                 names.extend(reader.nodes(None))
                 clusters.extend(reader.clusters())
@@ -517,6 +526,12 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
     rows = sorted(rows, key=lambda row: row[time])
     shown = rows[-asked.limit :] if asked.limit else rows
     return Listing(("job", *queries.COLUMNS[asked.view]), shown, whose, None, names, "", clusters)
+
+
+def _tells_nodes(asked: Asked) -> bool:
+    """Whether nodes of several ledgers may have the same name, and are not the same."""
+    by_host = asked.having is not None and asked.having.startswith("host=")
+    return asked.node is not None or asked.by == "node" or by_host or asked.view in OF_NODES
 
 
 def _jobs_with_spares(asked: Asked) -> int | None:

@@ -589,6 +589,25 @@ def test_what_the_command_offers_is_what_the_ledger_knows() -> None:
     assert command.COST_BY == fleet.COST_BY
 
 
+def test_ledgers_of_two_clusters_in_one_home_tell_nodes_apart() -> None:
+    for number, cluster in enumerate(("alpha", "beta")):
+        job = create_local_job()
+        told = [
+            (msgspec.structs.replace(entry, slurm=journal.SlurmIdentity(job=7 + number, cluster=cluster)), at)
+            if isinstance(entry, journal.JobStarted)
+            else (entry, at)
+            for entry, at in hurt(job)
+        ]
+        write_journal(job.journal_file, iter(told))
+        job.exit_code_file.write_text("0\n")
+    everywhere = {f"{cluster}/{node}" for cluster in ("alpha", "beta") for node in ("n1", "n2")}
+    assert {row["node"] for row in rows("lemons", "--injected")} == everywhere
+    counted = rows("failures", "--all", "--by", "node")
+    assert {row["node"]: row["failures"] for row in counted} == dict.fromkeys(everywhere, 1)
+    assert {row["node"] for row in rows("hosts", "--all", "--node", "alpha/n1")} <= {"alpha/n1"}
+    assert len(rows("failures", "--all", "--node", "beta/n2")) == 1
+
+
 @pytest.mark.parametrize("width", [40, 80])
 @pytest.mark.parametrize("view", ["spares", "hosts", "lemons", "failures by node", "decisions", "reconfigurations"])
 def test_a_narrow_terminal_leaves_out_no_name_and_cuts_no_number(view: str, width: int) -> None:

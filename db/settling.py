@@ -2,8 +2,8 @@
 not anew from all its rows each time that somebody asks (`db.reading.costs.cost_accounts`).
 
 Called by the fold as a job ends, for itself and the attempts before it, by `resihp db import` for runs of which it
-brought a job, and for what is left, as of an older version, by `resihp db upgrade` and `db prune`. Changes nothing but `jobs.account`, and only of jobs that this
-database user may change.
+brought a job, and for what is left, as of an older version, by `resihp db upgrade` and `db prune`. Changes nothing but
+`jobs.account`, and only of jobs that this database user may change.
 """
 
 from __future__ import annotations

@@ -122,8 +122,8 @@ def _is_over(job: Job) -> bool:
 def from_all(ledger: str | None, ask: Callable[[Reader], Found], *, quiet: bool = False) -> list[Found]:
     """What `ask` finds in the ledger named, or in every ledger that a job of this home writes to.
 
-    Of a home, a ledger that cannot be read is left out, with a warning on stderr unless `quiet`. Raises JobNotFoundError where the
-    home has no job, LedgerError where the ledger named cannot be read.
+    Of a home, a ledger that cannot be read is left out, with a warning on stderr unless `quiet`. Raises
+    JobNotFoundError where the home has no job, LedgerError where the ledger named cannot be read.
     """
     from db.reading.queries import Reader
     from wrapper.output.answers import message

@@ -198,7 +198,7 @@ class HistoryOptions:
     node: Annotated[str | None, typer.Option(help="Only this node's.", show_default=False)] = None
     rank: Annotated[int | None, typer.Option(help="Of scores, only this rank's.", show_default=False)] = None
     since: Annotated[str | None, typer.Option(help="Time (ISO, UTC) or age (30m, 2h, 1d).", show_default=False)] = None
-    until: Annotated[str | None, typer.Option(help="The same, as the end, which is not in it.", show_default=False)] = None
+    until: Annotated[str | None, typer.Option(help="The same, as the end (exclusive).", show_default=False)] = None
     limit: Annotated[
         int | None, typer.Option(help="Rows at most, the newest.", show_default="50 on a terminal", min=1)
     ] = None
@@ -466,16 +466,16 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
     times: dict[str, Any] = {"since": asked.since, "until": asked.until}
     names: list[str] = []
     clusters: list[str] = []
-    others: set[str] = set()
+    elsewhere: set[str] = set()
     if job is None and ledger in (None, "sqlite") and _tells_nodes(asked):
         here = from_all(ledger, lambda reader: reader.clusters(), quiet=True)
-        others.update(name for found in here for name in found)
+        elsewhere.update(name for found in here for name in found)
 
     def ask(of: Callable[[Reader], list[Any]]) -> list[Any]:
         """What all ledgers answer."""
 
         def one(reader: Reader) -> list[Any]:
-            reader.other_clusters = others
+            reader.other_clusters = elsewhere
             if asked.node is not None:
                 names.extend(reader.nodes(None))
                 clusters.extend(reader.clusters())

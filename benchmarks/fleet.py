@@ -202,15 +202,15 @@ class _Attempt:
             self._account(began, ended, devices, ended - began)
             return self._records, done, ended
         pipes = len(self._nodes) // self._pp
-        self._usual = usual = ITERATION_S * rng.lognormvariate(0.0, 0.3)
         layout = Layout.uniform(tp=DEVICES, pp=self._pp, dp=pipes, layers=32)
-        self._plan(ready, 1, layout, "start", done + 1)
         program = done + rng.randrange(1, target) if fate < START_FAILED + PROGRAM else None
         injected = fate > 1.0 - INJECTED
         slow = rng.random() < SLOW
         dead: set[int] = set()
         rank, failing = self._next_failure(ready, dead, injected)
         i, at, epoch, failures, saved = done, ready, 1, 0, done
+        self._usual = usual = ITERATION_S * rng.lognormvariate(0.0, 0.3)
+        self._plan(ready, 1, layout, "start", done + 1)
         slow_from, slow_to = (i + 10, i + 10 + rng.randrange(5, 60)) if slow else (0, 0)
         while i < target:
             seconds = usual * rng.lognormvariate(0.0, 0.05) * pipes / (pipes - len(dead) / self._pp)

@@ -64,6 +64,7 @@ setup-system:
 	  || echo "Slurm $${slurm%:*}: not unpacked, its tests will be skipped" >&2; \
 	done
 
+demo: export RESIHP_STATE = $(HOME_OF_DEMO)/state
 demo: setup
 	rm -rf $(HOME_OF_DEMO)
 	RESIHP_HOME=$(HOME_OF_DEMO) $(RUN) run --local --nodes 4 --gpus-per-node 2 --tp 2 --pp 2 \

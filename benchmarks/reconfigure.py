@@ -103,7 +103,12 @@ def least_bytes(old: Layout, new: Layout, survivors: set[int], model: tuple[Para
 
 def run(folder: Path, model: tuple[ParameterSpec, ...]) -> list[dict[str, float | str]]:
     """One job; a row for each change of layout."""
-    environment = {**os.environ, "RESIHP_HOME": str(folder / "home"), "RESIHP_LOCAL": str(folder / "local")}
+    environment = {
+        **os.environ,
+        "RESIHP_HOME": str(folder / "home"),
+        "RESIHP_STATE": str(folder / "state"),
+        "RESIHP_LOCAL": str(folder / "local"),
+    }
     wrapper = [sys.executable, "-m", "wrapper"]
     done = subprocess.run(
         [

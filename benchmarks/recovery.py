@@ -32,7 +32,12 @@ KILL_AT, ITERATIONS, VICTIM = 8, 14, 5
 
 def resihp_run(folder: Path) -> dict[str, float]:
     """One supervised run with one kill; seconds by phase."""
-    environment = {**os.environ, "RESIHP_HOME": str(folder / "home"), "RESIHP_LOCAL": str(folder / "local")}
+    environment = {
+        **os.environ,
+        "RESIHP_HOME": str(folder / "home"),
+        "RESIHP_STATE": str(folder / "state"),
+        "RESIHP_LOCAL": str(folder / "local"),
+    }
     wrapper = [sys.executable, "-m", "wrapper"]
     subprocess.run(
         [

@@ -40,6 +40,7 @@ def ran(rule: str, folder: Path) -> list[float | None]:
     environment = {
         **os.environ,
         "RESIHP_HOME": str(folder / "home"),
+        "RESIHP_STATE": str(folder / "state"),
         "RESIHP_LOCAL": str(folder / "local"),
         "RESIHP_ADAPT__DETECT": "false",
         "RESIHP_ADAPT__EXAMINE": "false",

@@ -65,7 +65,12 @@ class Start:
 
 def start(script: Path) -> Start:
     folder = Path(tempfile.mkdtemp(prefix="resihp-starts-"))
-    environment = {**os.environ, "RESIHP_HOME": str(folder / "home"), "RESIHP_LOCAL": str(folder / "local")}
+    environment = {
+        **os.environ,
+        "RESIHP_HOME": str(folder / "home"),
+        "RESIHP_STATE": str(folder / "state"),
+        "RESIHP_LOCAL": str(folder / "local"),
+    }
     command = [
         *[sys.executable, "-m", "wrapper", "run", "--local", "--nodes", "2", "--gpus-per-node", "4"],
         *["--tp", "2", "--pp", "2", "--", sys.executable, str(script), *SIZES],

@@ -342,7 +342,11 @@ def request_of(job: Job, nodes: int, gpus: int) -> RunRequest:
 def measure(nodes: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """All phases, or those up to the one that did not come to its end."""
     home = Path(tempfile.mkdtemp(prefix="supervisor"))
-    os.environ |= {"RESIHP_HOME": str(home / "home"), "RESIHP_LOCAL": str(home / "local")}
+    os.environ |= {
+        "RESIHP_HOME": str(home / "home"),
+        "RESIHP_STATE": str(home / "state"),
+        "RESIHP_LOCAL": str(home / "local"),
+    }
     bench = Bench(create_local_job(), nodes, options.gpus_per_node)
     try:
         bench.start_up()

@@ -45,6 +45,7 @@ def ran(folder: Path, layer_ms: float) -> tuple[list[dict[str, Any]], list[dict[
     environment = {
         **os.environ,
         "RESIHP_HOME": str(folder / "home"),
+        "RESIHP_STATE": str(folder / "state"),
         "RESIHP_LOCAL": str(folder / "local"),
         "RESIHP_ADAPT__EXAMINE": "false",
         LAYER_MS: str(layer_ms),

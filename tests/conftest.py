@@ -1,5 +1,8 @@
 """Tests leave nothing behind: hypothesis writes to a temporary folder, pytest keeps no cache (pyproject.toml).
 
+Nor do they write into the home of whoever runs them: each test has a registry of jobs of its own, and so have the
+processes that it starts.
+
 Their folders are in memory where there is room: a job whose journal cannot be written for seconds hands over, as it
 should, and the disk of a machine that tests share with others has such seconds.
 """
@@ -7,11 +10,13 @@ should, and the disk of a machine that tests share with others has such seconds.
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,8 +38,22 @@ if "TMPDIR" not in os.environ and os.access(MEMORY, os.W_OK):
 _home = tempfile.mkdtemp(prefix="resihp-hypothesis-")
 atexit.register(shutil.rmtree, _home, ignore_errors=True)
 set_hypothesis_home_dir(_home)
+_states = tempfile.mkdtemp(prefix="resihp-states-")
+atexit.register(shutil.rmtree, _states, ignore_errors=True)
+_state_numbers = itertools.count()
+os.environ["XDG_STATE_HOME"] = f"{_states}/none"
+os.environ.pop("RESIHP_STATE", None)
+
 settings.register_profile("resihp", database=None, deadline=None)
 settings.load_profile("resihp")
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this test's jobs are known, which makes it when it has one."""
+    state = Path(_states, str(next(_state_numbers)))
+    monkeypatch.setenv("XDG_STATE_HOME", str(state))
+    return state / "resihp" / "jobs"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -38,6 +38,8 @@ ORDER: Mapping[str, tuple[set[str], ...]] = {
     ),
     "wrapper": (
         {"exit_codes", "strict_modes"},
+        {"file_locks", "registry"},
+        {"job_files"},
         {"job_folder"},
         {"output", "launch"},
         {"config"},

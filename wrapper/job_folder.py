@@ -1,34 +1,25 @@
-"""Jobs on disk: where a job's files are, who holds it, and what becomes of one whose supervisor is dead.
-
-A job's folder is `<RESIHP_HOME, default ./.resihp>/jobs/<job>/`, readable by its owner alone:
-
-    job.json          name, host, journal, ledger                key              32 random bytes
-    run.json          what was asked for (`wrapper.config.run_spec`)     supervisor.json  address and pid, while it runs
-    supervisor.lock   held by the guardian                       logs/            one file for each process
-    journal           a copy, made when the job has ended        checkpoints/     unless configured elsewhere
+"""Jobs on disk: where new ones are made, how one is found by its name, what becomes of one whose supervisor is dead.
 
 A job is called after the Slurm job that it runs in, `1234`, or `1234_5` in an array, and once Slurm has run that again
-`1234-r1`, `1234-r2`; a further one in the same allocation is `1234-2`; without Slurm it is `local-<n>`.
-
-The journal itself is on local disk, `<RESIHP_LOCAL, default /var/tmp/resihp-<uid>>/<job>-<digest of the folder>/`.
-Used by every command that names a job. Never talks to a running job. What is run must be ours alone
-(`wrapper.strict_modes`); what is only shown may be anybody's who lets us read it, and is never written then.
+`1234-r1`, `1234-r2`; a further one in the same allocation is `1234-2`; without Slurm it is `local-<n>`. Its folder is
+`wrapper.job_files`'. A user's jobs of all homes are known to a registry (`wrapper.registry`), so that a name is
+understood from any folder. Used by every command that names a job. Never talks to a running job.
 """
 
 from __future__ import annotations
 
 import difflib
-import errno
-import fcntl
 import hashlib
 import itertools
 import os
 import re
 import shutil
 import socket
+import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -36,141 +27,26 @@ import msgspec
 from resihp.errors import JobNotFoundError, ProtocolError, UsageError
 from resihp.protocol.framing import KEY_BYTES
 from resihp.record import journal, journal_file
-from wrapper.strict_modes import check_above, check_folder, is_own, read_own, read_plain
+from wrapper import registry
+from wrapper.file_locks import LOCK_NAME as LOCK_NAME
+from wrapper.file_locks import NO_LOCKS as NO_LOCKS
+from wrapper.file_locks import lock_file as lock_file
+from wrapper.job_files import SLURM_NAME, JobFile, entry_of, is_succeeded
+from wrapper.job_files import Job as Job
+from wrapper.job_files import SupervisorFile as SupervisorFile
+from wrapper.job_files import home as home
+from wrapper.job_files import note_end as note_end
+from wrapper.job_files import slurm_job_of as slurm_job_of
+from wrapper.job_files import take_lock as take_lock
+from wrapper.strict_modes import check_above, check_folder, is_own
+from wrapper.strict_modes import write_private as write_private
 
 LOCK_PATIENCE_S = 2.0
 """Commands that look whether a job is alive hold its lock for a moment."""
-
-LOCK_NAME = "supervisor.lock"
-NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
-"""What flock answers on Lustre without -o flock, and on file systems that have no locks at all."""
+MOST_HOMES = 3
+"""Named of others."""
 
 _LOCAL_NAME = re.compile(r"local-(\d+)")
-_SLURM_NAME = re.compile(r"(\d+(?:_\d+)?)(-r\d+)?(-\d+)?")
-
-
-class JobFile(msgspec.Struct, frozen=True, kw_only=True):
-    """job.json. `created_at`: UTC, seconds since 1970."""
-
-    name: str
-    host: str
-    created_at: float
-    journal: str
-    ledger: str | None = None
-
-
-class SupervisorFile(msgspec.Struct, frozen=True, kw_only=True):
-    """supervisor.json: where operators reach the supervisor."""
-
-    host: str
-    port: int
-    pid: int
-
-
-@dataclass(frozen=True)
-class Job:
-    """One job's folder, and the names in it."""
-
-    name: str
-    folder: Path
-
-    @property
-    def key_file(self) -> Path:
-        return self.folder / "key"
-
-    @property
-    def run_file(self) -> Path:
-        return self.folder / "run.json"
-
-    @property
-    def supervisor_file(self) -> Path:
-        return self.folder / "supervisor.json"
-
-    @property
-    def exit_code_file(self) -> Path:
-        return self.folder / "exit_code"
-
-    @property
-    def logs(self) -> Path:
-        return self.folder / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
-
-    @property
-    def journal_copy(self) -> Path:
-        return self.folder / "journal"
-
-    @property
-    def journal_file(self) -> Path:
-        return Path(self.read().journal)
-
-    @property
-    def key(self) -> bytes:
-        return read_own(self.key_file, root_may=True)  # an administrator may speak to any job
-
-    def read(self) -> JobFile:
-        """job.json. Raises JobNotFoundError if the folder holds no job of this version."""
-        try:
-            return msgspec.json.decode(read_plain(self.folder / "job.json"), type=JobFile)
-        except (OSError, UnicodeError, RecursionError, msgspec.DecodeError) as error:
-            raise JobNotFoundError(f"job {self.name}: {self.folder} holds no job of this version: {error}") from error
-
-    def read_own(self, name: str) -> bytes:
-        """A file of it that decides what runs as us. Raises OwnershipError if others could have written that, or what
-        leads to it: job.json and the folders, up to RESIHP_HOME, and the one with the journal where it is here."""
-        for folder in (self.folder.parent.parent, self.folder.parent, self.folder):
-            check_folder(folder)
-        check_above(self.folder.parent.parent)
-        with suppress(FileNotFoundError):
-            file = msgspec.json.decode(read_own(self.folder / "job.json"), type=JobFile)
-            check_folder(Path(file.journal).parent, "RESIHP_LOCAL")
-        return read_own(self.folder / name)
-
-    def set_ledger(self, url: str) -> None:
-        """Remember where the job's ledger is, for the commands that read it."""
-        write_private(self.folder / "job.json", msgspec.json.encode(msgspec.structs.replace(self.read(), ledger=url)))
-
-    def move_journal(self, path: Path) -> None:
-        """Remember that the journal is on this machine now."""
-        file = msgspec.structs.replace(self.read(), journal=str(path), host=socket.gethostname())
-        write_private(self.folder / "job.json", msgspec.json.encode(file))
-
-    def supervisor(self) -> SupervisorFile | None:
-        """Where the supervisor listens; None when none has the job's lock."""
-        if not _is_locked(self):
-            return None
-        try:
-            return msgspec.json.decode(read_plain(self.supervisor_file), type=SupervisorFile)
-        except (OSError, UnicodeError, RecursionError, msgspec.DecodeError):
-            return None  # it has just started, or is about to be gone
-
-    def records(self) -> list[journal.Record]:
-        """What the journal tells, from the copy when the original is not on this machine; old iterations are packed."""
-        for path in (self.journal_file, self.journal_copy):
-            if path.exists():
-                return journal_file.read_packed(path)
-        return []
-
-
-def home() -> Path:
-    return Path(os.environ.get("RESIHP_HOME") or ".resihp").absolute()
-
-
-def write_private(path: Path, content: bytes, *, sync: bool = False) -> None:
-    """Write a file that only its owner can read, whole or not at all; with `sync`, also if the machine fails."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with suppress(FileNotFoundError):
-        temporary.unlink()  # of an earlier process of that number, or put there by somebody to be written into
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(temporary, flags, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def close_home() -> None:
@@ -238,15 +114,9 @@ def create_slurm_job(job_id: str, restart_count: int) -> Job:
         ) from error
 
 
-def runs_of(job_id: str) -> list[Job]:
-    """What has run in this Slurm job, newest first."""
-    return [job for job in all_jobs() if slurm_job_of(job.name) == job_id]
-
-
-def slurm_job_of(name: str) -> str | None:
-    """The Slurm job that a run of this name was in; None for one without Slurm."""
-    match = _SLURM_NAME.fullmatch(name)
-    return match[1] if match else None
+def runs_of(job_id: str, of: Path | None = None) -> list[Job]:
+    """What has run in this Slurm job, newest first; `of`: in that home."""
+    return [job for job in all_jobs(of) if slurm_job_of(job.name) == job_id]
 
 
 def _furnish(job: Job) -> Job:
@@ -255,6 +125,8 @@ def _furnish(job: Job) -> Job:
     place = _local_place(job)
     file = JobFile(name=job.name, host=socket.gethostname(), created_at=time.time(), journal=str(place / "journal"))
     write_private(job.folder / "job.json", msgspec.json.encode(file))
+    if trouble := registry.save(entry_of(job, file)):
+        print(f"resihp: warning: {trouble}; this job is found from {home().parent} alone", file=sys.stderr)
     return job
 
 
@@ -280,9 +152,9 @@ def _local_place(job: Job) -> Path:
     return place
 
 
-def all_jobs() -> list[Job]:
-    """The jobs of this home, newest first."""
-    jobs = home() / "jobs"
+def all_jobs(of: Path | None = None) -> list[Job]:
+    """The jobs of this home, or the one named, newest first."""
+    jobs = (of or home()) / "jobs"
     if not jobs.is_dir():
         return []
     found: list[tuple[float, str, Job]] = []
@@ -298,49 +170,97 @@ def all_jobs() -> list[Job]:
 def find_job(name: str | None = None) -> Job:
     """The job of that name, the newest one without a name; of a Slurm job that was run again, its newest run.
 
-    Raises JobNotFoundError naming near matches.
+    In this home first, then among the user's jobs of all others. A path names the job in that folder. Raises
+    JobNotFoundError naming near matches, UsageError with the choices where several other homes have that name.
     """
+    if name is not None and os.sep in name:
+        return _in_folder(Path(name).absolute())
     jobs = all_jobs()
     if name is None:
-        if not jobs:
-            raise JobNotFoundError(f"no job in {home()}; start one with resihp run, or set RESIHP_HOME")
-        return jobs[0]
+        return jobs[0] if jobs else _newest_elsewhere()
     for job in jobs:
-        if job.name == name or ((run := _SLURM_NAME.fullmatch(job.name)) and run[1] == name):
+        if _is_named(job.name, name):
             return job
-    near = difflib.get_close_matches(name, [job.name for job in jobs], n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"it holds {len(jobs)} others"
-    raise JobNotFoundError(f"job {name}: not in {home()}; {hint}")
+    known, _ = registry.entries(lambda other: _is_named(other, name))
+    there = {entry.home: entry for entry in reversed(known) if is_there(entry)}  # the newest of each home
+    if len(there) == 1:
+        return _job_of(*there.values())
+    if there:
+        choices = "".join(f"\n{_choice(entry)}" for entry in reversed(there.values()))
+        raise UsageError(f"job {name}: not in {home()}, and in {len(there)} others; name one by its folder:{choices}")
+    if known:
+        raise JobNotFoundError(f"job {name}: {gone(known[0])}")
+    near = difflib.get_close_matches(name, dict.fromkeys([*(job.name for job in jobs), *registry.names()]), n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else "resihp jobs --all lists those that are"
+    raise JobNotFoundError(f"job {name}: not known here, nor in {home()}; {hint}")
 
 
-def take_lock(job: Job) -> int | None:
-    """Become the one who may write the job's journal: a descriptor to keep open, or None if somebody else is."""
-    return lock_file(job.folder / LOCK_NAME)
+def no_job_here() -> JobNotFoundError:
+    """What to say where this home has no job."""
+    homes = other_homes()
+    where = f"; you have jobs in {named(homes)}: set RESIHP_HOME to one of them" if homes else ""
+    return JobNotFoundError(f"no job in {home()}{where or '; start one with resihp run, or set RESIHP_HOME'}")
 
 
-def lock_file(path: Path, *, look: bool = False) -> int | None:
-    """Lock a file, made if it is not there, while the descriptor is open; None if somebody else has it.
+def other_homes() -> list[str]:
+    """Where else the user has jobs that can be seen from here, the one with the newest first."""
+    here = str(home())
+    homes = dict.fromkeys(entry.home for entry in registry.entries()[0] if entry.home != here)
+    return [each for each in homes if Path(each, "jobs").is_dir()]
 
-    `look`: only to see whether somebody has it; nothing is made or written, and others may look as well. Raises
-    UsageError where the file system has no locks.
-    """
-    flags = os.O_RDONLY if look else os.O_RDWR | os.O_CREAT
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+
+def named(homes: Sequence[str]) -> str:
+    """The first ones, and how many there are beside."""
+    more = len(homes) - MOST_HOMES
+    return ", ".join(homes[:MOST_HOMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def is_there(entry: registry.KnownJob) -> bool:
+    """Whether the folder of a known job still holds that job."""
     try:
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if look else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    except OSError as error:
-        os.close(descriptor)
-        if error.errno not in NO_LOCKS:
-            raise
-        setting = "RESIHP_HOME" if path.name == LOCK_NAME else "RESIHP_LOCAL"
-        raise UsageError(
-            f"{path}: its file system takes no locks ({error.strerror}), so two supervisors could lead the job; "
-            f"have it mounted with -o flock (Lustre), or set {setting} to a folder on another"
-        ) from error
-    return descriptor
+        return _job_of(entry).read().created_at == entry.began_at
+    except JobNotFoundError:
+        return False
+
+
+def gone(entry: registry.KnownJob) -> str:
+    """Of a job whose folder is not there, in words."""
+    if entry.host != socket.gethostname():
+        return f"its folder {entry.folder} is not seen from here; it was made on {entry.host}: look there"
+    return f"its folder {entry.folder} is gone; resihp jobs --all lists the others"
+
+
+def _job_of(entry: registry.KnownJob) -> Job:
+    return Job(entry.name, Path(entry.folder))
+
+
+def _is_named(job: str, name: str) -> bool:
+    return job == name or ((run := SLURM_NAME.fullmatch(job)) is not None and run[1] == name)
+
+
+def _in_folder(folder: Path) -> Job:
+    job = Job(folder.name, folder)
+    job.read()
+    return job
+
+
+def _newest_elsewhere() -> Job:
+    found = next(filter(is_there, registry.entries()[0]), None)
+    if found is None:
+        raise no_job_here()
+    print(
+        f"resihp: no job in {home()}; this is your newest, {found.name} in {found.folder} (host {found.host})",
+        file=sys.stderr,
+    )
+    return _job_of(found)
+
+
+def _choice(entry: registry.KnownJob) -> str:
+    state = entry.state
+    if entry.ended_at is None and _job_of(entry).supervisor() is None:
+        state = "not running"
+    began = datetime.fromtimestamp(entry.began_at, UTC)
+    return f"{entry.folder} (host {entry.host}, began {began:%Y-%m-%d %H:%M} UTC, {state})"
 
 
 def hold_lock(job: Job) -> int:
@@ -353,31 +273,6 @@ def hold_lock(job: Job) -> int:
     return lock
 
 
-def _is_locked(job: Job) -> bool:
-    """Whether somebody supervises the job: from where it was started, or from another node, if that is this one."""
-    try:
-        descriptor = take_lock(job) if is_own(job.folder) else lock_file(job.folder / LOCK_NAME, look=True)
-    except (FileNotFoundError, PermissionError):
-        return False  # another user's job: nobody has led it yet, or we may not even look
-    if descriptor is None:
-        return True
-    os.close(descriptor)
-    return _is_succeeded(job.journal_file)
-
-
-def _is_succeeded(path: Path) -> bool:
-    """Whether an agent of this machine watches over a successor, which writes this journal."""
-    lock = path.with_suffix(".lock")
-    try:
-        descriptor = lock_file(lock, look=True)
-    except (FileNotFoundError, PermissionError):
-        return False
-    if descriptor is None:
-        return True
-    os.close(descriptor)
-    return False
-
-
 def finish_dead_job(job: Job, reason: str = "the supervisor was found dead", *, locked: bool = False) -> bool:
     """Write the end of a job that nobody supervises any more; True if that was to be done.
 
@@ -388,7 +283,7 @@ def finish_dead_job(job: Job, reason: str = "the supervisor was found dead", *, 
     path = job.journal_file
     if not is_own(job.folder) or not is_own(path.parent) or not path.exists():
         return False
-    if _is_succeeded(path):
+    if is_succeeded(path):
         return False
     lock = None if locked else take_lock(job)
     if lock is None and not locked:
@@ -406,6 +301,7 @@ def finish_dead_job(job: Job, reason: str = "the supervisor was found dead", *, 
         writer.close()
         copy_journal(job)
         write_private(job.exit_code_file, b"1\n")
+        note_end(job)
         if (url := job.read().ledger) is not None:
             from db.writer import catch_up
 

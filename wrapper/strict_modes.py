@@ -5,7 +5,8 @@ Whoever can write one of them, or take the folder that it is in away and put ano
 file is opened first and looked at then, through its descriptor, and nothing that is no plain file is ever waited for.
 Files and folders must be ours or root's, and writable by nobody else; a folder may also be sticky, as /tmp is. Above
 RESIHP_HOME a project's group may write, which is its owner's choice, and all that it gains is to take our jobs away.
-Decides nothing about a job. Called by `wrapper.job_folder`, `wrapper.config.run_spec`, and whoever reads a job's files.
+What we write is whole or not there, and for us alone. Decides nothing about a job. Called by `wrapper.job_folder`,
+`wrapper.config.run_spec`, and whoever reads or writes a job's files.
 """
 
 from __future__ import annotations
@@ -59,6 +60,21 @@ def _read(path: Path, most_bytes: int, *, own: bool, root_may: bool = False) -> 
             return file.read(found.st_size)
     finally:
         os.close(descriptor)
+
+
+def write_private(path: Path, content: bytes, *, sync: bool = False) -> None:
+    """Write a file that only its owner can read, whole or not at all; with `sync`, also if the machine fails."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with suppress(FileNotFoundError):
+        temporary.unlink()  # of an earlier process of that number, or put there by somebody to be written into
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+    temporary.replace(path)
 
 
 def check_folder(folder: Path, setting: str = "RESIHP_HOME") -> None:

@@ -49,7 +49,12 @@ def job(scale: Scale, environment: Mapping[str, str], faults: tuple[str, ...] = 
     iterations = iterations or scale.of(20, 8)
     sizes = {"layers": scale.of(8, 4), "hidden": scale.of(1024, 32), "tokens": scale.of(4096, 64), "micro-batches": 8}
     folder = Path(tempfile.mkdtemp(prefix="resihp-gpu-"))
-    settings = {"RESIHP_HOME": str(folder / "home"), "RESIHP_LOCAL": str(folder / "local"), "RESIHP_SHARE_GPUS": "1"}
+    settings = {
+        "RESIHP_HOME": str(folder / "home"),
+        "RESIHP_STATE": str(folder / "state"),
+        "RESIHP_LOCAL": str(folder / "local"),
+        "RESIHP_SHARE_GPUS": "1",
+    }
     command = [sys.executable, "-m", "wrapper", "run", "--local", "--nodes", "2", "--gpus-per-node", "4"]
     command += ["--tp", "2", "--pp", "2", *(part for fault in faults for part in ("--fault", fault.format(at=AT)))]
     command += ["--", sys.executable, str(EXAMPLE), "--iterations", str(iterations)]
@@ -75,7 +80,11 @@ def job(scale: Scale, environment: Mapping[str, str], faults: tuple[str, ...] = 
 def _rows(folder: Path, table: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "wrapper", "history", table, "--json"]
     answer = subprocess.run(
-        command, env={**os.environ, "RESIHP_HOME": str(folder / "home")}, check=True, capture_output=True, text=True
+        command,
+        env={**os.environ, "RESIHP_HOME": str(folder / "home"), "RESIHP_STATE": str(folder / "state")},
+        check=True,
+        capture_output=True,
+        text=True,
     )
     found: list[dict[str, Any]] = json.loads(answer.stdout)["rows"]
     return found

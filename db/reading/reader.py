@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -200,6 +200,8 @@ DIGITS = 19
 """A number of so many is none of Slurm's."""
 NAMES = 20_000
 """Names looked through for near ones."""
+CLOCKS_APART = timedelta(minutes=1)
+"""Between the clocks of two hosts, or of one that was set meanwhile, at most."""
 JOBS_AT_ONCE = 100
 """Whose rows are read together: of tables of which a job has few."""
 
@@ -464,9 +466,16 @@ class Reader:
             query = query.where(JobRow.started_at < until)
         return self.fetch(query)
 
-    def job(self, name: str | None = None, *, host: str | None = None, started: datetime | None = None) -> Row:
-        """The job of that name (`NamedJob`), the reader's newest one without a name; with `host` and `started`, the one
-        that began there nearest then. All columns of its row.
+    def job(
+        self,
+        name: str | None = None,
+        *,
+        host: str | None = None,
+        started: datetime | None = None,
+        uuid: str | None = None,
+    ) -> Row:
+        """The job of that name (`NamedJob`), the reader's newest one without a name; with `uuid`, that one; with `host`
+        and `started`, the one that began there nearest then, and not before. All columns of its row.
 
         Names are a user's own: where several users have that name, the reader's own job is meant, if he has one. Of
         attempts of one run the newest is meant. Raises JobNotFoundError naming near ones, or those that there are, and
@@ -478,6 +487,8 @@ class Reader:
             if not found:
                 raise JobNotFoundError(f"ledger {self.name}: holds no job yet")
             return found[0]
+        if uuid is not None:
+            return self._job_of_folder(self.fetch(query.where(JobRow.uuid == uuid)), name or "", None, None)
         if host is not None or started is not None:
             return self._job_of_folder(self.fetch(query.where(JobRow.name == name)), name or "", host, started)
         wanted = NamedJob.of(name or "")
@@ -499,6 +510,8 @@ class Reader:
 
     def _job_of_folder(self, found: list[Row], name: str, host: str | None, started: datetime | None) -> Row:
         found = [job for job in found if job["host"] == host] or found if host is not None else found
+        if started is not None:  # one that began before this one's folder was made is another folder's
+            found = [job for job in found if job["started_at"] > started - CLOCKS_APART]
         if not found:
             raise JobNotFoundError(f"job {name}: not in ledger {self.name}{nearest(name, self._names())}")
         if started is not None:

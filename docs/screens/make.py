@@ -60,6 +60,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         os.environ |= {"RESIHP_HOME": str(folder / "home"), "RESIHP_LOCAL": str(folder / "local"), "HOME": temporary}
+        os.environ["RESIHP_STATE"] = str(folder / "state")
         log = (folder / "log").open("w")
         faults = [word for fault in FAULTS for word in ("--fault", fault)]
         command = [*RESIHP, "run", *JOB, *faults, "--", sys.executable, *SCRIPT]

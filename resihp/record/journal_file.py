@@ -78,6 +78,21 @@ def read_packed(path: Path) -> list[Record]:
     return [record for _, record in _scan(_content(path), str(path))]
 
 
+def first(path: Path) -> Record | None:
+    """The record that a journal begins with, without a look at the rest; None where there is no whole one. Raises
+    ProtocolError, OSError as `read` does."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ProtocolError(f"journal {path}: is no plain file")
+        content = file.read(len(MAGIC) + 8)
+        content += file.read(min(int.from_bytes(content[len(MAGIC) : len(MAGIC) + 4], "little"), MAX_RECORD_BYTES))
+    if content[: len(MAGIC)] != MAGIC[: len(content)]:
+        raise ProtocolError(f"journal {path}: not a resihp journal")
+    body = _body(content, len(MAGIC))
+    return None if body is None else decode(body)
+
+
 def torn_bytes(path: Path) -> int:
     """How much of a torn tail `read` passes over."""
     content = _content(path)

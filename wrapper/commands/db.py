@@ -105,8 +105,9 @@ def _of_job(job: str | None, ledger: str | None, folder: Path) -> tuple[str, Pat
     from db.engine import default_url
     from db.models import JobRow
     from wrapper.job_folder import find_job
-    from wrapper.output.ledgers import opened, url_of
+    from wrapper.output.ledgers import opened, pinned, url_of
 
+    job = pinned(job, ledger)
     with opened(job, ledger) as (reader, row):
         uuids = [each["uuid"] for each in reader.fetch(select(JobRow.uuid).where(JobRow.id == row["id"]))]
     if ledger is not None and ledger != "sqlite":

@@ -39,10 +39,11 @@ def why_not(
 
     Example: resihp why-not 5 local-3
     """
-    from wrapper.output.ledgers import opened
+    from wrapper.output.ledgers import opened, pinned
 
+    job = pinned(job, ledger)
     with opened(job, ledger) as (reader, row):
-        told = answer(reader, row, rank, _asked(row, rank) if ledger is None else None)
+        told = answer(reader, row, rank, _asked(job, row, rank) if ledger is None else None)
     if as_json:
         print(to_json({"schema": SCHEMA, **told}))
     else:
@@ -93,7 +94,7 @@ def _worker(reader: Reader, job: Row, rank: int) -> Row:
     return workers[rank]
 
 
-def _asked(job: Row, rank: int) -> Row | None:
+def _asked(name: str | None, job: Row, rank: int) -> Row | None:
     """What the supervisor of a job that runs here says; None where there is none to ask."""
     import asyncio
 
@@ -103,7 +104,7 @@ def _asked(job: Row, rank: int) -> Row | None:
     from wrapper.commands.inject import ask
     from wrapper.job_folder import find_job
 
-    found = find_job(job["name"])
+    found = find_job(name)
     if job["state"] != "running" or found.supervisor() is None:
         return None
     try:

@@ -6,6 +6,7 @@ the journal of a job that is over is brought up to it. Used by the commands that
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from resihp.errors import JobNotFoundError, LedgerError, ResihpError
+from resihp.errors import JobNotFoundError, LedgerError, ProtocolError, ResihpError
+from resihp.record import journal_file
 
 if TYPE_CHECKING:
     from db.reading.queries import Reader
@@ -27,7 +29,8 @@ Row = dict[str, Any]
 def opened(job: str | None, ledger: str | None) -> Iterator[tuple[Reader, dict[str, Any]]]:
     """The ledger to read, and the job's row in it.
 
-    Without `ledger`, or with `sqlite`, the job is looked up in this home and its own ledger is read.
+    Without `ledger`, or with `sqlite`, the job is looked up in this home, then in the user's others, and its own ledger
+    is read.
     """
     from db.reading.queries import Reader
 
@@ -43,10 +46,9 @@ def opened(job: str | None, ledger: str | None) -> Iterator[tuple[Reader, dict[s
     _bring_up_to_date(found, url)
     if not exists(url):
         raise LedgerError(f"job {found.name}: its ledger is not there yet; has it begun? logs are in {found.logs}")
-    file = found.read()
     with Reader.open(url) as reader:
         try:
-            row = reader.job(found.name, host=file.host, started=datetime.fromtimestamp(file.created_at, UTC))
+            row = row_of(reader, found)
         except JobNotFoundError:
             if found.supervisor() is None:
                 raise
@@ -55,6 +57,32 @@ def opened(job: str | None, ledger: str | None) -> Iterator[tuple[Reader, dict[s
                 f"logs are in {found.logs}"
             ) from None
         yield reader, row
+
+
+def pinned(job: str | None, ledger: str | None) -> str | None:
+    """What names the same job in all further questions, whatever begins meanwhile, and has its name: its folder.
+    In a ledger that was named, its name."""
+    from wrapper.job_folder import find_job
+
+    return job if ledger is not None and ledger != "sqlite" else str(find_job(job).folder)
+
+
+def row_of(reader: Reader, job: Job) -> Row:
+    """The row of the job in that folder, and of no other: names repeat between folders and hosts that share a ledger.
+
+    Known by what its journal begins with. Where that is on another machine, by its host and when it began. Raises
+    JobNotFoundError.
+    """
+    from db.projection import identity
+
+    for path in (job.journal_file, job.journal_copy):
+        with suppress(OSError, ProtocolError, ValueError):
+            if (begins := journal_file.first(path)) is not None:
+                return reader.job(job.name, uuid=identity(begins))
+    file = job.read()
+    if file.host == socket.gethostname() and job.journal_file.parent.is_dir():
+        raise JobNotFoundError(f"job {job.name}: has not begun; logs are in {job.logs}")
+    return reader.job(job.name, host=file.host, started=datetime.fromtimestamp(file.created_at, UTC))
 
 
 @contextmanager
@@ -97,10 +125,9 @@ def _bring_up_to_date(job: Job, url: str) -> None:
     if not records:
         return
     if exists(url):
-        file = job.read()
         with Reader.open(url) as reader:
             try:
-                row = reader.job(job.name, host=file.host, started=datetime.fromtimestamp(file.created_at, UTC))
+                row = row_of(reader, job)
                 if reader.applied(row["id"]) >= records[-1].seq:
                     return
             except JobNotFoundError:
@@ -131,9 +158,13 @@ def from_all(ledger: str | None, ask: Callable[[Reader], Found], *, quiet: bool 
     if ledger is not None and ledger != "sqlite":
         with Reader.open(ledger) as reader:
             return [ask(reader)]
-    from wrapper.job_folder import all_jobs, find_job
+    from wrapper.job_folder import all_jobs, named, no_job_here, other_homes
 
-    jobs = all_jobs() or [find_job(None)]
+    jobs = all_jobs()
+    if not jobs:
+        raise no_job_here()
+    if homes := other_homes():
+        message(f"jobs of this home alone; others of yours are in {named(homes)}")
     found: list[Found] = []
     seen: set[str] = set()
     for job in jobs:
@@ -185,10 +216,9 @@ def _caught_up(job: Job, own: bool) -> str:
 
     url = _own_url(job) if own else url_of(job)
     if exists(url):
-        file = job.read()
         with Reader.open(url) as reader:
             try:
-                row = reader.job(job.name, host=file.host, started=datetime.fromtimestamp(file.created_at, UTC))
+                row = row_of(reader, job)
             except JobNotFoundError:
                 row = {"ended_at": None}
         if row["ended_at"] is not None:

@@ -25,7 +25,7 @@ import msgspec
 from resihp.process import adopt_orphans, ending, wait_for
 from wrapper.config.run_spec import RunRequest, load
 from wrapper.exit_codes import DEPOSED, REQUEUE
-from wrapper.job_folder import Job, SupervisorFile, hold_lock
+from wrapper.job_folder import Job, SupervisorFile, hold_lock, note_end
 from wrapper.launch.launcher import own_environment
 from wrapper.launch.ports import listen
 from wrapper.launch.preloading import preloading
@@ -67,6 +67,8 @@ def guard(run_file: Path, command: Command = supervisor_command) -> int:
             status = status if status >= 0 else 1
     if status == DEPOSED:
         status = _await_successor(request)
+    elif status != REQUEUE and not request.of_job.exit_code_file.exists():
+        note_end(request.of_job, status)  # it was refused before it began
     if status == REQUEUE:
         status = _requeue(request)
     return status

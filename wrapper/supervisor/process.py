@@ -39,7 +39,7 @@ from resihp.record.journal_file import Journal, read_packed
 from resihp.record.quorum import Membership
 from wrapper.config.run_spec import RunRequest, load
 from wrapper.exit_codes import BROKEN, CANNOT_LEAD, DEPOSED, REQUEUE, exit_code_of
-from wrapper.job_folder import Job, finish_dead_job, write_private
+from wrapper.job_folder import Job, finish_dead_job, note_end, write_private
 from wrapper.launch.allocation import end_time
 from wrapper.launch.launcher import Followers, Launcher, LocalLauncher
 from wrapper.sinks.deferred_ledger import LateLedger
@@ -330,6 +330,7 @@ def bury(request: RunRequest, how: str, listener: socket.socket) -> int:
     if ended is not None and not finished:
         text = f"the job had ended: {ended.reason}"
         write_private(job.exit_code_file, f"{status}\n".encode())
+        note_end(job, status)
         if (url := job.read().ledger) is not None and job.journal_file.exists():
             from db.writer import catch_up
 

@@ -34,7 +34,7 @@ from resihp.record.journal_file import Journal
 from resihp.record.quorum import Membership
 from wrapper.config.run_spec import RunRequest
 from wrapper.exit_codes import DEPOSED, REQUEUE
-from wrapper.job_folder import SupervisorFile, copy_journal, write_private
+from wrapper.job_folder import SupervisorFile, copy_journal, note_end, write_private
 from wrapper.launch.launcher import Launcher
 from wrapper.launch.ports import listen
 from wrapper.sinks.fanout import LedgerLike
@@ -431,6 +431,7 @@ class Supervisor:
         if not self._is_deposed:
             with self._in_spite_of("copy of the journal"):
                 copy_journal(self._job)
+            note_end(self._job, end.exit_code)
         self._view.close()
 
     @contextmanager

@@ -35,11 +35,12 @@ def report(
     Example: resihp report local-3 -o report.html
     """
     from wrapper.commands.report import facts, runs
-    from wrapper.output.ledgers import opened
+    from wrapper.output.ledgers import opened, pinned
 
+    job = pinned(job, ledger)
     with opened(job, ledger) as (reader, row):
         now = datetime.now(UTC)
-        found = facts.read(reader, row, now, runs.read(reader, row["name"], ledger, now))
+        found = facts.read(reader, row, now, runs.read(reader, row["name"], job, ledger, now))
     name = str(row["name"])
     if markdown:
         from wrapper.commands.report.markdown import markdown as made

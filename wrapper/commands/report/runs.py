@@ -137,9 +137,10 @@ def total(slurm_job: str, runs: Sequence[Run]) -> Total:
     return Total(slurm_job=slurm_job, runs=ordered, used_gpu_hours=counted[::-1])
 
 
-def read(reader: Reader, name: str, ledger: str | None, now: datetime) -> Total | None:
-    """All runs of the Slurm job that this run was in, from `ledger` or from each one's own; None without Slurm."""
-    from wrapper.job_folder import runs_of, slurm_job_of
+def read(reader: Reader, name: str, pinned: str | None, ledger: str | None, now: datetime) -> Total | None:
+    """All runs of the Slurm job that this run was in, from `ledger` or from each one's own; None without Slurm.
+    `pinned`: as `ledgers.pinned` has this run."""
+    from wrapper.job_folder import find_job, runs_of, slurm_job_of
     from wrapper.output.ledgers import opened
 
     slurm_job = slurm_job_of(name)
@@ -150,9 +151,9 @@ def read(reader: Reader, name: str, ledger: str | None, now: datetime) -> Total 
         names = dict.fromkeys(row["name"] for row in reader.jobs() if slurm_job_of(row["name"]) == slurm_job)
         found = [_read(reader, reader.job(each), now) for each in names]
     else:
-        for job in runs_of(slurm_job):
+        for job in runs_of(slurm_job, find_job(pinned).home):
             try:
-                with opened(job.name, ledger) as (own, row):
+                with opened(str(job.folder), ledger) as (own, row):
                     found.append(_read(own, row, now))
             except UsageError:
                 continue  # a run that never began has no ledger

@@ -37,14 +37,14 @@ def watch(job: str | None, ledger: str | None, as_json: bool) -> None:
     """Show a job until it has ended, or until ^C. Raises LedgerError if there is nothing to read at the beginning."""
     from wrapper.commands.status.job_status import job_status
     from wrapper.output.answers import console
-    from wrapper.output.ledgers import opened
+    from wrapper.output.ledgers import opened, pinned
 
-    name = job
+    name = pinned(job, ledger)
 
     def read() -> Watched:
         nonlocal name
         with opened(name, ledger) as (reader, row):
-            name = name or row["name"]  # the newest may be another one in a second
+            name = name or row["uuid"]  # the newest may be another one in a second
             columns = ("iteration", "seconds", "predicted_seconds")
             rows = reader.rows("iterations", row["id"], last=RECENT)
             return Watched(job_status(reader, row), [tuple(each[column] for column in columns) for each in rows])

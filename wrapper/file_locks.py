@@ -1,0 +1,43 @@
+"""Locks on files, while a descriptor is open: who leads a job, and whether anybody does.
+
+Decides nothing. Called by `wrapper.job_folder`, and by an agent that watches over a successor.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+from resihp.errors import UsageError
+
+LOCK_NAME = "supervisor.lock"
+"""In a job's folder."""
+NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+"""What flock answers on Lustre without -o flock, and on file systems that have no locks at all."""
+
+
+def lock_file(path: Path, *, look: bool = False) -> int | None:
+    """Lock a file, made if it is not there, while the descriptor is open; None if somebody else has it.
+
+    `look`: only to see whether somebody has it; nothing is made or written, and others may look as well. Raises
+    UsageError where the file system has no locks.
+    """
+    flags = os.O_RDONLY if look else os.O_RDWR | os.O_CREAT
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if look else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno not in NO_LOCKS:
+            raise
+        setting = "RESIHP_HOME" if path.name == LOCK_NAME else "RESIHP_LOCAL"
+        raise UsageError(
+            f"{path}: its file system takes no locks ({error.strerror}), so two supervisors could lead the job; "
+            f"have it mounted with -o flock (Lustre), or set {setting} to a folder on another"
+        ) from error
+    return descriptor

@@ -1,0 +1,238 @@
+"""A job's folder: the files in it, who holds it, and what a user's registry is told of it.
+
+It is `<RESIHP_HOME, default ./.resihp>/jobs/<job>/`, readable by its owner alone:
+
+    job.json          name, host, journal, ledger                key              32 random bytes
+    run.json          what was asked for (`wrapper.config.run_spec`)     supervisor.json  address and pid, while it runs
+    supervisor.lock   held by the guardian                       logs/            one file for each process
+    journal           a copy, made when the job has ended        checkpoints/     unless configured elsewhere
+
+The journal itself is on local disk, `<RESIHP_LOCAL, default /var/tmp/resihp-<uid>>/<job>-<digest of the folder>/`.
+Never talks to a running job. What is run must be ours alone (`wrapper.strict_modes`); what is only shown may be
+anybody's who lets us read it, and is never written then. Used through `wrapper.job_folder`.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from resihp.errors import JobNotFoundError, ProtocolError
+from resihp.record import journal, journal_file
+from wrapper import registry
+from wrapper.file_locks import LOCK_NAME, lock_file
+from wrapper.strict_modes import check_above, check_folder, is_own, read_own, read_plain, write_private
+
+SLURM_NAME = re.compile(r"(\d+(?:_\d+)?)(-r\d+)?(-\d+)?")
+"""What a job in Slurm is called, and which one that is."""
+
+
+class JobFile(msgspec.Struct, frozen=True, kw_only=True):
+    """job.json. `created_at`: UTC, seconds since 1970."""
+
+    name: str
+    host: str
+    created_at: float
+    journal: str
+    ledger: str | None = None
+
+
+class SupervisorFile(msgspec.Struct, frozen=True, kw_only=True):
+    """supervisor.json: where operators reach the supervisor."""
+
+    host: str
+    port: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job's folder, and the names in it."""
+
+    name: str
+    folder: Path
+
+    @property
+    def home(self) -> Path:
+        """The RESIHP_HOME that it is in."""
+        return self.folder.parent.parent
+
+    @property
+    def key_file(self) -> Path:
+        return self.folder / "key"
+
+    @property
+    def run_file(self) -> Path:
+        return self.folder / "run.json"
+
+    @property
+    def supervisor_file(self) -> Path:
+        return self.folder / "supervisor.json"
+
+    @property
+    def exit_code_file(self) -> Path:
+        return self.folder / "exit_code"
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def journal_copy(self) -> Path:
+        return self.folder / "journal"
+
+    @property
+    def journal_file(self) -> Path:
+        return Path(self.read().journal)
+
+    @property
+    def key(self) -> bytes:
+        return read_own(self.key_file, root_may=True)  # an administrator may speak to any job
+
+    def read(self) -> JobFile:
+        """job.json. Raises JobNotFoundError if the folder holds no job of this version."""
+        try:
+            return msgspec.json.decode(read_plain(self.folder / "job.json"), type=JobFile)
+        except (OSError, UnicodeError, RecursionError, msgspec.DecodeError) as error:
+            raise JobNotFoundError(f"job {self.name}: {self.folder} holds no job of this version: {error}") from error
+
+    def read_own(self, name: str) -> bytes:
+        """A file of it that decides what runs as us. Raises OwnershipError if others could have written that, or what
+        leads to it: job.json and the folders, up to RESIHP_HOME, and the one with the journal where it is here."""
+        for folder in (self.folder.parent.parent, self.folder.parent, self.folder):
+            check_folder(folder)
+        check_above(self.folder.parent.parent)
+        with suppress(FileNotFoundError):
+            file = msgspec.json.decode(read_own(self.folder / "job.json"), type=JobFile)
+            check_folder(Path(file.journal).parent, "RESIHP_LOCAL")
+        return read_own(self.folder / name)
+
+    def set_ledger(self, url: str) -> None:
+        """Remember where the job's ledger is, for the commands that read it."""
+        from db.engine import masked
+
+        write_private(self.folder / "job.json", msgspec.json.encode(msgspec.structs.replace(self.read(), ledger=url)))
+        _note(self, ledger=masked(url))
+
+    def move_journal(self, path: Path) -> None:
+        """Remember that the journal is on this machine now."""
+        file = msgspec.structs.replace(self.read(), journal=str(path), host=socket.gethostname())
+        write_private(self.folder / "job.json", msgspec.json.encode(file))
+
+    def supervisor(self) -> SupervisorFile | None:
+        """Where the supervisor listens; None when none has the job's lock."""
+        if not _is_locked(self):
+            return None
+        try:
+            return msgspec.json.decode(read_plain(self.supervisor_file), type=SupervisorFile)
+        except (OSError, UnicodeError, RecursionError, msgspec.DecodeError):
+            return None  # it has just started, or is about to be gone
+
+    def records(self) -> list[journal.Record]:
+        """What the journal tells, from the copy when the original is not on this machine; old iterations are packed."""
+        for path in (self.journal_file, self.journal_copy):
+            if path.exists():
+                return journal_file.read_packed(path)
+        return []
+
+
+def home() -> Path:
+    return Path(os.environ.get("RESIHP_HOME") or ".resihp").absolute()
+
+
+def slurm_job_of(name: str) -> str | None:
+    """The Slurm job that a run of this name was in; None for one without Slurm."""
+    match = SLURM_NAME.fullmatch(name)
+    return match[1] if match else None
+
+
+def entry_of(job: Job, file: JobFile) -> registry.KnownJob:
+    """What the registry is told of a job that begins."""
+    slurm_job = slurm_job_of(job.name) or ""
+    return registry.KnownJob(
+        name=job.name,
+        folder=str(job.folder),
+        host=file.host,
+        user=_user(),
+        began_at=file.created_at,
+        cluster=os.environ.get("SLURM_CLUSTER_NAME", "") if slurm_job else "",
+        slurm_job=slurm_job,
+    )
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container has no name for us
+        return str(os.geteuid())
+
+
+def _note(job: Job, **figures: Any) -> None:
+    """Add something to what the registry has of a job of ours. What cannot be written was told when it began."""
+    with suppress(JobNotFoundError):
+        file = job.read()
+        change = lambda entry: msgspec.structs.replace(entry or entry_of(job, file), **figures)  # noqa: E731
+        registry.note(job.name, str(job.folder), file.created_at, change)
+
+
+def note_end(job: Job, exit_code: int | None = None) -> None:
+    """Tell the registry how a job ended and how far it came, as its journal has it; of one that never began, which has
+    none, with what it exited. Nothing depends on it, and nothing is raised."""
+    figures: dict[str, Any] = {"state": "failed", "exit_code": exit_code, "ended_at": time.time()}
+    with suppress(OSError, ProtocolError, JobNotFoundError):
+        for record in job.records():
+            match record.entry:
+                case journal.JobStarted(nodes=nodes, gpus_per_node=gpus):
+                    figures |= {"nodes": nodes, "gpus_per_node": gpus}
+                case journal.ModelDeclared(declare=declare):
+                    figures |= {"target": declare.iterations, "iterations": declare.resume_from}
+                case journal.PlanDecided(plan=plan):
+                    figures["layout"] = plan.layout.describe()
+                case journal.IterationCommitted(outcome=outcome):
+                    figures |= {"iterations": outcome.iteration, "loss": outcome.loss, "last_iteration_at": record.at}
+                case journal.JobEnded(state=state, exit_code=code):
+                    figures |= {"state": state, "exit_code": code, "ended_at": record.at}
+    _note(job, **figures)
+
+
+def take_lock(job: Job) -> int | None:
+    """Become the one who may write the job's journal: a descriptor to keep open, or None if somebody else is."""
+    return lock_file(job.folder / LOCK_NAME)
+
+
+def _is_locked(job: Job) -> bool:
+    """Whether somebody supervises the job: from where it was started, or from another node, if that is this one."""
+    try:
+        descriptor = take_lock(job) if is_own(job.folder) else lock_file(job.folder / LOCK_NAME, look=True)
+    except (FileNotFoundError, PermissionError):
+        return False  # another user's job: nobody has led it yet, or we may not even look
+    if descriptor is None:
+        return True
+    os.close(descriptor)
+    return is_succeeded(job.journal_file)
+
+
+def is_succeeded(path: Path) -> bool:
+    """Whether an agent of this machine watches over a successor, which writes this journal."""
+    lock = path.with_suffix(".lock")
+    try:
+        descriptor = lock_file(lock, look=True)
+    except (FileNotFoundError, PermissionError):
+        return False
+    if descriptor is None:
+        return True
+    os.close(descriptor)
+    return False

@@ -1,0 +1,178 @@
+"""A user's jobs, wherever their folders are: one small file for each job, so that commands find them from any folder.
+
+`<RESIHP_STATE, default $XDG_STATE_HOME/resihp or ~/.local/state/resihp>/jobs/<job>.<digest>.json`, ours alone. It is
+written when a job's folder is made, when its ledger is known, and when it ends. It may be on NFS and written from many
+hosts: each job has a file of its own, which is replaced whole. It only says where to look: what is true of a job stands
+in its folder, and nothing that is run or believed comes from here. No training depends on it: what cannot be written is
+told once, and a file system that hangs is left alone. Written by `wrapper.job_files`; read by `wrapper.job_folder`, and
+by `resihp jobs`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from resihp.errors import OwnershipError
+from wrapper.strict_modes import is_own, read_own, write_private
+
+MOST_BYTES = 64 << 10
+"""Of a file; ours have some hundred."""
+PATIENCE_S = 2.0
+"""How long a job waits for the file system that the registry is on."""
+
+_FILE_NAME = re.compile(r"(?P<job>[^./]+)\.[0-9a-f]{16}\.json")
+
+
+class KnownJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One job. Times: UTC, seconds since 1970. `host`: where its folder was made; `ledger`: without passwords.
+
+    `nodes` and what follows are noted at its end; until then `state` is "running". `iterations`: the last committed.
+    """
+
+    name: str
+    folder: str
+    host: str
+    user: str
+    began_at: float
+    ledger: str = ""
+    cluster: str = ""
+    slurm_job: str = ""
+    state: str = "running"
+    exit_code: int | None = None
+    ended_at: float | None = None
+    nodes: int = 0
+    gpus_per_node: int = 0
+    layout: str = ""
+    iterations: int = 0
+    target: int = 0
+    last_iteration_at: float | None = None
+    loss: float | None = None
+
+    @property
+    def home(self) -> str:
+        """The RESIHP_HOME that it is in."""
+        return str(Path(self.folder).parent.parent)
+
+
+def place() -> Path | None:
+    """The folder of all entries; None for a user without a home."""
+    if state := os.environ.get("RESIHP_STATE"):
+        return Path(state).absolute() / "jobs"
+    if state := os.environ.get("XDG_STATE_HOME"):
+        return Path(state).absolute() / "resihp" / "jobs"
+    with suppress(RuntimeError):
+        return Path.home() / ".local" / "state" / "resihp" / "jobs"
+    return None
+
+
+def file_of(name: str, folder: str, began_at: float) -> Path | None:
+    """Whose file that is: another host's folder of that path, or a later job in it, began at another moment."""
+    root = place()
+    digest = hashlib.sha256(f"{folder}\0{began_at!r}".encode()).hexdigest()[:16]
+    return None if root is None else root / f"{name}.{digest}.json"
+
+
+def save(entry: KnownJob) -> str:
+    """Write an entry; what was in the way, or empty."""
+    path = file_of(entry.name, entry.folder, entry.began_at)
+    if path is None:
+        return "you have no home folder here; set RESIHP_STATE"
+    return _promptly(lambda: _write(path, entry), str(path.parent))
+
+
+def note(name: str, folder: str, began_at: float, change: Callable[[KnownJob | None], KnownJob]) -> str:
+    """Write what `change` makes of an entry, None if there is none to be read; what was in the way, or empty."""
+    path = file_of(name, folder, began_at)
+    if path is None:
+        return "no place"
+    return _promptly(lambda: _write(path, change(_read(path))), str(path.parent))
+
+
+def entries(wanted: Callable[[str], bool] = lambda name: True) -> tuple[list[KnownJob], list[str]]:
+    """Entries of jobs whose names are wanted, newest first; and what could not be read, in words."""
+    root = place()
+    if root is None or not root.is_dir():
+        return [], []
+    if not is_own(root):
+        return [], [f"{root}: is not yours alone, and not read; set RESIHP_STATE to a folder of yours"]
+    found: list[KnownJob] = []
+    wrong: list[str] = []
+    for path, name in _files(root):
+        if not wanted(name):
+            continue
+        try:
+            found.append(_decoded(read_own(path, MOST_BYTES)))
+        except FileNotFoundError:
+            continue  # another command has just dropped it
+        except (OSError, OwnershipError, ValueError, RecursionError) as error:
+            wrong.append(f"{path}: left out: {error}; it may be removed")
+    return sorted(found, key=lambda entry: (entry.began_at, entry.name), reverse=True), wrong
+
+
+def names() -> list[str]:
+    """Of all jobs, without a look into their files."""
+    root = place()
+    return [] if root is None or not root.is_dir() or not is_own(root) else [name for _, name in _files(root)]
+
+
+def drop(entry: KnownJob) -> None:
+    """Forget a job whose folder is gone."""
+    path = file_of(entry.name, entry.folder, entry.began_at)
+    with suppress(OSError):
+        if path is not None:
+            path.unlink()
+
+
+def _files(root: Path) -> Iterator[tuple[Path, str]]:
+    with suppress(OSError), os.scandir(root) as there:
+        for each in there:
+            if match := _FILE_NAME.fullmatch(each.name):
+                yield root / each.name, match["job"]
+
+
+def _decoded(content: bytes) -> KnownJob:
+    """Raises ValueError for what is no entry (msgspec's errors and those of text are such)."""
+    entry = msgspec.json.decode(content, type=KnownJob)
+    if not entry.folder.startswith("/") or not -1e12 < entry.began_at < 1e12:
+        raise ValueError("names no folder, or no time")
+    return entry
+
+
+def _read(path: Path) -> KnownJob | None:
+    with suppress(OSError, OwnershipError, ValueError, RecursionError):
+        return _decoded(read_own(path, MOST_BYTES))
+    return None
+
+
+def _write(path: Path, entry: KnownJob) -> None:
+    for folder in (path.parent.parent, path.parent):
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700, parents=True)
+    if not is_own(path.parent):
+        raise OwnershipError(f"{path.parent}: is not yours alone; set RESIHP_STATE to a folder of yours")
+    write_private(path, msgspec.json.encode(entry))
+
+
+def _promptly(work: Callable[[], None], where: str) -> str:
+    """Do it, unless that takes longer than anybody should wait: then it goes on behind, or never ends."""
+    trouble = [f"{where}: no answer for {PATIENCE_S:.0f} s"]
+
+    def attempt() -> None:
+        try:
+            work()
+            trouble[:] = [""]
+        except (OSError, OwnershipError) as error:
+            trouble[:] = [str(error) if isinstance(error, OwnershipError) else f"{where}: {error.strerror or error}"]
+
+    thread = threading.Thread(target=attempt, name="registry of jobs", daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    return trouble[0]

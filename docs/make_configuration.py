@@ -74,7 +74,7 @@ Not configuration: they stand in no file.
 |---|---|
 | `RESIHP_HOME` | the folder of jobs and exclusions, shared by all nodes; `.resihp` in the current folder by default |
 | `RESIHP_LOCAL` | the folder on each node's own disk for the journal and its copies; `/var/tmp/resihp-UID` by default |
-| `RESIHP_STATE` | where your jobs of all folders are known (`jobs` in it); `$XDG_STATE_HOME/resihp` or `~/.local/state/resihp` by default |
+| `RESIHP_STATE` | where your jobs of all folders are listed; `~/.local/state/resihp` by default, as XDG has it |
 | `RESIHP_BACKEND` | `nccl`, the default where a GPU is; `gloo`; `nccl-like`: NCCL's manners on gloo, to test |
 | `RESIHP_SHARE_GPUS` | `1`: workers share the GPUs that there are; for tests on a machine with few, with gloo |
 | `RESIHP_STRICT_ORDER` | `1`: gloo behaves as NCCL does at its strictest; for tests |

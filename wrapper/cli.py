@@ -17,6 +17,7 @@ from resihp.errors import ResihpError
 from wrapper.commands import analyze, compare, db, init, why_not
 from wrapper.commands.doctor import command as doctor
 from wrapper.commands.history import command as history
+from wrapper.commands.jobs import command as jobs
 from wrapper.commands.logs import command as logs
 from wrapper.commands.node import command as node
 from wrapper.commands.options import command_of
@@ -26,7 +27,7 @@ from wrapper.commands.status import command as status
 from wrapper.exit_codes import exit_code_of
 from wrapper.output.answers import message
 
-OTHERS = (status, logs, history, why_not, compare, db, node, analyze, plan, doctor, init, report)
+OTHERS = (jobs, status, logs, history, why_not, compare, db, node, analyze, plan, doctor, init, report)
 """Commands that say themselves how they are called, in the order of the help."""
 
 app = typer.Typer(
@@ -89,7 +90,8 @@ def run(said: RunOptions) -> None:
     In a Slurm allocation it finds nodes and devices itself: leave out --local,
     --nodes and --gpus-per-node. What Slurm runs again goes on by itself.
 
-    --resume takes the newest complete checkpoint; --resume JOB (last before the --) that of another job.
+    --resume takes the newest complete checkpoint of this folder's jobs, and says whose; --resume JOB (last before
+    the --) that of another job, of any folder.
 
     --fault hurts the job on purpose. KIND: kill, crash, stop, hang, raise or
     disconnect. TARGET: rank=R or node=N. WHEN: iteration=I[,phase=P], where P is

@@ -22,15 +22,17 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from resihp.errors import JobNotFoundError, ProtocolError
-from resihp.record import journal, journal_file
 from wrapper import registry
 from wrapper.file_locks import LOCK_NAME, lock_file
 from wrapper.strict_modes import check_above, check_folder, is_own, read_own, read_plain, write_private
+
+if TYPE_CHECKING:
+    from resihp.record import journal
 
 SLURM_NAME = re.compile(r"(\d+(?:_\d+)?)(-r\d+)?(-\d+)?")
 """What a job in Slurm is called, and which one that is."""
@@ -132,9 +134,14 @@ class Job:
         file = msgspec.structs.replace(self.read(), journal=str(path), host=socket.gethostname())
         write_private(self.folder / "job.json", msgspec.json.encode(file))
 
+    @property
+    def is_led(self) -> bool:
+        """Whether somebody has the job's lock: it runs, or begins."""
+        return _is_locked(self)
+
     def supervisor(self) -> SupervisorFile | None:
         """Where the supervisor listens; None when none has the job's lock."""
-        if not _is_locked(self):
+        if not self.is_led:
             return None
         try:
             return msgspec.json.decode(read_plain(self.supervisor_file), type=SupervisorFile)
@@ -143,6 +150,8 @@ class Job:
 
     def records(self) -> list[journal.Record]:
         """What the journal tells, from the copy when the original is not on this machine; old iterations are packed."""
+        from resihp.record import journal_file  # takes as long to import as a list of jobs to make
+
         for path in (self.journal_file, self.journal_copy):
             if path.exists():
                 return journal_file.read_packed(path)
@@ -180,18 +189,27 @@ def _user() -> str:
         return str(os.geteuid())
 
 
-def _note(job: Job, **figures: Any) -> None:
-    """Add something to what the registry has of a job of ours. What cannot be written was told when it began."""
+def _note(job: Job, **figures: Any) -> registry.KnownJob | None:
+    """Add something to what the registry has of a job, and return it; nothing of a job of somebody else's. What cannot
+    be written was told when it began."""
+    if not is_own(job.folder):
+        return None
     with suppress(JobNotFoundError):
-        file = job.read()
-        change = lambda entry: msgspec.structs.replace(entry or entry_of(job, file), **figures)  # noqa: E731
-        registry.note(job.name, str(job.folder), file.created_at, change)
+        begins = entry_of(job, job.read())
+        change = lambda entry: msgspec.structs.replace(entry or begins, **figures)  # noqa: E731
+        registry.note(begins, change)
+        return msgspec.structs.replace(begins, **figures)
+    return None
 
 
-def note_end(job: Job, exit_code: int | None = None) -> None:
+def note_end(job: Job, exit_code: int | None = None) -> registry.KnownJob | None:
     """Tell the registry how a job ended and how far it came, as its journal has it; of one that never began, which has
     none, with what it exited. Nothing depends on it, and nothing is raised."""
+    from resihp.record import journal
+
     figures: dict[str, Any] = {"state": "failed", "exit_code": exit_code, "ended_at": time.time()}
+    with suppress(OSError, ValueError):
+        figures["exit_code"] = int(job.exit_code_file.read_text())
     with suppress(OSError, ProtocolError, JobNotFoundError):
         for record in job.records():
             match record.entry:
@@ -205,7 +223,7 @@ def note_end(job: Job, exit_code: int | None = None) -> None:
                     figures |= {"iterations": outcome.iteration, "loss": outcome.loss, "last_iteration_at": record.at}
                 case journal.JobEnded(state=state, exit_code=code):
                     figures |= {"state": state, "exit_code": code, "ended_at": record.at}
-    _note(job, **figures)
+    return _note(job, **figures)
 
 
 def take_lock(job: Job) -> int | None:

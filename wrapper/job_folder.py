@@ -25,8 +25,6 @@ from pathlib import Path
 import msgspec
 
 from resihp.errors import JobNotFoundError, ProtocolError, UsageError
-from resihp.protocol.framing import KEY_BYTES
-from resihp.record import journal, journal_file
 from wrapper import registry
 from wrapper.file_locks import LOCK_NAME as LOCK_NAME
 from wrapper.file_locks import NO_LOCKS as NO_LOCKS
@@ -120,6 +118,8 @@ def runs_of(job_id: str, of: Path | None = None) -> list[Job]:
 
 
 def _furnish(job: Job) -> Job:
+    from resihp.protocol.framing import KEY_BYTES
+
     job.logs.mkdir(mode=0o700)
     write_private(job.key_file, os.urandom(KEY_BYTES))
     place = _local_place(job)
@@ -184,7 +184,7 @@ def find_job(name: str | None = None) -> Job:
     known, _ = registry.entries(lambda other: _is_named(other, name))
     there = {entry.home: entry for entry in reversed(known) if is_there(entry)}  # the newest of each home
     if len(there) == 1:
-        return _job_of(*there.values())
+        return job_of(*there.values())
     if there:
         choices = "".join(f"\n{_choice(entry)}" for entry in reversed(there.values()))
         raise UsageError(f"job {name}: not in {home()}, and in {len(there)} others; name one by its folder:{choices}")
@@ -192,7 +192,7 @@ def find_job(name: str | None = None) -> Job:
         raise JobNotFoundError(f"job {name}: {gone(known[0])}")
     near = difflib.get_close_matches(name, dict.fromkeys([*(job.name for job in jobs), *registry.names()]), n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else "resihp jobs --all lists those that are"
-    raise JobNotFoundError(f"job {name}: not known here, nor in {home()}; {hint}")
+    raise JobNotFoundError(f"job {name}: not in {home()}, nor in another folder of yours; {hint}")
 
 
 def no_job_here() -> JobNotFoundError:
@@ -218,7 +218,7 @@ def named(homes: Sequence[str]) -> str:
 def is_there(entry: registry.KnownJob) -> bool:
     """Whether the folder of a known job still holds that job."""
     try:
-        return _job_of(entry).read().created_at == entry.began_at
+        return job_of(entry).read().created_at == entry.began_at
     except JobNotFoundError:
         return False
 
@@ -230,7 +230,7 @@ def gone(entry: registry.KnownJob) -> str:
     return f"its folder {entry.folder} is gone; resihp jobs --all lists the others"
 
 
-def _job_of(entry: registry.KnownJob) -> Job:
+def job_of(entry: registry.KnownJob) -> Job:
     return Job(entry.name, Path(entry.folder))
 
 
@@ -252,12 +252,12 @@ def _newest_elsewhere() -> Job:
         f"resihp: no job in {home()}; this is your newest, {found.name} in {found.folder} (host {found.host})",
         file=sys.stderr,
     )
-    return _job_of(found)
+    return job_of(found)
 
 
 def _choice(entry: registry.KnownJob) -> str:
     state = entry.state
-    if entry.ended_at is None and _job_of(entry).supervisor() is None:
+    if entry.ended_at is None and job_of(entry).supervisor() is None:
         state = "not running"
     began = datetime.fromtimestamp(entry.began_at, UTC)
     return f"{entry.folder} (host {entry.host}, began {began:%Y-%m-%d %H:%M} UTC, {state})"
@@ -280,6 +280,8 @@ def finish_dead_job(job: Job, reason: str = "the supervisor was found dead", *, 
     another machine, and for another user's. The ledger catches up with the journal. `locked`: our guardian has the
     lock for us.
     """
+    from resihp.record import journal, journal_file
+
     path = job.journal_file
     if not is_own(job.folder) or not is_own(path.parent) or not path.exists():
         return False

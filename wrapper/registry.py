@@ -88,9 +88,9 @@ def save(entry: KnownJob) -> str:
     return _promptly(lambda: _write(path, entry), str(path.parent))
 
 
-def note(name: str, folder: str, began_at: float, change: Callable[[KnownJob | None], KnownJob]) -> str:
-    """Write what `change` makes of an entry, None if there is none to be read; what was in the way, or empty."""
-    path = file_of(name, folder, began_at)
+def note(job: KnownJob, change: Callable[[KnownJob | None], KnownJob]) -> str:
+    """Write what `change` makes of a job's entry, None if there is none to be read; what was in the way, or empty."""
+    path = file_of(job.name, job.folder, job.began_at)
     if path is None:
         return "no place"
     return _promptly(lambda: _write(path, change(_read(path))), str(path.parent))

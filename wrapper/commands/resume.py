@@ -10,6 +10,7 @@ what attempts have in common, beside their checkpoints. Used by `resihp run`.
 
 from __future__ import annotations
 
+import shlex
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,10 +30,12 @@ from resihp.errors import (
 from resihp.record.journal import JobEnded, JobSignalled
 from resihp.worker.checkpoints import iteration_of, newest_complete
 from wrapper.config.run_spec import RunRequest, load
-from wrapper.job_folder import Job, all_jobs, find_job, home, runs_of, write_private
+from wrapper.job_folder import Job, all_jobs, find_job, home, named, other_homes, runs_of, write_private
 from wrapper.strict_modes import read_plain
 
 RUN_FILE = ".run"
+MOST_OF_COMMAND = 200
+"""Letters shown."""
 MOST_BYTES = 64
 """Of that file, which others may have written."""
 
@@ -49,24 +52,45 @@ class Resumption:
     iteration: int
 
 
-def asked_for(configured: Path | None, name: str) -> Resumption:
-    """For `--resume [NAME]`: the named job's folder, the configured one, or the newest job's that has a checkpoint.
+def asked_for(configured: Path | None, name: str, command: Sequence[str], notice: Callable[[str], None]) -> Resumption:
+    """For `--resume [NAME]`: the named job's folder, the configured one, or that of the newest job of this home which
+    has a checkpoint. Whose it is, is said; a job of another home has to be named.
 
     Raises CheckpointError when there is none. Which checkpoint in it is complete, the trainer finds out.
     """
-    folder = checkpoint_folder_of(find_job(name)) if name else configured
-    if folder is not None:
-        found = _newest(folder)
-        if found is None:
-            raise CheckpointError(f"--resume: no complete checkpoint in {folder}")
-        return found
+    job = find_job(name) if name else None
+    if job is None and configured is None:
+        return _newest_here(command, notice)
+    folder = checkpoint_folder_of(job) if job else configured
+    assert folder is not None
+    found = _newest(folder)
+    if found is None:
+        raise CheckpointError(f"--resume: no complete checkpoint in {folder}")
+    whose = f" of job {job.name}{_another(job, command)}" if job else ""
+    notice(f"--resume: iteration {found.iteration}{whose}, from {folder}")
+    return found
+
+
+def _newest_here(command: Sequence[str], notice: Callable[[str], None]) -> Resumption:
     for job in all_jobs():
         found = _newest(checkpoint_folder_of(job))
         if found is not None:
+            notice(
+                f"--resume: iteration {found.iteration} of job {job.name}{_another(job, command)}, "
+                f"the newest in {home()} that has a checkpoint, from {found.folder}"
+            )
             return found
+    homes = other_homes()
+    elsewhere = f"; you have jobs in {named(homes)}: name one, --resume JOB" if homes else ""
     raise CheckpointError(
-        f"--resume: no job in {home()} has a complete checkpoint; name a folder with --checkpoint-folder"
+        f"--resume: no job in {home()} has a complete checkpoint{elsewhere}; or name a folder with --checkpoint-folder"
     )
+
+
+def _another(job: Job, command: Sequence[str]) -> str:
+    """That a job ran something else, if it did."""
+    ran = request.command if (request := _load(job)) else command
+    return "" if tuple(ran) == tuple(command) else f" (which ran {shlex.join(ran)[:MOST_OF_COMMAND]})"
 
 
 def if_there_is_one(folder: Path | None, notice: Callable[[str], None]) -> Resumption | None:

@@ -57,7 +57,7 @@ class Options:
     local: bool = False
     faults: tuple[str, ...] = ()
     resume: str | None = None
-    """Job whose newest checkpoint is taken; empty: that of the newest job that has one."""
+    """Job whose newest checkpoint is taken; empty: that of the newest job of this home that has one."""
     resume_or_start: bool = False
     """Take the newest checkpoint of the configured folder if there is one."""
 
@@ -228,7 +228,8 @@ def _resumption(
         if restart.resumption is not None:
             return restart
     if options.resume is not None:
-        return replace(restart, resumption=asked_for(saved, options.resume))
+        resumption = asked_for(saved, options.resume, configuration.job.command, _notice)
+        return replace(restart, resumption=resumption)
     return replace(restart, resumption=if_there_is_one(saved, _notice)) if options.resume_or_start else restart
 
 

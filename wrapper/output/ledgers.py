@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from resihp.errors import JobNotFoundError, LedgerError, ProtocolError, ResihpError
-from resihp.record import journal_file
 
 if TYPE_CHECKING:
     from db.reading.queries import Reader
@@ -67,6 +66,11 @@ def pinned(job: str | None, ledger: str | None) -> str | None:
     return job if ledger is not None and ledger != "sqlite" else str(find_job(job).folder)
 
 
+def folder_of(pinned: str | None, ledger: str | None) -> str | None:
+    """The folder of a job that is `pinned`; None where a ledger was named, which may be of other machines."""
+    return pinned if ledger is None or ledger == "sqlite" else None
+
+
 def row_of(reader: Reader, job: Job) -> Row:
     """The row of the job in that folder, and of no other: names repeat between folders and hosts that share a ledger.
 
@@ -74,6 +78,7 @@ def row_of(reader: Reader, job: Job) -> Row:
     JobNotFoundError.
     """
     from db.projection import identity
+    from resihp.record import journal_file
 
     for path in (job.journal_file, job.journal_copy):
         with suppress(OSError, ProtocolError, ValueError):

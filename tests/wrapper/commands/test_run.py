@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -169,6 +170,28 @@ def with_checkpoint(request: RunRequest) -> Path:
     part.write_bytes(b"1234")
     write_manifest(part.parent, 4, [("part", 4)], "fingerprint", keep=2)
     return folder
+
+
+def test_resume_says_whose_checkpoint_it_takes_and_takes_none_of_another_folder(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = with_checkpoint(prepare(options()))
+    home = script.parent / "home"
+    capsys.readouterr()
+    prepare(options(resume=""))
+    assert capsys.readouterr().err == (
+        f"resihp: --resume: iteration 4 of job local-1, the newest in {home} that has a checkpoint, from {folder}\n"
+    )
+    other = options(job={"command": (*COMMAND, "--lr", "1")}, resume="")
+    prepare(other)
+    assert f"of job local-1 (which ran {shlex.join(COMMAND)}), the newest in" in capsys.readouterr().err
+    prepare(options(checkpoint={"folder": str(folder)}, resume=""))
+    assert capsys.readouterr().err == f"resihp: --resume: iteration 4, from {folder}\n"
+    monkeypatch.setenv("RESIHP_HOME", str(script.parent / "another"))
+    with pytest.raises(CheckpointError, match=rf"has a complete checkpoint; you have jobs in {home}: name one"):
+        prepare(options(resume=""))
+    assert prepare(options(resume="local-1")).checkpoint_folder == str(folder)
+    assert capsys.readouterr().err == f"resihp: --resume: iteration 4 of job local-1, from {folder}\n"
 
 
 def test_resume_finds_the_newest_checkpoint_or_the_one_of_the_job_named(script: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from wrapper.output.answers import JobArgument, JsonOption, LedgerOption, console, to_json
-from wrapper.output.ledgers import opened
+from wrapper.output.ledgers import folder_of, opened, pinned
 
 
 def register(app: typer.Typer) -> None:
@@ -24,16 +24,19 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Go on until the job ends.")] = False,
     ledger: LedgerOption = None,
 ) -> None:
-    """Show a job: its iteration, layout with health of each rank, goodput, last events."""
+    """Show a job: how far it is, layout with health of each rank, goodput, last events. Exits with 1 if it has failed.
+
+    0 while it runs, when it has completed, and when it was told to stop.
+    """
+    job = pinned(job, ledger)
     if watch:
         from wrapper.commands.watch.command import watch as follow
 
-        follow(job, ledger, as_json)
-        return
+        raise typer.Exit(exit_code_of_state(follow(job, ledger, as_json)))
     from wrapper.commands.status.job_status import job_status
 
     with opened(job, ledger) as (reader, row):
-        state = job_status(reader, row)
+        state = job_status(reader, row, folder=folder_of(job, ledger))
     if as_json:
         print(to_json(state))
     else:
@@ -41,3 +44,9 @@ def status(
 
         screen = console()
         screen.print(render_status(state, screen.width))
+    raise typer.Exit(exit_code_of_state(state["state"]))
+
+
+def exit_code_of_state(state: str) -> int:
+    """1 for a job that has failed: scripts that wait for a job ask no more than that."""
+    return 1 if state in ("failed", "abnormal") else 0

@@ -6,11 +6,12 @@ Reads only. Called by `wrapper.commands.status.command` and `wrapper.commands.wa
 from __future__ import annotations
 
 import json
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from db.layouts import from_json
 from wrapper.output.answers import SCHEMA
+from wrapper.output.progress import RECENT, progress
 from wrapper.output.rank_health import RankHealth
 from wrapper.output.shells import shells
 
@@ -35,9 +36,16 @@ EVENT_KINDS = (
 )
 
 
-def job_status(reader: Reader, row: dict[str, Any], now: datetime | None = None) -> dict[str, Any]:
-    """What `status --json` prints: `schema`, `job`, `state`, `iteration`, `loss`, `goodput`, `layout`, `events`, ..."""
+def job_status(
+    reader: Reader, row: dict[str, Any], now: datetime | None = None, folder: str | None = None
+) -> dict[str, Any]:
+    """What `status --json` prints: `schema`, `job`, `state`, `iteration`, `loss`, `goodput`, `layout`, `events`, ...
+
+    `folder`: the job's, where that is known.
+    """
+    now = now or datetime.now(UTC)
     figures = reader.summary(row["id"], now)
+    checkpoints = reader.rows("checkpoints", row["id"], last=1)
     plans = reader.shown_plan(row["id"])
     layout = plans[0]["layout"] if plans else None
     places = from_json(json.dumps(layout)) if layout else None
@@ -46,7 +54,11 @@ def job_status(reader: Reader, row: dict[str, Any], now: datetime | None = None)
     replacements = reader.rows("replacements", row["id"])
     return {
         "schema": SCHEMA,
+        **progress(row, reader.rows("iterations", row["id"], last=RECENT), now),
         **figures,
+        "checkpoint": checkpoints[-1] if checkpoints else None,
+        "folder": folder,
+        "logs": None if folder is None else f"{folder}/logs",
         "description": plans[0]["description"] if plans else None,
         "layout": layout,
         "detector": detector(row),
@@ -71,18 +83,24 @@ def detector(row: dict[str, Any]) -> str:
 
 
 def _health(reader: Reader, job: int, *, running: bool) -> RankHealth:
-    """Who ended, and while the job runs who is suspected or slow: a verdict is the end of a suspicion."""
+    """Who ended, and while the job runs who is suspected or slow: a verdict is the end of a suspicion.
+
+    Of a job that is over only those are dead whom a failure names: all others were told to go, some by a signal.
+    """
     found = RankHealth()
+    failures = reader.rows("failures", job)
+    failed = {rank for failure in failures if failure["kind"] == "fail-stop" for rank in failure["ranks"]}
     for rank, worker in {worker["rank"]: worker for worker in reader.rows("workers", job)}.items():
         if worker["ended_at"] is None:
             found.running.add(rank)
         else:
-            (found.left if worker["exit"] == 0 else found.dead).add(rank)
+            orderly = worker["exit"] == 0 or not (running or rank in failed)
+            (found.left if orderly else found.dead).add(rank)
     if running:
         events = reader.events(job, ("Suspected", "SuspicionCleared", "FailureFound"), 1000)
         last = {event["rank"]: event["kind"] for event in events}
         found.suspected = {rank for rank, kind in last.items() if kind == "Suspected"}
-        for failure in reader.rows("failures", job):
+        for failure in failures:
             of_ranks = failure["component"] in ("device", "link")
             if failure["kind"] == "fail-slow" and of_ranks and failure["ended_iteration"] is None:
                 found.slow[failure["failure"]] = tuple(failure["ranks"])

@@ -16,7 +16,8 @@ from rich.text import Text
 
 from db.layouts import from_json
 from resihp.record.describe import DETECTORS, rank_list
-from wrapper.output.render import duration, layout_grid, legend, literal, one_line, percent
+from wrapper.output.progress import ago, of_target
+from wrapper.output.render import count, duration, layout_grid, legend, literal, one_line, percent
 from wrapper.output.shells import line
 
 if TYPE_CHECKING:
@@ -29,6 +30,32 @@ def goodput_line(figures: dict[str, Any]) -> str:
     """`goodput 91.6 %, ETTR 78.4 %; lost: fail-stop 0.70 s, other 0.30 s`."""
     lost = ", ".join(f"{cause} {duration(s)}" for cause, s in figures["lost_seconds"].items() if s >= 0.005)
     return f"goodput {percent(figures['goodput'])}, ETTR {percent(figures['ettr'])}; lost: {lost or 'nothing'}"
+
+
+def progress_line(state: dict[str, Any]) -> str:
+    """`last iteration 3 s ago, done in about 4 min 05 s, 18.2k tokens/s`; whether it may be stuck, asked.
+    Empty where there was no iteration."""
+    if state["last_iteration_at"] is None:
+        return ""
+    told = []
+    if state["seconds_since_iteration"] is not None:
+        told.append(f"last iteration {ago(state['seconds_since_iteration'])}{' (stuck?)' if state['stuck'] else ''}")
+    if state["eta_seconds"] is not None:
+        told.append(f"done in about {duration(state['eta_seconds'])}")
+    if state["tokens_per_second"] is not None:
+        told.append(f"{count(state['tokens_per_second'])} tokens/s")
+    return ", ".join(told)
+
+
+def places_lines(state: dict[str, Any]) -> list[str]:
+    """Where the last checkpoint is, and where the logs are."""
+    found = []
+    if (last := state["checkpoint"]) is not None:
+        where = f" in {last['folder']}" if last["folder"] else ""
+        found.append(f"last checkpoint: iteration {last['iteration']}, {last['committed_at']:%H:%M:%S} UTC{where}")
+    if state["logs"]:
+        found.append(f"logs: {state['logs']}")
+    return found
 
 
 def nodes_line(state: dict[str, Any]) -> str:
@@ -58,7 +85,7 @@ def render_status(state: dict[str, Any], width: int) -> RenderableType:
     """What `status` prints on a terminal of `width` columns."""
     colour = {"running": "green", "completed": "green", "cancelled": "yellow"}.get(state["state"], "bold red")
     head = Text.assemble((f"job {one_line(state['job'])}", "bold"), "  ", (state["state"], colour))
-    head.append(f"  iteration {state['iteration']}")
+    head.append(f"  iteration {of_target(state)}")
     if state["loss"] is not None:
         head.append(f"  loss {state['loss']:.4f}")
     if state["iteration_seconds"] is not None:
@@ -66,7 +93,10 @@ def render_status(state: dict[str, Any], width: int) -> RenderableType:
     parts: list[RenderableType] = [head]
     if state["state"] not in ("running", "completed") and state["reason"]:
         parts.append(Text(literal(state["reason"]), style=colour))
+    if moves := progress_line(state):
+        parts.append(Text(moves, style="bold yellow" if state["stuck"] else ""))
     parts.append(Text(goodput_line(state)))
+    parts += [Text(literal(line), style="dim", overflow="fold") for line in places_lines(state)]
     if nodes := nodes_line(state):
         parts.append(Text(literal(nodes)))
     if state["state"] == "running" and state["layout"] is not None:

@@ -33,11 +33,14 @@ RECENT = 400
 # --- following a job ------------------------------------------------------------------------------------------------
 
 
-def watch(job: str | None, ledger: str | None, as_json: bool) -> None:
-    """Show a job until it has ended, or until ^C. Raises LedgerError if there is nothing to read at the beginning."""
+def watch(job: str | None, ledger: str | None, as_json: bool) -> str:
+    """Show a job until it has ended, or until ^C; the state in which it was seen last.
+
+    Raises LedgerError if there is nothing to read at the beginning.
+    """
     from wrapper.commands.status.job_status import job_status
     from wrapper.output.answers import console
-    from wrapper.output.ledgers import opened, pinned
+    from wrapper.output.ledgers import folder_of, opened, pinned
 
     name = pinned(job, ledger)
 
@@ -47,9 +50,10 @@ def watch(job: str | None, ledger: str | None, as_json: bool) -> None:
             name = name or row["uuid"]  # the newest may be another one in a second
             columns = ("iteration", "seconds", "predicted_seconds")
             rows = reader.rows("iterations", row["id"], last=RECENT)
-            return Watched(job_status(reader, row), [tuple(each[column] for column in columns) for each in rows])
+            state = job_status(reader, row, folder=folder_of(name, ledger))
+            return Watched(state, [tuple(each[column] for column in columns) for each in rows])
 
-    follow(read, console(), as_json=as_json)
+    return follow(read, console(), as_json=as_json)
 
 
 def follow(
@@ -59,18 +63,19 @@ def follow(
     as_json: bool = False,
     wait: Callable[[float], bool] | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> None:
-    """`wait` pauses for so many seconds; True says that the window has changed meanwhile."""
+) -> str:
+    """The state at the end. `wait` pauses for so many seconds; True says that the window has changed meanwhile."""
     state, took_s = _timed(read, clock)
     try:
         with _resizes() as woken:
             pause = wait or woken
             if as_json or not console.is_terminal or console.is_dumb_terminal:
-                _follow_in_lines(read, state, console, as_json, pause, clock)
+                state = _follow_in_lines(read, state, console, as_json, pause, clock)
             else:
                 state = _follow_on_screen(read, state, took_s, console, pause, clock)
     except KeyboardInterrupt:
-        return
+        pass
+    return str(state.status["state"])
 
 
 def _follow_on_screen(
@@ -111,7 +116,7 @@ def _follow_in_lines(
     as_json: bool,
     pause: Callable[[float], bool],
     clock: Callable[[], float],
-) -> None:
+) -> Watched:
     from wrapper.output.answers import to_json
 
     former: Watched | None = None
@@ -126,7 +131,7 @@ def _follow_in_lines(
                 console.print(line, soft_wrap=True, markup=False, highlight=False)
             told_s = clock() if due and found else told_s
         if state.status["state"] != "running":
-            return
+            return state
         former = state
         pause(EVERY_S)
         try:

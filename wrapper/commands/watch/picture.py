@@ -20,6 +20,7 @@ from db.layouts import from_json
 from resihp.parallelism.layout import Layout
 from resihp.record.describe import rank_list
 from wrapper.commands.status.tables import goodput_line
+from wrapper.output.progress import of_target
 from wrapper.output.render import LETTERS, STYLES, Health, duration, layout_grid, legend, literal, one_line
 
 if TYPE_CHECKING:
@@ -256,7 +257,7 @@ def _by_number(layout: Layout, health: Mapping[int, Health]) -> list[Text]:
 
 def headline(status: Mapping[str, Any]) -> list[str]:
     """The job, how it is, and where training is."""
-    found = [f"job {status['job']}", status["state"], f"iteration {status['iteration']}"]
+    found = [f"job {status['job']}", status["state"], f"iteration {of_target(status)}"]
     if status["loss"] is not None:
         found.append(f"loss {status['loss']:.4f}")
     if status["iteration_seconds"] is not None:

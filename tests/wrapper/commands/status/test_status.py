@@ -207,6 +207,64 @@ def test_status_fits_a_terminal_and_needs_no_colour(job: Job) -> None:
     assert "\\x1b[2J" in text
 
 
+def test_ranks_that_were_told_to_go_are_not_dead() -> None:
+    """Ctrl-C ends workers by a signal; only a failure makes one dead."""
+    job = create_local_job()
+    record_job(job, ended=False)
+    writer = journal_file.Journal(job.journal_file, sync=False)
+    for rank in range(3):
+        writer.append(journal.WorkerEnded(rank=rank, exit=-15, epoch=2), job.read().created_at + 6)
+    ended = journal.JobEnded(exit_code=130, state="cancelled", reason="received SIGINT")
+    writer.append(ended, job.read().created_at + 6)
+    writer.close()
+    job.exit_code_file.write_text("130\n")
+    assert json.loads(resihp("status", "--json").stdout)["health"] == {
+        **{"0": "active", "1": "active", "2": "standby", "3": "dead"}
+    }
+
+
+@pytest.mark.parametrize(
+    ("state", "code"), [("completed", 0), ("cancelled", 0), ("failed", 1), ("abnormal", 1), ("running", 0)]
+)
+def test_status_exits_with_1_for_a_job_that_has_failed(state: Any, code: int) -> None:
+    job = create_local_job()
+    with Ledger.open("sqlite", job.folder) as ledger:
+        for record in record_job(job, ended=False):
+            ledger.submit(record)
+    job.set_ledger(ledger.url)
+    lock = None
+    if state == "running":
+        lock = take_lock(job)
+    else:
+        writer = journal_file.Journal(job.journal_file, sync=False)
+        writer.append(journal.JobEnded(exit_code=5, state=state, reason="so"), job.read().created_at + 6)
+        writer.close()
+        job.exit_code_file.write_text("5\n")
+    try:
+        assert resihp("status").exit_code == code
+        assert resihp("status", "--json").exit_code == code
+        if state != "running":
+            assert resihp("status", "--watch").exit_code == code
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def test_status_tells_where_logs_and_the_last_checkpoint_are(job: Job) -> None:
+    writer = journal_file.Journal(job.journal_file, sync=False)
+    done = journal.CheckpointCommitted(iteration=2, folder="/ckpt", bytes=9, seconds=1.0)
+    writer.append(done, job.read().created_at + 6)
+    writer.close()
+    state = json.loads(resihp("status", "--json").stdout)
+    assert (state["folder"], state["logs"]) == (str(job.folder), f"{job.folder}/logs")
+    assert (state["checkpoint"]["iteration"], state["checkpoint"]["folder"]) == (2, "/ckpt")
+    text = "".join(resihp("status").stdout.split())
+    assert f"logs:{job.folder}/logs" in text
+    assert "UTCin/ckpt" in text
+    url = f"sqlite:///{job.folder}/ledger.db"
+    assert json.loads(resihp("status", "--json", "--ledger", url).stdout)["logs"] is None
+
+
 def test_history_failures(job: Job) -> None:
     [row] = rows("failures", job.name)
     assert row["cause"] == ODD

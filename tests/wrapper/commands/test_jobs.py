@@ -1,0 +1,314 @@
+"""`resihp jobs`: what runs, what ended, and what is gone; sound in any width, and quick with many past jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner, Result
+
+from db.writer import Ledger
+from resihp.record import journal, journal_file
+from slurm.client import JobView
+from slurm.errors import SlurmUnavailableError
+from tests.slurm.fake_slurm import FakeSlurm
+from tests.wrapper.commands.status.test_status import record_job
+from wrapper import registry
+from wrapper.cli import app
+from wrapper.commands.jobs.listing import listed
+from wrapper.job_files import entry_of
+from wrapper.job_folder import Job, create_local_job, create_slurm_job, note_end, take_lock
+
+HOST = socket.gethostname()
+DAY_S = 86400.0
+
+
+def jobs(*arguments: str) -> Result:
+    result = CliRunner().invoke(app, ["jobs", *arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def rows(*arguments: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(jobs(*arguments, "--json").stdout)["rows"]
+    return found
+
+
+def ended(job: Job, *, days_ago: float = 0.0, **changed: Any) -> registry.KnownJob:
+    """The job as it was when it ended so long ago."""
+    at = time.time() - days_ago * DAY_S
+    file = msgspec.structs.replace(job.read(), created_at=at - 60)
+    registry.drop(entry_of(job, job.read()))
+    (job.folder / "job.json").write_bytes(msgspec.json.encode(file))
+    figures = {"state": "completed", "exit_code": 0, "ended_at": at, "iterations": 1000, "target": 1000, "loss": 2.25}
+    entry = msgspec.structs.replace(entry_of(job, file), **(figures | changed))
+    assert not registry.save(entry)
+    return entry
+
+
+@pytest.fixture
+def runs(fresh_home: Path) -> Iterator[Callable[..., Job]]:
+    """A job that somebody supervises, with a ledger."""
+    with ExitStack() as stack:
+
+        def begin(job: Job | None = None) -> Job:
+            job = job or create_local_job()
+            lock = take_lock(job)
+            assert lock is not None
+            stack.callback(os.close, lock)
+            with Ledger.open("sqlite", job.folder) as ledger:
+                for record in record_job(job, ended=False):
+                    ledger.submit(record)
+            job.set_ledger(ledger.url)
+            return job
+
+        yield begin
+
+
+def test_a_running_job_has_its_ledgers_figures_from_any_folder(
+    runs: Callable[..., Job], fresh_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = runs()
+    monkeypatch.setenv("RESIHP_HOME", str(fresh_home / "another"))
+    [row] = rows()
+    assert (row["job"], row["state"], row["iteration"], row["loss"]) == ("local-1", "running", 3, 3.25)
+    assert (row["nodes"], row["gpus_per_node"], row["folder"], row["host"]) == (2, 2, str(job.folder), HOST)
+    assert row["layout"]
+    assert row["seconds_since_iteration"] is not None
+    assert row["slurm_job"] is None
+
+
+def test_those_that_ended_long_ago_are_counted_and_shown_when_asked_for(fresh_home: Path) -> None:
+    for days in (0.5, 0.9, 1.1, 40):
+        ended(create_local_job(), days_ago=days)
+    assert [row["job"] for row in rows()] == ["local-1", "local-2"]
+    assert [row["job"] for row in rows("--all")] == ["local-1", "local-2", "local-3", "local-4"]
+    assert "2 that ended earlier: resihp jobs --all" in jobs().stderr
+
+
+def test_no_job_at_all(fresh_home: Path) -> None:
+    result = jobs()
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "no job of yours is known" in result.stderr
+    assert rows() == []
+
+
+def test_jobs_of_this_home_that_the_registry_has_not_are_listed(fresh_home: Path, own_registry: Path) -> None:
+    """As those of an older version; the end of one is noted."""
+    job = create_local_job()
+    record_job(job)
+    shutil.rmtree(own_registry)
+    [row] = rows()
+    assert (row["job"], row["state"], row["iteration"], row["exit_code"]) == ("local-1", "completed", 3, 0)
+    assert [entry.state for entry in registry.entries()[0]] == ["completed"]
+
+
+def test_a_dead_job_is_ended_and_one_that_never_began_too(fresh_home: Path) -> None:
+    record_job(create_local_job(), ended=False)
+    ended(create_local_job(), days_ago=0.01, ended_at=None, state="running")
+    create_local_job()
+    assert {row["job"]: row["state"] for row in rows()} == {
+        "local-1": "abnormal",
+        "local-2": "failed",
+        "local-3": "starting",
+    }
+
+
+def test_a_folder_that_is_gone_is_said_and_dropped_after_a_month(fresh_home: Path, own_registry: Path) -> None:
+    for days, state in ((0.1, "completed"), (29, "completed"), (31, "completed")):
+        shutil.rmtree(Path(ended(create_local_job(), days_ago=days, state=state).folder))
+    here = create_local_job()
+    away = msgspec.structs.replace(entry_of(here, here.read()), host="gpu-9", folder="/there/jobs/local-9")
+    registry.save(away)
+    shutil.rmtree(here.folder)
+    assert [(row["host"] == HOST, row["state"]) for row in rows("--all")] == [
+        (False, "not seen from here"),
+        (True, "folder gone"),
+        (True, "folder gone"),
+        (True, "folder gone"),
+    ]
+    assert len(list(own_registry.iterdir())) == 4
+    later = time.time() + 31 * DAY_S
+    left, _ = listed(every=True, now_s=later, say=lambda text: None)
+    assert [row["host"] for row in left] == ["gpu-9"], "there it may run"
+
+
+def test_a_damaged_file_is_one_warning(fresh_home: Path, own_registry: Path) -> None:
+    ended(create_local_job())
+    for number in range(2):
+        (own_registry / f"local-7.{number:016}.json").write_bytes(b"{")
+    result = jobs()
+    assert "local-1" in result.stdout
+    assert result.stderr.count("warning") == 1
+    assert "left out" in result.stderr
+    assert "; and 1 more" in result.stderr
+
+
+def test_a_ledger_of_another_version_costs_its_figures_alone(runs: Callable[..., Job]) -> None:
+    job = runs()
+    with sqlite3.connect(job.folder / "ledger.db") as connection:
+        connection.execute("UPDATE resihp_version SET version_num = '0001'")
+    connection.close()
+    result = jobs("--json")
+    [row] = json.loads(result.stdout)["rows"]
+    assert (row["state"], row["iteration"], row["nodes"]) == ("running", 0, None)
+    assert "resihp db upgrade" in result.stderr
+
+
+def test_a_ledger_that_is_gone_or_not_there_yet(runs: Callable[..., Job]) -> None:
+    job = runs()
+    (job.folder / "ledger.db").unlink()
+    result = jobs("--json")
+    assert [row["state"] for row in json.loads(result.stdout)["rows"]] == ["running"]
+
+
+# --- Slurm ----------------------------------------------------------------------------------------------------------
+
+
+def slurm_of(job: Job, **view: Any) -> FakeSlurm:
+    slurm = FakeSlurm([])
+    fields = {"id": "77", "name": "resihp", "user": entry_of(job, job.read()).user, "state": "completing"}
+    slurm.job_views["77"] = JobView(**(fields | view))
+    return slurm
+
+
+def ask(slurm: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    said: list[str] = []
+    found, _ = listed(every=False, now_s=time.time(), say=said.append, slurm=slurm)
+    return found, said
+
+
+def test_slurms_state_stands_beside_ours(runs: Callable[..., Job]) -> None:
+    job = runs(create_slurm_job("77", 0))
+    [row], said = ask(slurm_of(job))
+    assert (row["state"], row["slurm_state"], said) == ("running", "completing", [])
+
+
+@pytest.mark.parametrize("view", [{"user": "somebody"}, {"submitted_at": time.time() + 3600}])
+def test_a_number_that_is_another_jobs_says_nothing(runs: Callable[..., Job], view: dict[str, Any]) -> None:
+    job = runs(create_slurm_job("77", 0))
+    assert ask(slurm_of(job, **view))[0][0]["slurm_state"] is None
+
+
+def test_slurm_that_does_not_answer_is_told(runs: Callable[..., Job]) -> None:
+    job = runs(create_slurm_job("77", 0))
+
+    class Down(FakeSlurm):
+        def jobs(self, job_ids: Any) -> Any:
+            raise SlurmUnavailableError("squeue: no answer")
+
+    [row], said = ask(Down([]))
+    assert (row["job"], row["slurm_state"]) == (job.name, None)
+    assert said == ["Slurm was not asked: squeue: no answer"]
+
+
+def test_slurm_is_asked_for_jobs_of_its_own_alone(runs: Callable[..., Job]) -> None:
+    runs()
+    ended(create_slurm_job("77", 0))
+
+    class Never(FakeSlurm):
+        def jobs(self, job_ids: Any) -> Any:
+            raise AssertionError("asked")
+
+    assert len(ask(Never([]))[0]) == 2
+
+
+# --- on a terminal --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_it_fits(runs: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    runs()
+    entry = ended(create_slurm_job("123456789_1234", 12), state="failed", exit_code=93, layout="DP128 x PP16 x TP8")
+    deep = "/".join(["a-folder-of-some-length"] * 9) + "[red]\x1b[2J"
+    registry.save(msgspec.structs.replace(entry, folder=f"/{deep}/jobs/x", iterations=10**9, target=10**9))
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    text = jobs().stdout
+    assert max(map(len, text.splitlines())) <= width
+    assert "\x1b" not in text
+    together = "".join(text.split())
+    assert "failed93" in together
+    assert "DP128xPP16xTP8" in together
+    assert "[red]\\x1b[2J/jobs/x" in together
+    assert "3.2500" in together
+
+
+def test_a_pipe_gets_whole_lines(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    home = fresh_home / ("long-" * 30)
+    monkeypatch.setenv("RESIHP_HOME", str(home))
+    job = create_local_job()
+    record_job(job)
+    note_end(job)
+    lines = jobs().stdout.splitlines()
+    assert lines[0].split() == ["job", "state", "nodes", "iteration", "last", "ETA", "loss"]
+    assert lines[1].split()[:6] == ["local-1", "completed", "2", "of", "2", "3"]
+    assert lines[2].endswith(f"  {job.folder}")
+    assert len(lines) == 3
+
+
+def test_a_job_that_is_stuck_is_asked_about(runs: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    job = runs()
+    trains = '{"iterations":60}'
+    with sqlite3.connect(job.folder / "ledger.db") as connection:
+        connection.execute("UPDATE jobs SET model = ?", (trains,))
+        connection.execute("UPDATE iterations SET finished_at = datetime(finished_at, '-2 hours')")
+    connection.close()
+    assert "stuck?  " in jobs().stdout
+    [row] = rows()
+    assert (row["target"], row["stuck"], row["eta_seconds"]) == (60, True, None)
+    result = CliRunner().invoke(app, ["status"])
+    assert "iteration 3 of 60" in result.stdout
+    assert "last iteration 2 h 00 min ago (stuck?)" in result.stdout
+
+
+# --- quick ----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_heavy_is_imported_for_past_jobs(fresh_home: Path) -> None:
+    for days in (0.1, 2):
+        ended(create_local_job(), days_ago=days)
+    code = (
+        "import sys; from wrapper.cli import app\n"
+        "try: app(['jobs'])\n"
+        "except SystemExit: pass\n"
+        "print([name for name in ('sqlalchemy', 'pandas', 'numpy', 'torch', 'asyncio', 'resihp.record.journal')"
+        " if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_each_file_is_read_once(fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(5):
+        ended(create_local_job(), days_ago=3)
+    read: list[Path] = []
+    real = registry.read_own
+    monkeypatch.setattr(registry, "read_own", lambda path, *most: (read.append(path), real(path, *most))[1])
+    assert rows() == []
+    assert len(read) == len(set(read)) == 5
+
+
+def test_the_end_of_a_journal_is_what_is_listed(fresh_home: Path) -> None:
+    job = create_local_job()
+    record_job(job, ended=False)
+    writer = journal_file.Journal(job.journal_file, sync=False)
+    writer.append(journal.JobEnded(exit_code=130, state="cancelled", reason="received SIGINT"), time.time())
+    writer.close()
+    job.exit_code_file.write_text("130\n")
+    [row] = rows()
+    assert (row["state"], row["exit_code"], row["iteration"]) == ("cancelled", 130, 3)

@@ -1,0 +1,210 @@
+"""What `resihp jobs` lists: each job that the registry or this home knows, with how far it is.
+
+Of a job that is over, what the registry has; of one that runs, what its ledger has, and what Slurm says of it. One
+that nobody supervises any more is ended here, as `status` does. Jobs whose folders are gone are dropped after a month.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from resihp.errors import JobNotFoundError, ResihpError
+from wrapper import registry
+from wrapper.job_files import entry_of
+from wrapper.job_folder import Job, all_jobs, finish_dead_job, is_there, job_of, note_end
+from wrapper.registry import KnownJob
+
+if TYPE_CHECKING:
+    from db.reading.queries import Reader
+    from slurm.client import Slurm
+
+Row = dict[str, Any]
+Say = Callable[[str], None]
+
+LAST_S = 86400.0
+"""So long after its end a job is listed."""
+KEPT_S = 30 * 86400.0
+"""So long one is listed whose folder is gone."""
+STARTS_S = 60.0
+"""So long a job may have no supervisor that can be seen, at its start."""
+SLURM_S = 3.0
+"""How long Slurm is waited for."""
+
+
+def listed(*, every: bool, now_s: float, say: Say, slurm: Slurm | None = None) -> tuple[list[Row], int]:
+    """Rows, running jobs first and newest first, and how many were left out as they ended long ago. `slurm`: whom to
+    ask for states; the commands on PATH if left out."""
+    rows: list[Row] = []
+    hidden = 0
+    with _Ledgers(say) as ledgers:
+        for entry in _known(say):
+            entry = _settled(entry, now_s, say)
+            over_at = _over_at(entry)
+            if over_at is not None and over_at < now_s - KEPT_S and not is_there(entry):
+                registry.drop(entry)
+            elif over_at is not None and over_at < now_s - LAST_S and not every:
+                hidden += 1
+            else:
+                rows.append(_row(entry, now_s, ledgers))
+    _ask_slurm(rows, slurm, say)
+    return sorted(rows, key=lambda row: (row["ended_at"] is not None, -row["began_at"].timestamp())), hidden
+
+
+def _known(say: Say) -> Iterable[KnownJob]:
+    """Jobs of the registry; and those of this home that it does not have, as of an older version."""
+    known, wrong = registry.entries()
+    if wrong:
+        say(f"warning: {wrong[0]}" + (f"; and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
+    yield from known
+    folders = {(entry.folder, entry.began_at) for entry in known}
+    for job in all_jobs():
+        with suppress(JobNotFoundError):
+            file = job.read()
+            if (str(job.folder), file.created_at) not in folders:
+                yield entry_of(job, file)
+
+
+def _settled(entry: KnownJob, now_s: float, say: Say) -> KnownJob:
+    """The entry, with the end of a job that is over and whose end was not noted."""
+    if entry.ended_at is not None or not is_there(entry):
+        return entry
+    job = job_of(entry)
+    try:
+        if job.is_led:
+            return entry
+        never_began = job.read().host == socket.gethostname() and not job.journal_file.exists()
+        over = job.exit_code_file.exists() or finish_dead_job(job)
+        if over or (never_began and entry.began_at < now_s - STARTS_S):
+            return note_end(job) or entry
+    except (ResihpError, OSError) as error:
+        say(f"warning: job {job.name}: {error}")
+    return entry
+
+
+def _over_at(entry: KnownJob) -> float | None:
+    """When it ended; of one whose folder was removed before it was known to have ended, when it began. None while it
+    may run: on another host its folder may be there."""
+    if entry.ended_at is None and entry.host == socket.gethostname() and not is_there(entry):
+        return entry.began_at
+    return entry.ended_at
+
+
+def _row(entry: KnownJob, now_s: float, ledgers: _Ledgers) -> Row:
+    there = is_there(entry)
+    state = entry.state
+    if not there:
+        state = "folder gone" if entry.host == socket.gethostname() else "not seen from here"
+    elif entry.ended_at is None and not job_of(entry).is_led:
+        state = "starting" if entry.began_at > now_s - STARTS_S else "unknown"
+    row: Row = {
+        "job": entry.name,
+        "state": state,
+        "slurm_state": None,
+        "exit_code": entry.exit_code,
+        "nodes": entry.nodes or None,
+        "gpus_per_node": entry.gpus_per_node or None,
+        "layout": entry.layout or None,
+        "iteration": entry.iterations,
+        "target": entry.target or None,
+        "loss": entry.loss,
+        "last_iteration_at": _time(entry.last_iteration_at),
+        "seconds_since_iteration": None,
+        "tokens_per_second": None,
+        "eta_seconds": None,
+        "stuck": False,
+        "began_at": _time(entry.began_at),
+        "ended_at": _time(entry.ended_at),
+        "host": entry.host,
+        "user": entry.user,
+        "cluster": entry.cluster or None,
+        "slurm_job": entry.slurm_job or None,
+        "ledger": entry.ledger or None,
+        "folder": entry.folder,
+    }
+    if state == "running":
+        row |= ledgers.figures(job_of(entry), now_s)
+    return row
+
+
+def _time(seconds: float | None) -> datetime | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC)
+
+
+class _Ledgers:
+    """Ledgers of running jobs, each opened once; what cannot be read is told once, and its jobs have no figures."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._stack = ExitStack()
+        self._readers: dict[str, Reader | None] = {}
+
+    def __enter__(self) -> _Ledgers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def figures(self, job: Job, now_s: float) -> Row:
+        from wrapper.output.ledgers import row_of
+        from wrapper.output.progress import RECENT, progress
+
+        try:
+            if (reader := self._reader(job)) is None:
+                return {}
+            row = row_of(reader, job)
+            plans = reader.shown_plan(row["id"])
+            now = datetime.fromtimestamp(now_s, UTC)
+            return {
+                **progress(row, reader.rows("iterations", row["id"], last=RECENT), now),
+                "nodes": row["nodes"],
+                "gpus_per_node": row["gpus_per_node"],
+                "layout": plans[0]["description"] if plans else None,
+            }
+        except JobNotFoundError:
+            return {}  # it has just begun
+        except (ResihpError, OSError) as error:
+            self._say(f"warning: job {job.name}: {error}")
+            return {}
+
+    def _reader(self, job: Job) -> Reader | None:
+        from db.reading.queries import Reader
+        from wrapper.output.ledgers import exists, url_of
+
+        url = url_of(job)
+        if url not in self._readers:
+            self._readers[url] = None
+            if exists(url):
+                self._readers[url] = self._stack.enter_context(Reader.open(url))
+        return self._readers[url]
+
+
+def _ask_slurm(rows: Iterable[Row], slurm: Slurm | None, say: Say) -> None:
+    """Add Slurm's state to jobs that are not known to have ended, in one call. Numbers are used again, and are those
+    of one cluster: a job that Slurm had before ours began, or of another user, is another one."""
+    asked = [row for row in rows if row["slurm_job"] and row["ended_at"] is None]
+    if not asked:
+        return
+    if slurm is None:
+        if shutil.which("squeue") is None:
+            return
+        from slurm.commands import CommandLine
+
+        slurm = CommandLine(timeout_s=SLURM_S)
+    from slurm.errors import SlurmError
+
+    try:
+        views = slurm.jobs(dict.fromkeys(row["slurm_job"] for row in asked))
+    except SlurmError as error:
+        say(f"Slurm was not asked: {error}")
+        return
+    for row in asked:
+        view = views.get(row["slurm_job"])
+        if view is None or view.user != row["user"]:
+            continue
+        if view.submitted_at is None or view.submitted_at <= row["began_at"].timestamp() + STARTS_S:
+            row["slurm_state"] = view.state

@@ -1,0 +1,82 @@
+"""How far a job is, whether it gets on, and when it will be done: from its last iterations and what it trains. Pure.
+
+`told` is what `status` and `jobs` show of a running job. Decides nothing about it: a job that looks stuck is asked
+about in words, with a question mark; the supervisor alone knows, and acts.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from wrapper.output.render import duration
+
+Row = dict[str, Any]
+
+RECENT = 20
+"""Iterations that its pace is read from."""
+STUCK = 5
+"""Times the longest pause between the last iterations, in which were evaluations, checkpoints and recoveries."""
+STUCK_LEAST_S = 60.0
+
+
+class _Trains(msgspec.Struct):
+    """Of what a job declared, the last iteration."""
+
+    iterations: int | None = None
+
+
+def target(model: str | None) -> int | None:
+    """The last iteration of what a job trains, by the ledger's `model`; None before it has said so."""
+    try:
+        return msgspec.json.decode(model or "{}", type=_Trains).iterations
+    except (msgspec.DecodeError, UnicodeError):
+        return None
+
+
+def progress(job: Row, iterations: Sequence[Row], now: datetime) -> Row:
+    """`iteration`, `loss`, `target`, `last_iteration_at` and `tokens_per_second` of a job's row and its last committed
+    iterations, in order; while it runs, `seconds_since_iteration`, `eta_seconds` and whether it may be `stuck`.
+
+    The pace is the median pause between the last iterations, with all that comes in between.
+    """
+    last = iterations[-1] if iterations else None
+    recent = iterations[-RECENT:]
+    pauses = [(b["finished_at"] - a["finished_at"]).total_seconds() for a, b in pairwise(recent)]
+    timed = [row for row in recent if row["seconds"]]
+    found: Row = {
+        "iteration": last["iteration"] if last else 0,
+        "loss": last["loss"] if last else None,
+        "target": target(job["model"]),
+        "last_iteration_at": last["finished_at"] if last else None,
+        "seconds_since_iteration": None,
+        "tokens_per_second": sum(r["tokens"] for r in timed) / sum(r["seconds"] for r in timed) if timed else None,
+        "eta_seconds": None,
+        "stuck": False,
+    }
+    if job["state"] != "running" or last is None:
+        return found
+    age_s = max((now - last["finished_at"]).total_seconds(), 0.0)
+    found["seconds_since_iteration"] = age_s
+    left = (found["target"] or 0) - found["iteration"]
+    pace_s = statistics.median(pauses) if pauses else last["seconds"]
+    if left > 0:
+        found["stuck"] = age_s > max(STUCK_LEAST_S, STUCK * max(pauses, default=last["seconds"] or 0.0))
+        found["eta_seconds"] = None if pace_s is None or found["stuck"] else max(left * pace_s - age_s, 0.0)
+    return found
+
+
+def ago(seconds: float) -> str:
+    """`3 s ago`, `4 min 05 s ago`."""
+    return f"{seconds:.0f} s ago" if seconds < 59.5 else f"{duration(seconds)} ago"
+
+
+def of_target(found: Mapping[str, Any]) -> str:
+    """`36 of 60`, or `36`."""
+    last = found.get("target")
+    return f"{found['iteration']} of {last}" if last else str(found["iteration"])

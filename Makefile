@@ -114,6 +114,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.lemons
 	$(BIN)/python -m benchmarks.ledger_queries
 	$(BIN)/python benchmarks/report.py
+	$(BIN)/python benchmarks/answers.py
 
 # BLOCKS="kernels throughput" runs these alone. On a machine whose torch sees a GPU, PYTHON being one that has it.
 gpu:

@@ -158,11 +158,17 @@ def test_control_connection_silent_while_collectives_progress_is_left_alone(job:
 def test_signals_end_workers_and_close_the_ledger(job: Job, number: int, status: int) -> None:
     job.train(iterations=100_000, **SMALL)
     job.until(lambda: "iteration 3" in (job.folder / "stderr").read_text())
+    job.until(lambda: [(row["state"], row["target"]) for row in job.ask("jobs")["rows"]] == [("running", 100_000)])
     assert job.process is not None
     job.process.send_signal(number)
     job.wait(30)
     assert job.status == status, job.stderr
-    assert job.ask("status")["state"] == "cancelled"
+    told = job.ask("status")
+    assert told["state"] == "cancelled"
+    assert set(told["health"].values()) == {"active"}, "they were told to go"
+    [row] = job.ask("jobs")["rows"]
+    assert (row["state"], row["exit_code"], row["target"]) == ("cancelled", status, 100_000)
+    assert row["iteration"] == told["iteration"] >= 3
     assert job.processes() == []
 
 

@@ -169,6 +169,25 @@ def ending(status: int) -> str:
         return f"was killed by signal {-status}"
 
 
+def name_process(job: str, what: str) -> None:
+    """Have `ps` call this process `resihp job 6 rank 5`, in place of its interpreter; which module it runs follows.
+    `top` and the kernel have 15 letters of `resihp rank 5`.
+
+    Written over the arguments, as daemons do. Not over the environment behind them, as libraries for it do: by that,
+    Slurm and administrators find whose process it is.
+    """
+    name_thread(f"resihp {what}")
+    with suppress(OSError, ValueError, IndexError):
+        fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
+        start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
+        words = Path("/proc/self/cmdline").read_bytes().split(b"\0")
+        rest = words[words.index(b"-m") :] if b"-m" in words else []
+        title = b"\0".join([f"resihp job {job} {what}".encode(), *rest])[: max(0, end - start - 1)]
+        if start and title:
+            ctypes.memset(start, 0, end - start)
+            ctypes.memmove(start, title, len(title))
+
+
 def name_thread(name: str) -> None:
     """Call this thread so for whoever looks with `ps -L` which one is stuck; at most 15 letters count."""
     with suppress(OSError):

@@ -20,6 +20,7 @@ from wrapper.commands.history import command as history
 from wrapper.commands.jobs import command as jobs
 from wrapper.commands.logs import command as logs
 from wrapper.commands.node import command as node
+from wrapper.commands.operate import checkpoint, stop
 from wrapper.commands.options import command_of
 from wrapper.commands.plan import command as plan
 from wrapper.commands.report import command as report
@@ -27,16 +28,36 @@ from wrapper.commands.status import command as status
 from wrapper.exit_codes import exit_code_of
 from wrapper.output.answers import message
 
-OTHERS = (jobs, status, logs, history, why_not, compare, db, node, analyze, plan, doctor, init, report)
+OTHERS = (
+    *(jobs, status, logs, stop, checkpoint),
+    *(history, why_not, compare, db, node, analyze, plan, doctor, init, report),
+)
 """Commands that say themselves how they are called, in the order of the help."""
 
 app = typer.Typer(
     name="resihp",
     help="Keeps LLM training running when GPUs die.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from resihp import __version__
+
+        print(f"resihp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options_of_all(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version, and end.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Of `resihp` itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +151,7 @@ def run(said: RunOptions) -> None:
         faults=tuple(said.fault or ()),
         resume=whose if said.resume else None,
         resume_or_start=said.resume_or_start,
+        arguments=tuple(sys.argv[1:]),
     )
     raise typer.Exit(start.run(options))
 

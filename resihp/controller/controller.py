@@ -84,6 +84,7 @@ class Controller:
         shutdown.proceed(job)
         if job.stage not in ("recovering", "ended"):
             fault_injection.end_slowness(job)
+            iterations.review_askers(job)
             slowness.review(job)
             early_losses.review(job)
             transition.resize(job)
@@ -133,6 +134,12 @@ def _handle(job: Job, event: AnyEvent) -> None:
             fault_injection.inject_asked(job, event)
         case api.StandingAsked():
             standings.asked(job, event)
+        case api.StopAsked():
+            shutdown.stop_asked(job, event)
+        case api.CheckpointAsked():
+            iterations.checkpoint_asked(job, event)
+        case api.CheckpointLost():
+            iterations.answer_askers(job, False, event.reason)
         case api.Signalled():
             shutdown.signalled(job, event)
         case api.AgentSignalled():

@@ -135,6 +135,25 @@ class StandingAsked(Event, frozen=True, kw_only=True):
     rank: int
 
 
+class StopAsked(Event, frozen=True, kw_only=True):
+    """An operator wants the job to end, `at_once` without a checkpoint; `request` is echoed in `Reply`."""
+
+    request: int
+    at_once: bool
+
+
+class CheckpointAsked(Event, frozen=True, kw_only=True):
+    """An operator wants a checkpoint now; `request` is echoed in `Reply` once there is one, or will be none."""
+
+    request: int
+
+
+class CheckpointLost(Event, frozen=True, kw_only=True):
+    """A checkpoint whose parts are all written could not be committed."""
+
+    reason: str
+
+
 class Signalled(Event, frozen=True, kw_only=True):
     """The supervisor received this signal."""
 
@@ -239,6 +258,9 @@ AnyEvent = (
     | WorkerSaid
     | InjectAsked
     | StandingAsked
+    | StopAsked
+    | CheckpointAsked
+    | CheckpointLost
     | Signalled
     | AgentSignalled
     | TimeLeft
@@ -392,6 +414,8 @@ class CommitCheckpoint(Action, frozen=True, kw_only=True):
     folder: str
     parts: tuple[tuple[str, int], ...]
     seconds: float
+    layout: str = ""
+    """Under which it was written, for whoever lists checkpoints."""
 
 
 class Say(Action, frozen=True, kw_only=True):

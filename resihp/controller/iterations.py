@@ -162,7 +162,9 @@ def checkpoint_part(job: Job, member: Member, part: m.CheckpointPart) -> None:
     is committed all the same.
     """
     if part.error:
-        job.say("warning", f"{job.where(member.rank)}: no checkpoint of iteration {part.iteration}: {part.error}")
+        told = f"{job.where(member.rank)}: no checkpoint of iteration {part.iteration}: {part.error}"
+        job.say("warning", told)
+        answer_askers(job, False, told)
         return
     if job.record.plan is None or part.iteration <= job.checkpointed:
         return
@@ -189,5 +191,49 @@ def checkpoint_part(job: Job, member: Member, part: m.CheckpointPart) -> None:
                 folder=part.folder,
                 parts=tuple((parts[rank].file, parts[rank].bytes) for rank in writers),
                 seconds=max(p.seconds for p in parts.values()),
+                layout=job.record.plan.layout.describe() if present else "",
             )
         )
+
+
+# --- checkpoints that operators ask for -----------------------------------------------------------------------------
+
+
+def checkpoint_asked(job: Job, event: api.CheckpointAsked) -> None:
+    """`resihp checkpoint now`: of the iteration under way, while training goes on."""
+    if job.record.trains is None:
+        why = "training has not begun" if job.settings.declares else "its command does not train with resihp"
+        job.do(api.Reply(request=event.request, ok=False, text=f"no checkpoint: {why}"))
+    else:
+        job.saves.askers[event.request] = job.record.committed
+
+
+def review_askers(job: Job) -> None:
+    """Answer those whose checkpoint is there, or will never be; have it written where that is still to be said.
+
+    One rank is told, and passes it on to all in the iteration's last synchronisation. Where it is lost, or all parked,
+    before it has, another one is told under the plan that follows.
+    """
+    saves = job.saves
+    newest = job.record.checkpointed
+    for request in [request for request, since in saves.askers.items() if newest > since]:
+        del saves.askers[request]
+        job.do(api.Reply(request=request, ok=True, text=f"checkpoint of iteration {newest} is complete"))
+    if not saves.askers:
+        saves.epoch = 0
+    elif job.departure is not None:
+        answer_askers(job, False, "the job is stopping, and writes a last checkpoint if it can")
+    elif job.stage == "halting":
+        answer_askers(job, False, "no checkpoint: training is done")
+    elif job.training and saves.epoch != job.epoch:
+        assert job.record.plan is not None
+        saves.number += 1
+        saves.epoch = job.epoch
+        job.order(job.record.plan.layout.active[:1], m.SaveNext(number=saves.number))
+
+
+def answer_askers(job: Job, ok: bool, text: str) -> None:
+    """All of them at once."""
+    for request in job.saves.askers:
+        job.do(api.Reply(request=request, ok=ok, text=text))
+    job.saves.askers.clear()

@@ -14,7 +14,8 @@ nodes, or of the only one
 USR2; USR1 or USR2 by       a warning: time runs out    checkpoint, exit 75 (requeue) or 143, as configured
 agents of several nodes
 a signal by one agent       its node's own business     a notice; its end is no failure of the node's
-INT, TERM without Slurm     an operator                 the end, at once
+INT, TERM without Slurm,    an operator                 checkpoint, exit 130 for INT, else 143; asked once more, the
+`resihp stop`                                           end, at once
 no quorum follows           another one may lead        the end, at once, exit 75: the guardian decides
 ==========================  ==========================  =======================================================
 
@@ -39,6 +40,8 @@ MEANING_PATIENCE_S = 2.0
 """How long Slurm may take to say why; training pauses meanwhile."""
 WARNING_BUDGET_S = 120.0
 """How long a checkpoint may take after a warning when the time limit is not known."""
+OPERATOR_BUDGET_S = 300.0
+"""How long it may take for an operator, who can ask once more; not after TERM, whose sender may have less patience."""
 LIMIT_MARGIN_S = 30.0
 """How long before the time limit the job has ended."""
 HURRY_S = 60.0
@@ -57,7 +60,28 @@ def signalled(job: Job, event: api.Signalled) -> None:
     elif event.signal == signals.SIGTERM and job.settings.slurm:
         _begin(job, event.signal, None, "received SIGTERM")
     elif event.signal in (signals.SIGTERM, signals.SIGINT):
-        incidents.end(job, 128 + event.signal, f"received {signals.Signals(event.signal).name}")
+        _operator(job, event.signal, f"received {_name(event.signal)}")
+
+
+def stop_asked(job: Job, event: api.StopAsked) -> None:
+    """`resihp stop`."""
+    departure = job.departure
+    if event.at_once:
+        job.do(api.Reply(request=event.request, ok=True, text="ends at once"))
+        incidents.end(job, 128 + signals.SIGTERM, f"stopped by an operator, at once; {_unsaved(job)}")
+    elif departure is not None and departure.meaning != "warning":
+        job.do(api.Reply(request=event.request, ok=True, text="is stopping already"))
+    else:
+        job.do(api.Reply(request=event.request, ok=True, text=_follows(job)))
+        _operator(job, 0, "an operator asked for it")
+
+
+def _operator(job: Job, signal: int, told: str) -> None:
+    """The first time, what is done is saved; the second time, nothing is waited for."""
+    if job.departure is None or job.departure.meaning != "operator":
+        _begin(job, signal, "operator", told)
+    else:
+        incidents.end(job, 128 + signal, f"{told} once more: ended at once; {_unsaved(job)}")
 
 
 def agent_signalled(job: Job, event: api.AgentSignalled) -> None:
@@ -120,9 +144,9 @@ def resume(job: Job) -> None:
 
 
 def _begin(job: Job, signal: int, meaning: Meaning | None, told: str) -> None:
-    """Stop, unless that is under way; a stop follows a warning, with less time."""
+    """Stop, unless that is under way; a stop follows a warning, and Slurm's an operator's, with less time."""
     before = job.departure
-    if before is not None and (before.meaning != "warning" or meaning == "warning"):
+    if before is not None and not _is_more(job, before.meaning, meaning):
         return
     if meaning is None and not job.settings.slurm:
         meaning = "unknown"
@@ -136,14 +160,27 @@ def _begin(job: Job, signal: int, meaning: Meaning | None, told: str) -> None:
         writers=before.writers if before else (),
     )
     what = "time is running out" if meaning == "warning" else "the job is to stop"
-    follows = "goes on with that" if before else "stopping after the iteration under way"
-    if job.stage in ("gathering", "halting"):
-        follows = "training is done" if job.stage == "halting" else "training has not begun"
-    job.say("notice", f"{told}: {what}; {follows}")
+    hint = " (once more to end at once)" if signal == signals.SIGINT else ""
+    job.say("notice", f"{told}: {what}; {'goes on with that' if before else _follows(job)}{hint}")
     if meaning is None:
         job.do(api.AskWhy())
     elif job.settings.slurm:
         job.do(api.AskTimeLeft())
+
+
+def _is_more(job: Job, before: Meaning | None, meaning: Meaning | None) -> bool:
+    """Whether a stop that is under way becomes another one, with less time."""
+    if before == "operator":
+        return meaning is None and job.settings.slurm
+    return before == "warning" and meaning != "warning"
+
+
+def _follows(job: Job) -> str:
+    if job.stage == "halting":
+        return "training is done"
+    if job.stage == "gathering":
+        return "training has not begun"
+    return "stopping after the iteration under way, with a checkpoint"
 
 
 # --- what follows -----------------------------------------------------------------------------------------------------
@@ -201,12 +238,13 @@ def _tell_meaning(job: Job, departure: Departure, at_once: bool) -> None:
 
 
 def _ends_at(job: Job, departure: Departure) -> float:
-    grace_s = job.settings.signal_grace_s
+    graced = departure.asked_at + job.settings.signal_grace_s
+    limit = math.inf if job.deadline is None else max(job.deadline - LIMIT_MARGIN_S, graced)
+    if departure.meaning == "operator" and departure.signal != signals.SIGTERM:
+        return min(departure.asked_at + OPERATOR_BUDGET_S, limit)
     if departure.meaning != "warning":
-        return departure.asked_at + grace_s
-    if job.deadline is None:
-        return departure.asked_at + WARNING_BUDGET_S
-    return max(job.deadline - LIMIT_MARGIN_S, departure.asked_at + grace_s)
+        return graced
+    return departure.asked_at + WARNING_BUDGET_S if job.deadline is None else limit
 
 
 def _withdraw(job: Job) -> None:
@@ -268,8 +306,15 @@ def _save(job: Job, departure: Departure) -> None:
 
 
 def _no_checkpoint(job: Job, why: str) -> str:
-    newest = f"the newest one is of iteration {job.checkpointed}" if job.checkpointed else "this run has written none"
-    return f"no checkpoint of it, {why}; {newest}"
+    return f"no checkpoint of it, {why}; {_newest(job)}"
+
+
+def _newest(job: Job) -> str:
+    return f"the newest one is of iteration {job.checkpointed}" if job.checkpointed else "this run has written none"
+
+
+def _unsaved(job: Job) -> str:
+    return f"no checkpoint of iteration {job.record.committed} was waited for; {_newest(job)}"
 
 
 def _leave(job: Job, outcome: str) -> None:
@@ -285,9 +330,10 @@ def _leave(job: Job, outcome: str) -> None:
         "time-limit": "the time limit is reached",
         "cancelled": "the job is cancelled",
         "preempted": "the job is preempted",
-    }.get(departure.meaning or "", f"received {_name(departure.signal)}")
+    }.get(departure.meaning or "", f"received {_name(departure.signal)}" if departure.signal else "asked to stop")
     reason = f"{cause}: stopped after iteration {job.record.committed}; {outcome}"
-    incidents.end(job, 75 if requeue else 128 + signals.SIGTERM, reason, requeue=requeue)
+    number = signals.SIGINT if departure.signal == signals.SIGINT else signals.SIGTERM
+    incidents.end(job, 75 if requeue else 128 + number, reason, requeue=requeue)
 
 
 def _sorted(nodes: Iterable[str]) -> tuple[str, ...]:

@@ -329,7 +329,7 @@ class Pause:
     """The plan to go on with, if nothing comes in between."""
 
 
-Meaning = Literal["warning", "time-limit", "cancelled", "preempted", "unknown"]
+Meaning = Literal["warning", "time-limit", "cancelled", "preempted", "unknown", "operator"]
 """Why somebody wants the job to stop (`journal.JobSignalled`)."""
 
 COINCIDENCE_S = 2.0
@@ -463,6 +463,18 @@ class Upkeep:
 
 
 @dataclass
+class Saves:
+    """Checkpoints that operators asked for."""
+
+    askers: dict[int, int] = field(default_factory=dict)
+    """Requests that are still to be answered, and after which iteration each was made."""
+    number: int = 0
+    """Of the last order to write one."""
+    epoch: int = 0
+    """In which that was given: who was told may not have passed it on before another plan."""
+
+
+@dataclass
 class Beginning:
     """How far the start is, until there is a first plan."""
 
@@ -566,7 +578,7 @@ class Job:
         """The last signal that each node's agent received from outside."""
         self.deadline: float | None = None
         """When Slurm's time limit ends the job, if it has one."""
-        self.upkeep, self.foresight = Upkeep(), Foresight()
+        self.upkeep, self.foresight, self.saves = Upkeep(), Foresight(), Saves()
         self.monitor = self.dependencies.monitor(settings.detection)
         """What is known of healthy times, and who is suspected to be slow."""
         self.expected_epoch = 0

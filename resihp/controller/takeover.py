@@ -71,6 +71,8 @@ def handle(job: Job, event: AnyEvent) -> list[AnyEvent]:
             pass
         case api.Signalled():  # what stops the job excuses those who did not come back
             shutdown.signalled(job, event)
+        case api.StopAsked():
+            shutdown.stop_asked(job, event)
         case api.AgentSignalled():
             shutdown.agent_signalled(job, event)
         case api.StopMeaning():

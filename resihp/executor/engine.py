@@ -478,13 +478,15 @@ class Engine:
         observer: Observer,
         pause: Callable[[], bool] = lambda: False,
         saving: Callable[[], bool] = lambda: False,
+        save: Callable[[], bool] = lambda: False,
     ) -> StepOutcome:
         """Compute this rank's share of an iteration, and agree with all others on its step, which is not taken yet.
 
         `pause` is asked at the end whether this rank was told to park after the iteration, as all are after the last
-        one of as many micro-batches as the plan deals; `saving` whether it still writes a checkpoint. Raises
-        CommunicatorError when a peer is lost or `wake` was called; the same iteration can then be run again after
-        `disconnect`, `adopt` and `connect`. Raises DatasetError, and whatever the data set itself raises.
+        one of as many micro-batches as the plan deals; `saving` whether it still writes a checkpoint, `save` whether it
+        was told to write one of this iteration. Raises CommunicatorError when a peer is lost or `wake` was called; the
+        same iteration can then be run again after `disconnect`, `adopt` and `connect`. Raises DatasetError, and
+        whatever the data set itself raises.
         """
         stopwatch = stopwatch_of(self.device, self.speed)
         self._check_number(plan, iteration)
@@ -504,7 +506,9 @@ class Engine:
         state.ready = iteration
         with self._once_an_aborts_doing(iteration):
             stops = pause() or self.batch_sizes.at(iteration + 1) != plan.micro_batches
-            return last_synchronisation(it, state, interpreter.loss_sum, self._settings, pause=stops, saving=saving())
+            return last_synchronisation(
+                it, state, interpreter.loss_sum, self._settings, pause=stops, saving=saving(), save=save()
+            )
 
     def evaluate(self, plan: Plan, observer: Observer) -> tuple[float, int]:
         """The loss of the weights held, over the data set to evaluate on, and its tokens. Changes nothing that is held.

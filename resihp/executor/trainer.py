@@ -220,7 +220,8 @@ class Trainer:
         parts = self.engine.gather(part)
         if rank == 0:
             written = [(str(file), int(size)) for file, size in (p for p in parts if p is not None)]
-            checkpoints.write_manifest(folder, iteration, written, self.engine.fingerprint)
+            layout = plan.layout.describe()
+            checkpoints.write_manifest(folder, iteration, written, self.engine.fingerprint, layout=layout)
 
 
 class _Silent:
@@ -265,6 +266,8 @@ class _Supervised:
         self._evaluated = 0
         """Last iteration whose evaluation was on record when the plan in effect was: all ranks know of the same one."""
         self._writer = checkpoint.Writer()
+        self._saves_told = self._saves_done = 0
+        """The order to write a checkpoint that others were told of last, and the last one that was carried out."""
         self._waits = DeviceWaits(lambda: mark_on(engine.device))
 
     def run(self) -> None:
@@ -313,7 +316,7 @@ class _Supervised:
                 case m.Halt():
                     engine.disconnect()
                     return
-                case m.Start() | m.FaultGo() | m.Slow() | m.Published():
+                case m.Start() | m.FaultGo() | m.Slow() | m.SaveNext() | m.Published():
                     raise ResihpError("agent: sent an order that the training loop never waits for")
 
     # --- orders -----------------------------------------------------------------------------------------------
@@ -446,7 +449,12 @@ class _Supervised:
                 tokens, squares = engine.workload(iteration)
                 client.send(m.Workload(epoch=plan.epoch, iteration=iteration, tokens=tokens, squares=squares))
             outcome = engine.run(
-                plan, iteration, self, lambda: client.pause_asked(plan.epoch), lambda: self._writer.busy
+                plan,
+                iteration,
+                self,
+                pause=lambda: client.pause_asked(plan.epoch),
+                saving=lambda: self._writer.busy,
+                save=self._save_asked,
             )
             self.enter("step")
             engine.step(outcome)
@@ -463,8 +471,10 @@ class _Supervised:
                 )
             )
             self._measure_links(plan, outcome)
-            if self._every and iteration % self._every == 0:
+            if outcome.save or (self._every and iteration % self._every == 0):
                 self._save(plan, iteration, outcome.saving)
+            if outcome.save and not outcome.saving:
+                self._saves_done = self._saves_told
             if outcome.pause and iteration < self._iterations:
                 return  # all ranks do: the order to park is here already, or on its way
         client.iteration = self._iterations + 1
@@ -520,6 +530,11 @@ class _Supervised:
                 folder = checkpoints.folder_of(self._folder, engine.stepped)
                 file, size = checkpoint.save_part(engine, plan, folder, save.replica)
             self._written(plan, engine.stepped, file, size, began)
+
+    def _save_asked(self) -> bool:
+        """Whether this rank has to tell the others to write a checkpoint of the iteration under way."""
+        self._saves_told = self._client.save_number
+        return self._saves_told > self._saves_done
 
     def _save(self, plan: Plan, iteration: int, saving: bool) -> None:
         """Begin to write this rank's part of a checkpoint; training goes on meanwhile, but for the last one.

@@ -72,6 +72,8 @@ class AgentClient:
         """Newest epoch that somebody asked this rank to park for at once."""
         self.pause_epoch = 0
         """The same, after the iteration under way."""
+        self.save_number = 0
+        """Newest order to write a checkpoint after the iteration under way."""
         self.epoch = 0
         self.iteration = 0
         self.primitives = 0
@@ -237,6 +239,9 @@ class AgentClient:
             elif isinstance(order, m.Published):
                 if (attendance := self._attended.get(order.meeting)) is not None:
                     attendance.hear(order.said)
+                continue
+            elif isinstance(order, m.SaveNext):
+                self.save_number = max(self.save_number, order.number)
                 continue
             elif isinstance(order, m.Slow):
                 self._slow[order.link] = order

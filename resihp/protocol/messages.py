@@ -65,6 +65,8 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Some rank was asked to park after this iteration: all do."""
     saving: bool = False
     """Some rank still writes a checkpoint: none begins another."""
+    save: bool = False
+    """Some rank was told to write a checkpoint of this iteration (`SaveNext`): all do."""
 
 
 # --- meetings: worker <-> agent <-> supervisor -------------------------------------------------------------------
@@ -405,6 +407,16 @@ class Save(Message, frozen=True, kw_only=True):
     finish: StepOutcome
 
 
+class SaveNext(Message, frozen=True, kw_only=True):
+    """To one rank that trains: write a checkpoint after the iteration under way, and train on. The iteration's last
+    synchronisation tells all others (`StepOutcome.save`); while one is still being written, a later iteration's does.
+
+    `number` counts these orders.
+    """
+
+    number: int
+
+
 class FaultGo(Message, frozen=True, kw_only=True):
     """Carry out the fault (`hang`, `raise`), or wait to be killed (the others), or go on (`fire` False)."""
 
@@ -466,7 +478,7 @@ class Start(Message, frozen=True, kw_only=True):
     """Whether the job is under way already: it waits to be given work."""
 
 
-WorkerOrder = Start | Propose | Go | Begin | Park | Save | Probe | Slow | FaultGo | Halt | Published
+WorkerOrder = Start | Propose | Go | Begin | Park | Save | SaveNext | Probe | Slow | FaultGo | Halt | Published
 
 
 # --- agent -> supervisor ----------------------------------------------------------------------------------------
@@ -769,9 +781,19 @@ class AskStanding(Message, frozen=True, kw_only=True):
     rank: int
 
 
+class AskStop(Message, frozen=True, kw_only=True):
+    """Ask a running job to end: after a checkpoint of the iteration under way, or `at_once` without one."""
+
+    at_once: bool = False
+
+
+class AskCheckpoint(Message, frozen=True, kw_only=True):
+    """Ask a running job for a checkpoint now. Answered when it is complete."""
+
+
 class OperatorReply(Message, frozen=True, kw_only=True):
     ok: bool
     text: str
 
 
-OperatorRequest = Inject | AskStanding
+OperatorRequest = Inject | AskStanding | AskStop | AskCheckpoint

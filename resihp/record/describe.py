@@ -133,6 +133,8 @@ def _member(entry: journal.AnyEntry) -> str | None:
             return f"supervisor: {how} on {entry.node or entry.host}, term {entry.term}"
         case journal.JobSignalled():
             nodes = f" on {len(entry.nodes)} nodes" if entry.nodes else ""
+            if not entry.signal:
+                return "job: asked to stop (operator)"
             return f"job: received signal {entry.signal}{nodes} ({entry.meaning})"
         case journal.FaultInjected():
             when = "" if "@iteration=" in entry.text else f" in iteration {entry.iteration}"

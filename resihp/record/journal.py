@@ -502,12 +502,13 @@ class JobSignalled(Entry, frozen=True, kw_only=True):
     """Slurm, or an operator, wants the job to stop; nobody is to blame. `nodes`: whose agents were signalled as well.
 
     `meaning`: `warning` (time is running out, sent ahead by --signal), `time-limit`, `cancelled`, `preempted` or
-    `unknown`, as far as Slurm tells.
+    `unknown`, as far as Slurm tells; `operator` for whoever signalled `resihp run` itself, or asked with `resihp stop`,
+    which sends no signal: then it is 0.
     """
 
     signal: int
     nodes: tuple[str, ...]
-    meaning: Literal["warning", "time-limit", "cancelled", "preempted", "unknown"]
+    meaning: Literal["warning", "time-limit", "cancelled", "preempted", "unknown", "operator"]
 
 
 class DrainDecided(Entry, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ MOST = 8192
 
 _SUMS = ("tokens", "sum_squared_lengths", "samples", "updates")
 _FIGURES = ("clip", "learning_rate", "gradient_norm", "loss")
-_FLAGS = ("skip", "pause", "saving")
+_FLAGS = ("skip", "pause", "saving", "save")
 _NUMBERS = ("passed", "seconds", "predicted_seconds", *_SUMS, *_FIGURES, "flags")
 _COLUMNS = len(_NUMBERS) + 1
 _DIGEST_BYTES = 8
@@ -136,6 +136,7 @@ def _rows(seq: int, entry: IterationsPacked) -> Iterator[Record]:
             skip=bool(flags[i] & 1),
             pause=bool(flags[i] & 2),
             saving=bool(flags[i] & 4),
+            save=bool(flags[i] & 8),
             **{name: column[i] for name, column in told.items()},
         )
         yield Record(

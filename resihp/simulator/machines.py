@@ -89,6 +89,8 @@ class Worker:
         self.upcoming = 0
         self.nodes: dict[int, str] = {}
         self.pause_asked = 0
+        self.save_asked = False
+        """Told to have a checkpoint written after the iteration under way."""
         self.pausing = False
         """Stopped between two iterations, because some rank was asked to."""
         self.plan: Plan | None = None
@@ -293,6 +295,8 @@ class Worker:
             case m.Save():
                 expect(self.waits is None and self.reduced is None, f"rank {self.rank}: saves while it trains")
                 self.later(rng.choice([0.01, rng.uniform(0, 1.0), rng.uniform(0, 4.0)]), self.save, order)
+            case m.SaveNext():
+                self.save_asked = True
             case m.Probe() if order.after_iteration is not None:
                 self.announced.append(order)
                 if self.activity in ("parked", "idle"):
@@ -588,10 +592,12 @@ class Worker:
         scenario = self.world.scenario
         assert self.reduced is not None
         assert self.plan is not None
+        save = self.reduced.save
         self.take_step(self.reduced)
         self.reduced = None
         every = scenario.checkpoint_every
-        if every and self.stepped % every == 0 and self.rank in self.plan.layout.model_copy(0).ranks:
+        self.save_asked = self.save_asked and not save
+        if (save or (every and self.stepped % every == 0)) and self.rank in self.plan.layout.model_copy(0).ranks:
             self.activity = "checkpoint"
             self.later(self.world.rng.uniform(0.1, 1.0), self.checkpoint)
         else:

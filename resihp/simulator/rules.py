@@ -320,7 +320,7 @@ class Rules:
                 return  # else at any time, to anybody
             case m.Slow():
                 return
-            case m.Save():
+            case m.Save() | m.SaveNext():
                 return  # see stopping.py
             case m.Halt():
                 self.halted_at = self.world.now if self.halted_at is None else self.halted_at
@@ -755,9 +755,7 @@ class Rules:
             return
         if self.signalled is None and self.plan is None:
             self.check_never_began(self.world.end)
-        if self.signalled is not None:
-            expect(code == 128 + self.signalled, f"signalled {self.signalled}, ends with {code}")
-        elif code == 2:
+        if code == 2:
             unwilling = (self.world.scenario.objects, self.world.scenario.other_digest) != (None, None)
             expect(self.plan is None or (unwilling and len(self.plans) == 1), f"ends with 2: {self.world.end.reason}")
         elif self.world.scenario.early_exit == 0:  # a plain program, which trains without us

@@ -38,6 +38,7 @@ DisturbanceKind = Literal[
     "cancel",  # all agents, their workers and maybe the supervisor receive `status` (stopping.py)
     "told",  # the node's agent and its workers receive `status`; the node dies after `seconds`
     "inject",  # an operator asks for a kill
+    "checkpoint",  # an operator asks for a checkpoint now
     "drained",  # an administrator drains the node, and takes that back after `seconds`
     "supervisor",  # the supervisor dies; another takes over after `seconds`
 ]
@@ -516,6 +517,28 @@ class Scenario:
             on_warning=rng.choice(["requeue", "requeue", "end"]),
             limit_s=3000.0,
         )
+
+    @classmethod
+    def interrupted(cls, seed: int) -> Scenario:
+        """A job as above that operators stop, with Ctrl-C, TERM or `resihp stop`: whoever wanted it to end is one. Some
+        want a checkpoint before."""
+        rng = random.Random(seed + 7_000_000)
+        base = cls.stopped(seed)
+        stops = ("signal", "cancel", "told")
+        others = tuple(one for one in base.disturbances if one.kind not in stops or rng.random() < 0.1)
+        asked = [
+            dataclasses.replace(one, kind="signal", seconds=NEVER, status=rng.choice([SIGINT, SIGINT, SIGTERM, 0]))
+            for one in base.disturbances
+            if one.kind in stops and one not in others
+        ]
+        saves = [
+            dataclasses.replace(one, kind="checkpoint", nth=1, delay=one.delay * rng.random())
+            for one in asked
+            if rng.random() < 0.6
+        ]
+        if rng.random() < 0.2:
+            asked = []
+        return dataclasses.replace(base, disturbances=(*others, *saves, *asked))
 
     @staticmethod
     def _disturbances(rng: random.Random, length_s: float, ranks: int, iterations: int) -> list[Disturbance]:

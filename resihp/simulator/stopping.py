@@ -47,6 +47,10 @@ class Stopping:
         self.began_at: float | None = None
         self.asked_at = 0.0
         self.is_warning = False
+        self.operator: int | None = None
+        """By which signal an operator wants it to end; 0 for `resihp stop`."""
+        self.at_once: int | None = None
+        """The signal by which one wants it to end without a checkpoint."""
         self.deadline: float | None = None
         self.written: dict[str, dict[str, int]] = {}
         """Slices in each file of each checkpoint folder."""
@@ -54,6 +58,8 @@ class Stopping:
         """Files that hold anything else than the last committed iteration when they are written."""
         self.meanings: list[JobSignalled] = []
         self.saving: m.Save | None = None
+        self.saves: set[tuple[int, int]] = set()
+        """(epoch, iteration) whose last synchronisation told all to write a checkpoint while they train."""
         self.complete = 0
         """Iteration of the newest checkpoint."""
 
@@ -62,6 +68,14 @@ class Stopping:
     def disturb(self, disturbance: Disturbance, node: SimNode) -> None:
         world, rng = self.world, self.world.rng
         match disturbance.kind:
+            case "signal" if not disturbance.status and world.end is None and not world.leaderless:
+                request = len(world.rules.requests)
+                world.rules.requests[request] = False
+                world.feed(api.StopAsked(request=request, at_once=False))
+            case "checkpoint" if world.end is None and not world.leaderless:
+                request = len(world.rules.requests)
+                world.rules.requests[request] = False
+                world.feed(api.CheckpointAsked(request=request))
             case "signal":
                 world.feed(api.Signalled(signal=disturbance.status))
             case "cancel":
@@ -108,6 +122,10 @@ class Stopping:
                     self.begin(is_warning=True)
                 elif event.signal == SIGTERM and slurm:
                     self.begin(is_warning=False)
+                elif event.signal in (SIGTERM, SIGINT):
+                    self.asked(event.signal)
+            case api.StopAsked():
+                self.asked(0)
             case api.AgentSignalled() if event.signal != SIGCONT and event.node in self.nodes:
                 self.told[event.node] = (now, event.signal)
                 for is_warning in (False, True):
@@ -123,8 +141,19 @@ class Stopping:
             case _:
                 pass
 
+    def asked(self, number: int) -> None:
+        """By an operator, once or twice."""
+        if self.operator is None and (self.began_at is None or self.is_warning):
+            self.begin(is_warning=False)
+            self.operator = number
+        elif self.operator is not None and number:
+            self.at_once = number
+
     def begin(self, is_warning: bool) -> None:
         if is_warning and (self.began_at is not None or self.world.rules.halted_at is not None):
+            return
+        if self.operator is not None and not is_warning and self.world.scenario.slurm:
+            self.operator, self.asked_at = None, self.world.now
             return
         if self.began_at is None:
             fresh = [at for at, _ in self.told.values() if self.world.now - at <= TOGETHER_S]
@@ -142,6 +171,8 @@ class Stopping:
             self.began_at = None
         else:
             self.is_warning = self.meanings[-1].meaning == "warning"
+        last = self.meanings[-1] if self.meanings else None
+        self.operator = last.signal if last is not None and last.meaning == "operator" else None
 
     @property
     def ends_at(self) -> float:
@@ -152,11 +183,12 @@ class Stopping:
         asked_at = self.asked_at
         if self.world.takeovers:
             asked_at = max(asked_at, self.world.takeovers[-1] + 36.0)
+        limit = NEVER if self.deadline is None else max(self.deadline - 30.0, asked_at + grace_s)
+        if self.operator is not None and self.operator != SIGTERM:
+            return min(asked_at + 300.0, limit)
         if not self.is_warning:
             return asked_at + grace_s
-        if self.deadline is None:
-            return asked_at + 120.0
-        return max(self.deadline - 30.0, asked_at + grace_s)
+        return asked_at + 120.0 if self.deadline is None else limit
 
     @property
     def is_on(self) -> bool:
@@ -182,6 +214,7 @@ class Stopping:
         """After the whole answer."""
         if self.world.leaderless or self.world.end is not None:
             return
+        expect(self.at_once is None, f"told to end at once by {self.at_once}, and goes on")
         late_s = self.world.now - self.ends_at
         expect(late_s <= TICK_S, f"the job was to end {late_s:.2f} s ago")
 
@@ -199,13 +232,16 @@ class Stopping:
             case FailureFound():
                 self.check_blame(entry)
             case JobSignalled():
-                is_new = not self.meanings or (self.meanings[-1].meaning == "warning" and entry.meaning != "warning")
+                before = self.meanings[-1].meaning if self.meanings else None
+                is_new = before is None or (before == "warning" and entry.meaning != "warning")
+                is_new = is_new or (before == "operator" and entry.meaning not in ("warning", "operator"))
                 expect(is_new, f"{entry} after {self.meanings}")
                 expect(set(entry.nodes) <= self.told.keys(), f"{entry}, signalled were {sorted(self.told)}")
                 self.meanings.append(entry)
                 if self.world.takeovers and self.began_at is None:  # signals that came while it took over
                     self.began_at = self.asked_at = self.world.now
                     self.is_warning = entry.meaning == "warning"
+                    self.operator = entry.signal if entry.meaning == "operator" else None
 
     def check_blame(self, entry: FailureFound) -> None:
         """No node is blamed for what died when somebody wanted it to."""
@@ -259,9 +295,10 @@ class Stopping:
     def check_end(self, end: api.End) -> bool:
         """Whether a stop explains how the job ended."""
         rules, scenario = self.world.rules, self.world.scenario
-        if not self.is_on or end.exit_code in (128 + SIGINT, 2) or "no agent came back" in end.reason:
+        if not self.is_on or end.exit_code == 2 or "no agent came back" in end.reason:
             return False
-        if end.exit_code == 128 + SIGTERM and rules.signalled == SIGTERM:
+        if self.at_once is not None:
+            expect(end.exit_code == 128 + self.at_once, f"{end}, told to end at once by {self.at_once}")
             return True
         done = rules.committed >= scenario.iterations
         if done and rules.halted_at is not None and end.exit_code in (0, 1):
@@ -269,7 +306,9 @@ class Stopping:
         expect(bool(self.meanings), "ends without a word in the journal of why")
         again = self.meanings[-1].meaning in ("warning", "time-limit", "preempted")
         again = again and scenario.on_warning == "requeue"
-        expect((end.exit_code, end.requeue) == ((75, True) if again else (143, False)), f"{end} after {self.meanings}")
+        number = SIGINT if self.meanings[-1].signal == SIGINT else SIGTERM
+        right = (75, True) if again else (128 + number, False)
+        expect((end.exit_code, end.requeue) == right, f"{end} after {self.meanings}")
         expect(not end.workers_leave, f"{end}: nobody has told the workers")
         calm = not [d for d in scenario.disturbances if d.kind not in ("signal", "cancel")] and not scenario.faults
         calm = calm and not scenario.mortality and scenario.iteration_s < 2 and scenario.signal_grace_s >= 10

@@ -49,7 +49,7 @@ class Result:
     reason: str
     entries: list[tuple[float, AnyEntry]]
     actions: list[tuple[float, api.AnyAction]]
-    events: list[tuple[float, api.AnyEvent]]
+    events: list[tuple[float, api.AnyEvent | CheckpointCommitted]]
     said: list[str]
     workers_leave: bool
     seconds: float
@@ -126,7 +126,7 @@ class World:
         """(kind, epoch) of collectives that never complete."""
         self.occurred: Counter[str] = Counter()
         self.log: list[tuple[float, object]] = []
-        self.events: list[tuple[float, api.AnyEvent]] = []
+        self.events: list[tuple[float, api.AnyEvent | CheckpointCommitted]] = []
         self.actions: list[tuple[float, api.AnyAction]] = []
         self.entries: list[tuple[float, AnyEntry]] = []
         self.record = JobRecord()
@@ -495,6 +495,8 @@ class World:
                 other = self.scenario.batch_sizes.at(worker.stepped + 2) != worker.plan.micro_batches
                 if other or any(self.workers[rank].pause_asked > worker.epoch for rank in members):
                     self.pauses.add(key[1:])
+                if any(self.workers[rank].save_asked for rank in members):
+                    self.stopping.saves.add(key[1:])
             meeting.pending = set(members)
             slowest = worker._part(0.3)
             for rank in members:
@@ -555,6 +557,7 @@ class World:
                 samples=len(samples),
                 samples_digest=f"{samples_digest(samples):016x}",
                 pause=key in self.pauses,
+                save=key in self.stopping.saves,
             )
         return self._outcomes[key]
 
@@ -679,7 +682,7 @@ class World:
                 for other in self.workers.values():
                     if other.spawned:
                         self.at(self.rng.uniform(0, 0.2), other._go_on, None, other.throw, ("ValueError: bad sample",))
-            case "signal" | "cancel" | "told":
+            case "signal" | "cancel" | "told" | "checkpoint":
                 self.stopping.disturb(disturbance, node)
             case "inject" if not self.leaderless:
                 request = len(self.rules.requests)
@@ -767,6 +770,7 @@ class World:
                     iteration=action.iteration, folder=action.folder, bytes=0, seconds=action.seconds
                 )
                 self.write(entry)
+                self.events.append((self.now, entry))
                 self.controller.journaled(entry)
             case api.Think():
                 self.thinking.asked(action)
@@ -860,7 +864,12 @@ class World:
         controller = self.new_controller()
         if self.takeovers:
             return  # it was not one controller that did all this
-        again = [(at, action) for at, event in self.events for action in controller.handle(event, at)]
+        again: list[tuple[float, api.AnyAction]] = []
+        for at, event in self.events:
+            if isinstance(event, CheckpointCommitted):
+                controller.journaled(event)
+            else:
+                again += [(at, action) for action in controller.handle(event, at)]
         expect(again == self.actions, "a replay of the events gives other actions")
 
 

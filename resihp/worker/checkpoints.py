@@ -12,6 +12,7 @@ import re
 import shutil
 import zipfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from resihp.durable_files import write_durably
@@ -36,9 +37,18 @@ def iteration_of(folder: Path) -> int:
 
 
 def write_manifest(
-    folder: Path, iteration: int, parts: Sequence[tuple[str, int]], fingerprint: str = "", keep: int = 2
+    folder: Path,
+    iteration: int,
+    parts: Sequence[tuple[str, int]],
+    fingerprint: str = "",
+    keep: int = 2,
+    *,
+    layout: str = "",
+    seconds: float | None = None,
 ) -> None:
     """Commit a checkpoint whose parts, (file, bytes) each, are all on disk, then prune older ones down to `keep`.
+
+    `layout` it was written under, and the `seconds` that it took, are for whoever lists checkpoints.
 
     Raises CheckpointError, leaving the folder uncommitted, if a part is missing or has another size.
     """
@@ -51,6 +61,8 @@ def write_manifest(
         "iteration": iteration,
         "fingerprint": fingerprint,
         "parts": [{"file": file, "bytes": size} for file, size in parts],
+        "layout": layout,
+        "seconds": seconds,
     }
     write_durably(folder / MANIFEST, json.dumps(content, indent=1).encode())
     prune(folder.parent, keep)
@@ -88,6 +100,49 @@ def newest_complete(root: Path, *, verify: bool = True) -> Path | None:
         except CheckpointError:
             continue
     return None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint folder as it is. `at`: when it was committed, or last written to, in seconds since 1970.
+
+    `fault`: why it is not complete, empty if it is. `seconds` and `layout` are not known of old or incomplete ones.
+    """
+
+    folder: Path
+    iteration: int
+    at: float
+    bytes: int
+    fault: str
+    layout: str = ""
+    seconds: float | None = None
+
+
+def stored(root: Path, *, verify: bool = False) -> list[Stored]:
+    """All checkpoint folders, newest first. `verify` reads every part, as whoever resumes does."""
+    found = []
+    for folder in _folders(root):
+        try:
+            found.append(_stored(folder, verify))
+        except FileNotFoundError:
+            continue  # pruned just now
+    return found
+
+
+def _stored(folder: Path, verify: bool) -> Stored:
+    fault, layout, seconds, written = "", "", None, folder
+    try:
+        _, _, parts = read_manifest(folder)
+        written = folder / MANIFEST
+        told = json.loads(written.read_bytes())
+        layout, seconds = str(told.get("layout") or ""), told.get("seconds")
+        damaged = [part for part in parts if not _sound(folder / part)] if verify else []
+        fault = f"{', '.join(damaged)} damaged" if damaged else ""
+    except CheckpointError as error:
+        fault = str(error).removeprefix(f"checkpoint {folder}: ").removeprefix("incomplete: ")
+        fault = "no manifest: not all parts were written" if not (folder / MANIFEST).exists() else fault
+    size = sum(file.stat().st_size for file in folder.iterdir() if file.name != MANIFEST)
+    return Stored(folder, iteration_of(folder), written.stat().st_mtime, size, fault, layout, seconds)
 
 
 def prune(root: Path, keep: int) -> None:

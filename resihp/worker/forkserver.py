@@ -35,6 +35,7 @@ from resihp.process import (
     die_with_parent,
     inherited_socket,
     kill_children,
+    name_process,
     restore_open_files,
     threads,
 )
@@ -65,10 +66,11 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Start one worker; the socket to its agent comes with the frame.
 
     `kind`: a Python script (`argv[0]` its path), a module (`argv[0]` its name), or any other command. `environment` is
-    complete. Standard output and error are appended to `log`.
+    complete. Standard output and error are appended to `log`. `job`: its name, for whoever looks at processes.
     """
 
     rank: int
+    job: str = ""
     kind: Literal["script", "module", "command"]
     argv: tuple[str, ...]
     cwd: str
@@ -184,6 +186,7 @@ class ForkServer:
         """In the child. Nothing that this does may return into the server's loop."""
         try:
             die_with_parent(self._pid)
+            name_process(request.job, f"rank {request.rank}")
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to act on

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -68,6 +70,46 @@ def test_a_warning_leads_to_a_checkpoint_and_the_job_goes_on_from_it(job: Job, r
     told = [entry for entry in entries if isinstance(entry, journal.JobSignalled)]
     assert told == [journal.JobSignalled(signal=signal.SIGUSR2, nodes=(), meaning="warning")]
     goes_on(job, reference, done)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_what_an_operator_stops_is_saved_and_told_how_to_go_on(
+    job: Job, reference: Job, number: signal.Signals, status: int
+) -> None:
+    job.train(iterations=ITERATIONS, **SMALL)
+    before = job.until(lambda: (done := committed(job)) >= 3 and done)
+    assert job.process is not None
+    job.process.send_signal(number)
+    job.wait(60)
+    assert job.status == status, job.stderr
+    done = max(job.losses())
+    assert before < done < ITERATIONS
+    assert newest_checkpoint(job) == done
+    assert job.history("failures") == []
+    folder = job.folder / "home" / "jobs" / "local-1" / "checkpoints" / f"iteration-{done:06d}"
+    assert f"received {number.name}: stopped after iteration {done}; its checkpoint is written" in job.stderr
+    assert f"resihp: job local-1: checkpoint of iteration {done}: {folder}\n" in job.stderr
+    told = next(line for line in job.stderr.splitlines() if "to go on from it, type: " in line)
+    typed = shlex.split(told.partition("type: ")[2])
+    assert typed[:4] == ["resihp", "run", "--local", "--nodes"]
+    assert typed[typed.index("--") - 2 :][:2] == ["--resume", "local-1"]
+    goes_on(job, reference, done)
+
+
+def test_asked_twice_the_job_does_not_wait_for_its_iteration(job: Job) -> None:
+    job.train("--fault", "hang:rank=1@iteration=4,phase=forward", iterations=ITERATIONS, **SMALL)
+    job.until(lambda: committed(job) >= 3)
+    assert job.process is not None
+    job.process.send_signal(signal.SIGINT)
+    job.until(lambda: "stopping after the iteration under way" in (job.folder / "stderr").read_text())
+    begun = time.monotonic()
+    time.sleep(0.3)  # a person's second signal, and not the same one once more
+    job.process.send_signal(signal.SIGINT)
+    job.wait(20)
+    assert job.status == 130, job.stderr
+    assert time.monotonic() - begun < 12
+    assert "received SIGINT once more: ended at once; no checkpoint of iteration 3 was waited for" in job.stderr
+    assert job.processes() == []
 
 
 def test_signals_to_every_process_but_ours_stop_the_job_and_blame_nobody(job: Job, reference: Job) -> None:

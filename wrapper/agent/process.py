@@ -25,7 +25,7 @@ import msgspec
 import psutil
 
 from resihp.errors import ConfigurationError, OwnershipError, ResihpError, UsageError
-from resihp.process import Orphans, adopt_orphans, inherited_socket, raise_open_files
+from resihp.process import Orphans, adopt_orphans, inherited_socket, name_process, raise_open_files
 from resihp.protocol import messages as m
 from wrapper.agent import inventory
 from wrapper.agent.log_mirror import LogMirror, print_to
@@ -288,6 +288,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         node = node_name(options.node)
         request = _load(options.run)
+        name_process(request.job, f"agent {node}")
         forks = None if options.forks is None else inherited_socket(options.forks)
         run(request, node, options.supervisor, options.lease, forks)
     except _NoJobError as error:

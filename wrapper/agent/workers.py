@@ -213,6 +213,7 @@ class Workers:
         self._forks.fork(
             Fork(
                 rank=rank,
+                job=self._request.job,
                 kind=self._request.program.kind,
                 argv=self._request.program.argv,
                 cwd=self._request.cwd,

@@ -34,13 +34,13 @@ def inject(
     return f"job {job.name}: {reply.text}"
 
 
-async def ask(job: Job, request: OperatorRequest) -> OperatorReply:
-    """Raises UsageError when the job is not running, ResihpError when it does not answer."""
+async def ask(job: Job, request: OperatorRequest, patience_s: float = ANSWER_S) -> OperatorReply:
+    """Raises UsageError when the job is not running, ResihpError when it does not answer within `patience_s`."""
     address = job.supervisor()
     if address is None:
         raise UsageError(f"job {job.name}: is not running; resihp status {job.name} tells how it ended")
     try:
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(patience_s):
             channel: SecureChannel[OperatorReply] = await SecureChannel.connect(
                 address.host, address.port, job.key, OperatorReply
             )
@@ -49,7 +49,9 @@ async def ask(job: Job, request: OperatorRequest) -> OperatorReply:
                 reply = await channel.recv()
             finally:
                 channel.close()
-    except (OSError, TimeoutError) as error:
+    except TimeoutError:
+        raise ResihpError(f"job {job.name}: no answer within {patience_s:g} s; resihp status {job.name}") from None
+    except OSError as error:
         raise ResihpError(f"job {job.name}: the supervisor does not answer: {error}") from error
     if reply is None:
         raise ResihpError(f"job {job.name}: the supervisor ended before it answered")

@@ -163,6 +163,35 @@ def run_of(folder: Path, *, resumed: bool, earlier: str) -> str:
     return run
 
 
+def command_to_go_on(arguments: Sequence[str], job: str, command: Sequence[str], resumed: str = "") -> str:
+    """The command line that goes on from a job's checkpoints: as it was started, `arguments`, but from there, and
+    without the faults that were injected. `resumed`: whose checkpoints it went on from itself, if that was said."""
+    said = list(arguments)
+    if command and said[-len(command) :] == list(command):
+        said = said[: -len(command)]
+    if said[-1:] == ["--"]:
+        said.pop()
+    if resumed and said[-1:] == [resumed]:
+        said.pop()
+    kept: list[str] = []
+    for before, one in zip(["", *said], said, strict=False):
+        if one in ("--resume", "--resume-or-start", "--fault") or before == "--fault" or one.startswith("--fault="):
+            continue
+        kept.append(one)
+    return shlex.join(["resihp", *(kept or ["run"]), "--resume", job, "--", *command])
+
+
+def how_to_go_on(request: RunRequest) -> str:
+    """Where the newest checkpoint of an ended run is, and the command that goes on from it; empty without any."""
+    found = _newest(Path(request.checkpoint_folder))
+    if found is None:
+        return ""
+    where = newest_complete(found.folder, verify=False)
+    command = request.go_on or f"resihp run --resume {request.job} ..."
+    again = "put into the batch script" if request.slurm else "type"
+    return f"checkpoint of iteration {found.iteration}: {where}\n  to go on from it, {again}: {command}"
+
+
 def _completed(run: Job) -> bool:
     try:
         return int(run.exit_code_file.read_text()) == 0

@@ -24,7 +24,16 @@ from slurm import releases
 from slurm.client import Slurm
 from slurm.errors import SlurmError
 from wrapper.commands import earlier_runs
-from wrapper.commands.resume import CompletedError, Restart, after_restart, asked_for, if_there_is_one, run_of
+from wrapper.commands.resume import (
+    CompletedError,
+    Restart,
+    after_restart,
+    asked_for,
+    command_to_go_on,
+    how_to_go_on,
+    if_there_is_one,
+    run_of,
+)
 from wrapper.config import container, values
 from wrapper.config.program import resolve
 from wrapper.config.run_spec import Program, RunRequest, SlurmRequest
@@ -60,6 +69,8 @@ class Options:
     """Job whose newest checkpoint is taken; empty: that of the newest job of this home that has one."""
     resume_or_start: bool = False
     """Take the newest checkpoint of the configured folder if there is one."""
+    arguments: tuple[str, ...] = ()
+    """All of it, as it was typed."""
 
 
 def run(options: Options) -> int:
@@ -91,7 +102,10 @@ def _run(options: Options) -> int:
     _notice(
         f"job {request.job}: {settings.nodes} nodes of {settings.gpus_per_node}{of_them}, logs in {request.of_job.logs}"
     )
-    return guardian.guard(request.save())
+    status = guardian.guard(request.save())
+    if status not in (0, REQUEUE) and (told := how_to_go_on(request)):
+        _notice(f"job {request.job}: {told}")
+    return status
 
 
 def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
@@ -141,6 +155,7 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
         resume=resumption is not None,
         chained=options.resume_or_start and found is not None,
         begins_at=resumption.iteration if resumption else 0,
+        go_on=command_to_go_on(options.arguments, job.name, configuration.job.command, options.resume or ""),
         run=run_of(checkpoints, resumed=resumption is not None, earlier=restart.run),
         ledger_url=configuration.ledger.url,
         ledger_keep_s=configuration.ledger.keep,

@@ -110,6 +110,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Iteration of the newest checkpoint that there was; 0 for none."""
     run: str = ""
     """What attempts have in common that go on from each other's checkpoints."""
+    go_on: str = ""
+    """The command that goes on from this run's checkpoints, to be typed as it is."""
     slurm: SlurmRequest | None = None
     container: Container | None = None
     listening: ListenerSettings = ListenerSettings()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,15 @@ class CheckpointCommits:
         request: RunRequest,
         start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         log: Callable[[AnyEntry], None],
-        warn: Callable[[str], None],
+        lost: Callable[[str], None],
     ) -> None:
+        """`lost` is told of one that cannot be committed."""
         self.under_way: set[asyncio.Task[None]] = set()
         self.fingerprint = ""
         self._request = request
         self._start = start
         self._log = log
-        self._warn = warn
+        self._lost = lost
 
     def begin(self, action: api.CommitCheckpoint) -> None:
         task = self._start(self._commit(action))
@@ -44,10 +46,11 @@ class CheckpointCommits:
 
         folder = Path(self._request.checkpoint_folder, action.folder)
         keep = self._request.checkpoint_keep
+        write = partial(write_manifest, layout=action.layout, seconds=round(action.seconds, 3))
         try:
-            await asyncio.to_thread(write_manifest, folder, action.iteration, action.parts, self.fingerprint, keep)
+            await asyncio.to_thread(write, folder, action.iteration, action.parts, self.fingerprint, keep)
         except (CheckpointError, OSError) as error:
-            self._warn(f"checkpoint of iteration {action.iteration}: not committed: {error}")
+            self._lost(f"checkpoint of iteration {action.iteration}: not committed: {error}")
             return
         size = sum(part_bytes for _, part_bytes in action.parts)
         self._log(

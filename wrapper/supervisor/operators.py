@@ -1,4 +1,5 @@
-"""Operators who ask something of a running job over the supervisor's socket: `resihp inject`, `resihp why-not`.
+"""Operators who ask something of a running job over the supervisor's socket: `resihp stop`, `resihp checkpoint now`,
+`resihp inject`, `resihp why-not`.
 
 Refuses what cannot be asked at all; what becomes of the rest is the controller's to decide, and its answer goes back
 to whoever asked. Owned by `wrapper.supervisor.shell`.
@@ -34,7 +35,7 @@ class Operators:
     async def serve(self, channel: SecureChannel[Any], first: m.OperatorRequest) -> None:
         """Until it has no more to ask. `first` has been received."""
         asked: object = first
-        while isinstance(asked, m.Inject | m.AskStanding):
+        while isinstance(asked, m.Inject | m.AskStanding | m.AskStop | m.AskCheckpoint):
             number = next(self._numbers)
             self._asking[number] = channel
             obstacle = self._ending() or (_obstacle(asked) if isinstance(asked, m.Inject) else None)
@@ -42,6 +43,10 @@ class Operators:
                 self.reply(number, False, obstacle)
             elif isinstance(asked, m.AskStanding):
                 self._tell(api.StandingAsked(request=number, rank=asked.rank))
+            elif isinstance(asked, m.AskStop):
+                self._tell(api.StopAsked(request=number, at_once=asked.at_once))
+            elif isinstance(asked, m.AskCheckpoint):
+                self._tell(api.CheckpointAsked(request=number))
             else:
                 fault = Fault(
                     id=next(self._fault_ids),

@@ -32,7 +32,7 @@ import psutil
 import resihp
 from resihp.controller.interface import AnyEvent, Dependencies
 from resihp.errors import LedgerError, ProtocolError, ResihpError
-from resihp.process import die_with_parent, inherited_socket, raise_open_files
+from resihp.process import die_with_parent, inherited_socket, name_process, raise_open_files
 from resihp.protocol.messages import Lead
 from resihp.record.journal import AnyEntry, JobEnded, JobStarted, LeaderChosen, NodeJoined, Record
 from resihp.record.journal_file import Journal, read_packed
@@ -403,6 +403,7 @@ def main(arguments: list[str] | None = None) -> None:
         die_with_parent(options.parent, signal.SIGHUP)
     try:
         request = load(options.run)
+        name_process(request.job, "supervisor")
         listener = socket.socket(fileno=options.listen)
         forks = None if options.forks is None else inherited_socket(options.forks)
         if options.bury:

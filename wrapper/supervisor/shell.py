@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import os
 import signal
 import socket
@@ -62,6 +63,8 @@ LEAVE_GRACE_S = 60.0
 """After training is done: how long scripts may take to end by themselves."""
 TERM_GRACE_S = 3.0
 AGENT_EXIT_S = 3.0
+TWICE_S = 0.25
+"""A signal that comes again so soon is the same one: `timeout` sends each to its child and to the child's group."""
 GUARDIAN_GONE_S = 1.0
 """The kernel sends SIGHUP when the guardian dies (`wrapper.supervisor.process`); whoever killed it may be about to kill
 us."""
@@ -130,14 +133,14 @@ class Supervisor:
         self._gate = DecisionGate(self._links, self._journal, kept, self._do, self._attention.seconds)
         fault_ids = itertools.count(len(settings.faults) + (lead.term * 1000 if lead else 1))
         self._operators = Operators(fault_ids, self._event, self._ending)
-        self._checkpoints = CheckpointCommits(request, self._start, self._note, partial(view.say, "warning"))
+        self._checkpoints = CheckpointCommits(request, self._start, self._note, self._checkpoint_lost)
         self._is_deposed = self._disk_told = self._job_ended = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._telemetry: list[report_rows.Report] = []
         self._runs_of = _Runs()
         self._end: asyncio.Future[api.End] = asyncio.get_running_loop().create_future()
         self._hurry = asyncio.Event()
-        self._interrupts = 0
+        self._interrupts, self._interrupted_at = 0, -math.inf
 
     async def run(self, started: AnyEntry) -> int:
         """Supervise to the end; `started` is the first entry of ours. Returns the exit code."""
@@ -192,6 +195,10 @@ class Supervisor:
         """What came of an action, into the journal; the controller's record follows."""
         self.log(entry)
         self._controller.journaled(entry)
+
+    def _checkpoint_lost(self, reason: str) -> None:
+        self._view.say("warning", reason)
+        self._event(api.CheckpointLost(reason=reason))
 
     # --- events in, actions out -------------------------------------------------------------------------------
 
@@ -372,13 +379,21 @@ class Supervisor:
             self._ledger.telemetry(rows)
 
     def _signalled(self, number: signal.Signals) -> None:
-        """The first Ctrl-C is the controller's to answer; the second, or one while the job winds down, ends at once."""
-        if number == signal.SIGINT:
+        """An operator's first signal is the controller's to answer; the second, or one while the job winds down, ends
+        at once. In Slurm, TERM is not an operator's."""
+        if number == signal.SIGINT or (number == signal.SIGTERM and not self._settings.slurm):
+            now, before = time.monotonic(), self._interrupted_at
+            self._interrupted_at = now
+            if now - before < TWICE_S:
+                return
             self._interrupts += 1
             if self._interrupts > 1 or self._end.done():
                 self._hurry.set()
                 if not self._end.done():
-                    self._end.set_result(api.End(exit_code=130, reason="interrupted twice", workers_leave=False))
+                    self._event(api.Signalled(signal=int(number)))
+                if not self._end.done():  # the controller's last word waits for a quorum, or for the disk
+                    reason = f"received {number.name} twice: ended at once"
+                    self._end.set_result(api.End(exit_code=128 + number, reason=reason, workers_leave=False))
                 return
         self._event(api.Signalled(signal=int(number)))
 
@@ -391,7 +406,7 @@ class Supervisor:
                 return
             case Envelope(message=m.Join() as join):
                 await self._links.converse(channel, first, join)
-            case m.Inject() | m.AskStanding():
+            case m.Inject() | m.AskStanding() | m.AskStop() | m.AskCheckpoint():
                 await self._operators.serve(channel, first)
             case _:
                 raise ProtocolError(f"{type(first).__name__} without a Join before it")

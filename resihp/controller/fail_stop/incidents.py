@@ -114,8 +114,7 @@ def too_few(job: Job, reason: str) -> None:
     newest = job.checkpointed or (job.record.trains.resume_from if job.record.trains is not None else 0)
     done = job.record.committed - newest if began else 0
     if not settings.slurm:
-        advice = "; resume from the last checkpoint with --resume" if began else ""
-        end(job, 5, f"{reason}{advice}")
+        end(job, 5, f"{reason}{_advice(job, newest) if began else ''}")
     elif not settings.may_requeue:
         end(job, 5, f"{reason}; not to be run again, as its batch script has it: submit it anew to go on")
     elif not job.checkpointed and settings.restarts_left < 1:
@@ -131,12 +130,22 @@ def too_few(job: Job, reason: str) -> None:
         end(job, 75, f"{reason}; to be run again", requeue=True)
 
 
+def _advice(job: Job, newest: int) -> str:
+    if newest:
+        return f"; to go on from the checkpoint of iteration {newest}: --resume {job.settings.job}"
+    return "; there is no checkpoint to go on from (--checkpoint-every N writes them)"
+
+
 def end(job: Job, exit_code: int, reason: str, workers_leave: bool = False, requeue: bool = False) -> None:
     if job.stage == "ended":
         return
     log_incidents(job)
     if requeue or exit_code != 75:  # else a successor may lead, and go on waiting for them
         replacements.cancel_open(job, "the job ends")
+    for request, since in job.saves.askers.items():
+        is_there = job.record.checkpointed > since
+        told = f"checkpoint of iteration {job.record.checkpointed} is complete" if is_there else "no checkpoint"
+        job.do(api.Reply(request=request, ok=is_there, text=f"{told}; the job has ended: {reason}"))
     job.move("ended")
     job.pause = None
     state: Literal["completed", "failed", "cancelled"] = "completed" if exit_code == 0 else "failed"

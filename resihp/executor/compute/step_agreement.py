@@ -27,29 +27,30 @@ NOTHING: Totals = (0, 0, 0, 0)
 
 
 def last_synchronisation(
-    it: Iteration, state: State, own_loss: Tensor, settings: AdamW, *, pause: bool, saving: bool
+    it: Iteration, state: State, own_loss: Tensor, settings: AdamW, *, pause: bool, saving: bool, save: bool
 ) -> StepOutcome:
     """One float64 all-reduce over all active ranks, from which each computes the same outcome.
 
     `own_loss` is the loss over the tokens of the micro-batches that this rank computed to their end; it does not count
     where another rank speaks for them. `pause`: this rank was asked to park after the iteration: if any was, all do;
-    `saving`: it still writes a checkpoint: if any does, none begins another. Raises DatasetError when ranks were given
-    different data for the iteration, or seem to have been: what a peer was aborted in can be anything.
+    `saving`: it still writes a checkpoint: if any does, none begins another; `save`: it was told to write one of this
+    iteration. Raises DatasetError when ranks were given different data for the iteration, or seem to have been: what a
+    peer was aborted in can be anything.
 
     The device is waited for twice, for its own share and for the sums. Who was woken before contributes nothing: what
     an abort made of gradients must not come to count because this sum, begun earlier, still went through.
     """
     speaking = speaks(state)
     mine, expected = workloads(it, state)
-    told = [0.0, 0.0, float(pause), float(saving), 0.0, *mine[:3], *_limbs(mine[3])]
+    told = [0.0, 0.0, float(pause), float(saving), float(save), 0.0, *mine[:3], *_limbs(mine[3])]
     sums = staged(torch.tensor(told, dtype=torch.float64), it.device)
     own_squares = _sum_of_squares([state.gradient(piece) for piece in it.prepared.counted], it.device)
     finite = own_squares.isfinite()
     sums[0], sums[1] = own_squares.where(finite, 0.0), ~finite
     if speaking:
-        sums[4] = own_loss
-    squares, broken, pauses, savers, loss_sum, *told_totals = _summed(it, sums, "last synchronisation")
-    totals = _agreed(f"iteration {it.number}", told_totals, expected, (squares, broken, pauses, savers))
+        sums[5] = own_loss
+    squares, broken, pauses, savers, saves, loss_sum, *told_totals = _summed(it, sums, "last synchronisation")
+    totals = _agreed(f"iteration {it.number}", told_totals, expected, (squares, broken, pauses, savers, saves))
     skip = broken > 0 or not math.isfinite(loss_sum)
     norm = math.inf if broken else math.sqrt(squares)
     return StepOutcome(
@@ -66,6 +67,7 @@ def last_synchronisation(
         updates=state.optimizer.updates + (not skip),
         pause=pauses > 0,
         saving=savers > 0,
+        save=saves > 0,
     )
 
 

@@ -16,6 +16,7 @@ from tests.resihp.controller.direct import Direct, outcome
 from tests.resihp.controller.test_fuzz import CHUNK, SEEDS, play_chunk
 
 TERM, INT = int(signals.SIGTERM), int(signals.SIGINT)
+LAYOUT = "DP2 x PP2 x TP1"
 USR1, USR2, CONT = int(signals.SIGUSR1), int(signals.SIGUSR2), int(signals.SIGCONT)
 
 
@@ -79,7 +80,9 @@ def test_a_warning_leads_to_a_checkpoint_of_the_iteration_under_way_and_a_requeu
     write(job, 0)
     last = write(job, 1)
     assert [type(action) for action in last] == [api.CommitCheckpoint, api.Say, api.Log, api.End]
-    assert last[0] == api.CommitCheckpoint(iteration=3, folder="f", parts=(("r0", 9), ("r1", 9)), seconds=0.5)
+    assert last[0] == api.CommitCheckpoint(
+        iteration=3, folder="f", parts=(("r0", 9), ("r1", 9)), seconds=0.5, layout=LAYOUT
+    )
     assert job.end is not None
     assert (job.end.exit_code, job.end.requeue, job.end.workers_leave) == (75, True, False)
     assert job.all(JobEnded)[0].state == "cancelled"
@@ -270,13 +273,95 @@ def test_an_answer_that_comes_too_late_is_not_believed() -> None:
     assert job.end.exit_code == 143
 
 
-@pytest.mark.parametrize(("number", "slurm"), [(INT, True), (INT, False), (TERM, False)])
-def test_an_operator_ends_the_job_at_once(number: int, slurm: bool) -> None:
+OPERATORS = [(INT, True), (INT, False), (TERM, False), (0, True), (0, False)]
+"""Signals that are an operator's, and under Slurm or not; 0 for `resihp stop`."""
+
+
+def operator_asks(job: Direct, number: int, at_once: bool = False) -> list[api.AnyAction]:
+    return supervisor_gets(job, number) if number else job.feed(api.StopAsked(request=7, at_once=at_once))
+
+
+@pytest.mark.parametrize(("number", "slurm"), OPERATORS)
+def test_what_an_operator_stops_is_saved_first(number: int, slurm: bool) -> None:
     job = trained(slurm=slurm)
-    supervisor_gets(job, number)
+    operator_asks(job, number)
+    assert job.all(JobSignalled) == [JobSignalled(signal=number, nodes=(), meaning="operator")]
+    assert parks(job, after_iteration=True) == [(0, 1, 2, 3)]
+    pause(job)
+    write(job, 0, 1)
     assert job.end is not None
-    assert job.end.exit_code == 128 + number
-    assert job.orders(m.Park) == []
+    assert (job.end.exit_code, job.end.requeue) == (130 if number == INT else 143, False)
+    assert job.end.reason.endswith("stopped after iteration 3; its checkpoint is written")
+    assert job.all(JobEnded)[0].state == "cancelled"
+
+
+@pytest.mark.parametrize(("number", "slurm"), OPERATORS)
+@pytest.mark.parametrize("again", [INT, TERM])
+def test_asked_once_more_the_job_ends_at_once(number: int, slurm: bool, again: int) -> None:
+    if slurm and again == TERM:
+        pytest.skip("TERM under Slurm is Slurm's")
+    job = trained(slurm=slurm)
+    operator_asks(job, number)
+    supervisor_gets(job, again)
+    assert job.end is not None
+    assert job.end.exit_code == 128 + again
+    assert "once more: ended at once; no checkpoint of iteration 2 was waited for" in job.end.reason
+    assert "this run has written none" in job.end.reason
+
+
+def test_stop_tells_what_follows_and_at_once_does_not_wait() -> None:
+    job = trained()
+    assert operator_asks(job, 0)[-1] != []
+    (reply,) = asked(job, api.Reply)
+    assert reply == api.Reply(request=7, ok=True, text="stopping after the iteration under way, with a checkpoint")
+    operator_asks(job, 0)
+    assert asked(job, api.Reply)[-1] == api.Reply(request=7, ok=True, text="is stopping already")
+    assert job.end is None
+    operator_asks(job, 0, at_once=True)
+    assert job.end is not None
+    assert job.end.exit_code == 143
+    assert "stopped by an operator, at once; no checkpoint of iteration 2 was waited for" in job.end.reason
+
+
+def test_an_operator_has_more_patience_than_slurm_but_not_more_than_there_is_time() -> None:
+    for settings, deadline_s, most_s in (({}, None, 300), ({}, 100.0, 70), ({"slurm": False}, None, 300)):
+        job = trained(**settings)
+        supervisor_gets(job, INT)
+        if deadline_s is not None:
+            job.feed(api.TimeLeft(seconds=deadline_s))
+        job.wait(most_s - 2)
+        assert job.end is None
+        job.wait(4)
+        assert job.end is not None
+        assert "no checkpoint of it" in job.end.reason
+
+
+def test_a_cancellation_after_an_operators_stop_has_less_time() -> None:
+    job = trained()
+    supervisor_gets(job, INT)
+    supervisor_gets(job, TERM)
+    job.feed(api.StopMeaning(meaning="cancelled"))
+    assert [entry.meaning for entry in job.all(JobSignalled)] == ["operator", "cancelled"]
+    job.wait(21)
+    assert job.end is not None
+    assert job.end.exit_code == 143
+
+
+def test_signals_to_all_processes_are_one_stop() -> None:
+    """As `kill` to a process group sends them, in any order, without Slurm."""
+    for first_agents in (True, False):
+        job = trained(slurm=False, batch_node="")
+        if not first_agents:
+            supervisor_gets(job, TERM)
+        agent_gets(job, "n1", TERM)
+        agent_gets(job, "n2", TERM)
+        if first_agents:
+            supervisor_gets(job, TERM)
+        pause(job)
+        write(job, 0, 1)
+        assert job.end is not None
+        assert (job.end.exit_code, len(job.all(JobSignalled))) == (143, 1)
+        assert "its checkpoint is written" in job.end.reason
 
 
 def test_a_cancellation_after_a_warning_is_heeded() -> None:
@@ -449,7 +534,7 @@ def test_a_writer_that_dies_leaves_it_to_another_replica() -> None:
     assert [ranks for ranks, _ in job.orders(m.Save)] == [(0, 1), (2, 3)]
     write(job, 2, 3)
     assert asked(job, api.CommitCheckpoint) == [
-        api.CommitCheckpoint(iteration=3, folder="f", parts=(("r2", 9), ("r3", 9)), seconds=0.5)
+        api.CommitCheckpoint(iteration=3, folder="f", parts=(("r2", 9), ("r3", 9)), seconds=0.5, layout=LAYOUT)
     ]
     assert parks(job, after_iteration=False) == [], "all are parked already"
 
@@ -654,6 +739,11 @@ def test_another_supervisor_goes_on_with_the_stop() -> None:
 @pytest.mark.parametrize("first", range(0, SEEDS // 4, CHUNK), ids=lambda first: f"stops-{first}-{first + CHUNK - 1}")
 def test_invariants_hold_when_jobs_are_asked_to_stop(first: int) -> None:
     play_chunk(Scenario.stopped, first)
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS // 4, CHUNK), ids=lambda first: f"asks-{first}-{first + CHUNK - 1}")
+def test_invariants_hold_when_operators_stop_jobs(first: int) -> None:
+    play_chunk(Scenario.interrupted, first)
 
 
 def test_the_seeds_reach_what_they_are_for() -> None:

@@ -521,6 +521,8 @@ def test_where_a_process_was_that_is_gone_unheard_of_stays_known() -> None:
 def test_a_signal_is_obeyed_while_agents_come_back() -> None:
     job = TakenOver(Direct().run(2))
     job.feed(api.Signalled(signal=signal.SIGTERM))
+    assert job.end is None
+    job.feed(api.Signalled(signal=signal.SIGTERM))
     assert job.end is not None
     assert job.end.exit_code == 143
 

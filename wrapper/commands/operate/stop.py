@@ -1,0 +1,99 @@
+"""`resihp stop`: have a job end, after a checkpoint of the iteration under way, and show what happens until it has.
+
+What it takes is decided by the job's controller (`resihp.controller.shutdown`); what is shown stands in its journal.
+Everything that takes time to import is imported in the functions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from wrapper.output.answers import message
+
+if TYPE_CHECKING:
+    from resihp.record.journal import AnyEntry
+    from wrapper.job_folder import Job
+
+LOOK_EVERY_S = 0.3
+GONE_S = 10.0
+"""How long nobody may supervise the job, without a word of its end, before it is called dead; another supervisor may
+be taking over."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add `resihp stop` to the command line."""
+    app.command()(stop)
+
+
+def stop(
+    job: Annotated[str, typer.Argument(help="The job.")],
+    now: Annotated[bool, typer.Option("--now", help="End at once, without a checkpoint.")] = False,
+) -> None:
+    """Stop a job: a checkpoint of the iteration under way, then the end. Waits for it.
+
+    Ctrl-C only ends the waiting. To go on later: resihp run --resume, as it says.
+
+    Example: resihp stop local-3
+    """
+    import asyncio
+
+    from resihp.errors import ResihpError
+    from resihp.protocol.messages import AskStop
+    from wrapper.commands.inject import ask
+    from wrapper.commands.resume import how_to_go_on
+    from wrapper.config.run_spec import load
+    from wrapper.job_folder import find_job
+
+    found = find_job(job)
+    seen = max((record.seq for record in found.records()), default=0)
+    reply = asyncio.run(ask(found, AskStop(at_once=now)))
+    message(f"job {found.name}: {reply.text}")
+    try:
+        ended = _follow(found, seen)
+    except KeyboardInterrupt:
+        message(f"job {found.name}: not waited for any longer; it goes on stopping: resihp status {found.name}")
+        raise typer.Exit(130) from None
+    if not ended:
+        raise ResihpError(f"job {found.name}: nobody supervises it any more, and it has not said how it ended")
+    if told := how_to_go_on(load(found.run_file)):
+        message(f"job {found.name}: {told}")
+
+
+def _follow(job: Job, seen: int) -> bool:
+    """Say what happens until the job has ended; False where it is dead and has not."""
+    heard_at = time.monotonic()
+    while True:
+        is_led, has_ended = job.supervisor() is not None, job.exit_code_file.exists()
+        for seq, entry in _told(job, seen):
+            seen = seq
+            message(f"job {job.name}: {_text(entry)}")
+        if has_ended and not is_led:
+            return True
+        if is_led:
+            heard_at = time.monotonic()
+        elif time.monotonic() - heard_at > GONE_S:
+            return False
+        time.sleep(LOOK_EVERY_S)
+
+
+def _told(job: Job, seen: int) -> Iterator[tuple[int, AnyEntry]]:
+    """What came after number `seen`, of what tells how the job stops."""
+    from resihp.errors import ProtocolError
+    from resihp.record import journal
+
+    kinds = (journal.JobSignalled, journal.CheckpointCommitted, journal.FailureFound, journal.JobEnded)
+    with suppress(OSError, ProtocolError):
+        for record in job.records():
+            if record.seq > seen and isinstance(record.entry, kinds):
+                yield record.seq, record.entry
+
+
+def _text(entry: AnyEntry) -> str:
+    from resihp.record.describe import explain
+
+    return explain(entry).removeprefix("job: ")

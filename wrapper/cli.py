@@ -27,6 +27,7 @@ from wrapper.commands.report import command as report
 from wrapper.commands.status import command as status
 from wrapper.exit_codes import exit_code_of
 from wrapper.output.answers import message
+from wrapper.output.render import literal
 
 OTHERS = (
     *(jobs, status, logs, stop, checkpoint),
@@ -68,7 +69,9 @@ class RunOptions:
     config: Annotated[Path | None, typer.Option(help="A job file (TOML).")] = None
     local: Annotated[bool, typer.Option("--local", help="Run on this machine, with virtual nodes n1..nN.")] = False
     nodes: Annotated[int | None, typer.Option(help="Nodes.", show_default="1")] = None
-    gpus_per_node: Annotated[int | None, typer.Option(help="Devices of a node.", show_default="1")] = None
+    gpus_per_node: Annotated[
+        str | None, typer.Option(metavar="N|auto", help="Devices of a node; auto: all there are.", show_default="1")
+    ] = None
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", show_default="1")] = None
     pp: Annotated[int | None, typer.Option(help="Pipeline-parallel degree.", show_default="1")] = None
     schedule: Annotated[str | None, typer.Option(help="1f1b, interleaved or zero-bubble.", show_default="1f1b")] = None
@@ -101,6 +104,7 @@ class RunOptions:
     resume_or_start: Annotated[
         bool, typer.Option("--resume-or-start", help="Go on if --checkpoint-folder has a checkpoint.")
     ] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would be; start and write nothing.")] = False
 
 
 def run(said: RunOptions) -> None:
@@ -121,6 +125,7 @@ def run(said: RunOptions) -> None:
     Example: --fault kill:rank=1@iteration=3,phase=backward
     """
     from wrapper.commands import run as start
+    from wrapper.config.shape import devices_of
 
     whose, command = "", said.command
     if said.resume and command and len(command) > 1 and command[1] == "--":
@@ -128,7 +133,7 @@ def run(said: RunOptions) -> None:
     options = start.Options(
         job={
             "nodes": said.nodes,
-            "gpus_per_node": said.gpus_per_node,
+            "gpus_per_node": devices_of(said.gpus_per_node, said.nodes or 1, local=said.local),
             "memory_per_device": said.memory_per_device,
             "command": tuple(command) if command else None,
         },
@@ -153,6 +158,12 @@ def run(said: RunOptions) -> None:
         resume_or_start=said.resume_or_start,
         arguments=tuple(sys.argv[1:]),
     )
+    if said.dry_run:
+        from wrapper.commands.dry_run import told
+
+        for line in told(start.check(options)):
+            print(literal(line))
+        return
     raise typer.Exit(start.run(options))
 
 
@@ -186,7 +197,7 @@ def inject(
     speed: Annotated[float | None, typer.Option(help="How fast slow leaves it; 1 ends it.")] = None,
 ) -> None:
     """Inject a fault into a running test job, at once."""
-    from wrapper.commands import inject as operate
+    from wrapper.commands.operate import inject as operate
 
     message(operate.inject(job, kind, rank, node, speed, link))
 

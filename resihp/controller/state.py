@@ -486,6 +486,8 @@ class Beginning:
     """Ranks that have neither declared what they train nor been lost."""
     early_at: float | None = None
     """When something was last lost, or went wrong."""
+    told: set[str] = field(default_factory=set)
+    """What scripts ended with, as was told: of many ranks that end alike, the first is."""
     examined: bool = False
     """Devices and links have been measured."""
     second_looks: SecondLooks | None = None

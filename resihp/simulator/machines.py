@@ -88,9 +88,7 @@ class Worker:
         """State by the epoch whose layout it follows; two of them between `Ready` and `Begin`."""
         self.upcoming = 0
         self.nodes: dict[int, str] = {}
-        self.pause_asked = 0
-        self.save_asked = False
-        """Told to have a checkpoint written after the iteration under way."""
+        self.pause_asked, self.save_asked = 0, False
         self.pausing = False
         """Stopped between two iterations, because some rank was asked to."""
         self.plan: Plan | None = None

@@ -22,6 +22,12 @@ def say(job: Job, *arguments: str) -> tuple[int, str, str]:
 def test_a_checkpoint_now_a_list_of_them_and_a_stop(job: Job) -> None:
     job.train(iterations=ENDLESS, **SMALL)
     job.until(lambda: committed(job) >= 3)
+    titles = {process.cmdline()[0] for process in job.processes()}
+    assert titles >= {
+        "resihp job local-1 supervisor",
+        *(f"resihp job local-1 agent {node}" for node in ("n1", "n2")),
+        *(f"resihp job local-1 rank {rank}" for rank in range(4)),
+    }
 
     status, out, err = say(job, "checkpoint", "now", "local-1")
     assert status == 0, err

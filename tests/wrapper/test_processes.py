@@ -20,11 +20,12 @@ from resihp.errors import UsageError
 from resihp.protocol.messages import AskStanding
 from resihp.record.journal import FaultInjected, JobEnded, LeaderChosen, NodeLost, WorkerEnded, WorkerStarted, first_seq
 from tests.wrapper.conftest import SOON, StubJob
-from wrapper.commands import inject
+from wrapper.commands.operate import inject
 from wrapper.exit_codes import CANNOT_LEAD
 from wrapper.job_folder import all_jobs, finish_dead_job, hold_lock
 from wrapper.launch.ports import listen
 from wrapper.supervisor.guardian import supervisor_command
+from wrapper.supervisor.shell import TWICE_S
 
 FOREVER = "import time\nprint('here', flush=True)\ntime.sleep(3600)\n"
 STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER
@@ -226,10 +227,31 @@ def test_second_interrupt_ends_at_once(stub_job: StubJob) -> None:
     assert stub_job.process is not None
     stub_job.process.send_signal(signal.SIGINT)
     stub_job.until(lambda: any(isinstance(entry, JobEnded) for entry in stub_job.entries()))
+    time.sleep(TWICE_S)  # what comes sooner is the same signal, sent to a whole process group
     begun = time.monotonic()
     stub_job.process.send_signal(signal.SIGINT)
     assert stub_job.wait(10) == 130
     assert time.monotonic() - begun < 1.5
+
+
+def test_processes_say_whose_they_are(stub_job: StubJob) -> None:
+    stub_job.start(FOREVER, gpus=2)
+    running(stub_job, 2)
+    name = stub_job.job.name
+    titles = {process.cmdline()[0]: process.name() for process in stub_job.processes()}
+    assert (
+        titles.items()
+        >= {
+            f"resihp job {name} agent n1": "resihp agent n1",
+            f"resihp job {name} rank 0": "resihp rank 0",
+            f"resihp job {name} rank 1": "resihp rank 1",
+        }.items()
+    )
+    workers = [process for process in stub_job.processes() if " rank " in process.cmdline()[0]]
+    assert all(process.environ()["HOME"] == os.environ["HOME"] for process in workers)
+    assert stub_job.process is not None
+    stub_job.process.send_signal(signal.SIGTERM)
+    assert stub_job.wait(10) == 143
 
 
 def test_what_workers_started_ends_with_them(stub_job: StubJob) -> None:

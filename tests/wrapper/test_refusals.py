@@ -15,7 +15,7 @@ from resihp.protocol import messages as m
 from resihp.protocol.framing import Envelope, SecureChannel
 from tests.wrapper.conftest import SOON, StubJob
 from tests.wrapper.test_processes import FOREVER, exits, running
-from wrapper.commands import inject
+from wrapper.commands.operate import inject
 from wrapper.job_folder import SupervisorFile
 
 

@@ -75,6 +75,7 @@ def init(
 
     Example: resihp init --nodes 4 -- python train.py
     """
+    from wrapper.config.program import missing_script
     from wrapper.config.schema import read
 
     wanted = choose(
@@ -93,6 +94,8 @@ def init(
     after = [f"resihp submit {name} --dry-run"]
     if wanted.command == PLACEHOLDER:
         _message(f"put what you train into command = [...] of {name}, and the layout that your model needs")
+    elif missing := missing_script(wanted.command):
+        _message(f"{missing}; put it there, or mend command = [...] of {name}")
     _message(f"resihp doctor --config {name} looks whether this cluster can run it")
     _message(f"{after[0]} prints the batch script, resihp submit {name} submits it")
     paths = [str(folder / file) for file in files]

@@ -175,7 +175,11 @@ def command_to_go_on(arguments: Sequence[str], job: str, command: Sequence[str],
         said.pop()
     kept: list[str] = []
     for before, one in zip(["", *said], said, strict=False):
-        if one in ("--resume", "--resume-or-start", "--fault") or before == "--fault" or one.startswith("--fault="):
+        if (
+            one in ("--resume", "--resume-or-start", "--fault", "--dry-run")
+            or before == "--fault"
+            or one.startswith("--fault=")
+        ):
             continue
         kept.append(one)
     return shlex.join(["resihp", *(kept or ["run"]), "--resume", job, "--", *command])
@@ -189,7 +193,7 @@ def how_to_go_on(request: RunRequest) -> str:
     where = newest_complete(found.folder, verify=False)
     command = request.go_on or f"resihp run --resume {request.job} ..."
     again = "put into the batch script" if request.slurm else "type"
-    return f"checkpoint of iteration {found.iteration}: {where}\n  to go on from it, {again}: {command}"
+    return f"checkpoint of iteration {found.iteration}: {where}\nto go on from it, {again}: {command}"
 
 
 def _completed(run: Job) -> bool:

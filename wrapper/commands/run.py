@@ -24,6 +24,7 @@ from slurm import releases
 from slurm.client import Slurm
 from slurm.errors import SlurmError
 from wrapper.commands import earlier_runs
+from wrapper.commands.operate.last_words import last_words
 from wrapper.commands.resume import (
     CompletedError,
     Restart,
@@ -36,13 +37,14 @@ from wrapper.commands.resume import (
 )
 from wrapper.config import container, values
 from wrapper.config.program import resolve
-from wrapper.config.run_spec import Program, RunRequest, SlurmRequest
+from wrapper.config.run_spec import Container, ListenerSettings, Program, RunRequest, SlurmRequest
 from wrapper.config.schema import Configuration, DetectSection, check_partition, read
 from wrapper.config.shape import Shape, check_layout, check_target, of_allocation, on_this_machine
-from wrapper.exit_codes import REQUEUE
+from wrapper.exit_codes import BROKEN, EXIT_CODES, REQUEUE
 from wrapper.job_folder import close_home, create_local_job, create_slurm_job, home
 from wrapper.launch import allocation, batch_script, interfaces
 from wrapper.launch.allocation import Allocation
+from wrapper.output.answers import message
 from wrapper.sinks import fanout
 from wrapper.slurm_tasks import chain
 from wrapper.slurm_tasks.requeue import end_for_good
@@ -102,10 +104,33 @@ def _run(options: Options) -> int:
     _notice(
         f"job {request.job}: {settings.nodes} nodes of {settings.gpus_per_node}{of_them}, logs in {request.of_job.logs}"
     )
+    if request.resume:
+        _notice(f"job {request.job}: goes on from iteration {request.begins_at}, in {request.checkpoint_folder}")
     status = guardian.guard(request.save())
+    if status in (EXIT_CODES[ResihpError], BROKEN) and (words := last_words(request.of_job)):
+        message(f"job {request.job}: {words}")
     if status not in (0, REQUEUE) and (told := how_to_go_on(request)):
-        _notice(f"job {request.job}: {told}")
+        message(f"job {request.job}: {told}")
     return status
+
+
+@dataclass(frozen=True)
+class Checked:
+    """All that a run is to be, before anything of it is made."""
+
+    configuration: Configuration
+    allocation: Allocation | None
+    shape: Shape
+    faults: tuple[Fault, ...]
+    listening: ListenerSettings
+    inside: Container | None
+    program: Program
+    cwd: str
+    python_path: str
+    saved: Path | None
+    """Where checkpoints are to go, if that is said."""
+    restart: Restart
+    of_slurm: _InSlurm | None
 
 
 def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
@@ -113,6 +138,48 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
 
     `slurm`: whom to ask in an allocation; the commands on PATH if left out.
     """
+    checked = check(options, slurm)
+    configuration, found, of_slurm, shape = (
+        checked.configuration,
+        checked.allocation,
+        checked.of_slurm,
+        checked.shape,
+    )
+    resumption, again = checked.restart.resumption, found.restart_count if found else 0
+    job = create_slurm_job(found.job_id, again) if found else create_local_job()
+    checkpoints = resumption.folder if resumption else checked.saved or job.checkpoints.absolute()
+    mounted = container.job_folders(checked.cwd, job.folder, checkpoints, checked.python_path)
+    command = configuration.job.command
+    return RunRequest(
+        settings=_settings(configuration, job.name, shape, checked.faults, of_slurm, checked.program),
+        folder=str(job.folder),
+        program=checked.program,
+        command=command,
+        cwd=checked.cwd,
+        python_path=checked.python_path,
+        checkpoint_folder=str(checkpoints),
+        checkpoint_keep=configuration.checkpoint.keep,
+        resume=resumption is not None,
+        chained=options.resume_or_start and found is not None,
+        begins_at=resumption.iteration if resumption else 0,
+        go_on=command_to_go_on(options.arguments, job.name, command, options.resume or ""),
+        run=run_of(checkpoints, resumed=resumption is not None, earlier=checked.restart.run),
+        ledger_url=configuration.ledger.url,
+        ledger_keep_s=configuration.ledger.keep,
+        restart_count=again,
+        host=of_slurm.address if of_slurm else "127.0.0.1",
+        ports=values.ports_of(configuration.slurm.ports) if of_slurm else None,
+        interface=configuration.network.interface if of_slurm else "",
+        succession=_succession(configuration, found is not None and len(shape.nodes) > 1),
+        slurm=of_slurm.request if of_slurm else None,
+        container=container.with_folders(checked.inside, mounted),
+        listening=checked.listening,
+        configuration=_told(configuration),
+    )
+
+
+def check(options: Options, slurm: Slurm | None = None) -> Checked:
+    """What `prepare` goes by. Raises ResihpError for what can be refused; makes and starts nothing."""
     given = {
         section: {key: value for key, value in getattr(options, section).items() if value is not None}
         for section in SECTIONS
@@ -139,35 +206,9 @@ def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
     if options.resume_or_start and found and slurm and saved:
         _check_chain(saved, found, slurm)
     restart = _resumption(options, configuration, found, saved)
-    resumption, again = restart.resumption, found.restart_count if found else 0
     of_slurm = _of_slurm(configuration, found, slurm, restart.failed) if found and slurm else None
-    job = create_slurm_job(found.job_id, again) if found else create_local_job()
-    checkpoints = resumption.folder if resumption else saved or job.checkpoints.absolute()
-    return RunRequest(
-        settings=_settings(configuration, job.name, shape, planned, of_slurm, program),
-        folder=str(job.folder),
-        program=program,
-        command=configuration.job.command,
-        cwd=cwd,
-        python_path=python_path,
-        checkpoint_folder=str(checkpoints),
-        checkpoint_keep=configuration.checkpoint.keep,
-        resume=resumption is not None,
-        chained=options.resume_or_start and found is not None,
-        begins_at=resumption.iteration if resumption else 0,
-        go_on=command_to_go_on(options.arguments, job.name, configuration.job.command, options.resume or ""),
-        run=run_of(checkpoints, resumed=resumption is not None, earlier=restart.run),
-        ledger_url=configuration.ledger.url,
-        ledger_keep_s=configuration.ledger.keep,
-        restart_count=again,
-        host=of_slurm.address if of_slurm else "127.0.0.1",
-        ports=values.ports_of(configuration.slurm.ports) if of_slurm else None,
-        interface=configuration.network.interface if of_slurm else "",
-        succession=_succession(configuration, found is not None and len(shape.nodes) > 1),
-        slurm=of_slurm.request if of_slurm else None,
-        container=container.with_folders(inside, container.job_folders(cwd, job.folder, checkpoints, python_path)),
-        listening=listening,
-        configuration=_told(configuration),
+    return Checked(
+        configuration, found, shape, planned, listening, inside, program, cwd, python_path, saved, restart, of_slurm
     )
 
 

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from itertools import dropwhile
 from pathlib import Path
 
 from resihp.errors import UsageError
@@ -53,9 +54,19 @@ def resolve(command: Sequence[str], notice: Callable[[str], None], inside: str |
         if len(rest) == 1:
             raise UsageError(f"{first} -m: no module; name one")
         return Program(kind="module", argv=tuple(rest[1:]), interpreter=inside or _interpreter(first, notice))
-    if not Path(rest[0]).exists():
-        raise UsageError(f"{rest[0]}: no such script in {Path.cwd()}")
+    if missing := missing_script(command):
+        raise UsageError(missing)
     return Program(kind="script", argv=tuple(rest), interpreter=inside or _interpreter(first, notice))
+
+
+def missing_script(command: Sequence[str]) -> str:
+    """Which Python script a command would run that is not there; empty for any other command."""
+    if not command or not _PYTHON.fullmatch(os.path.basename(command[0])):
+        return ""
+    rest = [*dropwhile(lambda word: word.startswith("-") and word not in ("-m", "-c", "-"), command[1:])]
+    if not rest or rest[0].startswith("-") or Path(rest[0]).exists():
+        return ""
+    return f"{rest[0]}: no such script in {Path.cwd()}"
 
 
 def _interpreter(named: str, notice: Callable[[str], None]) -> str:

@@ -7,7 +7,8 @@ by `resihp run` and `resihp submit`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from resihp.errors import ConfigurationError, LayoutError, UsageError
@@ -40,6 +41,49 @@ def on_this_machine(configuration: Configuration) -> Shape:
     """As configured: virtual nodes for the layout, and as many more as there are spares."""
     job, spares = configuration.job, configuration.slurm.spares
     return Shape(virtual_nodes(job.nodes + spares), job.gpus_per_node, spares)
+
+
+def devices_of(said: str | None, nodes: int, *, local: bool) -> int | None:
+    """What `--gpus-per-node` says; `auto` with --local: the machine's GPUs, shared out over the virtual nodes, and in
+    Slurm what it gave, as without the option. Raises UsageError."""
+    if said is None or (said == "auto" and not local):
+        return None
+    if said == "auto":
+        there = _gpus_here(os.environ)
+        if there % nodes:
+            raise UsageError(
+                f"--gpus-per-node auto: {there} GPUs cannot be shared out evenly over {nodes} virtual nodes"
+            )
+        return there // nodes
+    if not said.isascii() or not said.isdigit():
+        raise UsageError(f"--gpus-per-node {said}: a number, or auto")
+    return int(said)
+
+
+def _gpus_here(environment: Mapping[str, str]) -> int:
+    """GPUs of this machine that its user may see. Raises UsageError where there are none."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        count = len([one for one in visible.split(",") if one.strip() not in ("", "-1", "NoDevFiles")])
+        if not count:
+            raise UsageError(f"--gpus-per-node auto: CUDA_VISIBLE_DEVICES={visible} shows no GPU; unset it, or say N")
+        return count
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
+    except OSError:
+        raise UsageError(
+            "--gpus-per-node auto: no nvidia-smi on this machine, so no GPU to count; --gpus-per-node N runs N workers "
+            "on processors"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            "--gpus-per-node auto: nvidia-smi -L did not answer within 20 s; say --gpus-per-node N"
+        ) from None
+    count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    if listed.returncode or not count:
+        said = (listed.stdout.strip() or listed.stderr.strip() or "nothing").splitlines()[0]
+        raise UsageError(f"--gpus-per-node auto: nvidia-smi -L lists no GPU ({said[:200]}); say --gpus-per-node N")
+    return count
 
 
 def of_allocation(configuration: Configuration, found: Allocation, notice: Callable[[str], None]) -> Shape:

@@ -11,15 +11,23 @@ by the controller at the end of each event, `judge` by the `watchdog`.
 
 from __future__ import annotations
 
+import re
 import signal as signals
 
 from resihp.controller import interface as api
 from resihp.controller import iterations, startup
 from resihp.controller.fail_stop import failures, incidents
 from resihp.controller.state import Job, Member, natural
+from resihp.protocol import client
+from resihp.protocol import messages as m
 
 GRACE_S = 3.0
 """How long what a rank raised waits for the same of other ranks, and for the process to end."""
+OWN_STATUSES = (m.ABORT_STATUS, client.AGENT_GONE_STATUS)
+"""With which we end a worker, whatever its script does."""
+FIRST_SIGNAL_STATUS = 129
+"""A shell's status for a program that a signal ended; so from there on."""
+_NUMBERS = re.compile(r"\d+")
 
 
 def review(job: Job) -> None:
@@ -72,9 +80,12 @@ def _nobody_declared(job: Job) -> None:
 
 
 def _needs_all(job: Job) -> None:
-    """A command ends with the first of its processes that fails, and with a node that it lacks."""
+    """A command ends with the first of its processes that fails, once others may have failed alike, and with a node
+    that it lacks."""
     failed = _failed(job)
     if failed:
+        if job.live and job.start.early_at is not None and job.now - job.start.early_at <= GRACE_S:
+            return
         _end_for(job, failed)
     elif _lacks_nodes(job):
         _too_few(job, "lost, and a program that does not say what it trains cannot do without them")
@@ -115,7 +126,8 @@ def _fence(job: Job, member: Member, reason: str) -> None:
     if member.fenced is None:
         member.fenced, member.declared = reason, None
         job.start.early_at = job.now
-        job.say("warning", f"{job.where(member.rank)}: given up, {reason}; its log tells more")
+        log = f"{member.node}.rank{member.rank}.log"
+        job.say("warning", f"{job.where(member.rank)}: given up, {reason}; its log, {log}, tells more")
         job.do(api.SignalWorker(rank=member.rank, signal=int(signals.SIGKILL)))
 
 
@@ -137,13 +149,31 @@ def _is_the_scripts(job: Job) -> bool:
         return True
     by_error: dict[str, list[int]] = {}
     for rank, member in sorted(job.members.items()):
-        if member.raised is not None:
-            by_error.setdefault(member.raised.error, []).append(rank)
+        if member.raised is not None:  # what differs in a number alone, a rank or a port, is the same
+            by_error.setdefault(_NUMBERS.sub("#", member.raised.error), []).append(rank)
     worst = max(by_error.values(), key=len, default=[])
     if _is_common(job, worst, nodes):
         incidents.program_is_broken(job, min(worst), len(worst))
         return True
-    return False
+    return _ends_alike(job, nodes)
+
+
+def _ends_alike(job: Job, nodes: set[str]) -> bool:
+    """End the job whose script exits with the same status everywhere, soon after its start."""
+    if job.now - job.start.ordered_at > job.settings.start_budget_s:
+        return False
+    by_status: dict[int, list[int]] = {}
+    for rank in sorted(job.record.unexplained):
+        member, status = job.members.get(rank), job.record.unexplained[rank] or 0
+        if member is None or member.raised is not None or member.unwilling or member.fenced is not None:
+            continue
+        if 0 < status < FIRST_SIGNAL_STATUS and status not in OWN_STATUSES:
+            by_status.setdefault(status, []).append(rank)
+    status, worst = max(by_status.items(), key=lambda item: len(item[1]), default=(0, []))
+    if not _is_common(job, worst, nodes):
+        return False
+    incidents.program_ends(job, worst, status)
+    return True
 
 
 def _is_common(job: Job, ranks: list[int], nodes: set[str]) -> bool:
@@ -226,7 +256,7 @@ def _end_for(job: Job, failed: list[int]) -> None:
         told = member.unwilling
     else:
         how = member.fenced or failures.ending(job.record.unexplained[rank] or 0)
-        told = f"{how} before training began; its log tells more"
+        told = f"{how} before training began; its log, {place.node}.rank{rank}.log, tells more"
     others = f"; {len(failed) - 1} more failed" if len(failed) > 1 else ""
     failures.explain_early(job)
     incidents.end(job, 1, f"{where}: {told}{others}")

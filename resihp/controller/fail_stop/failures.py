@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal as signals
 
 from resihp.controller import interface as api
@@ -14,6 +15,7 @@ from resihp.protocol import messages as m
 from resihp.record.journal import NodeLost
 from resihp.record.state import HowLost
 
+_NUMBERS = re.compile(r"\d+")
 MAX_REBUILDS = 5
 """Communication failures in a row, all ranks alive and no iteration committed, before the job gives up."""
 
@@ -52,7 +54,7 @@ def exited_early(job: Job, member: Member, status: int) -> None:
         return
     job.start.early_at = job.now
     if member.fenced is None and member.raised is None and job.departure is None:
-        job.say("warning", f"{job.where(member.rank)}: {ending(status)} before training began")
+        _tell_early(job, member, ending(status), always=status < 0)
 
 
 def raised(job: Job, member: Member, raised: m.Raised) -> None:
@@ -65,7 +67,14 @@ def raised(job: Job, member: Member, raised: m.Raised) -> None:
         if member.alive:  # until it ends
             job.start.awaited.add(member.rank)
             member.declared = None
-        job.say("warning", f"{job.where(member.rank)}: raised {raised.error} before training began")
+        _tell_early(job, member, f"raised {raised.error}")
+
+
+def _tell_early(job: Job, member: Member, what: str, *, always: bool = False) -> None:
+    alike = _NUMBERS.sub("#", what)
+    if always or alike not in job.start.told:
+        job.say("warning", f"{job.where(member.rank)}: {what} before training began")
+    job.start.told.add(alike)
 
 
 def incident(job: Job, member: Member, status: int) -> None:

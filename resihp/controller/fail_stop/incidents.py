@@ -20,19 +20,31 @@ def program_is_broken(job: Job, rank: int, count: int) -> None:
     raised = job.members[rank].raised
     assert raised is not None
     job.say("error", traceback_of(job, rank))
+    _blame_script(job, f"{count} ranks raised the same: {raised.error}", raised.traceback[-4000:])
+    end(job, 93, f"the training script fails in the same way on {count} ranks: {raised.error}; no node is to blame")
+
+
+def program_ends(job: Job, ranks: list[int], status: int) -> None:
+    """Before training began, and not by an exception."""
+    count = f"{len(ranks)} ranks" if len(ranks) > 1 else f"rank {ranks[0]}"
+    _blame_script(job, f"{count} exited with status {status} before training began", "")
+    what = f"the training script exits with status {status} before training began"
+    end(job, 93, f"{what}, on {count}; no node is to blame")
+
+
+def _blame_script(job: Job, cause: str, evidence: str) -> None:
     job.incidents = [
         Incident(
             kind="program",
             component="script",
-            cause=f"{count} ranks raised the same: {raised.error}",
-            evidence=raised.traceback[-4000:],
+            cause=cause,
+            evidence=evidence,
             found_at=job.now,
             iteration=job.record.committed + 1,
             epoch=job.epoch,
         )
     ]
     log_incidents(job)
-    end(job, 93, f"the training script fails in the same way on {count} ranks: {raised.error}; no node is to blame")
 
 
 def same_error_everywhere(job: Job) -> bool:

@@ -243,3 +243,11 @@ def test_nothing_is_written_that_would_be_refused(fresh_home: Path) -> None:
 def test_a_time_that_is_none(time: str, survey: FakeSurvey) -> None:
     with pytest.raises(UsageError, match=f"--time '{time}'"):
         resihp("--time", time)
+
+
+@pytest.mark.usefixtures("survey")
+def test_a_script_that_is_not_there_is_said(fresh_home: Path) -> None:
+    done = resihp("--", "python", "train.py")
+    assert f"train.py: no such script in {fresh_home}; put it there, or mend command" in done.stderr
+    Path("train.py").write_text("")
+    assert "no such script" not in resihp("--force", "--", "python", "train.py").stderr

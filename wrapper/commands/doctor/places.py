@@ -26,6 +26,7 @@ from resihp.errors import ResihpError
 from wrapper import job_folder
 from wrapper.commands.doctor.machine import CheckResult
 from wrapper.config import container
+from wrapper.config.program import missing_script
 from wrapper.config.schema import read, site_files
 from wrapper.job_folder import NO_LOCKS
 from wrapper.sinks.fanout import asked
@@ -149,6 +150,10 @@ def configuration(job_file: Path | None = None) -> Iterator[CheckResult]:
         container.check(found.container)
     except ResihpError as error:
         yield CheckResult(check="configuration", outcome="failed", text=str(error))
+        return
+    if missing := missing_script(found.job.command):
+        advice = "call resihp doctor in the folder that the job is submitted from, or mend command in [job]"
+        yield CheckResult(check="configuration", outcome="failed", text=missing, advice=advice)
         return
     yield CheckResult(check="configuration", outcome="ok", text=", ".join(files) or "no file, all defaults")
 

@@ -44,7 +44,7 @@ def stop(
 
     from resihp.errors import ResihpError
     from resihp.protocol.messages import AskStop
-    from wrapper.commands.inject import ask
+    from wrapper.commands.operate.inject import ask
     from wrapper.commands.resume import how_to_go_on
     from wrapper.config.run_spec import load
     from wrapper.job_folder import find_job

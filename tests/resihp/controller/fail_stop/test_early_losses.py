@@ -59,6 +59,60 @@ def test_what_all_ranks_raise_is_the_scripts_in_whatever_order_they_end(order: t
     assert [failure.component for failure in job.all(FailureFound)] == ["script"], "no node is to blame"
 
 
+def test_what_differs_in_a_number_alone_is_the_same() -> None:
+    job = gathered()
+    job.spawn(0, 1, 2, 3)
+    for rank in range(4):
+        ends(job, rank, f"FileNotFoundError: [Errno 2] No such file or directory: '/data/{rank}'")
+    assert job.end is not None
+    assert job.end[0] == 93
+    (failure,) = job.all(FailureFound)
+    assert failure.cause == "4 ranks raised the same: FileNotFoundError: [Errno 2] No such file or directory: '/data/0'"
+    told = [action.text for action in job.actions if isinstance(action, api.Say) and "before training" in action.text]
+    assert len(told) == 1, "said of the first rank alone"
+
+
+def test_a_script_that_exits_alike_everywhere_is_one_failure() -> None:
+    job = gathered()
+    job.spawn(0, 1, 2, 3)
+    for rank in range(4):
+        ends(job, rank, status=3)
+    assert job.end is not None
+    assert job.end == (
+        93,
+        "the training script exits with status 3 before training began, on 4 ranks; no node is to blame",
+    )
+    (failure,) = job.all(FailureFound)
+    assert (failure.component, failure.node, failure.cause) == (
+        "script",
+        None,
+        "4 ranks exited with status 3 before training began",
+    )
+
+
+def test_a_command_that_fails_everywhere_is_one_failure_though_one_process_is_first() -> None:
+    job = gathered(declares=False)
+    job.spawn(0, 1, 2, 3)
+    ends(job, 1, status=2)
+    job.wait(1)
+    assert job.end is None
+    for rank in (0, 2, 3):
+        ends(job, rank, status=2)
+    assert job.end is not None
+    assert job.end[0] == 93
+    assert len(job.all(FailureFound)) == 1
+
+
+@pytest.mark.parametrize("status", [137, -9, 117])
+def test_what_a_signal_ended_is_no_fault_of_the_script(status: int) -> None:
+    job = gathered()
+    job.spawn(0, 1, 2, 3)
+    for rank in range(4):
+        ends(job, rank, status=status)
+    assert job.end is not None
+    assert job.end[0] == 1
+
+
 @pytest.mark.parametrize("others", [(0, 2), (1, 3)])
 def test_half_of_the_ranks_on_two_nodes_are_enough_to_blame_the_script(others: tuple[int, int]) -> None:
     job = gathered()

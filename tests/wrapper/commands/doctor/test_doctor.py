@@ -589,3 +589,11 @@ def test_no_two_checks_can_wait_for_each_others_imports() -> None:
     ours = ("wrapper", "resihp", "slurm", "db", "pydantic", "pydantic_settings", "sqlalchemy")
     assert loaded, "nothing was seen, not even what only one check needs"
     assert not [name for name in loaded if name.split(".")[0] in ours and not name.startswith("sqlalchemy.dialects")]
+
+
+def test_a_script_that_is_not_there_is_noticed(fresh_home: Path) -> None:
+    (fresh_home / "job.toml").write_text('[job]\ncommand = ["python", "-u", "train.py", "--lr", "1"]\n')
+    finding = only(places.configuration(fresh_home / "job.toml"))
+    assert (finding.outcome, finding.text) == ("failed", f"train.py: no such script in {fresh_home}")
+    (fresh_home / "train.py").write_text("")
+    assert only(places.configuration(fresh_home / "job.toml")).outcome == "ok"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from resihp.process import MOST_OPEN_FILES
+from resihp.process import MOST_OPEN_FILES, titled
 
 SAY = """
 import os, resource, subprocess, sys
@@ -92,3 +92,39 @@ print(wait_for(child))
 def test_what_was_adopted_does_not_stay_when_it_has_ended(script: str, said: str) -> None:
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == said
+
+
+WORDS = [b"/usr/bin/python3", b"-P", b"-m", b"wrapper.agent.process", b"--run", b"/jobs/6/run.json", b"--node", b"n2"]
+WORDS += [b"--supervisor", b"127.0.0.1:4711", b""]
+ROOM = sum(len(word) + 1 for word in WORDS[:-1])
+
+
+def test_a_title_stands_in_place_of_the_interpreter() -> None:
+    told = titled(b"resihp job 6 a n2", WORDS, 6, ROOM)
+    assert len(told) == ROOM
+    assert told.rstrip(b"\0").split(b"\0") == [b"resihp job 6 a n2", *WORDS[2:-1]]
+
+
+@pytest.mark.parametrize("title", [b"resihp job 12345678 agent gpu-17", b"resihp job " + b"6" * 300])
+def test_by_what_a_process_is_found_is_never_cut(title: bytes) -> None:
+    told = titled(title, WORDS, 6, ROOM).rstrip(b"\0").split(b"\0")
+    assert title.startswith(told[0])
+    assert told[1:7] == WORDS[2:8]
+
+
+def test_where_there_is_no_room_nothing_is_changed() -> None:
+    assert titled(b"resihp job 6 agent n2", WORDS, 6, 20) == b""
+
+
+def test_the_title_is_seen_and_the_environment_stays() -> None:
+    script = (
+        "import os, pathlib; from resihp.process import name_process; name_process('6', 'rank 5', keep=0)\n"
+        "me = pathlib.Path('/proc/self')\n"
+        "print(me.joinpath('cmdline').read_bytes().rstrip(bytes(1)).decode())\n"
+        "print(me.joinpath('comm').read_text().strip())\n"
+        "print('HELD=by-this' in me.joinpath('environ').read_text().split(chr(0)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={"HELD": "by-this"}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["resihp job 6 rank 5", "resihp rank 5", "True"]

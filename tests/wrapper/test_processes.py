@@ -120,11 +120,11 @@ def test_preload_that_cannot_be_imported_is_a_usage_error(stub_job: StubJob) -> 
 # --- watching -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("death", "status"), [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", -9)])
-def test_exit_is_known_within_a_fifth_of_a_second(stub_job: StubJob, death: str, status: int) -> None:
+@pytest.mark.parametrize(("death", "status", "code"), [("os._exit(3)", 3, 93), ("os.kill(os.getpid(), 9)", -9, 1)])
+def test_exit_is_known_within_a_fifth_of_a_second(stub_job: StubJob, death: str, status: int, code: int) -> None:
     script = f"import os, time\ntime.sleep(0.5)\nprint(time.time(), flush=True)\n{death}\n"
     stub_job.start(script)
-    assert stub_job.wait() == 1
+    assert stub_job.wait() == code
     (record,) = [record for record in stub_job.job.records() if isinstance(record.entry, WorkerEnded)]
     assert exits(stub_job) == {0: status}
     assert record.at - float(stub_job.log("n1.rank0.log")) < 0.2

@@ -288,7 +288,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         node = node_name(options.node)
         request = _load(options.run)
-        name_process(request.job, f"agent {node}")
+        name_process(request.job, f"agent {node}", keep=6)  # its file and node: by these it is looked for
         forks = None if options.forks is None else inherited_socket(options.forks)
         run(request, node, options.supervisor, options.lease, forks)
     except _NoJobError as error:

@@ -403,7 +403,7 @@ def main(arguments: list[str] | None = None) -> None:
         die_with_parent(options.parent, signal.SIGHUP)
     try:
         request = load(options.run)
-        name_process(request.job, "supervisor")
+        name_process(request.job, "supervisor", keep=4)
         listener = socket.socket(fileno=options.listen)
         forks = None if options.forks is None else inherited_socket(options.forks)
         if options.bury:

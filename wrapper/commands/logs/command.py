@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from resihp.errors import ResihpError, UsageError
-from wrapper.commands.logs.tail import Follower, last_lines
+from wrapper.commands.logs.tail import GrowingFiles, last_lines
 from wrapper.output.answers import SCHEMA, JobArgument, JsonOption, message, to_json
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ MOST_LEADERS = 100
 _OF_RANK = re.compile(r"\.rank(\d+)\.log$")
 
 
-class Wanted(NamedTuple):
+class Whose(NamedTuple):
     """Whose logs; all where nothing is said."""
 
     rank: int | None = None
@@ -77,7 +77,7 @@ def logs(
         raise UsageError("logs: name one of --supervisor, --rank and --node; a rank on a node is --rank R --node N")
     if follow and as_json:
         raise UsageError("logs: --json is what there is now; leave -f out")
-    found, wanted = find_job(job), Wanted(rank, node, supervisor)
+    found, wanted = find_job(job), Whose(rank, node, supervisor)
     paths = files_of(found, wanted)
     if not paths:
         raise UsageError(_nothing(found, wanted))
@@ -85,7 +85,7 @@ def logs(
     shown = sorted(written, key=_written_at)[-MOST_FILES:]
     many = len(paths) > 1
     each = (LINES_OF_EACH if many else LINES) if lines is None else lines
-    follower = Follower()
+    follower = GrowingFiles()
     for path in paths:
         follower.begin(path, _size(path))
     ends = {}
@@ -110,7 +110,7 @@ def logs(
             _follow(found, wanted, follower, many)
 
 
-def files_of(job: Job, wanted: Wanted) -> list[Path]:
+def files_of(job: Job, wanted: Whose) -> list[Path]:
     """Logs of these processes that are there."""
     try:
         every = [path for path in job.logs.iterdir() if path.suffix == ".log"]
@@ -137,9 +137,9 @@ def _leaders(job: Job) -> set[str]:
     return set()
 
 
-def _nothing(job: Job, wanted: Wanted) -> str:
+def _nothing(job: Job, wanted: Whose) -> str:
     """Whose logs there are instead."""
-    there = files_of(job, Wanted())
+    there = files_of(job, Whose())
     ranks = sorted({int(of[1]) for path in there if (of := _OF_RANK.search(path.name))})
     nodes = sorted({path.name.partition(".")[0] for path in there} - {"supervisor", "forkserver"})
     if not there:
@@ -149,7 +149,7 @@ def _nothing(job: Job, wanted: Wanted) -> str:
     return f"job {job.name}: no log of {wanted} in {job.logs}; there are {of_ranks}, nodes {some}"
 
 
-def _follow(job: Job, wanted: Wanted, follower: Follower, many: bool) -> None:
+def _follow(job: Job, wanted: Whose, follower: GrowingFiles, many: bool) -> None:
     pause_s = LOOK_EVERY_S if len(files_of(job, wanted)) <= MOST_FILES else FIND_EVERY_S
     find_at, gone_at = time.monotonic() + FIND_EVERY_S, None
     while True:

@@ -28,7 +28,7 @@ def last_lines(path: Path, lines: int) -> tuple[list[str], int]:
     return [_text(line) for line in found[max(len(found) - lines, 0) :]], end
 
 
-class Follower:
+class GrowingFiles:
     """What is added to files, line by line: a line that is not whole yet waits for its end."""
 
     def __init__(self) -> None:

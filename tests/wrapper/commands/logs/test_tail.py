@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from wrapper.commands.logs import tail
-from wrapper.commands.logs.tail import Follower, last_lines
+from wrapper.commands.logs.tail import GrowingFiles, last_lines
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_a_long_file_is_read_from_its_end(log: Path, monkeypatch: pytest.MonkeyP
 
 def test_lines_are_told_once_and_when_they_are_whole(log: Path) -> None:
     log.write_text("old\nhalf")
-    follower = Follower()
+    follower = GrowingFiles()
     follower.begin(log, 4)
     assert log in follower
     assert [*follower.new()] == []
@@ -62,7 +62,7 @@ def test_lines_are_told_once_and_when_they_are_whole(log: Path) -> None:
 
 def test_a_file_that_begins_anew_is_read_from_its_beginning(log: Path) -> None:
     log.write_text("a long first line\nand ha")
-    follower = Follower()
+    follower = GrowingFiles()
     follower.begin(log, 0)
     assert [*follower.new()] == [(log, "a long first line")]
     log.write_text("anew\n")
@@ -71,7 +71,7 @@ def test_a_file_that_begins_anew_is_read_from_its_beginning(log: Path) -> None:
 
 def test_a_file_that_is_gone_is_passed_over(log: Path, tmp_path: Path) -> None:
     other = tmp_path / "n2.rank1.log"
-    follower = Follower()
+    follower = GrowingFiles()
     for path in (log, other):
         path.write_text("")
         follower.begin(path, 0)
@@ -83,7 +83,7 @@ def test_a_file_that_is_gone_is_passed_over(log: Path, tmp_path: Path) -> None:
 def test_a_line_without_an_end_does_not_fill_the_memory(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tail, "LONGEST_LINE_BYTES", 100)
     log.write_text("x" * 250)
-    follower = Follower()
+    follower = GrowingFiles()
     follower.begin(log, 0)
     assert [*follower.new()] == [(log, "x" * 250)]
     assert [*follower.rest()] == []

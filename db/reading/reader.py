@@ -546,8 +546,7 @@ class Reader:
         `kind`: of that kind alone. Raises UsageError when the table has no nodes, or no kinds, to ask for.
         """
         asked = TABLES[table]
-        columns = asked.source.c
-        query = asked.query
+        columns, query = asked.source.c, asked.query
         order = [columns[asked.order], *(c for c in asked.source.primary_key if c.key not in ("job_id", asked.order))]
         if job_id is not None:
             query = query.where(columns.job_id == job_id)
@@ -557,16 +556,15 @@ class Reader:
                 told = (there if column.key == "node" else column for column in query.selected_columns)
                 query = query.with_only_columns(*told)
             query = query.add_columns(JobRow.name.label("job"))
-            query = query.outerjoin(
-                JobRow, JobRow.id == columns.job_id
-            )  # an inner join SQLite would begin with the jobs
+            # An inner join SQLite would begin with the jobs.
+            query = query.outerjoin(JobRow, JobRow.id == columns.job_id)
             order = [columns[asked.time], columns.job_id, *order]
         if node is not None:
             named = [columns[name] for name in _node_columns(table)]
-            if job_id is None:
-                query = query.where(or_(*(self.is_asked(node, column, columns.job_id) for column in named)))
-            else:
-                query = query.where(or_(*(column == node for column in named)))
+            of_all = job_id is None
+            query = query.where(
+                or_(*(self.is_asked(node, each, columns.job_id) if of_all else each == node for each in named))
+            )
         if rank is not None:
             query = query.where(columns.rank == rank)
         if kind is not None:

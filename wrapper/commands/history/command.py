@@ -466,10 +466,7 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
     times: dict[str, Any] = {"since": asked.since, "until": asked.until}
     names: list[str] = []
     clusters: list[str] = []
-    elsewhere: set[str] = set()
-    if job is None and ledger in (None, "sqlite") and _tells_nodes(asked):
-        here = from_all(ledger, lambda reader: reader.clusters(), quiet=True)
-        elsewhere.update(name for found in here for name in found)
+    elsewhere = _clusters_here(ledger) if job is None and _tells_nodes(asked) else set()
 
     def ask(of: Callable[[Reader], list[Any]]) -> list[Any]:
         """What all ledgers answer."""
@@ -495,9 +492,7 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
         return _costs(asked, sorted(found, key=lambda pair: pair[0]["started_at"], reverse=True), whose, ledger)
     if asked.view in ("jobs", "lemons", "repairs", "rate", "promises", "spares"):
         rows = _reckoned(asked, ask, clusters)
-        closing = SPARES if asked.view == "spares" else ""
-        if asked.view == "spares" and (most := _jobs_with_spares(asked)) is not None and len(rows) >= most:
-            closing += f"\nthe newest {most} jobs whose plan was changed; more with --limit, all with --json"
+        closing = _which_spares(asked, len(rows)) if asked.view == "spares" else ""
         return Listing(queries.COLUMNS[asked.view], rows[: asked.limit], whose, len(rows), names, closing, clusters)
     if asked.by is not None:
         by: Any = asked.by
@@ -511,9 +506,7 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
     if asked.view == "devices":
         seen = ask(lambda reader: reader.rows("devices", None, node=asked.node, user=asked.user, **times))
         rows = hardware.placed(seen)
-        newest = sorted(rows, key=lambda row: row["last_seen"])[-asked.limit :] if asked.limit else rows
-        shown = sorted(newest, key=lambda row: (row["uuid"], row["first_seen"], row["node"], row["device"]))
-        return Listing(queries.COLUMNS["placements"], shown, whose, len(rows), names, "", clusters)
+        return Listing(queries.COLUMNS["placements"], _newest(rows, asked.limit), whose, len(rows), names, "", clusters)
     if asked.view == "iterations":
         if asked.node is not None:
             raise UsageError("history iterations: has no nodes; leave --node out")
@@ -526,6 +519,27 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
     rows = sorted(rows, key=lambda row: row[time])
     shown = rows[-asked.limit :] if asked.limit else rows
     return Listing(("job", *queries.COLUMNS[asked.view]), shown, whose, None, names, "", clusters)
+
+
+def _clusters_here(ledger: str | None) -> set[str]:
+    """Of all ledgers of this home; none where one was named."""
+    if ledger not in (None, "sqlite"):
+        return set()
+    return {name for found in from_all(ledger, lambda reader: reader.clusters(), quiet=True) for name in found}
+
+
+def _newest(placements: list[Any], limit: int | None) -> list[Any]:
+    """Of devices in nodes, those seen last, in order of the device."""
+    newest = sorted(placements, key=lambda row: row["last_seen"])[-limit:] if limit else placements
+    return sorted(newest, key=lambda row: (row["uuid"], row["first_seen"], row["node"], row["device"]))
+
+
+def _which_spares(asked: Asked, found: int) -> str:
+    """What the figures are, and of which jobs where not of all."""
+    most = _jobs_with_spares(asked)
+    if most is None or found < most:
+        return SPARES
+    return f"{SPARES}\nthe newest {most} jobs whose plan was changed; more with --limit, all with --json"
 
 
 def _tells_nodes(asked: Asked) -> bool:

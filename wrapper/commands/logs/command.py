@@ -85,14 +85,13 @@ def logs(
     shown = sorted(written, key=_written_at)[-MOST_FILES:]
     many = len(paths) > 1
     each = (LINES_OF_EACH if many else LINES) if lines is None else lines
-    follower = GrowingFiles()
+    growing, ends = GrowingFiles(), {}
     for path in paths:
-        follower.begin(path, _size(path))
-    ends = {}
+        growing.begin(path, _size(path))
     for path in shown:
         with suppress(OSError):
             ends[path], at = last_lines(path, each)
-            follower.begin(path, at)
+            growing.begin(path, at)
     if as_json:
         print(to_json({"schema": SCHEMA, "job": found.name, "folder": str(found.logs), "logs": _rows(ends)}))
         return
@@ -107,7 +106,7 @@ def logs(
         message(f"what it did and why: resihp history events {found.name}")
     if follow:
         with suppress(KeyboardInterrupt):
-            _follow(found, wanted, follower, many)
+            _follow(found, wanted, growing, many)
 
 
 def files_of(job: Job, wanted: Whose) -> list[Path]:
@@ -149,7 +148,7 @@ def _nothing(job: Job, wanted: Whose) -> str:
     return f"job {job.name}: no log of {wanted} in {job.logs}; there are {of_ranks}, nodes {some}"
 
 
-def _follow(job: Job, wanted: Whose, follower: GrowingFiles, many: bool) -> None:
+def _follow(job: Job, wanted: Whose, growing: GrowingFiles, many: bool) -> None:
     pause_s = LOOK_EVERY_S if len(files_of(job, wanted)) <= MOST_FILES else FIND_EVERY_S
     find_at, gone_at = time.monotonic() + FIND_EVERY_S, None
     while True:
@@ -157,13 +156,13 @@ def _follow(job: Job, wanted: Whose, follower: GrowingFiles, many: bool) -> None
         if time.monotonic() >= find_at or over:
             find_at = time.monotonic() + FIND_EVERY_S
             for path in files_of(job, wanted):
-                if path not in follower:
-                    follower.begin(path, 0)
+                if path not in growing:
+                    growing.begin(path, 0)
                     many = True
-        for path, line in follower.new():
+        for path, line in growing.new():
             _print(path, line, many)
         if over:
-            for path, line in follower.rest():
+            for path, line in growing.rest():
                 _print(path, line, many)
             message(f"job {job.name}: has ended; resihp status {job.name} tells how")
             return

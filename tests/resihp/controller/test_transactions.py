@@ -181,6 +181,17 @@ def test_state_that_nobody_holds_any_more_ends_the_job_and_says_what_to_type() -
     assert isinstance(job.actions[-1], api.End)
 
 
+def test_where_there_is_a_checkpoint_the_end_says_how_to_go_on_from_it() -> None:
+    job = Direct().run(2)
+    for rank in (0, 1):
+        job.say(rank, m.CheckpointPart(epoch=1, iteration=2, folder="f", file=f"r{rank}", bytes=9, seconds=0.5))
+    job.crash(1)
+    job.crash(3)
+    job.park(stepped=2)
+    assert job.end is not None
+    assert job.end.reason.endswith("; to go on from the checkpoint of iteration 2: --resume local-1")
+
+
 SLURM = {"slurm": True, "batch_node": "n1", "may_requeue": True}
 
 

@@ -256,7 +256,7 @@ def test_a_pipe_gets_whole_lines(fresh_home: Path, monkeypatch: pytest.MonkeyPat
     note_end(job)
     lines = jobs().stdout.splitlines()
     assert lines[0].split() == ["job", "state", "nodes", "iteration", "last", "ETA", "loss"]
-    assert lines[1].split()[:6] == ["local-1", "completed", "2", "of", "2", "3"]
+    assert lines[1].split()[:6] == ["local-1", "completed", "2", "x", "2", "3"]
     assert lines[2].endswith(f"  {job.folder}")
     assert len(lines) == 3
 

@@ -53,7 +53,7 @@ def _cells(row: Row, now: datetime) -> list[str]:
         state = f"failed {row['exit_code']}"
     if row["slurm_state"] not in (None, "running"):
         state += f", Slurm: {one_line(row['slurm_state'])}"
-    nodes = "-" if row["nodes"] is None else f"{row['nodes']} of {row['gpus_per_node']}"
+    nodes = "-" if row["nodes"] is None else f"{row['nodes']} x {row['gpus_per_node']}"
     last = row["last_iteration_at"]
     return [
         one_line(row["job"]),

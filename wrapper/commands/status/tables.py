@@ -34,12 +34,10 @@ def goodput_line(figures: dict[str, Any]) -> str:
 
 def progress_line(state: dict[str, Any]) -> str:
     """`last iteration 3 s ago, done in about 4 min 05 s, 18.2k tokens/s`; whether it may be stuck, asked.
-    Empty where there was no iteration."""
-    if state["last_iteration_at"] is None:
+    Empty before the first iteration, and of a job that is over."""
+    if state["seconds_since_iteration"] is None:
         return ""
-    told = []
-    if state["seconds_since_iteration"] is not None:
-        told.append(f"last iteration {ago(state['seconds_since_iteration'])}{' (stuck?)' if state['stuck'] else ''}")
+    told = [f"last iteration {ago(state['seconds_since_iteration'])}{' (stuck?)' if state['stuck'] else ''}"]
     if state["eta_seconds"] is not None:
         told.append(f"done in about {duration(state['eta_seconds'])}")
     if state["tokens_per_second"] is not None:

@@ -501,8 +501,9 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
         return Listing(queries.COLUMNS[asked.shape], rows[: asked.limit], whose, len(rows), names, "", clusters)
     if asked.view == "hosts":
         rows = _stays(asked, ask(lambda reader: hardware.stays(reader, node=asked.node)), clusters=clusters)
-        shown = rows[-asked.limit :] if asked.limit else rows
-        return Listing(queries.COLUMNS["hosts"], shown, whose, len(rows), names, "", clusters)
+        return Listing(
+            queries.COLUMNS["hosts"], rows[-(asked.limit or len(rows)) :], whose, len(rows), names, "", clusters
+        )
     if asked.view == "devices":
         seen = ask(lambda reader: reader.rows("devices", None, node=asked.node, user=asked.user, **times))
         rows = hardware.placed(seen)
@@ -517,8 +518,9 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
         rows = ask(lambda reader: reader.rows(asked.view, None, last=asked.limit, **asks))
     time = TABLES[asked.view].time
     rows = sorted(rows, key=lambda row: row[time])
-    shown = rows[-asked.limit :] if asked.limit else rows
-    return Listing(("job", *queries.COLUMNS[asked.view]), shown, whose, None, names, "", clusters)
+    return Listing(
+        ("job", *queries.COLUMNS[asked.view]), rows[-(asked.limit or len(rows)) :], whose, None, names, "", clusters
+    )
 
 
 def _clusters_here(ledger: str | None) -> set[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from resihp.record.journal import CheckpointCommitted, FailureFound, JobEnded, JobSignalled
@@ -42,6 +44,26 @@ def test_a_cancelled_job_is_saved_before_it_ends(cluster: MakeCluster) -> None:
     told, ended = (next(r.at for r in desk.records(job) if isinstance(r.entry, k)) for k in (JobSignalled, JobEnded))
     print(f"saved and ended {ended - told:.1f} s after Slurm had told why")
     assert set(desk.cluster.states().values()) <= {"idle", "completing", "allocated", "mixed"}
+
+
+def test_what_an_operator_stops_in_slurm_is_saved_too(cluster: MakeCluster) -> None:
+    """INT to the batch step, as Ctrl-C in an interactive allocation, and `resihp stop`: nobody else hears of it."""
+    desk = Desk(cluster(nodes=2, gpus=2, settings=PATIENT))
+    desk.pace(0.1)
+    ends = {130: ("scancel", "--batch", "--signal=INT"), 143: (sys.executable, "-m", "wrapper", "stop")}
+    for code, command in ends.items():
+        job = desk.sbatch_training(ITERATIONS, nodes=2)
+        desk.until_committed(job, 3)
+        done = desk.run(*command, job)
+        assert done.returncode == 0, done.stderr
+        assert desk.wait(job, 30)[0] == "FAILED", "Slurm's word for an exit code that is not 0"
+        desk.until(lambda job=job: desk.of(job, JobEnded), job)
+        assert [entry.meaning for entry in desk.of(job, JobSignalled)] == ["operator"], desk.output(job)
+        assert desk.of(job, JobEnded)[0].exit_code == code
+        iteration = saved(desk, job)
+        assert 3 <= iteration < ITERATIONS
+        assert f"checkpoint of iteration {iteration}: " in desk.output(job)
+        assert "to go on from it, put into the batch script: resihp run " in desk.output(job)
 
 
 @pytest.mark.soak

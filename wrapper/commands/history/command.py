@@ -508,19 +508,26 @@ def _of_all(asked: Asked, job: str | None, ledger: str | None) -> Listing:
         seen = ask(lambda reader: reader.rows("devices", None, node=asked.node, user=asked.user, **times))
         rows = hardware.placed(seen)
         return Listing(queries.COLUMNS["placements"], _newest(rows, asked.limit), whose, len(rows), names, "", clusters)
-    if asked.view == "iterations":
-        if asked.node is not None:
-            raise UsageError("history iterations: has no nodes; leave --node out")
-        limit = asked.limit or SHOWN
-        rows = ask(lambda reader: fleet.newest_iterations(reader, limit, user=asked.user, **times))
-    else:
-        asks = {"node": asked.node, "user": asked.user, "kind": asked.kind, **times}
-        rows = ask(lambda reader: reader.rows(asked.view, None, last=asked.limit, **asks))
+    rows = _newest_of_all(asked, ask)
     time = TABLES[asked.view].time
     rows = sorted(rows, key=lambda row: row[time])
     return Listing(
         ("job", *queries.COLUMNS[asked.view]), rows[-(asked.limit or len(rows)) :], whose, None, names, "", clusters
     )
+
+
+def _newest_of_all(asked: Asked, ask: Callable[[Callable[[Reader], list[Any]]], list[Any]]) -> list[Any]:
+    """Of each ledger the newest rows, so many as may be shown."""
+    from db.reading import fleet
+
+    times: dict[str, Any] = {"since": asked.since, "until": asked.until}
+    if asked.view == "iterations":
+        if asked.node is not None:
+            raise UsageError("history iterations: has no nodes; leave --node out")
+        limit = asked.limit or SHOWN
+        return ask(lambda reader: fleet.newest_iterations(reader, limit, user=asked.user, **times))
+    asks = {"node": asked.node, "user": asked.user, "kind": asked.kind, **times}
+    return ask(lambda reader: reader.rows(asked.view, None, last=asked.limit, **asks))
 
 
 def _clusters_here(ledger: str | None) -> set[str]:

@@ -167,16 +167,20 @@ def all_jobs(of: Path | None = None) -> list[Job]:
     return [job for _, _, job in sorted(found, key=lambda item: item[:2], reverse=True)]
 
 
-def find_job(name: str | None = None) -> Job:
+def find_job(name: str | None = None, *, acts: bool = False) -> Job:
     """The job of that name, the newest one without a name; of a Slurm job that was run again, its newest run.
 
-    In this home first, then among the user's jobs of all others. A path names the job in that folder. Raises
-    JobNotFoundError naming near matches, UsageError with the choices where several other homes have that name.
+    In this home first, then among the user's jobs of all others. A path names the job in that folder. `acts`: something
+    is to be done to it, so one of another home has to be named.
+
+    Raises JobNotFoundError naming near matches, UsageError with the choices where several other homes have that name.
     """
     if name is not None and os.sep in name:
         return _in_folder(Path(name).absolute())
     jobs = all_jobs()
     if name is None:
+        if not jobs and acts:
+            raise no_job_here()
         return jobs[0] if jobs else _newest_elsewhere()
     for job in jobs:
         if _is_named(job.name, name):
@@ -198,7 +202,7 @@ def find_job(name: str | None = None) -> Job:
 def no_job_here() -> JobNotFoundError:
     """What to say where this home has no job."""
     homes = other_homes()
-    where = f"; you have jobs in {named(homes)}: set RESIHP_HOME to one of them" if homes else ""
+    where = f"; you have jobs in {named(homes)}: set RESIHP_HOME to one of them, or name a job" if homes else ""
     return JobNotFoundError(f"no job in {home()}{where or '; start one with resihp run, or set RESIHP_HOME'}")
 
 

@@ -107,6 +107,15 @@ def test_a_job_is_found_from_another_folder_by_name_by_path_and_as_the_newest(el
     assert json.loads(ask("history", "iterations", "local-1", "--json").stdout)["rows"]
 
 
+def test_what_does_something_to_a_job_of_another_folder_has_to_name_it(elsewhere: Job) -> None:
+    for arguments in (("inject", "kill", "--rank", "0"), ("checkpoint", "now"), ("db", "upgrade")):
+        with pytest.raises(JobNotFoundError, match=r"you have jobs in .*, or name a job"):
+            ask(*arguments)
+    with pytest.raises(UsageError, match="job local-1: is not running"):
+        ask("inject", "kill", "local-1", "--rank", "0")
+    assert "schema" in ask("db", "upgrade", "local-1").stderr
+
+
 def test_the_job_of_this_home_is_meant_first(elsewhere: Job) -> None:
     here = create_local_job()
     assert here.name == elsewhere.name

@@ -45,7 +45,7 @@ def upgrade(job: JobArgument = None, ledger: LedgerOption = None) -> None:
     if ledger is None or ledger == "sqlite":
         from wrapper.job_folder import find_job
 
-        found = find_job(job)
+        found = find_job(job, acts=True)
         ledger = url_of(found) if ledger is None else str(resolve("sqlite", found.folder))
     before = migrate.current(ledger) if exists(ledger) else None
     after = migrate.upgrade(ledger, message)

@@ -168,7 +168,7 @@ def from_all(ledger: str | None, ask: Callable[[Reader], Found], *, quiet: bool 
     jobs = all_jobs()
     if not jobs:
         raise no_job_here()
-    if homes := other_homes():
+    if not quiet and (homes := other_homes()):
         message(f"jobs of this home alone; others of yours are in {named(homes)}")
     found: list[Found] = []
     seen: set[str] = set()

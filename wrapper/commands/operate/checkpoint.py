@@ -48,7 +48,7 @@ def now(
     from wrapper.commands.resume import checkpoint_folder_of
     from wrapper.job_folder import find_job
 
-    found = find_job(job)
+    found = find_job(job, acts=True)
     reply = asyncio.run(ask(found, AskCheckpoint(), patience_s=patience))
     if not reply.ok:
         raise ResihpError(f"job {found.name}: {reply.text}")

@@ -27,7 +27,7 @@ def inject(
     nodes = None if link is None else ends(link)
     if link is not None and nodes is None:
         raise UsageError(f"inject: --link {link} is not two nodes; for example --link n1-n2")
-    job = find_job(name)
+    job = find_job(name, acts=True)
     reply = asyncio.run(ask(job, Inject(kind=kind, rank=rank, node=node, link=nodes, speed=speed)))
     if not reply.ok:
         raise UsageError(f"job {job.name}: {reply.text}")

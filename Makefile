@@ -113,6 +113,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.ledger_size
 	$(BIN)/python -m benchmarks.lemons
 	$(BIN)/python -m benchmarks.ledger_queries
+	$(BIN)/python -m benchmarks.fleet_numbers
 	$(BIN)/python benchmarks/report.py
 	$(BIN)/python benchmarks/answers.py
 

@@ -73,6 +73,7 @@ class ListenerSettings(msgspec.Struct, frozen=True, kw_only=True):
     metrics_port: int = 0
     textfile: str = ""
     tensorboard: str = ""
+    traces: bool = False
     webhook: str = ""
     webhook_file: str = ""
     command: tuple[str, ...] = ()

@@ -247,7 +247,8 @@ class ContainerSection(Section):
 
 
 class MetricsSection(Section):
-    """[metrics]: the job's figures, for others to draw; nothing by default. The first two need resihp[metrics]."""
+    """[metrics]: the job's figures, for others to draw; nothing by default. The first two need resihp[metrics]; traces,
+    resihp[otel]."""
 
     port: int = Field(default=0, ge=0, le=65535)
     """Prometheus finds them there on the supervisor's machine, on loopback only; 0: nowhere."""
@@ -255,6 +256,9 @@ class MetricsSection(Section):
     """A file for node_exporter's textfile collector; `{job}` in it stands for the job's name."""
     tensorboard: str = ""
     """A folder for TensorBoard's scalars, in which each job gets one of its own."""
+    traces: bool = False
+    """A trace of each failure and change of plan, for the OpenTelemetry collector that `OTEL_EXPORTER_OTLP_ENDPOINT`
+    names; the other `OTEL_*` variables hold, too."""
 
 
 class HooksSection(Section):

@@ -1,4 +1,4 @@
-"""Who hears of a job while it runs, beside its ledger: terminal, Prometheus, hooks, TensorBoard.
+"""Who hears of a job while it runs, beside its ledger: terminal, Prometheus, hooks, TensorBoard, OpenTelemetry.
 
 `fanout` gives each record of the journal to all of them, `figures` is what most of them show, `queue` a thread for what
 may take long, `deferred_ledger` a ledger that a job does not wait for. None of them can delay or end a job.

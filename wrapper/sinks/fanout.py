@@ -1,4 +1,4 @@
-"""Who hears of a job beside its ledger: metrics, hooks, TensorBoard. Each record of the journal goes to all of them.
+"""Who hears of a job beside its ledger: metrics, hooks, TensorBoard, traces. All get each record of the journal.
 
 `asked` checks what the configuration asks for, before anything is started; `listeners` opens it in the supervisor, one
 that takes over included; `Listeners` stands where the ledger stood (`LedgerLike`). Whatever
@@ -8,6 +8,7 @@ happens to a listener, neither the job nor the ledger notices.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -95,6 +96,11 @@ def asked(configuration: Configuration) -> ListenerSettings:
         from wrapper.sinks.tensorboard import check
 
         check()
+    traces = False
+    if metrics.traces:
+        from wrapper.sinks.traces import asked_of
+
+        traces = asked_of(os.environ)
     webhook = hooks.webhook.get_secret_value()
     if webhook and hooks.webhook_file:
         raise ConfigurationError("[hooks] webhook_file: webhook is set too; leave one of them out")
@@ -106,6 +112,7 @@ def asked(configuration: Configuration) -> ListenerSettings:
         metrics_port=metrics.port,
         textfile=_absolute(metrics.textfile),
         tensorboard=_absolute(metrics.tensorboard),
+        traces=traces,
         webhook=webhook,
         webhook_file=_absolute(hooks.webhook_file),
         command=hooks.command,
@@ -130,6 +137,7 @@ def listeners(
     ways: dict[str, Callable[[], list[Listener]]] = {
         "hooks": lambda: _hooks(request, say, past),
         "tensorboard": lambda: _tensorboard(request, say, figures),
+        "traces": lambda: _traces(request, say, past),
         "metrics": lambda: _metrics(request, say, figures, past, lambda: standing(ledger, found)),
     }
     for name, opened in ways.items():
@@ -191,6 +199,14 @@ def _tensorboard(request: RunRequest, say: Callable[[str], None], past: Callable
     from wrapper.sinks.tensorboard import TensorBoard
 
     return [TensorBoard(Path(request.listening.tensorboard, request.job), say=say, past=past())]
+
+
+def _traces(request: RunRequest, say: Callable[[str], None], past: Sequence[Record]) -> list[Listener]:
+    if not request.listening.traces:
+        return []
+    from wrapper.sinks.traces import Traces
+
+    return [Traces(noted=request.of_job.folder / "traces.told", say=say, past=past)]
 
 
 def _metrics(

@@ -1,0 +1,279 @@
+"""What failures and changes of plan were, as spans: one trace each, from onset or notice to the first iteration after.
+
+`Story` makes them of the journal's records, pure: all times are the journal's, so that a supervisor that takes over
+makes the very same. Told by `wrapper.sinks.traces`. Knows no SDK.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from resihp.record import journal
+from resihp.record.describe import explain
+from resihp.record.packing import column
+
+if TYPE_CHECKING:
+    from resihp.parallelism.layout import Layout
+
+Value = str | int | float | Sequence[str] | Sequence[int]
+
+COMMITS_KEPT = 4096
+PACKED_KEPT = 4
+"""Where the onset of something slow is looked up: commits one by one, and packed records of those before."""
+EVENTS_KEPT = 64
+FAILED_BEFORE_COMMITS = 1
+"""Iterations that may still be committed after a failure that stops the job: their step was taken before."""
+
+_TOLD = (
+    *(journal.FaultInjected, journal.WorkerEnded, journal.NodeLost, journal.Suspected, journal.FailureFound),
+    *(journal.ProbesTaken, journal.ChangeDecided, journal.ChangeDeclined, journal.PlanDecided, journal.PlanRefused),
+    *(journal.PlanWithdrawn, journal.PlanInEffect, journal.LeaderChosen, journal.FailureEnded, journal.JobEnded),
+)
+"""Entries that are events of a root span."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Times are UTC in seconds since 1970. `failed`: why; empty unless the job ended by it."""
+
+    name: str
+    start: float
+    end: float
+    attributes: Mapping[str, Value] = field(default_factory=dict)
+    children: tuple[Span, ...] = ()
+    events: tuple[tuple[float, str, str], ...] = ()
+    """Moment, the journal's name of the entry, its words."""
+    failed: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """`seq`: number of the record that ended it. `key`: the same for the same trace, whoever makes it, and no other."""
+
+    seq: int
+    key: str
+    root: Span
+
+
+@dataclass(kw_only=True)
+class _Failure:
+    entry: journal.FailureFound
+    noticed_at: float
+    onset_at: float | None
+    commits: int
+    """Of the job, when it was found."""
+
+
+class Story:
+    """`follow` every record of a job, packed ones too, in order: it gives what is over with that record."""
+
+    def __init__(self) -> None:
+        self._of_job: dict[str, Value] = {}
+        self._began = 0.0
+        self._open: dict[int, _Failure] = {}
+        self._ended: dict[int, float] = {}
+        """When ranks' processes ended."""
+        self._layout: Layout | None = None
+        self._before: Layout | None = None
+        self._decided: journal.PlanDecided | None = None
+        self._commits: deque[tuple[int, float]] = deque(maxlen=COMMITS_KEPT)
+        self._packed: deque[journal.Record] = deque(maxlen=PACKED_KEPT)
+        self._committed = self._count = self._saved = 0
+        self._events: deque[tuple[float, str, str]] = deque(maxlen=EVENTS_KEPT)
+
+    def follow(self, record: journal.Record) -> list[Trace]:
+        entry, at = record.entry, record.at
+        if isinstance(entry, _TOLD):
+            self._events.append((at, type(entry).__name__, explain(entry)))
+        match entry:
+            case journal.JobStarted():
+                self._start(entry, at)
+            case journal.WorkerEnded():
+                self._ended[entry.rank] = at
+            case journal.IterationCommitted():
+                self._commits.append((entry.outcome.iteration, at))
+                self._committed, self._count = entry.outcome.iteration, self._count + 1
+            case journal.IterationsPacked():
+                self._packed.append(record)
+                self._committed, self._count = entry.last, self._count + entry.count
+            case journal.CheckpointCommitted():
+                self._saved = max(self._saved, entry.iteration)
+            case journal.FailureFound():
+                self._open[entry.failure] = self._found(entry, at)
+            case journal.PlanDecided():
+                self._decided = entry
+            case journal.PlanInEffect():
+                self._take_effect(entry.epoch)
+            case journal.Reconfigured():
+                return [self._reconfigured(record, entry)]
+            case journal.FailureEnded():
+                failure = self._open.pop(entry.failure, None)
+                return [] if failure is None else [self._kept(record, failure, at, "ended")]
+            case journal.JobEnded():
+                return list(self._at_the_end(record, entry))
+        return []
+
+    def _start(self, entry: journal.JobStarted, at: float) -> None:
+        self._began = at
+        self._of_job = {"resihp.job": entry.job, "resihp.run": entry.run or entry.job, "resihp.user": entry.user}
+        if entry.slurm is not None:
+            self._of_job |= {"slurm.job_id": str(entry.slurm.job), "slurm.cluster": entry.slurm.cluster}
+            if entry.slurm.array_job is not None:
+                self._of_job["slurm.array_job_id"] = f"{entry.slurm.array_job}_{entry.slurm.array_task}"
+
+    def _take_effect(self, epoch: int) -> None:
+        if self._decided is not None and self._decided.plan.epoch == epoch:
+            self._before, self._layout = self._layout, self._decided.plan.layout
+
+    def _found(self, entry: journal.FailureFound, at: float) -> _Failure:
+        noticed_at = min([at, *(self._ended[rank] for rank in entry.ranks if rank in self._ended)])
+        onset_at = None
+        if entry.detect_s is not None:
+            onset_at = noticed_at - entry.detect_s
+        elif entry.kind == "fail-slow":
+            onset_at = self._done_at(entry.iteration - 1)
+        if onset_at is not None:
+            onset_at = max(min(onset_at, noticed_at), self._began)
+        return _Failure(entry=entry, noticed_at=noticed_at, onset_at=onset_at, commits=self._count)
+
+    def _done_at(self, iteration: int) -> float | None:
+        """When an iteration was committed; None where that is too long ago to know."""
+        for done, at in reversed(self._commits):
+            if done == iteration:
+                return at
+        for record in self._packed:
+            entry = record.entry
+            assert isinstance(entry, journal.IterationsPacked)
+            if entry.first <= iteration <= entry.last:
+                return float(sum(column(record, "passed")[: iteration - entry.first + 1])) / 1e6
+        return None
+
+    # --- what is over -------------------------------------------------------------------------------------------
+
+    def _reconfigured(self, record: journal.Record, entry: journal.Reconfigured) -> Trace:
+        self._take_effect_late(entry.epoch)
+        failures = [self._open.pop(failure) for failure in entry.failures if failure in self._open]
+        decided = self._decided if self._decided is not None and self._decided.plan.epoch == entry.epoch else None
+        children = [*_before(failures, record.at - entry.seconds), *_phases(entry, record.at)]
+        attributes = {
+            **_about(failures),
+            "resihp.epoch": entry.epoch,
+            "resihp.layout.before": _words(self._before),
+            "resihp.layout.after": _words(self._layout),
+            "resihp.action": entry.action,
+            "resihp.attempts": entry.attempts,
+            "resihp.iterations_lost": int(entry.action == "redo"),
+            "resihp.bytes_moved": entry.bytes_moved,
+            "resihp.seconds": entry.seconds,
+        }
+        if decided is not None:
+            attributes["resihp.iteration"] = decided.next_iteration
+            attributes.setdefault("resihp.cause", decided.reason)
+        name = "recovery" if entry.failures else "change of plan"
+        return self._trace(record, name, children, attributes, record.at)
+
+    def _take_effect_late(self, epoch: int) -> None:
+        """Journals that lack the entry of a plan in effect."""
+        if self._decided is not None and self._layout is not self._decided.plan.layout:
+            self._take_effect(epoch)
+
+    def _kept(self, record: journal.Record, failure: _Failure, end: float, outcome: str, failed: str = "") -> Trace:
+        """A failure that no change of plan answered."""
+        attributes = {
+            **_about([failure]),
+            "resihp.epoch": failure.entry.epoch,
+            "resihp.layout.before": _words(self._layout),
+            "resihp.outcome": outcome,
+            "resihp.iterations_lost": max(self._committed - self._saved, 0) if failed else 0,
+        }
+        children = _before([failure], failure.noticed_at)
+        return self._trace(record, "failure", children, attributes, end, part=failure.entry.failure, failed=failed)
+
+    def _at_the_end(self, record: journal.Record, entry: journal.JobEnded) -> Iterator[Trace]:
+        """What is slow was so until now; what died ended the job, unless training went on without it."""
+        for failure in self._open.values():
+            if failure.entry.kind == "fail-slow":
+                yield self._kept(record, failure, record.at, "kept")
+            elif entry.state == "completed" or self._count - failure.commits > FAILED_BEFORE_COMMITS:
+                yield self._kept(record, failure, failure.noticed_at, "spared")
+            else:
+                yield self._kept(record, failure, record.at, "ended the job", entry.reason or entry.state)
+        self._open.clear()
+
+    def _trace(
+        self,
+        record: journal.Record,
+        name: str,
+        children: list[Span],
+        attributes: dict[str, Value],
+        end: float,
+        *,
+        part: int = 0,
+        failed: str = "",
+    ) -> Trace:
+        start = min([end, *(child.start for child in children)])
+        attributes = {**self._of_job, **attributes, "resihp.record": record.seq}
+        events = tuple(event for event in self._events if start <= event[0] <= end)
+        root = Span(
+            name=name,
+            start=start,
+            end=end,
+            attributes=attributes,
+            children=tuple(children),
+            events=events,
+            failed=failed,
+        )
+        key = f"{self._of_job.get('resihp.job', '')} {self._began!r} {record.seq} {part}"
+        return Trace(seq=record.seq, key=key, root=root)
+
+
+def _before(failures: Sequence[_Failure], began: float) -> list[Span]:
+    """From the onsets that are known to the moment when training was interrupted."""
+    found = []
+    for failure in failures:
+        number = {"resihp.failure": failure.entry.failure}
+        if failure.onset_at is not None:
+            noticed_at = min(failure.noticed_at, began) if failure.onset_at <= began else failure.noticed_at
+            found.append(Span(name="notice", start=failure.onset_at, end=noticed_at, attributes=number))
+        if failure.noticed_at < began:
+            found.append(Span(name="weigh", start=failure.noticed_at, end=began, attributes=number))
+    return found
+
+
+def _phases(entry: journal.Reconfigured, done: float) -> list[Span]:
+    """As the journal has them. Ranks build and move at their own pace: of these two it is the slowest rank's own time,
+    and what is left until training goes on is none of them."""
+    began = done - entry.seconds
+    parked = began + entry.park_s
+    confirmed = parked + entry.plan_s
+    built = confirmed + entry.groups_s
+    resumed = max(done - entry.first_iteration_s, confirmed)
+    decided = () if entry.planning_s is None else (Span(name="decide", start=parked, end=parked + entry.planning_s),)
+    return [
+        Span(name="park", start=began, end=parked),
+        Span(name="plan", start=parked, end=confirmed, children=decided),
+        Span(name="build communicators", start=confirmed, end=built),
+        Span(name="move state", start=built, end=built + entry.state_s),
+        Span(name="first iteration", start=min(resumed, done), end=done),
+    ]
+
+
+def _about(failures: Sequence[_Failure]) -> dict[str, Value]:
+    if not failures:
+        return {}
+    entries = [failure.entry for failure in failures]
+    return {
+        "resihp.failures": [entry.failure for entry in entries],
+        "resihp.cause": "; ".join(entry.cause for entry in entries),
+        "resihp.kind": ", ".join(dict.fromkeys(entry.kind for entry in entries)),
+        "resihp.component": ", ".join(dict.fromkeys(entry.component for entry in entries)),
+        "resihp.nodes": list(dict.fromkeys(entry.node for entry in entries if entry.node is not None)),
+        "resihp.ranks": sorted({rank for entry in entries for rank in entry.ranks}),
+    }
+
+
+def _words(layout: Layout | None) -> str:
+    return "" if layout is None else layout.describe()

@@ -1,0 +1,139 @@
+"""A trace of each failure and change of plan for an OpenTelemetry collector, told when it is over.
+
+Listens to the journal (`wrapper.sinks.fanout`); what traces are made of is in `wrapper.sinks.spans`. A thread
+(`wrapper.sinks.queue`) loads the SDK with the first one, and hands them to `wrapper.sinks.otlp`. How far a collector
+has taken them is noted in the job's folder: who takes over goes on from there, and ids are the same for the same trace.
+Decides nothing about the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol
+
+from resihp.errors import ConfigurationError
+from resihp.record import journal
+from wrapper.job_folder import write_private
+from wrapper.sinks.queue import MOST_WAITING, Aside
+from wrapper.sinks.spans import Story, Trace
+
+
+class Outlet(Protocol):
+    """`wrapper.sinks.otlp.Outlet`, as it is used here."""
+
+    def send(self, trace: Trace) -> None: ...
+    def close(self, deadline: float) -> bool: ...
+
+
+Opened = Callable[[Callable[[int], None], Callable[[str], None]], Outlet]
+"""Told whom to tell up to which record a collector has taken them, and whom to tell what is wrong."""
+
+
+class Traces:
+    """A listener. `noted`: the file that tells up to which record a collector has taken traces. `past`: records of
+    those who led before us, of which what is not noted is told now."""
+
+    def __init__(
+        self,
+        *,
+        noted: Path,
+        say: Callable[[str], None],
+        past: Sequence[journal.Record] = (),
+        opened: Opened | None = None,
+    ) -> None:
+        self._story = Story()
+        self._noted = noted
+        self._told = 0 if not past else None
+        self._say = say
+        self._opened = opened or _opened
+        self._outlet: Outlet | None = None
+        self._aside = Aside("traces", self._send, say)
+        former = [trace for record in past for trace in self._story.follow(record)]
+        for trace in former[-MOST_WAITING:]:
+            self._aside.put(trace)
+
+    def submit(self, record: journal.Record) -> None:
+        for trace in self._story.follow(record):
+            self._aside.put(trace)
+
+    def close(self, deadline: float) -> bool:
+        """The last ones are sent until then; a collector that does not take them is left."""
+        if not self._aside.close(deadline):
+            return False
+        return self._outlet is None or self._outlet.close(deadline)
+
+    def _send(self, trace: Trace) -> None:
+        if self._told is None:  # read here, since files may hang
+            self._told = _number(self._noted)
+        if trace.seq <= self._told:
+            return
+        if self._outlet is None:
+            self._outlet = self._opened(self._note, self._say)
+        self._outlet.send(trace)
+
+    def _note(self, seq: int) -> None:
+        with suppress(OSError):  # then it may be told again, by the same ids
+            write_private(self._noted, str(seq).encode())
+
+
+def _number(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _opened(note: Callable[[int], None], say: Callable[[str], None]) -> Outlet:
+    from wrapper.sinks import otlp
+
+    return otlp.opened(note, say)
+
+
+def asked_of(environment: Mapping[str, str]) -> bool:
+    """Whether traces that the configuration asks for are to be sent: OpenTelemetry's own switches come first.
+
+    Raises ConfigurationError for what cannot be had.
+    """
+    subject = "[metrics] traces"
+    if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return False
+    if environment.get("OTEL_TRACES_EXPORTER", "").strip().lower() == "none":
+        return False
+    if not all(_is_there(name) for name in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")):
+        raise ConfigurationError(
+            f"{subject}: OpenTelemetry's SDK and its exporter are not installed; pip install 'resihp[otel]', "
+            "or leave it out"
+        )
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        if protocol := environment.get(name, "").strip():
+            if protocol != "http/protobuf":
+                raise ConfigurationError(
+                    f"{subject}: {name} is {protocol}, and only http/protobuf is spoken here; "
+                    "export OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf, and the endpoint for it"
+                )
+            break
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"):
+        if endpoint := environment.get(name, ""):
+            _check(subject, name, endpoint)
+            break
+    return True
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # not even the package above it
+        return False
+
+
+def _check(subject: str, name: str, endpoint: str) -> None:
+    from wrapper.sinks.hooks import checked
+
+    try:
+        checked(endpoint)
+    except ValueError as error:
+        words = str(error).replace("https://example.org/hook", "http://localhost:4318")
+        raise ConfigurationError(f"{subject}: {name} {words}") from None

@@ -26,7 +26,8 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from requests.adapters import HTTPAdapter
 
 import resihp
-from wrapper.sinks.spans import Span, Trace
+from wrapper.sinks.queue import UndeliveredError
+from wrapper.sinks.spans import Episode, Span, Value
 
 LONGEST_ATTEMPT_S = 30.0
 """Whatever `OTEL_EXPORTER_OTLP_TIMEOUT` says: its specification has milliseconds, the SDK takes it for seconds."""
@@ -35,15 +36,16 @@ RECORD = "resihp.record"
 
 
 def opened(note: Callable[[int], None], say: Callable[[str], None]) -> Outlet:
-    """To the collector that the environment names. Raises ValueError for variables that the SDK refuses."""
+    """To the collector that the environment names. Raises UndeliveredError for variables that the SDK refuses."""
     for name in ("opentelemetry", "urllib3"):
-        logger = logging.getLogger(name)
-        logger.propagate = False
-        logger.addHandler(logging.NullHandler())
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     session, adapter = requests.Session(), _Adapter()
     for scheme in ("http://", "https://"):
         session.mount(scheme, adapter)
-    return Outlet(_Heard(OTLPSpanExporter(session=session), adapter, note, say), say)
+    try:
+        return Outlet(_Heard(OTLPSpanExporter(session=session), adapter, note, say), say)
+    except (ValueError, OSError, RuntimeError) as error:
+        raise UndeliveredError(f"OpenTelemetry's variables: {error}", again=False) from None
 
 
 class _Adapter(HTTPAdapter):
@@ -152,7 +154,7 @@ class Outlet:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("resihp", resihp.__version__)
 
-    def send(self, trace: Trace) -> None:
+    def send(self, trace: Episode) -> None:
         self._ids.begin(trace.key)
         self._make(trace.root, api.INVALID_SPAN)
 
@@ -160,15 +162,15 @@ class Outlet:
         span = self._tracer.start_span(
             told.name,
             context=api.set_span_in_context(parent),
-            attributes=dict(told.attributes),
+            attributes={name: _clean(value) for name, value in told.attributes.items()},
             start_time=_nanoseconds(told.start),
         )
         for at, name, words in told.events:
-            span.add_event(name, {"text": words}, timestamp=_nanoseconds(at))
+            span.add_event(name, {"text": _clean(words)}, timestamp=_nanoseconds(at))
         for child in told.children:
             self._make(child, span)
         if told.failed:
-            span.set_status(api.Status(api.StatusCode.ERROR, told.failed))
+            span.set_status(api.Status(api.StatusCode.ERROR, _text(told.failed)))
         span.end(_nanoseconds(told.end))  # after its children: a root that is sent has sent all of its trace
 
     def close(self, deadline: float) -> bool:
@@ -184,6 +186,19 @@ class Outlet:
         with suppress(RuntimeError):
             self._say("traces: the job has ended before all were sent")
         return False
+
+
+def _clean(value: Value) -> Value:
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, int | float):
+        return value
+    return [_text(each) for each in value if isinstance(each, str)] or [each for each in value if isinstance(each, int)]
+
+
+def _text(words: str) -> str:
+    """A name that is no text would have the SDK drop the whole batch."""
+    return words.encode(errors="replace").decode()
 
 
 def _nanoseconds(at: float) -> int:

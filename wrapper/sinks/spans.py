@@ -50,8 +50,11 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace:
-    """`seq`: number of the record that ended it. `key`: the same for the same trace, whoever makes it, and no other."""
+class Episode:
+    """A failure or a change of plan, from beginning to end.
+
+    `seq`: number of the record that ended it. `key`: the same for the same one, whoever tells it, and no other.
+    """
 
     seq: int
     key: str
@@ -78,13 +81,16 @@ class Story:
         """When ranks' processes ended."""
         self._layout: Layout | None = None
         self._before: Layout | None = None
+        """In effect, and when training last went on undisturbed."""
         self._decided: journal.PlanDecided | None = None
+        self._in_effect: tuple[int, journal.Record] | None = None
+        """Epoch, and the record that says so."""
         self._commits: deque[tuple[int, float]] = deque(maxlen=COMMITS_KEPT)
         self._packed: deque[journal.Record] = deque(maxlen=PACKED_KEPT)
         self._committed = self._count = self._saved = 0
         self._events: deque[tuple[float, str, str]] = deque(maxlen=EVENTS_KEPT)
 
-    def follow(self, record: journal.Record) -> list[Trace]:
+    def follow(self, record: journal.Record) -> list[Episode]:
         entry, at = record.entry, record.at
         if isinstance(entry, _TOLD):
             self._events.append((at, type(entry).__name__, explain(entry)))
@@ -94,9 +100,11 @@ class Story:
             case journal.WorkerEnded():
                 self._ended[entry.rank] = at
             case journal.IterationCommitted():
+                self._take_effect(entry.epoch)  # journals may lack the entry of a plan in effect
                 self._commits.append((entry.outcome.iteration, at))
                 self._committed, self._count = entry.outcome.iteration, self._count + 1
             case journal.IterationsPacked():
+                self._take_effect(entry.epoch)
                 self._packed.append(record)
                 self._committed, self._count = entry.last, self._count + entry.count
             case journal.CheckpointCommitted():
@@ -106,6 +114,7 @@ class Story:
             case journal.PlanDecided():
                 self._decided = entry
             case journal.PlanInEffect():
+                self._in_effect = entry.epoch, record
                 self._take_effect(entry.epoch)
             case journal.Reconfigured():
                 return [self._reconfigured(record, entry)]
@@ -118,7 +127,7 @@ class Story:
 
     def _start(self, entry: journal.JobStarted, at: float) -> None:
         self._began = at
-        self._of_job = {"resihp.job": entry.job, "resihp.run": entry.run or entry.job, "resihp.user": entry.user}
+        self._of_job = {"resihp.job": entry.job, "resihp.run": entry.run or entry.job}
         if entry.slurm is not None:
             self._of_job |= {"slurm.job_id": str(entry.slurm.job), "slurm.cluster": entry.slurm.cluster}
             if entry.slurm.array_job is not None:
@@ -126,7 +135,9 @@ class Story:
 
     def _take_effect(self, epoch: int) -> None:
         if self._decided is not None and self._decided.plan.epoch == epoch:
-            self._before, self._layout = self._layout, self._decided.plan.layout
+            self._layout = self._decided.plan.layout
+            if self._before is None:
+                self._before = self._layout
 
     def _found(self, entry: journal.FailureFound, at: float) -> _Failure:
         noticed_at = min([at, *(self._ended[rank] for rank in entry.ranks if rank in self._ended)])
@@ -153,11 +164,12 @@ class Story:
 
     # --- what is over -------------------------------------------------------------------------------------------
 
-    def _reconfigured(self, record: journal.Record, entry: journal.Reconfigured) -> Trace:
-        self._take_effect_late(entry.epoch)
+    def _reconfigured(self, record: journal.Record, entry: journal.Reconfigured) -> Episode:
+        self._take_effect(entry.epoch)
         failures = [self._open.pop(failure) for failure in entry.failures if failure in self._open]
         decided = self._decided if self._decided is not None and self._decided.plan.epoch == entry.epoch else None
-        children = [*_before(failures, record.at - entry.seconds), *_phases(entry, record.at)]
+        began = self._interrupted_at(record, entry)
+        children = [*_before(failures, began), *_phases(entry, began)]
         attributes = {
             **_about(failures),
             "resihp.epoch": entry.epoch,
@@ -169,18 +181,25 @@ class Story:
             "resihp.bytes_moved": entry.bytes_moved,
             "resihp.seconds": entry.seconds,
         }
+        self._before = self._layout
         if decided is not None:
             attributes["resihp.iteration"] = decided.next_iteration
             attributes.setdefault("resihp.cause", decided.reason)
         name = "recovery" if entry.failures else "change of plan"
-        return self._trace(record, name, children, attributes, record.at)
+        start = min(child.start for child in children)
+        return self._trace(record, name, children, attributes, start, began + entry.seconds)
 
-    def _take_effect_late(self, epoch: int) -> None:
-        """Journals that lack the entry of a plan in effect."""
-        if self._decided is not None and self._layout is not self._decided.plan.layout:
-            self._take_effect(epoch)
+    def _interrupted_at(self, record: journal.Record, entry: journal.Reconfigured) -> float:
+        """Records bear the time at which they were written, never before what they tell: the earlier one tells better.
+        One of another leader, who counted from another moment, does not."""
+        began = record.at - entry.seconds
+        if self._in_effect is not None and self._in_effect[0] == entry.epoch:
+            _, written = self._in_effect
+            if journal.term_of(written.seq) == journal.term_of(record.seq):
+                began = min(began, written.at - (entry.seconds - entry.first_iteration_s))
+        return began
 
-    def _kept(self, record: journal.Record, failure: _Failure, end: float, outcome: str, failed: str = "") -> Trace:
+    def _kept(self, record: journal.Record, failure: _Failure, end: float, outcome: str, failed: str = "") -> Episode:
         """A failure that no change of plan answered."""
         attributes = {
             **_about([failure]),
@@ -190,9 +209,11 @@ class Story:
             "resihp.iterations_lost": max(self._committed - self._saved, 0) if failed else 0,
         }
         children = _before([failure], failure.noticed_at)
-        return self._trace(record, "failure", children, attributes, end, part=failure.entry.failure, failed=failed)
+        start = failure.noticed_at if failure.onset_at is None else failure.onset_at
+        part = failure.entry.failure
+        return self._trace(record, "failure", children, attributes, start, end, part=part, failed=failed)
 
-    def _at_the_end(self, record: journal.Record, entry: journal.JobEnded) -> Iterator[Trace]:
+    def _at_the_end(self, record: journal.Record, entry: journal.JobEnded) -> Iterator[Episode]:
         """What is slow was so until now; what died ended the job, unless training went on without it."""
         for failure in self._open.values():
             if failure.entry.kind == "fail-slow":
@@ -209,12 +230,12 @@ class Story:
         name: str,
         children: list[Span],
         attributes: dict[str, Value],
+        start: float,
         end: float,
         *,
         part: int = 0,
         failed: str = "",
-    ) -> Trace:
-        start = min([end, *(child.start for child in children)])
+    ) -> Episode:
         attributes = {**self._of_job, **attributes, "resihp.record": record.seq}
         events = tuple(event for event in self._events if start <= event[0] <= end)
         root = Span(
@@ -227,7 +248,7 @@ class Story:
             failed=failed,
         )
         key = f"{self._of_job.get('resihp.job', '')} {self._began!r} {record.seq} {part}"
-        return Trace(seq=record.seq, key=key, root=root)
+        return Episode(seq=record.seq, key=key, root=root)
 
 
 def _before(failures: Sequence[_Failure], began: float) -> list[Span]:
@@ -243,21 +264,22 @@ def _before(failures: Sequence[_Failure], began: float) -> list[Span]:
     return found
 
 
-def _phases(entry: journal.Reconfigured, done: float) -> list[Span]:
+def _phases(entry: journal.Reconfigured, began: float) -> list[Span]:
     """As the journal has them. Ranks build and move at their own pace: of these two it is the slowest rank's own time,
-    and what is left until training goes on is none of them."""
-    began = done - entry.seconds
+    which is in `resihp.seconds`; no span lasts longer than until training went on."""
+    done = began + entry.seconds
     parked = began + entry.park_s
     confirmed = parked + entry.plan_s
-    built = confirmed + entry.groups_s
     resumed = max(done - entry.first_iteration_s, confirmed)
+    built = min(confirmed + entry.groups_s, resumed)
+    moved = min(built + entry.state_s, resumed)
     decided = () if entry.planning_s is None else (Span(name="decide", start=parked, end=parked + entry.planning_s),)
     return [
         Span(name="park", start=began, end=parked),
         Span(name="plan", start=parked, end=confirmed, children=decided),
-        Span(name="build communicators", start=confirmed, end=built),
-        Span(name="move state", start=built, end=built + entry.state_s),
-        Span(name="first iteration", start=min(resumed, done), end=done),
+        Span(name="build communicators", start=confirmed, end=built, attributes={"resihp.seconds": entry.groups_s}),
+        Span(name="move state", start=built, end=moved, attributes={"resihp.seconds": entry.state_s}),
+        Span(name="first iteration", start=resumed, end=done),
     ]
 
 

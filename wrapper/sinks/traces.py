@@ -18,18 +18,14 @@ from resihp.errors import ConfigurationError
 from resihp.record import journal
 from wrapper.job_folder import write_private
 from wrapper.sinks.queue import MOST_WAITING, Aside
-from wrapper.sinks.spans import Story, Trace
+from wrapper.sinks.spans import Episode, Story
 
 
-class Outlet(Protocol):
-    """`wrapper.sinks.otlp.Outlet`, as it is used here."""
+class Way(Protocol):
+    """To a collector: `wrapper.sinks.otlp.Outlet`."""
 
-    def send(self, trace: Trace) -> None: ...
+    def send(self, trace: Episode) -> None: ...
     def close(self, deadline: float) -> bool: ...
-
-
-Opened = Callable[[Callable[[int], None], Callable[[str], None]], Outlet]
-"""Told whom to tell up to which record a collector has taken them, and whom to tell what is wrong."""
 
 
 class Traces:
@@ -42,14 +38,12 @@ class Traces:
         noted: Path,
         say: Callable[[str], None],
         past: Sequence[journal.Record] = (),
-        opened: Opened | None = None,
     ) -> None:
         self._story = Story()
         self._noted = noted
         self._told = 0 if not past else None
         self._say = say
-        self._opened = opened or _opened
-        self._outlet: Outlet | None = None
+        self._outlet: Way | None = None
         self._aside = Aside("traces", self._send, say)
         former = [trace for record in past for trace in self._story.follow(record)]
         for trace in former[-MOST_WAITING:]:
@@ -65,13 +59,13 @@ class Traces:
             return False
         return self._outlet is None or self._outlet.close(deadline)
 
-    def _send(self, trace: Trace) -> None:
+    def _send(self, trace: Episode) -> None:
         if self._told is None:  # read here, since files may hang
             self._told = _number(self._noted)
         if trace.seq <= self._told:
             return
         if self._outlet is None:
-            self._outlet = self._opened(self._note, self._say)
+            self._outlet = _opened(self._note, self._say)
         self._outlet.send(trace)
 
     def _note(self, seq: int) -> None:
@@ -86,7 +80,7 @@ def _number(path: Path) -> int:
         return 0
 
 
-def _opened(note: Callable[[int], None], say: Callable[[str], None]) -> Outlet:
+def _opened(note: Callable[[int], None], say: Callable[[str], None]) -> Way:
     from wrapper.sinks import otlp
 
     return otlp.opened(note, say)

@@ -278,12 +278,12 @@ def test_a_take_over_after_a_million_iterations_unpacks_none_of_them(
 
     monkeypatch.setattr(packing, "_rows", rows)
     monkeypatch.setattr(wrapper.sinks.tensorboard, "_writer", lambda folder: pytest.fail("what is past is written"))
-    listening = ListenerSettings(textfile=str(tmp_path / "job.prom"), tensorboard=str(tmp_path / "runs"))
+    listening = ListenerSettings(textfile=str(tmp_path / "job.prom"), tensorboard=str(tmp_path / "runs"), traces=True)
     request = msgspec.structs.replace(request_of(create_local_job()), listening=listening)
     opened = listeners(request, Ledger(), pytest.fail, past)
     Listeners(Ledger(), opened).close()
     assert unpacked == []
-    assert len(opened) == 2
+    assert len(opened) == 3
     found = samples((tmp_path / "job.prom").read_bytes())
     assert found["resihp_iterations_total",] == found["resihp_iteration",] == len(past) * MOST
 

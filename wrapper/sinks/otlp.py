@@ -97,7 +97,11 @@ class _Heard(SpanExporter):
         self._say = say
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = self._exporter.export(spans)
+        self._attempts.outcome = "no answer"
+        try:
+            result = self._exporter.export(spans)
+        except Exception:  # noqa: BLE001 - said below; its words may hold a secret
+            result = SpanExportResult.FAILURE
         outcome = self._attempts.outcome
         if result is SpanExportResult.SUCCESS and not outcome:
             told = [seq for span in spans if isinstance(seq := (span.attributes or {}).get(RECORD), int)]

@@ -11,11 +11,13 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as Sent
@@ -28,7 +30,9 @@ from resihp.record import journal
 from resihp.record.packing import pack
 from tests.db.conftest import BEGAN, any_layout_story, outcome, started, story, write_journal
 from tests.waiting import until
+from tests.wrapper.conftest import StubJob
 from tests.wrapper.supervisor.test_shell import request_of
+from tests.wrapper.test_processes import UNTIL_TOLD, led_by, running, supervisor_of
 from wrapper.config.run_spec import ListenerSettings
 from wrapper.config.schema import read
 from wrapper.job_folder import create_local_job
@@ -463,16 +467,14 @@ def test_it_works_again(collector: Collector, tmp_path: Path) -> None:
     assert said[1] == "traces: work again"
 
 
-@pytest.mark.parametrize(("name", "value"), [("OTEL_BSP_MAX_QUEUE_SIZE", "-1"), ("OTEL_EXPORTER_OTLP_TIMEOUT", "x")])
 def test_variables_that_the_sdk_does_not_take(
-    collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+    collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that it refuses is said, and what it takes for its default is not."""
-    monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "-1")
     said: list[str] = []
-    tell(write_journal(tmp_path / "journal", story()), tmp_path, said, within_s=10)
-    assert len(said) == (1 if name == "OTEL_BSP_MAX_QUEUE_SIZE" else 0), said
-    assert all("max_queue_size must be a positive integer" in line for line in said)
+    tell(write_journal(tmp_path / "journal", any_layout_story()), tmp_path, said, within_s=10)
+    (line,) = said
+    assert line.startswith("traces: OpenTelemetry's variables: max_queue_size must be a positive integer.; not told")
 
 
 def test_headers_that_are_none_are_not_repeated(
@@ -545,6 +547,22 @@ print(json.dumps([name for name in sys.modules if name.split(".")[0] in ("opente
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == []
+
+
+def test_supervisors_that_die_tell_each_failure_once(stub_job: StubJob, collector: Collector) -> None:
+    stub_job.start(UNTIL_TOLD, nodes=2, listening=ListenerSettings(traces=True))
+    workers = running(stub_job, 2)
+    for term in (2, 3):
+        supervisor_of(stub_job).kill()
+        stub_job.until(partial(led_by, stub_job, term))
+    for worker in workers:
+        psutil.Process(worker.pid).kill()
+    assert stub_job.wait() != 0
+    found = [entry.cause for entry in stub_job.entries() if isinstance(entry, journal.FailureFound)]
+    roots = [{each.key: each.value for each in span.attributes} for span in collector.spans if not span.parent_span_id]
+    assert found
+    assert sorted(root["resihp.cause"].string_value for root in roots) == sorted(found)
+    assert {root["resihp.job"].string_value for root in roots} == {stub_job.job.name}
 
 
 def test_a_job_whose_supervisors_are_all_dead(

@@ -73,7 +73,7 @@ def packages() -> Iterator[CheckResult]:
             amiss.append(f"{name} is missing")
         elif least and _numbers(found) < _numbers(least[1]):
             amiss.append(f"{name} {found} is older than {least[1]}")
-    extras = {"prometheus-client": "metrics", "psycopg": "postgres", "tensorboard": "tensorboard"}
+    extras = ("opentelemetry-sdk", "prometheus-client", "psycopg", "tensorboard")
     there = [f"{name} {version}" for name in extras if (version := _version(name))]
     own = f"resihp {_version('resihp')}"
     if amiss:

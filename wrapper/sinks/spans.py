@@ -113,6 +113,8 @@ class Story:
                 self._open[entry.failure] = self._found(entry, at)
             case journal.PlanDecided():
                 self._decided = entry
+                if entry.action == "start":  # from a checkpoint, if not from the beginning
+                    self._saved = max(self._saved, entry.next_iteration - 1)
             case journal.PlanInEffect():
                 self._in_effect = entry.epoch, record
                 self._take_effect(entry.epoch)
@@ -220,6 +222,8 @@ class Story:
                 yield self._kept(record, failure, record.at, "kept")
             elif entry.state == "completed" or self._count - failure.commits > FAILED_BEFORE_COMMITS:
                 yield self._kept(record, failure, failure.noticed_at, "spared")
+            elif entry.state == "cancelled":
+                yield self._kept(record, failure, record.at, "cut short")
             else:
                 yield self._kept(record, failure, record.at, "ended the job", entry.reason or entry.state)
         self._open.clear()

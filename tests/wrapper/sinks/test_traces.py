@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import psutil
@@ -26,9 +26,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from resihp.errors import ConfigurationError
+from resihp.parallelism.plan import Plan, spread
 from resihp.record import journal
 from resihp.record.packing import pack
-from tests.db.conftest import BEGAN, any_layout_story, outcome, started, story, write_journal
+from tests.db.conftest import BEGAN, DP3, any_layout_story, outcome, started, story, write_journal
 from tests.waiting import until
 from tests.wrapper.conftest import StubJob
 from tests.wrapper.supervisor.test_shell import request_of
@@ -195,6 +196,22 @@ def test_failures_at_the_end_of_a_job_that_failed() -> None:
     assert [trace.root.failed for trace in (spared, kept, fatal)] == ["", "", "stage 1 is lost"]
     assert fatal.root.attributes["resihp.iterations_lost"] == 5
     assert len({trace.key for trace in (spared, kept, fatal)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("state", "outcome", "failed"), [("failed", "ended the job", "why"), ("cancelled", "cut short", "")]
+)
+def test_a_job_that_went_on_from_a_checkpoint_lost_what_came_after_it(
+    state: Literal["failed", "cancelled"], outcome: str, failed: str
+) -> None:
+    plan = Plan(epoch=1, layout=DP3, assignment=spread(12, 3))
+    start = journal.PlanDecided(plan=plan, next_iteration=101, action="start", finish=None, reason="start")
+    told: list[tuple[journal.AnyEntry, float]] = [(started(), BEGAN), (start, BEGAN + 1), *iterations(101, 103)]
+    told += [(died(1, 104), BEGAN + 104), (journal.JobEnded(exit_code=5, state=state, reason="why"), BEGAN + 105)]
+    (episode,) = traces_of(numbered(told))
+    assert episode.root.attributes["resihp.outcome"] == outcome
+    assert episode.root.attributes["resihp.iterations_lost"] == (3 if failed else 0)
+    assert episode.root.failed == failed
 
 
 # --- by the SDK -----------------------------------------------------------------------------------------------------

@@ -159,13 +159,16 @@ def _is_the_scripts(job: Job) -> bool:
 
 
 def _ends_alike(job: Job, nodes: set[str]) -> bool:
-    """End the job whose script exits with the same status everywhere, soon after its start."""
+    """End the job whose script exits with the same status everywhere, soon after its start, and before it has said what
+    it trains: who has come so far does not run a script that is broken for all."""
     if job.now - job.start.ordered_at > job.settings.start_budget_s:
         return False
     by_status: dict[int, list[int]] = {}
     for rank in sorted(job.record.unexplained):
         member, status = job.members.get(rank), job.record.unexplained[rank] or 0
         if member is None or member.raised is not None or member.unwilling or member.fenced is not None:
+            continue
+        if member.declared is not None:
             continue
         if 0 < status < FIRST_SIGNAL_STATUS and status not in OWN_STATUSES:
             by_status.setdefault(status, []).append(rank)

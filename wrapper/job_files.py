@@ -139,6 +139,11 @@ class Job:
         """Whether somebody has the job's lock: it runs, or begins."""
         return _is_locked(self)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended and nobody leads it any more."""
+        return self.exit_code_file.exists() and self.supervisor() is None
+
     def supervisor(self) -> SupervisorFile | None:
         """Where the supervisor listens; None when none has the job's lock."""
         if not self.is_led:

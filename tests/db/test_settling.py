@@ -260,20 +260,25 @@ def test_what_an_export_says_was_rolled_back_counts_only_where_it_can_be(
     assert kept(url, "a") is not None
 
 
-def test_rows_that_cannot_be_reckoned_with_hold_up_nobodys_end(
-    tmp_path: Path, ledger_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bring(tmp_path, ledger_url, "a")
-    with Reader.open(ledger_url) as reader:
-        first = reader.job("a")["id"]
+def cannot_be_reckoned(monkeypatch: pytest.MonkeyPatch, url: str, name: str) -> None:
+    """From now on, the rows of that job of the ledger."""
+    with Reader.open(url) as reader:
+        odd = reader.job(name)["id"]
     usual = Reader.settled
 
     def settled(self: Reader, job_id: int) -> str:
-        if job_id == first:
+        if job_id == odd:
             raise OverflowError("an iteration's number")
         return usual(self, job_id)
 
     monkeypatch.setattr(Reader, "settled", settled)
+
+
+def test_rows_that_cannot_be_reckoned_with_hold_up_nobodys_end(
+    tmp_path: Path, ledger_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bring(tmp_path, ledger_url, "a")
+    cannot_be_reckoned(monkeypatch, ledger_url, "a")
     bring(tmp_path, ledger_url, "b")
     with Reader.open(ledger_url) as reader:
         second = reader.job("b")
@@ -326,17 +331,8 @@ def test_an_import_goes_on_where_what_is_there_cannot_be_reckoned_with(
     tmp_path: Path, ledger_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bring(tmp_path, ledger_url, "a")
-    with Reader.open(ledger_url) as reader:
-        first = reader.job("a")["id"]
-    usual = Reader.settled
-
-    def settled(self: Reader, job_id: int) -> str:
-        if job_id == first:
-            raise OverflowError("an iteration's number")
-        return usual(self, job_id)
-
     bring(tmp_path, f"sqlite:///{tmp_path / 'b.db'}", "b")
-    monkeypatch.setattr(Reader, "settled", settled)
+    cannot_be_reckoned(monkeypatch, ledger_url, "a")
     assert [one.outcome for one in import_from(str(tmp_path / "b.db"), ledger_url)] == ["new"]
     assert unsettled(ledger_url) == 1
     said: list[str] = []

@@ -20,7 +20,7 @@ from resihp.errors import UsageError
 from resihp.protocol.messages import AskStanding
 from resihp.record.journal import FaultInjected, JobEnded, LeaderChosen, NodeLost, WorkerEnded, WorkerStarted, first_seq
 from tests.wrapper.conftest import SOON, StubJob
-from wrapper.commands.operate import inject
+from wrapper.commands.operate import inject, request
 from wrapper.exit_codes import CANNOT_LEAD
 from wrapper.job_folder import all_jobs, finish_dead_job, hold_lock
 from wrapper.launch.ports import listen
@@ -583,9 +583,9 @@ def test_how_a_rank_stands_is_answered_while_the_job_runs(stub_job: StubJob) -> 
     stub_job.start("import time\nprint('here', flush=True)\ntime.sleep(2)\n", nodes=2)
     running(stub_job, 2)
     [job] = all_jobs()
-    reply = asyncio.run(inject.ask(job, AskStanding(rank=1)))
+    reply = asyncio.run(request.ask(job, AskStanding(rank=1)))
     assert reply.ok, reply.text
     answer = msgspec.json.decode(reply.text, type=RankAnswer)
     assert (answer.rank, answer.node, answer.working, answer.level) == (1, "n2", False, None)
-    assert asyncio.run(inject.ask(job, AskStanding(rank=9))).text == "there is no rank 9; the job has ranks 0 to 1"
+    assert asyncio.run(request.ask(job, AskStanding(rank=9))).text == "there is no rank 9; the job has ranks 0 to 1"
     assert stub_job.wait() == 0, stub_job.stderr

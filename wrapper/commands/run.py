@@ -114,7 +114,7 @@ def _run(options: Options) -> int:
     return status
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Checked:
     """All that a run is to be, before anything of it is made."""
 
@@ -208,7 +208,18 @@ def check(options: Options, slurm: Slurm | None = None) -> Checked:
     restart = _resumption(options, configuration, found, saved)
     of_slurm = _of_slurm(configuration, found, slurm, restart.failed) if found and slurm else None
     return Checked(
-        configuration, found, shape, planned, listening, inside, program, cwd, python_path, saved, restart, of_slurm
+        configuration=configuration,
+        allocation=found,
+        shape=shape,
+        faults=planned,
+        listening=listening,
+        inside=inside,
+        program=program,
+        cwd=cwd,
+        python_path=python_path,
+        saved=saved,
+        restart=restart,
+        of_slurm=of_slurm,
     )
 
 

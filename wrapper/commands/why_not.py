@@ -101,7 +101,7 @@ def _asked(name: str | None, job: Row, rank: int) -> Row | None:
     import msgspec
 
     from resihp.protocol.messages import AskStanding
-    from wrapper.commands.operate.inject import ask
+    from wrapper.commands.operate.request import ask
     from wrapper.job_folder import find_job
 
     found = find_job(name)

@@ -124,7 +124,7 @@ def _bring_up_to_date(job: Job, url: str) -> None:
     from db.reading.queries import Reader
 
     path = next((path for path in (job.journal_file, job.journal_copy) if path.exists()), None)
-    if path is None or not _is_over(job):
+    if path is None or not job.is_over:
         return
     records = job.records()
     if not records:
@@ -145,10 +145,6 @@ def _bring_up_to_date(job: Job, url: str) -> None:
         message(f"warning: {why}; job {job.name} is shown as far as it was written")
         return
     catch_up(url, job.folder, path)
-
-
-def _is_over(job: Job) -> bool:
-    return job.exit_code_file.exists() and job.supervisor() is None
 
 
 def from_all(ledger: str | None, ask: Callable[[Reader], Found], *, quiet: bool = False) -> list[Found]:

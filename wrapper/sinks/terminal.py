@@ -103,7 +103,6 @@ class LiveView:
     @_quiet
     def say(self, level: Level, text: str) -> None:
         """A line from the controller or the supervisor."""
-        self._show_last()
         self._line(text, _STYLES.get(level, ""))
 
     @_quiet
@@ -128,12 +127,10 @@ class LiveView:
                 self._committed(entry)
             case journal.FailureFound():
                 self._always = SHOWN_AFTER_FAILURE
-                self._show_last()
                 self._line(explain(entry), _STYLES["warning"])
             case journal.Reconfigured():
                 self._line(self._recovered(entry), _STYLES["notice"])
             case journal.FaultInjected() | journal.CheckpointCommitted() | journal.EvaluationDone():
-                self._show_last()
                 self._line(explain(entry), "")
             case journal.JobEnded():
                 self._show_last()
@@ -174,6 +171,7 @@ class LiveView:
 
     def _line(self, text: str, style: str) -> None:
         """One message: above the panel, or a line."""
+        self._show_last()
         shown = literal(text)
         self._event = shown.splitlines()[0] if shown else ""
         self._print(Text(shown, style=style))

@@ -11,7 +11,6 @@ by the controller at the end of each event, `judge` by the `watchdog`.
 
 from __future__ import annotations
 
-import re
 import signal as signals
 
 from resihp.controller import interface as api
@@ -27,7 +26,6 @@ OWN_STATUSES = (m.ABORT_STATUS, client.AGENT_GONE_STATUS)
 """With which we end a worker, whatever its script does."""
 FIRST_SIGNAL_STATUS = 129
 """A shell's status for a program that a signal ended; so from there on."""
-_NUMBERS = re.compile(r"\d+")
 
 
 def review(job: Job) -> None:
@@ -149,8 +147,8 @@ def _is_the_scripts(job: Job) -> bool:
         return True
     by_error: dict[str, list[int]] = {}
     for rank, member in sorted(job.members.items()):
-        if member.raised is not None:  # what differs in a number alone, a rank or a port, is the same
-            by_error.setdefault(_NUMBERS.sub("#", member.raised.error), []).append(rank)
+        if member.raised is not None:
+            by_error.setdefault(failures.alike(member.raised.error), []).append(rank)
     worst = max(by_error.values(), key=len, default=[])
     if _is_common(job, worst, nodes):
         incidents.program_is_broken(job, min(worst), len(worst))

@@ -71,10 +71,14 @@ def raised(job: Job, member: Member, raised: m.Raised) -> None:
 
 
 def _tell_early(job: Job, member: Member, what: str, *, always: bool = False) -> None:
-    alike = _NUMBERS.sub("#", what)
-    if always or alike not in job.start.told:
+    if always or alike(what) not in job.start.told:
         job.say("warning", f"{job.where(member.rank)}: {what} before training began")
-    job.start.told.add(alike)
+    job.start.told.add(alike(what))
+
+
+def alike(what: str) -> str:
+    """The same for what differs in numbers alone: a rank, a port, an address."""
+    return _NUMBERS.sub("#", what)
 
 
 def incident(job: Job, member: Member, status: int) -> None:

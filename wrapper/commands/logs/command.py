@@ -49,6 +49,13 @@ class Whose(NamedTuple):
         return " on ".join(part for part in (of_rank, f"node {self.node}" if self.node else "") if part)
 
 
+class _Look(NamedTuple):
+    """At a file, once: a large job has tens of thousands, on a shared file system."""
+
+    size: int
+    written_at: float
+
+
 def register(app: typer.Typer) -> None:
     """Add `resihp logs` to the command line."""
     app.command()(logs)
@@ -81,13 +88,14 @@ def logs(
     paths = files_of(found, wanted)
     if not paths:
         raise UsageError(_nothing(found, wanted))
-    written = [path for path in paths if _size(path)] or paths[:1]
-    shown = sorted(written, key=_written_at)[-MOST_FILES:]
+    looked = {path: _look(path) for path in paths}
+    written = [path for path in paths if looked[path].size] or paths[:1]
+    shown = sorted(written, key=lambda path: looked[path].written_at)[-MOST_FILES:]
     many = len(paths) > 1
     each = (LINES_OF_EACH if many else LINES) if lines is None else lines
     growing, ends = GrowingFiles(), {}
     for path in paths:
-        growing.begin(path, _size(path))
+        growing.begin(path, looked[path].size)
     for path in shown:
         with suppress(OSError):
             ends[path], at = last_lines(path, each)
@@ -152,7 +160,7 @@ def _follow(job: Job, wanted: Whose, growing: GrowingFiles, many: bool) -> None:
     pause_s = LOOK_EVERY_S if len(files_of(job, wanted)) <= MOST_FILES else FIND_EVERY_S
     find_at, gone_at = time.monotonic() + FIND_EVERY_S, None
     while True:
-        over, gone = _is_over(job), job.supervisor() is None
+        over, gone = job.is_over, job.supervisor() is None
         if time.monotonic() >= find_at or over:
             find_at = time.monotonic() + FIND_EVERY_S
             for path in files_of(job, wanted):
@@ -173,10 +181,6 @@ def _follow(job: Job, wanted: Whose, growing: GrowingFiles, many: bool) -> None:
         time.sleep(pause_s)
 
 
-def _is_over(job: Job) -> bool:
-    return job.exit_code_file.exists() and job.supervisor() is None
-
-
 def _print(path: Path, line: str, many: bool) -> None:
     print(f"{path.stem}| {_shown(line)}" if many else _shown(line), flush=True)
 
@@ -192,15 +196,9 @@ def _rows(ends: dict[Path, list[str]]) -> list[dict[str, object]]:
     return [{"log": path.name, "path": str(path), "lines": lines} for path, lines in ends.items()]
 
 
-def _written_at(path: Path) -> float:
+def _look(path: Path) -> _Look:
     try:
-        return path.stat().st_mtime
+        found = path.stat()
     except OSError:
-        return 0.0
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+        return _Look(0, 0.0)
+    return _Look(found.st_size, found.st_mtime)

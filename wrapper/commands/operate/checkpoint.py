@@ -44,7 +44,7 @@ def now(
 
     from resihp.errors import ResihpError
     from resihp.protocol.messages import AskCheckpoint
-    from wrapper.commands.operate.inject import ask
+    from wrapper.commands.operate.request import ask
     from wrapper.commands.resume import checkpoint_folder_of
     from wrapper.job_folder import find_job
 

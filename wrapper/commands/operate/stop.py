@@ -44,7 +44,7 @@ def stop(
 
     from resihp.errors import ResihpError
     from resihp.protocol.messages import AskStop
-    from wrapper.commands.operate.inject import ask
+    from wrapper.commands.operate.request import ask
     from wrapper.commands.resume import how_to_go_on
     from wrapper.config.run_spec import load
     from wrapper.job_folder import find_job
@@ -68,11 +68,11 @@ def _follow(job: Job, seen: int) -> bool:
     """Say what happens until the job has ended; False where it is dead and has not."""
     heard_at = time.monotonic()
     while True:
-        is_led, has_ended = job.supervisor() is not None, job.exit_code_file.exists()
+        is_over, is_led = job.is_over, job.supervisor() is not None
         for seq, entry in _told(job, seen):
             seen = seq
             message(f"job {job.name}: {_text(entry)}")
-        if has_ended and not is_led:
+        if is_over:
             return True
         if is_led:
             heard_at = time.monotonic()

@@ -112,7 +112,7 @@ def test_what_comes_is_followed_until_the_job_ends(job: Job, monkeypatch: pytest
             (of.logs / "n2.rank4.log").write_text("a new process\n")
         return looks == 6
 
-    monkeypatch.setattr(command, "_is_over", trains)
+    monkeypatch.setattr(Job, "is_over", property(trains))
     result = run("--node", "n2", "-f", "-n", "0")
     assert [line for line in result.stdout.splitlines() if "==>" not in line] == [
         "n2.rank3| more",

@@ -1,0 +1,39 @@
+"""What operators ask of a running job: one request, one answer, over the supervisor's authenticated socket.
+
+Used by `resihp stop`, `checkpoint now`, `inject` and `why-not`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from resihp.errors import ResihpError, UsageError
+from resihp.protocol.framing import SecureChannel
+from resihp.protocol.messages import OperatorReply, OperatorRequest
+from wrapper.job_folder import Job
+
+ANSWER_S = 10.0
+
+
+async def ask(job: Job, request: OperatorRequest, patience_s: float = ANSWER_S) -> OperatorReply:
+    """Raises UsageError when the job is not running, ResihpError when it does not answer within `patience_s`."""
+    address = job.supervisor()
+    if address is None:
+        raise UsageError(f"job {job.name}: is not running; resihp status {job.name} tells how it ended")
+    try:
+        async with asyncio.timeout(patience_s):
+            channel: SecureChannel[OperatorReply] = await SecureChannel.connect(
+                address.host, address.port, job.key, OperatorReply
+            )
+            try:
+                await channel.send(request)
+                reply = await channel.recv()
+            finally:
+                channel.close()
+    except TimeoutError:
+        raise ResihpError(f"job {job.name}: no answer within {patience_s:g} s; resihp status {job.name}") from None
+    except OSError as error:
+        raise ResihpError(f"job {job.name}: the supervisor does not answer: {error}") from error
+    if reply is None:
+        raise ResihpError(f"job {job.name}: the supervisor ended before it answered")
+    return reply

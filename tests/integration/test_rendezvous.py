@@ -65,7 +65,7 @@ def test_nobody_without_the_key_is_told_an_address_or_can_change_one(job: Job) -
     found = listeners(job)
     told = {address: keys_told_to_a_stranger(address) for address in found}
     assert set(told.values()) == {None}, told
-    gloo = {address for address, held in found.items() if all(re.search(r"fork_?server", line) for line in held)}
+    gloo = {address for address, held in found.items() if all(re.search(r" rank \d", line) for line in held)}
     assert len(gloo) == RANKS, f"a worker listens for its peers, and for nobody else: {found}"
     (others,) = (held for address, held in found.items() if address not in gloo)
     assert all("-m wrapper" in line for line in others), others

@@ -15,10 +15,12 @@ import pytest
 from resihp.record.journal import CheckpointCommitted
 from tests.integration.jobs import Job
 from tests.integration.slurm_jobs import ITERATIONS, Reference
-from tests.integration.test_takeover import committed, entries, wait_for
+from tests.integration.test_takeover import committed, entries, supervisor_of, wait_for
 
 HUNG_S = 12.0
 """Longer than anything that a training job waits for: a silent node is given up after 6 s."""
+STOPPED_S = 2.0
+"""So long that the supervisor notices and writes it down, and nobody takes over."""
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def shared(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
         yield mounted, server
     finally:
         server.send_signal(signal.SIGCONT)
-        subprocess.run(["fusermount", "-u", str(mounted)], check=True)
+        subprocess.run(["fusermount", "-u", "-z", str(mounted)], check=True)
         server.terminate()  # nodes of a test cluster that began meanwhile still have it mounted
         server.wait(10)
 
@@ -54,6 +56,10 @@ def test_training_does_not_notice(
     wait_for(lambda: committed(job, 4))
     server.send_signal(signal.SIGSTOP)
     hung = time.monotonic()
+    supervisor = supervisor_of(job)
+    supervisor.suspend()  # what it says of that in its log, too, must not wait
+    time.sleep(STOPPED_S)
+    supervisor.resume()
     try:
         wait_for(lambda: committed(job, 20))
         wait_for(lambda: time.monotonic() > hung + HUNG_S)
@@ -67,3 +73,5 @@ def test_training_does_not_notice(
     assert (kept[0], kept[-1]) == (5, ITERATIONS), job.stderr
     assert not {10, 15, 20}.intersection(kept), job.stderr
     assert f"iteration {ITERATIONS} " in job.stderr
+    (log,) = mounted.glob("home/jobs/*/logs/supervisor.log")
+    assert "was stopped for" in log.read_text()

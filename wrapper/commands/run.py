@@ -49,7 +49,7 @@ from wrapper.sinks import fanout
 from wrapper.slurm_tasks import chain
 from wrapper.slurm_tasks.requeue import end_for_good
 from wrapper.supervisor import guardian
-from wrapper.supervisor.nonblocking_stderr import never_wait_for_stderr
+from wrapper.supervisor.patient_output import never_wait_for_stderr
 
 SECTIONS = ("job", "layout", "adapt", "ledger", "checkpoint")
 """Of the configuration, those that the command line has something of."""

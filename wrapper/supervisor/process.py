@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import getpass
 import itertools
-import logging
 import os
 import shutil
 import signal
@@ -47,7 +46,7 @@ from wrapper.sinks.fanout import LedgerLike, Listeners, listeners, tell_of_the_e
 from wrapper.slurm_tasks.job_comment import JobComment, say_at_last
 from wrapper.supervisor.collaborators import ControllerLike, SlurmDeskLike, ViewLike
 from wrapper.supervisor.node_history import NodeMemory
-from wrapper.supervisor.nonblocking_stderr import never_wait_for_stderr
+from wrapper.supervisor.patient_output import log_without_waiting, never_wait_for_stderr
 from wrapper.supervisor.shell import Supervisor
 from wrapper.supervisor.thinking.loading import SearchLoader
 from wrapper.supervisor.thinking.thinker import Thinker, command
@@ -408,9 +407,7 @@ def main(arguments: list[str] | None = None) -> None:
         forks = None if options.forks is None else inherited_socket(options.forks)
         if options.bury:
             sys.exit(bury(request, options.bury, listener))
-        logging.basicConfig(
-            filename=request.of_job.logs / "supervisor.log", format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-        )
+        log_without_waiting(request.of_job.logs / "supervisor.log")
         heir, journal = None, request.of_job.journal_file
         try:
             if options.successor:

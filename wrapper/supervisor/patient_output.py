@@ -1,16 +1,18 @@
-"""Messages to a file that may hang: under Slurm a job's stderr is a file on the shared file system.
+"""Messages to a file that may hang: a supervisor's log and, under Slurm, its stderr lie on the shared file system.
 
-Whoever prints goes on at once; a thread writes. What does not fit the queue any more is left out, and said so. A
-terminal is left alone. Used by the guardian and the supervisor, which must never wait for a folder.
+Whoever prints or logs goes on at once; a thread writes. What does not fit the queue any more is left out, and said
+so. A terminal is left alone. Used by the guardian and the supervisor, which must never wait for a folder.
 """
 
 from __future__ import annotations
 
 import atexit
 import io
+import logging
 import queue
 import sys
 import threading
+from pathlib import Path
 from typing import TextIO
 
 MOST_LINES = 10_000
@@ -74,3 +76,10 @@ def never_wait_for_stderr() -> None:
         patient = PatientOutput(sys.stderr)
         sys.stderr = patient
         atexit.register(patient.close)
+
+
+def log_without_waiting(path: Path) -> None:
+    """What this process logs is added to the end of `path`; whoever logs does not wait for it."""
+    patient = PatientOutput(path.open("a"))
+    logging.basicConfig(stream=patient, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    atexit.register(patient.close)

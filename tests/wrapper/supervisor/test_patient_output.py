@@ -3,7 +3,7 @@ from __future__ import annotations
 import io
 import threading
 
-from wrapper.supervisor.nonblocking_stderr import MOST_LINES, PatientOutput
+from wrapper.supervisor.patient_output import MOST_LINES, PatientOutput
 
 
 class Hung(io.StringIO):

@@ -25,7 +25,7 @@ from resihp.errors import LedgerError
 LEDGER_FILE = "ledger.db"
 BUSY_TIMEOUT_S = 5.0
 FULL_PAUSE_S = 0.1
-"""After the first try to connect to a server that is full; then twice as long each time."""
+"""Between tries to connect to a server that is full: short, for readers are few, and what is free is soon taken."""
 SILENCE_S = 30.0
 MIGRATION_LOCK_S = 3.0
 """How long a change of a server's schema waits for a table at a time: whoever comes after it waits as long."""
@@ -177,15 +177,13 @@ def _connect_patiently(
     """A server whose connections are all in use has one free in a moment, since ours are held for a batch only. Writers
     have pauses of their own (`db.writer`), for being refused costs a server as much as being let in."""
     until = time.monotonic() + BUSY_TIMEOUT_S
-    pause_s = FULL_PAUSE_S
     while True:
         try:
             return dialect.connect(*arguments, **named)
         except dialect.loaded_dbapi.Error as error:
             if not _all_in_use(str(error)) or time.monotonic() > until:
                 raise
-        time.sleep(random.uniform(0.5, 1.0) * pause_s)
-        pause_s *= 2
+        time.sleep(random.uniform(0.5, 1.0) * FULL_PAUSE_S)
 
 
 def _all_in_use(words: str) -> bool:

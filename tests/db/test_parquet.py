@@ -290,6 +290,18 @@ def test_a_folder_that_cannot_be_put_in_place_leaves_the_one_before(
     assert inodes(out) == before
 
 
+@on_sqlite
+def test_an_export_that_is_killed_between_its_renames_loses_nothing(year: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    export(year, out)
+    before = inodes(out)
+    out.rename(tmp_path / ".out.4711.old")  # as it stands after the first of the two
+    export(year, out)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    after = inodes(out)
+    assert {name for name in before if after.get(name) == before[name]}, "unchanged months are those of before"
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 JULYS = "iterations/month=2025-07/part-0.parquet"

@@ -397,7 +397,11 @@ class Lacking:
 
     def total(self, layout: Layout) -> int:
         """For all ranks of a layout."""
-        return int(sum(self._of(rank, now) for rank, now in holdings(layout.replicas))) * self._each
+        parts: dict[int, int] = {}  # numerators by denominator: whole ones for nearly all, which add up fast
+        for rank, now in holdings(layout.replicas):
+            lacking = self._of(rank, now)
+            parts[lacking.denominator] = parts.get(lacking.denominator, 0) + lacking.numerator
+        return int(sum(Fraction(n, d) for d, n in parts.items())) * self._each
 
     def _of(self, rank: int, now: HeldState) -> Fraction:
         """Elements of one tensor of each parameter."""

@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from resihp.parallelism.layout import LayerSpan, Replica, Stage
 from resihp.scheduler.cost import memory
 from resihp.scheduler.cost.prices import Priced, Prices
 from resihp.scheduler.cost.profile import Times
 from resihp.scheduler.layouts import layers, shares
+from resihp.scheduler.layouts.labels import assigned
 from resihp.scheduler.situation import Situation
 
 MOST_DEVICES = 8
@@ -275,7 +275,7 @@ class _ExhaustiveSearch:
                 for _, _, kind, span in places
             ]
         )
-        at, which = linear_sum_assignment(kept, maximize=True)
+        at, which = assigned(kept, maximize=True)
         stages: dict[int, dict[int, Stage]] = defaultdict(dict)
         for place, group in zip(at.tolist(), which.tolist(), strict=True):
             i, s, _, span = places[place]

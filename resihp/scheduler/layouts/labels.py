@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
-from scipy.optimize import linear_sum_assignment
+import numpy.typing as npt
 
 from resihp.parallelism.layout import Layout, Replica, Stage
 from resihp.scheduler.cost.held_state import HeldState, units_outside
@@ -28,6 +29,15 @@ MOST_TOGETHER = 512
 
 MOST_NODES = 32
 """More do not change places as a whole."""
+
+
+def assigned(gains: npt.NDArray[Any], *, maximize: bool = False) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """`scipy.optimize.linear_sum_assignment`, imported by the first call: as long as all else of a question takes that
+    puts no ranks anywhere. A controller has it since its start (`transition_cost`)."""
+    from scipy.optimize import linear_sum_assignment
+
+    found: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] = linear_sum_assignment(gains, maximize=maximize)
+    return found
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -106,7 +116,7 @@ class _Labels:
         key = tuple(seats), tuple(pool)
         if key not in self._known:
             cost = self._bytes[np.array([self._row[rank] for rank in pool]), np.array(seats)[:, None]]
-            at, which = linear_sum_assignment(cost)
+            at, which = assigned(cost)
             self._known[key] = int(cost[at, which].sum()), [pool[j] for j in which.tolist()]
         return self._known[key]
 
@@ -131,7 +141,7 @@ class _Labels:
         named = [[self._named(seats[a], b) for b in nodes] for a in nodes]
         cost = np.array([[math.inf if one is None else one[0] for one in row] for row in named])
         cost[np.isinf(cost)] = 1.0 + 2.0 * len(nodes) * np.max(cost[np.isfinite(cost)], initial=1.0)
-        for a, b in zip(*(found.tolist() for found in linear_sum_assignment(cost)), strict=True):
+        for a, b in zip(*(found.tolist() for found in assigned(cost)), strict=True):
             one = named[a][b]
             if one is None:
                 return replicas
@@ -167,7 +177,7 @@ class _Labels:
                 for place, _ in members:
                     least[pool, place.first] = self._least(place, pool)
             cost = np.array([[least[pool, place.first] for pool in pools] for place, _ in members])
-            at, which = linear_sum_assignment(cost)
+            at, which = assigned(cost)
             for i, j in zip(at.tolist(), which.tolist(), strict=True):
                 place = members[i][0]
                 taken[place.first : place.first + place.tp] = groups[j]

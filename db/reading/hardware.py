@@ -178,16 +178,17 @@ def stays(reader: Reader, job_id: int | None = None, node: str | None = None) ->
         query = query.where(host_name.in_(there))
         parts = parts.join(MembershipRow, and_(*(devices[name] == served[name] for name in OF_STAY)))
         parts = parts.where(host_name.in_(there))
-    made: dict[object, dict[int, Row]] = {}
-    for row in reader.fetch(parts):
-        made.setdefault(tuple(row[name] for name in OF_STAY), {})[row["device"]] = row
-    rows = reader.fetch(query)
-    for row in rows:
-        row["nic_firmware"] = _firmware(row["nic_firmware"])
-        row["made_of"] = made.get(tuple(row[name] for name in OF_STAY), {})
-        if job_id is None:
-            row["node"], row["host"] = row.pop("node_name"), row["host_name"]
-    return rows
+    with no_collection():
+        made: dict[object, dict[int, Row]] = {}
+        for row in reader.fetch(parts):
+            made.setdefault(tuple(row[name] for name in OF_STAY), {})[row["device"]] = row
+        rows = reader.fetch(query)
+        for row in rows:
+            row["nic_firmware"] = _firmware(row["nic_firmware"])
+            row["made_of"] = made.get(tuple(row[name] for name in OF_STAY), {})
+            if job_id is None:
+                row["node"], row["host"] = row.pop("node_name"), row["host_name"]
+        return rows
 
 
 def told_changes(rows: Iterable[Row]) -> list[Row]:
@@ -195,22 +196,23 @@ def told_changes(rows: Iterable[Row]) -> list[Row]:
     words; empty where nothing did, or nobody knows. Columns: `job_id`, `STAY`, `vbios` of its devices, `changed`."""
     found = []
     known: dict[str, dict[str, str]] = {}
-    for row in sorted(rows, key=lambda row: (row["joined_at"], row["host_name"], row["node"])):
-        facts = {words: row[name] for name, words in FACTS.items()}
-        facts |= {f"firmware of {name}": version for name, version in row["nic_firmware"].items()}
-        for number, part in sorted(row["made_of"].items()):
-            facts |= {f"device {number}": part["uuid"][:UUID_SHOWN], f"VBIOS of device {number}": part["vbios"]}
-        before = known.setdefault(row["host_name"], {})
-        changed = [
-            f"{words} {before[words]} -> {value}"
-            for words, value in facts.items()
-            if value and before.get(words, value) != value
-        ]
-        before.update({words: value for words, value in facts.items() if value})
-        vbios = ", ".join(sorted({part["vbios"] for part in row["made_of"].values()} - {""}))
-        stay = {name: row[name] for name in ("job_id", *STAY)}
-        stay["nic_firmware"] = ", ".join(" ".join(each) for each in row["nic_firmware"].items())
-        found.append({**stay, "vbios": vbios, "changed": "; ".join(changed)})
+    with no_collection():
+        for row in sorted(rows, key=lambda row: (row["joined_at"], row["host_name"], row["node"])):
+            facts = {words: row[name] for name, words in FACTS.items()}
+            facts |= {f"firmware of {name}": version for name, version in row["nic_firmware"].items()}
+            for number, part in sorted(row["made_of"].items()):
+                facts |= {f"device {number}": part["uuid"][:UUID_SHOWN], f"VBIOS of device {number}": part["vbios"]}
+            before = known.setdefault(row["host_name"], {})
+            changed = [
+                f"{words} {before[words]} -> {value}"
+                for words, value in facts.items()
+                if value and before.get(words, value) != value
+            ]
+            before.update({words: value for words, value in facts.items() if value})
+            vbios = ", ".join(sorted({part["vbios"] for part in row["made_of"].values()} - {""}))
+            stay = {name: row[name] for name in ("job_id", *STAY)}
+            stay["nic_firmware"] = ", ".join(" ".join(each) for each in row["nic_firmware"].items())
+            found.append({**stay, "vbios": vbios, "changed": "; ".join(changed)})
     return found
 
 

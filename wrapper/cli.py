@@ -115,8 +115,8 @@ def run(said: RunOptions) -> None:
     In a Slurm allocation it finds nodes and devices itself: leave out --local,
     --nodes and --gpus-per-node. What Slurm runs again goes on by itself.
 
-    --resume takes the newest complete checkpoint of this folder's jobs, and says whose; --resume JOB (last before
-    the --) that of another job, of any folder.
+    --resume takes the newest complete checkpoint of this folder's jobs, and says
+    whose; --resume JOB (last before the --) that of another job, of any folder.
 
     --fault hurts the job on purpose. KIND: kill, crash, stop, hang, raise or
     disconnect. TARGET: rank=R or node=N. WHEN: iteration=I[,phase=P], where P is

@@ -8,6 +8,7 @@ terminal that is gone) is counted and never reaches the supervisor.
 from __future__ import annotations
 
 import functools
+import textwrap
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from resihp.settings import Settings
 
 Level = Literal["progress", "notice", "warning", "error"]
+NARROW = 20
+"""Columns that words of a message have at least, whatever the terminal."""
 BETWEEN_LINES_S = 1.0
 BETWEEN_FRAMES_S = 0.2
 ROOM_FOR_ECHO = 6
@@ -174,11 +177,17 @@ class LiveView:
         self._show_last()
         shown = literal(text)
         self._event = shown.splitlines()[0] if shown else ""
-        self._print(Text(shown, style=style))
+        self._print(shown, style)
 
-    def _print(self, text: Text) -> None:
-        at = datetime.fromtimestamp(self._wall_clock(), UTC)
-        self._console.print(Text(f"{at:%m-%d %H:%M:%S} ").append_text(text), soft_wrap=True)
+    def _print(self, text: str, style: str = "") -> None:
+        stamp = f"{datetime.fromtimestamp(self._wall_clock(), UTC):%m-%d %H:%M:%S} "
+        lines = text.splitlines()
+        if self._console.is_terminal:  # words stay whole, also those that are longer than a line, as paths are
+            width = max(self._console.width - len(stamp), NARROW)
+            whole = functools.partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
+            lines = [part for line in lines for part in whole(line)]
+        shown = Text(("\n" + " " * len(stamp)).join(lines), style=style)
+        self._console.print(Text(stamp).append_text(shown), soft_wrap=True)
 
     def _tell_of_the_start(self) -> None:
         """Now and then, until there is an iteration, who is there: nodes and models may take minutes."""
@@ -219,7 +228,7 @@ class LiveView:
     def _print_iteration(self, entry: journal.IterationCommitted, now: float) -> None:
         self._printed = entry.outcome.iteration
         self._printed_at = now
-        self._print(Text(iteration_line(entry)))
+        self._print(iteration_line(entry))
 
     def _show_last(self) -> None:
         if self._last is not None and self._printed != self._last.outcome.iteration:

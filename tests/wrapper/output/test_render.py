@@ -234,6 +234,10 @@ def entries() -> Iterator[journal.AnyEntry]:
 BEGAN = 1e9
 
 
+CONTROL = r"\x1b\[[0-9;?]*[A-Za-z]"
+"""What moves a cursor or changes a colour."""
+
+
 class Shown:
     """A live view on a console of 80 columns and a clock of its own, 0.1 s for each entry."""
 
@@ -323,6 +327,23 @@ def test_panel() -> None:
     assert shown.text.rstrip().endswith("\x1b[2K")  # nothing of the panel stays
     assert "\x1b[?25h" in shown.text  # the cursor is back
     assert shown.view.errors == 0
+
+
+def test_words_of_a_message_stay_whole_on_a_terminal() -> None:
+    """A path longer than a line is left to the terminal, which knows that it is one."""
+    shown = Shown(terminal=True)
+    path = "/shared/" + "checkpoints/" * 8 + "iteration-000140"
+    shown.view.say(
+        "progress", f"rank 6 (n2 device 2): suspected to be slow, +43% since iteration 43; saved in {path} now"
+    )
+    shown.view.close()
+    lines = [re.sub(CONTROL, "", line).strip("\r") for line in shown.text.splitlines()]
+    first = lines.index("09-09 01:46:40 rank 6 (n2 device 2): suspected to be slow, +43% since iteration")
+    assert [line.rstrip() for line in lines[first + 1 :][:3]] == [
+        " " * 15 + "43; saved in",
+        " " * 15 + path,
+        " " * 15 + "now",
+    ]
 
 
 class Screen:
@@ -438,7 +459,8 @@ def test_panel_follows_newcomers_and_plans_that_are_refused() -> None:
     assert "DP2 x PP2 x TP2" in after
     assert "starting" not in after
     assert "standby" not in after, "ranks that were idle have work again"
-    assert "layout changed: DP2 x PP2 x TP2, iteration 3 next, in 0.62 s, 3.4 MB moved" in shown.text
+    words = "layout changed: DP2 x PP2 x TP2, iteration 3 next, in 0.62 s, 3.4 MB moved"
+    assert words in re.sub(rf"(\s|{CONTROL})+", " ", shown.text)
     assert shown.view.errors == 0
 
 

@@ -98,7 +98,7 @@ def asked(configuration: Configuration) -> ListenerSettings:
         check()
     traces = False
     if metrics.traces:
-        from wrapper.sinks.traces import asked_of
+        from wrapper.sinks.tracing.traces import asked_of
 
         traces = asked_of(os.environ)
     webhook = hooks.webhook.get_secret_value()
@@ -204,7 +204,7 @@ def _tensorboard(request: RunRequest, say: Callable[[str], None], past: Callable
 def _traces(request: RunRequest, say: Callable[[str], None], past: Sequence[Record]) -> list[Listener]:
     if not request.listening.traces:
         return []
-    from wrapper.sinks.traces import Traces
+    from wrapper.sinks.tracing.traces import Traces
 
     return [Traces(noted=request.of_job.folder / "traces.told", say=say, past=past)]
 

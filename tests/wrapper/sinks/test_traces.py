@@ -37,10 +37,11 @@ from tests.wrapper.test_processes import UNTIL_TOLD, led_by, running, supervisor
 from wrapper.config.run_spec import ListenerSettings
 from wrapper.config.schema import read
 from wrapper.job_folder import create_local_job
-from wrapper.sinks import fanout, otlp
+from wrapper.sinks import fanout
 from wrapper.sinks.fanout import tell_of_the_end
-from wrapper.sinks.spans import Episode, Span, Story
-from wrapper.sinks.traces import Traces, asked_of
+from wrapper.sinks.tracing import otlp
+from wrapper.sinks.tracing.spans import Episode, Span, Story
+from wrapper.sinks.tracing.traces import Traces, asked_of
 
 SLURM = journal.SlurmIdentity(cluster="alps", job=4711, submitted_at=BEGAN - 60)
 PHASES = ["park", "plan", "build communicators", "move state", "first iteration"]
@@ -546,7 +547,7 @@ def test_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr("wrapper.sinks.traces.find_spec", missing)
+    monkeypatch.setattr("wrapper.sinks.tracing.traces.find_spec", missing)
     with pytest.raises(ConfigurationError, match=r"pip install 'resihp\[otel\]', or leave it out"):
         asked_of({})
 

@@ -1,7 +1,7 @@
 """What failures and changes of plan were, as spans: one trace each, from onset or notice to the first iteration after.
 
 `Story` makes them of the journal's records, pure: all times are the journal's, so that a supervisor that takes over
-makes the very same. Told by `wrapper.sinks.traces`. Knows no SDK.
+makes the very same. Told by `wrapper.sinks.tracing.traces`. Knows no SDK.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Traces to an OpenTelemetry collector, by its own SDK and exporter: OTLP over HTTP, as `OTEL_*` variables say.
 
-Loaded by `wrapper.sinks.traces` in its thread. The SDK's batch processor has the queue and the thread that sends. What
-a collector does costs us nothing: no redirect is followed, no answer's body is read, an attempt has its time, and what
-is wrong is said once, in our words. The SDK's own messages go nowhere: they may quote `OTEL_EXPORTER_OTLP_HEADERS`.
+Loaded by `wrapper.sinks.tracing.traces` in its thread. The SDK's batch processor has the queue and the thread that
+sends. What a collector does costs us nothing: no redirect is followed, no answer's body is read, an attempt has its
+time, and what is wrong is said once, in our words. The SDK's own messages go nowhere: they may quote
+`OTEL_EXPORTER_OTLP_HEADERS`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from requests.adapters import HTTPAdapter
 
 import resihp
 from wrapper.sinks.queue import UndeliveredError
-from wrapper.sinks.spans import Episode, Span, Value
+from wrapper.sinks.tracing.spans import Episode, Span, Value
 
 LONGEST_ATTEMPT_S = 30.0
 """Whatever `OTEL_EXPORTER_OTLP_TIMEOUT` says: its specification has milliseconds, the SDK takes it for seconds."""

@@ -1,9 +1,9 @@
 """A trace of each failure and change of plan for an OpenTelemetry collector, told when it is over.
 
-Listens to the journal (`wrapper.sinks.fanout`); what traces are made of is in `wrapper.sinks.spans`. A thread
-(`wrapper.sinks.queue`) loads the SDK with the first one, and hands them to `wrapper.sinks.otlp`. How far a collector
-has taken them is noted in the job's folder: who takes over goes on from there, and ids are the same for the same trace.
-Decides nothing about the job.
+Listens to the journal (`wrapper.sinks.fanout`); what traces are made of is in `wrapper.sinks.tracing.spans`. A thread
+(`wrapper.sinks.queue`) loads the SDK with the first one, and hands them to `wrapper.sinks.tracing.otlp`. How far a
+collector has taken them is noted in the job's folder: who takes over goes on from there, and ids are the same for the
+same trace. Decides nothing about the job.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from resihp.errors import ConfigurationError
 from resihp.record import journal
 from wrapper.job_folder import write_private
 from wrapper.sinks.queue import MOST_WAITING, Aside
-from wrapper.sinks.spans import Episode, Story
+from wrapper.sinks.tracing.spans import Episode, Story
 
 
 class Way(Protocol):
-    """To a collector: `wrapper.sinks.otlp.Outlet`."""
+    """To a collector: `wrapper.sinks.tracing.otlp.Outlet`."""
 
     def send(self, trace: Episode) -> None: ...
     def close(self, deadline: float) -> bool: ...
@@ -81,7 +81,7 @@ def _number(path: Path) -> int:
 
 
 def _opened(note: Callable[[int], None], say: Callable[[str], None]) -> Way:
-    from wrapper.sinks import otlp
+    from wrapper.sinks.tracing import otlp
 
     return otlp.opened(note, say)
 

@@ -6,6 +6,7 @@ It is `<RESIHP_HOME, default ./.resihp>/jobs/<job>/`, readable by its owner alon
     run.json          what was asked for (`wrapper.config.run_spec`)     supervisor.json  address and pid, while it runs
     supervisor.lock   held by the guardian                       logs/            one file for each process
     journal           a copy, made when the job has ended        checkpoints/     unless configured elsewhere
+    progress.json     how far it is, while it runs
 
 The journal itself is on local disk, `<RESIHP_LOCAL, default /var/tmp/resihp-<uid>>/<job>-<digest of the folder>/`.
 Never talks to a running job. What is run must be ours alone (`wrapper.strict_modes`); what is only shown may be
@@ -34,6 +35,8 @@ from wrapper.strict_modes import check_above, check_folder, is_own, read_own, re
 if TYPE_CHECKING:
     from resihp.record import journal
 
+MOST_PROGRESS_BYTES = 64 << 10
+"""Of progress.json; ours have some thousand."""
 SLURM_NAME = re.compile(r"(\d+(?:_\d+)?)(-r\d+)?(-\d+)?")
 """What a job in Slurm is called, and which one that is."""
 
@@ -54,6 +57,32 @@ class SupervisorFile(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     pid: int
+
+
+class LastIteration(msgspec.Struct, frozen=True, kw_only=True):
+    """One that was committed; `seconds` and `loss` are null where they are not known. UTC, seconds since 1970."""
+
+    iteration: int
+    loss: float | None
+    tokens: int
+    seconds: float | None
+    finished_at: float
+
+
+class ProgressFile(msgspec.Struct, frozen=True, kw_only=True):
+    """progress.json: how far a job is, by its supervisor, which writes it every few seconds while that changes.
+
+    `began_at`: the job's `created_at`, so that nobody takes it for a later job's in the same folder. `recent`: its last
+    iterations, oldest first.
+    """
+
+    began_at: float
+    written_at: float
+    nodes: int
+    gpus_per_node: int
+    layout: str = ""
+    target: int | None = None
+    recent: tuple[LastIteration, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,6 +110,10 @@ class Job:
         return self.folder / "supervisor.json"
 
     @property
+    def progress_file(self) -> Path:
+        return self.folder / "progress.json"
+
+    @property
     def exit_code_file(self) -> Path:
         return self.folder / "exit_code"
 
@@ -99,6 +132,11 @@ class Job:
     @property
     def journal_file(self) -> Path:
         return Path(self.read().journal)
+
+    @property
+    def journals(self) -> tuple[Path, Path]:
+        """Where its journal may be: itself, where that is on this machine, and the copy."""
+        return self.journal_file, self.journal_copy
 
     @property
     def key(self) -> bytes:
@@ -153,11 +191,19 @@ class Job:
         except (OSError, UnicodeError, RecursionError, msgspec.DecodeError):
             return None  # it has just started, or is about to be gone
 
+    def progress(self, began_at: float) -> ProgressFile | None:
+        """How far the job of this folder that began then is; None where no supervisor has told."""
+        try:
+            file = msgspec.json.decode(read_plain(self.progress_file, MOST_PROGRESS_BYTES), type=ProgressFile)
+        except (OSError, UnicodeError, RecursionError, msgspec.DecodeError):
+            return None
+        return file if file.began_at == began_at else None
+
     def records(self) -> list[journal.Record]:
         """What the journal tells, from the copy when the original is not on this machine; old iterations are packed."""
         from resihp.record import journal_file  # takes as long to import as a list of jobs to make
 
-        for path in (self.journal_file, self.journal_copy):
+        for path in self.journals:
             if path.exists():
                 return journal_file.read_packed(path)
         return []

@@ -39,36 +39,47 @@ def target(model: str | None) -> int | None:
         return None
 
 
-def progress(job: Row, iterations: Sequence[Row], now: datetime) -> Row:
-    """`iteration`, `loss`, `target`, `last_iteration_at` and `tokens_per_second` of a job's row and its last committed
-    iterations, in order; while it runs, `seconds_since_iteration`, `eta_seconds` and whether it may be `stuck`.
+def progress(of: int | None, iterations: Sequence[Row], now: datetime, *, running: bool) -> Row:
+    """`iteration`, `loss`, `target`, `last_iteration_at` and `tokens_per_second` of a job that trains up to iteration
+    `of`, by its last committed ones, in order; while it runs, `seconds_since_iteration`, `eta_seconds` and whether it
+    may be `stuck`.
 
     The pace is the median pause between the last iterations, with all that comes in between.
     """
     last = iterations[-1] if iterations else None
     recent = iterations[-RECENT:]
-    pauses = [(b["finished_at"] - a["finished_at"]).total_seconds() for a, b in pairwise(recent)]
+    pauses = _pauses(recent)
     timed = [row for row in recent if row["seconds"]]
     found: Row = {
         "iteration": last["iteration"] if last else 0,
         "loss": last["loss"] if last else None,
-        "target": target(job["model"]),
+        "target": of,
         "last_iteration_at": last["finished_at"] if last else None,
         "seconds_since_iteration": None,
         "tokens_per_second": sum(r["tokens"] for r in timed) / sum(r["seconds"] for r in timed) if timed else None,
         "eta_seconds": None,
         "stuck": False,
     }
-    if job["state"] != "running" or last is None:
+    if not running or last is None:
         return found
     age_s = max((now - last["finished_at"]).total_seconds(), 0.0)
     found["seconds_since_iteration"] = age_s
     left = (found["target"] or 0) - found["iteration"]
     pace_s = statistics.median(pauses) if pauses else last["seconds"]
     if left > 0:
-        found["stuck"] = age_s > max(STUCK_LEAST_S, STUCK * max(pauses, default=last["seconds"] or 0.0))
+        found["stuck"] = age_s > longest_s(recent)
         found["eta_seconds"] = None if pace_s is None or found["stuck"] else max(left * pace_s - age_s, 0.0)
     return found
+
+
+def longest_s(recent: Sequence[Row]) -> float:
+    """For how long nothing may be committed after these, its last iterations, before a job looks stuck."""
+    usual_s = max(_pauses(recent), default=(recent[-1]["seconds"] if recent else None) or 0.0)
+    return max(STUCK_LEAST_S, STUCK * usual_s)
+
+
+def _pauses(recent: Sequence[Row]) -> list[float]:
+    return [(b["finished_at"] - a["finished_at"]).total_seconds() for a, b in pairwise(recent)]
 
 
 def ago(seconds: float) -> str:

@@ -43,6 +43,7 @@ from wrapper.launch.allocation import end_time
 from wrapper.launch.launcher import Followers, Launcher, LocalLauncher
 from wrapper.sinks.deferred_ledger import LateLedger
 from wrapper.sinks.fanout import LedgerLike, Listeners, listeners, tell_of_the_end
+from wrapper.sinks.progress_file import ProgressFileWriter
 from wrapper.slurm_tasks.job_comment import JobComment, say_at_last
 from wrapper.supervisor.collaborators import ControllerLike, SlurmDeskLike, ViewLike
 from wrapper.supervisor.node_history import NodeMemory
@@ -162,7 +163,8 @@ async def supervise_with(
 
     past = heir.records if heir else ()
     comment = JobComment(request, past)
-    ledger = Listeners(ledger, [*listeners(request, ledger, warn, past), comment, *([loader] if loader else [])])
+    others = [*listeners(request, ledger, warn, past), comment, ProgressFileWriter(job, past)]
+    ledger = Listeners(ledger, [*others, *([loader] if loader else [])])
     supervisor = Supervisor(
         request,
         controller=controller,

@@ -24,12 +24,14 @@ from resihp.record import journal, journal_file
 from slurm.client import JobView
 from slurm.errors import SlurmUnavailableError
 from tests.slurm.fake_slurm import FakeSlurm
+from tests.waiting import until
 from tests.wrapper.commands.status.test_status import record_job
 from wrapper import registry
 from wrapper.cli import app
 from wrapper.commands.jobs.listing import listed
 from wrapper.job_files import entry_of
 from wrapper.job_folder import Job, create_local_job, create_slurm_job, note_end, take_lock
+from wrapper.sinks.progress_file import ProgressFileWriter
 
 HOST = socket.gethostname()
 DAY_S = 86400.0
@@ -89,6 +91,86 @@ def test_a_running_job_has_its_ledgers_figures_from_any_folder(
     assert row["layout"]
     assert row["seconds_since_iteration"] is not None
     assert row["slurm_job"] is None
+
+
+def told(job: Job) -> None:
+    """Its supervisor has written how far it is, up to its last record."""
+    writer = ProgressFileWriter(job, job.records())
+    until(job.progress_file.exists)
+    writer.close(time.monotonic())
+
+
+HEAVY = """
+import sys
+from wrapper.cli import app
+try: app(['jobs'])
+except SystemExit: pass
+print([name for name in ('sqlalchemy', 'pandas', 'numpy', 'torch', 'asyncio', 'resihp.record.journal')
+       if name in sys.modules])
+"""
+
+
+def test_of_running_jobs_no_ledger_is_opened(runs: Callable[..., Job]) -> None:
+    """`resihp jobs` beside three running jobs: what is printed is the same, and neither SQLAlchemy nor numpy loads."""
+    found = [runs() for _ in range(3)]
+    by_ledgers = rows()
+    for job in found:
+        told(job)
+        (job.folder / "ledger.db").unlink()
+    clocks = ("seconds_since_iteration", "last_iteration_at")  # the file has more digits than the ledger
+    for row, by_ledger in zip(rows(), by_ledgers, strict=True):
+        assert row | dict.fromkeys(clocks) == by_ledger | dict.fromkeys(clocks)
+    done = subprocess.run([sys.executable, "-c", HEAVY], check=True, capture_output=True, text=True)
+    *lines, imported = done.stdout.splitlines()
+    assert [line.split()[:6] for line in lines if "  running  " in line] == [
+        [job.name, "running", "2", "x", "2", "3"] for job in reversed(found)
+    ]
+    assert imported == "[]"
+
+
+def test_what_a_supervisor_told_long_ago_is_not_believed(runs: Callable[..., Job]) -> None:
+    """The folder could not be written to, or the job is stuck: its ledger knows."""
+    job = runs()
+    told(job)
+    file = job.progress(job.read().created_at)
+    assert file is not None
+    old = tuple(msgspec.structs.replace(each, finished_at=each.finished_at - 7200, loss=9.0) for each in file.recent)
+    job.progress_file.write_bytes(msgspec.json.encode(msgspec.structs.replace(file, recent=old)))
+    assert rows()[0]["loss"] == 3.25
+    old = tuple(msgspec.structs.replace(each, finished_at=1e300) for each in file.recent)
+    job.progress_file.write_bytes(msgspec.json.encode(msgspec.structs.replace(file, recent=old)))
+    assert rows()[0]["loss"] == 3.25
+    job.progress_file.write_bytes(b"{")
+    assert rows()[0]["loss"] == 3.25
+
+
+def test_an_earlier_jobs_file_in_the_same_folder_is_not_believed(runs: Callable[..., Job]) -> None:
+    job = runs()
+    told(job)
+    file = job.progress(job.read().created_at)
+    assert file is not None
+    other = msgspec.structs.replace(file, began_at=file.began_at - 1, target=777)
+    job.progress_file.write_bytes(msgspec.json.encode(other))
+    assert rows()[0]["target"] != 777
+
+
+def test_two_running_jobs_of_one_name_have_each_its_own_figures(
+    runs: Callable[..., Job], fresh_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = runs()
+    told(first)
+    monkeypatch.setenv("RESIHP_HOME", str(fresh_home / "another"))
+    second = runs()
+    told(second)
+    file = second.progress(second.read().created_at)
+    assert file is not None
+    second.progress_file.write_bytes(msgspec.json.encode(msgspec.structs.replace(file, target=777)))
+    assert {row["folder"]: row["target"] for row in rows()} == {str(first.folder): None, str(second.folder): 777}
+    shutil.rmtree(second.folder)
+    assert {row["folder"]: row["state"] for row in rows()} == {
+        str(first.folder): "running",
+        str(second.folder): "folder gone",
+    }
 
 
 def test_those_that_ended_long_ago_are_counted_and_shown_when_asked_for(fresh_home: Path) -> None:
@@ -282,14 +364,7 @@ def test_a_job_that_is_stuck_is_asked_about(runs: Callable[..., Job], monkeypatc
 def test_nothing_heavy_is_imported_for_past_jobs(fresh_home: Path) -> None:
     for days in (0.1, 2):
         ended(create_local_job(), days_ago=days)
-    code = (
-        "import sys; from wrapper.cli import app\n"
-        "try: app(['jobs'])\n"
-        "except SystemExit: pass\n"
-        "print([name for name in ('sqlalchemy', 'pandas', 'numpy', 'torch', 'asyncio', 'resihp.record.journal')"
-        " if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", HEAVY], check=True, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
 

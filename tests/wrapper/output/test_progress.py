@@ -27,8 +27,7 @@ def rows(*at_s: float, first: int = 1, seconds: float | None = 1.0) -> list[dict
 
 
 def found(*at_s: float, now_s: float, state: str = "running", model: str | None = MODEL, **of: Any) -> dict[str, Any]:
-    job = {"state": state, "model": model}
-    return progress(job, rows(*at_s, **of), BEGAN + timedelta(seconds=now_s))
+    return progress(target(model), rows(*at_s, **of), BEGAN + timedelta(seconds=now_s), running=state == "running")
 
 
 def test_a_running_job() -> None:

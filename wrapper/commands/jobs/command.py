@@ -1,7 +1,7 @@
 """`resihp jobs`: which of a user's jobs run, how far they are, and how the last ones ended. Data goes to stdout.
 
 Only reads, but for jobs that are found dead, whose end is noted. What takes time to import is imported where it is
-needed: without a running job, no ledger is opened.
+needed: a ledger is opened for a running job alone whose supervisor has not told of late how far it is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What `resihp jobs` lists: each job that the registry or this home knows, with how far it is.
 
-Of a job that is over, what the registry has; of one that runs, what its ledger has, and what Slurm says of it. One
-that nobody supervises any more is ended here, as `status` does. Jobs whose folders are gone are dropped after a month.
+Of a job that is over, what the registry has; of one that runs, what its supervisor has written into its folder, or else
+its ledger, and what Slurm says of it. One that nobody supervises any more is ended here, as `status` does. Jobs whose
+folders are gone are dropped after a month.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from resihp.errors import JobNotFoundError, ResihpError
 from wrapper import registry
@@ -127,8 +130,34 @@ def _row(entry: KnownJob, now_s: float, ledgers: _Ledgers) -> Row:
         "folder": entry.folder,
     }
     if state == "running":
-        row |= ledgers.figures(job_of(entry), now_s)
+        row |= _told(entry, now_s) or ledgers.figures(job_of(entry), now_s)
     return row
+
+
+def _told(entry: KnownJob, now_s: float) -> Row | None:
+    """What the job's supervisor has written of it, with no ledger to be opened; None where nothing new was written for
+    so long that the job may be stuck: the ledger tells whether it is, or the folder could not be written to."""
+    from wrapper.output.progress import longest_s, progress
+
+    file = job_of(entry).progress(entry.began_at)
+    if file is None:
+        return None
+    try:
+        recent = [
+            {**msgspec.structs.asdict(each), "finished_at": datetime.fromtimestamp(each.finished_at, UTC)}
+            for each in file.recent
+        ]
+        found = progress(file.target, recent, datetime.fromtimestamp(now_s, UTC), running=True)
+    except (ValueError, OverflowError, OSError):
+        return None  # times that no calendar has
+    if now_s - (file.recent[-1].finished_at if file.recent else file.written_at) > longest_s(recent):
+        return None
+    return {
+        **found,
+        "nodes": file.nodes,
+        "gpus_per_node": file.gpus_per_node,
+        "layout": file.layout or None,
+    }
 
 
 def _time(seconds: float | None) -> datetime | None:
@@ -151,7 +180,7 @@ class _Ledgers:
 
     def figures(self, job: Job, now_s: float) -> Row:
         from wrapper.output.ledgers import row_of
-        from wrapper.output.progress import RECENT, progress
+        from wrapper.output.progress import RECENT, progress, target
 
         try:
             if (reader := self._reader(job)) is None:
@@ -160,7 +189,12 @@ class _Ledgers:
             plans = reader.shown_plan(row["id"])
             now = datetime.fromtimestamp(now_s, UTC)
             return {
-                **progress(row, reader.rows("iterations", row["id"], last=RECENT), now),
+                **progress(
+                    target(row["model"]),
+                    reader.rows("iterations", row["id"], last=RECENT),
+                    now,
+                    running=row["state"] == "running",
+                ),
                 "nodes": row["nodes"],
                 "gpus_per_node": row["gpus_per_node"],
                 "layout": plans[0]["description"] if plans else None,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from db.layouts import from_json
 from wrapper.output.answers import SCHEMA
-from wrapper.output.progress import RECENT, progress
+from wrapper.output.progress import RECENT, progress, target
 from wrapper.output.rank_health import RankHealth
 from wrapper.output.shells import shells
 
@@ -45,6 +45,7 @@ def job_status(
     """
     now = now or datetime.now(UTC)
     figures = reader.summary(row["id"], now)
+    iterations = reader.rows("iterations", row["id"], last=RECENT)
     checkpoints = reader.rows("checkpoints", row["id"], last=1)
     plans = reader.shown_plan(row["id"])
     layout = plans[0]["layout"] if plans else None
@@ -54,7 +55,7 @@ def job_status(
     replacements = reader.rows("replacements", row["id"])
     return {
         "schema": SCHEMA,
-        **progress(row, reader.rows("iterations", row["id"], last=RECENT), now),
+        **progress(target(row["model"]), iterations, now, running=row["state"] == "running"),
         **figures,
         "checkpoint": checkpoints[-1] if checkpoints else None,
         "folder": folder,

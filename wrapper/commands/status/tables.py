@@ -7,6 +7,7 @@ read as markup.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ def goodput_line(figures: dict[str, Any]) -> str:
     return f"goodput {percent(figures['goodput'])}, ETTR {percent(figures['ettr'])}; lost: {lost or 'nothing'}"
 
 
-def progress_line(state: dict[str, Any]) -> str:
+def progress_line(state: Mapping[str, Any]) -> str:
     """`last iteration 3 s ago, done in about 4 min 05 s, 18.2k tokens/s`; whether it may be stuck, asked.
     Empty before the first iteration, and of a job that is over."""
     if state["seconds_since_iteration"] is None:

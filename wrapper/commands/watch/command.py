@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from resihp.errors import LedgerError
+from wrapper.commands.status.tables import progress_line
 from wrapper.commands.watch.picture import Watched, headline, picture
 from wrapper.output.render import one_line, percent
 
@@ -169,7 +170,8 @@ def _resizes() -> Iterator[Callable[[float], bool]]:
 
 
 def changes(former: Watched | None, now: Watched, *, progress: bool = True) -> list[str]:
-    """What is new since `former`, one line for each event; with `progress`, where training is if it has moved."""
+    """What is new since `former`, one line for each event; with `progress`, where training is if it has moved; and once
+    that it may be stuck, when it begins to look so."""
     status = now.status
     seen = -1 if former is None else max((event["seq"] for event in former.status["events"]), default=-1)
     events = [event for event in status["events"] if event["seq"] > seen]
@@ -178,8 +180,11 @@ def changes(former: Watched | None, now: Watched, *, progress: bool = True) -> l
     lines = [f"{event['at'].astimezone(UTC):%H:%M:%S}  {one_line(event['text'])}" for event in events]
     if now.trouble and (former is None or former.trouble != now.trouble):
         lines.append(one_line(now.trouble))
+    former_stuck = former is not None and former.status["stuck"]
     moved = former is None or former.status["iteration"] != status["iteration"]
     if (progress and moved) or status["state"] != "running":
         where = [*headline(status), f"goodput {percent(status['goodput'])}"]
         lines.append("  ".join(one_line(words) for words in where))
+    if (former is None and status["state"] == "running") or (status["stuck"] and not former_stuck):
+        lines += filter(None, [progress_line(status)])
     return lines

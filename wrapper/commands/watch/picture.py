@@ -19,7 +19,7 @@ import msgspec
 from db.layouts import from_json
 from resihp.parallelism.layout import Layout
 from resihp.record.describe import rank_list
-from wrapper.commands.status.tables import goodput_line
+from wrapper.commands.status.tables import goodput_line, progress_line
 from wrapper.output.progress import of_target
 from wrapper.output.render import LETTERS, STYLES, Health, duration, layout_grid, legend, literal, one_line
 
@@ -101,6 +101,8 @@ def _top(state: Watched, width: int, unicode: bool) -> list[Text]:
         lines.append(Text(one_line(state.trouble), style="bold yellow"))
     elif status["state"] not in ("running", "completed") and status["reason"]:
         lines.append(Text(one_line(status["reason"]), style=colour))
+    if moves := progress_line(status):
+        lines.append(Text(moves, style="bold yellow" if status["stuck"] else ""))
     lines += [Text(words) for words in textwrap.wrap(goodput_line(dict(status)), width)[:2]]
     lines += _times(state.times, width, unicode)
     return lines

@@ -35,6 +35,8 @@ def state(
     how: str = "running",
     events: Iterable[dict[str, Any]] = (),
     times: Iterable[tuple[int, float | None, float | None]] | None = None,
+    age_s: float | None = None,
+    stuck: bool = False,
 ) -> Watched:
     ranks = {rank: "active" for rank in layout.active} | {rank: "standby" for rank in layout.standby}
     status = {
@@ -44,6 +46,10 @@ def state(
         "iteration": iteration,
         "loss": 2.5,
         "iteration_seconds": 0.62,
+        "seconds_since_iteration": age_s,
+        "stuck": stuck,
+        "eta_seconds": None if age_s is None or stuck else 75.0,
+        "tokens_per_second": None if age_s is None else 18_200.0,
         "goodput": 0.914,
         "ettr": 0.88,
         "lost_seconds": {"fail-stop": 3.25, "other": 0.001},
@@ -92,6 +98,16 @@ def test_a_small_job_in_80_columns() -> None:
     ]
     assert lines[12].startswith("12:00:01  failure 1: rank 5 (n2[red] device 1) killed by signal 9 (SIGKILL),")
     assert lines[13] == "          noticed in iteration 31 \\x1b[2J"
+
+
+def test_the_age_of_the_last_iteration_and_that_it_may_be_stuck() -> None:
+    """As `resihp status` says it."""
+    lines = shown(state(age_s=3.2), 80, 24).splitlines()
+    assert lines[1] == "last iteration 3 s ago, done in about 1 min 15 s, 18.2k tokens/s"
+    assert lines[2].startswith("goodput 91.4 %")
+    lines = shown(state(age_s=7200.0, stuck=True), 40, 24).splitlines()
+    assert lines[1].startswith("last iteration 2 h 00 min ago (stuck?),")
+    assert "\x1b[1;33mlast iteration" in shown(state(age_s=7200.0, stuck=True), 80, 24, colour=True)
 
 
 def test_in_160_columns_events_stand_beside_the_layout() -> None:
@@ -190,6 +206,13 @@ def test_a_line_for_each_thing_that_happened() -> None:
     ]
     assert changes(before, after, progress=False) == ["12:00:03  epoch 4: in effect"]
     assert changes(after, after) == []
+
+
+def test_without_a_terminal_it_is_said_once_that_a_job_may_be_stuck() -> None:
+    assert changes(None, state(age_s=3.2))[-1] == "last iteration 3 s ago, done in about 1 min 15 s, 18.2k tokens/s"
+    before, stuck = state(age_s=59.0), state(age_s=61.0, stuck=True)
+    assert changes(before, stuck, progress=False) == ["last iteration 1 min 01 s ago (stuck?), 18.2k tokens/s"]
+    assert changes(stuck, state(age_s=62.0, stuck=True)) == []
 
 
 # --- following --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from slurm.errors import SlurmRefusedError
 from tests.slurm.fake_slurm import FakeSlurm
 from wrapper.cli import app
 from wrapper.commands.node import command as node_commands
-from wrapper.job_folder import JobFile, home, write_private
+from wrapper.job_folder import JobFile, create_slurm_job, home, write_private
 
 ME = pwd.getpwuid(os.getuid()).pw_name
 
@@ -154,6 +155,80 @@ def test_the_batch_host_is_refused(slurm: FakeSlurm) -> None:
     slurm.operator = True
     refused(SlurmRefusedError, "drain", "n1", "--job", "17")
     assert slurm.calls["drain"] == 0
+
+
+@pytest.fixture
+def elsewhere(slurm: FakeSlurm, fresh_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Another home, in which our job 17 runs; this one has none."""
+    there, here = fresh_home / "there", home()
+    monkeypatch.setenv("RESIHP_HOME", str(there))
+    create_slurm_job("17", 0)
+    monkeypatch.setenv("RESIHP_HOME", str(here))
+    slurm.operator = True
+    return there
+
+
+def test_a_job_of_another_folder_is_found_by_its_node(slurm: FakeSlurm, elsewhere: Path) -> None:
+    """`resihp node drain n3` from a folder without jobs; the list that is kept is the job's own."""
+    steps = rows("drain", "n3")
+    assert [(step["step"], step["outcome"]) for step in steps] == [("slurm", "done"), ("exclusion", "done")]
+    assert [item.node for item in Exclusions(elsewhere, "vc").current(time.time())] == ["n3"]
+    assert Exclusions(home(), "vc").known() == ()
+    result = run("undrain", "n3")
+    assert result.exit_code == 0, result.exception
+    assert f"the list that keeps nodes out is of {elsewhere}" in result.stderr
+    assert Exclusions(elsewhere, "vc").current(time.time()) == ()
+    assert slurm.node_views["n3"].usable
+
+
+def test_where_several_of_ones_jobs_hold_a_node_one_is_to_be_named(
+    slurm: FakeSlurm, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm.add_job("n2", "n3", id="21")
+    here = home()
+    create_slurm_job("21", 0)
+    text = refused(UsageError, "drain", "n3")
+    assert text.splitlines() == [
+        "node 'n3': 2 of your jobs hold it; name one: resihp node drain n3 --job ID",
+        f"21 (in {here})",
+        f"17 (in {elsewhere})",
+    ]
+    assert slurm.calls["drain"] == 0
+    rows("drain", "n3", "--job", "17")
+    assert [item.node for item in Exclusions(elsewhere, "vc").current(time.time())] == ["n3"]
+    monkeypatch.setenv("SLURM_JOB_ID", "21")
+    rows("drain", "n3")
+    assert [item.node for item in Exclusions(here, "vc").current(time.time())] == ["n3"]
+
+
+def test_a_node_that_two_other_folders_keep_out_is_given_back_to_one_that_is_named(
+    slurm: FakeSlurm, elsewhere: Path, fresh_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    third, here = fresh_home / "third", home()
+    monkeypatch.setenv("RESIHP_HOME", str(third))
+    create_slurm_job("22", 0)
+    monkeypatch.setenv("RESIHP_HOME", str(here))
+    for each in (elsewhere, third):
+        Exclusions(each, "vc").add("n2", "slow", time.time() + 60)
+    text = refused(UsageError, "undrain", "n2")
+    assert "2 of your homes keep it out; name a job of one, resihp node undrain n2 --job ID" in text
+    assert f"RESIHP_HOME={third}" in text
+    run("undrain", "n2", "--job", "22")
+    assert Exclusions(third, "vc").current(time.time()) == ()
+    assert [item.node for item in Exclusions(elsewhere, "vc").current(time.time())] == ["n2"]
+
+
+def test_a_job_of_another_cluster_or_whose_folder_is_gone_holds_nothing_here(
+    slurm: FakeSlurm, elsewhere: Path, fresh_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(elsewhere)
+    rows("drain", "n3")
+    assert [item.node for item in Exclusions(home(), "vc").current(time.time())] == ["n3"], "Slurm knows that job still"
+    slurm.add_job("n4", id="23")
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "another")
+    create_slurm_job("23", 0)
+    shutil.rmtree(home() / "jobs")
+    assert "none of your jobs that are known here holds it" in refused(UsageError, "drain", "n4")
 
 
 def test_undrain_takes_back_what_drain_did(slurm: FakeSlurm) -> None:

@@ -1,5 +1,5 @@
-"""`resihp node drain|undrain|exclude|list|health`: the drain ladder by hand, for nodes of one's own jobs; what was
-repaired is in `maintenance`.
+"""`resihp node drain|undrain|exclude|list|health`: the drain ladder by hand, for nodes of one's own jobs (`holding`);
+what was repaired is in `maintenance`.
 
 What a job does by itself after a verdict (`slurm.drains.drain`), with the same rules: only nodes that one of the user's
 jobs holds or has held, never a batch host, never another owner's reason. Data goes to stdout, messages to stderr.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-import pwd
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,19 +22,17 @@ import typer
 
 from resihp.errors import UsageError
 from wrapper.commands.node import maintenance
+from wrapper.commands.node.holding import holder, home_of, lists_with, user
 from wrapper.commands.node.maintenance import connect
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from slurm.client import JobView, Slurm
+    from slurm.client import Slurm
     from slurm.drains.drain import Step
     from slurm.drains.exclusions import Exclusions
 
 SCHEMA = 1
-JOBS_ASKED = 20
-"""Of this home's jobs, the newest; older ones have to be named."""
-JOURNALS_READ = 5
 
 NodeArgument = Annotated[str, typer.Argument(help="A node's name, as Slurm has it.")]
 JobOption = Annotated[str | None, typer.Option("--job", help="Slurm's job that holds or held it.", show_default=False)]
@@ -78,7 +76,8 @@ def drain(
     from slurm.errors import SlurmRefusedError
 
     slurm = connect()
-    held = _holder(slurm, node, job)
+    held = holder(slurm, node, job)
+    exclusions = _exclusions(slurm, home_of(held.id))
     steps = climb(
         slurm,
         node,
@@ -87,12 +86,13 @@ def drain(
         allowed_nodes=(node,),
         batch_host=held.batch_host,
         spool=_spool(spool),
-        exclusions=_exclusions(slurm),
+        exclusions=exclusions,
         now=time.time(),
         exclude_s=_seconds(keep_out),
         most_drained=_most_drained(),
     )
     outcomes = _print(steps, as_json)
+    _tell_where(exclusions)
     if not _reached(outcomes):
         unsure = "unknown" in outcomes.values()
         what = f"it may have happened; look: sinfo -R -n {node}" if unsure else "ask an operator, or for a site's hook"
@@ -100,22 +100,28 @@ def drain(
 
 
 def undrain(node: NodeArgument, job: JobOption = None, spool: SpoolOption = None, as_json: JsonOption = False) -> None:
-    """Take a drain of your own back, and let your jobs use the node again. Another owner's reason stands."""
+    """Take a drain of your own back, and let your jobs use the node again. Another owner's reason stands.
+
+    Without --job, it is taken off the list that keeps it out, whichever folder's that is.
+    """
     from slurm.drains.drain import descend
     from slurm.errors import SlurmRefusedError
     from wrapper.launch.allocation import job_id as own_job
 
     slurm = connect()
+    exclusions = _exclusions(slurm, home_of(job)) if job else _list_with(slurm, node)
     steps = descend(
         slurm,
         node,
         job_id=job or own_job(os.environ),
         spool=_spool(spool),
-        exclusions=_exclusions(slurm),
+        exclusions=exclusions,
         now=time.time(),
-        user=_user(),
+        user=user(),
     )
-    if not _reached(_print(steps, as_json)):
+    outcomes = _print(steps, as_json)
+    _tell_where(exclusions)
+    if not _reached(outcomes):
         raise SlurmRefusedError(f"node {node}: still drained; who drained it can undo it: sinfo -R -n {node}")
 
 
@@ -207,59 +213,6 @@ def show(as_json: JsonOption = False) -> None:
         _message(f"no node is kept out of your jobs, as far as {home()} knows")
 
 
-# --- whose node it is -----------------------------------------------------------------------------------------------
-
-
-def _holder(slurm: Slurm, node: str, job: str | None) -> JobView:
-    """The user's own job that holds this node, or has held it. Raises UsageError."""
-    user = _user()
-    ids = [job] if job else _own_jobs()
-    views = slurm.jobs(ids) if ids else {}
-    if job and job not in views:
-        raise UsageError(f"job {job}: Slurm does not know it; try: squeue --me")
-    if job and views[job].user != user:
-        raise UsageError(f"job {job}: is {views[job].user}'s, not yours; only nodes of your own jobs can be drained")
-    mine = [views[job_id] for job_id in ids if job_id in views and views[job_id].user == user]
-    for view in sorted(mine, key=lambda view: not view.active):
-        if node in view.nodes:
-            return view
-    for view in mine[:JOURNALS_READ]:
-        if node in _joined(view.id):
-            return view
-    whose = f"job {job} does not hold it and never has" if job else "none of your jobs that are known here holds it"
-    raise UsageError(f"node {node[:80]!a}: {whose}; name the job that does: resihp node drain {node[:80]} --job ID")
-
-
-def _own_jobs() -> list[str]:
-    """Slurm jobs of this home, the one that we are in first."""
-    from slurm.parse import JOB_ID
-    from wrapper.job_folder import all_jobs
-    from wrapper.launch.allocation import job_id as own_job
-
-    ids = [own_job(os.environ), *(job.name for job in all_jobs()[:JOBS_ASKED])]
-    return list(dict.fromkeys(name for name in ids if JOB_ID.fullmatch(name)))
-
-
-def _joined(job_id: str) -> set[str]:
-    """Nodes that have ever been the job's, as its journal has it."""
-    from resihp.errors import ResihpError
-    from resihp.record.journal import NodeJoined
-    from wrapper.job_folder import find_job
-
-    try:
-        records = find_job(job_id).records()
-    except (ResihpError, OSError):
-        return set()
-    return {record.entry.node for record in records if isinstance(record.entry, NodeJoined)}
-
-
-def _user() -> str:
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        raise UsageError(f"user {os.getuid()}: has no name on this machine; use a node where id -un knows it") from None
-
-
 # --- where things are -----------------------------------------------------------------------------------------------
 
 
@@ -276,11 +229,34 @@ def _most_drained() -> int | None:
     return read({}).site.drained
 
 
-def _exclusions(slurm: Slurm) -> Exclusions:
+def _exclusions(slurm: Slurm, of: Path | None = None) -> Exclusions:
+    """This home's list, or that of another."""
     from slurm.drains.exclusions import Exclusions
     from wrapper.job_folder import home
 
-    return Exclusions(home(), slurm.cluster())
+    return Exclusions(of or home(), slurm.cluster())
+
+
+def _list_with(slurm: Slurm, node: str) -> Exclusions:
+    """The list that keeps a node out: this home's, or else another's. Raises UsageError where several others do."""
+    here = _exclusions(slurm)
+    lists = lists_with(node, here.cluster, time.time())
+    if not lists or any(each.path == here.path for each in lists):
+        return here
+    if len(lists) > 1:
+        homes = "".join(f"\nRESIHP_HOME={shlex.quote(str(each.path.parent.parent))}" for each in lists)
+        raise UsageError(
+            f"node {node[:80]!a}: {len(lists)} of your homes keep it out; name a job of one, "
+            f"resihp node undrain {node[:80]} --job ID, or set:{homes}"
+        )
+    return lists[0]
+
+
+def _tell_where(exclusions: Exclusions) -> None:
+    from wrapper.job_folder import home
+
+    if (there := exclusions.path.parent.parent) != home():
+        _message(f"the list that keeps nodes out is of {there}, where that job is")
 
 
 def _seconds(text: str) -> float:

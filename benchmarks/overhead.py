@@ -57,7 +57,7 @@ config = TransformerConfig(num_layers=4, hidden_size=128, num_attention_heads=4,
                            hidden_dropout=0.0, use_cpu_initialization=True)
 resihp.Trainer(
     config, vocab_size=256, optimizer=resihp.AdamW(lr=1e-3), sequence=512, tp=2, pp=2,
-    dataset=Gated(ByteFiles(sysconfig.get_paths()["stdlib"]), budget=512, micro_batches_per_iteration=8),
+    dataset=Gated(ByteFiles(sysconfig.get_paths()["stdlib"], ".py"), budget=512, micro_batches_per_iteration=8),
 ).train(iterations=1 + every * blocks)
 """
 

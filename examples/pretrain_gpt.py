@@ -15,6 +15,8 @@ from megatron.core.transformer import TransformerConfig
 import resihp
 from resihp.datasets import Blended, ByteFiles, MegatronIndexed, PackedDataset, PieceSource, Prefetched, RampUp
 
+STDLIB = sysconfig.get_paths()["stdlib"]
+
 _LLAMA = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,
@@ -54,7 +56,10 @@ def arguments() -> argparse.Namespace:
     model.add_argument("--window", type=int, help="tokens that a token sees before itself, if not all")
     model.add_argument("--bf16", action="store_true", help="compute in bfloat16; what the optimizer updates is float32")
     batch = parser.add_argument_group("data and batch")
-    batch.add_argument("--corpus", default=sysconfig.get_paths()["stdlib"], help="folder of source files")
+    batch.add_argument("--corpus", default=STDLIB, help="folder of files, one document each")
+    batch.add_argument(
+        "--suffix", help="ends of their names: .txt; '' for all; .py if left out, with a word on the others"
+    )
     batch.add_argument("--indexed", help="a Megatron data set (prefix of .bin and .idx) instead of a folder")
     batch.add_argument(
         "--blend",
@@ -96,11 +101,14 @@ def arguments() -> argparse.Namespace:
     alone.add_argument("--checkpoint-every", type=int, default=0)
     alone.add_argument("--checkpoint-folder", default="checkpoints")
     alone.add_argument("--resume", action="store_true")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.suffix is None and args.corpus == STDLIB:
+        args.suffix = ".py"
+    return args
 
 
 def source_of(args: argparse.Namespace) -> PieceSource:
-    return MegatronIndexed(args.indexed) if args.indexed else ByteFiles(args.corpus)
+    return MegatronIndexed(args.indexed) if args.indexed else ByteFiles(args.corpus, args.suffix)
 
 
 def dataset_of(args: argparse.Namespace) -> resihp.Dataset:
@@ -118,7 +126,7 @@ def dataset_of(args: argparse.Namespace) -> resihp.Dataset:
         return packed(source, args.micro_batches, ramp_up)
     parts = [
         (1.0, packed(source, 1)),
-        *((float(weight), packed(ByteFiles(folder), 1)) for weight, folder in args.blend),
+        *((float(weight), packed(ByteFiles(folder, args.suffix), 1)) for weight, folder in args.blend),
     ]
     return Blended(parts, micro_batches_per_iteration=args.micro_batches, ramp_up=ramp_up)
 
@@ -126,7 +134,7 @@ def dataset_of(args: argparse.Namespace) -> resihp.Dataset:
 def evaluation_of(args: argparse.Namespace) -> resihp.Evaluation | None:
     if args.eval_interval is None:
         return None
-    source = ByteFiles(args.eval_corpus) if args.eval_corpus else source_of(args)
+    source = ByteFiles(args.eval_corpus, args.suffix) if args.eval_corpus else source_of(args)
     dataset = PackedDataset(
         source, budget=args.tokens, micro_batches_per_iteration=args.micro_batches, seed=args.seed + 1
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -10,19 +11,28 @@ import numpy.typing as npt
 
 from resihp.errors import DatasetError
 
+PYTHON = ".py"
+
 
 class ByteFiles:
-    """A `PieceSource` over the files below `folder` with the given suffix, in the order of their relative paths.
+    """A `PieceSource` over the files below `folder` whose names end in `suffix`, in the order of their relative paths.
 
-    Only sizes are read at the start. Raises DatasetError for a folder that is missing, unreadable or empty.
+    Without a `suffix` these are Python's, `.py`, and a warning tells how many others were left out; `suffix=".txt"`,
+    `suffix=(".c", ".h")` and `suffix=""`, all files, are taken at their word. Only sizes are read at the start. Raises
+    DatasetError for a folder that is missing, unreadable, or without such a file.
     """
 
     vocab_size = 256
 
     def __init__(
-        self, folder: str | os.PathLike[str], suffix: str = ".py", exclude: tuple[str, ...] = ("site-packages",)
+        self,
+        folder: str | os.PathLike[str],
+        suffix: str | tuple[str, ...] | None = None,
+        exclude: tuple[str, ...] = ("site-packages",),
     ) -> None:
         self.folder = Path(folder)
+        wanted = PYTHON if suffix is None else suffix
+        left_out = 0
         files: list[tuple[str, int]] = []
 
         def refuse(error: OSError) -> None:
@@ -31,11 +41,21 @@ class ByteFiles:
         for parent, folders, names in os.walk(self.folder, onerror=refuse):
             folders[:] = [name for name in folders if name not in exclude]
             for name in names:
-                if name.endswith(suffix):
-                    path = os.path.join(parent, name)
-                    files.append((os.path.relpath(path, self.folder), os.stat(path).st_size))
+                if not name.endswith(wanted):
+                    left_out += 1
+                    continue
+                path = os.path.join(parent, name)
+                files.append((os.path.relpath(path, self.folder), os.stat(path).st_size))
         if not files:
-            raise DatasetError(f"corpus {self.folder}: no {suffix} file in it")
+            kind = " or ".join([wanted] if isinstance(wanted, str) else wanted)
+            others = f", and {left_out} others; suffix='' takes all files" if left_out else ""
+            raise DatasetError(f"corpus {self.folder}: no {f'{kind} ' if kind else ''}file in it{others}")
+        if left_out and suffix is None:
+            warnings.warn(
+                f"corpus {self.folder}: {left_out} of {left_out + len(files)} files do not end in {PYTHON} and are "
+                f"left out; ByteFiles(..., suffix='') takes all, suffix='{PYTHON}' these without a word",
+                stacklevel=2,
+            )
         files.sort()
         self._names = [name for name, _ in files]
         self._sizes = [size for _, size in files]

@@ -301,7 +301,7 @@ class Reference:
 
 def expected_digests(iterations: int) -> dict[int, str]:
     """What each iteration of the tiny example must have consumed, computed from the data set itself."""
-    source = ByteFiles(sysconfig.get_paths()["stdlib"])
+    source = ByteFiles(sysconfig.get_paths()["stdlib"], ".py")
     data = PackedDataset(source, budget=64, micro_batches_per_iteration=8, seed=1234)
     return {
         i: f"{samples_digest(s for batch in data.micro_batches(i) for s in batch.samples):016x}"

@@ -42,7 +42,7 @@ def losses(printed: str, name: str) -> dict[int, float]:
 
 
 def data() -> PackedDataset:
-    source = ByteFiles(Path(sysconfig.get_paths()["stdlib"]))
+    source = ByteFiles(Path(sysconfig.get_paths()["stdlib"]), ".py")
     ramp_up = RampUp(start=4, increment=2, micro_batches=24)
     return PackedDataset(source, budget=64, micro_batches_per_iteration=8, ramp_up=ramp_up)
 

@@ -53,7 +53,7 @@ def assert_nothing_lost(job: Job, reference: dict[int, float]) -> None:
     for row in rows:
         assert row["loss"] == pytest.approx(reference[row["iteration"]], rel=1e-4), f"iteration {row['iteration']}"
     data = PackedDataset(
-        ByteFiles(sysconfig.get_paths()["stdlib"]), budget=64, micro_batches_per_iteration=8, seed=1234
+        ByteFiles(sysconfig.get_paths()["stdlib"], ".py"), budget=64, micro_batches_per_iteration=8, seed=1234
     )
     for row in rows:
         samples = (s for batch in data.micro_batches(row["iteration"]) for s in batch.samples)

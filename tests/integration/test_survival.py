@@ -16,7 +16,7 @@ ITERATIONS = 6
 
 def expected_digests() -> dict[int, str]:
     """What each iteration must have consumed, computed from the data set itself."""
-    source = ByteFiles(sysconfig.get_paths()["stdlib"])
+    source = ByteFiles(sysconfig.get_paths()["stdlib"], ".py")
     data = PackedDataset(source, budget=64, micro_batches_per_iteration=8, seed=1234)
     return {
         i: f"{samples_digest(s for batch in data.micro_batches(i) for s in batch.samples):016x}"

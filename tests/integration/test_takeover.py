@@ -117,7 +117,7 @@ def adopted_after(job: Job, killed_at: float) -> float:
 def assert_nothing_lost(job: Job, reference: dict[int, float]) -> None:
     rows = job.history("iterations")
     assert [row["iteration"] for row in rows] == list(range(1, ITERATIONS + 1))
-    source = ByteFiles(sysconfig.get_paths()["stdlib"])
+    source = ByteFiles(sysconfig.get_paths()["stdlib"], ".py")
     data = PackedDataset(source, budget=64, micro_batches_per_iteration=8, seed=1234)
     for row in rows:
         assert row["loss"] == pytest.approx(reference[row["iteration"]], rel=1e-4), f"iteration {row['iteration']}"

@@ -86,6 +86,20 @@ def test_byte_files_are_read_as_bytes(tmp_path: Path) -> None:
         files.read(0, 1, 4)
 
 
+def test_files_that_are_left_out_are_told_unless_a_suffix_was_asked_for(tmp_path: Path) -> None:
+    for name in ("a.py", "b.txt", "c.md", "site-packages/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"hello")
+    told = r"corpus .*: 2 of 3 files do not end in \.py and are left out; ByteFiles\(\.\.\., suffix=''\) takes all"
+    with pytest.warns(UserWarning, match=told):
+        assert len(ByteFiles(tmp_path).lengths) == 1
+    assert len(ByteFiles(tmp_path, ".py").lengths) == 1
+    assert len(ByteFiles(tmp_path, (".txt", ".md")).lengths) == 2
+    assert len(ByteFiles(tmp_path, "").lengths) == 3
+    with pytest.raises(DatasetError, match=r"no \.c file in it, and 3 others; suffix='' takes all files"):
+        ByteFiles(tmp_path, ".c")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

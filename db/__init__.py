@@ -10,7 +10,8 @@
 =================================  ============================================================================
 
 A ledger decides nothing: a job goes on without it, and the journal is what counts.
-`from db import queries` is the way in for notebooks (`db.reading.queries`), loaded when asked for.
+`from resihp.ledger import queries` is the way in for notebooks (`db.reading.queries`), also beside a
+db.py of the user's; `from db import queries` is the same where there is none.
 """
 
 from __future__ import annotations

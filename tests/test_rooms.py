@@ -35,6 +35,7 @@ ORDER: Mapping[str, tuple[set[str], ...]] = {
         {"detector", "scheduler", "worker"},
         {"controller", "executor"},
         {"simulator"},
+        {"ledger"},  # the door to `db` for notebooks, which nothing in here goes through
     ),
     "wrapper": (
         {"exit_codes", "strict_modes"},

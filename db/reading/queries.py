@@ -1,6 +1,6 @@
 """The ledger's answers, as pandas frames for notebooks and as the rows that the commands print. Reads only.
 
-    from db.reading import queries
+    from resihp.ledger import queries
 
     ledger = queries.Reader.open("postgresql+psycopg://cluster/resihp")     # or sqlite:////home/me/.../ledger.db
     job = ledger.job("1234")["id"]                                          # the newest job without a name

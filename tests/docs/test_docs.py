@@ -113,6 +113,13 @@ def parse(command: str) -> None:
         pytest.fail(f"{command}: {error}")
 
 
+def test_readme_says_how_resihp_gets_on_the_path_before_it_is_typed() -> None:
+    """`make` puts it into .venv alone."""
+    lines = [line for _, text in fences(ROOT / "README.md") for line in text.splitlines()]
+    typed = next(number for number, line in enumerate(lines) if line.startswith("resihp "))
+    assert any(line.startswith(". .venv/bin/activate") for line in lines[:typed])
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(prose(page)):

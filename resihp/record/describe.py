@@ -140,7 +140,7 @@ def _member(entry: journal.AnyEntry) -> str | None:
             when = "" if "@iteration=" in entry.text else f" in iteration {entry.iteration}"
             return f"fault {entry.fault}: {entry.text} injected{when}"
         case journal.CheckpointCommitted():
-            return f"checkpoint of iteration {entry.iteration}: {entry.bytes} bytes in {entry.seconds:.2f} s"
+            return f"checkpoint of iteration {entry.iteration}: {size(entry.bytes)} in {entry.seconds:.2f} s"
         case journal.JobEnded():
             code = "" if entry.exit_code is None else f", exit code {entry.exit_code}"
             return f"job: {entry.state}{code}{f', {entry.reason}' if entry.reason else ''}"

@@ -7,6 +7,7 @@ Starts nothing itself; inside the job, `resihp run` finds its nodes (`wrapper.co
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -209,5 +210,21 @@ def _tell(ids: list[str], configuration: Configuration, folder: Path, notice: Ca
         notice(f"submitted a chain of {len(ids)} jobs, each {what}: {', '.join(ids)}; script {folder / 'job.sbatch'}")
     else:
         notice(f"submitted job {ids[0]}: {what}; script {folder / 'job.sbatch'}")
-    notice(f"squeue --start --jobs={ids[0]} tells when it may start; then: resihp status {ids[0]} --watch")
+    output, of_job = _places((folder / "job.sbatch").read_text(), ids[0])
+    first = "" if len(ids) == 1 else " of the first one"
+    notice(f"output{first}: {output}; once it runs its folder is {of_job}, logs in {of_job / 'logs'}")
+    notice(
+        f"squeue --start --jobs={ids[0]} tells when it may start; then: resihp status {ids[0]} --watch, and "
+        f"resihp logs {ids[0]} -f"
+    )
     notice(f"to end it: scancel {' '.join(ids)}")
+
+
+def _places(script: str, job_id: str) -> tuple[Path, Path]:
+    """Where the output of a job of this script will be, and its folder. What only Slurm knows (%N) stands."""
+    lines = (line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH --"))
+    asked = {name: value for name, _, value in (line.partition("=") for line in lines)}
+    names = {"%j": job_id, "%A": job_id, "%x": asked.get("job-name", "")}
+    output = re.sub("%[jAx]", lambda match: names[match[0]], asked.get("output", "slurm-%j.out"))
+    there = Path.cwd() / asked.get("chdir", "")
+    return there / output, there / (os.environ.get("RESIHP_HOME") or ".resihp") / "jobs" / job_id

@@ -120,7 +120,24 @@ def test_the_script_of_a_submitted_job_stays_with_a_copy_of_its_file(job_file: P
     assert copy.read_text() == job_file.read_text()
     assert f"--config {copy}" in script.read_text()
     assert told[0] == f"submitted job {job_id}: 4 nodes of 2 GPUs; script {script}"
+    here = job_file.parent
+    assert told[1] == (
+        f"output: {here}/resihp-{job_id}.out; once it runs its folder is {here}/home/jobs/{job_id}, "
+        f"logs in {here}/home/jobs/{job_id}/logs"
+    )
+    assert told[2] == (
+        f"squeue --start --jobs={job_id} tells when it may start; then: resihp status {job_id} --watch, and "
+        f"resihp logs {job_id} -f"
+    )
     assert told[-1] == f"to end it: scancel {job_id}"
+
+
+def test_output_and_folder_are_where_the_script_says(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RESIHP_HOME")
+    extra = "[slurm]\nextra = ['--output=/logs/%x.%A.%N.txt', '--chdir=/work/me']\n"
+    job_file.write_text(JOB.replace("[job]\n", "[job]\nname = 'gpt'\n") + LAYOUT + extra)
+    (job_id,), told = submitted(job_file, FakeSlurm())
+    assert f"output: /logs/gpt.{job_id}.%N.txt; once it runs its folder is /work/me/.resihp/jobs/{job_id}," in told[1]
 
 
 def test_a_chain_is_one_script_submitted_several_times(job_file: Path) -> None:

@@ -69,13 +69,13 @@ def read(path: Path, *, after: int = 0) -> list[Record]:
 
     Raises ProtocolError if the file is no journal of this version, or damaged.
     """
-    records = (record for _, record in _scan(_content(path), str(path)) if record.seq > after)
+    records = (record for _, record in scan(_content(path), str(path)) if record.seq > after)
     return [record for record in unpack(records) if record.seq > after]
 
 
 def read_packed(path: Path) -> list[Record]:
     """The same, but iterations that are packed stay so: what a job of any age has come to is soon read."""
-    return [record for _, record in _scan(_content(path), str(path))]
+    return [record for _, record in scan(_content(path), str(path))]
 
 
 def first(path: Path) -> Record | None:
@@ -97,7 +97,7 @@ def torn_bytes(path: Path) -> int:
     """How much of a torn tail `read` passes over."""
     content = _content(path)
     end = min(len(content), len(MAGIC))
-    for end, _ in _scan(content, str(path)):  # noqa: B007 - wanted after the loop
+    for end, _ in scan(content, str(path)):  # noqa: B007 - wanted after the loop
         pass
     return len(content) - end
 
@@ -122,8 +122,8 @@ def _frame(body: bytes) -> bytes:
     return len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
 
 
-def _scan(content: bytes, name: str) -> Iterator[tuple[int, Record]]:
-    """(end offset, record) of every whole record."""
+def scan(content: bytes, name: str) -> Iterator[tuple[int, Record]]:
+    """(end offset, record) of every whole record. Raises ProtocolError as `read` does."""
     if content[: len(MAGIC)] != MAGIC[: len(content)]:
         raise ProtocolError(f"journal {name}: not a resihp journal")
     at = len(MAGIC)
@@ -233,7 +233,7 @@ class Journal:
         """Held while the file is read from, or another one takes its place."""
         content = _content(path) if path.exists() else b""
         path.parent.mkdir(parents=True, exist_ok=True)
-        records = [] if len(content) < len(MAGIC) and MAGIC.startswith(content) else list(_scan(content, str(path)))
+        records = [] if len(content) < len(MAGIC) and MAGIC.startswith(content) else list(scan(content, str(path)))
         self._file = _OpenFile(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         for end, record in records:
             self._note(record, end - self._file.end)

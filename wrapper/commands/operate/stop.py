@@ -7,7 +7,6 @@ Everything that takes time to import is imported in the functions.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +16,7 @@ from wrapper.output.answers import message
 
 if TYPE_CHECKING:
     from resihp.record.journal import AnyEntry
+    from resihp.record.reading_on import ReadingOn
     from wrapper.job_folder import Job
 
 LOOK_EVERY_S = 0.3
@@ -50,11 +50,12 @@ def stop(
     from wrapper.job_folder import find_job
 
     found = find_job(job)
-    seen = max((record.seq for record in found.records()), default=0)
+    journal = Told(found)
+    journal.new()  # what was before is no news
     reply = asyncio.run(ask(found, AskStop(at_once=now)))
     message(f"job {found.name}: {reply.text}")
     try:
-        ended = _follow(found, seen)
+        ended = _follow(found, journal)
     except KeyboardInterrupt:
         message(f"job {found.name}: not waited for any longer; it goes on stopping: resihp status {found.name}")
         raise typer.Exit(130) from None
@@ -64,13 +65,12 @@ def stop(
         message(f"job {found.name}: {told}")
 
 
-def _follow(job: Job, seen: int) -> bool:
+def _follow(job: Job, journal: Told) -> bool:
     """Say what happens until the job has ended; False where it is dead and has not."""
     heard_at = time.monotonic()
     while True:
         is_over, is_led = job.is_over, job.supervisor() is not None
-        for seq, entry in _told(job, seen):
-            seen = seq
+        for entry in journal.new():
             message(f"job {job.name}: {_text(entry)}")
         if is_over:
             return True
@@ -81,16 +81,28 @@ def _follow(job: Job, seen: int) -> bool:
         time.sleep(LOOK_EVERY_S)
 
 
-def _told(job: Job, seen: int) -> Iterator[tuple[int, AnyEntry]]:
-    """What came after number `seen`, of what tells how the job stops."""
-    from resihp.errors import ProtocolError
-    from resihp.record import journal
+class Told:
+    """What a job's journal tells of how it stops, each entry once. Of a long journal only what has come since the last
+    look is read: this is asked several times a second, of a job that is busy with its checkpoint."""
 
-    kinds = (journal.JobSignalled, journal.CheckpointCommitted, journal.FailureFound, journal.JobEnded)
-    with suppress(OSError, ProtocolError):
-        for record in job.records():
-            if record.seq > seen and isinstance(record.entry, kinds):
-                yield record.seq, record.entry
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._reading: ReadingOn | None = None
+
+    def new(self) -> list[AnyEntry]:
+        from resihp.errors import JobNotFoundError, ProtocolError
+        from resihp.record import journal
+        from resihp.record.reading_on import ReadingOn
+
+        kinds = (journal.JobSignalled, journal.CheckpointCommitted, journal.FailureFound, journal.JobEnded)
+        with suppress(OSError, ProtocolError, JobNotFoundError):
+            path = next((each for each in self._job.journals if each.exists()), None)
+            if path is None:
+                return []
+            if self._reading is None or self._reading.path != path:  # another node leads, or the copy is there now
+                self._reading = ReadingOn(path, self._reading.seen if self._reading else 0)
+            return [record.entry for record in self._reading.new() if isinstance(record.entry, kinds)]
+        return []
 
 
 def _text(entry: AnyEntry) -> str:

@@ -1,6 +1,7 @@
 """What earlier runs of the same Slurm job did about nodes: how many they had drained, and which died under them.
 
-A job that Slurm starts again has no new allowance. Read off their journals when a run begins (`wrapper.commands.run`).
+A job that Slurm starts again has no new allowance. Read off their journals when a run begins
+(`wrapper.commands.in_slurm`).
 A run whose journal cannot be read here may have used all that it was allowed. Decides nothing, writes nothing.
 """
 

@@ -6,24 +6,21 @@ Nothing is started and no folder made before configuration, layout, faults and c
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from resihp import faults
 from resihp.errors import ResihpError, UsageError
 from resihp.faults import Fault
-from resihp.record.journal import SlurmIdentity
 from resihp.settings import Detection, Settings, Thresholds
-from slurm import releases
 from slurm.client import Slurm
-from slurm.errors import SlurmError
-from wrapper.commands import earlier_runs
+from wrapper.commands import in_slurm
+from wrapper.commands.in_slurm import InSlurm
 from wrapper.commands.operate.last_words import last_words
 from wrapper.commands.resume import (
     CompletedError,
@@ -37,16 +34,15 @@ from wrapper.commands.resume import (
 )
 from wrapper.config import container, values
 from wrapper.config.program import resolve
-from wrapper.config.run_spec import Container, ListenerSettings, Program, RunRequest, SlurmRequest
+from wrapper.config.run_spec import Container, ListenerSettings, Program, RunRequest
 from wrapper.config.schema import Configuration, DetectSection, check_partition, read
 from wrapper.config.shape import Shape, check_layout, check_target, of_allocation, on_this_machine
 from wrapper.exit_codes import BROKEN, EXIT_CODES, REQUEUE
 from wrapper.job_folder import close_home, create_local_job, create_slurm_job, home
-from wrapper.launch import allocation, batch_script, interfaces
+from wrapper.launch import allocation
 from wrapper.launch.allocation import Allocation
 from wrapper.output.answers import message
 from wrapper.sinks import fanout
-from wrapper.slurm_tasks import chain
 from wrapper.slurm_tasks.requeue import end_for_good
 from wrapper.supervisor import guardian
 from wrapper.supervisor.patient_output import never_wait_for_stderr
@@ -130,7 +126,7 @@ class Checked:
     saved: Path | None
     """Where checkpoints are to go, if that is said."""
     restart: Restart
-    of_slurm: _InSlurm | None
+    of_slurm: InSlurm | None
 
 
 def prepare(options: Options, slurm: Slurm | None = None) -> RunRequest:
@@ -190,7 +186,7 @@ def check(options: Options, slurm: Slurm | None = None) -> Checked:
     if not options.local:
         slurm = slurm or _slurm()
         found = allocation.find(os.environ, slurm)
-        _look_at_release(slurm)
+        in_slurm.look_at_release(slurm, _notice)
         check_partition(found.partition, configuration, f"job {found.job_id}: partition")
     shape = of_allocation(configuration, found, _notice) if found else on_this_machine(configuration)
     check_layout(configuration.layout, shape.laid_out, shape.gpus_per_node)
@@ -204,9 +200,9 @@ def check(options: Options, slurm: Slurm | None = None) -> Checked:
     container.with_folders(inside, [Path(cwd), home()])  # raises for what cannot be mounted
     saved = _checkpoint_folder(options, configuration, found)
     if options.resume_or_start and found and slurm and saved:
-        _check_chain(saved, found, slurm)
+        in_slurm.check_chain(saved, found, slurm, _notice)
     restart = _resumption(options, configuration, found, saved)
-    of_slurm = _of_slurm(configuration, found, slurm, restart.failed) if found and slurm else None
+    of_slurm = in_slurm.of_slurm(configuration, found, slurm, restart.failed, _notice) if found and slurm else None
     return Checked(
         configuration=configuration,
         allocation=found,
@@ -221,16 +217,6 @@ def check(options: Options, slurm: Slurm | None = None) -> Checked:
         restart=restart,
         of_slurm=of_slurm,
     )
-
-
-def _look_at_release(slurm: Slurm) -> None:
-    """Nothing depends on it yet: a release that nobody has tried, or that cannot be read, is told once."""
-    try:
-        told = releases.untried(slurm.version())
-    except SlurmError as error:
-        told = f"{error}; going on as with Slurm {releases.OLDEST[0]}.{releases.OLDEST[1]:02}"
-    if told:
-        _notice(told)
 
 
 def _check_words(configuration: Configuration) -> None:
@@ -273,16 +259,6 @@ def _checkpoint_folder(options: Options, configuration: Configuration, found: Al
     return folder / found.task
 
 
-def _check_chain(folder: Path, found: Allocation, slurm: Slurm) -> None:
-    """Raises TrainingProgramError when a job before this one has found out that it is in vain."""
-    chain.check(folder, found.job_id, slurm, _notice)
-    if os.environ.get("SLURM_JOB_NAME") == chain.TEMPLATES_NAME:
-        _notice(
-            f"job {found.job_id}: has the name of the template, {chain.TEMPLATES_NAME}: all chains that have it wait "
-            "for each other; put one of its own after --job-name= in the batch script"
-        )
-
-
 def _resumption(
     options: Options, configuration: Configuration, found: Allocation | None, saved: Path | None
 ) -> Restart:
@@ -300,23 +276,12 @@ def _resumption(
     return replace(restart, resumption=if_there_is_one(saved, _notice)) if options.resume_or_start else restart
 
 
-class _InSlurm(NamedTuple):
-    """What a run asks of Slurm, the address to listen on, and what earlier runs of the same Slurm job have left it."""
-
-    request: SlurmRequest
-    address: str
-    drains: int
-    died_before: tuple[str, ...]
-    may_requeue: bool
-    restarts_left: int
-
-
 def _settings(
     configuration: Configuration,
     job: str,
     shape: Shape,
     planned: tuple[Fault, ...],
-    of_slurm: _InSlurm | None,
+    of_slurm: InSlurm | None,
     program: Program,
 ) -> Settings:
     """What the controller goes by."""
@@ -379,75 +344,6 @@ def _detection(section: DetectSection) -> Detection:
         patience=section.patience,
         least=section.least,
         thresholds=thresholds,
-    )
-
-
-def _of_slurm(configuration: Configuration, found: Allocation, slurm: Slurm, failed: int) -> _InSlurm:
-    """Raises UsageError, SlurmError."""
-    section = configuration.slurm
-    script = allocation.batch_script(slurm, found.job_id)
-    asked = allocation.requeue_asked(os.environ, script)
-    if found.uneven:
-        _notice(f"job {found.job_id}: nodes differ; each agent gets {found.cpus_per_node} CPUs, as the smallest has")
-    if (lost := batch_script.lost_warning(os.environ, script)) is not None:
-        _notice(f"job {found.job_id}: {lost}")
-    if not allocation.no_kill_seen(os.environ, script):
-        _notice(
-            f"job {found.job_id}: no --no-kill in the batch script: if a node fails, Slurm ends the whole job; "
-            "put #SBATCH --no-kill into it (unless it was given to sbatch itself, which cannot be seen)"
-        )
-    host_names = allocation.addresses(slurm, found.nodes)
-    here = host_names.get(found.batch_node) or socket.gethostname()
-    earlier = earlier_runs.of(found.job_id, _notice)
-    others = [name for node, name in host_names.items() if node != found.batch_node]
-    cluster = os.environ.get("SLURM_CLUSTER_NAME") or slurm.cluster()
-    request = SlurmRequest(
-        job_id=found.job_id,
-        number=found.number,
-        cluster=cluster,
-        identity=_identity(found, slurm, cluster),
-        batch_node=found.batch_node,
-        host_names=host_names,
-        cpus=found.cpus_per_node,
-        gpus=found.gpus_per_node,
-        partition=section.partition or found.partition,
-        account=section.account or found.account,
-        qos=section.qos or found.qos,
-        constraint=section.constraint,
-        reservation=section.reservation or found.reservation,
-        extra=section.extra,
-        most_drained=configuration.site.drained,
-        spool=section.spool,
-        comment=section.comment,
-    )
-    control = configuration.network.control
-    return _InSlurm(
-        request,
-        interfaces.address_of(control, found.batch_node or here) if control else allocation.own_address(here, others),
-        drains=max(0, section.drains - earlier.drained),
-        died_before=earlier.died,
-        may_requeue=section.on_warning == "requeue" if asked is None else asked,
-        restarts_left=section.restarts - failed - 1,
-    )
-
-
-def _identity(found: Allocation, slurm: Slurm, cluster: str) -> SlurmIdentity | None:
-    """For the ledger alone: a Slurm that does not say when the job was submitted holds up nothing."""
-    if not found.number.isdigit():
-        return None
-    try:
-        view = slurm.job(found.job_id)
-    except SlurmError:
-        view = None
-    return SlurmIdentity(
-        cluster=cluster,
-        job=int(found.number),
-        array_job=found.array_job,
-        array_task=found.array_task,
-        submitted_at=None if view is None else view.submitted_at,
-        account=found.account,
-        partition=found.partition,
-        qos=found.qos,
     )
 
 

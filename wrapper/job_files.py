@@ -226,14 +226,14 @@ def entry_of(job: Job, file: JobFile) -> registry.KnownJob:
         name=job.name,
         folder=str(job.folder),
         host=file.host,
-        user=_user(),
+        user=user_name(),
         began_at=file.created_at,
         cluster=os.environ.get("SLURM_CLUSTER_NAME", "") if slurm_job else "",
         slurm_job=slurm_job,
     )
 
 
-def _user() -> str:
+def user_name() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a container has no name for us

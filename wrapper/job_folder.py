@@ -229,6 +229,11 @@ def is_there(entry: registry.KnownJob) -> bool:
 
 def gone(entry: registry.KnownJob) -> str:
     """Of a job whose folder is not there, in words."""
+    if entry.state == registry.QUEUED:
+        at = f"{datetime.fromtimestamp(entry.began_at, UTC):%m-%d %H:%M:%S} UTC"
+        number = entry.slurm_job
+        how = f"squeue --start --jobs={number} tells when it may, scancel {number} ends it"
+        return f"submitted {at} and has not begun; {how}"
     if entry.host != socket.gethostname():
         return f"its folder {entry.folder} is not seen from here; it was made on {entry.host}: look there"
     return f"its folder {entry.folder} is gone; resihp jobs --all lists the others"

@@ -1,11 +1,11 @@
 """A user's jobs, wherever their folders are: one small file for each job, so that commands find them from any folder.
 
 `<RESIHP_STATE, default $XDG_STATE_HOME/resihp or ~/.local/state/resihp>/jobs/<job>.<digest>.json`, ours alone. It is
-written when a job's folder is made, when its ledger is known, and when it ends. It may be on NFS and written from many
-hosts: each job has a file of its own, which is replaced whole. It only says where to look: what is true of a job stands
-in its folder, and nothing that is run or believed comes from here. No training depends on it: what cannot be written is
-told once, and a file system that hangs is left alone. Written by `wrapper.job_files`; read by `wrapper.job_folder`, and
-by `resihp jobs`.
+written when a job is submitted, when its folder is made, when its ledger is known, and when it ends. It may be on NFS
+and written from many hosts: each job has a file of its own, which is replaced whole. It only says where to look: what
+is true of a job stands in its folder, and nothing that is run or believed comes from here. No training depends on it:
+what cannot be written is told once, and a file system that hangs is left alone. Written by `wrapper.job_files` and
+`resihp submit`; read by `wrapper.job_folder`, and by `resihp jobs`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,15 @@ PATIENCE_S = 2.0
 _FILE_NAME = re.compile(r"(?P<job>[^./]+)\.[0-9a-f]{16}\.json")
 
 
+QUEUED = "queued"
+"""State of a job that was submitted and has not begun."""
+
+
 class KnownJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One job. Times: UTC, seconds since 1970. `host`: where its folder was made; `ledger`: without passwords.
 
     `nodes` and what follows are noted at its end; until then `state` is "running". `iterations`: the last committed.
+    One that was submitted is `QUEUED` and began then; where it begins there is another entry of its Slurm job.
     """
 
     name: str

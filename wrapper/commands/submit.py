@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from resihp.errors import ConfigurationError, UsageError
@@ -20,10 +21,12 @@ from slurm import releases, render
 from slurm.client import Slurm
 from slurm.drains.exclusions import Exclusions
 from slurm.errors import SlurmError, SlurmRefusedError, SlurmUnavailableError, SlurmUsageError
+from wrapper import registry
 from wrapper.config import container
 from wrapper.config.program import resolve
 from wrapper.config.schema import Configuration, read
 from wrapper.config.shape import check_layout
+from wrapper.job_files import user_name
 from wrapper.job_folder import close_home, home, write_private
 from wrapper.sinks.fanout import asked
 from wrapper.strict_modes import check_folder
@@ -81,7 +84,9 @@ def submit(
             if ids:
                 notice(f"submitted before this: {', '.join(ids)}; to end them: scancel {' '.join(ids)}")
             raise
-    _tell(ids, configuration, folder, notice)
+    output, places = _places((folder / "job.sbatch").read_text(), ids)
+    _register(client, dict(zip(ids, places, strict=True)), configuration, notice)
+    _tell(ids, configuration, folder, output, places[0], notice)
     return ids
 
 
@@ -203,28 +208,62 @@ def _sbatch(client: Slurm, script: Path, job_file: Path, configuration: Configur
         ) from None
 
 
-def _tell(ids: list[str], configuration: Configuration, folder: Path, notice: Callable[[str], None]) -> None:
+def _register(
+    client: Slurm, places: Mapping[str, Path], configuration: Configuration, notice: Callable[[str], None]
+) -> None:
+    """For `resihp jobs`, until they begin."""
+    try:
+        cluster = client.cluster()
+    except SlurmError:
+        cluster = ""
+    for job_id, folder in places.items():
+        entry = registry.KnownJob(
+            name=job_id,
+            folder=str(folder),
+            host=socket.gethostname(),
+            user=user_name(),
+            began_at=time.time(),
+            cluster=cluster,
+            slurm_job=job_id,
+            state=registry.QUEUED,
+            nodes=configuration.job.nodes,
+            gpus_per_node=configuration.job.gpus_per_node,
+        )
+        if wrong := registry.save(entry):
+            notice(f"warning: resihp jobs will not have it until it begins: {wrong}")
+            return
+
+
+def _tell(
+    ids: list[str],
+    configuration: Configuration,
+    folder: Path,
+    output: Path,
+    of_job: Path,
+    notice: Callable[[str], None],
+) -> None:
     job, spares = configuration.job, configuration.slurm.spares
     what = f"{job.nodes} nodes of {job.gpus_per_node} GPUs" + (f" and {spares} spare" if spares else "")
     if len(ids) > 1:
         notice(f"submitted a chain of {len(ids)} jobs, each {what}: {', '.join(ids)}; script {folder / 'job.sbatch'}")
     else:
         notice(f"submitted job {ids[0]}: {what}; script {folder / 'job.sbatch'}")
-    output, of_job = _places((folder / "job.sbatch").read_text(), ids[0])
     first = "" if len(ids) == 1 else " of the first one"
     notice(f"output{first}: {output}; once it runs its folder is {of_job}, logs in {of_job / 'logs'}")
     notice(
-        f"squeue --start --jobs={ids[0]} tells when it may start; then: resihp status {ids[0]} --watch, and "
-        f"resihp logs {ids[0]} -f"
+        f"resihp jobs tells whether it waits, squeue --start --jobs={ids[0]} when it may start; then: "
+        f"resihp status {ids[0]} --watch, and resihp logs {ids[0]} -f"
     )
     notice(f"to end it: scancel {' '.join(ids)}")
 
 
-def _places(script: str, job_id: str) -> tuple[Path, Path]:
-    """Where the output of a job of this script will be, and its folder. What only Slurm knows (%N) stands."""
+def _places(script: str, ids: Sequence[str]) -> tuple[Path, list[Path]]:
+    """Where the output of the first job of this script will be, and the folder of each. What only Slurm knows (%N)
+    stands."""
     lines = (line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH --"))
     asked = {name: value for name, _, value in (line.partition("=") for line in lines)}
-    names = {"%j": job_id, "%A": job_id, "%x": asked.get("job-name", "")}
+    names = {"%j": ids[0], "%A": ids[0], "%x": asked.get("job-name", "")}
     output = re.sub("%[jAx]", lambda match: names[match[0]], asked.get("output", "slurm-%j.out"))
     there = Path.cwd() / asked.get("chdir", "")
-    return there / output, there / (os.environ.get("RESIHP_HOME") or ".resihp") / "jobs" / job_id
+    jobs = there / (os.environ.get("RESIHP_HOME") or ".resihp") / "jobs"
+    return there / output, [jobs / job_id for job_id in ids]

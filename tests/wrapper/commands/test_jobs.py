@@ -20,6 +20,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from db.writer import Ledger
+from resihp.errors import JobNotFoundError
 from resihp.record import journal, journal_file
 from slurm.client import JobView
 from slurm.errors import SlurmUnavailableError
@@ -29,8 +30,9 @@ from tests.wrapper.commands.status.test_status import record_job
 from wrapper import registry
 from wrapper.cli import app
 from wrapper.commands.jobs.listing import listed
-from wrapper.job_files import entry_of
-from wrapper.job_folder import Job, create_local_job, create_slurm_job, note_end, take_lock
+from wrapper.commands.jobs.tables import lines
+from wrapper.job_files import entry_of, user_name
+from wrapper.job_folder import Job, create_local_job, create_slurm_job, find_job, note_end, take_lock
 from wrapper.sinks.progress_file import ProgressFileWriter
 
 HOST = socket.gethostname()
@@ -295,6 +297,65 @@ def test_slurm_that_does_not_answer_is_told(runs: Callable[..., Job]) -> None:
     [row], said = ask(Down([]))
     assert (row["job"], row["slurm_state"]) == (job.name, None)
     assert said == ["Slurm was not asked: squeue: no answer"]
+
+
+# --- submitted ------------------------------------------------------------------------------------------------------
+
+
+def submitted(home: Path, *, days_ago: float = 0.0) -> registry.KnownJob:
+    """Job 77, as `resihp submit` tells the registry of it."""
+    entry = registry.KnownJob(
+        name="77",
+        folder=str(home / "jobs" / "77"),
+        host=HOST,
+        user=user_name(),
+        began_at=time.time() - days_ago * DAY_S,
+        slurm_job="77",
+        state=registry.QUEUED,
+        nodes=2,
+        gpus_per_node=8,
+    )
+    assert not registry.save(entry)
+    return entry
+
+
+def slurms_view(**view: Any) -> FakeSlurm:
+    slurm = FakeSlurm([])
+    slurm.job_views["77"] = JobView(**({"id": "77", "name": "resihp", "user": user_name()} | view))
+    return slurm
+
+
+def test_a_submitted_job_is_listed_with_what_it_waits_for(fresh_home: Path) -> None:
+    submitted(fresh_home)
+    [row], said = ask(slurms_view(state="pending", why="Resources"))
+    assert (row["job"], row["state"], row["slurm_state"], row["slurm_reason"]) == (
+        "77",
+        "queued",
+        "pending",
+        "Resources",
+    )
+    assert said == []
+    assert "queued (Resources)" in "\n".join(line.plain for line in lines([row], 80))
+    with pytest.raises(JobNotFoundError, match=r"job 77: submitted .* UTC and has not begun; squeue --start --jobs=77"):
+        find_job("77")
+
+
+def test_a_submitted_job_that_begins_is_one_job(runs: Callable[..., Job], fresh_home: Path) -> None:
+    submitted(fresh_home)
+    assert ask(slurms_view(state="running"))[0][0]["state"] == "starting"
+    runs(create_slurm_job("77", 0))
+    [row], _ = ask(slurms_view(state="running"))
+    assert (row["job"], row["state"]) == ("77", "running")
+    assert [entry.state for entry in registry.entries()[0]] == ["running"]
+
+
+def test_a_submitted_job_that_never_began_is_forgotten_after_a_day(fresh_home: Path) -> None:
+    submitted(fresh_home)
+    assert ask(slurms_view(state="cancelled"))[0][0]["state"] == "never began"
+    assert ask(FakeSlurm([]))[0][0]["state"] == "never began"
+    submitted(fresh_home, days_ago=2)
+    assert [row["state"] for row in ask(FakeSlurm([]))[0]] == ["never began"]
+    assert len(registry.entries()[0]) == 1
 
 
 def test_slurm_is_asked_for_jobs_of_its_own_alone(runs: Callable[..., Job]) -> None:

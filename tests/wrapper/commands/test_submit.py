@@ -126,8 +126,8 @@ def test_the_script_of_a_submitted_job_stays_with_a_copy_of_its_file(job_file: P
         f"logs in {here}/home/jobs/{job_id}/logs"
     )
     assert told[2] == (
-        f"squeue --start --jobs={job_id} tells when it may start; then: resihp status {job_id} --watch, and "
-        f"resihp logs {job_id} -f"
+        f"resihp jobs tells whether it waits, squeue --start --jobs={job_id} when it may start; then: "
+        f"resihp status {job_id} --watch, and resihp logs {job_id} -f"
     )
     assert told[-1] == f"to end it: scancel {job_id}"
 

@@ -1,8 +1,9 @@
 """What `resihp jobs` lists: each job that the registry or this home knows, with how far it is.
 
-Of a job that is over, what the registry has; of one that runs, what its supervisor has written into its folder, or else
-its ledger, and what Slurm says of it. One that nobody supervises any more is ended here, as `status` does. Jobs whose
-folders are gone are dropped after a month.
+Of a job that was submitted and has not begun, what Slurm says of it; of one that is over, what the registry has; of one
+that runs, what its supervisor has written into its folder, or else its ledger, and what Slurm says of it. One that
+nobody supervises any more is ended here, as `status` does. Jobs whose folders are gone are dropped after a month, and
+those that never began after a day.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from resihp.errors import JobNotFoundError, ResihpError
 from wrapper import registry
 from wrapper.job_files import entry_of
 from wrapper.job_folder import Job, all_jobs, finish_dead_job, is_there, job_of, note_end
-from wrapper.registry import KnownJob
+from wrapper.registry import QUEUED, KnownJob
 
 if TYPE_CHECKING:
     from db.reading.queries import Reader
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 Say = Callable[[str], None]
 
+NEVER_BEGAN = "never began"
+"""Of a job that was submitted, and ended before its supervisor was there."""
 LAST_S = 86400.0
 """So long after its end a job is listed."""
 KEPT_S = 30 * 86400.0
@@ -44,8 +47,16 @@ def listed(*, every: bool, now_s: float, say: Say, slurm: Slurm | None = None) -
     ask for states; the commands on PATH if left out."""
     rows: list[Row] = []
     hidden = 0
+    known = list(_known(say))
+    queued: list[tuple[KnownJob, Row]] = []
     with _Ledgers(say) as ledgers:
-        for entry in _known(say):
+        for entry in known:
+            if entry.state == QUEUED:
+                if any(_is_begun(entry, other) for other in known):
+                    registry.drop(entry)
+                else:
+                    queued.append((entry, _row(entry, now_s, ledgers)))
+                continue
             entry = _settled(entry, now_s, say)
             over_at = _over_at(entry)
             if over_at is not None and over_at < now_s - KEPT_S and not is_there(entry):
@@ -54,8 +65,23 @@ def listed(*, every: bool, now_s: float, say: Say, slurm: Slurm | None = None) -
                 hidden += 1
             else:
                 rows.append(_row(entry, now_s, ledgers))
+    rows += [row for _, row in queued]
     _ask_slurm(rows, slurm, say)
+    for entry, row in queued:
+        if row["state"] == NEVER_BEGAN and entry.began_at < now_s - LAST_S:
+            registry.drop(entry)
+            rows.remove(row)
     return sorted(rows, key=lambda row: (row["ended_at"] is not None, -row["began_at"].timestamp())), hidden
+
+
+def _is_begun(queued: KnownJob, other: KnownJob) -> bool:
+    """Whether that is the job that was submitted, or its first run: numbers are used again, and are one cluster's."""
+    return (
+        other.state != QUEUED
+        and other.slurm_job == queued.slurm_job
+        and (other.cluster == queued.cluster or not (other.cluster and queued.cluster))
+        and other.began_at > queued.began_at - STARTS_S
+    )
 
 
 def _known(say: Say) -> Iterable[KnownJob]:
@@ -98,9 +124,10 @@ def _over_at(entry: KnownJob) -> float | None:
 
 
 def _row(entry: KnownJob, now_s: float, ledgers: _Ledgers) -> Row:
-    there = is_there(entry)
     state = entry.state
-    if not there:
+    if state == QUEUED:
+        pass  # it has no folder yet
+    elif not is_there(entry):
         state = "folder gone" if entry.host == socket.gethostname() else "not seen from here"
     elif entry.ended_at is None and not job_of(entry).is_led:
         state = "starting" if entry.began_at > now_s - STARTS_S else "unknown"
@@ -108,6 +135,7 @@ def _row(entry: KnownJob, now_s: float, ledgers: _Ledgers) -> Row:
         "job": entry.name,
         "state": state,
         "slurm_state": None,
+        "slurm_reason": None,
         "exit_code": entry.exit_code,
         "nodes": entry.nodes or None,
         "gpus_per_node": entry.gpus_per_node or None,
@@ -238,7 +266,12 @@ def _ask_slurm(rows: Iterable[Row], slurm: Slurm | None, say: Say) -> None:
         return
     for row in asked:
         view = views.get(row["slurm_job"])
+        waits = row["state"] == QUEUED
         if view is None or view.user != row["user"]:
+            row["state"] = NEVER_BEGAN if waits else row["state"]
             continue
-        if view.submitted_at is None or view.submitted_at <= row["began_at"].timestamp() + STARTS_S:
+        if waits or view.submitted_at is None or view.submitted_at <= row["began_at"].timestamp() + STARTS_S:
             row["slurm_state"] = view.state
+            row["slurm_reason"] = view.why or None
+        if waits and view.state != "pending":
+            row["state"] = "starting" if view.active else NEVER_BEGAN

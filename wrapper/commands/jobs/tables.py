@@ -13,12 +13,13 @@ from rich.text import Text
 
 from wrapper.output.progress import ago, of_target
 from wrapper.output.render import duration, one_line
+from wrapper.registry import QUEUED
 
 Row = dict[str, Any]
 
 HEADINGS = ("job", "state", "nodes", "iteration", "last", "ETA", "loss")
 GAP = "  "
-COLOURS = {"running": "green", "completed": "green", "cancelled": "yellow", "starting": "cyan"}
+COLOURS = {"running": "green", "completed": "green", "cancelled": "yellow", "starting": "cyan", QUEUED: "cyan"}
 STATE = 1
 
 
@@ -51,7 +52,9 @@ def _cells(row: Row, now: datetime) -> list[str]:
         state = "stuck?"
     elif state == "failed" and row["exit_code"] is not None:
         state = f"failed {row['exit_code']}"
-    if row["slurm_state"] not in (None, "running"):
+    if state == QUEUED:
+        state += f" ({one_line(row['slurm_reason'])})" if row["slurm_reason"] else ""
+    elif row["slurm_state"] not in (None, "running"):
         state += f", Slurm: {one_line(row['slurm_state'])}"
     nodes = "-" if row["nodes"] is None else f"{row['nodes']} x {row['gpus_per_node']}"
     last = row["last_iteration_at"]
